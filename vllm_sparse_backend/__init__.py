@@ -1,0 +1,1 @@
+"""sparse-prefill: a vLLM attention backend that prefills long prompts sparsely, without training."""
