@@ -1,0 +1,181 @@
+"""A real `vllm serve` in its own process group: started, waited for, asked, and always stopped."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+# Loopback must not go through a proxy of the environment.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+# The default share of memory fails on CPU, and a small cache keeps a test machine usable.
+CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+CPU_ARGS = ("--gpu-memory-utilization", "0.3", "--dtype", "float32", "--enforce-eager")
+STOP_TIMEOUT_S = 30.0
+
+
+class ServerError(RuntimeError):
+    """The server did not start, or died; the message ends with the last lines of its log."""
+
+
+def has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def sparse_args(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Arguments of `vllm serve` that select this backend with ``settings`` (the ``sparse_prefill`` object)."""
+    return (
+        "--attention-backend",
+        "sparse-prefill",
+        "--additional-config",
+        json.dumps({"sparse_prefill": settings}),
+    )
+
+
+class Server:
+    """Context manager around one `vllm serve MODEL` on loopback.
+
+    ``args`` follow the model on the command line, before what a CPU needs. ``env`` is laid over this process's
+    environment. ``folder`` receives the log and the files of the counters; by default it is a temporary one, gone
+    when the server has stopped.
+
+    Raises ``ServerError`` on entry if the server exits or has not answered /health after ``ready_timeout_s`` seconds.
+    """
+
+    def __init__(
+        self,
+        model: Path | str,
+        args: Sequence[str] = (),
+        *,
+        env: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        ready_timeout_s: float = 600.0,
+    ) -> None:
+        self.model = str(Path(model).resolve()) if Path(model).exists() else str(model)
+        self.ready_timeout_s = ready_timeout_s
+        self.port = _free_port()
+        on_cpu = not has_cuda()
+        device_args = CPU_ARGS if on_cpu else ()
+        address = ("--host", "127.0.0.1", "--port", str(self.port))
+        self.command = [*_vllm(), "serve", self.model, *address, *args, *device_args]
+        self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="sparse-prefill-")
+        self.folder = folder or Path(self._temporary.name)  # type: ignore[union-attr]
+        self.log_path = self.folder / "server.log"
+        # Triton's interpreter, which tests switch on for kernels, is not for a server.
+        inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        self._env = inherited | OFFLINE | (CPU_ENV if on_cpu else {}) | dict(env or {})
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __str__(self) -> str:
+        return shlex.join(["vllm", *self.command[self.command.index("serve") :]])
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _start(self) -> None:
+        # The counters of the engine's process reach the server's /metrics through files; a fresh folder for each run.
+        counters = self.folder / "prometheus"
+        counters.mkdir(parents=True)
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                env=self._env | {"PROMETHEUS_MULTIPROC_DIR": str(counters)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self.folder,
+                start_new_session=True,
+            )
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self.ready_timeout_s
+        while time.monotonic() < deadline:
+            if (code := self.exit_code()) is not None:
+                raise ServerError(f"{self}\nexited with code {code} before it was ready. The end of its log:\n{self.tail()}")
+            try:
+                self.get("/health", timeout_s=5)
+                return
+            except OSError:
+                time.sleep(0.25)
+        raise ServerError(f"{self}\nwas not ready after {self.ready_timeout_s:.0f} s. The end of its log:\n{self.tail()}")
+
+    def exit_code(self) -> int | None:
+        return self._process.poll() if self._process else None
+
+    def tail(self, lines: int = 40) -> str:
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+
+    def get(self, path: str, *, timeout_s: float = 60) -> str:
+        with _DIRECT.open(self.url + path, timeout=timeout_s) as response:
+            return response.read().decode()
+
+    def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float = 600) -> dict[str, Any]:
+        """POST ``body`` as JSON; an answer other than 2xx raises ``ServerError`` with what the server said."""
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        try:
+            with _DIRECT.open(request, timeout=timeout_s) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            raise ServerError(f"POST {path} answered {error.code}: {error.read().decode(errors='replace')}") from error
+
+    def stop(self) -> None:
+        """Ask the server to end, then kill what is left of its process group."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                _kill_group(process.pid)
+                process.wait()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+def _kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # all of it had gone already
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _vllm() -> list[str]:
+    """The `vllm` command that belongs to this Python; its module where the script is missing."""
+    script = shutil.which("vllm", path=str(Path(sys.executable).parent))
+    return [script] if script else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
