@@ -1,0 +1,181 @@
+"""SparseIndex: what each (query head, tile) attends to.
+
+Per head and tile, a sorted list of key blocks and a sorted list of single key positions ("stripes"), in buffers whose
+layout the host fixes from upper bounds, so that nothing has to be read back. A tile's block list has room for every
+block in its causal reach: it cannot overflow. A method states how many stripes it may keep (``StripeLayout``), and
+tiles that share one list (groups of AnchorAttention) share its place.
+
+Invariants (``check``): lists sorted, unique and causal; every block of a tile's diagonal present; no stripe inside a
+kept block; counts within capacity.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from vllm_sparse_kernels.rows import Rows, Tile, ceil_div, to_device
+
+
+@dataclass(frozen=True)
+class StripeLayout:
+    """Where one head's stripe lists begin: ``offsets[i]`` for tile i, within ``capacity`` positions in all."""
+
+    offsets: tuple[int, ...]
+    capacity: int
+
+    @staticmethod
+    def none(rows: Rows) -> "StripeLayout":
+        return StripeLayout((0,) * rows.num_tiles, 0)
+
+    @staticmethod
+    def per_tile(rows: Rows, stripes: int) -> "StripeLayout":
+        """At most ``stripes`` positions for each tile, and no more than lie before it."""
+        offsets, total = [], 0
+        for tile in rows.tile_list:
+            offsets.append(total)
+            total += min(stripes, tile.position)
+        return StripeLayout(tuple(offsets), total)
+
+
+@dataclass(frozen=True)
+class SparseIndex:
+    """Selected keys of every (query head, tile). All tensors lie on the device; see the module for the invariants."""
+
+    rows: Rows
+    num_heads: int
+    block_tokens: int
+    block_counts: torch.Tensor  # [num_heads, num_tiles] int32
+    block_ids: torch.Tensor  # [num_heads, block_capacity] int32, keys [id * block_tokens, (id + 1) * block_tokens)
+    block_offsets: torch.Tensor  # [num_tiles] int64, where a tile's list begins in a head's row of block_ids
+    stripe_counts: torch.Tensor  # [num_heads, num_tiles] int32
+    stripe_positions: torch.Tensor  # [stripe_capacity] int32
+    stripe_offsets: torch.Tensor  # [num_heads, num_tiles] int64, where a list begins in stripe_positions
+
+    @staticmethod
+    def allocate(
+        rows: Rows, num_heads: int, block_tokens: int, stripes: Mapping[int, StripeLayout] | None = None
+    ) -> "SparseIndex":
+        """Room for every causal block of every tile, and for the stripes that each head's layout asks for.
+
+        ``stripes`` maps a query head to its layout; heads that are not in it keep no stripes. Contents are undefined
+        until every head has been selected.
+        """
+        stripes = stripes or {}
+        capacities = [ceil_div(t.last_position + 1, block_tokens) for t in rows.tile_list]
+        block_offsets = [0, *accumulate(capacities)][:-1]
+        stripe_offsets: list[int] = []
+        stripe_capacity = 0
+        for head in range(num_heads):
+            layout = stripes.get(head)
+            stripe_offsets += [stripe_capacity + o for o in layout.offsets] if layout else [0] * rows.num_tiles
+            stripe_capacity += layout.capacity if layout else 0
+        device = rows.device
+        return SparseIndex(
+            rows=rows,
+            num_heads=num_heads,
+            block_tokens=block_tokens,
+            block_counts=torch.empty(num_heads, rows.num_tiles, dtype=torch.int32, device=device),
+            block_ids=torch.empty(num_heads, sum(capacities), dtype=torch.int32, device=device),
+            block_offsets=to_device(block_offsets, torch.int64, device),
+            stripe_counts=torch.zeros(num_heads, rows.num_tiles, dtype=torch.int32, device=device),
+            stripe_positions=torch.empty(max(stripe_capacity, 1), dtype=torch.int32, device=device),
+            stripe_offsets=to_device(stripe_offsets, torch.int64, device).view(num_heads, rows.num_tiles),
+        )
+
+    def num_causal_blocks(self, tile: Tile) -> int:
+        """Blocks with a key that the tile's last query may see: the capacity of the tile's list."""
+        return ceil_div(tile.last_position + 1, self.block_tokens)
+
+    def first_diagonal_block(self, tile: Tile) -> int:
+        """From this block on every block of the tile holds a key that one of its queries may not see."""
+        return tile.position // self.block_tokens
+
+    # What follows reads the device: for references, tests and debugging only.
+
+    def blocks_of(self, head: int, i_tile: int) -> torch.Tensor:
+        start = int(self.block_offsets[i_tile])
+        return self.block_ids[head, start : start + int(self.block_counts[head, i_tile])].long()
+
+    def stripes_of(self, head: int, i_tile: int) -> torch.Tensor:
+        start = int(self.stripe_offsets[head, i_tile])
+        return self.stripe_positions[start : start + int(self.stripe_counts[head, i_tile])].long()
+
+    def set_blocks(self, head: int, i_tile: int, kept: torch.Tensor) -> None:
+        """Keep the blocks where the bool vector ``kept`` [num_causal_blocks] is set, and the diagonal ones."""
+        tile = self.rows.tile_list[i_tile]
+        kept = kept.clone()
+        kept[self.first_diagonal_block(tile) :] = True
+        ids = kept.nonzero().flatten().int()
+        start = int(self.block_offsets[i_tile])
+        self.block_ids[head, start : start + len(ids)] = ids
+        self.block_counts[head, i_tile] = len(ids)
+
+    def set_stripes(self, head: int, i_tile: int, positions: torch.Tensor) -> None:
+        """Keep the given key positions, less those inside kept blocks. Call after ``set_blocks``."""
+        positions = positions.long().unique()
+        inside = torch.isin(positions // self.block_tokens, self.blocks_of(head, i_tile))
+        positions = positions[~inside].int()
+        start = int(self.stripe_offsets[head, i_tile])
+        self.stripe_positions[start : start + len(positions)] = positions
+        self.stripe_counts[head, i_tile] = len(positions)
+
+    def tile_keys(self, head: int, i_tile: int) -> torch.Tensor:
+        """Bool [last_position + 1]: keys that the tile keeps, before the causal mask."""
+        tile = self.rows.tile_list[i_tile]
+        blocks = torch.zeros(self.num_causal_blocks(tile), dtype=torch.bool, device=self.rows.device)
+        blocks[self.blocks_of(head, i_tile)] = True
+        keys = blocks.repeat_interleave(self.block_tokens)[: tile.last_position + 1]
+        keys[self.stripes_of(head, i_tile)] = True
+        return keys
+
+    def to_mask(self, row: int) -> torch.Tensor:
+        """Bool [num_heads, query_len, seq_len] of one row: True where the pair is kept, causal mask included."""
+        rows = self.rows
+        query_len, context_len = rows.query_lens[row], rows.context_lens[row]
+        mask = torch.zeros(self.num_heads, query_len, context_len + query_len, dtype=torch.bool, device=rows.device)
+        for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
+            tile = rows.tile_list[i_tile]
+            first = tile.position - context_len
+            for head in range(self.num_heads):
+                mask[head, first : first + tile.length_tokens, : tile.last_position + 1] = self.tile_keys(head, i_tile)
+        return mask.tril_(context_len)
+
+    def density(self) -> float:
+        """Kept (query, key) pairs over causal pairs, all rows and heads together."""
+        kept = sum(int(self.to_mask(row).sum()) for row in range(self.rows.num_rows))
+        return kept / (self.num_heads * causal_pairs(self.rows))
+
+    def check(self) -> None:
+        """Raise AssertionError naming head, tile and broken invariant. Reads the device: for tests and debugging."""
+        for i_tile, tile in enumerate(self.rows.tile_list):
+            for head in range(self.num_heads):
+                where = f"head {head}, tile {i_tile} at position {tile.position}"
+                self._check_blocks(head, i_tile, tile, where)
+                self._check_stripes(head, i_tile, tile, where)
+
+    def _check_blocks(self, head: int, i_tile: int, tile: Tile, where: str) -> None:
+        count, capacity = int(self.block_counts[head, i_tile]), self.num_causal_blocks(tile)
+        assert 0 < count <= capacity, f"{where}: {count} blocks, capacity {capacity}"
+        blocks = self.blocks_of(head, i_tile)
+        assert bool((blocks.diff() > 0).all()), f"{where}: blocks not sorted and unique"
+        assert 0 <= int(blocks[0]) and int(blocks[-1]) < capacity, f"{where}: block outside [0, {capacity})"
+        diagonal = torch.arange(self.first_diagonal_block(tile), capacity, device=blocks.device)
+        assert bool(torch.isin(diagonal, blocks).all()), f"{where}: diagonal block missing"
+
+    def _check_stripes(self, head: int, i_tile: int, tile: Tile, where: str) -> None:
+        count = int(self.stripe_counts[head, i_tile])
+        start = int(self.stripe_offsets[head, i_tile])
+        assert 0 <= count <= len(self.stripe_positions) - start, f"{where}: {count} stripes from {start}"
+        stripes = self.stripes_of(head, i_tile)
+        if count == 0:
+            return
+        assert bool((stripes.diff() > 0).all()), f"{where}: stripes not sorted and unique"
+        assert 0 <= int(stripes[0]) and int(stripes[-1]) <= tile.position, f"{where}: stripe not causal"
+        inside = torch.isin(stripes // self.block_tokens, self.blocks_of(head, i_tile))
+        assert not bool(inside.any()), f"{where}: stripe inside a kept block"
+
+
+def causal_pairs(rows: Rows) -> int:
+    """(query, key) pairs of one head that a causal mask allows, all rows together."""
+    return sum(q * c + q * (q + 1) // 2 for q, c in zip(rows.query_lens, rows.context_lens, strict=True))

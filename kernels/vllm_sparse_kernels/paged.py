@@ -1,0 +1,67 @@
+"""The paged key-value cache, and the one place where a position becomes an address.
+
+A position p of row i lies on page ``block_table[i, p // page_size]`` at offset ``p % page_size``. Kernels resolve that
+with ``key_rows`` below; the references gather a row's keys whole.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from vllm_sparse_kernels.rows import ceil_div
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """Keys and values of one layer: logical [num_pages, page_size, num_kv_heads, head_dim] views, any strides."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.keys.dim() != 4 or self.keys.shape != self.values.shape:
+            raise ValueError(
+                "PagedCache: keys and values must both be [num_pages, page_size, num_kv_heads, head_dim], given "
+                f"{tuple(self.keys.shape)} and {tuple(self.values.shape)}"
+            )
+
+    @property
+    def page_size(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.keys.shape[3]
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """(page, token, head) strides in elements, the same for keys and values, for kernels.
+
+        Raises ValueError where keys and values differ in strides or a head's elements are not contiguous.
+        """
+        if self.keys.stride() != self.values.stride() or self.keys.stride(3) != 1:
+            raise ValueError(
+                "PagedCache: kernels need keys and values of equal strides with contiguous head_dim, given strides "
+                f"{self.keys.stride()} and {self.values.stride()}"
+            )
+        return self.keys.stride()[:3]
+
+    def gather(self, block_table_row: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one row's first ``seq_len`` positions: two [seq_len, num_kv_heads, head_dim] copies."""
+        pages = block_table_row[: ceil_div(seq_len, self.page_size)].long()
+        return tuple(x[pages].flatten(0, 1)[:seq_len] for x in (self.keys, self.values))  # type: ignore[return-value]
+
+
+@triton.jit
+def key_offsets(block_table_ptr, positions, mask, page_size, stride_page, stride_token):
+    """Element offsets (int64) in the cache of one row's key positions, less the head's and the dimension's part.
+
+    ``block_table_ptr`` points at the row's first page; masked positions give offset 0, which is always readable.
+    """
+    page = tl.load(block_table_ptr + positions // page_size, mask=mask, other=0).to(tl.int64)
+    return page * stride_page + tl.where(mask, positions % page_size, 0).to(tl.int64) * stride_token

@@ -1,0 +1,1 @@
+"""The kernels' specification in plain float32 torch: slow, readable, and never the library under test."""

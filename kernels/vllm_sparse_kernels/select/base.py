@@ -1,0 +1,39 @@
+"""What a selection method is: a frozen set of parameters that can fill rows of a SparseIndex.
+
+A method's file defines one dataclass derived from ``Method`` per pattern. Its fields are the paper's parameters with
+the paper's defaults; ``__post_init__`` refuses values out of range. ``reference/<name>.py`` has the same selection in
+plain torch, and ``select/__init__.py`` pairs the two in one line.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from vllm_sparse_kernels.index import SparseIndex, StripeLayout
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import Rows
+
+
+@dataclass(frozen=True)
+class Method(ABC):
+    """Parameters of one selection method; equal parameters are one group of heads."""
+
+    def stripe_layout(self, rows: Rows) -> StripeLayout:
+        """Room that one head's stripes need. Methods that keep blocks alone keep this."""
+        return StripeLayout.none(rows)
+
+    @abstractmethod
+    def select(
+        self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
+    ) -> None:
+        """Fill the rows of ``index`` that belong to ``heads``, for all of its tiles, on the device, without waiting.
+
+        q [num_tokens, num_heads, head_dim] holds the step's queries at the tokens that ``index.rows`` names; heads
+        [n] int32 lists query heads (on the device); ``scale`` multiplies q·k, usually 1/√head_dim.
+        """
+
+
+def require(condition: bool, field: str, given: object, expected: str) -> None:
+    """Raise ValueError naming the field, what was given and what was expected."""
+    if not condition:
+        raise ValueError(f"{field}: given {given!r}, expected {expected}")

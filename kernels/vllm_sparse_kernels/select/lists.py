@@ -1,0 +1,61 @@
+"""Sorted lists on the device: how every selection method turns flags into the lists of a SparseIndex."""
+
+import torch
+import triton
+import triton.language as tl
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.rows import TILE_FIELDS
+
+CHUNK_BLOCKS = 1024
+
+
+@triton.jit
+def append(target, count, b_values, b_kept):
+    """Store the kept values behind the first ``count`` of ``target``, in order; returns the new count."""
+    b_kept = b_kept.to(tl.int32)
+    o_target = count + tl.cumsum(b_kept, 0) - 1
+    tl.store(target + o_target, b_values, mask=b_kept != 0)
+    return count + tl.sum(b_kept, 0)
+
+
+@triton.jit
+def tile_blocks(tiles, i_tile, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr):
+    """(first diagonal block, number of causal blocks) of a tile."""
+    length = tl.load(tiles + i_tile * FIELDS + 2)
+    first = tl.load(tiles + i_tile * FIELDS + 3)
+    return first // BLOCK_N, (first + length - 1) // BLOCK_N + 1
+
+
+def compact_blocks(kept: torch.Tensor | None, index: SparseIndex, heads: torch.Tensor) -> None:
+    """Write the block lists of ``heads`` from flags: uint8 or bool [len(heads), block_capacity], laid out as block_ids.
+
+    The flag of block b of tile t stands at ``block_offsets[t] + b``. Diagonal blocks are kept whatever their flags
+    say; without flags (None) every causal block is.
+    """
+    _compact_blocks_kernel[(index.rows.num_tiles, len(heads))](
+        kept, 0 if kept is None else kept.stride(0), heads, index.rows.tiles, index.block_offsets,
+        index.block_counts, index.block_ids, index.block_ids.stride(0), index.rows.num_tiles,
+        BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, FIELDS=TILE_FIELDS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _compact_blocks_kernel(
+    kept, stride_kept, heads, tiles, block_offsets, block_counts, block_ids, stride_ids, num_tiles,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    i_tile, i_group = tl.program_id(0), tl.program_id(1)
+    i_head = tl.load(heads + i_group)
+    diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
+    start = tl.load(block_offsets + i_tile)
+    target = block_ids + i_head.to(tl.int64) * stride_ids + start
+    count = 0
+    for first in range(0, num_causal, CHUNK):
+        o_n = first + tl.arange(0, CHUNK)
+        causal = o_n < num_causal
+        if kept is None:
+            count = append(target, count, o_n, causal)
+        else:
+            flags = tl.load(kept + i_group.to(tl.int64) * stride_kept + start + o_n, mask=causal, other=0)
+            count = append(target, count, o_n, causal & ((flags != 0) | (o_n >= diagonal)))
+    tl.store(block_counts + i_head * num_tiles + i_tile, count)

@@ -1,0 +1,1 @@
+"""What tests, calibration and evaluation share: random paged batches, random indices, error budgets, the oracle."""
