@@ -149,7 +149,11 @@ def _show(report: Report, console: Console) -> None:
         layers.add_column(heading, justify="right")
     for layer, counts in sorted(report.layers.items()):
         layers.add_row(
-            str(layer), f"{counts.tiles:,}", f"{counts.kept_pairs:,}", f"{counts.causal_pairs:,}", f"{counts.density:.3f}"
+            str(layer),
+            f"{counts.tiles:,}",
+            f"{counts.kept_pairs:,}",
+            f"{counts.causal_pairs:,}",
+            f"{counts.density:.3f}",
         )
     console.print(rows, layers)
 

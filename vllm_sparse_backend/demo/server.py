@@ -118,13 +118,17 @@ class Server:
         deadline = time.monotonic() + self.ready_timeout_s
         while time.monotonic() < deadline:
             if (code := self.exit_code()) is not None:
-                raise ServerError(f"{self}\nexited with code {code} before it was ready. The end of its log:\n{self.tail()}")
+                raise ServerError(
+                    f"{self}\nexited with code {code} before it was ready. The end of its log:\n{self.tail()}"
+                )
             try:
                 self.get("/health", timeout_s=5)
                 return
             except OSError:
                 time.sleep(0.25)
-        raise ServerError(f"{self}\nwas not ready after {self.ready_timeout_s:.0f} s. The end of its log:\n{self.tail()}")
+        raise ServerError(
+            f"{self}\nwas not ready after {self.ready_timeout_s:.0f} s. The end of its log:\n{self.tail()}"
+        )
 
     def exit_code(self) -> int | None:
         return self._process.poll() if self._process else None

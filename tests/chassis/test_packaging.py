@@ -1,0 +1,74 @@
+"""What an installation holds: the wheel, and this checkout's editable install."""
+
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--disable-pip-version-check",
+        "-qq",
+        "--no-deps",
+        "-w",
+        folder,
+        ROOT,
+    ]
+    subprocess.run(command, check=True)
+    (path,) = folder.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def sources(folder: Path, as_package: str) -> set[str]:
+    return {f"{as_package}/{path.relative_to(folder).as_posix()}" for path in folder.rglob("*.py")}
+
+
+def test_wheel_holds_both_packages_and_the_profiles(wheel: zipfile.ZipFile) -> None:
+    names = set(wheel.namelist())
+    assert sources(ROOT / "vllm_sparse_backend", "vllm_sparse_backend") <= names
+    assert sources(ROOT / "kernels/vllm_sparse_kernels", "vllm_sparse_kernels") <= names
+    profiles = {f"vllm_sparse_backend/_profiles/{path.name}" for path in (ROOT / "profiles").iterdir()}
+    assert profiles
+    assert profiles <= names
+
+
+def test_wheel_holds_nothing_else(wheel: zipfile.ZipFile) -> None:
+    """Above all no package `kernels`: it would shadow Hugging Face's, and transformers would break."""
+    top = {name.split("/")[0] for name in wheel.namelist()}
+    assert top == {"vllm_sparse_backend", "vllm_sparse_kernels", "vllm_sparse_backend-0.1.0.dist-info"}
+
+
+def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
+    info = "vllm_sparse_backend-0.1.0.dist-info"
+    points = wheel.read(f"{info}/entry_points.txt").decode().split()
+    assert points == [
+        *("[console_scripts]", "sparse-prefill", "=", "vllm_sparse_backend.cli:app"),
+        *("[vllm.general_plugins]", "sparse_prefill", "=", "vllm_sparse_backend.plugin:register"),
+    ]
+    metadata = wheel.read(f"{info}/METADATA").decode()
+    assert "License-Expression: Apache-2.0" in metadata
+    assert "Requires-Python: >=3.11" in metadata
+    assert f"{info}/licenses/LICENSE" in wheel.namelist()
+
+
+def test_no_package_named_kernels() -> None:
+    assert not (ROOT / "kernels/__init__.py").exists()
+
+
+def test_the_installed_entry_points_load() -> None:
+    (plugin,) = (p for p in entry_points(group="vllm.general_plugins") if p.name == "sparse_prefill")
+    (script,) = (p for p in entry_points(group="console_scripts") if p.name == "sparse-prefill")
+    assert callable(plugin.load())
+    assert callable(script.load())

@@ -1,0 +1,77 @@
+"""Requests that one server after another answers, so that their tokens and log-probabilities can be compared.
+
+Prompts are token ids drawn with a fixed seed. Lengths align with nothing: neither chunks (512), nor pages, nor tiles.
+"""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from vllm_sparse_backend.demo.model import VOCAB_SIZE
+from vllm_sparse_backend.demo.server import Server
+
+CHUNK_TOKENS = 512
+SERVER_ARGS = (
+    "--max-model-len",
+    "8192",
+    "--max-num-batched-tokens",
+    str(CHUNK_TOKENS),
+    "--enable-prompt-tokens-details",
+)
+CONCURRENT_LENGTHS = (1, 63, 300, 777, 1000, 1501, 2049, 2600)
+
+
+@dataclass(frozen=True)
+class Answer:
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    cached_tokens: int
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [0, *(generator.randrange(2, VOCAB_SIZE) for _ in range(length - 1))]
+
+
+def ask(server: Server, token_ids: list[int], max_tokens: int = 8) -> Answer:
+    body = {
+        "model": server.model,
+        "prompt": token_ids,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+    answer = server.post("/v1/completions", body)
+    choice, details = answer["choices"][0], answer["usage"]["prompt_tokens_details"] or {}
+    assert len(choice["token_ids"]) == max_tokens
+    return Answer(
+        tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]), details.get("cached_tokens") or 0
+    )
+
+
+def ask_together(server: Server, requests: dict[str, tuple[list[int], int]]) -> dict[str, Answer]:
+    """Answers to (prompt, max_tokens) by name, all sent at once."""
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return dict(zip(requests, pool.map(lambda request: ask(server, *request), requests.values()), strict=True))
+
+
+def run(server: Server) -> dict[str, Answer]:
+    """Answers by name, in an order that makes the prefix cache hit where the name says so."""
+    shared = prompt(2000, seed=2)
+    alone = {
+        "chunks": prompt(3001, seed=1),
+        "prefix: same prompt": prompt(3001, seed=1),
+        "prefix: first tail": shared + prompt(701, seed=3)[1:],
+        "prefix: other tail": shared + prompt(1234, seed=4)[1:],
+    }
+    # The first decodes for so long that the chunks of the others share its steps.
+    mixed = {
+        "mixed: decode": (prompt(70, seed=5), 96),
+        "mixed: prefill 1800": (prompt(1800, seed=6), 8),
+        "mixed: prefill 1301": (prompt(1301, seed=7), 8),
+    }
+    concurrent = {f"concurrent: {length}": (prompt(length, seed=100 + length), 8) for length in CONCURRENT_LENGTHS}
+    answers = {name: ask(server, token_ids) for name, token_ids in alone.items()}
+    return answers | ask_together(server, mixed) | ask_together(server, concurrent)
