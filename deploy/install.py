@@ -23,7 +23,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
 import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -41,6 +40,8 @@ def has_nvidia_gpu() -> bool:
 
 
 def install_cpu_torch() -> None:
+    import tomllib  # not in Pythons before 3.11, which main() refuses with a sentence
+
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     pin = next(requirement for requirement in extras["cpu"] if requirement.startswith("torch=="))
     index = os.environ.get("TORCH_INDEX_URL")
@@ -72,7 +73,7 @@ def provide_vllm_metadata() -> None:
 
 
 def main() -> None:
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 (an older one must get as far as this)
         sys.exit(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}. Try `make PYTHON=python3.12 ...`.")
     if sys.prefix == sys.base_prefix:
         sys.exit(f"{sys.executable} is not in a virtual environment. `make setup` makes one in .venv.")

