@@ -1,0 +1,113 @@
+"""What an operator can set, under the key ``sparse_prefill`` of vLLM's ``--additional-config``."""
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from vllm_sparse_kernels.select.base import Method
+
+from vllm_sparse_backend.errors import ConfigurationError, not_one_of, report, unexpected
+from vllm_sparse_backend.methods import make_method, method_names
+
+KEY = "sparse_prefill"
+OPTION = "--additional-config"
+DEFAULT_MIN_TOKENS = 8192
+
+
+class SparsePrefillConfig(BaseModel):
+    """One method for every head, or a profile that says which; and when not to go sparse."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: StrictStr = "minference"
+    """A registered method, or ``minference``: vertical-slash with its authors' defaults."""
+
+    params: dict[str, Any] = {}
+    """Fields of the method that differ from its defaults."""
+
+    profile: StrictStr | None = None
+    """Name of a bundled profile, or path of a YAML file. Takes the place of ``method`` and ``params``."""
+
+    min_tokens: Annotated[StrictInt, Field(ge=0)] = DEFAULT_MIN_TOKENS
+    """A row whose ``seq_len`` is less runs dense. Where it is given, it goes before the profile's."""
+
+    dense_layers: tuple[Annotated[StrictInt, Field(ge=0)], ...] = ()
+    """Layers that always run dense, on top of the profile's."""
+
+    check_index: StrictBool = False
+    """Check each layer's index in each step. It waits for the device every time: for debugging only."""
+
+    metrics_interval_s: Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Seconds between two reads of the device's counters for /metrics."""
+
+    @field_validator("method")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in method_names():
+            raise ValueError(not_one_of(name, method_names()))
+        return name
+
+    @field_validator("dense_layers")
+    @classmethod
+    def _sorted(cls, layers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted(set(layers)))
+
+    @field_validator("params")
+    @classmethod
+    def _accepted(cls, params: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if "method" in info.data:  # else the method is wrong itself, and reported
+            make_method(info.data["method"], params)
+        return params
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "SparsePrefillConfig":
+        beside = [field for field in ("method", "params") if field in self.model_fields_set]
+        if self.profile is not None and beside:
+            raise ValueError(f"given profile {self.profile!r} and {beside[0]}, expected one of them")
+        return self
+
+    def uniform_method(self) -> Method:
+        """The method of every head where no profile is given."""
+        return make_method(self.method, self.params)
+
+
+def load_config(additional_config: Mapping[str, Any] | None) -> SparsePrefillConfig:
+    """The configuration in vLLM's ``additional_config``: its key ``sparse_prefill``, defaults where that is absent.
+
+    A plain text there names the profile. Raises ``ConfigurationError`` that names every wrong field.
+    """
+    if additional_config is None:
+        additional_config = {}
+    if not isinstance(additional_config, Mapping):
+        raise ConfigurationError(f"{OPTION}: {unexpected(additional_config, f'a mapping with the key {KEY!r}')}")
+    given = additional_config.get(KEY, {})
+    if KEY not in additional_config:
+        _refuse_slips(additional_config)
+    if isinstance(given, str):
+        given = {"profile": given}
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(f"{OPTION} {KEY}: {unexpected(given, 'a mapping, or the name or path of a profile')}")
+    try:
+        return SparsePrefillConfig.model_validate(dict(given))
+    except ValidationError as error:
+        raise report(error, SparsePrefillConfig, f"{OPTION} ", KEY) from None
+
+
+def _refuse_slips(additional_config: Mapping[str, Any]) -> None:
+    # The key is the operator's only way in: one that was misspelt must not pass for "no settings".
+    for key in additional_config:
+        if difflib.get_close_matches(str(key).lower().replace("-", "_"), [KEY], cutoff=0.85):
+            raise ConfigurationError(f"{OPTION}: given key {key!r}, expected {KEY!r}")

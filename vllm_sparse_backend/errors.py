@@ -1,0 +1,97 @@
+"""The one error that a wrong configuration ends in, and how it is worded."""
+
+import difflib
+from collections.abc import Iterable, Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+
+class ConfigurationError(RuntimeError):
+    """What was given, what was expected and where (file, field), on one line.
+
+    Not a ValueError: inside vLLM's own configuration classes pydantic would catch it and wrap it in a page of text.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+def unexpected(given: object, expected: str) -> str:
+    """ "given …, expected …", with a long value cut short."""
+    shown = repr(given)
+    return f"given {shown if len(shown) <= 80 else shown[:77] + '...'}, expected {expected}"
+
+
+def not_one_of(given: object, allowed: Iterable[str]) -> str:
+    """ "given …, expected one of …", and the closest of them if ``given`` looks like a slip."""
+    names = sorted(allowed)
+    close = difflib.get_close_matches(str(given), names, n=1)
+    return unexpected(given, f"one of {', '.join(names)}" + (f" (did you mean {close[0]!r}?)" if close else ""))
+
+
+EXPECTED = {
+    "int_type": "an integer",
+    "int_parsing": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "a text",
+    "dict_type": "a mapping of fields to values",
+    "model_type": "a mapping of fields to values",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "more than {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "less than {lt}",
+    "literal_error": "{expected}",
+}
+"""What pydantic's kinds of error expected, in the words of this project."""
+
+
+def reason_of(detail: ErrorDetails) -> str:
+    """What is wrong with one value, without saying where it stands."""
+    kind, given = detail["type"], detail["input"]
+    if kind == "value_error":  # raised by this project's own validators
+        return str(detail["ctx"]["error"])
+    if kind == "missing":
+        return "missing"
+    if kind in EXPECTED:
+        return unexpected(given, EXPECTED[kind].format(**detail.get("ctx", {})))
+    return unexpected(given, detail["msg"])
+
+
+def report(error: ValidationError, model: type[BaseModel], source: str, root: str = "") -> ConfigurationError:
+    """All that pydantic found wrong with the fields of ``model``, in one line.
+
+    ``source`` says where they were given (a file, an option), ``root`` under which field there.
+    """
+    return ConfigurationError(f"{source}{'; '.join(_problem(detail, model, root) for detail in error.errors())}")
+
+
+def _problem(detail: ErrorDetails, model: type[BaseModel], root: str) -> str:
+    path = [str(key) for key in detail["loc"] if key != "[key]"]
+    place = ".".join([root, *path] if root else path)
+    if detail["type"] != "extra_forbidden":
+        return f"{place}: {reason_of(detail)}" if place else reason_of(detail)
+    for key in path[:-1]:
+        model = _submodel(model, key)
+    return f"{place}: unknown field: {not_one_of(path[-1], model.model_fields)}"
+
+
+def _submodel(model: type[BaseModel], key: str) -> type[BaseModel]:
+    """The model that holds what stands under ``key``; the same one for the keys of a mapping or list in it."""
+    field = model.model_fields.get(key)
+    return next(_models_in(field.annotation), model) if field else model
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)

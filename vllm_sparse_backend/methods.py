@@ -1,0 +1,70 @@
+"""From a method's name and parameters, as configurations and profiles write them, to the method itself.
+
+Methods and their fields are read from the kernels' table: one that is added there can be configured at once.
+"""
+
+import dataclasses
+import json
+import typing
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from vllm_sparse_kernels.select import METHODS, name_of
+from vllm_sparse_kernels.select.base import Method
+
+from vllm_sparse_backend.errors import not_one_of, reason_of, unexpected
+
+PRESETS = {"minference": "vertical_slash"}
+"""Names that stand for a method with its authors' defaults; MInference without a profile is vertical-slash."""
+
+
+def method_names() -> list[str]:
+    """Every name that ``make_method`` takes."""
+    return sorted({*METHODS, *(name for name, method in PRESETS.items() if method in METHODS)})
+
+
+def make_method(name: object, params: Mapping[str, Any]) -> Method:
+    """The method called ``name``; ``params`` replace the defaults of its fields.
+
+    Raises ValueError naming what is wrong: the name, every unknown field, every value of the wrong type, or the value
+    that the method itself refuses.
+    """
+    if not isinstance(name, str) or name not in method_names():
+        raise ValueError(f"method: {not_one_of(name, method_names())}")
+    parameters = METHODS[PRESETS.get(name, name)].parameters
+    adapters = _adapters(parameters)
+    problems, values = [], {}
+    for field, given in params.items():
+        if field not in adapters:
+            fields = not_one_of(field, adapters) if adapters else f"given, but {name} has no parameters"
+            problems.append(f"{field}: unknown parameter of {name}: {fields}")
+            continue
+        try:
+            # Through JSON, as strict types then still let a list be a tuple.
+            values[field] = adapters[field].validate_json(json.dumps(given), strict=True)
+        except ValidationError as error:
+            problems.append(f"{field}: {reason_of(error.errors()[0])}")
+        except (TypeError, ValueError):
+            problems.append(f"{field}: {unexpected(given, 'a number, a text, true or false')}")
+    if problems:
+        raise ValueError("; ".join(problems))
+    return parameters(**values)
+
+
+def parameters_of(method: Method) -> dict[str, Any]:
+    """A method as profiles write it: its name under ``method``, then all of its fields."""
+    return {"method": name_of(method), **dataclasses.asdict(method)}
+
+
+def describe(method: Method) -> str:
+    """``vertical_slash(vertical_tokens=1000, slash_tokens=6096)``: the name and every field."""
+    fields = dataclasses.asdict(method)
+    return f"{name_of(method)}({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
+
+
+@cache
+def _adapters(parameters: type[Method]) -> dict[str, TypeAdapter[Any]]:
+    hints = typing.get_type_hints(parameters)
+    return {field.name: TypeAdapter(hints[field.name]) for field in dataclasses.fields(parameters) if field.init}

@@ -1,0 +1,128 @@
+"""Why a layer or a row prefills dense: the reasons, what to do about them, and the test that a layer must pass."""
+
+from enum import StrEnum
+from typing import Self
+
+MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
+"""Kernels take any multiple of 8 in this range; a head_dim that is no power of two is padded to the next one."""
+
+DTYPES = ("float16", "bfloat16")
+CPU_DTYPES = (*DTYPES, "float32")
+
+
+class Fallback(StrEnum):
+    """A reason to run dense. The value labels counters; ``explain`` says it to people, and what they can do.
+
+    Static ones hold for a layer from construction on; the others are found out per row and step.
+    """
+
+    static: bool
+    explain: str
+
+    def __new__(cls, value: str, static: bool, explain: str) -> Self:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.static = static
+        member.explain = explain
+        return member
+
+    NOT_DECODER = (
+        "not_decoder",
+        True,
+        "not a decoder's self-attention (encoder, cross-attention or no attention at all); nothing to do, such layers "
+        "stay dense",
+    )
+    SLIDING_WINDOW = (
+        "sliding_window",
+        True,
+        "the layer attends within a sliding window, which is sparse already; nothing to do, its other layers can go "
+        "sparse",
+    )
+    ALIBI = ("alibi", True, "the layer adds ALiBi position biases; use a model with rotary positions")
+    SOFTCAP = ("softcap", True, "the layer caps its logits (attn_logit_softcapping); use a model without soft cap")
+    SINKS = ("sinks", True, "the layer has learnt attention sinks; use a model without them")
+    HEAD_SIZE = (
+        "head_size",
+        True,
+        f"head_dim is no multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}; use a model whose is",
+    )
+    DTYPE = (
+        "dtype",
+        True,
+        "the model runs in a dtype that kernels do not take; use --dtype bfloat16 or float16 (float32 on CPU only)",
+    )
+    QUANTISED_CACHE = (
+        "quantised_cache",
+        True,
+        "the KV cache is quantised, or of another dtype than the model; use --kv-cache-dtype auto",
+    )
+    MLA = ("mla", True, "multi-head latent attention keeps compressed keys; use a model with plain keys and values")
+    PREFILL_CONTEXT_PARALLEL = (
+        "prefill_context_parallel",
+        True,
+        "prefill context parallelism spreads a row's keys over devices; use --prefill-context-parallel-size 1",
+    )
+    DECODE_CONTEXT_PARALLEL = (
+        "decode_context_parallel",
+        True,
+        "decode context parallelism spreads a row's keys over devices; use --decode-context-parallel-size 1",
+    )
+    DENSE_LAYER = (
+        "dense_layer",
+        True,
+        "the layer is listed in dense_layers; take it off that list to let it go sparse",
+    )
+    NON_CAUSAL = ("non_causal", False, "the row attends in both directions; nothing to do, such rows stay dense")
+    PREFIX_LM = (
+        "prefix_lm",
+        False,
+        "part of the row (such as an image) attends in both directions; nothing to do, such rows stay dense",
+    )
+    CASCADE = (
+        "cascade",
+        False,
+        "vLLM runs this step as cascade attention over a shared prefix; use --disable-cascade-attn",
+    )
+    TOO_SHORT = ("too_short", False, "the row has fewer than min_tokens tokens; lower min_tokens if sparse still pays")
+    OPT_OUT = ("opt_out", False, "the request switched sparse prefill off; leave that out of the request")
+
+
+STATIC_FALLBACKS = tuple(reason for reason in Fallback if reason.static)
+ROW_FALLBACKS = tuple(reason for reason in Fallback if not reason.static)
+
+
+def layer_fallback(
+    *,
+    head_dim: int,
+    dtype: str,
+    attn_type: str = "decoder",
+    sliding_window: int | None = None,
+    alibi: bool = False,
+    softcap: float | None = None,
+    sinks: bool = False,
+    kv_cache_dtype: str = "auto",
+    is_mla: bool = False,
+    prefill_context_parallel_size: int = 1,
+    decode_context_parallel_size: int = 1,
+    device_type: str = "cuda",
+) -> Fallback | None:
+    """Why a layer with these properties can never go sparse, or None if it can.
+
+    ``dtype`` is the queries' ("bfloat16" or "torch.bfloat16"); ``kv_cache_dtype`` is vLLM's option. No window is None
+    or negative, no soft cap None or 0. ``dense_layers`` is the plan's business, not looked at here.
+    """
+    dtype = dtype.removeprefix("torch.")
+    checks = {
+        Fallback.NOT_DECODER: attn_type != "decoder",
+        Fallback.MLA: is_mla,
+        Fallback.SLIDING_WINDOW: sliding_window is not None and sliding_window >= 0,
+        Fallback.ALIBI: alibi,
+        Fallback.SOFTCAP: bool(softcap),
+        Fallback.SINKS: sinks,
+        Fallback.HEAD_SIZE: not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM or head_dim % HEAD_DIM_STEP != 0,
+        Fallback.DTYPE: dtype not in (CPU_DTYPES if device_type == "cpu" else DTYPES),
+        Fallback.QUANTISED_CACHE: kv_cache_dtype.removeprefix("torch.") not in ("auto", dtype),
+        Fallback.PREFILL_CONTEXT_PARALLEL: prefill_context_parallel_size > 1,
+        Fallback.DECODE_CONTEXT_PARALLEL: decode_context_parallel_size > 1,
+    }
+    return next((reason for reason, applies in checks.items() if applies), None)
