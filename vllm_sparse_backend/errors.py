@@ -1,11 +1,16 @@
 """The one error that a wrong configuration ends in, and how it is worded."""
 
 import difflib
+import reprlib
 from collections.abc import Iterable, Iterator
-from typing import Any, get_args
+from dataclasses import is_dataclass
+from typing import Any, get_args, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
 
 
 class ConfigurationError(RuntimeError):
@@ -43,6 +48,7 @@ EXPECTED = {
     "string_type": "a text",
     "dict_type": "a mapping of fields to values",
     "model_type": "a mapping of fields to values",
+    "dataclass_type": "a mapping of fields to values",
     "tuple_type": "a list",
     "list_type": "a list",
     "greater_than_equal": "at least {ge}",
@@ -66,7 +72,7 @@ def reason_of(detail: ErrorDetails) -> str:
     return unexpected(given, detail["msg"])
 
 
-def report(error: ValidationError, model: type[BaseModel], source: str, root: str = "") -> ConfigurationError:
+def report(error: ValidationError, model: type, source: str, root: str = "") -> ConfigurationError:
     """All that pydantic found wrong with the fields of ``model``, in one line.
 
     ``source`` says where they were given (a file, an option), ``root`` under which field there.
@@ -74,24 +80,30 @@ def report(error: ValidationError, model: type[BaseModel], source: str, root: st
     return ConfigurationError(f"{source}{'; '.join(_problem(detail, model, root) for detail in error.errors())}")
 
 
-def _problem(detail: ErrorDetails, model: type[BaseModel], root: str) -> str:
+def _problem(detail: ErrorDetails, model: type, root: str) -> str:
     path = [str(key) for key in detail["loc"] if key != "[key]"]
     place = ".".join([root, *path] if root else path)
-    if detail["type"] != "extra_forbidden":
+    if detail["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{place}: {reason_of(detail)}" if place else reason_of(detail)
     for key in path[:-1]:
-        model = _submodel(model, key)
-    return f"{place}: unknown field: {not_one_of(path[-1], model.model_fields)}"
+        model = _part(model, key)
+    return f"{place}: unknown field: {not_one_of(path[-1], _annotations(model))}"
 
 
-def _submodel(model: type[BaseModel], key: str) -> type[BaseModel]:
-    """The model that holds what stands under ``key``; the same one for the keys of a mapping or list in it."""
-    field = model.model_fields.get(key)
-    return next(_models_in(field.annotation), model) if field else model
+def _part(model: type, key: str) -> type:
+    """The model or dataclass that holds what stands under ``key``; the same one for the keys of a mapping in it."""
+    return next(_models_in(_annotations(model).get(key)), model)
 
 
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+def _annotations(model: type) -> dict[str, Any]:
+    """The fields of a model or dataclass."""
+    if issubclass(model, BaseModel):
+        return {name: field.annotation for name, field in model.model_fields.items()}
+    return get_type_hints(model)
+
+
+def _models_in(annotation: Any) -> Iterator[type]:
+    if isinstance(annotation, type) and (issubclass(annotation, BaseModel) or is_dataclass(annotation)):
         yield annotation
     for part in get_args(annotation):
         yield from _models_in(part)

@@ -1,0 +1,93 @@
+"""What a profile must know of a model: its layers and heads."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from vllm_sparse_backend.errors import ConfigurationError, report, unexpected
+from vllm_sparse_backend.strict_yaml import read_text
+
+Count = Annotated[int, Field(ge=1, strict=True)]
+
+# Where a model's config.json has each number; the later names are those of older remote-code models.
+_CONFIG_NAMES = {
+    "num_layers": ("num_hidden_layers", "num_layers", "n_layer"),
+    "num_heads": ("num_attention_heads", "n_head"),
+    "num_kv_heads": ("num_key_value_heads", "multi_query_group_num"),
+    "head_dim": ("head_dim", "kv_channels"),
+    "hidden_size": ("hidden_size", "n_embd"),
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Layers and heads of a whole model, before tensor parallelism splits it.
+
+    ``rope_theta`` tells models apart that share a shape and differ in context length; None where it is not known.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    architecture: Annotated[str, Field(strict=True, min_length=1)]
+    num_layers: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    rope_theta: Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            expected = f"a divisor of num_heads {self.num_heads}"
+            raise ValueError(f"num_kv_heads: {unexpected(self.num_kv_heads, expected)}")
+
+    def __str__(self) -> str:
+        theta = f", rope_theta {self.rope_theta:g}" if self.rope_theta is not None else ""
+        return (
+            f"{self.architecture} with {self.num_layers} layers, {self.num_heads} heads, {self.num_kv_heads} kv heads, "
+            f"head_dim {self.head_dim}{theta}"
+        )
+
+    def differences(self, other: Self) -> list[str]:
+        """Names of the fields in which the two differ; a rope_theta that one does not know is no difference."""
+        pairs = {field.name: (getattr(self, field.name), getattr(other, field.name)) for field in fields(self)}
+        if None in pairs["rope_theta"]:
+            del pairs["rope_theta"]
+        return [name for name, (mine, theirs) in pairs.items() if mine != theirs]
+
+    @staticmethod
+    def from_config(config: Mapping[str, Any], source: str = "config.json") -> "ModelShape":
+        """The shape that a model's config.json states; of a multimodal model, that of its text part."""
+        text = config.get("text_config") or config
+        found = {field: _first(text, names) for field, names in _CONFIG_NAMES.items()}
+        hidden_size, num_heads = found.pop("hidden_size"), found["num_heads"]
+        if found["num_kv_heads"] is None:
+            found["num_kv_heads"] = num_heads
+        if found["head_dim"] is None and isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0:
+            found["head_dim"] = hidden_size // num_heads
+        architectures = config.get("architectures") or text.get("architectures") or []
+        found["architecture"] = architectures[0] if isinstance(architectures, list) and architectures else None
+        found["rope_theta"] = text.get("rope_theta") or (text.get("rope_parameters") or {}).get("rope_theta")
+        try:
+            return TypeAdapter(ModelShape).validate_python(found)
+        except ValidationError as error:
+            raise report(error, ModelShape, f"{source}: ") from None
+
+    @staticmethod
+    def from_folder(path: Path) -> "ModelShape":
+        """The shape of a model folder, or of its config.json."""
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            config = json.loads(read_text(path))
+        except ValueError as error:
+            raise ConfigurationError(f"{path}: not JSON: {error}") from None
+        if not isinstance(config, dict):
+            raise ConfigurationError(f"{path}: {unexpected(config, 'the mapping of a model configuration')}")
+        return ModelShape.from_config(config, str(path))
+
+
+def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), None)

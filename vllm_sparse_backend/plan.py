@@ -1,0 +1,129 @@
+"""Which query heads of each layer this tensor-parallel rank prefills with which method.
+
+Pure Python, from the configuration, its profile and the model's shape; made once, before the first step. Rank r of n
+owns the model's query heads [r · H/n, (r + 1) · H/n). Key-value heads are split or replicated as vLLM does it; the
+query heads, which the plan is about, are split alike in both cases.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_sparse_kernels.select import name_of
+from vllm_sparse_kernels.select.base import Method
+
+from vllm_sparse_backend.config import OPTION, SparsePrefillConfig
+from vllm_sparse_backend.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.methods import describe
+from vllm_sparse_backend.model_shape import ModelShape
+from vllm_sparse_backend.profile import ANY_MODEL, Profile, load_profile
+from vllm_sparse_backend.ranges import format_ranges
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Query heads of one layer, numbered on this rank, that share a method with equal parameters."""
+
+    heads: tuple[int, ...]
+    method: Method
+
+
+LayerPlan = tuple[HeadGroup, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``layers[i]`` holds layer i's groups, which cover each query head of this rank once; None if it runs dense."""
+
+    layers: tuple[LayerPlan | None, ...]
+    min_tokens: int
+    """A row whose ``seq_len`` is less runs dense."""
+    source: str
+    """The profile or method that was asked for."""
+
+    @staticmethod
+    def build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int = 0, tp_size: int = 1) -> "Plan":
+        """The plan of one rank. Equal arguments give the same object: a profile is read once in a process.
+
+        Raises ``ConfigurationError`` where the profile does not fit the model, or the heads do not divide by
+        ``tp_size``.
+        """
+        # What was not set matters: then the profile's value counts.
+        key = (config.model_dump_json(exclude_unset=True), shape, tp_rank, tp_size)
+        if key not in _plans:
+            _plans[key] = _build(config, shape, tp_rank, tp_size)
+        return _plans[key]
+
+    def layer(self, layer: int) -> LayerPlan | None:
+        """Groups of a layer; None if it is to run dense, as do layers past the model's own (a draft model's)."""
+        return self.layers[layer] if layer < len(self.layers) else None
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        return tuple(i for i, groups in enumerate(self.layers) if groups is None)
+
+    def describe(self) -> list[str]:
+        """Lines for the log at start-up: what runs how."""
+        lines = [f"sparse prefill with {self.source}, for rows of at least {self.min_tokens} tokens"]
+        if self.dense_layers:
+            lines.append(f"layers {format_ranges(self.dense_layers)}: dense")
+        layers: dict[str, set[int]] = defaultdict(set)
+        heads: dict[str, int] = defaultdict(int)
+        methods: dict[str, dict[Method, None]] = defaultdict(dict)
+        for i, groups in enumerate(self.layers):
+            for group in groups or ():
+                name = name_of(group.method)
+                layers[name].add(i)
+                heads[name] += len(group.heads)
+                methods[name][group.method] = None
+        for name, settings in methods.items():
+            one = describe(next(iter(settings))) if len(settings) == 1 else f"{name} ({len(settings)} settings)"
+            lines.append(f"layers {format_ranges(layers[name])}: {one} on {heads[name]} heads of this rank")
+        return lines
+
+
+_plans: dict[tuple[str, ModelShape, int, int], Plan] = {}
+
+
+def _build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int, tp_size: int) -> Plan:
+    if not 0 <= tp_rank < tp_size or shape.num_heads % tp_size:
+        raise ConfigurationError(
+            f"tensor parallelism: given rank {tp_rank} of {tp_size} for {shape.num_heads} query heads, expected a rank "
+            "below the size, and a size that divides the heads"
+        )
+    profile, source = _profile_of(config)
+    profile.check_model(shape, source)
+    if config.dense_layers and config.dense_layers[-1] >= shape.num_layers:
+        problem = unexpected(config.dense_layers[-1], f"at most {shape.num_layers - 1}, as the model is {shape}")
+        raise ConfigurationError(f"{OPTION} sparse_prefill.dense_layers: {problem}")
+    dense = {*config.dense_layers, *profile.dense_layers}
+    if len(dense) == shape.num_layers:
+        raise ConfigurationError(f"dense_layers of {OPTION} and {source} name all {len(dense)} layers, expected fewer")
+    num_local = shape.num_heads // tp_size
+    own = slice(tp_rank * num_local, (tp_rank + 1) * num_local)
+    layers = tuple(
+        None if layer in dense else _group(profile.methods_of(layer, shape.num_heads)[own])
+        for layer in range(shape.num_layers)
+    )
+    if profile.min_tokens is None or "min_tokens" in config.model_fields_set:
+        return Plan(layers, config.min_tokens, source)
+    return Plan(layers, profile.min_tokens, source)
+
+
+def _profile_of(config: SparsePrefillConfig) -> tuple[Profile, str]:
+    """The profile that is asked for, or one that says the same as ``method`` and ``params``; and its name."""
+    if config.profile is not None:
+        return load_profile(config.profile), f"profile {config.profile}"
+    try:
+        method = config.uniform_method()
+    except ValueError as error:
+        raise ConfigurationError(f"{OPTION} sparse_prefill.{error}") from None
+    return Profile.model_validate({"format": 1, "model": ANY_MODEL, "default": method}), f"method {config.method}"
+
+
+def _group(methods: Sequence[Method]) -> LayerPlan:
+    """Heads by equal method, in the order of each group's first head."""
+    heads: dict[Method, list[int]] = {}
+    for head, method in enumerate(methods):
+        heads.setdefault(method, []).append(head)
+    return tuple(HeadGroup(tuple(ids), method) for method, ids in heads.items())

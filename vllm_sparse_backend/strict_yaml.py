@@ -1,0 +1,98 @@
+"""YAML for files that people write: nothing is executed, a key given twice is an error, and 1e-3 is a number."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vllm_sparse_backend.errors import ConfigurationError, unexpected
+
+MAX_BYTES = 4 << 20
+"""Some ten times the largest file that makes sense: each head of 80 layers with parameters of its own."""
+
+MAX_DEPTH = 32
+"""Deeper nesting is refused before it is built, as it could only overflow the stack."""
+
+# YAML 1.1 takes 1e-3 for a text, as it lacks the point; YAML 1.2 and people take it for a number.
+_FLOAT = ("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"), list("-+0123456789"))
+
+
+# libyaml's parser is ten times as fast, where PyYAML was built with it.
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: list[Any] = []
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+            seen.append(key)
+        return super().construct_mapping(node, deep)
+
+
+class FlowDict(dict[str, Any]):
+    """A mapping that is written on one line."""
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Loader.add_implicit_resolver(*_FLOAT)
+_Dumper.add_implicit_resolver(*_FLOAT)  # so that a text that looks like such a number is written in quotes
+_Dumper.add_representer(
+    FlowDict, lambda dumper, data: dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=True)
+)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file of at most ``MAX_BYTES``. Raises ``ConfigurationError`` where there is none."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if len(content) > MAX_BYTES:
+        raise ConfigurationError(f"{path}: given more than {MAX_BYTES} bytes, expected at most that")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{path}: not UTF-8 at byte {error.start}") from None
+
+
+def parse(text: str, source: str) -> dict[Any, Any]:
+    """The mapping that a YAML text holds. Raises ``ConfigurationError`` naming ``source`` and the line."""
+    try:
+        _refuse_depth(text)
+        data = yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ConfigurationError(f"{source}: {place}{error.problem or error.context}") from None
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError: a date or number that is none
+        raise ConfigurationError(f"{source}: not YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigurationError(f"{source}: {unexpected(data, 'a mapping of fields to values')}")
+    return data
+
+
+def dump(data: dict[str, Any]) -> str:
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _refuse_depth(text: str) -> None:
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, yaml.AliasEvent):  # aliases can make a small file into a huge value
+            raise _refusal("aliases (*name) are not taken", event)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise _refusal(f"nested deeper than {MAX_DEPTH}", event)
+
+
+def _refusal(problem: str, event: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
