@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from vllm_sparse_kernels.reference.anchor_attention import select_anchor_attention
 from vllm_sparse_kernels.reference.dense import select_dense
+from vllm_sparse_kernels.select.anchor_attention import AnchorAttention
 from vllm_sparse_kernels.select.base import Method
 from vllm_sparse_kernels.select.dense import Dense
 
@@ -16,6 +18,7 @@ class Registered(NamedTuple):
 
 
 METHODS: dict[str, Registered] = {
+    "anchor_attention": Registered(AnchorAttention, select_anchor_attention),
     "dense": Registered(Dense, select_dense),
 }
 

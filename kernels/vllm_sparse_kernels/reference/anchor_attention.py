@@ -1,0 +1,79 @@
+"""AnchorAttention (Zhang et al., 2025), equations 1 and 2 and section 3.4, in plain torch.
+
+What is read into the paper, and where this departs from it, is said in ``select.anchor_attention``.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import TILE_TOKENS, Tile
+
+if TYPE_CHECKING:
+    from vllm_sparse_kernels.select.anchor_attention import AnchorAttention
+
+INITIAL_TOKENS = TILE_TOKENS  # K_init: the paper's blocks are 128 wide, on both sides
+
+
+def select_anchor_attention(
+    method: "AnchorAttention",
+    q: torch.Tensor,
+    cache: PagedCache,
+    index: SparseIndex,
+    heads: torch.Tensor,
+    scale: float,
+) -> None:
+    rows, ratio = index.rows, q.shape[1] // cache.num_kv_heads
+    keys = [cache.gather(rows.block_table[i], rows.seq_lens[i])[0].float() for i in range(rows.num_rows)]
+    numbered = enumerate(rows.tile_list)
+    for (row, start), members in groupby(numbered, lambda it: (it[1].row, window_start(it[1], method.step_tiles))):
+        tiles = list(members)
+        for head in heads.tolist():
+            k = keys[row][:, head // ratio]
+            differences = anchor_differences(
+                [tile for _, tile in tiles], q[:, head].float(), k, start, scale, method.use_anchor
+            )
+            # Equation 2; section 3.4: what any tile of the group keeps, all of them keep.
+            stripes = INITIAL_TOKENS + (differences <= method.theta).any(0).nonzero().flatten()
+            for i_tile, tile in tiles:
+                blocks = torch.zeros(index.num_causal_blocks(tile), dtype=torch.bool, device=q.device)
+                blocks[: INITIAL_TOKENS // index.block_tokens] = True
+                blocks[start // index.block_tokens :] = True
+                index.set_blocks(head, i_tile, blocks)
+                index.set_stripes(head, i_tile, stripes)
+
+
+def window_start(tile: Tile, step_tiles: int) -> int:
+    """Where the window of the tile begins: groups lie at multiples of the span, a tile goes by its first query."""
+    span_tokens = step_tiles * TILE_TOKENS
+    return tile.position // span_tokens * span_tokens
+
+
+def anchor_differences(
+    tiles: Sequence[Tile], q: torch.Tensor, k: torch.Tensor, start: int, scale: float, use_anchor: bool = True
+) -> torch.Tensor:
+    """avgpool(x_a) − avgpool(Q) Kᵀ · scale of equation 2: [tiles, keys from the initial block to ``start``].
+
+    q [num_tokens, head_dim] and k [seq_len, head_dim] belong to one head, the tiles to one group whose window begins at
+    ``start``. Computed in the inputs' dtype.
+    """
+    differences = []
+    for tile in tiles:
+        q_tile = q[tile.token : tile.token + tile.length_tokens]
+        x_a = q.new_zeros(tile.length_tokens)
+        if use_anchor and start > INITIAL_TOKENS:
+            # Equation 1: the maximum over [K_init, K_w], under the causal mask.
+            k_window = k[start : tile.last_position + 1]
+            scores = q_tile @ torch.cat([k[:INITIAL_TOKENS], k_window]).T * scale
+            scores[:, INITIAL_TOKENS:].masked_fill_(
+                torch.ones(tile.length_tokens, len(k_window), dtype=torch.bool, device=q.device).triu_(
+                    tile.position - start + 1
+                ),
+                -torch.inf,
+            )
+            x_a = scores.amax(-1)
+        differences.append(x_a.mean() - q_tile.mean(0) @ k[INITIAL_TOKENS : max(start, INITIAL_TOKENS)].T * scale)
+    return torch.stack(differences)
