@@ -32,14 +32,14 @@ class SparsePrefillConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    profile: StrictStr | None = None
+    """Name of a bundled profile, or path of a YAML file. Takes the place of ``method`` and ``params``."""
+
     method: StrictStr = "minference"
     """A registered method, or ``minference``: vertical-slash with its authors' defaults."""
 
     params: dict[str, Any] = {}
     """Fields of the method that differ from its defaults."""
-
-    profile: StrictStr | None = None
-    """Name of a bundled profile, or path of a YAML file. Takes the place of ``method`` and ``params``."""
 
     min_tokens: Annotated[StrictInt, Field(ge=0)] = DEFAULT_MIN_TOKENS
     """A row whose ``seq_len`` is less runs dense. Where it is given, it goes before the profile's."""
@@ -68,7 +68,7 @@ class SparsePrefillConfig(BaseModel):
     @field_validator("params")
     @classmethod
     def _accepted(cls, params: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        if "method" in info.data:  # else the method is wrong itself, and reported
+        if "method" in info.data and info.data.get("profile") is None:  # else the error lies there
             make_method(info.data["method"], params)
         return params
 

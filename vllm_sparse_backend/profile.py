@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -33,8 +33,6 @@ from vllm_sparse_backend.ranges import format_ranges, parse_ranges
 
 ANY_MODEL = "any"
 
-T = TypeVar("T")
-
 
 def _to_method(given: object) -> Method:
     if isinstance(given, Method):
@@ -44,6 +42,20 @@ def _to_method(given: object) -> Method:
     if "method" not in given:
         raise ValueError(f"method: missing, expected one of {', '.join(method_names())}")
     return make_method(given["method"], {name: value for name, value in given.items() if name != "method"})
+
+
+def _disjoint(given: object) -> object:
+    """Refuse a number that two keys of a mapping name: once they are parsed, equal keys would have become one."""
+    owners: dict[int, object] = {}
+    for key in given if isinstance(given, Mapping) else ():
+        try:
+            numbers = parse_ranges(key)
+        except ValueError:
+            continue  # the key's own error is reported with its place
+        for number in numbers:
+            if owners.setdefault(number, key) is not key:
+                raise ValueError(f"given {number} in both {owners[number]!r} and {key!r}, expected it once")
+    return given
 
 
 Ranges = Annotated[tuple[int, ...], BeforeValidator(parse_ranges)]
@@ -61,12 +73,7 @@ class LayerProfile(_Section):
     default: MethodSpec | None = None
     """For the heads that ``heads`` does not name; None for the profile's default."""
 
-    heads: dict[Ranges, MethodSpec] = {}
-
-    @field_validator("heads")
-    @classmethod
-    def _heads_once(cls, heads: dict[tuple[int, ...], Method]) -> dict[tuple[int, ...], Method]:
-        return _disjoint(heads)
+    heads: Annotated[dict[Ranges, MethodSpec], BeforeValidator(_disjoint)] = {}
 
 
 class Provenance(_Section):
@@ -91,7 +98,7 @@ class Profile(_Section):
     min_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
     dense_layers: Ranges = ()
     default: MethodSpec
-    layers: dict[Ranges, LayerProfile] = {}
+    layers: Annotated[dict[Ranges, LayerProfile], BeforeValidator(_disjoint)] = {}
     provenance: Provenance = Provenance()
 
     @field_validator("model", mode="before")
@@ -100,11 +107,6 @@ class Profile(_Section):
         if given is None or (isinstance(given, str) and given != ANY_MODEL):
             raise ValueError(unexpected(given, f"the model's shape, or {ANY_MODEL}"))
         return None if given == ANY_MODEL else given
-
-    @field_validator("layers")
-    @classmethod
-    def _layers_once(cls, layers: dict[tuple[int, ...], LayerProfile]) -> dict[tuple[int, ...], LayerProfile]:
-        return _disjoint(layers)
 
     @model_validator(mode="after")
     def _within_model(self) -> "Profile":
@@ -235,7 +237,7 @@ def import_minference(json_path: str | Path, model_config_path: str | Path) -> P
 
 def _minference_layer(heads: object, shape: ModelShape, where: str) -> dict[Method, list[int]]:
     if not isinstance(heads, dict) or set(heads) != {str(head) for head in range(shape.num_heads)}:
-        given = f"heads {', '.join(heads)}" if isinstance(heads, dict) else repr(heads)
+        given = f"heads {', '.join(heads) or 'none'}" if isinstance(heads, dict) else repr(heads)
         expected = f"an object with the heads 0 to {shape.num_heads - 1} for {shape}"
         raise ConfigurationError(f"{where}: given {given:.80}, expected {expected}")
     methods: dict[Method, list[int]] = {}
@@ -261,17 +263,6 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(mapping := dict(pairs)) != len(pairs):
         raise ValueError("an object has a key twice")
     return mapping
-
-
-def _disjoint(by_ranges: dict[tuple[int, ...], T]) -> dict[tuple[int, ...], T]:
-    owners: dict[int, tuple[int, ...]] = {}
-    for numbers in by_ranges:
-        for number in numbers:
-            if number in owners:
-                both = f"{format_ranges(owners[number])!r} and {format_ranges(numbers)!r}"
-                raise ValueError(f"given {number} in both {both}, expected it once")
-            owners[number] = numbers
-    return by_ranges
 
 
 def _key(numbers: tuple[int, ...]) -> int | str:

@@ -1,0 +1,161 @@
+"""The plan: every head of a rank in one group, heads of a profile dealt out to ranks, and what goes before what."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vllm_sparse_backend.config import SparsePrefillConfig
+from vllm_sparse_backend.errors import ConfigurationError
+from vllm_sparse_backend.methods import make_method
+from vllm_sparse_backend.model_shape import ModelShape
+from vllm_sparse_backend.plan import HeadGroup, Plan
+from vllm_sparse_backend.profile import LayerProfile, Profile
+
+SHAPE = ModelShape("LlamaForCausalLM", num_layers=4, num_heads=8, num_kv_heads=2, head_dim=64)
+DENSE = make_method("dense", {})
+WIDE = make_method("a_shape", {"sink_tokens": 64, "local_tokens": 512})
+NARROW = make_method("a_shape", {"sink_tokens": 64, "local_tokens": 128})
+
+Write = Callable[..., str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write a profile, and return its path."""
+
+    def write_profile(**fields: Any) -> str:
+        profile = Profile.model_validate({"format": 1, "model": "any", "default": WIDE} | fields)
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.yaml"
+        path.write_text(profile.to_yaml())
+        return str(path)
+
+    return write_profile
+
+
+def test_one_method_for_all_heads() -> None:
+    config = SparsePrefillConfig(method="a_shape", params={"sink_tokens": 64, "local_tokens": 512})
+    plan = Plan.build(config, SHAPE)
+    assert plan.layers == ((HeadGroup(tuple(range(8)), WIDE),),) * 4
+    assert plan.min_tokens == config.min_tokens
+    assert isinstance(hash(plan), int)
+
+
+def test_equal_methods_are_one_group_in_order_of_their_first_heads(write: Write) -> None:
+    layers = {(1,): LayerProfile(heads={(0, 3): NARROW, (7,): NARROW, (2,): DENSE})}
+    plan = Plan.build(SparsePrefillConfig(profile=write(layers=layers)), SHAPE)
+    expected = (HeadGroup((0, 3, 7), NARROW), HeadGroup((1, 4, 5, 6), WIDE), HeadGroup((2,), DENSE))
+    assert plan.layer(1) == expected
+    assert plan.layer(0) == (HeadGroup(tuple(range(8)), WIDE),)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "expected"),
+    [
+        (0, 2, (HeadGroup((0, 1, 2), NARROW), HeadGroup((3,), WIDE))),
+        (1, 2, (HeadGroup((0, 2, 3), WIDE), HeadGroup((1,), NARROW))),
+        # Two kv heads on four ranks are replicated; query heads are split all the same.
+        (2, 4, (HeadGroup((0,), WIDE), HeadGroup((1,), NARROW))),
+        (3, 4, (HeadGroup((0, 1), WIDE),)),
+        (5, 8, (HeadGroup((0,), NARROW),)),
+    ],
+)
+def test_heads_of_a_profile_are_the_models(write: Write, rank: int, size: int, expected: tuple[HeadGroup, ...]) -> None:
+    path = write(layers={(0,): LayerProfile(heads={(0, 1, 2, 5): NARROW})})
+    assert Plan.build(SparsePrefillConfig(profile=path), SHAPE, rank, size).layer(0) == expected
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_ranks_together_hold_every_head_once(write: Write, data: st.DataObject) -> None:
+    num_heads, size = data.draw(st.sampled_from([(8, 1), (8, 2), (8, 8), (12, 3), (12, 4), (40, 8), (14, 7)]))
+    methods = data.draw(st.lists(st.sampled_from([WIDE, NARROW, DENSE]), min_size=num_heads, max_size=num_heads))
+    shape = ModelShape("M", 1, num_heads, data.draw(st.sampled_from([1, 2, num_heads])), 64)
+    heads = {(head,): method for head, method in enumerate(methods)}
+    config = SparsePrefillConfig(profile=write(layers={(0,): LayerProfile(heads=heads)}))
+    found: dict[int, object] = {}
+    for rank in range(size):
+        groups = Plan.build(config, shape, rank, size).layer(0)
+        assert groups is not None
+        assert len({group.method for group in groups}) == len(groups)
+        assert [group.heads[0] for group in groups] == sorted(group.heads[0] for group in groups)
+        for group in groups:
+            assert list(group.heads) == sorted(group.heads)
+            for head in group.heads:
+                assert 0 <= head < num_heads // size
+                assert found.setdefault(rank * (num_heads // size) + head, group.method) is group.method
+        assert sum(len(group.heads) for group in groups) == num_heads // size
+    assert [found[head] for head in range(num_heads)] == methods
+
+
+def test_dense_layers_of_configuration_and_profile_add_up(write: Write) -> None:
+    plan = Plan.build(SparsePrefillConfig(profile=write(dense_layers=[0]), dense_layers=(2, 0)), SHAPE)
+    assert plan.dense_layers == (0, 2)
+    assert plan.layer(0) is None
+    assert plan.layer(2) is None
+    assert plan.layer(1) == plan.layer(3) == (HeadGroup(tuple(range(8)), WIDE),)
+
+
+def test_layers_past_the_model_run_dense() -> None:
+    assert Plan.build(SparsePrefillConfig(method="dense"), SHAPE).layer(4) is None
+
+
+def test_min_tokens_of_the_configuration_go_before_the_profiles(write: Write) -> None:
+    path = write(min_tokens=100)
+    default = SparsePrefillConfig().min_tokens
+    assert Plan.build(SparsePrefillConfig(profile=path), SHAPE).min_tokens == 100
+    assert Plan.build(SparsePrefillConfig(profile=path, min_tokens=5), SHAPE).min_tokens == 5
+    assert Plan.build(SparsePrefillConfig(profile=path, min_tokens=default), SHAPE).min_tokens == default
+    assert Plan.build(SparsePrefillConfig(profile=write()), SHAPE).min_tokens == default
+
+
+def test_profile_is_read_once(write: Write) -> None:
+    path = write()
+    first = Plan.build(SparsePrefillConfig(profile=path), SHAPE)
+    Path(path).unlink()
+    assert Plan.build(SparsePrefillConfig(profile=path), SHAPE) is first
+
+
+def test_profile_of_another_model_is_refused(write: Write) -> None:
+    other = ModelShape("LlamaForCausalLM", 4, 16, 2, 64)
+    path = write(model=other)
+    with pytest.raises(ConfigurationError) as caught:
+        Plan.build(SparsePrefillConfig(profile=path), SHAPE)
+    assert path in str(caught.value)
+    assert str(other) in str(caught.value)
+    assert str(SHAPE) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "parallel", "expected"),
+    [
+        ({"dense_layers": (1, 4)}, (0, 1), r"sparse_prefill\.dense_layers: given 4, expected at most 3"),
+        ({"dense_layers": (0, 1, 2, 3)}, (0, 1), "name all 4 layers, expected fewer"),
+        ({"profile": "no-such"}, (0, 1), "profile: no such file; given 'no-such'"),
+        ({}, (0, 3), "given rank 0 of 3 for 8 query heads"),
+        ({}, (2, 2), "given rank 2 of 2"),
+    ],
+)
+def test_what_cannot_be_planned(config: dict[str, Any], parallel: tuple[int, int], expected: str) -> None:
+    method = {} if "profile" in config else {"method": "dense"}
+    with pytest.raises(ConfigurationError, match=expected):
+        Plan.build(SparsePrefillConfig(**config, **method), SHAPE, *parallel)
+
+
+def test_description_says_what_runs_how(write: Write) -> None:
+    layers = {(2, 3): LayerProfile(heads={(0, 1): DENSE, (2,): NARROW})}
+    path = write(layers=layers, dense_layers=[0], min_tokens=4096)
+    assert Plan.build(SparsePrefillConfig(profile=path), SHAPE).describe() == [
+        f"sparse prefill with profile {path}, for rows of at least 4096 tokens",
+        "layers 0: dense",
+        "layers 1-3: a_shape (2 settings) on 20 heads of this rank",
+        "layers 2-3: dense() on 4 heads of this rank",
+    ]
+    config = SparsePrefillConfig(method="a_shape", params={"sink_tokens": 1, "local_tokens": 2})
+    assert Plan.build(config, SHAPE, 1, 2).describe() == [
+        "sparse prefill with method a_shape, for rows of at least 8192 tokens",
+        "layers 0-3: a_shape(sink_tokens=1, local_tokens=2) on 16 heads of this rank",
+    ]

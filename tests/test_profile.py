@@ -1,0 +1,428 @@
+"""Profiles: what a file says, what is refused and in which words, and the files of MInference's search."""
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm_sparse_kernels.select import METHODS
+
+from vllm_sparse_backend import strict_yaml
+from vllm_sparse_backend.errors import ConfigurationError
+from vllm_sparse_backend.methods import make_method
+from vllm_sparse_backend.model_shape import ModelShape
+from vllm_sparse_backend.profile import (
+    LayerProfile,
+    Profile,
+    Provenance,
+    bundled_profiles,
+    import_minference,
+    load_profile,
+    parse_profile,
+)
+from vllm_sparse_backend.ranges import format_ranges, parse_ranges
+
+SHAPE = ModelShape("LlamaForCausalLM", num_layers=6, num_heads=8, num_kv_heads=2, head_dim=64)
+HEADER = """\
+format: 1
+model: {architecture: LlamaForCausalLM, num_layers: 6, num_heads: 8, num_kv_heads: 2, head_dim: 64}
+default: {method: dense}
+"""
+
+
+def refused(text: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        parse_profile(text, "mine.yaml")
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith("mine.yaml: ")
+    return message.removeprefix("mine.yaml: ")
+
+
+# Ranges
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_ranges_round_trip(numbers: set[int]) -> None:
+    if numbers:
+        assert parse_ranges(format_ranges(numbers)) == tuple(sorted(numbers))
+    assert parse_ranges(list(numbers)) == tuple(sorted(numbers))
+
+
+@pytest.mark.parametrize(("text", "numbers"), [("0-3,7", (0, 1, 2, 3, 7)), (5, (5,)), (" 2 , 0 - 1 ", (0, 1, 2))])
+def test_ranges_are_read(text: object, numbers: tuple[int, ...]) -> None:
+    assert parse_ranges(text) == numbers
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-1", -1, "a", "3-1", "1,,2", "1-2-3", "0-2,1", True, 1.0, None, "0-9999999", [-1]]
+)
+def test_ranges_are_refused(text: object) -> None:
+    with pytest.raises(ValueError, match=r"^given .*expected"):
+        parse_ranges(text)
+
+
+# What a profile says
+
+
+def test_head_goes_before_layer_before_profile() -> None:
+    text = """\
+        format: 1
+        model: any
+        min_tokens: 1024
+        dense_layers: 0-1,3
+        default: {method: vertical_slash, vertical_tokens: 100, slash_tokens: 200}
+        layers:
+          2:
+            default: {method: a_shape, sink_tokens: 64, local_tokens: 256}
+            heads:
+              0-1,5: {method: block_sparse, top_blocks: 8}
+          4-5:
+            heads: {7: {method: dense}}
+        """
+    profile = parse_profile(textwrap.dedent(text), "mine.yaml")
+    slashes = make_method("vertical_slash", {"vertical_tokens": 100, "slash_tokens": 200})
+    shape = make_method("a_shape", {"sink_tokens": 64, "local_tokens": 256})
+    blocks, dense = make_method("block_sparse", {"top_blocks": 8}), make_method("dense", {})
+    assert profile.methods_of(0, 8) == (slashes,) * 8
+    assert profile.methods_of(2, 8) == (blocks, blocks, shape, shape, shape, blocks, shape, shape)
+    assert profile.methods_of(4, 8) == profile.methods_of(5, 8) == (*(slashes,) * 7, dense)
+    assert (profile.min_tokens, profile.dense_layers) == (1024, (0, 1, 3))
+
+
+def test_bundled_profiles_load_by_name_and_fit_any_model() -> None:
+    assert set(bundled_profiles()) >= {"minference", "streaming"}
+    for name in bundled_profiles():
+        load_profile(name).check_model(SHAPE)
+    assert load_profile("minference").default == make_method("minference", {})
+    assert load_profile("streaming").default == make_method("a_shape", {"sink_tokens": 1024, "local_tokens": 4096})
+
+
+def test_profile_by_path(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(HEADER)
+    assert load_profile(path) == load_profile(str(path)) == parse_profile(HEADER, "")
+
+
+def test_unknown_profile_names_the_bundled_ones(tmp_path: Path) -> None:
+    for missing in ("streeming", str(tmp_path / "none.yaml"), str(tmp_path)):
+        with pytest.raises(ConfigurationError, match=r"no such file; given .* minference, streaming"):
+            load_profile(missing)
+
+
+# What is refused
+
+
+def test_all_wrong_fields_are_named_at_once() -> None:
+    message = refused(
+        """\
+format: 2
+model: {architecture: X, num_layer: 3, num_heads: 4, num_kv_heads: 2, head_dim: true}
+min_tokens: 1e3
+default: {method: dense, foo: 1}
+layers:
+  0-x: {}
+  3: {heds: {}}
+  4: {heads: {0-3: {method: denze}, 7: {}, 8: 3}}
+provenance: {recall: 2, prompts_sha256: abc}
+"""
+    )
+    for problem in (
+        "format: given 2, expected 1",
+        "model.num_layers: missing",
+        "model.num_layer: unknown field: given 'num_layer', expected one of",
+        "(did you mean 'num_layers'?)",
+        "model.head_dim: given True, expected an integer",
+        "min_tokens: given 1000.0, expected an integer",
+        "default: foo: unknown parameter of dense",
+        "layers.0-x: given '0-x', expected numbers and ranges",
+        "layers.3.heds: unknown field: given 'heds', expected one of default, heads",
+        "layers.4.heads.0-3: method: given 'denze', expected one of",
+        "layers.4.heads.7: method: missing, expected one of",
+        "layers.4.heads.8: given 3, expected a mapping such as {method: NAME",
+        "provenance.recall: given 2, expected at most 1",
+        "provenance.prompts_sha256: given 'abc'",
+    ):
+        assert problem in message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[1, 2]", "given [1, 2], expected a mapping"),
+        ("", "given None, expected a mapping"),
+        ("{a: 1\n", "line 2, column 1: "),
+        (HEADER + "default: {method: dense}", "line 4, column 1: key 'default' is given twice"),
+        (HEADER + "layers:\n  1: {}\n  1: {}\n", "line 6, column 3: key 1 is given twice"),
+        (HEADER + "? [1, 2]\n: 3", "unhashable key"),
+        (HEADER + "x: &a [1]\ny: *a", "line 5, column 4: aliases"),
+        (HEADER + "x: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+        ("[" * 100_000, "nested deeper than"),
+        (HEADER + "x: 2024-13-45", "not YAML: month"),
+        ("a: \x00", "not YAML: "),
+        (HEADER.replace("1", "1.5", 1), "format: given 1.5, expected 1"),
+        ("format: 1\nmodel:\ndefault: {method: dense}", "model: given None, expected the model's shape, or any"),
+        ("format: 1\nmodel: all\ndefault: {method: dense}", "model: given 'all', expected the model's shape, or any"),
+        ("format: 1\nmodel: [1]\ndefault: {method: dense}", "model: given [1], expected a mapping"),
+        (
+            HEADER.replace("num_kv_heads: 2", "num_kv_heads: 3"),
+            "num_kv_heads: given 3, expected a divisor of num_heads 8",
+        ),
+        (HEADER + "layers: {0-3: {}, 2: {}}", "layers: given 2 in both '0-3' and 2, expected it once"),
+        (HEADER + "layers: {0-1: {}, '0,1': {}}", "layers: given 0 in both '0-1' and '0,1'"),
+        (HEADER + "layers: {1: {}, '1': {}}", "layers: given 1 in both 1 and '1'"),
+        (
+            HEADER + "layers: {2: {heads: {0-3: {method: dense}, 3: {method: dense}}}}",
+            "layers.2.heads: given 3 in both '0-3' and 3, expected it once",
+        ),
+        (HEADER + "layers: {4-6: {}}", "layers.4-6: given 6, expected at most 5"),
+        (HEADER + "layers: {0: {heads: {8: {method: dense}}}}", "layers.0.heads.8: given 8, expected at most 7"),
+        (HEADER + "dense_layers: [1, 6]", "dense_layers: given 6, expected at most 5"),
+        (HEADER + "dense_layers: [1, 1]", "dense_layers: given [1, 1], expected each number once"),
+        (HEADER + "dense_layers: [-1]", "dense_layers: given [-1], expected numbers and ranges"),
+        (HEADER + "min_tokens: -1", "min_tokens: given -1, expected at least 0"),
+    ],
+)
+def test_wrong_file(text: str, expected: str) -> None:
+    assert expected in refused(text)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "large.yaml"
+    path.write_bytes(b"#" * (strict_yaml.MAX_BYTES + 1))
+    with pytest.raises(ConfigurationError, match=r"large\.yaml: given more than 4194304 bytes"):
+        load_profile(path)
+    path.write_bytes(b"a: \xff")
+    with pytest.raises(ConfigurationError, match=r"large\.yaml: not UTF-8 at byte 3"):
+        load_profile(path)
+
+
+def test_numbers_with_an_exponent_are_numbers() -> None:
+    parsed = parse_profile(HEADER + "provenance: {bounds: {a: 1e-3, b: 2.5E+2, c: -1e3}, device: '1e3'}", "")
+    assert parsed.provenance == Provenance(bounds={"a": 0.001, "b": 250.0, "c": -1000.0}, device="1e3")
+
+
+# Whom it fits
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [("architecture", "Qwen3ForCausalLM"), ("num_layers", 7), ("num_heads", 4), ("num_kv_heads", 4), ("head_dim", 128)],
+)
+def test_other_model_is_refused_naming_both_shapes(field: str, other: Any) -> None:
+    profile = parse_profile(HEADER, "mine.yaml")
+    profile.check_model(SHAPE)
+    shape = ModelShape(**(vars(SHAPE) | {field: other}))
+    with pytest.raises(ConfigurationError) as caught:
+        profile.check_model(shape, "mine.yaml")
+    message = str(caught.value)
+    assert message.startswith("mine.yaml: ")
+    assert str(SHAPE) in message
+    assert str(shape) in message
+    assert f"they differ in {field};" in message
+
+
+def test_rope_theta_counts_where_both_know_it() -> None:
+    profile = parse_profile(HEADER.replace("head_dim: 64", "head_dim: 64, rope_theta: 10000"), "")
+    profile.check_model(SHAPE)
+    profile.check_model(ModelShape(**(vars(SHAPE) | {"rope_theta": 1e4})))
+    with pytest.raises(ConfigurationError, match="they differ in rope_theta"):
+        profile.check_model(ModelShape(**(vars(SHAPE) | {"rope_theta": 5e5})))
+
+
+def test_profile_for_any_model_must_not_reach_past_it() -> None:
+    text = HEADER.splitlines()
+    text[1] = "model: any"
+    profile = parse_profile("\n".join([*text, "layers: {0: {heads: {8: {method: dense}}}, 9: {}}"]), "")
+    profile.check_model(ModelShape("X", 10, 16, 16, 64))
+    with pytest.raises(
+        ConfigurationError, match=r"layers\.0\.heads\.8: given 8, .*layers\.9: given 9, expected at most 5"
+    ):
+        profile.check_model(SHAPE)
+
+
+CONFIG = {"architectures": ["M"], "num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ModelShape("M", 3, 4, 4, 16)),
+        ({"num_key_value_heads": 2, "head_dim": 32, "rope_theta": 5e5}, ModelShape("M", 3, 4, 2, 32, 5e5)),
+        ({"rope_parameters": {"rope_theta": 1e4}}, ModelShape("M", 3, 4, 4, 16, 1e4)),
+        (
+            {"num_hidden_layers": None, "num_layers": 5, "multi_query_group_num": 2, "kv_channels": 8},
+            ModelShape("M", 5, 4, 2, 8),
+        ),
+    ],
+)
+def test_shape_of_a_model_config(changes: dict[str, Any], expected: ModelShape) -> None:
+    config = CONFIG | changes
+    assert ModelShape.from_config(config) == expected
+    multimodal = {"architectures": config.pop("architectures"), "text_config": config, "num_hidden_layers": 99}
+    assert ModelShape.from_config(multimodal) == expected
+
+
+def test_model_config_that_says_too_little(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"config\.json: num_layers: given None.*; num_heads: given None"):
+        ModelShape.from_config({"architectures": ["M"]})
+    with pytest.raises(ConfigurationError, match=r"config\.json: cannot be read"):
+        ModelShape.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigurationError, match=r"config\.json: not JSON"):
+        ModelShape.from_folder(tmp_path)
+
+
+# Written and read again
+
+
+def specs() -> st.SearchStrategy[Any]:
+    positive = st.integers(1, 1 << 20)
+    return st.one_of(
+        st.just(make_method("dense", {})),
+        st.builds(
+            lambda a, b: make_method("vertical_slash", {"vertical_tokens": a, "slash_tokens": b}), positive, positive
+        ),
+        st.builds(lambda a, b: make_method("a_shape", {"sink_tokens": a, "local_tokens": b}), positive, positive),
+    )
+
+
+@st.composite
+def partitions(draw: st.DrawFn, size: int) -> list[tuple[int, ...]]:
+    """Disjoint, non-empty sets of numbers below ``size``."""
+    owners = draw(st.lists(st.integers(-1, 2), min_size=size, max_size=size))
+    return [tuple(i for i, o in enumerate(owners) if o == own) for own in range(3) if own in owners]
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Profile:
+    layers = {}
+    for numbers in draw(partitions(SHAPE.num_layers)):
+        heads = {ids: draw(specs()) for ids in draw(partitions(SHAPE.num_heads))}
+        layers[numbers] = LayerProfile(default=draw(st.none() | specs()), heads=heads)
+    numbers = st.floats(allow_nan=False)
+    provenance = Provenance(
+        bounds=draw(st.none() | st.dictionaries(st.text(), numbers, max_size=2)),
+        recall=draw(st.none() | st.floats(0, 1)),
+        device=draw(st.none() | st.text()),
+        prompts_sha256=draw(st.none() | st.sampled_from(["1" * 64, "1" * 20 + "e" + "1" * 43])),
+    )
+    return Profile.model_validate(
+        {
+            "format": 1,
+            "model": draw(st.sampled_from(["any", SHAPE, ModelShape(**(vars(SHAPE) | {"rope_theta": 1e6}))])),
+            "min_tokens": draw(st.none() | st.integers(0, 1 << 20)),
+            "dense_layers": draw(st.sets(st.integers(0, 5)).map(lambda s: tuple(sorted(s)))),
+            "default": draw(specs()),
+            "layers": layers,
+            "provenance": provenance,
+        }
+    )
+
+
+@settings(max_examples=50, deadline=None)
+@given(profiles())
+def test_yaml_round_trip(profile: Profile) -> None:
+    again = parse_profile(profile.to_yaml(), "")
+    assert again == profile
+    assert again.to_yaml() == profile.to_yaml()
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_every_method_can_stand_in_a_profile(name: str) -> None:
+    profile = Profile.model_validate({"format": 1, "model": "any", "default": {"method": name}})
+    assert parse_profile(profile.to_yaml(), "") == profile
+    assert profile.default == make_method(name, {})
+
+
+# MInference's files
+
+
+@pytest.fixture
+def search(tmp_path: Path) -> tuple[list[dict[str, list[Any]]], Path, Path]:
+    """A search's result for a model of 3 layers and 4 heads, where its JSON file goes, and the model's folder."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    layers: list[dict[str, list[Any]]] = [
+        {str(head): ["vertical_and_slash", 1000, 6096, 0.9] for head in range(4)} for _ in range(3)
+    ]
+    layers[1]["2"] = layers[1]["3"] = ["stream_llm", 100, 800, 5]
+    layers[2]["0"] = ["block_sparse", 10, 1, 0.5]
+    layers[2]["3"] = ["vertical_and_slash", 30, 800, 12982]
+    return layers, tmp_path / "best_pattern.json", tmp_path
+
+
+def test_minference_file_becomes_a_profile(search: tuple[Any, Path, Path]) -> None:
+    layers, path, model = search
+    path.write_text(json.dumps(layers))
+    profile = import_minference(path, model)
+    usual = make_method("vertical_slash", {"vertical_tokens": 1000, "slash_tokens": 6096})
+    stream = make_method("a_shape", {"sink_tokens": 100, "local_tokens": 800})
+    few = make_method("vertical_slash", {"vertical_tokens": 30, "slash_tokens": 800})
+    blocks = make_method("block_sparse", {"top_blocks": 100})
+    assert profile.model == ModelShape("M", 3, 4, 4, 16)
+    assert profile.methods_of(0, 4) == (usual,) * 4
+    assert profile.methods_of(1, 4) == (usual, usual, stream, stream)
+    assert profile.methods_of(2, 4) == (blocks, usual, usual, few)
+    assert parse_profile(profile.to_yaml(), "") == profile
+
+
+@pytest.mark.parametrize(
+    ("layer", "head", "entry", "expected"),
+    [
+        (
+            1,
+            "2",
+            ["flex_vertical_and_slash", 1, 2, 0.0],
+            "layer 1, head 2: pattern: given 'flex_vertical_and_slash', exp",
+        ),
+        (1, "2", ["flex_vertical_and_slash", [0.9, 4096], [0.9, 4096], 0.0], "layer 1, head 2: given"),
+        (
+            0,
+            "0",
+            ["stream_llm", 100, 800],
+            "layer 0, head 0: given ['stream_llm', 100, 800], expected [pattern, integer",
+        ),
+        (0, "0", ["stream_llm", "100", 800, 1], "layer 0, head 0: given"),
+        (0, "0", None, "layer 0, head 0: given None"),
+        (2, "1", ["vertical_and_slash", -1, 800, 1], "layer 2, head 1: vertical_tokens: given -1"),
+        (
+            2,
+            "4",
+            ["vertical_and_slash", 1, 800, 1],
+            "layer 2: given heads 0, 1, 2, 3, 4, expected an object with the heads",
+        ),
+        (2, "x", ["vertical_and_slash", 1, 800, 1], "layer 2: given heads 0, 1, 2, 3, x"),
+    ],
+)
+def test_wrong_minference_entry(
+    search: tuple[Any, Path, Path], layer: int, head: str, entry: object, expected: str
+) -> None:
+    layers, path, model = search
+    layers[layer][head] = entry
+    path.write_text(json.dumps(layers))
+    with pytest.raises(ConfigurationError) as caught:
+        import_minference(path, model)
+    assert f"best_pattern.json: {expected}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ('[{"0": 1, "0": 2}]', "not JSON: an object has a key twice"),
+        ("{}", "given dict, expected a list of 3 for M with 3 layers"),
+        ("[]", "given 0 layers, expected a list of 3"),
+        ("[1, 2, 3]", "layer 0: given 1, expected an object with the heads 0 to 3"),
+        ("[{}, {}, {}]", "layer 0: given heads none, expected an object with the heads 0 to 3"),
+    ],
+)
+def test_wrong_minference_file(search: tuple[Any, Path, Path], text: str, expected: str) -> None:
+    _, path, model = search
+    path.write_text(text)
+    with pytest.raises(ConfigurationError) as caught:
+        import_minference(path, model)
+    assert f"best_pattern.json: {expected}" in str(caught.value)

@@ -1,0 +1,74 @@
+"""Each reason is found by its own property alone, and says to people what it means."""
+
+import pickle
+
+import pytest
+
+from vllm_sparse_backend.reasons import ROW_FALLBACKS, STATIC_FALLBACKS, Fallback, layer_fallback
+
+FITTING = {"head_dim": 128, "dtype": "bfloat16"}
+# What makes each of the reasons that a layer's properties can give.
+PROPERTIES = {
+    Fallback.NOT_DECODER: {"attn_type": "encoder_only"},
+    Fallback.MLA: {"is_mla": True},
+    Fallback.SLIDING_WINDOW: {"sliding_window": 4096},
+    Fallback.ALIBI: {"alibi": True},
+    Fallback.SOFTCAP: {"softcap": 50.0},
+    Fallback.SINKS: {"sinks": True},
+    Fallback.HEAD_SIZE: {"head_dim": 100},
+    Fallback.DTYPE: {"dtype": "float32"},
+    Fallback.QUANTISED_CACHE: {"kv_cache_dtype": "fp8_e4m3"},
+    Fallback.PREFILL_CONTEXT_PARALLEL: {"prefill_context_parallel_size": 2},
+    Fallback.DECODE_CONTEXT_PARALLEL: {"decode_context_parallel_size": 2},
+}
+
+
+def test_every_static_reason_but_the_configured_one_comes_from_a_property() -> None:
+    assert set(PROPERTIES) == set(STATIC_FALLBACKS) - {Fallback.DENSE_LAYER}
+
+
+@pytest.mark.parametrize(("reason", "properties"), PROPERTIES.items())
+def test_property_gives_its_reason(reason: Fallback, properties: dict[str, object]) -> None:
+    assert layer_fallback(**FITTING) is None
+    assert layer_fallback(**(FITTING | properties)) is reason
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        {"sliding_window": -1},
+        {"softcap": 0.0},
+        {"dtype": "torch.float16"},
+        {"kv_cache_dtype": "bfloat16"},
+        {"dtype": "torch.bfloat16", "kv_cache_dtype": "bfloat16"},
+        {"dtype": "float32", "device_type": "cpu"},
+    ],
+)
+def test_property_that_is_fine(properties: dict[str, object]) -> None:
+    assert layer_fallback(**(FITTING | properties)) is None
+
+
+def test_cache_of_another_dtype_than_the_model() -> None:
+    assert layer_fallback(head_dim=128, dtype="float16", kv_cache_dtype="bfloat16") is Fallback.QUANTISED_CACHE
+
+
+def test_head_dims() -> None:
+    taken = [d for d in range(1, 600) if layer_fallback(head_dim=d, dtype="float16") is None]
+    assert taken == list(range(16, 257, 8))
+    assert {64, 96, 128, 256} <= set(taken)
+
+
+def test_reasons_speak_and_are_static_or_per_row() -> None:
+    assert set(STATIC_FALLBACKS) | set(ROW_FALLBACKS) == set(Fallback)
+    assert not set(STATIC_FALLBACKS) & set(ROW_FALLBACKS)
+    explanations = {reason.explain for reason in Fallback}
+    assert len(explanations) == len(Fallback)
+    for reason in Fallback:
+        assert "; " in reason.explain, f"{reason}: what it is, then what to do"
+
+
+@pytest.mark.parametrize("reason", Fallback)
+def test_reason_is_its_label_and_survives_pickling(reason: Fallback) -> None:
+    assert f"{reason}" == reason.value
+    assert Fallback(reason.value) is reason
+    assert pickle.loads(pickle.dumps(reason)) is reason
