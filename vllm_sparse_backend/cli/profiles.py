@@ -1,7 +1,87 @@
 """`sparse-prefill check-profile` and `sparse-prefill import-minference`."""
 
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 import typer
+from rich.console import Console
+from rich.markup import escape
+
+if TYPE_CHECKING:
+    from vllm_sparse_backend.model_shape import ModelShape
+    from vllm_sparse_backend.profile import Profile
+
+MODEL_HELP = "A model folder, or its config.json."
+
+
+def check_profile(
+    profile: Annotated[str, typer.Argument(help="Name of a bundled profile, or path of a YAML file.")],
+    model: Annotated[Path | None, typer.Argument(help=f"{MODEL_HELP} The profile must fit it.")] = None,
+) -> None:
+    """Check a profile as a server would at its start, and say what it does; exit code 1 if it is not right."""
+    from vllm_sparse_backend.errors import ConfigurationError
+    from vllm_sparse_backend.model_shape import ModelShape
+    from vllm_sparse_backend.profile import load_profile
+
+    try:
+        loaded = load_profile(profile)
+        shape = loaded.model
+        if model is not None:
+            shape = ModelShape.from_folder(model)
+            loaded.check_model(shape)
+    except ConfigurationError as error:
+        raise _failure(error) from error
+    _describe(loaded, shape)
+
+
+def import_minference(
+    patterns: Annotated[Path, typer.Argument(help="A JSON file of MInference's offline search.")],
+    model: Annotated[Path, typer.Argument(help=MODEL_HELP)],
+    out: Annotated[Path, typer.Argument(help="The profile to write; it must not exist yet.")],
+) -> None:
+    """Turn the result of MInference's own search into a profile."""
+    from vllm_sparse_backend import profile
+    from vllm_sparse_backend.errors import ConfigurationError
+
+    try:
+        imported = profile.import_minference(patterns, model)
+        with out.open("x", encoding="utf-8") as file:
+            file.write(imported.to_yaml())
+    except ConfigurationError as error:
+        raise _failure(error) from error
+    except OSError as error:
+        raise _failure(f"{out}: cannot be written: {error.strerror}") from error
+    _describe(imported, imported.model)
+    _print(f"Written to {out}")
+
+
+def _describe(profile: "Profile", shape: "ModelShape | None") -> None:
+    from vllm_sparse_backend.methods import describe
+
+    min_tokens = "the server's" if profile.min_tokens is None else profile.min_tokens
+    _print(f"for {profile.model or 'any model'}; min_tokens {min_tokens}")
+    if shape is None:
+        _print(f"every head: {describe(profile.default)}")
+        return
+    sparse_layers = [layer for layer in range(shape.num_layers) if layer not in profile.dense_layers]
+    heads = Counter(method for layer in sparse_layers for method in profile.methods_of(layer, shape.num_heads))
+    total = shape.num_layers * shape.num_heads
+    for method, count in heads.most_common():
+        _print(f"{count} of {total} heads: {describe(method)}")
+    if dense := total - heads.total():
+        _print(f"{dense} of {total} heads: in dense_layers, always dense")
+
+
+def _print(text: str) -> None:
+    Console().print(escape(text), highlight=False, soft_wrap=True)
+
+
+def _failure(error: object) -> typer.Exit:
+    Console(stderr=True).print(f"[red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
+    return typer.Exit(1)
 
 
 def add_to(app: typer.Typer) -> None:
-    pass
+    app.command()(check_profile)
+    app.command()(import_minference)
