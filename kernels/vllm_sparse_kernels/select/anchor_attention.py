@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache, key_offsets
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
@@ -44,6 +45,9 @@ INITIAL_TOKENS = TILE_TOKENS
 
 VOTE_TOKENS = 128
 """Keys whose votes one program takes and counts."""
+
+VOTE_TILES = 64
+"""Tiles of a group that vote at once, at most; larger groups take several passes."""
 
 SPLIT_TOKENS = 4096
 """Candidate keys that one program turns into a stretch of a list, ``CHUNK_TOKENS`` at a time."""
@@ -108,11 +112,9 @@ class IndexArgs(NamedTuple):
     """Tensors of Rows and SparseIndex."""
 
     tiles: Any
-    num_tiles: int
     block_counts: Any
     block_ids: Any
     block_offsets: Any
-    stride_ids: int
     stripe_counts: Any
     stripe_positions: Any
     stripe_offsets: Any
@@ -176,8 +178,8 @@ class AnchorAttention(Method):
             torch.zeros(index.num_heads, dtype=torch.uint8, device=device),
         )
         index_args = IndexArgs(
-            rows.tiles, rows.num_tiles, index.block_counts, index.block_ids, index.block_offsets,
-            index.block_ids.stride(0), index.stripe_counts, index.stripe_positions, index.stripe_offsets,
+            rows.tiles, index.block_counts, index.block_ids, index.block_offsets,
+            index.stripe_counts, index.stripe_positions, index.stripe_offsets,
         )  # fmt: skip
         keys = KeyArgs(cache.keys, *cache.strides, cache.page_size, rows.block_table, rows.block_table.stride(0))
         shape = {
@@ -189,20 +191,21 @@ class AnchorAttention(Method):
         }
         narrow = block_d * q.element_size() > 256  # bytes of a key, for what fits into shared memory
         _anchor_kernel[(rows.num_tiles, len(heads))](
-            QueryArgs(q, q.stride(0), q.stride(1)), keys, index_args, heads, pooled, scale, self.span_tokens,
+            QueryArgs(q, q.stride(0), q.stride(1)), keys, index_args, heads, pooled,
+            rows.num_tiles, index.block_ids.stride(0), scale, self.span_tokens,
             **shape, USE_ANCHOR=self.use_anchor, BLOCK_M=TILE_TOKENS, BLOCK_N=64 if narrow else 128,
             INDEX_N=index.block_tokens, FIELDS=TILE_FIELDS, num_warps=8, num_stages=2,
         )  # fmt: skip
         groups = _group_args(grouped, index.num_heads, device)
         if largest:
-            tiles = min(max(triton.next_power_of_2(self.step_tiles), 16), 64)
+            tiles = min(max(triton.next_power_of_2(self.step_tiles), 16), VOTE_TILES)
             _vote_kernel[(largest // VOTE_TOKENS, cache.num_kv_heads, rows.num_rows)](
                 keys, groups, pooled, rows.num_tiles, scale, self.theta, self.span_tokens,
                 **shape, BLOCK_K=VOTE_TOKENS, BLOCK_T=tiles, ONE_PASS=self.step_tiles <= tiles, FIELDS=GROUP_FIELDS,
                 num_warps=4, num_stages=2,
             )  # fmt: skip
         _stripes_kernel[(max(ceil_div(largest, SPLIT_TOKENS), 1), len(groups.table), len(heads))](
-            groups, index_args, heads,
+            groups, index_args, heads, rows.num_tiles,
             INITIAL=INITIAL_TOKENS, BLOCK_K=VOTE_TOKENS, SPLIT=SPLIT_TOKENS, CHUNK=CHUNK_TOKENS, FIELDS=GROUP_FIELDS,
             num_warps=4,
         )  # fmt: skip
@@ -225,9 +228,10 @@ def _group_args(grouped: list[list[Group]], num_heads: int, device: torch.device
     )
 
 
-@triton.jit
+# Numbers that change from step to step must not be specialised on: a server would compile in the middle of its work.
+@triton.jit(do_not_specialize=["num_tiles", "stride_ids"])
 def _anchor_kernel(
-    queries, keys, index, heads, pooled, scale, span,
+    queries, keys, index, heads, pooled, num_tiles, stride_ids, scale, span,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, INITIAL: tl.constexpr, PRECISION: tl.constexpr,
     USE_ANCHOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INDEX_N: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
@@ -239,7 +243,9 @@ def _anchor_kernel(
     length = tl.load(index.tiles + i_tile * FIELDS + 2)
     first = tl.load(index.tiles + i_tile * FIELDS + 3)
     start = first // span * span
-    _store_region(index, i_tile, i_head, start, first + length, INITIAL, INDEX_N)
+    ids = index.block_ids + i_head.to(tl.int64) * stride_ids + tl.load(index.block_offsets + i_tile)
+    num_blocks = _store_region(ids, start, first + length, INITIAL, INDEX_N)
+    tl.store(index.block_counts + i_head * num_tiles + i_tile, num_blocks)
     if i_tile == 0:
         tl.store(pooled.chosen + i_head, 1)
     if start > INITIAL:
@@ -249,7 +255,7 @@ def _anchor_kernel(
         o_q = (token + o_m).to(tl.int64)[:, None] * queries.stride_token + i_head * queries.stride_head + o_d[None, :]
         b_q = tl.load(queries.q + o_q, mask=in_tile[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
         b_mean = tl.sum(b_q.to(tl.float32), 0) / length
-        o_pooled = (i_head * index.num_tiles + i_tile).to(tl.int64)
+        o_pooled = (i_head * num_tiles + i_tile).to(tl.int64)
         tl.store(pooled.queries + o_pooled * BLOCK_D + o_d, b_mean.to(b_q.dtype))
         if USE_ANCHOR:
             base = keys.k + (i_head // GROUP).to(tl.int64) * keys.stride_head
@@ -262,15 +268,14 @@ def _anchor_kernel(
 
 
 @triton.jit
-def _store_region(index, i_tile, i_head, start, end, INITIAL: tl.constexpr, INDEX_N: tl.constexpr):
-    """The list of blocks: the initial ones and those of [start, end)."""
+def _store_region(ids, start, end, INITIAL: tl.constexpr, INDEX_N: tl.constexpr):
+    """Write the list of blocks, the initial ones and those of [start, end); returns how many they are."""
     left_out = tl.maximum(start - INITIAL, 0) // INDEX_N
     num_blocks = (end - 1) // INDEX_N + 1 - left_out
-    target = index.block_ids + i_head.to(tl.int64) * index.stride_ids + tl.load(index.block_offsets + i_tile)
     for i in range(0, num_blocks, 128):
         o_n = i + tl.arange(0, 128)
-        tl.store(target + o_n, tl.where(o_n < INITIAL // INDEX_N, o_n, o_n + left_out), mask=o_n < num_blocks)
-    tl.store(index.block_counts + i_head * index.num_tiles + i_tile, num_blocks)
+        tl.store(ids + o_n, tl.where(o_n < INITIAL // INDEX_N, o_n, o_n + left_out), mask=o_n < num_blocks)
+    return num_blocks
 
 
 @triton.jit
@@ -308,7 +313,7 @@ def _walk_max(
     return b_max
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def _vote_kernel(
     keys, groups, pooled, num_tiles, scale, theta, span,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, INITIAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -359,16 +364,16 @@ def _votes(b_k, where, first, scale, theta, BLOCK_T: tl.constexpr, BLOCK_D: tl.c
     return tl.max(b_kept.to(tl.int32), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def _stripes_kernel(
-    groups, index, heads,
+    groups, index, heads, num_tiles,
     INITIAL: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """A stretch of one group's list for one head; whoever writes the last one also writes every tile's count."""
     i_head = tl.load(heads + tl.program_id(2))
     group = groups.table + tl.program_id(1) * FIELDS
     num_candidates = tl.maximum(tl.load(group) - INITIAL, 0)
-    o_tile = i_head.to(tl.int64) * index.num_tiles + tl.load(group + 1)
+    o_tile = i_head.to(tl.int64) * num_tiles + tl.load(group + 1)
     begin = tl.program_id(0) * SPLIT
     if (begin == 0) | (begin < num_candidates):
         o_flag = i_head.to(tl.int64) * groups.num_candidates + tl.load(group + 3)

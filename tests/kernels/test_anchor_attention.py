@@ -1,0 +1,298 @@
+"""AnchorAttention: the kernel against the reference, the reference against the paper, and what follows from both."""
+
+import math
+from itertools import cycle, groupby, product
+
+import pytest
+import torch
+
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.reference.anchor_attention import anchor_differences, window_start
+from vllm_sparse_kernels.rows import Rows, ceil_div
+from vllm_sparse_kernels.select import METHODS
+from vllm_sparse_kernels.select import anchor_attention as module
+from vllm_sparse_kernels.select.anchor_attention import AnchorAttention
+from vllm_sparse_kernels.testing.batches import Batch, random_batch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's interpreter cannot multiply bf16 matrices.
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
+POISON = -7
+
+
+def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, dtype=torch.float32, **kwargs) -> Batch:
+    """Queries of a head lean in one direction, so that their means score some keys far above others."""
+    batch = random_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, DEVICE, gap_tokens=3, **kwargs)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    batch.q.add_(torch.randn(num_heads, head_dim, generator=generator, device=DEVICE).to(dtype))
+    return batch
+
+
+def run(batch: Batch, method: AnchorAttention, block_tokens=64, heads=None, reference=False, rows=None) -> SparseIndex:
+    """The selection of ``heads`` (all unless told) in an index poisoned beforehand."""
+    rows = rows or batch.rows
+    heads = list(range(batch.num_heads)) if heads is None else heads
+    layout = method.stripe_layout(rows)
+    index = SparseIndex.allocate(rows, batch.num_heads, block_tokens, dict.fromkeys(heads, layout))
+    for tensor in (index.block_counts, index.block_ids, index.stripe_counts, index.stripe_positions):
+        tensor.fill_(POISON)
+    on_device = torch.tensor(heads, dtype=torch.int32, device=DEVICE)
+    if reference:
+        METHODS["anchor_attention"].reference(method, batch.q, batch.cache, index, on_device, batch.scale)
+    else:
+        method.select(batch.q, batch.cache, index, on_device, batch.scale)
+    if len(heads) == batch.num_heads:
+        index.check()
+    return index
+
+
+def groups_of(batch: Batch, method: AnchorAttention):
+    """(row, window start, [(tile id, tile)]) of every group."""
+    numbered = enumerate(batch.rows.tile_list)
+    for (row, start), members in groupby(numbered, lambda it: (it[1].row, window_start(it[1], method.step_tiles))):
+        yield row, start, list(members)
+
+
+def group_differences(batch: Batch, method: AnchorAttention, row, start, tiles, head, dtype) -> torch.Tensor:
+    """Equation 2's left side in ``dtype``: [tiles, candidates]."""
+    keys, _ = batch.cache.gather(batch.rows.block_table[row], batch.rows.seq_lens[row])
+    k = keys[:, head // (batch.num_heads // batch.cache.num_kv_heads)]
+    tiles = [tile for _, tile in tiles]
+    q = batch.q[:, head].to(dtype)
+    return anchor_differences(tiles, q, k.to(dtype), start, batch.scale, method.use_anchor).double()
+
+
+def assert_agree(batch: Batch, method: AnchorAttention, index: SparseIndex, reference: SparseIndex) -> None:
+    """Same blocks; stripes may differ only where float64 lies within twice the eager error of θ."""
+    assert torch.equal(index.block_counts, reference.block_counts)
+    assert torch.equal(index.block_ids, reference.block_ids)
+    kept = candidates = 0
+    for row, start, tiles in groups_of(batch, method):
+        for head in range(batch.num_heads):
+            exact = group_differences(batch, method, row, start, tiles, head, torch.float64)
+            if exact.shape[1] == 0:
+                continue
+            eager = group_differences(batch, method, row, start, tiles, head, batch.q.dtype)
+            margin = 2 * (eager - exact).abs().max()
+            nearest = (exact - method.theta).abs().amin(0)
+            for i_tile, _ in tiles:
+                ours, theirs = (set(i.stripes_of(head, i_tile).tolist()) for i in (index, reference))
+                for position in ours ^ theirs:
+                    distance = nearest[position - module.INITIAL_TOKENS]
+                    assert distance <= margin, f"head {head}, tile {i_tile}, key {position}: {distance} > {margin}"
+                kept += len(ours)
+            candidates += exact.shape[1] * len(tiles)
+    assert candidates == 0 or 0.02 < kept / candidates < 0.98, f"{kept} of {candidates}: this data tells little"
+
+
+# lengths, heads, kv heads, head_dim, page size, block_tokens, physical layout, step_tiles
+CASES = [
+    ([(0, 1), (0, 63), (0, 1000)], 2, 2, 64, 16, 64, "NHD", 3),
+    ([(77, 400), (300, 63)], 4, 2, 64, 64, 128, "HND", 2),
+    ([(1041, 200)], 4, 1, 64, 128, 64, "HND", 3),
+    ([(333, 130), (129, 1), (255, 2)], 8, 1, 128, 16, 128, "NHD", 1),
+    ([(0, 2049)], 1, 1, 96, 64, 64, "NHD", 8),
+    ([(2100, 70)], 2, 1, 256, 16, 128, "NHD", 16),
+]
+
+
+# On a GPU every case runs in every type; the interpreter is slow, and takes them by turns.
+PAIRS = product(CASES, DTYPES) if DEVICE == "cuda" else zip(CASES, cycle(DTYPES))
+
+
+@pytest.mark.parametrize(("case", "dtype"), PAIRS, ids=str)
+def test_kernel_agrees_with_reference(case, dtype):
+    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, step_tiles = case
+    batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout)
+    method = AnchorAttention(theta=3.0, step_tiles=step_tiles)
+    index = run(batch, method, block_tokens)
+    assert_agree(batch, method, index, run(batch, method, block_tokens, reference=True))
+
+
+def test_long_lists_are_written_in_stretches():
+    batch = make_batch([(3 * module.SPLIT_TOKENS // 2, 60)])
+    method = AnchorAttention(theta=3.0)
+    assert_agree(batch, method, run(batch, method), run(batch, method, reference=True))
+
+
+def test_groups_of_more_tiles_than_vote_at_once(monkeypatch):
+    monkeypatch.setattr(module, "VOTE_TILES", 16)
+    batch = make_batch([(2176, 2060)], num_heads=1)
+    method = AnchorAttention(theta=0.5, step_tiles=17, use_anchor=False)
+    assert max(len(tiles) for _, _, tiles in groups_of(batch, method)) > 16
+    assert_agree(batch, method, run(batch, method), run(batch, method, reference=True))
+
+
+def definition(batch: Batch, method: AnchorAttention, row: int, head: int) -> torch.Tensor:
+    """Bool [query_len, seq_len] in float64, over whole score matrices, as the paper states it."""
+    rows, span = batch.rows, method.step_tiles * 128
+    context_len, query_len = rows.context_lens[row], rows.query_lens[row]
+    keys, _ = batch.cache.gather(rows.block_table[row], rows.seq_lens[row])
+    k = keys[:, head // (batch.num_heads // batch.cache.num_kv_heads)].double()
+    q = batch.q[rows.tokens[row] : rows.tokens[row] + query_len, head].double()
+    positions = torch.arange(len(k), device=DEVICE)
+    group_of = [(context_len + i // 128 * 128) // span for i in range(query_len)]  # of each query's tile
+    kept = torch.zeros(query_len, len(k), dtype=torch.bool, device=DEVICE)
+    scores = (q @ k.T * batch.scale).masked_fill(kept.logical_not().triu(context_len + 1), -torch.inf)
+    for group in set(group_of):
+        anchor_region = (positions < 128) | (positions >= group * span)
+        queries = [i for i in range(query_len) if group_of[i] == group]
+        stripes = torch.zeros_like(anchor_region)
+        for _, tile in groupby(queries, lambda i: i // 128):
+            tile = list(tile)
+            x_a = scores[tile][:, anchor_region].amax(1)
+            mean_anchor = x_a.mean() if method.use_anchor else 0.0
+            stripes |= ~anchor_region & (mean_anchor - k @ q[tile].mean(0) * batch.scale <= method.theta)
+        kept[queries] = anchor_region | stripes
+    return kept.tril_(context_len)
+
+
+@pytest.mark.parametrize("use_anchor", [True, False])
+def test_reference_states_the_paper(use_anchor):
+    batch = make_batch([(0, 500), (333, 200)], num_heads=4, num_kv_heads=2)
+    method = AnchorAttention(theta=3.0 if use_anchor else 0.5, step_tiles=2, use_anchor=use_anchor)
+    index = run(batch, method, reference=True)
+    for row in range(2):
+        mask = index.to_mask(row)
+        for head in range(4):
+            assert torch.equal(mask[head], definition(batch, method, row, head)), f"row {row}, head {head}"
+    assert 0.3 < index.density() < 0.98
+
+
+def test_without_anchor_agrees_with_reference():
+    batch = make_batch([(700, 150)])
+    method = AnchorAttention(theta=0.5, step_tiles=2, use_anchor=False)
+    assert_agree(batch, method, run(batch, method), run(batch, method, reference=True))
+
+
+def test_infinite_theta_is_dense():
+    index = run(make_batch([(0, 700), (450, 130)]), AnchorAttention(theta=math.inf, step_tiles=1))
+    assert index.density() == 1.0
+
+
+def test_short_prompts_are_dense_without_stripes():
+    batch = make_batch([(0, 1), (100, 300)])
+    assert AnchorAttention().stripe_layout(batch.rows).capacity == 0
+    assert run(batch, AnchorAttention(theta=0.0)).density() == 1.0
+
+
+def test_raising_theta_never_removes_a_stripe():
+    batch = make_batch([(500, 150)])
+    before = torch.zeros_like(run(batch, AnchorAttention(theta=0.0, step_tiles=2)).to_mask(0))
+    sizes = []
+    for theta in (2.5, 3.5, 9.0):
+        mask = run(batch, AnchorAttention(theta=theta, step_tiles=2)).to_mask(0)
+        assert bool((mask | ~before).all()), f"theta {theta} lost keys"
+        sizes.append(int(mask.sum()))
+        before = mask
+    assert sizes == sorted(set(sizes))
+
+
+def planted_batch() -> Batch:
+    """Scores of 20 with key 0 for all queries, and of 15 with key 300 for the queries at [640, 768) alone; else 0."""
+    batch = make_batch([(0, 1100)], num_heads=1)
+    for tensor in (batch.q, batch.cache.keys):
+        tensor.masked_fill_(~tensor.isnan(), 0.0)
+    batch.q[:1100, 0, 0] = batch.q[640:768, 0, 1] = batch.scale**-1
+    for position, dim, score in ((0, 0, 20.0), (300, 1, 15.0)):
+        page = int(batch.rows.block_table[0, position // 16])
+        batch.cache.keys[page, position % 16, 0, dim] = score
+    return batch
+
+
+def test_a_key_that_one_tile_wants_is_kept_for_its_group_alone():
+    batch, method = planted_batch(), AnchorAttention(step_tiles=2)
+    index = run(batch, method)
+    for i_tile, tile in enumerate(batch.rows.tile_list):
+        wanted = [300] if 512 <= tile.position < 768 else []
+        assert index.stripes_of(0, i_tile).tolist() == wanted, f"tile at {tile.position}"
+
+
+def test_without_anchor_a_fixed_threshold_keeps_what_the_anchor_rules_out():
+    batch = planted_batch()
+    assert run(batch, AnchorAttention(step_tiles=2, use_anchor=False)).density() == 1.0
+    assert run(batch, AnchorAttention(step_tiles=2)).density() < 0.7
+
+
+def test_tiles_of_a_group_share_one_list_within_the_layout():
+    batch = make_batch([(77, 500), (0, 300), (600, 200)], num_heads=1)
+    method = AnchorAttention(theta=math.inf, step_tiles=2)
+    index, layout = run(batch, method), method.stripe_layout(batch.rows)
+    ends = 0
+    for _, start, tiles in groups_of(batch, method):
+        ids = [i for i, _ in tiles]
+        assert all(start <= tile.position < start + 256 for _, tile in tiles)
+        assert {layout.offsets[i] for i in ids} == {ends}
+        assert index.stripe_offsets[:, ids].unique(dim=1).shape[1] == 1
+        assert set(index.stripe_counts[:, ids].flatten().tolist()) == {max(start - 128, 0)}
+        ends += max(start - 128, 0)
+    assert layout.capacity == ends
+
+
+def lists(index: SparseIndex, tiles) -> list[tuple[list[int], list[int]]]:
+    return [
+        (index.blocks_of(head, i).tolist(), index.stripes_of(head, i).tolist())
+        for i in tiles
+        for head in range(index.num_heads)
+    ]
+
+
+def test_a_row_does_not_depend_on_its_batch():
+    batch = make_batch([(333, 200), (70, 1), (600, 40), (0, 300)], dtype=torch.float16)
+    method, rows = AnchorAttention(theta=3.0, step_tiles=2), batch.rows
+    together = run(batch, method)
+    for row in range(rows.num_rows):
+        one = slice(row, row + 1)
+        alone = Rows(rows.tokens[one], rows.query_lens[one], rows.context_lens[one], rows.block_table[one])
+        tiles = range(rows.tile_starts[row], rows.tile_starts[row + 1])
+        assert lists(run(batch, method, rows=alone), range(len(tiles))) == lists(together, tiles), f"row {row}"
+
+
+def test_chunks_cut_between_groups_select_as_the_whole_prompt():
+    batch, method = make_batch([(0, 1000)], num_heads=1), AnchorAttention(theta=3.0, step_tiles=2)
+    chunk = Rows((512,), (488,), (512,), batch.rows.block_table)
+    assert lists(run(batch, method, rows=chunk), range(4)) == lists(run(batch, method), range(4, 8))
+
+
+@pytest.mark.parametrize(("page_size", "layout"), [(64, "HND"), (128, "NHD")])
+def test_pages_do_not_matter(page_size, layout):
+    batch, method = make_batch([(333, 200), (600, 20)]), AnchorAttention(theta=3.0, step_tiles=2)
+    other = make_batch([(333, 200), (600, 20)], page_size=page_size, layout=layout)
+    for row, seq_len in enumerate(batch.rows.seq_lens):
+        for new, old in zip(
+            (other.cache.keys, other.cache.values), batch.cache.gather(batch.rows.block_table[row], seq_len)
+        ):
+            for page in range(ceil_div(seq_len, page_size)):
+                piece = old[page * page_size : (page + 1) * page_size]
+                new[int(other.rows.block_table[row, page]), : len(piece)] = piece
+    other = Batch(batch.q, PagedCache(other.cache.keys, other.cache.values), other.rows, batch.scale)
+    tiles = range(batch.rows.num_tiles)
+    assert lists(run(other, method), tiles) == lists(run(batch, method), tiles)
+
+
+def test_other_heads_are_left_alone():
+    batch = make_batch([(400, 130)], num_heads=6, num_kv_heads=3)
+    method = AnchorAttention(theta=3.0, step_tiles=2)
+    index, all_heads = run(batch, method, heads=[3, 0]), run(batch, method)
+    for head in range(6):
+        if head in (0, 3):
+            for i_tile in range(2):
+                assert torch.equal(index.blocks_of(head, i_tile), all_heads.blocks_of(head, i_tile))
+                assert torch.equal(index.stripes_of(head, i_tile), all_heads.stripes_of(head, i_tile))
+        else:
+            for tensor in (index.block_counts, index.block_ids, index.stripe_counts):
+                assert bool((tensor[head] == POISON).all())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("theta", -0.5), ("theta", math.nan), ("step_tiles", 0), ("step_tiles", -3), ("step_tiles", 2.5)],
+)
+def test_parameters_out_of_range_are_refused(field, value):
+    with pytest.raises(ValueError, match=f"{field}: given {value!r}, expected"):
+        AnchorAttention(**{field: value})
+
+
+def test_defaults_are_the_papers():
+    assert AnchorAttention() == AnchorAttention(theta=12.0, step_tiles=16, use_anchor=True)
