@@ -7,8 +7,9 @@ the softmax, so that the matrix units work while the exponentials are taken.
 Programs run kv head by kv head, heaviest tile first, the heads of a group side by side: keys and values of one kv head
 stay in the L2 cache while all of its readers run.
 
-Blocks are loaded by bulk tensor copies (Hopper and later) where a block lies within a page and the head dimension is a
-power of two, else by pointers, which take any page size.
+Blocks are loaded in one of two ways. Where a block lies within a page, its *place*, a row of the cache seen as a matrix,
+is looked up once for all, and the block is fetched by a bulk tensor copy (Hopper and later) or by pointers. Smaller pages
+cost a look-up in the block table for every key.
 """
 
 from typing import Any, NamedTuple
@@ -51,27 +52,25 @@ class CacheArgs(NamedTuple):
     stride_table: int
 
 
-class BulkArgs(NamedTuple):
-    """Keys and values as matrices for bulk copies, and how (page, kv head) becomes (matrix row, matrix column)."""
+class MatrixArgs(NamedTuple):
+    """The cache as a matrix whose rows are tokens: where a kv head and a page lie in it."""
 
-    k: Any
-    v: Any
+    num_rows: int
     rows_per_page: int
     rows_per_head: int
     columns_per_head: int
 
 
 class IndexArgs(NamedTuple):
-    """Tensors of Rows and SparseIndex."""
+    """Tensors of Rows and SparseIndex; ``blocks`` are block ids, or places once these are looked up."""
 
     tiles: Any
     order: Any
     num_tiles: int
-    num_heads: int
     block_counts: Any
-    block_ids: Any
+    blocks: Any
     block_offsets: Any
-    stride_ids: int
+    stride_blocks: int
     stripe_counts: Any
     stripe_positions: Any
     stripe_offsets: Any
@@ -88,9 +87,10 @@ def attend(
 ) -> None:
     """Write softmax(scale · q kᵀ) v over the index's keys into ``out`` for the index's tokens.
 
-    q and out: [num_tokens, num_heads, head_dim], fp16, bf16 or fp32, head_dim contiguous. lse: [num_heads, num_tokens]
-    float32, natural logarithm, or None. Tokens outside the index's rows stay untouched. ``bulk`` chooses the way blocks
-    are loaded; None takes bulk copies where they can be had. Raises ValueError on shapes that do not fit the index.
+    q and out: [num_tokens, num_heads, head_dim], fp16 or bf16 (fp32 in the interpreter), head_dim contiguous. lse:
+    [num_heads, num_tokens] float32, natural logarithm, or None. Tokens outside the index's rows stay untouched.
+    ``bulk`` asks for or forbids bulk tensor copies; None takes them where they can be had. Raises ValueError on shapes
+    that do not fit the index, and where bulk copies are asked for but cannot be had.
     """
     rows, num_heads, head_dim = index.rows, index.num_heads, cache.head_dim
     if q.shape[1:] != (num_heads, head_dim) or out.shape[1:] != q.shape[1:] or num_heads % cache.num_kv_heads:
@@ -98,90 +98,108 @@ def attend(
             f"attend: q {tuple(q.shape)} and out {tuple(out.shape)} must be [num_tokens, {num_heads}, {head_dim}] with "
             f"heads a multiple of the cache's {cache.num_kv_heads} kv heads"
         )
+    matrix = matrix_args(cache) if cache.page_size % index.block_tokens == 0 else None
     if bulk is None:
-        bulk = supports_bulk(cache, index.block_tokens)
-    block_d = triton.next_power_of_2(head_dim)
+        bulk = matrix is not None and supports_bulk(cache)
+    elif bulk and matrix is None:
+        raise ValueError(f"attend: bulk copies cannot read blocks of {index.block_tokens} from pages of {cache.page_size}")
     queries = QueryArgs(
         q, out, lse, q.stride(0), q.stride(1), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
     )
-    stride_page, stride_token, stride_head = cache.strides
     cache_args = CacheArgs(
-        cache.keys, cache.values, stride_page, stride_token, stride_head, cache.page_size,
-        rows.block_table, rows.block_table.stride(0),
-    )  # fmt: skip
+        cache.keys, cache.values, *cache.strides, cache.page_size, rows.block_table, rows.block_table.stride(0)
+    )
     index_args = IndexArgs(
-        rows.tiles, rows.heaviest_first, rows.num_tiles, num_heads,
+        rows.tiles, rows.heaviest_first, rows.num_tiles,
         index.block_counts, index.block_ids, index.block_offsets, index.block_ids.stride(0),
         index.stripe_counts, index.stripe_positions, index.stripe_offsets,
     )  # fmt: skip
-    wide = index.block_tokens * block_d >= 128 * 128
+    if matrix is not None:
+        index_args = index_args._replace(blocks=_place_blocks(index_args, cache_args, matrix, index))
+    block_d = triton.next_power_of_2(head_dim)
     _attend_kernel[(rows.num_tiles * num_heads,)](
-        queries, cache_args, bulk_args(cache, index.block_tokens) if bulk else None, index_args,
-        scale * LOG2_E,
+        queries, cache_args, *(_descriptors(cache, matrix, index.block_tokens) if bulk else (None, None)), matrix,
+        index_args, scale * LOG2_E,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
         GROUP=num_heads // cache.num_kv_heads,
         BLOCK_M=TILE_TOKENS,
         BLOCK_N=index.block_tokens,
-        STRIPES=min(64, index.block_tokens),
+        STRIPES=64 if index.has_stripes else 0,
         FIELDS=TILE_FIELDS,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=8 if wide or block_d >= 128 else 4,
+        num_warps=8 if block_d >= 128 else 4,
         num_stages=2,
     )  # fmt: skip
 
 
-def supports_bulk(cache: PagedCache, block_tokens: int) -> bool:
-    """Whether blocks of this cache can be fetched by bulk tensor copies."""
+def supports_bulk(cache: PagedCache) -> bool:
+    """Whether this cache, if it is a matrix at all, can be read by bulk tensor copies."""
     keys = cache.keys
     return (
         keys.is_cuda
         and torch.cuda.get_device_capability(keys.device) >= (9, 0)
-        and cache.page_size % block_tokens == 0
         and cache.head_dim & (cache.head_dim - 1) == 0
         and keys.data_ptr() % 16 == 0
         and cache.values.data_ptr() % 16 == 0
         and all(s * keys.element_size() % 16 == 0 for s in cache.strides)
-        and _matrix_layout(cache) is not None
     )
 
 
-def _matrix_layout(cache: PagedCache) -> tuple[int, int, int, int, int] | None:
-    """The cache as one matrix: (rows, row stride, rows per page, rows per kv head, columns per kv head), or None.
+def matrix_args(cache: PagedCache) -> MatrixArgs | None:
+    """The cache as a matrix of tokens, or None where its strides make none.
 
-    Tokens of a page are matrix rows. In vLLM's NHD layout kv heads lie side by side in a row; in HND they are stacked.
+    In vLLM's NHD layout the kv heads of a token lie side by side in its row; in HND they are stacked.
     """
-    num_pages, page_size, num_kv_heads, _ = cache.keys.shape
     stride_page, stride_token, stride_head = cache.strides
     if stride_page % stride_token:
         return None
     rows_per_page = stride_page // stride_token
-    num_rows = (num_pages - 1) * rows_per_page + page_size
-    if stride_head * num_kv_heads <= stride_token:
-        return num_rows, stride_token, rows_per_page, 0, stride_head
+    num_rows = (cache.keys.shape[0] - 1) * rows_per_page + cache.page_size
+    if stride_head * cache.num_kv_heads <= stride_token:
+        return MatrixArgs(num_rows, rows_per_page, 0, stride_head)
     if stride_head % stride_token == 0:
         rows_per_head = stride_head // stride_token
-        return num_rows + (num_kv_heads - 1) * rows_per_head, stride_token, rows_per_page, rows_per_head, 0
+        return MatrixArgs(num_rows + (cache.num_kv_heads - 1) * rows_per_head, rows_per_page, rows_per_head, 0)
     return None
 
 
-def bulk_args(cache: PagedCache, block_tokens: int) -> BulkArgs:
-    """Tensor descriptors of ``cache`` for blocks of ``block_tokens`` keys; ask ``supports_bulk`` first."""
-    layout = _matrix_layout(cache)
-    if layout is None:
-        raise ValueError(f"attend: a cache of strides {cache.strides} is no matrix; bulk copies cannot read it")
-    num_rows, row_stride, rows_per_page, rows_per_head, columns_per_head = layout
-    columns = columns_per_head * (cache.num_kv_heads - 1) + cache.head_dim
-    keys, values = (
-        TensorDescriptor(x, [num_rows, columns], [row_stride, 1], [block_tokens, cache.head_dim])
-        for x in (cache.keys, cache.values)
-    )
-    return BulkArgs(keys, values, rows_per_page, rows_per_head, columns_per_head)
+def _descriptors(cache: PagedCache, matrix: MatrixArgs, block_tokens: int) -> list[TensorDescriptor]:
+    """Keys and values for bulk copies of ``block_tokens`` rows."""
+    shape = [matrix.num_rows, matrix.columns_per_head * (cache.num_kv_heads - 1) + cache.head_dim]
+    strides, block = [cache.strides[1], 1], [block_tokens, cache.head_dim]
+    return [TensorDescriptor(x, shape, strides, block) for x in (cache.keys, cache.values)]
+
+
+def _place_blocks(args: IndexArgs, cache: CacheArgs, matrix: MatrixArgs, index: SparseIndex) -> torch.Tensor:
+    """int32 like ``index.block_ids``: each block's first row in the matrix, less the kv head's part."""
+    places = torch.empty_like(index.block_ids)
+    _place_blocks_kernel[(index.rows.num_tiles, index.num_heads)](
+        args, cache.block_table, cache.stride_table, places, cache.page_size, matrix.rows_per_page,
+        BLOCK_N=index.block_tokens, CHUNK=1024, FIELDS=TILE_FIELDS,
+    )  # fmt: skip
+    return places
+
+
+@triton.jit
+def _place_blocks_kernel(
+    index, block_table, stride_table, places, page_size, rows_per_page,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    i_tile, i_head = tl.program_id(0), tl.program_id(1)
+    i_row = tl.load(index.tiles + i_tile * FIELDS).to(tl.int64)
+    start = i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
+    count = tl.load(index.block_counts + i_head * index.num_tiles + i_tile)
+    for first in range(0, count, CHUNK):
+        o_n = first + tl.arange(0, CHUNK)
+        position = tl.load(index.blocks + start + o_n, mask=o_n < count, other=0) * BLOCK_N
+        page = tl.load(block_table + i_row * stride_table + position // page_size, mask=o_n < count, other=0)
+        tl.store(places + start + o_n, page * rows_per_page + position % page_size, mask=o_n < count)
 
 
 @triton.jit
 def _attend_kernel(
-    queries, cache, bulk, index, scale,
+    queries, cache, k_matrix, v_matrix, matrix, index, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STRIPES: tl.constexpr, FIELDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -205,29 +223,28 @@ def _attend_kernel(
         mask=in_head, other=0.0,
     )  # fmt: skip
     table = cache.block_table + i_row.to(tl.int64) * cache.stride_table
-    keys = cache.k + i_kv.to(tl.int64) * cache.stride_head
-    values = cache.v + i_kv.to(tl.int64) * cache.stride_head
 
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     # Blocks before the diagonal need no mask; the diagonal ones are always there, and last.
-    ids = index.block_ids + i_head.to(tl.int64) * index.stride_ids + tl.load(index.block_offsets + i_tile)
+    blocks = index.blocks + i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
     num_blocks = tl.load(index.block_counts + i_head * index.num_tiles + i_tile)
     num_full = num_blocks - ((first + length - 1) // BLOCK_N - first // BLOCK_N + 1)
-    where = (keys, values, cache, bulk, table, i_kv, first + length)
+    where = (cache, k_matrix, v_matrix, matrix, table, i_kv, first + length)
     b_acc, b_max, b_sum = _walk_full(
-        b_q, ids, num_full, where, scale, b_acc, b_max, b_sum, BLOCK_N, HEAD_DIM, BLOCK_D, PRECISION
+        b_q, blocks, num_full, where, scale, b_acc, b_max, b_sum, BLOCK_N, HEAD_DIM, BLOCK_D, PRECISION
     )
     b_acc, b_max, b_sum = _walk_diagonal(
-        b_q, ids, num_full, num_blocks, first, where, scale, b_acc, b_max, b_sum, BLOCK_N, HEAD_DIM, BLOCK_D, PRECISION
+        b_q, blocks, num_full, num_blocks, first, where, scale, b_acc, b_max, b_sum, BLOCK_N, HEAD_DIM, BLOCK_D, PRECISION
     )
-    stripes = index.stripe_positions + tl.load(index.stripe_offsets + i_head * index.num_tiles + i_tile)
-    num_stripes = tl.load(index.stripe_counts + i_head * index.num_tiles + i_tile)
-    b_acc, b_max, b_sum = _walk_stripes(
-        b_q, stripes, num_stripes, where, scale, b_acc, b_max, b_sum, STRIPES, HEAD_DIM, BLOCK_D, PRECISION
-    )
+    if STRIPES > 0:
+        stripes = index.stripe_positions + tl.load(index.stripe_offsets + i_head * index.num_tiles + i_tile)
+        num_stripes = tl.load(index.stripe_counts + i_head * index.num_tiles + i_tile)
+        b_acc, b_max, b_sum = _walk_stripes(
+            b_q, stripes, num_stripes, where, scale, b_acc, b_max, b_sum, STRIPES, HEAD_DIM, BLOCK_D, PRECISION
+        )
 
     b_out = (b_acc / b_sum[:, None]).to(queries.out.dtype.element_ty)
     o_out = o_q[:, None] * queries.stride_out_token + i_head * queries.stride_out_head + o_d[None, :]
@@ -239,42 +256,43 @@ def _attend_kernel(
 
 @triton.jit
 def _walk_full(
-    b_q, ids, num_full, where, scale, b_acc, b_max, b_sum,
+    b_q, blocks, num_full, where, scale, b_acc, b_max, b_sum,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Blocks that every query of the tile sees whole. A block always follows the last of them: the first diagonal one."""
-    i_block = tl.load(ids)
-    b_k = _load_block(0, i_block, where, BLOCK_N, HEAD_DIM, BLOCK_D)
+    """Blocks that every query of the tile sees whole. A block always follows the last of them: the first diagonal one.
+
+    Scores are computed one block ahead of the softmax. Nothing that places a block is carried from one iteration to
+    the next: loads that depend on carried values are not pipelined.
+    """
+    b_k = _load_block(0, tl.load(blocks), where, BLOCK_N, HEAD_DIM, BLOCK_D)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     for i in range(0, num_full):
-        i_next = tl.load(ids + i + 1)
-        b_k = _load_block(0, i_next, where, BLOCK_N, HEAD_DIM, BLOCK_D)
+        b_k = _load_block(0, tl.load(blocks + i + 1), where, BLOCK_N, HEAD_DIM, BLOCK_D)
         b_s_next = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_v = _load_block(1, i_block, where, BLOCK_N, HEAD_DIM, BLOCK_D)
-        b_acc, b_max, b_sum = _fold(b_s * scale, b_v, b_acc, b_max, b_sum, PRECISION)
+        b_v = _load_block(1, tl.load(blocks + i), where, BLOCK_N, HEAD_DIM, BLOCK_D)
+        b_acc, b_max, b_sum = _fold(b_s, b_v, scale, b_acc, b_max, b_sum, PRECISION)
         b_s = b_s_next
-        i_block = i_next
     return b_acc, b_max, b_sum
 
 
 @triton.jit
 def _walk_diagonal(
-    b_q, ids, start, end, first, where, scale, b_acc, b_max, b_sum,
+    b_q, blocks, start, end, first, where, scale, b_acc, b_max, b_sum,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Blocks with keys that some queries of the tile may not see."""
     o_m = first + tl.arange(0, b_q.shape[0])
     limit = where[6]
     for i in range(start, end):
-        i_block = tl.load(ids + i)
-        o_n = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
-        b_k = _load_block(0, i_block, where, BLOCK_N, HEAD_DIM, BLOCK_D)
+        entry = tl.load(blocks + i)
+        o_n = (first // BLOCK_N + i - start) * BLOCK_N + tl.arange(0, BLOCK_N)
+        b_k = _load_block(0, entry, where, BLOCK_N, HEAD_DIM, BLOCK_D)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_s = tl.where(o_n[None, :] <= o_m[:, None], b_s * scale, float("-inf"))
+        b_s = tl.where(o_n[None, :] <= o_m[:, None], b_s, float("-inf"))
         # Past the sequence's end the cache holds anything, NaN too, and 0 · NaN would still be NaN.
-        b_v = _load_block(1, i_block, where, BLOCK_N, HEAD_DIM, BLOCK_D)
+        b_v = _load_block(1, entry, where, BLOCK_N, HEAD_DIM, BLOCK_D)
         b_v = tl.where((o_n < limit)[:, None], b_v, 0.0)
-        b_acc, b_max, b_sum = _fold(b_s, b_v, b_acc, b_max, b_sum, PRECISION)
+        b_acc, b_max, b_sum = _fold(b_s, b_v, scale, b_acc, b_max, b_sum, PRECISION)
     return b_acc, b_max, b_sum
 
 
@@ -284,7 +302,7 @@ def _walk_stripes(
     STRIPES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Single keys, gathered ``STRIPES`` at a time; all lie before the tile's first query."""
-    keys, values, cache, bulk, table, i_kv, limit = where
+    cache, k_matrix, v_matrix, matrix, table, i_kv, limit = where
     o_d = tl.arange(0, BLOCK_D)
     for i in range(0, num_stripes, STRIPES):
         o_n = i + tl.arange(0, STRIPES)
@@ -293,43 +311,50 @@ def _walk_stripes(
             table, tl.load(stripes + o_n, mask=kept, other=0), kept,
             cache.page_size, cache.stride_page, cache.stride_token,
         )  # fmt: skip
-        o_kv = o_key[:, None] + o_d[None, :]
+        o_kv = i_kv.to(tl.int64) * cache.stride_head + o_key[:, None] + o_d[None, :]
         in_kv = kept[:, None] & (o_d < HEAD_DIM)[None, :]
-        b_k = tl.load(keys + o_kv, mask=in_kv, other=0.0)
-        b_v = tl.load(values + o_kv, mask=in_kv, other=0.0)
+        b_k = tl.load(cache.k + o_kv, mask=in_kv, other=0.0)
+        b_v = tl.load(cache.v + o_kv, mask=in_kv, other=0.0)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_s = tl.where(kept[None, :], b_s * scale, float("-inf"))
-        b_acc, b_max, b_sum = _fold(b_s, b_v, b_acc, b_max, b_sum, PRECISION)
+        b_s = tl.where(kept[None, :], b_s, float("-inf"))
+        b_acc, b_max, b_sum = _fold(b_s, b_v, scale, b_acc, b_max, b_sum, PRECISION)
     return b_acc, b_max, b_sum
 
 
 @triton.jit
 def _load_block(
-    WHICH: tl.constexpr, i_block, where, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+    WHICH: tl.constexpr, entry, where, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Keys (WHICH 0) or values (1) of a block: [BLOCK_N, BLOCK_D]. Past the sequence's end they hold anything."""
-    keys, values, cache, bulk, table, i_kv, limit = where
-    position = i_block * BLOCK_N
-    if bulk is not None:
-        page = tl.load(table + position // cache.page_size)
-        i_matrix = page * bulk.rows_per_page + i_kv * bulk.rows_per_head + position % cache.page_size
-        desc = bulk.k if WHICH == 0 else bulk.v
-        return desc.load([i_matrix, i_kv * bulk.columns_per_head])
+    """Keys (WHICH 0) or values (1) of a block: [BLOCK_N, BLOCK_D]. Past the sequence's end they hold anything.
+
+    ``entry`` is the block's place where ``matrix`` is given, else its id.
+    """
+    cache, k_matrix, v_matrix, matrix, table, i_kv, limit = where
+    if k_matrix is not None:
+        matrix_desc = k_matrix if WHICH == 0 else v_matrix
+        return matrix_desc.load([entry + i_kv * matrix.rows_per_head, i_kv * matrix.columns_per_head])
     else:
-        # The table may hold no page past the sequence's end.
         o_d = tl.arange(0, BLOCK_D)
-        o_n = position + tl.arange(0, BLOCK_N)
-        o_key = key_offsets(table, o_n, o_n < limit, cache.page_size, cache.stride_page, cache.stride_token)
-        pointer = keys if WHICH == 0 else values
+        o_n = tl.arange(0, BLOCK_N)
+        if matrix is not None:
+            o_key = (entry + o_n).to(tl.int64) * cache.stride_token
+        else:
+            # The table may hold no page past the sequence's end.
+            o_n += entry * BLOCK_N
+            o_key = key_offsets(table, o_n, o_n < limit, cache.page_size, cache.stride_page, cache.stride_token)
+        pointer = (cache.k if WHICH == 0 else cache.v) + i_kv.to(tl.int64) * cache.stride_head
         return tl.load(pointer + o_key[:, None] + o_d[None, :], mask=(o_d < HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit
-def _fold(b_s, b_v, b_acc, b_max, b_sum, PRECISION: tl.constexpr):
-    """One step of the online softmax: scores [M, N] in base 2 and values [N, D] into (acc, max, sum)."""
-    b_new_max = tl.maximum(b_max, tl.max(b_s, 1))
+def _fold(b_s, b_v, scale, b_acc, b_max, b_sum, PRECISION: tl.constexpr):
+    """One step of the online softmax: raw scores [M, N] and values [N, D] into (acc, max, sum).
+
+    ``scale`` takes scores to base 2; the maximum is kept scaled, so that each exponent is one fused multiply-add.
+    """
+    b_new_max = tl.maximum(b_max, tl.max(b_s, 1) * scale)
     b_decay = tl.exp2(b_max - b_new_max)
-    b_p = tl.exp2(b_s - b_new_max[:, None])
+    b_p = tl.exp2(b_s * scale - b_new_max[:, None])
     b_sum = b_sum * b_decay + tl.sum(b_p, 1)
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
     return b_acc, b_new_max, b_sum

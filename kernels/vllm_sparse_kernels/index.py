@@ -79,9 +79,14 @@ class SparseIndex:
             block_ids=torch.empty(num_heads, sum(capacities), dtype=torch.int32, device=device),
             block_offsets=to_device(block_offsets, torch.int64, device),
             stripe_counts=torch.zeros(num_heads, rows.num_tiles, dtype=torch.int32, device=device),
-            stripe_positions=torch.empty(max(stripe_capacity, 1), dtype=torch.int32, device=device),
+            stripe_positions=torch.empty(stripe_capacity, dtype=torch.int32, device=device),
             stripe_offsets=to_device(stripe_offsets, torch.int64, device).view(num_heads, rows.num_tiles),
         )
+
+    @property
+    def has_stripes(self) -> bool:
+        """Whether any head has room for stripes."""
+        return len(self.stripe_positions) > 0
 
     def num_causal_blocks(self, tile: Tile) -> int:
         """Blocks with a key that the tile's last query may see: the capacity of the tile's list."""
