@@ -1,0 +1,250 @@
+"""SparseIndex, its layouts and Rows: what they say, and that check() refuses every broken invariant."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from vllm_sparse_kernels.index import SparseIndex, StripeLayout, causal_pairs
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import Rows, Tile, ceil_div
+from vllm_sparse_kernels.testing.batches import random_batch, random_index
+
+
+def make_rows(lengths: list[tuple[int, int]], gap_tokens: int = 0) -> Rows:
+    """Rows of (context_len, query_len) that need no cache."""
+    tokens, token = [], 0
+    for _, query_len in lengths:
+        tokens.append(token)
+        token += query_len + gap_tokens
+    contexts, queries = zip(*lengths, strict=True)
+    return Rows(tuple(tokens), tuple(queries), tuple(contexts), torch.zeros(len(lengths), 1, dtype=torch.int32))
+
+
+@pytest.fixture
+def index() -> SparseIndex:
+    """One row of 100 cached and 200 new tokens: tiles at 100 and 228; every block of head 0, few of head 1."""
+    rows = make_rows([(100, 200)])
+    index = SparseIndex.allocate(rows, 2, 64, {h: StripeLayout.per_tile(rows, 10) for h in range(2)})
+    for i_tile, tile in enumerate(rows.tile_list):
+        num_blocks = index.num_causal_blocks(tile)
+        index.set_blocks(0, i_tile, torch.ones(num_blocks, dtype=torch.bool))
+        index.set_blocks(1, i_tile, torch.zeros(num_blocks, dtype=torch.bool))
+    index.set_stripes(1, 1, torch.tensor([70, 3, 5, 3, 200]))  # 3 twice; 200 lies in the diagonal block 3
+    index.check()
+    return index
+
+
+class TestRows:
+    def test_tiles_count_from_the_rows_first_query(self):
+        rows = make_rows([(37, 300), (0, 1), (5, 128)], gap_tokens=2)
+        assert rows.tile_list == (
+            Tile(0, 0, 128, 37), Tile(0, 128, 128, 165), Tile(0, 256, 44, 293), Tile(1, 302, 1, 0), Tile(2, 305, 128, 5)
+        )  # fmt: skip
+        assert rows.tile_starts == (0, 3, 4, 5)
+        assert rows.seq_lens == (337, 1, 133)
+        assert rows.tiles.tolist() == [[t.row, t.token, t.length_tokens, t.position] for t in rows.tile_list]
+        assert [t.last_position for t in rows.tile_list] == [164, 292, 336, 0, 132]
+
+    def test_heaviest_first_orders_all_tiles_by_reach(self):
+        rows = make_rows([(37, 300), (0, 1), (400, 128)])
+        assert rows.heaviest_first.tolist() == [4, 2, 1, 0, 3]
+
+    def test_no_rows(self):
+        rows = Rows((), (), (), torch.zeros(0, 1, dtype=torch.int32))
+        assert (rows.tile_list, rows.tile_starts, rows.tiles.shape) == ((), (0,), (0, 4))
+
+    def test_lengths_must_agree(self):
+        with pytest.raises(ValueError, match="differ in length"):
+            Rows((0,), (4, 4), (0, 0), torch.zeros(2, 1, dtype=torch.int32))
+        with pytest.raises(ValueError, match="differ in length"):
+            Rows((0,), (4,), (0,), torch.zeros(2, 1, dtype=torch.int32))
+
+    @pytest.mark.parametrize(("query_len", "context_len"), [(0, 5), (3, -1)])
+    def test_lengths_out_of_range(self, query_len, context_len):
+        with pytest.raises(ValueError, match=r"query_lens .* must be >= 1, context_lens .* >= 0"):
+            Rows((0,), (query_len,), (context_len,), torch.zeros(1, 1, dtype=torch.int32))
+
+
+class TestPagedCache:
+    def test_shapes_must_agree(self):
+        with pytest.raises(ValueError, match="must both be"):
+            PagedCache(torch.zeros(2, 16, 1, 64), torch.zeros(2, 16, 1, 32))
+        with pytest.raises(ValueError, match="must both be"):
+            PagedCache(torch.zeros(2, 16, 64), torch.zeros(2, 16, 64))
+
+    def test_kernels_need_contiguous_heads(self):
+        keys = torch.zeros(2, 16, 64, 2).transpose(2, 3)
+        with pytest.raises(ValueError, match="equal strides with contiguous head_dim"):
+            _ = PagedCache(keys, keys).strides
+
+    def test_kernels_need_equal_strides(self):
+        cache = PagedCache(torch.zeros(2, 16, 1, 64), torch.zeros(2, 16, 1, 128)[..., :64])
+        with pytest.raises(ValueError, match="equal strides with contiguous head_dim"):
+            _ = cache.strides
+
+    @pytest.mark.parametrize("layout", ["NHD", "HND"])
+    @pytest.mark.parametrize("page_size", [16, 48, 128])
+    def test_gather_follows_the_block_table(self, page_size, layout):
+        batch = random_batch([(30, 70), (0, 9)], 2, 2, 8, page_size, layout=layout)
+        for row, seq_len in enumerate(batch.rows.seq_lens):
+            keys, values = batch.cache.gather(batch.rows.block_table[row], seq_len)
+            assert keys.shape == values.shape == (seq_len, 2, 8)
+            for position in (0, page_size - 1, page_size, seq_len - 1):
+                if position < seq_len:
+                    page = batch.rows.block_table[row, position // page_size]
+                    assert torch.equal(keys[position], batch.cache.keys[page, position % page_size])
+                    assert torch.equal(values[position], batch.cache.values[page, position % page_size])
+
+
+class TestLayouts:
+    def test_per_tile_is_bounded_by_what_lies_before(self):
+        rows = make_rows([(100, 300), (0, 130)])
+        layout = StripeLayout.per_tile(rows, 150)
+        # Tiles at 100, 228, 356, 0 and 128.
+        assert layout.offsets == (0, 100, 250, 400, 400)
+        assert layout.capacity == 400 + 128
+
+    def test_none_takes_no_room(self):
+        rows = make_rows([(100, 300)])
+        assert StripeLayout.none(rows) == StripeLayout((0, 0, 0), 0)
+        assert not SparseIndex.allocate(rows, 2, 64).has_stripes
+
+    @pytest.mark.parametrize("block_tokens", [64, 128])
+    def test_every_causal_block_and_every_stripe_fits(self, block_tokens):
+        """Lists filled to the brim neither run into each other nor past the buffers: overflow is impossible."""
+        rows = make_rows([(100, 300), (0, 1), (7, 200)])
+        stripes = {0: StripeLayout.per_tile(rows, 40), 2: StripeLayout.per_tile(rows, 5)}
+        index = SparseIndex.allocate(rows, 3, block_tokens, stripes)
+        places: dict[str, list[int]] = {"blocks": [], "stripes": []}
+        for i_tile, tile in enumerate(rows.tile_list):
+            start = int(index.block_offsets[i_tile])
+            places["blocks"] += range(start, start + ceil_div(tile.last_position + 1, block_tokens))
+            for head, most in ((0, 40), (2, 5)):
+                start = int(index.stripe_offsets[head, i_tile])
+                places["stripes"] += range(start, start + min(most, tile.position))
+        assert places["blocks"] == list(range(index.block_ids.shape[1]))
+        assert sorted(places["stripes"]) == list(range(len(index.stripe_positions)))
+
+    def test_heads_without_a_layout_keep_no_stripes(self):
+        rows = make_rows([(100, 300)])
+        index = SparseIndex.allocate(rows, 2, 64, {1: StripeLayout.per_tile(rows, 4)})
+        assert index.has_stripes
+        assert index.stripe_counts.tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
+class TestContents:
+    def test_set_blocks_adds_the_diagonal(self, index):
+        assert index.blocks_of(1, 0).tolist() == [1, 2, 3]  # positions 100 to 227
+        assert index.blocks_of(1, 1).tolist() == [3, 4]  # positions 228 to 299
+
+    def test_set_stripes_sorts_and_leaves_out_what_blocks_hold(self, index):
+        assert index.stripes_of(1, 1).tolist() == [3, 5, 70]
+
+    def test_to_mask_by_hand(self, index):
+        mask = index.to_mask(0)
+        positions, keys = torch.arange(100, 300)[:, None], torch.arange(300)
+        causal = keys <= positions
+        assert torch.equal(mask[0], causal)
+        second = positions >= 228
+        stripes = torch.isin(keys, torch.tensor([3, 5, 70]))
+        assert torch.equal(mask[1], causal & torch.where(second, (keys >= 192) | stripes, keys >= 64))
+
+    def test_density_by_hand(self, index):
+        first = sum(p + 1 - 64 for p in range(100, 228))
+        second = sum(p + 1 - 192 + 3 for p in range(228, 300))
+        pairs = sum(p + 1 for p in range(100, 300))
+        assert causal_pairs(index.rows) == pairs
+        assert index.density() == pytest.approx((pairs + first + second) / (2 * pairs))
+
+    def test_density_of_everything_is_one(self):
+        batch = random_batch([(37, 150), (0, 1)], 2, 1, 8, 16)
+        assert random_index(batch, 64, density=1.1).density() == 1.0
+
+    def test_random_indices_keep_the_invariants(self):
+        batch = random_batch([(370, 150), (0, 1), (5, 300)], 4, 2, 8, 16)
+        for block_tokens in (64, 128):
+            for share_group in (False, True):
+                random_index(batch, block_tokens, 0.3, stripes=50, share_group=share_group).check()
+
+
+class TestCheck:
+    """Each test breaks one invariant of a valid index."""
+
+    def test_no_blocks(self, index):
+        index.block_counts[0, 0] = 0
+        with pytest.raises(AssertionError, match="head 0, tile 0 at position 100: 0 blocks, capacity 4"):
+            index.check()
+
+    def test_more_blocks_than_fit(self, index):
+        index.block_counts[1, 1] = 6
+        with pytest.raises(AssertionError, match="head 1, tile 1 at position 228: 6 blocks, capacity 5"):
+            index.check()
+
+    def test_negative_count(self, index):
+        index.block_counts[1, 1] = -1
+        with pytest.raises(AssertionError, match="-1 blocks"):
+            index.check()
+
+    def test_blocks_not_sorted(self, index):
+        start = int(index.block_offsets[0])
+        index.block_ids[0, start : start + 2] = torch.tensor([1, 0], dtype=torch.int32)
+        with pytest.raises(AssertionError, match=r"head 0, tile 0 .* not sorted and unique"):
+            index.check()
+
+    def test_block_twice(self, index):
+        index.block_ids[0, int(index.block_offsets[0])] = 1
+        with pytest.raises(AssertionError, match=r"head 0, tile 0 .* not sorted and unique"):
+            index.check()
+
+    def test_block_not_causal(self, index):
+        index.block_ids[1, int(index.block_offsets[1]) + 1] = 5
+        with pytest.raises(AssertionError, match=r"head 1, tile 1 .* block outside \[0, 5\)"):
+            index.check()
+
+    def test_negative_block(self, index):
+        index.block_ids[1, int(index.block_offsets[0])] = -1
+        with pytest.raises(AssertionError, match=r"head 1, tile 0 .* block outside"):
+            index.check()
+
+    def test_diagonal_block_missing(self, index):
+        start = int(index.block_offsets[1])
+        index.block_ids[1, start : start + 2] = torch.tensor([2, 4], dtype=torch.int32)
+        with pytest.raises(AssertionError, match=r"head 1, tile 1 .* diagonal block missing"):
+            index.check()
+
+    @pytest.mark.parametrize("count", [-1, 100])
+    def test_stripe_count(self, index, count):
+        index.stripe_counts[1, 1] = count
+        with pytest.raises(AssertionError, match=f"head 1, tile 1 .* {count} stripes"):
+            index.check()
+
+    @pytest.mark.parametrize("stripes", [[5, 3, 70], [3, 3, 70]])
+    def test_stripes_not_sorted_or_twice(self, index, stripes):
+        start = int(index.stripe_offsets[1, 1])
+        index.stripe_positions[start : start + 3] = torch.tensor(stripes, dtype=torch.int32)
+        with pytest.raises(AssertionError, match=r"head 1, tile 1 .* stripes not sorted and unique"):
+            index.check()
+
+    @pytest.mark.parametrize("stripes", [[-1, 5, 70], [3, 5, 229]])
+    def test_stripe_not_causal(self, index, stripes):
+        start = int(index.stripe_offsets[1, 1])
+        index.stripe_positions[start : start + 3] = torch.tensor(stripes, dtype=torch.int32)
+        with pytest.raises(AssertionError, match=r"head 1, tile 1 .* stripe not causal"):
+            index.check()
+
+    def test_stripe_inside_a_kept_block(self, index):
+        index.stripe_positions[int(index.stripe_offsets[1, 1]) + 2] = 195
+        with pytest.raises(AssertionError, match=r"head 1, tile 1 .* stripe inside a kept block"):
+            index.check()
+
+    def test_stripe_at_the_tiles_first_query(self, index):
+        """Position 228 may be seen by every query of the tile, but always lies in its diagonal blocks."""
+        index.stripe_positions[int(index.stripe_offsets[1, 1]) + 2] = 228
+        with pytest.raises(AssertionError, match=r"head 1, tile 1 .* stripe"):
+            index.check()
+
+
+def test_index_is_immutable(index):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        index.num_heads = 3
