@@ -6,10 +6,12 @@ from typing import NamedTuple
 from vllm_sparse_kernels.reference.anchor_attention import select_anchor_attention
 from vllm_sparse_kernels.reference.dense import select_dense
 from vllm_sparse_kernels.reference.minference import select_a_shape, select_block_sparse, select_vertical_slash
+from vllm_sparse_kernels.reference.sale import select_sale
 from vllm_sparse_kernels.select.anchor_attention import AnchorAttention
 from vllm_sparse_kernels.select.base import Method
 from vllm_sparse_kernels.select.dense import Dense
 from vllm_sparse_kernels.select.minference import AShape, BlockSparse
+from vllm_sparse_kernels.select.sale import Sale
 from vllm_sparse_kernels.select.vertical_slash import VerticalSlash
 
 
@@ -25,6 +27,7 @@ METHODS: dict[str, Registered] = {
     "anchor_attention": Registered(AnchorAttention, select_anchor_attention),
     "block_sparse": Registered(BlockSparse, select_block_sparse),
     "dense": Registered(Dense, select_dense),
+    "sale": Registered(Sale, select_sale),
     "vertical_slash": Registered(VerticalSlash, select_vertical_slash),
 }
 

@@ -1,0 +1,406 @@
+"""SALE (Ji et al., 2025: "SALE: Low-bit Estimation for Efficient Sparse Attention in Long-context LLM Prefilling").
+
+Blocks of b_q = 64 queries × b_k = 32 keys. Sink and local blocks are kept; of the blocks between them, those with an
+element whose relative attention score, estimated from 4-bit queries and keys, is τ or more (Algorithm 1):
+
+1. Quantisation (section 3.2 names SageAttention-2's; the rest is from the authors' code): q − q̄ and k − k̄, with q̄ the
+   head's mean query of this step and k̄ the row's mean key, become integers −7 … 7. In a block of 32, keys j of equal
+   (j mod 8) // 2 share a scale: eight keys, those that one thread holds in the matrix instruction's result.
+2. m̃ and l̃: row maximum and sum of exponentials over sink and local region, in full precision.
+3. S̃ = scale · (Q̃K̃ᵀ dequantised + q̄(k − k̄)ᵀ + q k̄ᵀ) and exp(S̃ − m̃)/l̃ ≥ τ (equation 3). Equation 4 misplaces a
+   parenthesis, "S̃ ≥ ln(τ·l̃ + m̃)": taking logarithms gives S̃ ≥ ln τ + ln l̃ + m̃, which is what is tested. The terms that
+   do not change along a row, q k̄ᵀ with them, go into one threshold per query.
+
+What decides the local region's size (appendix C): blocks between sink and local region are taken in segments of four,
+and those left over at the row's end (fewer than four) join the local region, which so has 128 to 224 tokens.
+
+Where the paper leaves a choice, or this departs from it:
+
+* Every query has a scale of its own. The authors' queries share one by pairs, r and r + 8 of each 16, because a thread
+  of their instruction holds both.
+* Hopper has no 4-bit matrix instruction. The integers are exact in int8 and in e4m3: nothing of the arithmetic is lost.
+  From Hopper on they are multiplied as e4m3, whose results need no conversion: a sum is an integer of at most
+  49 · head_dim ≤ 12,544 < 2^14, and Hopper's fp8 accumulator, though narrower than float32, keeps 14 bits (a test holds
+  it to that). Elsewhere they are int8.
+* Elements are compared in float32 and added q̄(k − k̄)ᵀ in float32; the authors round that term to an integer and compare
+  in half precision.
+* Query blocks are counted from the row's first query of this step and lie askew of absolute positions. A tile of 128
+  queries keeps the union of its two, a block of 64 or 128 keys the union of its 32-key blocks. As the second query
+  block's local region begins no earlier than the first's, only keys before the first's are tested.
+* Both means are over what this step sees, so selection depends on the chunking, and on later queries of the same chunk.
+* The authors run prompts of at most 1,024 tokens dense. That is for the backend to decide.
+* The 8-bit attention over the selected blocks (SageAttention) is no part of selecting.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import PagedCache, key_offsets
+from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
+from vllm_sparse_kernels.select.base import Method, require
+from vllm_sparse_kernels.select.lists import compact_blocks
+
+QUERY_BLOCK = tl.constexpr(64)  # b_q
+KEY_BLOCK = tl.constexpr(32)  # b_k
+LEVELS = tl.constexpr(7.0)
+TINY = tl.constexpr(1e-20)  # stands in for the largest magnitude of a vector of zeros
+LEAST = tl.constexpr(-1e30)
+LOG2_E = 1.4426950408889634
+LN_2 = tl.constexpr(0.6931471805599453)
+
+SPLIT_TOKENS = 1024
+"""Keys that one program adds up for the mean."""
+
+WORD_BLOCKS = 32
+"""Index blocks that one program tests: a bit of a word for each."""
+
+TEST_TILES = 2
+"""Tiles that one program tests together: keys are read half as often as with one. L2 could not keep up otherwise."""
+
+TEST_KEYS = 64
+TEST_WARPS = 4
+TEST_STAGES = 4
+"""Shape of a test's step: 128 results a thread, and two programs on one multiprocessor: one multiplies while the other
+compares."""
+
+VARYING = ("i_row", "token", "context_len", "query_len", "seq_len", "num_heads", "stride_kept", "block_offsets")
+"""Kernel arguments that change from step to step: they shall not call for new variants of a kernel."""
+
+
+class KeyArgs(NamedTuple):
+    """Keys by pointer, and the block table that places them."""
+
+    k: Any
+    stride_page: int
+    stride_token: int
+    stride_head: int
+    page_size: int
+    block_table: Any
+    stride_table: int
+
+
+class QueryArgs(NamedTuple):
+    """q, head_dim contiguous."""
+
+    q: Any
+    stride_token: int
+    stride_head: int
+
+
+class RoundedQueries(NamedTuple):
+    """A row's queries in 4 bits. Integers are of type int8 or e4m3; scores are counted in (query step) · (key step)."""
+
+    integers: Any  # [len(heads), num_queries, BLOCK_D]
+    thresholds: Any  # [len(heads), num_queries] float32, in query steps; infinity past the row's end
+    inverse_steps: Any  # [len(heads), num_queries] float32
+    num_queries: int  # whole tiles
+
+
+class RoundedKeys(NamedTuple):
+    """A row's keys in 4 bits. What belongs to kv heads that none of ``heads`` reads is undefined."""
+
+    integers: Any  # [num_kv_heads, num_keys, BLOCK_D]
+    steps: Any  # [num_kv_heads, num_keys / 8] float32
+    biases: Any  # [len(heads), num_keys] float32, q̄(k − k̄)ᵀ in key steps
+    num_keys: int  # a multiple of 128
+
+
+@dataclass(frozen=True)
+class Sale(Method):
+    """Parameters of SALE; the defaults are the paper's (sections 3.2 and 4.1)."""
+
+    tau: float = 0.004
+    """τ, in [0, 1): relative attention score from which a block is kept. 0 keeps every block. The paper calibrates it
+    per head, from 0.008 downwards by halves."""
+
+    sink_tokens: int = 32
+    """Keys at the sequence's begin that are always kept, in whole 32-key blocks."""
+
+    local_tokens: int = 128
+    """l, the least number of keys before a query block's end that are always kept; the module says when more are."""
+
+    SEGMENT_TOKENS: ClassVar[int] = 128
+    """Four 32-key blocks: what lies between sink and local region is a multiple of this."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.tau < 1, "tau", self.tau, "a number in [0, 1)")
+        for name, value, least in (("sink_tokens", self.sink_tokens, 0), ("local_tokens", self.local_tokens, 128)):
+            whole = isinstance(value, int) and value >= least and value % KEY_BLOCK.value == 0
+            require(whole, name, value, f"a multiple of {KEY_BLOCK.value} >= {least}")
+
+    def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
+        index.stripe_counts.index_fill_(0, heads.long(), 0)
+        if self.tau == 0:
+            compact_blocks(None, index, heads)
+            return
+        kept = torch.ones(len(heads), index.block_ids.shape[1], dtype=torch.uint8, device=q.device)
+        for row in range(index.rows.num_rows):
+            queries, keys = _round_row(self, q, cache, index.rows, row, heads, scale)
+            _test_row(self, queries, keys, index, row, heads, q.shape[1] // cache.num_kv_heads, kept)
+        compact_blocks(kept, index, heads)
+
+
+def integer_dtype(device: torch.device) -> torch.dtype:
+    """What the 4-bit integers are multiplied as."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return torch.float8_e4m3fn if hopper else torch.int8
+
+
+def _round_row(
+    method: Sale, q: torch.Tensor, cache: PagedCache, rows: Rows, row: int, heads: torch.Tensor, scale: float
+) -> tuple[RoundedQueries, RoundedKeys]:
+    """Quantise the queries and keys of one row, and find the queries' thresholds."""
+    token, query_len, seq_len = rows.tokens[row], rows.query_lens[row], rows.seq_lens[row]
+    block_d = triton.next_power_of_2(cache.head_dim)
+    num_tiles, num_splits = ceil_div(query_len, TILE_TOKENS), ceil_div(seq_len, SPLIT_TOKENS)
+    num_queries, num_keys = num_tiles * TILE_TOKENS, ceil_div(seq_len, 128) * 128
+    shape = {"HEAD_DIM": cache.head_dim, "BLOCK_D": block_d, "GROUP": q.shape[1] // cache.num_kv_heads}
+    key_args = KeyArgs(cache.keys, *cache.strides, cache.page_size, rows.block_table, rows.block_table.stride(0))
+    query_args = QueryArgs(q, q.stride(0), q.stride(1))
+    dtype = integer_dtype(q.device)
+
+    def room(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=q.device)
+
+    sums = room(num_splits, cache.num_kv_heads, block_d)
+    _key_sums_kernel[(num_splits, cache.num_kv_heads)](
+        key_args, sums, cache.num_kv_heads, row, seq_len,
+        HEAD_DIM=cache.head_dim, BLOCK_D=block_d, SPLIT=SPLIT_TOKENS, BLOCK_N=64, num_warps=4,
+    )  # fmt: skip
+    key_means = sums.sum(0) / seq_len
+    query_means = q[token : token + query_len].mean(0, dtype=torch.float32)
+
+    keys = RoundedKeys(
+        room(cache.num_kv_heads, num_keys, block_d, dtype=dtype),
+        room(cache.num_kv_heads, num_keys // 8), room(len(heads), num_keys), num_keys,
+    )  # fmt: skip
+    _round_keys_kernel[(num_keys // 64, cache.num_kv_heads)](
+        key_args, keys, key_means, query_means, heads, len(heads), row, seq_len,
+        **shape, HEADS=triton.next_power_of_2(len(heads)), BLOCK_N=64, num_warps=4,
+    )  # fmt: skip
+    queries = RoundedQueries(
+        room(len(heads), num_queries, block_d, dtype=dtype),
+        room(len(heads), num_queries), room(len(heads), num_queries), num_queries,
+    )  # fmt: skip
+    _round_queries_kernel[(num_tiles, len(heads))](
+        query_args, key_args, queries, key_means, query_means, heads,
+        row, token, rows.context_lens[row], query_len,
+        method.sink_tokens, method.local_tokens, math.log(method.tau), scale,
+        **shape, SEGMENT=method.SEGMENT_TOKENS, BLOCK_M=TILE_TOKENS, BLOCK_N=64,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=8, num_stages=2,
+    )  # fmt: skip
+    return queries, keys
+
+
+def _test_row(
+    method: Sale, queries: RoundedQueries, keys: RoundedKeys, index: SparseIndex, row: int, heads: torch.Tensor,
+    group: int, kept: torch.Tensor,
+) -> None:  # fmt: skip
+    """Clear the flags of one row's blocks between sink and local region in which no element passes."""
+    rows = index.rows
+    first_tile, end_tile = rows.tile_starts[row], rows.tile_starts[row + 1]
+    num_words = ceil_div(rows.seq_lens[row], WORD_BLOCKS * index.block_tokens)
+    _test_kernel[(ceil_div(end_tile - first_tile, TEST_TILES), num_words, len(heads))](
+        queries, keys, heads, kept, kept.stride(0), index.block_offsets[first_tile:end_tile],
+        rows.context_lens[row], rows.query_lens[row], method.sink_tokens, method.local_tokens,
+        SEGMENT=method.SEGMENT_TOKENS, GROUP=group, BLOCK_D=keys.integers.shape[2], TILE=TILE_TOKENS, TILES=TEST_TILES,
+        INDEX_N=index.block_tokens, BLOCK_N=TEST_KEYS, WORD=WORD_BLOCKS, STAGES=TEST_STAGES, num_warps=TEST_WARPS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _key_sums_kernel(
+    keys, sums, num_kv_heads, i_row, seq_len,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Sum of up to SPLIT keys of one kv head."""
+    i_split = tl.program_id(0)
+    i_kv = tl.program_id(1)
+    o_d = tl.arange(0, BLOCK_D)
+    o_n = tl.arange(0, BLOCK_N)
+    b_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for i in range(i_split * SPLIT, tl.minimum(i_split * SPLIT + SPLIT, seq_len), BLOCK_N):
+        b_sum += _load_keys(keys, i_row, i_kv, i + o_n, seq_len, HEAD_DIM, BLOCK_D).to(tl.float32)
+    tl.store(sums + (i_split * num_kv_heads + i_kv) * BLOCK_D + o_d, tl.sum(b_sum, 0))
+
+
+@triton.jit
+def _load_keys(keys, i_row, i_kv, o_n, end, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Keys at the positions ``o_n`` [BLOCK_N, BLOCK_D]; 0 from ``end`` on."""
+    o_d = tl.arange(0, BLOCK_D)
+    table = keys.block_table + tl.cast(i_row, tl.int64) * keys.stride_table
+    o_k = key_offsets(table, o_n, o_n < end, keys.page_size, keys.stride_page, keys.stride_token)
+    base = keys.k + i_kv.to(tl.int64) * keys.stride_head
+    return tl.load(base + o_k[:, None] + o_d[None, :], mask=(o_n < end)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _round_keys_kernel(
+    keys, rounded, key_means, query_means, heads, num_heads, i_row, seq_len,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Step 1 for BLOCK_N keys of one kv head, if any of ``heads`` reads it, and its heads' q̄(k − k̄)ᵀ."""
+    i_n = tl.program_id(0)
+    i_kv = tl.program_id(1)
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)
+    o_h = tl.arange(0, HEADS)
+    b_heads = tl.load(heads + o_h, mask=o_h < num_heads, other=0)
+    readers = tl.sum(((b_heads // GROUP == i_kv) & (o_h < num_heads)).to(tl.int32), 0)
+    if readers > 0:
+        b_k = _load_keys(keys, i_row, i_kv, o_n, seq_len, HEAD_DIM, BLOCK_D).to(tl.float32)
+        b_k = tl.where((o_n < seq_len)[:, None], b_k - tl.load(key_means + i_kv * BLOCK_D + o_d)[None, :], 0.0)
+        b_largest = tl.reshape(tl.max(tl.abs(b_k), 1), [BLOCK_N // 32, 4, 4, 2])
+        b_step = tl.maximum(tl.max(tl.max(b_largest, 3), 1), TINY) / LEVELS
+        o_step = i_kv.to(tl.int64) * rounded.num_keys // 8 + i_n * (BLOCK_N // 8) + tl.arange(0, BLOCK_N // 8)
+        tl.store(rounded.steps + o_step, tl.reshape(b_step, [BLOCK_N // 8]))
+        b_steps = tl.reshape(tl.broadcast_to(b_step[:, None, :, None], [BLOCK_N // 32, 4, 4, 2]), [BLOCK_N])
+        b_int = tl.floor(b_k * (1.0 / b_steps)[:, None] + 0.5).to(rounded.integers.dtype.element_ty)
+        o_int = (i_kv.to(tl.int64) * rounded.num_keys + o_n)[:, None] * BLOCK_D + o_d[None, :]
+        tl.store(rounded.integers + o_int, b_int)
+        for i in range(num_heads):
+            i_head = tl.load(heads + i)
+            if i_head // GROUP == i_kv:
+                b_mean = tl.load(query_means + i_head * HEAD_DIM + o_d, mask=o_d < HEAD_DIM, other=0.0)
+                b_bias = tl.sum(b_k * b_mean[None, :], 1) / b_steps
+                tl.store(rounded.biases + tl.cast(i, tl.int64) * rounded.num_keys + o_n, b_bias)
+
+
+@triton.jit
+def _local_start(i_end, context_len, query_len, sink_tokens, local_tokens, SEGMENT: tl.constexpr):
+    """Where the local region of the 64-query block begins that ends at the row's ``i_end``-th query, or before."""
+    end = context_len + tl.minimum(i_end, query_len)
+    between = (end + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK - sink_tokens - local_tokens
+    return tl.where(between >= 0, sink_tokens + between // SEGMENT * SEGMENT, 0)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _round_queries_kernel(
+    queries, keys, rounded, key_means, query_means, heads, i_row, token, context_len, query_len,
+    sink_tokens, local_tokens, log_tau, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, SEGMENT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Steps 1 and 2 for one tile of one head."""
+    i_tile = tl.program_id(0)
+    i_group = tl.program_id(1)
+    i_head = tl.load(heads + i_group)
+    o_m = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, BLOCK_D)
+    in_row = o_m < query_len
+    in_head = in_row[:, None] & (o_d < HEAD_DIM)[None, :]
+    o_q = (token + o_m).to(tl.int64)[:, None] * queries.stride_token + i_head * queries.stride_head + o_d[None, :]
+    b_q = tl.load(queries.q + o_q, mask=in_head, other=0.0)
+    # The query blocks of the tile, and their local regions: b_local per query, begin for the first of them.
+    begin = _local_start(i_tile * BLOCK_M + QUERY_BLOCK, context_len, query_len, sink_tokens, local_tokens, SEGMENT)
+    later = _local_start(i_tile * BLOCK_M + BLOCK_M, context_len, query_len, sink_tokens, local_tokens, SEGMENT)
+    b_local = tl.where(o_m < i_tile * BLOCK_M + QUERY_BLOCK, begin, later)
+    where = (keys, i_row, i_head // GROUP, context_len + o_m, context_len + query_len)
+    b_lse = _local_lse(b_q, where, b_local, begin, sink_tokens, scale, BLOCK_N, HEAD_DIM, BLOCK_D, PRECISION)
+
+    b_q = b_q.to(tl.float32)
+    b_mean = tl.load(key_means + i_head // GROUP * BLOCK_D + o_d)
+    b_threshold = (log_tau + b_lse) / scale - tl.sum(b_q * b_mean[None, :], 1)
+    b_mean = tl.load(query_means + i_head * HEAD_DIM + o_d, mask=o_d < HEAD_DIM, other=0.0)
+    b_q = tl.where(in_head, b_q - b_mean[None, :], 0.0)
+    b_step = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LEVELS
+    b_int = tl.floor(b_q * (1.0 / b_step)[:, None] + 0.5).to(rounded.integers.dtype.element_ty)
+    o_r = i_group.to(tl.int64) * rounded.num_queries + o_m
+    tl.store(rounded.integers + o_r[:, None] * BLOCK_D + o_d[None, :], b_int)
+    tl.store(rounded.thresholds + o_r, tl.where(in_row, b_threshold / b_step, float("inf")))
+    tl.store(rounded.inverse_steps + o_r, 1.0 / b_step)
+
+
+@triton.jit
+def _local_lse(
+    b_q, where, b_local, begin, sink_tokens, scale,
+    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """ln l̃ + m̃ of each query over sink and local region: [BLOCK_M]."""
+    keys, i_row, i_kv, o_m, seq_len = where
+    begin = begin // BLOCK_N * BLOCK_N
+    end = tl.minimum(tl.max(o_m, 0) + 1, seq_len)
+    sink_steps = (tl.minimum(sink_tokens, begin) + BLOCK_N - 1) // BLOCK_N
+    local_steps = (end - begin + BLOCK_N - 1) // BLOCK_N
+    b_max = tl.full([b_q.shape[0]], LEAST, tl.float32)
+    b_sum = tl.zeros([b_q.shape[0]], tl.float32)
+    for i in range(sink_steps + local_steps):
+        o_n = tl.where(i < sink_steps, i * BLOCK_N, begin + (i - sink_steps) * BLOCK_N) + tl.arange(0, BLOCK_N)
+        b_k = _load_keys(keys, i_row, i_kv, o_n, end, HEAD_DIM, BLOCK_D)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * (scale * 1.4426950408889634)
+        seen = (o_n < sink_tokens)[None, :] | (o_n[None, :] >= b_local[:, None])
+        b_s = tl.where(seen & (o_n[None, :] <= o_m[:, None]), b_s, float("-inf"))
+        b_new_max = tl.maximum(b_max, tl.max(b_s, 1))
+        b_sum = b_sum * tl.exp2(b_max - b_new_max) + tl.sum(tl.exp2(b_s - b_new_max[:, None]), 1)
+        b_max = b_new_max
+    return (b_max + tl.log2(b_sum)) * LN_2
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _test_kernel(
+    queries, keys, heads, kept, stride_kept, block_offsets, context_len, query_len, sink_tokens, local_tokens,
+    SEGMENT: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    INDEX_N: tl.constexpr, BLOCK_N: tl.constexpr, WORD: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Step 3 for TILES tiles of one head and WORD index blocks, as far as these lie between sink and local region."""
+    i_group = tl.program_id(2)
+    i_tile = tl.program_id(0) * TILES
+    i_first = tl.program_id(1) * WORD
+    last = tl.minimum(i_tile + TILES, (query_len + TILE - 1) // TILE) - 1
+    stop = _local_start(last * TILE + QUERY_BLOCK, context_len, query_len, sink_tokens, local_tokens, SEGMENT)
+    begin = tl.maximum((sink_tokens + INDEX_N - 1) // INDEX_N, i_first)
+    end = tl.minimum(stop // INDEX_N, i_first + WORD)
+    if begin < end:
+        i_kv = tl.load(heads + i_group) // GROUP
+        b_word = _test_blocks(
+            queries, keys, i_group, i_kv, begin, end, i_first, BLOCK_D, TILE, TILES, INDEX_N, BLOCK_N, STAGES
+        )
+        o_t = i_tile + tl.arange(0, TILES)
+        o_b = i_first + tl.arange(0, WORD)
+        b_stop = _local_start(o_t * TILE + QUERY_BLOCK, context_len, query_len, sink_tokens, local_tokens, SEGMENT)
+        tested = (o_b >= begin)[None, :] & (o_b[None, :] < (b_stop // INDEX_N)[:, None]) & (o_t <= last)[:, None]
+        o_kept = tl.load(block_offsets + o_t, mask=o_t <= last, other=0)[:, None] + o_b[None, :]
+        b_flag = (b_word[:, None] >> tl.arange(0, WORD)[None, :]) & 1
+        tl.store(kept + i_group.to(tl.int64) * stride_kept + o_kept, b_flag.to(tl.uint8), mask=tested)
+
+
+@triton.jit
+def _test_blocks(
+    queries, keys, i_group, i_kv, begin, end, i_first,
+    BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, INDEX_N: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """[TILES] int32: bit b says whether an element of index block ``i_first`` + b passes, for blocks [begin, end).
+
+    The elements of a query and a 32-key block that one thread holds share their scales, so that their maximum can be
+    taken first: reshaped to [queries, 32-key blocks, 4, 4, 2], axis 3 alone lies across threads.
+    """
+    o_m = tl.program_id(0) * (TILES * TILE) + tl.arange(0, TILES * TILE)
+    o_d = tl.arange(0, BLOCK_D)
+    o_n = tl.arange(0, BLOCK_N)
+    o_block = tl.arange(0, BLOCK_N // 32)
+    in_row = o_m < queries.num_queries
+    o_q = i_group.to(tl.int64) * queries.num_queries + o_m
+    b_q = tl.load(queries.integers + o_q[:, None] * BLOCK_D + o_d[None, :], mask=in_row[:, None], other=0.0)
+    b_threshold = tl.load(queries.thresholds + o_q, mask=in_row, other=float("inf"))
+    b_inverse = tl.load(queries.inverse_steps + o_q, mask=in_row, other=0.0)
+    integers = keys.integers + i_kv.to(tl.int64) * keys.num_keys * BLOCK_D
+    steps = keys.steps + i_kv.to(tl.int64) * (keys.num_keys // 8)
+    biases = keys.biases + i_group.to(tl.int64) * keys.num_keys
+    b_bits = tl.zeros([TILES * TILE, 4], tl.int32)
+    PARTS: tl.constexpr = INDEX_N // BLOCK_N
+    for i in tl.range(begin * PARTS, end * PARTS, num_stages=STAGES):
+        b_k = tl.load(integers + (i * BLOCK_N + o_n)[:, None] * BLOCK_D + o_d[None, :])
+        b_bias = tl.load(biases + i * BLOCK_N + o_n)
+        b_step = tl.load(steps + i * (BLOCK_N // 8) + o_block[:, None] * 4 + tl.arange(0, 4)[None, :])
+        b_s = tl.dot(b_q, tl.trans(b_k)).to(tl.float32) + b_inverse[:, None] * b_bias[None, :]
+        b_top = tl.reshape(b_s, [TILES * TILE, BLOCK_N // 32, 4, 4, 2])
+        b_top = tl.max(tl.max(b_top, 4), 2) * b_step[None, :, :]
+        b_bits |= (tl.max(b_top, 1) >= b_threshold[:, None]).to(tl.int32) << (i // PARTS - i_first)
+    return tl.reduce_or(tl.reshape(b_bits, [TILES, TILE * 4]), 1)

@@ -1,0 +1,350 @@
+"""SALE: kernel and reference against the paper's steps in float64, the kernel's arithmetic bit for bit, properties."""
+
+import math
+from itertools import cycle, pairwise, product
+
+import pytest
+import torch
+
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.reference.sale import paper_blocks, paper_density
+from vllm_sparse_kernels.rows import Rows, ceil_div
+from vllm_sparse_kernels.select import METHODS
+from vllm_sparse_kernels.select import sale as module
+from vllm_sparse_kernels.select.sale import RoundedKeys, RoundedQueries, Sale
+from vllm_sparse_kernels.testing.batches import Batch, random_batch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's interpreter cannot multiply bf16 matrices.
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
+# Hopper's own type and everybody's. A GPU tests the one that it takes.
+INTEGERS = [torch.int8, torch.float8_e4m3fn] if DEVICE == "cpu" else [module.integer_dtype(torch.device(DEVICE))]
+POISON = -7
+ROUNDING = 1e-4
+"""How far from a half, in steps, a value may lie that float32 rounds the other way."""
+ERROR = 1e-4
+"""Of a score and of the threshold in float32, in units of the softmax's exponent."""
+
+
+def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, dtype=torch.float32, **kwargs) -> Batch:
+    """Queries and keys about a mean of their own: what smoothing takes away."""
+    batch = random_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, DEVICE, gap_tokens=3, **kwargs)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    for x in (batch.q, batch.cache.keys):
+        x.add_(torch.randn(x.shape[-2:], generator=generator, device=DEVICE).to(dtype))
+    return batch
+
+
+def run(batch: Batch, method: Sale, block_tokens=64, heads=None, reference=False, rows=None) -> SparseIndex:
+    """The selection of ``heads`` (all unless told) in an index poisoned beforehand."""
+    heads = list(range(batch.num_heads)) if heads is None else heads
+    index = SparseIndex.allocate(rows or batch.rows, batch.num_heads, block_tokens)
+    for tensor in (index.block_counts, index.block_ids, index.stripe_counts):
+        tensor.fill_(POISON)
+    select = METHODS["sale"].reference if reference else Sale.select
+    on_device = torch.tensor(heads, dtype=torch.int32, device=DEVICE)
+    select(method, batch.q, batch.cache, index, on_device, batch.scale)
+    if len(heads) == batch.num_heads:
+        index.check()
+    return index
+
+
+def keys_of(batch: Batch, row: int, head: int) -> torch.Tensor:
+    keys, _ = batch.cache.gather(batch.rows.block_table[row], batch.rows.seq_lens[row])
+    return keys[:, head // (batch.num_heads // batch.cache.num_kv_heads)].double()
+
+
+def regions(method: Sale, position: int, length: int) -> list[tuple[slice, int, int]]:
+    """Per 64-query block of a tile at ``position``: its queries, its local region's begin, its causal 32-key blocks."""
+    blocks = []
+    for first in range(0, length, 64):
+        queries = slice(first, min(first + 64, length))
+        num_blocks = ceil_div(position + queries.stop, 32)
+        middle = num_blocks * 32 - method.sink_tokens
+        segments = middle // 128
+        while segments > 0 and middle - segments * 128 < method.local_tokens:
+            segments -= 1
+        blocks.append((queries, method.sink_tokens + max(segments, 0) * 128, num_blocks))
+    return blocks
+
+
+def rounded(x: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[n, d] in 1/7 of the largest magnitude of equal ``groups``; these steps; how many values are near a half."""
+    largest = torch.zeros(int(groups.max()) + 1, dtype=x.dtype, device=x.device)
+    largest = largest.scatter_reduce(0, groups, x.abs().amax(1), "amax")
+    steps = (largest / 7)[groups]
+    in_steps = x / steps[:, None].clamp_min(1e-30)
+    near = ((in_steps - in_steps.floor() - 0.5).abs() < ROUNDING).sum(1)
+    return in_steps.round() * steps[:, None], steps, near
+
+
+def definition(batch: Batch, method: Sale, row: int, head: int):
+    """The paper's steps in float64. Per tile: (surely, maybe) kept, bool [64-query blocks, causal 32-key blocks].
+
+    The two differ where float32 could decide otherwise: by its error, and by integers that round the other way.
+    """
+    rows, scale = batch.rows, batch.scale
+    k = keys_of(batch, row, head)
+    q = batch.q[rows.tokens[row] : rows.tokens[row] + rows.query_lens[row], head].double()
+    j = torch.arange(len(k), device=DEVICE)
+    smooth_k, smooth_q = k - k.mean(0), q - q.mean(0)
+    k4, k_steps, k_near = rounded(smooth_k, j // 32 * 4 + j % 8 // 2)
+    q4, q_steps, q_near = rounded(smooth_q, torch.arange(len(q), device=DEVICE))
+    for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
+        tile = rows.tile_list[i_tile]
+        blocks = regions(method, tile.position, tile.length_tokens)
+        kept = torch.ones(2, len(blocks), blocks[-1][2], dtype=torch.bool, device=DEVICE)
+        for i, (queries, local, num_blocks) in enumerate(blocks):
+            first = tile.token - rows.tokens[row]
+            mine, end = slice(first + queries.start, first + queries.stop), tile.position + queries.stop
+            exact = q[mine] @ k[:end].T * scale
+            exact.masked_fill_(j[:end] > j[end - len(exact) : end, None], -torch.inf)
+            sink_local = exact[:, (j[:end] < method.sink_tokens) | (j[:end] >= local)]
+            m = sink_local.amax(1, keepdim=True)
+            l = (sink_local - m).exp().sum(1, keepdim=True)  # noqa: E741
+            middle = slice(method.sink_tokens, local)
+            estimate = q4[mine] @ k4[middle].T + smooth_k[middle] @ q.mean(0) + (q[mine] @ k.mean(0))[:, None]
+            error = ERROR + scale * 7 * q_steps[mine, None] * k_steps[middle] * (q_near[mine, None] + k_near[middle])
+            for which, sign in enumerate((-1, 1)):
+                passed = (estimate * scale + sign * error - m).exp() / l >= method.tau
+                kept[which, i, method.sink_tokens // 32 : local // 32] = passed.any(0).view(-1, 32).any(1)
+                kept[which, i, num_blocks:] = False
+        yield i_tile, kept[0], kept[1]
+
+
+def assert_agrees(batch: Batch, method: Sale, index: SparseIndex) -> None:
+    """Every block that the paper's steps surely keep is kept, and none that they surely do not."""
+    kept = total = undecided = 0
+    fine = index.block_tokens // 32
+    for row in range(batch.rows.num_rows):
+        for head in range(batch.num_heads):
+            for i_tile, surely, maybe in definition(batch, method, row, head):
+                tile = batch.rows.tile_list[i_tile]
+                ours = torch.zeros(index.num_causal_blocks(tile), dtype=torch.bool, device=DEVICE)
+                ours[index.blocks_of(head, i_tile)] = True
+                surely, maybe = (
+                    torch.nn.functional.pad(x.any(0), (0, len(ours) * fine - x.shape[1])).view(-1, fine).any(1)
+                    for x in (surely, maybe)
+                )
+                diagonal = index.first_diagonal_block(tile)
+                assert bool(ours[surely].all()), f"head {head}, tile {i_tile}: lacks {(surely & ~ours).nonzero()}"
+                extra = (ours & ~maybe)[:diagonal]
+                assert not bool(extra.any()), f"head {head}, tile {i_tile}: {extra.nonzero()} are not to be kept"
+                kept, total = kept + int(ours.sum()), total + len(ours)
+                undecided += int((surely != maybe).sum())
+    assert undecided <= 0.03 * total, f"{undecided} of {total} blocks prove nothing"
+    assert total < 100 or 0.1 < kept / total < 0.9, f"{kept} of {total}: this data tells little"
+
+
+# lengths, heads, kv heads, head_dim, page size, block_tokens, physical layout, method
+CASES = [
+    ([(0, 1), (0, 63), (0, 1000)], 1, 1, 64, 16, 64, "NHD", Sale(0.3)),
+    ([(477, 300), (300, 63)], 4, 2, 64, 64, 128, "HND", Sale(0.3)),
+    ([(841, 100)], 4, 1, 64, 128, 64, "HND", Sale(0.2, sink_tokens=0)),
+    ([(633, 130), (129, 1), (255, 2)], 8, 1, 64, 16, 128, "NHD", Sale(0.3, sink_tokens=96, local_tokens=160)),
+    ([(1800, 249)], 1, 1, 96, 64, 64, "NHD", Sale(0.3)),
+    ([(2300, 70)], 2, 1, 256, 16, 64, "NHD", Sale(0.3)),
+    ([(0, 2049)], 1, 1, 128, 128, 128, "NHD", Sale(0.5)),
+]
+# On a GPU every case runs in every type; the interpreter is slow, and takes them by turns.
+PAIRS = product(CASES, DTYPES) if DEVICE == "cuda" else zip(CASES, cycle(DTYPES))
+
+
+@pytest.mark.parametrize(("case", "dtype"), PAIRS, ids=str)
+def test_kernel_agrees_with_the_paper(case, dtype):
+    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, method = case
+    batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout)
+    assert_agrees(batch, method, run(batch, method, block_tokens))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_reference_agrees_with_the_paper(case):
+    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, method = case
+    batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, layout=layout)
+    assert_agrees(batch, method, run(batch, method, block_tokens, reference=True))
+    heads = torch.arange(num_heads)
+    ours = {(head, i): x for head, i, x in paper_blocks(method, batch.q, batch.cache, batch.rows, heads, batch.scale)}
+    for row, head in product(range(len(lengths)), range(num_heads)):
+        for i_tile, surely, maybe in definition(batch, method, row, head):
+            assert bool((ours[head, i_tile] | ~surely).all() and (maybe | ~ours[head, i_tile]).all())
+    density = paper_density(method, batch.q, batch.cache, batch.rows, heads, batch.scale)
+    assert density == pytest.approx(
+        sum(int(x.sum()) for x in ours.values())
+        / sum(b[2] for t in batch.rows.tile_list for b in regions(method, t.position, t.length_tokens)) / num_heads
+    )  # fmt: skip
+
+
+def flags_of(queries: RoundedQueries, keys: RoundedKeys, group: int) -> torch.Tensor:
+    """Bool [heads, queries, 32-key blocks]: an element passes, by the kernel's arithmetic, operation by operation."""
+    products = queries.integers.float() @ keys.integers.float().repeat_interleave(group, 0).mT
+    bias = queries.inverse_steps[:, :, None], keys.biases[:, None, :]
+    if DEVICE == "cuda":  # one rounding: a fused multiply-add
+        scores = (products.double() + bias[0].double() * bias[1].double()).float()
+    else:
+        scores = products + bias[0] * bias[1]
+    largest = scores.unflatten(2, (-1, 4, 4, 2)).amax((3, 5))
+    steps = keys.steps.repeat_interleave(group, 0).unflatten(1, (-1, 4))
+    return (largest * steps[:, None] >= queries.thresholds[:, :, None, None]).any(3)
+
+
+def flags_twice(method: Sale, queries, keys, batch: Batch, block_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel says of row 0, and what its arithmetic, done over, says: uint8 in the layout of block_ids."""
+    index = SparseIndex.allocate(batch.rows, batch.num_heads, block_tokens)
+    group = batch.num_heads // batch.cache.num_kv_heads
+    heads = torch.arange(batch.num_heads, dtype=torch.int32, device=DEVICE)
+    ours = torch.ones(batch.num_heads, index.block_ids.shape[1], dtype=torch.uint8, device=DEVICE)
+    expected = ours.clone()
+    module._test_row(method, queries, keys, index, 0, heads, group, ours)
+    passed = flags_of(queries, keys, group)
+    for i_tile, tile in enumerate(batch.rows.tile_list):
+        fine = passed[:, i_tile * 128 : (i_tile + 1) * 128].any(1)
+        fine = fine.unflatten(1, (-1, block_tokens // 32)).any(2)
+        start = int(index.block_offsets[i_tile])
+        begin = ceil_div(method.sink_tokens, block_tokens)
+        end = regions(method, tile.position, tile.length_tokens)[0][1] // block_tokens
+        expected[:, start + begin : start + end] = fine[:, begin:end]
+    return ours, expected
+
+
+@pytest.mark.parametrize("integers", INTEGERS, ids=str)
+def test_on_the_same_integers_flags_are_equal_bit_for_bit(integers, monkeypatch):
+    monkeypatch.setattr(module, "integer_dtype", lambda device: integers)
+    batch = make_batch([(1300, 260)], num_heads=2)
+    method = Sale(0.3)
+    heads = torch.arange(2, dtype=torch.int32, device=DEVICE)
+    queries, keys = module._round_row(method, batch.q, batch.cache, batch.rows, 0, heads, batch.scale)
+    assert queries.integers.dtype == integers
+    assert float(queries.integers.float().abs().max()) == float(keys.integers.float().abs().max()) == 7
+    ours, expected = flags_twice(method, queries, keys, batch, 64)
+    assert torch.equal(ours, expected)
+    assert 0.1 < ours.float().mean() < 0.9
+
+
+@pytest.mark.parametrize("integers", INTEGERS, ids=str)
+def test_sums_of_the_largest_integers_are_exact(integers):
+    """Thresholds that a single key just reaches, and others that it misses by one, at sums up to 49 · 256."""
+    batch = random_batch([(700, 130)], 1, 1, 256, 64, torch.float32, DEVICE)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    q = torch.randint(0, 2, (1, 256, 256), generator=generator, device=DEVICE) * 14 - 7
+    k = torch.randint(-7, 8, (1, 896, 256), generator=generator, device=DEVICE)
+    for query in range(130):
+        k[0, 37 + 4 * query] = q[0, query]
+        k[0, 37 + 4 * query, : query % 5] -= q[0, query, : query % 5].sign()  # sums of 12544, 12537, …
+    thresholds = (q.float() @ k.float().mT)[:, :, :600].amax(2)
+    assert thresholds[:, :130].min() == 12544 - 28
+    thresholds[:, 1::2] += 1
+    thresholds[:, 130:] = torch.inf
+    ones, zeros = torch.ones(1, 256, device=DEVICE), torch.zeros(1, 896, device=DEVICE)
+    queries = RoundedQueries(q.to(integers), thresholds, ones, 256)
+    keys = RoundedKeys(k.to(integers), torch.ones(1, 896 // 8, device=DEVICE), zeros, 896)
+    ours, expected = flags_twice(Sale(0.5), queries, keys, batch, 64)
+    assert torch.equal(ours, expected)
+    assert 0 in ours
+
+
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("tau", [0.0, 1e-300])
+def test_smallest_tau_is_dense(tau, reference):
+    index = run(make_batch([(500, 140), (0, 70)]), Sale(tau), reference=reference)
+    assert index.density() == 1
+
+
+def test_one_element_keeps_its_block():
+    batch = random_batch([(650, 200)], 2, 1, 64, 16, torch.float32, DEVICE)
+    method = Sale(0.9)
+    before = run(batch, method)
+    token, head, position = 150, 1, 330
+    # Its score with that one query is about 7, with all others about 0.
+    batch.cache.keys[batch.rows.block_table[0, position // 16], position % 16, 0] = 0.9 * batch.q[token, head]
+    after = run(batch, method)
+    for head, i_tile in product(range(2), range(2)):
+        extra = {330 // 64} if (head, i_tile) == (1, 1) else set()
+        was, now = (set(index.blocks_of(head, i_tile).tolist()) for index in (before, after))
+        assert now - was == extra
+        assert was <= now
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_sink_and_local_region_are_kept_at_any_score(reference):
+    """Keys before the tile point away from its queries, those of sink and local region too."""
+    batch = random_batch([(1210, 100)], 1, 1, 64, 16, torch.float32, DEVICE)
+    batch.q[:] = 1 + 0.01 * batch.q
+    keys = batch.cache.keys
+    keys.copy_(torch.where(keys.isnan(), keys, -1 + 0.01 * keys))
+    for position in range(1210, 1310):
+        keys[batch.rows.block_table[0, position // 16], position % 16] = 1
+    index = run(batch, Sale(0.5), 64, reference=reference)
+    # The first query block ends at 1273, in its 40th block. Past the sink are 9 segments; one, and 3 blocks, are local.
+    assert regions(Sale(0.5), 1210, 100)[0] == (slice(0, 64), 32 + 8 * 128, 40)
+    assert index.blocks_of(0, 0).tolist() == [0, *range((32 + 8 * 128) // 64, 1310 // 64 + 1)]
+
+
+def test_local_region_has_128_to_224_tokens():
+    sizes = {
+        num_blocks * 32 - local
+        for position in range(300, 900, 17)
+        for _, local, num_blocks in regions(Sale(), position, 128)
+    }
+    assert sizes == {128, 160, 192, 224}
+
+
+def test_higher_tau_keeps_less():
+    batch = random_batch([(900, 128)], 2, 1, 64, 16, torch.float32, DEVICE)
+    masks = [run(batch, Sale(tau), reference=True).to_mask(0) for tau in (0.15, 0.25, 0.35, 0.5)]
+    for more, less in pairwise(masks):
+        assert bool((more | ~less).all())
+        assert int(more.sum()) > int(less.sum())
+
+
+def test_rows_do_not_depend_on_each_other():
+    batch = make_batch([(330, 130), (0, 65), (600, 65)])
+    rows, method = batch.rows, Sale(0.4)
+    together = run(batch, method)
+    for row in range(3):
+        of_rows = (rows.tokens, rows.query_lens, rows.context_lens, rows.block_table)
+        one = Rows(*(x[row : row + 1] for x in of_rows))
+        alone = run(batch, method, rows=one)
+        for i, head in product(range(one.num_tiles), range(2)):
+            assert torch.equal(alone.blocks_of(head, i), together.blocks_of(head, rows.tile_starts[row] + i))
+
+
+def test_pages_and_layout_do_not_matter():
+    batch = make_batch([(555, 70)], num_heads=2, num_kv_heads=2, page_size=16)
+    expected = run(batch, Sale(0.4))
+    keys, values = batch.cache.gather(batch.rows.block_table[0], 625)
+    for page_size, layout in ((64, "HND"), (128, "NHD")):
+        other = random_batch([(555, 70)], 2, 2, 64, page_size, torch.float32, DEVICE, layout=layout)
+        positions = torch.arange(625, device=DEVICE)
+        pages = other.rows.block_table[0, positions // page_size].long()
+        other.cache.keys[pages, positions % page_size] = keys
+        other.cache.values[pages, positions % page_size] = values
+        moved = Batch(batch.q, PagedCache(other.cache.keys, other.cache.values), other.rows, batch.scale)
+        index = run(moved, Sale(0.4))
+        for head in range(2):
+            assert torch.equal(index.blocks_of(head, 0), expected.blocks_of(head, 0))
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_other_heads_are_left_alone(reference):
+    batch = make_batch([(600, 70)], num_heads=8, num_kv_heads=4)
+    everyone, some = run(batch, Sale(0.4), reference=True), run(batch, Sale(0.4), heads=[6, 1], reference=reference)
+    assert torch.equal(some.block_counts[[1, 6]], everyone.block_counts[[1, 6]])
+    assert bool((some.stripe_counts[[1, 6]] == 0).all())
+    others = [0, 2, 3, 4, 5, 7]
+    assert bool((some.block_counts[others] == POISON).all() and (some.block_ids[others] == POISON).all())
+    assert bool((some.stripe_counts[others] == POISON).all())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("tau", -0.1), ("tau", 1.0), ("tau", math.nan), ("sink_tokens", 16), ("sink_tokens", -32), ("local_tokens", 96),
+     ("local_tokens", 130), ("sink_tokens", 32.0)],
+)  # fmt: skip
+def test_parameters_out_of_range_are_refused(field, value):
+    with pytest.raises(ValueError, match=f"^{field}: given {value!r}, expected"):
+        Sale(**{field: value})
+
+
+def test_defaults_are_the_papers():
+    assert Sale() == Sale(tau=0.004, sink_tokens=32, local_tokens=128)
