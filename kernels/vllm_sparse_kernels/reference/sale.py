@@ -101,7 +101,7 @@ def local_start(method: "Sale", last_position: int) -> int:
     """Where the local region of the 64-query block that ends at ``last_position`` begins.
 
     Between sink and local region lie whole segments of four 32-key blocks: what is left over at the row's end joins the
-    local region (appendix C), which so grows from 128 tokens to at most 255.
+    local region (appendix C), which so has 128 to 224 tokens, the last block counted whole.
     """
     end = (last_position // KEY_BLOCK + 1) * KEY_BLOCK
     between = end - method.sink_tokens - method.local_tokens

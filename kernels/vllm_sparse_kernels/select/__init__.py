@@ -5,13 +5,17 @@ from typing import NamedTuple
 
 from vllm_sparse_kernels.reference.anchor_attention import select_anchor_attention
 from vllm_sparse_kernels.reference.dense import select_dense
+from vllm_sparse_kernels.reference.flex_vertical_slash import select_flex_vertical_slash
 from vllm_sparse_kernels.reference.minference import select_a_shape, select_block_sparse, select_vertical_slash
 from vllm_sparse_kernels.reference.sale import select_sale
+from vllm_sparse_kernels.reference.share_prefill import select_share_prefill
 from vllm_sparse_kernels.select.anchor_attention import AnchorAttention
 from vllm_sparse_kernels.select.base import Method
 from vllm_sparse_kernels.select.dense import Dense
+from vllm_sparse_kernels.select.flex_vertical_slash import FlexVerticalSlash
 from vllm_sparse_kernels.select.minference import AShape, BlockSparse
 from vllm_sparse_kernels.select.sale import Sale
+from vllm_sparse_kernels.select.share_prefill import SharePrefill
 from vllm_sparse_kernels.select.vertical_slash import VerticalSlash
 
 
@@ -34,4 +38,6 @@ METHODS: dict[str, Registered] = {
 
 def name_of(method: Method) -> str:
     """The name under which a method's class is registered."""
+    "flex_vertical_slash": Registered(FlexVerticalSlash, select_flex_vertical_slash),
+    "share_prefill": Registered(SharePrefill, select_share_prefill),
     return next(name for name, entry in METHODS.items() if entry.parameters is type(method))

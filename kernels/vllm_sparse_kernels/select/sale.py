@@ -51,7 +51,7 @@ KEY_BLOCK = tl.constexpr(32)  # b_k
 LEVELS = tl.constexpr(7.0)
 TINY = tl.constexpr(1e-20)  # stands in for the largest magnitude of a vector of zeros
 LEAST = tl.constexpr(-1e30)
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 SPLIT_TOKENS = 1024
@@ -333,7 +333,7 @@ def _local_lse(
     for i in range(sink_steps + local_steps):
         o_n = tl.where(i < sink_steps, i * BLOCK_N, begin + (i - sink_steps) * BLOCK_N) + tl.arange(0, BLOCK_N)
         b_k = _load_keys(keys, i_row, i_kv, o_n, end, HEAD_DIM, BLOCK_D)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * (scale * 1.4426950408889634)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * (scale * LOG2_E)
         seen = (o_n < sink_tokens)[None, :] | (o_n[None, :] >= b_local[:, None])
         b_s = tl.where(seen & (o_n[None, :] <= o_m[:, None]), b_s, float("-inf"))
         b_new_max = tl.maximum(b_max, tl.max(b_s, 1))
