@@ -96,6 +96,14 @@ class SparseIndex:
         """From this block on every block of the tile holds a key that one of its queries may not see."""
         return tile.position // self.block_tokens
 
+    def kept_pairs(self) -> torch.Tensor:
+        """Kept (query, key) pairs of all rows and heads: an int64 scalar on the device, not waited for."""
+        length, first = self.rows.tiles[:, 2].long(), self.rows.tiles[:, 3].long()
+        num_diagonal = (first + length - 1) // self.block_tokens - first // self.block_tokens + 1
+        diagonal_pairs = length * (first % self.block_tokens) + length * (length + 1) // 2
+        full_keys = (self.block_counts - num_diagonal) * self.block_tokens + self.stripe_counts
+        return (full_keys * length + diagonal_pairs).sum()
+
     # What follows reads the device: for references, tests and debugging only.
 
     def blocks_of(self, head: int, i_tile: int) -> torch.Tensor:

@@ -13,6 +13,8 @@ from vllm_sparse_kernels.select.lists import compact_blocks
 class Dense(Method):
     """No parameters: nothing is left out."""
 
+    block_tokens = 128
+
     def select(
         self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
     ) -> None:

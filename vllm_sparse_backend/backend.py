@@ -1,0 +1,36 @@
+"""The backend that ``--attention-backend sparse-prefill`` selects: vLLM's own, with our metadata builder and impl."""
+
+from typing import TYPE_CHECKING
+
+from vllm_sparse_backend.compat import DelegateBackend, prefers_bulk_pages
+
+if TYPE_CHECKING:
+    from vllm_sparse_backend.impl import SparsePrefillImpl
+    from vllm_sparse_backend.metadata import SparsePrefillMetadataBuilder
+
+BULK_PAGE_TOKENS = 128
+
+
+class SparsePrefillBackend(DelegateBackend):
+    """Everything that vLLM asks of a backend is its own backend's answer, but for the parts below."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "SPARSE_PREFILL"
+
+    @staticmethod
+    def get_impl_cls() -> type["SparsePrefillImpl"]:
+        from vllm_sparse_backend.impl import SparsePrefillImpl
+
+        return SparsePrefillImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["SparsePrefillMetadataBuilder"]:
+        from vllm_sparse_backend.metadata import SparsePrefillMetadataBuilder
+
+        return SparsePrefillMetadataBuilder
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        preferred = super().get_preferred_block_size(default_block_size)
+        return max(preferred, BULK_PAGE_TOKENS) if prefers_bulk_pages() else preferred

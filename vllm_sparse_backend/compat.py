@@ -1,0 +1,142 @@
+"""All that differs between vLLM's versions and platforms, in one place; tried with 0.26, 0.32 (CPU build) and 0.33.
+
+``DelegateBackend`` and its parts are what decode rows and dense rows run on: vLLM's own FlashAttention, or on a CPU its
+own CPU attention. Our classes derive from them, so keywords that later versions add pass through by inheritance.
+"""
+
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm_sparse_kernels import PagedCache
+
+from vllm_sparse_backend.model_shape import ModelShape
+
+IS_CPU = current_platform.is_cpu()
+
+if IS_CPU:
+    from vllm.v1.attention.backends.cpu_attn import (
+        CPUAttentionBackend as DelegateBackend,
+    )
+    from vllm.v1.attention.backends.cpu_attn import (
+        CPUAttentionBackendImpl as DelegateImpl,
+    )
+    from vllm.v1.attention.backends.cpu_attn import (
+        CPUAttentionMetadata as DelegateMetadata,
+    )
+    from vllm.v1.attention.backends.cpu_attn import (
+        CPUAttentionMetadataBuilder as DelegateBuilder,
+    )
+else:
+    from vllm.v1.attention.backends.flash_attn import (
+        FlashAttentionBackend as DelegateBackend,
+    )
+    from vllm.v1.attention.backends.flash_attn import (
+        FlashAttentionImpl as DelegateImpl,
+    )
+    from vllm.v1.attention.backends.flash_attn import (
+        FlashAttentionMetadata as DelegateMetadata,
+    )
+    from vllm.v1.attention.backends.flash_attn import (
+        FlashAttentionMetadataBuilder as DelegateBuilder,
+    )
+
+__all__ = [
+    "IS_CPU",
+    "DelegateBackend",
+    "DelegateBuilder",
+    "DelegateImpl",
+    "DelegateMetadata",
+    "context_parallel_sizes",
+    "host_seq_lens",
+    "model_shape",
+    "paged_cache",
+    "prefers_bulk_pages",
+    "tensor_parallel",
+    "uniform_decode_graphs",
+]
+
+
+def model_shape(vllm_config: VllmConfig) -> ModelShape:
+    """Layers and heads of the model that is served."""
+    hf_config = vllm_config.model_config.hf_config
+    return ModelShape.from_config(hf_config.to_dict(), vllm_config.model_config.model)
+
+
+def tensor_parallel(vllm_config: VllmConfig) -> tuple[int, int]:
+    """(rank, size) of this worker among those that share a layer's heads."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return get_tensor_model_parallel_rank(), vllm_config.parallel_config.tensor_parallel_size
+
+
+def context_parallel_sizes(vllm_config: VllmConfig) -> tuple[int, int]:
+    """(prefill, decode) context parallel sizes; 1 where a version has no such thing."""
+    parallel = vllm_config.parallel_config
+    return (
+        getattr(parallel, "prefill_context_parallel_size", 1),
+        getattr(parallel, "decode_context_parallel_size", 1),
+    )
+
+
+def uniform_decode_graphs(support: AttentionCGSupport) -> AttentionCGSupport:
+    """Whole-step graphs for uniform decode alone: a step that holds prefills is decided on per request."""
+    return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda s: s.value)
+
+
+def prefers_bulk_pages() -> bool:
+    """Whether 128-token pages pay: bulk copies need them, and FlashAttention-3 itself is faster on them."""
+    return not IS_CPU and current_platform.is_device_capability_family(90)
+
+
+def host_seq_lens(common: CommonAttentionMetadata) -> list[int]:
+    """Sequence lengths as the host knows them: exact for rows that prefill, an upper bound for others."""
+    if common.seq_lens_cpu_upper_bound is not None:
+        return common.seq_lens_cpu_upper_bound[: common.num_reqs].tolist()
+    if common.seq_lens.device.type == "cpu":
+        return common.seq_lens[: common.num_reqs].tolist()
+    raise RuntimeError(
+        "sparse-prefill: vLLM handed over no sequence lengths on the host (seq_lens_cpu_upper_bound is None); expected "
+        "vLLM 0.26 to 0.33"
+    )
+
+
+def paged_cache(kv_cache: torch.Tensor, head_dim: int) -> PagedCache:
+    """vLLM's cache of one layer, [num_pages, num_kv_heads, page_size, 2 · head_dim], as keys and values."""
+    if not IS_CPU:
+        keys, values = kv_cache.transpose(1, 2).split(head_dim, dim=-1)
+        return PagedCache(keys, values)
+    # The CPU build keeps the keys of a (page, head) transposed: [head_dim, page_size], then values [page_size, head_dim].
+    num_pages, num_kv_heads, page_size, _ = kv_cache.shape
+    halves = kv_cache.view(num_pages, num_kv_heads, 2, page_size * head_dim)
+    keys = halves[:, :, 0].view(num_pages, num_kv_heads, head_dim, page_size).permute(0, 3, 1, 2)
+    values = halves[:, :, 1].view(num_pages, num_kv_heads, page_size, head_dim).transpose(1, 2)
+    return PagedCache(keys, values)
+
+
+def check_cpu_layout(isa: str, spec: AttentionSpec) -> None:
+    """Write numbered keys and values with vLLM's own operation and read them back through ``paged_cache``.
+
+    Raises RuntimeError where they land elsewhere: the layout depends on the instruction set and on the build.
+    """
+    from vllm import _custom_ops as ops
+
+    num_kv_heads, page_size, head_dim, dtype = spec.num_kv_heads, spec.block_size, spec.head_size, spec.dtype
+    kv_cache = torch.zeros(2, num_kv_heads, page_size, 2 * head_dim, dtype=dtype)
+    flat = kv_cache.view(2, num_kv_heads, 2 * page_size, head_dim)
+    shape = (page_size, num_kv_heads, head_dim)
+    # Small whole numbers are exact in every dtype; two different moduli tell tokens, heads and dimensions apart.
+    numbers = torch.arange(page_size * num_kv_heads * head_dim)
+    key, value = (numbers % 251).to(dtype).view(shape), (numbers % 241 + 1).to(dtype).view(shape)
+    slots = torch.arange(page_size, 2 * page_size)
+    arguments: dict[str, Any] = {"k_scale": 1.0, "v_scale": 1.0, "kv_cache_dtype": "auto"}
+    ops.cpu_attn_reshape_and_cache(key, value, *flat.chunk(2, dim=2), slots, isa, **arguments)
+    cache = paged_cache(kv_cache, head_dim)
+    if not (torch.equal(cache.keys[1], key) and torch.equal(cache.values[1], value)):
+        raise RuntimeError(
+            f"sparse-prefill: the CPU build's cache layout for instruction set {isa!r} and dtype {dtype} is not the one "
+            "this version reads (keys transposed within a page); use --dtype float32, or a GPU"
+        )

@@ -1,0 +1,108 @@
+"""One attention layer: what is delegated runs on vLLM's own implementation, the rest through select and attend.
+
+The cache has been written when ``forward`` is called. Nothing in ``forward`` waits for the device.
+"""
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm_sparse_kernels import SparseIndex, attend
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.reference.attend import attend as reference_attend
+from vllm_sparse_kernels.select import METHODS, name_of
+
+from vllm_sparse_backend import compat
+from vllm_sparse_backend.metadata import SparseStep
+from vllm_sparse_backend.metrics import Recorder
+from vllm_sparse_backend.plan import LayerPlan
+from vllm_sparse_backend.reasons import Fallback, layer_fallback
+
+
+class SparsePrefillImpl(compat.DelegateImpl):
+    """Attention of one layer. Until ``adopt`` gives it a plan, and where it can't go sparse, it is the delegate."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **more: Any,
+    ) -> None:
+        super().__init__(
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
+            attn_type, kv_sharing_target_layer_name, sinks, **more,
+        )  # fmt: skip
+        config = get_current_vllm_config()
+        prefill_parallel, decode_parallel = compat.context_parallel_sizes(config)
+        self.fallback: Fallback | None = layer_fallback(
+            head_dim=head_size,
+            dtype=str(config.model_config.dtype),
+            attn_type=str(getattr(attn_type, "value", attn_type)),
+            sliding_window=sliding_window,
+            alibi=alibi_slopes is not None,
+            softcap=logits_soft_cap,
+            sinks=sinks is not None,
+            kv_cache_dtype=kv_cache_dtype,
+            prefill_context_parallel_size=prefill_parallel,
+            decode_context_parallel_size=decode_parallel,
+            device_type="cpu" if compat.IS_CPU else "cuda",
+        )
+        self.groups: LayerPlan | None = None
+
+    def adopt(self, layer: int, groups: LayerPlan | None, recorder: Recorder, check_index: bool) -> Fallback | None:
+        """Take this layer's part of the plan; returns why it stays dense, or None if it can go sparse."""
+        if self.fallback is None and groups is None:
+            self.fallback = Fallback.DENSE_LAYER
+        if self.fallback is not None or groups is None:
+            return self.fallback
+        self.layer, self.recorder, self.check_index = layer, recorder, check_index
+        self.block_tokens = min(group.method.block_tokens for group in groups)
+        self.heads = [torch.tensor(group.heads, dtype=torch.int32, device=recorder.device) for group in groups]
+        self.groups = groups
+        return None
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """query and output [num_tokens, num_heads, head_dim]; kv_cache as vLLM's backend has it, already written."""
+        step: SparseStep | None = getattr(attn_metadata, "sparse", None)
+        if step is None or self.groups is None:
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+        for run in step.delegated:
+            part = (x[run.tokens] for x in (query, key, value))
+            super().forward(layer, *part, kv_cache, run.metadata, output[run.tokens], output_scale, output_block_scale)
+        cache = compat.paged_cache(kv_cache, self.head_size)
+        index = step.index(self.groups, self.num_heads, self.block_tokens)
+        self._select(query, cache, index)
+        if self.check_index:
+            index.check()
+        (reference_attend if compat.IS_CPU else attend)(query, cache, index, output, self.scale)
+        self.recorder.count_pairs(self.layer, index)
+        return output
+
+    def _select(self, query: torch.Tensor, cache: PagedCache, index: SparseIndex) -> None:
+        for group, heads in zip(self.groups or (), self.heads, strict=True):
+            if compat.IS_CPU:
+                METHODS[name_of(group.method)].reference(group.method, query, cache, index, heads, self.scale)
+            else:
+                group.method.select(query, cache, index, heads, self.scale)
