@@ -1,6 +1,7 @@
-"""Which layers of a model folder can prefill sparsely, read from its config.json without loading the model.
+"""Which layers of a model can prefill sparsely, read from its config without loading it.
 
-This is a forecast for people. What counts is what vLLM hands to each layer when it is built; the backend asks there.
+A forecast, for `sparse-prefill doctor` and for refusing early where no layer could. It errs on the side of yes: each
+layer is asked again when vLLM has built it.
 """
 
 import json
@@ -11,12 +12,13 @@ from typing import Any
 from vllm_sparse_backend.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.reasons import Fallback, layer_fallback
 
-# Kinds of layers as `layer_types` lists them; a kind in neither set is no attention at all (Mamba, linear attention).
-FULL_ATTENTION = {"full_attention", "attention", "global_attention"}
-WINDOWED = {"sliding_attention", "local_attention", "chunked_attention"}
+WINDOWED_KINDS = {"sliding_attention", "local_attention", "chunked_attention"}
 SINK_MODELS = {"gpt_oss", "mimo_v2_flash"}
 ALIBI_MODELS = {"bloom", "mpt"}
-DECODER_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+ENCODER_MODELS = {
+    *("albert", "bert", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet", "nomic_bert"),
+    *("roberta", "xlm-roberta"),
+}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -61,13 +63,13 @@ def layer_reasons(config: Mapping[str, Any]) -> list[Fallback | None]:
 
 def _layer_reason(config: Mapping[str, Any], kind: str) -> Fallback | None:
     model_type = config.get("model_type")
-    names = config.get("architectures") or DECODER_HEADS
-    decoder = not config.get("is_encoder_decoder") and any(name.endswith(DECODER_HEADS) for name in names)
+    encoder = model_type in ENCODER_MODELS or bool(config.get("is_encoder_decoder"))
+    attends = "attention" in kind and "linear" not in kind  # the rest are Mamba's and their like
     return layer_fallback(
         head_dim=config.get("head_dim") or config.get("hidden_size", 0) // (config.get("num_attention_heads") or 1),
         dtype="bfloat16",
-        attn_type="decoder" if decoder and kind in FULL_ATTENTION | WINDOWED else "other",
-        sliding_window=config.get("sliding_window") or 0 if kind in WINDOWED else None,
+        attn_type="decoder" if attends and not encoder else "other",
+        sliding_window=config.get("sliding_window") or 0 if kind in WINDOWED_KINDS else None,
         alibi=model_type in ALIBI_MODELS or bool(config.get("alibi")),
         softcap=config.get("attn_logit_softcapping"),
         sinks=model_type in SINK_MODELS,

@@ -47,7 +47,8 @@ def folder_of(path: Path, config: dict[str, Any]) -> Path:
         ({"model_type": "gpt_oss"}, Fallback.SINKS),
         ({"alibi": True}, Fallback.ALIBI),
         ({"model_type": "bloom", "architectures": ["BloomForCausalLM"]}, Fallback.ALIBI),
-        ({"architectures": ["BertModel"]}, Fallback.NOT_DECODER),
+        ({"model_type": "bert", "architectures": ["BertModel"]}, Fallback.NOT_DECODER),
+        ({"architectures": ["SomeNewModel"], "model_type": "some_new"}, None),
         ({"architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": True}, Fallback.NOT_DECODER),
     ],
 )

@@ -45,7 +45,7 @@ def patterns(tmp_path: Path) -> Path:
 
 def test_a_bundled_profile_by_name(model: Path) -> None:
     alone, fitted = run("check-profile", "minference"), run("check-profile", "minference", model)
-    method = "vertical_slash(vertical_tokens=1000, slash_tokens=6096)"
+    method = "vertical_slash(vertical_tokens=1000, slash_tokens=6096,"
     assert (alone.exit_code, fitted.exit_code) == (0, 0)
     assert f"every head: {method}" in alone.output
     assert f"8 of 8 heads: {method}" in fitted.output
@@ -60,8 +60,8 @@ def test_import_then_check(model: Path, patterns: Path, tmp_path: Path) -> None:
     assert checked.output.splitlines() == imported.output.splitlines()[:-1]
     for line in (
         "4 of 8 heads: block_sparse(top_blocks=100)",
-        "2 of 8 heads: vertical_slash(vertical_tokens=1000, slash_tokens=6096)",
-        "1 of 8 heads: vertical_slash(vertical_tokens=100, slash_tokens=800)",
+        "2 of 8 heads: vertical_slash(vertical_tokens=1000, slash_tokens=6096,",
+        "1 of 8 heads: vertical_slash(vertical_tokens=100, slash_tokens=800,",
         "1 of 8 heads: a_shape(sink_tokens=128, local_tokens=512)",
     ):
         assert line in checked.output
