@@ -31,13 +31,13 @@ METHODS: dict[str, Registered] = {
     "anchor_attention": Registered(AnchorAttention, select_anchor_attention),
     "block_sparse": Registered(BlockSparse, select_block_sparse),
     "dense": Registered(Dense, select_dense),
+    "flex_vertical_slash": Registered(FlexVerticalSlash, select_flex_vertical_slash),
     "sale": Registered(Sale, select_sale),
+    "share_prefill": Registered(SharePrefill, select_share_prefill),
     "vertical_slash": Registered(VerticalSlash, select_vertical_slash),
 }
 
 
 def name_of(method: Method) -> str:
     """The name under which a method's class is registered."""
-    "flex_vertical_slash": Registered(FlexVerticalSlash, select_flex_vertical_slash),
-    "share_prefill": Registered(SharePrefill, select_share_prefill),
     return next(name for name, entry in METHODS.items() if entry.parameters is type(method))

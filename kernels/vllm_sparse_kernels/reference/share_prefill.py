@@ -1,0 +1,96 @@
+"""SharePrefill (arXiv:2505.19578), Algorithms 1 to 4, head by head in plain float32; see select/share_prefill.py."""
+
+from typing import NamedTuple
+
+import torch
+
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.reference.flex_vertical_slash import fewest_with_mass, pool, select_flex_vertical_slash
+from vllm_sparse_kernels.rows import TILE_TOKENS
+from vllm_sparse_kernels.select.base import Method
+from vllm_sparse_kernels.select.share_prefill import NOISE, SharePrefill, SharePrefillLayer
+
+
+class Pivot(NamedTuple):
+    """An entry of the paper's pivotal_pattern_dict: ã and M, the latter as kept blocks per tile of the row."""
+
+    last_row: torch.Tensor
+    kept: list[torch.Tensor]
+
+
+def select_share_prefill(
+    method: Method, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
+) -> None:
+    assert isinstance(method, SharePrefill)
+    clusters = method.clusters_of(heads)
+    select_flex_vertical_slash(method.fallback, q, cache, index, heads, scale)
+    if not isinstance(method, SharePrefillLayer) or not method.shares(clusters):
+        return
+    pivots = method.state_of_step(index.rows, "reference", dict[tuple[int, int], Pivot])
+    rows, group = index.rows, q.shape[1] // cache.num_kv_heads
+    for row in range(rows.num_rows):
+        keys = cache.gather(rows.block_table[row], rows.seq_lens[row])[0].float() * scale
+        queries = q[rows.tokens[row] : rows.tokens[row] + rows.query_lens[row]].float()
+        for head, cluster in zip(heads.tolist(), clusters, strict=True):
+            head_keys = keys[:, head // group]
+            last_row = block_average(queries[-TILE_TOKENS:, head], head_keys, index.block_tokens).softmax(-1)
+            pivot = pivots.get((row, cluster))
+            pattern = determine(method, cluster, last_row, pivot)
+            if pattern == "dense":
+                score_map = block_average_map(queries[:, head], head_keys, index, row)
+                pivots[row, cluster] = Pivot(last_row, pivotal_pattern(score_map, method.gamma))
+                set_pattern([torch.ones_like(s, dtype=torch.bool) for s in score_map], index, row, head)
+            elif pattern == "shared" and pivot is not None:
+                set_pattern(pivot.kept, index, row, head)
+
+
+def set_pattern(kept: list[torch.Tensor], index: SparseIndex, row: int, head: int) -> None:
+    for i_tile, tile_kept in enumerate(kept, index.rows.tile_starts[row]):
+        index.set_blocks(head, i_tile, tile_kept)
+        index.stripe_counts[head, i_tile] = 0
+
+
+def determine(method: SharePrefill, cluster: int, last_row: torch.Tensor, pivot: Pivot | None) -> str:
+    """Algorithm 3, and the first lines of Algorithm 4: "dense" (no pivot yet), "shared" or "vertical_slash"."""
+    uniform = torch.full_like(last_row, 1 / len(last_row))
+    if cluster == NOISE or js_distance(last_row, uniform) >= method.max_sparsity:
+        return "vertical_slash"
+    if pivot is None:
+        return "dense"
+    return "shared" if js_distance(last_row, pivot.last_row) < method.max_distance else "vertical_slash"
+
+
+def js_distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """sqrt(JSD(a‖b)), natural logarithm."""
+    mean = (a + b) / 2
+    divergence = (relative_entropy(a, mean) + relative_entropy(b, mean)) / 2
+    return float(divergence.clamp(min=0).sqrt())
+
+
+def relative_entropy(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.where(a > 0, a * (a / b).log(), 0).sum()
+
+
+def block_average(queries: torch.Tensor, keys: torch.Tensor, block_tokens: int) -> torch.Tensor:
+    """pool(Q̂Kᵀ): scores of the last queries of ``keys``, averaged over the causal pairs of each block of keys."""
+    scores = queries @ keys.T
+    causal = torch.ones_like(scores, dtype=torch.bool).tril_(len(keys) - len(queries))
+    return pool((scores * causal).sum(0), block_tokens) / pool(causal.float().sum(0), block_tokens)
+
+
+def block_average_map(queries: torch.Tensor, keys: torch.Tensor, index: SparseIndex, row: int) -> list[torch.Tensor]:
+    """Ã before its softmax, one row per tile: a row of queries' scores with the keys up to the tile's last query."""
+    rows = index.rows
+    tiles = rows.tile_list[rows.tile_starts[row] : rows.tile_starts[row + 1]]
+    own_queries = queries.split(TILE_TOKENS)
+    return [
+        block_average(x, keys[: tile.last_position + 1], index.block_tokens)
+        for x, tile in zip(own_queries, tiles, strict=True)
+    ]
+
+
+def pivotal_pattern(score_map: list[torch.Tensor], gamma: float) -> list[torch.Tensor]:
+    """Algorithm 2: softmax of each row of the map, then the fewest blocks of all rows that hold γ of the whole."""
+    weights = [scores.softmax(-1) for scores in score_map]
+    return list(fewest_with_mass(torch.cat(weights), gamma).split([len(w) for w in weights]))

@@ -1,0 +1,298 @@
+"""Scaled QK averaged over blocks of keys, and its softmax over blocks: the estimates and maps of SharePrefill.
+
+A tile of queries and a block of keys before its diagonal meet in all of their pairs, and the average of q·k over all
+pairs is (mean q) · (mean k): nothing but means is needed. Blocks on the diagonal, at most three a tile, are averaged
+over the pairs that the causal mask leaves, pair by pair.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import PagedCache, key_offsets
+from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div, to_device
+from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, tile_blocks
+
+SPLIT_BLOCKS = 256
+"""Key blocks of one program: the long axis is split over many."""
+
+
+class Spans(NamedTuple):
+    """Per row: its key blocks among those of all rows, its scores in a map, and its last queries as a tile."""
+
+    block_tokens: int
+    num_blocks: int  # of all rows
+    max_blocks: int  # of one row
+    last_tiles: torch.Tensor  # [num_rows, 4] int32, the chunk's last 128 queries, like Rows.tiles
+    block_starts: torch.Tensor  # [num_rows + 1] int64
+    map_starts: torch.Tensor  # [num_rows + 1] int64, where a row's tiles begin in a row of block_ids
+
+    @staticmethod
+    def of(index: SparseIndex) -> "Spans":
+        rows, block_tokens = index.rows, index.block_tokens
+        blocks = [ceil_div(seq_len, block_tokens) for seq_len in rows.seq_lens]
+        lasts, block_starts, map_starts = [], [0], [0]
+        for row, query_len in enumerate(rows.query_lens):
+            length = min(query_len, TILE_TOKENS)
+            lasts += [row, rows.tokens[row] + query_len - length, length, rows.seq_lens[row] - length]
+            block_starts.append(block_starts[-1] + blocks[row])
+            tiles = rows.tile_list[rows.tile_starts[row] : rows.tile_starts[row + 1]]
+            map_starts.append(map_starts[-1] + sum(index.num_causal_blocks(t) for t in tiles))
+        return Spans(
+            block_tokens,
+            sum(blocks),
+            max(blocks),
+            to_device(lasts, torch.int32, rows.device).view(-1, TILE_FIELDS),
+            to_device(block_starts, torch.int64, rows.device),
+            to_device(map_starts, torch.int64, rows.device),
+        )
+
+
+class QueryArgs(NamedTuple):
+    q: Any
+    stride_token: int
+    stride_head: int
+    scale: float
+
+
+class KeyArgs(NamedTuple):
+    k: Any
+    stride_page: int
+    stride_token: int
+    stride_head: int
+    page_size: int
+    block_table: Any
+
+
+class JobArgs(NamedTuple):
+    """Which (head, tile) pairs are scored, and where the scores of a tile's key blocks go.
+
+    Job j scores head ``heads[j]``, or ``heads[places[j, row]]`` where places are given: none if that is −1.
+    """
+
+    heads: Any
+    places: Any
+    tiles: Any
+    out: Any
+    out_offsets: Any
+
+
+class BlockAverages:
+    """Softmax over blocks of block-averaged scaled QK, for the (head, tile) pairs that are asked for."""
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        cache: PagedCache,
+        index: SparseIndex,
+        heads: torch.Tensor,
+        scale: float,
+        spans: Spans,
+    ) -> None:
+        self.queries = QueryArgs(q, q.stride(0), q.stride(1), scale)
+        table = index.rows.block_table
+        self.keys = KeyArgs(cache.keys, *cache.strides, cache.page_size, table)
+        self.index, self.heads, self.spans = index, heads, spans
+        self.options = {
+            "HEAD_DIM": cache.head_dim,
+            "BLOCK_D": triton.next_power_of_2(cache.head_dim),
+            "BLOCK_N": index.block_tokens,
+            "FIELDS": TILE_FIELDS,
+        }
+        self.group = q.shape[1] // cache.num_kv_heads
+        self.precision = "ieee" if q.dtype == torch.float32 else "tf32"
+        self.mean_keys = torch.empty(
+            cache.num_kv_heads, spans.num_blocks, cache.head_dim, dtype=torch.float32, device=q.device
+        )
+        _mean_keys_kernel[(spans.max_blocks, index.rows.num_rows, cache.num_kv_heads)](
+            self.keys, table.stride(0), spans.last_tiles, spans.block_starts,
+            self.mean_keys, self.mean_keys.stride(0), **self.options,
+        )  # fmt: skip
+
+    def estimates(self) -> torch.Tensor:
+        """[heads, all rows' key blocks] float32: every head's last queries (â)."""
+        out = torch.empty(len(self.heads), self.spans.num_blocks, dtype=torch.float32, device=self.heads.device)
+        self._score(None, len(self.heads), self.spans.last_tiles, out, self.spans.block_starts)
+        return out
+
+    def maps(self, places: torch.Tensor) -> torch.Tensor:
+        """[jobs, block_capacity] float32, laid out as block_ids: all tiles of the heads at ``places`` (Ã).
+
+        places [jobs, num_rows] int32 point into ``heads``; where one is −1, nothing is computed.
+        """
+        out = torch.empty(len(places), self.index.block_ids.shape[1], dtype=torch.float32, device=self.heads.device)
+        self._score(places, len(places), self.index.rows.tiles, out, self.index.block_offsets)
+        return out
+
+    def _score(
+        self,
+        places: torch.Tensor | None,
+        num_jobs: int,
+        tiles: torch.Tensor,
+        out: torch.Tensor,
+        out_offsets: torch.Tensor,
+    ) -> None:
+        rows = self.index.rows
+        jobs, sizes = JobArgs(self.heads, places, tiles, out, out_offsets), (rows.num_rows, out.stride(0))
+        options = self.options | {"GROUP": self.group, "BLOCK_M": TILE_TOKENS}
+        splits = ceil_div(self.spans.max_blocks, SPLIT_BLOCKS)
+        _mean_scores_kernel[(len(tiles), splits, num_jobs)](
+            self.queries, jobs, *sizes, self.mean_keys, self.mean_keys.stride(0), self.spans.block_starts,
+            **options, SPLIT=SPLIT_BLOCKS, CHUNK=32,
+        )  # fmt: skip
+        _diagonal_scores_kernel[(len(tiles), num_jobs)](
+            self.queries, self.keys, rows.block_table.stride(0), jobs, *sizes, **options, CHUNK=32,
+            PRECISION=self.precision,
+        )  # fmt: skip
+        _softmax_kernel[(len(tiles), num_jobs)](
+            jobs, *sizes, BLOCK_N=self.index.block_tokens, FIELDS=TILE_FIELDS, CHUNK=CHUNK_BLOCKS
+        )
+
+
+@triton.jit(do_not_specialize=["stride_table", "stride_head"])
+def _mean_keys_kernel(
+    keys, stride_table, last_tiles, block_starts, mean_keys, stride_head,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """The mean key of every block of every row; a row's last block may be short."""
+    i_block, i_row, i_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seq_len = tl.load(last_tiles + i_row * FIELDS + 2) + tl.load(last_tiles + i_row * FIELDS + 3)
+    if i_block * BLOCK_N < seq_len:
+        o_d = tl.arange(0, BLOCK_D)
+        b_k = _load_keys(keys, stride_table, i_row, i_kv, i_block * BLOCK_N, seq_len, BLOCK_N, HEAD_DIM, BLOCK_D)
+        count = tl.minimum(seq_len - i_block * BLOCK_N, BLOCK_N)
+        b_mean = tl.sum(b_k.to(tl.float32), 0) / count
+        i_out = tl.load(block_starts + i_row) + i_block
+        tl.store(mean_keys + i_kv.to(tl.int64) * stride_head + i_out * HEAD_DIM + o_d, b_mean, mask=o_d < HEAD_DIM)
+
+
+@triton.jit
+def _load_keys(
+    keys,
+    stride_table,
+    i_row,
+    i_kv,
+    position,
+    limit,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Keys [BLOCK_N, BLOCK_D] of one row from ``position`` on, zero from ``limit`` on."""
+    o_d = tl.arange(0, BLOCK_D)
+    o_n = position + tl.arange(0, BLOCK_N)
+    table = keys.block_table + i_row.to(tl.int64) * stride_table
+    o_key = key_offsets(table, o_n, o_n < limit, keys.page_size, keys.stride_page, keys.stride_token)
+    return tl.load(
+        keys.k + i_kv.to(tl.int64) * keys.stride_head + o_key[:, None] + o_d[None, :],
+        mask=(o_n < limit)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_queries(queries, i_head, token, length, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Queries [BLOCK_M, BLOCK_D] from ``token`` on, zero from ``length`` on."""
+    o_m, o_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    o_q = (token + o_m).to(tl.int64)
+    return tl.load(
+        queries.q + o_q[:, None] * queries.stride_token + i_head * queries.stride_head + o_d[None, :],
+        mask=(o_m < length)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0,
+    )  # fmt: skip
+
+
+@triton.jit
+def _head_of(jobs, num_rows, i_job, i_row):
+    """The query head that job ``i_job`` scores for a row, or −1."""
+    place = i_job
+    if jobs.places is not None:
+        place = tl.load(jobs.places + i_job * num_rows + i_row)
+    return tl.load(jobs.heads + place, mask=place >= 0, other=-1)
+
+
+@triton.jit(do_not_specialize=["num_rows", "stride_out", "stride_head"])
+def _mean_scores_kernel(
+    queries, jobs, num_rows, stride_out, mean_keys, stride_head, block_starts,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Blocks before the tile's diagonal: the mean of q·k over all pairs is (mean q) · (mean k)."""
+    i_tile, i_split, i_job = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_row = tl.load(jobs.tiles + i_tile * FIELDS)
+    i_head = _head_of(jobs, num_rows, i_job, i_row)
+    length = tl.load(jobs.tiles + i_tile * FIELDS + 2)
+    diagonal, _ = tile_blocks(jobs.tiles, i_tile, BLOCK_N, FIELDS)
+    end = tl.minimum((i_split + 1) * SPLIT, diagonal)
+    if (i_head >= 0) & (i_split * SPLIT < end):
+        o_d = tl.arange(0, BLOCK_D)
+        token = tl.load(jobs.tiles + i_tile * FIELDS + 1)
+        b_q = _load_queries(queries, i_head, token, length, BLOCK_M, HEAD_DIM, BLOCK_D)
+        b_mean = tl.sum(b_q.to(tl.float32), 0) / length
+        means = mean_keys + (i_head // GROUP).to(tl.int64) * stride_head + tl.load(block_starts + i_row) * HEAD_DIM
+        out = jobs.out + i_job.to(tl.int64) * stride_out + tl.load(jobs.out_offsets + i_tile)
+        for start in range(i_split * SPLIT, end, CHUNK):
+            o_n = start + tl.arange(0, CHUNK)
+            in_keys = (o_n < end)[:, None] & (o_d < HEAD_DIM)[None, :]
+            b_k = tl.load(means + o_n[:, None] * HEAD_DIM + o_d[None, :], mask=in_keys, other=0.0)
+            tl.store(out + o_n, tl.sum(b_k * b_mean[None, :], 1) * queries.scale, mask=o_n < end)
+
+
+@triton.jit(do_not_specialize=["stride_table", "num_rows", "stride_out"])
+def _diagonal_scores_kernel(
+    queries, keys, stride_table, jobs, num_rows, stride_out,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Blocks on the tile's diagonal: the mean of q·k over the pairs that the causal mask leaves."""
+    i_tile, i_job = tl.program_id(0), tl.program_id(1)
+    i_row = tl.load(jobs.tiles + i_tile * FIELDS)
+    i_head = _head_of(jobs, num_rows, i_job, i_row)
+    if i_head >= 0:
+        token = tl.load(jobs.tiles + i_tile * FIELDS + 1)
+        length = tl.load(jobs.tiles + i_tile * FIELDS + 2)
+        first = tl.load(jobs.tiles + i_tile * FIELDS + 3)
+        diagonal, num_causal = tile_blocks(jobs.tiles, i_tile, BLOCK_N, FIELDS)
+        b_q = _load_queries(queries, i_head, token, length, BLOCK_M, HEAD_DIM, BLOCK_D)
+        o_m = tl.arange(0, BLOCK_M)
+        out = jobs.out + i_job.to(tl.int64) * stride_out + tl.load(jobs.out_offsets + i_tile)
+        for i_block in range(diagonal, num_causal):
+            total = 0.0
+            count = 0
+            for start in range(0, BLOCK_N, CHUNK):
+                position = i_block * BLOCK_N + start
+                b_k = _load_keys(
+                    keys, stride_table, i_row, i_head // GROUP, position, first + length, CHUNK, HEAD_DIM, BLOCK_D
+                )
+                b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+                o_n = position + tl.arange(0, CHUNK)
+                seen = (o_n[None, :] <= first + o_m[:, None]) & (o_m < length)[:, None]
+                total += tl.sum(tl.where(seen, b_s, 0.0))
+                count += tl.sum(seen.to(tl.int32))
+            tl.store(out + i_block, total * queries.scale / count)
+
+
+@triton.jit(do_not_specialize=["num_rows", "stride_out"])
+def _softmax_kernel(
+    jobs, num_rows, stride_out, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Softmax over the causal blocks of one (head, tile), in place."""
+    i_tile, i_job = tl.program_id(0), tl.program_id(1)
+    if _head_of(jobs, num_rows, i_job, tl.load(jobs.tiles + i_tile * FIELDS)) >= 0:
+        _, num_causal = tile_blocks(jobs.tiles, i_tile, BLOCK_N, FIELDS)
+        out = jobs.out + i_job.to(tl.int64) * stride_out + tl.load(jobs.out_offsets + i_tile)
+        b_max = tl.full([CHUNK], float("-inf"), tl.float32)
+        for start in range(0, num_causal, CHUNK):
+            o_n = start + tl.arange(0, CHUNK)
+            b_max = tl.maximum(b_max, tl.load(out + o_n, mask=o_n < num_causal, other=float("-inf")))
+        peak = tl.max(b_max, 0)
+        b_sum = tl.zeros([CHUNK], tl.float32)
+        for start in range(0, num_causal, CHUNK):
+            o_n = start + tl.arange(0, CHUNK)
+            b_sum += tl.exp(tl.load(out + o_n, mask=o_n < num_causal, other=float("-inf")) - peak)
+        total = tl.sum(b_sum, 0)
+        for start in range(0, num_causal, CHUNK):
+            o_n = start + tl.arange(0, CHUNK)
+            b_x = tl.load(out + o_n, mask=o_n < num_causal, other=float("-inf"))
+            tl.store(out + o_n, tl.exp(b_x - peak) / total, mask=o_n < num_causal)

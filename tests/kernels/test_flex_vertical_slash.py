@@ -1,0 +1,129 @@
+"""FlexPrefill's vertical-slash: kernels against the float32 reference, and what the paper promises."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from vllm_sparse_kernels.reference.flex_vertical_slash import fewest_with_mass, select_flex_vertical_slash, whole_blocks
+from vllm_sparse_kernels.reference.minference import vertical_slash_sums
+from vllm_sparse_kernels.rows import Rows
+from vllm_sparse_kernels.select.flex_vertical_slash import FlexVerticalSlash
+from vllm_sparse_kernels.testing.lined import DEVICE, assert_between, kept_keys, lined_batch, selected, single_row
+
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+
+MARGIN = 1e-4
+"""Kernels and reference see the same inputs and round float32 sums differently: lines may differ that decide over less
+than this share of the mass."""
+
+
+CASES = [
+    # lengths, query heads, kv heads, head_dim, page size, block, layout, gap
+    ([(0, 1), (0, 63)], 2, 2, 64, 16, 64, "NHD", 3),
+    ([(500, 137)], 4, 1, 64, 64, 64, "HND", 0),
+    ([(37, 300), (191, 2)], 4, 2, 96, 16, 128, "NHD", 5),
+    ([(1920, 129)], 1, 1, 128, 128, 64, "NHD", 0),
+    ([(871, 129)], 8, 1, 64, 16, 128, "HND", 0),
+]
+
+
+# The interpreter is slow: half precision on the short cases alone.
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, dtype) for dtype in DTYPES for case in (CASES[:2] if (DEVICE, dtype) == ("cpu", torch.float16) else CASES)],
+    ids=str,
+)
+def test_kernels_keep_what_the_reference_keeps(case, dtype):
+    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, gap = case
+    batch = lined_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout, gap_tokens=gap)
+    index = selected(FlexVerticalSlash(0.8), batch, block_tokens)
+    index.check()
+    heads = range(num_heads)
+    bounds = [
+        kept_keys(selected(FlexVerticalSlash(g), batch, block_tokens, reference=select_flex_vertical_slash), heads)
+        for g in (0.8 - MARGIN, 0.8 + MARGIN)
+    ]
+    assert_between(kept_keys(index, heads), *bounds)
+    if lengths[0][0] >= 500:
+        assert index.density() < 0.9
+
+
+def test_crowded_columns_become_whole_blocks():
+    """With room for few stripes nothing is lost, and no tile keeps more than its room."""
+    batch = lined_batch([(400, 130)], 2, 1, 64, 16)
+    method, roomy = FlexVerticalSlash(0.9, max_stripes=8), selected(FlexVerticalSlash(0.9), batch, 64)
+    index = selected(method, batch, 64)
+    index.check()
+    assert int(index.stripe_counts.max()) <= 8 < int(roomy.stripe_counts.max())
+    bounds = [
+        kept_keys(
+            selected(dataclasses.replace(method, gamma=g), batch, 64, reference=select_flex_vertical_slash), range(2)
+        )
+        for g in (0.9 - MARGIN, 0.9 + MARGIN)
+    ]
+    assert_between(kept_keys(index, range(2)), *bounds)
+    for few, many in zip(kept_keys(index, range(2)), kept_keys(roomy, range(2))):
+        assert not bool((many & ~few).any())
+
+
+def test_a_row_selects_the_same_alone():
+    """Bitwise, and only rows of the given heads are written."""
+    batch = lined_batch([(37, 200), (300, 64)], 4, 2, 64, 16, gap_tokens=1)
+    method = FlexVerticalSlash(0.8)
+    index = selected(method, batch, 64, heads=[3, 0])
+    assert bool((index.block_counts[[1, 2]] == -7).all())
+    for row in range(2):
+        alone = selected(method, single_row(batch, row), 64, heads=[3, 0])
+        for i_tile in range(alone.rows.num_tiles):
+            i_both = batch.rows.tile_starts[row] + i_tile
+            for head in (0, 3):
+                assert torch.equal(alone.blocks_of(head, i_tile), index.blocks_of(head, i_both))
+                assert torch.equal(alone.stripes_of(head, i_tile), index.stripes_of(head, i_both))
+
+
+@pytest.mark.parametrize("reference", [None, select_flex_vertical_slash], ids=["kernels", "reference"])
+def test_gamma_of_one_keeps_everything(reference):
+    batch = lined_batch([(150, 140)], 2, 1, 64, 16)
+    batch.q.mul_(40)  # scores so far apart that most weights underflow to 0
+    assert selected(FlexVerticalSlash(1.0), batch, 64, reference=reference).density() == 1
+
+
+def test_kept_lines_hold_gamma_of_the_estimate():
+    """Columns alone, and bands alone, reach γ of Â's mass; one line less would not."""
+    batch = lined_batch([(300, 64)], 1, 1, 64, 16)
+    keys, _ = batch.cache.gather(batch.rows.block_table[0], 364)
+    for sums in vertical_slash_sums(batch.q[:, 0].float(), keys[:, 0].float(), batch.scale):
+        kept = fewest_with_mass(sums, 0.8)
+        mass = float(sums[kept].sum() / sums.sum())
+        assert mass >= 0.8 - 1e-6
+        assert mass - float(sums[kept].min() / sums.sum()) < 0.8
+        assert 0 < int(kept.sum()) < len(kept)
+
+
+def test_whole_blocks_are_the_fullest():
+    columns = torch.zeros(256, dtype=torch.bool)
+    columns[64:69], columns[128:131], columns[192:194] = True, True, True
+    assert whole_blocks(columns, 10, 64).tolist() == [True, False, False, False]
+    assert whole_blocks(columns, 5, 64).tolist() == [True, True, False, False]
+    assert whole_blocks(columns, 4, 64).tolist() == [True, True, True, False]
+    assert whole_blocks(columns, 0, 64).tolist() == [True, True, True, True]
+
+
+def test_stripe_room_depends_on_the_row_alone_and_is_bounded():
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    method = FlexVerticalSlash()
+    long = Rows((0,), (131072,), (0,), table[:1])
+    assert method.stripe_layout(long).capacity <= 1024 * 1024
+    chunk = Rows((0, 8192), (8192, 64), (122880, 100), table)
+    assert method.stripes_of_row(chunk, 0) == 8192
+    assert method.stripe_layout(chunk).offsets[-1] == 64 * 8192
+    assert method.stripe_layout(chunk).capacity == 64 * 8192 + 100
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("gamma", 0.0), ("gamma", 1.01), ("gamma", float("nan")), ("max_stripes", -1)]
+)
+def test_parameters_out_of_range(field, value):
+    with pytest.raises(ValueError, match=f"^{field}: given {value}"):
+        FlexVerticalSlash(**{field: value})

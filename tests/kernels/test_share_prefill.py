@@ -1,0 +1,255 @@
+"""SharePrefill: kernels against the float32 reference, and what the paper promises."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.reference.flex_vertical_slash import select_flex_vertical_slash
+from vllm_sparse_kernels.reference.share_prefill import (
+    block_average,
+    block_average_map,
+    js_distance,
+    select_share_prefill,
+)
+from vllm_sparse_kernels.select.block_average import BlockAverages, Spans
+from vllm_sparse_kernels.select.flex_vertical_slash import FlexVerticalSlash
+from vllm_sparse_kernels.select.share_prefill import NOISE, SharePrefill, SharePrefillLayer
+from vllm_sparse_kernels.testing.batches import Batch
+from vllm_sparse_kernels.testing.lined import DEVICE, assert_between, kept_keys, lined_batch, selected, single_row
+
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+
+MARGIN = 1e-4
+"""Kernels and reference see the same inputs and round float32 sums differently: blocks and lines may differ that decide
+over less than this share of the mass, and decisions about distances that near to a threshold."""
+
+
+def layer_of(clusters, layer=0, max_sparsity=0.9, max_distance=0.2, gamma=0.8) -> SharePrefillLayer:
+    heads = [SharePrefill(max_sparsity, max_distance, gamma, cluster) for cluster in clusters]
+    return SharePrefill.merged(heads, layer)
+
+
+def small_batch(lengths=((203, 140),), num_heads=3) -> Batch:
+    """Heads of one kv head, of which 0 and 1 are the same."""
+    batch = lined_batch(lengths, num_heads, 1, 64, 16, gap_tokens=1)
+    batch.q.mul_(0.5)
+    batch.q[:, 1] = batch.q[:, 0]
+    return batch
+
+
+def next_layer(batch: Batch) -> Batch:
+    """The same rows and keys with slightly other queries."""
+    noise = torch.randn(batch.q.shape, generator=torch.Generator().manual_seed(1)).to(batch.q)
+    return dataclasses.replace(batch, q=batch.q + 0.3 * noise)
+
+
+def estimate(batch: Batch, row: int, head: int, block_tokens: int) -> torch.Tensor:
+    """â in float64."""
+    rows = batch.rows
+    keys, _ = batch.cache.gather(rows.block_table[row], rows.seq_lens[row])
+    end = rows.tokens[row] + rows.query_lens[row]
+    q = batch.q[max(rows.tokens[row], end - 128) : end, head].double()
+    keys = keys[:, head // (batch.num_heads // batch.cache.num_kv_heads)].double()
+    return block_average(q, keys * batch.scale, block_tokens).softmax(-1)
+
+
+def check_distances(batches: list[Batch], methods: list[SharePrefillLayer], block_tokens: int) -> None:
+    """No distance that a decision could be about lies too near to its threshold for float32."""
+    for row in range(batches[0].rows.num_rows):
+        members: dict[int, list[torch.Tensor]] = {}
+        for batch, method in zip(batches, methods, strict=True):
+            for head, cluster in enumerate(method.clusters):
+                members.setdefault(cluster, []).append(estimate(batch, row, head, block_tokens))
+        for estimates in members.values():
+            for i, mine in enumerate(estimates):
+                sparsity = js_distance(mine, torch.full_like(mine, 1 / len(mine)))
+                assert abs(sparsity - methods[0].max_sparsity) > MARGIN
+                for other in estimates[:i]:
+                    assert abs(js_distance(mine, other) - methods[0].max_distance) > MARGIN
+
+
+def check_layers(batches: list[Batch], methods: list[SharePrefillLayer], block_tokens: int) -> None:
+    """Kernels against the reference through the layers of one forward pass."""
+    for batch, method in zip(batches, methods, strict=True):
+        index = selected(method, batch, block_tokens)
+        index.check()
+        bounds = [
+            kept_keys(
+                selected(dataclasses.replace(method, gamma=gamma), batch, block_tokens, reference=select_share_prefill),
+                range(batch.num_heads),
+            )
+            for gamma in (method.gamma - MARGIN, method.gamma + MARGIN)
+        ]
+        assert_between(kept_keys(index, range(batch.num_heads)), *bounds)
+
+
+def is_dense(index: SparseIndex, head: int, row: int) -> bool:
+    tiles = range(index.rows.tile_starts[row], index.rows.tile_starts[row + 1])
+    return all(len(index.blocks_of(head, t)) == index.num_causal_blocks(index.rows.tile_list[t]) for t in tiles)
+
+
+def equal_lists(a: SparseIndex, head_a: int, b: SparseIndex, head_b: int, tiles=None) -> bool:
+    """``tiles`` maps tiles of a to those of b; all to the same if not given."""
+    pairs = tiles or {t: t for t in range(a.rows.num_tiles)}
+    return all(
+        torch.equal(a.blocks_of(head_a, t), b.blocks_of(head_b, u))
+        and torch.equal(a.stripes_of(head_a, t), b.stripes_of(head_b, u))
+        for t, u in pairs.items()
+    )
+
+
+CASES = [
+    # lengths, query heads, kv heads, head_dim, page size, block, layout, clusters of each layer
+    ([(0, 1), (0, 63)], 2, 2, 64, 16, 64, "NHD", ((0, 0), (0, 0))),
+    ([(437, 200)], 4, 2, 64, 64, 64, "HND", ((2, 2, NOISE, 5), (5, 2, 2, 7))),
+    ([(150, 140), (37, 20)], 4, 1, 96, 16, 128, "NHD", ((1, 0, 0, 1), (1, 1, NOISE, 0))),
+    ([(450, 66)], 8, 1, 128, 128, 64, "NHD", ((0, 0, 0, 0, 1, 1, 1, 1),)),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, dtype) for dtype in DTYPES for case in (CASES[:1] if (DEVICE, dtype) == ("cpu", torch.float16) else CASES)],
+    ids=str,
+)
+def test_kernels_keep_what_the_reference_keeps(case, dtype):
+    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, clusters = case
+    batch = lined_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout, gap_tokens=2)
+    batch.q.mul_(0.5)
+    batches = [batch, next_layer(batch)][: len(clusters)]
+    methods = [layer_of(c, layer, 0.25, 0.1) for layer, c in enumerate(clusters)]
+    check_distances(batches, methods, block_tokens)
+    check_layers(batches, methods, block_tokens)
+
+
+@pytest.mark.parametrize("block_tokens", [64, 128])
+def test_averages_are_those_of_all_pairs(block_tokens):
+    """Estimates and maps, exact to float32: (mean q) · (mean k) before the diagonal, causal pairs on it."""
+    batch = lined_batch([(333, 140), (5, 3)], 2, 1, 64, 16, gap_tokens=1)
+    index = SparseIndex.allocate(batch.rows, 2, block_tokens)
+    heads = torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)
+    averages = BlockAverages(batch.q, batch.cache, index, heads, batch.scale, Spans.of(index))
+    estimates = averages.estimates().double()
+    expected = [torch.cat([estimate(batch, row, head, block_tokens) for row in (0, 1)]) for head in (1, 0)]
+    torch.testing.assert_close(estimates, torch.stack(expected), rtol=1e-5, atol=1e-9)
+    maps = averages.maps(torch.tensor([[1, -1]], dtype=torch.int32, device=DEVICE))[0].double()
+    keys, _ = batch.cache.gather(batch.rows.block_table[0], 473)
+    scores = block_average_map(batch.q[:140, 0].double(), keys[:, 0].double() * batch.scale, index, 0)
+    expected = torch.cat([s.softmax(-1) for s in scores])
+    torch.testing.assert_close(maps[: len(expected)], expected, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("reference", [None, select_share_prefill], ids=["kernels", "reference"])
+def test_pivot_is_dense_and_equal_heads_take_its_pattern(reference):
+    """However small τ is, in the pivot's layer and in the next; noise never does; another step starts anew."""
+    batch = small_batch()
+    first = selected(layer_of((4, 4, NOISE), 3, 0.9, 1e-6, 0.6), batch, 64, reference=reference)
+    assert is_dense(first, 0, 0)
+    assert not is_dense(first, 1, 0)
+    assert int(first.stripe_counts[1].max()) == 0
+    lines = selected(FlexVerticalSlash(0.6), batch, 64, reference=reference and select_flex_vertical_slash)
+    assert equal_lists(first, 2, lines, 2)
+    assert not equal_lists(first, 1, lines, 1)
+    second = selected(layer_of((4, NOISE, 4), 7, 0.9, 1e-6, 0.6), batch, 64, reference=reference)
+    assert equal_lists(second, 0, first, 1)
+    assert equal_lists(second, 1, lines, 1)
+    assert equal_lists(second, 2, lines, 2)
+    next_step = dataclasses.replace(batch, rows=dataclasses.replace(batch.rows))
+    for layer, again in ((8, next_step), (7, batch)):  # other rows; the same rows from an earlier layer on
+        index = selected(layer_of((4, NOISE, NOISE), layer, 0.9, 1e-6, 0.6), again, 64, reference=reference)
+        assert is_dense(index, 0, 0)
+
+
+@pytest.mark.parametrize("reference", [None, select_share_prefill], ids=["kernels", "reference"])
+def test_without_distance_nothing_is_shared_and_no_pivot_paid(reference):
+    batch = small_batch()
+    index = selected(layer_of((0, 0, 0), 0, 1.01, 0.0), batch, 64, reference=reference)
+    lines = selected(FlexVerticalSlash(0.8), batch, 64, reference=reference and select_flex_vertical_slash)
+    assert all(equal_lists(index, head, lines, head) for head in range(3))
+
+
+@pytest.mark.parametrize("reference", [None, select_share_prefill], ids=["kernels", "reference"])
+def test_a_head_too_sparse_is_no_pivot(reference):
+    """The next one in order is, and heads too far from it take their own lines."""
+    batch = small_batch(num_heads=4)
+    batch.q[:, 2] *= 6
+    heads = [2, 1, 0, 3]  # the order that counts
+    estimates = [estimate(batch, 0, head, 64) for head in heads]
+    sparsity = [js_distance(a, torch.full_like(a, 1 / len(a))) for a in estimates]
+    max_sparsity = (sparsity[0] + max(sparsity[1:])) / 2
+    max_distance = js_distance(estimates[1], estimates[3]) / 2
+    assert sparsity[0] > max_sparsity
+    assert max_distance > MARGIN
+    method = layer_of((0, 0, 0, 0), 0, max_sparsity, max_distance, 0.6)
+    index = selected(method, batch, 64, heads, reference)
+    lines = selected(FlexVerticalSlash(0.6), batch, 64, reference=reference and select_flex_vertical_slash)
+    assert equal_lists(index, 2, lines, 2)
+    assert is_dense(index, 1, 0)
+    assert not is_dense(index, 0, 0)
+    assert equal_lists(index, 3, lines, 3)
+
+
+def test_rows_never_see_each_other():
+    """Two rows in one batch select bitwise what each selects alone, layer after layer, with pivots of their own."""
+    batch = small_batch(((75, 135), (230, 60)), num_heads=2)
+    batch.q[batch.rows.tokens[1] :, 0] *= 8  # in row 1 head 0 is too sparse, and head 1 becomes the pivot
+    batches, methods = [batch, next_layer(batch)], [layer_of((0, 0), 0, 0.3), layer_of((0, 0), 1, 0.3)]
+    together = [selected(m, b, 64) for b, m in zip(batches, methods, strict=True)]
+    assert is_dense(together[0], 0, 0)
+    assert not is_dense(together[0], 0, 1)
+    assert is_dense(together[0], 1, 1)
+    for row in (0, 1):
+        rows = single_row(batch, row).rows
+        for b, m, both in zip(batches, methods, together, strict=True):
+            alone = selected(m, dataclasses.replace(b, rows=rows), 64)
+            tiles = {t: batch.rows.tile_starts[row] + t for t in range(rows.num_tiles)}
+            assert all(equal_lists(alone, head, both, head, tiles) for head in range(2))
+
+
+@pytest.mark.parametrize("reference", [None, select_share_prefill], ids=["kernels", "reference"])
+def test_gamma_of_one_keeps_everything(reference):
+    batch = small_batch()
+    batch.q.mul_(30)  # scores so far apart that most weights underflow to 0
+    method = layer_of((0, 0, NOISE), 0, 1.01, 0.2, 1.0)
+    assert selected(method, batch, 64, reference=reference).density() == 1
+
+
+def test_distance():
+    a, b = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.0, 0.0, 1.0])
+    assert js_distance(a, a) == 0
+    assert js_distance(a, b) == pytest.approx(math.log(2) ** 0.5)
+    assert js_distance(a, torch.tensor([0.25, 0.75, 0.0])) == pytest.approx(
+        0.1839078, abs=1e-6
+    )  # scipy's jensenshannon
+
+
+def test_heads_of_a_layer_are_merged():
+    heads = [SharePrefill(cluster=c) for c in (3, NOISE, 3)]
+    assert len({h.alike for h in heads}) == 1
+    assert SharePrefill.merged(heads, 5) == SharePrefillLayer(clusters=(3, NOISE, 3), layer=5)
+    with pytest.raises(ValueError, match=r"^methods: "):
+        SharePrefill.merged([SharePrefill(), SharePrefill(gamma=0.95)], 0)
+    batch = small_batch(((0, 5),))
+    for method in (SharePrefill(cluster=3), SharePrefillLayer(clusters=(3, 3))):
+        with pytest.raises(ValueError, match=r"^clusters?: "):
+            selected(method, batch, 64)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_sparsity", -0.1),
+        ("max_distance", -0.1),
+        ("gamma", 0.0),
+        ("gamma", 1.1),
+        ("cluster", -2),
+        ("clusters", (0, -2)),
+        ("layer", -1),
+    ],
+)
+def test_parameters_out_of_range(field, value):
+    with pytest.raises(ValueError, match=f"^{field}: given "):
+        SharePrefillLayer(**{field: value})
