@@ -9,6 +9,7 @@ from vllm_sparse_kernels.reference.flex_vertical_slash import select_flex_vertic
 from vllm_sparse_kernels.reference.minference import select_a_shape, select_block_sparse, select_vertical_slash
 from vllm_sparse_kernels.reference.sale import select_sale
 from vllm_sparse_kernels.reference.share_prefill import select_share_prefill
+from vllm_sparse_kernels.reference.sparge_attn import select_sparge_attn
 from vllm_sparse_kernels.select.anchor_attention import AnchorAttention
 from vllm_sparse_kernels.select.base import Method
 from vllm_sparse_kernels.select.dense import Dense
@@ -16,6 +17,7 @@ from vllm_sparse_kernels.select.flex_vertical_slash import FlexVerticalSlash
 from vllm_sparse_kernels.select.minference import AShape, BlockSparse
 from vllm_sparse_kernels.select.sale import Sale
 from vllm_sparse_kernels.select.share_prefill import SharePrefill
+from vllm_sparse_kernels.select.sparge_attn import SpargeAttn
 from vllm_sparse_kernels.select.vertical_slash import VerticalSlash
 
 
@@ -34,6 +36,7 @@ METHODS: dict[str, Registered] = {
     "flex_vertical_slash": Registered(FlexVerticalSlash, select_flex_vertical_slash),
     "sale": Registered(Sale, select_sale),
     "share_prefill": Registered(SharePrefill, select_share_prefill),
+    "sparge_attn": Registered(SpargeAttn, select_sparge_attn),
     "vertical_slash": Registered(VerticalSlash, select_vertical_slash),
 }
 

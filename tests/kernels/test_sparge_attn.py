@@ -1,0 +1,391 @@
+"""SpargeAttn: kernels against the paper's equations in float64, and what both promise; its λ-skip and 8-bit scores."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.reference.attend import attend
+from vllm_sparse_kernels.rows import Rows, ceil_div
+from vllm_sparse_kernels.select import METHODS
+from vllm_sparse_kernels.select import sparge_attn as module
+from vllm_sparse_kernels.select.sparge_attn import KEY_BLOCK_TOKENS, SpargeAttn
+from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_index
+
+# After the package itself: the two import each other.
+from vllm_sparse_kernels.reference import sparge_attn as reference  # isort: skip
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+POISON = -7
+MARGIN = 1e-5
+"""Sums of up to 128 float32 numbers of one size, or of a softmax, are far closer than this to their float64 values."""
+
+METHOD = SpargeAttn(kept_mass=0.7, min_similarity=0.4)
+
+
+def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, dtype=torch.float32, **kwargs) -> Batch:
+    """Runs of 150 positions lean in one direction each, every third only a little: some blocks alike, some not.
+
+    All keys of a row lean in one direction besides, which smoothing takes away. q and keys depend on lengths and heads
+    alone, not on seed, pages or layout.
+    """
+    kwargs.setdefault("gap_tokens", 3)
+    batch = random_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, DEVICE, **kwargs)
+    generator = torch.Generator(DEVICE).manual_seed(11)
+    rows = batch.rows
+    for row, seq_len in enumerate(rows.seq_lens):
+        positions = torch.arange(seq_len, device=DEVICE)
+        run = positions // 150
+        lean = torch.where(run % 3 == 1, 0.4, 1.5)[:, None, None]
+
+        def tokens(heads: int, run=run, lean=lean, seq_len=seq_len) -> torch.Tensor:
+            direction, noise = (
+                torch.randn(n, heads, head_dim, generator=generator, device=DEVICE) for n in (int(run[-1]) + 1, seq_len)
+            )
+            return lean * direction[run] + noise
+
+        pages = rows.block_table[row, positions // page_size].long()
+        common = 2 * torch.randn(num_kv_heads, head_dim, generator=generator, device=DEVICE)
+        batch.cache.keys[pages, positions % page_size] = (tokens(num_kv_heads) + common).to(dtype)
+        span = slice(rows.tokens[row], rows.tokens[row] + rows.query_lens[row])
+        batch.q[span] = tokens(num_heads)[-rows.query_lens[row] :].to(dtype)
+    return batch
+
+
+def run(method: SpargeAttn, batch: Batch, block_tokens=64, heads=None, rows=None, select=None) -> SparseIndex:
+    """The selection of ``heads`` (all unless told) in an index poisoned beforehand."""
+    index = SparseIndex.allocate(rows or batch.rows, batch.num_heads, block_tokens)
+    for tensor in (index.block_counts, index.block_ids, index.stripe_counts):
+        tensor.fill_(POISON)
+    heads = list(range(batch.num_heads)) if heads is None else heads
+    select = select or SpargeAttn.select
+    select(method, batch.q, batch.cache, index, torch.tensor(heads, dtype=torch.int32, device=DEVICE), batch.scale)
+    if len(heads) == batch.num_heads:
+        index.check()
+        assert not index.stripe_counts.any()
+    return index
+
+
+def flags_of(index: SparseIndex, head: int, i_tile: int) -> torch.Tensor:
+    flags = torch.zeros(index.num_causal_blocks(index.rows.tile_list[i_tile]), dtype=torch.bool, device=DEVICE)
+    flags[index.blocks_of(head, i_tile)] = True
+    return flags
+
+
+def row_inputs(batch: Batch, row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = batch.rows
+    keys, _ = batch.cache.gather(rows.block_table[row], rows.seq_lens[row])
+    q = batch.q[rows.tokens[row] : rows.tokens[row] + rows.query_lens[row]]
+    group = batch.num_heads // batch.cache.num_kv_heads
+    return q.to(dtype), keys.to(dtype).repeat_interleave(group, 1)
+
+
+def assert_selects(method: SpargeAttn, batch: Batch, index: SparseIndex, heads) -> tuple[int, int, int]:
+    """Float64 at τ − margin is kept, nothing beyond τ + margin is; returns blocks: kept, causal, in doubt."""
+    halves = index.block_tokens // KEY_BLOCK_TOKENS
+    kept = causal = doubtful = 0
+    for row in range(batch.rows.num_rows):
+        q, k = row_inputs(batch, row, torch.float64)
+        smooth = k - k.mean(0) if method.smooth_keys else k
+        for tokens, size in ((q, 128), (smooth, KEY_BLOCK_TOKENS)):
+            distance = reference.compress(tokens, size)[1] - method.min_similarity
+            assert distance.abs().min() > MARGIN, "the data leave it open which blocks are alike"
+        bounds = []
+        for tau in (method.kept_mass - MARGIN, method.kept_mass + MARGIN):
+            flags = reference.predict(dataclasses.replace(method, kept_mass=tau), q, k, batch.scale)
+            flags = torch.nn.functional.pad(flags, (0, -flags.shape[2] % halves))
+            bounds.append(flags.unflatten(2, (-1, halves)).any(-1))
+        for i_tile in range(batch.rows.tile_starts[row], batch.rows.tile_starts[row + 1]):
+            tile = batch.rows.tile_list[i_tile]
+            for head in heads:
+                got = flags_of(index, head, i_tile)
+                low, high = (b[head, i_tile - batch.rows.tile_starts[row], : len(got)].clone() for b in bounds)
+                for bound in (low, high):
+                    bound[index.first_diagonal_block(tile) :] = True
+                assert bool((got | ~low).all()), f"head {head}, tile {i_tile}: a block is missing"
+                assert bool((high | ~got).all()), f"head {head}, tile {i_tile}: a block too many"
+                kept, causal = kept + int(got.sum()), causal + len(got)
+                doubtful += int((low != high).sum())
+    return kept, causal, doubtful
+
+
+# lengths (context, new), heads, kv heads, head dim, page, index's block, dtype, layout, smooth keys, heads selected
+CASES = {
+    "one-token": ([(0, 1), (0, 63)], 2, 2, 64, 16, 64, torch.float32, "NHD", True, None),
+    "1000": ([(0, 1000)], 1, 1, 64, 64, 128, torch.float16, "NHD", True, None),
+    "2049": ([(1920, 129)], 8, 1, 128, 128, 64, torch.float16, "HND", True, [6, 1, 3]),
+    "mixed": ([(37, 63), (530, 1), (700, 150)], 2, 1, 96, 16, 64, torch.float32, "HND", True, None),
+    "raw-keys": ([(333, 140), (1000, 30)], 4, 1, 64, 64, 128, torch.float32, "NHD", False, [3, 0]),
+    "wide": ([(463, 77)], 2, 2, 256, 16, 64, torch.float16, "NHD", True, [1]),
+}
+if DEVICE == "cuda":
+    CASES |= {f"{name}-bf16": (*case[:6], torch.bfloat16, *case[7:]) for name, case in CASES.items()}
+    CASES["long"] = ([(100_000, 8_192)], 32, 8, 128, 16, 128, torch.bfloat16, "NHD", True, None)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_and_reference_select_what_float64_selects(name):
+    lengths, num_heads, num_kv_heads, head_dim, page, block_tokens, dtype, layout, smooth, heads = CASES[name]
+    batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page, dtype, layout=layout)
+    method = dataclasses.replace(METHOD, smooth_keys=smooth)
+    for select in (None, METHODS["sparge_attn"].reference):
+        index = run(method, batch, block_tokens, heads, select=select)
+        kept, causal, doubtful = assert_selects(method, batch, index, heads or range(num_heads))
+        assert doubtful <= 0.01 * causal
+        assert kept < causal or name.startswith("one-token"), "nothing was left out: the case shows nothing"
+        untouched = sorted(set(range(num_heads)) - set(heads or range(num_heads)))
+        assert bool((index.block_counts[untouched] == POISON).all())
+        assert bool((index.block_ids[untouched] == POISON).all())
+
+
+def test_data_have_blocks_of_both_kinds():
+    """Tiles and key blocks above and below θ, or the cases above would leave equation 5 untested."""
+    batch = make_batch([(700, 300)], head_dim=96)
+    q, k = row_inputs(batch, 0, torch.float64)
+    for tokens, size in ((q, 128), (k - k.mean(0), KEY_BLOCK_TOKENS)):
+        similar = reference.compress(tokens, size)[1] >= METHOD.min_similarity
+        assert similar.any()
+        assert not similar.all()
+
+
+def test_similarity_is_the_mean_cosine_over_pairs():
+    """Equation for CosSim by hand: tokens at 60 degrees, one of them twice as long; a lone token; a token of zeros."""
+    tokens = torch.tensor([[1.0, 0.0], [1.0, math.sqrt(3.0)], [0.0, 5.0], [3.0, 4.0], [0.0, 0.0]])[:, None]
+    mean, similarity = reference.compress(tokens, 2)
+    assert torch.allclose(similarity[0], torch.tensor([(1 + 1 + 0.5 + 0.5) / 4, (1 + 1 + 0.8 + 0.8) / 4, 0.0]))
+    assert torch.allclose(mean[0, 0], torch.tensor([1.0, math.sqrt(3.0) / 2]))
+    assert reference.compress(tokens[:3], 2)[1][0, 1] == 1.0
+
+
+def test_kernels_measure_short_blocks_to_the_margin():
+    """Means and similarities of the row's last block of 13 keys and tile of 5 queries, θ just below and just above."""
+    batch = make_batch([(200, 133)], 1, 1)
+    heads = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    q, k = row_inputs(batch, 0, torch.float64)
+    tile_means, tile_similarity = reference.compress(q, 128)
+    block_means, _ = reference.compress(k, KEY_BLOCK_TOKENS)
+    for smooth in (True, False):
+        _, block_similarity = reference.compress(k - k.mean(0) if smooth else k, KEY_BLOCK_TOKENS)
+        for side in (-MARGIN, MARGIN):
+            theta = float(block_similarity[0, -1]) + side
+            blocks = module._compress_keys(batch.cache, batch.rows, 0, heads, 1, theta, smooth)
+            assert torch.equal(blocks.similar.bool(), block_similarity >= theta)
+            assert torch.allclose(blocks.sums[0, -1] / 13, block_means[0, -1].float(), atol=MARGIN)
+            theta = float(tile_similarity[0, -1]) + side
+            tiles = module._compress_tiles(batch.q, batch.rows, heads, theta)
+            assert torch.equal(tiles.similar.bool(), tile_similarity >= theta)
+            assert torch.allclose(tiles.sums[0, -1] / 5, tile_means[0, -1].float(), atol=MARGIN)
+
+
+def keep_top_mass(scores: torch.Tensor, kept_mass: float, block_tokens=64, similar=None) -> torch.Tensor:
+    """The last kernel alone on rows of base-2 scores [heads, blocks] of one query each: bool of the same shape."""
+    num_heads, num_blocks = scores.shape
+    table = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+    rows = Rows((0,), (1,), (num_blocks * KEY_BLOCK_TOKENS - 1,), table)
+    index = SparseIndex.allocate(rows, num_heads, block_tokens)
+    kept = torch.full((num_heads, index.block_ids.shape[1]), 255, dtype=torch.uint8, device=DEVICE)
+    similar = torch.ones(num_heads, 1, dtype=torch.uint8, device=DEVICE) if similar is None else similar
+    stride = ceil_div(num_blocks, module.ROW_ALIGN) * module.ROW_ALIGN
+    padded = torch.full((num_heads, 1, stride), float("nan"), device=DEVICE)
+    padded[:, 0, :num_blocks] = scores
+    module._keep_top_mass(padded, similar, index, 0, kept_mass, kept)
+    assert bool((kept <= 1).all()), "a flag was not written"
+    return kept.bool()
+
+
+@pytest.mark.parametrize("num_blocks", [1, 70, 1024, 2500])
+def test_top_mass_is_exact(num_blocks):
+    """Whole scores make exponentials powers of two, whose sums float32 holds exactly: many ties, no margin."""
+    generator = torch.Generator(DEVICE).manual_seed(num_blocks)
+    scores = torch.randint(-9, 1, (2, num_blocks), generator=generator, device=DEVICE).float()
+    for kept_mass in (0.125, 0.75):
+        wanted = reference.top_cdf(scores.double().exp2(), kept_mass)
+        assert torch.equal(keep_top_mass(scores, kept_mass), wanted)
+        mass = scores.double().exp2()
+        assert bool(((mass * wanted).sum(-1) >= kept_mass * mass.sum(-1)).all())
+
+
+def test_top_mass_at_its_edges():
+    inf = math.inf
+    scores = torch.tensor([
+        [-inf, 3.0, -inf, 3.0, 3.0, 3.0],  # ties: the earlier half; −∞: always
+        [-inf] * 6,  # nothing is left in the softmax
+        [-4e3, 900.0, -4e3, -4e3, 899.0, -inf],  # exponentials far below what float32 holds
+        [0.0, -1.0, -2.0, -3.0, -4.0, -5.0],
+    ], device=DEVICE)  # fmt: skip
+    similar = torch.tensor([[1], [1], [1], [0]], dtype=torch.uint8, device=DEVICE)
+    wanted = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6, [0, 1, 0, 0, 0, 1], [1] * 6], device=DEVICE).bool()
+    assert torch.equal(keep_top_mass(scores, 0.5, similar=similar), wanted)
+    pairs = wanted.unflatten(1, (3, 2)).any(-1)
+    assert torch.equal(keep_top_mass(scores, 0.5, 128, similar), pairs)
+
+
+def test_raising_tau_never_drops_a_block():
+    generator = torch.Generator(DEVICE).manual_seed(2)
+    scores = torch.randn(2, 1100, generator=generator, device=DEVICE) * 3
+    before = torch.zeros_like(scores, dtype=torch.bool)
+    for tau in (1e-6, 0.3, 0.3 + 1e-7, 0.9, 1 - 1e-7, 1.0):
+        kept = keep_top_mass(scores, tau)
+        assert bool((kept | ~before).all())
+        assert bool(kept.any(-1).all())
+        before = kept
+
+
+def test_tau_one_is_dense_and_reads_nothing():
+    batch = make_batch([(37, 200), (0, 1)])
+    for select in (None, METHODS["sparge_attn"].reference):
+        assert run(SpargeAttn(kept_mass=1.0, min_similarity=-1.0), batch, select=select).density() == 1
+
+
+@pytest.mark.parametrize("min_similarity", [0.3, 0.5])
+def test_unlike_blocks_are_always_computed(min_similarity):
+    """Equation 5, with τ so small that nothing else but the largest block and the diagonal is kept."""
+    batch = make_batch([(900, 100)], 1, 1)
+    method = SpargeAttn(kept_mass=1e-6, min_similarity=min_similarity)
+    q, k = row_inputs(batch, 0, torch.float64)
+    unlike = reference.compress(k - k.mean(0), KEY_BLOCK_TOKENS)[1][0] < min_similarity
+    tile_unlike = bool(reference.compress(q, 128)[1][0, 0] < min_similarity)
+    flags = flags_of(run(method, batch), 0, 0)
+    assert bool(flags[unlike].all())
+    assert bool(flags.all()) if tile_unlike else int(flags[:14].sum()) <= int(unlike[:14].sum()) + 1
+
+
+def test_raising_theta_forces_more():
+    batch = make_batch([(800, 130)], 1, 1)
+    densities = [run(dataclasses.replace(METHOD, min_similarity=t), batch).density() for t in (-1.0, 0.55, 1.0)]
+    assert densities[0] < densities[1] < densities[2] == 1
+
+
+def test_rows_do_not_see_each_other_and_slabs_change_nothing(monkeypatch):
+    batch = make_batch([(333, 140), (530, 1), (200, 30)])
+    together = run(METHOD, batch)
+    monkeypatch.setattr(module, "SCORE_BYTES", 1)  # one tile at a time
+    for row in range(3):
+        rows = batch.rows
+        alone = Rows(
+            *((values[row],) for values in (rows.tokens, rows.query_lens, rows.context_lens)),
+            rows.block_table[row : row + 1],
+        )
+        index = run(METHOD, batch, rows=alone)
+        for i_tile in range(alone.num_tiles):
+            for head in range(batch.num_heads):
+                shared = together.blocks_of(head, rows.tile_starts[row] + i_tile)
+                assert torch.equal(index.blocks_of(head, i_tile), shared)
+
+
+def test_pages_and_placement_change_nothing():
+    lengths = [(333, 140)]
+    first = run(METHOD, make_batch(lengths, page_size=16, layout="NHD"))
+    for page_size, layout, seed in ((64, "HND", 1), (128, "NHD", 2)):
+        index = run(METHOD, make_batch(lengths, page_size=page_size, layout=layout, seed=seed, gap_tokens=0))
+        assert torch.equal(index.block_counts, first.block_counts)
+        for i_tile in range(first.rows.num_tiles):
+            assert all(torch.equal(index.blocks_of(h, i_tile), first.blocks_of(h, i_tile)) for h in range(2))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("kept_mass", 0.0), ("kept_mass", 1.01), ("kept_mass", math.nan), ("min_similarity", -1.5),
+     ("min_similarity", 2.0), ("skip_margin", -10.0)],
+)  # fmt: skip
+def test_parameters_out_of_range_are_refused(field, value):
+    with pytest.raises(ValueError, match=f"{field}: given {value}"):
+        SpargeAttn(**{field: value})
+
+
+# What SpargeAttn's attention adds: references that attend's options are held against.
+
+
+def attend_reference(batch: Batch, index: SparseIndex, **options) -> tuple[torch.Tensor, float]:
+    out = batch.empty_out()
+    share = reference.attend(batch.q, batch.cache, index, out, batch.scale, **options)
+    return out, share
+
+
+def sparse_batch(scale: float = 1.0) -> tuple[Batch, SparseIndex]:
+    batch = random_batch([(333, 140), (0, 70)], 2, 1, 64, 16, device=DEVICE, gap_tokens=3)
+    batch.q.mul_(scale)
+    return batch, random_index(batch, 64, 0.6, stripes=90)
+
+
+def test_attention_without_options_is_attention():
+    batch, index = sparse_batch()
+    wanted = batch.empty_out()
+    attend(batch.q, batch.cache, index, wanted, batch.scale, dtype=torch.float64)
+    for margin in (None, -math.inf, -1e4):
+        out, share = attend_reference(batch, index, skip_margin=margin)
+        assert share == 0
+        assert torch.allclose(out, wanted, atol=1e-5, rtol=1e-4, equal_nan=True)
+
+
+def test_lambda_skips_more_as_it_rises_and_no_more_than_it_may():
+    """A skipped pair weighs less than e^λ of its query's largest: an output moves by at most keys · e^λ · max |v|."""
+    batch, index = sparse_batch(scale=6.0)
+    exact, _ = attend_reference(batch, index)
+    largest = float(batch.cache.values.nan_to_num().abs().max())
+    shares = []
+    for margin in (-40.0, -9.0, -3.0, -0.5):
+        out, share = attend_reference(batch, index, skip_margin=margin, queries_per_test=2)
+        coarse = attend_reference(batch, index, skip_margin=margin, queries_per_test=128)[1]
+        assert coarse <= share
+        shares.append(share)
+        bound = max(batch.rows.seq_lens) * math.exp(margin) * largest
+        assert float((out - exact).abs().nan_to_num().max()) <= bound + 1e-6
+    assert shares == sorted(shares)
+    assert shares[0] == 0
+    assert 0.1 < shares[-1] < 1
+
+
+def test_lambda_by_hand():
+    """Blocks of scores 0, −5, 1: the second is left out of O at λ = −4, yet counts in l."""
+    online = reference.OnlineSoftmax(1, 1, torch.device("cpu"))
+    skipped = []
+    for score, value in ((0.0, 2.0), (-5.0, 100.0), (1.0, 4.0)):
+        skipped += online.fold(torch.tensor([[score]]), torch.tensor([[value]]), -4.0, 128).tolist()
+    assert skipped == [False, True, False]
+    total = math.exp(0) + math.exp(-5) + math.exp(1)
+    assert torch.allclose(online.acc / online.sum, torch.tensor((2 * math.exp(0) + 4 * math.exp(1)) / total))
+
+
+def accuracy(out: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
+    """SageAttention's cosine similarity and relative L1 of whole outputs."""
+    cosine = (out * exact).sum() / out.norm() / exact.norm()
+    return float(cosine), float((out - exact).abs().sum() / exact.abs().sum())
+
+
+def test_8_bit_scores_are_as_accurate_as_sage_attention():
+    """On normal q, k, v SageAttention's table 9 has a cosine of 1.0 and a relative L1 of 0.021 for its kernel B."""
+    batch = random_batch([(0, 700)], 1, 1, 128, 16, device=DEVICE)
+    index = random_index(batch, 64, 1.0)
+    exact, _ = attend_reference(batch, index)
+    cosine, relative = accuracy(attend_reference(batch, index, int8_scores=True)[0], exact)
+    assert cosine > 0.9995
+    assert 0 < relative < 0.021
+
+
+def test_smoothing_takes_the_keys_common_part_out_of_the_error():
+    """A bias of all keys, large against their own part, moves neither the scores' softmax nor their 8-bit error."""
+    generator = torch.Generator().manual_seed(5)
+    q, k = torch.randn(128, 128, generator=generator), torch.randn(640, 128, generator=generator)
+    biased = k + 40 * torch.randn(128, generator=generator)
+    exact = (q @ k.T * 128**-0.5).softmax(-1)
+    plain = (reference.scores_int8(q, k, 128**-0.5).softmax(-1) - exact).abs().sum(-1).mean()
+    smooth = (reference.scores_int8(q, biased, 128**-0.5).softmax(-1) - exact).abs().sum(-1).mean()
+    q_int8, q_step = reference.quantize_int8(q)
+    k_int8, k_step = reference.quantize_int8(biased)
+    rough = ((q_int8.float() @ k_int8.float().T) * q_step * k_step * 128**-0.5).softmax(-1)
+    assert smooth < 1.1 * plain
+    assert (rough - exact).abs().sum(-1).mean() > 10 * plain
+
+
+def test_8_bit_rounds_to_the_nearest():
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(6))
+    x_int8, step = reference.quantize_int8(x)
+    assert x_int8.dtype == torch.int8
+    assert int(x_int8.abs().max()) == 127
+    assert float((x_int8 * step - x).abs().max()) <= float(step) / 2 * 1.0001
+    zeros, step = reference.quantize_int8(torch.zeros(4, 4))
+    assert not zeros.any()
+    assert step == 0
