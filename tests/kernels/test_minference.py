@@ -1,0 +1,470 @@
+"""A-shape, vertical-slash and block-sparse: kernels against the references, the references against the definitions.
+
+Where a score lies so close to the smallest kept one that rounding decides, a kernel may keep either: the selection must
+hold everything that is surely kept and nothing that is surely not. The margins are worst-case bounds of float32
+arithmetic, u = 2⁻²⁴ per operation, computed from the data in float64.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.reference import minference as reference
+from vllm_sparse_kernels.rows import Rows
+from vllm_sparse_kernels.select import METHODS, name_of
+from vllm_sparse_kernels.select.base import Method
+from vllm_sparse_kernels.select.minference import AShape, BlockSparse
+from vllm_sparse_kernels.select.vertical_slash import VerticalSlash, last_query_sums
+from vllm_sparse_kernels.testing.batches import Batch, random_batch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's interpreter multiplies bf16 tiles wrongly, without an error.
+F32, F16 = (torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.float32, torch.float16)
+UNIT = 2.0**-24
+POISON = -7
+
+
+@dataclass(frozen=True)
+class Case:
+    lengths: tuple[tuple[int, int], ...]
+    num_heads: int = 2
+    num_kv_heads: int = 1
+    head_dim: int = 64
+    page_size: int = 16
+    block_tokens: int = 64
+    dtype: torch.dtype = F32
+    layout: str = "NHD"
+
+    def batch(self) -> Batch:
+        return random_batch(
+            self.lengths, self.num_heads, self.num_kv_heads, self.head_dim, self.page_size, self.dtype, DEVICE,
+            layout=self.layout, gap_tokens=3,
+        )  # fmt: skip
+
+
+CASES = [
+    Case(((0, 1), (64, 1), (0, 63))),
+    Case(((37, 130), (5, 63)), 2, 2, dtype=F16, page_size=64, block_tokens=128, layout="HND"),
+    Case(((301, 130), (0, 1)), 4, 2, block_tokens=128),
+    Case(((0, 1000),), 1, 1, dtype=F16, page_size=128, layout="HND"),
+    Case(((300, 63),), 8, 1, page_size=48, dtype=F16),
+    Case(((129, 70),), 6, 2, head_dim=96, block_tokens=128, page_size=128),
+    Case(((200, 129),), 2, 1, head_dim=128, dtype=F16),
+    Case(((90, 65),), 2, 1, head_dim=256, block_tokens=128),
+]
+LONG = Case(((0, 2049),), 1, 1, page_size=64, dtype=F16)
+
+
+def select(method: Method, batch: Batch, block_tokens: int, heads: list[int] | None = None, by_reference=False):
+    """The selection of ``heads`` (all unless told) in a poisoned index."""
+    heads = list(range(batch.num_heads)) if heads is None else heads
+    layout = method.stripe_layout(batch.rows)
+    index = SparseIndex.allocate(batch.rows, batch.num_heads, block_tokens, dict.fromkeys(heads, layout))
+    poisoned = [index.block_counts, index.block_ids, index.stripe_positions]
+    for tensor in [*poisoned, index.stripe_counts] if layout.capacity else poisoned:
+        tensor.fill_(POISON)
+    run = (lambda *a: METHODS[name_of(method)].reference(method, *a)) if by_reference else method.select
+    run(batch.q, batch.cache, index, torch.tensor(heads, dtype=torch.int32, device=DEVICE), batch.scale)
+    if len(heads) == batch.num_heads:
+        index.check()
+    return index
+
+
+def lists(index: SparseIndex, head: int, i_tile: int) -> tuple[list[int], list[int]]:
+    return index.blocks_of(head, i_tile).tolist(), index.stripes_of(head, i_tile).tolist()
+
+
+def all_lists(index: SparseIndex) -> list[tuple[list[int], list[int]]]:
+    return [lists(index, head, i) for head in range(index.num_heads) for i in range(index.rows.num_tiles)]
+
+
+def row_parts(batch: Batch, row: int, head: int, dtype=torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    """A row's queries and keys of one head: [query_len, d], [seq_len, d]."""
+    token, query_len = batch.rows.tokens[row], batch.rows.query_lens[row]
+    keys, _ = batch.cache.gather(batch.rows.block_table[row], batch.rows.seq_lens[row])
+    i_kv = head // (batch.num_heads // batch.cache.num_kv_heads)
+    return batch.q[token : token + query_len, head].to(dtype), keys[:, i_kv].to(dtype)
+
+
+def sure_and_possible(scores: torch.Tensor, k: int, margin: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flags of what every top k within ``margin`` of float64 keeps, and of what one may keep, along the last axis."""
+    if k >= scores.shape[-1]:
+        return torch.ones_like(scores, dtype=torch.bool), torch.ones_like(scores, dtype=torch.bool)
+    if k == 0:
+        return torch.zeros_like(scores, dtype=torch.bool), torch.zeros_like(scores, dtype=torch.bool)
+    ordered = (scores - margin).sort(-1, descending=True).values, (scores + margin).sort(-1, descending=True).values
+    # Kept for sure: above the largest that the first one left out may be. Possible: reaching the k-th at its smallest.
+    return scores - margin > ordered[1][..., k : k + 1], scores + margin >= ordered[0][..., k - 1 : k]
+
+
+def vertical_slash_bounds(method: VerticalSlash, batch: Batch, row: int, head: int):
+    """(surely, possibly kept) verticals, the same of slashes.
+
+    An element of Â is exp(s - lse). The rounding of s is at most (d + 4) u Σ|q k| · scale, of lse no more than that
+    and seq_len u for its sum; the sum over the queries adds 64 u: the relative error is twice the first and the rest.
+    """
+    q, keys = row_parts(batch, row, head)
+    q = q[-method.last_queries :]
+    size = float((q.abs() @ keys.abs().T).max()) * batch.scale
+    relative = UNIT * (2 * (q.shape[1] + 4) * size + len(keys) + 64 + 8)
+    bounds = []
+    for sums, k, forced in zip(
+        reference.vertical_slash_sums(q, keys, batch.scale),
+        (method.vertical_tokens, method.slash_tokens),
+        (method.forced_verticals, method.forced_slashes),
+        strict=True,
+    ):
+        margin = sums * relative
+        sums[:forced] = 1e9 - torch.arange(len(sums[:forced]), device=sums.device)  # in order, far above the others
+        bounds.append(sure_and_possible(sums, k, margin))
+    return bounds
+
+
+def check_between(lower: SparseIndex, index: SparseIndex, upper: SparseIndex) -> None:
+    """Blocks, and keys in all, hold those of ``lower`` and lie within those of ``upper``; all but few are equal."""
+    num_open = 0
+    for head in range(index.num_heads):
+        for i_tile in range(index.rows.num_tiles):
+            low, given, high = (x.blocks_of(head, i_tile) for x in (lower, index, upper))
+            assert torch.isin(low, given).all(), (
+                f"head {head}, tile {i_tile}: {low.tolist()} not all in {given.tolist()}"
+            )
+            assert torch.isin(given, high).all(), f"head {head}, tile {i_tile}: {given.tolist()} beyond {high.tolist()}"
+            low, given, high = (x.tile_keys(head, i_tile) for x in (lower, index, upper))
+            assert not (low & ~given).any(), f"head {head}, tile {i_tile}: keys missing"
+            assert not (given & ~high).any(), f"head {head}, tile {i_tile}: keys too many"
+            num_open += lists(lower, head, i_tile) != lists(upper, head, i_tile)
+    assert num_open <= 0.2 * index.num_heads * index.rows.num_tiles + 1, f"margins leave {num_open} tiles open"
+
+
+def vertical_slash_between(method: VerticalSlash, batch: Batch, *indices: SparseIndex) -> None:
+    rows = batch.rows
+    layouts = dict.fromkeys(range(batch.num_heads), VerticalSlash(10**9).stripe_layout(rows))
+    lower, upper = (SparseIndex.allocate(rows, batch.num_heads, indices[0].block_tokens, layouts) for _ in range(2))
+    for row in range(rows.num_rows):
+        for head in range(batch.num_heads):
+            verticals, slashes = vertical_slash_bounds(method, batch, row, head)
+            for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
+                for bound, index in enumerate((lower, upper)):
+                    reference.set_vertical_slash(verticals[bound], slashes[bound], index, head, i_tile)
+    for index in indices:
+        check_between(lower, index, upper)
+
+
+def block_sparse_between(method: BlockSparse, batch: Batch, *indices: SparseIndex) -> None:
+    """A mean of 64 has error 64 u of the mean magnitude, a product of d terms d u: 2 · 65 + d + 2 roundings in all."""
+    rows = batch.rows
+    lower, upper = (SparseIndex.allocate(rows, batch.num_heads, indices[0].block_tokens) for _ in range(2))
+    for row in range(rows.num_rows):
+        for head in range(batch.num_heads):
+            q, keys = row_parts(batch, row, head)
+            scores = reference.block_scores(q, keys, batch.scale)
+            size = reference.mean_pool(q.abs()) @ reference.mean_pool(keys.abs()).T * batch.scale
+            bounds = sure_and_possible(scores, method.top_blocks, UNIT * (q.shape[1] + 132) * size)
+            for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
+                i_block = 2 * (i_tile - rows.tile_starts[row])
+                for kept, index in zip(bounds, (lower, upper), strict=True):
+                    kept = kept & (scores > -torch.inf)
+                    reference.set_block_sparse(kept[i_block : i_block + 2], index, head, i_tile)
+    for index in indices:
+        check_between(lower, index, upper)
+
+
+def vertical_slash_of(case: Case) -> VerticalSlash:
+    """Parameters that leave something out at a case's length."""
+    total = max(c + n for c, n in case.lengths)
+    return VerticalSlash(total // 10, total // 40, 64, total // 40, total // 100)
+
+
+@pytest.mark.parametrize("case", [*CASES, LONG], ids=str)
+@pytest.mark.parametrize("method", [AShape(100, 150), AShape(0, 1), AShape(65, 64)], ids=str)
+def test_a_shape_kernel_is_the_reference(case, method):
+    batch = case.batch()
+    assert all_lists(select(method, batch, case.block_tokens)) == all_lists(
+        select(method, batch, case.block_tokens, by_reference=True)
+    )
+
+
+@pytest.mark.parametrize("case", [*CASES, LONG], ids=str)
+def test_vertical_slash_kernel_is_the_reference(case):
+    batch, method = case.batch(), vertical_slash_of(case)
+    by_kernel = select(method, batch, case.block_tokens)
+    by_reference = select(method, batch, case.block_tokens, by_reference=True)
+    vertical_slash_between(method, batch, by_kernel, by_reference)
+
+
+@pytest.mark.parametrize("last_queries", [1, 17])
+def test_fewer_last_queries(last_queries):
+    batch = random_batch([(137, 100), (0, 10)], 2, 1, 64, 16, F32, DEVICE)
+    method = VerticalSlash(20, 5, last_queries, 3, 2)
+    vertical_slash_between(method, batch, select(method, batch, 64))
+
+
+@pytest.mark.parametrize("case", [*CASES, LONG], ids=str)
+def test_block_sparse_kernel_is_the_reference(case):
+    batch, method = case.batch(), BlockSparse(2)
+    by_kernel = select(method, batch, case.block_tokens)
+    by_reference = select(method, batch, case.block_tokens, by_reference=True)
+    block_sparse_between(method, batch, by_kernel, by_reference)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_last_query_sums_are_the_sums_of_the_softmax(case):
+    """Every column and diagonal sum, within the bound of ``vertical_slash_bounds``; heads of one's own choice."""
+    batch = case.batch()
+    heads = [batch.num_heads - 1, 0][: batch.num_heads]
+    entries = torch.tensor(heads, dtype=torch.int32, device=DEVICE)
+    for row, seq_len in enumerate(batch.rows.seq_lens):
+        sums = last_query_sums(batch.q, batch.cache, batch.rows, row, entries, batch.scale, 64)
+        for i_entry, head in enumerate(heads):
+            q, keys = row_parts(batch, row, head)
+            size = float((q[-64:].abs() @ keys.abs().T).max()) * batch.scale
+            relative = UNIT * (2 * (q.shape[1] + 4) * size + seq_len + 64 + 8)
+            exact = torch.stack(reference.vertical_slash_sums(q[-64:], keys, batch.scale))
+            assert ((sums[:, i_entry, :seq_len] - exact).abs() <= relative * exact).all()
+
+
+def test_reference_sums_by_their_definition():
+    generator = torch.Generator().manual_seed(0)
+    q, keys = (torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in (5, 12))
+    vertical, slash = reference.vertical_slash_sums(q, keys, 0.3)
+    column, diagonal = torch.zeros(12, dtype=torch.float64), torch.zeros(12, dtype=torch.float64)
+    for i in range(5):
+        position = 7 + i
+        weights = torch.stack([torch.exp(0.3 * (q[i] @ keys[j])) for j in range(position + 1)])
+        for j in range(position + 1):
+            column[j] += weights[j] / weights.sum()
+            diagonal[position - j] += weights[j] / weights.sum()
+    torch.testing.assert_close(vertical, column)
+    torch.testing.assert_close(slash, diagonal)
+
+
+def test_reference_block_scores_by_their_definition():
+    generator = torch.Generator().manual_seed(0)
+    q, keys = (torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in (150, 190))
+    scores = reference.block_scores(q, keys, 0.3)
+    assert scores.shape == (3, 3)
+    for i, (q_start, q_end) in enumerate([(0, 64), (64, 128), (128, 150)]):
+        for j, (k_start, k_end) in enumerate([(0, 64), (64, 128), (128, 190)]):
+            exact = 0.3 * (q[q_start:q_end].mean(0) @ keys[k_start:k_end].mean(0))
+            # Queries lie at positions 40 to 189; the first block's last one, 103, is before the third block's keys.
+            assert scores[i, j] == (-torch.inf if (i, j) == (0, 2) else pytest.approx(float(exact)))
+
+
+tiles = st.fixed_dictionaries(
+    {
+        "context_len": st.integers(0, 300),
+        "query_len": st.integers(1, 300),
+        "block_tokens": st.sampled_from([64, 128]),
+        "density": st.sampled_from([0.0, 0.003, 0.03, 0.3]),
+        "seed": st.integers(0, 1000),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(tiles)
+def test_reference_lists_are_the_merge_of_algorithm_4(shape):
+    """The vectorised lists against the literal merge, and against what a slash and a vertical are."""
+    rows = Rows((0,), (shape["query_len"],), (shape["context_len"],), torch.zeros(1, 1, dtype=torch.int32))
+    generator = torch.Generator().manual_seed(shape["seed"])
+    verticals, slashes = torch.rand(2, rows.seq_lens[0], generator=generator) < shape["density"]
+    index = SparseIndex.allocate(rows, 1, shape["block_tokens"], {0: VerticalSlash(10**9).stripe_layout(rows)})
+    for i_tile, tile in enumerate(rows.tile_list):
+        reference.set_vertical_slash(verticals, slashes, index, 0, i_tile)
+        points, offsets = verticals.nonzero().flatten().tolist(), slashes.nonzero().flatten().tolist()
+        assert lists(index, 0, i_tile) == reference.merge(points, offsets[::-1], tile, shape["block_tokens"])
+
+        positions, keys = torch.arange(tile.position, tile.last_position + 1), torch.arange(tile.last_position + 1)
+        apart = positions[:, None] - keys
+        crossed = (slashes[apart.clamp(min=0)] | (apart == 0)) & (apart >= 0)
+        blocks = crossed.any(0).nonzero().flatten().div(shape["block_tokens"], rounding_mode="floor").unique()
+        assert index.blocks_of(0, i_tile).tolist() == blocks.tolist()
+        assert index.tile_keys(0, i_tile)[verticals[: len(keys)] & (keys < tile.position)].all()
+    index.check()
+
+
+@pytest.mark.parametrize("length", [1, 1000, 8200])
+@pytest.mark.parametrize("values", ["distinct", "few", "tiny", "equal"])
+def test_top_k_is_exact_and_takes_the_earliest_of_equals(length, values):
+    """Against a stable sort: sums with many equals, zeros, denormals; forced ones; k from 0 to more than there are."""
+    generator = torch.Generator(DEVICE).manual_seed(length)
+    sums = torch.rand(2, 1, (length + 63) // 64 * 64, generator=generator, device=DEVICE)
+    if values == "few":
+        sums = (sums * 4).floor() / 4
+    elif values == "tiny":
+        sums = sums * 1e-38 * (sums > 0.5)
+    elif values == "equal":
+        sums = torch.zeros_like(sums)
+    sums[..., length:] = float("nan")  # undefined places of the last tile
+    for k, forced in ((0, 0), (1, 0), (length // 3, 50), (20, 50), (length + 9, 0)):
+        method = VerticalSlash(k, k, 64, forced, forced)
+        verticals, slashes_upto = method._keep_largest(sums, length)
+        for kind in range(2):
+            kept = reference.keep(sums[kind, 0, :length], k, forced)
+            assert int(kept.sum()) == min(k, length)
+            if kind == 0:
+                assert verticals[0].tolist() == kept.nonzero().flatten().tolist()
+            else:
+                assert torch.equal(slashes_upto[0, :length], kept.cumsum(0).int())
+
+
+@pytest.mark.parametrize("top_blocks", [1, 3])
+def test_block_sparse_takes_the_earliest_of_equals(top_blocks):
+    """Equal keys give equal products; those of head 1 are negative."""
+    batch = random_batch([(500, 70)], 2, 1, 64, 16, F32, DEVICE)
+    keys = torch.full_like(batch.cache.keys, 0.5)
+    batch = Batch(torch.ones_like(batch.q), PagedCache(keys, keys), batch.rows, batch.scale)
+    batch.q[:, 1] = -1.0
+    index = select(BlockSparse(top_blocks), batch, 64)
+    assert all_lists(index) == [([*range(top_blocks), 7, 8], [])] * 2
+
+
+def test_a_shape_keeps_sinks_and_windows_and_little_else():
+    batch = random_batch([(437, 200)], 1, 1, 64, 16, F32, DEVICE)
+    index = select(AShape(100, 150), batch, 64)
+    positions, keys = torch.arange(437, 637, device=DEVICE)[:, None], torch.arange(637, device=DEVICE)
+    kept = ((keys < 100) | (keys > positions - 150)) & (keys <= positions)
+    mask = index.to_mask(0)[0]
+    assert not (kept & ~mask).any()
+    # Nothing beyond the blocks of 64 that hold a sink, or a key of the window of one of the tile's queries.
+    first_queries = 437 + (positions - 437) // 128 * 128
+    allowed = (keys // 64 <= 99 // 64) | (keys // 64 >= (first_queries - 149) // 64)
+    assert not (mask & ~allowed).any()
+
+
+def test_forced_lines_are_always_there():
+    """First columns and nearest diagonals, however small their sums."""
+    batch = random_batch([(300, 200)], 1, 1, 64, 16, F32, DEVICE)
+    index = select(VerticalSlash(40, 60, 64, 20, 50), batch, 64)
+    mask = index.to_mask(0)[0]
+    positions, keys = torch.arange(300, 500, device=DEVICE)[:, None], torch.arange(500, device=DEVICE)
+    near = (positions - keys >= 0) & (positions - keys < 50)
+    assert mask[near].all()
+    assert mask[:, :20].all()
+
+
+def test_a_planted_column_and_a_planted_diagonal_are_found():
+    """All queries look at key 77; each query at position p looks at key p - 291 (and 291 + 64, one period further)."""
+    batch = random_batch([(400, 230)], 2, 2, 64, 16, F32, DEVICE)
+    row, positions = batch.rows.block_table[0], torch.arange(630, device=DEVICE)
+    slots = (row[positions // 16].long(), positions % 16)
+    batch.q.mul_(0.01)
+    batch.q[:, 0, 0] = 8.0
+    batch.cache.keys[slots[0][77], slots[1][77], 0, 0] = 16.0
+    eye = 8.0 * torch.eye(64, device=DEVICE).to(F32)
+    batch.q[:, 1] = eye[(positions[400:] - 291) % 64]
+    batch.cache.keys[(*slots, torch.ones_like(positions))] = eye[positions % 64]
+    index = select(VerticalSlash(1, 10, 64, 0, 0), batch, 64)
+    for i_tile, tile in enumerate(batch.rows.tile_list):
+        assert index.tile_keys(0, i_tile)[77]
+        for position in range(tile.position, tile.last_position + 1):
+            assert index.tile_keys(1, i_tile)[position - 291]
+    assert index.density() < 0.8
+
+
+@pytest.mark.parametrize("method", [AShape(), VerticalSlash(), BlockSparse()], ids=str)
+def test_short_prompts_are_dense_at_the_defaults(method):
+    """The papers' budgets exceed a few hundred tokens: nothing may be lost."""
+    batch = random_batch([(150, 140), (0, 9)], 2, 1, 64, 16, F32, DEVICE)
+    assert select(method, batch, 64).density() == 1.0
+
+
+@pytest.mark.parametrize(
+    "method", [AShape(50, 50), VerticalSlash(30, 10, 64, 5, 5), BlockSparse(1)], ids=lambda m: type(m).__name__
+)
+class TestIndependence:
+    def test_only_the_heads_asked_for_are_written(self, method):
+        batch = random_batch([(200, 70)], 4, 2, 64, 16, F32, DEVICE)
+        everything = select(method, batch, 64)
+        index = select(method, batch, 64, heads=[3, 0])
+        for head in (0, 3):
+            assert lists(index, head, 0) == lists(everything, head, 0)
+        for head in (1, 2):
+            assert (index.block_counts[head] == POISON).all()
+            assert (index.block_ids[head] == POISON).all()
+
+    def test_neither_neighbours_nor_pages_matter(self, method):
+        """Bitwise the same lists for a row alone, among others, and on other pages."""
+        batch = random_batch([(0, 65), (201, 130), (9, 1)], 2, 1, 64, 16, F32, DEVICE, gap_tokens=3)
+        together = select(method, batch, 64)
+        for page_size, layout in ((16, "NHD"), (48, "HND")):
+            other = random_batch([(201, 130)], 2, 1, 64, page_size, F32, DEVICE, seed=5, layout=layout)
+            copied = batch.cache.gather(batch.rows.block_table[1], 331)
+            positions = torch.arange(331, device=DEVICE)
+            slots = (other.rows.block_table[0][positions // page_size].long(), positions % page_size)
+            other.cache.keys[slots], other.cache.values[slots] = copied
+            other.q.copy_(batch.q[batch.rows.tokens[1] : batch.rows.tokens[1] + 130])
+            alone = select(method, other, 64)
+            first = batch.rows.tile_starts[1]
+            for head in range(2):
+                for i_tile in range(2):
+                    assert lists(alone, head, i_tile) == lists(together, head, first + i_tile)
+
+
+@pytest.mark.parametrize(
+    ("method", "field", "value"),
+    [
+        (AShape, "sink_tokens", -1),
+        (AShape, "local_tokens", 0),
+        (BlockSparse, "top_blocks", -1),
+        (VerticalSlash, "vertical_tokens", -1),
+        (VerticalSlash, "slash_tokens", -1),
+        (VerticalSlash, "forced_verticals", -1),
+        (VerticalSlash, "forced_slashes", -1),
+        (VerticalSlash, "last_queries", 0),
+        (VerticalSlash, "last_queries", 65),
+    ],
+)
+def test_parameters_out_of_range_are_refused(method, field, value):
+    with pytest.raises(ValueError, match=f"{field}: given {value}, expected"):
+        method(**{field: value})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block_tokens", [64, 128])
+@pytest.mark.parametrize("lengths", [((0, 2049),), ((1000, 8192),), ((4000, 2049), (0, 63), (130, 1000))], ids=str)
+class TestOnGpu:
+    def batch(self, lengths, dtype) -> Batch:
+        return Case(lengths, 8, 2, 128, 128, dtype=dtype).batch()
+
+    def test_a_shape(self, lengths, block_tokens, dtype):
+        batch, method = self.batch(lengths, dtype), AShape(300, 700)
+        assert all_lists(select(method, batch, block_tokens)) == all_lists(
+            select(method, batch, block_tokens, by_reference=True)
+        )
+
+    def test_vertical_slash(self, lengths, block_tokens, dtype):
+        batch, method = self.batch(lengths, dtype), VerticalSlash(200, 40)
+        vertical_slash_between(method, batch, select(method, batch, block_tokens))
+
+    def test_block_sparse(self, lengths, block_tokens, dtype):
+        batch, method = self.batch(lengths, dtype), BlockSparse(5)
+        block_sparse_between(method, batch, select(method, batch, block_tokens))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", [AShape(300, 700), VerticalSlash(200, 40), BlockSparse(5)], ids=str)
+def test_a_row_does_not_depend_on_its_neighbours(method):
+    """One row alone and the same row among 15 others: the same lists."""
+    batch = random_batch(
+        [(130 * i, 100 + 77 * i) for i in range(16)], 8, 2, 128, 128, torch.bfloat16, "cuda", gap_tokens=3
+    )
+    together, rows = select(method, batch, 64), batch.rows
+    for row in (0, 7, 15):
+        alone = Rows(
+            rows.tokens[row : row + 1],
+            rows.query_lens[row : row + 1],
+            rows.context_lens[row : row + 1],
+            rows.block_table[row : row + 1],
+        )
+        index = select(method, Batch(batch.q, batch.cache, alone, batch.scale), 64)
+        for head in range(8):
+            for i_tile in range(alone.num_tiles):
+                assert lists(index, head, i_tile) == lists(together, head, rows.tile_starts[row] + i_tile)
