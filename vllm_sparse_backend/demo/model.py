@@ -71,13 +71,13 @@ def make_model(folder: Path, *, seed: int = 0) -> Path:
         made = Path(aside) / folder.name
         made.mkdir()
         (made / "config.json").write_text(json.dumps(CONFIG, indent=1))
-        _write_tokenizer(made)
+        write_tokenizer(made)
         _write_weights(made, seed)
         shutil.move(made, folder)
     return folder
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())

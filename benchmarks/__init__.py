@@ -1,0 +1,1 @@
+"""Timings against FlashAttention-3 and stock vLLM, on the same card in the same run. Needs an NVIDIA GPU."""
