@@ -20,7 +20,9 @@ from vllm_sparse_kernels.reference import sparge_attn as reference  # isort: ski
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = -7
 MARGIN = 1e-5
-"""Sums of up to 128 float32 numbers of one size, or of a softmax, are far closer than this to their float64 values."""
+"""Of similarities and of τ. Float32 sums of a tile's or a softmax's terms are closer than this to float64."""
+P_MARGIN = 1e-4
+"""Of one probability, relative: float32 scores of some tens are off by less, and the exponential by as much."""
 
 METHOD = SpargeAttn(kept_mass=0.7, min_similarity=0.4)
 
@@ -82,21 +84,37 @@ def row_inputs(batch: Batch, row: int, dtype: torch.dtype) -> tuple[torch.Tensor
     return q.to(dtype), keys.to(dtype).repeat_interleave(group, 1)
 
 
-def assert_selects(method: SpargeAttn, batch: Batch, index: SparseIndex, heads) -> tuple[int, int, int]:
-    """Float64 at τ − margin is kept, nothing beyond τ + margin is; returns blocks: kept, causal, in doubt."""
+def clear_of_ties(method: SpargeAttn, batch: Batch) -> SpargeAttn:
+    """The method with θ moved into the middle of the widest gap of similarities near it."""
+    near = [torch.tensor([method.min_similarity - 0.02, method.min_similarity + 0.02], device=DEVICE).double()]
+    for row in range(batch.rows.num_rows):
+        q, k = row_inputs(batch, row, torch.float64)
+        k = k - k.mean(0) if method.smooth_keys else k
+        near += [reference.compress(x, size)[1].flatten() for x, size in ((q, 128), (k, KEY_BLOCK_TOKENS))]
+    values = torch.cat(near).sort().values
+    values = values[(values >= near[0][0]) & (values <= near[0][1])]
+    widest = int(values.diff().argmax())
+    assert float(values.diff()[widest]) > 2 * MARGIN
+    return dataclasses.replace(method, min_similarity=float(values[widest : widest + 2].mean()))
+
+
+def halves_to_blocks(flags: torch.Tensor, index: SparseIndex) -> torch.Tensor:
     halves = index.block_tokens // KEY_BLOCK_TOKENS
+    return torch.nn.functional.pad(flags, (0, -flags.shape[-1] % halves)).unflatten(-1, (-1, halves)).any(-1)
+
+
+def assert_selects(method: SpargeAttn, batch: Batch, index: SparseIndex, heads) -> tuple[int, int, int]:
+    """What float64 keeps by more than the margins is kept, and nothing else; counts blocks: kept, causal, in doubt."""
     kept = causal = doubtful = 0
     for row in range(batch.rows.num_rows):
         q, k = row_inputs(batch, row, torch.float64)
-        smooth = k - k.mean(0) if method.smooth_keys else k
-        for tokens, size in ((q, 128), (smooth, KEY_BLOCK_TOKENS)):
-            distance = reference.compress(tokens, size)[1] - method.min_similarity
-            assert distance.abs().min() > MARGIN, "the data leave it open which blocks are alike"
-        bounds = []
-        for tau in (method.kept_mass - MARGIN, method.kept_mass + MARGIN):
-            flags = reference.predict(dataclasses.replace(method, kept_mass=tau), q, k, batch.scale)
-            flags = torch.nn.functional.pad(flags, (0, -flags.shape[2] % halves))
-            bounds.append(flags.unflatten(2, (-1, halves)).any(-1))
+        p, always, _ = reference.compressed_map(method, q, k, batch.scale)
+        fewest, most = (reference.top_cdf(p, method.kept_mass + side) for side in (-MARGIN, MARGIN))
+        largest_left = p.masked_fill(fewest, 0).amax(-1, keepdim=True)
+        smallest_kept = p.masked_fill(~most, torch.inf).amin(-1, keepdim=True)
+        surely = always | (fewest & (p > largest_left * (1 + P_MARGIN)))
+        perhaps = always | most | (p >= smallest_kept * (1 - P_MARGIN))
+        bounds = [halves_to_blocks(flags, index) for flags in (surely, perhaps)]
         for i_tile in range(batch.rows.tile_starts[row], batch.rows.tile_starts[row + 1]):
             tile = batch.rows.tile_list[i_tile]
             for head in heads:
@@ -129,7 +147,7 @@ if DEVICE == "cuda":
 def test_kernels_and_reference_select_what_float64_selects(name):
     lengths, num_heads, num_kv_heads, head_dim, page, block_tokens, dtype, layout, smooth, heads = CASES[name]
     batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page, dtype, layout=layout)
-    method = dataclasses.replace(METHOD, smooth_keys=smooth)
+    method = clear_of_ties(dataclasses.replace(METHOD, smooth_keys=smooth), batch)
     for select in (None, METHODS["sparge_attn"].reference):
         index = run(method, batch, block_tokens, heads, select=select)
         kept, causal, doubtful = assert_selects(method, batch, index, heads or range(num_heads))

@@ -43,23 +43,29 @@ def predict(method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale
 
     queries [query_len, heads, head_dim] are the last positions of keys [seq_len, heads, head_dim].
     """
-    query_len, seq_len = len(queries), len(keys)
+    probabilities, always, causal = compressed_map(method, queries, keys, scale)
     if method.kept_mass == 1:
-        shape = (keys.shape[1], -(-query_len // TILE_TOKENS), -(-seq_len // KEY_BLOCK_TOKENS))
-        return torch.ones(shape, dtype=torch.bool, device=keys.device)
+        return causal.expand_as(probabilities)
+    return (top_cdf(probabilities, method.kept_mass) | always) & causal  # equations 4 and 5
+
+
+def compressed_map(
+    method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """P^ [heads, tiles, key blocks], what is kept whatever P^ says (bool, same shape), and the causal mask (bool)."""
+    query_len, seq_len = len(queries), len(keys)
     if method.smooth_keys:
         keys = keys - keys.mean(0)
     q_mean, q_similarity = compress(queries, TILE_TOKENS)
     k_mean, k_similarity = compress(keys, KEY_BLOCK_TOKENS)
-    unlike = (k_similarity < method.min_similarity)[:, None, :]
-    scores = (q_mean @ k_mean.mT * scale).masked_fill(unlike, -torch.inf)
     starts = torch.arange(0, query_len, TILE_TOKENS, device=keys.device)
     last = (starts + TILE_TOKENS).clamp(max=query_len) - 1 + seq_len - query_len
     causal = torch.arange(0, seq_len, KEY_BLOCK_TOKENS, device=keys.device) <= last[:, None]
-    probabilities = scores.masked_fill(~causal, -torch.inf).softmax(-1).nan_to_num()
-    kept = top_cdf(probabilities, method.kept_mass)  # equation 4
-    kept |= unlike | (q_similarity < method.min_similarity)[:, :, None]  # equation 5
-    return kept & causal
+    unlike = (k_similarity < method.min_similarity)[:, None, :]
+    scores = (q_mean @ k_mean.mT * scale).masked_fill(unlike | ~causal, -torch.inf)
+    # A tile none of whose blocks is alike has no softmax: it keeps them all.
+    probabilities = scores.softmax(-1).nan_to_num()
+    return probabilities, unlike | (q_similarity < method.min_similarity)[:, :, None], causal
 
 
 def compress(tokens: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
