@@ -1,0 +1,97 @@
+"""Clustering of heads for SharePrefill: synthetic maps, and each step against its definition."""
+
+import pytest
+import torch
+
+from vllm_sparse_backend.calibrate.share_prefill import (
+    MapAutoencoder,
+    attention_map,
+    cluster_heads,
+    profile_of,
+    representations,
+    ward_labels,
+)
+from vllm_sparse_backend.model_shape import ModelShape
+from vllm_sparse_backend.profile import parse_profile
+from vllm_sparse_kernels.select.share_prefill import NOISE, SharePrefill
+
+SIDE = 16
+
+
+def synthetic_maps() -> torch.Tensor:
+    """Four layers of eight heads: three kinds of attention in turn, and in the end four heads of no kind."""
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = torch.arange(SIDE)[:, None], torch.arange(SIDE)[None, :]
+    local = (rows - columns < 4).float()
+    sinks = (columns < 5).float() + 0.2
+    stairs = (columns // 8 == rows // 8).float() + (columns % 8 == 0)
+    kinds = [local, sinks, stairs]
+    maps = []
+    for head in range(32):
+        shape = kinds[head % 3] if head < 28 else torch.rand(SIDE, SIDE, generator=generator).pow(2 + head)
+        scores = shape + 0.05 * torch.rand(SIDE, SIDE, generator=generator)
+        maps.append(scores.tril() / scores.tril().sum(1, keepdim=True))
+    return torch.stack(maps).view(4, 8, SIDE, SIDE)
+
+
+def test_heads_of_a_kind_share_a_cluster_across_layers():
+    clusters = cluster_heads(synthetic_maps(), epochs=20)
+    flat = [c for layer in clusters for c in layer]
+    kinds = [set(flat[kind:28:3]) for kind in range(3)]
+    assert kinds == [{0}, {1}, {2}]
+    assert set(flat[28:]) == {NOISE}
+
+
+def test_representations_are_equal_for_equal_seeds():
+    maps = synthetic_maps().flatten(0, 1)[:12]
+    first, again = (representations(maps, epochs=3) for _ in range(2))
+    assert torch.equal(first, again)
+    assert first.shape == (12, 64)
+    assert not torch.equal(first, representations(maps, epochs=3, seed=1))
+
+
+@pytest.mark.parametrize("side", [16, 48])
+def test_autoencoder_gives_back_the_shape(side):
+    maps = torch.rand(2, 1, side, side)
+    assert MapAutoencoder(side)(maps).shape == maps.shape
+    with pytest.raises(ValueError, match="given maps of side 40, expected a multiple of 16"):
+        MapAutoencoder(40)
+
+
+def test_ward_is_scipys():
+    hierarchy = pytest.importorskip("scipy.cluster.hierarchy")
+    points = torch.randn(60, 5, generator=torch.Generator().manual_seed(3))
+    tree = hierarchy.linkage(points.numpy(), "ward")
+    for distance in (0.0, 0.5, 2.0, 4.0, 100.0, float("inf")):
+        expected = hierarchy.fcluster(tree, distance, "distance").tolist()
+        first = {label: i for i, label in enumerate(dict.fromkeys(expected))}
+        assert ward_labels(points, distance) == [first[label] for label in expected]
+
+
+def test_ward_by_hand():
+    points = torch.tensor([[0.0], [1.0], [10.0]])
+    assert ward_labels(points, 0.99) == [0, 1, 2]
+    assert ward_labels(points, 1.0) == [0, 0, 1]
+    between = (2 * 2 * 1 / 3) ** 0.5 * 9.5  # sqrt(2 |A| |B| / (|A| + |B|)) between the means
+    assert ward_labels(points, between - 0.01) == [0, 0, 1]
+    assert ward_labels(points, between + 0.01) == [0, 0, 0]
+
+
+def test_attention_map_averages_blocks():
+    generator = torch.Generator().manual_seed(5)
+    q, k = (torch.randn(70, 8, generator=generator) for _ in range(2))
+    scores = (q[:64] @ k[:64].T * 0.7).masked_fill(~torch.ones(64, 64, dtype=torch.bool).tril(), -torch.inf)
+    expected = scores.softmax(-1).view(16, 4, 16, 4).mean((1, 3))
+    torch.testing.assert_close(attention_map(q, k, 0.7, 16), expected, rtol=1e-5, atol=1e-7)
+    with pytest.raises(ValueError, match="given 70 tokens, expected at least side = 80"):
+        attention_map(q, k, 0.7, 80)
+
+
+def test_profile_names_clustered_heads():
+    shape = ModelShape("LlamaForCausalLM", 3, 4, 2, 64)
+    clusters = ((0, 0, NOISE, 1), (NOISE,) * 4, (1, 0, 1, 1))
+    profile = profile_of(clusters, shape, SharePrefill(gamma=0.95))
+    assert parse_profile(profile.to_yaml(), "test") == profile
+    for layer, heads in enumerate(clusters):
+        expected = tuple(SharePrefill(gamma=0.95, cluster=c) for c in heads)
+        assert profile.methods_of(layer, 4) == expected

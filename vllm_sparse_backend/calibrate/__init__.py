@@ -1,0 +1,1 @@
+"""Offline work that a profile comes from: what differs from head to head, found on prompts."""
