@@ -1,19 +1,29 @@
 """FlexPrefill's vertical-slash in plain torch: Algorithm 5 of arXiv:2505.19578; see select/flex_vertical_slash.py."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.reference.minference import vertical_slash_sums
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.select.base import Method
-from vllm_sparse_kernels.select.flex_vertical_slash import BAND, LAST_QUERIES, FlexVerticalSlash
+
+if TYPE_CHECKING:  # the package select imports this module
+    from vllm_sparse_kernels.select.flex_vertical_slash import FlexVerticalSlash
+
+LAST_QUERIES = 64
+BAND_TOKENS = 64
 
 
 def select_flex_vertical_slash(
-    method: Method, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
+    method: "FlexVerticalSlash",
+    q: torch.Tensor,
+    cache: PagedCache,
+    index: SparseIndex,
+    heads: torch.Tensor,
+    scale: float,
 ) -> None:
-    assert isinstance(method, FlexVerticalSlash)
     rows, group = index.rows, q.shape[1] // cache.num_kv_heads
     for row in range(rows.num_rows):
         keys, _ = cache.gather(rows.block_table[row], rows.seq_lens[row])
@@ -22,8 +32,8 @@ def select_flex_vertical_slash(
         for head in heads.tolist():
             column_sums, slash_sums = vertical_slash_sums(q[last, head].float(), keys[:, head // group].float(), scale)
             columns = fewest_with_mass(column_sums, method.gamma)
-            bands = fewest_with_mass(pool(slash_sums, BAND.value), method.gamma)
-            slashes = bands.repeat_interleave(BAND.value)[: len(columns)]
+            bands = fewest_with_mass(pool(slash_sums, BAND_TOKENS), method.gamma)
+            slashes = bands.repeat_interleave(BAND_TOKENS)[: len(columns)]
             whole = whole_blocks(columns, method.stripes_of_row(rows, row), index.block_tokens)
             for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
                 set_lines(columns, slashes, whole, index, head, i_tile)

@@ -1,6 +1,6 @@
 """SharePrefill (arXiv:2505.19578), Algorithms 1 to 4, head by head in plain float32; see select/share_prefill.py."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -8,8 +8,11 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.reference.flex_vertical_slash import fewest_with_mass, pool, select_flex_vertical_slash
 from vllm_sparse_kernels.rows import TILE_TOKENS
-from vllm_sparse_kernels.select.base import Method
-from vllm_sparse_kernels.select.share_prefill import NOISE, SharePrefill, SharePrefillLayer
+
+if TYPE_CHECKING:  # the package select imports this module
+    from vllm_sparse_kernels.select.share_prefill import SharePrefillLayer
+
+NOISE = -1
 
 
 class Pivot(NamedTuple):
@@ -20,12 +23,16 @@ class Pivot(NamedTuple):
 
 
 def select_share_prefill(
-    method: Method, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
+    method: "SharePrefillLayer",
+    q: torch.Tensor,
+    cache: PagedCache,
+    index: SparseIndex,
+    heads: torch.Tensor,
+    scale: float,
 ) -> None:
-    assert isinstance(method, SharePrefill)
     clusters = method.clusters_of(heads)
     select_flex_vertical_slash(method.fallback, q, cache, index, heads, scale)
-    if not isinstance(method, SharePrefillLayer) or not method.shares(clusters):
+    if not method.shares(clusters):
         return
     pivots = method.state_of_step(index.rows, "reference", dict[tuple[int, int], Pivot])
     rows, group = index.rows, q.shape[1] // cache.num_kv_heads
@@ -51,7 +58,7 @@ def set_pattern(kept: list[torch.Tensor], index: SparseIndex, row: int, head: in
         index.stripe_counts[head, i_tile] = 0
 
 
-def determine(method: SharePrefill, cluster: int, last_row: torch.Tensor, pivot: Pivot | None) -> str:
+def determine(method: "SharePrefillLayer", cluster: int, last_row: torch.Tensor, pivot: Pivot | None) -> str:
     """Algorithm 3, and the first lines of Algorithm 4: "dense" (no pivot yet), "shared" or "vertical_slash"."""
     uniform = torch.full_like(last_row, 1 / len(last_row))
     if cluster == NOISE or js_distance(last_row, uniform) >= method.max_sparsity:
