@@ -80,20 +80,7 @@ class BlockSparse(Method):
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         for row in range(index.rows.num_rows):
-            self._select_row(q, cache, index, row, heads, scale)
-
-    def _select_row(
-        self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, row: int, heads: torch.Tensor, scale: float
-    ) -> None:
-        rows = index.rows
-        scores = pooled_scores(q, cache, rows, row, heads, scale)
-        first_tile, end_tile = rows.tile_starts[row : row + 2]
-        _top_blocks_kernel[(end_tile - first_tile, len(heads))](
-            scores, scores.shape[1], scores.shape[2] // ALIGNED.value, self.top_blocks, heads, first_tile,
-            rows.tiles, rows.num_tiles, index.block_counts, index.block_ids, index.block_ids.stride(0),
-            index.block_offsets,
-            BLOCK_N=index.block_tokens, CHUNK=1024, FIELDS=TILE_FIELDS,
-        )  # fmt: skip
+            write_top_blocks(pooled_scores(q, cache, index.rows, row, heads, scale), self.top_blocks, index, row, heads)
 
 
 def pooled_scores(
@@ -195,6 +182,18 @@ def _scores_kernel(
     width = (num_k + ALIGNED - 1) // ALIGNED * ALIGNED
     target = scores + (i_entry * num_q + o_m)[:, None] * width + o_n[None, :]
     tl.store(target, b_s, mask=(o_m < num_q)[:, None] & (o_n < num_k)[None, :])
+
+
+def write_top_blocks(scores: torch.Tensor, top_blocks: int, index: SparseIndex, row: int, heads: torch.Tensor) -> None:
+    """Lists of one row's tiles from ``pooled_scores``: the largest of each query block, and the diagonal."""
+    rows = index.rows
+    first_tile, end_tile = rows.tile_starts[row : row + 2]
+    _top_blocks_kernel[(end_tile - first_tile, len(heads))](
+        scores, scores.shape[1], scores.shape[2] // ALIGNED.value, top_blocks, heads, first_tile,
+        rows.tiles, rows.num_tiles, index.block_counts, index.block_ids, index.block_ids.stride(0),
+        index.block_offsets,
+        BLOCK_N=index.block_tokens, CHUNK=1024, FIELDS=TILE_FIELDS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_q", "width", "top_blocks", "first_tile", "num_tiles", "stride_ids"])
