@@ -61,19 +61,16 @@ def anchor_differences(
     q [num_tokens, head_dim] and k [seq_len, head_dim] belong to one head, the tiles to one group whose window begins at
     ``start``. Computed in the inputs' dtype.
     """
+    future = torch.ones(TILE_TOKENS, TILE_TOKENS, dtype=torch.bool, device=q.device).triu(1)
     differences = []
     for tile in tiles:
         q_tile = q[tile.token : tile.token + tile.length_tokens]
         x_a = q.new_zeros(tile.length_tokens)
         if use_anchor and start > INITIAL_TOKENS:
-            # Equation 1: the maximum over [K_init, K_w], under the causal mask.
-            k_window = k[start : tile.last_position + 1]
-            scores = q_tile @ torch.cat([k[:INITIAL_TOKENS], k_window]).T * scale
-            scores[:, INITIAL_TOKENS:].masked_fill_(
-                torch.ones(tile.length_tokens, len(k_window), dtype=torch.bool, device=q.device).triu_(
-                    tile.position - start + 1
-                ),
-                -torch.inf,
+            # Equation 1: the maximum over [K_init, K_w], which ends with the tile's own keys, under the causal mask.
+            scores = q_tile @ torch.cat([k[:INITIAL_TOKENS], k[start : tile.last_position + 1]]).T * scale
+            scores[:, -tile.length_tokens :].masked_fill_(
+                future[: tile.length_tokens, : tile.length_tokens], -torch.inf
             )
             x_a = scores.amax(-1)
         differences.append(x_a.mean() - q_tile.mean(0) @ k[INITIAL_TOKENS : max(start, INITIAL_TOKENS)].T * scale)
