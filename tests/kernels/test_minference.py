@@ -296,6 +296,22 @@ def unread_row(query_len: int, context_len: int) -> Rows:
 
 
 @pytest.mark.parametrize("block_tokens", [64, 128])
+def test_a_shape_at_the_edges_of_blocks(block_tokens):
+    """The oldest key of the first query's window, and the end of the sinks, one before, at and one after an edge."""
+    rows, nothing = unread_row(70, 201), torch.empty(0, device=DEVICE)
+    cache = PagedCache(*torch.empty(2, 1, 16, 1, 64, device=DEVICE))
+    heads = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    for oldest in (-1, 0, 1, 63, 64, 65, 127, 128, 129):
+        for sink_tokens in (0, 1, 63, 64, 65, 128, 300):
+            method = AShape(sink_tokens, 202 - oldest)
+            indices = [SparseIndex.allocate(rows, 1, block_tokens) for _ in range(2)]
+            method.select(nothing, cache, indices[0], heads, 1.0)
+            reference.select_a_shape(method, nothing, cache, indices[1], heads, 1.0)
+            indices[0].check()
+            assert all_lists(indices[0]) == all_lists(indices[1])
+
+
+@pytest.mark.parametrize("block_tokens", [64, 128])
 def test_lists_at_the_edges_of_blocks(block_tokens):
     """Kernel lists of one slash and one vertical each, both as near to the edges of blocks and tiles as can be."""
     rows = unread_row(150, 201)
