@@ -28,7 +28,7 @@ EVERYTHING = {"method": "dense", "min_tokens": MIN_TOKENS}
 SPARSE = {
     "method": "vertical_slash",
     "min_tokens": MIN_TOKENS,
-    "params": {"vertical_tokens": 64, "slash_tokens": 256},
+    "params": {"vertical_tokens": 64, "slash_tokens": 104},
 }
 
 

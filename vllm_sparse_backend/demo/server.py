@@ -133,7 +133,7 @@ class Server:
     def exit_code(self) -> int | None:
         return self._process.poll() if self._process else None
 
-    def tail(self, lines: int = 40) -> str:
+    def tail(self, lines: int = 60) -> str:
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
 
     def get(self, path: str, *, timeout_s: float = 60) -> str:
@@ -148,7 +148,10 @@ class Server:
             with _DIRECT.open(request, timeout=timeout_s) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:
-            raise ServerError(f"POST {path} answered {error.code}: {error.read().decode(errors='replace')}") from error
+            said = f"POST {path} answered {error.code}: {error.read().decode(errors='replace')}"
+            if error.code >= 500:
+                said += f"\nThe end of its log:\n{self.tail()}"
+            raise ServerError(said) from error
 
     def stop(self) -> None:
         """Ask the server to end, then kill what is left of its process group."""
