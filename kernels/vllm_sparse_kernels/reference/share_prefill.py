@@ -81,9 +81,10 @@ def relative_entropy(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def block_average(queries: torch.Tensor, keys: torch.Tensor, block_tokens: int) -> torch.Tensor:
     """pool(Q̂Kᵀ): scores of the last queries of ``keys``, averaged over the causal pairs of each block of keys."""
-    scores = queries @ keys.T
-    causal = torch.ones_like(scores, dtype=torch.bool).tril_(len(keys) - len(queries))
-    return pool((scores * causal).sum(0), block_tokens) / pool(causal.float().sum(0), block_tokens)
+    num_queries, num_keys = len(queries), len(keys)
+    scores = (queries @ keys.T).tril_(num_keys - num_queries)
+    seen_by = (num_keys - torch.arange(num_keys, device=keys.device)).clamp(max=num_queries)  # queries of each key
+    return pool(scores.sum(0), block_tokens) / pool(seen_by.to(scores), block_tokens)
 
 
 def block_average_map(queries: torch.Tensor, keys: torch.Tensor, index: SparseIndex, row: int) -> list[torch.Tensor]:
