@@ -1,8 +1,7 @@
 """Attention over a SparseIndex: one kernel that knows nothing of papers.
 
 A program owns one (query head, tile). It walks the tile's blocks with FlashAttention's online softmax (in base 2),
-masks only where a block touches the diagonal, then gathers the tile's stripes. Scores are computed one block ahead of
-the softmax, so that the matrix units work while the exponentials are taken.
+masks only where a block touches the diagonal, then gathers the tile's stripes.
 
 Programs run kv head by kv head, heaviest tile first, the heads of a group side by side: keys and values of one kv head
 stay in the L2 cache while all of its readers run.
@@ -62,11 +61,14 @@ class MatrixArgs(NamedTuple):
 
 
 class IndexArgs(NamedTuple):
-    """Tensors of Rows and SparseIndex; ``blocks`` are block ids, or places once these are looked up."""
+    """Tensors of Rows and SparseIndex; ``blocks`` are block ids, or places once these are looked up.
+
+    No number here changes with a batch's size in a way that Triton specialises on (the list's length is a multiple of
+    16): a kernel that is compiled at start-up serves every later batch.
+    """
 
     tiles: Any
     order: Any
-    num_tiles: int
     block_counts: Any
     blocks: Any
     block_offsets: Any
@@ -110,7 +112,7 @@ def attend(
         cache.keys, cache.values, *cache.strides, cache.page_size, rows.block_table, rows.block_table.stride(0)
     )
     index_args = IndexArgs(
-        rows.tiles, rows.heaviest_first, rows.num_tiles,
+        rows.tiles, rows.heaviest_first,
         index.block_counts, index.block_ids, index.block_offsets, index.block_ids.stride(0),
         index.stripe_counts, index.stripe_positions, index.stripe_offsets,
     )  # fmt: skip
@@ -122,6 +124,7 @@ def attend(
         index_args, scale * LOG2_E,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
+        NUM_HEADS=num_heads,
         GROUP=num_heads // cache.num_kv_heads,
         BLOCK_M=TILE_TOKENS,
         BLOCK_N=index.block_tokens,
@@ -129,7 +132,7 @@ def attend(
         FIELDS=TILE_FIELDS,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=8 if block_d >= 128 else 4,
-        num_stages=2,
+        num_stages=3 if index.block_tokens * block_d <= 64 * 128 else 2,
     )  # fmt: skip
 
 
@@ -189,7 +192,7 @@ def _place_blocks_kernel(
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
     i_row = tl.load(index.tiles + i_tile * FIELDS).to(tl.int64)
     start = i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
-    count = tl.load(index.block_counts + i_head * index.num_tiles + i_tile)
+    count = tl.load(index.block_counts + i_head * tl.num_programs(0) + i_tile)
     for first in range(0, count, CHUNK):
         o_n = first + tl.arange(0, CHUNK)
         position = tl.load(index.blocks + start + o_n, mask=o_n < count, other=0) * BLOCK_N
@@ -200,13 +203,14 @@ def _place_blocks_kernel(
 @triton.jit
 def _attend_kernel(
     queries, cache, k_matrix, v_matrix, matrix, index, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STRIPES: tl.constexpr, FIELDS: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STRIPES: tl.constexpr, FIELDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # kv head, then tile by falling weight, then head of the group
     i_program = tl.program_id(0)
-    i_kv = i_program // (index.num_tiles * GROUP)
-    i_tile = tl.load(index.order + i_program % (index.num_tiles * GROUP) // GROUP)
+    num_tiles = tl.num_programs(0) // NUM_HEADS
+    i_kv = i_program // (num_tiles * GROUP)
+    i_tile = tl.load(index.order + i_program % (num_tiles * GROUP) // GROUP)
     i_head = i_kv * GROUP + i_program % GROUP
 
     i_row = tl.load(index.tiles + i_tile * FIELDS)
@@ -230,7 +234,7 @@ def _attend_kernel(
 
     # Blocks before the diagonal need no mask; the diagonal ones are always there, and last.
     blocks = index.blocks + i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
-    num_blocks = tl.load(index.block_counts + i_head * index.num_tiles + i_tile)
+    num_blocks = tl.load(index.block_counts + i_head * num_tiles + i_tile)
     num_full = num_blocks - ((first + length - 1) // BLOCK_N - first // BLOCK_N + 1)
     where = (cache, k_matrix, v_matrix, matrix, table, i_kv, first + length)
     b_acc, b_max, b_sum = _walk_full(
@@ -240,8 +244,8 @@ def _attend_kernel(
         b_q, blocks, num_full, num_blocks, first, where, scale, b_acc, b_max, b_sum, BLOCK_N, HEAD_DIM, BLOCK_D, PRECISION
     )
     if STRIPES > 0:
-        stripes = index.stripe_positions + tl.load(index.stripe_offsets + i_head * index.num_tiles + i_tile)
-        num_stripes = tl.load(index.stripe_counts + i_head * index.num_tiles + i_tile)
+        stripes = index.stripe_positions + tl.load(index.stripe_offsets + i_head * num_tiles + i_tile)
+        num_stripes = tl.load(index.stripe_counts + i_head * num_tiles + i_tile)
         b_acc, b_max, b_sum = _walk_stripes(
             b_q, stripes, num_stripes, where, scale, b_acc, b_max, b_sum, STRIPES, HEAD_DIM, BLOCK_D, PRECISION
         )
@@ -259,19 +263,17 @@ def _walk_full(
     b_q, blocks, num_full, where, scale, b_acc, b_max, b_sum,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Blocks that every query of the tile sees whole. A block always follows the last of them: the first diagonal one.
+    """Blocks that every query of the tile sees whole.
 
-    Scores are computed one block ahead of the softmax. Nothing that places a block is carried from one iteration to
-    the next: loads that depend on carried values are not pipelined.
+    Nothing that places a block is carried from one iteration to the next: loads that depend on carried values are not
+    pipelined. Computing scores one block ahead by hand gained nothing and cost registers.
     """
-    b_k = _load_block(0, tl.load(blocks), where, BLOCK_N, HEAD_DIM, BLOCK_D)
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     for i in range(0, num_full):
-        b_k = _load_block(0, tl.load(blocks + i + 1), where, BLOCK_N, HEAD_DIM, BLOCK_D)
-        b_s_next = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_v = _load_block(1, tl.load(blocks + i), where, BLOCK_N, HEAD_DIM, BLOCK_D)
+        entry = tl.load(blocks + i)
+        b_k = _load_block(0, entry, where, BLOCK_N, HEAD_DIM, BLOCK_D)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        b_v = _load_block(1, entry, where, BLOCK_N, HEAD_DIM, BLOCK_D)
         b_acc, b_max, b_sum = _fold(b_s, b_v, scale, b_acc, b_max, b_sum, PRECISION)
-        b_s = b_s_next
     return b_acc, b_max, b_sum
 
 

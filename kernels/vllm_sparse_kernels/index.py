@@ -76,7 +76,7 @@ class SparseIndex:
             num_heads=num_heads,
             block_tokens=block_tokens,
             block_counts=torch.empty(num_heads, rows.num_tiles, dtype=torch.int32, device=device),
-            block_ids=torch.empty(num_heads, sum(capacities), dtype=torch.int32, device=device),
+            block_ids=torch.empty(num_heads, ceil_div(sum(capacities), 16) * 16, dtype=torch.int32, device=device),
             block_offsets=to_device(block_offsets, torch.int64, device),
             stripe_counts=torch.zeros(num_heads, rows.num_tiles, dtype=torch.int32, device=device),
             stripe_positions=torch.empty(stripe_capacity, dtype=torch.int32, device=device),

@@ -34,14 +34,14 @@ def compact_blocks(kept: torch.Tensor | None, index: SparseIndex, heads: torch.T
     """
     _compact_blocks_kernel[(index.rows.num_tiles, len(heads))](
         kept, 0 if kept is None else kept.stride(0), heads, index.rows.tiles, index.block_offsets,
-        index.block_counts, index.block_ids, index.block_ids.stride(0), index.rows.num_tiles,
+        index.block_counts, index.block_ids, index.block_ids.stride(0),
         BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, FIELDS=TILE_FIELDS,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_kept", "stride_ids"])
 def _compact_blocks_kernel(
-    kept, stride_kept, heads, tiles, block_offsets, block_counts, block_ids, stride_ids, num_tiles,
+    kept, stride_kept, heads, tiles, block_offsets, block_counts, block_ids, stride_ids,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     i_tile, i_group = tl.program_id(0), tl.program_id(1)
@@ -58,4 +58,4 @@ def _compact_blocks_kernel(
         else:
             flags = tl.load(kept + i_group.to(tl.int64) * stride_kept + start + o_n, mask=causal, other=0)
             count = append(target, count, o_n, causal & ((flags != 0) | (o_n >= diagonal)))
-    tl.store(block_counts + i_head * num_tiles + i_tile, count)
+    tl.store(block_counts + i_head * tl.num_programs(0) + i_tile, count)
