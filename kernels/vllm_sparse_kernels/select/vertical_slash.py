@@ -138,8 +138,8 @@ def last_query_sums(
         args, *where, partial, scale * LOG2_E, **shape, MEMBERS=members, num_warps=4 if members == 1 else 8
     )
     _join_lse_kernel[(num_entries,)](partial, lse, num_splits, SPLITS=32)
-    # The rotation goes through shared memory and registers: smaller programs, two at a time on a multiprocessor.
-    members = min(members, 2)
+    # The rotation goes through shared memory and registers: half as large, two at a time on a multiprocessor.
+    members = min(members, 2, max(1, most // 2))
     _sums_kernel[(num_splits, cache.num_kv_heads * ceil_div(group, members))](
         args, *where, lse, sums, scale * LOG2_E, **shape, MEMBERS=members, num_warps=4 * members, maxnreg=128
     )
