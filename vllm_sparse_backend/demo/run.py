@@ -34,6 +34,7 @@ METHOD_PARAMS: dict[str, dict[str, float]] = {
     "sparge_attn": {"kept_mass": 0.5, "min_similarity": 0.0},
     "sale": {"tau": 0.95},
     "share_prefill": {"gamma": 0.5},
+    "flex_vertical_slash": {"gamma": 0.5},
 }
 # Counters are written when the server next steps, about once a second at most.
 FLUSH_S = 1.2

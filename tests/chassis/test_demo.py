@@ -1,0 +1,75 @@
+"""The demo's parts that need no server: its parameters, its model, and its refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from vllm_sparse_backend.cli import app
+from vllm_sparse_backend.demo.model import CONFIG, END, START, make_model
+from vllm_sparse_backend.demo.run import METHOD_PARAMS
+from vllm_sparse_backend.methods import make_method
+from vllm_sparse_kernels.select import METHODS
+
+
+def test_every_method_that_leaves_something_out_can_be_shown() -> None:
+    assert set(METHOD_PARAMS) == set(METHODS) - {"dense"}
+    for name, params in METHOD_PARAMS.items():
+        make_method(name, params)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("demo") / "model")
+
+
+def test_the_model_is_the_same_each_time(model: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    again = make_model(tmp_path / "again")
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (model, again))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert {tensor.dtype for tensor in ours.values()} == {torch.float32}
+    assert (model / "tokenizer.json").read_bytes() == (again / "tokenizer.json").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again"]  # nothing half made stays
+
+
+def test_a_model_that_is_there_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    assert list(make_model(tmp_path / "model").iterdir()) == []
+
+
+def test_tokenizer_starts_prompts_once_and_takes_any_text(model: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    assert len(tokenizer) == CONFIG["vocab_size"]
+    assert (tokenizer.bos_token, tokenizer.eos_token) == (START, END)
+    text = "def f(x):\n\treturn '日本語 🙂'"
+    assert tokenizer.encode(text)[0] == CONFIG["bos_token_id"]
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat == f"{START}user: Hi\nassistant: "
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--method", "dense"], "expected one of"),
+        (["--model", "nowhere"], "a model folder with a config.json in it"),
+        (["--model", "short"], "max_position_embeddings is 2048"),
+    ],
+)
+def test_refusals_come_before_a_server_starts(
+    args: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short").mkdir()
+    (tmp_path / "short/config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 2048}))
+    result = CliRunner().invoke(app, ["demo", *args])
+    assert result.exit_code != 0
+    assert says in " ".join(result.output.split())
