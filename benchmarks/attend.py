@@ -14,11 +14,11 @@ from typing import Annotated
 import torch
 import typer
 from triton.testing import do_bench
+
+from benchmarks.results import Results
 from vllm_sparse_kernels import SparseIndex, attend
 from vllm_sparse_kernels.select.dense import Dense
 from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_index
-
-from benchmarks.results import Results
 
 CASES = {"32K prompt": (0, 32768), "chunk of 8,192 after 122,880": (122880, 8192)}
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 128
@@ -64,13 +64,13 @@ def sampled_error(batch: Batch, index: SparseIndex, out: torch.Tensor, seed: int
         hidden = kept[None] > positions[:, None]
         q = batch.q[tokens, head]
 
-        def exact(dtype: torch.dtype, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        def exact(dtype: torch.dtype, q=q, k=k, v=v, hidden=hidden) -> torch.Tensor:  # type: ignore[no-untyped-def]
             scores = (q.to(dtype) @ k.to(dtype).T * batch.scale).masked_fill(hidden, -torch.inf)
             return (scores.softmax(-1) @ v.to(dtype)).double()
 
-        truth = exact(torch.float64, q, k, v, hidden)
+        truth = exact(torch.float64)
         ours = max(ours, float((out[tokens, head].double() - truth).norm() / truth.norm()))
-        eager = max(eager, float((exact(out.dtype, q, k, v, hidden) - truth).norm() / truth.norm()))
+        eager = max(eager, float((exact(out.dtype) - truth).norm() / truth.norm()))
     return ours, eager
 
 

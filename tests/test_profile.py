@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm_sparse_kernels.select import METHODS
 
 from vllm_sparse_backend import strict_yaml
 from vllm_sparse_backend.errors import ConfigurationError
@@ -24,6 +23,7 @@ from vllm_sparse_backend.profile import (
     parse_profile,
 )
 from vllm_sparse_backend.ranges import format_ranges, parse_ranges
+from vllm_sparse_kernels.select import METHODS
 
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=6, num_heads=8, num_kv_heads=2, head_dim=64)
 HEADER = """\

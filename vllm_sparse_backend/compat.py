@@ -11,9 +11,9 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
-from vllm_sparse_kernels import PagedCache
 
 from vllm_sparse_backend.model_shape import ModelShape
+from vllm_sparse_kernels import PagedCache
 
 IS_CPU = current_platform.is_cpu()
 
@@ -109,7 +109,7 @@ def paged_cache(kv_cache: torch.Tensor, head_dim: int) -> PagedCache:
     if not IS_CPU:
         keys, values = kv_cache.transpose(1, 2).split(head_dim, dim=-1)
         return PagedCache(keys, values)
-    # The CPU build keeps the keys of a (page, head) transposed: [head_dim, page_size], then values [page_size, head_dim].
+    # The CPU build: a (page, head) is its keys transposed, [head_dim, page_size], then values [page_size, head_dim].
     num_pages, num_kv_heads, page_size, _ = kv_cache.shape
     halves = kv_cache.view(num_pages, num_kv_heads, 2, page_size * head_dim)
     keys = halves[:, :, 0].view(num_pages, num_kv_heads, head_dim, page_size).permute(0, 3, 1, 2)
@@ -137,6 +137,6 @@ def check_cpu_layout(isa: str, spec: AttentionSpec) -> None:
     cache = paged_cache(kv_cache, head_dim)
     if not (torch.equal(cache.keys[1], key) and torch.equal(cache.values[1], value)):
         raise RuntimeError(
-            f"sparse-prefill: the CPU build's cache layout for instruction set {isa!r} and dtype {dtype} is not the one "
-            "this version reads (keys transposed within a page); use --dtype float32, or a GPU"
+            f"sparse-prefill: the CPU build's cache layout for instruction set {isa!r} and dtype {dtype} is not the "
+            "one this version reads (keys transposed within a page); use --dtype float32, or a GPU"
         )

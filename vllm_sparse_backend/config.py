@@ -17,10 +17,10 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from vllm_sparse_kernels.select.base import Method
 
 from vllm_sparse_backend.errors import ConfigurationError, not_one_of, report, unexpected
 from vllm_sparse_backend.methods import make_method, method_names
+from vllm_sparse_kernels.select.base import Method
 
 KEY = "sparse_prefill"
 OPTION = "--additional-config"

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm_sparse_kernels import SparseIndex, attend
-from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.reference.attend import attend as reference_attend
-from vllm_sparse_kernels.select import METHODS, name_of
 
 from vllm_sparse_backend import compat
 from vllm_sparse_backend.metadata import SparseStep
 from vllm_sparse_backend.metrics import Recorder
 from vllm_sparse_backend.plan import LayerPlan
 from vllm_sparse_backend.reasons import Fallback, layer_fallback
+from vllm_sparse_kernels import SparseIndex, attend
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.reference.attend import attend as reference_attend
+from vllm_sparse_kernels.select import METHODS, name_of
 
 
 class SparsePrefillImpl(compat.DelegateImpl):
@@ -93,14 +93,15 @@ class SparsePrefillImpl(compat.DelegateImpl):
             super().forward(layer, *part, kv_cache, run.metadata, output[run.tokens], output_scale, output_block_scale)
         cache = compat.paged_cache(kv_cache, self.head_size)
         index = step.index(self.groups, self.num_heads, self.block_tokens)
-        self._select(query, cache, index)
+        self.select(query, cache, index)
         if self.check_index:
             index.check()
         (reference_attend if compat.IS_CPU else attend)(query, cache, index, output, self.scale)
         self.recorder.count_pairs(self.layer, index)
         return output
 
-    def _select(self, query: torch.Tensor, cache: PagedCache, index: SparseIndex) -> None:
+    def select(self, query: torch.Tensor, cache: PagedCache, index: SparseIndex) -> None:
+        """Fill ``index`` for all heads of this layer."""
         for group, heads in zip(self.groups or (), self.heads, strict=True):
             if compat.IS_CPU:
                 METHODS[name_of(group.method)].reference(group.method, query, cache, index, heads, self.scale)

@@ -13,7 +13,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
-from vllm_sparse_kernels import Rows, SparseIndex, StripeLayout
 
 from vllm_sparse_backend import compat
 from vllm_sparse_backend.config import load_config
@@ -22,6 +21,7 @@ from vllm_sparse_backend.metrics import Recorder
 from vllm_sparse_backend.plan import LayerPlan, Plan
 from vllm_sparse_backend.reasons import Fallback
 from vllm_sparse_backend.startup import no_layer_message
+from vllm_sparse_kernels import Rows, SparseIndex, StripeLayout
 
 logger = init_logger(__name__)
 
@@ -82,7 +82,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        config = load_config(vllm_config.additional_config)  # type: ignore[arg-type]
+        config = load_config(vllm_config.additional_config)
         rank, size = compat.tensor_parallel(vllm_config)
         self.plan = Plan.build(config, compat.model_shape(vllm_config), rank, size)
         self.recorder = Recorder(device, config.metrics_interval_s, counts_rows=rank == 0)
@@ -116,6 +116,12 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
             compat.check_cpu_layout(self.isa, self.kv_cache_spec)
         for line in self.plan.describe():
             logger.info("sparse-prefill: %s", line)
+        if not compat.IS_CPU:
+            from vllm_sparse_backend.warmup import warm_up
+
+            impls = [layers[name].impl for name in self.layer_names]
+            sparse_impls = [impl for impl in impls if isinstance(impl, SparsePrefillImpl)]
+            warm_up(sparse_impls, self.kv_cache_spec, self.vllm_config.model_config.max_model_len, self.device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -198,7 +204,13 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         start_loc_cpu = common.query_start_loc_cpu[first : end + 1]
         per_row = {
             name: value[first:end]
-            for name in ("seq_lens_cpu_upper_bound", "is_prefilling", "req_idx", "_seq_lens_cpu", "_num_computed_tokens_cpu")
+            for name in (
+                "seq_lens_cpu_upper_bound",
+                "is_prefilling",
+                "req_idx",
+                "_seq_lens_cpu",
+                "_num_computed_tokens_cpu",
+            )
             if (value := getattr(common, name, None)) is not None
         }
         return common.replace(

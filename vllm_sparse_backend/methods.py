@@ -11,10 +11,10 @@ from functools import cache
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
-from vllm_sparse_kernels.select import METHODS, name_of
-from vllm_sparse_kernels.select.base import Method
 
 from vllm_sparse_backend.errors import not_one_of, reason_of, unexpected
+from vllm_sparse_kernels.select import METHODS, name_of
+from vllm_sparse_kernels.select.base import Method
 
 PRESETS = {"minference": "vertical_slash"}
 """Names that stand for a method with its authors' defaults; MInference without a profile is vertical-slash."""

@@ -8,10 +8,10 @@ from collections import Counter as Tally
 
 import torch
 from prometheus_client import Counter
-from vllm_sparse_kernels import SparseIndex
-from vllm_sparse_kernels.index import causal_pairs
 
 from vllm_sparse_backend.reasons import Fallback
+from vllm_sparse_kernels import SparseIndex
+from vllm_sparse_kernels.index import causal_pairs
 
 ROWS = Counter(
     "sparse_prefill_rows", "Rows (one request in one step) by what they ran on, and why dense.", ["path", "reason"]

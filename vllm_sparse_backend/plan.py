@@ -9,15 +9,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_sparse_kernels.select import name_of
-from vllm_sparse_kernels.select.base import Method
-
 from vllm_sparse_backend.config import OPTION, SparsePrefillConfig
 from vllm_sparse_backend.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.methods import describe
 from vllm_sparse_backend.model_shape import ModelShape
 from vllm_sparse_backend.profile import ANY_MODEL, Profile, load_profile
 from vllm_sparse_backend.ranges import format_ranges
+from vllm_sparse_kernels.select import name_of
+from vllm_sparse_kernels.select.base import Method
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """What vLLM's plugin loader calls: makes ``--attention-backend sparse-prefill`` mean our backend.
 
 The loader calls ``register`` in every process, more than once, before the command line is read. vLLM keeps backends in
-an enum; its one open place is CUSTOM, and the flag's value is looked up among the enum's names in capitals. So CUSTOM is
-pointed at our backend and gets two further names. A member of its own would not survive being pickled to a spawned
+an enum; its one open place is CUSTOM, and the flag's value is looked up among the enum's names in capitals. So CUSTOM
+is pointed at our backend and gets two further names. A member of its own would not survive being pickled to a spawned
 worker, which reads its configuration before it loads plugins.
 """
 
@@ -64,7 +64,9 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
 def _selectable(original: Callable[..., Any]) -> Callable[..., Any]:
     """The CPU platform knows one backend and would go on with it whatever was asked for."""
 
-    def get_attn_backend_cls(cls: type, selected_backend: Any, attn_selector_config: Any, *rest: Any, **more: Any) -> Any:
+    def get_attn_backend_cls(
+        cls: type, selected_backend: Any, attn_selector_config: Any, *rest: Any, **more: Any
+    ) -> str:
         if _is_ours(selected_backend) and not attn_selector_config.use_mla:
             return BACKEND
         return original(selected_backend, attn_selector_config, *rest, **more)

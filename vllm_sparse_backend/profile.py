@@ -23,13 +23,13 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from vllm_sparse_kernels.select.base import Method
 
 from vllm_sparse_backend import strict_yaml
 from vllm_sparse_backend.errors import ConfigurationError, not_one_of, report, unexpected
 from vllm_sparse_backend.methods import make_method, method_names, parameters_of
 from vllm_sparse_backend.model_shape import ModelShape
 from vllm_sparse_backend.ranges import format_ranges, parse_ranges
+from vllm_sparse_kernels.select.base import Method
 
 ANY_MODEL = "any"
 

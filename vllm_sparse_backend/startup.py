@@ -15,7 +15,7 @@ logger = init_logger(__name__)
 
 def check(vllm_config: VllmConfig) -> None:
     """Raise ConfigurationError, one line, where the server could not do what was asked for."""
-    config = load_config(vllm_config.additional_config)  # type: ignore[arg-type]
+    config = load_config(vllm_config.additional_config)
     shape = compat.model_shape(vllm_config)
     plan = Plan.build(config, shape, 0, vllm_config.parallel_config.tensor_parallel_size)
     hf_config = vllm_config.model_config.hf_config.to_dict()

@@ -6,9 +6,9 @@ masks only where a block touches the diagonal, then gathers the tile's stripes.
 Programs run kv head by kv head, heaviest tile first, the heads of a group side by side: keys and values of one kv head
 stay in the L2 cache while all of its readers run.
 
-Blocks are loaded in one of two ways. Where a block lies within a page, its *place*, a row of the cache seen as a matrix,
-is looked up once for all, and the block is fetched by a bulk tensor copy (Hopper and later) or by pointers. Smaller pages
-cost a look-up in the block table for every key.
+Blocks are loaded in one of two ways. Where a block lies within a page, its *place*, a row of the cache seen as a
+matrix, is looked up once for all, and the block is fetched by a bulk tensor copy (Hopper and later) or by pointers.
+Smaller pages cost a look-up in the block table for every key.
 """
 
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
+
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache, key_offsets
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS
@@ -104,7 +105,9 @@ def attend(
     if bulk is None:
         bulk = matrix is not None and supports_bulk(cache)
     elif bulk and matrix is None:
-        raise ValueError(f"attend: bulk copies cannot read blocks of {index.block_tokens} from pages of {cache.page_size}")
+        raise ValueError(
+            f"attend: bulk copies cannot read blocks of {index.block_tokens} from pages of {cache.page_size}"
+        )
     queries = QueryArgs(
         q, out, lse, q.stride(0), q.stride(1), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
     )
@@ -116,12 +119,14 @@ def attend(
         index.block_counts, index.block_ids, index.block_offsets, index.block_ids.stride(0),
         index.stripe_counts, index.stripe_positions, index.stripe_offsets,
     )  # fmt: skip
+    descriptors: list[TensorDescriptor] | tuple[None, None] = (None, None)
     if matrix is not None:
         index_args = index_args._replace(blocks=_place_blocks(index_args, cache_args, matrix, index))
+        if bulk:
+            descriptors = _descriptors(cache, matrix, index.block_tokens)
     block_d = triton.next_power_of_2(head_dim)
     _attend_kernel[(rows.num_tiles * num_heads,)](
-        queries, cache_args, *(_descriptors(cache, matrix, index.block_tokens) if bulk else (None, None)), matrix,
-        index_args, scale * LOG2_E,
+        queries, cache_args, *descriptors, matrix, index_args, scale * LOG2_E,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
         NUM_HEADS=num_heads,
@@ -241,7 +246,20 @@ def _attend_kernel(
         b_q, blocks, num_full, where, scale, b_acc, b_max, b_sum, BLOCK_N, HEAD_DIM, BLOCK_D, PRECISION
     )
     b_acc, b_max, b_sum = _walk_diagonal(
-        b_q, blocks, num_full, num_blocks, first, where, scale, b_acc, b_max, b_sum, BLOCK_N, HEAD_DIM, BLOCK_D, PRECISION
+        b_q,
+        blocks,
+        num_full,
+        num_blocks,
+        first,
+        where,
+        scale,
+        b_acc,
+        b_max,
+        b_sum,
+        BLOCK_N,
+        HEAD_DIM,
+        BLOCK_D,
+        PRECISION,
     )
     if STRIPES > 0:
         stripes = index.stripe_positions + tl.load(index.stripe_offsets + i_head * num_tiles + i_tile)
@@ -268,7 +286,7 @@ def _walk_full(
     Nothing that places a block is carried from one iteration to the next: loads that depend on carried values are not
     pipelined. Computing scores one block ahead by hand gained nothing and cost registers.
     """
-    for i in range(0, num_full):
+    for i in range(num_full):
         entry = tl.load(blocks + i)
         b_k = _load_block(0, entry, where, BLOCK_N, HEAD_DIM, BLOCK_D)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
@@ -304,7 +322,7 @@ def _walk_stripes(
     STRIPES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Single keys, gathered ``STRIPES`` at a time; all lie before the tile's first query."""
-    cache, k_matrix, v_matrix, matrix, table, i_kv, limit = where
+    cache, table, i_kv = where[0], where[4], where[5]
     o_d = tl.arange(0, BLOCK_D)
     for i in range(0, num_stripes, STRIPES):
         o_n = i + tl.arange(0, STRIPES)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+
 from vllm_sparse_kernels.rows import Rows, Tile, ceil_div, to_device
 
 
@@ -172,7 +173,8 @@ class SparseIndex:
         assert 0 < count <= capacity, f"{where}: {count} blocks, capacity {capacity}"
         blocks = self.blocks_of(head, i_tile)
         assert bool((blocks.diff() > 0).all()), f"{where}: blocks not sorted and unique"
-        assert 0 <= int(blocks[0]) and int(blocks[-1]) < capacity, f"{where}: block outside [0, {capacity})"
+        in_reach = 0 <= int(blocks[0]) <= int(blocks[-1]) < capacity
+        assert in_reach, f"{where}: block outside [0, {capacity})"
         diagonal = torch.arange(self.first_diagonal_block(tile), capacity, device=blocks.device)
         assert bool(torch.isin(diagonal, blocks).all()), f"{where}: diagonal block missing"
 
@@ -184,7 +186,8 @@ class SparseIndex:
         if count == 0:
             return
         assert bool((stripes.diff() > 0).all()), f"{where}: stripes not sorted and unique"
-        assert 0 <= int(stripes[0]) and int(stripes[-1]) <= tile.position, f"{where}: stripe not causal"
+        causal = 0 <= int(stripes[0]) <= int(stripes[-1]) <= tile.position
+        assert causal, f"{where}: stripe not causal"
         inside = torch.isin(stripes // self.block_tokens, self.blocks_of(head, i_tile))
         assert not bool(inside.any()), f"{where}: stripe inside a kept block"
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+
 from vllm_sparse_kernels.rows import ceil_div
 
 
@@ -49,7 +50,8 @@ class PagedCache:
                 "PagedCache: kernels need keys and values of equal strides with contiguous head_dim, given strides "
                 f"{self.keys.stride()} and {self.values.stride()}"
             )
-        return self.keys.stride()[:3]
+        page, token, head, _ = self.keys.stride()
+        return page, token, head
 
     def gather(self, block_table_row: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one row's first ``seq_len`` positions: two [seq_len, num_kv_heads, head_dim] copies."""

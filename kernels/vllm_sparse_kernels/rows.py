@@ -46,8 +46,8 @@ class Tile:
 class Rows:
     """The sparse rows of one step.
 
-    ``tokens[i]`` is the place of row i's first query in q, ``query_lens[i]`` and ``context_lens[i]`` are its new and its
-    cached tokens, all host integers. ``block_table`` is [num_rows, max_pages] int32 on the device; page p of row i
+    ``tokens[i]`` is the place of row i's first query in q, ``query_lens[i]`` and ``context_lens[i]`` are its new and
+    its cached tokens, all host integers. ``block_table`` is [num_rows, max_pages] int32 on the device; page p of row i
     holds the keys at positions [p · page_size, (p + 1) · page_size).
     """
 

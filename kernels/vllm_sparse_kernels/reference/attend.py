@@ -1,6 +1,7 @@
 """Softmax attention under the index's own mask, tile by tile, in float32 (or the dtype asked for)."""
 
 import torch
+
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 

@@ -1,6 +1,7 @@
 """Every causal block."""
 
 import torch
+
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.select.base import Method

@@ -147,6 +147,8 @@ class AnchorAttention(Method):
     use_anchor: False sets x_a = 0, the paper's ablation "without anchor" (table 4).
     """
 
+    block_tokens = 128
+
     theta: float = 12.0
     step_tiles: int = 16
     use_anchor: bool = True

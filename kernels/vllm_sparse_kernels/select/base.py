@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
@@ -27,9 +28,7 @@ class Method(ABC):
         return StripeLayout.none(rows)
 
     @abstractmethod
-    def select(
-        self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
-    ) -> None:
+    def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         """Fill the rows of ``index`` that belong to ``heads``, for all of its tiles, on the device, without waiting.
 
         q [num_tokens, num_heads, head_dim] holds the step's queries at the tokens that ``index.rows`` names; heads

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.select.base import Method
@@ -15,7 +16,5 @@ class Dense(Method):
 
     block_tokens = 128
 
-    def select(
-        self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
-    ) -> None:
+    def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         compact_blocks(None, index, heads)

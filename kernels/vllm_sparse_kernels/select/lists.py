@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.rows import TILE_FIELDS
 

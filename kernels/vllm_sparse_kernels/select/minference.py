@@ -35,6 +35,8 @@ POOL = tl.constexpr(64)
 class AShape(Method):
     """Global tokens ``sink_tokens`` and local window ``local_tokens``, the paper's 1k and 4k."""
 
+    block_tokens = 128
+
     sink_tokens: int = 1024
     local_tokens: int = 4096
 
