@@ -10,7 +10,11 @@ venv=$root/.venv
 work=$(mktemp -d)
 server=
 cleanup() {
-    if [ -n "$server" ]; then kill -- "-$server" 2>/dev/null || true; fi
+    if [ -n "$server" ]; then
+        kill -- "-$server" 2>/dev/null || true
+        wait "$server" 2>/dev/null || true
+        kill -KILL -- "-$server" 2>/dev/null || true
+    fi
     rm -rf "$work"
 }
 trap cleanup EXIT
@@ -20,11 +24,11 @@ echo "1. Wheel"
 ls "$work/wheels"
 
 echo "2. Install into an environment that has vLLM and nothing of this checkout"
-"$venv/bin/python" -m venv "$work/venv"
+"$venv/bin/python" -m venv --without-pip "$work/venv"
 site=$("$work/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 # A path in a .pth file is searched, but .pth files inside it are not run: the editable install stays out.
 "$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' > "$site/vllm-of-the-image.pth"
-pip=("$work/venv/bin/python" -m pip install --disable-pip-version-check -qq --no-index)
+pip=("$venv/bin/python" -m pip --python "$work/venv/bin/python" --disable-pip-version-check -qq install --no-index)
 "${pip[@]}" --no-deps --force-reinstall "$work"/wheels/*.whl
 "${pip[@]}" --dry-run "$work"/wheels/*.whl  # fails if a dependency is missing: the image must have them all
 cp "$venv/bin/vllm" "$work/venv/bin/vllm"
@@ -37,6 +41,7 @@ clean() {
 }
 cd "$work"
 clean python -c 'import vllm_sparse_backend, vllm_sparse_kernels as k; print(vllm_sparse_backend.__file__, k.__file__)'
+mkdir metrics
 clean sparse-prefill doctor
 
 echo "3. Entry point and health check"

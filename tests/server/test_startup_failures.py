@@ -37,14 +37,14 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 class Outcome:
-    def __init__(self, model: Path, settings: dict[str, Any], folder: Path) -> None:
+    def __init__(self, model: Path, settings: dict[str, Any], log_path: Path) -> None:
         self.error: ServerError | None = None
         try:
-            with Server(model, sparse_args(settings), folder=folder, ready_timeout_s=240):
+            with Server(model, sparse_args(settings), log_path=log_path, ready_timeout_s=240):
                 pass
         except ServerError as error:
             self.error = error
-        self.log = (folder / "server.log").read_text(errors="replace")
+        self.log = log_path.read_text(errors="replace")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def outcomes(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 
     def outcome(name: str) -> Outcome:
         settings = json.loads(json.dumps(CASES[name][0]).replace("{dir}", str(folder)))
-        return Outcome(small_model, settings, folder / name.replace(" ", "-"))
+        return Outcome(small_model, settings, folder / f"{name}.log")
 
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(CASES, pool.map(outcome, CASES), strict=True))

@@ -50,8 +50,7 @@ class Server:
     """Context manager around one `vllm serve MODEL` on loopback.
 
     ``args`` follow the model on the command line, before what a CPU needs. ``env`` is laid over this process's
-    environment. ``folder`` receives the log and the files of the counters; by default it is a temporary one, gone
-    when the server has stopped.
+    environment. What the server writes goes with it when it stops, but for a log at ``log_path``.
 
     Raises ``ServerError`` on entry if the server exits or has not answered /health after ``ready_timeout_s`` seconds.
     """
@@ -62,7 +61,7 @@ class Server:
         args: Sequence[str] = (),
         *,
         env: Mapping[str, str] | None = None,
-        folder: Path | None = None,
+        log_path: Path | None = None,
         ready_timeout_s: float = 600.0,
     ) -> None:
         self.model = str(Path(model).resolve()) if Path(model).exists() else str(model)
@@ -72,9 +71,8 @@ class Server:
         device_args = CPU_ARGS if on_cpu else ()
         address = ("--host", "127.0.0.1", "--port", str(self.port))
         self.command = [*_vllm(), "serve", self.model, *address, *args, *device_args]
-        self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="sparse-prefill-")
-        self.folder = folder or Path(self._temporary.name)  # type: ignore[union-attr]
-        self.log_path = self.folder / "server.log"
+        self._folder = tempfile.TemporaryDirectory(prefix="sparse-prefill-")
+        self.log_path = log_path or Path(self._folder.name) / "server.log"
         # Triton's interpreter, which tests switch on for kernels, is not for a server.
         inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         self._env = inherited | OFFLINE | (CPU_ENV if on_cpu else {}) | dict(env or {})
@@ -100,17 +98,18 @@ class Server:
         self.stop()
 
     def _start(self) -> None:
-        # The counters of the engine's process reach the server's /metrics through files; a fresh folder for each run.
-        counters = self.folder / "prometheus"
-        counters.mkdir(parents=True)
+        folder = Path(self._folder.name)
+        counters = folder / "prometheus"  # by these files the engine's counters reach the server's /metrics
+        counters.mkdir()
+        places = {"PROMETHEUS_MULTIPROC_DIR": str(counters), "VLLM_RPC_BASE_PATH": str(folder)}
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 self.command,
-                env=self._env | {"PROMETHEUS_MULTIPROC_DIR": str(counters)},
+                env=self._env | places,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                cwd=self.folder,
+                cwd=folder,
                 start_new_session=True,
             )
 
@@ -165,8 +164,7 @@ class Server:
             finally:
                 _kill_group(process.pid)
                 process.wait()
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        self._folder.cleanup()
 
 
 def _kill_group(group: int) -> None:
