@@ -22,6 +22,7 @@ from vllm_sparse_backend.plan import LayerPlan, Plan
 from vllm_sparse_backend.reasons import Fallback
 from vllm_sparse_backend.startup import no_layer_message
 from vllm_sparse_kernels import Rows, SparseIndex, StripeLayout
+from vllm_sparse_kernels.select.base import Method
 
 logger = init_logger(__name__)
 
@@ -42,16 +43,21 @@ class SparseStep:
 
     rows: Rows
     delegated: tuple[Delegated, ...]
-    indices: dict[LayerPlan, SparseIndex] = field(default_factory=dict)
+    _indices: dict[tuple[int, tuple[StripeLayout, ...]], SparseIndex] = field(default_factory=dict)
+    _layouts: dict[Method, StripeLayout] = field(default_factory=dict)
 
     def index(self, groups: LayerPlan, num_heads: int, block_tokens: int) -> SparseIndex:
-        """Room for one layer's selection. Layers of equal plan run one after the other and share it."""
-        if groups not in self.indices:
-            stripes: dict[int, StripeLayout] = {}
-            for group in groups:
-                stripes |= dict.fromkeys(group.heads, group.method.stripe_layout(self.rows))
-            self.indices[groups] = SparseIndex.allocate(self.rows, num_heads, block_tokens, stripes)
-        return self.indices[groups]
+        """Room for one layer's selection. Layers run one after the other, and those that need equal room share it."""
+        layouts = {head: self._layout(group.method.alike) for group in groups for head in group.heads}
+        key = (block_tokens, tuple(layouts[head] for head in range(num_heads)))
+        if key not in self._indices:
+            self._indices[key] = SparseIndex.allocate(self.rows, num_heads, block_tokens, layouts)
+        return self._indices[key]
+
+    def _layout(self, method: Method) -> StripeLayout:
+        if method not in self._layouts:
+            self._layouts[method] = method.stripe_layout(self.rows)
+        return self._layouts[method]
 
 
 @dataclass

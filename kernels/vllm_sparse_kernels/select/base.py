@@ -6,6 +6,7 @@ plain torch, and ``select/__init__.py`` pairs the two in one line.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,10 +19,20 @@ from vllm_sparse_kernels.rows import Rows
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """Parameters of one selection method; equal parameters are one group of heads."""
+    """Parameters of one selection method; heads of a layer whose methods are alike are selected together."""
 
     block_tokens: ClassVar[int] = 64
     """Widest block of an index that keeps the method's selection as narrow as it is; 128 runs faster on Hopper."""
+
+    @property
+    def alike(self) -> "Method":
+        """Equal for methods that ``merged`` joins, and of their stripe layout. A method is alike its equals alone."""
+        return self
+
+    @staticmethod
+    def merged(methods: Sequence["Method"]) -> "Method":
+        """What selects the heads of a layer that have these methods, all alike, in the order of its ``heads``."""
+        return methods[0]
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
         """Room that one head's stripes need. Methods that keep blocks alone keep this."""
