@@ -100,8 +100,11 @@ def _ask(server: Server, console: Console) -> None:
         answer = client.chat.completions.create(messages=messages, **common)
         return answer, answer.choices[0].message.content
 
-    for name, ask in (("completion", completion), ("chat", chat)):
-        _show_answer(name, ask, console)
+    try:
+        for name, ask in (("completion", completion), ("chat", chat)):
+            _show_answer(name, ask, console)
+    except openai.OpenAIError as error:
+        raise DemoError(f"A request failed: {error}. The end of the server's log:\n{server.tail()}") from error
 
 
 def _show_answer(name: str, ask: Callable[[], tuple[Any, str | None]], console: Console) -> None:
