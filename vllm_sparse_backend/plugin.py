@@ -10,7 +10,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-logger = logging.getLogger(__name__)
+LOGGER = "vllm.sparse_prefill"
+"""Below vLLM's own logger, the only one that its logging shows: other names' lines are lost under WARNING."""
+
+logger = logging.getLogger(LOGGER)
 
 BACKEND = "vllm_sparse_backend.backend.SparsePrefillBackend"
 NAMES = ("SPARSE_PREFILL", "SPARSE-PREFILL")
@@ -49,11 +52,18 @@ def _wrap(platform: type, name: str, wrapper: Callable[[Callable[..., Any]], Cal
 
 
 def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM builds its configuration in the front process: a mistake in ours is told there, before any model loads."""
+    """vLLM builds its configuration in the front process: a mistake in ours is told there, before any model loads.
+
+    While it loads, workers derive further ones for its parts (a multimodal model's text stack, a draft model), whose
+    shapes are not the served model's: these are made under a current configuration, and not looked at.
+    """
 
     def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        from vllm.config import get_current_vllm_config_or_none
+
         original(vllm_config)
-        if _is_ours(vllm_config.attention_config.backend) and vllm_config.model_config is not None:
+        is_part = get_current_vllm_config_or_none() is not None
+        if _is_ours(vllm_config.attention_config.backend) and vllm_config.model_config is not None and not is_part:
             from vllm_sparse_backend.startup import check
 
             check(vllm_config)
@@ -77,4 +87,5 @@ def _selectable(original: Callable[..., Any]) -> Callable[..., Any]:
 def _is_ours(backend: Any) -> bool:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    return backend is AttentionBackendEnum.CUSTOM
+    custom = AttentionBackendEnum.CUSTOM
+    return backend is custom and custom.is_overridden() and custom.get_path() == BACKEND
