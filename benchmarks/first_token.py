@@ -2,15 +2,20 @@
 
     python -m benchmarks.first_token [--out docs/results/skeleton.json]
 
-A Llama-3.1-8B-shaped model with random weights (--load-format dummy), chunks of 8,192, CUDA graphs on. Random prompts
+A Llama-3.1-8B-shaped model with random weights (--load-format dummy), chunks of 8,192, CUDA graphs on. Two servers
+stand on the card side by side and are asked in turn, so that nothing that drifts favours one of them. Random prompts
 of token ids, prefix caching off; medians. On random weights attention is nearly uniform, so methods that look at it
-keep nearly everything: only A-shape's density, which no weights change, tells something of speed.
+keep nearly everything: only A-shape's density, which no weights change, tells something of speed; the others are
+asked the same prompts to show that they answer.
 """
 
 import json
 import statistics
 import time
 import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any
@@ -35,8 +40,11 @@ SHAPE: dict[str, Any] = CONFIG | {
     "dtype": "bfloat16",
     "torch_dtype": "bfloat16",
 }
-PROMPTS = {1024: 9, 32768: 5, 131072: 3}
+PROMPTS = {1024: 21, 32768: 5, 131072: 3}
+"""How often each length of prompt is asked."""
 OUTPUT_TOKENS = 64
+HALF_THE_CARD = ("--gpu-memory-utilization", "0.46")
+COMMON = ("--load-format", "dummy", "--max-num-batched-tokens", "8192", "--no-enable-prefix-caching", *HALF_THE_CARD)
 METHODS: dict[str, dict[str, Any]] = {
     "a_shape": {"method": "a_shape"},
     "vertical_slash": {"method": "vertical_slash"},
@@ -76,60 +84,81 @@ def first_token_s(server: Server, prompt: list[int], tokens: int) -> tuple[float
     return stamps[0] - start, (stamps[-1] - stamps[0]) / max(tokens - 1, 1)
 
 
-def measure(server: Server, lengths: dict[int, int], name: str) -> dict[str, float]:
+def measure(servers: dict[str, Server], lengths: dict[int, int], warm: bool = True) -> dict[tuple[str, str], float]:
+    """Medians by (server, figure), the servers asked in turn."""
     random = Random(0)
     figures = {}
     for length, repeats in lengths.items():
-        prompts = [[random.randrange(2, VOCAB_SIZE) for _ in range(length)] for _ in range(repeats + 1)]
-        first_token_s(server, prompts[0], 2)  # warm: kernels of this length compile or load here
-        times = [first_token_s(server, prompt, OUTPUT_TOKENS) for prompt in prompts[1:]]
-        figures[f"first token after {length}"] = statistics.median(first for first, _ in times)
-        figures[f"per token after {length}"] = statistics.median(later for _, later in times)
-        print(f"{name}: {length} tokens: " + ", ".join(f"{a:.3f} s + {b * 1e3:.2f} ms" for a, b in times), flush=True)
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in servers}
+        for i in range(repeats + warm):
+            prompt = [random.randrange(2, VOCAB_SIZE) for _ in range(length)]
+            for name, server in servers.items():
+                taken = first_token_s(server, prompt, OUTPUT_TOKENS)
+                if i or not warm:
+                    times[name].append(taken)
+        for name, taken_all in times.items():
+            figures[name, f"first token after {length}"] = statistics.median(first for first, _ in taken_all)
+            figures[name, f"per token after {length}"] = statistics.median(later for _, later in taken_all)
+            print(f"{name}: {length}: " + ", ".join(f"{a:.4f} s + {b * 1e3:.2f} ms" for a, b in taken_all), flush=True)
     return figures
 
 
-def serve(folder: Path, args: tuple[str, ...], lengths: dict[int, int], name: str) -> dict[str, float]:
-    common = ("--load-format", "dummy", "--max-num-batched-tokens", "8192", "--no-enable-prefix-caching")
-    start = time.perf_counter()
-    with Server(folder, (*common, *args)) as server:
-        figures = {"start-up": time.perf_counter() - start}
-        figures |= measure(server, lengths, name)
-        if args:
-            time.sleep(1.1)
-            first_token_s(server, [5] * 16, 2)
-            time.sleep(1.1)
-            first_token_s(server, [5] * 16, 2)
-            report = parse(server.get("/metrics"))
-            figures["density"] = sum(c.kept_pairs for c in report.layers.values()) / max(
-                1, sum(c.causal_pairs for c in report.layers.values())
-            )
-            print(f"{name}: rows {dict(report.rows)}, density {figures['density']:.4f}", flush=True)
-    return figures
+def density(server: Server) -> float:
+    """Kept over causal pairs of all sparse rows that the server has told of."""
+    for _ in range(2):  # counters are written when the server next steps
+        time.sleep(1.2)
+        first_token_s(server, [5] * 16, 2)
+    layers = parse(server.get("/metrics")).layers.values()
+    return sum(c.kept_pairs for c in layers) / max(1, sum(c.causal_pairs for c in layers))
+
+
+@contextmanager
+def serving(folder: Path, arguments: dict[str, tuple[str, ...]]) -> Iterator[dict[str, Server]]:
+    """Servers by name, started at the same time."""
+    servers = {name: Server(folder, (*COMMON, *args)) for name, args in arguments.items()}
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        list(pool.map(stack.enter_context, servers.values()))
+        yield servers
+
+
+def compare(folder: Path, results: Results) -> None:
+    """A-shape beside stock: the bars."""
+    with serving(folder, {"stock": (), "a_shape": sparse_args(METHODS["a_shape"])}) as servers:
+        figures = measure(servers, PROMPTS)
+        results.add("a_shape: density over all sparse rows", density(servers["a_shape"]), "share", "lower")
+    for length in PROMPTS:
+        first, later = f"first token after {length}", f"per token after {length}"
+        sooner = figures["stock", first] / figures["a_shape", first]
+        longer = figures["a_shape", later] / figures["stock", later]
+        for name in servers:
+            results.add(f"{name}: first token after {length} tokens", figures[name, first], "s", "lower")
+            results.add(f"{name}: per output token after {length}", figures[name, later] * 1e3, "ms", "lower")
+        bar = {1024: 0.98, 131072: 2.2}.get(length)
+        results.add(f"a_shape: times sooner than stock after {length}", sooner, "ratio", "higher", bar)
+        results.add(f"a_shape: per output token over stock's after {length}", longer, "ratio", "lower", 1.02)
+
+
+def answer(folder: Path, results: Results) -> None:
+    """The methods that look at attention: that they answer, and how long it takes where they keep nearly everything."""
+    names = ("vertical_slash", "block_sparse")
+    with serving(folder, {name: sparse_args(METHODS[name]) for name in names}) as servers:
+        figures = measure(servers, dict.fromkeys(PROMPTS, 1), warm=False)
+        for name, server in servers.items():
+            results.add(f"{name}: density on random weights", density(server), "share", "lower")
+            for length in PROMPTS:
+                value = figures[name, f"first token after {length}"]
+                results.add(f"{name}: first token after {length} tokens, random weights", value, "s", "lower")
 
 
 def main(
     out: Annotated[Path | None, typer.Option(help="Results file to write into.")] = None,
     folder: Annotated[Path, typer.Option(help="Where the model folder is made.")] = Path("/tmp/llama-8b-shape"),
-    methods: Annotated[str, typer.Option(help="Which of this backend's methods, by comma.")] = ",".join(METHODS),
+    part: Annotated[str, typer.Option(help="compare, answer, or both by comma.")] = "compare,answer",
 ) -> None:
     results = Results(out)
     make_shape(folder)
-    stock = serve(folder, (), PROMPTS, "stock")
-    for length in PROMPTS:
-        results.add(f"stock: first token after {length} tokens", stock[f"first token after {length}"], "s", "lower")
-        results.add(f"stock: per output token after {length}", stock[f"per token after {length}"] * 1e3, "ms", "lower")
-    for method in methods.split(","):
-        ours = serve(folder, sparse_args(METHODS[method]), PROMPTS, method)
-        results.add(f"{method}: density over all sparse rows", ours["density"], "share", "lower")
-        for length in PROMPTS:
-            first, later = (f"{what} after {length}" for what in ("first token", "per token"))
-            sooner, longer = stock[first] / ours[first], ours[later] / stock[later]
-            bars = ({1024: 0.98, 131072: 2.2}.get(length), 1.02) if method == "a_shape" else (None, None)
-            results.add(f"{method}: first token after {length} tokens", ours[first], "s", "lower")
-            results.add(f"{method}: times sooner than stock after {length}", sooner, "ratio", "higher", bars[0])
-            results.add(f"{method}: per output token over stock's after {length}", longer, "ratio", "lower", bars[1])
-        results.add(f"{method}: start-up over stock's", ours["start-up"] / stock["start-up"], "ratio", "lower")
+    for name in part.split(","):
+        {"compare": compare, "answer": answer}[name](folder, results)
     results.show()
 
 
