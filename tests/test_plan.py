@@ -14,6 +14,7 @@ from vllm_sparse_backend.methods import make_method
 from vllm_sparse_backend.model_shape import ModelShape
 from vllm_sparse_backend.plan import HeadGroup, Plan
 from vllm_sparse_backend.profile import LayerProfile, Profile
+from vllm_sparse_kernels.select.share_prefill import SharePrefill, SharePrefillLayer
 
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=4, num_heads=8, num_kv_heads=2, head_dim=64)
 DENSE = make_method("dense", {})
@@ -89,6 +90,79 @@ def test_ranks_together_hold_every_head_once(write: Write, data: st.DataObject) 
                 assert found.setdefault(rank * (num_heads // size) + head, group.method) is group.method
         assert sum(len(group.heads) for group in groups) == num_heads // size
     assert [found[head] for head in range(num_heads)] == methods
+
+
+# SharePrefill, whose heads depend on each other
+
+
+def share(cluster: int = -1, **params: float) -> SharePrefill:
+    return SharePrefill(cluster=cluster, **params)
+
+
+def clusters_of(plan: Plan, layer: int) -> tuple[int, ...]:
+    groups = plan.layer(layer)
+    assert groups is not None
+    (group,) = groups
+    assert isinstance(group.method, SharePrefillLayer)
+    return group.method.clusters
+
+
+def test_heads_that_share_are_one_group_that_knows_their_clusters(write: Write) -> None:
+    layers = {
+        (0,): LayerProfile(heads={(0, 3): share(7), (1,): DENSE, (2,): share(7, gamma=0.95), (5,): share(2)}),
+        (3,): LayerProfile(heads={(4,): share(2), (6,): share(7, gamma=0.95)}),
+    }
+    plan = Plan.build(SparsePrefillConfig(profile=write(default=share(), layers=layers)), SHAPE)
+    assert plan.layer(0) == (
+        HeadGroup((0, 3, 4, 5, 6, 7), SharePrefillLayer(clusters=(7, 7, -1, 2, -1, -1))),
+        HeadGroup((1,), DENSE),
+        HeadGroup((2,), SharePrefillLayer(gamma=0.95, clusters=(7,))),
+    )
+    assert clusters_of(plan, 1) == (-1,) * 8
+    assert plan.layer(3) == (
+        HeadGroup((0, 1, 2, 3, 4, 5, 7), SharePrefillLayer(clusters=(-1, -1, -1, -1, 2, -1, -1))),
+        HeadGroup((6,), SharePrefillLayer(gamma=0.95, clusters=(7,))),
+    )
+
+
+def test_head_left_alone_in_its_cluster_on_a_rank_is_noise_there(write: Write) -> None:
+    """Also where the others are in layers that run dense. Numbers of clusters stay the profile's."""
+    layers = {
+        (0,): LayerProfile(heads={(0, 4, 5): share(0), (1,): share(1), (2, 6): share(2), (3,): share(3)}),
+        (1,): LayerProfile(heads={(0,): share(1), (7,): share(2)}),
+        (2,): LayerProfile(heads={(3,): share(3)}),
+    }
+    path = write(default=share(), layers=layers)
+    ranks = [Plan.build(SparsePrefillConfig(profile=path, dense_layers=(2,)), SHAPE, rank, 2) for rank in (0, 1)]
+    assert [clusters_of(ranks[0], layer) for layer in (0, 1)] == [(-1, 1, -1, -1), (1, -1, -1, -1)]
+    assert [clusters_of(ranks[1], layer) for layer in (0, 1)] == [(0, 0, 2, -1), (-1, -1, -1, 2)]
+    whole = Plan.build(SparsePrefillConfig(profile=path), SHAPE)
+    assert clusters_of(whole, 0) == (0, 1, 2, 3, 0, 0, 2, -1)
+    assert clusters_of(whole, 2) == (-1, -1, -1, 3, -1, -1, -1, -1)
+
+
+def test_sharing_without_clusters_is_refused_and_says_what_it_would_be() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Plan.build(SparsePrefillConfig(method="share_prefill", params={"gamma": 0.8}), SHAPE)
+    assert str(caught.value).startswith("--additional-config sparse_prefill.method: share_prefill: no two heads can")
+    assert "expected a profile" in str(caught.value)
+    assert "or method flex_vertical_slash" in str(caught.value)
+    plan = Plan.build(SparsePrefillConfig(method="share_prefill", params={"cluster": 0}), SHAPE)
+    assert clusters_of(plan, 3) == (0,) * 8
+
+
+def test_description_counts_the_clusters_of_this_rank(write: Write) -> None:
+    layers = {(0,): LayerProfile(heads={(0, 1, 5): share(0), (2,): share(4)}), (2,): LayerProfile(default=share(4))}
+    path = write(default=share(), layers=layers)
+    described = [Plan.build(SparsePrefillConfig(profile=path), SHAPE, rank, 2).describe()[1:] for rank in (0, 1)]
+    thresholds = "max_sparsity=0.3, max_distance=0.2, gamma=0.9"
+    assert described == [
+        [f"layers 0-3: share_prefill({thresholds}, clusters=2, clustered_heads=7) on 16 heads of this rank"],
+        [f"layers 0-3: share_prefill({thresholds}, clusters=1, clustered_heads=4) on 16 heads of this rank"],
+    ]
+
+
+# What goes before what, and what is said of it
 
 
 def test_dense_layers_of_configuration_and_profile_add_up(write: Write) -> None:

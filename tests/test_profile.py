@@ -244,6 +244,18 @@ def test_profile_for_any_model_must_not_reach_past_it() -> None:
         profile.check_model(SHAPE)
 
 
+def test_clusters_that_no_two_heads_share_are_refused() -> None:
+    text = HEADER.replace("{method: dense}", "{method: share_prefill}") + "layers: {0: {heads: {1: SPEC, OTHER: SPEC}}}"
+    text = text.replace("SPEC", "{method: share_prefill, cluster: 3}")
+    parse_profile(text.replace("OTHER", "2"), "").check_model(SHAPE)
+    alone = parse_profile(text.replace(", OTHER: {method: share_prefill, cluster: 3}", ""), "")
+    with pytest.raises(ConfigurationError, match=r"^mine\.yaml: share_prefill: no two heads can share a pattern"):
+        alone.check_model(SHAPE, "mine.yaml")
+    elsewhere = parse_profile(text.replace("OTHER", "2") + "\ndense_layers: [0]", "")
+    with pytest.raises(ConfigurationError, match="share_prefill: no two heads"):
+        elsewhere.check_model(SHAPE)
+
+
 CONFIG = {"architectures": ["M"], "num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 64}
 
 

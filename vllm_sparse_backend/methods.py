@@ -6,7 +6,7 @@ Methods and their fields are read from the kernels' table: one that is added the
 import dataclasses
 import json
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -60,8 +60,16 @@ def parameters_of(method: Method) -> dict[str, Any]:
 
 def describe(method: Method) -> str:
     """``vertical_slash(vertical_tokens=1000, slash_tokens=6096)``: the name and every field."""
-    fields = dataclasses.asdict(method)
-    return f"{name_of(method)}({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
+    return _call(name_of(method), dataclasses.asdict(method))
+
+
+def summarize(methods: Sequence[Method]) -> str:
+    """Many heads in as few words: the name of their methods, which are alike, and what those say of themselves."""
+    return _call(name_of(methods[0]), methods[0].summary(methods))
+
+
+def _call(name: str, values: Mapping[str, object]) -> str:
+    return f"{name}({', '.join(f'{field}={value!r}' for field, value in values.items())})"
 
 
 @cache

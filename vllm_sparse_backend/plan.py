@@ -5,13 +5,14 @@ owns the model's query heads [r · H/n, (r + 1) · H/n). Key-value heads are spl
 query heads, which the plan is about, are split alike in both cases.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from vllm_sparse_backend.config import OPTION, SparsePrefillConfig
 from vllm_sparse_backend.errors import ConfigurationError, unexpected
-from vllm_sparse_backend.methods import describe
+from vllm_sparse_backend.methods import summarize
 from vllm_sparse_backend.model_shape import ModelShape
 from vllm_sparse_backend.profile import ANY_MODEL, Profile, load_profile
 from vllm_sparse_backend.ranges import format_ranges
@@ -21,7 +22,7 @@ from vllm_sparse_kernels.select.base import Method
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """Query heads of one layer, numbered on this rank, that share a method with equal parameters."""
+    """Query heads of one layer, numbered on this rank, whose methods are alike, and what selects them together."""
 
     heads: tuple[int, ...]
     method: Method
@@ -68,16 +69,17 @@ class Plan:
             lines.append(f"layers {format_ranges(self.dense_layers)}: dense")
         layers: dict[str, set[int]] = defaultdict(set)
         heads: dict[str, int] = defaultdict(int)
-        methods: dict[str, dict[Method, None]] = defaultdict(dict)
+        methods: dict[str, dict[Method, list[Method]]] = defaultdict(lambda: defaultdict(list))
         for i, groups in enumerate(self.layers):
             for group in groups or ():
                 name = name_of(group.method)
                 layers[name].add(i)
                 heads[name] += len(group.heads)
-                methods[name][group.method] = None
+                methods[name][group.method.alike].append(group.method)
         for name, settings in methods.items():
-            one = describe(next(iter(settings))) if len(settings) == 1 else f"{name} ({len(settings)} settings)"
-            lines.append(f"layers {format_ranges(layers[name])}: {one} on {heads[name]} heads of this rank")
+            alike = next(iter(settings.values()))
+            what = summarize(alike) if len(settings) == 1 else f"{name} ({len(settings)} settings)"
+            lines.append(f"layers {format_ranges(layers[name])}: {what} on {heads[name]} heads of this rank")
         return lines
 
 
@@ -91,7 +93,7 @@ def _build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int, tp_size
             "below the size, and a size that divides the heads"
         )
     profile, source = _profile_of(config)
-    profile.check_model(shape, source)
+    profile.check_model(shape, source if config.profile is not None else f"{OPTION} sparse_prefill.method")
     if config.dense_layers and config.dense_layers[-1] >= shape.num_layers:
         problem = unexpected(config.dense_layers[-1], f"at most {shape.num_layers - 1}, as the model is {shape}")
         raise ConfigurationError(f"{OPTION} sparse_prefill.dense_layers: {problem}")
@@ -100,9 +102,12 @@ def _build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int, tp_size
         raise ConfigurationError(f"dense_layers of {OPTION} and {source} name all {len(dense)} layers, expected fewer")
     num_local = shape.num_heads // tp_size
     own = slice(tp_rank * num_local, (tp_rank + 1) * num_local)
+    methods = [
+        () if layer in dense else profile.methods_of(layer, shape.num_heads)[own] for layer in range(shape.num_layers)
+    ]
+    counts = Counter(chain.from_iterable(methods))
     layers = tuple(
-        None if layer in dense else _group(profile.methods_of(layer, shape.num_heads)[own])
-        for layer in range(shape.num_layers)
+        _group([method if counts[method] > 1 else method.alone for method in of_layer]) or None for of_layer in methods
     )
     if profile.min_tokens is None or "min_tokens" in config.model_fields_set:
         return Plan(layers, config.min_tokens, source)
@@ -121,8 +126,8 @@ def _profile_of(config: SparsePrefillConfig) -> tuple[Profile, str]:
 
 
 def _group(methods: Sequence[Method]) -> LayerPlan:
-    """Heads by equal method, in the order of each group's first head."""
+    """Heads whose methods are alike, in the order of each group's first head."""
     heads: dict[Method, list[int]] = {}
     for head, method in enumerate(methods):
-        heads.setdefault(method, []).append(head)
-    return tuple(HeadGroup(tuple(ids), method) for method, ids in heads.items())
+        heads.setdefault(method.alike, []).append(head)
+    return tuple(HeadGroup(tuple(ids), alike.merged([methods[i] for i in ids])) for alike, ids in heads.items())

@@ -4,6 +4,7 @@ A profile is a YAML file; ``profiles/README.md`` describes its fields. Layers an
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from importlib import resources
@@ -140,7 +141,11 @@ class Profile(_Section):
         return tuple(methods)
 
     def check_model(self, shape: ModelShape, source: str = "profile") -> None:
-        """Raise ``ConfigurationError`` naming ``source`` and both shapes if this was made for another model."""
+        """Raise ``ConfigurationError`` naming ``source`` if this is no profile for a model of that shape.
+
+        It is none if it was made for another model (the error names both shapes), names layers or heads past the
+        model's, or has a method do nothing of what it is for.
+        """
         if self.model is not None and (names := self.model.differences(shape)):
             raise ConfigurationError(
                 f"{source}: the profile is for {self.model}, but the model is {shape}: they differ in "
@@ -148,6 +153,12 @@ class Profile(_Section):
             )
         if problems := self._out_of_range(shape):
             raise ConfigurationError(f"{source}: {'; '.join(problems)}; the model is {shape}")
+        methods: dict[type[Method], list[Method]] = defaultdict(list)
+        for layer in set(range(shape.num_layers)) - set(self.dense_layers):
+            for method in self.methods_of(layer, shape.num_heads):
+                methods[type(method)].append(method)
+        if objections := [why for kind, heads in methods.items() if (why := kind.objection(heads)) is not None]:
+            raise ConfigurationError(f"{source}: {'; '.join(objections)}")
 
     def to_yaml(self) -> str:
         """The profile as a file; loading that gives an equal one."""

@@ -3,9 +3,10 @@
 Everything here is known on the host before the step starts, so that no size ever has to come back from the device.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -49,12 +50,17 @@ class Rows:
     ``tokens[i]`` is the place of row i's first query in q, ``query_lens[i]`` and ``context_lens[i]`` are its new and
     its cached tokens, all host integers. ``block_table`` is [num_rows, max_pages] int32 on the device; page p of row i
     holds the keys at positions [p · page_size, (p + 1) · page_size).
+
+    A Rows object is one forward pass: all of its layers get the same one, and the next pass gets another, also where
+    the lengths are equal (``dataclasses.replace(rows)`` makes it, with an empty ``state``).
     """
 
     tokens: tuple[int, ...]
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     block_table: torch.Tensor
+    state: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What a method keeps from layer to layer of this pass, under a key of its own. It never outlives the step."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.query_lens), len(self.context_lens), self.block_table.shape[0]}

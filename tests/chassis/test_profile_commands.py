@@ -67,6 +67,24 @@ def test_import_then_check(model: Path, patterns: Path, tmp_path: Path) -> None:
         assert line in checked.output
 
 
+def test_heads_that_share_are_one_line(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    heads = "{0-1: {method: share_prefill, cluster: 2}, 2: {method: a_shape}, 3: {method: share_prefill, cluster: 5}}"
+    path.write_text(f"format: 1\nmodel: any\ndefault: {{method: share_prefill}}\nlayers:\n  1: {{heads: {heads}}}\n")
+    shared = "share_prefill(max_sparsity=0.3, max_distance=0.2, gamma=0.9, clusters=2, clustered_heads=3)"
+    lines = run("check-profile", path, model).output.splitlines()[1:]
+    assert lines == [f"7 of 8 heads: {shared}", "1 of 8 heads: a_shape(sink_tokens=1024, local_tokens=4096)"]
+    assert "every head: share_prefill(max_sparsity=0.3," in run("check-profile", path).output
+
+
+def test_sharing_without_clusters_is_refused(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text("format: 1\nmodel: any\ndefault: {method: share_prefill}\n")
+    result = run("check-profile", path, model)
+    assert result.exit_code == 1
+    assert result.output.startswith(f"{path}: share_prefill: no two heads can share")
+
+
 def test_dense_layers_are_told_apart(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     path.write_text("format: 1\nmodel: any\ndense_layers: [1]\ndefault: {method: a_shape}\n")

@@ -14,6 +14,7 @@ from vllm_sparse_kernels.reference.share_prefill import (
     js_distance,
     select_share_prefill,
 )
+from vllm_sparse_kernels.select import name_of
 from vllm_sparse_kernels.select.block_average import BlockAverages, Spans
 from vllm_sparse_kernels.select.flex_vertical_slash import FlexVerticalSlash
 from vllm_sparse_kernels.select.share_prefill import NOISE, SharePrefill, SharePrefillLayer
@@ -27,9 +28,8 @@ MARGIN = 1e-4
 over less than this share of the mass, and decisions about distances that near to a threshold."""
 
 
-def layer_of(clusters, layer=0, max_sparsity=0.9, max_distance=0.2, gamma=0.8) -> SharePrefillLayer:
-    heads = [SharePrefill(max_sparsity, max_distance, gamma, cluster) for cluster in clusters]
-    return SharePrefill.merged(heads, layer)
+def layer_of(clusters, max_sparsity=0.9, max_distance=0.2, gamma=0.8) -> SharePrefillLayer:
+    return SharePrefill.merged([SharePrefill(max_sparsity, max_distance, gamma, cluster) for cluster in clusters])
 
 
 def small_batch(lengths=((203, 140),), num_heads=3) -> Batch:
@@ -120,7 +120,7 @@ def test_kernels_keep_what_the_reference_keeps(case, dtype):
     batch = lined_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout, gap_tokens=2)
     batch.q.mul_(0.5)
     batches = [batch, next_layer(batch)][: len(clusters)]
-    methods = [layer_of(c, layer, 0.25, 0.1) for layer, c in enumerate(clusters)]
+    methods = [layer_of(c, 0.25, 0.1) for c in clusters]
     check_distances(batches, methods, block_tokens)
     check_layers(batches, methods, block_tokens)
 
@@ -146,27 +146,28 @@ def test_averages_are_those_of_all_pairs(block_tokens):
 def test_pivot_is_dense_and_equal_heads_take_its_pattern(reference):
     """However small τ is, in the pivot's layer and in the next; noise never does; another step starts anew."""
     batch = small_batch()
-    first = selected(layer_of((4, 4, NOISE), 3, 0.9, 1e-6, 0.6), batch, 64, reference=reference)
+    first = selected(layer_of((4, 4, NOISE), 0.9, 1e-6, 0.6), batch, 64, reference=reference)
     assert is_dense(first, 0, 0)
     assert not is_dense(first, 1, 0)
     assert int(first.stripe_counts[1].max()) == 0
     lines = selected(FlexVerticalSlash(0.6), batch, 64, reference=reference and select_flex_vertical_slash)
     assert equal_lists(first, 2, lines, 2)
     assert not equal_lists(first, 1, lines, 1)
-    second = selected(layer_of((4, NOISE, 4), 7, 0.9, 1e-6, 0.6), batch, 64, reference=reference)
+    second = selected(layer_of((4, NOISE, 4), 0.9, 1e-6, 0.6), batch, 64, reference=reference)
     assert equal_lists(second, 0, first, 1)
     assert equal_lists(second, 1, lines, 1)
     assert equal_lists(second, 2, lines, 2)
     next_step = dataclasses.replace(batch, rows=dataclasses.replace(batch.rows))
-    for layer, again in ((8, next_step), (7, batch)):  # other rows; the same rows from an earlier layer on
-        index = selected(layer_of((4, NOISE, NOISE), layer, 0.9, 1e-6, 0.6), again, 64, reference=reference)
-        assert is_dense(index, 0, 0)
+    for step, starts_anew in ((batch, False), (next_step, True)):
+        index = selected(layer_of((4, NOISE, NOISE), 0.9, 1e-6, 0.6), step, 64, reference=reference)
+        assert is_dense(index, 0, 0) == starts_anew
 
 
+@pytest.mark.parametrize("thresholds", [(1.01, 0.0), (0.0, 1.0)], ids=["no distance", "no sparsity"])
 @pytest.mark.parametrize("reference", [None, select_share_prefill], ids=["kernels", "reference"])
-def test_without_distance_nothing_is_shared_and_no_pivot_paid(reference):
+def test_without_thresholds_nothing_is_shared_and_no_pivot_paid(reference, thresholds):
     batch = small_batch()
-    index = selected(layer_of((0, 0, 0), 0, 1.01, 0.0), batch, 64, reference=reference)
+    index = selected(layer_of((0, 0, 0), *thresholds), batch, 64, reference=reference)
     lines = selected(FlexVerticalSlash(0.8), batch, 64, reference=reference and select_flex_vertical_slash)
     assert all(equal_lists(index, head, lines, head) for head in range(3))
 
@@ -183,7 +184,7 @@ def test_a_head_too_sparse_is_no_pivot(reference):
     max_distance = js_distance(estimates[1], estimates[3]) / 2
     assert sparsity[0] > max_sparsity
     assert max_distance > MARGIN
-    method = layer_of((0, 0, 0, 0), 0, max_sparsity, max_distance, 0.6)
+    method = layer_of((0, 0, 0, 0), max_sparsity, max_distance, 0.6)
     index = selected(method, batch, 64, heads, reference)
     lines = selected(FlexVerticalSlash(0.6), batch, 64, reference=reference and select_flex_vertical_slash)
     assert equal_lists(index, 2, lines, 2)
@@ -196,7 +197,7 @@ def test_rows_never_see_each_other():
     """Two rows in one batch select bitwise what each selects alone, layer after layer, with pivots of their own."""
     batch = small_batch(((75, 135), (230, 60)), num_heads=2)
     batch.q[batch.rows.tokens[1] :, 0] *= 8  # in row 1 head 0 is too sparse, and head 1 becomes the pivot
-    batches, methods = [batch, next_layer(batch)], [layer_of((0, 0), 0, 0.3), layer_of((0, 0), 1, 0.3)]
+    batches, methods = [batch, next_layer(batch)], [layer_of((0, 0), 0.3), layer_of((0, 0), 0.3)]
     together = [selected(m, b, 64) for b, m in zip(batches, methods, strict=True)]
     assert is_dense(together[0], 0, 0)
     assert not is_dense(together[0], 0, 1)
@@ -213,7 +214,7 @@ def test_rows_never_see_each_other():
 def test_gamma_of_one_keeps_everything(reference):
     batch = small_batch()
     batch.q.mul_(30)  # scores so far apart that most weights underflow to 0
-    method = layer_of((0, 0, NOISE), 0, 1.01, 0.2, 1.0)
+    method = layer_of((0, 0, NOISE), 1.01, 0.2, 1.0)
     assert selected(method, batch, 64, reference=reference).density() == 1
 
 
@@ -229,13 +230,34 @@ def test_distance():
 def test_heads_of_a_layer_are_merged():
     heads = [SharePrefill(cluster=c) for c in (3, NOISE, 3)]
     assert len({h.alike for h in heads}) == 1
-    assert SharePrefill.merged(heads, 5) == SharePrefillLayer(clusters=(3, NOISE, 3), layer=5)
+    merged = SharePrefill.merged(heads)
+    assert merged == SharePrefillLayer(clusters=(3, NOISE, 3))
+    assert merged.alike == heads[0].alike
+    assert name_of(merged) == "share_prefill"
     with pytest.raises(ValueError, match=r"^methods: "):
-        SharePrefill.merged([SharePrefill(), SharePrefill(gamma=0.95)], 0)
+        SharePrefill.merged([SharePrefill(), SharePrefill(gamma=0.95)])
     batch = small_batch(((0, 5),))
     for method in (SharePrefill(cluster=3), SharePrefillLayer(clusters=(3, 3))):
         with pytest.raises(ValueError, match=r"^clusters?: "):
             selected(method, batch, 64)
+
+
+def test_a_model_whose_heads_can_share_nothing_is_objected_to():
+    """Sharing takes two heads of one cluster under equal thresholds, which must be above 0."""
+    a, b = SharePrefill(cluster=0), SharePrefill(cluster=1)
+    noise, other = SharePrefill(), SharePrefill(gamma=0.95, cluster=0)
+    for heads in ([noise] * 3, [a, b, noise], [a, other], [SharePrefill(max_distance=0.0, cluster=0)] * 2):
+        objection = SharePrefill.objection(heads)
+        assert objection is not None
+        assert "flex_vertical_slash" in objection
+    assert SharePrefill.objection([a, b, noise, a]) is None
+
+
+def test_summary_counts_clusters_over_layers():
+    layers = [SharePrefill.merged([SharePrefill(cluster=c) for c in heads]) for heads in ((0, NOISE, 3), (3, 3, 1))]
+    thresholds = {"max_sparsity": 0.3, "max_distance": 0.2, "gamma": 0.9}
+    assert SharePrefill.summary(layers) == thresholds | {"clusters": 3, "clustered_heads": 5}
+    assert SharePrefill.summary([SharePrefill()]) == thresholds | {"clusters": 0, "clustered_heads": 0}
 
 
 @pytest.mark.parametrize(
@@ -247,7 +269,6 @@ def test_heads_of_a_layer_are_merged():
         ("gamma", 1.1),
         ("cluster", -2),
         ("clusters", (0, -2)),
-        ("layer", -1),
     ],
 )
 def test_parameters_out_of_range(field, value):

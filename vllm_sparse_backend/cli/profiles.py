@@ -1,6 +1,6 @@
 """`sparse-prefill check-profile` and `sparse-prefill import-minference`."""
 
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +11,7 @@ from rich.markup import escape
 if TYPE_CHECKING:
     from vllm_sparse_backend.model_shape import ModelShape
     from vllm_sparse_backend.profile import Profile
+    from vllm_sparse_kernels.select.base import Method
 
 MODEL_HELP = "A model folder, or its config.json."
 
@@ -29,7 +30,8 @@ def check_profile(
         shape = loaded.model
         if model is not None:
             shape = ModelShape.from_folder(model)
-            loaded.check_model(shape)
+        if shape is not None:
+            loaded.check_model(shape, profile)
     except ConfigurationError as error:
         raise _failure(error) from error
     _describe(loaded, shape)
@@ -57,7 +59,7 @@ def import_minference(
 
 
 def _describe(profile: "Profile", shape: "ModelShape | None") -> None:
-    from vllm_sparse_backend.methods import describe
+    from vllm_sparse_backend.methods import describe, summarize
 
     min_tokens = "the server's" if profile.min_tokens is None else profile.min_tokens
     _print(f"for {profile.model or 'any model'}; min_tokens {min_tokens}")
@@ -65,11 +67,14 @@ def _describe(profile: "Profile", shape: "ModelShape | None") -> None:
         _print(f"every head: {describe(profile.default)}")
         return
     sparse_layers = [layer for layer in range(shape.num_layers) if layer not in profile.dense_layers]
-    heads = Counter(method for layer in sparse_layers for method in profile.methods_of(layer, shape.num_heads))
+    heads: dict[Method, list[Method]] = defaultdict(list)
+    for layer in sparse_layers:
+        for method in profile.methods_of(layer, shape.num_heads):
+            heads[method.alike].append(method)
     total = shape.num_layers * shape.num_heads
-    for method, count in heads.most_common():
-        _print(f"{count} of {total} heads: {describe(method)}")
-    if dense := total - heads.total():
+    for alike in sorted(heads.values(), key=len, reverse=True):
+        _print(f"{len(alike)} of {total} heads: {summarize(alike)}")
+    if dense := total - len(sparse_layers) * shape.num_heads:
         _print(f"{dense} of {total} heads: in dense_layers, always dense")
 
 

@@ -42,5 +42,5 @@ METHODS: dict[str, Registered] = {
 
 
 def name_of(method: Method) -> str:
-    """The name under which a method's class is registered."""
-    return next(name for name, entry in METHODS.items() if entry.parameters is type(method))
+    """The name under which a method's class is registered, or that of the methods that were merged into it."""
+    return next(name for name, entry in METHODS.items() if entry.parameters is type(method.alike))

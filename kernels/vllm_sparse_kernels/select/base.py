@@ -7,8 +7,8 @@ plain torch, and ``select/__init__.py`` pairs the two in one line.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Self
 
 import torch
 
@@ -26,13 +26,28 @@ class Method(ABC):
 
     @property
     def alike(self) -> "Method":
-        """Equal for methods that ``merged`` joins, and of their stripe layout. A method is alike its equals alone."""
+        """Equal for methods that ``merged`` joins. What is alike has one name and one stripe layout."""
         return self
 
-    @staticmethod
-    def merged(methods: Sequence["Method"]) -> "Method":
-        """What selects the heads of a layer that have these methods, all alike, in the order of its ``heads``."""
+    @classmethod
+    def merged(cls, methods: Sequence[Self]) -> "Method":
+        """What selects the heads of one layer that have these methods, all alike; its ``heads`` come in their order."""
         return methods[0]
+
+    @property
+    def alone(self) -> "Method":
+        """What a head does instead if no other head of its rank, in any layer, has an equal method."""
+        return self
+
+    @classmethod
+    def objection(cls, methods: Sequence[Self]) -> str | None:
+        """Why these methods, those of this class on all heads of a model, would not do what they are for."""
+        return None
+
+    @classmethod
+    def summary(cls, methods: Sequence[Self]) -> dict[str, object]:
+        """What a log shows of many heads whose methods, merged or not, are alike."""
+        return asdict(methods[0])
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
         """Room that one head's stripes need. Methods that keep blocks alone keep this."""

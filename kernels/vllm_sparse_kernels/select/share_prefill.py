@@ -22,15 +22,16 @@ How this reads the paper:
 * The map's rows are tiles of 128 queries, its columns blocks of ``index.block_tokens`` keys. The estimate takes the
   chunk's last 128 queries, for pivots too, so that equal heads have equal estimates at any chunk length.
 * JSD is taken with the natural logarithm, as in the authors' code. Blocks tied at the threshold are all kept.
-* With τ = 0 nothing could be shared, and no pivot is computed.
+* With δ = 0 or τ = 0 nothing could be shared, and no pivot is computed.
 * Heads of the pivot's own layer may share its pattern: the map does not wait for the attention. (The authors' code
   builds patterns after the layer, from block-averaged probabilities; there, only later layers share.)
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 import triton
@@ -73,15 +74,39 @@ class SharePrefill(Method):
 
     @property
     def alike(self) -> "SharePrefill":
-        """Equal for heads that ``merged`` can take together."""
-        return replace(self, cluster=NOISE)
+        return SharePrefill(self.max_sparsity, self.max_distance, self.gamma)
 
-    @staticmethod
-    def merged(methods: Sequence["SharePrefill"], layer: int) -> "SharePrefillLayer":
-        """One method for heads of a layer whose methods are ``alike``, in the order in which ``select`` gets them."""
-        first, clusters = methods[0], tuple(m.cluster for m in methods)
-        require(all(m.alike == first.alike for m in methods), "methods", methods, "equal thresholds")
-        return SharePrefillLayer(first.max_sparsity, first.max_distance, first.gamma, NOISE, clusters, layer)
+    @classmethod
+    def merged(cls, methods: Sequence[Self]) -> "SharePrefillLayer":
+        first, clusters = methods[0].alike, tuple(m.cluster for m in methods)
+        require(all(m.alike == first for m in methods), "methods", methods, "equal thresholds")
+        return SharePrefillLayer(first.max_sparsity, first.max_distance, first.gamma, clusters=clusters)
+
+    @property
+    def alone(self) -> "SharePrefill":
+        """Noise: the only head of its cluster would be a pivot, computed densely, whose pattern nobody takes."""
+        return self.alike
+
+    @classmethod
+    def objection(cls, methods: Sequence[Self]) -> str | None:
+        members = Counter(m for m in methods if m.shares(m.clusters_of_heads))
+        if any(count > 1 for count in members.values()):
+            return None
+        return (
+            "share_prefill: no two heads can share a pattern, and without that it is flex_vertical_slash: expected a "
+            "profile that gives alike heads the same cluster, and thresholds above 0; or method flex_vertical_slash"
+        )
+
+    @classmethod
+    def summary(cls, methods: Sequence[Self]) -> dict[str, object]:
+        fields = {name: value for name, value in asdict(methods[0].alike).items() if name != "cluster"}
+        members = Counter(c for m in methods for c in m.clusters_of_heads if c != NOISE)
+        return fields | {"clusters": len(members), "clustered_heads": members.total()}
+
+    @property
+    def clusters_of_heads(self) -> tuple[int, ...]:
+        """The cluster of each head that this method is for."""
+        return (self.cluster,)
 
     @property
     def fallback(self) -> FlexVerticalSlash:
@@ -97,7 +122,7 @@ class SharePrefill(Method):
 
     def shares(self, clusters: tuple[int, ...]) -> bool:
         """Whether any head could take a pattern. If none could, no pivot is worth its dense attention."""
-        return self.max_distance > 0 and any(c != NOISE for c in clusters)
+        return self.max_sparsity > 0 and self.max_distance > 0 and any(c != NOISE for c in clusters)
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         self.clusters_of(heads)
@@ -109,16 +134,17 @@ class SharePrefillLayer(SharePrefill):
     """All heads of a layer that share by the same thresholds.
 
     ``clusters[i]`` is the cluster of the i-th head that ``select`` is given; a cluster has the same id in all layers.
-    ``layer`` orders the layers of a forward pass.
     """
 
     clusters: tuple[int, ...] = ()
-    layer: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(min(self.clusters, default=0) >= NOISE, "clusters", self.clusters, f"ids >= 0, or {NOISE} for noise")
-        require(self.layer >= 0, "layer", self.layer, "a layer's number >= 0")
+
+    @property
+    def clusters_of_heads(self) -> tuple[int, ...]:
+        return self.clusters
 
     def clusters_of(self, heads: torch.Tensor) -> tuple[int, ...]:
         expected = f"one id for each of the {len(heads)} heads"
@@ -126,18 +152,11 @@ class SharePrefillLayer(SharePrefill):
         return self.clusters
 
     def state_of_step(self, rows: Rows, kind: str, make: Callable[[], State]) -> State:
-        """What this method keeps from layer to layer of one forward pass: made by ``make``, gone with ``rows``.
-
-        Rows are one step's, and all of its layers must be given the same object. Should one Rows object serve a second
-        pass (a benchmark), layer numbers that start over tell. Heads with other thresholds share nothing.
-        """
-        states = rows.__dict__.setdefault("_share_prefill", {})
-        key = (kind, self.max_sparsity, self.max_distance, self.gamma)
-        last_layer, state = states.get(key, (self.layer, None))
-        if last_layer >= self.layer:
-            state = make()
-        states[key] = (self.layer, state)
-        return state
+        """What layers keep for later ones, made by the first of them. Heads with other thresholds share nothing."""
+        key = (kind, self.alike)
+        if key not in rows.state:
+            rows.state[key] = make()
+        return rows.state[key]
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         clusters = self.clusters_of(heads)
