@@ -33,7 +33,7 @@ METHOD_PARAMS: dict[str, dict[str, float]] = {
     "anchor_attention": {"theta": 5.0, "step_tiles": 4},
     "sparge_attn": {"kept_mass": 0.5, "min_similarity": 0.0},
     "sale": {"tau": 0.95},
-    "share_prefill": {"gamma": 0.5},
+    "share_prefill": {"gamma": 0.5, "cluster": 0},  # all heads in one cluster: they share as far as they are alike
     "flex_vertical_slash": {"gamma": 0.5},
 }
 # Counters are written when the server next steps, about once a second at most.
