@@ -1,0 +1,99 @@
+"""The oracle against whole matrices in float64, and where recall and density are known beforehand."""
+
+import itertools
+
+import pytest
+import torch
+
+from vllm_sparse_kernels.index import SparseIndex, causal_pairs
+from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_index
+from vllm_sparse_kernels.testing.lined import DEVICE
+from vllm_sparse_kernels.testing.oracle import Quality, measure
+
+LENGTHS = [(0, 1), (0, 63), (437, 200), (61, 300)]
+
+
+def quality(batch: Batch, index: SparseIndex) -> Quality:
+    return measure(batch.q, batch.cache, index, batch.scale)
+
+
+def by_whole_matrices(batch: Batch, index: SparseIndex) -> Quality:
+    """The definitions: softmax of all causal scores of a row, and the index as one mask."""
+    rows, group, shares, kept = batch.rows, batch.num_heads // batch.cache.num_kv_heads, [], 0
+    for row, (token, query_len) in enumerate(zip(rows.tokens, rows.query_lens, strict=True)):
+        keys = batch.cache.gather(rows.block_table[row], rows.seq_lens[row])[0].double()
+        q = batch.q[token : token + query_len].double()
+        scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(group, 1)) * batch.scale
+        causal = torch.ones_like(scores, dtype=torch.bool).tril_(rows.context_lens[row])
+        mask = index.to_mask(row)
+        shares.append((scores.masked_fill(~causal, -torch.inf).softmax(-1) * mask).sum(-1))
+        kept = kept + mask.sum((1, 2))
+    return Quality(torch.cat(shares, 1).mean(1), kept.double() / causal_pairs(rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "page_size", "block_tokens", "layout"),
+    [(4, 4, 64, 16, 64, "NHD"), (4, 2, 96, 64, 128, "HND"), (8, 2, 128, 128, 64, "NHD"), (8, 1, 64, 32, 128, "HND")],
+)
+def test_it_is_what_whole_matrices_say(num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, dtype):
+    batch = random_batch(
+        LENGTHS, num_heads, num_kv_heads, head_dim, page_size, dtype, DEVICE, layout=layout, gap_tokens=3
+    )
+    batch.q.mul_(2)
+    index = random_index(batch, block_tokens, 0.4, stripes=17)
+    got, expected = quality(batch, index), by_whole_matrices(batch, index)
+    assert got.recall.shape == got.density.shape == (num_heads,)
+    torch.testing.assert_close(got.recall, expected.recall, rtol=0, atol=1e-5)
+    assert torch.equal(got.density, expected.density)
+    assert float(got.density.mean()) == pytest.approx(index.density(), abs=1e-12)
+    assert bool((got.recall < 0.99).all())
+
+
+def test_everything_kept_is_all_of_it_exactly():
+    batch = random_batch(LENGTHS, 4, 2, 64, 16, device=DEVICE, gap_tokens=1)
+    assert {float(x) for figures in quality(batch, random_index(batch, 64, 1.0)) for x in figures} == {1.0}
+
+
+def test_keeping_more_never_recalls_less():
+    batch = random_batch([(300, 200)], 4, 2, 64, 16, device=DEVICE)
+    ladder = [quality(batch, random_index(batch, 64, density)) for density in (0.0, 0.2, 0.5, 0.9)]  # nested: one seed
+    for less, more in itertools.pairwise(ladder):
+        assert bool((less.recall <= more.recall).all())
+        assert bool((less.density <= more.density).all())
+    assert bool((ladder[0].recall < ladder[-1].recall).all())
+
+
+def test_scores_far_apart_are_no_trouble():
+    batch = random_batch([(200, 100)], 2, 1, 64, 16, device=DEVICE)
+    batch.q.mul_(1000)
+    index = random_index(batch, 64, 0.5)
+    torch.testing.assert_close(quality(batch, index).recall, by_whole_matrices(batch, index).recall, rtol=0, atol=1e-3)
+
+
+def uniform(length: int) -> tuple[Batch, SparseIndex]:
+    """Queries of zeros, which look at all keys alike, and their own blocks alone kept."""
+    batch = random_batch([(0, length)], 2, 1, 64, 128, device=DEVICE)
+    batch.q.zero_()
+    return batch, random_index(batch, 64, 0.0)
+
+
+def test_eight_thousand_tokens_where_recall_is_known():
+    batch, index = uniform(8192)
+    positions = torch.arange(8192, dtype=torch.float64)
+    kept = positions % 128 + 1  # the blocks on a tile's diagonal, up to the query
+    got = quality(batch, index)
+    assert got.recall.tolist() == pytest.approx([float((kept / (positions + 1)).mean())] * 2, abs=1e-7)
+    assert got.density.tolist() == pytest.approx([float(kept.sum() / (positions + 1).sum())] * 2, abs=1e-12)
+
+
+@pytest.mark.gpu
+def test_thirty_two_thousand_tokens_fit():
+    batch = random_batch([(0, 32768)], 32, 8, 128, 128, torch.bfloat16, "cuda")
+    index = random_index(batch, 128, 0.1, share_group=True)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    got = quality(batch, index)
+    assert torch.cuda.max_memory_allocated() - before < 2**30
+    assert float(got.density.mean()) == pytest.approx(index.kept_pairs().item() / (32 * causal_pairs(index.rows)))
+    assert bool(((got.recall > 0) & (got.recall < 1)).all())
