@@ -16,6 +16,7 @@ from vllm_sparse_backend.model_shape import ModelShape
 from vllm_sparse_kernels import PagedCache
 
 IS_CPU = current_platform.is_cpu()
+DEVICE_TYPE = "cpu" if IS_CPU else "cuda"
 
 if IS_CPU:
     from vllm.v1.attention.backends.cpu_attn import (
@@ -45,25 +46,36 @@ else:
     )
 
 __all__ = [
+    "DEVICE_TYPE",
     "IS_CPU",
     "DelegateBackend",
     "DelegateBuilder",
     "DelegateImpl",
     "DelegateMetadata",
+    "check_cpu_layout",
     "context_parallel_sizes",
+    "hf_config",
     "host_seq_lens",
+    "is_first_stage",
     "model_shape",
     "paged_cache",
     "prefers_bulk_pages",
+    "take_prefix_ranges",
     "tensor_parallel",
     "uniform_decode_graphs",
 ]
 
 
+def hf_config(vllm_config: VllmConfig) -> dict[str, Any]:
+    """config.json of the model that is served, or of its text part wherever that is nested, and its architectures."""
+    model = vllm_config.model_config
+    text = model.hf_text_config.to_dict()
+    return {**text, "architectures": model.hf_config.architectures or text.get("architectures")}
+
+
 def model_shape(vllm_config: VllmConfig) -> ModelShape:
     """Layers and heads of the model that is served."""
-    hf_config = vllm_config.model_config.hf_config
-    return ModelShape.from_config(hf_config.to_dict(), vllm_config.model_config.model)
+    return ModelShape.from_config(hf_config(vllm_config), vllm_config.model_config.model)
 
 
 def tensor_parallel(vllm_config: VllmConfig) -> tuple[int, int]:
@@ -71,6 +83,13 @@ def tensor_parallel(vllm_config: VllmConfig) -> tuple[int, int]:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     return get_tensor_model_parallel_rank(), vllm_config.parallel_config.tensor_parallel_size
+
+
+def is_first_stage(vllm_config: VllmConfig) -> bool:
+    """Whether this worker has the model's first layers."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    return vllm_config.parallel_config.pipeline_parallel_size == 1 or bool(get_pp_group().is_first_rank)
 
 
 def context_parallel_sizes(vllm_config: VllmConfig) -> tuple[int, int]:
@@ -102,6 +121,18 @@ def host_seq_lens(common: CommonAttentionMetadata) -> list[int]:
         "sparse-prefill: vLLM handed over no sequence lengths on the host (seq_lens_cpu_upper_bound is None); expected "
         "vLLM 0.26 to 0.33"
     )
+
+
+def take_prefix_ranges(part: DelegateMetadata, whole: DelegateMetadata, rows: slice, tokens: slice) -> None:
+    """Give some rows' metadata its part of the whole batch's ranges that attend in both directions (prefix-LM).
+
+    Asked for in each layer, as models clear the whole batch's for some. 0.26 keeps them per row; 0.32 per token, in one
+    persistent buffer that metadata built with ranges of its own would overwrite.
+    """
+    for name, place in (("mm_prefix_range_tensor", rows), ("mm_prefix_query_range_tensor", tokens)):
+        if hasattr(whole, name):
+            ranges = getattr(whole, name)
+            setattr(part, name, None if ranges is None else ranges[place])
 
 
 def paged_cache(kv_cache: torch.Tensor, head_dim: int) -> PagedCache:

@@ -1,29 +1,45 @@
 """What is checked before a model loads: the configuration, its profile, and that some layer can go sparse at all."""
 
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 
 from vllm_sparse_backend import compat
 from vllm_sparse_backend.config import load_config
 from vllm_sparse_backend.errors import ConfigurationError
+from vllm_sparse_backend.model_shape import ModelShape
 from vllm_sparse_backend.modelcheck import layer_reasons
 from vllm_sparse_backend.plan import Plan
-from vllm_sparse_backend.reasons import Fallback
-
-logger = init_logger(__name__)
+from vllm_sparse_backend.reasons import Fallback, layer_fallback
 
 
 def check(vllm_config: VllmConfig) -> None:
     """Raise ConfigurationError, one line, where the server could not do what was asked for."""
     config = load_config(vllm_config.additional_config)
+    hf_config = compat.hf_config(vllm_config)
     shape = compat.model_shape(vllm_config)
     plan = Plan.build(config, shape, 0, vllm_config.parallel_config.tensor_parallel_size)
-    hf_config = vllm_config.model_config.hf_config.to_dict()
-    text = hf_config.get("text_config") or hf_config
-    reasons = layer_reasons({"architectures": hf_config.get("architectures"), **text})
+    # The shape knows older models' names for these.
+    reasons = layer_reasons({**hf_config, "num_hidden_layers": shape.num_layers, "head_dim": shape.head_dim})
+    everywhere = _server_reason(vllm_config, shape)
+    if everywhere is not None:
+        reasons = [everywhere] * shape.num_layers
     sparse = [i for i, reason in enumerate(reasons) if reason is None and plan.layer(i) is not None]
     if not sparse:
         raise ConfigurationError(no_layer_message({reason for reason in reasons if reason is not None}))
+
+
+def _server_reason(vllm_config: VllmConfig, shape: ModelShape) -> Fallback | None:
+    """Why the server's own options keep every layer from going sparse, whatever the model."""
+    cache = vllm_config.cache_config
+    some_unquantised = bool(getattr(cache, "kv_cache_dtype_skip_layers", None))
+    prefill_parallel, decode_parallel = compat.context_parallel_sizes(vllm_config)
+    return layer_fallback(
+        head_dim=shape.head_dim,
+        dtype=str(vllm_config.model_config.dtype),
+        kv_cache_dtype="auto" if some_unquantised else str(cache.cache_dtype),
+        prefill_context_parallel_size=prefill_parallel,
+        decode_context_parallel_size=decode_parallel,
+        device_type=compat.DEVICE_TYPE,
+    )
 
 
 def no_layer_message(reasons: set[Fallback]) -> str:
