@@ -23,8 +23,8 @@ PROPERTIES = {
 }
 
 
-def test_every_static_reason_but_the_configured_one_comes_from_a_property() -> None:
-    assert set(PROPERTIES) == set(STATIC_FALLBACKS) - {Fallback.DENSE_LAYER}
+def test_every_static_reason_but_the_plans_comes_from_a_property() -> None:
+    assert set(PROPERTIES) == set(STATIC_FALLBACKS) - {Fallback.DENSE_LAYER, Fallback.OTHER_HEADS}
 
 
 @pytest.mark.parametrize(("reason", "properties"), PROPERTIES.items())

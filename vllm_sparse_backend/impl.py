@@ -3,13 +3,12 @@
 The cache has been written when ``forward`` is called. Nothing in ``forward`` waits for the device.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config
 
 from vllm_sparse_backend import compat
-from vllm_sparse_backend.metadata import SparseStep
 from vllm_sparse_backend.metrics import Recorder
 from vllm_sparse_backend.plan import LayerPlan
 from vllm_sparse_backend.reasons import Fallback, layer_fallback
@@ -17,6 +16,9 @@ from vllm_sparse_kernels import SparseIndex, attend
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.reference.attend import attend as reference_attend
 from vllm_sparse_kernels.select import METHODS, name_of
+
+if TYPE_CHECKING:
+    from vllm_sparse_backend.metadata import SparseStep
 
 
 class SparsePrefillImpl(compat.DelegateImpl):
@@ -54,42 +56,52 @@ class SparsePrefillImpl(compat.DelegateImpl):
             kv_cache_dtype=kv_cache_dtype,
             prefill_context_parallel_size=prefill_parallel,
             decode_context_parallel_size=decode_parallel,
-            device_type="cpu" if compat.IS_CPU else "cuda",
+            device_type=compat.DEVICE_TYPE,
         )
         self.groups: LayerPlan | None = None
+        self.recorder: Recorder | None = None
 
-    def adopt(self, layer: int, groups: LayerPlan | None, recorder: Recorder, check_index: bool) -> Fallback | None:
-        """Take this layer's part of the plan; returns why it stays dense, or None if it can go sparse."""
-        if self.fallback is None and groups is None:
-            self.fallback = Fallback.DENSE_LAYER
-        if self.fallback is not None or groups is None:
+    def reason(self, groups: LayerPlan | None) -> Fallback | None:
+        """Why this layer prefills dense, where this is its part of the plan; None if it can go sparse."""
+        if self.fallback is not None:
             return self.fallback
+        if groups is None:
+            return Fallback.DENSE_LAYER
+        if sum(len(group.heads) for group in groups) != self.num_heads:
+            return Fallback.OTHER_HEADS
+        return None
+
+    def adopt(self, layer: int, groups: LayerPlan, recorder: Recorder, check_index: bool) -> None:
+        """Go sparse from now on, by this layer's part of the plan."""
         self.layer, self.recorder, self.check_index = layer, recorder, check_index
         self.block_tokens = min(group.method.block_tokens for group in groups)
         self.heads = [torch.tensor(group.heads, dtype=torch.int32, device=recorder.device) for group in groups]
         self.groups = groups
-        return None
 
     def forward(
         self,
         layer: torch.nn.Module,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: Any,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """query and output [num_tokens, num_heads, head_dim]; kv_cache as vLLM's backend has it, already written."""
+        """query and output [num_tokens, num_heads, head_dim]; kv_cache as vLLM's backend has it, already written.
+
+        key and value [num_tokens, num_kv_heads, head_dim], or None where the layer reads another one's cache.
+        """
         step: SparseStep | None = getattr(attn_metadata, "sparse", None)
-        if step is None or self.groups is None:
+        if step is None or self.groups is None or self.recorder is None:
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
         for run in step.delegated:
-            part = (x[run.tokens] for x in (query, key, value))
+            compat.take_prefix_ranges(run.metadata, attn_metadata, run.rows, run.tokens)
+            part = (x if x is None else x[run.tokens] for x in (query, key, value))
             super().forward(layer, *part, kv_cache, run.metadata, output[run.tokens], output_scale, output_block_scale)
         cache = compat.paged_cache(kv_cache, self.head_size)
         index = step.index(self.groups, self.num_heads, self.block_tokens)

@@ -4,27 +4,29 @@ Rows are told apart by lengths that the host knows; nothing here waits for the d
 the delegate's own metadata, untouched.
 """
 
-from collections.abc import Iterator
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 from vllm_sparse_backend import compat
 from vllm_sparse_backend.config import load_config
-from vllm_sparse_backend.errors import ConfigurationError
+from vllm_sparse_backend.layers import ModelLayer, model_layers, refuse_if_none_can
 from vllm_sparse_backend.metrics import Recorder
 from vllm_sparse_backend.plan import LayerPlan, Plan
+from vllm_sparse_backend.plugin import LOGGER
+from vllm_sparse_backend.ranges import format_ranges
 from vllm_sparse_backend.reasons import Fallback
-from vllm_sparse_backend.startup import no_layer_message
 from vllm_sparse_kernels import Rows, SparseIndex, StripeLayout
 from vllm_sparse_kernels.select.base import Method
 
-logger = init_logger(__name__)
+logger = logging.getLogger(LOGGER)
 
 SPARSE, DENSE, DECODE = "sparse", "dense", "decode"
 
@@ -33,6 +35,7 @@ SPARSE, DENSE, DECODE = "sparse", "dense", "decode"
 class Delegated:
     """Neighbouring rows that the delegate runs: their tokens, and metadata as if they were the whole batch."""
 
+    rows: slice
     tokens: slice
     metadata: compat.DelegateMetadata
 
@@ -75,6 +78,11 @@ class RowKind:
     reason: Fallback | None = None
 
 
+DECODE_ROW = RowKind(DECODE)
+PADDING = RowKind("padding")
+"""A row without tokens, which fills up a batch to a graph's size."""
+
+
 class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
     # Metadata of another cache group would carry this group's sparse rows along.
     supports_update_block_table = False
@@ -88,156 +96,168 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        config = load_config(vllm_config.additional_config)
-        rank, size = compat.tensor_parallel(vllm_config)
-        self.plan = Plan.build(config, compat.model_shape(vllm_config), rank, size)
-        self.recorder = Recorder(device, config.metrics_interval_s, counts_rows=rank == 0)
+        self.sparse_layers: tuple[int, ...] = ()
+        self._counts_rows = False
         self._logged: set[Fallback] = set()
-        self._adopt_layers(config.check_index)
+        refuse_if_none_can(vllm_config)
+        # Builders that vLLM derives from this one cut requests up or lengthen them: what they build stays whole.
+        if type(self) is SparsePrefillMetadataBuilder:
+            layers = model_layers(vllm_config)
+            if any(name in layers for name in layer_names):
+                self._adopt(layers)
 
-    def _adopt_layers(self, check_index: bool) -> None:
-        """Hand each layer its part of the plan, and say at start-up what will run how."""
-        from vllm.model_executor.models.utils import extract_layer_index
+    def _adopt(self, layers: Mapping[str, ModelLayer]) -> None:
+        """Hand each layer of this group its part of the plan, and say at start-up what will run how."""
+        config = load_config(self.vllm_config.additional_config)
+        rank, size = compat.tensor_parallel(self.vllm_config)
+        plan = Plan.build(config, compat.model_shape(self.vllm_config), rank, size)
+        # One for the worker, whose groups of layers and whose microbatches have builders of their own.
+        known = next((layer.impl.recorder for layer in layers.values() if layer.impl.recorder is not None), None)
+        self.recorder = known or Recorder(self.device, config.metrics_interval_s, is_first_rank=rank == 0)
+        self.min_tokens = plan.min_tokens
+        reasons = {number: impl.reason(plan.layer(number)) for number, impl in layers.values()}
+        own = [layers[name] for name in self.layer_names if name in layers]
+        sparse = []
+        for number, impl in own:
+            groups = plan.layer(number)
+            if reasons[number] is None and groups is not None:
+                impl.adopt(number, groups, self.recorder, config.check_index)
+                sparse.append(impl)
+        self.sparse_layers = tuple(sorted(number for number, _ in own if reasons[number] is None))
+        self.recorder.add_layers(self.sparse_layers)
+        # Every group sees all rows: that of the first layer that can go sparse counts them.
+        first = min((number for number, reason in reasons.items() if reason is None), default=None)
+        self._counts_rows = first in self.sparse_layers and compat.is_first_stage(self.vllm_config)
+        if rank == 0:
+            for line in plan.describe() if known is None else ():
+                logger.info("sparse-prefill: %s", line)
+            for reason in Fallback:
+                dense = [number for number, _ in own if reasons[number] is reason]
+                if dense:
+                    logger.info("sparse-prefill: layers %s prefill dense: %s", format_ranges(dense), reason.explain)
+        if sparse:
+            self._make_ready(sparse)
 
-        from vllm_sparse_backend.impl import SparsePrefillImpl
-
-        layers = self.vllm_config.compilation_config.static_forward_context
-        reasons: set[Fallback] = set()
-        sparse_layers: list[int] = []
-        for name in self.layer_names:
-            impl = layers[name].impl
-            if not isinstance(impl, SparsePrefillImpl):
-                continue
-            layer = extract_layer_index(name)
-            reason = impl.adopt(layer, self.plan.layer(layer), self.recorder, check_index)
-            if reason is None:
-                sparse_layers.append(layer)
-            elif reason not in reasons:
-                reasons.add(reason)
-                logger.info("sparse-prefill: layer %d prefills dense: %s", layer, reason.explain)
-        if not sparse_layers:
-            raise ConfigurationError(no_layer_message(reasons - {Fallback.DENSE_LAYER}))
-        self.recorder.add_layers(sparse_layers)
+    def _make_ready(self, impls: list[Any]) -> None:
+        """What has to be checked or compiled before the first step."""
         if compat.IS_CPU:
             compat.check_cpu_layout(self.isa, self.kv_cache_spec)
-        for line in self.plan.describe():
-            logger.info("sparse-prefill: %s", line)
-        if not compat.IS_CPU:
-            from vllm_sparse_backend.warmup import warm_up
+            return
+        from vllm_sparse_backend.warmup import warm_up
 
-            impls = [layers[name].impl for name in self.layer_names]
-            sparse_impls = [impl for impl in impls if isinstance(impl, SparsePrefillImpl)]
-            warm_up(sparse_impls, self.kv_cache_spec, self.vllm_config.model_config.max_model_len, self.device)
+        warm_up(impls, self.kv_cache_spec, self.vllm_config.model_config.max_model_len, self.device)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> compat.DelegateMetadata:
+        """A graph is captured over a batch that is made up: its rows are not counted."""
+        counts_rows, self._counts_rows = self._counts_rows, False
+        try:
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        finally:
+            self._counts_rows = counts_rows
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> compat.DelegateMetadata:
         common = common_attn_metadata
-        seq_lens = compat.host_seq_lens(common)
+        if not self.sparse_layers:
+            return super().build(common_prefix_len, common, fast_build)
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
-        kinds = self._classify(common_prefix_len, common, starts, seq_lens)
+        kinds = self._classify(common_prefix_len, common, starts)
         self._count(kinds)
         if not any(kind.path == SPARSE for kind in kinds):
             return super().build(common_prefix_len, common, fast_build)
-        delegated = tuple(self._delegate(common, starts, seq_lens, kinds, fast_build))
-        rows = self._sparse_rows(common, starts, seq_lens, kinds)
+        delegated = tuple(self._delegate(common, starts, kinds, fast_build))
+        rows = self._sparse_rows(common, starts, kinds)
         # Last, as the delegate keeps one persistent buffer for its schedule: the whole batch's must be what stays.
         whole = super().build(common_prefix_len, common, fast_build)
         parts = {f.name: getattr(whole, f.name) for f in fields(whole)}
         return SparsePrefillMetadata(**parts, sparse=SparseStep(rows, delegated))
 
-    def _classify(
-        self, common_prefix_len: int, common: CommonAttentionMetadata, starts: list[int], seq_lens: list[int]
-    ) -> list[RowKind]:
+    def _classify(self, common_prefix_len: int, common: CommonAttentionMetadata, starts: list[int]) -> list[RowKind]:
         """What each row runs on. Rows as short as a decode's are left to the delegate: its graphs may run them."""
-        prefilling = None if common.is_prefilling is None else common.is_prefilling[: common.num_reqs].tolist()
         threshold = self.reorder_batch_threshold or 1
+        query_lens = [end - start for start, end in pairwise(starts)]
+        if common.max_query_len <= threshold:
+            return [DECODE_ROW if query_len else PADDING for query_len in query_lens]
+        seq_lens = compat.host_seq_lens(common)
+        prefilling = None if common.is_prefilling is None else common.is_prefilling.tolist()
+        prefix_lm = common.mm_req_doc_ranges or {}
         batch_reason = None
         if common.causal is not True:
             batch_reason = Fallback.NON_CAUSAL
         elif common_prefix_len > 0:
             batch_reason = Fallback.CASCADE
-        prefix_lm = getattr(common, "mm_req_doc_ranges", None) or {}
         kinds = []
-        for i, seq_len in enumerate(seq_lens):
-            query_len = starts[i + 1] - starts[i]
-            if query_len <= threshold or (prefilling is not None and not prefilling[i]):
-                kinds.append(RowKind(DECODE))
+        for i, query_len in enumerate(query_lens):
+            if query_len == 0:
+                kinds.append(PADDING)
+            elif query_len <= threshold or (prefilling is not None and not prefilling[i]):
+                kinds.append(DECODE_ROW)
             elif batch_reason is not None:
                 kinds.append(RowKind(DENSE, batch_reason))
-            elif i in prefix_lm:
+            elif prefix_lm.get(i):
                 kinds.append(RowKind(DENSE, Fallback.PREFIX_LM))
-            elif seq_len < self.plan.min_tokens:
+            elif seq_lens[i] < self.min_tokens:
                 kinds.append(RowKind(DENSE, Fallback.TOO_SHORT))
             else:
                 kinds.append(RowKind(SPARSE))
         return kinds
 
     def _count(self, kinds: list[RowKind]) -> None:
-        for kind in kinds:
-            self.recorder.count_row(kind.path, kind.reason)
+        for kind, rows in Counter(kinds).items() if self._counts_rows else ():
+            if kind is PADDING:
+                continue
+            self.recorder.count_rows(kind.path, kind.reason, rows)
             if kind.reason is not None and kind.reason not in self._logged:
                 self._logged.add(kind.reason)
                 logger.info("sparse-prefill: a row prefills dense: %s (said once)", kind.reason.explain)
         self.recorder.flush_when_due()
 
     def _delegate(
-        self,
-        common: CommonAttentionMetadata,
-        starts: list[int],
-        seq_lens: list[int],
-        kinds: list[RowKind],
-        fast_build: bool,
+        self, common: CommonAttentionMetadata, starts: list[int], kinds: list[RowKind], fast_build: bool
     ) -> Iterator[Delegated]:
         """The runs of neighbouring rows that are not sparse, each with metadata of its own."""
         for is_sparse, group in groupby(range(len(kinds)), key=lambda i: kinds[i].path == SPARSE):
             run = list(group)
-            first, end = run[0], run[-1] + 1
-            if is_sparse or starts[first] == starts[end]:
+            rows = slice(run[0], run[-1] + 1)
+            tokens = slice(starts[rows.start], starts[rows.stop])
+            if is_sparse or tokens.start == tokens.stop:
                 continue
-            tokens = slice(starts[first], starts[end])
-            part = self._part_of(common, first, end, tokens, seq_lens[first:end])
-            metadata = super().build(0, part, fast_build)
+            metadata = super().build(0, self._part_of(common, rows, tokens), fast_build)
             if isinstance(metadata.scheduler_metadata, torch.Tensor):
                 metadata.scheduler_metadata = metadata.scheduler_metadata.clone()
-            yield Delegated(tokens, metadata)
+            yield Delegated(rows, tokens, metadata)
 
-    @staticmethod
-    def _part_of(
-        common: CommonAttentionMetadata, first: int, end: int, tokens: slice, seq_lens: list[int]
-    ) -> CommonAttentionMetadata:
-        """Rows [first, end) of a batch as a batch of their own."""
-        start_loc_cpu = common.query_start_loc_cpu[first : end + 1]
-        per_row = {
-            name: value[first:end]
-            for name in (
-                "seq_lens_cpu_upper_bound",
-                "is_prefilling",
-                "req_idx",
-                "_seq_lens_cpu",
-                "_num_computed_tokens_cpu",
-            )
-            if (value := getattr(common, name, None)) is not None
-        }
-        return common.replace(
-            query_start_loc=common.query_start_loc[first : end + 1] - tokens.start,
-            query_start_loc_cpu=start_loc_cpu - tokens.start,
-            seq_lens=common.seq_lens[first:end],
-            num_reqs=end - first,
+    def _part_of(self, common: CommonAttentionMetadata, rows: slice, tokens: slice) -> CommonAttentionMetadata:
+        """Some rows of a batch as a batch of their own.
+
+        Made anew from what a delegate reads: a copy would bring along caches and fields that number the whole batch's
+        rows or tokens.
+        """
+        ends = slice(rows.start, rows.stop + 1)
+        start_loc_cpu = common.query_start_loc_cpu[ends] - tokens.start
+        longest = int(start_loc_cpu.diff().max())
+        upper_bound, is_prefilling = common.seq_lens_cpu_upper_bound, common.is_prefilling
+        return CommonAttentionMetadata(
+            query_start_loc=common.query_start_loc[ends] - tokens.start,
+            query_start_loc_cpu=start_loc_cpu,
+            seq_lens=common.seq_lens[rows],
+            num_reqs=rows.stop - rows.start,
             num_actual_tokens=tokens.stop - tokens.start,
-            max_query_len=int((start_loc_cpu[1:] - start_loc_cpu[:-1]).max()),
-            max_seq_len=max(seq_lens),
-            block_table_tensor=common.block_table_tensor[first:end],
+            # Drafts may be shared out among decodes on the device: there one can be longer than the host knows.
+            max_query_len=max(longest, self.reorder_batch_threshold or 1),
+            max_seq_len=max(compat.host_seq_lens(common)[rows]),
+            block_table_tensor=common.block_table_tensor[rows],
             slot_mapping=common.slot_mapping[tokens],
-            _num_computed_tokens_cache=None,
-            **per_row,
+            causal=common.causal,
+            seq_lens_cpu_upper_bound=None if upper_bound is None else upper_bound[rows],
+            is_prefilling=None if is_prefilling is None else is_prefilling[rows],
         )
 
     @staticmethod
-    def _sparse_rows(
-        common: CommonAttentionMetadata, starts: list[int], seq_lens: list[int], kinds: list[RowKind]
-    ) -> Rows:
+    def _sparse_rows(common: CommonAttentionMetadata, starts: list[int], kinds: list[RowKind]) -> Rows:
         ids = [i for i, kind in enumerate(kinds) if kind.path == SPARSE]
+        seq_lens = compat.host_seq_lens(common)
         query_lens = tuple(starts[i + 1] - starts[i] for i in ids)
         if ids[-1] - ids[0] + 1 == len(ids):
             block_table = common.block_table_tensor[ids[0] : ids[-1] + 1]

@@ -5,6 +5,7 @@ vLLM's server collects counters of its worker processes where PROMETHEUS_MULTIPR
 
 import time
 from collections import Counter as Tally
+from collections.abc import Iterable
 
 import torch
 from prometheus_client import Counter
@@ -22,36 +23,42 @@ CAUSAL_PAIRS = Counter("sparse_prefill_causal_pairs", "(query, key) pairs that d
 
 
 class Recorder:
-    """Counts of one worker. Kept pairs stay on the device until a copy of them has arrived on its own."""
+    """Counts of one worker. Kept pairs stay on the device until a copy of them has arrived on its own.
 
-    def __init__(self, device: torch.device, interval_s: float, counts_rows: bool = True) -> None:
+    Of the tensor-parallel ranks, which share a layer's heads, ``is_first_rank`` alone counts what is the same on all.
+    """
+
+    def __init__(self, device: torch.device, interval_s: float, is_first_rank: bool = True) -> None:
         self.device = device
         self._interval_s = interval_s
-        self._counts_rows = counts_rows
+        self._is_first_rank = is_first_rank
         self._due = time.monotonic() + interval_s
         self._places: dict[int, int] = {}
         self._kept = torch.zeros(0, dtype=torch.int64, device=device)
-        self._told = [0]
+        self._told: list[int] = []
         self._rows: Tally[tuple[str, str]] = Tally()
         self._tiles: Tally[int] = Tally()
         self._causal: Tally[int] = Tally()
         self._copy: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
 
-    def add_layers(self, layers: list[int]) -> None:
-        """Make room for these layers; before the first step."""
-        self._places = {layer: place for place, layer in enumerate(layers)}
-        self._kept = torch.zeros(len(layers), dtype=torch.int64, device=self.device)
-        self._told = [0] * len(layers)
+    def add_layers(self, layers: Iterable[int]) -> None:
+        """Make room for these layers, if there is none yet; before the first step."""
+        for layer in layers:
+            self._places.setdefault(layer, len(self._places))
+        new = len(self._places) - len(self._told)
+        self._kept = torch.cat([self._kept, self._kept.new_zeros(new)])
+        self._told += [0] * new
 
-    def count_row(self, path: str, reason: Fallback | None) -> None:
-        if self._counts_rows:
-            self._rows[path, reason.value if reason else ""] += 1
+    def count_rows(self, path: str, reason: Fallback | None, rows: int = 1) -> None:
+        if self._is_first_rank:
+            self._rows[path, reason.value if reason else ""] += rows
 
     def count_pairs(self, layer: int, index: SparseIndex) -> None:
         """Add one layer's index of this step. Stays on the device."""
         self._kept[self._places[layer]] += index.kept_pairs()
-        self._tiles[layer] += index.rows.num_tiles
         self._causal[layer] += index.num_heads * causal_pairs(index.rows)
+        if self._is_first_rank:
+            self._tiles[layer] += index.rows.num_tiles
 
     def flush_when_due(self) -> None:
         """Tell Prometheus what has arrived, and once an interval start another copy from the device."""

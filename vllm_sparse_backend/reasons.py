@@ -72,6 +72,12 @@ class Fallback(StrEnum):
         True,
         "the layer is listed in dense_layers; take it off that list to let it go sparse",
     )
+    OTHER_HEADS = (
+        "other_heads",
+        True,
+        "the layer has another number of query heads than the model's config states; nothing to do, its other layers "
+        "can go sparse",
+    )
     NON_CAUSAL = ("non_causal", False, "the row attends in both directions; nothing to do, such rows stay dense")
     PREFIX_LM = (
         "prefix_lm",

@@ -1,17 +1,18 @@
 """Compile every kernel that the plan needs before the server reports ready, so that no request waits for a compiler."""
 
+import logging
 import time
 from collections.abc import Iterable
 
 import torch
-from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_backend.impl import SparsePrefillImpl
 from vllm_sparse_backend.metadata import SparseStep
+from vllm_sparse_backend.plugin import LOGGER
 from vllm_sparse_kernels import PagedCache, Rows, attend
 
-logger = init_logger(__name__)
+logger = logging.getLogger(LOGGER)
 
 CONTEXT_TOKENS, QUERY_TOKENS = 4096, 320
 """One row that has all there is to have: cached keys, full tiles and a last one that is not full."""

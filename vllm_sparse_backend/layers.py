@@ -1,0 +1,73 @@
+"""The served model's own attention layers on this worker, found among all that vLLM has built there."""
+
+import logging
+from typing import NamedTuple
+
+from vllm.config import VllmConfig
+from vllm.model_executor.models.utils import extract_layer_index
+
+from vllm_sparse_backend.backend import SparsePrefillBackend
+from vllm_sparse_backend.errors import ConfigurationError
+from vllm_sparse_backend.impl import SparsePrefillImpl
+from vllm_sparse_backend.plugin import LOGGER
+from vllm_sparse_backend.reasons import Fallback
+from vllm_sparse_backend.startup import no_layer_message
+
+logger = logging.getLogger(LOGGER)
+
+
+class ModelLayer(NamedTuple):
+    number: int
+    impl: SparsePrefillImpl
+
+
+def plain_impls(vllm_config: VllmConfig) -> dict[str, SparsePrefillImpl]:
+    """By name, layers that run this backend as it is.
+
+    vLLM derives backends from a chosen one where a layer attends to something else than its own sequence (chunked and
+    cross attention, static sinks, pooled blocks): those are not ours to touch.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    impls = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
+    return {
+        name: impl
+        for name, impl in impls.items()
+        if type(impl) is SparsePrefillImpl and layers[name].get_attn_backend() is SparsePrefillBackend
+    }
+
+
+def model_layers(vllm_config: VllmConfig) -> dict[str, ModelLayer]:
+    """By name, the served model's layers among ``plain_impls``.
+
+    A draft model's layers may bear the same numbers: they are built after the served model's, which are the first of
+    each number.
+    """
+    first, end = vllm_config.model_config.get_layers_start_end_indices(vllm_config.parallel_config)
+    found: dict[int, str] = {}
+    impls = plain_impls(vllm_config)
+    for name in impls:
+        number = _number_of(name)
+        if number is not None and first <= number < end:
+            found.setdefault(number, name)
+    return {name: ModelLayer(number, impls[name]) for number, name in found.items()}
+
+
+def _number_of(name: str) -> int | None:
+    try:
+        return int(extract_layer_index(name))
+    except AssertionError:  # no number in it, or more than one
+        return None
+
+
+def refuse_if_none_can(vllm_config: VllmConfig) -> None:
+    """Raise ConfigurationError where no layer of this worker can prefill sparsely.
+
+    With pipeline parallelism other workers have other layers: then it is a warning.
+    """
+    reasons = {impl.fallback for impl in plain_impls(vllm_config).values()} or {Fallback.NOT_DECODER}
+    if None in reasons:
+        return
+    message = no_layer_message({reason for reason in reasons if reason is not None})
+    if vllm_config.parallel_config.pipeline_parallel_size == 1:
+        raise ConfigurationError(message)
+    logger.warning("%s, in this pipeline stage", message)
