@@ -14,6 +14,7 @@ import statistics
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from random import Random
@@ -40,14 +41,28 @@ SHAPE: dict[str, Any] = CONFIG | {
     "torch_dtype": "bfloat16",
 }
 PROMPTS = {1024: 21, 32768: 7, 131072: 2}
-"""How often each length of prompt is asked."""
+"""How often each length of prompt is asked for many tokens."""
+SHORT_TOKENS, SHORT_REPEATS = 8192, 150
+"""Prompts shorter than this are asked for their first token alone as often as this: 35 ms are lost in the noise of 3."""
 OUTPUT_TOKENS = 64
-# Room for one prompt of 131,072 tokens in each cache, and for two servers on a card of 80 GB.
-HALF_THE_CARD = (
-    *("--gpu-memory-utilization", "0.48", "--kv-cache-memory-bytes", "17700000000"),
-    *("--max-model-len", "132096", "--max-num-seqs", "16"),
-)
-COMMON = ("--load-format", "dummy", "--max-num-batched-tokens", "8192", "--no-enable-prefix-caching", *HALF_THE_CARD)
+
+
+def room(longest_tokens: int) -> tuple[str, ...]:
+    """Room for one prompt: so two servers fit one card, and can start at the same time without measuring each other."""
+    kv_bytes_per_token = 2 * 2 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
+    max_model_len = longest_tokens + 1024
+    return (
+        *(
+            "--gpu-memory-utilization",
+            "0.3",
+            "--kv-cache-memory-bytes",
+            str((max_model_len + 2048) * kv_bytes_per_token),
+        ),
+        *("--max-model-len", str(max_model_len), "--max-num-seqs", "16", "--load-format", "dummy"),
+        *("--max-num-batched-tokens", "8192", "--no-enable-prefix-caching"),
+    )
+
+
 METHODS: dict[str, dict[str, Any]] = {
     "a_shape": {"method": "a_shape"},
     "vertical_slash": {"method": "vertical_slash"},
@@ -87,23 +102,22 @@ def first_token_s(server: Server, prompt: list[int], tokens: int) -> tuple[float
     return stamps[0] - start, (stamps[-1] - stamps[0]) / max(tokens - 1, 1)
 
 
-def measure(servers: dict[str, Server], lengths: dict[int, int], warm: bool = True) -> dict[tuple[str, str], float]:
-    """Medians by (server, figure), the servers asked in turn."""
-    random = Random(0)
-    figures = {}
-    for length, repeats in lengths.items():
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in servers}
-        for i in range(repeats + warm):
-            prompt = [random.randrange(2, VOCAB_SIZE) for _ in range(length)]
-            for name, server in servers.items():
-                taken = first_token_s(server, prompt, OUTPUT_TOKENS)
-                if i or not warm:
-                    times[name].append(taken)
-        for name, taken_all in times.items():
-            figures[name, f"first token after {length}"] = statistics.median(first for first, _ in taken_all)
-            figures[name, f"per token after {length}"] = statistics.median(later for _, later in taken_all)
-            print(f"{name}: {length}: " + ", ".join(f"{a:.4f} s + {b * 1e3:.2f} ms" for a, b in taken_all), flush=True)
-    return figures
+def measure(
+    servers: dict[str, Server], length: int, repeats: int, tokens: int, warm: bool = True
+) -> dict[str, tuple[float, float]]:
+    """Per server the medians of (seconds to the first token, seconds per later one), asked in turn, ABBA."""
+    random = Random(length)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in servers}
+    for i in range(repeats + warm):
+        prompt = [random.randrange(2, VOCAB_SIZE) for _ in range(length)]
+        for name in sorted(servers, reverse=i % 2 == 1):
+            taken = first_token_s(servers[name], prompt, tokens)
+            if i or not warm:
+                times[name].append(taken)
+    for name, taken_all in times.items():
+        shown = ", ".join(f"{a:.4f} s + {b * 1e3:.2f} ms" for a, b in taken_all[:9])
+        print(f"{name}: {length} tokens, {len(taken_all)} times: {shown}", flush=True)
+    return {name: tuple(map(statistics.median, zip(*taken, strict=True))) for name, taken in times.items()}  # type: ignore[misc]
 
 
 def density(server: Server) -> float:
@@ -116,50 +130,54 @@ def density(server: Server) -> float:
 
 
 @contextmanager
-def serving(folder: Path, arguments: dict[str, tuple[str, ...]]) -> Iterator[dict[str, Server]]:
-    """Servers by name; one after the other, as each measures the memory that is free while it starts."""
-    with ExitStack() as stack:
-        yield {name: stack.enter_context(Server(folder, (*COMMON, *args))) for name, args in arguments.items()}
+def serving(folder: Path, longest: int, arguments: dict[str, tuple[str, ...]]) -> Iterator[dict[str, Server]]:
+    """Servers by name, started at the same time."""
+    servers = {name: Server(folder, (*room(longest), *args)) for name, args in arguments.items()}
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        list(pool.map(stack.enter_context, servers.values()))
+        yield servers
 
 
-def compare(folder: Path, results: Results) -> None:
+def compare(folder: Path, lengths: list[int], results: Results) -> None:
     """A-shape beside stock: the bars."""
-    with serving(folder, {"stock": (), "a_shape": sparse_args(METHODS["a_shape"])}) as servers:
-        figures = measure(servers, PROMPTS)
-        results.add("a_shape: density over all sparse rows", density(servers["a_shape"]), "share", "lower")
-    for length in PROMPTS:
-        first, later = f"first token after {length}", f"per token after {length}"
-        sooner = figures["stock", first] / figures["a_shape", first]
-        longer = figures["a_shape", later] / figures["stock", later]
-        for name in servers:
-            results.add(f"{name}: first token after {length} tokens", figures[name, first], "s", "lower")
-            results.add(f"{name}: per output token after {length}", figures[name, later] * 1e3, "ms", "lower")
-        bar = {1024: 0.98, 131072: 2.2}.get(length)
-        results.add(f"a_shape: times sooner than stock after {length}", sooner, "ratio", "higher", bar)
-        results.add(f"a_shape: per output token over stock's after {length}", longer, "ratio", "lower", 1.02)
+    with serving(folder, max(lengths), {"stock": (), "a_shape": sparse_args(METHODS["a_shape"])}) as servers:
+        for length in lengths:
+            figures = measure(servers, length, PROMPTS[length], OUTPUT_TOKENS)
+            first = {name: figure[0] for name, figure in figures.items()}
+            if length < SHORT_TOKENS:
+                first = {name: f[0] for name, f in measure(servers, length, SHORT_REPEATS, 1).items()}
+            for name in servers:
+                results.add(f"{name}: first token after {length} tokens", first[name], "s", "lower")
+                results.add(f"{name}: per output token after {length}", figures[name][1] * 1e3, "ms", "lower")
+            sooner, longer = first["stock"] / first["a_shape"], figures["a_shape"][1] / figures["stock"][1]
+            bar = {1024: 0.98, 131072: 2.2}.get(length)
+            results.add(f"a_shape: times sooner than stock after {length}", sooner, "ratio", "higher", bar)
+            results.add(f"a_shape: per output token over stock's after {length}", longer, "ratio", "lower", 1.02)
+        if max(lengths) >= SHORT_TOKENS:
+            results.add("a_shape: density over all sparse rows", density(servers["a_shape"]), "share", "lower")
 
 
-def answer(folder: Path, results: Results) -> None:
+def answer(folder: Path, lengths: list[int], results: Results) -> None:
     """The methods that look at attention: that they answer, and how long it takes where they keep nearly everything."""
     names = ("vertical_slash", "block_sparse")
-    with serving(folder, {name: sparse_args(METHODS[name]) for name in names}) as servers:
-        figures = measure(servers, dict.fromkeys(PROMPTS, 1), warm=False)
+    with serving(folder, max(lengths), {name: sparse_args(METHODS[name]) for name in names}) as servers:
+        for length in lengths:
+            for name, (first, _) in measure(servers, length, 1, OUTPUT_TOKENS, warm=False).items():
+                results.add(f"{name}: first token after {length} tokens, random weights", first, "s", "lower")
         for name, server in servers.items():
             results.add(f"{name}: density on random weights", density(server), "share", "lower")
-            for length in PROMPTS:
-                value = figures[name, f"first token after {length}"]
-                results.add(f"{name}: first token after {length} tokens, random weights", value, "s", "lower")
 
 
 def main(
     out: Annotated[Path | None, typer.Option(help="Results file to write into.")] = None,
     folder: Annotated[Path, typer.Option(help="Where the model folder is made.")] = Path("/tmp/llama-8b-shape"),
     part: Annotated[str, typer.Option(help="compare, answer, or both by comma.")] = "compare,answer",
+    lengths: Annotated[str, typer.Option(help="Lengths of prompts, by comma.")] = ",".join(map(str, PROMPTS)),
 ) -> None:
     results = Results(out)
     make_shape(folder)
     for name in part.split(","):
-        {"compare": compare, "answer": answer}[name](folder, results)
+        {"compare": compare, "answer": answer}[name](folder, [int(length) for length in lengths.split(",")], results)
     results.show()
 
 
