@@ -57,6 +57,7 @@ __all__ = [
     "hf_config",
     "host_seq_lens",
     "is_first_stage",
+    "keep_schedule",
     "model_shape",
     "paged_cache",
     "prefers_bulk_pages",
@@ -121,6 +122,15 @@ def host_seq_lens(common: CommonAttentionMetadata) -> list[int]:
         "sparse-prefill: vLLM handed over no sequence lengths on the host (seq_lens_cpu_upper_bound is None); expected "
         "vLLM 0.26 to 0.33"
     )
+
+
+def keep_schedule(metadata: DelegateMetadata) -> None:
+    """Let metadata have its schedule to itself: FlashAttention's builder may have put it in its one persistent buffer.
+
+    The CPU build makes a new one each time, which must not be copied: it holds pointers into itself.
+    """
+    if not IS_CPU and metadata.scheduler_metadata is not None:
+        metadata.scheduler_metadata = metadata.scheduler_metadata.clone()
 
 
 def take_prefix_ranges(part: DelegateMetadata, whole: DelegateMetadata, rows: slice, tokens: slice) -> None:

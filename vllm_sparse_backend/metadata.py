@@ -224,8 +224,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
             if is_sparse or tokens.start == tokens.stop:
                 continue
             metadata = super().build(0, self._part_of(common, rows, tokens), fast_build)
-            if isinstance(metadata.scheduler_metadata, torch.Tensor):
-                metadata.scheduler_metadata = metadata.scheduler_metadata.clone()
+            compat.keep_schedule(metadata)
             yield Delegated(rows, tokens, metadata)
 
     def _part_of(self, common: CommonAttentionMetadata, rows: slice, tokens: slice) -> CommonAttentionMetadata:
