@@ -126,8 +126,11 @@ def vertical_slash_bounds(method: VerticalSlash, batch: Batch, row: int, head: i
 
 
 def check_between(lower: SparseIndex, index: SparseIndex, upper: SparseIndex) -> None:
-    """Blocks, and keys in all, hold those of ``lower`` and lie within those of ``upper``; all but few are equal."""
-    num_open = 0
+    """Blocks, and keys in all, hold those of ``lower`` and lie within those of ``upper``; few keys are left open.
+
+    Keys are counted, not lists: one undecided line of a long row is in every list, and still hardly any of its keys.
+    """
+    num_open = num_possible = 0
     for head in range(index.num_heads):
         for i_tile in range(index.rows.num_tiles):
             low, given, high = (x.blocks_of(head, i_tile) for x in (lower, index, upper))
@@ -138,8 +141,9 @@ def check_between(lower: SparseIndex, index: SparseIndex, upper: SparseIndex) ->
             low, given, high = (x.tile_keys(head, i_tile) for x in (lower, index, upper))
             assert not (low & ~given).any(), f"head {head}, tile {i_tile}: keys missing"
             assert not (given & ~high).any(), f"head {head}, tile {i_tile}: keys too many"
-            num_open += lists(lower, head, i_tile) != lists(upper, head, i_tile)
-    assert num_open <= 0.2 * index.num_heads * index.rows.num_tiles + 1, f"margins leave {num_open} tiles open"
+            num_open += int((high & ~low).sum())
+            num_possible += int(high.sum())
+    assert num_open <= 0.05 * num_possible, f"margins leave {num_open} of {num_possible} keys open"
 
 
 def vertical_slash_between(method: VerticalSlash, batch: Batch, *indices: SparseIndex) -> None:
