@@ -1,0 +1,42 @@
+"""What the tests of the plugin share. They need vLLM's CPU build, and no server."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def default_model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from tests.backend.served import make_model
+
+    return make_model(tmp_path_factory.mktemp("models") / "default")
+
+
+@pytest.fixture(scope="session")
+def default_config(default_model: Any) -> Any:
+    from tests.backend.served import make_config
+
+    return make_config(default_model)
+
+
+@pytest.fixture(autouse=True)
+def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of 1, without setting up process groups."""
+    from vllm_sparse_backend import compat
+
+    monkeypatch.setattr(compat, "tensor_parallel", lambda config: (0, config.parallel_config.tensor_parallel_size))
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def configured(default_config: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A function: settings → vLLM's configuration with them, without any layers yet."""
+
+    def configure(**settings: Any) -> Any:
+        default_config.compilation_config.static_forward_context.clear()
+        monkeypatch.setattr(default_config, "additional_config", {"sparse_prefill": settings})
+        return default_config
+
+    return configure

@@ -1,0 +1,212 @@
+"""One attention layer on vLLM's own cache: mixed batches against vLLM's attention, methods against their references."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from vllm.platforms import current_platform
+
+if not current_platform.is_cpu():
+    pytest.skip("needs vLLM's CPU build", allow_module_level=True)
+
+from tests.backend.served import PAGE_TOKENS, Step, make_builder, make_config, make_layers, make_model, make_step
+from vllm_sparse_backend import compat
+from vllm_sparse_backend.metadata import SparsePrefillMetadata
+from vllm_sparse_backend.plan import HeadGroup
+from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
+from vllm_sparse_kernels.reference.attend import attend
+from vllm_sparse_kernels.select import METHODS, name_of
+
+# Decodes, short prompts and sparse ones in no order; contexts that end anywhere.
+MIXED = ((333, 150), (40, 1), (0, 63), (1, 200), (100, 131), (0, 1), (701, 40), (64, 1), (31, 64))
+MIN_TOKENS = 120
+SPARSE_ROWS = (0, 3, 4, 6)
+CLOSE = {"rtol": 0, "atol": 2e-6}
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "a_shape": {"sink_tokens": 64, "local_tokens": 128},
+    "anchor_attention": {"theta": 1.5, "step_tiles": 2},
+    "block_sparse": {"top_blocks": 3},
+    "dense": {},
+    "flex_vertical_slash": {"gamma": 0.1},
+    "sale": {"tau": 0.2},
+    "share_prefill": {"gamma": 0.5, "cluster": 0, "max_sparsity": 2.0, "max_distance": 2.0},
+    "sparge_attn": {"kept_mass": 0.4, "min_similarity": -1.0},
+    "vertical_slash": {"vertical_tokens": 40, "slash_tokens": 104},
+}
+LEAVE_NOTHING_OUT = {"dense"}
+NO_AMX = "with AMX instructions vLLM keeps bfloat16 keys in a layout that the plugin does not read, and says so"
+
+
+def exact(step: Step, row: int, scale: float) -> torch.Tensor:
+    """Causal attention of one row in float64."""
+    context_len, query_len = step.lengths[row]
+    group = step.query.shape[1] // step.keys[row].shape[1]
+    q = step.query[step.tokens(row)].double()
+    k, v = (x.double().repeat_interleave(group, 1) for x in (step.keys[row], step.values[row]))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    causal = torch.ones(query_len, context_len + query_len, dtype=torch.bool).tril(context_len)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~causal, -torch.inf).softmax(-1), v)
+
+
+def reference(step: Step, row: int, groups: Sequence[HeadGroup], scale: float) -> tuple[torch.Tensor, SparseIndex]:
+    """A row alone through the methods' references and the reference of attend."""
+    query, cache, block_table = step.alone(row)
+    context_len, query_len = step.lengths[row]
+    rows = Rows((0,), (query_len,), (context_len,), block_table)
+    layouts = {head: group.method.stripe_layout(rows) for group in groups for head in group.heads}
+    block_tokens = min(group.method.block_tokens for group in groups)
+    index = SparseIndex.allocate(rows, query.shape[1], block_tokens, layouts)
+    for group in groups:
+        heads = torch.tensor(group.heads, dtype=torch.int32)
+        METHODS[name_of(group.method)].reference(group.method, query, cache, index, heads, scale)
+    out = torch.full_like(query, float("nan"))
+    attend(query, cache, index, out, scale)
+    return out, index
+
+
+class TestCache:
+    @pytest.mark.parametrize("num_kv_heads", [1, 3])
+    @pytest.mark.parametrize("head_dim", [32, 64, 80, 112, 128, 256])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+    def test_what_vllm_writes_is_what_is_read(self, dtype: torch.dtype, head_dim: int, num_kv_heads: int) -> None:
+        from vllm import _custom_ops as ops
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        isa = _get_attn_isa(dtype, PAGE_TOKENS, head_dim, "auto")
+        if isa == "amx":
+            pytest.skip(NO_AMX)
+        kv_cache = torch.full((5, num_kv_heads, PAGE_TOKENS, 2 * head_dim), float("nan"), dtype=dtype)
+        key, value = torch.randn(2, 50, num_kv_heads, head_dim).to(dtype)
+        slots = torch.randperm(5 * PAGE_TOKENS)[:50]
+        parts = kv_cache.view(5, num_kv_heads, 2 * PAGE_TOKENS, head_dim).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(key, value, *parts, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto")
+        cache = compat.paged_cache(kv_cache, head_dim)
+        assert (cache.page_size, cache.num_kv_heads, cache.head_dim) == (PAGE_TOKENS, num_kv_heads, head_dim)
+        assert torch.equal(cache.keys.reshape(-1, num_kv_heads, head_dim)[slots], key)
+        assert torch.equal(cache.values.reshape(-1, num_kv_heads, head_dim)[slots], value)
+        rest = torch.ones(5 * PAGE_TOKENS, dtype=torch.bool).index_fill(0, slots, False)
+        assert bool(cache.keys.reshape(5 * PAGE_TOKENS, -1)[rest].isnan().all())
+
+    def test_another_layout_is_an_error(self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        config = configured()
+        spec = make_layers(config, [0])[0].get_kv_cache_spec(config)
+        compat.check_cpu_layout("vec", spec)
+
+        def as_on_a_gpu(kv_cache: torch.Tensor, head_dim: int) -> PagedCache:
+            return PagedCache(*kv_cache.transpose(1, 2).split(head_dim, dim=-1))
+
+        monkeypatch.setattr(compat, "paged_cache", as_on_a_gpu)
+        with pytest.raises(RuntimeError, match="cache layout for instruction set 'vec' and dtype"):
+            compat.check_cpu_layout("vec", spec)
+
+
+class TestMixedBatches:
+    @pytest.mark.parametrize("in_cache", [True, False], ids=["keys in the cache alone", "keys given too"])
+    def test_at_full_density_it_is_vllms_attention(self, configured: Callable[..., Any], in_cache: bool) -> None:
+        config = configured(method="dense", min_tokens=MIN_TOKENS, check_index=True)
+        (layer,) = layers = make_layers(config, [2])
+        builder = make_builder(config, layers)
+        step = make_step(layer, MIXED)
+        metadata = builder.build(0, step.common)
+        assert len(metadata.sparse.rows.tokens) == len(SPARSE_ROWS)
+        assert len(metadata.sparse.delegated) == 3
+        new = [torch.cat([x[-q:] for x, (_, q) in zip(side, MIXED)]) for side in (step.keys, step.values)]
+        out = step.forward(layer, metadata, **({} if in_cache else dict(zip(("key", "value"), new))))
+        torch.testing.assert_close(out, step.delegated(layer, builder), **CLOSE)
+        for row in range(len(MIXED)):
+            expected = exact(step, row, layer.impl.scale).float()
+            torch.testing.assert_close(out[step.tokens(row)], expected, **CLOSE)
+
+    @pytest.mark.parametrize(
+        ("dtype", "head_dim", "num_heads", "num_kv_heads"),
+        [("float32", 80, 8, 1), ("float32", 128, 2, 2), ("float16", 64, 6, 2), ("bfloat16", 64, 8, 2)],
+    )
+    def test_other_heads_and_dtypes(
+        self, tmp_path: Path, dtype: str, head_dim: int, num_heads: int, num_kv_heads: int
+    ) -> None:
+        """Compared with exact attention of the same rounded inputs: no further from it than vLLM's own."""
+        shape = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim}
+        model = make_model(tmp_path, dtype, **shape, hidden_size=num_heads * head_dim)
+        config = make_config(model, {"method": "dense", "min_tokens": MIN_TOKENS})
+        (layer,) = layers = make_layers(config, [0])
+        if dtype == "bfloat16" and torch.cpu._is_amx_tile_supported():
+            pytest.skip(NO_AMX)
+        builder = make_builder(config, layers)
+        step = make_step(layer, MIXED)
+        out, vllms = step.forward(layer, builder.build(0, step.common)), step.delegated(layer, builder)
+        for row in range(len(MIXED)):
+            expected = exact(step, row, layer.impl.scale)
+            error, allowed = (float((x[step.tokens(row)].double() - expected).abs().max()) for x in (out, vllms))
+            assert error <= 1.5 * allowed + 2e-6, f"row {row}"
+
+    def test_layers_that_stay_dense_take_the_whole_batch(self, configured: Callable[..., Any]) -> None:
+        config = configured(method="a_shape", params=SETTINGS["a_shape"], dense_layers=[1], min_tokens=MIN_TOKENS)
+        layers = make_layers(config, [0, 1])
+        builder = make_builder(config, layers)
+        step = make_step(layers[1], MIXED)
+        metadata = builder.build(0, step.common)
+        assert type(metadata) is SparsePrefillMetadata
+        assert torch.equal(step.forward(layers[1], metadata), step.delegated(layers[1], builder))
+        assert not torch.allclose(step.forward(layers[0], metadata), step.delegated(layers[0], builder), atol=1e-2)
+
+    def test_profiling_runs_have_no_metadata(self, configured: Callable[..., Any]) -> None:
+        config = configured(method="dense")
+        (layer,) = layers = make_layers(config, [0])
+        make_builder(config, layers)
+        step = make_step(layer, [(0, 5)])
+        assert step.forward(layer, None).shape == step.query.shape
+
+
+class TestMethods:
+    def test_all_are_here(self) -> None:
+        assert set(SETTINGS) == set(METHODS)
+
+    @pytest.mark.parametrize("method", SETTINGS)
+    def test_sparse_rows_are_the_reference_of_each_row_alone(self, configured: Callable[..., Any], method: str) -> None:
+        """Neither neighbours, nor pages, nor another layer of the step change what a row selects and gives."""
+        config = configured(method=method, params=SETTINGS[method], min_tokens=MIN_TOKENS, check_index=True)
+        layers = make_layers(config, [0, 1])
+        builder = make_builder(config, layers)
+        step = make_step(layers[0], MIXED)
+        metadata, dense = builder.build(0, step.common), step.delegated(layers[0], builder)
+        first, second = (step.forward(layer, metadata) for layer in layers)
+        density = []
+        for row in range(len(MIXED)):
+            tokens = step.tokens(row)
+            if row in SPARSE_ROWS:
+                expected, index = reference(step, row, layers[0].impl.groups, layers[0].impl.scale)
+                torch.testing.assert_close(first[tokens], expected, **CLOSE)
+                density.append(index.density())
+            else:
+                torch.testing.assert_close(first[tokens], dense[tokens], **CLOSE)
+        assert (min(density) == 1) if method in LEAVE_NOTHING_OUT else (min(density) < 0.8), density
+        if method != "share_prefill":  # there a layer's heads look at those of the layers before
+            assert torch.equal(first, second)
+
+    def test_heads_of_one_layer_by_different_methods(self, configured: Callable[..., Any], tmp_path: Path) -> None:
+        profile = tmp_path / "mixed.yaml"
+        profile.write_text(
+            "format: 1\n"
+            "model: {architecture: LlamaForCausalLM, num_layers: 4, num_heads: 4, num_kv_heads: 2, head_dim: 32}\n"
+            "default: {method: vertical_slash, vertical_tokens: 40, slash_tokens: 104}\n"
+            "layers:\n"
+            '  "1":\n'
+            "    heads:\n"
+            '      "0,3": {method: a_shape, sink_tokens: 64, local_tokens: 64}\n'
+            '      "2": {method: block_sparse, top_blocks: 2}\n'
+        )
+        config = configured(profile=str(profile), min_tokens=MIN_TOKENS, check_index=True)
+        (layer,) = layers = make_layers(config, [1])
+        builder = make_builder(config, layers)
+        assert [group.heads for group in layer.impl.groups] == [(0, 3), (1,), (2,)]
+        step = make_step(layer, MIXED)
+        out = step.forward(layer, builder.build(0, step.common))
+        for row in SPARSE_ROWS:
+            expected, _ = reference(step, row, layer.impl.groups, layer.impl.scale)
+            torch.testing.assert_close(out[step.tokens(row)], expected, **CLOSE)

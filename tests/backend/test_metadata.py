@@ -1,0 +1,217 @@
+"""From a batch to what each row runs on."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from vllm.platforms import current_platform
+
+if not current_platform.is_cpu():
+    pytest.skip("needs vLLM's CPU build", allow_module_level=True)
+
+from tests.backend.served import make_builder, make_common, make_layers
+from vllm_sparse_backend import compat
+from vllm_sparse_backend.metadata import (
+    DECODE,
+    DENSE,
+    SPARSE,
+    RowKind,
+    SparsePrefillMetadata,
+    SparsePrefillMetadataBuilder,
+)
+from vllm_sparse_backend.reasons import Fallback
+
+MIN_TOKENS = 100
+DECODES, SPARSES = RowKind(DECODE), RowKind(SPARSE)
+PADDING = RowKind("padding")
+
+
+def dense(reason: Fallback) -> RowKind:
+    return RowKind(DENSE, reason)
+
+
+@pytest.fixture
+def builder(configured: Callable[..., Any]) -> SparsePrefillMetadataBuilder:
+    config = configured(method="dense", min_tokens=MIN_TOKENS)
+    return make_builder(config, make_layers(config, range(4)))
+
+
+def kinds(
+    builder: SparsePrefillMetadataBuilder, lengths: list[tuple[int, int]], common_prefix_len: int = 0, **changes: Any
+) -> list[RowKind]:
+    common = make_common(lengths, **changes)
+    return builder._classify(common_prefix_len, common, common.query_start_loc_cpu.tolist())
+
+
+class TestClassification:
+    def test_each_row_by_its_own_lengths(self, builder: SparsePrefillMetadataBuilder) -> None:
+        lengths = [(500, 1), (0, 1), (0, 99), (0, 100), (98, 2), (97, 2), (4000, 333), (0, 2)]
+        short = dense(Fallback.TOO_SHORT)
+        assert kinds(builder, lengths) == [DECODES, DECODES, short, SPARSES, SPARSES, short, SPARSES, short]
+
+    def test_rows_that_decode_are_no_prefill_at_any_length(self, builder: SparsePrefillMetadataBuilder) -> None:
+        """A request that was preempted recomputes its own output: vLLM says which rows are past their prompt."""
+        got = kinds(builder, [(300, 50), (300, 50)], is_prefilling=torch.tensor([False, True]))
+        assert got == [DECODES, SPARSES]
+        assert kinds(builder, [(300, 50), (300, 1)], is_prefilling=None) == [SPARSES, DECODES]
+
+    @pytest.mark.parametrize("is_prefilling", [None, torch.tensor([True, True])], ids=["unknown", "rows without pads"])
+    def test_rows_that_fill_up_a_batch(
+        self, builder: SparsePrefillMetadataBuilder, is_prefilling: torch.Tensor | None
+    ) -> None:
+        got = kinds(builder, [(0, 200), (200, 1), (0, 0), (0, 0)], is_prefilling=is_prefilling)
+        assert got == [SPARSES, DECODES, PADDING, PADDING]
+        assert kinds(builder, [(200, 1), (0, 0)], is_prefilling=is_prefilling) == [DECODES, PADDING]
+
+    def test_drafts_under_speculation_are_decodes(
+        self, builder: SparsePrefillMetadataBuilder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(builder, "reorder_batch_threshold", 4)
+        assert kinds(builder, [(300, 4), (300, 5), (300, 1)]) == [DECODES, SPARSES, DECODES]
+        assert kinds(builder, [(300, 4), (300, 2)]) == [DECODES, DECODES]
+
+    def test_only_rows_that_have_ranges_are_prefix_lm(self, builder: SparsePrefillMetadataBuilder) -> None:
+        """vLLM lists every row of a prefix-LM's batch, most with no range."""
+        got = kinds(builder, [(0, 200), (0, 300), (400, 1)], mm_req_doc_ranges={0: [], 1: [(5, 60)], 2: [(5, 60)]})
+        assert got == [SPARSES, dense(Fallback.PREFIX_LM), DECODES]
+
+    @pytest.mark.parametrize("causal", [False, torch.tensor([1, 1], dtype=torch.int32)], ids=["none", "told per row"])
+    def test_non_causal_batches(self, builder: SparsePrefillMetadataBuilder, causal: Any) -> None:
+        assert kinds(builder, [(0, 200), (200, 1)], causal=causal) == [dense(Fallback.NON_CAUSAL), DECODES]
+
+    def test_cascade_batches(self, builder: SparsePrefillMetadataBuilder) -> None:
+        assert kinds(builder, [(300, 200), (300, 1)], common_prefix_len=256) == [dense(Fallback.CASCADE), DECODES]
+
+    def test_lengths_on_the_device_are_not_asked_for(self, builder: SparsePrefillMetadataBuilder) -> None:
+        """The upper bound alone decides; without it, and off the CPU, nothing could."""
+        common = make_common([(0, 200)], seq_lens=torch.zeros(1, dtype=torch.int32, device="meta"))
+        assert builder._classify(0, common, [0, 200]) == [SPARSES]
+        with pytest.raises(RuntimeError, match="no sequence lengths on the host"):
+            builder._classify(0, dataclasses.replace(common, seq_lens_cpu_upper_bound=None), [0, 200])
+
+
+class TestMetadata:
+    LENGTHS = ((40, 1), (60, 1), (50, 70), (0, 130), (0, 30), (70, 90), (7, 1), (0, 20))
+    SPARSE_ROWS = (2, 3, 5)
+
+    def test_without_a_sparse_row_it_is_the_delegates_own(self, builder: SparsePrefillMetadataBuilder) -> None:
+        for lengths in ([(40, 1), (300, 1)], [(0, 99)], [(90, 1), (0, 80), (0, 1)]):
+            common = make_common(lengths)
+            metadata = builder.build(0, common)
+            assert type(metadata) is compat.DelegateMetadata
+            expected = compat.DelegateBuilder.build(builder, 0, common)
+            same = [f.name for f in dataclasses.fields(expected) if f.name != "scheduler_metadata"]
+            assert all(getattr(metadata, name) is getattr(expected, name) for name in same)
+
+    def test_with_one_it_is_the_delegates_of_the_whole_and_the_sparse_part(
+        self, builder: SparsePrefillMetadataBuilder
+    ) -> None:
+        common = make_common(self.LENGTHS)
+        metadata = builder.build(0, common)
+        assert type(metadata) is SparsePrefillMetadata
+        assert metadata.query_start_loc is common.query_start_loc
+        assert metadata.seq_lens is common.seq_lens
+        assert metadata.block_table is common.block_table_tensor
+        assert metadata.num_actual_tokens == 343
+        assert metadata.sparse is not None
+
+    def test_sparse_rows_that_are_not_neighbours(self, builder: SparsePrefillMetadataBuilder) -> None:
+        common = make_common(self.LENGTHS)
+        rows = builder.build(0, common).sparse.rows
+        assert rows.tokens == (2, 72, 232)
+        assert rows.query_lens == (70, 130, 90)
+        assert rows.context_lens == (50, 0, 70)
+        assert torch.equal(rows.block_table, common.block_table_tensor[list(self.SPARSE_ROWS)])
+
+    def test_sparse_rows_that_are_neighbours(self, builder: SparsePrefillMetadataBuilder) -> None:
+        common = make_common(self.LENGTHS[:5])
+        rows = builder.build(0, common).sparse.rows
+        assert (rows.tokens, rows.query_lens, rows.context_lens) == ((2, 72), (70, 130), (50, 0))
+        assert torch.equal(rows.block_table, common.block_table_tensor[2:4])
+        assert rows.block_table.data_ptr() == common.block_table_tensor[2].data_ptr()  # a view, nothing copied
+
+    def test_other_rows_are_batches_of_their_own(self, builder: SparsePrefillMetadataBuilder) -> None:
+        common = make_common(self.LENGTHS)
+        delegated = builder.build(0, common).sparse.delegated
+        assert [(run.rows, run.tokens) for run in delegated] == [
+            (slice(0, 2), slice(0, 2)),
+            (slice(4, 5), slice(202, 232)),
+            (slice(6, 8), slice(322, 343)),
+        ]
+        for run in delegated:
+            part = run.metadata
+            assert type(part) is compat.DelegateMetadata
+            lens = [q for _, q in self.LENGTHS[run.rows]]
+            assert part.query_start_loc.tolist() == [sum(lens[:i]) for i in range(len(lens) + 1)]
+            assert part.seq_lens.tolist() == [c + q for c, q in self.LENGTHS[run.rows]]
+            assert (part.num_actual_tokens, part.max_query_len) == (sum(lens), max(lens))
+            assert part.max_seq_len == max(c + q for c, q in self.LENGTHS[run.rows])
+            assert torch.equal(part.block_table, common.block_table_tensor[run.rows])
+            assert torch.equal(part.slot_mapping, common.slot_mapping[run.tokens])
+
+    def test_each_token_belongs_to_one_part(self, builder: SparsePrefillMetadataBuilder) -> None:
+        sparse = builder.build(0, make_common([*self.LENGTHS, (0, 0)])).sparse
+        tokens = [t for run in sparse.delegated for t in range(run.tokens.start, run.tokens.stop)]
+        tokens += [t for start, n in zip(sparse.rows.tokens, sparse.rows.query_lens) for t in range(start, start + n)]
+        assert sorted(tokens) == list(range(343))
+
+    def test_rows_without_tokens_are_nobodys_batch(self, builder: SparsePrefillMetadataBuilder) -> None:
+        assert builder.build(0, make_common([(0, 130), (0, 0), (0, 0)])).sparse.delegated == ()
+
+    def test_what_numbers_the_whole_batch_does_not_come_along(self, builder: SparsePrefillMetadataBuilder) -> None:
+        common = make_common(self.LENGTHS, positions=torch.arange(343), mm_req_doc_ranges={4: [(3, 9)]})
+        common._token_to_req_indices_cache = torch.zeros(343, dtype=torch.int32)
+        common.compute_num_computed_tokens()
+        part = builder._part_of(common, slice(4, 5), slice(202, 232))
+        carried = {f.name for f in dataclasses.fields(part) if getattr(part, f.name) is not None}
+        for name in ("positions", "mm_req_doc_ranges", "_token_to_req_indices_cache", "_num_computed_tokens_cache"):
+            assert name not in carried
+        assert part.compute_num_computed_tokens().tolist() == [0]
+        assert part.is_prefilling.tolist() == [True]
+        assert part.seq_lens_cpu_upper_bound.tolist() == [30]
+
+    def test_decodes_beside_sparse_rows_may_be_as_long_as_drafts_get(
+        self, builder: SparsePrefillMetadataBuilder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """vLLM may deal out drafts on the device: the host's query lengths are then only right in sum."""
+        monkeypatch.setattr(builder, "reorder_batch_threshold", 4)
+        (run,) = builder.build(0, make_common([(40, 2), (40, 2), (0, 200)])).sparse.delegated
+        assert run.metadata.max_query_len == 4
+
+    def test_the_caller_finds_its_batch_as_it_was(self, builder: SparsePrefillMetadataBuilder) -> None:
+        common, before = make_common(self.LENGTHS), make_common(self.LENGTHS)
+        builder.build(0, common)
+        for f in dataclasses.fields(common):
+            now, then = getattr(common, f.name), getattr(before, f.name)
+            assert torch.equal(now, then) if isinstance(then, torch.Tensor) else now == then, f.name
+
+    def test_graphs_are_for_uniform_decodes_at_most(self, builder: SparsePrefillMetadataBuilder) -> None:
+        from vllm.v1.attention.backend import AttentionCGSupport as Support
+
+        assert compat.uniform_decode_graphs(Support.ALWAYS) is Support.UNIFORM_BATCH
+        for support in (Support.UNIFORM_BATCH, Support.UNIFORM_SINGLE_TOKEN_DECODE, Support.NEVER):
+            assert compat.uniform_decode_graphs(support) is support
+        support = type(builder).get_cudagraph_support(builder.vllm_config, builder.kv_cache_spec)
+        assert support is compat.DelegateBuilder.get_cudagraph_support(builder.vllm_config, builder.kv_cache_spec)
+        assert not builder.supports_update_block_table
+
+    def test_ranges_that_attend_both_ways_follow_the_whole_batch(self) -> None:
+        """Per row or per token, whichever a version of vLLM has; a model clears the whole's for some layers."""
+        rows, tokens = slice(1, 3), slice(10, 30)
+
+        @dataclasses.dataclass
+        class Metadata:
+            mm_prefix_range_tensor: torch.Tensor | None = None
+            mm_prefix_query_range_tensor: torch.Tensor | None = None
+
+        part, whole = Metadata(), Metadata(torch.arange(4), torch.arange(50))
+        compat.take_prefix_ranges(part, whole, rows, tokens)
+        assert part.mm_prefix_range_tensor.tolist() == [1, 2]
+        assert part.mm_prefix_query_range_tensor.tolist() == list(range(10, 30))
+        compat.take_prefix_ranges(part, Metadata(), rows, tokens)
+        assert part == Metadata()
