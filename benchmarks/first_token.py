@@ -43,7 +43,7 @@ SHAPE: dict[str, Any] = CONFIG | {
 PROMPTS = {1024: 21, 32768: 7, 131072: 2}
 """How often each length of prompt is asked for many tokens."""
 SHORT_TOKENS, SHORT_REPEATS = 8192, 150
-"""Prompts shorter than this are asked for their first token alone as often as this: 35 ms are lost in the noise of 3."""
+"""Shorter prompts are asked for their first token alone, and as often as this: 35 ms drown in noise otherwise."""
 OUTPUT_TOKENS = 64
 
 

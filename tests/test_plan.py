@@ -208,7 +208,7 @@ def test_profile_of_another_model_is_refused(write: Write) -> None:
     [
         ({"dense_layers": (1, 4)}, (0, 1), r"sparse_prefill\.dense_layers: given 4, expected at most 3"),
         ({"dense_layers": (0, 1, 2, 3)}, (0, 1), "name all 4 layers, expected fewer"),
-        ({"profile": "no-such"}, (0, 1), "profile: no such file; given 'no-such'"),
+        ({"profile": "no-such"}, (0, 1), "sparse_prefill.profile: no such file; given 'no-such'"),
         ({}, (0, 3), "given rank 0 of 3 for 8 query heads"),
         ({}, (2, 2), "given rank 2 of 2"),
     ],

@@ -117,7 +117,7 @@ def _build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int, tp_size
 def _profile_of(config: SparsePrefillConfig) -> tuple[Profile, str]:
     """The profile that is asked for, or one that says the same as ``method`` and ``params``; and its name."""
     if config.profile is not None:
-        return load_profile(config.profile), f"profile {config.profile}"
+        return load_profile(config.profile, f"{OPTION} sparse_prefill.profile"), f"profile {config.profile}"
     try:
         method = config.uniform_method()
     except ValueError as error:

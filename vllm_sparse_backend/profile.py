@@ -175,15 +175,18 @@ class Profile(_Section):
         return strict_yaml.dump({name: value for name, value in data.items() if value is not None and value != {}})
 
 
-def load_profile(name_or_path: str | Path) -> Profile:
+def load_profile(name_or_path: str | Path, asked_by: str = "profile") -> Profile:
     """The bundled profile of that name, or else the one in that file.
 
-    Raises ``ConfigurationError`` naming file and field; if there is no such profile, with the bundled ones' names.
+    Raises ``ConfigurationError`` naming file and field; if there is no such profile, with the bundled ones' names and
+    the option that asked for it.
     """
     bundled = bundled_profiles()
     path = bundled.get(str(name_or_path)) or Path(name_or_path).expanduser()
     if not path.is_file():
-        raise ConfigurationError(f"profile: no such file; {not_one_of(str(name_or_path), bundled)}, or a file's path")
+        raise ConfigurationError(
+            f"{asked_by}: no such file; {not_one_of(str(name_or_path), bundled)}, or a file's path"
+        )
     return parse_profile(strict_yaml.read_text(path), str(path))
 
 

@@ -209,6 +209,7 @@ def keep_top_mass(scores: torch.Tensor, kept_mass: float, block_tokens=64, simil
     padded = torch.full((num_heads, 1, stride), float("nan"), device=DEVICE)
     padded[:, 0, :num_blocks] = scores
     module._keep_top_mass(padded, similar, index, 0, kept_mass, kept)
+    kept = kept[:, : ceil_div(num_blocks * KEY_BLOCK_TOKENS, block_tokens)]  # an index's rows may be longer
     assert bool((kept <= 1).all()), "a flag was not written"
     return kept.bool()
 

@@ -28,7 +28,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"method": "vertical_slash", "min_token": 100},
         ["--additional-config sparse_prefill.min_token", "expected", "min_tokens"],
     ),
-    "missing profile": ({"profile": "{dir}/none.yaml"}, ["profile: no such file", "none.yaml'", "expected one of"]),
+    "missing profile": (
+        {"profile": "{dir}/none.yaml"},
+        ["--additional-config sparse_prefill.profile: no such file", "none.yaml'", "expected one of"],
+    ),
     "profile of another model": (
         {"profile": "{dir}/other.yaml"},
         ["other.yaml", "32 layers", f"{CONFIG['num_hidden_layers']} layers", "num_layers"],
