@@ -111,32 +111,32 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         config = load_config(self.vllm_config.additional_config)
         rank, size = compat.tensor_parallel(self.vllm_config)
         plan = Plan.build(config, compat.model_shape(self.vllm_config), rank, size)
-        # One for the worker, whose groups of layers and whose microbatches have builders of their own.
-        known = next((layer.impl.recorder for layer in layers.values() if layer.impl.recorder is not None), None)
-        self.recorder = known or Recorder(self.device, config.metrics_interval_s, is_first_rank=rank == 0)
-        self.min_tokens = plan.min_tokens
         reasons = {number: impl.reason(plan.layer(number)) for number, impl in layers.values()}
         own = [layers[name] for name in self.layer_names if name in layers]
-        sparse = []
+        for reason in Fallback if rank == 0 else ():
+            dense = [number for number, _ in own if reasons[number] is reason]
+            if dense:
+                logger.info("sparse-prefill: layers %s prefill dense: %s", format_ranges(dense), reason.explain)
+        self.sparse_layers = tuple(sorted(number for number, _ in own if reasons[number] is None))
+        if not self.sparse_layers:
+            return
+        self.min_tokens = plan.min_tokens
+        # One for the worker, whose groups of layers and whose microbatches have builders of their own.
+        known = next((impl.recorder for _, impl in layers.values() if impl.recorder is not None), None)
+        self.recorder = known or Recorder(self.device, config.metrics_interval_s, is_first_rank=rank == 0)
+        self.recorder.add_layers(self.sparse_layers)
+        # Every group sees all rows: that of the first layer that can go sparse counts them.
+        first = min(number for number, reason in reasons.items() if reason is None)
+        self._counts_rows = first in self.sparse_layers and compat.is_first_stage(self.vllm_config)
+        for line in plan.describe() if known is None and rank == 0 else ():
+            logger.info("sparse-prefill: %s", line)
+        impls = []
         for number, impl in own:
             groups = plan.layer(number)
             if reasons[number] is None and groups is not None:
                 impl.adopt(number, groups, self.recorder, config.check_index)
-                sparse.append(impl)
-        self.sparse_layers = tuple(sorted(number for number, _ in own if reasons[number] is None))
-        self.recorder.add_layers(self.sparse_layers)
-        # Every group sees all rows: that of the first layer that can go sparse counts them.
-        first = min((number for number, reason in reasons.items() if reason is None), default=None)
-        self._counts_rows = first in self.sparse_layers and compat.is_first_stage(self.vllm_config)
-        if rank == 0:
-            for line in plan.describe() if known is None else ():
-                logger.info("sparse-prefill: %s", line)
-            for reason in Fallback:
-                dense = [number for number, _ in own if reasons[number] is reason]
-                if dense:
-                    logger.info("sparse-prefill: layers %s prefill dense: %s", format_ranges(dense), reason.explain)
-        if sparse:
-            self._make_ready(sparse)
+                impls.append(impl)
+        self._make_ready(impls)
 
     def _make_ready(self, impls: list[Any]) -> None:
         """What has to be checked or compiled before the first step."""

@@ -1,0 +1,296 @@
+"""Which layers go sparse: with several groups of layers, draft models, and backends that vLLM derives from ours."""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from vllm.platforms import current_platform
+
+if not current_platform.is_cpu():
+    pytest.skip("needs vLLM's CPU build", allow_module_level=True)
+
+from tests.backend.served import (
+    CPU,
+    layer_name,
+    make_builder,
+    make_common,
+    make_config,
+    make_layer,
+    make_layers,
+    make_model,
+    make_step,
+)
+from vllm_sparse_backend import compat
+from vllm_sparse_backend.errors import ConfigurationError
+from vllm_sparse_backend.impl import SparsePrefillImpl
+from vllm_sparse_backend.layers import model_layers
+from vllm_sparse_backend.metadata import SparsePrefillMetadata, SparsePrefillMetadataBuilder
+from vllm_sparse_backend.plugin import LOGGER
+from vllm_sparse_backend.reasons import Fallback
+
+MIN_TOKENS = 100
+LONG = [(50, 1), (0, 200)]
+Configure = Callable[..., Any]
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """What the plugin logs: vLLM's logger does not propagate to pytest's own handler."""
+    found: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    logger, handler = logging.getLogger(LOGGER), Handler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield found
+    logger.setLevel(level)
+    logger.removeHandler(handler)
+
+
+def stays_dense(builder: SparsePrefillMetadataBuilder) -> bool:
+    return builder.sparse_layers == () and type(builder.build(0, make_common(LONG))) is compat.DelegateMetadata
+
+
+class TestGroups:
+    def test_windowed_layers_have_a_builder_that_passes_everything_on(
+        self, configured: Configure, lines: list[str]
+    ) -> None:
+        config = configured(method="dense", min_tokens=MIN_TOKENS)
+        windowed, full = make_layers(config, [0, 1, 2], per_layer_sliding_window=64), make_layers(config, [3])
+        window_builder, full_builder = make_builder(config, windowed), make_builder(config, full)
+        assert stays_dense(window_builder)
+        assert full_builder.sparse_layers == (3,)
+        assert type(full_builder.build(0, make_common(LONG))) is SparsePrefillMetadata
+        assert f"sparse-prefill: layers 0-2 prefill dense: {Fallback.SLIDING_WINDOW.explain}" in lines
+
+    def test_one_group_may_hold_both(self, configured: Configure) -> None:
+        config = configured(method="dense", min_tokens=MIN_TOKENS)
+        layers = make_layers(config, [0, 2], per_layer_sliding_window=64) + make_layers(config, [1, 3])
+        builder = make_builder(config, layers)
+        assert builder.sparse_layers == (1, 3)
+        assert layers[0].impl.groups is None
+        step = make_step(layers[0], [(150, 1), (0, 200), (3, 90)])
+        metadata = builder.build(0, step.common)
+        assert torch.equal(step.forward(layers[0], metadata), step.delegated(layers[0], builder))
+
+    def test_no_layer_at_all_is_an_error(self, configured: Configure) -> None:
+        config = configured()
+        layers = make_layers(config, range(4), per_layer_sliding_window=64)
+        with pytest.raises(ConfigurationError, match=r"can prefill sparsely \(sliding_window: "):
+            make_builder(config, layers)
+
+    def test_in_a_pipeline_it_is_a_warning_as_other_stages_have_other_layers(
+        self, configured: Configure, lines: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = configured()
+        layers = make_layers(config, range(4), per_layer_sliding_window=64)
+        monkeypatch.setattr(config.parallel_config, "pipeline_parallel_size", 2)
+        monkeypatch.setattr(compat, "is_first_stage", lambda config: True)
+        assert stays_dense(make_builder(config, layers))
+        assert any("no layer of this model can prefill sparsely" in line for line in lines)
+
+    def test_dense_layers_of_the_configuration(self, configured: Configure, lines: list[str]) -> None:
+        config = configured(method="dense", min_tokens=MIN_TOKENS, dense_layers=[0, 2])
+        layers = make_layers(config, range(4))
+        first, second = make_builder(config, layers[:1]), make_builder(config, layers[1:])
+        assert stays_dense(first)
+        assert second.sparse_layers == (1, 3)
+        assert f"sparse-prefill: layers 2 prefill dense: {Fallback.DENSE_LAYER.explain}" in lines
+        assert sum(line.startswith("sparse-prefill: sparse prefill with method dense, for rows") for line in lines) == 1
+
+    def test_layers_with_other_heads_than_the_config_states(self, configured: Configure, lines: list[str]) -> None:
+        config = configured(method="dense", min_tokens=MIN_TOKENS)
+        more, others = make_layers(config, [0], num_heads=8), make_layers(config, [1, 2])
+        assert stays_dense(make_builder(config, more))
+        assert make_builder(config, others).sparse_layers == (1, 2)
+        assert f"sparse-prefill: layers 0 prefill dense: {Fallback.OTHER_HEADS.explain}" in lines
+
+    def test_each_rank_takes_its_own_heads(
+        self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+    ) -> None:
+        heads = '{"0-2": {method: dense}}'
+        profile = tmp_path / "profile.yaml"
+        profile.write_text(
+            f"format: 1\nmodel: any\ndefault: {{method: a_shape}}\nlayers: {{'0-3': {{heads: {heads}}}}}\n"
+        )
+        config = make_config(make_model(tmp_path / "model"), {"profile": str(profile)})
+        monkeypatch.setattr(config.parallel_config, "tensor_parallel_size", 2)
+        names = {}
+        for rank in range(2):
+            config.compilation_config.static_forward_context.clear()
+            monkeypatch.setattr(compat, "tensor_parallel", lambda config, rank=rank: (rank, 2))
+            (layer,) = layers = make_layers(config, [0])
+            lines.clear()
+            make_builder(config, layers)
+            assert layer.impl.num_heads == 2
+            names[rank] = [(group.heads, type(group.method).__name__) for group in layer.impl.groups]
+            assert bool(lines) == (rank == 0)  # told once
+        assert names == {0: [((0, 1), "Dense")], 1: [((0,), "Dense"), ((1,), "AShape")]}
+
+
+class TestDrafts:
+    def test_layers_of_a_draft_model_have_no_part_in_the_plan(self, configured: Configure) -> None:
+        """Past the model's own numbers (EAGLE), or with the same numbers under another name (a model of its own)."""
+        config = configured(method="dense", min_tokens=MIN_TOKENS)
+        own = make_layers(config, range(4))
+        drafts = [make_layer(config, name) for name in (layer_name(4), "draft_model.model.layers.0.self_attn.attn")]
+        builders = make_builder(config, own + drafts), make_builder(config, drafts)
+        assert builders[0].sparse_layers == (0, 1, 2, 3)
+        assert stays_dense(builders[1])
+        assert [layer.impl.groups is None for layer in own + drafts] == [False] * 4 + [True] * 2
+
+    def test_a_drafts_builder_with_the_drafts_configuration(self, configured: Configure, tmp_path: Any) -> None:
+        """Whose shape no profile of the served model would fit."""
+        config = configured(method="dense", min_tokens=MIN_TOKENS)
+        make_layers(config, range(4))
+        (draft,) = make_layers(config, [4])
+        other = make_config(make_model(tmp_path, num_hidden_layers=1, num_attention_heads=2), backend=None)
+        other.compilation_config.static_forward_context.update(config.compilation_config.static_forward_context)
+        assert stays_dense(make_builder(other, [draft], SparsePrefillMetadataBuilder))
+
+    def test_only_this_pipeline_stages_numbers_are_the_models(
+        self, configured: Configure, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = configured()
+        make_layers(config, [2, 3])
+        make_layer(config, "mtp.layers.0.self_attn.attn")
+        make_layer(config, "model.layers.2.block.1.attn")  # two numbers: none that the plan could mean
+        monkeypatch.setattr(type(config.model_config), "get_layers_start_end_indices", lambda *_: (2, 4))
+        found = model_layers(config)
+        assert {name: layer.number for name, layer in found.items()} == {layer_name(2): 2, layer_name(3): 3}
+
+
+class TestDerived:
+    """Backends that vLLM derives from the chosen one."""
+
+    def test_chunked_attention(self, configured: Configure) -> None:
+        """Its builder cuts requests into chunks: lengths of its batches are not those of the requests."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
+
+        config = configured(method="dense", min_tokens=MIN_TOKENS)
+        with set_current_vllm_config(config):
+            chunked = ChunkedLocalAttention(
+                4, 32, 32**-0.5, 128, num_kv_heads=2, cache_config=config.cache_config, prefix=layer_name(0)
+            )
+        assert isinstance(chunked.impl, SparsePrefillImpl)
+        builder = make_builder(config, make_layers(config, [1]))
+        chunked_builder = make_builder(config, [chunked])
+        assert issubclass(type(chunked_builder), SparsePrefillMetadataBuilder)
+        assert builder.sparse_layers == (1,)
+        assert chunked_builder.sparse_layers == ()
+        metadata = chunked_builder.build(0, make_common([(200, 60), (0, 300)]))
+        assert type(metadata) is compat.DelegateMetadata
+        assert metadata.seq_lens.tolist() == [128, 4, 128, 128, 44]
+
+    def test_chunked_attention_alone_is_an_error(self, configured: Configure) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
+
+        config = configured()
+        with set_current_vllm_config(config):
+            chunked = ChunkedLocalAttention(
+                4, 32, 32**-0.5, 128, num_kv_heads=2, cache_config=config.cache_config, prefix=layer_name(0)
+            )
+        with pytest.raises(ConfigurationError, match="no layer of this model can prefill sparsely"):
+            make_builder(config, [chunked])
+
+    def test_layers_that_share_a_cache_and_prefill_fast(self, configured: Configure) -> None:
+        """Their builder keeps only the tokens that are sampled from: positions no longer follow each other."""
+        from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
+
+        from vllm_sparse_backend.backend import SparsePrefillBackend
+
+        config = configured(method="dense", min_tokens=MIN_TOKENS)
+        layers = make_layers(config, [0, 1])
+        cls = create_fast_prefill_custom_backend("FastPrefill", SparsePrefillBackend).get_builder_cls()
+        builder = make_builder(config, layers[1:], cls)
+        assert builder.sparse_layers == ()
+        common = make_common(
+            [(0, 400)],
+            logits_indices_padded=torch.tensor([200, 250, 399]),
+            num_logits_indices=3,
+            max_logits_per_req=3,
+        )
+        metadata = builder.build(0, common)
+        assert metadata.query_start_loc.tolist() == [0, 3]
+        assert getattr(metadata, "sparse", None) is None
+        assert make_builder(config, layers[:1]).sparse_layers == (0,)
+
+    def test_encoders_are_not_causal(self, configured: Configure) -> None:
+        from vllm.v1.attention.backend import AttentionType
+
+        config = configured(method="dense")
+        (layer,) = make_layers(config, [0], attn_type=AttentionType.ENCODER_ONLY)
+        assert layer.impl.fallback is Fallback.NOT_DECODER
+
+
+class TestCounting:
+    @pytest.fixture
+    def counted(self, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, Any], int]:
+        from vllm_sparse_backend.metrics import Recorder
+
+        rows: dict[tuple[str, Any], int] = {}
+
+        def count(self: Recorder, path: str, reason: Fallback | None, number: int = 1) -> None:
+            rows[path, reason] = rows.get((path, reason), 0) + number
+
+        monkeypatch.setattr(Recorder, "count_rows", count)
+        return rows
+
+    def test_rows_count_once_however_many_groups_see_them(
+        self, configured: Configure, counted: dict[tuple[str, Any], int]
+    ) -> None:
+        config = configured(method="dense", min_tokens=MIN_TOKENS)
+        groups = [make_layers(config, [0], per_layer_sliding_window=64), *(make_layers(config, [i]) for i in (1, 2, 3))]
+        builders = [make_builder(config, layers) for layers in groups]
+        assert len({id(builder.recorder) for builder in builders[1:]}) == 1
+        common = make_common([(50, 1), (60, 1), (0, 200), (0, 30), (0, 0)])
+        for builder in builders:
+            builder.build(0, common)
+        assert counted == {("decode", None): 2, ("sparse", None): 1, ("dense", Fallback.TOO_SHORT): 1}
+
+    def test_a_batch_made_up_for_a_graph_counts_nothing(
+        self, configured: Configure, counted: dict[tuple[str, Any], int]
+    ) -> None:
+        config = configured(method="dense", min_tokens=MIN_TOKENS)
+        builder = make_builder(config, make_layers(config, [0]))
+        builder.build_for_cudagraph_capture(make_common([(50, 1)] * 8))
+        assert counted == {}
+        builder.build(0, make_common([(50, 1)] * 8))
+        assert counted == {("decode", None): 8}
+
+    def test_microbatches_have_one_recorder(self, configured: Configure) -> None:
+        config = configured(method="dense", min_tokens=MIN_TOKENS)
+        (layer,) = layers = make_layers(config, [0])
+        first, second = make_builder(config, layers), make_builder(config, layers)
+        assert first.recorder is second.recorder is layer.impl.recorder
+
+    def test_pairs_and_tiles_of_a_step(self, configured: Configure) -> None:
+        config = configured(method="a_shape", params={"sink_tokens": 64, "local_tokens": 64}, min_tokens=MIN_TOKENS)
+        layers = make_layers(config, [0, 1])
+        builder = make_builder(config, layers)
+        step = make_step(layers[0], [(50, 1), (0, 200), (300, 170)])
+        metadata = builder.build(0, step.common)
+        for layer in layers:
+            step.forward(layer, metadata)
+        (index,) = metadata.sparse._indices.values()
+        kept = sum(int(index.to_mask(row).sum()) for row in range(2))
+        recorder = builder.recorder
+        assert recorder._kept.tolist() == [kept, kept]
+        assert dict(recorder._tiles) == {0: 4, 1: 4}
+        assert dict(recorder._causal) == dict.fromkeys((0, 1), 4 * (200 * 201 // 2 + 170 * 300 + 170 * 171 // 2))
+        assert kept < recorder._causal[0]
+
+    def test_device(self, configured: Configure) -> None:
+        config = configured(method="dense")
+        assert make_builder(config, make_layers(config, [0])).recorder.device == CPU
