@@ -1,0 +1,82 @@
+"""The small model outside of vLLM: transformers' Llama, chunk by chunk, each layer's attention as a plan has it."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, DynamicCache, LlamaForCausalLM
+
+from vllm_sparse_backend.plan import Plan
+from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
+from vllm_sparse_kernels.reference.attend import attend
+from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.select import METHODS, name_of
+
+ATTENTION = "planned"
+PAGE_TOKENS = 64
+
+
+def load(folder: Path) -> LlamaForCausalLM:
+    AttentionInterface.register(ATTENTION, _attention)
+    return LlamaForCausalLM.from_pretrained(folder, attn_implementation=ATTENTION, dtype=torch.float32)
+
+
+class Request:
+    """One request's keys and values, and what its sparse chunks kept: (query, key) pairs by layer."""
+
+    def __init__(self, model: LlamaForCausalLM, plan: Plan) -> None:
+        self.model = model
+        self.plan = plan
+        self.cache = DynamicCache(config=model.config)
+        self.kept_pairs: Counter[int] = Counter()
+
+    @torch.inference_mode()
+    def prefill(self, token_ids: list[int], chunk_tokens: int) -> torch.Tensor:
+        """Log-probabilities [len(token_ids), vocabulary] of what follows each token; they come after earlier ones."""
+        chunks = torch.tensor(token_ids).split(chunk_tokens)
+        return torch.cat([self._step(chunk) for chunk in chunks]).log_softmax(-1)
+
+    def _step(self, token_ids: torch.Tensor) -> torch.Tensor:
+        context_len, query_len = self.cache.get_seq_length(), len(token_ids)
+        pages = torch.randperm(ceil_div(context_len + query_len, PAGE_TOKENS), dtype=torch.int32)
+        rows = Rows((0,), (query_len,), (context_len,), pages[None])
+        return self.model(token_ids[None], past_key_values=self.cache, use_cache=True, request=self, rows=rows).logits[
+            0
+        ]
+
+    def keep(self, num_tokens: int) -> None:
+        """Forget what was prefilled after the first ``num_tokens``."""
+        self.cache.crop(num_tokens - self.cache.get_seq_length())
+
+    def attend(self, layer: int, q: torch.Tensor, cache: PagedCache, rows: Rows, scale: float) -> torch.Tensor:
+        groups = self.plan.layer(layer)
+        assert groups is not None
+        layouts = {head: group.method.stripe_layout(rows) for group in groups for head in group.heads}
+        block_tokens = min(group.method.block_tokens for group in groups)
+        index = SparseIndex.allocate(rows, q.shape[1], block_tokens, layouts)
+        for group in groups:
+            heads = torch.tensor(group.heads, dtype=torch.int32)
+            METHODS[name_of(group.method)].reference(group.method, q, cache, index, heads, scale)
+        out = torch.empty_like(q)
+        attend(q, cache, index, out, scale)
+        self.kept_pairs[layer] += int(index.kept_pairs())
+        return out
+
+
+def _attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, *,
+    scaling: float, request: Request, rows: Rows, **_: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """query [1, num_heads, query_len, head_dim], key and value [1, num_kv_heads, seq_len, head_dim]."""
+    cache = PagedCache(_paged(key, rows), _paged(value, rows))
+    return request.attend(module.layer_idx, query[0].transpose(0, 1), cache, rows, scaling)[None], None
+
+
+def _paged(x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    pages = rows.block_table[0].long()
+    padding = len(pages) * PAGE_TOKENS - rows.seq_lens[0]
+    in_order = torch.nn.functional.pad(x[0].transpose(0, 1), (0, 0, 0, 0, 0, padding), value=float("nan"))
+    paged = torch.empty(len(pages), PAGE_TOKENS, *in_order.shape[1:])
+    paged[pages] = in_order.unflatten(0, (len(pages), PAGE_TOKENS))
+    return paged
