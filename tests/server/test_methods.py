@@ -26,7 +26,9 @@ from vllm_sparse_kernels.select import METHODS
 
 pytestmark = [
     pytest.mark.server,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="compares log-probabilities in float32; kernels round otherwise"),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="compares log-probabilities in float32; kernels round otherwise"
+    ),
 ]
 pytest.importorskip("vllm")
 
