@@ -1,6 +1,7 @@
 """What the tests of the plugin share. They need vLLM's CPU build, and no server."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -40,3 +41,23 @@ def configured(default_config: Any, monkeypatch: pytest.MonkeyPatch) -> Callable
         return default_config
 
     return configure
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """What the plugin logs. Once vLLM has set up logging, its logger does not pass lines on to pytest's own handler."""
+    from vllm_sparse_backend.plugin import LOGGER
+
+    found: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    logger, handler = logging.getLogger(LOGGER), Handler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield found
+    logger.setLevel(level)
+    logger.removeHandler(handler)

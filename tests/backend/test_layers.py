@@ -1,7 +1,6 @@
 """Which layers go sparse: with several groups of layers, draft models, and backends that vLLM derives from ours."""
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,30 +29,11 @@ from vllm_sparse_backend.errors import ConfigurationError
 from vllm_sparse_backend.impl import SparsePrefillImpl
 from vllm_sparse_backend.layers import model_layers
 from vllm_sparse_backend.metadata import SparsePrefillMetadata, SparsePrefillMetadataBuilder
-from vllm_sparse_backend.plugin import LOGGER
 from vllm_sparse_backend.reasons import Fallback
 
 MIN_TOKENS = 100
 LONG = [(50, 1), (0, 200)]
 Configure = Callable[..., Any]
-
-
-@pytest.fixture
-def lines() -> Iterator[list[str]]:
-    """What the plugin logs: vLLM's logger does not propagate to pytest's own handler."""
-    found: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
-
-    logger, handler = logging.getLogger(LOGGER), Handler()
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield found
-    logger.setLevel(level)
-    logger.removeHandler(handler)
 
 
 def stays_dense(builder: SparsePrefillMetadataBuilder) -> bool:

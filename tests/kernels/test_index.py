@@ -168,6 +168,18 @@ class TestContents:
             for share_group in (False, True):
                 random_index(batch, block_tokens, 0.3, stripes=50, share_group=share_group).check()
 
+    @pytest.mark.parametrize("block_tokens", [64, 128])
+    @pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
+    def test_kept_pairs_are_those_of_the_mask(self, density, block_tokens):
+        """Counted from the lists alone, at offsets and lengths that align with nothing."""
+        batch = random_batch([(0, 1), (63, 130), (1000, 49), (65, 64), (0, 300)], 4, 2, 8, 16, gap_tokens=1)
+        for stripes in (0, 33):
+            index = random_index(batch, block_tokens, density, stripes=stripes, seed=stripes)
+            kept = sum(int(index.to_mask(row).sum()) for row in range(5))
+            assert index.kept_pairs().item() == kept
+            assert index.kept_pairs().dtype == torch.int64
+            assert index.density() == kept / (4 * causal_pairs(batch.rows))
+
 
 class TestCheck:
     """Each test breaks one invariant of a valid index."""

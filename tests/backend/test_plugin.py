@@ -1,0 +1,160 @@
+"""The plugin in vLLM's registry and platform: there once, for those who ask for it, and surviving a spawn."""
+
+import multiprocessing
+import operator
+import pickle
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from vllm.platforms import current_platform
+
+if not current_platform.is_cpu():
+    pytest.skip("needs vLLM's CPU build", allow_module_level=True)
+
+import torch
+from vllm.config import AttentionConfig, VllmConfig, set_current_vllm_config
+from vllm.v1.attention.backends import registry
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+from tests.backend.served import make_config, make_model
+from vllm_sparse_backend import plugin
+from vllm_sparse_backend.errors import ConfigurationError
+
+CUSTOM = registry.AttentionBackendEnum.CUSTOM
+WRAPPED = ("check_and_update_config", "get_attn_backend_cls")
+SELECTION = AttentionSelectorConfig(head_size=32, dtype=torch.float32, kv_cache_dtype="auto", block_size=32)
+OTHER_MODEL = (
+    "format: 1\n"
+    "model: {architecture: LlamaForCausalLM, num_layers: 32, num_heads: 32, num_kv_heads: 8, head_dim: 128}\n"
+    "default: {method: dense}\n"
+)
+
+
+@pytest.fixture
+def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
+    """vLLM as it was before any plugin, and again as it is now afterwards."""
+    members = registry.AttentionBackendEnum._member_map_
+    for name in plugin.NAMES:
+        monkeypatch.delitem(members, name, raising=False)
+    monkeypatch.delitem(registry._ATTN_OVERRIDES, CUSTOM, raising=False)
+    platform = type(current_platform)
+    kept = {name: vars(platform)[name] for name in WRAPPED}
+    for name in WRAPPED:
+        method = kept[name].__func__
+        while getattr(method, "sparse_prefill", False):  # down to vLLM's own
+            (method,) = [c.cell_contents.__func__ for c in method.__closure__ if hasattr(c.cell_contents, "__func__")]
+        setattr(platform, name, classmethod(method))
+    yield platform
+    for name in WRAPPED:
+        setattr(platform, name, kept[name])
+
+
+def path_of(backend: Any) -> str:
+    return current_platform.get_attn_backend_cls(backend, SELECTION, num_heads=4)
+
+
+class TestRegistration:
+    def test_before_it_the_flag_is_unknown(self, untouched: type) -> None:
+        with pytest.raises(ValueError, match="Unknown attention backend: 'SPARSE-PREFILL'"):
+            AttentionConfig(backend="sparse-prefill")
+        assert not any(getattr(vars(untouched)[name].__func__, "sparse_prefill", False) for name in WRAPPED)
+
+    @pytest.mark.parametrize("flag", ["sparse-prefill", "SPARSE-PREFILL", "sparse_prefill", "Sparse_Prefill"])
+    def test_the_flag_means_the_backend(self, untouched: type, flag: str) -> None:
+        plugin.register()
+        backend = AttentionConfig(backend=flag).backend
+        assert backend is CUSTOM
+        assert backend.get_class().__name__ == "SparsePrefillBackend"
+        assert registry.AttentionBackendEnum[backend.get_class().get_name()] is backend
+
+    def test_again_changes_nothing(self, untouched: type) -> None:
+        plugin.register()
+        names = dict(registry.AttentionBackendEnum._member_map_)
+        methods = {name: vars(untouched)[name].__func__ for name in WRAPPED}
+        for _ in range(3):
+            plugin.register()
+        assert dict(registry.AttentionBackendEnum._member_map_) == names
+        assert {name: vars(untouched)[name].__func__ for name in WRAPPED} == methods
+        assert CUSTOM.get_path() == plugin.BACKEND
+        assert list(registry.AttentionBackendEnum).count(CUSTOM) == 1  # aliases are not members of their own
+
+    def test_another_plugin_keeps_its_place(self, untouched: type, lines: list[str]) -> None:
+        registry.register_backend(CUSTOM, "other.plugin.Backend")
+        plugin.register()
+        assert CUSTOM.get_path() == "other.plugin.Backend"
+        assert not {*plugin.NAMES} & {*registry.AttentionBackendEnum._member_map_}
+        assert not any(getattr(vars(untouched)[name].__func__, "sparse_prefill", False) for name in WRAPPED)
+        (line,) = lines
+        assert "sparse-prefill is not available" in line
+        assert "other.plugin.Backend" in line
+        assert "VLLM_PLUGINS=sparse_prefill" in line
+
+    def test_another_plugin_that_comes_later_is_not_taken_for_ours(self, untouched: type) -> None:
+        plugin.register()
+        assert path_of(CUSTOM) == plugin.BACKEND
+        registry.register_backend(CUSTOM, "other.plugin.Backend")
+        assert path_of(CUSTOM) != plugin.BACKEND
+
+    def test_log_lines_are_below_vllms_logger(self) -> None:
+        """The only one that vLLM's logging configuration shows."""
+        assert plugin.LOGGER.startswith("vllm.")
+
+
+class TestPlatform:
+    @pytest.mark.parametrize("backend", [None, registry.AttentionBackendEnum.CPU_ATTN])
+    def test_other_backends_are_chosen_as_before(self, untouched: type, backend: Any) -> None:
+        before = path_of(backend)
+        plugin.register()
+        assert path_of(backend) == before != plugin.BACKEND
+
+    def test_ours_is_chosen_if_asked_for_but_never_for_mla(self, untouched: type) -> None:
+        plugin.register()
+        assert path_of(CUSTOM) == plugin.BACKEND
+        mla = SELECTION._replace(use_mla=True)
+        assert current_platform.get_attn_backend_cls(CUSTOM, mla, num_heads=4) != plugin.BACKEND
+
+    def test_a_configuration_is_checked_if_ours_is_asked_for(self, default_model: Any) -> None:
+        wrong = {"method": "dense", "min_token": 5}
+        with pytest.raises(ConfigurationError, match=r"sparse_prefill\.min_token: unknown field"):
+            make_config(default_model, wrong)
+        for backend in (None, "CPU_ATTN"):
+            assert make_config(default_model, wrong, backend).additional_config == {"sparse_prefill": wrong}
+
+    def test_a_profile_of_another_model_is_refused(self, default_model: Any, tmp_path: Path) -> None:
+        (tmp_path / "other.yaml").write_text(OTHER_MODEL)
+        with pytest.raises(ConfigurationError, match=r"other\.yaml.*32 layers.*4 layers"):
+            make_config(default_model, {"profile": str(tmp_path / "other.yaml")})
+
+    def test_parts_of_a_model_that_is_loading_are_not_checked(self, default_model: Any, tmp_path: Path) -> None:
+        """Text stacks and draft models get configurations derived from the served model's, with shapes of their own."""
+        shape = "{architecture: LlamaForCausalLM, num_layers: 4, num_heads: 4, num_kv_heads: 2, head_dim: 32}"
+        (tmp_path / "own.yaml").write_text(f"format: 1\nmodel: {shape}\ndefault: {{method: dense}}\n")
+        settings = {"profile": str(tmp_path / "own.yaml")}
+        config = make_config(default_model, settings)
+        other = make_model(tmp_path / "draft", num_hidden_layers=1, num_attention_heads=2)
+        with pytest.raises(ConfigurationError):
+            make_config(other, settings)
+        with set_current_vllm_config(config):
+            part = make_config(other, settings)
+        assert isinstance(part, VllmConfig)
+        assert part.attention_config.backend is CUSTOM
+
+    def test_without_a_model_there_is_nothing_to_check(self) -> None:
+        plugin.register()
+        config = VllmConfig(attention_config=AttentionConfig(backend="sparse-prefill"))
+        assert config.model_config is None
+
+
+class TestSpawn:
+    def test_the_choice_survives_in_a_process_that_has_no_plugin_yet(self) -> None:
+        plugin.register()
+        backend = AttentionConfig(backend="sparse-prefill").backend
+        assert pickle.loads(pickle.dumps(backend)) is backend
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            assert pool.submit(operator.attrgetter("name"), backend).result(timeout=60) == "CUSTOM"

@@ -1,0 +1,150 @@
+"""What is refused before a model loads, from a vLLM configuration made by hand and configs as transformers has them."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from transformers import Gemma3Config, GPT2Config, LlamaConfig, LlavaConfig, MambaConfig, PretrainedConfig
+
+from vllm_sparse_backend import compat, startup
+from vllm_sparse_backend.errors import ConfigurationError
+from vllm_sparse_backend.reasons import Fallback
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+
+
+def served(
+    hf_config: PretrainedConfig,
+    settings: Any = None,
+    dtype: torch.dtype = torch.bfloat16,
+    cache: dict[str, Any] | None = None,
+    parallel: dict[str, Any] | None = None,
+) -> Any:
+    return SimpleNamespace(
+        additional_config={} if settings is None else {"sparse_prefill": settings},
+        model_config=SimpleNamespace(
+            hf_config=hf_config, hf_text_config=hf_config.get_text_config(), model="/a/model", dtype=dtype
+        ),
+        cache_config=SimpleNamespace(**({"cache_dtype": "auto", "kv_cache_dtype_skip_layers": []} | (cache or {}))),
+        parallel_config=SimpleNamespace(**({"tensor_parallel_size": 1} | (parallel or {}))),
+    )
+
+
+def llama(**changes: Any) -> LlamaConfig:
+    return LlamaConfig(**(LLAMA | changes))
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "DEVICE_TYPE", "cuda")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        served(llama()),
+        served(llama(), {"method": "anchor_attention", "min_tokens": 1, "dense_layers": [0, 1]}),
+        served(llama(), {"method": "dense"}, parallel={"tensor_parallel_size": 4}),
+        served(llama(), dtype=torch.float16, cache={"cache_dtype": "float16"}),
+        served(llama(), cache={"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["3"]}),
+        served(GPT2Config(architectures=["GPT2LMHeadModel"], n_embd=768, n_layer=12, n_head=12)),
+        served(LlavaConfig(architectures=["LlavaForConditionalGeneration"], text_config=llama())),
+        served(Gemma3Config(architectures=["Gemma3ForConditionalGeneration"])),
+    ],
+    ids=["plain", "settings", "4 ranks", "cache like model", "some layers quantised", "GPT-2", "LLaVA", "Gemma 3"],
+)
+def test_what_can_go_sparse_passes(config: Any) -> None:
+    startup.check(config)
+
+
+def test_shape_of_a_multimodal_model_is_its_text_parts_under_the_whole_models_name() -> None:
+    whole = served(LlavaConfig(architectures=["LlavaForConditionalGeneration"], text_config=llama()))
+    shape = compat.model_shape(whole)
+    assert (shape.architecture, shape.num_layers, shape.num_heads) == ("LlavaForConditionalGeneration", 6, 4)
+    assert shape.head_dim == 64
+
+
+def test_shape_in_older_models_words() -> None:
+    shape = compat.model_shape(served(GPT2Config(architectures=["GPT2LMHeadModel"], n_embd=768, n_layer=12, n_head=12)))
+    assert (shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim) == (12, 12, 12, 64)
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        (served(llama(), {"method": "denso"}), ["sparse_prefill.method", "'denso'", "'dense'?"]),
+        (served(llama(), {"method": "dense", "min_tokens": -1}), ["sparse_prefill.min_tokens", "at least 0"]),
+        (served(llama(), "no-such-profile"), ["profile: no such file", "no-such-profile"]),
+        (served(llama(), {"dense_layers": [6]}), ["sparse_prefill.dense_layers", "given 6", "at most 5"]),
+        (served(llama(), {"dense_layers": list(range(6))}), ["dense_layers", "all 6 layers"]),
+        (served(llama(), parallel={"tensor_parallel_size": 3}), ["tensor parallelism", "of 3 for 4 query heads"]),
+        (served(MambaConfig(architectures=["MambaForCausalLM"])), ["/a/model", "num_heads"]),
+    ],
+    ids=["method", "value", "profile", "layer", "all layers", "ranks", "no heads"],
+)
+def test_settings_that_do_not_fit(config: Any, parts: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        startup.check(config)
+    message = str(error.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (served(llama(), dtype=torch.float32), Fallback.DTYPE),
+        (served(llama(), cache={"cache_dtype": "fp8_e4m3"}), Fallback.QUANTISED_CACHE),
+        (served(llama(), parallel={"decode_context_parallel_size": 2}), Fallback.DECODE_CONTEXT_PARALLEL),
+        (served(llama(), parallel={"prefill_context_parallel_size": 2}), Fallback.PREFILL_CONTEXT_PARALLEL),
+        (served(llama(head_dim=100)), Fallback.HEAD_SIZE),
+        (served(llama(kv_lora_rank=512)), Fallback.MLA),
+        (served(llama(alibi=True)), Fallback.ALIBI),
+        (served(llama(sliding_window=4096)), Fallback.SLIDING_WINDOW),
+    ],
+    ids=lambda x: x.value if isinstance(x, Fallback) else "",
+)
+def test_no_layer_can(config: Any, reason: Fallback) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        startup.check(config)
+    assert str(error.value).startswith(
+        "--attention-backend sparse-prefill: no layer of this model can prefill sparsely"
+    )
+    assert f"({reason.value}: {reason.explain})" in str(error.value)
+
+
+def test_float32_is_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "DEVICE_TYPE", "cpu")
+    startup.check(served(llama(), dtype=torch.float32))
+
+
+def test_layers_that_could_are_all_switched_off() -> None:
+    """Every windowed layer for one reason, every other by the configuration."""
+    kinds = ["sliding_attention", "full_attention"] * 3
+    config = llama(layer_types=kinds, sliding_window=1024)
+    startup.check(served(config, {"method": "dense", "dense_layers": [1, 3]}))
+    with pytest.raises(ConfigurationError, match="sliding_window: "):
+        startup.check(served(config, {"method": "dense", "dense_layers": [1, 3, 5]}))
+
+
+def test_a_profile_that_fits(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.yaml"
+    shape = "{architecture: LlamaForCausalLM, num_layers: 6, num_heads: 4, num_kv_heads: 2, head_dim: %d}"
+    profile.write_text(f"format: 1\nmodel: {shape % 64}\ndefault: {{method: dense}}\n")
+    startup.check(served(llama(), {"profile": str(profile)}))
+    profile.write_text(f"format: 1\nmodel: {shape % 128}\ndefault: {{method: dense}}\n")
+    with pytest.raises(ConfigurationError, match=r"profile\.yaml.*head_dim"):
+        startup.check(served(llama(), {"profile": f"{profile.parent}/./profile.yaml"}))
