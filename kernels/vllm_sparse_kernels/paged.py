@@ -5,6 +5,7 @@ with ``key_rows`` below; the references gather a row's keys whole.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -57,6 +58,24 @@ class PagedCache:
         """Keys and values of one row's first ``seq_len`` positions: two [seq_len, num_kv_heads, head_dim] copies."""
         pages = block_table_row[: ceil_div(seq_len, self.page_size)].long()
         return tuple(x[pages].flatten(0, 1)[:seq_len] for x in (self.keys, self.values))  # type: ignore[return-value]
+
+
+class KeyArgs(NamedTuple):
+    """Keys by pointer, and the block table that places them: for kernels."""
+
+    k: Any
+    stride_page: int
+    stride_token: int
+    stride_head: int
+    page_size: int
+    block_table: Any
+    stride_table: int
+
+
+def key_args(cache: PagedCache, block_table: torch.Tensor) -> KeyArgs:
+    """``block_table``: [num_rows, max_pages], or one row's [max_pages], of which kernels then read no other."""
+    stride_table = block_table.stride(0) if block_table.dim() == 2 else 0
+    return KeyArgs(cache.keys, *cache.strides, cache.page_size, block_table, stride_table)
 
 
 @triton.jit

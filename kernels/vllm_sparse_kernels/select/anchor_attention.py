@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout
-from vllm_sparse_kernels.paged import PagedCache, key_offsets
+from vllm_sparse_kernels.paged import PagedCache, key_args, key_offsets
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.select.base import Method, require
 from vllm_sparse_kernels.select.lists import append
@@ -94,18 +94,6 @@ class QueryArgs(NamedTuple):
     q: Any
     stride_token: int
     stride_head: int
-
-
-class KeyArgs(NamedTuple):
-    """Keys by pointer, and the block table that places them."""
-
-    k: Any
-    stride_page: int
-    stride_token: int
-    stride_head: int
-    page_size: int
-    block_table: Any
-    stride_table: int
 
 
 class IndexArgs(NamedTuple):
@@ -183,7 +171,7 @@ class AnchorAttention(Method):
             rows.tiles, index.block_counts, index.block_ids, index.block_offsets,
             index.stripe_counts, index.stripe_positions, index.stripe_offsets,
         )  # fmt: skip
-        keys = KeyArgs(cache.keys, *cache.strides, cache.page_size, rows.block_table, rows.block_table.stride(0))
+        keys = key_args(cache, rows.block_table)
         shape = {
             "HEAD_DIM": cache.head_dim,
             "BLOCK_D": block_d,

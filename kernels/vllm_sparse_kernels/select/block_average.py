@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import PagedCache, key_offsets
+from vllm_sparse_kernels.paged import PagedCache, key_args, key_offsets
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div, to_device
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, tile_blocks
 
@@ -58,15 +58,6 @@ class QueryArgs(NamedTuple):
     scale: float
 
 
-class KeyArgs(NamedTuple):
-    k: Any
-    stride_page: int
-    stride_token: int
-    stride_head: int
-    page_size: int
-    block_table: Any
-
-
 class JobArgs(NamedTuple):
     """Which (head, tile) pairs are scored, and where the scores of a tile's key blocks go.
 
@@ -94,7 +85,7 @@ class BlockAverages:
     ) -> None:
         self.queries = QueryArgs(q, q.stride(0), q.stride(1), scale)
         table = index.rows.block_table
-        self.keys = KeyArgs(cache.keys, *cache.strides, cache.page_size, table)
+        self.keys = key_args(cache, table)
         self.index, self.heads, self.spans = index, heads, spans
         self.options = {
             "HEAD_DIM": cache.head_dim,

@@ -41,7 +41,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import PagedCache, key_offsets
+from vllm_sparse_kernels.paged import PagedCache, key_args, key_offsets
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
 from vllm_sparse_kernels.select.base import Method, require
 from vllm_sparse_kernels.select.lists import compact_blocks
@@ -71,18 +71,6 @@ compares."""
 
 VARYING = ("i_row", "token", "context_len", "query_len", "seq_len", "num_heads", "stride_kept", "block_offsets")
 """Kernel arguments that change from step to step: they shall not call for new variants of a kernel."""
-
-
-class KeyArgs(NamedTuple):
-    """Keys by pointer, and the block table that places them."""
-
-    k: Any
-    stride_page: int
-    stride_token: int
-    stride_head: int
-    page_size: int
-    block_table: Any
-    stride_table: int
 
 
 class QueryArgs(NamedTuple):
@@ -161,7 +149,7 @@ def _round_row(
     num_tiles, num_splits = ceil_div(query_len, TILE_TOKENS), ceil_div(seq_len, SPLIT_TOKENS)
     num_queries, num_keys = num_tiles * TILE_TOKENS, ceil_div(seq_len, 128) * 128
     shape = {"HEAD_DIM": cache.head_dim, "BLOCK_D": block_d, "GROUP": q.shape[1] // cache.num_kv_heads}
-    key_args = KeyArgs(cache.keys, *cache.strides, cache.page_size, rows.block_table, rows.block_table.stride(0))
+    cached = key_args(cache, rows.block_table)
     query_args = QueryArgs(q, q.stride(0), q.stride(1))
     dtype = integer_dtype(q.device)
 
@@ -170,7 +158,7 @@ def _round_row(
 
     sums = room(num_splits, cache.num_kv_heads, block_d)
     _key_sums_kernel[(num_splits, cache.num_kv_heads)](
-        key_args, sums, cache.num_kv_heads, row, seq_len,
+        cached, sums, cache.num_kv_heads, row, seq_len,
         HEAD_DIM=cache.head_dim, BLOCK_D=block_d, SPLIT=SPLIT_TOKENS, BLOCK_N=64, num_warps=4,
     )  # fmt: skip
     key_means = sums.sum(0) / seq_len
@@ -181,7 +169,7 @@ def _round_row(
         room(cache.num_kv_heads, num_keys // 8), room(len(heads), num_keys), num_keys,
     )  # fmt: skip
     _round_keys_kernel[(num_keys // 64, cache.num_kv_heads)](
-        key_args, keys, key_means, query_means, heads, len(heads), row, seq_len,
+        cached, keys, key_means, query_means, heads, len(heads), row, seq_len,
         **shape, HEADS=triton.next_power_of_2(len(heads)), BLOCK_N=64, num_warps=4,
     )  # fmt: skip
     queries = RoundedQueries(
@@ -189,7 +177,7 @@ def _round_row(
         room(len(heads), num_queries), room(len(heads), num_queries), num_queries,
     )  # fmt: skip
     _round_queries_kernel[(num_tiles, len(heads))](
-        query_args, key_args, queries, key_means, query_means, heads,
+        query_args, cached, queries, key_means, query_means, heads,
         row, token, rows.context_lens[row], query_len,
         method.sink_tokens, method.local_tokens, math.log(method.tau), scale,
         **shape, SEGMENT=method.SEGMENT_TOKENS, BLOCK_M=TILE_TOKENS, BLOCK_N=64,
