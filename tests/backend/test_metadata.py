@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -199,6 +200,20 @@ class TestMetadata:
         support = type(builder).get_cudagraph_support(builder.vllm_config, builder.kv_cache_spec)
         assert support is compat.DelegateBuilder.get_cudagraph_support(builder.vllm_config, builder.kv_cache_spec)
         assert not builder.supports_update_block_table
+
+    def test_schedules_are_kept_apart_where_the_delegate_has_one_buffer_for_all(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As FlashAttention has with graphs. The CPU build's holds pointers into itself: a copy's would dangle."""
+        buffer = torch.arange(8)
+        part = SimpleNamespace(scheduler_metadata=buffer[:5])
+        compat.keep_schedule(part)
+        assert part.scheduler_metadata.data_ptr() == buffer.data_ptr()
+        monkeypatch.setattr(compat, "IS_CPU", False)
+        compat.keep_schedule(part)
+        buffer.zero_()
+        assert part.scheduler_metadata.tolist() == [0, 1, 2, 3, 4]
+        compat.keep_schedule(SimpleNamespace(scheduler_metadata=None))
 
     def test_ranges_that_attend_both_ways_follow_the_whole_batch(self) -> None:
         """Per row or per token, whichever a version of vLLM has; a model clears the whole's for some layers."""
