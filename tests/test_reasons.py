@@ -23,8 +23,9 @@ PROPERTIES = {
 }
 
 
-def test_every_static_reason_but_the_plans_comes_from_a_property() -> None:
-    assert set(PROPERTIES) == set(STATIC_FALLBACKS) - {Fallback.DENSE_LAYER, Fallback.OTHER_HEADS}
+def test_every_other_static_reason_comes_from_a_property() -> None:
+    of_the_plan_or_device = {Fallback.DENSE_LAYER, Fallback.OTHER_HEADS, Fallback.SHARED_MEMORY}
+    assert set(PROPERTIES) == set(STATIC_FALLBACKS) - of_the_plan_or_device
 
 
 @pytest.mark.parametrize(("reason", "properties"), PROPERTIES.items())

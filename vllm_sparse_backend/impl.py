@@ -12,7 +12,7 @@ from vllm_sparse_backend import compat
 from vllm_sparse_backend.metrics import Recorder
 from vllm_sparse_backend.plan import LayerPlan
 from vllm_sparse_backend.reasons import Fallback, layer_fallback
-from vllm_sparse_kernels import SparseIndex, attend
+from vllm_sparse_kernels import SparseIndex, attend, shared_bytes, widest_block
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.reference.attend import attend as reference_attend
 from vllm_sparse_kernels.select import METHODS, name_of
@@ -69,12 +69,17 @@ class SparsePrefillImpl(compat.DelegateImpl):
             return Fallback.DENSE_LAYER
         if sum(len(group.heads) for group in groups) != self.num_heads:
             return Fallback.OTHER_HEADS
+        if self._widest_block() is None:
+            return Fallback.SHARED_MEMORY
         return None
+
+    def _widest_block(self) -> int | None:
+        return widest_block(self.head_size, shared_bytes(torch.device(compat.DEVICE_TYPE)))
 
     def adopt(self, layer: int, groups: LayerPlan, recorder: Recorder, check_index: bool) -> None:
         """Go sparse from now on, by this layer's part of the plan."""
         self.layer, self.recorder, self.check_index = layer, recorder, check_index
-        self.block_tokens = min(group.method.block_tokens for group in groups)
+        self.block_tokens = min(self._widest_block() or 64, *(group.method.block_tokens for group in groups))
         self.heads = [torch.tensor(group.heads, dtype=torch.int32, device=recorder.device) for group in groups]
         self.groups = groups
 

@@ -78,6 +78,12 @@ class Fallback(StrEnum):
         "the layer has another number of query heads than the model's config states; nothing to do, its other layers "
         "can go sparse",
     )
+    SHARED_MEMORY = (
+        "shared_memory",
+        True,
+        "this GPU has too little shared memory a multiprocessor for tiles of this head_dim; use one with more (head_dim "
+        "256 takes an A100 or H100)",
+    )
     NON_CAUSAL = ("non_causal", False, "the row attends in both directions; nothing to do, such rows stay dense")
     PREFIX_LM = (
         "prefix_lm",

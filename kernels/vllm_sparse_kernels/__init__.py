@@ -4,9 +4,18 @@ The way of the data: ``Rows`` (which queries, which cached keys) → ``select`` 
 ``attend`` (one kernel for all of them). ``reference`` holds the same steps in plain float32 torch.
 """
 
-from vllm_sparse_kernels.attend import attend
+from vllm_sparse_kernels.attend import attend, shared_bytes, widest_block
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows
 
-__all__ = ["TILE_TOKENS", "PagedCache", "Rows", "SparseIndex", "StripeLayout", "attend"]
+__all__ = [
+    "TILE_TOKENS",
+    "PagedCache",
+    "Rows",
+    "SparseIndex",
+    "StripeLayout",
+    "attend",
+    "shared_bytes",
+    "widest_block",
+]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.compiler.compiler import max_shared_mem
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_sparse_kernels.index import SparseIndex
@@ -137,8 +138,37 @@ def attend(
         FIELDS=TILE_FIELDS,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=8 if block_d >= 128 else 4,
-        num_stages=3 if index.block_tokens * block_d <= 64 * 128 else 2,
+        num_stages=_num_stages(index.block_tokens, head_dim, shared_bytes(q.device)),
     )  # fmt: skip
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program may have; without bound where there is no such thing (the interpreter)."""
+    if device.type != "cuda":
+        return 1 << 62
+    return int(max_shared_mem(torch.cuda.current_device() if device.index is None else device.index))
+
+
+def widest_block(head_dim: int, limit_bytes: int) -> int | None:
+    """Keys of the widest block, 128 or 64, that attend has room for in ``limit_bytes`` of shared memory, or None.
+
+    Blocks of 128 are worth it only with two buffers: one is loaded while the other is multiplied.
+    """
+    if _needed_bytes(128, head_dim, 2) <= limit_bytes:
+        return 128
+    return 64 if _needed_bytes(64, head_dim, 1) <= limit_bytes else None
+
+
+def _needed_bytes(block_tokens: int, head_dim: int, num_buffers: int) -> int:
+    """Shared memory of 16-bit queries and buffered keys and values, as compiled for Hopper; Ampere takes no more."""
+    block_d = triton.next_power_of_2(head_dim)
+    return 2 * block_d * (TILE_TOKENS + 2 * num_buffers * block_tokens) + 1024
+
+
+def _num_stages(block_tokens: int, head_dim: int, limit_bytes: int) -> int:
+    if _needed_bytes(block_tokens, head_dim, 2) > limit_bytes:
+        return 1
+    return 3 if block_tokens * head_dim <= 64 * 128 else 2
 
 
 def supports_bulk(cache: PagedCache) -> bool:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_sparse_kernels.attend import attend, supports_bulk
+from vllm_sparse_kernels.attend import attend, supports_bulk, widest_block
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
@@ -246,3 +246,16 @@ def test_a_row_does_not_depend_on_its_neighbours(bulk):
         tokens = slice(rows.tokens[row], rows.tokens[row] + rows.query_lens[row])
         assert torch.equal(out[tokens], together[tokens])
         assert torch.equal(single_lse[:, tokens], lse[:, tokens])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "limit_kib", "widest"),
+    [(128, 227, 128), (64, 99, 128), (128, 163, 128), (128, 99, 64), (96, 99, 64), (256, 227, 64), (256, 163, 64)],
+)
+def test_blocks_fit_shared_memory(head_dim, limit_kib, widest):
+    """H100 has 227 KiB a program, A100 163, an RTX 4090 99."""
+    assert widest_block(head_dim, limit_kib * 1024) == widest
+
+
+def test_no_block_fits():
+    assert widest_block(256, 99 * 1024) is None
