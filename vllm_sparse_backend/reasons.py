@@ -81,8 +81,8 @@ class Fallback(StrEnum):
     SHARED_MEMORY = (
         "shared_memory",
         True,
-        "this GPU has too little shared memory a multiprocessor for tiles of this head_dim; use one with more (head_dim "
-        "256 takes an A100 or H100)",
+        "this GPU has too little shared memory for tiles of this head_dim; use one with more (head_dim 256 takes an "
+        "A100 or H100)",
     )
     NON_CAUSAL = ("non_causal", False, "the row attends in both directions; nothing to do, such rows stay dense")
     PREFIX_LM = (
