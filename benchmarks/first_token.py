@@ -64,9 +64,7 @@ def room(longest_tokens: int) -> tuple[str, ...]:
 
 
 METHODS: dict[str, dict[str, Any]] = {
-    "a_shape": {"method": "a_shape"},
-    "vertical_slash": {"method": "vertical_slash"},
-    "block_sparse": {"method": "block_sparse"},
+    name: {"method": name, "min_tokens": 8192} for name in ("a_shape", "vertical_slash", "block_sparse")
 }
 
 

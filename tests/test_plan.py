@@ -230,6 +230,6 @@ def test_description_says_what_runs_how(write: Write) -> None:
     ]
     config = SparsePrefillConfig(method="a_shape", params={"sink_tokens": 1, "local_tokens": 2})
     assert Plan.build(config, SHAPE, 1, 2).describe() == [
-        "sparse prefill with method a_shape, for rows of at least 8192 tokens",
+        "sparse prefill with method a_shape, for rows of at least 16384 tokens",
         "layers 0-3: a_shape(sink_tokens=1, local_tokens=2) on 16 heads of this rank",
     ]
