@@ -25,9 +25,9 @@ from vllm_sparse_kernels.select.base import Method
 KEY = "sparse_prefill"
 OPTION = "--additional-config"
 DEFAULT_MIN_TOKENS = 16384
-"""Below, the usual sizes leave too few pairs out: at 16,384 tokens A-shape's 5,120 keys leave out 0.47 of them and 6,096
-diagonals at most 0.39. Per kept pair sparse attention takes 1.5 to 1.6 times as long as FlashAttention-3 (on an H100,
-blocks of 128 keys), so that it is slower until a third or more is left out.
+"""Below, the usual sizes leave too few pairs out: at 16,384 tokens A-shape's 5,120 keys leave out 0.47 of them, the
+6,096 nearest diagonals 0.39. Per kept pair sparse attention takes 1.5 to 1.6 times as long as FlashAttention-3 (on an
+H100, blocks of 128 keys), so that it is slower until a third or more is left out.
 """
 
 
