@@ -13,7 +13,7 @@ import json
 import statistics
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -47,16 +47,17 @@ SHORT_TOKENS, SHORT_REPEATS = 8192, 150
 OUTPUT_TOKENS = 64
 
 
-def room(longest_tokens: int) -> tuple[str, ...]:
-    """Room for one prompt: so two servers fit one card, and can start at the same time without measuring each other."""
+def room(*prompt_tokens: int) -> tuple[str, ...]:
+    """Room for these prompts at once: two servers fit one card, and start together without measuring each other."""
     kv_bytes_per_token = 2 * 2 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
-    max_model_len = longest_tokens + 1024
+    max_model_len = max(prompt_tokens) + 1024
+    kv_tokens = sum(prompt_tokens) + 1024 * len(prompt_tokens) + 2048
     return (
         *(
             "--gpu-memory-utilization",
             "0.3",
             "--kv-cache-memory-bytes",
-            str((max_model_len + 2048) * kv_bytes_per_token),
+            str(kv_tokens * kv_bytes_per_token),
         ),
         *("--max-model-len", str(max_model_len), "--max-num-seqs", "16", "--load-format", "dummy"),
         *("--max-num-batched-tokens", "8192", "--no-enable-prefix-caching"),
@@ -128,9 +129,9 @@ def density(server: Server) -> float:
 
 
 @contextmanager
-def serving(folder: Path, longest: int, arguments: dict[str, tuple[str, ...]]) -> Iterator[dict[str, Server]]:
-    """Servers by name, started at the same time."""
-    servers = {name: Server(folder, (*room(longest), *args)) for name, args in arguments.items()}
+def serving(folder: Path, prompts: Sequence[int], arguments: dict[str, tuple[str, ...]]) -> Iterator[dict[str, Server]]:
+    """Servers by name, started at the same time, each with room for prompts of these tokens at once."""
+    servers = {name: Server(folder, (*room(*prompts), *args)) for name, args in arguments.items()}
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
         list(pool.map(stack.enter_context, servers.values()))
         yield servers
@@ -138,7 +139,7 @@ def serving(folder: Path, longest: int, arguments: dict[str, tuple[str, ...]]) -
 
 def compare(folder: Path, lengths: list[int], results: Results) -> None:
     """A-shape beside stock: the bars."""
-    with serving(folder, max(lengths), {"stock": (), "a_shape": sparse_args(METHODS["a_shape"])}) as servers:
+    with serving(folder, [max(lengths)], {"stock": (), "a_shape": sparse_args(METHODS["a_shape"])}) as servers:
         for length in lengths:
             figures = measure(servers, length, PROMPTS[length], OUTPUT_TOKENS)
             first = {name: figure[0] for name, figure in figures.items()}
@@ -158,7 +159,7 @@ def compare(folder: Path, lengths: list[int], results: Results) -> None:
 def answer(folder: Path, lengths: list[int], results: Results) -> None:
     """The methods that look at attention: that they answer, and how long it takes where they keep nearly everything."""
     names = ("vertical_slash", "block_sparse")
-    with serving(folder, max(lengths), {name: sparse_args(METHODS[name]) for name in names}) as servers:
+    with serving(folder, [max(lengths)], {name: sparse_args(METHODS[name]) for name in names}) as servers:
         for length in lengths:
             for name, (first, _) in measure(servers, length, 1, OUTPUT_TOKENS, warm=False).items():
                 results.add(f"{name}: first token after {length} tokens, random weights", first, "s", "lower")

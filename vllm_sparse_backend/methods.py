@@ -16,8 +16,8 @@ from vllm_sparse_backend.errors import not_one_of, reason_of, unexpected
 from vllm_sparse_kernels.select import METHODS, name_of
 from vllm_sparse_kernels.select.base import Method
 
-PRESETS = {"minference": "vertical_slash"}
-"""Names that stand for a method with its authors' defaults; MInference without a profile is vertical-slash."""
+PRESETS = {"minference": "vertical_slash", "streaming": "a_shape"}
+"""Names that stand for a method: MInference without a profile is vertical-slash, StreamingLLM's pattern is A-shape."""
 
 
 def method_names() -> list[str]:
