@@ -120,7 +120,8 @@ def vertical_slash_bounds(method: VerticalSlash, batch: Batch, row: int, head: i
         strict=True,
     ):
         margin = sums * relative
-        sums[:forced] = 1e9 - torch.arange(len(sums[:forced]), device=sums.device)  # in order, far above the others
+        # In order, far above the others, and in float64, as float32 could not tell them apart there.
+        sums[:forced] = 1e9 - torch.arange(len(sums[:forced]), dtype=sums.dtype, device=sums.device)
         bounds.append(sure_and_possible(sums, k, margin))
     return bounds
 

@@ -133,7 +133,7 @@ def assert_agrees(batch: Batch, method: Sale, index: SparseIndex) -> None:
                 assert not bool(extra.any()), f"head {head}, tile {i_tile}: {extra.nonzero()} are not to be kept"
                 kept, total = kept + int(ours.sum()), total + len(ours)
                 undecided += int((surely != maybe).sum())
-    assert undecided <= 0.03 * total, f"{undecided} of {total} blocks prove nothing"
+    assert undecided <= 3 + 0.03 * total, f"{undecided} of {total} blocks prove nothing"
     assert total < 100 or 0.1 < kept / total < 0.9, f"{kept} of {total}: this data tells little"
 
 
