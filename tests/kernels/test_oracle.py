@@ -8,7 +8,7 @@ import torch
 from vllm_sparse_kernels.index import SparseIndex, causal_pairs
 from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_index
 from vllm_sparse_kernels.testing.lined import DEVICE
-from vllm_sparse_kernels.testing.oracle import Quality, measure
+from vllm_sparse_kernels.testing.oracle import Bound, Quality, exact_masses, measure
 
 LENGTHS = [(0, 1), (0, 63), (437, 200), (61, 300)]
 
@@ -97,3 +97,28 @@ def test_thirty_two_thousand_tokens_fit():
     assert torch.cuda.max_memory_allocated() - before < 2**30
     assert float(got.density.mean()) == pytest.approx(index.kept_pairs().item() / (32 * causal_pairs(index.rows)))
     assert bool(((got.recall > 0) & (got.recall < 1)).all())
+
+
+@pytest.mark.parametrize("block_tokens", [1, 64, 128])
+def test_bound_is_the_greedy_choice(block_tokens):
+    batch = random_batch([(100, 300), (0, 200)], 4, 2, 64, 16, device=DEVICE)
+    batch.q.mul_(2)
+    bound, ranked = Bound(block_tokens), []
+    for mass in exact_masses(batch.q, batch.cache, batch.rows, batch.scale):
+        bound.add(mass)
+        for place, i_tile in enumerate(mass.tiles):
+            tile = batch.rows.tile_list[i_tile]
+            for first in range(0, tile.last_position + 1, block_tokens):
+                keys = slice(first, min(first + block_tokens, tile.last_position + 1))
+                pairs = int(mass.pairs()[place, keys].sum())
+                forced = block_tokens > 1 and first + block_tokens > tile.position
+                ranked += [(1.0 if forced else x / pairs, x, pairs) for x in mass.keys[:, place, keys].sum(-1).tolist()]
+    total_mass, total_pairs = sum(x for _, x, _ in ranked), sum(n for _, _, n in ranked)
+    assert total_mass == pytest.approx(4 * 500, rel=1e-5)
+    assert total_pairs == 4 * causal_pairs(batch.rows)
+    best = list(itertools.accumulate(sorted(ranked, reverse=True), lambda a, b: (0, a[1] + b[1], a[2] + b[2])))
+    densities, recalls = bound.curve()
+    for density, recall in zip(densities, recalls):
+        if density:
+            mass_of_best = max(x for _, x, n in best if n <= round(density * total_pairs))
+            assert recall == pytest.approx(mass_of_best / total_mass, rel=1e-4)

@@ -1,15 +1,23 @@
 """The oracle: how much of exact attention a selection keeps, and at what price.
 
-Exact scores in float32, for one tile of queries and the query heads of one kv head at a time: a GPU does 32K queries on
-32K keys in seconds and 1 GB, a CPU 8K on 8K.
+A tile's queries keep the same keys, so all that a selection's recall depends on is each key's share of the exact mass,
+summed over the tile's queries. ``exact_masses`` finds these shares once, in float32, a slab of tiles at a time (a GPU
+does 32K queries on 32K keys in seconds and under 1 GB, a CPU 8K on 8K); any number of selections is then held against
+them by lookups.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from vllm_sparse_kernels.index import SparseIndex, causal_pairs
 from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import Rows, Tile
+
+SLAB_TILES = 32
 
 
 class Quality(NamedTuple):
@@ -22,38 +30,153 @@ class Quality(NamedTuple):
     """Kept (query, key) pairs over causal pairs."""
 
 
-def measure(q: torch.Tensor, cache: PagedCache, index: SparseIndex, scale: float) -> Quality:
-    """Recall and density of an index whose heads are all selected. Reads the device.
+@dataclass(frozen=True)
+class ExactMass:
+    """Exact attention of up to ``SLAB_TILES`` tiles of one row."""
 
-    q [num_tokens, num_heads, head_dim] holds the queries at the tokens that ``index.rows`` names, the cache their keys;
+    rows: Rows
+    tiles: range
+    """Their ids in ``rows.tile_list``."""
+
+    keys: torch.Tensor  # [num_heads, len(tiles), num_keys] float32, mass of each key summed over a tile's queries
+
+    def pairs(self) -> torch.Tensor:
+        """[len(tiles), num_keys] int64: how many of a tile's queries may see each key."""
+        device = self.keys.device
+        tiles = [self.rows.tile_list[i] for i in self.tiles]
+        last = torch.tensor([tile.last_position for tile in tiles], device=device)[:, None]
+        length = torch.tensor([tile.length_tokens for tile in tiles], device=device)[:, None]
+        seen_by = last + 1 - torch.arange(self.keys.shape[2], device=device)
+        return torch.minimum(seen_by.clamp(min=0), length)
+
+
+def exact_masses(q: torch.Tensor, cache: PagedCache, rows: Rows, scale: float) -> Iterator[ExactMass]:
+    """All tiles of all rows, slab by slab.
+
+    q [num_tokens, num_heads, head_dim] holds the queries at the tokens that ``rows`` names, the cache their keys;
     ``scale`` multiplies q·k.
     """
-    rows, group = index.rows, q.shape[1] // cache.num_kv_heads
-    mass = torch.zeros(index.num_heads, dtype=torch.float64, device=q.device)
-    pairs = torch.zeros(index.num_heads, dtype=torch.int64, device=q.device)
+    group = q.shape[1] // cache.num_kv_heads
     for row in range(rows.num_rows):
-        keys, _ = cache.gather(rows.block_table[row], rows.seq_lens[row])
-        for kv_head in range(cache.num_kv_heads):
-            heads = slice(kv_head * group, (kv_head + 1) * group)
-            head_keys = keys[:, kv_head].float()
-            for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
-                kept_mass, kept_pairs = _measure_tile(q, head_keys, index, heads, i_tile, scale)
-                mass[heads] += kept_mass
-                pairs[heads] += kept_pairs
-    return Quality(mass / sum(rows.query_lens), pairs.double() / causal_pairs(rows))
+        all_keys = cache.gather(rows.block_table[row], rows.seq_lens[row])[0].float()
+        end = rows.tile_starts[row + 1]
+        for first in range(rows.tile_starts[row], end, SLAB_TILES):
+            tiles = range(first, min(first + SLAB_TILES, end))
+            num_keys = rows.tile_list[tiles[-1]].last_position + 1
+            masses = torch.zeros(q.shape[1], len(tiles), num_keys, device=q.device)
+            for kv_head in range(cache.num_kv_heads):
+                heads = slice(kv_head * group, (kv_head + 1) * group)
+                keys = all_keys[:num_keys, kv_head].T.contiguous()
+                for place, i_tile in enumerate(tiles):
+                    tile = rows.tile_list[i_tile]
+                    masses[heads, place, : tile.last_position + 1] = _tile_mass(q, keys, tile, heads, scale)
+            yield ExactMass(rows, tiles, masses)
 
 
-def _measure_tile(
-    q: torch.Tensor, keys: torch.Tensor, index: SparseIndex, heads: slice, i_tile: int, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Kept shares of the mass, summed over a tile's queries, and kept pairs, of heads that share keys."""
-    tile = index.rows.tile_list[i_tile]
-    queries = q[tile.token : tile.token + tile.length_tokens, heads].float().transpose(0, 1)
-    num_keys = tile.last_position + 1
-    unseen = torch.ones(tile.length_tokens, num_keys, dtype=torch.bool, device=q.device).triu_(tile.position + 1)
-    kept = torch.stack([index.tile_keys(head, i_tile) for head in range(heads.start, heads.stop)])[:, None] & ~unseen
-    scores = (queries @ keys[:num_keys].T).mul_(scale).masked_fill_(unseen, -torch.inf)
-    weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
-    total = weights.sum(-1)
-    shares = weights.mul_(kept).sum(-1) / total
-    return shares.sum(-1, dtype=torch.float64), kept.sum((1, 2))
+def _tile_mass(q: torch.Tensor, keys: torch.Tensor, tile: Tile, heads: slice, scale: float) -> torch.Tensor:
+    """[heads, last_position + 1] of one tile; keys [head_dim, num_keys] are those that ``heads`` share."""
+    queries = q[tile.token : tile.token + tile.length_tokens, heads].float().transpose(0, 1) * scale
+    scores = queries @ keys[:, : tile.last_position + 1]
+    unseen = torch.ones(tile.length_tokens, tile.length_tokens, dtype=torch.bool, device=q.device).triu_(1)
+    scores[:, :, tile.position :].masked_fill_(unseen, -torch.inf)
+    return scores.softmax(-1).sum(1)
+
+
+class Tally(NamedTuple):
+    """What has been counted of an index, per query head: [num_heads]."""
+
+    kept: torch.Tensor  # float64, kept mass
+    total: torch.Tensor  # float64, all mass
+    pairs: torch.Tensor  # int64, kept pairs
+
+    def plus(self, other: "Tally") -> "Tally":
+        return Tally(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def quality(self, num_causal_pairs: int) -> Quality:
+        return Quality(self.kept / self.total, self.pairs.double() / num_causal_pairs)
+
+
+def tally(index: SparseIndex, mass: ExactMass) -> Tally:
+    """What ``index`` keeps of these tiles. Its heads are all selected, its rows are those of ``mass``."""
+    blocks = _pool(mass.keys, index.block_tokens)  # [num_heads, tiles, num_blocks]
+    pairs = _pool(mass.pairs(), index.block_tokens)
+    flags = _block_flags(index, mass.tiles, blocks.shape[2])
+    kept = (blocks * flags).sum((1, 2), dtype=torch.float64)
+    num_pairs = (pairs * flags).sum((1, 2))
+    counts = index.stripe_counts[:, mass.tiles.start : mass.tiles.stop]
+    if longest := int(counts.max()):
+        lengths = torch.tensor([index.rows.tile_list[i].length_tokens for i in mass.tiles], device=counts.device)
+        num_pairs = num_pairs + (counts * lengths).sum(1)
+        kept = kept + torch.stack([_stripe_mass(index, mass, head, longest) for head in range(index.num_heads)])
+    return Tally(kept, blocks.sum((1, 2), dtype=torch.float64), num_pairs)
+
+
+def _pool(x: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Sums of each ``tokens`` keys, the last axis."""
+    return F.pad(x, (0, -x.shape[-1] % tokens)).unflatten(-1, (-1, tokens)).sum(-1)
+
+
+def _block_flags(index: SparseIndex, tiles: range, num_blocks: int) -> torch.Tensor:
+    """Bool [num_heads, len(tiles), num_blocks]: which blocks the lists of the tiles name."""
+    own = slice(tiles.start, tiles.stop)
+    rank = torch.arange(num_blocks, device=index.block_ids.device)
+    places = (index.block_offsets[own, None] + rank).clamp(max=index.block_ids.shape[1] - 1)
+    listed = rank < index.block_counts[:, own, None]
+    ids = torch.where(listed, index.block_ids[:, places], num_blocks).long()
+    flags = torch.zeros(*ids.shape[:2], num_blocks + 1, dtype=torch.bool, device=ids.device)
+    return flags.scatter_(2, ids, True)[:, :, :num_blocks]
+
+
+def _stripe_mass(index: SparseIndex, mass: ExactMass, head: int, longest: int) -> torch.Tensor:
+    """Mass of one head's stripes, of which no tile has more than ``longest``: a float64 scalar."""
+    own = slice(mass.tiles.start, mass.tiles.stop)
+    rank = torch.arange(longest, device=index.block_ids.device)
+    places = (index.stripe_offsets[head, own, None] + rank).clamp(max=len(index.stripe_positions) - 1)
+    listed = rank < index.stripe_counts[head, own, None]
+    positions = torch.where(listed, index.stripe_positions[places], 0).long()
+    return (mass.keys[head].gather(1, positions) * listed).sum(dtype=torch.float64)
+
+
+def measure(q: torch.Tensor, cache: PagedCache, index: SparseIndex, scale: float) -> Quality:
+    """Recall and density of an index whose heads are all selected. Arguments are ``exact_masses``'."""
+    counted = None
+    for mass in exact_masses(q, cache, index.rows, scale):
+        part = tally(index, mass)
+        counted = part if counted is None else counted.plus(part)
+    if counted is None:
+        raise ValueError("measure: given an index without rows, expected at least one")
+    return counted.quality(causal_pairs(index.rows))
+
+
+class Bound:
+    """The most that any choice of blocks of ``block_tokens`` keys could recall at a density, tiles as they are.
+
+    Blocks are ranked over all heads and tiles by mass per pair, the best first; with ``block_tokens`` 64 or 128 those
+    on a tile's diagonal are kept anyway. Ranks are rounded to an eighth of an octave.
+    """
+
+    BINS = 320
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.mass = torch.zeros(self.BINS, dtype=torch.float64)
+        self.pairs = torch.zeros(self.BINS, dtype=torch.float64)
+
+    def add(self, mass: ExactMass) -> None:
+        blocks = _pool(mass.keys, self.block_tokens)
+        pairs = _pool(mass.pairs(), self.block_tokens).double()
+        bins = ((blocks / pairs).log2() * -8).clamp(0, self.BINS - 1)
+        if self.block_tokens > 1:
+            starts = torch.tensor([mass.rows.tile_list[i].position for i in mass.tiles], device=bins.device)
+            ids = torch.arange(bins.shape[2], device=bins.device)
+            bins.masked_fill_(ids >= starts[:, None] // self.block_tokens, 0)
+        # Blocks without pairs lie past the tile: they add nothing, to any bin.
+        bins = bins.nan_to_num().int().flatten()
+        for counted, weights in ((self.mass, blocks.double()), (self.pairs, pairs.expand_as(blocks))):
+            counted += torch.bincount(bins, weights.flatten(), self.BINS).cpu()
+
+    def curve(self) -> tuple[list[float], list[float]]:
+        """Densities and recalls of the best choices, rising."""
+        recall = self.mass.cumsum(0) / self.mass.sum()
+        density = self.pairs.cumsum(0) / self.pairs.sum()
+        return density.tolist(), recall.tolist()

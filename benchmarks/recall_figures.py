@@ -1,0 +1,157 @@
+"""Tables and pictures of what benchmarks.recall measured.
+
+python -m benchmarks.recall_figures docs/results/recall_curves.json [--markdown FILE] [--picture docs/recall.png]
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+COLUMNS = ("method", "density", "recall", "lowest layer", "lowest head", "error of output", "best 64s", "best keys")
+EXPLAINED = (
+    "Lowest layer: mean recall of its heads. Best 64s, best keys: density at which blocks of 64 keys, or single keys, "
+    "chosen with knowledge of the exact attention would reach the same mean recall."
+)
+
+STYLES = {
+    "a_shape": ("#8c8c8c", "s"),
+    "anchor_attention": ("#d62728", "o"),
+    "block_sparse": ("#8c564b", "v"),
+    "flex_vertical_slash": ("#17becf", "^"),
+    "sale": ("#1f77b4", "D"),
+    "share_prefill": ("#2ca02c", "P"),
+    "sparge_attn": ("#9467bd", "X"),
+    "vertical_slash": ("#ff7f0e", "<"),
+}
+"""Color and marker of each method's line."""
+
+
+def length_name(figures: dict[str, Any]) -> str:
+    """32K for a prompt of 32,768 tokens, with the chunk's size where it is not vLLM's default."""
+    tokens, chunk = figures["num_tokens"], figures["chunk_tokens"]
+    name = f"{tokens // 1024}K" if tokens % 1024 == 0 else f"{tokens:,}"
+    alike = min(chunk, tokens) == min(8192, tokens)
+    return name if alike else f"{name} in chunks of {chunk:,}"
+
+
+def table_rows(figures: dict[str, Any]) -> list[list[str]]:
+    """One row of texts a method, at the paper's defaults; the columns are ``COLUMNS``."""
+    rows = []
+    for row in figures["settings"]:
+        if row["params"]:
+            continue
+        by_layer = [sum(heads) / len(heads) for heads in row["recall_of_heads"]]
+        lowest = min(by_layer)
+        heads = [
+            (x, layer, h) for layer, of in zip(figures["layers"], row["recall_of_heads"]) for h, x in enumerate(of)
+        ]
+        head_recall, layer, head = min(heads)
+        rows.append([
+            row["method"], f"{row['density']:.3f}", f"{row['recall']:.4f}",
+            f"{lowest:.3f} ({figures['layers'][by_layer.index(lowest)]})", f"{head_recall:.3f} ({layer}.{head})",
+            f"{row['output_error']:.3f}", *(f"{needed(figures, n, row['recall']):.3f}" for n in ("64", "1")),
+        ])  # fmt: skip
+    return rows
+
+
+def needed(figures: dict[str, Any], block_tokens: str, recall: float) -> float:
+    """Density at which the best choice of blocks reaches ``recall``."""
+    density, reached = figures["bounds"][block_tokens]["density"], figures["bounds"][block_tokens]["recall"]
+    after = next((i for i, x in enumerate(reached) if x >= recall - 1e-9), len(reached) - 1)
+    if after == 0 or reached[after] == reached[after - 1]:
+        return density[after]
+    share = (recall - reached[after - 1]) / (reached[after] - reached[after - 1])
+    return density[after - 1] + share * (density[after] - density[after - 1])
+
+
+def show(figures: dict[str, Any]) -> None:
+    table = Table(title=f"{figures['model']}, {length_name(figures)}, the papers' defaults", caption=EXPLAINED)
+    for column in COLUMNS:
+        table.add_column(column)
+    for row in table_rows(figures):
+        table.add_row(*row)
+    console = Console(width=120)
+    console.print(table)
+    for name, why in figures["methods_left_out"].items():
+        console.print(f"{name} left out: {why}")
+
+
+def markdown(prompts: list[dict[str, Any]]) -> str:
+    """The tables of all prompts."""
+    parts = []
+    for figures in prompts:
+        lines = ["| " + " | ".join(cells) + " |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *table_rows(figures))]
+        lines += [f"\n{name} left out: {why}" for name, why in figures["methods_left_out"].items()]
+        parts.append(f"{figures['model']}, {length_name(figures)}:\n\n" + "\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def draw(prompts: list[dict[str, Any]], picture: Path) -> None:
+    """Recall against density, a panel a prompt and a line a method; larger marks are the papers' defaults."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(
+        1, len(prompts), figsize=(5.6 * len(prompts), 5), sharey=True, squeeze=False, layout="constrained"
+    )
+    for panel, figures in zip(panels[0], prompts, strict=True):
+        _draw_bounds(panel, figures)
+        for method, (color, marker) in STYLES.items():
+            rows = sorted(
+                (row for row in figures["settings"] if row["method"] == method), key=lambda row: row["density"]
+            )
+            panel.plot(
+                [row["density"] for row in rows], [row["recall"] for row in rows], color=color, marker=marker,
+                markersize=3.5, linewidth=1.3, label=method if rows else None,
+            )  # fmt: skip
+            for row in rows:
+                if not row["params"]:
+                    panel.plot(
+                        row["density"],
+                        row["recall"],
+                        color=color,
+                        marker=marker,
+                        markersize=10,
+                        markeredgecolor="black",
+                    )
+        panel.set(
+            title=f"{figures['model']}, {length_name(figures)} tokens", xlabel="density (kept share of causal pairs)"
+        )
+        panel.set(xlim=(0.01, 1.0), ylim=(0.5, 1.005), xscale="log")
+        panel.set_xticks([0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0], ["0.01", "0.02", "0.05", "0.1", "0.2", "0.5", "1"])
+        panel.grid(alpha=0.25)
+    panels[0][0].set_ylabel("recall (kept share of the attention mass)")
+    panels[0][-1].legend(loc="lower right", fontsize=8, title="large marks: the paper's defaults", title_fontsize=8)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=130)
+    pyplot.close(figure)
+
+
+def _draw_bounds(panel: Any, figures: dict[str, Any]) -> None:
+    for n, style, label in (("1", ":", "best single keys"), ("64", "--", "best blocks of 64")):
+        bound = figures["bounds"][n]
+        panel.plot(bound["density"], bound["recall"], color="black", linestyle=style, linewidth=1, label=label)
+
+
+def main(
+    curves: Annotated[Path, typer.Argument(help="What benchmarks.recall --curves wrote.")],
+    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="File for the tables.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="PNG to draw; needs matplotlib.")] = None,
+) -> None:
+    prompts = json.loads(curves.read_text())
+    for figures in prompts:
+        show(figures)
+    if markdown_file is not None:
+        markdown_file.write_text(markdown(prompts))
+    if picture is not None:
+        draw(prompts, picture)
+
+
+if __name__ == "__main__":
+    typer.run(main)

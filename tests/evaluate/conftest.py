@@ -1,0 +1,40 @@
+"""A small random Llama in a folder, made with transformers; nothing is downloaded."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_sparse_backend.demo.model import make_model
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory) -> Callable[..., Path]:
+    """Makes a model folder without a tokenizer; keyword arguments replace fields of its configuration."""
+    transformers = pytest.importorskip("transformers", reason="capturing needs transformers, which comes with vLLM")
+
+    def make(name: str = "tiny", seed: int = 0, **fields: object) -> Path:
+        shape = {
+            "vocab_size": 97, "hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 3,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
+        } | fields  # fmt: skip
+        torch.manual_seed(seed)
+        network = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+        folder = tmp_path_factory.mktemp(name)
+        network.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def prompt() -> list[int]:
+    return torch.randint(97, (333,), generator=torch.Generator().manual_seed(7)).tolist()
+
+
+@pytest.fixture(scope="session")
+def demo_model(tmp_path_factory) -> Path:
+    """The demo's random model, with its tokenizer."""
+    pytest.importorskip("transformers", reason="capturing needs transformers, which comes with vLLM")
+    return make_model(tmp_path_factory.mktemp("demo") / "demo-model")

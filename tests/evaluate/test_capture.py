@@ -1,0 +1,106 @@
+"""Captured queries, keys and values against what the layers of the same model compute without a capture."""
+
+import json
+
+import pytest
+import torch
+
+from vllm_sparse_backend.errors import ConfigurationError
+from vllm_sparse_backend.evaluate.capture import Capture, capture, prompt_sha256, read_tokens, text_files
+from vllm_sparse_backend.evaluate.quality import dense_attention
+from vllm_sparse_backend.model_shape import ModelShape
+
+transformers = pytest.importorskip("transformers", reason="capturing needs transformers, which comes with vLLM")
+
+
+def attention_outputs(folder, token_ids: list[int]) -> list[torch.Tensor]:
+    """What each layer's output projection is given: [num_tokens, num_heads * head_dim]."""
+    network = transformers.LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    outputs: list[torch.Tensor] = []
+    for layer in network.model.layers:
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: outputs.append(args[0][0]))
+    with torch.inference_mode():
+        network(torch.tensor([token_ids]))
+    return outputs
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+def test_dense_attention_over_a_capture_is_the_layers_own(llama, prompt, tmp_path, num_kv_heads):
+    folder = llama(num_key_value_heads=num_kv_heads)
+    captured = capture(folder, prompt, tmp_path, dtype=torch.float32)
+    assert captured.shape == ModelShape.from_folder(folder)
+    assert captured.num_tokens == len(prompt)
+    assert captured.scales == dict.fromkeys(range(3), pytest.approx(32**-0.5))
+    for layer, expected in enumerate(attention_outputs(folder, prompt)):
+        tensors = captured.read(layer)
+        assert [tuple(x.shape) for x in tensors] == [(333, 4, 32), (333, num_kv_heads, 32), (333, num_kv_heads, 32)]
+        got = dense_attention(tensors, captured.scales[layer])
+        torch.testing.assert_close(got.flatten(1), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_queries_and_keys_are_those_after_rotary_embedding(llama, tmp_path):
+    """Equal tokens have equal first-layer keys before it; after it their products depend on the distance alone."""
+    captured = capture(llama(), [5] * 200, tmp_path, dtype=torch.float32)
+    q, k, v = captured.read(0)
+    assert torch.equal(v[0], v[150])
+    assert not torch.allclose(k[0], k[150], atol=1e-3)
+    products = torch.einsum("qd,kd->qk", q[:, 0], k[:, 0])
+    torch.testing.assert_close(products.diagonal(-40), products[40, 0].expand(160), rtol=1e-3, atol=1e-5)
+
+
+def test_bf16_unless_told(llama, prompt, tmp_path):
+    captured = capture(llama(), prompt, tmp_path)
+    assert {x.dtype for x in captured.read(2)} == {torch.bfloat16}
+
+
+def test_a_capture_is_found_again_and_never_anothers(llama, prompt, tmp_path):
+    folder = llama()
+    first = capture(folder, prompt, tmp_path)
+    written = (tmp_path / "layer-000.safetensors").stat().st_mtime_ns
+    assert capture(folder, prompt, tmp_path) == first == Capture.open(tmp_path)
+    assert (tmp_path / "layer-000.safetensors").stat().st_mtime_ns == written
+    other = capture(folder, prompt[:100], tmp_path)
+    assert (other.num_tokens, other.prompt_sha256) == (100, prompt_sha256(prompt[:100]))
+    assert len(other.read(0).q) == 100
+
+
+def test_layers_that_never_go_sparse_are_left_out(tmp_path):
+    shape = {
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 50, "use_sliding_window": True,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    network = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape))
+    network.save_pretrained(tmp_path / "model")
+    captured = capture(tmp_path / "model", list(range(90)), tmp_path / "capture")
+    assert list(captured.scales) == [1]
+    assert captured.left_out == {0: "a mask of its own (a sliding window, or chunks)"}
+    inside_window = capture(tmp_path / "model", list(range(40)), tmp_path / "short")
+    assert list(inside_window.scales) == [0, 1]
+
+
+def test_no_capture_and_another_format_are_errors(llama, prompt, tmp_path):
+    with pytest.raises(ConfigurationError, match=r"no capture there, as capture\.json is missing"):
+        Capture.open(tmp_path)
+    capture(llama(), prompt, tmp_path)
+    path = tmp_path / "capture.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 0}))
+    with pytest.raises(ConfigurationError, match="format: expected 1"):
+        Capture.open(tmp_path)
+
+
+def test_prompts_are_stretches_of_the_text(demo_model, tmp_path):
+    (tmp_path / "a.py").write_text("def first():\n    return 1\n" * 40)
+    (tmp_path / "b.py").write_text("class Second:\n    pass\n" * 40)
+    (tmp_path / "empty.py").write_text("")
+    files = text_files(tmp_path)
+    assert {file.name for file in files} == {"a.py", "b.py"}
+    assert text_files(tmp_path) == files
+    assert text_files(tmp_path / "a.py") == [tmp_path / "a.py"]
+    plain = read_tokens(demo_model, files, 300, begin_token=False)
+    assert read_tokens(demo_model, files, 300) == [0, *plain[:299]]
+    assert read_tokens(demo_model, files, 100, skip=150) == [0, *plain[150:249]]
+    with pytest.raises(ConfigurationError, match="expected at least 100000 tokens"):
+        read_tokens(demo_model, files, 100_000)
+    with pytest.raises(ConfigurationError, match=r"expected a text file, or a folder with \*\.txt"):
+        text_files(tmp_path, "*.txt")

@@ -1,0 +1,1 @@
+"""Quality on real models, outside of vLLM: captured queries, keys and values, and what methods keep of them."""

@@ -1,0 +1,192 @@
+"""Queries (after rotary embedding), keys and values of every layer of a Hugging Face model, for one prompt.
+
+An attention function, registered through transformers' own interface, writes what it is given to disk, layer by layer,
+and goes on with torch's scaled dot product attention: memory holds one layer. A capture is a folder of
+
+* ``layer-000.safetensors`` and so on: ``q`` [num_tokens, num_heads, head_dim], ``k`` and ``v`` [num_tokens,
+  num_kv_heads, head_dim], in the dtype that the model ran in;
+* ``capture.json``, written last: what was captured, and layers that were left out as they never go sparse.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_sparse_backend.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.model_shape import ModelShape
+
+ATTENTION = "sparse_prefill_capture"
+FORMAT = 1
+
+
+class LayerTensors(NamedTuple):
+    """One layer's share of a capture."""
+
+    q: torch.Tensor  # [num_tokens, num_heads, head_dim]
+    k: torch.Tensor  # [num_tokens, num_kv_heads, head_dim]
+    v: torch.Tensor  # [num_tokens, num_kv_heads, head_dim]
+
+
+@dataclasses.dataclass(frozen=True)
+class Capture:
+    """A captured prompt on disk."""
+
+    folder: Path
+    model: str
+    """Name of the model's folder."""
+    shape: ModelShape
+    num_tokens: int
+    prompt_sha256: str
+    scales: dict[int, float]
+    """Per captured layer, what multiplies q·k."""
+    left_out: dict[int, str]
+    """Per other layer, why it is not there."""
+
+    def read(self, layer: int, device: str | torch.device = "cpu") -> LayerTensors:
+        """One of the layers that ``scales`` names."""
+        _, load_file = _safetensors()
+        tensors = load_file(self._path(layer), device=str(device))
+        return LayerTensors(tensors["q"], tensors["k"], tensors["v"])
+
+    def _path(self, layer: int) -> Path:
+        return self.folder / f"layer-{layer:03}.safetensors"
+
+    @staticmethod
+    def open(folder: Path) -> "Capture":
+        """The capture in a folder. Raises ConfigurationError where there is none, or one of another format."""
+        path = folder / "capture.json"
+        if not path.is_file():
+            raise ConfigurationError(f"{folder}: no capture there, as capture.json is missing")
+        data = json.loads(path.read_text())
+        if data.pop("format", None) != FORMAT:
+            raise ConfigurationError(f"{path}: format: expected {FORMAT}; capture the prompt again")
+        scales = {int(layer): scale for layer, scale in data.pop("scales").items()}
+        left_out = {int(layer): why for layer, why in data.pop("left_out").items()}
+        shape = ModelShape(**data.pop("shape"))
+        return Capture(folder, shape=shape, scales=scales, left_out=left_out, **data)
+
+    def _write(self) -> None:
+        data = dataclasses.asdict(self) | {"format": FORMAT}
+        del data["folder"]
+        (self.folder / "capture.json").write_text(json.dumps(data, indent=1))
+
+
+def capture(
+    model: Path, token_ids: Sequence[int], folder: Path, device: str = "cpu", dtype: torch.dtype = torch.bfloat16
+) -> Capture:
+    """Run ``model``, a folder in Hugging Face's format, on one prompt, and write what its layers attend with.
+
+    A capture of the same prompt by a model of that name and shape, which ``folder`` may hold already, is taken as it
+    is. Raises ConfigurationError where transformers is missing or no layer has plain causal attention.
+    """
+    shape, digest = ModelShape.from_folder(model), prompt_sha256(token_ids)
+    if (folder / "capture.json").is_file():
+        found = Capture.open(folder)
+        if (found.model, found.shape, found.prompt_sha256) == (model.name, shape, digest):
+            return found
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "capture.json").unlink(missing_ok=True)
+    made = Capture(folder, model.name, shape, len(token_ids), digest, {}, {})
+    _run(model, token_ids, made, device, dtype)
+    if not made.scales:
+        raise ConfigurationError(f"{model}: no layer to capture: {made.left_out or 'none called attention'}")
+    made._write()
+    return made
+
+
+def _run(model: Path, token_ids: Sequence[int], made: Capture, device: str, dtype: torch.dtype) -> None:
+    transformers = _transformers()
+    save_file, _ = _safetensors()
+    plain = transformers.AttentionInterface()["sdpa"]
+
+    def record(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *rest: Any,
+        scaling: float | None = None, **more: Any,
+    ) -> Any:  # fmt: skip
+        """query [1, num_heads, num_tokens, head_dim], key and value [1, num_kv_heads, num_tokens, head_dim]."""
+        if why := _not_plain(mask, more):
+            made.left_out[module.layer_idx] = why
+        else:
+            made.scales[module.layer_idx] = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+            parts = zip("qkv", (query, key, value), strict=True)
+            save_file({name: x[0].transpose(0, 1).contiguous() for name, x in parts}, made._path(module.layer_idx))
+        return plain(module, query, key, value, mask, *rest, scaling=scaling, **more)
+
+    transformers.AttentionInterface.register(ATTENTION, record)
+    transformers.AttentionMaskInterface.register(ATTENTION, transformers.AttentionMaskInterface()["sdpa"])
+    network = transformers.AutoModelForCausalLM.from_pretrained(model, attn_implementation=ATTENTION, dtype=dtype)
+    network = network.base_model.to(device).eval()  # without the head: nobody asks for logits
+    with torch.inference_mode():
+        network(torch.tensor([list(token_ids)], device=device), use_cache=False)
+
+
+def _not_plain(mask: Any, more: dict[str, Any]) -> str | None:
+    """Why a layer's attention is not the plain causal softmax that sparse prefill can stand in for."""
+    if mask is not None:
+        return "a mask of its own (a sliding window, or chunks)"
+    for keyword, why in (("softcap", "a soft cap on its scores"), ("s_aux", "learnt sinks")):
+        if more.get(keyword) is not None:
+            return why
+    return None
+
+
+def prompt_sha256(token_ids: Sequence[int]) -> str:
+    """Of the token ids in decimal, with spaces between."""
+    return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()
+
+
+def read_tokens(model: Path, files: Sequence[Path], length: int, begin_token: bool = True, skip: int = 0) -> list[int]:
+    """A prompt of ``length`` tokens from text files, one after the other, less their first ``skip`` tokens.
+
+    With ``begin_token``, the tokenizer's own begin-of-sequence token comes first, if it has one. Raises
+    ConfigurationError if the files do not have as many tokens.
+    """
+    tokenizer = _transformers().AutoTokenizer.from_pretrained(model)
+    token_ids: list[int] = []
+    for path in files:
+        if len(token_ids) >= skip + length:
+            break
+        text = path.read_text(encoding="utf-8", errors="replace")
+        token_ids += tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    if len(token_ids) < skip + length:
+        given = f"{len(files)} files with {len(token_ids)} tokens"
+        raise ConfigurationError(f"text: {unexpected(given, f'at least {skip + length} tokens')}")
+    start = tokenizer.bos_token_id
+    begin = [start] if begin_token and start is not None else []
+    return [*begin, *token_ids[skip:]][:length]
+
+
+def text_files(path: Path, pattern: str = "*.py") -> list[Path]:
+    """The file ``path`` itself, or all files under it that fit ``pattern``, less empty ones.
+
+    Their order is the same everywhere, and mixed, by the hash of their names: one subject must not fill a prompt.
+    """
+    if path.is_file():
+        return [path]
+    files = [file for file in path.rglob(pattern) if file.is_file() and file.stat().st_size]
+    if not files:
+        raise ConfigurationError(f"text: {unexpected(str(path), f'a text file, or a folder with {pattern}')}")
+    return sorted(files, key=lambda file: hashlib.sha256(str(file.relative_to(path)).encode()).digest())
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigurationError(
+            f"capturing needs transformers, which comes with vLLM, and it could not be imported: {error}"
+        ) from None
+    return transformers
+
+
+def _safetensors() -> tuple[Any, Any]:
+    try:
+        from safetensors.torch import load_file, save_file
+    except ImportError as error:
+        raise ConfigurationError(f"captures need safetensors, which comes with vLLM: {error}") from None
+    return save_file, load_file
