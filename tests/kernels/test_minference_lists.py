@@ -9,8 +9,9 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.reference import minference as reference
 from vllm_sparse_kernels.rows import Rows
+from vllm_sparse_kernels.select.lines import Lines, write_lines
 from vllm_sparse_kernels.select.minference import AShape, write_top_blocks
-from vllm_sparse_kernels.select.vertical_slash import VerticalSlash, _join_lse_kernel, write_lists
+from vllm_sparse_kernels.select.vertical_slash import VerticalSlash, _join_lse_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -56,7 +57,7 @@ def test_lists_at_the_edges_of_blocks(block_tokens):
     heads = torch.arange(len(offsets), dtype=torch.int32, device=DEVICE)
     layouts = dict.fromkeys(range(len(offsets)), VerticalSlash(1).stripe_layout(rows))
     index = SparseIndex.allocate(rows, len(offsets), block_tokens, layouts)
-    write_lists(index, 0, heads, verticals, slashes.cumsum(1).int())
+    write_lines(index, 0, heads, Lines(verticals, None, None, slashes.cumsum(1).int()), 1)
     index.check()
     for head, (offset, key) in enumerate(zip(offsets, keys, strict=True)):
         for i_tile, tile in enumerate(rows.tile_list):
@@ -81,7 +82,7 @@ class TestBeyondOneChunk:
         slashes = torch.rand(200_070, generator=generator, device=DEVICE) < 0.001
         index = SparseIndex.allocate(rows, 1, block_tokens, {0: VerticalSlash(2500).stripe_layout(rows)})
         heads = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        write_lists(index, 0, heads, verticals[None].int(), slashes.cumsum(0)[None].int())
+        write_lines(index, 0, heads, Lines(verticals[None].int(), None, None, slashes.cumsum(0)[None].int()), 1)
         index.check()
         offsets = slashes.nonzero().flatten().tolist()[::-1]
         assert lists(index, 0, 0) == reference.merge(verticals.tolist(), offsets, rows.tile_list[0], block_tokens)
@@ -128,11 +129,11 @@ def test_top_k_is_exact_and_takes_the_earliest_of_equals(length, values):
     sums[..., length:] = float("nan")  # undefined places of the last tile
     for k, forced in ((0, 0), (1, 0), (length // 3, 50), (20, 50), (length + 9, 0)):
         method = VerticalSlash(k, k, 64, forced, forced)
-        verticals, slashes_upto = method._keep_largest(sums, length)
+        lines = method._keep_largest(sums, length)
         for kind in range(2):
             kept = reference.keep(sums[kind, 0, :length], k, forced)
             assert int(kept.sum()) == min(k, length)
             if kind == 0:
-                assert verticals[0].tolist() == kept.nonzero().flatten().tolist()
+                assert lines.columns[0].tolist() == kept.nonzero().flatten().tolist()
             else:
-                assert torch.equal(slashes_upto[0, :length], kept.cumsum(0).int())
+                assert torch.equal(lines.bands_upto[0, :length], kept.cumsum(0).int())

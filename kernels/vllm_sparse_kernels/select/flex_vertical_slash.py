@@ -27,9 +27,10 @@ import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import TILE_FIELDS, Rows, ceil_div
+from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.select.base import Method, require
-from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, tile_blocks
+from vllm_sparse_kernels.select.lines import Lines, write_lines
+from vllm_sparse_kernels.select.lists import append
 from vllm_sparse_kernels.select.vertical_slash import last_query_sums
 
 LAST_QUERIES = 64
@@ -74,14 +75,13 @@ class FlexVerticalSlash(Method):
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         for row in range(index.rows.num_rows):
             sums = last_query_sums(q, cache, index.rows, row, heads, scale, LAST_QUERIES)
-            self._keep_lines(sums, index, row, heads)
+            write_lines(index, row, heads, self._keep_lines(sums, index, row), BAND.value)
 
-    def _keep_lines(self, sums: torch.Tensor, index: SparseIndex, row: int, heads: torch.Tensor) -> None:
-        """Column and diagonal sums [2, n, width] of one row to the lists of its tiles."""
-        rows, num_heads, width = index.rows, len(heads), sums.shape[2]
-        seq_len, first_tile = rows.seq_lens[row], rows.tile_starts[row]
+    def _keep_lines(self, sums: torch.Tensor, index: SparseIndex, row: int) -> Lines:
+        """Column and diagonal sums [2, n, width] of one row → the fewest columns and bands with γ of the mass."""
+        num_heads, width, seq_len = sums.shape[1], sums.shape[2], index.rows.seq_lens[row]
         num_blocks, num_bands = ceil_div(seq_len, index.block_tokens), ceil_div(seq_len, BAND.value)
-        capacity = self.stripes_of_row(rows, row)
+        capacity = self.stripes_of_row(index.rows, row)
 
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(*shape, dtype=dtype, device=sums.device)
@@ -95,12 +95,7 @@ class FlexVerticalSlash(Method):
         bands, bands_upto = empty(num_heads, num_bands, dtype=torch.float32), empty(num_heads, num_bands)
         _sum_bands_kernel[(ceil_div(num_bands, 32), num_heads)](sums[1], width, seq_len, bands, num_bands, BANDS=32)
         _keep_bands_kernel[(num_heads,)](bands, bands_upto, num_bands, self.kernel_share, CHUNK=1024)
-        _lists_kernel[(rows.tile_starts[row + 1] - first_tile, num_heads)](
-            heads, columns, columns.stride(0), num_columns, whole, num_blocks, bands_upto, num_bands, first_tile,
-            rows.tiles, rows.num_tiles, index.block_counts, index.block_ids, index.block_ids.stride(0),
-            index.block_offsets, index.stripe_counts, index.stripe_positions, index.stripe_offsets,
-            BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, FIELDS=TILE_FIELDS,
-        )  # fmt: skip
+        return Lines(columns, num_columns, whole, bands_upto)
 
 
 @triton.jit
@@ -192,47 +187,3 @@ def _keep_bands_kernel(bands, bands_upto, num_bands, share, CHUNK: tl.constexpr)
         b_kept = ((o_n < num_bands) & (b_x.to(tl.uint32, bitcast=True) >= threshold)).to(tl.int32)
         tl.store(bands_upto + i_entry * num_bands + o_n, count + tl.cumsum(b_kept, 0), mask=o_n < num_bands)
         count += tl.sum(b_kept, 0)
-
-
-@triton.jit
-def _any_band(upto, b_block, first, last, BLOCK_N: tl.constexpr, mask):
-    """Whether a kept band crosses each block within the tile at positions [first, last]."""
-    b_near = tl.maximum(first - b_block * BLOCK_N - BLOCK_N + 1, 0) // BAND
-    b_upto = tl.load(upto + (last - b_block * BLOCK_N) // BAND, mask=mask, other=0)
-    return b_upto > tl.load(upto + b_near - 1, mask=mask & (b_near > 0), other=0)
-
-
-@triton.jit(do_not_specialize=["stride_columns", "num_blocks", "num_bands", "first_tile", "num_tiles", "stride_ids"])
-def _lists_kernel(
-    heads, columns, stride_columns, num_columns, whole, num_blocks, bands_upto, num_bands, first_tile, tiles, num_tiles,
-    block_counts, block_ids, stride_ids, block_offsets, stripe_counts, stripe_positions, stripe_offsets,
-    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
-):  # fmt: skip
-    """Blocks that are whole, crossed by a band or on the diagonal; columns outside of them as stripes."""
-    i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_head = tl.load(heads + i_entry).to(tl.int64)
-    first = tl.load(tiles + i_tile * FIELDS + 3)
-    last = first + tl.load(tiles + i_tile * FIELDS + 2) - 1
-    diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
-    upto = bands_upto + i_entry * num_bands
-
-    count = 0
-    target = block_ids + i_head * stride_ids + tl.load(block_offsets + i_tile)
-    for start in range(0, num_causal, CHUNK):
-        o_n = start + tl.arange(0, CHUNK)
-        causal = o_n < num_causal
-        b_whole = tl.load(whole + i_entry * num_blocks + o_n, mask=causal, other=0) != 0
-        b_kept = b_whole | _any_band(upto, o_n, first, last, BLOCK_N, causal) | (o_n >= diagonal)
-        count = append(target, count, o_n, causal & b_kept)
-    tl.store(block_counts + i_head * num_tiles + i_tile, count)
-
-    count = 0
-    target = stripe_positions + tl.load(stripe_offsets + i_head * num_tiles + i_tile)
-    total = tl.load(num_columns + i_entry)
-    for start in range(0, total, CHUNK):
-        o_c = start + tl.arange(0, CHUNK)
-        b_key = tl.load(columns + i_entry * stride_columns + o_c, mask=o_c < total, other=0)
-        before = (o_c < total) & (b_key < diagonal * BLOCK_N)
-        b_free = before & (_any_band(upto, b_key // BLOCK_N, first, last, BLOCK_N, before) == 0)
-        count = append(target, count, b_key, b_free)
-    tl.store(stripe_counts + i_head * num_tiles + i_tile, count)

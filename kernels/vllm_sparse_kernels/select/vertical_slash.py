@@ -31,9 +31,9 @@ import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache, key_offsets
-from vllm_sparse_kernels.rows import TILE_FIELDS, Rows, ceil_div
+from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.select.base import Method, require
-from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, tile_blocks
+from vllm_sparse_kernels.select.lines import Lines, write_lines
 from vllm_sparse_kernels.select.topk import kept_in_chunk, kth_largest, load_bits
 
 LOG2_E = 1.4426950408889634
@@ -67,11 +67,10 @@ class VerticalSlash(Method):
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         for row in range(index.rows.num_rows):
             sums = last_query_sums(q, cache, index.rows, row, heads, scale, self.last_queries)
-            verticals, slashes_upto = self._keep_largest(sums, index.rows.seq_lens[row])
-            write_lists(index, row, heads, verticals, slashes_upto)
+            write_lines(index, row, heads, self._keep_largest(sums, index.rows.seq_lens[row]), band_offsets=1)
 
-    def _keep_largest(self, sums: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums [2, n, width] → kept verticals [n, k_v], ascending, and counts of kept slashes [n, width] up to each."""
+    def _keep_largest(self, sums: torch.Tensor, seq_len: int) -> Lines:
+        """Column and diagonal sums [2, n, width] → the k_v largest columns and k_s largest diagonals."""
         num_entries, width = sums.shape[1:]
         num_verticals = min(self.vertical_tokens, seq_len)
         verticals = torch.empty(num_entries, num_verticals, dtype=torch.int32, device=sums.device)
@@ -81,7 +80,7 @@ class VerticalSlash(Method):
             num_verticals, min(self.slash_tokens, seq_len), self.forced_verticals, self.forced_slashes,
             CHUNK=8192, num_warps=16,
         )  # fmt: skip
-        return verticals, slashes_upto
+        return Lines(verticals, None, None, slashes_upto)
 
 
 class LastArgs(NamedTuple):
@@ -306,61 +305,3 @@ def _keep_largest_kernel(
             tl.store(slashes_upto + i_entry * width + o_n, b_upto, mask=o_n < seq_len)
         else:
             tl.store(verticals + i_entry.to(tl.int64) * k_vertical + b_upto - 1, o_n, mask=b_kept)
-
-
-def write_lists(
-    index: SparseIndex, row: int, heads: torch.Tensor, verticals: torch.Tensor, slashes_upto: torch.Tensor
-) -> None:
-    """Lists of one row's tiles (Algorithm 4): blocks of kept slashes, and verticals outside of them as stripes.
-
-    verticals [len(heads), k] int32 are ascending key positions; slashes_upto [len(heads), >= seq_len] int32 counts the
-    kept offsets up to and with each.
-    """
-    first_tile, end_tile = index.rows.tile_starts[row : row + 2]
-    _lists_kernel[(end_tile - first_tile, len(heads))](
-        heads, verticals, verticals.shape[1], slashes_upto, slashes_upto.stride(0), first_tile,
-        index.rows.tiles, index.rows.num_tiles, index.block_counts, index.block_ids, index.block_ids.stride(0),
-        index.block_offsets, index.stripe_counts, index.stripe_positions, index.stripe_offsets,
-        BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, FIELDS=TILE_FIELDS,
-    )  # fmt: skip
-
-
-@triton.jit
-def _any_slash(upto, b_block, first, last, BLOCK_N: tl.constexpr, mask):
-    """Whether a kept slash crosses each block within the tile at positions [first, last]."""
-    b_near = first - b_block * BLOCK_N - BLOCK_N + 1
-    b_upto = tl.load(upto + last - b_block * BLOCK_N, mask=mask, other=0)
-    return b_upto > tl.load(upto + b_near - 1, mask=mask & (b_near > 0), other=0)
-
-
-@triton.jit(do_not_specialize=["num_verticals", "stride_upto", "first_tile", "num_tiles", "stride_ids"])
-def _lists_kernel(
-    heads, verticals, num_verticals, slashes_upto, stride_upto, first_tile, tiles, num_tiles,
-    block_counts, block_ids, stride_ids, block_offsets, stripe_counts, stripe_positions, stripe_offsets,
-    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
-):  # fmt: skip
-    i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_head = tl.load(heads + i_entry).to(tl.int64)
-    first = tl.load(tiles + i_tile * FIELDS + 3)
-    last = first + tl.load(tiles + i_tile * FIELDS + 2) - 1
-    diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
-    upto = slashes_upto + i_entry * stride_upto
-
-    count = 0
-    target = block_ids + i_head * stride_ids + tl.load(block_offsets + i_tile)
-    for start in range(0, num_causal, CHUNK):
-        o_n = start + tl.arange(0, CHUNK)
-        causal = o_n < num_causal
-        b_kept = _any_slash(upto, o_n, first, last, BLOCK_N, causal) | (o_n >= diagonal)
-        count = append(target, count, o_n, causal & b_kept)
-    tl.store(block_counts + i_head * num_tiles + i_tile, count)
-
-    count = 0
-    target = stripe_positions + tl.load(stripe_offsets + i_head * num_tiles + i_tile)
-    for start in range(0, num_verticals, CHUNK):
-        o_v = start + tl.arange(0, CHUNK)
-        b_key = tl.load(verticals + i_entry * num_verticals + o_v, mask=o_v < num_verticals, other=0)
-        before = (o_v < num_verticals) & (b_key < diagonal * BLOCK_N)
-        b_free = before & (_any_slash(upto, b_key // BLOCK_N, first, last, BLOCK_N, before) == 0)
-        count = append(target, count, b_key, b_free)
-    tl.store(stripe_counts + i_head * num_tiles + i_tile, count)
