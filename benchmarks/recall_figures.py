@@ -11,11 +11,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from vllm_sparse_backend.errors import ConfigurationError
+
 COLUMNS = ("method", "density", "recall", "lowest layer", "lowest head", "error of output", "best 64s", "best keys")
 EXPLAINED = (
     "Lowest layer: mean recall of its heads. Best 64s, best keys: density at which blocks of 64 keys, or single keys, "
     "chosen with knowledge of the exact attention would reach the same mean recall."
 )
+
+BEGIN, END = "<!-- tables: benchmarks.recall_figures -->", "<!-- end of tables -->"
 
 STYLES = {
     "a_shape": ("#8c8c8c", "s"),
@@ -81,13 +85,22 @@ def show(figures: dict[str, Any]) -> None:
 
 
 def markdown(prompts: list[dict[str, Any]]) -> str:
-    """The tables of all prompts."""
+    """The tables of all prompts, shortest first."""
     parts = []
-    for figures in prompts:
+    for figures in sorted(prompts, key=lambda figures: (figures["num_tokens"], -figures["chunk_tokens"])):
         lines = ["| " + " | ".join(cells) + " |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *table_rows(figures))]
         lines += [f"\n{name} left out: {why}" for name, why in figures["methods_left_out"].items()]
         parts.append(f"{figures['model']}, {length_name(figures)}:\n\n" + "\n".join(lines) + "\n")
     return "\n".join(parts)
+
+
+def put_tables(prompts: list[dict[str, Any]], path: Path) -> None:
+    """Write the tables between the marks of a Markdown file."""
+    text = path.read_text() if path.is_file() else ""
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
+        raise ConfigurationError(f"{path}: expected a file with one line {BEGIN!r} and, after it, one {END!r}")
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    path.write_text(f"{before}{BEGIN}\n\n{markdown(prompts)}\n{END}{after}")
 
 
 def draw(prompts: list[dict[str, Any]], picture: Path) -> None:
@@ -141,14 +154,14 @@ def _draw_bounds(panel: Any, figures: dict[str, Any]) -> None:
 
 def main(
     curves: Annotated[Path, typer.Argument(help="What benchmarks.recall --curves wrote.")],
-    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="File for the tables.")] = None,
+    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="File with marks for the tables.")] = None,
     picture: Annotated[Path | None, typer.Option(help="PNG to draw; needs matplotlib.")] = None,
 ) -> None:
     prompts = json.loads(curves.read_text())
     for figures in prompts:
         show(figures)
     if markdown_file is not None:
-        markdown_file.write_text(markdown(prompts))
+        put_tables(prompts, markdown_file)
     if picture is not None:
         draw(prompts, picture)
 

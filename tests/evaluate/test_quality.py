@@ -8,6 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from vllm_sparse_backend.config import SparsePrefillConfig
+from vllm_sparse_backend.errors import ConfigurationError
 from vllm_sparse_backend.evaluate.capture import capture
 from vllm_sparse_backend.evaluate.quality import Asked, Kept, dense_attention, measure_plans, select_layer
 from vllm_sparse_backend.plan import Plan
@@ -128,9 +129,11 @@ def measured_by_command(demo_model, tmp_path_factory):
         # A few epochs, and a cut that joins most heads: what they are like is not the question here.
         patch.setattr(recall, "cluster_heads", lambda maps: cluster_heads(maps, distance=40.0, epochs=3))
         patch.setattr(recall, "MAP_SIDE", 16)
+        ends = {name: [*params[:1], *params[1:][-1:]] for name, params in recall.SWEEPS.items()}
+        patch.setattr(recall, "SWEEPS", ends | {"share_prefill": recall.SWEEPS["share_prefill"]})
         app = typer.Typer()
         app.command()(recall.main)
-        options = ["--lengths", "512", "--device", "cpu", "--chunk", "300", "--text", str(folder.parent / "text")]
+        options = ["--lengths", "400", "--device", "cpu", "--chunk", "250", "--text", str(folder.parent / "text")]
         (folder.parent / "text").mkdir()
         for i in range(4):
             lines = [f"def function_{i}_{j}(x):\n    return x + {j * j}\n" for j in range(60)]
@@ -157,7 +160,7 @@ def test_the_command_measures_every_method(measured_by_command):
     names = {row["name"] for row in results}
     assert len(results) == 3 * len(METHODS)
     assert any(
-        name.startswith("sale, 512 in chunks of 300, ") and name.endswith("density at the paper's defaults")
+        name.startswith("sale, 400 in chunks of 250, ") and name.endswith("density at the paper's defaults")
         for name in names
     )
     assert not any(str(folder.parent) in row["command"] for row in results)
@@ -184,6 +187,14 @@ def test_tables_and_pictures_come_from_the_curves(measured_by_command):
     table = recall_figures.markdown(prompts)
     assert all(f"| {name} |" in table for name in METHODS)
     assert recall_figures.needed(prompts[0], "64", 1.0) == pytest.approx(1, abs=0.05)
+    page = folder / "page.md"
+    page.write_text(f"before\n{recall_figures.BEGIN}\nold\n{recall_figures.END}\nafter\n")
+    for _ in range(2):
+        recall_figures.put_tables(prompts, page)
+    assert page.read_text() == f"before\n{recall_figures.BEGIN}\n\n{table}\n{recall_figures.END}\nafter\n"
+    page.write_text("no marks")
+    with pytest.raises(ConfigurationError, match=r"page\.md: expected a file with one line"):
+        recall_figures.put_tables(prompts, page)
     pytest.importorskip("matplotlib")
     recall_figures.draw(prompts * 2, folder / "recall.png")
     assert (folder / "recall.png").read_bytes().startswith(b"\x89PNG")
