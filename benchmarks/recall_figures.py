@@ -104,12 +104,16 @@ def put_tables(prompts: list[dict[str, Any]], path: Path) -> None:
 
 
 def draw(prompts: list[dict[str, Any]], picture: Path) -> None:
-    """Recall against density, a panel a prompt and a line a method; larger marks are the papers' defaults."""
+    """Recall against density, a panel a swept prompt, a line a method; larger marks are the papers' defaults."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    prompts = [figures for figures in prompts if any(row["params"] for row in figures["settings"])]
+    if not prompts:
+        raise ConfigurationError("--picture: no prompt was measured with --sweep, so that there is no curve to draw")
+    prompts.sort(key=lambda figures: (figures["num_tokens"], -figures["chunk_tokens"]))
     figure, panels = pyplot.subplots(
         1, len(prompts), figsize=(5.6 * len(prompts), 5), sharey=True, squeeze=False, layout="constrained"
     )

@@ -151,7 +151,9 @@ def select_layer(groups: LayerPlan, q: torch.Tensor, cache: PagedCache, rows: Ro
     # Without CUDA, references select, and blocks may be as wide as the methods allow.
     widest = (widest_block(cache.head_dim, shared_bytes(device)) or 64) if q.is_cuda else 128
     block_tokens = min(widest, *(group.method.block_tokens for group in groups))
-    layouts = {head: group.method.stripe_layout(rows) for group in groups for head in group.heads}
+    layouts = {}
+    for group in groups:
+        layouts.update(dict.fromkeys(group.heads, group.method.stripe_layout(rows)))
     index = SparseIndex.allocate(rows, q.shape[1], block_tokens, layouts)
     for group in groups:
         heads = torch.tensor(group.heads, dtype=torch.int32, device=device)
