@@ -10,12 +10,13 @@ from vllm.config import get_current_vllm_config
 
 from vllm_sparse_backend import compat
 from vllm_sparse_backend.metrics import Recorder
-from vllm_sparse_backend.plan import LayerPlan
+from vllm_sparse_backend.plan import LayerPlan, methods_by_head
 from vllm_sparse_backend.reasons import Fallback, layer_fallback
 from vllm_sparse_kernels import SparseIndex, attend, shared_bytes, widest_block
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.reference.attend import attend as reference_attend
 from vllm_sparse_kernels.select import METHODS, name_of
+from vllm_sparse_kernels.select.base import attend_options
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.metadata import SparseStep
@@ -81,6 +82,7 @@ class SparsePrefillImpl(compat.DelegateImpl):
         self.layer, self.recorder, self.check_index = layer, recorder, check_index
         self.block_tokens = min(self._widest_block() or 64, *(group.method.block_tokens for group in groups))
         self.heads = [torch.tensor(group.heads, dtype=torch.int32, device=recorder.device) for group in groups]
+        self.options = attend_options(methods_by_head(groups), recorder.device)
         self.groups = groups
 
     def forward(
@@ -113,7 +115,7 @@ class SparsePrefillImpl(compat.DelegateImpl):
         self.select(query, cache, index)
         if self.check_index:
             index.check()
-        (reference_attend if compat.IS_CPU else attend)(query, cache, index, output, self.scale)
+        (reference_attend if compat.IS_CPU else attend)(query, cache, index, output, self.scale, options=self.options)
         self.recorder.count_pairs(self.layer, index)
         return output
 

@@ -31,6 +31,14 @@ class HeadGroup:
 LayerPlan = tuple[HeadGroup, ...]
 
 
+def methods_by_head(groups: LayerPlan) -> list[Method]:
+    """Each head's own method, as it was before methods were merged."""
+    methods: dict[int, Method] = {}
+    for group in groups:
+        methods.update(zip(group.heads, group.method.of_heads(len(group.heads)), strict=True))
+    return [methods[head] for head in sorted(methods)]
+
+
 @dataclass(frozen=True)
 class Plan:
     """``layers[i]`` holds layer i's groups, which cover each query head of this rank once; None if it runs dense."""

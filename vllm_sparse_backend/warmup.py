@@ -36,6 +36,6 @@ def warm_up(impls: Iterable[SparsePrefillImpl], spec: AttentionSpec, max_model_l
         query = torch.randn(QUERY_TOKENS, impl.num_heads, head_dim, dtype=spec.dtype, device=device)
         index = step.index(impl.groups, impl.num_heads, impl.block_tokens)
         impl.select(query, cache, index)
-        attend(query, cache, index, torch.empty_like(query), impl.scale)
+        attend(query, cache, index, torch.empty_like(query), impl.scale, options=impl.options)
     torch.cuda.synchronize(device)
     logger.info("sparse-prefill: kernels of %d plans ready after %.1f s", len(done), time.monotonic() - start)

@@ -6,11 +6,13 @@ The way of the data: ``Rows`` (which queries, which cached keys) → ``select`` 
 
 from vllm_sparse_kernels.attend import attend, shared_bytes, widest_block
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout
+from vllm_sparse_kernels.options import AttendOptions
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows
 
 __all__ = [
     "TILE_TOKENS",
+    "AttendOptions",
     "PagedCache",
     "Rows",
     "SparseIndex",

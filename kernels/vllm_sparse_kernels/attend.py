@@ -9,22 +9,35 @@ stay in the L2 cache while all of its readers run.
 Blocks are loaded in one of two ways. Where a block lies within a page, its *place*, a row of the cache seen as a
 matrix, is looked up once for all, and the block is fetched by a bulk tensor copy (Hopper and later) or by pointers.
 Smaller pages cost a look-up in the block table for every key.
+
+``AttendOptions`` has two approximations that a head may ask for. Without them the kernel is compiled as if they did not
+exist; with them a launch still serves a layer of mixed heads, each program doing as its head asks:
+
+* SpargeAttn's skip of P·V tests all 128 queries of a tile together, where the paper tests the queries of a warp (16 or
+  32): it skips less. A branch must be one for all warps of a Triton program. Two products of 64 queries would not do: a
+  warp group's matrix instruction takes 64 rows, so that the two groups would share each half, its probabilities
+  crossing between them through shared memory.
+* 8-bit scores: ``smooth_keys.py``.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from triton.compiler.compiler import max_shared_mem
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from vllm_sparse_kernels.attend_kernel import attend_kernel, place_blocks_kernel
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import PagedCache, key_offsets
+from vllm_sparse_kernels.options import AttendOptions
+from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS
+from vllm_sparse_kernels.smooth_keys import smooth_keys
 
 LOG2_E = 1.4426950408889634
-LN_2 = tl.constexpr(0.6931471805599453)
+
+STRIPE_STEP = 64
+"""Stripes that are gathered at a time."""
 
 
 class QueryArgs(NamedTuple):
@@ -80,6 +93,18 @@ class IndexArgs(NamedTuple):
     stripe_offsets: Any
 
 
+class SmoothArgs(NamedTuple):
+    """8-bit keys (``SmoothKeys``), and block ids, as these keys are not paged."""
+
+    block_ids: Any
+    integers: Any
+    steps: Any
+    means: Any
+    starts: Any
+    num_keys: int
+    stride_means: int
+
+
 def attend(
     q: torch.Tensor,
     cache: PagedCache,
@@ -88,13 +113,15 @@ def attend(
     scale: float,
     lse: torch.Tensor | None = None,
     bulk: bool | None = None,
+    options: AttendOptions | None = None,
 ) -> None:
     """Write softmax(scale · q kᵀ) v over the index's keys into ``out`` for the index's tokens.
 
     q and out: [num_tokens, num_heads, head_dim], fp16 or bf16 (fp32 in the interpreter), head_dim contiguous. lse:
     [num_heads, num_tokens] float32, natural logarithm, or None. Tokens outside the index's rows stay untouched.
-    ``bulk`` asks for or forbids bulk tensor copies; None takes them where they can be had. Raises ValueError on shapes
-    that do not fit the index, and where bulk copies are asked for but cannot be had.
+    ``bulk`` asks for or forbids bulk tensor copies; None takes them where they can be had. Without ``options`` the
+    result is exact to rounding. Raises ValueError on shapes that do not fit the index, and where bulk copies are asked
+    for but cannot be had.
     """
     rows, num_heads, head_dim = index.rows, index.num_heads, cache.head_dim
     if q.shape[1:] != (num_heads, head_dim) or out.shape[1:] != q.shape[1:] or num_heads % cache.num_kv_heads:
@@ -125,18 +152,20 @@ def attend(
         index_args = index_args._replace(blocks=_place_blocks(index_args, cache_args, matrix, index))
         if bulk:
             descriptors = _descriptors(cache, matrix, index.block_tokens)
+    option_args = _option_args(options, cache, index, bulk)
     block_d = triton.next_power_of_2(head_dim)
-    _attend_kernel[(rows.num_tiles * num_heads,)](
-        queries, cache_args, *descriptors, matrix, index_args, scale * LOG2_E,
+    attend_kernel[(rows.num_tiles * num_heads,)](
+        queries, cache_args, *descriptors, matrix, index_args, scale * LOG2_E, *option_args,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
         NUM_HEADS=num_heads,
         GROUP=num_heads // cache.num_kv_heads,
         BLOCK_M=TILE_TOKENS,
         BLOCK_N=index.block_tokens,
-        STRIPES=64 if index.has_stripes else 0,
+        STRIPES=STRIPE_STEP if index.has_stripes else 0,
         FIELDS=TILE_FIELDS,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        SKIP_STAGES=_skip_stages(index.block_tokens, head_dim, shared_bytes(q.device)),
         num_warps=8 if block_d >= 128 else 4,
         num_stages=_num_stages(index.block_tokens, head_dim, shared_bytes(q.device)),
     )  # fmt: skip
@@ -169,6 +198,12 @@ def _num_stages(block_tokens: int, head_dim: int, limit_bytes: int) -> int:
     if _needed_bytes(block_tokens, head_dim, 2) > limit_bytes:
         return 1
     return 3 if block_tokens * head_dim <= 64 * 128 else 2
+
+
+def _skip_stages(block_tokens: int, head_dim: int, limit_bytes: int) -> int:
+    """With margins, two buffers of keys and values go with a third one of keys, loaded before the step's own."""
+    extra = 2 * triton.next_power_of_2(head_dim) * block_tokens
+    return 2 if _needed_bytes(block_tokens, head_dim, 2) + extra <= limit_bytes else 1
 
 
 def supports_bulk(cache: PagedCache) -> bool:
@@ -209,202 +244,31 @@ def _descriptors(cache: PagedCache, matrix: MatrixArgs, block_tokens: int) -> li
     return [TensorDescriptor(x, shape, strides, block) for x in (cache.keys, cache.values)]
 
 
+def _option_args(
+    options: AttendOptions | None, cache: PagedCache, index: SparseIndex, bulk: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None, SmoothArgs | None, TensorDescriptor | None]:
+    """Margins, flags of the 8-bit heads unless all are, 8-bit keys, and these for bulk copies; None as far as unasked.
+
+    (One by one, as Triton 3.6 can't compare a tuple that holds a None with None.)
+    """
+    if options is None:
+        return None, None, None, None
+    options.check(index.num_heads)
+    if options.int8_heads is None:
+        return options.skip_margins, None, None, None
+    int8_heads = None if options.all_int8 else options.int8_heads
+    keys = smooth_keys(cache, index.rows, int8_heads, index.num_heads)
+    _, num_keys, block_d = keys.integers.shape
+    smooth = SmoothArgs(index.block_ids, *keys, num_keys, keys.means.stride(0))
+    matrix = TensorDescriptor.from_tensor(keys.integers.view(-1, block_d), [index.block_tokens, block_d])
+    return options.skip_margins, int8_heads, smooth, matrix if bulk else None
+
+
 def _place_blocks(args: IndexArgs, cache: CacheArgs, matrix: MatrixArgs, index: SparseIndex) -> torch.Tensor:
     """int32 like ``index.block_ids``: each block's first row in the matrix, less the kv head's part."""
     places = torch.empty_like(index.block_ids)
-    _place_blocks_kernel[(index.rows.num_tiles, index.num_heads)](
+    place_blocks_kernel[(index.rows.num_tiles, index.num_heads)](
         args, cache.block_table, cache.stride_table, places, cache.page_size, matrix.rows_per_page,
         BLOCK_N=index.block_tokens, CHUNK=1024, FIELDS=TILE_FIELDS,
     )  # fmt: skip
     return places
-
-
-@triton.jit
-def _place_blocks_kernel(
-    index, block_table, stride_table, places, page_size, rows_per_page,
-    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
-):  # fmt: skip
-    i_tile, i_head = tl.program_id(0), tl.program_id(1)
-    i_row = tl.load(index.tiles + i_tile * FIELDS).to(tl.int64)
-    start = i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
-    count = tl.load(index.block_counts + i_head * tl.num_programs(0) + i_tile)
-    for first in range(0, count, CHUNK):
-        o_n = first + tl.arange(0, CHUNK)
-        position = tl.load(index.blocks + start + o_n, mask=o_n < count, other=0) * BLOCK_N
-        page = tl.load(block_table + i_row * stride_table + position // page_size, mask=o_n < count, other=0)
-        tl.store(places + start + o_n, page * rows_per_page + position % page_size, mask=o_n < count)
-
-
-@triton.jit
-def _attend_kernel(
-    queries, cache, k_matrix, v_matrix, matrix, index, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STRIPES: tl.constexpr, FIELDS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    # kv head, then tile by falling weight, then head of the group
-    i_program = tl.program_id(0)
-    num_tiles = tl.num_programs(0) // NUM_HEADS
-    i_kv = i_program // (num_tiles * GROUP)
-    i_tile = tl.load(index.order + i_program % (num_tiles * GROUP) // GROUP)
-    i_head = i_kv * GROUP + i_program % GROUP
-
-    i_row = tl.load(index.tiles + i_tile * FIELDS)
-    token = tl.load(index.tiles + i_tile * FIELDS + 1)
-    length = tl.load(index.tiles + i_tile * FIELDS + 2)
-    first = tl.load(index.tiles + i_tile * FIELDS + 3)
-    o_m = tl.arange(0, BLOCK_M)
-    o_d = tl.arange(0, BLOCK_D)
-    o_q = (token + o_m).to(tl.int64)
-    in_tile = o_m < length
-    in_head = in_tile[:, None] & (o_d < HEAD_DIM)[None, :]
-    b_q = tl.load(
-        queries.q + o_q[:, None] * queries.stride_token + i_head * queries.stride_head + o_d[None, :],
-        mask=in_head, other=0.0,
-    )  # fmt: skip
-    table = cache.block_table + i_row.to(tl.int64) * cache.stride_table
-
-    b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BLOCK_M], tl.float32)
-    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-
-    # Blocks before the diagonal need no mask; the diagonal ones are always there, and last.
-    blocks = index.blocks + i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
-    num_blocks = tl.load(index.block_counts + i_head * num_tiles + i_tile)
-    num_full = num_blocks - ((first + length - 1) // BLOCK_N - first // BLOCK_N + 1)
-    where = (cache, k_matrix, v_matrix, matrix, table, i_kv, first + length)
-    b_acc, b_max, b_sum = _walk_full(
-        b_q, blocks, num_full, where, scale, b_acc, b_max, b_sum, BLOCK_N, HEAD_DIM, BLOCK_D, PRECISION
-    )
-    b_acc, b_max, b_sum = _walk_diagonal(
-        b_q,
-        blocks,
-        num_full,
-        num_blocks,
-        first,
-        where,
-        scale,
-        b_acc,
-        b_max,
-        b_sum,
-        BLOCK_N,
-        HEAD_DIM,
-        BLOCK_D,
-        PRECISION,
-    )
-    if STRIPES > 0:
-        stripes = index.stripe_positions + tl.load(index.stripe_offsets + i_head * num_tiles + i_tile)
-        num_stripes = tl.load(index.stripe_counts + i_head * num_tiles + i_tile)
-        b_acc, b_max, b_sum = _walk_stripes(
-            b_q, stripes, num_stripes, where, scale, b_acc, b_max, b_sum, STRIPES, HEAD_DIM, BLOCK_D, PRECISION
-        )
-
-    b_out = (b_acc / b_sum[:, None]).to(queries.out.dtype.element_ty)
-    o_out = o_q[:, None] * queries.stride_out_token + i_head * queries.stride_out_head + o_d[None, :]
-    tl.store(queries.out + o_out, b_out, mask=in_head)
-    if queries.lse is not None:
-        b_lse = (b_max + tl.log2(b_sum)) * LN_2
-        tl.store(queries.lse + i_head.to(tl.int64) * queries.stride_lse_head + o_q, b_lse, mask=in_tile)
-
-
-@triton.jit
-def _walk_full(
-    b_q, blocks, num_full, where, scale, b_acc, b_max, b_sum,
-    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Blocks that every query of the tile sees whole.
-
-    Nothing that places a block is carried from one iteration to the next: loads that depend on carried values are not
-    pipelined. Computing scores one block ahead by hand gained nothing and cost registers.
-    """
-    for i in range(num_full):
-        entry = tl.load(blocks + i)
-        b_k = _load_block(0, entry, where, BLOCK_N, HEAD_DIM, BLOCK_D)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_v = _load_block(1, entry, where, BLOCK_N, HEAD_DIM, BLOCK_D)
-        b_acc, b_max, b_sum = _fold(b_s, b_v, scale, b_acc, b_max, b_sum, PRECISION)
-    return b_acc, b_max, b_sum
-
-
-@triton.jit
-def _walk_diagonal(
-    b_q, blocks, start, end, first, where, scale, b_acc, b_max, b_sum,
-    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Blocks with keys that some queries of the tile may not see."""
-    o_m = first + tl.arange(0, b_q.shape[0])
-    limit = where[6]
-    for i in range(start, end):
-        entry = tl.load(blocks + i)
-        o_n = (first // BLOCK_N + i - start) * BLOCK_N + tl.arange(0, BLOCK_N)
-        b_k = _load_block(0, entry, where, BLOCK_N, HEAD_DIM, BLOCK_D)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_s = tl.where(o_n[None, :] <= o_m[:, None], b_s, float("-inf"))
-        # Past the sequence's end the cache holds anything, NaN too, and 0 · NaN would still be NaN.
-        b_v = _load_block(1, entry, where, BLOCK_N, HEAD_DIM, BLOCK_D)
-        b_v = tl.where((o_n < limit)[:, None], b_v, 0.0)
-        b_acc, b_max, b_sum = _fold(b_s, b_v, scale, b_acc, b_max, b_sum, PRECISION)
-    return b_acc, b_max, b_sum
-
-
-@triton.jit
-def _walk_stripes(
-    b_q, stripes, num_stripes, where, scale, b_acc, b_max, b_sum,
-    STRIPES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Single keys, gathered ``STRIPES`` at a time; all lie before the tile's first query."""
-    cache, table, i_kv = where[0], where[4], where[5]
-    o_d = tl.arange(0, BLOCK_D)
-    for i in range(0, num_stripes, STRIPES):
-        o_n = i + tl.arange(0, STRIPES)
-        kept = o_n < num_stripes
-        o_key = key_offsets(
-            table, tl.load(stripes + o_n, mask=kept, other=0), kept,
-            cache.page_size, cache.stride_page, cache.stride_token,
-        )  # fmt: skip
-        o_kv = i_kv.to(tl.int64) * cache.stride_head + o_key[:, None] + o_d[None, :]
-        in_kv = kept[:, None] & (o_d < HEAD_DIM)[None, :]
-        b_k = tl.load(cache.k + o_kv, mask=in_kv, other=0.0)
-        b_v = tl.load(cache.v + o_kv, mask=in_kv, other=0.0)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_s = tl.where(kept[None, :], b_s, float("-inf"))
-        b_acc, b_max, b_sum = _fold(b_s, b_v, scale, b_acc, b_max, b_sum, PRECISION)
-    return b_acc, b_max, b_sum
-
-
-@triton.jit
-def _load_block(
-    WHICH: tl.constexpr, entry, where, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Keys (WHICH 0) or values (1) of a block: [BLOCK_N, BLOCK_D]. Past the sequence's end they hold anything.
-
-    ``entry`` is the block's place where ``matrix`` is given, else its id.
-    """
-    cache, k_matrix, v_matrix, matrix, table, i_kv, limit = where
-    if k_matrix is not None:
-        matrix_desc = k_matrix if WHICH == 0 else v_matrix
-        return matrix_desc.load([entry + i_kv * matrix.rows_per_head, i_kv * matrix.columns_per_head])
-    else:
-        o_d = tl.arange(0, BLOCK_D)
-        o_n = tl.arange(0, BLOCK_N)
-        if matrix is not None:
-            o_key = (entry + o_n).to(tl.int64) * cache.stride_token
-        else:
-            # The table may hold no page past the sequence's end.
-            o_n += entry * BLOCK_N
-            o_key = key_offsets(table, o_n, o_n < limit, cache.page_size, cache.stride_page, cache.stride_token)
-        pointer = (cache.k if WHICH == 0 else cache.v) + i_kv.to(tl.int64) * cache.stride_head
-        return tl.load(pointer + o_key[:, None] + o_d[None, :], mask=(o_d < HEAD_DIM)[None, :], other=0.0)
-
-
-@triton.jit
-def _fold(b_s, b_v, scale, b_acc, b_max, b_sum, PRECISION: tl.constexpr):
-    """One step of the online softmax: raw scores [M, N] and values [N, D] into (acc, max, sum).
-
-    ``scale`` takes scores to base 2; the maximum is kept scaled, so that each exponent is one fused multiply-add.
-    """
-    b_new_max = tl.maximum(b_max, tl.max(b_s, 1) * scale)
-    b_decay = tl.exp2(b_max - b_new_max)
-    b_p = tl.exp2(b_s * scale - b_new_max[:, None])
-    b_sum = b_sum * b_decay + tl.sum(b_p, 1)
-    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
-    return b_acc, b_new_max, b_sum

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, DynamicCache, LlamaForCausalLM
 
-from vllm_sparse_backend.plan import Plan
+from vllm_sparse_backend.plan import Plan, methods_by_head
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.reference.attend import attend
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.select import METHODS, name_of
+from vllm_sparse_kernels.select.base import attend_options
 
 ATTENTION = "planned"
 PAGE_TOKENS = 64
@@ -59,7 +60,7 @@ class Request:
             heads = torch.tensor(group.heads, dtype=torch.int32)
             METHODS[name_of(group.method)].reference(group.method, q, cache, index, heads, scale)
         out = torch.empty_like(q)
-        attend(q, cache, index, out, scale)
+        attend(q, cache, index, out, scale, options=attend_options(methods_by_head(groups), q.device))
         self.kept_pairs[layer] += int(index.kept_pairs())
         return out
 

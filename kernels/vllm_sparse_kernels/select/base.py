@@ -13,6 +13,7 @@ from typing import ClassVar, Self
 import torch
 
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout
+from vllm_sparse_kernels.options import AttendOptions
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
 
@@ -33,6 +34,20 @@ class Method(ABC):
     def merged(cls, methods: Sequence[Self]) -> "Method":
         """What selects the heads of one layer that have these methods, all alike; its ``heads`` come in their order."""
         return methods[0]
+
+    def of_heads(self, num_heads: int) -> Sequence["Method"]:
+        """The methods of the ``num_heads`` heads that this one, maybe merged of theirs, selects; in their order."""
+        return (self,) * num_heads
+
+    @property
+    def skip_margin(self) -> float | None:
+        """λ, by which the head asks ``attend`` to skip products (``AttendOptions``); None does not ask."""
+        return None
+
+    @property
+    def int8_scores(self) -> bool:
+        """Whether the head asks ``attend`` for 8-bit scores."""
+        return False
 
     @property
     def alone(self) -> "Method":
@@ -60,6 +75,11 @@ class Method(ABC):
         q [num_tokens, num_heads, head_dim] holds the step's queries at the tokens that ``index.rows`` names; heads
         [n] int32 lists query heads (on the device); ``scale`` multiplies q·k, usually 1/√head_dim.
         """
+
+
+def attend_options(methods: Sequence[Method], device: torch.device) -> AttendOptions | None:
+    """What the heads of a layer, each with its method, ask of ``attend``; None where it is nothing."""
+    return AttendOptions.of([m.skip_margin for m in methods], [m.int8_scores for m in methods], device)
 
 
 def require(condition: bool, field: str, given: object, expected: str) -> None:

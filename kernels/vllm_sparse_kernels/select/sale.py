@@ -29,7 +29,8 @@ Where the paper leaves a choice, or this departs from it:
   block's local region begins no earlier than the first's, only keys before the first's are tested.
 * Both means are over what this step sees, so selection depends on the chunking, and on later queries of the same chunk.
 * The authors run prompts of at most 1,024 tokens dense. That is for the backend to decide.
-* The 8-bit attention over the selected blocks (SageAttention) is no part of selecting.
+* The paper computes attention over the selected blocks in 8 bits (SageAttention). That is ``attend``'s option, off
+  unless ``int8_scores`` asks for it: attention over what was kept is then exact to rounding.
 """
 
 import math
@@ -112,6 +113,9 @@ class Sale(Method):
 
     local_tokens: int = 128
     """l, the least number of keys before a query block's end that are always kept; the module says when more are."""
+
+    int8_scores: bool = False
+    """Multiply queries and keys of the kept blocks in 8 bits."""
 
     SEGMENT_TOKENS: ClassVar[int] = 128
     """Four 32-key blocks: what lies between sink and local region is a multiple of this."""

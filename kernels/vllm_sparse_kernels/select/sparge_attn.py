@@ -3,7 +3,8 @@
 Section 3.2, per query head: tiles and key blocks are compressed to their mean token, S^ = scale · q kᵀ, P^ = softmax of
 S^'s rows, and a tile keeps TopCdf(P^, τ) (equation 4). A mean stands for its tokens only where they are alike: key
 blocks of a self-similarity under θ get S^ = −∞ and are always kept, and tiles under θ keep every causal block (equation
-5). The second stage, which skips products of P and V by λ, belongs to attention itself.
+5). The second stage, which skips products of P and V by λ, and the 8-bit scores of SageAttention that the paper builds
+on belong to attention itself, which these heads ask for them (``attend``'s options).
 
 What the paper leaves open, and what departs from it:
 
@@ -25,12 +26,15 @@ What the paper leaves open, and what departs from it:
 * The Hilbert-curve permutation (section 3.7) reorders image and video tokens, which see each other both ways. Under a
   causal mask over cached keys a reordered block would mix positions before and after a query: it does not apply.
 
-The paper finds τ and θ per head by search and gives no defaults. Those here are the defaults of the authors' function
-that makes the block map (``get_block_map_meansim``: cdfthreshd 0.9, simthreshd1 0.1). Their function for use without a
-search has 0.98 and 0.6, meant for image and video: 128 consecutive queries of a language model are seldom that alike
-(after rotary embedding, 0.2 to 0.5 on a trained 29M model, where 0.6 left nearly every tile dense).
+The paper finds τ, θ and λ per head by search and gives no defaults. Those of τ and θ here are the defaults of the
+authors' function that makes the block map (``get_block_map_meansim``: cdfthreshd 0.9, simthreshd1 0.1). Their function
+for use without a search has 0.98 and 0.6, meant for image and video: 128 consecutive queries of a language model are
+seldom that alike (after rotary embedding, 0.2 to 0.5 on a trained 29M model, where 0.6 left nearly every tile dense).
+The skip and the 8-bit scores, both part of the paper's Algorithm 1, are off here unless asked for: attention over what
+was kept is then exact to rounding, which is what ``attend``'s error budget is stated for, and selection alone loses.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -79,12 +83,17 @@ class SpargeAttn(Method):
     """Measure the similarity of keys about the row's mean key."""
 
     skip_margin: float | None = None
-    """λ < 0 of the second stage. None skips nothing: the only value as long as ``attend`` skips no products."""
+    """λ < 0 of the second stage, in natural units of the scaled scores; None skips nothing. The tile's 128 queries are
+    tested together, the paper's by warps: the same λ skips less here."""
+
+    int8_scores: bool = False
+    """Multiply queries and keys in 8 bits (section 3.5)."""
 
     def __post_init__(self) -> None:
         require(0 < self.kept_mass <= 1, "kept_mass", self.kept_mass, "a number in (0, 1]")
         require(-1 <= self.min_similarity <= 1, "min_similarity", self.min_similarity, "a number in [-1, 1]")
-        require(self.skip_margin is None, "skip_margin", self.skip_margin, "null, as attention skips no products yet")
+        in_range = self.skip_margin is None or -math.inf < self.skip_margin < 0
+        require(in_range, "skip_margin", self.skip_margin, "a finite number < 0, or null to skip nothing")
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         index.stripe_counts.index_fill_(0, heads.long(), 0)

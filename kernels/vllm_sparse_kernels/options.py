@@ -1,0 +1,45 @@
+"""What a head may ask of ``attend`` beyond exact attention over its index."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttendOptions:
+    """Per query head of a layer, on the device. Both options are approximations, and None where no head asks.
+
+    A head's margin is λ < 0, in natural units of the scaled scores: for a tile of 128 queries, the product of P and V
+    of a step (a block, or 64 stripes) is left out where none of the queries' maxima in it comes within −λ of its
+    running maximum. The softmax's sum still counts the step, and the log-sum-exp stays exact. −∞ skips nothing.
+
+    8-bit heads take SageAttention's scores of int8 queries and keys (``smooth_keys``); values stay as they are.
+    """
+
+    skip_margins: torch.Tensor | None  # [num_heads] float32
+    int8_heads: torch.Tensor | None  # [num_heads] uint8
+    all_int8: bool = False
+    """Whether every head is an 8-bit one: known to the host, it spares the kernel the other half."""
+
+    @staticmethod
+    def of(
+        skip_margins: Sequence[float | None], int8_heads: Sequence[bool], device: torch.device
+    ) -> "AttendOptions | None":
+        """From one value for each head; None where no head asks for anything. Waits for the device: not for a step."""
+        skips = any(margin is not None for margin in skip_margins)
+        if not skips and not any(int8_heads):
+            return None
+        margins = [-math.inf if margin is None else margin for margin in skip_margins]
+        return AttendOptions(
+            torch.tensor(margins, dtype=torch.float32, device=device) if skips else None,
+            torch.tensor(int8_heads, dtype=torch.uint8, device=device) if any(int8_heads) else None,
+            all(int8_heads),
+        )
+
+    def check(self, num_heads: int) -> None:
+        """Raise ValueError where there is not one value for each head."""
+        for name, given in (("skip_margins", self.skip_margins), ("int8_heads", self.int8_heads)):
+            if given is not None and given.shape != (num_heads,):
+                raise ValueError(f"AttendOptions: {name} is {tuple(given.shape)}, expected ({num_heads},)")

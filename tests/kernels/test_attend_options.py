@@ -1,0 +1,339 @@
+"""attend's two options: SpargeAttn's skip of products and SageAttention's 8-bit scores, kernel and reference."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from vllm_sparse_kernels.attend import attend, supports_bulk
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.options import AttendOptions
+from vllm_sparse_kernels.reference import attend as reference
+from vllm_sparse_kernels.rows import Rows
+from vllm_sparse_kernels.smooth_keys import smooth_keys
+from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_index
+from vllm_sparse_kernels.testing.budget import Expected, expected_attention
+
+DTYPES = [torch.bfloat16, torch.float16] if torch.cuda.is_available() else [torch.float32, torch.float16]
+INT8_STEP, RUN = 64, 128
+CLEAR = 1e-3
+"""How far λ stays from every step's margin: kernels' scores are closer than this to float64."""
+
+
+def lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, layout="NHD") -> Batch:
+    """A batch that 8 bits hold exactly: then 8-bit scores are exact ones, and attend's own budget holds for them.
+
+    Keys less their mean, and queries, are whole multiples −127 … 127 of a power of two, each block of keys and tile of
+    queries with a 127 in it. Runs of 128 keys lean towards the queries and away from them in turn, so that some steps
+    matter less than others.
+    """
+    batch = random_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, 3, layout, gap_tokens=3)
+    generator = torch.Generator(device).manual_seed(7)
+    lean = torch.randint(0, 2, (num_kv_heads, head_dim), generator=generator, device=device) * 36 - 18
+    bias = torch.randint(-60, 61, (num_kv_heads, head_dim), generator=generator, device=device)
+
+    def whole(length: int, heads: int) -> torch.Tensor:
+        return torch.randint(-90, 91, (length, heads, head_dim), generator=generator, device=device)
+
+    rows = batch.rows
+    for row, (token, query_len, seq_len) in enumerate(zip(rows.tokens, rows.query_lens, rows.seq_lens)):
+        keys = whole(seq_len, num_kv_heads) + lean
+        keys[::INT8_STEP, :, 0] = 127
+        paired = seq_len // (2 * RUN) * (2 * RUN)
+        runs = keys[:paired].unflatten(0, (-1, 2, RUN))
+        runs[:, 1] = -runs[:, 0]
+        rest = keys[paired : paired + (seq_len - paired) // 2 * 2].unflatten(0, (-1, 2))
+        rest[:, 1] = -rest[:, 0]
+        keys[seq_len - seq_len % 2 :] = 0
+        assert not keys.sum(0).any()
+        positions = torch.arange(seq_len, device=device)
+        pages = rows.block_table[row, positions // page_size].long()
+        batch.cache.keys[pages, positions % page_size] = ((keys + bias) / 32).to(dtype)
+        queries = whole(query_len, num_heads) + lean.repeat_interleave(num_heads // num_kv_heads, 0)
+        queries[::128, :, 0] = 127
+        batch.q[token : token + query_len] = (queries / 128).to(dtype)
+    return dataclasses.replace(batch, scale=1.3 * batch.scale)
+
+
+def margins_of(batch: Batch, index: SparseIndex, head: int) -> torch.Tensor:
+    """Of each step of each tile, in float64."""
+    found = []
+    for i_tile, tile in enumerate(batch.rows.tile_list):
+        k, _ = batch.cache.gather(batch.rows.block_table[tile.row], batch.rows.seq_lens[tile.row])
+        kept, steps = reference.walk(index, head, i_tile)
+        q = batch.q[tile.token : tile.token + tile.length_tokens, head].double()
+        scores = q @ k[kept, head * k.shape[1] // batch.num_heads].double().T * batch.scale
+        positions = tile.position + torch.arange(tile.length_tokens, device=q.device)
+        found.append(reference.step_margins(scores.masked_fill(kept > positions[:, None], -torch.inf), steps))
+    return torch.cat(found)
+
+
+def clear_margin(margins: torch.Tensor) -> float:
+    """λ in the widest gap between margins, from the lowest sixth of those below 0 to their half."""
+    ordered = torch.cat((margins[margins < -CLEAR].sort().values, margins.new_zeros(1)))
+    near = ordered[len(ordered) // 6 : len(ordered) // 2 + 2]
+    widest = int(near.diff().argmax())
+    assert float(near.diff()[widest]) > 2 * CLEAR
+    return float(near[widest : widest + 2].mean())
+
+
+def run(batch: Batch, index: SparseIndex, options: AttendOptions | None, bulk: bool = False):
+    out = batch.empty_out()
+    lse = torch.full((batch.num_heads, len(batch.q)), float("nan"), device=batch.q.device)
+    attend(batch.q, batch.cache, index, out, batch.scale, lse, bulk, options)
+    return out, lse
+
+
+def by_reference(batch: Batch, index: SparseIndex, options: AttendOptions | None, dtype=torch.float64):
+    out = torch.full_like(batch.q, float("nan"), dtype=dtype)
+    lse = out.new_full((batch.num_heads, len(batch.q)), float("nan"))
+    reference.attend(batch.q, batch.cache, index, out, batch.scale, lse, dtype, options)
+    return out, lse
+
+
+def check(batch: Batch, index: SparseIndex, options: AttendOptions, bulk: bool = False) -> None:
+    """Within the budget of attention without options, whose log-sum-exp is the same."""
+    exact = expected_attention(batch, index)
+    out, lse = by_reference(batch, index, options)
+    torch.testing.assert_close(lse, exact.lse, rtol=0, atol=1e-9, equal_nan=True)
+    Expected(out, exact.lse, exact.out_budget, exact.lse_budget).assert_close(*run(batch, index, options, bulk))
+    if options.skip_margins is not None:
+        skipping = options.skip_margins > -math.inf
+        moved = (out - exact.out)[:, skipping].nan_to_num().abs().max()
+        assert float(moved) > 3 * exact.out_budget, "what is skipped does not show: the case shows nothing"
+
+
+def mixed_options(batch: Batch, index: SparseIndex, skips: bool = True, int8: bool = True) -> AttendOptions:
+    """Of four heads in turn the first has both options, the others one each, or none."""
+    heads = range(batch.num_heads)
+    margins = [clear_margin(margins_of(batch, index, h)) if skips and h % 4 in (0, 1) else None for h in heads]
+    options = AttendOptions.of(margins, [int8 and h % 4 in (0, 2) for h in heads], batch.q.device)
+    assert options is not None
+    return options
+
+
+# lengths (context, new), heads, kv heads, head dim, page, block, stripes, layout
+CASES = {
+    "one": ([(1000, 1), (700, 63)], 2, 2, 64, 16, 64, 40, "NHD"),
+    "2049": ([(1920, 129)], 2, 1, 64, 64, 128, 0, "NHD"),
+    "mixed": ([(301, 150), (500, 40), (1000, 30)], 4, 2, 64, 16, 64, 90, "HND"),
+    "group": ([(571, 40)], 8, 1, 64, 48, 64, 0, "NHD"),
+    "wide": ([(700, 130)], 2, 2, 128, 128, 128, 70, "HND"),
+    "odd-head": ([(1100, 77)], 4, 1, 96, 32, 128, 0, "NHD"),
+    "widest-head": ([(640, 20)], 2, 1, 256, 64, 64, 30, "NHD"),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_heads_of_all_kinds_in_one_launch(device, case, dtype):
+    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, stripes, layout = CASES[case]
+    batch = lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, layout)
+    index = random_index(batch, block_tokens, 0.7, stripes)
+    check(batch, index, mixed_options(batch, index))
+
+
+@pytest.mark.parametrize(("skips", "int8"), [(True, False), (False, True)])
+@pytest.mark.parametrize("lengths", [[(0, 1), (0, 63), (60, 5), (641, 129)], [(0, 1000)]], ids=str)
+def test_one_option_alone(device, lengths, skips, int8):
+    batch = lossless_batch(lengths, 2, 1, 64, 16, DTYPES[0], device)
+    index = random_index(batch, 64, 0.7, stripes=20)
+    check(batch, index, mixed_options(batch, index, skips, int8))
+
+
+@pytest.mark.parametrize("block_tokens", [64, 128])
+def test_bulk_copies_give_the_same(device, block_tokens):
+    batch = lossless_batch([(641, 40), (500, 70)], 2, 2, 64, 128, torch.float16, device)
+    if device == "cuda" and not supports_bulk(batch.cache):
+        pytest.skip("bulk tensor copies need Hopper or later")
+    index = random_index(batch, block_tokens, 0.7, stripes=30)
+    options = mixed_options(batch, index)
+    check(batch, index, options, bulk=True)
+    by_copies, by_pointers = (run(batch, index, options, bulk) for bulk in (True, False))
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(by_copies, by_pointers))
+
+
+def test_what_asks_for_nothing_changes_nothing(device):
+    """λ → −∞ beside no options at all, and flags of all heads beside a launch that knows of nothing else: bitwise."""
+    batch = random_batch([(333, 140), (0, 70)], 2, 1, 64, 16, DTYPES[0], device, gap_tokens=3)
+    index = random_index(batch, 64, 0.6, stripes=90)
+    plain = run(batch, index, None)
+    for margin in (-math.inf, -1e30):
+        skip_margins = torch.full((2,), margin, device=device)
+        given = run(batch, index, AttendOptions(skip_margins, None))
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(plain, given))
+    flags = torch.ones(2, dtype=torch.uint8, device=device)
+    given, other = (run(batch, index, AttendOptions(None, flags, all_int8=known)) for known in (False, True))
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(given, other))
+    assert not torch.equal(given[0].nan_to_num(), plain[0].nan_to_num())
+
+
+def test_a_row_does_not_depend_on_its_neighbours(device):
+    lengths = [(333, 140), (530, 1), (200, 30)]
+    batch = random_batch(lengths, 2, 1, 64, 16, DTYPES[0], device, gap_tokens=3)
+    options = AttendOptions.of([-1.0, -2.0], [True, False], batch.q.device)
+
+    def full(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = Batch(batch.q, batch.cache, rows, batch.scale)
+        return run(whole, random_index(whole, 64, 1.0), options)
+
+    together, rows = full(batch.rows), batch.rows
+    for row in range(3):
+        parts = ((values[row],) for values in (rows.tokens, rows.query_lens, rows.context_lens))
+        out, lse = full(Rows(*parts, rows.block_table[row : row + 1]))
+        tokens = slice(rows.tokens[row], rows.tokens[row] + rows.query_lens[row])
+        assert torch.equal(out[tokens], together[0][tokens])
+        assert torch.equal(lse[:, tokens], together[1][:, tokens])
+
+
+@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (96, 128)])
+def test_keys_in_8_bits(device, head_dim, page_size):
+    """Against float64: a rounding may fall the other way only where float32 cannot tell. Zeros past a row's end."""
+    batch = random_batch([(0, 1), (500, 133), (0, 64)], 4, 2, head_dim, page_size, DTYPES[0], device, gap_tokens=1)
+    rows = batch.rows
+    smooth = smooth_keys(batch.cache, rows, None, 4)
+    for row, (start, seq_len) in enumerate(zip(smooth.starts.tolist(), rows.seq_lens)):
+        keys, _ = batch.cache.gather(rows.block_table[row], seq_len)
+        integers, steps, means = reference.smooth_keys(keys.double())
+        torch.testing.assert_close(smooth.means[row, :, :head_dim].double(), means, rtol=0, atol=1e-6)
+        got = smooth.integers[:, start : start + seq_len, :head_dim]
+        exact = (keys.double() - means[None]).transpose(0, 1) / steps[..., None]
+        assert float((got - exact).abs().max()) <= 0.5 + 1e-4
+        assert int((got != integers).sum()) <= 1e-3 * got.numel()
+        first, num_blocks = start // INT8_STEP, -(-seq_len // INT8_STEP)
+        given = smooth.steps[:, first : first + num_blocks].double()
+        torch.testing.assert_close(given, steps[:, ::INT8_STEP], rtol=1e-5, atol=1e-9)
+        end = start + -(-seq_len // 128) * 128
+        assert not smooth.integers[:, start + seq_len : end].any()
+        assert not smooth.integers[:, start:end, head_dim:].any()
+        assert smooth.steps[:, first : end // INT8_STEP].isfinite().all()
+
+
+def test_keys_that_no_8_bit_head_reads_are_not_touched(device, monkeypatch):
+    batch = random_batch([(0, 70)], 4, 2, 64, 16, DTYPES[0], device)
+    monkeypatch.setattr(torch, "empty", lambda *size, **kwargs: torch.full(size, 77, **kwargs))
+    flags = torch.tensor([0, 0, 0, 1], dtype=torch.uint8, device=device)
+    smooth = smooth_keys(batch.cache, batch.rows, flags, 4)
+    assert bool((smooth.integers[0] == 77).all())
+    assert not bool((smooth.integers[1, :, 0] == 77).all())
+
+
+def accuracy(out: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
+    """SageAttention's cosine similarity and relative L1 of whole outputs."""
+    out, exact = out.double(), exact.double()
+    return float((out * exact).sum() / out.norm() / exact.norm()), float((out - exact).abs().sum() / exact.abs().sum())
+
+
+def test_8_bit_scores_are_as_accurate_as_sage_attention(device):
+    """On normal q, k, v SageAttention's table 9 has a cosine of 1.0 and a relative L1 of 0.021 for its kernel B."""
+    batch = random_batch([(0, 700)], 1, 1, 128, 16, DTYPES[1], device)
+    index = random_index(batch, 64, 1.0)
+    options = AttendOptions.of([None], [True], batch.q.device)
+    exact = expected_attention(batch, index)
+    wanted, wanted_lse = by_reference(batch, index, options)
+    out, lse = run(batch, index, options)
+    for given in (out, wanted):
+        cosine, relative = accuracy(given, exact.out)
+        assert cosine > 0.9995
+        assert 0.001 < relative < 0.021
+    # Few roundings fall the other way than in float64, and few show.
+    assert accuracy(out, wanted)[1] < 0.001
+    assert float((lse - wanted_lse).abs().mean()) < 1e-4
+    assert float((lse - exact.lse).abs().max()) < 0.05
+
+
+# The references themselves.
+
+
+@pytest.mark.parametrize("margin", [-math.inf, -2.0, -0.3])
+def test_the_reference_is_the_online_softmax_of_algorithm_1(margin):
+    """Lines 12 to 16 step by step, with a test of all queries together."""
+    generator = torch.Generator().manual_seed(4)
+    scores, values = (torch.randn(*size, generator=generator, dtype=torch.float64) for size in ((5, 70), (70, 8)))
+    scores[:, 20:50] -= 4
+    steps = torch.arange(70) // 10
+    online_max, total, acc = torch.full((5,), -math.inf).double(), torch.zeros(5).double(), torch.zeros(5, 8).double()
+    skipped = 0
+    for s, v in zip(scores.split(10, 1), values.split(10)):
+        local = s.amax(1)
+        new_max = torch.maximum(online_max, local)
+        p, decay = (s - new_max[:, None]).exp(), (online_max - new_max).exp()
+        total = total * decay + p.sum(1)
+        keep = bool((local - new_max).max() >= margin)
+        acc = acc * decay[:, None] + (p @ v if keep else 0)
+        online_max, skipped = new_max, skipped + (not keep)
+    assert (skipped > 0) == (margin > -math.inf)
+    kept = (reference.step_margins(scores, steps) >= margin)[steps]
+    torch.testing.assert_close((scores.softmax(-1) * kept) @ values, acc / total[:, None], rtol=0, atol=1e-12)
+
+
+def test_skipping_moves_an_output_by_no_more_than_it_may():
+    """A skipped pair weighs less than e^λ of its query's largest: at most keys · e^λ · max |v| in all."""
+    batch = lossless_batch([(500, 140)], 1, 1, 64, 16, torch.float32, "cpu")
+    index = random_index(batch, 64, 1.0)
+    exact, _ = by_reference(batch, index, None)
+    largest = float(batch.cache.values.nan_to_num().abs().max())
+    moved = []
+    for margin in (-30.0, -3.0, -1.0, -0.1):
+        out, _ = by_reference(batch, index, AttendOptions.of([margin], [False], batch.q.device))
+        moved.append(float((out - exact).nan_to_num().abs().max()))
+        assert moved[-1] <= max(batch.rows.seq_lens) * math.exp(margin) * largest + 1e-9
+    assert moved[0] == 0
+    assert moved == sorted(moved)
+    assert moved[-1] > 0.01
+
+
+def test_smoothing_takes_the_keys_common_part_out_of_the_error():
+    """A bias of all keys, large against their own part, moves neither the scores' softmax nor their 8-bit error."""
+    generator = torch.Generator().manual_seed(5)
+    q, k = torch.randn(128, 128, generator=generator), torch.randn(640, 128, generator=generator)
+    biased = k + 40 * torch.randn(128, generator=generator)
+    exact = (q @ k.T * 128**-0.5).softmax(-1)
+
+    def error(keys: torch.Tensor) -> float:
+        integers, steps, _ = (x[0] for x in reference.smooth_keys(keys[:, None]))
+        return float(((reference.scores_int8(q, integers, steps) * 128**-0.5).softmax(-1) - exact).abs().sum(-1).mean())
+
+    (q_int8, q_step), (k_int8, k_step) = reference.quantize(q, (0, 1)), reference.quantize(biased, (0, 1))
+    rough = (q_int8 @ k_int8.T * q_step * k_step * 128**-0.5).softmax(-1)
+    assert error(biased) < 1.1 * error(k)
+    assert float((rough - exact).abs().sum(-1).mean()) > 10 * error(k)
+
+
+def test_8_bit_rounds_to_the_nearest():
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(6))
+    integers, step = reference.quantize(x, (0, 1))
+    assert int(integers.abs().max()) == 127
+    assert float((integers * step - x).abs().max()) <= float(step) / 2 * 1.0001
+    assert not reference.quantize(torch.zeros(4, 4), (0, 1))[0].any()
+
+
+def test_options_of_heads():
+    device = torch.device("cpu")
+    assert AttendOptions.of([None, None], [False, False], device) is None
+    options = AttendOptions.of([None, -3.0], [True, False], device)
+    assert options.skip_margins.tolist() == [-math.inf, -3.0]
+    assert (options.int8_heads.tolist(), options.all_int8) == ([1, 0], False)
+    assert AttendOptions.of([None], [True], device).all_int8
+    assert AttendOptions.of([-3.0], [False], device).int8_heads is None
+
+
+def test_options_that_do_not_fit(device):
+    batch = random_batch([(0, 5)], 2, 1, 64, 16, DTYPES[0], device)
+    index = random_index(batch, 64, 1.0)
+    with pytest.raises(ValueError, match=r"skip_margins is \(3,\), expected \(2,\)"):
+        run(batch, index, AttendOptions(torch.zeros(3, device=device), None))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bulk", [False, True])
+@pytest.mark.parametrize(("head_dim", "block_tokens"), [(128, 64), (128, 128), (64, 128), (256, 64)])
+@pytest.mark.parametrize("lengths", [[(1000, 2049)], [(4000, 1000), (700, 63), (1300, 129)]], ids=str)
+def test_on_gpu(lengths, head_dim, block_tokens, bulk, dtype):
+    batch = lossless_batch(lengths, 8, 2, head_dim, 128, dtype, "cuda")
+    if bulk and not supports_bulk(batch.cache):
+        pytest.skip("bulk tensor copies need Hopper or later")
+    index = random_index(batch, block_tokens, 0.5, stripes=200)
+    check(batch, index, mixed_options(batch, index), bulk)
