@@ -112,7 +112,7 @@ class _Layer:
 
     def __init__(self, tensors: LayerTensors, scale: float, chunks: list[Rows], with_output: bool) -> None:
         self.scale = scale
-        self.cache = PagedCache(_paged(tensors.k), _paged(tensors.v))
+        self.cache = PagedCache(paged(tensors.k), paged(tensors.v))
         self.queries = [tensors.q[rows.context_lens[0] : rows.seq_lens[0]] for rows in chunks]
         self.masses: list[list[ExactMass]] = [
             list(exact_masses(q, self.cache, rows, scale)) for q, rows in zip(self.queries, chunks, strict=True)
@@ -171,7 +171,7 @@ def dense_attention(tensors: LayerTensors, scale: float) -> torch.Tensor:
     return out[0].transpose(0, 1)
 
 
-def _paged(x: torch.Tensor) -> torch.Tensor:
+def paged(x: torch.Tensor) -> torch.Tensor:
     """[num_tokens, num_kv_heads, head_dim] as pages; places past the end are NaN."""
     padding = -len(x) % PAGE_TOKENS
     return F.pad(x, (0, 0, 0, 0, 0, padding), value=float("nan")).unflatten(0, (-1, PAGE_TOKENS))
