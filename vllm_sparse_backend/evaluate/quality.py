@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from vllm_sparse_backend.evaluate.capture import Capture, LayerTensors
-from vllm_sparse_backend.plan import LayerPlan, Plan
+from vllm_sparse_backend.plan import LayerPlan, Plan, methods_by_head
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex, attend, shared_bytes, widest_block
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.reference.attend import attend as reference_attend
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.select import METHODS, name_of
+from vllm_sparse_kernels.select.base import attend_options
 from vllm_sparse_kernels.testing.oracle import Bound, ExactMass, Tally, exact_masses, tally
 
 PAGE_TOKENS = 128
@@ -127,7 +128,8 @@ class _Layer:
             kept.output_error += [0.0] * asked.with_output
             return
         counted: Tally | None = None
-        outputs = []
+        outputs: list[torch.Tensor] = []
+        options = attend_options(methods_by_head(groups), self.cache.keys.device)
         for q, masses, rows in zip(self.queries, self.masses, chunks, strict=True):
             index = select_layer(groups, q, self.cache, rows, self.scale)
             for mass in masses:
@@ -135,7 +137,8 @@ class _Layer:
                 counted = part if counted is None else counted.plus(part)
             if asked.with_output:
                 outputs.append(torch.empty_like(q))
-                (attend if q.is_cuda else reference_attend)(q, self.cache, index, outputs[-1], self.scale)
+                run = attend if q.is_cuda else reference_attend
+                run(q, self.cache, index, outputs[-1], self.scale, options=options)
         assert counted is not None
         quality = counted.quality(sum(causal_pairs(rows) for rows in chunks))
         kept.recall.append(quality.recall.tolist())
