@@ -21,8 +21,8 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A list of host integers on the device, without waiting for the device."""
+def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A list of host numbers on the device, without waiting for the device."""
     host = torch.tensor(values, dtype=dtype)
     if device.type == "cuda":
         host = host.pin_memory()

@@ -177,7 +177,7 @@ def test_similarity_is_the_mean_cosine_over_pairs():
 
 
 def test_kernels_measure_short_blocks_to_the_margin():
-    """Means and similarities of the row's last block of 13 keys and tile of 5 queries, θ just below and just above."""
+    """Means and similarities, those of the row's last block of 13 keys and tile of 5 queries too."""
     batch = make_batch([(200, 133)], 1, 1)
     heads = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     q, k = row_inputs(batch, 0, torch.float64)
@@ -185,15 +185,12 @@ def test_kernels_measure_short_blocks_to_the_margin():
     block_means, _ = reference.compress(k, KEY_BLOCK_TOKENS)
     for smooth in (True, False):
         _, block_similarity = reference.compress(k - k.mean(0) if smooth else k, KEY_BLOCK_TOKENS)
-        for side in (-MARGIN, MARGIN):
-            theta = float(block_similarity[0, -1]) + side
-            blocks = module._compress_keys(batch.cache, batch.rows, 0, heads, 1, theta, smooth)
-            assert torch.equal(blocks.similar.bool(), block_similarity >= theta)
-            assert torch.allclose(blocks.sums[0, -1] / 13, block_means[0, -1].float(), atol=MARGIN)
-            theta = float(tile_similarity[0, -1]) + side
-            tiles = module._compress_tiles(batch.q, batch.rows, heads, theta)
-            assert torch.equal(tiles.similar.bool(), tile_similarity >= theta)
-            assert torch.allclose(tiles.sums[0, -1] / 5, tile_means[0, -1].float(), atol=MARGIN)
+        blocks = module._compress_keys(batch.cache, batch.rows, 0, heads, 1, smooth)
+        assert torch.allclose(blocks.similarity, block_similarity.float(), rtol=0, atol=MARGIN)
+        assert torch.allclose(blocks.sums[0, -1] / 13, block_means[0, -1].float(), atol=MARGIN)
+    tiles = module._compress_tiles(batch.q, batch.rows, heads)
+    assert torch.allclose(tiles.similarity, tile_similarity.float(), rtol=0, atol=MARGIN)
+    assert torch.allclose(tiles.sums[0, -1] / 5, tile_means[0, -1].float(), atol=MARGIN)
 
 
 def keep_top_mass(scores: torch.Tensor, kept_mass: float, block_tokens=64, similar=None) -> torch.Tensor:
@@ -203,11 +200,12 @@ def keep_top_mass(scores: torch.Tensor, kept_mass: float, block_tokens=64, simil
     rows = Rows((0,), (1,), (num_blocks * KEY_BLOCK_TOKENS - 1,), table)
     index = SparseIndex.allocate(rows, num_heads, block_tokens)
     kept = torch.full((num_heads, index.block_ids.shape[1]), 255, dtype=torch.uint8, device=DEVICE)
-    similar = torch.ones(num_heads, 1, dtype=torch.uint8, device=DEVICE) if similar is None else similar
+    similar = torch.ones(num_heads, 1, device=DEVICE) if similar is None else similar
     stride = ceil_div(num_blocks, module.ROW_ALIGN) * module.ROW_ALIGN
     padded = torch.full((num_heads, 1, stride), float("nan"), device=DEVICE)
     padded[:, 0, :num_blocks] = scores
-    module._keep_top_mass(padded, similar, index, 0, kept_mass, kept)
+    limits = (torch.full((num_heads,), value, device=DEVICE) for value in (kept_mass, 0.5))
+    module._keep_top_mass(padded, similar, index, 0, *limits, kept)
     kept = kept[:, : ceil_div(num_blocks * KEY_BLOCK_TOKENS, block_tokens)]  # an index's rows may be longer
     assert bool((kept <= 1).all()), "a flag was not written"
     return kept.bool()
@@ -233,7 +231,7 @@ def test_top_mass_at_its_edges():
         [-4e3, 900.0, -4e3, -4e3, 899.0, -inf],  # exponentials far below what float32 holds
         [0.0, -1.0, -2.0, -3.0, -4.0, -5.0],
     ], device=DEVICE)  # fmt: skip
-    similar = torch.tensor([[1], [1], [1], [0]], dtype=torch.uint8, device=DEVICE)
+    similar = torch.tensor([[1.0], [0.5], [1.0], [0.4]], device=DEVICE)
     wanted = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6, [0, 1, 0, 0, 0, 1], [1] * 6], device=DEVICE).bool()
     assert torch.equal(keep_top_mass(scores, 0.5, similar=similar), wanted)
     pairs = wanted.unflatten(1, (3, 2)).any(-1)
@@ -301,6 +299,43 @@ def test_pages_and_placement_change_nothing():
         assert torch.equal(index.block_counts, first.block_counts)
         for i_tile in range(first.rows.num_tiles):
             assert all(torch.equal(index.blocks_of(h, i_tile), first.blocks_of(h, i_tile)) for h in range(2))
+
+
+SETTINGS = [
+    METHOD, SpargeAttn(kept_mass=0.4, min_similarity=-1.0, skip_margin=-5.0), SpargeAttn(kept_mass=1.0),
+    dataclasses.replace(METHOD, min_similarity=0.55, int8_scores=True), METHOD, SpargeAttn(kept_mass=0.9),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("block_tokens", [64, 128])
+def test_heads_selected_together_select_what_each_selects_alone(block_tokens):
+    """Six heads on two kv heads, of five settings, in the order of ``heads``: bitwise."""
+    batch = make_batch([(700, 200), (0, 63), (333, 1)], 6, 2, dtype=torch.float16)
+    heads = [4, 0, 5, 1, 3, 2]
+    merged = SpargeAttn.merged(SETTINGS)
+    for select in (None, METHODS["sparge_attn"].reference):
+        together = run(merged, batch, block_tokens, heads, select=select)
+        for head, method in zip(heads, SETTINGS):
+            alone = run(method, batch, block_tokens, [head], select=select)
+            assert torch.equal(alone.block_counts[head], together.block_counts[head])
+            for i_tile in range(batch.rows.num_tiles):
+                assert torch.equal(alone.blocks_of(head, i_tile), together.blocks_of(head, i_tile))
+    assert len({tuple(counts) for counts in together.block_counts.tolist()}) > 3
+
+
+def test_what_is_merged():
+    merged = SpargeAttn.merged(SETTINGS)
+    assert list(merged.of_heads(6)) == SETTINGS
+    assert merged.alike == METHOD.alike == SpargeAttn()
+    assert [m.skip_margin for m in merged.of_heads(6)] == [None, -5.0, None, None, None, None]
+    assert SpargeAttn.merged([METHOD] * 3) == METHOD
+    assert METHOD.summary([METHOD] * 2) == dataclasses.asdict(METHOD)
+    assert merged.summary([merged, METHOD]) == {"smooth_keys": True, "settings": 5}
+    assert dataclasses.replace(METHOD, smooth_keys=False).alike != METHOD.alike
+    with pytest.raises(ValueError, match="equal smooth_keys"):
+        SpargeAttn.merged([METHOD, SpargeAttn(smooth_keys=False)])
+    with pytest.raises(ValueError, match="one for each of the 2 heads"):
+        merged.of_heads(2)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,14 @@ from vllm_sparse_kernels.select.sparge_attn import KEY_BLOCK_TOKENS, SpargeAttn
 def select_sparge_attn(
     method: SpargeAttn, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
+    settings = method.of_heads(len(heads))
+    for one in dict.fromkeys(settings):
+        _select_alike(one, q, cache, index, heads[[i for i, other in enumerate(settings) if other == one]], scale)
+
+
+def _select_alike(
+    method: SpargeAttn, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
+) -> None:
     rows, group = index.rows, q.shape[1] // cache.num_kv_heads
     chosen = heads.long()
     index.stripe_counts.index_fill_(0, chosen, 0)

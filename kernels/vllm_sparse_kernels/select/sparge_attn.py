@@ -35,8 +35,10 @@ was kept is then exact to rounding, which is what ``attend``'s error budget is s
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, Self
 
 import torch
 import triton
@@ -44,7 +46,7 @@ import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache, key_offsets
-from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div
+from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.select.base import Method, require
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, compact_blocks, tile_blocks
 
@@ -95,37 +97,82 @@ class SpargeAttn(Method):
         in_range = self.skip_margin is None or -math.inf < self.skip_margin < 0
         require(in_range, "skip_margin", self.skip_margin, "a finite number < 0, or null to skip nothing")
 
+    @property
+    def alike(self) -> "SpargeAttn":
+        return SpargeAttn(smooth_keys=self.smooth_keys)
+
+    @classmethod
+    def merged(cls, methods: Sequence[Self]) -> "SpargeAttn":
+        first = methods[0]
+        require(all(m.smooth_keys == first.smooth_keys for m in methods), "methods", methods, "equal smooth_keys")
+        if len(set(methods)) == 1:
+            return first
+        return SpargeAttnLayer(smooth_keys=first.smooth_keys, settings=tuple(methods))
+
+    @classmethod
+    def summary(cls, methods: Sequence[Self]) -> dict[str, object]:
+        """What all have in common, and how many settings there are."""
+        settings = {one for m in methods for one in (m.settings if isinstance(m, SpargeAttnLayer) else (m,))}
+        all_fields = [asdict(one) for one in settings]
+        common = {name: value for name, value in all_fields[0].items() if all(f[name] == value for f in all_fields)}
+        return common if len(settings) == 1 else common | {"settings": len(settings)}
+
+    def of_heads(self, num_heads: int) -> "Sequence[SpargeAttn]":
+        return (self,) * num_heads
+
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         index.stripe_counts.index_fill_(0, heads.long(), 0)
-        if self.kept_mass == 1:
+        settings = self.of_heads(len(heads))
+        if all(one.kept_mass == 1 for one in settings):
             compact_blocks(None, index, heads)
             return
         rows, num_heads = index.rows, len(heads)
-        tiles = _compress_tiles(q, rows, heads, self.min_similarity)
+        kept_mass = _on_device(tuple(one.kept_mass for one in settings), q.device)
+        min_similarity = _on_device(tuple(one.min_similarity for one in settings), q.device)
+        tiles = _compress_tiles(q, rows, heads)
         kept = torch.empty(num_heads, index.block_ids.shape[1], dtype=torch.uint8, device=q.device)
         for row, seq_len in enumerate(rows.seq_lens):
-            blocks = _compress_keys(cache, rows, row, heads, q.shape[1], self.min_similarity, self.smooth_keys)
+            blocks = _compress_keys(cache, rows, row, heads, q.shape[1], self.smooth_keys)
             stride = ceil_div(ceil_div(seq_len, KEY_BLOCK_TOKENS), ROW_ALIGN) * ROW_ALIGN
             slab = max(1, SCORE_BYTES // (4 * stride * num_heads))
             for first_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1], slab):
                 num_tiles = min(slab, rows.tile_starts[row + 1] - first_tile)
                 scores = torch.empty(num_heads, num_tiles, stride, dtype=torch.float32, device=q.device)
-                _score_tiles(tiles, blocks, index, first_tile, seq_len, heads, scale, scores)
-                _keep_top_mass(scores, tiles.similar, index, first_tile, self.kept_mass, kept)
+                _score_tiles(tiles, blocks, index, first_tile, seq_len, heads, scale, min_similarity, scores)
+                _keep_top_mass(scores, tiles.similarity, index, first_tile, kept_mass, min_similarity, kept)
         compact_blocks(kept, index, heads)
+
+
+@dataclass(frozen=True)
+class SpargeAttnLayer(SpargeAttn):
+    """Heads of a layer that differ in τ, θ or what they ask of attention; keys are compressed once for all.
+
+    ``settings[i]`` is the method of the i-th head that ``select`` is given.
+    """
+
+    settings: tuple[SpargeAttn, ...] = ()
+
+    def of_heads(self, num_heads: int) -> Sequence[SpargeAttn]:
+        require(len(self.settings) == num_heads, "settings", self.settings, f"one for each of the {num_heads} heads")
+        return self.settings
+
+
+@lru_cache(maxsize=4096)
+def _on_device(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    return to_device(values, torch.float32, device)
 
 
 class _Compressed(NamedTuple):
     """Tiles [len(heads), num_tiles, ...] or key blocks [num_kv_heads, num_blocks, ...] as single tokens."""
 
     sums: torch.Tensor  # [..., head_dim] float32: over the tokens
-    similar: torch.Tensor  # [...] uint8: self-similarity reaches θ
+    similarity: torch.Tensor  # [...] float32: mean cosine over all pairs
 
     @staticmethod
     def empty(groups: int, length: int, head_dim: int, device: torch.device) -> "_Compressed":
         return _Compressed(
             torch.empty(groups, length, head_dim, dtype=torch.float32, device=device),
-            torch.empty(groups, length, dtype=torch.uint8, device=device),
+            torch.empty(groups, length, dtype=torch.float32, device=device),
         )
 
 
@@ -140,11 +187,11 @@ class _PagedKeys(NamedTuple):
     block_table: Any
 
 
-def _compress_tiles(q: torch.Tensor, rows: Rows, heads: torch.Tensor, min_similarity: float) -> _Compressed:
+def _compress_tiles(q: torch.Tensor, rows: Rows, heads: torch.Tensor) -> _Compressed:
     head_dim = q.shape[2]
     tiles = _Compressed.empty(len(heads), rows.num_tiles, head_dim, q.device)
     _compress_tiles_kernel[(rows.num_tiles, len(heads))](
-        q, q.stride(0), q.stride(1), rows.tiles, heads, *tiles, min_similarity, rows.num_tiles,
+        q, q.stride(0), q.stride(1), rows.tiles, heads, *tiles, rows.num_tiles,
         HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), TILE=TILE_TOKENS, BLOCK=KEY_BLOCK_TOKENS,
         FIELDS=TILE_FIELDS, num_warps=_warps(head_dim),
     )  # fmt: skip
@@ -152,7 +199,7 @@ def _compress_tiles(q: torch.Tensor, rows: Rows, heads: torch.Tensor, min_simila
 
 
 def _compress_keys(
-    cache: PagedCache, rows: Rows, row: int, heads: torch.Tensor, num_heads: int, min_similarity: float, smooth: bool
+    cache: PagedCache, rows: Rows, row: int, heads: torch.Tensor, num_heads: int, smooth: bool
 ) -> _Compressed:
     """Key blocks of one row. Kv heads that none of ``heads`` reads stay undefined."""
     head_dim, seq_len = cache.head_dim, rows.seq_lens[row]
@@ -160,18 +207,18 @@ def _compress_keys(
     blocks = _Compressed.empty(cache.num_kv_heads, num_blocks, head_dim, rows.device)
     keys = _PagedKeys(cache.keys, *cache.strides, cache.page_size, rows.block_table)
 
-    def launch(sums: torch.Tensor | None, similar: torch.Tensor | None, center: torch.Tensor | None) -> None:
+    def launch(sums: torch.Tensor | None, similarity: torch.Tensor | None, center: torch.Tensor | None) -> None:
         _compress_keys_kernel[(num_blocks, cache.num_kv_heads)](
-            keys, row * rows.block_table.stride(0), seq_len, heads, len(heads), sums, similar, center, min_similarity,
+            keys, row * rows.block_table.stride(0), seq_len, heads, len(heads), sums, similarity, center,
             GROUP=num_heads // cache.num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
             BLOCK=KEY_BLOCK_TOKENS, HEADS=128, num_warps=_warps(head_dim),
         )  # fmt: skip
 
     if smooth:
         launch(blocks.sums, None, None)
-        launch(None, blocks.similar, blocks.sums.sum(1) / seq_len)
+        launch(None, blocks.similarity, blocks.sums.sum(1) / seq_len)
     else:
-        launch(blocks.sums, blocks.similar, None)
+        launch(blocks.sums, blocks.similarity, None)
     return blocks
 
 
@@ -182,7 +229,7 @@ def _warps(head_dim: int) -> int:
 
 def _score_tiles(
     tiles: _Compressed, blocks: _Compressed, index: SparseIndex, first_tile: int, seq_len: int, heads: torch.Tensor,
-    scale: float, scores: torch.Tensor,
+    scale: float, min_similarity: torch.Tensor, scores: torch.Tensor,
 ) -> None:  # fmt: skip
     """S^ in base 2 of the tiles from ``first_tile`` on: [n, num_tiles, >= num_blocks], causal or not."""
     num_heads, num_tiles, _ = scores.shape
@@ -190,21 +237,21 @@ def _score_tiles(
     grid = (ceil_div(num_blocks, 64), ceil_div(num_tiles, 32), num_heads)
     _score_tiles_kernel[grid](
         tiles.sums, *blocks, index.rows.tiles, heads, scores, scores.stride(1), first_tile, num_tiles,
-        index.rows.num_tiles, seq_len, scale * LOG2_E,
+        index.rows.num_tiles, seq_len, scale * LOG2_E, min_similarity,
         GROUP=index.num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_M=32, BLOCK_N=64, BLOCK_D=32,
         BLOCK=KEY_BLOCK_TOKENS, FIELDS=TILE_FIELDS,
     )  # fmt: skip
 
 
 def _keep_top_mass(
-    scores: torch.Tensor, similar: torch.Tensor, index: SparseIndex, first_tile: int, kept_mass: float,
-    kept: torch.Tensor,
+    scores: torch.Tensor, similarity: torch.Tensor, index: SparseIndex, first_tile: int, kept_mass: torch.Tensor,
+    min_similarity: torch.Tensor, kept: torch.Tensor,
 ) -> None:  # fmt: skip
     """Flags of the tiles from ``first_tile`` on, laid out as block_ids. Overwrites ``scores``."""
     num_heads, num_tiles, _ = scores.shape
     _keep_top_mass_kernel[(num_tiles, num_heads)](
-        scores, scores.stride(1), similar, index.rows.tiles, index.block_offsets, first_tile, index.rows.num_tiles,
-        kept_mass, kept, kept.stride(0),
+        scores, scores.stride(1), similarity, index.rows.tiles, index.block_offsets, first_tile, index.rows.num_tiles,
+        kept_mass, min_similarity, kept, kept.stride(0),
         BLOCK=KEY_BLOCK_TOKENS, HALVES=index.block_tokens // KEY_BLOCK_TOKENS, CHUNK=CHUNK_BLOCKS, FIELDS=TILE_FIELDS,
     )  # fmt: skip
 
@@ -218,14 +265,14 @@ def _fold_tokens(b_x, b_sum, b_units):
 
 
 @triton.jit
-def _is_similar(b_units, count, min_similarity):
-    """Whether the mean cosine over all pairs of ``count`` tokens, those with themselves too, reaches θ."""
-    return (tl.sum(b_units * b_units, 0) >= min_similarity * count * count).to(tl.uint8)
+def _similarity(b_units, count):
+    """Mean cosine over all pairs of ``count`` tokens, those with themselves too."""
+    return tl.sum(b_units * b_units, 0) / (count * count)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _compress_tiles_kernel(
-    q, stride_token, stride_head, tiles, heads, sums, similar, min_similarity, num_tiles,
+    q, stride_token, stride_head, tiles, heads, sums, similarity, num_tiles,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     i_tile, i_group = tl.program_id(0), tl.program_id(1)
@@ -243,12 +290,12 @@ def _compress_tiles_kernel(
         b_sum, b_units = _fold_tokens(b_q, b_sum, b_units)
     i_out = i_group.to(tl.int64) * num_tiles + i_tile
     tl.store(sums + i_out * HEAD_DIM + o_d, b_sum, mask=o_d < HEAD_DIM)
-    tl.store(similar + i_out, _is_similar(b_units, length.to(tl.float32), min_similarity))
+    tl.store(similarity + i_out, _similarity(b_units, length.to(tl.float32)))
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _compress_keys_kernel(
-    keys, table_start, seq_len, heads, num_heads, sums, similar, center, min_similarity,
+    keys, table_start, seq_len, heads, num_heads, sums, similarity, center,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     i_block, i_kv = tl.program_id(0), tl.program_id(1)
@@ -271,9 +318,9 @@ def _compress_keys_kernel(
     i_out = i_kv.to(tl.int64) * tl.num_programs(0) + i_block
     if sums is not None:
         tl.store(sums + i_out * HEAD_DIM + o_d, b_sum, mask=o_d < HEAD_DIM)
-    if similar is not None:
+    if similarity is not None:
         count = tl.minimum(seq_len - i_block * BLOCK, BLOCK).to(tl.float32)
-        tl.store(similar + i_out, _is_similar(b_units, count, min_similarity))
+        tl.store(similarity + i_out, _similarity(b_units, count))
 
 
 @triton.jit
@@ -289,8 +336,8 @@ def _is_read(i_kv, heads, num_heads, GROUP: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _score_tiles_kernel(
-    tile_sums, block_sums, block_similar, tiles, heads, scores, stride_scores, first_tile, num_tiles, all_tiles,
-    seq_len, scale,
+    tile_sums, block_sums, block_similarity, tiles, heads, scores, stride_scores, first_tile, num_tiles, all_tiles,
+    seq_len, scale, min_similarity,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
@@ -314,22 +361,25 @@ def _score_tiles_kernel(
     b_length = tl.load(tiles + (first_tile + o_m) * FIELDS + 2, mask=in_tiles, other=1).to(tl.float32)
     b_count = tl.minimum(seq_len - o_n * BLOCK, BLOCK).to(tl.float32)
     b_s = b_s / b_length[:, None] / b_count[None, :] * scale
-    b_similar = tl.load(block_similar + o_block, mask=in_blocks, other=0)
-    b_s = tl.where((b_similar != 0)[None, :], b_s, float("-inf"))
+    b_similar = tl.load(block_similarity + o_block, mask=in_blocks, other=0.0) >= tl.load(min_similarity + i_group)
+    b_s = tl.where(b_similar[None, :], b_s, float("-inf"))
     o_row = (i_group.to(tl.int64) * num_tiles + o_m) * stride_scores
     tl.store(scores + o_row[:, None] + o_n[None, :], b_s, mask=in_tiles[:, None] & in_blocks[None, :])
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _keep_top_mass_kernel(
-    scores, stride_scores, similar, tiles, block_offsets, first_tile, all_tiles, kept_mass, kept, stride_kept,
+    scores, stride_scores, similarity, tiles, block_offsets, first_tile, all_tiles, kept_mass, min_similarity,
+    kept, stride_kept,
     BLOCK: tl.constexpr, HALVES: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     i_tile, i_group = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = scores + (i_group * tl.num_programs(0) + tl.program_id(0)) * stride_scores
     _, num_blocks = tile_blocks(tiles, i_tile, BLOCK, FIELDS)
-    all_kept = tl.load(similar + i_group * all_tiles + i_tile) == 0
-    target = _exponentials(row, num_blocks, CHUNK) * kept_mass
+    share = tl.load(kept_mass + i_group)
+    is_unlike = tl.load(similarity + i_group * all_tiles + i_tile) < tl.load(min_similarity + i_group)
+    all_kept = tl.where(share >= 1, 1, is_unlike.to(tl.int32)) != 0
+    target = _exponentials(row, num_blocks, CHUNK) * share
 
     # The largest bits such that blocks of at least those bits reach the target; 1 to 1.0 takes 30 halvings.
     bits = tl.where(all_kept, ONE_BITS, 1)
