@@ -14,13 +14,14 @@ from vllm.platforms import current_platform
 if not current_platform.is_cpu():
     pytest.skip("needs vLLM's CPU build", allow_module_level=True)
 
-from tests.backend.served import PAGE_TOKENS, Step, make_builder, make_config, make_layers, make_model, make_step
+from tests.backend.served import CPU, PAGE_TOKENS, Step, make_builder, make_config, make_layers, make_model, make_step
 from vllm_sparse_backend import compat
 from vllm_sparse_backend.metadata import SparsePrefillMetadata
-from vllm_sparse_backend.plan import HeadGroup
+from vllm_sparse_backend.plan import HeadGroup, methods_by_head
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.reference.attend import attend
 from vllm_sparse_kernels.select import METHODS, name_of
+from vllm_sparse_kernels.select.base import attend_options
 
 # Decodes, short prompts and sparse ones in no order; contexts that end anywhere.
 MIXED = ((333, 150), (40, 1), (0, 63), (1, 200), (100, 131), (0, 1), (701, 40), (64, 1), (31, 64))
@@ -66,7 +67,7 @@ def reference(step: Step, row: int, groups: Sequence[HeadGroup], scale: float) -
         heads = torch.tensor(group.heads, dtype=torch.int32)
         METHODS[name_of(group.method)].reference(group.method, query, cache, index, heads, scale)
     out = torch.full_like(query, float("nan"))
-    attend(query, cache, index, out, scale)
+    attend(query, cache, index, out, scale, options=attend_options(methods_by_head(tuple(groups)), CPU))
     return out, index
 
 
@@ -210,3 +211,39 @@ class TestMethods:
         for row in SPARSE_ROWS:
             expected, _ = reference(step, row, layer.impl.groups, layer.impl.scale)
             torch.testing.assert_close(out[step.tokens(row)], expected, **CLOSE)
+
+    def test_heads_ask_attention_for_what_their_methods_say(
+        self, configured: Callable[..., Any], tmp_path: Path
+    ) -> None:
+        """SpargeAttn's heads, merged, and others in between; where a head asks for nothing, nothing changes."""
+        profile = tmp_path / "options.yaml"
+        profile.write_text(
+            "format: 1\n"
+            "model: any\n"
+            "default: {method: dense}\n"
+            "layers:\n"
+            '  "1":\n'
+            "    heads:\n"
+            '      "0": {method: sparge_attn, kept_mass: 0.4, skip_margin: -0.5}\n'
+            '      "2": {method: sale, tau: 0.2, int8_scores: true}\n'
+            '      "3": {method: sparge_attn, kept_mass: 0.7, int8_scores: true}\n'
+        )
+        config = configured(profile=str(profile), min_tokens=MIN_TOKENS, check_index=True)
+        layer, plain = layers = make_layers(config, [1, 2])
+        builder = make_builder(config, layers)
+        assert [group.heads for group in layer.impl.groups] == [(0, 3), (1,), (2,)]
+        assert layer.impl.options.skip_margins.tolist() == [-0.5, *[float("-inf")] * 3]
+        assert layer.impl.options.int8_heads.tolist() == [0, 0, 1, 1]
+        assert plain.impl.options is None
+        step = make_step(layer, MIXED)
+        metadata = builder.build(0, step.common)
+        out = step.forward(layer, metadata)
+        layer.impl.options = None
+        without = step.forward(layer, metadata)
+        for row in SPARSE_ROWS:
+            tokens = step.tokens(row)
+            expected, _ = reference(step, row, layer.impl.groups, layer.impl.scale)
+            torch.testing.assert_close(out[tokens], expected, **CLOSE)
+            torch.testing.assert_close(out[tokens, 1], without[tokens, 1], **CLOSE)
+            assert all(not torch.allclose(out[tokens, h], without[tokens, h], atol=1e-4) for h in (2, 3))
+        assert not torch.allclose(out[:, 0], without[:, 0], atol=1e-4)
