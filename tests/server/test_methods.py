@@ -55,7 +55,13 @@ def share(cluster: int) -> dict[str, Any]:
 LAYERS: dict[int, dict[str, Any]] = {
     0: {"heads": dict(enumerate(share(0) if name == "share_prefill" else spec(name) for name in METHOD_PARAMS))},
     1: {
-        "heads": {"0,5": spec("dense"), 2: share(1), 3: spec("sale"), "1,4": share(0), 6: spec("sparge_attn")},
+        "heads": {
+            "0,5": spec("dense"),
+            2: share(1),
+            3: spec("sale", int8_scores=True),
+            "1,4": share(0),
+            6: spec("sparge_attn", skip_margin=-1.0),
+        },
         "default": spec("anchor_attention"),
     },
     2: {"heads": {"2-3": share(1), 4: share(-1), 6: spec("anchor_attention", theta=4.0), 7: spec("dense")}},
