@@ -24,9 +24,9 @@ CLEAR = 1e-3
 def lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, layout="NHD") -> Batch:
     """A batch that 8 bits hold exactly: then 8-bit scores are exact ones, and attend's own budget holds for them.
 
-    Keys less their mean, and queries, are whole multiples −127 … 127 of a power of two, each block of keys and tile of
-    queries with a 127 in it. Runs of 128 keys lean towards the queries and away from them in turn, so that some steps
-    matter less than others.
+    Keys less their mean, and queries, are whole multiples −127 … 127 of a power of two (another one for every second
+    block of keys, in turn by kv head), each block of keys and tile of queries with a 127 in it. Runs of 128 keys lean
+    towards the queries and away from them in turn, so that some steps matter less than others.
     """
     batch = random_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, 3, layout, gap_tokens=3)
     generator = torch.Generator(device).manual_seed(7)
@@ -48,8 +48,9 @@ def lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype,
         keys[seq_len - seq_len % 2 :] = 0
         assert not keys.sum(0).any()
         positions = torch.arange(seq_len, device=device)
+        unit = 1 - 0.5 * ((positions[:, None] // INT8_STEP + torch.arange(num_kv_heads, device=device)) % 2)
         pages = rows.block_table[row, positions // page_size].long()
-        batch.cache.keys[pages, positions % page_size] = ((keys + bias) / 32).to(dtype)
+        batch.cache.keys[pages, positions % page_size] = ((keys * unit[..., None] + bias) / 32).to(dtype)
         queries = whole(query_len, num_heads) + lean.repeat_interleave(num_heads // num_kv_heads, 0)
         queries[::128, :, 0] = 127
         batch.q[token : token + query_len] = (queries / 128).to(dtype)
