@@ -207,11 +207,14 @@ def flags_twice(method: Sale, queries, keys, batch: Batch, block_tokens: int) ->
     return ours, expected
 
 
+@pytest.mark.parametrize(("tau", "mean"), [(0.3, 0), (0.15, 4)])
 @pytest.mark.parametrize("integers", INTEGERS, ids=str)
-def test_on_the_same_integers_flags_are_equal_bit_for_bit(integers, monkeypatch):
+def test_on_the_same_integers_flags_are_equal_bit_for_bit(integers, tau, mean, monkeypatch):
     monkeypatch.setattr(module, "integer_dtype", lambda device: integers)
     batch = make_batch([(1300, 260)], num_heads=2)
-    method = Sale(0.3)
+    generator = torch.Generator(DEVICE).manual_seed(2)
+    batch.q.add_(mean * torch.randn(64, generator=generator, device=DEVICE))
+    method = Sale(tau)
     heads = torch.arange(2, dtype=torch.int32, device=DEVICE)
     queries, keys = module._round_row(method, batch.q, batch.cache, batch.rows, 0, heads, batch.scale)
     assert queries.integers.dtype == integers
@@ -219,6 +222,29 @@ def test_on_the_same_integers_flags_are_equal_bit_for_bit(integers, monkeypatch)
     ours, expected = flags_twice(method, queries, keys, batch, 64)
     assert torch.equal(ours, expected)
     assert 0.1 < ours.float().mean() < 0.9
+
+
+@pytest.mark.parametrize("integers", INTEGERS, ids=str)
+@pytest.mark.parametrize("block_tokens", [64, 128])
+def test_where_scores_and_thresholds_are_below_zero_flags_are_settled(integers, block_tokens, monkeypatch):
+    """Biases that fall from key to key: in one tile blocks fail and pass at scores that are all negative."""
+    batch = random_batch([(1300, 260)], 1, 1, 64, 64, torch.float32, DEVICE)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    q = torch.randint(-7, 8, (1, 384, 64), generator=generator, device=DEVICE)
+    k = torch.randint(-7, 8, (1, 1664, 64), generator=generator, device=DEVICE)
+    thresholds = torch.full((1, 384), -600.0, device=DEVICE)
+    thresholds[:, 100:] = 200.0
+    thresholds[:, 260:] = torch.inf
+    biases = -1.2 * torch.arange(1664.0, device=DEVICE)[None] - 200
+    queries = RoundedQueries(q.to(integers), thresholds, torch.ones(1, 384, device=DEVICE), 384)
+    keys = RoundedKeys(k.to(integers), torch.ones(1, 1664 // 8, device=DEVICE), biases, 1664)
+    ours, expected = flags_twice(Sale(0.5), queries, keys, batch, block_tokens)
+    assert torch.equal(ours, expected)
+    assert 0 in ours[:, : 1300 // block_tokens]
+    monkeypatch.setattr(module, "_settle_kernel", {(2, 1, 1): lambda *args, **kwargs: None})
+    unsettled, _ = flags_twice(Sale(0.5), queries, keys, batch, block_tokens)
+    assert bool((unsettled < ours).any())
+    assert bool((unsettled <= ours).all())
 
 
 @pytest.mark.parametrize("integers", INTEGERS, ids=str)

@@ -22,6 +22,10 @@ Where the paper leaves a choice, or this departs from it:
   From Hopper on they are multiplied as e4m3, whose results need no conversion: a sum is an integer of at most
   49 · head_dim ≤ 12,544 < 2^14, and Hopper's fp8 accumulator, though narrower than float32, keeps 14 bits (a test holds
   it to that). Elsewhere they are int8.
+* The largest of eight scores is found by comparing their bits as integers: Hopper takes three integers at once, but
+  two floats. It is the true one unless all are below 0; then it is the least. As it is one of the eight in any case, a
+  block that passes does pass, and where all thresholds are above 0 one that fails does fail. What fails in a tile with
+  a threshold of 0 or less is open: a second launch, which mostly finds nothing to do, compares floats there.
 * Elements are compared in float32 and added q̄(k − k̄)ᵀ in float32; the authors round that term to an integer and compare
   in half precision.
 * Query blocks are counted from the row's first query of this step and lie askew of absolute positions. A tile of 128
@@ -58,8 +62,11 @@ LN_2 = tl.constexpr(0.6931471805599453)
 SPLIT_TOKENS = 1024
 """Keys that one program adds up for the mean."""
 
-WORD_BLOCKS = 32
-"""Index blocks that one program tests: a bit of a word for each."""
+WORD_BLOCKS = 64
+"""Index blocks that one program tests: a bit of a word for each, 32 or 64."""
+
+SETTLE_WORDS = 64
+"""Words that a program which settles looks through at once."""
 
 TEST_TILES = 2
 """Tiles that one program tests together: keys are read half as often as with one. L2 could not keep up otherwise."""
@@ -70,7 +77,8 @@ TEST_STAGES = 4
 """Shape of a test's step: 128 results a thread, and two programs on one multiprocessor: one multiplies while the other
 compares."""
 
-VARYING = ("i_row", "token", "context_len", "query_len", "seq_len", "num_heads", "stride_kept", "block_offsets")
+VARYING = ("i_row", "token", "context_len", "query_len", "seq_len", "num_heads", "num_words", "stride_kept",
+           "block_offsets")  # fmt: skip
 """Kernel arguments that change from step to step: they shall not call for new variants of a kernel."""
 
 
@@ -197,13 +205,20 @@ def _test_row(
     """Clear the flags of one row's blocks between sink and local region in which no element passes."""
     rows = index.rows
     first_tile, end_tile = rows.tile_starts[row], rows.tile_starts[row + 1]
+    num_programs = ceil_div(end_tile - first_tile, TEST_TILES)
     num_words = ceil_div(rows.seq_lens[row], WORD_BLOCKS * index.block_tokens)
-    _test_kernel[(ceil_div(end_tile - first_tile, TEST_TILES), num_words, len(heads))](
-        queries, keys, heads, kept, kept.stride(0), index.block_offsets[first_tile:end_tile],
+    marks = torch.empty(len(heads), num_programs, num_words, dtype=torch.uint8, device=kept.device)
+    args = (
+        queries, keys, heads, kept, kept.stride(0), index.block_offsets[first_tile:end_tile], marks,
         rows.context_lens[row], rows.query_lens[row], method.sink_tokens, method.local_tokens,
-        SEGMENT=method.SEGMENT_TOKENS, GROUP=group, BLOCK_D=keys.integers.shape[2], TILE=TILE_TOKENS, TILES=TEST_TILES,
-        INDEX_N=index.block_tokens, BLOCK_N=TEST_KEYS, WORD=WORD_BLOCKS, STAGES=TEST_STAGES, num_warps=TEST_WARPS,
     )  # fmt: skip
+    shape = {
+        "SEGMENT": method.SEGMENT_TOKENS, "GROUP": group, "BLOCK_D": keys.integers.shape[2], "TILE": TILE_TOKENS,
+        "TILES": TEST_TILES, "INDEX_N": index.block_tokens, "BLOCK_N": TEST_KEYS, "WORD": WORD_BLOCKS,
+        "STAGES": TEST_STAGES, "WARPS": TEST_WARPS, "num_warps": TEST_WARPS,
+    }  # fmt: skip
+    _test_kernel[(num_programs, num_words, len(heads))](*args, **shape)
+    _settle_kernel[(num_programs, 1, len(heads))](*args, num_words, **shape, WORDS=SETTLE_WORDS)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -336,23 +351,65 @@ def _local_lse(
 
 @triton.jit(do_not_specialize=VARYING)
 def _test_kernel(
-    queries, keys, heads, kept, stride_kept, block_offsets, context_len, query_len, sink_tokens, local_tokens,
+    queries, keys, heads, kept, stride_kept, block_offsets, marks, context_len, query_len, sink_tokens, local_tokens,
     SEGMENT: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    INDEX_N: tl.constexpr, BLOCK_N: tl.constexpr, WORD: tl.constexpr, STAGES: tl.constexpr,
+    INDEX_N: tl.constexpr, BLOCK_N: tl.constexpr, WORD: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Step 3 for TILES tiles of one head and WORD index blocks, as far as these lie between sink and local region."""
+    """Step 3 for TILES tiles of one head and a word of WORD index blocks; says whether it leaves some of them open."""
+    i_word = tl.program_id(1)
+    is_open = _test_word(
+        queries, keys, heads, kept, stride_kept, block_offsets, context_len, query_len, sink_tokens, local_tokens,
+        i_word, SEGMENT, GROUP, BLOCK_D, TILE, TILES, INDEX_N, BLOCK_N, WORD, STAGES, WARPS, False,
+    )  # fmt: skip
+    o_mark = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1) + i_word
+    tl.store(marks + o_mark, is_open.to(tl.uint8))
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _settle_kernel(
+    queries, keys, heads, kept, stride_kept, block_offsets, marks, context_len, query_len, sink_tokens, local_tokens,
+    num_words,
+    SEGMENT: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    INDEX_N: tl.constexpr, BLOCK_N: tl.constexpr, WORD: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+    WORDS: tl.constexpr,
+):  # fmt: skip
+    """Step 3 again, for TILES tiles of one head and the words that ``_test_kernel`` left open."""
+    marks += (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * num_words
+    for first in range(0, num_words, WORDS):
+        o_word = first + tl.arange(0, WORDS)
+        b_open = tl.load(marks + o_word, mask=o_word < num_words, other=0)
+        if tl.max(b_open.to(tl.int32), 0) > 0:
+            for i_word in range(first, tl.minimum(first + WORDS, num_words)):
+                if tl.load(marks + i_word) > 0:
+                    _test_word(
+                        queries, keys, heads, kept, stride_kept, block_offsets, context_len, query_len,
+                        sink_tokens, local_tokens, i_word,
+                        SEGMENT, GROUP, BLOCK_D, TILE, TILES, INDEX_N, BLOCK_N, WORD, STAGES, WARPS, True,
+                    )  # fmt: skip
+
+
+@triton.jit
+def _test_word(
+    queries, keys, heads, kept, stride_kept, block_offsets, context_len, query_len, sink_tokens, local_tokens, i_word,
+    SEGMENT: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    INDEX_N: tl.constexpr, BLOCK_N: tl.constexpr, WORD: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+    SIGNED: tl.constexpr,
+):  # fmt: skip
+    """Store the flags of those blocks of a word that lie between sink and local region; 1 if some stay open, else 0."""
     i_group = tl.program_id(2)
     i_tile = tl.program_id(0) * TILES
-    i_first = tl.program_id(1) * WORD
+    i_first = i_word * WORD
     last = tl.minimum(i_tile + TILES, (query_len + TILE - 1) // TILE) - 1
     stop = _local_start(last * TILE + QUERY_BLOCK, context_len, query_len, sink_tokens, local_tokens, SEGMENT)
     begin = tl.maximum((sink_tokens + INDEX_N - 1) // INDEX_N, i_first)
     end = tl.minimum(stop // INDEX_N, i_first + WORD)
+    is_open = i_first * 0
     if begin < end:
         i_kv = tl.load(heads + i_group) // GROUP
-        b_word = _test_blocks(
-            queries, keys, i_group, i_kv, begin, end, i_first, BLOCK_D, TILE, TILES, INDEX_N, BLOCK_N, STAGES
-        )
+        b_word, b_lowest = _test_blocks(
+            queries, keys, i_group, i_kv, begin, end, i_first,
+            BLOCK_D, TILE, TILES, INDEX_N, BLOCK_N, WORD, STAGES, WARPS, SIGNED,
+        )  # fmt: skip
         o_t = i_tile + tl.arange(0, TILES)
         o_b = i_first + tl.arange(0, WORD)
         b_stop = _local_start(o_t * TILE + QUERY_BLOCK, context_len, query_len, sink_tokens, local_tokens, SEGMENT)
@@ -360,18 +417,20 @@ def _test_kernel(
         o_kept = tl.load(block_offsets + o_t, mask=o_t <= last, other=0)[:, None] + o_b[None, :]
         b_flag = (b_word[:, None] >> tl.arange(0, WORD)[None, :]) & 1
         tl.store(kept + i_group.to(tl.int64) * stride_kept + o_kept, b_flag.to(tl.uint8), mask=tested)
+        b_open = tested & (b_flag == 0) & (b_lowest <= 0)[:, None]
+        is_open = tl.max(tl.max(b_open.to(tl.int32), 1), 0)
+    return is_open
 
 
 @triton.jit
 def _test_blocks(
     queries, keys, i_group, i_kv, begin, end, i_first,
     BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, INDEX_N: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    WORD: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
-    """[TILES] int32: bit b says whether an element of index block ``i_first`` + b passes, for blocks [begin, end).
+    """[TILES] words: bit b says whether an element of index block ``i_first`` + b passes, for blocks [begin, end).
 
-    The elements of a query and a 32-key block that one thread holds share their scales, so that their maximum can be
-    taken first: reshaped to [queries, 32-key blocks, 4, 4, 2], axis 3 alone lies across threads.
+    And each tile's lowest threshold: without SIGNED, only where it is above 0 do blocks surely fail that do not pass.
     """
     o_m = tl.program_id(0) * (TILES * TILE) + tl.arange(0, TILES * TILE)
     o_d = tl.arange(0, BLOCK_D)
@@ -382,17 +441,36 @@ def _test_blocks(
     b_q = tl.load(queries.integers + o_q[:, None] * BLOCK_D + o_d[None, :], mask=in_row[:, None], other=0.0)
     b_threshold = tl.load(queries.thresholds + o_q, mask=in_row, other=float("inf"))
     b_inverse = tl.load(queries.inverse_steps + o_q, mask=in_row, other=0.0)
+    b_inverse = tl.broadcast_to(b_inverse[:, None], [TILES * TILE, BLOCK_N])
     integers = keys.integers + i_kv.to(tl.int64) * keys.num_keys * BLOCK_D
     steps = keys.steps + i_kv.to(tl.int64) * (keys.num_keys // 8)
     biases = keys.biases + i_group.to(tl.int64) * keys.num_keys
-    b_bits = tl.zeros([TILES * TILE, 4], tl.int32)
+    word_dtype: tl.constexpr = tl.int64 if WORD == 64 else tl.int32
+    b_bits = tl.zeros([TILES, WARPS, 8, 4], word_dtype)
     PARTS: tl.constexpr = INDEX_N // BLOCK_N
     for i in tl.range(begin * PARTS, end * PARTS, num_stages=STAGES):
         b_k = tl.load(integers + (i * BLOCK_N + o_n)[:, None] * BLOCK_D + o_d[None, :])
         b_bias = tl.load(biases + i * BLOCK_N + o_n)
         b_step = tl.load(steps + i * (BLOCK_N // 8) + o_block[:, None] * 4 + tl.arange(0, 4)[None, :])
-        b_s = tl.dot(b_q, tl.trans(b_k)).to(tl.float32) + b_inverse[:, None] * b_bias[None, :]
-        b_top = tl.reshape(b_s, [TILES * TILE, BLOCK_N // 32, 4, 4, 2])
-        b_top = tl.max(tl.max(b_top, 4), 2) * b_step[None, :, :]
-        b_bits |= (tl.max(b_top, 1) >= b_threshold[:, None]).to(tl.int32) << (i // PARTS - i_first)
-    return tl.reduce_or(tl.reshape(b_bits, [TILES, TILE * 4]), 1)
+        b_bias = tl.broadcast_to(b_bias[None, :], [TILES * TILE, BLOCK_N])
+        b_s = tl.fma(b_inverse, b_bias, tl.dot(b_q, tl.trans(b_k)).to(tl.float32))
+        b_top = tl.max(_largest(b_s, SIGNED) * b_step[None, :, :], 1)
+        # Axes 1 and 3 lie in one thread: queries 8 apart of the 16 that a warp holds of every 16 · WARPS.
+        b_over = tl.reshape(b_top - b_threshold[:, None], [TILES, TILE // (16 * WARPS), WARPS, 2, 8, 4])
+        b_over = tl.max(tl.max(b_over, 3), 1)
+        b_bits |= tl.where(b_over >= 0, tl.full([], 1, word_dtype) << (i // PARTS - i_first), 0)
+    b_word = tl.reduce_or(tl.reshape(b_bits, [TILES, WARPS * 32]), 1)
+    return b_word, tl.min(tl.reshape(b_threshold, [TILES, TILE]), 1)
+
+
+@triton.jit
+def _largest(b_s, SIGNED: tl.constexpr):
+    """[queries, BLOCK_N // 32, 4]: largest score of eight keys that share a scale, all of them one thread's.
+
+    Without SIGNED, bits are compared as integers, three in one instruction: of scores all below 0 that gives the least.
+    """
+    b_s = tl.reshape(b_s, [b_s.shape[0], b_s.shape[1] // 32, 4, 4, 2])
+    b_s = tl.reshape(tl.permute(b_s, [0, 1, 3, 2, 4]), [b_s.shape[0], b_s.shape[1], 4, 8])
+    if not SIGNED:
+        b_s = b_s.to(tl.int32, bitcast=True)
+    return tl.max(b_s, 3).to(tl.float32, bitcast=True)
