@@ -1,4 +1,4 @@
-"""Every method in a real server: one long prompt alone, and a batch of prompts of different lengths, beside stock.
+"""Every method in a real server: a batch of prompts of different lengths, beside stock.
 
     python -m benchmarks.methods [--out docs/results/methods.json]
 
@@ -35,12 +35,11 @@ PARAMS: dict[str, dict[str, Any]] = {"share_prefill": {"cluster": 0}}
 """What cannot be left at its default: heads of one cluster, as random weights have none to be found."""
 
 NAMES = (
-    "streaming,anchor_attention,sparge_attn,sale,share_prefill,flex_vertical_slash,block_sparse,minference,dense"
+    "streaming,anchor_attention,sparge_attn,sale,share_prefill,minference,block_sparse,flex_vertical_slash,dense"
 )  # fmt: skip
 
 
 class Taken(NamedTuple):
-    alone_s: float
     batch_s: tuple[float, ...]  # of each prompt of BATCH
     density: float | None
 
@@ -51,31 +50,31 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 def ask(server: Server, is_stock: bool) -> Taken:
-    """Time to first token of the longest prompt alone (after one to warm up), and of each prompt of the batch."""
-    first_token_s(server, prompt(LONGEST, 1), 1)
-    alone, _ = first_token_s(server, prompt(LONGEST, 2), 1)
+    """Time to first token of each prompt of the batch, all sent at once, after one prompt to warm up."""
+    first_token_s(server, prompt(BATCH[1], 1), 1)
     with ThreadPoolExecutor(len(BATCH)) as pool:
         tokens = [BATCH_OUTPUT_TOKENS] * len(BATCH)
         answers = list(pool.map(first_token_s, [server] * len(BATCH), [prompt(n, n) for n in BATCH], tokens))
-    return Taken(alone, tuple(first for first, _ in answers), None if is_stock else density(server))
+    return Taken(tuple(first for first, _ in answers), None if is_stock else density(server))
 
 
 def record(name: str, taken: Taken, stock: Taken, results: Results) -> None:
-    results.add(f"{name}: first token after {LONGEST} tokens, random weights", taken.alone_s, "s", "lower")
     for length, first in zip(BATCH, taken.batch_s, strict=True):
         about = f"{name}: first token after {length} tokens in a batch of {len(BATCH)}, random weights"
         results.add(about, first, "s", "lower")
     if taken.density is not None:
-        sooner = stock.alone_s / taken.alone_s
-        results.add(f"{name}: times sooner than stock after {LONGEST}, random weights", sooner, "ratio", "higher")
+        sooner = stock.batch_s[0] / taken.batch_s[0]
+        results.add(
+            f"{name}: times sooner than stock after {LONGEST} in the batch, random weights", sooner, "ratio", "higher"
+        )
         results.add(f"{name}: density over all sparse rows, random weights", taken.density, "share", "lower")
 
 
 def show(taken: dict[str, Taken]) -> None:
     lengths = [f"{length} in the batch" for length in BATCH]
-    table = Table("method", "density", f"{LONGEST} alone", *lengths, title="Seconds to the first token")
+    table = Table("method", "density", *lengths, title="Seconds to the first token")
     for name, t in taken.items():
-        times = (f"{seconds:.2f}" for seconds in (t.alone_s, *t.batch_s))
+        times = (f"{seconds:.2f}" for seconds in t.batch_s)
         table.add_row(name, "" if t.density is None else f"{t.density:.3f}", *times)
     Console(width=150).print(table)
 
