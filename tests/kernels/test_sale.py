@@ -221,7 +221,7 @@ def test_on_the_same_integers_flags_are_equal_bit_for_bit(integers, tau, mean, m
     assert float(queries.integers.float().abs().max()) == float(keys.integers.float().abs().max()) == 7
     ours, expected = flags_twice(method, queries, keys, batch, 64)
     assert torch.equal(ours, expected)
-    assert 0.1 < ours.float().mean() < 0.9
+    assert 0.1 < ours.float().mean() < 0.95
 
 
 @pytest.mark.parametrize("integers", INTEGERS, ids=str)
