@@ -207,7 +207,7 @@ def flags_twice(method: Sale, queries, keys, batch: Batch, block_tokens: int) ->
     return ours, expected
 
 
-@pytest.mark.parametrize(("tau", "mean"), [(0.3, 0), (0.15, 4)])
+@pytest.mark.parametrize(("tau", "mean"), [(0.3, 0), (0.2, 4)])
 @pytest.mark.parametrize("integers", INTEGERS, ids=str)
 def test_on_the_same_integers_flags_are_equal_bit_for_bit(integers, tau, mean, monkeypatch):
     monkeypatch.setattr(module, "integer_dtype", lambda device: integers)
@@ -221,7 +221,7 @@ def test_on_the_same_integers_flags_are_equal_bit_for_bit(integers, tau, mean, m
     assert float(queries.integers.float().abs().max()) == float(keys.integers.float().abs().max()) == 7
     ours, expected = flags_twice(method, queries, keys, batch, 64)
     assert torch.equal(ours, expected)
-    assert 0.1 < ours.float().mean() < 0.95
+    assert 0.1 < ours.float().mean() < 0.9
 
 
 @pytest.mark.parametrize("integers", INTEGERS, ids=str)

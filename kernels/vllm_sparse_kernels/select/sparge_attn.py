@@ -38,14 +38,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import PagedCache, key_offsets
+from vllm_sparse_kernels.paged import PagedCache, key_args, key_offsets
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.select.base import Method, require
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, compact_blocks, tile_blocks
@@ -176,17 +176,6 @@ class _Compressed(NamedTuple):
         )
 
 
-class _PagedKeys(NamedTuple):
-    """The keys of one row, as kernels find them."""
-
-    k: Any
-    stride_page: int
-    stride_token: int
-    stride_head: int
-    page_size: int
-    block_table: Any
-
-
 def _compress_tiles(q: torch.Tensor, rows: Rows, heads: torch.Tensor) -> _Compressed:
     head_dim = q.shape[2]
     tiles = _Compressed.empty(len(heads), rows.num_tiles, head_dim, q.device)
@@ -205,7 +194,7 @@ def _compress_keys(
     head_dim, seq_len = cache.head_dim, rows.seq_lens[row]
     num_blocks = ceil_div(seq_len, KEY_BLOCK_TOKENS)
     blocks = _Compressed.empty(cache.num_kv_heads, num_blocks, head_dim, rows.device)
-    keys = _PagedKeys(cache.keys, *cache.strides, cache.page_size, rows.block_table)
+    keys = key_args(cache, rows.block_table[0])  # rows are told apart by where their tables start
 
     def launch(sums: torch.Tensor | None, similarity: torch.Tensor | None, center: torch.Tensor | None) -> None:
         _compress_keys_kernel[(num_blocks, cache.num_kv_heads)](
