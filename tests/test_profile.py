@@ -343,6 +343,12 @@ def test_yaml_round_trip(profile: Profile) -> None:
     assert again.to_yaml() == profile.to_yaml()
 
 
+def test_every_character_of_a_text_is_kept() -> None:
+    text = "".join(map(chr, (*range(0xD800), *range(0xE000, 0x110000, 7))))
+    for given_text in (text, *(f"a{c} {c}" for c in "\n\r\t\x85\u2028\u2029\ufeff\x00\x7f")):
+        assert strict_yaml.parse(strict_yaml.dump({"text": given_text}), "") == {"text": given_text}
+
+
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_every_method_can_stand_in_a_profile(name: str) -> None:
     profile = Profile.model_validate({"format": 1, "model": "any", "default": {"method": name}})

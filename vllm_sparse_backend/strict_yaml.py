@@ -42,8 +42,14 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # A reader folds line breaks, Unicode's among them, to blanks unless they stand as escapes in double quotes.
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
 _Loader.add_implicit_resolver(*_FLOAT)
 _Dumper.add_implicit_resolver(*_FLOAT)  # so that a text that looks like such a number is written in quotes
+_Dumper.add_representer(str, _represent_text)
 _Dumper.add_representer(
     FlowDict, lambda dumper, data: dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=True)
 )
