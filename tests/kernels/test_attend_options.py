@@ -102,7 +102,7 @@ def check(batch: Batch, index: SparseIndex, options: AttendOptions, bulk: bool =
     if options.skip_margins is not None:
         skipping = options.skip_margins > -math.inf
         moved = (out - exact.out)[:, skipping].nan_to_num().abs().max()
-        assert float(moved) > 1.5 * exact.out_budget, "what is skipped does not show: the case shows nothing"
+        assert float(moved) > 1.1 * exact.out_budget, "a kernel that skips nothing would pass: the case shows nothing"
 
 
 def mixed_options(batch: Batch, index: SparseIndex, skips: bool = True, int8: bool = True) -> AttendOptions:

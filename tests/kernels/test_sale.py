@@ -25,6 +25,8 @@ ROUNDING = 1e-4
 """How far from a half, in steps, a value may lie that float32 rounds the other way."""
 ERROR = 1e-4
 """Of a score and of the threshold in float32, in units of the softmax's exponent."""
+HALF = torch.float8_e4m3fn in INTEGERS and DEVICE == "cuda"
+"""Whether scores are compared in half precision."""
 
 
 def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, dtype=torch.float32, **kwargs) -> Batch:
@@ -104,8 +106,10 @@ def definition(batch: Batch, method: Sale, row: int, head: int):
             m = sink_local.amax(1, keepdim=True)
             l = (sink_local - m).exp().sum(1, keepdim=True)  # noqa: E741
             middle = slice(method.sink_tokens, local)
-            estimate = q4[mine] @ k4[middle].T + smooth_k[middle] @ q.mean(0) + (q[mine] @ k.mean(0))[:, None]
-            error = ERROR + scale * 7 * q_steps[mine, None] * k_steps[middle] * (q_near[mine, None] + k_near[middle])
+            product, bias = q4[mine] @ k4[middle].T, smooth_k[middle] @ q.mean(0)
+            estimate = product + bias + (q[mine] @ k.mean(0))[:, None]
+            error = ERROR + HALF * scale * (2**-11 * (product + bias).abs() + 2**-10 * bias.abs())
+            error = error + scale * 7 * q_steps[mine, None] * k_steps[middle] * (q_near[mine, None] + k_near[middle])
             for which, sign in enumerate((-1, 1)):
                 passed = (estimate * scale + sign * error - m).exp() / l >= method.tau
                 kept[which, i, method.sink_tokens // 32 : local // 32] = passed.any(0).view(-1, 32).any(1)
@@ -175,20 +179,32 @@ def test_reference_agrees_with_the_paper(case):
     )  # fmt: skip
 
 
-def flags_of(queries: RoundedQueries, keys: RoundedKeys, group: int) -> torch.Tensor:
+def rounded_row(q, k, thresholds, biases, integers) -> tuple[RoundedQueries, RoundedKeys]:
+    """Queries [heads, n, d] and keys [kv heads, m, d] that are integers; all steps are 1."""
+    largest = biases.abs().unflatten(1, (-1, 64)).amax(2)
+    squares = q.float().square().sum(2), k.float().square().sum(2).unflatten(1, (-1, 64)).amax(2)
+    ones = torch.ones_like(thresholds)
+    steps = torch.ones(len(k), k.shape[1] // 8, device=DEVICE)
+    queries = RoundedQueries(q.to(integers), thresholds, ones, squares[0], q.shape[1])
+    return queries, RoundedKeys(k.to(integers), steps, biases, squares[1], largest, k.shape[1])
+
+
+def flags_of(queries: RoundedQueries, keys: RoundedKeys, group: int, dtype: torch.dtype) -> torch.Tensor:
     """Bool [heads, queries, 32-key blocks]: an element passes, by the kernel's arithmetic, operation by operation."""
     products = queries.integers.float() @ keys.integers.float().repeat_interleave(group, 0).mT
-    bias = queries.inverse_steps[:, :, None], keys.biases[:, None, :]
+    steps, bias = queries.inverse_steps[:, :, None].to(dtype), keys.biases[:, None, :].to(dtype)
     if DEVICE == "cuda":  # one rounding: a fused multiply-add
-        scores = (products.double() + bias[0].double() * bias[1].double()).float()
+        scores = (products.double() + steps.double() * bias.double()).to(dtype)
     else:
-        scores = products + bias[0] * bias[1]
-    largest = scores.unflatten(2, (-1, 4, 4, 2)).amax((3, 5))
+        scores = products.to(dtype) + steps * bias
+    largest = scores.float().unflatten(2, (-1, 4, 4, 2)).amax((3, 5))
     steps = keys.steps.repeat_interleave(group, 0).unflatten(1, (-1, 4))
     return (largest * steps[:, None] >= queries.thresholds[:, :, None, None]).any(3)
 
 
-def flags_twice(method: Sale, queries, keys, batch: Batch, block_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def flags_twice(
+    method: Sale, queries, keys, batch: Batch, block_tokens: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel says of row 0, and what its arithmetic, done over, says: uint8 in the layout of block_ids."""
     index = SparseIndex.allocate(batch.rows, batch.num_heads, block_tokens)
     group = batch.num_heads // batch.cache.num_kv_heads
@@ -196,7 +212,7 @@ def flags_twice(method: Sale, queries, keys, batch: Batch, block_tokens: int) ->
     ours = torch.ones(batch.num_heads, index.block_ids.shape[1], dtype=torch.uint8, device=DEVICE)
     expected = ours.clone()
     module._test_row(method, queries, keys, index, 0, heads, group, ours)
-    passed = flags_of(queries, keys, group)
+    passed = flags_of(queries, keys, group, dtype)
     for i_tile, tile in enumerate(batch.rows.tile_list):
         fine = passed[:, i_tile * 128 : (i_tile + 1) * 128].any(1)
         fine = fine.unflatten(1, (-1, block_tokens // 32)).any(2)
@@ -207,9 +223,10 @@ def flags_twice(method: Sale, queries, keys, batch: Batch, block_tokens: int) ->
     return ours, expected
 
 
-@pytest.mark.parametrize(("tau", "mean"), [(0.3, 0), (0.2, 4)])
+@pytest.mark.parametrize(("tau", "mean"), [(0.3, 0), (0.2, 4), (0.2, 60)])
 @pytest.mark.parametrize("integers", INTEGERS, ids=str)
 def test_on_the_same_integers_flags_are_equal_bit_for_bit(integers, tau, mean, monkeypatch):
+    """In half precision, but where means are so large that biases leave its range."""
     monkeypatch.setattr(module, "integer_dtype", lambda device: integers)
     batch = make_batch([(1300, 260)], num_heads=2)
     generator = torch.Generator(DEVICE).manual_seed(2)
@@ -219,54 +236,85 @@ def test_on_the_same_integers_flags_are_equal_bit_for_bit(integers, tau, mean, m
     queries, keys = module._round_row(method, batch.q, batch.cache, batch.rows, 0, heads, batch.scale)
     assert queries.integers.dtype == integers
     assert float(queries.integers.float().abs().max()) == float(keys.integers.float().abs().max()) == 7
-    ours, expected = flags_twice(method, queries, keys, batch, 64)
+    largest = float((queries.inverse_steps.amax(1) * keys.biases[:, :1500].abs().amax(1)).min())
+    assert (largest > 2048) == (mean == 60)
+    half = integers == torch.float8_e4m3fn and mean < 60
+    ours, expected = flags_twice(method, queries, keys, batch, 64, torch.float16 if half else torch.float32)
     assert torch.equal(ours, expected)
     assert 0.1 < ours.float().mean() < 0.9
 
 
 @pytest.mark.parametrize("integers", INTEGERS, ids=str)
+def test_what_a_row_may_reach_is_stored_beside_its_integers(integers, monkeypatch):
+    monkeypatch.setattr(module, "integer_dtype", lambda device: integers)
+    batch = make_batch([(300, 260)], num_heads=2)
+    heads = torch.arange(2, dtype=torch.int32, device=DEVICE)
+    queries, keys = module._round_row(Sale(), batch.q, batch.cache, batch.rows, 0, heads, batch.scale)
+    again = rounded_row(*(x.integers.float() for x in (queries, keys)), queries.thresholds, keys.biases, integers)
+    for x, y in zip((queries.squares, *keys[3:5]), (again[0].squares, *again[1][3:5]), strict=True):
+        assert torch.equal(x, y)
+    assert bool((queries.inverse_steps[:, 260:] == 0).all())
+
+
+@pytest.mark.parametrize("integers", INTEGERS, ids=str)
 @pytest.mark.parametrize("block_tokens", [64, 128])
-def test_where_scores_and_thresholds_are_below_zero_flags_are_settled(integers, block_tokens, monkeypatch):
+def test_scores_and_thresholds_below_zero(integers, block_tokens):
     """Biases that fall from key to key: in one tile blocks fail and pass at scores that are all negative."""
     batch = random_batch([(1300, 260)], 1, 1, 64, 64, torch.float32, DEVICE)
     generator = torch.Generator(DEVICE).manual_seed(0)
-    q = torch.randint(-7, 8, (1, 384, 64), generator=generator, device=DEVICE)
+    q = torch.randint(-3, 4, (1, 384, 64), generator=generator, device=DEVICE)
     k = torch.randint(-7, 8, (1, 1664, 64), generator=generator, device=DEVICE)
     thresholds = torch.full((1, 384), -600.0, device=DEVICE)
     thresholds[:, 100:] = 200.0
     thresholds[:, 260:] = torch.inf
-    biases = -1.2 * torch.arange(1664.0, device=DEVICE)[None] - 200
-    queries = RoundedQueries(q.to(integers), thresholds, torch.ones(1, 384, device=DEVICE), 384)
-    keys = RoundedKeys(k.to(integers), torch.ones(1, 1664 // 8, device=DEVICE), biases, 1664)
-    ours, expected = flags_twice(Sale(0.5), queries, keys, batch, block_tokens)
+    biases = -1.2 * torch.arange(1664.0, device=DEVICE)[None] - 50
+    dtype = torch.float16 if integers == torch.float8_e4m3fn else torch.float32
+    row = rounded_row(q, k, thresholds, biases, integers)
+    ours, expected = flags_twice(Sale(0.5), *row, batch, block_tokens, dtype)
     assert torch.equal(ours, expected)
     assert 0 in ours[:, : 1300 // block_tokens]
-    monkeypatch.setattr(module, "_settle_kernel", {(2, 1, 1): lambda *args, **kwargs: None})
-    unsettled, _ = flags_twice(Sale(0.5), queries, keys, batch, block_tokens)
-    assert bool((unsettled < ours).any())
-    assert bool((unsettled <= ours).all())
 
 
+@pytest.mark.parametrize(("head_dim", "largest"), [(256, 7), (128, 4)])
 @pytest.mark.parametrize("integers", INTEGERS, ids=str)
-def test_sums_of_the_largest_integers_are_exact(integers):
-    """Thresholds that a single key just reaches, and others that it misses by one, at sums up to 49 · 256."""
-    batch = random_batch([(700, 130)], 1, 1, 256, 64, torch.float32, DEVICE)
+def test_sums_of_the_largest_integers_are_exact(integers, head_dim, largest):
+    """Thresholds that a single key just reaches, and others that it misses by one, at sums up to 12,544 and 2,048."""
+    batch = random_batch([(700, 130)], 1, 1, head_dim, 64, torch.float32, DEVICE)
     generator = torch.Generator(DEVICE).manual_seed(0)
-    q = torch.randint(0, 2, (1, 256, 256), generator=generator, device=DEVICE) * 14 - 7
-    k = torch.randint(-7, 8, (1, 896, 256), generator=generator, device=DEVICE)
+    q = torch.randint(0, 2, (1, 256, head_dim), generator=generator, device=DEVICE) * 2 * largest - largest
+    k = torch.randint(-largest, largest + 1, (1, 896, head_dim), generator=generator, device=DEVICE)
     for query in range(130):
         k[0, 37 + 4 * query] = q[0, query]
         k[0, 37 + 4 * query, : query % 5] -= q[0, query, : query % 5].sign()  # sums of 12544, 12537, …
     thresholds = (q.float() @ k.float().mT)[:, :, :600].amax(2)
-    assert thresholds[:, :130].min() == 12544 - 28
+    assert thresholds[:, :130].min() == largest * (largest * head_dim - 4)
     thresholds[:, 1::2] += 1
     thresholds[:, 130:] = torch.inf
-    ones, zeros = torch.ones(1, 256, device=DEVICE), torch.zeros(1, 896, device=DEVICE)
-    queries = RoundedQueries(q.to(integers), thresholds, ones, 256)
-    keys = RoundedKeys(k.to(integers), torch.ones(1, 896 // 8, device=DEVICE), zeros, 896)
-    ours, expected = flags_twice(Sale(0.5), queries, keys, batch, 64)
+    zeros = torch.zeros(1, 896, device=DEVICE)
+    # Of integers there are no roundings to tell apart, in half precision where it has all of them.
+    row = rounded_row(q, k, thresholds, zeros, integers)
+    ours, expected = flags_twice(Sale(0.5), *row, batch, 64, torch.float32)
     assert torch.equal(ours, expected)
     assert 0 in ours
+
+
+@pytest.mark.parametrize(
+    ("bias", "sevens", "fits"), [(0, 0, True), (-2048, 27, True), (-2050, 0, False), (0, 28, False)]
+)
+@pytest.mark.parametrize("integers", INTEGERS, ids=str)
+def test_half_precision_is_used_within_its_range_alone(integers, bias, sevens, fits):
+    """It has no number between 1,000 and 1,000.5: there a score of 1,000.3 reaches a threshold of 1,000.4."""
+    batch = random_batch([(700, 130)], 1, 1, 64, 64, torch.float32, DEVICE)
+    q, k = torch.zeros(1, 256, 64, device=DEVICE), torch.zeros(1, 896, 64, device=DEVICE)
+    q[0, 129, :sevens] = 7  # 27 · 49 · 64 · 49 < 2,048², 28 · 49 · 64 · 49 is more
+    k[0, 400] = -7
+    biases = torch.zeros(1, 896, device=DEVICE)
+    biases[0, 150], biases[0, 330] = 1000.3, bias
+    row = rounded_row(q, k, torch.full((1, 256), 1000.4, device=DEVICE), biases, integers)
+    dtype = torch.float16 if fits and integers == torch.float8_e4m3fn else torch.float32
+    ours, expected = flags_twice(Sale(0.5), *row, batch, 64, dtype)
+    assert torch.equal(ours, expected)
+    assert int(ours[0, 150 // 64]) == (dtype == torch.float16)
 
 
 @pytest.mark.parametrize("reference", [False, True])

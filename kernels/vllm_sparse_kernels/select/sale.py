@@ -20,14 +20,13 @@ Where the paper leaves a choice, or this departs from it:
   of their instruction holds both.
 * Hopper has no 4-bit matrix instruction. The integers are exact in int8 and in e4m3: nothing of the arithmetic is lost.
   From Hopper on they are multiplied as e4m3, whose results need no conversion: a sum is an integer of at most
-  49 · head_dim ≤ 12,544 < 2^14, and Hopper's fp8 accumulator, though narrower than float32, keeps 14 bits (a test holds
+  49 · head_dim ≤ 12,544 < 2^14, and Hopper's fp8 accumulator, though narrower than float32, keeps 14 bits (tests hold
   it to that). Elsewhere they are int8.
-* The largest of eight scores is found by comparing their bits as integers: Hopper takes three integers at once, but
-  two floats. It is the true one unless all are below 0; then it is the least. As it is one of the eight in any case, a
-  block that passes does pass, and where all thresholds are above 0 one that fails does fail. What fails in a tile with
-  a threshold of 0 or less is open: a second launch, which mostly finds nothing to do, compares floats there.
-* Elements are compared in float32 and added q̄(k − k̄)ᵀ in float32; the authors round that term to an integer and compare
-  in half precision.
+* The authors round q̄(k − k̄)ᵀ to an integer and compare in half precision. From Hopper on, comparing is what costs, and
+  what they do is done here too where it is safe: e4m3 products are added up in half precision, which has every integer
+  up to 2,048, and so has all sums exactly while |q̃| · |k̃| is no more (Cauchy and Schwarz); with q̄(k − k̄)ᵀ, at most
+  2,048 steps as well, scores are off by 2^-11 of themselves and 2^-10 of it at most, a fraction of what 4 bits lose.
+  A program whose queries or keys may exceed this compares in float32, and so do all elsewhere.
 * Query blocks are counted from the row's first query of this step and lie askew of absolute positions. A tile of 128
   queries keeps the union of its two, a block of 64 or 128 keys the union of its 32-key blocks. As the second query
   block's local region begins no earlier than the first's, only keys before the first's are tested.
@@ -65,20 +64,14 @@ SPLIT_TOKENS = 1024
 WORD_BLOCKS = 64
 """Index blocks that one program tests: a bit of a word for each, 32 or 64."""
 
-SETTLE_WORDS = 64
-"""Words that a program which settles looks through at once."""
-
 TEST_TILES = 2
 """Tiles that one program tests together: keys are read half as often as with one. L2 could not keep up otherwise."""
 
-TEST_KEYS = 64
 TEST_WARPS = 4
-TEST_STAGES = 4
-"""Shape of a test's step: 128 results a thread, and two programs on one multiprocessor: one multiplies while the other
-compares."""
+HALF_INTEGERS = tl.constexpr(2048.0)
+"""Half precision has every integer up to this one."""
 
-VARYING = ("i_row", "token", "context_len", "query_len", "seq_len", "num_heads", "num_words", "stride_kept",
-           "block_offsets")  # fmt: skip
+VARYING = ("i_row", "token", "context_len", "query_len", "seq_len", "num_heads", "stride_kept", "block_offsets")
 """Kernel arguments that change from step to step: they shall not call for new variants of a kernel."""
 
 
@@ -95,7 +88,8 @@ class RoundedQueries(NamedTuple):
 
     integers: Any  # [len(heads), num_queries, BLOCK_D]
     thresholds: Any  # [len(heads), num_queries] float32, in query steps; infinity past the row's end
-    inverse_steps: Any  # [len(heads), num_queries] float32
+    inverse_steps: Any  # [len(heads), num_queries] float32, 0 past the row's end
+    squares: Any  # [len(heads), num_queries] float32, of the integers' length
     num_queries: int  # whole tiles
 
 
@@ -105,6 +99,8 @@ class RoundedKeys(NamedTuple):
     integers: Any  # [num_kv_heads, num_keys, BLOCK_D]
     steps: Any  # [num_kv_heads, num_keys / 8] float32
     biases: Any  # [len(heads), num_keys] float32, q̄(k − k̄)ᵀ in key steps
+    squares: Any  # [num_kv_heads, num_keys / 64] float32, of the longest of 64 keys' integers
+    largest_biases: Any  # [len(heads), num_keys / 64] float32, largest magnitude among those of 64 keys
     num_keys: int  # a multiple of 128
 
 
@@ -178,7 +174,8 @@ def _round_row(
 
     keys = RoundedKeys(
         room(cache.num_kv_heads, num_keys, block_d, dtype=dtype),
-        room(cache.num_kv_heads, num_keys // 8), room(len(heads), num_keys), num_keys,
+        room(cache.num_kv_heads, num_keys // 8), room(len(heads), num_keys),
+        room(cache.num_kv_heads, num_keys // 64), room(len(heads), num_keys // 64), num_keys,
     )  # fmt: skip
     _round_keys_kernel[(num_keys // 64, cache.num_kv_heads)](
         cached, keys, key_means, query_means, heads, len(heads), row, seq_len,
@@ -186,7 +183,7 @@ def _round_row(
     )  # fmt: skip
     queries = RoundedQueries(
         room(len(heads), num_queries, block_d, dtype=dtype),
-        room(len(heads), num_queries), room(len(heads), num_queries), num_queries,
+        *(room(len(heads), num_queries) for _ in range(3)), num_queries,
     )  # fmt: skip
     _round_queries_kernel[(num_tiles, len(heads))](
         query_args, cached, queries, key_means, query_means, heads,
@@ -206,19 +203,14 @@ def _test_row(
     rows = index.rows
     first_tile, end_tile = rows.tile_starts[row], rows.tile_starts[row + 1]
     num_programs = ceil_div(end_tile - first_tile, TEST_TILES)
-    num_words = ceil_div(rows.seq_lens[row], WORD_BLOCKS * index.block_tokens)
-    marks = torch.empty(len(heads), num_programs, num_words, dtype=torch.uint8, device=kept.device)
-    args = (
-        queries, keys, heads, kept, kept.stride(0), index.block_offsets[first_tile:end_tile], marks,
+    half = keys.integers.dtype == torch.float8_e4m3fn
+    _test_kernel[(num_programs, ceil_div(rows.seq_lens[row], WORD_BLOCKS * index.block_tokens), len(heads))](
+        queries, keys, heads, kept, kept.stride(0), index.block_offsets[first_tile:end_tile],
         rows.context_lens[row], rows.query_lens[row], method.sink_tokens, method.local_tokens,
+        SEGMENT=method.SEGMENT_TOKENS, GROUP=group, BLOCK_D=keys.integers.shape[2], TILE=TILE_TOKENS, TILES=TEST_TILES,
+        INDEX_N=index.block_tokens, WORD=WORD_BLOCKS, WARPS=TEST_WARPS, HALF=half, PACKED=half and kept.is_cuda,
+        num_warps=TEST_WARPS,
     )  # fmt: skip
-    shape = {
-        "SEGMENT": method.SEGMENT_TOKENS, "GROUP": group, "BLOCK_D": keys.integers.shape[2], "TILE": TILE_TOKENS,
-        "TILES": TEST_TILES, "INDEX_N": index.block_tokens, "BLOCK_N": TEST_KEYS, "WORD": WORD_BLOCKS,
-        "STAGES": TEST_STAGES, "WARPS": TEST_WARPS, "num_warps": TEST_WARPS,
-    }  # fmt: skip
-    _test_kernel[(num_programs, num_words, len(heads))](*args, **shape)
-    _settle_kernel[(num_programs, 1, len(heads))](*args, num_words, **shape, WORDS=SETTLE_WORDS)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -268,15 +260,18 @@ def _round_keys_kernel(
         o_step = i_kv.to(tl.int64) * rounded.num_keys // 8 + i_n * (BLOCK_N // 8) + tl.arange(0, BLOCK_N // 8)
         tl.store(rounded.steps + o_step, tl.reshape(b_step, [BLOCK_N // 8]))
         b_steps = tl.reshape(tl.broadcast_to(b_step[:, None, :, None], [BLOCK_N // 32, 4, 4, 2]), [BLOCK_N])
-        b_int = tl.floor(b_k * (1.0 / b_steps)[:, None] + 0.5).to(rounded.integers.dtype.element_ty)
+        b_int = tl.floor(b_k * (1.0 / b_steps)[:, None] + 0.5)
+        tl.store(rounded.squares + i_kv * (rounded.num_keys // BLOCK_N) + i_n, tl.max(tl.sum(b_int * b_int, 1), 0))
         o_int = (i_kv.to(tl.int64) * rounded.num_keys + o_n)[:, None] * BLOCK_D + o_d[None, :]
-        tl.store(rounded.integers + o_int, b_int)
+        tl.store(rounded.integers + o_int, b_int.to(rounded.integers.dtype.element_ty))
         for i in range(num_heads):
             i_head = tl.load(heads + i)
             if i_head // GROUP == i_kv:
                 b_mean = tl.load(query_means + i_head * HEAD_DIM + o_d, mask=o_d < HEAD_DIM, other=0.0)
                 b_bias = tl.sum(b_k * b_mean[None, :], 1) / b_steps
                 tl.store(rounded.biases + tl.cast(i, tl.int64) * rounded.num_keys + o_n, b_bias)
+                largest = tl.max(tl.abs(b_bias), 0)
+                tl.store(rounded.largest_biases + i * (rounded.num_keys // BLOCK_N) + i_n, largest)
 
 
 @triton.jit
@@ -317,11 +312,12 @@ def _round_queries_kernel(
     b_mean = tl.load(query_means + i_head * HEAD_DIM + o_d, mask=o_d < HEAD_DIM, other=0.0)
     b_q = tl.where(in_head, b_q - b_mean[None, :], 0.0)
     b_step = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LEVELS
-    b_int = tl.floor(b_q * (1.0 / b_step)[:, None] + 0.5).to(rounded.integers.dtype.element_ty)
+    b_int = tl.floor(b_q * (1.0 / b_step)[:, None] + 0.5)
     o_r = i_group.to(tl.int64) * rounded.num_queries + o_m
-    tl.store(rounded.integers + o_r[:, None] * BLOCK_D + o_d[None, :], b_int)
+    tl.store(rounded.integers + o_r[:, None] * BLOCK_D + o_d[None, :], b_int.to(rounded.integers.dtype.element_ty))
+    tl.store(rounded.squares + o_r, tl.sum(b_int * b_int, 1))
     tl.store(rounded.thresholds + o_r, tl.where(in_row, b_threshold / b_step, float("inf")))
-    tl.store(rounded.inverse_steps + o_r, 1.0 / b_step)
+    tl.store(rounded.inverse_steps + o_r, tl.where(in_row, 1.0 / b_step, 0.0))
 
 
 @triton.jit
@@ -351,65 +347,28 @@ def _local_lse(
 
 @triton.jit(do_not_specialize=VARYING)
 def _test_kernel(
-    queries, keys, heads, kept, stride_kept, block_offsets, marks, context_len, query_len, sink_tokens, local_tokens,
+    queries, keys, heads, kept, stride_kept, block_offsets, context_len, query_len, sink_tokens, local_tokens,
     SEGMENT: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    INDEX_N: tl.constexpr, BLOCK_N: tl.constexpr, WORD: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+    INDEX_N: tl.constexpr, WORD: tl.constexpr, WARPS: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Step 3 for TILES tiles of one head and a word of WORD index blocks; says whether it leaves some of them open."""
-    i_word = tl.program_id(1)
-    is_open = _test_word(
-        queries, keys, heads, kept, stride_kept, block_offsets, context_len, query_len, sink_tokens, local_tokens,
-        i_word, SEGMENT, GROUP, BLOCK_D, TILE, TILES, INDEX_N, BLOCK_N, WORD, STAGES, WARPS, False,
-    )  # fmt: skip
-    o_mark = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1) + i_word
-    tl.store(marks + o_mark, is_open.to(tl.uint8))
-
-
-@triton.jit(do_not_specialize=VARYING)
-def _settle_kernel(
-    queries, keys, heads, kept, stride_kept, block_offsets, marks, context_len, query_len, sink_tokens, local_tokens,
-    num_words,
-    SEGMENT: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    INDEX_N: tl.constexpr, BLOCK_N: tl.constexpr, WORD: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
-    WORDS: tl.constexpr,
-):  # fmt: skip
-    """Step 3 again, for TILES tiles of one head and the words that ``_test_kernel`` left open."""
-    marks += (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * num_words
-    for first in range(0, num_words, WORDS):
-        o_word = first + tl.arange(0, WORDS)
-        b_open = tl.load(marks + o_word, mask=o_word < num_words, other=0)
-        if tl.max(b_open.to(tl.int32), 0) > 0:
-            for i_word in range(first, tl.minimum(first + WORDS, num_words)):
-                if tl.load(marks + i_word) > 0:
-                    _test_word(
-                        queries, keys, heads, kept, stride_kept, block_offsets, context_len, query_len,
-                        sink_tokens, local_tokens, i_word,
-                        SEGMENT, GROUP, BLOCK_D, TILE, TILES, INDEX_N, BLOCK_N, WORD, STAGES, WARPS, True,
-                    )  # fmt: skip
-
-
-@triton.jit
-def _test_word(
-    queries, keys, heads, kept, stride_kept, block_offsets, context_len, query_len, sink_tokens, local_tokens, i_word,
-    SEGMENT: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    INDEX_N: tl.constexpr, BLOCK_N: tl.constexpr, WORD: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
-    SIGNED: tl.constexpr,
-):  # fmt: skip
-    """Store the flags of those blocks of a word that lie between sink and local region; 1 if some stay open, else 0."""
-    i_group = tl.program_id(2)
+    """Step 3 for TILES tiles of one head and WORD index blocks: flags of those between sink and local region."""
     i_tile = tl.program_id(0) * TILES
-    i_first = i_word * WORD
+    i_first = tl.program_id(1) * WORD
+    i_group = tl.program_id(2)
     last = tl.minimum(i_tile + TILES, (query_len + TILE - 1) // TILE) - 1
     stop = _local_start(last * TILE + QUERY_BLOCK, context_len, query_len, sink_tokens, local_tokens, SEGMENT)
     begin = tl.maximum((sink_tokens + INDEX_N - 1) // INDEX_N, i_first)
     end = tl.minimum(stop // INDEX_N, i_first + WORD)
-    is_open = i_first * 0
     if begin < end:
         i_kv = tl.load(heads + i_group) // GROUP
-        b_word, b_lowest = _test_blocks(
-            queries, keys, i_group, i_kv, begin, end, i_first,
-            BLOCK_D, TILE, TILES, INDEX_N, BLOCK_N, WORD, STAGES, WARPS, SIGNED,
-        )  # fmt: skip
+        where = (i_group, i_kv, begin, end, i_first)
+        in_half = False
+        if HALF:
+            in_half = _fits_half(queries, keys, where, TILES * TILE, INDEX_N, WORD)
+        if in_half:
+            b_word = _test_blocks(queries, keys, where, BLOCK_D, TILE, TILES, INDEX_N, WORD, WARPS, HALF, PACKED)
+        else:
+            b_word = _test_blocks(queries, keys, where, BLOCK_D, TILE, TILES, INDEX_N, WORD, WARPS, False, False)
         o_t = i_tile + tl.arange(0, TILES)
         o_b = i_first + tl.arange(0, WORD)
         b_stop = _local_start(o_t * TILE + QUERY_BLOCK, context_len, query_len, sink_tokens, local_tokens, SEGMENT)
@@ -417,60 +376,99 @@ def _test_word(
         o_kept = tl.load(block_offsets + o_t, mask=o_t <= last, other=0)[:, None] + o_b[None, :]
         b_flag = (b_word[:, None] >> tl.arange(0, WORD)[None, :]) & 1
         tl.store(kept + i_group.to(tl.int64) * stride_kept + o_kept, b_flag.to(tl.uint8), mask=tested)
-        b_open = tested & (b_flag == 0) & (b_lowest <= 0)[:, None]
-        is_open = tl.max(tl.max(b_open.to(tl.int32), 1), 0)
-    return is_open
+
+
+@triton.jit
+def _fits_half(queries, keys, where, BLOCK_M: tl.constexpr, INDEX_N: tl.constexpr, WORD: tl.constexpr):
+    """Whether half precision has all sums of products exactly, and biases in range."""
+    i_group, i_kv, begin, end, i_first = where
+    o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_q = i_group.to(tl.int64) * queries.num_queries + o_m
+    b_square = tl.load(queries.squares + o_q, mask=o_m < queries.num_queries, other=0.0)
+    b_inverse = tl.load(queries.inverse_steps + o_q, mask=o_m < queries.num_queries, other=0.0)
+    PARTS: tl.constexpr = INDEX_N // 64
+    o_n = i_first * PARTS + tl.arange(0, WORD * PARTS)
+    tested = (o_n >= begin * PARTS) & (o_n < end * PARTS)
+    num_parts = keys.num_keys // 64
+    longest = tl.max(b_square, 0) * tl.max(tl.load(keys.squares + i_kv * num_parts + o_n, mask=tested, other=0.0), 0)
+    inverse = tl.max(b_inverse, 0)
+    bias = tl.max(tl.load(keys.largest_biases + i_group * num_parts + o_n, mask=tested, other=0.0), 0)
+    # Each factor alone in half precision's range, below 2^16, with room.
+    in_range = (inverse <= 32768) & (bias <= 32768) & (inverse * bias <= HALF_INTEGERS)
+    return in_range & (longest <= HALF_INTEGERS * HALF_INTEGERS)
 
 
 @triton.jit
 def _test_blocks(
-    queries, keys, i_group, i_kv, begin, end, i_first,
-    BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, INDEX_N: tl.constexpr, BLOCK_N: tl.constexpr,
-    WORD: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, SIGNED: tl.constexpr,
+    queries, keys, where, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, INDEX_N: tl.constexpr,
+    WORD: tl.constexpr, WARPS: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """[TILES] words: bit b says whether an element of index block ``i_first`` + b passes, for blocks [begin, end).
-
-    And each tile's lowest threshold: without SIGNED, only where it is above 0 do blocks surely fail that do not pass.
-    """
-    o_m = tl.program_id(0) * (TILES * TILE) + tl.arange(0, TILES * TILE)
+    """[TILES] words: bit b says whether an element of index block ``i_first`` + b passes, for blocks [begin, end)."""
+    i_group, i_kv, begin, end, i_first = where
+    BLOCK_M: tl.constexpr = TILES * TILE
+    BLOCK_N: tl.constexpr = 128 if HALF else 64
+    STAGES: tl.constexpr = 3 if HALF else 4
+    BLOCKS: tl.constexpr = BLOCK_N // INDEX_N if BLOCK_N > INDEX_N else 1  # index blocks of a step
+    dtype: tl.constexpr = tl.float16 if HALF else tl.float32
+    o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, BLOCK_D)
     o_n = tl.arange(0, BLOCK_N)
-    o_block = tl.arange(0, BLOCK_N // 32)
+    o_step = tl.arange(0, BLOCK_N // 32)[:, None] * 4 + tl.arange(0, 4)[None, :]
     in_row = o_m < queries.num_queries
     o_q = i_group.to(tl.int64) * queries.num_queries + o_m
     b_q = tl.load(queries.integers + o_q[:, None] * BLOCK_D + o_d[None, :], mask=in_row[:, None], other=0.0)
     b_threshold = tl.load(queries.thresholds + o_q, mask=in_row, other=float("inf"))
-    b_inverse = tl.load(queries.inverse_steps + o_q, mask=in_row, other=0.0)
-    b_inverse = tl.broadcast_to(b_inverse[:, None], [TILES * TILE, BLOCK_N])
+    b_inverse = tl.load(queries.inverse_steps + o_q, mask=in_row, other=0.0).to(dtype)
+    b_inverse = tl.broadcast_to(b_inverse[:, None], [BLOCK_M, BLOCK_N])
     integers = keys.integers + i_kv.to(tl.int64) * keys.num_keys * BLOCK_D
     steps = keys.steps + i_kv.to(tl.int64) * (keys.num_keys // 8)
     biases = keys.biases + i_group.to(tl.int64) * keys.num_keys
     word_dtype: tl.constexpr = tl.int64 if WORD == 64 else tl.int32
     b_bits = tl.zeros([TILES, WARPS, 8, 4], word_dtype)
-    PARTS: tl.constexpr = INDEX_N // BLOCK_N
-    for i in tl.range(begin * PARTS, end * PARTS, num_stages=STAGES):
+    for i in tl.range(begin * INDEX_N // BLOCK_N, (end * INDEX_N + BLOCK_N - 1) // BLOCK_N, num_stages=STAGES):
         b_k = tl.load(integers + (i * BLOCK_N + o_n)[:, None] * BLOCK_D + o_d[None, :])
         b_bias = tl.load(biases + i * BLOCK_N + o_n)
-        b_step = tl.load(steps + i * (BLOCK_N // 8) + o_block[:, None] * 4 + tl.arange(0, 4)[None, :])
-        b_bias = tl.broadcast_to(b_bias[None, :], [TILES * TILE, BLOCK_N])
-        b_s = tl.fma(b_inverse, b_bias, tl.dot(b_q, tl.trans(b_k)).to(tl.float32))
-        b_top = tl.max(_largest(b_s, SIGNED) * b_step[None, :, :], 1)
+        b_step = tl.load(steps + i * (BLOCK_N // 8) + o_step)
+        b_bias = tl.broadcast_to(b_bias.to(dtype)[None, :], [BLOCK_M, BLOCK_N])
+        b_top = _largest(_multiply(b_q, b_k, b_inverse, b_bias, HALF, PACKED), PACKED) * b_step[None, :, :]
+        b_top = tl.max(tl.reshape(b_top, [BLOCK_M, BLOCKS, BLOCK_N // 32 // BLOCKS, 4]), 2)
         # Axes 1 and 3 lie in one thread: queries 8 apart of the 16 that a warp holds of every 16 · WARPS.
-        b_over = tl.reshape(b_top - b_threshold[:, None], [TILES, TILE // (16 * WARPS), WARPS, 2, 8, 4])
-        b_over = tl.max(tl.max(b_over, 3), 1)
-        b_bits |= tl.where(b_over >= 0, tl.full([], 1, word_dtype) << (i // PARTS - i_first), 0)
-    b_word = tl.reduce_or(tl.reshape(b_bits, [TILES, WARPS * 32]), 1)
-    return b_word, tl.min(tl.reshape(b_threshold, [TILES, TILE]), 1)
+        b_over = b_top - b_threshold[:, None, None]
+        b_over = tl.reshape(b_over, [TILES, TILE // (16 * WARPS), WARPS, 2, 8, BLOCKS, 4])
+        b_passes = (tl.max(tl.max(b_over, 3), 1) >= 0).to(word_dtype) << tl.arange(0, BLOCKS)[:, None]
+        b_bits |= tl.reduce_or(b_passes, 3) << (i * BLOCK_N // INDEX_N - i_first)
+    return tl.reduce_or(tl.reshape(b_bits, [TILES, WARPS * 32]), 1)
 
 
 @triton.jit
-def _largest(b_s, SIGNED: tl.constexpr):
-    """[queries, BLOCK_N // 32, 4]: largest score of eight keys that share a scale, all of them one thread's.
+def _multiply(b_q, b_k, b_inverse, b_bias, HALF: tl.constexpr, PACKED: tl.constexpr):
+    """Scores in (query step) · (key step): [BLOCK_M, BLOCK_N], in half precision if HALF, two at once if PACKED."""
+    if not HALF:
+        return tl.fma(b_inverse, b_bias, tl.dot(b_q, tl.trans(b_k)).to(tl.float32))
+    b_s = tl.dot(b_q, tl.trans(b_k), out_dtype=tl.float16)
+    if PACKED:
+        return tl.inline_asm_elementwise(
+            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [b_inverse, b_bias, b_s], tl.float16, is_pure=True, pack=2
+        )
+    return tl.fma(b_inverse, b_bias, b_s)
 
-    Without SIGNED, bits are compared as integers, three in one instruction: of scores all below 0 that gives the least.
-    """
-    b_s = tl.reshape(b_s, [b_s.shape[0], b_s.shape[1] // 32, 4, 4, 2])
-    b_s = tl.reshape(tl.permute(b_s, [0, 1, 3, 2, 4]), [b_s.shape[0], b_s.shape[1], 4, 8])
-    if not SIGNED:
-        b_s = b_s.to(tl.int32, bitcast=True)
-    return tl.max(b_s, 3).to(tl.float32, bitcast=True)
+
+@triton.jit
+def _largest(b_s, PACKED: tl.constexpr):
+    """[queries, BLOCK_N // 32, 4] float32: largest of the eight scores that share a key step. One thread has them."""
+    NUM: tl.constexpr = b_s.shape[1] // 32
+    if PACKED:
+        b_s = tl.permute(tl.reshape(b_s, [b_s.shape[0], NUM, 2, 2, 4, 2]), [0, 1, 4, 5, 2, 3])
+        b_even, b_odd = tl.split(b_s)
+        b_0, b_2 = tl.split(b_even)
+        b_1, b_3 = tl.split(b_odd)
+        b_s = _larger_pairs(_larger_pairs(_larger_pairs(b_0, b_1), b_2), b_3)
+    else:
+        b_s = tl.max(tl.reshape(b_s, [b_s.shape[0], NUM, 4, 4, 2]), 2)
+    return tl.max(b_s.to(tl.float32), 3)
+
+
+@triton.jit
+def _larger_pairs(b_a, b_b):
+    """Maximum in half precision, two elements in one instruction."""
+    return tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [b_a, b_b], tl.float16, is_pure=True, pack=2)
