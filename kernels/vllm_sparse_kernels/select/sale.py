@@ -183,7 +183,7 @@ def _round_row(
     )  # fmt: skip
     queries = RoundedQueries(
         room(len(heads), num_queries, block_d, dtype=dtype),
-        *(room(len(heads), num_queries) for _ in range(3)), num_queries,
+        room(len(heads), num_queries), room(len(heads), num_queries), room(len(heads), num_queries), num_queries,
     )  # fmt: skip
     _round_queries_kernel[(num_tiles, len(heads))](
         query_args, cached, queries, key_means, query_means, heads,
