@@ -1,7 +1,7 @@
 """The paged key-value cache, and the one place where a position becomes an address.
 
 A position p of row i lies on page ``block_table[i, p // page_size]`` at offset ``p % page_size``. Kernels resolve that
-with ``key_rows`` below; the references gather a row's keys whole.
+with ``key_offsets`` below; the references gather a row's keys whole.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,9 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.rows import ceil_div
+
+SPLIT_TOKENS = 1024
+"""Keys that one program adds up for their mean."""
 
 
 @dataclass(frozen=True)
@@ -86,3 +89,38 @@ def key_offsets(block_table_ptr, positions, mask, page_size, stride_page, stride
     """
     page = tl.load(block_table_ptr + positions // page_size, mask=mask, other=0).to(tl.int64)
     return page * stride_page + tl.where(mask, positions % page_size, 0).to(tl.int64) * stride_token
+
+
+@triton.jit
+def load_keys(keys, i_row, i_kv, o_n, end, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Keys of one row and kv head at the positions ``o_n`` [BLOCK_N, BLOCK_D]; 0 from ``end`` on."""
+    o_d = tl.arange(0, BLOCK_D)
+    table = keys.block_table + tl.cast(i_row, tl.int64) * keys.stride_table
+    o_k = key_offsets(table, o_n, o_n < end, keys.page_size, keys.stride_page, keys.stride_token)
+    base = keys.k + i_kv.to(tl.int64) * keys.stride_head
+    return tl.load(base + o_k[:, None] + o_d[None, :], mask=(o_n < end)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
+
+
+def key_means(cache: PagedCache, block_table: torch.Tensor, row: int, seq_len: int) -> torch.Tensor:
+    """Mean of one row's first ``seq_len`` keys: [num_kv_heads, head_dim padded to a power of two] float32."""
+    block_d, num_splits = triton.next_power_of_2(cache.head_dim), ceil_div(seq_len, SPLIT_TOKENS)
+    sums = torch.empty(num_splits, cache.num_kv_heads, block_d, dtype=torch.float32, device=block_table.device)
+    _key_sums_kernel[(num_splits, cache.num_kv_heads)](
+        key_args(cache, block_table), sums, row, seq_len,
+        HEAD_DIM=cache.head_dim, BLOCK_D=block_d, SPLIT=SPLIT_TOKENS, BLOCK_N=64,
+    )  # fmt: skip
+    return sums.sum(0) / seq_len
+
+
+@triton.jit(do_not_specialize=("i_row", "seq_len"))
+def _key_sums_kernel(
+    keys, sums, i_row, seq_len,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Sum of up to SPLIT keys of one kv head."""
+    i_split, i_kv = tl.program_id(0), tl.program_id(1)
+    b_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for i in range(i_split * SPLIT, tl.minimum(i_split * SPLIT + SPLIT, seq_len), BLOCK_N):
+        b_sum += load_keys(keys, i_row, i_kv, i + tl.arange(0, BLOCK_N), seq_len, HEAD_DIM, BLOCK_D).to(tl.float32)
+    o_sum = (i_split * tl.num_programs(1) + i_kv) * BLOCK_D + tl.arange(0, BLOCK_D)
+    tl.store(sums + o_sum, tl.sum(b_sum, 0))

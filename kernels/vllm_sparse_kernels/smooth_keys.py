@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.paged import PagedCache, key_args, key_offsets
+from vllm_sparse_kernels.paged import PagedCache, key_args, key_means, load_keys
 from vllm_sparse_kernels.rows import Rows, ceil_div, to_device
 
 STEP_TOKENS = tl.constexpr(64)
@@ -24,9 +24,6 @@ STEP_TOKENS = tl.constexpr(64)
 
 ALIGN_TOKENS = 128
 """A row's keys are padded to whole blocks of either size."""
-
-SPLIT_TOKENS = 1024
-"""Keys that one program adds up for the mean."""
 
 INT8_MAX = tl.constexpr(127.0)
 TINY = tl.constexpr(1e-20)  # stands in for the largest magnitude of a block of zeros
@@ -62,12 +59,7 @@ def smooth_keys(cache: PagedCache, rows: Rows, int8_heads: torch.Tensor | None, 
     keys = key_args(cache, rows.block_table)
     shape = {"HEAD_DIM": head_dim, "BLOCK_D": block_d, "GROUP": group, "HEADS": triton.next_power_of_2(group)}
     for row, seq_len in enumerate(rows.seq_lens):
-        num_splits = ceil_div(seq_len, SPLIT_TOKENS)
-        sums = torch.empty(num_splits, num_kv_heads, block_d, dtype=torch.float32, device=device)
-        _key_sums_kernel[(num_splits, num_kv_heads)](
-            keys, int8_heads, sums, row, seq_len, **shape, SPLIT=SPLIT_TOKENS, BLOCK_N=64
-        )
-        torch.div(sums.sum(0), seq_len, out=smooth.means[row])
+        smooth.means[row] = key_means(cache, rows.block_table, row, seq_len)
         _round_keys_kernel[((starts[row + 1] - starts[row]) // STEP_TOKENS.value, num_kv_heads)](
             keys,
             int8_heads,
@@ -101,32 +93,6 @@ def _is_read(int8_heads, i_kv, GROUP: tl.constexpr, HEADS: tl.constexpr):
         return tl.max(b_flag.to(tl.int32), 0) > 0
 
 
-@triton.jit
-def _load_keys(keys, i_row, i_kv, o_n, seq_len, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Keys at the positions ``o_n`` as float32 [len(o_n), BLOCK_D]; 0 from ``seq_len`` on."""
-    o_d = tl.arange(0, BLOCK_D)
-    table = keys.block_table + tl.cast(i_row, tl.int64) * keys.stride_table
-    o_k = key_offsets(table, o_n, o_n < seq_len, keys.page_size, keys.stride_page, keys.stride_token)
-    o_k = i_kv.to(tl.int64) * keys.stride_head + o_k[:, None] + o_d[None, :]
-    return tl.load(keys.k + o_k, mask=(o_n < seq_len)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def _key_sums_kernel(
-    keys, int8_heads, sums, i_row, seq_len,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Sum of up to SPLIT keys of one kv head."""
-    i_split, i_kv = tl.program_id(0), tl.program_id(1)
-    if _is_read(int8_heads, i_kv, GROUP, HEADS):
-        b_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-        for i in range(i_split * SPLIT, tl.minimum(i_split * SPLIT + SPLIT, seq_len), BLOCK_N):
-            b_sum += _load_keys(keys, i_row, i_kv, i + tl.arange(0, BLOCK_N), seq_len, HEAD_DIM, BLOCK_D)
-        o_sum = (i_split * tl.num_programs(1) + i_kv) * BLOCK_D + tl.arange(0, BLOCK_D)
-        tl.store(sums + o_sum, tl.sum(b_sum, 0))
-
-
 @triton.jit(do_not_specialize=VARYING)
 def _round_keys_kernel(
     keys, int8_heads, means, integers, steps, i_row, seq_len, start, num_keys,
@@ -137,7 +103,7 @@ def _round_keys_kernel(
     if _is_read(int8_heads, i_kv, GROUP, HEADS):
         o_n = i_n * STEP_TOKENS + tl.arange(0, STEP_TOKENS)
         o_d = tl.arange(0, BLOCK_D)
-        b_k = _load_keys(keys, i_row, i_kv, o_n, seq_len, HEAD_DIM, BLOCK_D)
+        b_k = load_keys(keys, i_row, i_kv, o_n, seq_len, HEAD_DIM, BLOCK_D).to(tl.float32)
         b_mean = tl.load(means + i_kv * BLOCK_D + o_d)
         b_int, step = quantize(tl.where((o_n < seq_len)[:, None], b_k - b_mean[None, :], 0.0))
         first = i_kv.to(tl.int64) * num_keys + start

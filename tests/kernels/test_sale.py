@@ -179,6 +179,13 @@ def test_reference_agrees_with_the_paper(case):
     )  # fmt: skip
 
 
+def rounded_by_kernels(method: Sale, batch: Batch) -> tuple[RoundedQueries, RoundedKeys]:
+    """Row 0, of all heads."""
+    heads = torch.arange(batch.num_heads, dtype=torch.int32, device=DEVICE)
+    log_taus = torch.full((len(heads),), math.log(method.tau), device=DEVICE)
+    return module._round_row(method, batch.q, batch.cache, batch.rows, 0, heads, log_taus, batch.scale)
+
+
 def rounded_row(q, k, thresholds, biases, integers) -> tuple[RoundedQueries, RoundedKeys]:
     """Queries [heads, n, d] and keys [kv heads, m, d] that are integers; all steps are 1."""
     largest = biases.abs().unflatten(1, (-1, 64)).amax(2)
@@ -232,8 +239,7 @@ def test_on_the_same_integers_flags_are_equal_bit_for_bit(integers, tau, mean, m
     generator = torch.Generator(DEVICE).manual_seed(2)
     batch.q.add_(mean * torch.randn(64, generator=generator, device=DEVICE))
     method = Sale(tau)
-    heads = torch.arange(2, dtype=torch.int32, device=DEVICE)
-    queries, keys = module._round_row(method, batch.q, batch.cache, batch.rows, 0, heads, batch.scale)
+    queries, keys = rounded_by_kernels(method, batch)
     assert queries.integers.dtype == integers
     assert float(queries.integers.float().abs().max()) == float(keys.integers.float().abs().max()) == 7
     largest = float((queries.inverse_steps.amax(1) * keys.biases[:, :1500].abs().amax(1)).min())
@@ -248,8 +254,7 @@ def test_on_the_same_integers_flags_are_equal_bit_for_bit(integers, tau, mean, m
 def test_what_a_row_may_reach_is_stored_beside_its_integers(integers, monkeypatch):
     monkeypatch.setattr(module, "integer_dtype", lambda device: integers)
     batch = make_batch([(300, 260)], num_heads=2)
-    heads = torch.arange(2, dtype=torch.int32, device=DEVICE)
-    queries, keys = module._round_row(Sale(), batch.q, batch.cache, batch.rows, 0, heads, batch.scale)
+    queries, keys = rounded_by_kernels(Sale(), batch)
     again = rounded_row(*(x.integers.float() for x in (queries, keys)), queries.thresholds, keys.biases, integers)
     for x, y in zip((queries.squares, *keys[3:5]), (again[0].squares, *again[1][3:5]), strict=True):
         assert torch.equal(x, y)
@@ -361,6 +366,33 @@ def test_local_region_has_128_to_224_tokens():
         for _, local, num_blocks in regions(Sale(), position, 128)
     }
     assert sizes == {128, 160, 192, 224}
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_heads_selected_together_select_what_each_selects_alone(reference):
+    """Four heads on two kv heads, of three τ, in the order of ``heads``: bitwise."""
+    batch = make_batch([(700, 130), (0, 63), (533, 1)], 4, 2, dtype=torch.float16)
+    heads, settings = [2, 0, 3, 1], [Sale(0.3), Sale(0.1), Sale(0.0), Sale(0.3, int8_scores=True)]
+    merged = Sale.merged(settings)
+    together = run(batch, merged, heads=heads, reference=reference)
+    for head, method in zip(heads, settings):
+        alone = run(batch, method, heads=[head], reference=reference)
+        assert torch.equal(alone.block_counts[head], together.block_counts[head])
+        for i_tile in range(batch.rows.num_tiles):
+            assert torch.equal(alone.blocks_of(head, i_tile), together.blocks_of(head, i_tile))
+    assert len({tuple(counts) for counts in together.block_counts.tolist()}) > 2
+
+
+def test_what_is_merged():
+    settings = [Sale(0.3), Sale(0.1), Sale(0.3, int8_scores=True)]
+    merged = Sale.merged(settings)
+    assert list(merged.of_heads(3)) == settings
+    assert merged.alike == settings[0].alike == Sale()
+    assert merged.summary([merged, Sale(0.3)]) == {"sink_tokens": 32, "local_tokens": 128, "settings": 3}
+    assert Sale.merged(settings[:1] * 2) == settings[0]
+    assert Sale(sink_tokens=64).alike != Sale().alike
+    with pytest.raises(ValueError, match="methods alike"):
+        Sale.merged([Sale(), Sale(sink_tokens=64)])
 
 
 def test_higher_tau_keeps_less():

@@ -60,7 +60,7 @@ def paper_blocks(
         rounded_keys = round_keys(keys - key_mean)
         queries = q[rows.tokens[row] : rows.tokens[row] + rows.query_lens[row]].float()
         query_mean = queries.mean(0)  # [num_heads, head_dim]
-        for head in heads.tolist():
+        for head, setting in zip(heads.tolist(), method.of_heads(len(heads))):
             kv = head // group
             # Q̃ K̃ᵀ approximates (q − q̄)(k − k̄)ᵀ; q̄ (k − k̄)ᵀ is added exactly.
             bias = (keys[:, kv] - key_mean[kv]) @ query_mean[head]
@@ -68,7 +68,7 @@ def paper_blocks(
                 tile = rows.tile_list[i_tile]
                 b_q = q[tile.token : tile.token + tile.length_tokens, head].float()
                 # Subtracting k̄ shifts all scores of a query alike, and the threshold with them.
-                threshold = exact_threshold(method, b_q, keys[:, kv], tile, scale) - b_q @ key_mean[kv]
+                threshold = exact_threshold(setting, b_q, keys[:, kv], tile, scale) - b_q @ key_mean[kv]
                 starts = [local_start(method, last) for last in last_positions(tile)]
                 scores = torch.addmm(
                     bias[: max(starts)], round_queries(b_q - query_mean[head]), rounded_keys[: max(starts), kv].T

@@ -8,14 +8,15 @@ plain torch, and ``select/__init__.py`` pairs the two in one line.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import ClassVar, Self
+from functools import lru_cache
+from typing import Any, ClassVar, Self
 
 import torch
 
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout
 from vllm_sparse_kernels.options import AttendOptions
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import Rows
+from vllm_sparse_kernels.rows import Rows, to_device
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Method(ABC):
         """What selects the heads of one layer that have these methods, all alike; its ``heads`` come in their order."""
         return methods[0]
 
-    def of_heads(self, num_heads: int) -> Sequence["Method"]:
+    def of_heads(self, num_heads: int) -> Sequence[Self]:
         """The methods of the ``num_heads`` heads that this one, maybe merged of theirs, selects; in their order."""
         return (self,) * num_heads
 
@@ -61,8 +62,11 @@ class Method(ABC):
 
     @classmethod
     def summary(cls, methods: Sequence[Self]) -> dict[str, object]:
-        """What a log shows of many heads whose methods, merged or not, are alike."""
-        return asdict(methods[0])
+        """What a log shows of many heads whose methods, merged or not, are alike: what they have in common."""
+        settings = {one for m in methods for one in (m.settings if isinstance(m, PerHead) else (m,))}
+        all_fields = [asdict(one) for one in settings]
+        common = {name: value for name, value in all_fields[0].items() if all(f[name] == value for f in all_fields)}
+        return common if len(settings) == 1 else common | {"settings": len(settings)}
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
         """Room that one head's stripes need. Methods that keep blocks alone keep this."""
@@ -75,6 +79,34 @@ class Method(ABC):
         q [num_tokens, num_heads, head_dim] holds the step's queries at the tokens that ``index.rows`` names; heads
         [n] int32 lists query heads (on the device); ``scale`` multiplies q·k, usually 1/√head_dim.
         """
+
+
+@dataclass(frozen=True)
+class PerHead(Method):
+    """Heads of a layer that are selected together though their methods, all alike, differ.
+
+    ``settings[i]`` is the method of the i-th head that ``select`` is given. A method that can select so derives a class
+    from this and itself.
+    """
+
+    settings: tuple[Any, ...] = ()
+
+    @classmethod
+    def join(cls, methods: Sequence[Method]) -> Method:
+        """``merged`` of such a method."""
+        alike = methods[0].alike
+        require(all(m.alike == alike for m in methods), "methods", methods, f"methods alike {alike}")
+        return methods[0] if len(set(methods)) == 1 else cls(**asdict(alike), settings=tuple(methods))
+
+    def of_heads(self, num_heads: int) -> Sequence[Any]:
+        require(len(self.settings) == num_heads, "settings", self.settings, f"one for each of the {num_heads} heads")
+        return self.settings
+
+
+@lru_cache(maxsize=4096)
+def on_device(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Parameters of heads as float32, copied once in a process."""
+    return to_device(values, torch.float32, device)
 
 
 def attend_options(methods: Sequence[Method], device: torch.device) -> AttendOptions | None:

@@ -37,17 +37,18 @@ Where the paper leaves a choice, or this departs from it:
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import PagedCache, key_args, key_offsets
+from vllm_sparse_kernels.paged import PagedCache, key_args, key_means, load_keys
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
-from vllm_sparse_kernels.select.base import Method, require
+from vllm_sparse_kernels.select.base import Method, PerHead, on_device, require
 from vllm_sparse_kernels.select.lists import compact_blocks
 
 QUERY_BLOCK = tl.constexpr(64)  # b_q
@@ -57,9 +58,6 @@ TINY = tl.constexpr(1e-20)  # stands in for the largest magnitude of a vector of
 LEAST = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-
-SPLIT_TOKENS = 1024
-"""Keys that one program adds up for the mean."""
 
 WORD_BLOCKS = 64
 """Index blocks that one program tests: a bit of a word for each, 32 or 64."""
@@ -130,16 +128,31 @@ class Sale(Method):
             whole = isinstance(value, int) and value >= least and value % KEY_BLOCK.value == 0
             require(whole, name, value, f"a multiple of {KEY_BLOCK.value} >= {least}")
 
+    @property
+    def alike(self) -> "Sale":
+        return Sale(sink_tokens=self.sink_tokens, local_tokens=self.local_tokens)
+
+    @classmethod
+    def merged(cls, methods: Sequence[Self]) -> Method:
+        return SaleLayer.join(methods)
+
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         index.stripe_counts.index_fill_(0, heads.long(), 0)
-        if self.tau == 0:
+        taus = [one.tau for one in self.of_heads(len(heads))]
+        if not any(taus):
             compact_blocks(None, index, heads)
             return
+        log_taus = on_device(tuple(math.log(tau) if tau else -math.inf for tau in taus), q.device)
         kept = torch.ones(len(heads), index.block_ids.shape[1], dtype=torch.uint8, device=q.device)
         for row in range(index.rows.num_rows):
-            queries, keys = _round_row(self, q, cache, index.rows, row, heads, scale)
+            queries, keys = _round_row(self, q, cache, index.rows, row, heads, log_taus, scale)
             _test_row(self, queries, keys, index, row, heads, q.shape[1] // cache.num_kv_heads, kept)
         compact_blocks(kept, index, heads)
+
+
+@dataclass(frozen=True)
+class SaleLayer(PerHead, Sale):
+    """Heads that differ in τ or in what they ask of attention; keys are quantised once for all."""
 
 
 def integer_dtype(device: torch.device) -> torch.dtype:
@@ -149,12 +162,19 @@ def integer_dtype(device: torch.device) -> torch.dtype:
 
 
 def _round_row(
-    method: Sale, q: torch.Tensor, cache: PagedCache, rows: Rows, row: int, heads: torch.Tensor, scale: float
+    method: Sale,
+    q: torch.Tensor,
+    cache: PagedCache,
+    rows: Rows,
+    row: int,
+    heads: torch.Tensor,
+    log_taus: torch.Tensor,
+    scale: float,
 ) -> tuple[RoundedQueries, RoundedKeys]:
     """Quantise the queries and keys of one row, and find the queries' thresholds."""
     token, query_len, seq_len = rows.tokens[row], rows.query_lens[row], rows.seq_lens[row]
     block_d = triton.next_power_of_2(cache.head_dim)
-    num_tiles, num_splits = ceil_div(query_len, TILE_TOKENS), ceil_div(seq_len, SPLIT_TOKENS)
+    num_tiles = ceil_div(query_len, TILE_TOKENS)
     num_queries, num_keys = num_tiles * TILE_TOKENS, ceil_div(seq_len, 128) * 128
     shape = {"HEAD_DIM": cache.head_dim, "BLOCK_D": block_d, "GROUP": q.shape[1] // cache.num_kv_heads}
     cached = key_args(cache, rows.block_table)
@@ -164,12 +184,7 @@ def _round_row(
     def room(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=q.device)
 
-    sums = room(num_splits, cache.num_kv_heads, block_d)
-    _key_sums_kernel[(num_splits, cache.num_kv_heads)](
-        cached, sums, cache.num_kv_heads, row, seq_len,
-        HEAD_DIM=cache.head_dim, BLOCK_D=block_d, SPLIT=SPLIT_TOKENS, BLOCK_N=64, num_warps=4,
-    )  # fmt: skip
-    key_means = sums.sum(0) / seq_len
+    means = key_means(cache, rows.block_table, row, seq_len)
     query_means = q[token : token + query_len].mean(0, dtype=torch.float32)
 
     keys = RoundedKeys(
@@ -178,7 +193,7 @@ def _round_row(
         room(cache.num_kv_heads, num_keys // 64), room(len(heads), num_keys // 64), num_keys,
     )  # fmt: skip
     _round_keys_kernel[(num_keys // 64, cache.num_kv_heads)](
-        cached, keys, key_means, query_means, heads, len(heads), row, seq_len,
+        cached, keys, means, query_means, heads, len(heads), row, seq_len,
         **shape, HEADS=triton.next_power_of_2(len(heads)), BLOCK_N=64, num_warps=4,
     )  # fmt: skip
     queries = RoundedQueries(
@@ -186,9 +201,9 @@ def _round_row(
         room(len(heads), num_queries), room(len(heads), num_queries), room(len(heads), num_queries), num_queries,
     )  # fmt: skip
     _round_queries_kernel[(num_tiles, len(heads))](
-        query_args, cached, queries, key_means, query_means, heads,
+        query_args, cached, queries, means, query_means, heads,
         row, token, rows.context_lens[row], query_len,
-        method.sink_tokens, method.local_tokens, math.log(method.tau), scale,
+        method.sink_tokens, method.local_tokens, log_taus, scale,
         **shape, SEGMENT=method.SEGMENT_TOKENS, BLOCK_M=TILE_TOKENS, BLOCK_N=64,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=8, num_stages=2,
     )  # fmt: skip
@@ -214,32 +229,6 @@ def _test_row(
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _key_sums_kernel(
-    keys, sums, num_kv_heads, i_row, seq_len,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Sum of up to SPLIT keys of one kv head."""
-    i_split = tl.program_id(0)
-    i_kv = tl.program_id(1)
-    o_d = tl.arange(0, BLOCK_D)
-    o_n = tl.arange(0, BLOCK_N)
-    b_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for i in range(i_split * SPLIT, tl.minimum(i_split * SPLIT + SPLIT, seq_len), BLOCK_N):
-        b_sum += _load_keys(keys, i_row, i_kv, i + o_n, seq_len, HEAD_DIM, BLOCK_D).to(tl.float32)
-    tl.store(sums + (i_split * num_kv_heads + i_kv) * BLOCK_D + o_d, tl.sum(b_sum, 0))
-
-
-@triton.jit
-def _load_keys(keys, i_row, i_kv, o_n, end, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Keys at the positions ``o_n`` [BLOCK_N, BLOCK_D]; 0 from ``end`` on."""
-    o_d = tl.arange(0, BLOCK_D)
-    table = keys.block_table + tl.cast(i_row, tl.int64) * keys.stride_table
-    o_k = key_offsets(table, o_n, o_n < end, keys.page_size, keys.stride_page, keys.stride_token)
-    base = keys.k + i_kv.to(tl.int64) * keys.stride_head
-    return tl.load(base + o_k[:, None] + o_d[None, :], mask=(o_n < end)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
-
-
-@triton.jit(do_not_specialize=VARYING)
 def _round_keys_kernel(
     keys, rounded, key_means, query_means, heads, num_heads, i_row, seq_len,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -253,7 +242,7 @@ def _round_keys_kernel(
     b_heads = tl.load(heads + o_h, mask=o_h < num_heads, other=0)
     readers = tl.sum(((b_heads // GROUP == i_kv) & (o_h < num_heads)).to(tl.int32), 0)
     if readers > 0:
-        b_k = _load_keys(keys, i_row, i_kv, o_n, seq_len, HEAD_DIM, BLOCK_D).to(tl.float32)
+        b_k = load_keys(keys, i_row, i_kv, o_n, seq_len, HEAD_DIM, BLOCK_D).to(tl.float32)
         b_k = tl.where((o_n < seq_len)[:, None], b_k - tl.load(key_means + i_kv * BLOCK_D + o_d)[None, :], 0.0)
         b_largest = tl.reshape(tl.max(tl.abs(b_k), 1), [BLOCK_N // 32, 4, 4, 2])
         b_step = tl.maximum(tl.max(tl.max(b_largest, 3), 1), TINY) / LEVELS
@@ -285,7 +274,7 @@ def _local_start(i_end, context_len, query_len, sink_tokens, local_tokens, SEGME
 @triton.jit(do_not_specialize=VARYING)
 def _round_queries_kernel(
     queries, keys, rounded, key_means, query_means, heads, i_row, token, context_len, query_len,
-    sink_tokens, local_tokens, log_tau, scale,
+    sink_tokens, local_tokens, log_taus, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, SEGMENT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -308,7 +297,7 @@ def _round_queries_kernel(
 
     b_q = b_q.to(tl.float32)
     b_mean = tl.load(key_means + i_head // GROUP * BLOCK_D + o_d)
-    b_threshold = (log_tau + b_lse) / scale - tl.sum(b_q * b_mean[None, :], 1)
+    b_threshold = (tl.load(log_taus + i_group) + b_lse) / scale - tl.sum(b_q * b_mean[None, :], 1)
     b_mean = tl.load(query_means + i_head * HEAD_DIM + o_d, mask=o_d < HEAD_DIM, other=0.0)
     b_q = tl.where(in_head, b_q - b_mean[None, :], 0.0)
     b_step = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LEVELS
@@ -335,7 +324,7 @@ def _local_lse(
     b_sum = tl.zeros([b_q.shape[0]], tl.float32)
     for i in range(sink_steps + local_steps):
         o_n = tl.where(i < sink_steps, i * BLOCK_N, begin + (i - sink_steps) * BLOCK_N) + tl.arange(0, BLOCK_N)
-        b_k = _load_keys(keys, i_row, i_kv, o_n, end, HEAD_DIM, BLOCK_D)
+        b_k = load_keys(keys, i_row, i_kv, o_n, end, HEAD_DIM, BLOCK_D)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * (scale * LOG2_E)
         seen = (o_n < sink_tokens)[None, :] | (o_n[None, :] >= b_local[:, None])
         b_s = tl.where(seen & (o_n[None, :] <= o_m[:, None]), b_s, float("-inf"))

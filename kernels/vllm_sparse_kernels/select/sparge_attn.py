@@ -36,8 +36,7 @@ was kept is then exact to rounding, which is what ``attend``'s error budget is s
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import torch
@@ -46,8 +45,8 @@ import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache, key_args, key_offsets
-from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
-from vllm_sparse_kernels.select.base import Method, require
+from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div
+from vllm_sparse_kernels.select.base import Method, PerHead, on_device, require
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, compact_blocks, tile_blocks
 
 KEY_BLOCK_TOKENS = 64
@@ -102,23 +101,8 @@ class SpargeAttn(Method):
         return SpargeAttn(smooth_keys=self.smooth_keys)
 
     @classmethod
-    def merged(cls, methods: Sequence[Self]) -> "SpargeAttn":
-        first = methods[0]
-        require(all(m.smooth_keys == first.smooth_keys for m in methods), "methods", methods, "equal smooth_keys")
-        if len(set(methods)) == 1:
-            return first
-        return SpargeAttnLayer(smooth_keys=first.smooth_keys, settings=tuple(methods))
-
-    @classmethod
-    def summary(cls, methods: Sequence[Self]) -> dict[str, object]:
-        """What all have in common, and how many settings there are."""
-        settings = {one for m in methods for one in (m.settings if isinstance(m, SpargeAttnLayer) else (m,))}
-        all_fields = [asdict(one) for one in settings]
-        common = {name: value for name, value in all_fields[0].items() if all(f[name] == value for f in all_fields)}
-        return common if len(settings) == 1 else common | {"settings": len(settings)}
-
-    def of_heads(self, num_heads: int) -> "Sequence[SpargeAttn]":
-        return (self,) * num_heads
+    def merged(cls, methods: Sequence[Self]) -> Method:
+        return SpargeAttnLayer.join(methods)
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         index.stripe_counts.index_fill_(0, heads.long(), 0)
@@ -127,8 +111,8 @@ class SpargeAttn(Method):
             compact_blocks(None, index, heads)
             return
         rows, num_heads = index.rows, len(heads)
-        kept_mass = _on_device(tuple(one.kept_mass for one in settings), q.device)
-        min_similarity = _on_device(tuple(one.min_similarity for one in settings), q.device)
+        kept_mass = on_device(tuple(one.kept_mass for one in settings), q.device)
+        min_similarity = on_device(tuple(one.min_similarity for one in settings), q.device)
         tiles = _compress_tiles(q, rows, heads)
         kept = torch.empty(num_heads, index.block_ids.shape[1], dtype=torch.uint8, device=q.device)
         for row, seq_len in enumerate(rows.seq_lens):
@@ -144,22 +128,8 @@ class SpargeAttn(Method):
 
 
 @dataclass(frozen=True)
-class SpargeAttnLayer(SpargeAttn):
-    """Heads of a layer that differ in τ, θ or what they ask of attention; keys are compressed once for all.
-
-    ``settings[i]`` is the method of the i-th head that ``select`` is given.
-    """
-
-    settings: tuple[SpargeAttn, ...] = ()
-
-    def of_heads(self, num_heads: int) -> Sequence[SpargeAttn]:
-        require(len(self.settings) == num_heads, "settings", self.settings, f"one for each of the {num_heads} heads")
-        return self.settings
-
-
-@lru_cache(maxsize=4096)
-def _on_device(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    return to_device(values, torch.float32, device)
+class SpargeAttnLayer(PerHead, SpargeAttn):
+    """Heads that differ in τ, θ or what they ask of attention; keys are compressed once for all."""
 
 
 class _Compressed(NamedTuple):
