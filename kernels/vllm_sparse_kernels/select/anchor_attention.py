@@ -21,9 +21,12 @@ Where the paper leaves a choice, or this departs from it:
   is attended whole smaller than with aligned tiles, and every tile keeps at least what its own vote selects.
 * Of a group cut by a chunk's border, the tiles of this step alone vote: what earlier chunks selected is not kept.
 * A row's last tile may be short: averages run over the queries that are there.
+* A block of the index whose every key the group keeps is listed as a block and not as stripes: the same keys, but a
+  gathered key costs ``attend`` about twice one of a block. Initial block and group starts are multiples of 128, so that
+  no block has keys on both sides of a border, and a group that keeps everything has no stripes.
 
 The mean queries are rounded to q's dtype for the matrix units, scores and thresholds are float32. Flags of the vote are
-counted per 128 keys; whoever writes a stretch of a list adds up the counts before it. No atomics: lists come out sorted
+counted per block; whoever writes a stretch of a list adds up the counts before it. No atomics: lists come out sorted
 and the same every time.
 """
 
@@ -38,13 +41,13 @@ from vllm_sparse_kernels.index import SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache, key_args, key_offsets
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.select.base import Method, require
-from vllm_sparse_kernels.select.lists import append
+from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, tile_blocks
 
 INITIAL_TOKENS = TILE_TOKENS
 """Keys of the initial block, attended by every query."""
 
 VOTE_TOKENS = 128
-"""Keys whose votes one program takes and counts."""
+"""Keys whose votes one program takes; no index has wider blocks."""
 
 VOTE_TILES = 64
 """Tiles of a group that vote at once, at most; larger groups take several passes."""
@@ -117,12 +120,12 @@ class PooledArgs(NamedTuple):
 
 
 class GroupArgs(NamedTuple):
-    """The groups of all rows, and what they vote. Flags and counts lie as the groups' lists of stripes do."""
+    """The groups of all rows, and what they vote. Flags and counts lie as the groups' candidates do."""
 
     table: Any  # [num_groups, GROUP_FIELDS] int32
     row_starts: Any  # [num_rows + 1] int32, a row's first group
     flags: Any  # [num_heads, num_candidates] uint8
-    counts: Any  # [num_heads, num_candidates / VOTE_TOKENS] int32
+    counts: Any  # [num_heads, num_candidates / block_tokens] uint8, kept keys of each block of the index
     num_candidates: int
 
 
@@ -181,28 +184,34 @@ class AnchorAttention(Method):
         }
         narrow = block_d * q.element_size() > 256  # bytes of a key, for what fits into shared memory
         _anchor_kernel[(rows.num_tiles, len(heads))](
-            QueryArgs(q, q.stride(0), q.stride(1)), keys, index_args, heads, pooled,
-            rows.num_tiles, index.block_ids.stride(0), scale, self.span_tokens,
+            QueryArgs(q, q.stride(0), q.stride(1)), keys, rows.tiles, heads, pooled,
+            rows.num_tiles, scale, self.span_tokens,
             **shape, USE_ANCHOR=self.use_anchor, BLOCK_M=TILE_TOKENS, BLOCK_N=64 if narrow else 128,
-            INDEX_N=index.block_tokens, FIELDS=TILE_FIELDS, num_warps=8, num_stages=2,
+            FIELDS=TILE_FIELDS, num_warps=8, num_stages=2,
         )  # fmt: skip
-        groups = _group_args(grouped, index.num_heads, device)
+        groups = _group_args(grouped, index)
         if largest:
             tiles = min(max(triton.next_power_of_2(self.step_tiles), 16), VOTE_TILES)
             _vote_kernel[(largest // VOTE_TOKENS, cache.num_kv_heads, rows.num_rows)](
                 keys, groups, pooled, rows.num_tiles, scale, self.theta, self.span_tokens,
-                **shape, BLOCK_K=VOTE_TOKENS, BLOCK_T=tiles, ONE_PASS=self.step_tiles <= tiles, FIELDS=GROUP_FIELDS,
-                num_warps=4, num_stages=2,
+                **shape, BLOCK_K=VOTE_TOKENS, INDEX_N=index.block_tokens, BLOCK_T=tiles,
+                ONE_PASS=self.step_tiles <= tiles, FIELDS=GROUP_FIELDS, num_warps=4, num_stages=2,
             )  # fmt: skip
+        _blocks_kernel[(rows.num_tiles, len(heads))](
+            groups, index_args, heads, rows.num_tiles, index.block_ids.stride(0), self.span_tokens,
+            INITIAL=INITIAL_TOKENS, INDEX_N=index.block_tokens, CHUNK=CHUNK_BLOCKS,
+            FIELDS=TILE_FIELDS, GROUP_FIELDS=GROUP_FIELDS, num_warps=4,
+        )  # fmt: skip
         _stripes_kernel[(max(ceil_div(largest, SPLIT_TOKENS), 1), len(groups.table), len(heads))](
             groups, index_args, heads, rows.num_tiles,
-            INITIAL=INITIAL_TOKENS, BLOCK_K=VOTE_TOKENS, SPLIT=SPLIT_TOKENS, CHUNK=CHUNK_TOKENS, FIELDS=GROUP_FIELDS,
-            num_warps=4,
+            INITIAL=INITIAL_TOKENS, INDEX_N=index.block_tokens, SPLIT=SPLIT_TOKENS, CHUNK=CHUNK_TOKENS,
+            FIELDS=GROUP_FIELDS, num_warps=4,
         )  # fmt: skip
 
 
-def _group_args(grouped: list[list[Group]], num_heads: int, device: torch.device) -> GroupArgs:
+def _group_args(grouped: list[list[Group]], index: SparseIndex) -> GroupArgs:
     """The groups on the device, and room for their votes."""
+    num_heads, device = index.num_heads, index.rows.device
     row_starts = [0]
     for of_row in grouped:
         row_starts.append(row_starts[-1] + len(of_row))
@@ -213,29 +222,26 @@ def _group_args(grouped: list[list[Group]], num_heads: int, device: torch.device
         on_device[: len(flat)].view(-1, GROUP_FIELDS),
         on_device[len(flat) :],
         torch.empty(num_heads, num_candidates, dtype=torch.uint8, device=device),
-        torch.empty(num_heads, num_candidates // VOTE_TOKENS, dtype=torch.int32, device=device),
+        torch.empty(num_heads, num_candidates // index.block_tokens, dtype=torch.uint8, device=device),
         num_candidates,
     )
 
 
 # Numbers that change from step to step must not be specialised on: a server would compile in the middle of its work.
-@triton.jit(do_not_specialize=["num_tiles", "stride_ids"])
+@triton.jit(do_not_specialize=["num_tiles"])
 def _anchor_kernel(
-    queries, keys, index, heads, pooled, num_tiles, stride_ids, scale, span,
+    queries, keys, tiles, heads, pooled, num_tiles, scale, span,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, INITIAL: tl.constexpr, PRECISION: tl.constexpr,
-    USE_ANCHOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INDEX_N: tl.constexpr, FIELDS: tl.constexpr,
+    USE_ANCHOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one head: the anchor region's blocks, and where keys lie between its parts, the pooled q and x_a."""
+    """The pooled q and x_a of one tile of one head, where keys lie between the anchor region's parts."""
     i_tile = tl.program_id(0)
     i_head = tl.load(heads + tl.program_id(1))
-    i_row = tl.load(index.tiles + i_tile * FIELDS)
-    token = tl.load(index.tiles + i_tile * FIELDS + 1)
-    length = tl.load(index.tiles + i_tile * FIELDS + 2)
-    first = tl.load(index.tiles + i_tile * FIELDS + 3)
+    i_row = tl.load(tiles + i_tile * FIELDS)
+    token = tl.load(tiles + i_tile * FIELDS + 1)
+    length = tl.load(tiles + i_tile * FIELDS + 2)
+    first = tl.load(tiles + i_tile * FIELDS + 3)
     start = first // span * span
-    ids = index.block_ids + i_head.to(tl.int64) * stride_ids + tl.load(index.block_offsets + i_tile)
-    num_blocks = _store_region(ids, start, first + length, INITIAL, INDEX_N)
-    tl.store(index.block_counts + i_head * num_tiles + i_tile, num_blocks)
     if i_tile == 0:
         tl.store(pooled.chosen + i_head, 1)
     if start > INITIAL:
@@ -255,17 +261,6 @@ def _anchor_kernel(
             tl.store(pooled.anchors + o_pooled, tl.sum(tl.where(in_tile, b_max * scale, 0.0), 0) / length)
         else:
             tl.store(pooled.anchors + o_pooled, 0.0)
-
-
-@triton.jit
-def _store_region(ids, start, end, INITIAL: tl.constexpr, INDEX_N: tl.constexpr):
-    """Write the list of blocks, the initial ones and those of [start, end); returns how many they are."""
-    left_out = tl.maximum(start - INITIAL, 0) // INDEX_N
-    num_blocks = (end - 1) // INDEX_N + 1 - left_out
-    for i in range(0, num_blocks, 128):
-        o_n = i + tl.arange(0, 128)
-        tl.store(ids + o_n, tl.where(o_n < INITIAL // INDEX_N, o_n, o_n + left_out), mask=o_n < num_blocks)
-    return num_blocks
 
 
 @triton.jit
@@ -307,7 +302,7 @@ def _walk_max(
 def _vote_kernel(
     keys, groups, pooled, num_tiles, scale, theta, span,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, INITIAL: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, ONE_PASS: tl.constexpr, FIELDS: tl.constexpr,
+    BLOCK_K: tl.constexpr, INDEX_N: tl.constexpr, BLOCK_T: tl.constexpr, ONE_PASS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """128 keys of one kv head: loaded once, voted on by all groups that begin behind them, and all of its heads."""
     i_kv = tl.program_id(1)
@@ -337,7 +332,8 @@ def _vote_kernel(
                     b_kept |= _votes(b_k, where, o, scale, theta, BLOCK_T, BLOCK_D, PRECISION)
             o_flag = i_head.to(tl.int64) * groups.num_candidates + tl.load(group + 3) + candidate
             tl.store(groups.flags + o_flag + tl.arange(0, BLOCK_K), b_kept.to(tl.uint8))
-            tl.store(groups.counts + o_flag // BLOCK_K, tl.sum(b_kept, 0))
+            b_count = tl.sum(tl.reshape(b_kept, [BLOCK_K // INDEX_N, INDEX_N]), 1)
+            tl.store(groups.counts + o_flag // INDEX_N + tl.arange(0, BLOCK_K // INDEX_N), b_count.to(tl.uint8))
 
 
 @triton.jit
@@ -354,12 +350,38 @@ def _votes(b_k, where, first, scale, theta, BLOCK_T: tl.constexpr, BLOCK_D: tl.c
     return tl.max(b_kept.to(tl.int32), 1)
 
 
+@triton.jit(do_not_specialize=["num_tiles", "stride_ids"])
+def _blocks_kernel(
+    groups, index, heads, num_tiles, stride_ids, span,
+    INITIAL: tl.constexpr, INDEX_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+    GROUP_FIELDS: tl.constexpr,
+):  # fmt: skip
+    """One tile's list of blocks for one head: the anchor region's, and those that its group keeps whole."""
+    i_tile = tl.program_id(0)
+    i_head = tl.load(heads + tl.program_id(1)).to(tl.int64)
+    i_first = tl.load(groups.row_starts + tl.load(index.tiles + i_tile * FIELDS))
+    first = tl.load(index.tiles + i_tile * FIELDS + 3)
+    # The row's groups begin at consecutive multiples of the span.
+    group = groups.table + (i_first + (first - tl.load(groups.table + i_first * GROUP_FIELDS)) // span) * GROUP_FIELDS
+    counts = groups.counts + (i_head * groups.num_candidates + tl.load(group + 3)) // INDEX_N
+    window = tl.load(group) // INDEX_N
+    _, num_causal = tile_blocks(index.tiles, i_tile, INDEX_N, FIELDS)
+    target = index.block_ids + i_head * stride_ids + tl.load(index.block_offsets + i_tile)
+    count = 0
+    for i in range(0, num_causal, CHUNK):
+        o_n = i + tl.arange(0, CHUNK)
+        o_count = o_n - INITIAL // INDEX_N
+        b_count = tl.load(counts + o_count, mask=(o_count >= 0) & (o_n < window), other=INDEX_N)
+        count = append(target, count, o_n, (o_n < num_causal) & (b_count == INDEX_N))
+    tl.store(index.block_counts + i_head * num_tiles + i_tile, count)
+
+
 @triton.jit(do_not_specialize=["num_tiles"])
 def _stripes_kernel(
     groups, index, heads, num_tiles,
-    INITIAL: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+    INITIAL: tl.constexpr, INDEX_N: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """A stretch of one group's list for one head; whoever writes the last one also writes every tile's count."""
+    """A stretch of one group's stripes for one head; whoever writes the last one also writes every tile's count."""
     i_head = tl.load(heads + tl.program_id(2))
     group = groups.table + tl.program_id(1) * FIELDS
     num_candidates = tl.maximum(tl.load(group) - INITIAL, 0)
@@ -367,15 +389,19 @@ def _stripes_kernel(
     begin = tl.program_id(0) * SPLIT
     if (begin == 0) | (begin < num_candidates):
         o_flag = i_head.to(tl.int64) * groups.num_candidates + tl.load(group + 3)
+        counts = groups.counts + o_flag // INDEX_N
         count = 0
-        for i in range(0, begin // BLOCK_K, CHUNK):
+        for i in range(0, begin // INDEX_N, CHUNK):
             o_b = i + tl.arange(0, CHUNK)
-            count += tl.sum(tl.load(groups.counts + o_flag // BLOCK_K + o_b, mask=o_b < begin // BLOCK_K, other=0), 0)
+            b_count = tl.load(counts + o_b, mask=o_b < begin // INDEX_N, other=0).to(tl.int32)
+            count += tl.sum(tl.where(b_count < INDEX_N, b_count, 0), 0)
         target = index.stripe_positions + tl.load(index.stripe_offsets + o_tile)
         for i in range(begin, tl.minimum(begin + SPLIT, num_candidates), CHUNK):
             o_n = i + tl.arange(0, CHUNK)
-            b_kept = tl.load(groups.flags + o_flag + o_n, mask=o_n < num_candidates, other=0)
-            count = append(target, count, INITIAL + o_n, b_kept != 0)
+            in_list = o_n < num_candidates
+            b_kept = tl.load(groups.flags + o_flag + o_n, mask=in_list, other=0)
+            b_count = tl.load(counts + o_n // INDEX_N, mask=in_list, other=0)
+            count = append(target, count, INITIAL + o_n, (b_kept != 0) & (b_count < INDEX_N))
         if begin + SPLIT >= num_candidates:
             for i in range(0, tl.load(group + 2), 32):
                 o_t = i + tl.arange(0, 32)
