@@ -25,8 +25,6 @@ ROUNDING = 1e-4
 """How far from a half, in steps, a value may lie that float32 rounds the other way."""
 ERROR = 1e-4
 """Of a score and of the threshold in float32, in units of the softmax's exponent."""
-HALF = torch.float8_e4m3fn in INTEGERS and DEVICE == "cuda"
-"""Whether scores are compared in half precision."""
 
 
 def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, dtype=torch.float32, **kwargs) -> Batch:
@@ -81,6 +79,12 @@ def rounded(x: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.
     return in_steps.round() * steps[:, None], steps, near
 
 
+def compared_as(integers: torch.dtype, fits: bool = True) -> torch.dtype:
+    """What the kernel compares scores in that fit half precision or do not."""
+    half = fits and integers == torch.float8_e4m3fn and module.adds_up_in_half(torch.device(DEVICE))
+    return torch.float16 if half else torch.float32
+
+
 def definition(batch: Batch, method: Sale, row: int, head: int):
     """The paper's steps in float64. Per tile: (surely, maybe) kept, bool [64-query blocks, causal 32-key blocks].
 
@@ -108,7 +112,8 @@ def definition(batch: Batch, method: Sale, row: int, head: int):
             middle = slice(method.sink_tokens, local)
             product, bias = q4[mine] @ k4[middle].T, smooth_k[middle] @ q.mean(0)
             estimate = product + bias + (q[mine] @ k.mean(0))[:, None]
-            error = ERROR + HALF * scale * (2**-11 * (product + bias).abs() + 2**-10 * bias.abs())
+            half = compared_as(module.integer_dtype(q.device)) == torch.float16
+            error = ERROR + half * scale * (2**-11 * (product + bias).abs() + 2**-10 * bias.abs())
             error = error + scale * 7 * q_steps[mine, None] * k_steps[middle] * (q_near[mine, None] + k_near[middle])
             for which, sign in enumerate((-1, 1)):
                 passed = (estimate * scale + sign * error - m).exp() / l >= method.tau
@@ -244,8 +249,7 @@ def test_on_the_same_integers_flags_are_equal_bit_for_bit(integers, tau, mean, m
     assert float(queries.integers.float().abs().max()) == float(keys.integers.float().abs().max()) == 7
     largest = float((queries.inverse_steps.amax(1) * keys.biases[:, :1500].abs().amax(1)).min())
     assert (largest > 2048) == (mean == 60)
-    half = integers == torch.float8_e4m3fn and mean < 60
-    ours, expected = flags_twice(method, queries, keys, batch, 64, torch.float16 if half else torch.float32)
+    ours, expected = flags_twice(method, queries, keys, batch, 64, compared_as(integers, mean < 60))
     assert torch.equal(ours, expected)
     assert 0.1 < ours.float().mean() < 0.9
 
@@ -273,9 +277,8 @@ def test_scores_and_thresholds_below_zero(integers, block_tokens):
     thresholds[:, 100:] = 200.0
     thresholds[:, 260:] = torch.inf
     biases = -1.2 * torch.arange(1664.0, device=DEVICE)[None] - 50
-    dtype = torch.float16 if integers == torch.float8_e4m3fn else torch.float32
     row = rounded_row(q, k, thresholds, biases, integers)
-    ours, expected = flags_twice(Sale(0.5), *row, batch, block_tokens, dtype)
+    ours, expected = flags_twice(Sale(0.5), *row, batch, block_tokens, compared_as(integers))
     assert torch.equal(ours, expected)
     assert 0 in ours[:, : 1300 // block_tokens]
 
@@ -316,7 +319,7 @@ def test_half_precision_is_used_within_its_range_alone(integers, bias, sevens, f
     biases = torch.zeros(1, 896, device=DEVICE)
     biases[0, 150], biases[0, 330] = 1000.3, bias
     row = rounded_row(q, k, torch.full((1, 256), 1000.4, device=DEVICE), biases, integers)
-    dtype = torch.float16 if fits and integers == torch.float8_e4m3fn else torch.float32
+    dtype = compared_as(integers, fits)
     ours, expected = flags_twice(Sale(0.5), *row, batch, 64, dtype)
     assert torch.equal(ours, expected)
     assert int(ours[0, 150 // 64]) == (dtype == torch.float16)

@@ -22,8 +22,8 @@ Where the paper leaves a choice, or this departs from it:
   From Hopper on they are multiplied as e4m3, whose results need no conversion: a sum is an integer of at most
   49 · head_dim ≤ 12,544 < 2^14, and Hopper's fp8 accumulator, though narrower than float32, keeps 14 bits (tests hold
   it to that). Elsewhere they are int8.
-* The authors round q̄(k − k̄)ᵀ to an integer and compare in half precision. From Hopper on, comparing is what costs, and
-  what they do is done here too where it is safe: e4m3 products are added up in half precision, which has every integer
+* The authors round q̄(k − k̄)ᵀ to an integer and compare in half precision. On Hopper comparing is what costs, and what
+  they do is done here too where it is safe: e4m3 products are added up in half precision, which has every integer
   up to 2,048, and so has all sums exactly while |q̃| · |k̃| is no more (Cauchy and Schwarz); with q̄(k − k̄)ᵀ, at most
   2,048 steps as well, scores are off by 2^-11 of themselves and 2^-10 of it at most, a fraction of what 4 bits lose.
   A program whose queries or keys may exceed this compares in float32, and so do all elsewhere.
@@ -161,6 +161,11 @@ def integer_dtype(device: torch.device) -> torch.dtype:
     return torch.float8_e4m3fn if hopper else torch.int8
 
 
+def adds_up_in_half(device: torch.device) -> bool:
+    """Whether e4m3 products are known to be added up in half precision without loss, where the sums fit."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+
+
 def _round_row(
     method: Sale,
     q: torch.Tensor,
@@ -218,7 +223,7 @@ def _test_row(
     rows = index.rows
     first_tile, end_tile = rows.tile_starts[row], rows.tile_starts[row + 1]
     num_programs = ceil_div(end_tile - first_tile, TEST_TILES)
-    half = keys.integers.dtype == torch.float8_e4m3fn
+    half = keys.integers.dtype == torch.float8_e4m3fn and adds_up_in_half(kept.device)
     _test_kernel[(num_programs, ceil_div(rows.seq_lens[row], WORD_BLOCKS * index.block_tokens), len(heads))](
         queries, keys, heads, kept, kept.stride(0), index.block_offsets[first_tile:end_tile],
         rows.context_lens[row], rows.query_lens[row], method.sink_tokens, method.local_tokens,
