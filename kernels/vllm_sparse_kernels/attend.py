@@ -124,11 +124,7 @@ def attend(
     for but cannot be had.
     """
     rows, num_heads, head_dim = index.rows, index.num_heads, cache.head_dim
-    if q.shape[1:] != (num_heads, head_dim) or out.shape[1:] != q.shape[1:] or num_heads % cache.num_kv_heads:
-        raise ValueError(
-            f"attend: q {tuple(q.shape)} and out {tuple(out.shape)} must be [num_tokens, {num_heads}, {head_dim}] with "
-            f"heads a multiple of the cache's {cache.num_kv_heads} kv heads"
-        )
+    _check_shapes(q, out, cache, num_heads)
     matrix = matrix_args(cache) if cache.page_size % index.block_tokens == 0 else None
     if bulk is None:
         bulk = matrix is not None and supports_bulk(cache)
@@ -165,10 +161,18 @@ def attend(
         STRIPES=STRIPE_STEP if index.has_stripes else 0,
         FIELDS=TILE_FIELDS,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        SKIP_STAGES=_skip_stages(index.block_tokens, head_dim, shared_bytes(q.device)),
+        AHEAD=_ahead(index.block_tokens, head_dim, shared_bytes(q.device), option_args[0] is not None),
         num_warps=8 if block_d >= 128 else 4,
         num_stages=_num_stages(index.block_tokens, head_dim, shared_bytes(q.device)),
     )  # fmt: skip
+
+
+def _check_shapes(q: torch.Tensor, out: torch.Tensor, cache: PagedCache, num_heads: int) -> None:
+    if q.shape[1:] != (num_heads, cache.head_dim) or out.shape[1:] != q.shape[1:] or num_heads % cache.num_kv_heads:
+        raise ValueError(
+            f"attend: q {tuple(q.shape)} and out {tuple(out.shape)} must be [num_tokens, {num_heads}, "
+            f"{cache.head_dim}] with heads a multiple of the cache's {cache.num_kv_heads} kv heads"
+        )
 
 
 def shared_bytes(device: torch.device) -> int:
@@ -200,10 +204,13 @@ def _num_stages(block_tokens: int, head_dim: int, limit_bytes: int) -> int:
     return 3 if block_tokens * head_dim <= 64 * 128 else 2
 
 
-def _skip_stages(block_tokens: int, head_dim: int, limit_bytes: int) -> int:
-    """With margins, two buffers of keys and values go with a third one of keys, loaded before the step's own."""
+def _ahead(block_tokens: int, head_dim: int, limit_bytes: int, with_margins: bool) -> int:
+    """Buffers for whole steps. Two of keys and values go with a third one of keys, loaded before the step's own.
+
+    Without room for them, 0 leaves it to the compiler to load keys and values apart, which margins do not allow.
+    """
     extra = 2 * triton.next_power_of_2(head_dim) * block_tokens
-    return 2 if _needed_bytes(block_tokens, head_dim, 2) + extra <= limit_bytes else 1
+    return 2 if _needed_bytes(block_tokens, head_dim, 2) + extra <= limit_bytes else int(with_margins)
 
 
 def supports_bulk(cache: PagedCache) -> bool:
