@@ -66,6 +66,8 @@ TEST_TILES = 2
 """Tiles that one program tests together: keys are read half as often as with one. L2 could not keep up otherwise."""
 
 TEST_WARPS = 4
+"""A warp group's: a thread then holds 128 registers of scores, and two programs run on one multiprocessor."""
+
 HALF_INTEGERS = tl.constexpr(2048.0)
 """Half precision has every integer up to this one."""
 
@@ -400,6 +402,7 @@ def _test_blocks(
     """[TILES] words: bit b says whether an element of index block ``i_first`` + b passes, for blocks [begin, end)."""
     i_group, i_kv, begin, end, i_first = where
     BLOCK_M: tl.constexpr = TILES * TILE
+    # Scores of as many bytes; more stages gained nothing.
     BLOCK_N: tl.constexpr = 128 if HALF else 64
     STAGES: tl.constexpr = 3 if HALF else 4
     BLOCKS: tl.constexpr = BLOCK_N // INDEX_N if BLOCK_N > INDEX_N else 1  # index blocks of a step
