@@ -190,13 +190,13 @@ class AnchorAttention(Method):
             FIELDS=TILE_FIELDS, num_warps=8, num_stages=2,
         )  # fmt: skip
         groups = _group_args(grouped, index)
-        if largest:
-            tiles = min(max(triton.next_power_of_2(self.step_tiles), 16), VOTE_TILES)
-            _vote_kernel[(largest // VOTE_TOKENS, cache.num_kv_heads, rows.num_rows)](
-                keys, groups, pooled, rows.num_tiles, scale, self.theta, self.span_tokens,
-                **shape, BLOCK_K=VOTE_TOKENS, INDEX_N=index.block_tokens, BLOCK_T=tiles,
-                ONE_PASS=self.step_tiles <= tiles, FIELDS=GROUP_FIELDS, num_warps=4, num_stages=2,
-            )  # fmt: skip
+        # Launched for short rows too, whose groups have no candidates: the server's first step, for one, compiles it.
+        tiles = min(max(triton.next_power_of_2(self.step_tiles), 16), VOTE_TILES)
+        _vote_kernel[(max(largest // VOTE_TOKENS, 1), cache.num_kv_heads, rows.num_rows)](
+            keys, groups, pooled, rows.num_tiles, scale, self.theta, self.span_tokens,
+            **shape, BLOCK_K=VOTE_TOKENS, INDEX_N=index.block_tokens, BLOCK_T=tiles,
+            ONE_PASS=self.step_tiles <= tiles, FIELDS=GROUP_FIELDS, num_warps=4, num_stages=2,
+        )  # fmt: skip
         _blocks_kernel[(rows.num_tiles, len(heads))](
             groups, index_args, heads, rows.num_tiles, index.block_ids.stride(0), self.span_tokens,
             INITIAL=INITIAL_TOKENS, INDEX_N=index.block_tokens, CHUNK=CHUNK_BLOCKS,
