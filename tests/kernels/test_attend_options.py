@@ -71,9 +71,9 @@ def margins_of(batch: Batch, index: SparseIndex, head: int) -> torch.Tensor:
 
 
 def clear_margin(margins: torch.Tensor) -> float:
-    """λ in the widest gap between margins, from the lowest sixth of those below 0 to their half."""
+    """λ in the widest gap between margins that has 0.6 to 0.9 of those below 0 under it: enough to show."""
     ordered = torch.cat((margins[margins < -CLEAR].sort().values, margins.new_zeros(1)))
-    near = ordered[len(ordered) // 6 : len(ordered) // 2 + 2]
+    near = ordered[min(int(0.6 * len(ordered)), len(ordered) - 2) : int(0.9 * len(ordered)) + 2]
     widest = int(near.diff().argmax())
     assert float(near.diff()[widest]) > 2 * CLEAR
     return float(near[widest : widest + 2].mean())
@@ -102,7 +102,7 @@ def check(batch: Batch, index: SparseIndex, options: AttendOptions, bulk: bool =
     if options.skip_margins is not None:
         skipping = options.skip_margins > -math.inf
         moved = (out - exact.out)[:, skipping].nan_to_num().abs().max()
-        assert float(moved) > 1.1 * exact.out_budget, "a kernel that skips nothing would pass: the case shows nothing"
+        assert float(moved) > 1.5 * exact.out_budget, "what is skipped does not show: the case shows nothing"
 
 
 def mixed_options(batch: Batch, index: SparseIndex, skips: bool = True, int8: bool = True) -> AttendOptions:
