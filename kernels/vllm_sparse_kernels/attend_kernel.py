@@ -181,8 +181,9 @@ def _walk_full(
 
     Triton pipelines the loads that products at the loop's top level need, and only where there is no such product all
     loads. So the step stands in a branch (its condition holds: the compiler does not see it), and all that a step needs
-    is loaded AHEAD buffers before: a tenth faster than keys and values each when their product comes. With a margin,
-    where the values' product is in a branch anyway, they would not be loaded before they are needed.
+    is loaded AHEAD buffers before. Blocks of 128 so run a tenth faster at density 0.2 than with keys and values loaded
+    each for their own product. With a margin, where the values' product is in a branch anyway, nothing else loads them
+    before they are needed.
     """
     for i in tl.range(0, num_full, num_stages=AHEAD if AHEAD > 0 else None):
         entry = tl.load(blocks + i)

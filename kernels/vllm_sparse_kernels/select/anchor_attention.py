@@ -190,7 +190,7 @@ class AnchorAttention(Method):
             FIELDS=TILE_FIELDS, num_warps=8, num_stages=2,
         )  # fmt: skip
         groups = _group_args(grouped, index)
-        # Launched for short rows too, whose groups have no candidates: the server's first step, for one, compiles it.
+        # Launched for rows too short to have candidates as well: warming up then compiles it for groups of any size.
         tiles = min(max(triton.next_power_of_2(self.step_tiles), 16), VOTE_TILES)
         _vote_kernel[(max(largest // VOTE_TOKENS, 1), cache.num_kv_heads, rows.num_rows)](
             keys, groups, pooled, rows.num_tiles, scale, self.theta, self.span_tokens,

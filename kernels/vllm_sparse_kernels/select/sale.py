@@ -60,7 +60,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 WORD_BLOCKS = 64
-"""Index blocks that one program tests: a bit of a word for each, 32 or 64."""
+"""Index blocks that one program tests: a bit of a word for each."""
 
 TEST_TILES = 2
 """Tiles that one program tests together: keys are read half as often as with one. L2 could not keep up otherwise."""
@@ -362,9 +362,9 @@ def _test_kernel(
         if HALF:
             in_half = _fits_half(queries, keys, where, TILES * TILE, INDEX_N, WORD)
         if in_half:
-            b_word = _test_blocks(queries, keys, where, BLOCK_D, TILE, TILES, INDEX_N, WORD, WARPS, HALF, PACKED)
+            b_word = _test_blocks(queries, keys, where, BLOCK_D, TILE, TILES, INDEX_N, WARPS, HALF, PACKED)
         else:
-            b_word = _test_blocks(queries, keys, where, BLOCK_D, TILE, TILES, INDEX_N, WORD, WARPS, False, False)
+            b_word = _test_blocks(queries, keys, where, BLOCK_D, TILE, TILES, INDEX_N, WARPS, False, False)
         o_t = i_tile + tl.arange(0, TILES)
         o_b = i_first + tl.arange(0, WORD)
         b_stop = _local_start(o_t * TILE + QUERY_BLOCK, context_len, query_len, sink_tokens, local_tokens, SEGMENT)
@@ -397,12 +397,12 @@ def _fits_half(queries, keys, where, BLOCK_M: tl.constexpr, INDEX_N: tl.constexp
 @triton.jit
 def _test_blocks(
     queries, keys, where, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, INDEX_N: tl.constexpr,
-    WORD: tl.constexpr, WARPS: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr,
+    WARPS: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """[TILES] words: bit b says whether an element of index block ``i_first`` + b passes, for blocks [begin, end)."""
     i_group, i_kv, begin, end, i_first = where
     BLOCK_M: tl.constexpr = TILES * TILE
-    # Scores of as many bytes; more stages gained nothing.
+    # Scores of as many bytes, half or float32.
     BLOCK_N: tl.constexpr = 128 if HALF else 64
     STAGES: tl.constexpr = 3 if HALF else 4
     BLOCKS: tl.constexpr = BLOCK_N // INDEX_N if BLOCK_N > INDEX_N else 1  # index blocks of a step
@@ -420,8 +420,7 @@ def _test_blocks(
     integers = keys.integers + i_kv.to(tl.int64) * keys.num_keys * BLOCK_D
     steps = keys.steps + i_kv.to(tl.int64) * (keys.num_keys // 8)
     biases = keys.biases + i_group.to(tl.int64) * keys.num_keys
-    word_dtype: tl.constexpr = tl.int64 if WORD == 64 else tl.int32
-    b_bits = tl.zeros([TILES, WARPS, 8, 4], word_dtype)
+    b_bits = tl.zeros([TILES, WARPS, 8, 4], tl.int64)
     for i in tl.range(begin * INDEX_N // BLOCK_N, (end * INDEX_N + BLOCK_N - 1) // BLOCK_N, num_stages=STAGES):
         b_k = tl.load(integers + (i * BLOCK_N + o_n)[:, None] * BLOCK_D + o_d[None, :])
         b_bias = tl.load(biases + i * BLOCK_N + o_n)
@@ -432,7 +431,7 @@ def _test_blocks(
         # Axes 1 and 3 lie in one thread: queries 8 apart of the 16 that a warp holds of every 16 · WARPS.
         b_over = b_top - b_threshold[:, None, None]
         b_over = tl.reshape(b_over, [TILES, TILE // (16 * WARPS), WARPS, 2, 8, BLOCKS, 4])
-        b_passes = (tl.max(tl.max(b_over, 3), 1) >= 0).to(word_dtype) << tl.arange(0, BLOCKS)[:, None]
+        b_passes = (tl.max(tl.max(b_over, 3), 1) >= 0).to(tl.int64) << tl.arange(0, BLOCKS)[:, None]
         b_bits |= tl.reduce_or(b_passes, 3) << (i * BLOCK_N // INDEX_N - i_first)
     return tl.reduce_or(tl.reshape(b_bits, [TILES, WARPS * 32]), 1)
 
