@@ -25,7 +25,7 @@ from benchmarks.results import Results
 from vllm_sparse_backend.calibrate.share_prefill import Clusters
 from vllm_sparse_backend.evaluate.capture import Capture, capture, read_tokens, text_files
 from vllm_sparse_backend.evaluate.quality import PAGE_TOKENS, paged, select_layer
-from vllm_sparse_backend.plan import Plan
+from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex, attend
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.rows import ceil_div

@@ -22,11 +22,11 @@ import typer
 from benchmarks import recall_figures
 from benchmarks.results import Results
 from vllm_sparse_backend.calibrate.share_prefill import Clusters, attention_map, cluster_heads, profile_of
-from vllm_sparse_backend.config import SparsePrefillConfig
-from vllm_sparse_backend.errors import ConfigurationError, not_one_of
 from vllm_sparse_backend.evaluate.capture import Capture, capture, read_tokens, text_files
 from vllm_sparse_backend.evaluate.quality import Asked, Measured, measure_plans
-from vllm_sparse_backend.plan import Plan
+from vllm_sparse_backend.settings.config import SparsePrefillConfig
+from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
+from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels.select import METHODS
 from vllm_sparse_kernels.select.share_prefill import NOISE, SharePrefill
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_sparse_backend.errors import ConfigurationError
+from vllm_sparse_backend.settings.errors import ConfigurationError
 
 COLUMNS = ("method", "density", "recall", "lowest layer", "lowest head", "error of output", "best 64s", "best keys")
 EXPLAINED = (

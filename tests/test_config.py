@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from vllm_sparse_backend.config import DEFAULT_MIN_TOKENS, SparsePrefillConfig, load_config
-from vllm_sparse_backend.errors import ConfigurationError
-from vllm_sparse_backend.methods import PRESETS, make_method, method_names, parameters_of
+from vllm_sparse_backend.settings.config import DEFAULT_MIN_TOKENS, SparsePrefillConfig, load_config
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.methods import PRESETS, make_method, method_names, parameters_of
 from vllm_sparse_kernels.select import METHODS, Registered, name_of
 from vllm_sparse_kernels.select.base import Method, require
 

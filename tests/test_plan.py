@@ -8,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllm_sparse_backend.config import SparsePrefillConfig
-from vllm_sparse_backend.errors import ConfigurationError
-from vllm_sparse_backend.methods import make_method
-from vllm_sparse_backend.model_shape import ModelShape
-from vllm_sparse_backend.plan import HeadGroup, Plan
-from vllm_sparse_backend.profile import LayerProfile, Profile
+from vllm_sparse_backend.settings.config import SparsePrefillConfig
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.methods import make_method
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.plan import HeadGroup, Plan
+from vllm_sparse_backend.settings.profile import LayerProfile, Profile
 from vllm_sparse_kernels.select.share_prefill import SharePrefill, SharePrefillLayer
 
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=4, num_heads=8, num_kv_heads=2, head_dim=64)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_sparse_backend import strict_yaml
-from vllm_sparse_backend.errors import ConfigurationError
-from vllm_sparse_backend.methods import make_method
-from vllm_sparse_backend.model_shape import ModelShape
-from vllm_sparse_backend.profile import (
+from vllm_sparse_backend.settings import strict_yaml
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.methods import make_method
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.profile import (
     LayerProfile,
     Profile,
     Provenance,
@@ -22,7 +22,7 @@ from vllm_sparse_backend.profile import (
     load_profile,
     parse_profile,
 )
-from vllm_sparse_backend.ranges import format_ranges, parse_ranges
+from vllm_sparse_backend.settings.ranges import format_ranges, parse_ranges
 from vllm_sparse_kernels.select import METHODS
 
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=6, num_heads=8, num_kv_heads=2, head_dim=64)

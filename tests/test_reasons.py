@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from vllm_sparse_backend.reasons import ROW_FALLBACKS, STATIC_FALLBACKS, Fallback, layer_fallback
+from vllm_sparse_backend.settings.reasons import ROW_FALLBACKS, STATIC_FALLBACKS, Fallback, layer_fallback
 
 FITTING = {"head_dim": 128, "dtype": "bfloat16"}
 # What makes each of the reasons that a layer's properties can give.

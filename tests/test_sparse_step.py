@@ -8,9 +8,9 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm_sparse_backend.metadata import SparseStep
-from vllm_sparse_backend.methods import make_method
-from vllm_sparse_backend.plan import HeadGroup, LayerPlan
+from vllm_sparse_backend.serving.step import SparseStep
+from vllm_sparse_backend.settings.methods import make_method
+from vllm_sparse_backend.settings.plan import HeadGroup, LayerPlan
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.reference.attend import attend
 from vllm_sparse_kernels.select import METHODS, name_of

@@ -15,7 +15,7 @@ LOGGER = "vllm.sparse_prefill"
 
 logger = logging.getLogger(LOGGER)
 
-BACKEND = "vllm_sparse_backend.backend.SparsePrefillBackend"
+BACKEND = "vllm_sparse_backend.serving.backend.SparsePrefillBackend"
 NAMES = ("SPARSE_PREFILL", "SPARSE-PREFILL")
 
 
@@ -64,7 +64,7 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
         original(vllm_config)
         is_part = get_current_vllm_config_or_none() is not None
         if _is_ours(vllm_config.attention_config.backend) and vllm_config.model_config is not None and not is_part:
-            from vllm_sparse_backend.startup import check
+            from vllm_sparse_backend.serving.startup import check
 
             check(vllm_config)
 

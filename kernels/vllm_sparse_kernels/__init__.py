@@ -5,8 +5,8 @@ The way of the data: ``Rows`` (which queries, which cached keys) → ``select`` 
 """
 
 from vllm_sparse_kernels.attend import attend, shared_bytes, widest_block
+from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout
-from vllm_sparse_kernels.options import AttendOptions
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows
 

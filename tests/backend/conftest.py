@@ -25,7 +25,7 @@ def default_config(default_model: Any) -> Any:
 @pytest.fixture(autouse=True)
 def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 of 1, without setting up process groups."""
-    from vllm_sparse_backend import compat
+    from vllm_sparse_backend.serving import compat
 
     monkeypatch.setattr(compat, "tensor_parallel", lambda config: (0, config.parallel_config.tensor_parallel_size))
     torch.manual_seed(0)

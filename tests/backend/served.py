@@ -11,9 +11,9 @@ from vllm.config import AttentionConfig, CacheConfig, ModelConfig, VllmConfig, s
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_sparse_backend import compat
-from vllm_sparse_backend.metadata import SparsePrefillMetadata, SparsePrefillMetadataBuilder
 from vllm_sparse_backend.plugin import register
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.metadata import SparsePrefillMetadata, SparsePrefillMetadataBuilder
 from vllm_sparse_kernels.paged import PagedCache
 
 PAGE_TOKENS = 32

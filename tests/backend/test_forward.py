@@ -15,9 +15,9 @@ if not current_platform.is_cpu():
     pytest.skip("needs vLLM's CPU build", allow_module_level=True)
 
 from tests.backend.served import CPU, PAGE_TOKENS, Step, make_builder, make_config, make_layers, make_model, make_step
-from vllm_sparse_backend import compat
-from vllm_sparse_backend.metadata import SparsePrefillMetadata
-from vllm_sparse_backend.plan import HeadGroup, methods_by_head
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.metadata import SparsePrefillMetadata
+from vllm_sparse_backend.settings.plan import HeadGroup, methods_by_head
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.reference.attend import attend
 from vllm_sparse_kernels.select import METHODS, name_of

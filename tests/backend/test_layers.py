@@ -24,12 +24,12 @@ from tests.backend.served import (
     make_model,
     make_step,
 )
-from vllm_sparse_backend import compat
-from vllm_sparse_backend.errors import ConfigurationError
-from vllm_sparse_backend.impl import SparsePrefillImpl
-from vllm_sparse_backend.layers import model_layers
-from vllm_sparse_backend.metadata import SparsePrefillMetadata, SparsePrefillMetadataBuilder
-from vllm_sparse_backend.reasons import Fallback
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.impl import SparsePrefillImpl
+from vllm_sparse_backend.serving.layers import model_layers
+from vllm_sparse_backend.serving.metadata import SparsePrefillMetadata, SparsePrefillMetadataBuilder
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.reasons import Fallback
 
 MIN_TOKENS = 100
 LONG = [(50, 1), (0, 200)]
@@ -188,7 +188,7 @@ class TestDerived:
         """Their builder keeps only the tokens that are sampled from: positions no longer follow each other."""
         from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
 
-        from vllm_sparse_backend.backend import SparsePrefillBackend
+        from vllm_sparse_backend.serving.backend import SparsePrefillBackend
 
         config = configured(method="dense", min_tokens=MIN_TOKENS)
         layers = make_layers(config, [0, 1])
@@ -217,7 +217,7 @@ class TestDerived:
 class TestCounting:
     @pytest.fixture
     def counted(self, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, Any], int]:
-        from vllm_sparse_backend.metrics import Recorder
+        from vllm_sparse_backend.serving.stats import Recorder
 
         rows: dict[tuple[str, Any], int] = {}
 

@@ -16,8 +16,8 @@ if not current_platform.is_cpu():
     pytest.skip("needs vLLM's CPU build", allow_module_level=True)
 
 from tests.backend.served import make_builder, make_common, make_layers
-from vllm_sparse_backend import compat
-from vllm_sparse_backend.metadata import (
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.metadata import (
     DECODE,
     DENSE,
     SPARSE,
@@ -25,7 +25,7 @@ from vllm_sparse_backend.metadata import (
     SparsePrefillMetadata,
     SparsePrefillMetadataBuilder,
 )
-from vllm_sparse_backend.reasons import Fallback
+from vllm_sparse_backend.settings.reasons import Fallback
 
 MIN_TOKENS = 100
 DECODES, SPARSES = RowKind(DECODE), RowKind(SPARSE)

@@ -24,7 +24,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from tests.backend.served import make_config, make_model
 from vllm_sparse_backend import plugin
-from vllm_sparse_backend.errors import ConfigurationError
+from vllm_sparse_backend.settings.errors import ConfigurationError
 
 CUSTOM = registry.AttentionBackendEnum.CUSTOM
 WRAPPED = ("check_and_update_config", "get_attn_backend_cls")

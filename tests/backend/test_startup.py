@@ -11,9 +11,9 @@ pytest.importorskip("vllm", reason="needs vLLM")
 
 from transformers import Gemma3Config, GPT2Config, LlamaConfig, LlavaConfig, MambaConfig, PretrainedConfig
 
-from vllm_sparse_backend import compat, startup
-from vllm_sparse_backend.errors import ConfigurationError
-from vllm_sparse_backend.reasons import Fallback
+from vllm_sparse_backend.serving import compat, startup
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.reasons import Fallback
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

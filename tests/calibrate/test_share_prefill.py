@@ -11,8 +11,8 @@ from vllm_sparse_backend.calibrate.share_prefill import (
     representations,
     ward_labels,
 )
-from vllm_sparse_backend.model_shape import ModelShape
-from vllm_sparse_backend.profile import parse_profile
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.profile import parse_profile
 from vllm_sparse_kernels.select.share_prefill import NOISE, SharePrefill
 
 SIDE = 16

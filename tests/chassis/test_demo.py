@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.demo.model import CONFIG, END, START, make_model
 from vllm_sparse_backend.demo.run import METHOD_PARAMS
-from vllm_sparse_backend.methods import make_method
+from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_kernels.select import METHODS
 
 

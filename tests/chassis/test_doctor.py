@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_sparse_backend.cli import app, doctor
-from vllm_sparse_backend.errors import ConfigurationError
-from vllm_sparse_backend.modelcheck import layer_reasons, read_config
-from vllm_sparse_backend.reasons import Fallback
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.modelcheck import layer_reasons, read_config
+from vllm_sparse_backend.settings.reasons import Fallback
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from vllm_sparse_backend.errors import ConfigurationError
 from vllm_sparse_backend.evaluate.capture import Capture, capture, prompt_sha256, read_tokens, text_files
 from vllm_sparse_backend.evaluate.quality import dense_attention
-from vllm_sparse_backend.model_shape import ModelShape
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.model_shape import ModelShape
 
 transformers = pytest.importorskip("transformers", reason="capturing needs transformers, which comes with vLLM")
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from vllm_sparse_backend.config import SparsePrefillConfig
-from vllm_sparse_backend.errors import ConfigurationError
 from vllm_sparse_backend.evaluate.capture import capture
 from vllm_sparse_backend.evaluate.quality import Asked, Kept, dense_attention, measure_plans, select_layer
-from vllm_sparse_backend.plan import Plan
+from vllm_sparse_backend.settings.config import SparsePrefillConfig
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import PagedCache, Rows
 from vllm_sparse_kernels.select import METHODS
 from vllm_sparse_kernels.testing.oracle import measure

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from vllm_sparse_kernels.attend import attend, supports_bulk
+from vllm_sparse_kernels.attend.options import AttendOptions
+from vllm_sparse_kernels.attend.smooth_keys import smooth_keys
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.options import AttendOptions
 from vllm_sparse_kernels.reference import attend as reference
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.smooth_keys import smooth_keys
 from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_index
 from vllm_sparse_kernels.testing.budget import Expected, expected_attention
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, DynamicCache, LlamaForCausalLM
 
-from vllm_sparse_backend.plan import Plan, methods_by_head
+from vllm_sparse_backend.settings.plan import Plan, methods_by_head
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.reference.attend import attend
 from vllm_sparse_kernels.rows import ceil_div

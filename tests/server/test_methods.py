@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from tests.server import scenario
-from vllm_sparse_backend.config import SparsePrefillConfig
 from vllm_sparse_backend.demo.model import CONFIG
 from vllm_sparse_backend.demo.run import FLUSH_S, METHOD_PARAMS
 from vllm_sparse_backend.demo.scrape import Report, parse
 from vllm_sparse_backend.demo.server import Server, sparse_args
-from vllm_sparse_backend.model_shape import ModelShape
-from vllm_sparse_backend.plan import Plan
-from vllm_sparse_backend.profile import Profile
+from vllm_sparse_backend.settings.config import SparsePrefillConfig
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_backend.settings.profile import Profile
 from vllm_sparse_kernels.select import METHODS
 
 pytestmark = [

@@ -15,7 +15,7 @@ from vllm_sparse_backend.demo.model import CONFIG
 from vllm_sparse_backend.demo.run import FLUSH_S
 from vllm_sparse_backend.demo.scrape import Report, parse
 from vllm_sparse_backend.demo.server import Server, sparse_args
-from vllm_sparse_backend.reasons import Fallback
+from vllm_sparse_backend.settings.reasons import Fallback
 
 pytestmark = pytest.mark.server
 pytest.importorskip("vllm")

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from vllm_sparse_backend.model_shape import ModelShape
-from vllm_sparse_backend.profile import Profile
-from vllm_sparse_backend.ranges import format_ranges
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.profile import Profile
+from vllm_sparse_backend.settings.ranges import format_ranges
 from vllm_sparse_kernels.select.share_prefill import NOISE, SharePrefill
 
 LATENT = 64

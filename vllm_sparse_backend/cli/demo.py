@@ -20,7 +20,7 @@ def demo(
     """Serve a model with this backend, ask it two long questions, and show what ran sparse."""
     from vllm_sparse_backend.demo import run
     from vllm_sparse_backend.demo.server import ServerError
-    from vllm_sparse_backend.errors import ConfigurationError
+    from vllm_sparse_backend.settings.errors import ConfigurationError
 
     if method not in run.METHOD_PARAMS:
         raise typer.BadParameter(f"{method!r}; expected one of {', '.join(run.METHOD_PARAMS)}", param_hint="--method")

@@ -156,8 +156,8 @@ def counters() -> Iterator[Finding]:
 
 
 def model_layers(folder: Path) -> Iterator[Finding]:
-    from vllm_sparse_backend import modelcheck
-    from vllm_sparse_backend.errors import ConfigurationError
+    from vllm_sparse_backend.settings import modelcheck
+    from vllm_sparse_backend.settings.errors import ConfigurationError
 
     try:
         reasons = modelcheck.layer_reasons(modelcheck.read_config(folder))

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 
 if TYPE_CHECKING:
-    from vllm_sparse_backend.model_shape import ModelShape
-    from vllm_sparse_backend.profile import Profile
+    from vllm_sparse_backend.settings.model_shape import ModelShape
+    from vllm_sparse_backend.settings.profile import Profile
     from vllm_sparse_kernels.select.base import Method
 
 MODEL_HELP = "A model folder, or its config.json."
@@ -21,9 +21,9 @@ def check_profile(
     model: Annotated[Path | None, typer.Argument(help=f"{MODEL_HELP} The profile must fit it.")] = None,
 ) -> None:
     """Check a profile as a server would at its start, and say what it does; exit code 1 if it is not right."""
-    from vllm_sparse_backend.errors import ConfigurationError
-    from vllm_sparse_backend.model_shape import ModelShape
-    from vllm_sparse_backend.profile import load_profile
+    from vllm_sparse_backend.settings.errors import ConfigurationError
+    from vllm_sparse_backend.settings.model_shape import ModelShape
+    from vllm_sparse_backend.settings.profile import load_profile
 
     try:
         loaded = load_profile(profile)
@@ -43,8 +43,8 @@ def import_minference(
     out: Annotated[Path, typer.Argument(help="The profile to write; it must not exist yet.")],
 ) -> None:
     """Turn the result of MInference's own search into a profile."""
-    from vllm_sparse_backend import profile
-    from vllm_sparse_backend.errors import ConfigurationError
+    from vllm_sparse_backend.settings import profile
+    from vllm_sparse_backend.settings.errors import ConfigurationError
 
     try:
         imported = profile.import_minference(patterns, model)
@@ -59,7 +59,7 @@ def import_minference(
 
 
 def _describe(profile: "Profile", shape: "ModelShape | None") -> None:
-    from vllm_sparse_backend.methods import describe, summarize
+    from vllm_sparse_backend.settings.methods import describe, summarize
 
     min_tokens = "the server's" if profile.min_tokens is None else profile.min_tokens
     _print(f"for {profile.model or 'any model'}; min_tokens {min_tokens}")

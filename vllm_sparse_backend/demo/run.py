@@ -18,7 +18,7 @@ from rich.table import Table
 from vllm_sparse_backend.demo.model import make_model, project_text
 from vllm_sparse_backend.demo.scrape import Report, parse
 from vllm_sparse_backend.demo.server import Server, sparse_args
-from vllm_sparse_backend.modelcheck import read_config
+from vllm_sparse_backend.settings.modelcheck import read_config
 
 PROMPT_TOKENS = 4096
 ANSWER_TOKENS = 16

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_sparse_backend.errors import ConfigurationError, unexpected
-from vllm_sparse_backend.model_shape import ModelShape
+from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.settings.model_shape import ModelShape
 
 ATTENTION = "sparse_prefill_capture"
 FORMAT = 1

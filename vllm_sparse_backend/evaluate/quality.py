@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_sparse_backend.evaluate.capture import Capture, LayerTensors
-from vllm_sparse_backend.plan import LayerPlan, Plan, methods_by_head
+from vllm_sparse_backend.settings.plan import LayerPlan, Plan, methods_by_head
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex, attend, shared_bytes, widest_block
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.reference.attend import attend as reference_attend

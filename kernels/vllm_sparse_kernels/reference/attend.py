@@ -10,11 +10,11 @@ import math
 
 import torch
 
-from vllm_sparse_kernels.attend import STRIPE_STEP
+from vllm_sparse_kernels.attend.options import AttendOptions
+from vllm_sparse_kernels.attend.portable import STRIPE_STEP
+from vllm_sparse_kernels.attend.smooth_keys import STEP_TOKENS
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.options import AttendOptions
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.smooth_keys import STEP_TOKENS
 
 INT8_MAX = 127
 

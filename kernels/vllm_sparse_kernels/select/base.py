@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout
-from vllm_sparse_kernels.options import AttendOptions
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows, to_device
 

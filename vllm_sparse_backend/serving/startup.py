@@ -2,13 +2,13 @@
 
 from vllm.config import VllmConfig
 
-from vllm_sparse_backend import compat
-from vllm_sparse_backend.config import load_config
-from vllm_sparse_backend.errors import ConfigurationError
-from vllm_sparse_backend.model_shape import ModelShape
-from vllm_sparse_backend.modelcheck import layer_reasons
-from vllm_sparse_backend.plan import Plan
-from vllm_sparse_backend.reasons import Fallback, layer_fallback
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.settings.config import load_config
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.modelcheck import layer_reasons
+from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
 
 
 def check(vllm_config: VllmConfig) -> None:

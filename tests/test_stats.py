@@ -7,9 +7,9 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 
-from vllm_sparse_backend import metrics
-from vllm_sparse_backend.metrics import Recorder
-from vllm_sparse_backend.reasons import Fallback
+from vllm_sparse_backend.serving import stats
+from vllm_sparse_backend.serving.stats import Recorder
+from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_kernels.testing.batches import random_batch, random_index
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ Values = Callable[[], dict[str, float]]
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stats.time, "monotonic", lambda: now[0])
     return now
 
 

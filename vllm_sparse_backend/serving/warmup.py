@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_sparse_backend.impl import SparsePrefillImpl
-from vllm_sparse_backend.metadata import SparseStep
 from vllm_sparse_backend.plugin import LOGGER
+from vllm_sparse_backend.serving.impl import SparsePrefillImpl
+from vllm_sparse_backend.serving.step import SparseStep
 from vllm_sparse_kernels import PagedCache, Rows, attend
 
 logger = logging.getLogger(LOGGER)

@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_sparse_backend.model_shape import ModelShape
+from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_kernels import PagedCache
 
 IS_CPU = current_platform.is_cpu()

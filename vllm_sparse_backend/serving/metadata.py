@@ -7,7 +7,7 @@ the delegate's own metadata, untouched.
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -15,59 +15,20 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from vllm_sparse_backend import compat
-from vllm_sparse_backend.config import load_config
-from vllm_sparse_backend.layers import ModelLayer, model_layers, refuse_if_none_can
-from vllm_sparse_backend.metrics import Recorder
-from vllm_sparse_backend.plan import LayerPlan, Plan
 from vllm_sparse_backend.plugin import LOGGER
-from vllm_sparse_backend.ranges import format_ranges
-from vllm_sparse_backend.reasons import Fallback
-from vllm_sparse_kernels import Rows, SparseIndex, StripeLayout
-from vllm_sparse_kernels.select.base import Method
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.layers import ModelLayer, model_layers, refuse_if_none_can
+from vllm_sparse_backend.serving.stats import Recorder
+from vllm_sparse_backend.serving.step import Delegated, SparsePrefillMetadata, SparseStep
+from vllm_sparse_backend.settings.config import load_config
+from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_backend.settings.ranges import format_ranges
+from vllm_sparse_backend.settings.reasons import Fallback
+from vllm_sparse_kernels import Rows
 
 logger = logging.getLogger(LOGGER)
 
 SPARSE, DENSE, DECODE = "sparse", "dense", "decode"
-
-
-@dataclass(frozen=True)
-class Delegated:
-    """Neighbouring rows that the delegate runs: their tokens, and metadata as if they were the whole batch."""
-
-    rows: slice
-    tokens: slice
-    metadata: compat.DelegateMetadata
-
-
-@dataclass
-class SparseStep:
-    """The part of a step that prefills sparsely."""
-
-    rows: Rows
-    delegated: tuple[Delegated, ...]
-    _indices: dict[tuple[int, tuple[StripeLayout, ...]], SparseIndex] = field(default_factory=dict)
-    _layouts: dict[Method, StripeLayout] = field(default_factory=dict)
-
-    def index(self, groups: LayerPlan, num_heads: int, block_tokens: int) -> SparseIndex:
-        """Room for one layer's selection. Layers run one after the other, and those that need equal room share it."""
-        layouts = {head: self._layout(group.method.alike) for group in groups for head in group.heads}
-        key = (block_tokens, tuple(layouts[head] for head in range(num_heads)))
-        if key not in self._indices:
-            self._indices[key] = SparseIndex.allocate(self.rows, num_heads, block_tokens, layouts)
-        return self._indices[key]
-
-    def _layout(self, method: Method) -> StripeLayout:
-        if method not in self._layouts:
-            self._layouts[method] = method.stripe_layout(self.rows)
-        return self._layouts[method]
-
-
-@dataclass
-class SparsePrefillMetadata(compat.DelegateMetadata):
-    """The delegate's metadata of the whole batch, for layers that stay dense, and the sparse part of the step."""
-
-    sparse: SparseStep | None = None
 
 
 @dataclass(frozen=True)
@@ -143,7 +104,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         if compat.IS_CPU:
             compat.check_cpu_layout(self.isa, self.kv_cache_spec)
             return
-        from vllm_sparse_backend.warmup import warm_up
+        from vllm_sparse_backend.serving.warmup import warm_up
 
         warm_up(impls, self.kv_cache_spec, self.vllm_config.model_config.max_model_len, self.device)
 

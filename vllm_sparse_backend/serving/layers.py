@@ -6,12 +6,11 @@ from typing import NamedTuple
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_sparse_backend.backend import SparsePrefillBackend
-from vllm_sparse_backend.errors import ConfigurationError
-from vllm_sparse_backend.impl import SparsePrefillImpl
-from vllm_sparse_backend.plugin import LOGGER
-from vllm_sparse_backend.reasons import Fallback
-from vllm_sparse_backend.startup import no_layer_message
+from vllm_sparse_backend.plugin import BACKEND, LOGGER
+from vllm_sparse_backend.serving.impl import SparsePrefillImpl
+from vllm_sparse_backend.serving.startup import no_layer_message
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.reasons import Fallback
 
 logger = logging.getLogger(LOGGER)
 
@@ -32,8 +31,13 @@ def plain_impls(vllm_config: VllmConfig) -> dict[str, SparsePrefillImpl]:
     return {
         name: impl
         for name, impl in impls.items()
-        if type(impl) is SparsePrefillImpl and layers[name].get_attn_backend() is SparsePrefillBackend
+        if type(impl) is SparsePrefillImpl and _path(layers[name].get_attn_backend()) == BACKEND
     }
+
+
+def _path(backend: type) -> str:
+    """Where a backend is registered from: those that vLLM derives bear other names."""
+    return f"{backend.__module__}.{backend.__qualname__}"
 
 
 def model_layers(vllm_config: VllmConfig) -> dict[str, ModelLayer]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from vllm_sparse_backend.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 
 MAX_BYTES = 4 << 20
 """Some ten times the largest file that makes sense: each head of 80 layers with parameters of its own."""

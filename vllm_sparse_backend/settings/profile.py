@@ -25,11 +25,11 @@ from pydantic import (
     model_validator,
 )
 
-from vllm_sparse_backend import strict_yaml
-from vllm_sparse_backend.errors import ConfigurationError, not_one_of, report, unexpected
-from vllm_sparse_backend.methods import make_method, method_names, parameters_of
-from vllm_sparse_backend.model_shape import ModelShape
-from vllm_sparse_backend.ranges import format_ranges, parse_ranges
+from vllm_sparse_backend.settings import strict_yaml
+from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of, report, unexpected
+from vllm_sparse_backend.settings.methods import make_method, method_names, parameters_of
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.ranges import format_ranges, parse_ranges
 from vllm_sparse_kernels.select.base import Method
 
 ANY_MODEL = "any"

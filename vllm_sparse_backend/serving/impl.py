@@ -3,23 +3,21 @@
 The cache has been written when ``forward`` is called. Nothing in ``forward`` waits for the device.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
 
-from vllm_sparse_backend import compat
-from vllm_sparse_backend.metrics import Recorder
-from vllm_sparse_backend.plan import LayerPlan, methods_by_head
-from vllm_sparse_backend.reasons import Fallback, layer_fallback
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.stats import Recorder
+from vllm_sparse_backend.serving.step import SparseStep
+from vllm_sparse_backend.settings.plan import LayerPlan, methods_by_head
+from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
 from vllm_sparse_kernels import SparseIndex, attend, shared_bytes, widest_block
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.reference.attend import attend as reference_attend
 from vllm_sparse_kernels.select import METHODS, name_of
 from vllm_sparse_kernels.select.base import attend_options
-
-if TYPE_CHECKING:
-    from vllm_sparse_backend.metadata import SparseStep
 
 
 class SparsePrefillImpl(compat.DelegateImpl):

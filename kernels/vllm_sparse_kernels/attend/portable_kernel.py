@@ -6,8 +6,8 @@ Every option is a constexpr: what is None leaves nothing behind in the compiled 
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.attend.smooth_keys import STEP_TOKENS, quantize
 from vllm_sparse_kernels.paged import key_offsets
-from vllm_sparse_kernels.smooth_keys import STEP_TOKENS, quantize
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from vllm_sparse_backend.errors import not_one_of, reason_of, unexpected
+from vllm_sparse_backend.settings.errors import not_one_of, reason_of, unexpected
 from vllm_sparse_kernels.select import METHODS, name_of
 from vllm_sparse_kernels.select.base import Method
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_sparse_backend.errors import ConfigurationError, unexpected
-from vllm_sparse_backend.reasons import Fallback, layer_fallback
+from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
 
 WINDOWED_KINDS = {"sliding_attention", "local_attention", "chunked_attention"}
 SINK_MODELS = {"gpt_oss", "mimo_v2_flash"}

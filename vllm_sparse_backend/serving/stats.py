@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from prometheus_client import Counter
 
-from vllm_sparse_backend.reasons import Fallback
+from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_kernels import SparseIndex
 from vllm_sparse_kernels.index import causal_pairs
 

@@ -27,12 +27,12 @@ import triton
 from triton.compiler.compiler import max_shared_mem
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vllm_sparse_kernels.attend_kernel import attend_kernel, place_blocks_kernel
+from vllm_sparse_kernels.attend.options import AttendOptions
+from vllm_sparse_kernels.attend.portable_kernel import attend_kernel, place_blocks_kernel
+from vllm_sparse_kernels.attend.smooth_keys import smooth_keys
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.options import AttendOptions
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS
-from vllm_sparse_kernels.smooth_keys import smooth_keys
 
 LOG2_E = 1.4426950408889634
 

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from vllm_sparse_backend.compat import DelegateBackend, prefers_bulk_pages
+from vllm_sparse_backend.serving.compat import DelegateBackend, prefers_bulk_pages
 
 if TYPE_CHECKING:
-    from vllm_sparse_backend.impl import SparsePrefillImpl
-    from vllm_sparse_backend.metadata import SparsePrefillMetadataBuilder
+    from vllm_sparse_backend.serving.impl import SparsePrefillImpl
+    from vllm_sparse_backend.serving.metadata import SparsePrefillMetadataBuilder
 
 BULK_PAGE_TOKENS = 128
 
@@ -20,13 +20,13 @@ class SparsePrefillBackend(DelegateBackend):
 
     @staticmethod
     def get_impl_cls() -> type["SparsePrefillImpl"]:
-        from vllm_sparse_backend.impl import SparsePrefillImpl
+        from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 
         return SparsePrefillImpl
 
     @staticmethod
     def get_builder_cls() -> type["SparsePrefillMetadataBuilder"]:
-        from vllm_sparse_backend.metadata import SparsePrefillMetadataBuilder
+        from vllm_sparse_backend.serving.metadata import SparsePrefillMetadataBuilder
 
         return SparsePrefillMetadataBuilder
 

@@ -18,8 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from vllm_sparse_backend.errors import ConfigurationError, not_one_of, report, unexpected
-from vllm_sparse_backend.methods import make_method, method_names
+from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of, report, unexpected
+from vllm_sparse_backend.settings.methods import make_method, method_names
 from vllm_sparse_kernels.select.base import Method
 
 KEY = "sparse_prefill"

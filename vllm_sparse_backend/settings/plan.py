@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from vllm_sparse_backend.config import OPTION, SparsePrefillConfig
-from vllm_sparse_backend.errors import ConfigurationError, unexpected
-from vllm_sparse_backend.methods import summarize
-from vllm_sparse_backend.model_shape import ModelShape
-from vllm_sparse_backend.profile import ANY_MODEL, Profile, load_profile
-from vllm_sparse_backend.ranges import format_ranges
+from vllm_sparse_backend.settings.config import OPTION, SparsePrefillConfig
+from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.settings.methods import summarize
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.profile import ANY_MODEL, Profile, load_profile
+from vllm_sparse_backend.settings.ranges import format_ranges
 from vllm_sparse_kernels.select import name_of
 from vllm_sparse_kernels.select.base import Method
 

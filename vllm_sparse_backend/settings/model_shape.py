@@ -8,8 +8,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from vllm_sparse_backend.errors import ConfigurationError, report, unexpected
-from vllm_sparse_backend.strict_yaml import read_text
+from vllm_sparse_backend.settings.errors import ConfigurationError, report, unexpected
+from vllm_sparse_backend.settings.strict_yaml import read_text
 
 Count = Annotated[int, Field(ge=1, strict=True)]
 

@@ -1,0 +1,1 @@
+"""All that runs inside vLLM's processes, and the only folder of the package that imports vLLM."""

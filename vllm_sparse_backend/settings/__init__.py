@@ -1,0 +1,1 @@
+"""What operators write and what it means: configuration, profiles and plans. Pure Python, no vLLM."""
