@@ -9,6 +9,7 @@ from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows
+from vllm_sparse_kernels.workspace import Workspace
 
 __all__ = [
     "TILE_TOKENS",
@@ -17,6 +18,7 @@ __all__ = [
     "Rows",
     "SparseIndex",
     "StripeLayout",
+    "Workspace",
     "attend",
     "shared_bytes",
     "widest_block",

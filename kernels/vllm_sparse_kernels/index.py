@@ -11,11 +11,13 @@ kept block; counts within capacity.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
 
 from vllm_sparse_kernels.rows import Rows, Tile, ceil_div, to_device
+from vllm_sparse_kernels.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,15 @@ class SparseIndex:
     stripe_counts: torch.Tensor  # [num_heads, num_tiles] int32
     stripe_positions: torch.Tensor  # [stripe_capacity] int32
     stripe_offsets: torch.Tensor  # [num_heads, num_tiles] int64, where a list begins in stripe_positions
+    workspace: Workspace  # for what fills the index and what walks it
 
     @staticmethod
     def allocate(
-        rows: Rows, num_heads: int, block_tokens: int, stripes: Mapping[int, StripeLayout] | None = None
+        rows: Rows,
+        num_heads: int,
+        block_tokens: int,
+        stripes: Mapping[int, StripeLayout] | None = None,
+        workspace: Workspace | None = None,
     ) -> "SparseIndex":
         """Room for every causal block of every tile, and for the stripes that each head's layout asks for.
 
@@ -72,16 +79,19 @@ class SparseIndex:
             stripe_offsets += [stripe_capacity + o for o in layout.offsets] if layout else [0] * rows.num_tiles
             stripe_capacity += layout.capacity if layout else 0
         device = rows.device
+        workspace = workspace or Workspace(device)
+        room = partial(workspace.empty, dtype=torch.int32)
         return SparseIndex(
             rows=rows,
             num_heads=num_heads,
             block_tokens=block_tokens,
-            block_counts=torch.empty(num_heads, rows.num_tiles, dtype=torch.int32, device=device),
-            block_ids=torch.empty(num_heads, ceil_div(sum(capacities), 16) * 16, dtype=torch.int32, device=device),
+            block_counts=room(num_heads, rows.num_tiles),
+            block_ids=room(num_heads, ceil_div(sum(capacities), 16) * 16),
             block_offsets=to_device(block_offsets, torch.int64, device),
-            stripe_counts=torch.zeros(num_heads, rows.num_tiles, dtype=torch.int32, device=device),
-            stripe_positions=torch.empty(stripe_capacity, dtype=torch.int32, device=device),
+            stripe_counts=room(num_heads, rows.num_tiles).zero_(),
+            stripe_positions=room(stripe_capacity),
             stripe_offsets=to_device(stripe_offsets, torch.int64, device).view(num_heads, rows.num_tiles),
+            workspace=workspace,
         )
 
     @property

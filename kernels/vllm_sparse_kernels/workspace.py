@@ -1,0 +1,55 @@
+"""Room for what selection and attention keep between two of their launches.
+
+Tensors are handed out from one buffer whose size the host fixes beforehand, or, without one, from torch's allocator.
+Layers run one after the other on one stream: what a layer took, the next one gets again.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+ALIGN_BYTES = 256
+"""Every tensor begins at a multiple of this: bulk copies and wide loads want 16, cache lines 128."""
+
+
+class Workspace:
+    """Hands out uninitialised tensors on one device; ``frame`` takes back all that was handed out within it.
+
+    buffer: [bytes] uint8, or None to ask torch for every tensor. ``peak_bytes`` is the most that was out at a time.
+    """
+
+    def __init__(self, device: torch.device, buffer: torch.Tensor | None = None) -> None:
+        self.device = device
+        self.buffer = buffer
+        self.used_bytes = 0
+        self.peak_bytes = 0
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """An uninitialised contiguous tensor. Raises MemoryError where the buffer has no room left for it."""
+        num_bytes = padded_bytes(*shape, dtype=dtype)
+        begin = self.used_bytes
+        if self.buffer is not None and begin + num_bytes > len(self.buffer):
+            raise MemoryError(
+                f"Workspace: {num_bytes} bytes for {dtype} {shape}, {begin} used, the buffer has {len(self.buffer)}"
+            )
+        self.used_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        if self.buffer is None:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        count = torch.Size(shape).numel()
+        return self.buffer[begin : begin + count * dtype.itemsize].view(dtype).view(shape)
+
+    @contextmanager
+    def frame(self) -> Iterator[None]:
+        """What is handed out within is free again after. Its tensors must not be used any more then."""
+        mark = self.used_bytes
+        try:
+            yield
+        finally:
+            self.used_bytes = mark
+
+
+def padded_bytes(*shape: int, dtype: torch.dtype = torch.float32) -> int:
+    """What ``Workspace.empty`` of this shape takes up."""
+    return -(-torch.Size(shape).numel() * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
