@@ -109,6 +109,11 @@ class Rows:
         return to_device(flat, torch.int32, self.device).view(-1, TILE_FIELDS)
 
     @cached_property
+    def row_ends(self) -> torch.Tensor:
+        """[num_rows] int32 on the device: ``seq_lens``."""
+        return to_device(self.seq_lens, torch.int32, self.device)
+
+    @cached_property
     def heaviest_first(self) -> torch.Tensor:
         """[num_tiles] int32 on the device: tile ids by falling number of keys in reach, so that none straggles."""
         order = sorted(range(self.num_tiles), key=lambda i: -self.tile_list[i].last_position)

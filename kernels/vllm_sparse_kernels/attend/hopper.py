@@ -1,0 +1,160 @@
+"""Attention over a SparseIndex on Hopper: bulk copies, asynchronous matrix products, one persistent launch.
+
+``hopper_kernel`` says how it works. Two launches: a small one places every listed block and stripe in the cache and
+puts the work in order; then as many programs as there are multiprocessors take it item by item. Which program computes
+an item, and when, changes nothing in its result.
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from vllm_sparse_kernels.attend.hopper_kernel import HALF, STEP, hopper_kernel, prepare_kernel
+from vllm_sparse_kernels.attend.portable import LOG2_E, MatrixArgs, matrix_args
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import TILE_FIELDS
+
+STAGES = {64: 4, 128: 2}
+"""Steps of keys and values that are loaded ahead, by head_dim: what shared memory has room for."""
+
+GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+
+
+class CacheArgs(NamedTuple):
+    """Keys and values by pointer, for stripes, and the block table that places them."""
+
+    k: Any
+    v: Any
+    stride_token: int
+    stride_head: int
+    page_size: int
+    block_table: Any
+    stride_table: int
+
+
+class PlaceArgs(NamedTuple):
+    """Where a head lies in q and in the cache, both seen as matrices whose rows are tokens."""
+
+    columns_per_query_head: int
+    rows_per_head: int
+    columns_per_head: int
+
+
+class IndexArgs(NamedTuple):
+    """Tensors of Rows and SparseIndex."""
+
+    tiles: Any
+    order: Any
+    block_counts: Any
+    blocks: Any
+    block_offsets: Any
+    stride_blocks: int
+    stripe_counts: Any
+    stripe_positions: Any
+    stripe_offsets: Any
+    seq_lens: Any
+
+
+class Lists(NamedTuple):
+    """What ``prepare_kernel`` makes: rows of the cache for blocks and stripes, and the order of the work."""
+
+    places: Any
+    stripe_places: Any
+    order: Any
+
+
+class OutArgs(NamedTuple):
+    out: Any
+    lse: Any
+    stride_token: int
+    stride_head: int
+    stride_lse_head: int
+
+
+def attend_hopper(
+    q: torch.Tensor,
+    cache: PagedCache,
+    index: SparseIndex,
+    out: torch.Tensor,
+    scale: float,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """``attend``'s contract without options; see there. scale > 0."""
+    rows, num_heads = index.rows, index.num_heads
+    matrix = matrix_args(cache)
+    if matrix is None or cache.page_size % index.block_tokens:
+        raise ValueError(
+            f"hopper: cannot read blocks of {index.block_tokens} from pages of {cache.page_size} with strides "
+            f"{cache.strides}; expected blocks within pages, and pages that are rows of a matrix"
+        )
+    if q.stride(1) * num_heads > q.stride(0):
+        q = q.contiguous()
+    workspace = index.workspace
+    with workspace.frame():
+        order_and_counter = workspace.empty(rows.num_tiles * num_heads + 1, dtype=torch.int32)
+        order, counter = order_and_counter[:-1], order_and_counter[-1:]
+        places = workspace.empty(*index.block_ids.shape, dtype=torch.int32)
+        stripe_places = workspace.empty(len(index.stripe_positions), dtype=torch.int32) if index.has_stripes else None
+        lists = Lists(places, stripe_places, order)
+        _launch(q, cache, matrix, index, out, lse, scale, lists, counter)
+
+
+def _launch(
+    q: torch.Tensor,
+    cache: PagedCache,
+    matrix: MatrixArgs,
+    index: SparseIndex,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    scale: float,
+    lists: Lists,
+    counter: torch.Tensor,
+) -> None:
+    rows, num_heads, head_dim = index.rows, index.num_heads, cache.head_dim
+    _, stride_token, stride_head = cache.strides
+    cache_args = CacheArgs(
+        cache.keys, cache.values, stride_token, stride_head, cache.page_size, rows.block_table,
+        rows.block_table.stride(0),
+    )  # fmt: skip
+    index_args = IndexArgs(
+        rows.tiles, rows.heaviest_first,
+        index.block_counts, index.block_ids, index.block_offsets, index.block_ids.stride(0),
+        index.stripe_counts, index.stripe_positions, index.stripe_offsets, rows.row_ends,
+    )  # fmt: skip
+    shape = {
+        "NUM_HEADS": num_heads,
+        "GROUP": num_heads // cache.num_kv_heads,
+        "BLOCK_N": index.block_tokens,
+        "FIELDS": TILE_FIELDS,
+    }
+    num_items = rows.num_tiles * num_heads
+    prepare_kernel[(num_items,)](
+        index_args, cache_args, rows.num_tiles, matrix.rows_per_page, counter, *lists, **shape, CHUNK=512, RANKED=32
+    )
+    queries = _descriptor(q, q.shape[0], q.stride(1) * (num_heads - 1) + head_dim, q.stride(0), HALF.value)
+    columns = matrix.columns_per_head * (cache.num_kv_heads - 1) + head_dim
+    keys, values = (
+        _descriptor(x, matrix.num_rows, columns, stride_token, index.block_tokens) for x in (cache.keys, cache.values)
+    )
+    place_args = PlaceArgs(q.stride(1), matrix.rows_per_head, matrix.columns_per_head)
+    out_args = OutArgs(out, lse, out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0))
+    hopper_kernel[(min(num_items, _num_multiprocessors(q.device)),)](
+        queries, keys, values, out_args, cache_args, place_args, index_args, lists, counter, rows.num_tiles,
+        scale * LOG2_E, **shape, D=head_dim, STAGES=STAGES[head_dim], STRIPES=index.has_stripes, num_warps=4,
+    )  # fmt: skip
+
+
+def _descriptor(base: torch.Tensor, num_rows: int, num_columns: int, stride_row: int, box_rows: int) -> Any:
+    """A matrix for bulk copies of [box_rows, 64]."""
+    box = [box_rows, HALF.value]
+    layout = gl.NVMMASharedLayout.get_default_for(box, GLUON_DTYPES[base.dtype])
+    return TensorDescriptor(base, [num_rows, num_columns], [stride_row, 1], box, layout)
+
+
+@lru_cache(maxsize=8)
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
