@@ -44,6 +44,9 @@ take 0.2 GB with blocks alone, 0.3 GB with room for 8,192 stripes a tile.
 PART_SEQUENCES = 32768
 """Sequences that run at once: FlashAttention-2 launches them along an axis that ends at 65,535."""
 
+SLICE_TOKENS = 32
+"""Queries that one program of the kernels before and after copies."""
+
 
 @dataclass(frozen=True)
 class FlashAttention:
@@ -152,8 +155,10 @@ class Sequences(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Sequences [first, first + num_sequences) and their queries. They are numbered kv head by kv head, heaviest tile first,
-    the heads of a group side by side, so that one kv head's keys stay in the L2 cache while all its readers run.
+    """Sequences [first, first + num_sequences) and their queries.
+
+    They are numbered kv head by kv head, heaviest tile first, the heads of a group side by side: one kv head's keys
+    stay in the L2 cache while all of its readers run.
     """
 
     first: int
@@ -198,15 +203,15 @@ def _attend_part(
         "HEAD_DIM": cache.head_dim,
         "BLOCK_D": triton.next_power_of_2(cache.head_dim),
         "GROUP": group,
-        "BLOCK_M": TILE_TOKENS,
+        "ROWS": SLICE_TOKENS,
         "FIELDS": TILE_FIELDS,
-        "num_warps": 8,
     }
+    grid = (part.num_sequences, TILE_TOKENS // SLICE_TOKENS)
     stripe_table = sequences.stripe_table
-    prepare_kernel[(part.num_sequences,)](
+    prepare_kernel[grid](
         queries, lists, _places(cache, rows), sequences, *varying,
         sequences.table.stride(0), 0 if stripe_table is None else stripe_table.stride(0),
-        BLOCK_TOKENS=index.block_tokens, UNIT=unit, CHUNK=1024, **shape,
+        BLOCK_TOKENS=index.block_tokens, UNIT=unit, CHUNK=512, **shape,
     )  # fmt: skip
 
     def call(keys: torch.Tensor, table: torch.Tensor, unit: int, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,7 +234,7 @@ def _attend_part(
     by_stripes: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if stripe_table is not None:
         by_stripes = call(sequences.stripe_keys, stripe_table, 1, causal=False)
-    finish_kernel[(part.num_sequences,)](queries, lists, *results, *by_stripes, *varying, **shape)
+    finish_kernel[grid](queries, lists, *results, *by_stripes, *varying, **shape)
 
 
 def _parts(index: SparseIndex, cache: PagedCache) -> Iterator[Part]:

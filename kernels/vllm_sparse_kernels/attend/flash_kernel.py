@@ -1,6 +1,6 @@
 """What stands around FlashAttention's calls: queries and tables before, the merge after. See ``flash.py``.
 
-A program is a sequence: one (query head, tile).
+A program is a slice of a sequence's queries, ``ROWS`` of the tile's 128.
 """
 
 import triton
@@ -13,10 +13,11 @@ VARYING = ("first", "first_token", "num_tiles", "num_tokens", "stride_table", "s
 @triton.jit
 def _locate(
     lists, first, first_token, num_tiles, num_tokens,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, FIELDS: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Of this program's sequence: head, kv head, tile, row; then the tokens of its queries in q, and among the part's
-    sequences; its first query's place there, their number, and the position of the last.
+    """Of this program's sequence: head, kv head, tile, row; of the program's queries: tokens in q, places among the
+    part's queries, and which of them there are; of all of the sequence's: the first one's place, their number, and the
+    position of the last.
     """
     i_sequence = first + tl.program_id(0)
     i_kv = i_sequence // (num_tiles * GROUP)
@@ -28,7 +29,7 @@ def _locate(
     length = tl.load(lists.tiles + i_tile * FIELDS + 2)
     last = tl.load(lists.tiles + i_tile * FIELDS + 3) + length - 1
     start = (i_kv * num_tokens + tl.load(lists.starts + i_rank)) * GROUP + i_group * length - first_token
-    o_m = tl.arange(0, BLOCK_M)
+    o_m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     o_q = (token + o_m).to(tl.int64)
     o_s = (start + o_m).to(tl.int64)
     return i_kv * GROUP + i_group, i_kv, i_tile, i_row, o_q, o_s, o_m < length, start, length, last
@@ -38,13 +39,13 @@ def _locate(
 def prepare_kernel(
     queries, lists, places, sequences, first, first_token, num_tiles, num_tokens, stride_table, stride_stripe_table,
     BLOCK_TOKENS: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, FIELDS: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Copy the sequence's queries, say where they end, and list its units and single keys."""
     i_head, i_kv, i_tile, i_row, o_q, o_s, in_tile, start, length, last = _locate(
-        lists, first, first_token, num_tiles, num_tokens, GROUP, BLOCK_M, FIELDS
+        lists, first, first_token, num_tiles, num_tokens, GROUP, ROWS, FIELDS
     )
-    i_part = tl.program_id(0)
+    i_part, i_slice = tl.program_id(0), tl.program_id(1)
     o_d = tl.arange(0, BLOCK_D)
     in_head = in_tile[:, None] & (o_d < HEAD_DIM)[None, :]
     o_q = o_q[:, None] * queries.stride_token + i_head * queries.stride_head + o_d[None, :]
@@ -61,7 +62,7 @@ def prepare_kernel(
     tl.store(sequences.keys + i_part, num_keys)
     num_units = tl.cdiv(num_keys, UNIT)
     table = sequences.table + i_part.to(tl.int64) * stride_table
-    for i in range(0, num_units, CHUNK):
+    for i in range(i_slice * CHUNK, num_units, tl.num_programs(1) * CHUNK):
         o_n = i + tl.arange(0, CHUNK)
         listed = o_n < num_units
         block = tl.load(ids + o_n * UNIT // BLOCK_TOKENS, mask=listed, other=0)
@@ -73,7 +74,7 @@ def prepare_kernel(
         num_stripes = tl.load(lists.stripe_counts + i_list)
         tl.store(sequences.stripe_keys + i_part, num_stripes)
         stripe_table = sequences.stripe_table + i_part.to(tl.int64) * stride_stripe_table
-        for i in range(0, num_stripes, CHUNK):
+        for i in range(i_slice * CHUNK, num_stripes, tl.num_programs(1) * CHUNK):
             o_n = i + tl.arange(0, CHUNK)
             listed = o_n < num_stripes
             position = tl.load(stripes + o_n, mask=listed, other=0)
@@ -92,11 +93,11 @@ def _unit_number(places, i_row, i_kv, position, mask):
 @triton.jit(do_not_specialize=VARYING[:4])
 def finish_kernel(
     queries, lists, block_out, block_lse, stripe_out, stripe_lse, first, first_token, num_tiles, num_tokens,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, FIELDS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """The sequence's result to where it belongs, that of its single keys merged with it."""
     i_head, _, _, _, o_q, o_s, in_tile, _, _, _ = _locate(
-        lists, first, first_token, num_tiles, num_tokens, GROUP, BLOCK_M, FIELDS
+        lists, first, first_token, num_tiles, num_tokens, GROUP, ROWS, FIELDS
     )
     o_d = tl.arange(0, BLOCK_D)
     in_head = in_tile[:, None] & (o_d < HEAD_DIM)[None, :]
