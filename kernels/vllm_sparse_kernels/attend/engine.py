@@ -99,9 +99,12 @@ def choose(
 ) -> Choice:
     """The first engine that does not refuse ``spec``, and in whose ``trial`` nothing is found wrong.
 
-    ``forced`` names the only one to be tried. Raises ValueError, with each one's reason, where none is left.
+    ``forced`` names the only one to be tried. Raises ValueError, with each one's reason, where none is left, and where
+    there is none of that name.
     """
     passed_over: dict[str, str] = {}
+    if forced is not None and forced not in engines:
+        raise ValueError(f"no engine is named {forced!r}; there are {', '.join(engines)}")
     for engine in engines.values() if forced is None else (engines[forced],):
         why = engine.refusal(spec)
         if why is None and trial is not None:
