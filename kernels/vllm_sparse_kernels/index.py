@@ -11,8 +11,8 @@ kept block; counts within capacity.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -26,6 +26,12 @@ class StripeLayout:
 
     offsets: tuple[int, ...]
     capacity: int
+
+    @cached_property
+    def longest(self) -> int:
+        """Positions that the longest list has room for: a list ends where the next one begins."""
+        places = sorted({*self.offsets, self.capacity})
+        return max((end - start for start, end in pairwise(places)), default=0)
 
     @staticmethod
     def none(rows: Rows) -> "StripeLayout":
@@ -54,6 +60,7 @@ class SparseIndex:
     stripe_counts: torch.Tensor  # [num_heads, num_tiles] int32
     stripe_positions: torch.Tensor  # [stripe_capacity] int32
     stripe_offsets: torch.Tensor  # [num_heads, num_tiles] int64, where a list begins in stripe_positions
+    longest_stripes: int  # positions that the longest of the stripe lists has room for, on the host
     workspace: Workspace  # for what fills the index and what walks it
 
     @staticmethod
@@ -91,6 +98,7 @@ class SparseIndex:
             stripe_counts=room(num_heads, rows.num_tiles).zero_(),
             stripe_positions=room(stripe_capacity),
             stripe_offsets=to_device(stripe_offsets, torch.int64, device).view(num_heads, rows.num_tiles),
+            longest_stripes=max((layout.longest for layout in stripes.values()), default=0),
             workspace=workspace,
         )
 

@@ -13,7 +13,8 @@ from vllm_sparse_backend.serving.stats import Recorder
 from vllm_sparse_backend.serving.step import SparseStep
 from vllm_sparse_backend.settings.plan import LayerPlan, methods_by_head
 from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
-from vllm_sparse_kernels import SparseIndex, attend, shared_bytes, widest_block
+from vllm_sparse_kernels import SparseIndex, shared_bytes, widest_block
+from vllm_sparse_kernels.attend import PORTABLE, Engine
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.reference.attend import attend as reference_attend
 from vllm_sparse_kernels.select import METHODS, name_of
@@ -59,6 +60,7 @@ class SparsePrefillImpl(compat.DelegateImpl):
         )
         self.groups: LayerPlan | None = None
         self.recorder: Recorder | None = None
+        self.engine: Engine = PORTABLE  # until warm-up chooses one
 
     def reason(self, groups: LayerPlan | None) -> Fallback | None:
         """Why this layer prefills dense, where this is its part of the plan; None if it can go sparse."""
@@ -113,7 +115,8 @@ class SparsePrefillImpl(compat.DelegateImpl):
         self.select(query, cache, index)
         if self.check_index:
             index.check()
-        (reference_attend if compat.IS_CPU else attend)(query, cache, index, output, self.scale, options=self.options)
+        attend = reference_attend if compat.IS_CPU else self.engine.attend
+        attend(query, cache, index, output, self.scale, options=self.options)
         self.recorder.count_pairs(self.layer, index)
         return output
 

@@ -97,16 +97,16 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
             if reasons[number] is None and groups is not None:
                 impl.adopt(number, groups, self.recorder, config.check_index)
                 impls.append(impl)
-        self._make_ready(impls)
+        self._make_ready(impls, config.engine)
 
-    def _make_ready(self, impls: list[Any]) -> None:
+    def _make_ready(self, impls: list[Any], engine: str) -> None:
         """What has to be checked or compiled before the first step."""
         if compat.IS_CPU:
             compat.check_cpu_layout(self.isa, self.kv_cache_spec)
             return
         from vllm_sparse_backend.serving.warmup import warm_up
 
-        warm_up(impls, self.kv_cache_spec, self.vllm_config.model_config.max_model_len, self.device)
+        warm_up(impls, self.kv_cache_spec, self.vllm_config.model_config.max_model_len, self.device, engine)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> compat.DelegateMetadata:
         """A graph is captured over a batch that is made up: its rows are not counted."""

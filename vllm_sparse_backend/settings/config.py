@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -24,6 +24,7 @@ from vllm_sparse_kernels.select.base import Method
 
 KEY = "sparse_prefill"
 OPTION = "--additional-config"
+AUTO: Literal["auto"] = "auto"
 DEFAULT_MIN_TOKENS = 16384
 """Below, the usual sizes leave too few pairs out: at 16,384 tokens A-shape's 5,120 keys leave out 0.47 of them, the
 6,096 nearest diagonals 0.39. Per kept pair sparse attention takes 1.5 to 1.6 times as long as FlashAttention-3 (on an
@@ -50,6 +51,9 @@ class SparsePrefillConfig(BaseModel):
 
     dense_layers: tuple[Annotated[StrictInt, Field(ge=0)], ...] = ()
     """Layers that always run dense, on top of the profile's."""
+
+    engine: Literal["auto", "hopper", "flash", "portable"] = AUTO
+    """What attention runs on: the fastest engine that can, or the named one, without which the server stops."""
 
     check_index: StrictBool = False
     """Check each layer's index in each step. It waits for the device every time: for debugging only."""

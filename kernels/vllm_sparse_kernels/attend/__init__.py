@@ -1,5 +1,51 @@
-"""Attention over a SparseIndex: one contract, whatever engine fulfils it."""
+"""Attention over a SparseIndex: one contract (``engine.py``), and the engines that fulfil it, each a file."""
 
-from vllm_sparse_kernels.attend.portable import attend, shared_bytes, supports_bulk, widest_block
+import torch
 
-__all__ = ["attend", "shared_bytes", "supports_bulk", "widest_block"]
+from vllm_sparse_kernels.attend.engine import AttendSpec, Choice, Engine, choose
+from vllm_sparse_kernels.attend.flash import FlashAttention, flash_engine
+from vllm_sparse_kernels.attend.hopper import HOPPER
+from vllm_sparse_kernels.attend.options import AttendOptions
+from vllm_sparse_kernels.attend.portable import PORTABLE, shared_bytes, supports_bulk, widest_block
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import PagedCache
+
+__all__ = [
+    "HOPPER",
+    "PORTABLE",
+    "AttendSpec",
+    "Choice",
+    "Engine",
+    "FlashAttention",
+    "attend",
+    "choose",
+    "engines",
+    "flash_engine",
+    "shared_bytes",
+    "supports_bulk",
+    "widest_block",
+]
+
+
+def engines(flash: FlashAttention | None = None) -> dict[str, Engine]:
+    """All engines by name, the fastest first. ``flash`` is the function that the engine of that name calls."""
+    every = (
+        HOPPER,
+        flash_engine(flash),
+        PORTABLE,
+    )
+    return {engine.name: engine for engine in every}
+
+
+def attend(
+    q: torch.Tensor,
+    cache: PagedCache,
+    index: SparseIndex,
+    out: torch.Tensor,
+    scale: float,
+    lse: torch.Tensor | None = None,
+    options: AttendOptions | None = None,
+    engine: Engine = PORTABLE,
+) -> None:
+    """Attention over the index by one engine: see ``engine.Attend``."""
+    engine.attend(q, cache, index, out, scale, lse, options)

@@ -9,19 +9,31 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from vllm_sparse_kernels.attend.hopper_kernel import HALF, STEP, hopper_kernel, prepare_kernel
+from vllm_sparse_kernels.attend.engine import AttendSpec, Engine, check_shapes
+from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.portable import LOG2_E, MatrixArgs, matrix_args
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_FIELDS
 
+try:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from vllm_sparse_kernels.attend.hopper_kernel import HALF, hopper_kernel
+    from vllm_sparse_kernels.attend.hopper_prepare import prepare_kernel
+
+    GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+    LACKS: str | None = None
+except (ImportError, AttributeError) as error:  # Gluon is young: names come and go between Triton's releases
+    LACKS = str(error)
+
 STAGES = {64: 4, 128: 2}
 """Steps of keys and values that are loaded ahead, by head_dim: what shared memory has room for."""
 
-GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+BLOCKS = (32, 64, 128)
+"""Widths of an index's blocks."""
 
 
 class CacheArgs(NamedTuple):
@@ -75,28 +87,58 @@ class OutArgs(NamedTuple):
     stride_lse_head: int
 
 
-def attend_hopper(
+def refusal(spec: AttendSpec) -> str | None:
+    """Why the kernel cannot run such a layer."""
+    if spec.capability != (9, 0):
+        return "it is for GPUs of compute capability 9.0 (H100, H200)"
+    if LACKS is not None:
+        return f"this Triton's Gluon lacks what it needs ({LACKS}); 3.6 to 3.9 have it"
+    if spec.skips or spec.int8:
+        return "it has no skip of products and no 8-bit scores"
+    if spec.dtype not in GLUON_DTYPES or spec.head_dim not in STAGES:
+        return f"it takes fp16 and bf16 and head_dim 64 and 128, not {spec.dtype} and {spec.head_dim}"
+    if spec.block_tokens not in BLOCKS or spec.page_size % spec.block_tokens:
+        return f"blocks of {spec.block_tokens} keys do not lie within pages of {spec.page_size}"
+    if spec.strides[0] % spec.strides[1] or any(2 * stride % 16 for stride in spec.strides):
+        return f"the cache's strides {spec.strides} make no matrix of tokens with rows of whole 16 bytes"
+    return None
+
+
+def attend(
     q: torch.Tensor,
     cache: PagedCache,
     index: SparseIndex,
     out: torch.Tensor,
     scale: float,
     lse: torch.Tensor | None = None,
+    options: AttendOptions | None = None,
 ) -> None:
-    """``attend``'s contract without options; see there. scale > 0."""
-    rows, num_heads = index.rows, index.num_heads
+    """See ``engine.Attend``; scale > 0. Raises ValueError where ``refusal`` would have said no."""
+    check_shapes(q, out, cache, index)
+    why = refusal(AttendSpec.of(cache, index, options))
     matrix = matrix_args(cache)
-    if matrix is None or cache.page_size % index.block_tokens:
-        raise ValueError(
-            f"hopper: cannot read blocks of {index.block_tokens} from pages of {cache.page_size} with strides "
-            f"{cache.strides}; expected blocks within pages, and pages that are rows of a matrix"
-        )
+    if why is not None or matrix is None or q.dtype != cache.keys.dtype:
+        raise ValueError(f"attend: the engine hopper cannot run this: {why or 'the cache is no matrix of tokens'}")
+    run(q, cache, matrix, index, out, scale, lse)
+
+
+def run(
+    q: torch.Tensor,
+    cache: PagedCache,
+    matrix: MatrixArgs,
+    index: SparseIndex,
+    out: torch.Tensor,
+    scale: float,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """``attend`` without its questions: compiles for Hopper wherever a driver stands in for one."""
+    rows, num_heads = index.rows, index.num_heads
     if q.stride(1) * num_heads > q.stride(0):
         q = q.contiguous()
     workspace = index.workspace
     with workspace.frame():
-        order_and_counter = workspace.empty(rows.num_tiles * num_heads + 1, dtype=torch.int32)
-        order, counter = order_and_counter[:-1], order_and_counter[-1:]
+        order = workspace.empty(rows.num_tiles * num_heads, dtype=torch.int32)
+        counter = workspace.empty(1, dtype=torch.int32)
         places = workspace.empty(*index.block_ids.shape, dtype=torch.int32)
         stripe_places = workspace.empty(len(index.stripe_positions), dtype=torch.int32) if index.has_stripes else None
         lists = Lists(places, stripe_places, order)
@@ -158,3 +200,6 @@ def _descriptor(base: torch.Tensor, num_rows: int, num_columns: int, stride_row:
 @lru_cache(maxsize=8)
 def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+HOPPER = Engine("hopper", refusal, attend)

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from vllm_sparse_kernels.paged import PagedCache, key_args, key_means, load_keys
 from vllm_sparse_kernels.rows import Rows, ceil_div, to_device
+from vllm_sparse_kernels.workspace import Workspace
 
 STEP_TOKENS = tl.constexpr(64)
 """Keys that share a scale."""
@@ -41,19 +42,21 @@ class SmoothKeys(NamedTuple):
     starts: torch.Tensor  # [num_rows] int32: a row's first key
 
 
-def smooth_keys(cache: PagedCache, rows: Rows, int8_heads: torch.Tensor | None, num_heads: int) -> SmoothKeys:
+def smooth_keys(
+    cache: PagedCache, rows: Rows, int8_heads: torch.Tensor | None, num_heads: int, workspace: Workspace
+) -> SmoothKeys:
     """``int8_heads`` [num_heads] uint8: the query heads that will read the result; None is all of them."""
-    num_kv_heads, head_dim, device = cache.num_kv_heads, cache.head_dim, rows.device
+    num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
     block_d, group = triton.next_power_of_2(head_dim), num_heads // num_kv_heads
     starts = [0]
     for seq_len in rows.seq_lens:
         starts.append(starts[-1] + ceil_div(seq_len, ALIGN_TOKENS) * ALIGN_TOKENS)
     if "smooth_keys" not in rows.state:
-        rows.state["smooth_keys"] = to_device(starts[:-1], torch.int32, device)
+        rows.state["smooth_keys"] = to_device(starts[:-1], torch.int32, rows.device)
     smooth = SmoothKeys(
-        torch.empty(num_kv_heads, starts[-1], block_d, dtype=torch.int8, device=device),
-        torch.empty(num_kv_heads, starts[-1] // STEP_TOKENS.value, dtype=torch.float32, device=device),
-        torch.empty(rows.num_rows, num_kv_heads, block_d, dtype=torch.float32, device=device),
+        workspace.empty(num_kv_heads, starts[-1], block_d, dtype=torch.int8),
+        workspace.empty(num_kv_heads, starts[-1] // STEP_TOKENS.value),
+        workspace.empty(rows.num_rows, num_kv_heads, block_d),
         rows.state["smooth_keys"],
     )
     keys = key_args(cache, rows.block_table)

@@ -1,0 +1,101 @@
+"""What ``hopper`` knows before it starts: where blocks and stripes lie in the cache, and in which order work goes."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def prepare_kernel(
+    index, cache, num_tiles, rows_per_page, counter, places, stripe_places, order,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, RANKED: tl.constexpr,
+    FIELDS: tl.constexpr,
+):  # fmt: skip
+    """One (head, tile): where its blocks and stripes lie in the cache seen as a matrix. The first programs also put
+    the work in order, and zero the counter.
+    """
+    i_item = tl.program_id(0)
+    if i_item * RANKED < num_tiles * NUM_HEADS:
+        _rank_items(index, i_item * RANKED, num_tiles, order, NUM_HEADS, GROUP, BLOCK_N, CHUNK, RANKED)
+    if i_item == 0:
+        tl.store(counter, 0)
+    i_head, i_tile = _item_in_order(i_item, index, num_tiles, GROUP)
+    o_count = i_head * num_tiles + i_tile
+    table = cache.block_table + tl.load(index.tiles + i_tile * FIELDS).to(tl.int64) * cache.stride_table
+    o_blocks = i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
+    num_blocks = tl.load(index.block_counts + o_count)
+    for start in range(0, num_blocks, CHUNK):
+        o_n = start + tl.arange(0, CHUNK)
+        b_position = tl.load(index.blocks + o_blocks + o_n, mask=o_n < num_blocks, other=0) * BLOCK_N
+        _store_places(places + o_blocks + o_n, b_position, o_n < num_blocks, table, cache.page_size, rows_per_page)
+    if stripe_places is not None:
+        o_stripes = tl.load(index.stripe_offsets + o_count)
+        num_stripes = tl.load(index.stripe_counts + o_count)
+        # Tiles of one group share a list: the first of them places it.
+        is_first = i_tile == 0
+        if i_tile > 0:
+            other_list = tl.load(index.stripe_offsets + o_count - 1) != o_stripes
+            is_first = other_list | (tl.load(index.stripe_counts + o_count - 1) != num_stripes)
+        for start in range(0, tl.where(is_first, num_stripes, 0), CHUNK):
+            o_n = start + tl.arange(0, CHUNK)
+            b_position = tl.load(index.stripe_positions + o_stripes + o_n, mask=o_n < num_stripes, other=0)
+            target = stripe_places + o_stripes + o_n
+            _store_places(target, b_position, o_n < num_stripes, table, cache.page_size, rows_per_page)
+
+
+@triton.jit
+def _rank_items(
+    index, begin, num_tiles, order,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, RANKED: tl.constexpr,
+):  # fmt: skip
+    """Work goes by kv head, then tile, then head of the group, so that the keys of one kv head stay in the L2 cache
+    while their readers run. What weighs more than twice the mean goes before, by falling powers of two: nothing heavy
+    is left for the end.
+    """
+    num_items = num_tiles * NUM_HEADS
+    b_total = tl.zeros([CHUNK], tl.float32)
+    for start in range(0, num_items, CHUNK):
+        o_item = start + tl.arange(0, CHUNK)
+        b_total += _keys(index, o_item, o_item < num_items, BLOCK_N)
+    scale = num_items / tl.sum(b_total, 0)
+    o_own = begin + tl.arange(0, RANKED)
+    in_items = o_own < num_items
+    b_head, b_tile = _item_in_order(tl.where(in_items, o_own, 0), index, num_tiles, GROUP)
+    b_weight = _weight(index, b_head * num_tiles + b_tile, in_items, scale, BLOCK_N)
+    b_rank = tl.zeros([RANKED], tl.int32)
+    for start in range(0, num_items, CHUNK):
+        o_item = start + tl.arange(0, CHUNK)
+        valid = o_item < num_items
+        b_other_head, b_other_tile = _item_in_order(tl.where(valid, o_item, 0), index, num_tiles, GROUP)
+        b_other = _weight(index, b_other_head * num_tiles + b_other_tile, valid, scale, BLOCK_N)
+        b_other = tl.where(valid, b_other, -1)[None, :]
+        b_before = (b_other > b_weight[:, None]) | ((b_other == b_weight[:, None]) & (o_item[None, :] < o_own[:, None]))
+        b_rank += tl.sum(b_before.to(tl.int32), 1)
+    tl.store(order + b_rank, b_tile * NUM_HEADS + b_head, mask=in_items)
+
+
+@triton.jit
+def _item_in_order(i_item, index, num_tiles, GROUP: tl.constexpr):
+    """(head, tile) of the i-th item by kv head, then tile by falling reach, then head of the group."""
+    i_kv = i_item // (num_tiles * GROUP)
+    i_tile = tl.load(index.order + i_item % (num_tiles * GROUP) // GROUP)
+    return i_kv * GROUP + i_item % GROUP, i_tile
+
+
+@triton.jit
+def _keys(index, o_count, valid, BLOCK_N: tl.constexpr):
+    """What an item costs, in keys; a stripe counts as one and a half."""
+    keys = tl.load(index.block_counts + o_count, mask=valid, other=0).to(tl.float32) * BLOCK_N
+    return keys + tl.load(index.stripe_counts + o_count, mask=valid, other=0).to(tl.float32) * 1.5
+
+
+@triton.jit
+def _weight(index, o_count, valid, scale, BLOCK_N: tl.constexpr):
+    """Whole powers of two by which an item exceeds the mean; 0 up to twice the mean."""
+    times = tl.maximum(_keys(index, o_count, valid, BLOCK_N) * scale, 1.0)
+    return tl.floor(tl.log2(times)).to(tl.int32)
+
+
+@triton.jit
+def _store_places(target, b_position, mask, table, page_size, rows_per_page):
+    page = tl.load(table + b_position // page_size, mask=mask, other=0)
+    tl.store(target, page * rows_per_page + b_position % page_size, mask=mask)
