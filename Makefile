@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/installed
 MODEL ?=
 METHOD ?=
 
-.PHONY: setup demo test lint wheel clean
+.PHONY: setup demo test lint compile-matrix wheel clean
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED)
@@ -28,6 +28,10 @@ lint: $(INSTALLED)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+
+# What each release of Triton makes of the Hopper kernel; no GPU needed, about ten minutes.
+compile-matrix: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.compile_matrix 3.6.0 3.7.1 3.8.0 3.9.0 --out docs/results/compile_matrix.json
 
 wheel: $(INSTALLED)
 	@$(BIN)/python -m pip wheel --disable-pip-version-check -qq --no-deps -w dist .

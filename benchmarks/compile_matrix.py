@@ -1,0 +1,114 @@
+"""hopper compiled by several releases of Triton, side by side, without a GPU: what each makes of it.
+
+    python -m benchmarks.compile_matrix 3.6.0 3.7.1 3.8.0 3.9.0 [--out docs/results/compile_matrix.json]
+
+Each release is installed into a folder of its own, without its dependencies (this needs torch alone), and runs this
+file in a process of its own. What counts: that it compiles; that no step spills; and that a step's exponents stand
+before the wait for the product with the values of the step before, as many as [64, 128] scores on 128 threads make.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ROOT = Path(__file__).parents[1]
+CASES = [
+    f"{head_dim}-{block}-{lists}-{dtype}"
+    for head_dim in (64, 128)
+    for block in (128, 64, 32)
+    for lists in ("blocks", "stripes")
+    for dtype in (("bf16", "fp16") if block == 128 else ("bf16",))
+]
+WAIT_SCORES, WAIT_VALUES = r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1", r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0"
+
+
+def figures_of(cases: Sequence[str]) -> dict[str, dict[str, int]]:
+    """By case, what the installed Triton makes of hopper. Not in Triton's interpreter."""
+    import torch
+
+    from vllm_sparse_kernels import PagedCache, Rows, SparseIndex, StripeLayout
+    from vllm_sparse_kernels.attend import hopper
+    from vllm_sparse_kernels.attend.portable import matrix_args
+    from vllm_sparse_kernels.testing.offline import Code, Recorder, compiling_for
+
+    figures = {}
+    for case in cases:
+        head_dim, block, lists, name = case.split("-")
+        dtype, num_heads = {"bf16": torch.bfloat16, "fp16": torch.float16}[name], 8
+        rows = Rows((0,), (200,), (300,), torch.zeros(1, 4, dtype=torch.int32))
+        stripes = StripeLayout.per_tile(rows, 64)
+        index = SparseIndex.allocate(
+            rows, num_heads, int(block), dict.fromkeys(range(num_heads), stripes) if lists == "stripes" else None
+        )
+        cache = PagedCache(*torch.zeros(4, 128, 2, 2 * int(head_dim), dtype=dtype).split(int(head_dim), -1))
+        q = torch.zeros(200, num_heads, int(head_dim), dtype=dtype)
+        matrix = matrix_args(cache)
+        assert matrix is not None
+        kernels = hopper.hopper_kernel, hopper.prepare_kernel
+        recorders = Recorder(kernels[0]), Recorder(kernels[1])
+        hopper.hopper_kernel, hopper.prepare_kernel = recorders
+        try:
+            with compiling_for():
+                hopper.run(q, cache, matrix, index, torch.empty_like(q), 1.0)
+        finally:
+            hopper.hopper_kernel, hopper.prepare_kernel = kernels
+        figures[case] = step_figures(Code.of(recorders[0].compiled[0]))
+    return figures
+
+
+def step_figures(code: "Code") -> dict[str, int]:  # type: ignore[name-defined]  # noqa: F821
+    """What the speed of hopper hangs on."""
+    begins = [i for i, line in enumerate(code.sass) if re.search(WAIT_SCORES, line)]
+    ends = [i for i, line in enumerate(code.sass) if re.search(WAIT_VALUES, line)]
+    steps = [(begin, next(end for end in ends if end > begin)) for begin in begins]
+    return {
+        "registers": code.registers,
+        "shared_bytes": code.shared_bytes,
+        "instructions": len(code.sass),
+        "overlapped_steps": len(steps),
+        "fewest_exponents_beside": min((code.count(r"MUFU\.EX2", *step) for step in steps), default=0),
+        "spills_within_steps": sum(code.count("STL|LDL", *step) for step in steps),
+        "spills": code.count("STL|LDL"),
+    }
+
+
+def figures_with(cases: Sequence[str], release: Path | None = None) -> dict[str, dict[str, int]]:
+    """``figures_of`` in a process of its own, by the Triton that is installed in a folder, or by this environment's."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(
+        [*([] if release is None else [str(release)]), str(ROOT), str(ROOT / "kernels")]
+    )
+    code = "import json, sys; from benchmarks import compile_matrix as m; print(json.dumps(m.figures_of(sys.argv[1:])))"
+    done = subprocess.run([sys.executable, "-c", code, *cases], env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"Triton of {release or 'this environment'}: {done.stderr[-3000:]}")
+    return dict(json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{"))))
+
+
+def main(
+    releases: Annotated[list[str], typer.Argument(help="Releases of Triton, such as 3.6.0.")],
+    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    folder: Annotated[Path, typer.Option(help="Where to install the releases.")] = ROOT / "build/triton",
+) -> None:
+    table = {}
+    for release in releases:
+        place = folder / release
+        if not place.is_dir():
+            install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(place)]
+            subprocess.run([*install, f"triton=={release}"], check=True)
+        table[release] = figures_with(CASES, place)
+        for case, figures in table[release].items():
+            typer.echo(f"{release} {case}: " + ", ".join(f"{name} {value}" for name, value in figures.items()))
+    if out is not None:
+        out.write_text(json.dumps(table, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,92 @@
+"""Compiling for a GPU that is not there: what a kernel comes to, read from the machine code.
+
+Triton needs a driver to know its target. Here a stand-in says that it is Hopper; nothing can be launched on it, and
+``Recorder`` compiles in place of launching. Disassembly is by the tools that Triton brings along.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+HOPPER_TARGET = GPUTarget("cuda", 90, 32)
+
+
+class StandIn:
+    """As much of a driver as compiling asks for."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@contextmanager
+def compiling_for(target: GPUTarget = HOPPER_TARGET) -> Iterator[None]:
+    """Triton compiles for ``target`` within, whatever this machine has."""
+    before = driver._active
+    driver.set_active(StandIn(target))
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+class Recorder:
+    """Stands in for a kernel: its launches compile, with the arguments as they are, and run nothing."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.compiled: list[Any] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **options: self.compiled.append(self.kernel.warmup(*args, grid=grid, **options))
+
+
+class Code(NamedTuple):
+    """Machine code of a kernel, one instruction a line, and what it takes up."""
+
+    sass: list[str]
+    registers: int  # at its start, of a thread
+    shared_bytes: int
+
+    @staticmethod
+    def of(compiled: Any) -> "Code":
+        tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+        with tempfile.TemporaryDirectory() as folder:
+            cubin = Path(folder, "kernel.cubin")
+            cubin.write_bytes(compiled.asm["cubin"])
+            sass = subprocess.run([tools / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
+            usage = subprocess.run(
+                [tools / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True
+            ).stdout
+        registers = re.search(r"REG:(\d+)", usage)
+        lines = [line for line in sass.splitlines() if re.match(r"\s*/\*[0-9a-f]{4,}\*/", line)]
+        return Code(lines, int(registers[1]) if registers else 0, compiled.metadata.shared)
+
+    def places(self, mnemonic: str) -> list[int]:
+        """Lines of an instruction; ``mnemonic`` is a regular expression for its name."""
+        return [i for i, line in enumerate(self.sass) if re.search(rf"(?<![\w.])(?:{mnemonic})(?![\w])", line)]
+
+    def count(self, mnemonic: str, begin: int = 0, end: int | None = None) -> int:
+        """How often an instruction stands in lines [begin, end)."""
+        stop = len(self.sass) if end is None else end
+        return sum(begin <= place < stop for place in self.places(mnemonic))

@@ -1,0 +1,32 @@
+"""hopper compiled for its card without one: that it compiles, and what its speed hangs on in the machine code."""
+
+import pytest
+
+from benchmarks.compile_matrix import figures_with
+
+CASES = ["128-128-blocks-bf16", "128-64-blocks-fp16", "128-32-stripes-bf16", "64-128-stripes-fp16"]
+
+
+@pytest.fixture(scope="module")
+def table() -> dict[str, dict[str, int]]:
+    """Each case's figures, from a process of its own, as this one interprets its kernels."""
+    return figures_with(CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_softmax_runs_beside_the_product_with_values(table: dict[str, dict[str, int]], case: str) -> None:
+    """ptxas may hoist the wait for P·V above the exponents: then matrix units idle through every softmax."""
+    figures = table[case]
+    assert figures["overlapped_steps"] >= 4  # two consumers, the masked loop and the plain one
+    assert figures["fewest_exponents_beside"] >= 64  # [64, 128] scores on 128 threads
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_spills_within_a_step(table: dict[str, dict[str, int]], case: str) -> None:
+    assert table[case]["spills_within_steps"] == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_fits_the_card(table: dict[str, dict[str, int]], case: str) -> None:
+    assert table[case]["shared_bytes"] <= 227 << 10
+    assert table[case]["registers"] == 168  # three warp groups share 65,536
