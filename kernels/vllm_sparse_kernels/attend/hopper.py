@@ -29,7 +29,7 @@ try:
 except (ImportError, AttributeError) as error:  # Gluon is young: names come and go between Triton's releases
     LACKS = str(error)
 
-STAGES = {64: 4, 128: 2}
+STAGES = {64: 6, 128: 3}
 """Steps of keys and values that are loaded ahead, by head_dim: what shared memory has room for."""
 
 BLOCKS = (32, 64, 128)
