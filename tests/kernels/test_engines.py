@@ -40,11 +40,12 @@ def flash_attention() -> FlashAttention | None:
     if not torch.cuda.is_available():
         return STAND_IN
     try:
-        from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, is_fa_version_supported
+        from vllm.vllm_flash_attn import flash_attn_interface as found
     except ImportError:
         return None
-    version = next((version for version in (3, 2) if is_fa_version_supported(version)), None)
-    return None if version is None else FlashAttention.of_version(version, flash_attn_varlen_func)
+    if found.FA3_AVAILABLE and torch.cuda.get_device_capability()[0] == 9:
+        return FlashAttention.of_version(3, found.flash_attn_varlen_func)
+    return FlashAttention.of_version(2, found.flash_attn_varlen_func) if found.FA2_AVAILABLE else None
 
 
 ENGINES = engines(flash_attention())
