@@ -106,6 +106,7 @@ CASES = [
     ([(333, 130), (129, 1), (255, 2)], 8, 1, 128, 16, 128, "NHD", 1),
     ([(0, 2049)], 1, 1, 96, 64, 64, "NHD", 8),
     ([(2100, 70)], 2, 1, 256, 16, 128, "NHD", 16),
+    ([(130, 10), (700, 520)], 8, 1, 64, 48, 64, "NHD", 1),  # more heads and groups than vote at once
 ]
 
 
@@ -120,6 +121,19 @@ def test_kernel_agrees_with_reference(case, dtype):
     method = AnchorAttention(theta=3.0, step_tiles=step_tiles)
     index = run(batch, method, block_tokens)
     assert_agree(batch, method, index, run(batch, method, block_tokens, reference=True))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_bulk_copies_give_the_same_lists(monkeypatch, layout):
+    """Pages of whole blocks, which a GPU from Hopper on copies in bulk."""
+    batch = make_batch([(1400, 200), (333, 10)], 4, 2, 64, 128, torch.float16, layout=layout)
+    method = AnchorAttention(theta=3.0, step_tiles=3)
+    by_choice = [None] * 2
+    for i, bulk in enumerate((False, True)):
+        monkeypatch.setattr(module, "supports_bulk", lambda cache, bulk=bulk: bulk)
+        by_choice[i] = lists(run(batch, method), range(batch.rows.num_tiles))
+    assert by_choice[0] == by_choice[1]
+    assert any(stripes for _, stripes in by_choice[0])
 
 
 def test_long_lists_are_written_in_stretches():

@@ -18,9 +18,11 @@ from vllm_sparse_kernels.reference import minference as reference
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.select import METHODS, name_of
 from vllm_sparse_kernels.select.base import Method
-from vllm_sparse_kernels.select.minference import AShape, BlockSparse, pooled_scores
+from vllm_sparse_kernels.select.minference import PER_TILE, AShape, BlockSparse
+from vllm_sparse_kernels.select.pooled import KeyPool, pool_queries, products_of_slabs, slabs_of
 from vllm_sparse_kernels.select.vertical_slash import VerticalSlash, last_query_sums
 from vllm_sparse_kernels.testing.batches import Batch, random_batch
+from vllm_sparse_kernels.workspace import Workspace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter multiplies bf16 tiles wrongly, without an error.
@@ -302,8 +304,14 @@ def test_pooled_scores_beyond_one_tile(context_len, query_len):
     q, keys = row_parts(batch, 0, 0)
     exact = reference.block_scores(q, keys, batch.scale)
     size = reference.mean_pool(q.abs()) @ reference.mean_pool(keys.abs()).T * batch.scale
-    scores = pooled_scores(batch.q, batch.cache, batch.rows, 0, heads, batch.scale)[0, :, : exact.shape[1]]
-    assert (((scores - exact).abs() <= UNIT * (64 + 132) * size) | (exact == -torch.inf)).all()
+    workspace = Workspace(batch.rows.device)
+    slabs = slabs_of(batch.rows, 1, 1, 64, PER_TILE)
+    queries = pool_queries(batch.q, batch.rows, heads, PER_TILE, workspace, similar=False)
+    pool = KeyPool(batch.cache, batch.rows, slabs, heads, 1, workspace)
+    for slab, scores in products_of_slabs(queries, pool, slabs, heads, batch.scale, PER_TILE, workspace):
+        assert slab == slabs[0]
+        scores = scores[0, : exact.shape[0], : exact.shape[1]]
+        assert (((scores - exact).abs() <= UNIT * (64 + 132) * size) | (exact == -torch.inf)).all()
 
 
 @pytest.mark.parametrize("top_blocks", [1, 3])

@@ -8,10 +8,12 @@ import torch
 
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.rows import Rows, ceil_div
-from vllm_sparse_kernels.select import METHODS
+from vllm_sparse_kernels.select import METHODS, pooled
 from vllm_sparse_kernels.select import sparge_attn as module
-from vllm_sparse_kernels.select.sparge_attn import KEY_BLOCK_TOKENS, SpargeAttn
+from vllm_sparse_kernels.select.pooled import KEY_BLOCK_TOKENS, KeyPool, pool_queries, slabs_of
+from vllm_sparse_kernels.select.sparge_attn import SpargeAttn
 from vllm_sparse_kernels.testing.batches import Batch, random_batch
+from vllm_sparse_kernels.workspace import Workspace
 
 # After the package itself: the two import each other.
 from vllm_sparse_kernels.reference import sparge_attn as reference  # isort: skip
@@ -183,35 +185,42 @@ def test_kernels_measure_short_blocks_to_the_margin():
     q, k = row_inputs(batch, 0, torch.float64)
     tile_means, tile_similarity = reference.compress(q, 128)
     block_means, _ = reference.compress(k, KEY_BLOCK_TOKENS)
+    rows, workspace = batch.rows, Workspace(batch.rows.device)
+    slabs = slabs_of(rows, 1, 1, 64, 1)
     for smooth in (True, False):
         _, block_similarity = reference.compress(k - k.mean(0) if smooth else k, KEY_BLOCK_TOKENS)
-        blocks = module._compress_keys(batch.cache, batch.rows, 0, heads, 1, smooth)
+        blocks = KeyPool(batch.cache, rows, slabs, heads, 1, workspace, similar=True, centered=smooth).pool(slabs[0])
         assert torch.allclose(blocks.similarity, block_similarity.float(), rtol=0, atol=MARGIN)
-        assert torch.allclose(blocks.sums[0, -1] / 13, block_means[0, -1].float(), atol=MARGIN)
-    tiles = module._compress_tiles(batch.q, batch.rows, heads)
+        assert torch.allclose(blocks.means, block_means.float(), atol=MARGIN)
+    tiles = pool_queries(batch.q, rows, heads, 1, workspace, similar=True)
     assert torch.allclose(tiles.similarity, tile_similarity.float(), rtol=0, atol=MARGIN)
-    assert torch.allclose(tiles.sums[0, -1] / 5, tile_means[0, -1].float(), atol=MARGIN)
+    assert torch.allclose(tiles.means, tile_means.float(), atol=MARGIN)
 
 
 def keep_top_mass(scores: torch.Tensor, kept_mass: float, block_tokens=64, similar=None) -> torch.Tensor:
-    """The last kernel alone on rows of base-2 scores [heads, blocks] of one query each: bool of the same shape."""
+    """The last kernel alone on rows of base-2 scores [heads, blocks] of one query each: bool of the same shape.
+
+    The query's own block comes after the others, with a score of −∞: it is kept and counts nothing.
+    """
     num_heads, num_blocks = scores.shape
     table = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
-    rows = Rows((0,), (1,), (num_blocks * KEY_BLOCK_TOKENS - 1,), table)
+    wide = ceil_div(num_blocks * KEY_BLOCK_TOKENS, block_tokens) * block_tokens
+    rows = Rows((0,), (1,), (wide,), table)
     index = SparseIndex.allocate(rows, num_heads, block_tokens)
-    kept = torch.full((num_heads, index.block_ids.shape[1]), 255, dtype=torch.uint8, device=DEVICE)
     similar = torch.ones(num_heads, 1, device=DEVICE) if similar is None else similar
-    stride = ceil_div(num_blocks, module.ROW_ALIGN) * module.ROW_ALIGN
-    padded = torch.full((num_heads, 1, stride), float("nan"), device=DEVICE)
+    padded = torch.full((num_heads, 1, ceil_div(wide // KEY_BLOCK_TOKENS + 1, 64) * 64), float("nan"), device=DEVICE)
     padded[:, 0, :num_blocks] = scores
+    padded[:, 0, num_blocks : wide // KEY_BLOCK_TOKENS] = -1e30
+    padded[:, 0, wide // KEY_BLOCK_TOKENS] = -torch.inf
     limits = (torch.full((num_heads,), value, device=DEVICE) for value in (kept_mass, 0.5))
-    module._keep_top_mass(padded, similar, index, 0, *limits, kept)
-    kept = kept[:, : ceil_div(num_blocks * KEY_BLOCK_TOKENS, block_tokens)]  # an index's rows may be longer
-    assert bool((kept <= 1).all()), "a flag was not written"
-    return kept.bool()
+    heads = torch.arange(num_heads, dtype=torch.int32, device=DEVICE)
+    module.keep_top_mass(padded, similar, index, 0, heads, *limits)
+    index.check()
+    flags = torch.stack([flags_of(index, head, 0) for head in range(num_heads)])
+    return flags[:, : wide // block_tokens]
 
 
-@pytest.mark.parametrize("num_blocks", [1, 70, 1024, 2500])
+@pytest.mark.parametrize("num_blocks", [1, 70, 2047, 5000])
 def test_top_mass_is_exact(num_blocks):
     """Whole scores make exponentials powers of two, whose sums float32 holds exactly: many ties, no margin."""
     generator = torch.Generator(DEVICE).manual_seed(num_blocks)
@@ -277,7 +286,7 @@ def test_raising_theta_forces_more():
 def test_rows_do_not_see_each_other_and_slabs_change_nothing(monkeypatch):
     batch = make_batch([(333, 140), (530, 1), (200, 30)])
     together = run(METHOD, batch)
-    monkeypatch.setattr(module, "SCORE_BYTES", 1)  # one tile at a time
+    monkeypatch.setattr(pooled, "SLAB_BYTES", 1)  # one tile at a time
     for row in range(3):
         rows = batch.rows
         alone = Rows(

@@ -1,0 +1,292 @@
+"""AnchorAttention on the device: row maxima, votes, and the lists that follow from them (``anchor_attention.py``).
+
+The two kernels that multiply walk blocks of keys in a loop whose other operand stays in shared memory. What a vote
+leaves is a bit for each candidate key; blocks and stripes are read off the bits.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.paged import key_offsets
+from vllm_sparse_kernels.select.lists import append, tile_blocks
+from vllm_sparse_kernels.select.pooled import is_read
+
+WORD = tl.constexpr(32)
+"""Keys whose votes make one word."""
+
+ALL_KEPT = tl.constexpr(-1)
+"""The word of 32 keys that are all kept."""
+
+
+class QueryArgs(NamedTuple):
+    """q, head_dim contiguous."""
+
+    q: Any
+    stride_token: int
+    stride_head: int
+
+
+class IndexArgs(NamedTuple):
+    """Tensors of Rows and SparseIndex."""
+
+    tiles: Any
+    block_counts: Any
+    block_ids: Any
+    block_offsets: Any
+    stripe_counts: Any
+    stripe_positions: Any
+    stripe_offsets: Any
+
+
+class PooledArgs(NamedTuple):
+    """What the first kernel leaves for the vote; only the selected heads' parts are ever written."""
+
+    queries: Any  # [num_heads, num_tiles, BLOCK_D] of q's dtype, mean query of each tile
+    anchors: Any  # [num_heads, num_tiles] float32, mean x_a of each tile
+
+
+class GroupArgs(NamedTuple):
+    """The groups of all rows, and what they vote: a bit for each candidate, laid out as the groups' lists."""
+
+    table: Any  # [num_groups, GROUP_FIELDS] int32
+    row_starts: Any  # [num_rows + 1] int32, a row's first group
+    words: Any  # [num_heads, num_words] int32, the lowest bit for the first key
+    num_words: int  # a multiple of 16, so that no batch calls for a variant of a kernel
+
+
+# Numbers that change from step to step must not be specialised on: a server would compile in the middle of its work.
+@triton.jit(do_not_specialize=["num_tiles", "stride_table"])
+def anchor_kernel(
+    queries, keys, stride_table, k_matrix, matrix, tiles, heads, pooled, num_tiles, scale, span,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, INITIAL: tl.constexpr, PAGE: tl.constexpr,
+    PRECISION: tl.constexpr, USE_ANCHOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FIELDS: tl.constexpr,
+):  # fmt: skip
+    """The pooled q and x_a of one tile of one head, where keys lie between the anchor region's parts."""
+    i_tile = num_tiles - 1 - tl.program_id(0)  # the last tiles of a group have the longest windows: they come first
+    i_head = tl.load(heads + tl.program_id(1))
+    i_row = tl.load(tiles + i_tile * FIELDS)
+    token = tl.load(tiles + i_tile * FIELDS + 1)
+    length = tl.load(tiles + i_tile * FIELDS + 2)
+    first = tl.load(tiles + i_tile * FIELDS + 3)
+    start = first // span * span
+    if start > INITIAL:
+        o_m = tl.arange(0, BLOCK_M)
+        o_d = tl.arange(0, BLOCK_D)
+        in_tile = o_m < length
+        o_q = (token + o_m).to(tl.int64)[:, None] * queries.stride_token + i_head * queries.stride_head + o_d[None, :]
+        b_q = tl.load(queries.q + o_q, mask=in_tile[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
+        b_mean = tl.sum(b_q.to(tl.float32), 0) / length
+        o_pooled = (i_head * num_tiles + i_tile).to(tl.int64)
+        tl.store(pooled.queries + o_pooled * BLOCK_D + o_d, b_mean.to(b_q.dtype))
+        if USE_ANCHOR:
+            table = keys.block_table + i_row.to(tl.int64) * stride_table
+            where = (keys, k_matrix, matrix, table, i_head // GROUP, first + length)
+            b_max = _region_max(b_q, where, start, first, INITIAL, PAGE, BLOCK_N, HEAD_DIM, BLOCK_D, PRECISION)
+            tl.store(pooled.anchors + o_pooled, tl.sum(tl.where(in_tile, b_max * scale, 0.0), 0) / length)
+        else:
+            tl.store(pooled.anchors + o_pooled, 0.0)
+
+
+@triton.jit
+def _region_max(
+    b_q, where, start, first, INITIAL: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Row maxima of q·k over the initial block and the window: [BLOCK_M]."""
+    b_max = tl.full([b_q.shape[0]], float("-inf"), tl.float32)
+    o_m = first + tl.arange(0, b_q.shape[0])
+    # As one run of positions that ends with the window; only blocks past the tile's first query need a mask.
+    head = start - INITIAL
+    full = head + (first + 1 - head) // BLOCK_N * BLOCK_N
+    for i in range(head, full, BLOCK_N):
+        position = tl.where(i < start, i - head, i)
+        b_k = _load_block(where, position, PAGE, BLOCK_N, HEAD_DIM, BLOCK_D)
+        b_max = tl.maximum(b_max, tl.max(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), 1))
+    for i in range(full, where[5], BLOCK_N):
+        b_k = _load_block(where, i, PAGE, BLOCK_N, HEAD_DIM, BLOCK_D)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        b_seen = (i + tl.arange(0, BLOCK_N))[None, :] <= o_m[:, None]
+        b_max = tl.maximum(b_max, tl.max(tl.where(b_seen, b_s, float("-inf")), 1))
+    return b_max
+
+
+@triton.jit
+def _load_block(
+    where, position, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Keys [BLOCK_N, BLOCK_D] from ``position`` on, a multiple of BLOCK_N. Past the row's end they may be anything."""
+    keys, k_matrix, matrix, table, i_kv, end = where
+    if k_matrix is not None:
+        place = tl.load(table + position // PAGE) * matrix.rows_per_page + position % PAGE
+        return k_matrix.load([place + i_kv * matrix.rows_per_head, i_kv * matrix.columns_per_head])
+    else:
+        o_d = tl.arange(0, BLOCK_D)
+        o_n = position + tl.arange(0, BLOCK_N)
+        o_k = key_offsets(table, o_n, o_n < end, PAGE, keys.stride_page, keys.stride_token)
+        base = keys.k + i_kv.to(tl.int64) * keys.stride_head
+        return tl.load(base + o_k[:, None] + o_d[None, :], mask=(o_d < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=["stride_table", "num_heads", "num_tiles", "num_sets"])
+def vote_kernel(
+    keys, stride_table, k_matrix, matrix, groups, pooled, heads, num_heads, num_tiles, num_sets, scale, theta,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, INITIAL: tl.constexpr, PAGE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_T: tl.constexpr,
+    ONE_PASS: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """SPLIT keys of one kv head, voted on by a set of its (group, head) pairs of a row: COLUMNS tiles at a time.
+
+    ``heads`` is None where all heads are selected.
+    """
+    PAIRS: tl.constexpr = COLUMNS // BLOCK_T
+    # Sets and kv heads of the same keys side by side: in vLLM's usual layout kv heads of a token lie beside each other.
+    i_kv, i_row = tl.program_id(0) // num_sets, tl.program_id(2)
+    begin = tl.program_id(1) * SPLIT
+    first_pair = tl.program_id(0) % num_sets * PAIRS
+    o_pair = first_pair + tl.arange(0, PAIRS)
+    i_first = tl.load(groups.row_starts + i_row)
+    num_pairs = (tl.load(groups.row_starts + i_row + 1) - i_first) * GROUP
+    group = groups.table + (i_first + o_pair // GROUP) * FIELDS
+    b_end = tl.load(group, mask=o_pair < num_pairs, other=0) - INITIAL  # candidates of each pair's group, if any
+    end = tl.minimum(tl.max(b_end, 0), begin + SPLIT)
+    if (begin < end) & is_read(i_kv, heads, num_heads, GROUP, 128):
+        b_head = i_kv * GROUP + o_pair % GROUP
+        b_word = b_head.to(tl.int64) * groups.num_words + tl.load(group + 3, mask=o_pair < num_pairs, other=0) // WORD
+        table = keys.block_table + i_row.to(tl.int64) * stride_table
+        where = (keys, k_matrix, matrix, table, i_kv, INITIAL + end)
+        voters = (pooled, groups.table + i_first * FIELDS, num_pairs, i_kv * GROUP, num_tiles)
+        most = 0
+        if ONE_PASS:
+            b_q, b_anchor = _voters(voters, first_pair, 0, COLUMNS, BLOCK_T, BLOCK_D, GROUP, FIELDS)
+        else:
+            most = tl.max(tl.load(group + 2, mask=o_pair < num_pairs, other=0), 0)
+        for candidate in range(begin, end, BLOCK_N):
+            b_k = _load_block(where, INITIAL + candidate, PAGE, BLOCK_N, HEAD_DIM, BLOCK_D)
+            if ONE_PASS:
+                b_lead = _leads(b_k, b_q, b_anchor, scale, BLOCK_T, PRECISION)
+            else:
+                b_lead = tl.full([BLOCK_N, PAIRS], float("-inf"), tl.float32)
+                for i in range(0, most, BLOCK_T):
+                    b_q, b_anchor = _voters(voters, first_pair, i, COLUMNS, BLOCK_T, BLOCK_D, GROUP, FIELDS)
+                    b_lead = tl.maximum(b_lead, _leads(b_k, b_q, b_anchor, scale, BLOCK_T, PRECISION))
+            b_bits = tl.reshape((b_lead >= -theta).to(tl.int32), [BLOCK_N // WORD, WORD, PAIRS])
+            b_bits = b_bits << tl.arange(0, WORD)[None, :, None]
+            o_word = candidate // WORD + tl.arange(0, BLOCK_N // WORD)
+            tl.store(
+                groups.words + b_word[None, :] + o_word[:, None], tl.sum(b_bits, 1),
+                mask=(candidate < b_end)[None, :] & (o_word >= 0)[:, None],
+            )  # fmt: skip
+
+
+@triton.jit
+def _voters(
+    voters, first_pair, first, COLUMNS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """Tiles ``first`` to ``first`` + BLOCK_T of each of a set's groups: mean queries [COLUMNS, BLOCK_D] and anchors."""
+    pooled, table, num_pairs, first_head, num_tiles = voters
+    o_c = tl.arange(0, COLUMNS)
+    o_pair, o_t = first_pair + o_c // BLOCK_T, first + o_c % BLOCK_T
+    in_row = o_pair < num_pairs
+    group = table + o_pair // GROUP * FIELDS
+    votes = in_row & (o_t < tl.load(group + 2, mask=in_row, other=0))
+    o_tile = (first_head + o_pair % GROUP).to(tl.int64) * num_tiles + tl.load(group + 1, mask=in_row, other=0) + o_t
+    o_q = o_tile[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    b_q = tl.load(pooled.queries + o_q, mask=votes[:, None], other=0.0)
+    return b_q, tl.load(pooled.anchors + o_tile, mask=votes, other=float("inf"))
+
+
+@triton.jit
+def _leads(b_k, b_q, b_anchor, scale, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr):
+    """By how much each key's score passes the anchor of the tile that wants it most, in each pair: [keys, PAIRS].
+
+    Less than −θ is too little (equation 2).
+    """
+    b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale - b_anchor[None, :]
+    return tl.max(tl.reshape(b_s, [b_k.shape[0], b_q.shape[0] // BLOCK_T, BLOCK_T]), 2)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "stride_ids"])
+def blocks_kernel(
+    groups, index, heads, num_tiles, stride_ids, span,
+    INITIAL: tl.constexpr, INDEX_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+    GROUP_FIELDS: tl.constexpr,
+):  # fmt: skip
+    """One tile's list of blocks for one head: the anchor region's, and those that its group keeps whole."""
+    i_tile = tl.program_id(0)
+    i_head = tl.load(heads + tl.program_id(1)).to(tl.int64)
+    i_first = tl.load(groups.row_starts + tl.load(index.tiles + i_tile * FIELDS))
+    first = tl.load(index.tiles + i_tile * FIELDS + 3)
+    # The row's groups begin at consecutive multiples of the span.
+    group = groups.table + (i_first + (first - tl.load(groups.table + i_first * GROUP_FIELDS)) // span) * GROUP_FIELDS
+    words = groups.words + i_head * groups.num_words + tl.load(group + 3) // WORD
+    window = tl.load(group) // INDEX_N
+    num_causal = tile_blocks(index.tiles, i_tile, INDEX_N, FIELDS)[1]
+    target = index.block_ids + i_head * stride_ids + tl.load(index.block_offsets + i_tile)
+    count = 0
+    for i in range(0, num_causal, CHUNK):
+        o_n = i + tl.arange(0, CHUNK)
+        o_candidate = o_n - INITIAL // INDEX_N
+        b_voted = (o_candidate >= 0) & (o_n < window)
+        b_whole = _block_words(words, o_candidate, b_voted, INDEX_N)[1]
+        count = append(target, count, o_n, (o_n < num_causal) & (b_whole | (b_voted == 0)))
+    tl.store(index.block_counts + i_head * num_tiles + i_tile, count)
+
+
+@triton.jit
+def _block_words(words, o_b, mask, INDEX_N: tl.constexpr):
+    """The words of candidate blocks [blocks, words of a block], 0 where masked, and whether a block is kept whole."""
+    o_word = o_b[:, None] * (INDEX_N // WORD) + tl.arange(0, INDEX_N // WORD)[None, :]
+    b_words = tl.load(words + o_word, mask=mask[:, None], other=0)
+    return b_words, tl.min((b_words == ALL_KEPT).to(tl.int32), 1) != 0
+
+
+@triton.jit
+def _stripe_words(words, o_b, mask, INDEX_N: tl.constexpr):
+    """The words of candidate blocks, less those of blocks that are kept whole."""
+    b_words, b_whole = _block_words(words, o_b, mask, INDEX_N)
+    return tl.where(b_whole[:, None], 0, b_words)
+
+
+@triton.jit
+def _ones(b_words):
+    """How many bits of each word are set, by the sums of ever wider fields."""
+    b_x = b_words.to(tl.uint32, bitcast=True)
+    b_x = b_x - ((b_x >> 1) & 0x55555555)
+    b_x = (b_x & 0x33333333) + ((b_x >> 2) & 0x33333333)
+    b_x = (b_x + (b_x >> 4)) & 0x0F0F0F0F
+    b_x += b_x >> 8
+    return ((b_x + (b_x >> 16)) & 63).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def stripes_kernel(
+    groups, index, heads, num_tiles,
+    INITIAL: tl.constexpr, INDEX_N: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """A stretch of one group's stripes for one head; whoever writes the last one also writes every tile's count."""
+    i_head = tl.load(heads + tl.program_id(2))
+    group = groups.table + tl.program_id(1) * FIELDS
+    num_candidates = tl.maximum(tl.load(group) - INITIAL, 0)
+    o_tile = i_head.to(tl.int64) * num_tiles + tl.load(group + 1)
+    begin = tl.program_id(0) * SPLIT
+    if (begin == 0) | (begin < num_candidates):
+        words = groups.words + i_head.to(tl.int64) * groups.num_words + tl.load(group + 3) // WORD
+        count = 0
+        for i in range(0, begin // INDEX_N, SPLIT // INDEX_N):
+            o_b = i + tl.arange(0, SPLIT // INDEX_N)
+            b_ones = _ones(_stripe_words(words, o_b, o_b < begin // INDEX_N, INDEX_N))
+            count += tl.sum(tl.sum(b_ones, 1), 0)
+        target = index.stripe_positions + tl.load(index.stripe_offsets + o_tile)
+        for i in range(begin, tl.minimum(begin + SPLIT, num_candidates), CHUNK):
+            o_b = i // INDEX_N + tl.arange(0, CHUNK // INDEX_N)
+            b_words = _stripe_words(words, o_b, o_b < num_candidates // INDEX_N, INDEX_N)
+            b_kept = (b_words[:, :, None] >> tl.arange(0, WORD)[None, None, :]) & 1
+            count = append(target, count, INITIAL + i + tl.arange(0, CHUNK), tl.reshape(b_kept, [CHUNK]) != 0)
+        if begin + SPLIT >= num_candidates:
+            for i in range(0, tl.load(group + 2), 32):
+                o_t = i + tl.arange(0, 32)
+                tl.store(index.stripe_counts + o_tile + o_t, count, mask=o_t < tl.load(group + 2))
