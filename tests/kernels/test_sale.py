@@ -10,10 +10,12 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.reference.sale import paper_blocks, paper_density
 from vllm_sparse_kernels.rows import Rows, ceil_div
-from vllm_sparse_kernels.select import METHODS
+from vllm_sparse_kernels.select import METHODS, sale_rounding, sale_scores
 from vllm_sparse_kernels.select import sale as module
-from vllm_sparse_kernels.select.sale import RoundedKeys, RoundedQueries, Sale
+from vllm_sparse_kernels.select.sale import Sale
+from vllm_sparse_kernels.select.sale_rounding import Regions, RoundedKeys, RoundedQueries, Selected
 from vllm_sparse_kernels.testing.batches import Batch, random_batch
+from vllm_sparse_kernels.workspace import Workspace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter cannot multiply bf16 matrices.
@@ -155,6 +157,9 @@ CASES = [
     ([(1800, 249)], 1, 1, 96, 64, 64, "NHD", Sale(0.3)),
     ([(2300, 70)], 2, 1, 256, 16, 64, "NHD", Sale(0.3)),
     ([(0, 2049)], 1, 1, 128, 128, 128, "NHD", Sale(0.5)),
+    ([(477, 300), (0, 63), (801, 1)], 4, 2, 64, 16, 32, "HND", Sale(0.3)),
+    ([(711, 130)], 6, 2, 64, 32, 32, "NHD", Sale(0.3, sink_tokens=96, local_tokens=160)),
+    ([(513, 64)], 1, 1, 64, 16, 32, "NHD", Sale(0.2, sink_tokens=0)),
 ]
 # On a GPU every case runs in every type; the interpreter is slow, and takes them by turns.
 PAIRS = product(CASES, DTYPES) if DEVICE == "cuda" else zip(CASES, cycle(DTYPES))
@@ -184,11 +189,25 @@ def test_reference_agrees_with_the_paper(case):
     )  # fmt: skip
 
 
-def rounded_by_kernels(method: Sale, batch: Batch) -> tuple[RoundedQueries, RoundedKeys]:
-    """Row 0, of all heads."""
+def selected_heads(method: Sale, batch: Batch) -> Selected:
+    """All of them."""
     heads = torch.arange(batch.num_heads, dtype=torch.int32, device=DEVICE)
-    log_taus = torch.full((len(heads),), math.log(method.tau), device=DEVICE)
-    return module._round_row(method, batch.q, batch.cache, batch.rows, 0, heads, log_taus, batch.scale)
+    return Selected(heads, torch.full((len(heads),), math.log(method.tau), device=DEVICE), len(heads))
+
+
+def rounded_by_kernels(method: Sale, batch: Batch) -> tuple[RoundedQueries, RoundedKeys]:
+    """All rows, whose keys fit one slab."""
+    q, cache, rows, room = batch.q, batch.cache, batch.rows, Workspace(torch.device(DEVICE))
+    dtype, selected = module.integer_dtype(q.device), selected_heads(method, batch)
+    regions = Regions(method.sink_tokens, method.local_tokens)
+    means = sale_rounding.row_means(q, cache, rows, room)
+    queries = sale_rounding.round_queries(q, cache, rows, means, selected, regions, batch.scale, dtype, room)
+    (slab,) = module.slabs_of_rows(method, rows)
+    num_keys = sum(module.tested_keys(method, rows))
+    keys = sale_rounding.room_for_keys(selected.num_selected, cache.num_kv_heads, num_keys, cache.head_dim, dtype, room)
+    group = batch.num_heads // cache.num_kv_heads
+    sale_rounding.round_keys(cache, rows, means, selected, group, slab.pieces, slab.longest, keys)
+    return queries, keys
 
 
 def rounded_row(q, k, thresholds, biases, integers) -> tuple[RoundedQueries, RoundedKeys]:
@@ -220,10 +239,13 @@ def flags_twice(
     """What the kernel says of row 0, and what its arithmetic, done over, says: uint8 in the layout of block_ids."""
     index = SparseIndex.allocate(batch.rows, batch.num_heads, block_tokens)
     group = batch.num_heads // batch.cache.num_kv_heads
-    heads = torch.arange(batch.num_heads, dtype=torch.int32, device=DEVICE)
     ours = torch.ones(batch.num_heads, index.block_ids.shape[1], dtype=torch.uint8, device=DEVICE)
     expected = ours.clone()
-    module._test_row(method, queries, keys, index, 0, heads, group, ours)
+    (slab,) = module.slabs_of_rows(method, batch.rows)
+    selected, always = selected_heads(method, batch), Regions(method.sink_tokens, method.local_tokens)
+    half = keys.integers.dtype == torch.float8_e4m3fn and module.adds_up_in_half(torch.device(DEVICE))
+    sale_scores.first_flags(ours, index, selected, always)
+    sale_scores.flag_blocks(queries, keys, ours, index, selected, always, group, slab.pairs, slab.longest, half)
     passed = flags_of(queries, keys, group, dtype)
     for i_tile, tile in enumerate(batch.rows.tile_list):
         fine = passed[:, i_tile * 128 : (i_tile + 1) * 128].any(1)
@@ -266,7 +288,7 @@ def test_what_a_row_may_reach_is_stored_beside_its_integers(integers, monkeypatc
 
 
 @pytest.mark.parametrize("integers", INTEGERS, ids=str)
-@pytest.mark.parametrize("block_tokens", [64, 128])
+@pytest.mark.parametrize("block_tokens", [32, 64, 128])
 def test_scores_and_thresholds_below_zero(integers, block_tokens):
     """Biases that fall from key to key: in one tile blocks fail and pass at scores that are all negative."""
     batch = random_batch([(1300, 260)], 1, 1, 64, 64, torch.float32, DEVICE)
