@@ -61,7 +61,7 @@ from vllm_sparse_kernels.select.sale_rounding import (
     row_means,
     slabs_of,
 )
-from vllm_sparse_kernels.select.sale_scores import PAIR_FIELDS, first_flags, flag_blocks, pairs_of
+from vllm_sparse_kernels.select.sale_scores import PAIR_FIELDS, SPAN_TOKENS, first_flags, flag_blocks, pairs_of
 
 SLAB_TOKENS = 1 << 17
 """Keys that are rounded and tested at a time, of one row or of many: 154 MB with 8 kv heads of 128 and 32 heads."""
@@ -179,7 +179,7 @@ def slabs_of_rows(method: Sale, rows: Rows) -> list[Slab]:
     key = (slabs_of_rows, method.sink_tokens, method.local_tokens)
     if (found := rows.state.get(key)) is None:
         found = rows.state[key] = []
-        for pieces in slabs_of(tested_keys(method, rows), SLAB_TOKENS):
+        for pieces in slabs_of(tested_keys(method, rows), SLAB_TOKENS, SPAN_TOKENS):
             flat = [x for piece in pieces for x in (*piece, rows.seq_lens[piece.row])]
             found.append(
                 Slab(

@@ -103,17 +103,23 @@ class Piece(NamedTuple):
     start: int
 
 
-def slabs_of(num_keys: Sequence[int], slab_tokens: int) -> list[list[Piece]]:
-    """The first ``num_keys[row]`` keys (a multiple of 128) of every row, cut into slabs of at most ``slab_tokens``."""
+def slabs_of(num_keys: Sequence[int], slab_tokens: int, span_tokens: int) -> list[list[Piece]]:
+    """The first ``num_keys[row]`` keys (a multiple of 128) of every row, cut into slabs of at most ``slab_tokens``.
+
+    Rows are cut at multiples of ``span_tokens`` alone: what a program tests does not depend on the rows beside it.
+    """
     slabs: list[list[Piece]] = [[]]
     room = slab_tokens
     for row, end in enumerate(num_keys):
         begin = 0
         while begin < end:
-            if room == 0:
+            taken = end - begin
+            if taken > room:
+                taken = room // span_tokens * span_tokens
+            if taken == 0:
                 slabs.append([])
                 room = slab_tokens
-            taken = min(room, end - begin)
+                continue
             slabs[-1].append(Piece(row, begin, taken, slab_tokens - room))
             begin, room = begin + taken, room - taken
     return [slab for slab in slabs if slab]

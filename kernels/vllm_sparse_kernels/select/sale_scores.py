@@ -13,6 +13,7 @@ import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div
+from vllm_sparse_kernels.select import sale_hopper
 from vllm_sparse_kernels.select.sale_rounding import (
     QUERY_BLOCK,
     Piece,
@@ -36,6 +37,9 @@ HALF_INTEGERS = tl.constexpr(2048.0)
 """Half precision has every integer up to this one."""
 
 PAIR_FIELDS = tl.constexpr(5)
+
+HOPPER = True
+"""Whether ``sale_hopper`` tests what fits half precision, where it can."""
 
 
 class FlagArgs(NamedTuple):
@@ -77,11 +81,20 @@ def flag_blocks(
     ``pairs``: [num_pairs, PAIR_FIELDS] int32 (``pairs_of``); ``longest``: keys of the longest piece; ``half``: whether
     products may be added up in half precision, where it has them exactly.
     """
-    _test_kernel[(len(pairs), ceil_div(longest, SPAN_TOKENS), selected.num_selected)](
-        queries, keys, *selected[:2], flag_args(kept, index), pairs, *regions,
-        GROUP=group, BLOCK_D=keys.integers.shape[2], TILE=TILE_TOKENS, TILES=TEST_TILES, INDEX_N=index.block_tokens,
-        SPAN=SPAN_TOKENS, WARPS=TEST_WARPS, HALF=half, PACKED=half and kept.is_cuda, FIELDS=TILE_FIELDS,
-        num_warps=TEST_WARPS,
+    grid = (len(pairs), ceil_div(longest, SPAN_TOKENS), selected.num_selected)
+    block_d = keys.integers.shape[2]
+    args = (*selected[:2], flag_args(kept, index), pairs, *regions)
+    shape = {"GROUP": group, "BLOCK_D": block_d, "INDEX_N": index.block_tokens, "SPAN": SPAN_TOKENS}
+    hopper = HOPPER and half and kept.is_cuda and block_d <= sale_hopper.WIDEST_HEAD
+    if hopper:
+        bulk = sale_hopper.bulk(queries.integers), sale_hopper.bulk(keys.integers)
+        sale_hopper.half_kernel[grid](
+            queries, keys, *bulk, *args, **shape, STAGES=sale_hopper.STAGES, FIELDS=TILE_FIELDS,
+            PAIR_FIELDS=PAIR_FIELDS.value, num_warps=TEST_WARPS,
+        )  # fmt: skip
+    _test_kernel[grid](
+        queries, keys, *args, **shape, TILE=TILE_TOKENS, TILES=TEST_TILES, WARPS=TEST_WARPS, HALF=half, REST=hopper,
+        PACKED=half and kept.is_cuda, FIELDS=TILE_FIELDS, num_warps=TEST_WARPS,
     )  # fmt: skip
 
 
@@ -117,9 +130,10 @@ def _first_flags_kernel(
 def _test_kernel(
     queries, keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens,
     GROUP: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, INDEX_N: tl.constexpr,
-    SPAN: tl.constexpr, WARPS: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr, FIELDS: tl.constexpr,
+    SPAN: tl.constexpr, WARPS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, PACKED: tl.constexpr,
+    FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Step 3 for up to TILES tiles of one head and up to SPAN keys of one piece."""
+    """Step 3 for up to TILES tiles of one head and up to SPAN keys of one piece; if REST, where half does not do."""
     i_group = tl.program_id(2)
     pair = pairs + tl.program_id(0) * PAIR_FIELDS
     i_tile = tl.load(pair)
@@ -131,7 +145,7 @@ def _test_kernel(
     begin = tl.maximum(first_block * INDEX_N, first)
     end = tl.minimum(tl.minimum(tl.max(b_end_block, 0) * INDEX_N, first + SPAN), tl.load(pair + 3))
     if (begin < end) & (tl.load(log_taus + i_group) > float("-inf")):
-        shift = tl.load(pair + 4) - piece
+        shift = tl.multiple_of(tl.load(pair + 4) - piece, 128)
         i_kv = tl.load(heads + i_group) // GROUP
         where = (i_group, i_kv, i_tile, num_tiles, begin, end, shift)
         b_flags = flags.kept + i_group.to(tl.int64) * flags.stride_kept + tl.load(flags.offsets + o_t)
@@ -139,7 +153,10 @@ def _test_kernel(
         if HALF:
             in_half = _fits_half(queries, keys, where, first, TILE, TILES, SPAN)
         if in_half:
-            _test_span(queries, keys, where, b_flags, b_end_block, BLOCK_D, TILE, TILES, INDEX_N, WARPS, HALF, PACKED)
+            if not REST:
+                _test_span(
+                    queries, keys, where, b_flags, b_end_block, BLOCK_D, TILE, TILES, INDEX_N, WARPS, HALF, PACKED
+                )
         else:
             _test_span(queries, keys, where, b_flags, b_end_block, BLOCK_D, TILE, TILES, INDEX_N, WARPS, False, False)
 
