@@ -4,7 +4,7 @@ A warp group holds the scores of two tiles. While it looks at those of one, the 
 always have work queued, of two such programs on each multiprocessor. Keys come by bulk copies, three steps ahead. Per
 score there is one fused multiply-add and one maximum, two scores to an instruction.
 
-Where half precision may not have all sums exactly a program returns at once, and ``sale_scores`` does its part.
+Where half precision may not have all sums exactly a program leaves its part, with a mark, to ``sale_scores``.
 """
 
 import torch
@@ -111,7 +111,7 @@ def _fits_half(queries, keys, i_group, i_kv, i_tile, num_tiles, first, begin, en
 
 @gluon.jit(do_not_specialize=["sink_tokens", "local_tokens"])
 def half_kernel(
-    queries, keys, bulk_queries, bulk_keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens,
+    queries, keys, bulk_queries, bulk_keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens, left,
     GROUP: gl.constexpr, BLOCK_D: gl.constexpr, INDEX_N: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr,
     FIELDS: gl.constexpr, PAIR_FIELDS: gl.constexpr,
 ):  # fmt: skip
@@ -128,21 +128,26 @@ def half_kernel(
     first = piece + gl.program_id(1) * SPAN
     begin = gl.maximum((sink_tokens + INDEX_N - 1) // INDEX_N * INDEX_N, first)
     end = gl.minimum(gl.minimum(stop_b * INDEX_N, first + SPAN), gl.load(pair + 3))
-    if (begin < end) & (gl.load(log_taus + i_group) > float("-inf")):
-        shift = gl.multiple_of(gl.load(pair + 4) - piece, 128)
-        end_block = end // INDEX_N  # what a last round of steps is short of
+    tests = (begin < end) & (gl.load(log_taus + i_group) > float("-inf"))
+    leaves = False
+    if tests:
+        shift = gl.multiple_of(gl.load(pair + 4) - piece, STEP_TOKENS)
         i_kv = gl.load(heads + i_group) // GROUP
-        if _fits_half(queries, keys, i_group, i_kv, i_tile, num_tiles, first, begin, end, shift, SPAN):
+        leaves = not _fits_half(queries, keys, i_group, i_kv, i_tile, num_tiles, first, begin, end, shift, SPAN)
+        if not leaves:
             target = flags.kept + i_group.to(gl.int64) * flags.stride_kept
             target_a = target + gl.load(flags.offsets + i_tile)
             target_b = target + gl.load(flags.offsets + i_tile + num_tiles - 1)
             where = (i_group, i_kv, i_tile, begin, end, shift)
-            stop_a = gl.minimum(stop_a, end_block)
-            stop_b = gl.where(num_tiles > 1, gl.minimum(stop_b, end_block), 0)
+            # The last round may have steps past the end.
+            stop_a = gl.minimum(stop_a, end // INDEX_N)
+            stop_b = gl.where(num_tiles > 1, gl.minimum(stop_b, end // INDEX_N), 0)
             _test_span(
                 queries, keys, bulk_queries, bulk_keys, where, target_a, target_b, stop_a, stop_b,
                 BLOCK_D, INDEX_N, STAGES,
             )  # fmt: skip
+    i_program = (i_group * gl.num_programs(0) + gl.program_id(0)) * gl.num_programs(1) + gl.program_id(1)
+    gl.store(left + i_program, gl.cast(leaves, gl.uint8))
 
 
 @gluon.jit

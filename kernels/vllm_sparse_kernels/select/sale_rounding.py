@@ -27,6 +27,9 @@ LN_2 = tl.constexpr(0.6931471805599453)
 SPLIT_TOKENS = 512
 """Keys that one program adds up for their mean."""
 
+KEY_SUMS = {"BLOCK_N": 64, "STAGES": 3, "num_warps": 4}
+"""Keys of one step, and steps that are loaded ahead, by way of shared memory if more than one."""
+
 SPLITS = 8192
 """Sums of splits that are kept at a time, unless one row alone has more."""
 
@@ -143,7 +146,7 @@ def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, workspace: Workspa
         with workspace.frame():
             sums = workspace.empty(sum(num_splits), num_kv_heads, block_d)
             _key_sums_kernel[(max(num_splits), num_kv_heads, end - first)](
-                key_args(cache, rows.block_table), bounds, sums, first, **shape, SPLIT=SPLIT_TOKENS, BLOCK_N=64
+                key_args(cache, rows.block_table), bounds, sums, first, **shape, SPLIT=SPLIT_TOKENS, **KEY_SUMS
             )
             _means_kernel[(end - first, num_kv_heads)](sums, bounds, means.keys, first, BLOCK_D=block_d)
     return means
@@ -239,6 +242,7 @@ def _query_sums_kernel(
 def _key_sums_kernel(
     keys, bounds, sums, first_row,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum of up to SPLIT keys of one kv head."""
     i_kv, i_row = tl.program_id(1), tl.program_id(2)
@@ -247,7 +251,7 @@ def _key_sums_kernel(
         begin = tl.program_id(0) * SPLIT
         end = tl.minimum(begin + SPLIT, tl.load(bounds + i_row * 3 + 2))
         b_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-        for i in tl.range(begin, end, BLOCK_N, num_stages=3):
+        for i in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
             o_n = i + tl.arange(0, BLOCK_N)
             b_sum += load_keys(keys, first_row + i_row, i_kv, o_n, end, HEAD_DIM, BLOCK_D).to(tl.float32)
         o_sum = (i_split * tl.num_programs(1) + i_kv) * BLOCK_D + tl.arange(0, BLOCK_D)

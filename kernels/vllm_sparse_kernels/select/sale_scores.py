@@ -81,21 +81,23 @@ def flag_blocks(
     ``pairs``: [num_pairs, PAIR_FIELDS] int32 (``pairs_of``); ``longest``: keys of the longest piece; ``half``: whether
     products may be added up in half precision, where it has them exactly.
     """
-    grid = (len(pairs), ceil_div(longest, SPAN_TOKENS), selected.num_selected)
+    num_pairs, num_spans, num_heads = len(pairs), ceil_div(longest, SPAN_TOKENS), selected.num_selected
     block_d = keys.integers.shape[2]
     args = (*selected[:2], flag_args(kept, index), pairs, *regions)
     shape = {"GROUP": group, "BLOCK_D": block_d, "INDEX_N": index.block_tokens, "SPAN": SPAN_TOKENS}
+    shape |= {"FIELDS": TILE_FIELDS, "num_warps": TEST_WARPS}
     hopper = HOPPER and half and kept.is_cuda and block_d <= sale_hopper.WIDEST_HEAD
-    if hopper:
-        bulk = sale_hopper.bulk(queries.integers), sale_hopper.bulk(keys.integers)
-        sale_hopper.half_kernel[grid](
-            queries, keys, *bulk, *args, **shape, STAGES=sale_hopper.STAGES, FIELDS=TILE_FIELDS,
-            PAIR_FIELDS=PAIR_FIELDS.value, num_warps=TEST_WARPS,
+    with index.workspace.frame():
+        left = index.workspace.empty(num_heads, num_pairs, num_spans, dtype=torch.uint8)
+        if hopper:
+            sale_hopper.half_kernel[(num_pairs, num_spans, num_heads)](
+                queries, keys, sale_hopper.bulk(queries.integers), sale_hopper.bulk(keys.integers), *args, left,
+                **shape, STAGES=sale_hopper.STAGES, PAIR_FIELDS=PAIR_FIELDS.value,
+            )  # fmt: skip
+        _test_kernel[(num_pairs, 1 if hopper else num_spans, num_heads)](
+            queries, keys, *args, left, num_spans, **shape, TILE=TILE_TOKENS, TILES=TEST_TILES, WARPS=TEST_WARPS,
+            HALF=half and not hopper, REST=hopper, PACKED=half and kept.is_cuda,
         )  # fmt: skip
-    _test_kernel[grid](
-        queries, keys, *args, **shape, TILE=TILE_TOKENS, TILES=TEST_TILES, WARPS=TEST_WARPS, HALF=half, REST=hopper,
-        PACKED=half and kept.is_cuda, FIELDS=TILE_FIELDS, num_warps=TEST_WARPS,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -126,14 +128,38 @@ def _first_flags_kernel(
         tl.store(target + o_n, ((o_n < begin) | (o_n >= end)).to(tl.uint8), mask=o_n < num_causal)
 
 
-@triton.jit(do_not_specialize=["sink_tokens", "local_tokens"])
+@triton.jit(do_not_specialize=["sink_tokens", "local_tokens", "num_spans"])
 def _test_kernel(
-    queries, keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens,
+    queries, keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens, left, num_spans,
     GROUP: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, INDEX_N: tl.constexpr,
     SPAN: tl.constexpr, WARPS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, PACKED: tl.constexpr,
     FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Step 3 for up to TILES tiles of one head and up to SPAN keys of one piece; if REST, where half does not do."""
+    """Step 3 for up to TILES tiles of one head and one span; with REST for those spans that are ``left``."""
+    args = (queries, keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens)
+    if REST:
+        marks = left + (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * num_spans
+        num_left = 0
+        for i in range(0, num_spans, 64):
+            o_s = i + tl.arange(0, 64)
+            num_left += tl.sum(tl.load(marks + o_s, mask=o_s < num_spans, other=0).to(tl.int32), 0)
+        if num_left > 0:
+            for i_span in range(num_spans):
+                if tl.load(marks + i_span) != 0:
+                    _test_pair(args, i_span, GROUP, BLOCK_D, TILE, TILES, INDEX_N, SPAN, WARPS, False, PACKED, FIELDS)
+    else:
+        i_span = tl.program_id(1)
+        _test_pair(args, i_span, GROUP, BLOCK_D, TILE, TILES, INDEX_N, SPAN, WARPS, HALF, PACKED, FIELDS)
+
+
+@triton.jit
+def _test_pair(
+    args, i_span, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    INDEX_N: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr,
+    FIELDS: tl.constexpr,
+):  # fmt: skip
+    """Step 3 for up to TILES tiles of one head and up to SPAN keys of one piece."""
+    queries, keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens = args
     i_group = tl.program_id(2)
     pair = pairs + tl.program_id(0) * PAIR_FIELDS
     i_tile = tl.load(pair)
@@ -141,7 +167,7 @@ def _test_kernel(
     o_t = tl.minimum(tl.arange(0, TILES), num_tiles - 1) + i_tile
     first_block, b_end_block = _tested(flags.tiles, o_t, sink_tokens, local_tokens, INDEX_N, FIELDS)
     piece = tl.load(pair + 2)
-    first = piece + tl.program_id(1) * SPAN
+    first = piece + i_span * SPAN
     begin = tl.maximum(first_block * INDEX_N, first)
     end = tl.minimum(tl.minimum(tl.max(b_end_block, 0) * INDEX_N, first + SPAN), tl.load(pair + 3))
     if (begin < end) & (tl.load(log_taus + i_group) > float("-inf")):
@@ -153,12 +179,9 @@ def _test_kernel(
         if HALF:
             in_half = _fits_half(queries, keys, where, first, TILE, TILES, SPAN)
         if in_half:
-            if not REST:
-                _test_span(
-                    queries, keys, where, b_flags, b_end_block, BLOCK_D, TILE, TILES, INDEX_N, WARPS, HALF, PACKED
-                )
+            _test_span(queries, keys, where, b_flags, b_end_block, BLOCK_D, TILE, TILES, INDEX_N, WARPS, HALF, PACKED)
         else:
-            _test_span(queries, keys, where, b_flags, b_end_block, BLOCK_D, TILE, TILES, INDEX_N, WARPS, False, False)
+            _test_span(queries, keys, where, b_flags, b_end_block, BLOCK_D, TILE, TILES, INDEX_N, WARPS, False, PACKED)
 
 
 @triton.jit
@@ -214,7 +237,8 @@ def _test_span(
         b_bias = tl.load(biases + i * BLOCK_N + o_n)
         b_step = tl.load(steps + i * (BLOCK_N // 8) + o_step)
         b_bias = tl.broadcast_to(b_bias.to(dtype)[None, :], [BLOCK_M, BLOCK_N])
-        b_top = _largest(_multiply(b_q, b_k, b_inverse, b_bias, HALF, PACKED), PACKED) * b_step[None, :, :]
+        b_s = _multiply(b_q, b_k, b_inverse, b_bias, HALF, HALF and PACKED)
+        b_top = _largest(b_s, HALF and PACKED) * b_step[None, :, :]
         b_top = tl.max(tl.reshape(b_top, [BLOCK_M, BLOCKS, BLOCK_N // 32 // BLOCKS, 4]), 2)
         # Axes 1 and 3 lie in one thread: queries 8 apart of the 16 that a warp holds of every 16 · WARPS.
         b_over = b_top - b_threshold[:, None, None]
@@ -228,7 +252,7 @@ def _test_span(
 
 @triton.jit
 def _set(b_at, b_passes, PACKED: tl.constexpr):
-    """Store a 1 where ``b_passes``. On Hopper each thread by itself: tl.store would deal the elements out anew."""
+    """Store a 1 where ``b_passes``. If PACKED each thread by itself: tl.store would deal the elements out anew."""
     if PACKED:
         tl.inline_asm_elementwise(
             "{.reg .pred p; setp.ne.s32 p, $2, 0; @p st.global.b8 [$1], 1; mov.b32 $0, 0;}", "=r,l,r",
