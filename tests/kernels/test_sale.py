@@ -217,7 +217,7 @@ def rounded_row(q, k, thresholds, biases, integers) -> tuple[RoundedQueries, Rou
     ones = torch.ones_like(thresholds)
     steps = torch.ones(len(k), k.shape[1] // 8, device=DEVICE)
     queries = RoundedQueries(q.to(integers), thresholds, ones, squares[0], q.shape[1])
-    return queries, RoundedKeys(k.to(integers), steps, biases, squares[1], largest, k.shape[1])
+    return queries, RoundedKeys(k.to(integers), steps, biases, biases.half(), squares[1], largest, k.shape[1])
 
 
 def flags_of(queries: RoundedQueries, keys: RoundedKeys, group: int, dtype: torch.dtype) -> torch.Tensor:
@@ -282,7 +282,7 @@ def test_what_a_row_may_reach_is_stored_beside_its_integers(integers, monkeypatc
     batch = make_batch([(300, 260)], num_heads=2)
     queries, keys = rounded_by_kernels(Sale(), batch)
     again = rounded_row(*(x.integers.float() for x in (queries, keys)), queries.thresholds, keys.biases, integers)
-    for x, y in zip((queries.squares, *keys[3:5]), (again[0].squares, *again[1][3:5]), strict=True):
+    for x, y in zip((queries.squares, *keys[3:6]), (again[0].squares, *again[1][3:6]), strict=True):
         assert torch.equal(x, y)
     assert bool((queries.inverse_steps[:, 260:] == 0).all())
 
@@ -438,6 +438,47 @@ def test_rows_do_not_depend_on_each_other():
         alone = run(batch, method, rows=one)
         for i, head in product(range(one.num_tiles), range(2)):
             assert torch.equal(alone.blocks_of(head, i), together.blocks_of(head, rows.tile_starts[row] + i))
+
+
+def test_rows_in_slabs_select_what_they_select_together(monkeypatch):
+    """Three rows of which two are cut, in slabs of 512 keys and in one; bitwise, blocks of 32."""
+    batch = make_batch([(1211, 130), (700, 5), (300, 70)], 4, 2)
+    methods = [Sale(0.3), Sale(0.0), Sale(0.4), Sale(0.2)]
+    monkeypatch.setattr(sale_scores, "SPAN_TOKENS", 256)
+    together = run(batch, Sale.merged(methods), 32)
+    batch.rows.state.clear()
+    monkeypatch.setattr(module, "SLAB_TOKENS", 512)
+    assert len(module.slabs_of_rows(methods[0], batch.rows)) > 3
+    apart = run(batch, Sale.merged(methods), 32)
+    assert torch.equal(apart.block_counts, together.block_counts)
+    for head, i_tile in product(range(4), range(batch.rows.num_tiles)):
+        assert torch.equal(apart.blocks_of(head, i_tile), together.blocks_of(head, i_tile))
+    assert 0.1 < together.density() < 0.9
+
+
+def test_slabs_hold_every_key_once_and_cut_rows_at_spans_alone():
+    num_keys = [1280, 0, 128, 640, 3072, 256]
+    slabs = sale_rounding.slabs_of(num_keys, 1024, 512)
+    seen = [[] for _ in num_keys]
+    for slab in slabs:
+        assert slab[0].start == 0
+        assert all(one.start + one.num_keys == other.start for one, other in pairwise(slab))
+        assert 0 < slab[-1].start + slab[-1].num_keys <= 1024
+        for piece in slab:
+            assert piece.begin % 512 == 0
+            seen[piece.row] += range(piece.begin, piece.begin + piece.num_keys)
+    assert seen == [list(range(n)) for n in num_keys]
+
+
+def test_memory_does_not_grow_with_the_number_of_cached_tokens():
+    """256 rows of 32 new tokens over a document of 131,072: below half a gigabyte but for the index itself."""
+    rows = Rows(tuple(range(0, 8192, 32)), (32,) * 256, (131_072 - 32,) * 256, torch.zeros(256, 1, dtype=torch.int32))
+    assert sum(module.tested_keys(Sale(), rows)) == 256 * 130_944
+    slabs = module.slabs_of_rows(Sale(), rows)
+    assert len(slabs) == 256
+    room = Workspace(torch.device("meta"))
+    sale_rounding.room_for_keys(32, 8, module.SLAB_TOKENS, 128, torch.int8, room)
+    assert room.peak_bytes < 165e6
 
 
 def test_pages_and_layout_do_not_matter():

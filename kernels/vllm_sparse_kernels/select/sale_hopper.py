@@ -68,7 +68,12 @@ def _over(b_s, b_inverse, b_bias, b_step, b_threshold, BLOCKS: gl.constexpr):
     """By how much the best score of every index block is over its threshold: one element of a block a thread."""
     M: gl.constexpr = b_s.shape[0]
     b_s = gl.inline_asm_elementwise(
-        "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [b_inverse, b_bias, b_s], gl.float16, is_pure=True, pack=2
+        "fma.rn.f16x2 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [b_inverse[:, None], b_bias[None, :], b_s],
+        gl.float16,
+        is_pure=True,
+        pack=2,
     )
     b_top = _largest(b_s)
     b_top = b_top * gl.convert_layout(b_step, gl.SliceLayout(0, b_top.type.layout))[None, :, :]
@@ -190,15 +195,14 @@ def _test_span(
     inv_a = gl.load(queries.inverse_steps + o_q).to(gl.float16)
     inv_b = gl.load(queries.inverse_steps + o_q + N, mask=o_m < gl.where(second, N, 0), other=0.0).to(gl.float16)
     zero = gl.zeros([N, N], gl.float16, mma)
-    inv_a = inv_a[:, None] + zero
-    inv_b = inv_b[:, None] + zero
     # The layout in which the largest scores come out, found on a tile of zeros that is never computed.
     tops: gl.constexpr = _largest(zero).type.layout
     groups: gl.constexpr = gl.SliceLayout(0, tops)
     o_step = gl.arange(0, N // 32, gl.SliceLayout(1, groups))[:, None] * 4
     o_step = o_step + gl.arange(0, 4, gl.SliceLayout(0, groups))[None, :]
     steps = keys.steps + (i_kv.to(gl.int64) * keys.num_keys + shift + first_step * N) // 8 + o_step
-    biases = keys.biases + i_group.to(gl.int64) * keys.num_keys + shift + first_step * N + gl.arange(0, N, per_key)
+    biases = keys.half_biases + i_group.to(gl.int64) * keys.num_keys + shift + first_step * N
+    biases = biases + gl.arange(0, N, per_key)
     b_bias = gl.load(biases)
     b_step = gl.load(steps)
 
@@ -216,10 +220,9 @@ def _test_span(
             after = gl.minimum(step + 1, num_steps - 1)
             next_bias = gl.load(biases + after * N)
             next_step = gl.load(steps + after * (N // 8))
-            half_bias = b_bias.to(gl.float16)[None, :] + zero
             b_a = warpgroup_mma_wait(1, deps=(a_t,))
             i_block = (first_step + step) * BLOCKS
-            _store_flags(target_a, _over(b_a, inv_a, half_bias, b_step, thr_a, BLOCKS), i_block, stop_a, BLOCKS)
+            _store_flags(target_a, _over(b_a, inv_a, b_bias, b_step, thr_a, BLOCKS), i_block, stop_a, BLOCKS)
             # Waiting for the next keys here also keeps the assembler from waiting for b_t above all of that.
             more = step + 1 < num_steps
             if slot + 1 < STAGES:
@@ -233,7 +236,7 @@ def _test_span(
             later = step + STAGES
             mbarrier.expect(ready.index(slot), N * BLOCK_D, pred=later < num_steps)
             LOAD(bulk_keys, [key + later * N, 0], ready.index(slot), k_shared.index(slot), pred=later < num_steps)
-            _store_flags(target_b, _over(b_b, inv_b, half_bias, b_step, thr_b, BLOCKS), i_block, stop_b, BLOCKS)
+            _store_flags(target_b, _over(b_b, inv_b, b_bias, b_step, thr_b, BLOCKS), i_block, stop_b, BLOCKS)
             b_bias = next_bias
             b_step = next_step
         mbarrier.wait(ready.index(0), phase ^ 1, pred=i + STAGES < num_steps)

@@ -89,6 +89,7 @@ class RoundedKeys(NamedTuple):
     integers: Any  # [num_kv_heads, num_keys, BLOCK_D]
     steps: Any  # [num_kv_heads, num_keys / 8] float32
     biases: Any  # [num_selected, num_keys] float32, q̄(k − k̄)ᵀ in key steps
+    half_biases: Any  # the same in half precision, infinite where it has no such number
     squares: Any  # [num_kv_heads, num_keys / 64] float32, of the longest of 64 keys' integers
     largest_biases: Any  # [num_selected, num_keys / 64] float32, largest magnitude among those of 64 keys
     num_keys: int  # a multiple of 128
@@ -184,7 +185,8 @@ def room_for_keys(
 ) -> RoundedKeys:
     return RoundedKeys(
         workspace.empty(num_kv_heads, num_keys, triton.next_power_of_2(head_dim), dtype=dtype),
-        workspace.empty(num_kv_heads, num_keys // 8), workspace.empty(num_selected, num_keys),
+        workspace.empty(num_kv_heads, num_keys // 8),
+        workspace.empty(num_selected, num_keys), workspace.empty(num_selected, num_keys, dtype=torch.float16),
         workspace.empty(num_kv_heads, num_keys // 64), workspace.empty(num_selected, num_keys // 64), num_keys,
     )  # fmt: skip
 
@@ -320,6 +322,7 @@ def _round_keys_kernel(
         b_i = tl.sum(tl.where(b_is, o_h[None, :], 0), 1).to(tl.int64) * rounded.num_keys + slot
         o_bias = b_i[None, :] + tl.arange(0, BLOCK_N)[:, None]
         tl.store(rounded.biases + o_bias, b_bias, mask=b_tested[None, :])
+        tl.store(rounded.half_biases + o_bias, b_bias.to(tl.float16), mask=b_tested[None, :])
         b_largest = tl.max(tl.reshape(tl.abs(b_bias), [BLOCK_N // 64, 64, GROUP_2]), 1)
         tl.store(rounded.largest_biases + (b_i // 64)[None, :] + o_64[:, None], b_largest, mask=b_tested[None, :])
 
