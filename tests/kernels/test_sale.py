@@ -10,10 +10,12 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.reference.sale import paper_blocks, paper_density
 from vllm_sparse_kernels.rows import Rows, ceil_div
-from vllm_sparse_kernels.select import METHODS
+from vllm_sparse_kernels.select import METHODS, sale_rounding, sale_scores
 from vllm_sparse_kernels.select import sale as module
-from vllm_sparse_kernels.select.sale import RoundedKeys, RoundedQueries, Sale
+from vllm_sparse_kernels.select.sale import Sale
+from vllm_sparse_kernels.select.sale_rounding import Regions, RoundedKeys, RoundedQueries, Selected
 from vllm_sparse_kernels.testing.batches import Batch, random_batch
+from vllm_sparse_kernels.workspace import Workspace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter cannot multiply bf16 matrices.
@@ -155,6 +157,9 @@ CASES = [
     ([(1800, 249)], 1, 1, 96, 64, 64, "NHD", Sale(0.3)),
     ([(2300, 70)], 2, 1, 256, 16, 64, "NHD", Sale(0.3)),
     ([(0, 2049)], 1, 1, 128, 128, 128, "NHD", Sale(0.5)),
+    ([(477, 300), (0, 63), (801, 1)], 4, 2, 64, 16, 32, "HND", Sale(0.3)),
+    ([(711, 130)], 6, 2, 64, 32, 32, "NHD", Sale(0.3, sink_tokens=96, local_tokens=160)),
+    ([(513, 64)], 1, 1, 64, 16, 32, "NHD", Sale(0.2, sink_tokens=0)),
 ]
 # On a GPU every case runs in every type; the interpreter is slow, and takes them by turns.
 PAIRS = product(CASES, DTYPES) if DEVICE == "cuda" else zip(CASES, cycle(DTYPES))
@@ -184,11 +189,25 @@ def test_reference_agrees_with_the_paper(case):
     )  # fmt: skip
 
 
-def rounded_by_kernels(method: Sale, batch: Batch) -> tuple[RoundedQueries, RoundedKeys]:
-    """Row 0, of all heads."""
+def selected_heads(method: Sale, batch: Batch) -> Selected:
+    """All of them."""
     heads = torch.arange(batch.num_heads, dtype=torch.int32, device=DEVICE)
-    log_taus = torch.full((len(heads),), math.log(method.tau), device=DEVICE)
-    return module._round_row(method, batch.q, batch.cache, batch.rows, 0, heads, log_taus, batch.scale)
+    return Selected(heads, torch.full((len(heads),), math.log(method.tau), device=DEVICE), len(heads))
+
+
+def rounded_by_kernels(method: Sale, batch: Batch) -> tuple[RoundedQueries, RoundedKeys]:
+    """All rows, whose keys fit one slab."""
+    q, cache, rows, room = batch.q, batch.cache, batch.rows, Workspace(torch.device(DEVICE))
+    dtype, selected = module.integer_dtype(q.device), selected_heads(method, batch)
+    regions = Regions(method.sink_tokens, method.local_tokens)
+    means = sale_rounding.row_means(q, cache, rows, room)
+    queries = sale_rounding.round_queries(q, cache, rows, means, selected, regions, batch.scale, dtype, room)
+    (slab,) = module.slabs_of_rows(method, rows)
+    num_keys = sum(module.tested_keys(method, rows))
+    keys = sale_rounding.room_for_keys(selected.num_selected, cache.num_kv_heads, num_keys, cache.head_dim, dtype, room)
+    group = batch.num_heads // cache.num_kv_heads
+    sale_rounding.round_keys(cache, rows, means, selected, group, slab.pieces, slab.longest, keys)
+    return queries, keys
 
 
 def rounded_row(q, k, thresholds, biases, integers) -> tuple[RoundedQueries, RoundedKeys]:
@@ -198,7 +217,7 @@ def rounded_row(q, k, thresholds, biases, integers) -> tuple[RoundedQueries, Rou
     ones = torch.ones_like(thresholds)
     steps = torch.ones(len(k), k.shape[1] // 8, device=DEVICE)
     queries = RoundedQueries(q.to(integers), thresholds, ones, squares[0], q.shape[1])
-    return queries, RoundedKeys(k.to(integers), steps, biases, squares[1], largest, k.shape[1])
+    return queries, RoundedKeys(k.to(integers), steps, biases, biases.half(), squares[1], largest, k.shape[1])
 
 
 def flags_of(queries: RoundedQueries, keys: RoundedKeys, group: int, dtype: torch.dtype) -> torch.Tensor:
@@ -220,10 +239,13 @@ def flags_twice(
     """What the kernel says of row 0, and what its arithmetic, done over, says: uint8 in the layout of block_ids."""
     index = SparseIndex.allocate(batch.rows, batch.num_heads, block_tokens)
     group = batch.num_heads // batch.cache.num_kv_heads
-    heads = torch.arange(batch.num_heads, dtype=torch.int32, device=DEVICE)
     ours = torch.ones(batch.num_heads, index.block_ids.shape[1], dtype=torch.uint8, device=DEVICE)
     expected = ours.clone()
-    module._test_row(method, queries, keys, index, 0, heads, group, ours)
+    (slab,) = module.slabs_of_rows(method, batch.rows)
+    selected, always = selected_heads(method, batch), Regions(method.sink_tokens, method.local_tokens)
+    half = keys.integers.dtype == torch.float8_e4m3fn and module.adds_up_in_half(torch.device(DEVICE))
+    sale_scores.first_flags(ours, index, selected, always)
+    sale_scores.flag_blocks(queries, keys, ours, index, selected, always, group, slab.pairs, slab.longest, half)
     passed = flags_of(queries, keys, group, dtype)
     for i_tile, tile in enumerate(batch.rows.tile_list):
         fine = passed[:, i_tile * 128 : (i_tile + 1) * 128].any(1)
@@ -260,13 +282,13 @@ def test_what_a_row_may_reach_is_stored_beside_its_integers(integers, monkeypatc
     batch = make_batch([(300, 260)], num_heads=2)
     queries, keys = rounded_by_kernels(Sale(), batch)
     again = rounded_row(*(x.integers.float() for x in (queries, keys)), queries.thresholds, keys.biases, integers)
-    for x, y in zip((queries.squares, *keys[3:5]), (again[0].squares, *again[1][3:5]), strict=True):
+    for x, y in zip((queries.squares, *keys[3:6]), (again[0].squares, *again[1][3:6]), strict=True):
         assert torch.equal(x, y)
     assert bool((queries.inverse_steps[:, 260:] == 0).all())
 
 
 @pytest.mark.parametrize("integers", INTEGERS, ids=str)
-@pytest.mark.parametrize("block_tokens", [64, 128])
+@pytest.mark.parametrize("block_tokens", [32, 64, 128])
 def test_scores_and_thresholds_below_zero(integers, block_tokens):
     """Biases that fall from key to key: in one tile blocks fail and pass at scores that are all negative."""
     batch = random_batch([(1300, 260)], 1, 1, 64, 64, torch.float32, DEVICE)
@@ -416,6 +438,47 @@ def test_rows_do_not_depend_on_each_other():
         alone = run(batch, method, rows=one)
         for i, head in product(range(one.num_tiles), range(2)):
             assert torch.equal(alone.blocks_of(head, i), together.blocks_of(head, rows.tile_starts[row] + i))
+
+
+def test_rows_in_slabs_select_what_they_select_together(monkeypatch):
+    """Three rows of which two are cut, in slabs of 512 keys and in one; bitwise, blocks of 32."""
+    batch = make_batch([(1211, 130), (700, 5), (300, 70)], 4, 2)
+    methods = [Sale(0.3), Sale(0.0), Sale(0.4), Sale(0.2)]
+    monkeypatch.setattr(sale_scores, "SPAN_TOKENS", 256)
+    together = run(batch, Sale.merged(methods), 32)
+    batch.rows.state.clear()
+    monkeypatch.setattr(module, "SLAB_TOKENS", 512)
+    assert len(module.slabs_of_rows(methods[0], batch.rows)) > 3
+    apart = run(batch, Sale.merged(methods), 32)
+    assert torch.equal(apart.block_counts, together.block_counts)
+    for head, i_tile in product(range(4), range(batch.rows.num_tiles)):
+        assert torch.equal(apart.blocks_of(head, i_tile), together.blocks_of(head, i_tile))
+    assert 0.1 < together.density() < 0.9
+
+
+def test_slabs_hold_every_key_once_and_cut_rows_at_spans_alone():
+    num_keys = [1280, 0, 128, 640, 3072, 256]
+    slabs = sale_rounding.slabs_of(num_keys, 1024, 512)
+    seen = [[] for _ in num_keys]
+    for slab in slabs:
+        assert slab[0].start == 0
+        assert all(one.start + one.num_keys == other.start for one, other in pairwise(slab))
+        assert 0 < slab[-1].start + slab[-1].num_keys <= 1024
+        for piece in slab:
+            assert piece.begin % 512 == 0
+            seen[piece.row] += range(piece.begin, piece.begin + piece.num_keys)
+    assert seen == [list(range(n)) for n in num_keys]
+
+
+def test_memory_does_not_grow_with_the_number_of_cached_tokens():
+    """256 rows of 32 new tokens over a document of 131,072: below half a gigabyte but for the index itself."""
+    rows = Rows(tuple(range(0, 8192, 32)), (32,) * 256, (131_072 - 32,) * 256, torch.zeros(256, 1, dtype=torch.int32))
+    assert sum(module.tested_keys(Sale(), rows)) == 256 * 130_944
+    slabs = module.slabs_of_rows(Sale(), rows)
+    assert len(slabs) == 256
+    room = Workspace(torch.device("meta"))
+    sale_rounding.room_for_keys(32, 8, module.SLAB_TOKENS, 128, torch.int8, room)
+    assert room.peak_bytes < 165e6
 
 
 def test_pages_and_layout_do_not_matter():

@@ -27,6 +27,10 @@ Where the paper leaves a choice, or this departs from it:
   up to 2,048, and so has all sums exactly while |q̃| · |k̃| is no more (Cauchy and Schwarz); with q̄(k − k̄)ᵀ, at most
   2,048 steps as well, scores are off by 2^-11 of themselves and 2^-10 of it at most, a fraction of what 4 bits lose.
   A program whose queries or keys may exceed this compares in float32, and so do all elsewhere.
+* The test multiplies every query with every key: at 131,072 tokens 8.5e12 operations for a chunk of 8,192 and 32 heads
+  of 128. Half of FlashAttention's work at twice bf16's rate, less what FlashAttention itself leaves unused: on Hopper
+  0.17 of FlashAttention-3's time is the floor. The paper's 0.11 rests on a 4090's INT4 at 8 times its FP16 rate.
+* Heads with τ = 0 test nothing: they keep every block.
 * Query blocks are counted from the row's first query of this step and lie askew of absolute positions. A tile of 128
   queries keeps the union of its two, a block of 64 or 128 keys the union of its 32-key blocks. As the second query
   block's local region begins no earlier than the first's, only keys before the first's are tested.
@@ -39,74 +43,49 @@ Where the paper leaves a choice, or this departs from it:
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
-import triton
-import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import PagedCache, key_args, key_means, load_keys
-from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import Rows, ceil_div, to_device
+from vllm_sparse_kernels.select import sale_scores
 from vllm_sparse_kernels.select.base import Method, PerHead, on_device, require
 from vllm_sparse_kernels.select.lists import compact_blocks
+from vllm_sparse_kernels.select.sale_rounding import (
+    KEY_BLOCK,
+    PIECE_FIELDS,
+    QUERY_BLOCK,
+    SEGMENT,
+    Regions,
+    Selected,
+    room_for_keys,
+    round_keys,
+    round_queries,
+    row_means,
+    slabs_of,
+)
+from vllm_sparse_kernels.select.sale_scores import PAIR_FIELDS, first_flags, flag_blocks, pairs_of
 
-QUERY_BLOCK = tl.constexpr(64)  # b_q
-KEY_BLOCK = tl.constexpr(32)  # b_k
-LEVELS = tl.constexpr(7.0)
-TINY = tl.constexpr(1e-20)  # stands in for the largest magnitude of a vector of zeros
-LEAST = tl.constexpr(-1e30)
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-
-WORD_BLOCKS = 64
-"""Index blocks that one program tests: a bit of a word for each."""
-
-TEST_TILES = 2
-"""Tiles that one program tests together: keys are read half as often as with one. L2 could not keep up otherwise."""
-
-TEST_WARPS = 4
-"""A warp group's: a thread then holds 128 registers of scores, and two programs run on one multiprocessor."""
-
-HALF_INTEGERS = tl.constexpr(2048.0)
-"""Half precision has every integer up to this one."""
-
-VARYING = ("i_row", "token", "context_len", "query_len", "seq_len", "num_heads", "stride_kept", "block_offsets")
-"""Kernel arguments that change from step to step: they shall not call for new variants of a kernel."""
+SLAB_TOKENS = 1 << 17
+"""Keys that are rounded and tested at a time, of one row or of many: 160 MB with 8 kv heads of 128 and 32 heads."""
 
 
-class QueryArgs(NamedTuple):
-    """q, head_dim contiguous."""
+class Slab(NamedTuple):
+    """What is to be rounded and tested together, on the device."""
 
-    q: Any
-    stride_token: int
-    stride_head: int
-
-
-class RoundedQueries(NamedTuple):
-    """A row's queries in 4 bits. Integers are of type int8 or e4m3; scores are counted in (query step) · (key step)."""
-
-    integers: Any  # [len(heads), num_queries, BLOCK_D]
-    thresholds: Any  # [len(heads), num_queries] float32, in query steps; infinity past the row's end
-    inverse_steps: Any  # [len(heads), num_queries] float32, 0 past the row's end
-    squares: Any  # [len(heads), num_queries] float32, of the integers' length
-    num_queries: int  # whole tiles
-
-
-class RoundedKeys(NamedTuple):
-    """A row's keys in 4 bits. What belongs to kv heads that none of ``heads`` reads is undefined."""
-
-    integers: Any  # [num_kv_heads, num_keys, BLOCK_D]
-    steps: Any  # [num_kv_heads, num_keys / 8] float32
-    biases: Any  # [len(heads), num_keys] float32, q̄(k − k̄)ᵀ in key steps
-    squares: Any  # [num_kv_heads, num_keys / 64] float32, of the longest of 64 keys' integers
-    largest_biases: Any  # [len(heads), num_keys / 64] float32, largest magnitude among those of 64 keys
-    num_keys: int  # a multiple of 128
+    pieces: torch.Tensor  # [num_pieces, PIECE_FIELDS] int32: Piece, and the row's number of keys
+    pairs: torch.Tensor  # [num_pairs, PAIR_FIELDS] int32
+    longest: int  # keys of the longest piece
 
 
 @dataclass(frozen=True)
 class Sale(Method):
     """Parameters of SALE; the defaults are the paper's (sections 3.2 and 4.1)."""
+
+    finest_block_tokens: ClassVar[int] = 32
+    """b_k. An index of blocks of 32 keeps what the paper keeps, one of 64 or 128 the union over each of its blocks."""
 
     tau: float = 0.004
     """τ, in [0, 1): relative attention score from which a block is kept. 0 keeps every block. The paper calibrates it
@@ -121,7 +100,7 @@ class Sale(Method):
     int8_scores: bool = False
     """Multiply queries and keys of the kept blocks in 8 bits."""
 
-    SEGMENT_TOKENS: ClassVar[int] = 128
+    SEGMENT_TOKENS: ClassVar[int] = SEGMENT.value
     """Four 32-key blocks: what lies between sink and local region is a multiple of this."""
 
     def __post_init__(self) -> None:
@@ -145,11 +124,30 @@ class Sale(Method):
             compact_blocks(None, index, heads)
             return
         log_taus = on_device(tuple(math.log(tau) if tau else -math.inf for tau in taus), q.device)
-        kept = torch.ones(len(heads), index.block_ids.shape[1], dtype=torch.uint8, device=q.device)
-        for row in range(index.rows.num_rows):
-            queries, keys = _round_row(self, q, cache, index.rows, row, heads, log_taus, scale)
-            _test_row(self, queries, keys, index, row, heads, q.shape[1] // cache.num_kv_heads, kept)
-        compact_blocks(kept, index, heads)
+        with index.workspace.frame():
+            kept = index.workspace.empty(len(heads), index.block_ids.shape[1], dtype=torch.uint8)
+            self._flags(q, cache, index, Selected(heads, log_taus, len(heads)), scale, kept)
+            compact_blocks(kept, index, heads)
+
+    def _flags(
+        self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, selected: Selected, scale: float,
+        kept: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Flags of all blocks: uint8 [len(heads), block_capacity], laid out as block_ids."""
+        rows, room, dtype = index.rows, index.workspace, integer_dtype(q.device)
+        group, regions = q.shape[1] // cache.num_kv_heads, Regions(self.sink_tokens, self.local_tokens)
+        first_flags(kept, index, selected, regions)
+        slabs = slabs_of_rows(self, rows)
+        if not slabs:
+            return
+        means = row_means(q, cache, rows, room)
+        queries = round_queries(q, cache, rows, means, selected, regions, scale, dtype, room)
+        num_keys = min(SLAB_TOKENS, sum(tested_keys(self, rows)))
+        keys = room_for_keys(selected.num_selected, cache.num_kv_heads, num_keys, cache.head_dim, dtype, room)
+        half = dtype == torch.float8_e4m3fn and adds_up_in_half(q.device)
+        for slab in slabs:
+            round_keys(cache, rows, means, selected, group, slab.pieces, slab.longest, keys)
+            flag_blocks(queries, keys, kept, index, selected, regions, group, slab.pairs, slab.longest, half)
 
 
 @dataclass(frozen=True)
@@ -168,303 +166,31 @@ def adds_up_in_half(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _round_row(
-    method: Sale,
-    q: torch.Tensor,
-    cache: PagedCache,
-    rows: Rows,
-    row: int,
-    heads: torch.Tensor,
-    log_taus: torch.Tensor,
-    scale: float,
-) -> tuple[RoundedQueries, RoundedKeys]:
-    """Quantise the queries and keys of one row, and find the queries' thresholds."""
-    token, query_len, seq_len = rows.tokens[row], rows.query_lens[row], rows.seq_lens[row]
-    block_d = triton.next_power_of_2(cache.head_dim)
-    num_tiles = ceil_div(query_len, TILE_TOKENS)
-    num_queries, num_keys = num_tiles * TILE_TOKENS, ceil_div(seq_len, 128) * 128
-    shape = {"HEAD_DIM": cache.head_dim, "BLOCK_D": block_d, "GROUP": q.shape[1] // cache.num_kv_heads}
-    cached = key_args(cache, rows.block_table)
-    query_args = QueryArgs(q, q.stride(0), q.stride(1))
-    dtype = integer_dtype(q.device)
-
-    def room(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=q.device)
-
-    means = key_means(cache, rows.block_table, row, seq_len)
-    query_means = q[token : token + query_len].mean(0, dtype=torch.float32)
-
-    keys = RoundedKeys(
-        room(cache.num_kv_heads, num_keys, block_d, dtype=dtype),
-        room(cache.num_kv_heads, num_keys // 8), room(len(heads), num_keys),
-        room(cache.num_kv_heads, num_keys // 64), room(len(heads), num_keys // 64), num_keys,
-    )  # fmt: skip
-    _round_keys_kernel[(num_keys // 64, cache.num_kv_heads)](
-        cached, keys, means, query_means, heads, len(heads), row, seq_len,
-        **shape, HEADS=triton.next_power_of_2(len(heads)), BLOCK_N=64, num_warps=4,
-    )  # fmt: skip
-    queries = RoundedQueries(
-        room(len(heads), num_queries, block_d, dtype=dtype),
-        room(len(heads), num_queries), room(len(heads), num_queries), room(len(heads), num_queries), num_queries,
-    )  # fmt: skip
-    _round_queries_kernel[(num_tiles, len(heads))](
-        query_args, cached, queries, means, query_means, heads,
-        row, token, rows.context_lens[row], query_len,
-        method.sink_tokens, method.local_tokens, log_taus, scale,
-        **shape, SEGMENT=method.SEGMENT_TOKENS, BLOCK_M=TILE_TOKENS, BLOCK_N=64,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=8, num_stages=2,
-    )  # fmt: skip
-    return queries, keys
+def tested_keys(method: Sale, rows: Rows) -> list[int]:
+    """Per row how many keys, from its first one, its last tile's test needs; sink included, in whole steps of 128."""
+    found = []
+    for row in range(rows.num_rows):
+        tile = rows.tile_list[rows.tile_starts[row + 1] - 1]
+        end = tile.position + min(tile.length_tokens, QUERY_BLOCK.value)
+        between = ceil_div(end, KEY_BLOCK.value) * KEY_BLOCK.value - method.sink_tokens - method.local_tokens
+        segments = max(between, 0) // SEGMENT.value
+        stop = method.sink_tokens + segments * SEGMENT.value if segments else 0
+        found.append(ceil_div(stop, 128) * 128)
+    return found
 
 
-def _test_row(
-    method: Sale, queries: RoundedQueries, keys: RoundedKeys, index: SparseIndex, row: int, heads: torch.Tensor,
-    group: int, kept: torch.Tensor,
-) -> None:  # fmt: skip
-    """Clear the flags of one row's blocks between sink and local region in which no element passes."""
-    rows = index.rows
-    first_tile, end_tile = rows.tile_starts[row], rows.tile_starts[row + 1]
-    num_programs = ceil_div(end_tile - first_tile, TEST_TILES)
-    half = keys.integers.dtype == torch.float8_e4m3fn and adds_up_in_half(kept.device)
-    _test_kernel[(num_programs, ceil_div(rows.seq_lens[row], WORD_BLOCKS * index.block_tokens), len(heads))](
-        queries, keys, heads, kept, kept.stride(0), index.block_offsets[first_tile:end_tile],
-        rows.context_lens[row], rows.query_lens[row], method.sink_tokens, method.local_tokens,
-        SEGMENT=method.SEGMENT_TOKENS, GROUP=group, BLOCK_D=keys.integers.shape[2], TILE=TILE_TOKENS, TILES=TEST_TILES,
-        INDEX_N=index.block_tokens, WORD=WORD_BLOCKS, WARPS=TEST_WARPS, HALF=half, PACKED=half and kept.is_cuda,
-        num_warps=TEST_WARPS,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=VARYING)
-def _round_keys_kernel(
-    keys, rounded, key_means, query_means, heads, num_heads, i_row, seq_len,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Step 1 for BLOCK_N keys of one kv head, if any of ``heads`` reads it, and its heads' q̄(k − k̄)ᵀ."""
-    i_n = tl.program_id(0)
-    i_kv = tl.program_id(1)
-    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    o_d = tl.arange(0, BLOCK_D)
-    o_h = tl.arange(0, HEADS)
-    b_heads = tl.load(heads + o_h, mask=o_h < num_heads, other=0)
-    readers = tl.sum(((b_heads // GROUP == i_kv) & (o_h < num_heads)).to(tl.int32), 0)
-    if readers > 0:
-        b_k = load_keys(keys, i_row, i_kv, o_n, seq_len, HEAD_DIM, BLOCK_D).to(tl.float32)
-        b_k = tl.where((o_n < seq_len)[:, None], b_k - tl.load(key_means + i_kv * BLOCK_D + o_d)[None, :], 0.0)
-        b_largest = tl.reshape(tl.max(tl.abs(b_k), 1), [BLOCK_N // 32, 4, 4, 2])
-        b_step = tl.maximum(tl.max(tl.max(b_largest, 3), 1), TINY) / LEVELS
-        o_step = i_kv.to(tl.int64) * rounded.num_keys // 8 + i_n * (BLOCK_N // 8) + tl.arange(0, BLOCK_N // 8)
-        tl.store(rounded.steps + o_step, tl.reshape(b_step, [BLOCK_N // 8]))
-        b_steps = tl.reshape(tl.broadcast_to(b_step[:, None, :, None], [BLOCK_N // 32, 4, 4, 2]), [BLOCK_N])
-        b_int = tl.floor(b_k * (1.0 / b_steps)[:, None] + 0.5)
-        tl.store(rounded.squares + i_kv * (rounded.num_keys // BLOCK_N) + i_n, tl.max(tl.sum(b_int * b_int, 1), 0))
-        o_int = (i_kv.to(tl.int64) * rounded.num_keys + o_n)[:, None] * BLOCK_D + o_d[None, :]
-        tl.store(rounded.integers + o_int, b_int.to(rounded.integers.dtype.element_ty))
-        for i in range(num_heads):
-            i_head = tl.load(heads + i)
-            if i_head // GROUP == i_kv:
-                b_mean = tl.load(query_means + i_head * HEAD_DIM + o_d, mask=o_d < HEAD_DIM, other=0.0)
-                b_bias = tl.sum(b_k * b_mean[None, :], 1) / b_steps
-                tl.store(rounded.biases + tl.cast(i, tl.int64) * rounded.num_keys + o_n, b_bias)
-                largest = tl.max(tl.abs(b_bias), 0)
-                tl.store(rounded.largest_biases + i * (rounded.num_keys // BLOCK_N) + i_n, largest)
-
-
-@triton.jit
-def _local_start(i_end, context_len, query_len, sink_tokens, local_tokens, SEGMENT: tl.constexpr):
-    """Where the local region of the 64-query block begins that ends at the row's ``i_end``-th query, or before."""
-    end = context_len + tl.minimum(i_end, query_len)
-    between = (end + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK - sink_tokens - local_tokens
-    return tl.where(between >= 0, sink_tokens + between // SEGMENT * SEGMENT, 0)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def _round_queries_kernel(
-    queries, keys, rounded, key_means, query_means, heads, i_row, token, context_len, query_len,
-    sink_tokens, local_tokens, log_taus, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, SEGMENT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Steps 1 and 2 for one tile of one head."""
-    i_tile = tl.program_id(0)
-    i_group = tl.program_id(1)
-    i_head = tl.load(heads + i_group)
-    o_m = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    o_d = tl.arange(0, BLOCK_D)
-    in_row = o_m < query_len
-    in_head = in_row[:, None] & (o_d < HEAD_DIM)[None, :]
-    o_q = (token + o_m).to(tl.int64)[:, None] * queries.stride_token + i_head * queries.stride_head + o_d[None, :]
-    b_q = tl.load(queries.q + o_q, mask=in_head, other=0.0)
-    # The query blocks of the tile, and their local regions: b_local per query, begin for the first of them.
-    begin = _local_start(i_tile * BLOCK_M + QUERY_BLOCK, context_len, query_len, sink_tokens, local_tokens, SEGMENT)
-    later = _local_start(i_tile * BLOCK_M + BLOCK_M, context_len, query_len, sink_tokens, local_tokens, SEGMENT)
-    b_local = tl.where(o_m < i_tile * BLOCK_M + QUERY_BLOCK, begin, later)
-    where = (keys, i_row, i_head // GROUP, context_len + o_m, context_len + query_len)
-    b_lse = _local_lse(b_q, where, b_local, begin, sink_tokens, scale, BLOCK_N, HEAD_DIM, BLOCK_D, PRECISION)
-
-    b_q = b_q.to(tl.float32)
-    b_mean = tl.load(key_means + i_head // GROUP * BLOCK_D + o_d)
-    b_threshold = (tl.load(log_taus + i_group) + b_lse) / scale - tl.sum(b_q * b_mean[None, :], 1)
-    b_mean = tl.load(query_means + i_head * HEAD_DIM + o_d, mask=o_d < HEAD_DIM, other=0.0)
-    b_q = tl.where(in_head, b_q - b_mean[None, :], 0.0)
-    b_step = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LEVELS
-    b_int = tl.floor(b_q * (1.0 / b_step)[:, None] + 0.5)
-    o_r = i_group.to(tl.int64) * rounded.num_queries + o_m
-    tl.store(rounded.integers + o_r[:, None] * BLOCK_D + o_d[None, :], b_int.to(rounded.integers.dtype.element_ty))
-    tl.store(rounded.squares + o_r, tl.sum(b_int * b_int, 1))
-    tl.store(rounded.thresholds + o_r, tl.where(in_row, b_threshold / b_step, float("inf")))
-    tl.store(rounded.inverse_steps + o_r, tl.where(in_row, 1.0 / b_step, 0.0))
-
-
-@triton.jit
-def _local_lse(
-    b_q, where, b_local, begin, sink_tokens, scale,
-    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """ln l̃ + m̃ of each query over sink and local region: [BLOCK_M]."""
-    keys, i_row, i_kv, o_m, seq_len = where
-    begin = begin // BLOCK_N * BLOCK_N
-    end = tl.minimum(tl.max(o_m, 0) + 1, seq_len)
-    sink_steps = (tl.minimum(sink_tokens, begin) + BLOCK_N - 1) // BLOCK_N
-    local_steps = (end - begin + BLOCK_N - 1) // BLOCK_N
-    b_max = tl.full([b_q.shape[0]], LEAST, tl.float32)
-    b_sum = tl.zeros([b_q.shape[0]], tl.float32)
-    for i in range(sink_steps + local_steps):
-        o_n = tl.where(i < sink_steps, i * BLOCK_N, begin + (i - sink_steps) * BLOCK_N) + tl.arange(0, BLOCK_N)
-        b_k = load_keys(keys, i_row, i_kv, o_n, end, HEAD_DIM, BLOCK_D)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * (scale * LOG2_E)
-        seen = (o_n < sink_tokens)[None, :] | (o_n[None, :] >= b_local[:, None])
-        b_s = tl.where(seen & (o_n[None, :] <= o_m[:, None]), b_s, float("-inf"))
-        b_new_max = tl.maximum(b_max, tl.max(b_s, 1))
-        b_sum = b_sum * tl.exp2(b_max - b_new_max) + tl.sum(tl.exp2(b_s - b_new_max[:, None]), 1)
-        b_max = b_new_max
-    return (b_max + tl.log2(b_sum)) * LN_2
-
-
-@triton.jit(do_not_specialize=VARYING)
-def _test_kernel(
-    queries, keys, heads, kept, stride_kept, block_offsets, context_len, query_len, sink_tokens, local_tokens,
-    SEGMENT: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    INDEX_N: tl.constexpr, WORD: tl.constexpr, WARPS: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """Step 3 for TILES tiles of one head and WORD index blocks: flags of those between sink and local region."""
-    i_tile = tl.program_id(0) * TILES
-    i_first = tl.program_id(1) * WORD
-    i_group = tl.program_id(2)
-    last = tl.minimum(i_tile + TILES, (query_len + TILE - 1) // TILE) - 1
-    stop = _local_start(last * TILE + QUERY_BLOCK, context_len, query_len, sink_tokens, local_tokens, SEGMENT)
-    begin = tl.maximum((sink_tokens + INDEX_N - 1) // INDEX_N, i_first)
-    end = tl.minimum(stop // INDEX_N, i_first + WORD)
-    if begin < end:
-        i_kv = tl.load(heads + i_group) // GROUP
-        where = (i_group, i_kv, begin, end, i_first)
-        in_half = False
-        if HALF:
-            in_half = _fits_half(queries, keys, where, TILES * TILE, INDEX_N, WORD)
-        if in_half:
-            b_word = _test_blocks(queries, keys, where, BLOCK_D, TILE, TILES, INDEX_N, WARPS, HALF, PACKED)
-        else:
-            b_word = _test_blocks(queries, keys, where, BLOCK_D, TILE, TILES, INDEX_N, WARPS, False, False)
-        o_t = i_tile + tl.arange(0, TILES)
-        o_b = i_first + tl.arange(0, WORD)
-        b_stop = _local_start(o_t * TILE + QUERY_BLOCK, context_len, query_len, sink_tokens, local_tokens, SEGMENT)
-        tested = (o_b >= begin)[None, :] & (o_b[None, :] < (b_stop // INDEX_N)[:, None]) & (o_t <= last)[:, None]
-        o_kept = tl.load(block_offsets + o_t, mask=o_t <= last, other=0)[:, None] + o_b[None, :]
-        b_flag = (b_word[:, None] >> tl.arange(0, WORD)[None, :]) & 1
-        tl.store(kept + i_group.to(tl.int64) * stride_kept + o_kept, b_flag.to(tl.uint8), mask=tested)
-
-
-@triton.jit
-def _fits_half(queries, keys, where, BLOCK_M: tl.constexpr, INDEX_N: tl.constexpr, WORD: tl.constexpr):
-    """Whether half precision has all sums of products exactly, and biases in range."""
-    i_group, i_kv, begin, end, i_first = where
-    o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    o_q = i_group.to(tl.int64) * queries.num_queries + o_m
-    b_square = tl.load(queries.squares + o_q, mask=o_m < queries.num_queries, other=0.0)
-    b_inverse = tl.load(queries.inverse_steps + o_q, mask=o_m < queries.num_queries, other=0.0)
-    PARTS: tl.constexpr = INDEX_N // 64
-    o_n = i_first * PARTS + tl.arange(0, WORD * PARTS)
-    tested = (o_n >= begin * PARTS) & (o_n < end * PARTS)
-    num_parts = keys.num_keys // 64
-    longest = tl.max(b_square, 0) * tl.max(tl.load(keys.squares + i_kv * num_parts + o_n, mask=tested, other=0.0), 0)
-    inverse = tl.max(b_inverse, 0)
-    bias = tl.max(tl.load(keys.largest_biases + i_group * num_parts + o_n, mask=tested, other=0.0), 0)
-    # Each factor alone in half precision's range, below 2^16, with room.
-    in_range = (inverse <= 32768) & (bias <= 32768) & (inverse * bias <= HALF_INTEGERS)
-    return in_range & (longest <= HALF_INTEGERS * HALF_INTEGERS)
-
-
-@triton.jit
-def _test_blocks(
-    queries, keys, where, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, INDEX_N: tl.constexpr,
-    WARPS: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """[TILES] words: bit b says whether an element of index block ``i_first`` + b passes, for blocks [begin, end)."""
-    i_group, i_kv, begin, end, i_first = where
-    BLOCK_M: tl.constexpr = TILES * TILE
-    # Scores of as many bytes, half or float32.
-    BLOCK_N: tl.constexpr = 128 if HALF else 64
-    STAGES: tl.constexpr = 3 if HALF else 4
-    BLOCKS: tl.constexpr = BLOCK_N // INDEX_N if BLOCK_N > INDEX_N else 1  # index blocks of a step
-    dtype: tl.constexpr = tl.float16 if HALF else tl.float32
-    o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    o_d = tl.arange(0, BLOCK_D)
-    o_n = tl.arange(0, BLOCK_N)
-    o_step = tl.arange(0, BLOCK_N // 32)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    in_row = o_m < queries.num_queries
-    o_q = i_group.to(tl.int64) * queries.num_queries + o_m
-    b_q = tl.load(queries.integers + o_q[:, None] * BLOCK_D + o_d[None, :], mask=in_row[:, None], other=0.0)
-    b_threshold = tl.load(queries.thresholds + o_q, mask=in_row, other=float("inf"))
-    b_inverse = tl.load(queries.inverse_steps + o_q, mask=in_row, other=0.0).to(dtype)
-    b_inverse = tl.broadcast_to(b_inverse[:, None], [BLOCK_M, BLOCK_N])
-    integers = keys.integers + i_kv.to(tl.int64) * keys.num_keys * BLOCK_D
-    steps = keys.steps + i_kv.to(tl.int64) * (keys.num_keys // 8)
-    biases = keys.biases + i_group.to(tl.int64) * keys.num_keys
-    b_bits = tl.zeros([TILES, WARPS, 8, 4], tl.int64)
-    for i in tl.range(begin * INDEX_N // BLOCK_N, (end * INDEX_N + BLOCK_N - 1) // BLOCK_N, num_stages=STAGES):
-        b_k = tl.load(integers + (i * BLOCK_N + o_n)[:, None] * BLOCK_D + o_d[None, :])
-        b_bias = tl.load(biases + i * BLOCK_N + o_n)
-        b_step = tl.load(steps + i * (BLOCK_N // 8) + o_step)
-        b_bias = tl.broadcast_to(b_bias.to(dtype)[None, :], [BLOCK_M, BLOCK_N])
-        b_top = _largest(_multiply(b_q, b_k, b_inverse, b_bias, HALF, PACKED), PACKED) * b_step[None, :, :]
-        b_top = tl.max(tl.reshape(b_top, [BLOCK_M, BLOCKS, BLOCK_N // 32 // BLOCKS, 4]), 2)
-        # Axes 1 and 3 lie in one thread: queries 8 apart of the 16 that a warp holds of every 16 · WARPS.
-        b_over = b_top - b_threshold[:, None, None]
-        b_over = tl.reshape(b_over, [TILES, TILE // (16 * WARPS), WARPS, 2, 8, BLOCKS, 4])
-        b_passes = (tl.max(tl.max(b_over, 3), 1) >= 0).to(tl.int64) << tl.arange(0, BLOCKS)[:, None]
-        b_bits |= tl.reduce_or(b_passes, 3) << (i * BLOCK_N // INDEX_N - i_first)
-    return tl.reduce_or(tl.reshape(b_bits, [TILES, WARPS * 32]), 1)
-
-
-@triton.jit
-def _multiply(b_q, b_k, b_inverse, b_bias, HALF: tl.constexpr, PACKED: tl.constexpr):
-    """Scores in (query step) · (key step): [BLOCK_M, BLOCK_N], in half precision if HALF, two at once if PACKED."""
-    if not HALF:
-        return tl.fma(b_inverse, b_bias, tl.dot(b_q, tl.trans(b_k)).to(tl.float32))
-    b_s = tl.dot(b_q, tl.trans(b_k), out_dtype=tl.float16)
-    if PACKED:
-        return tl.inline_asm_elementwise(
-            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [b_inverse, b_bias, b_s], tl.float16, is_pure=True, pack=2
-        )
-    return tl.fma(b_inverse, b_bias, b_s)
-
-
-@triton.jit
-def _largest(b_s, PACKED: tl.constexpr):
-    """[queries, BLOCK_N // 32, 4] float32: largest of the eight scores that share a key step. One thread has them."""
-    NUM: tl.constexpr = b_s.shape[1] // 32
-    if PACKED:
-        b_s = tl.permute(tl.reshape(b_s, [b_s.shape[0], NUM, 2, 2, 4, 2]), [0, 1, 4, 5, 2, 3])
-        b_even, b_odd = tl.split(b_s)
-        b_0, b_2 = tl.split(b_even)
-        b_1, b_3 = tl.split(b_odd)
-        b_s = _larger_pairs(_larger_pairs(_larger_pairs(b_0, b_1), b_2), b_3)
-    else:
-        b_s = tl.max(tl.reshape(b_s, [b_s.shape[0], NUM, 4, 4, 2]), 2)
-    return tl.max(b_s.to(tl.float32), 3)
-
-
-@triton.jit
-def _larger_pairs(b_a, b_b):
-    """Maximum in half precision, two elements in one instruction."""
-    return tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [b_a, b_b], tl.float16, is_pure=True, pack=2)
+def slabs_of_rows(method: Sale, rows: Rows) -> list[Slab]:
+    """The same for all layers of a step."""
+    key = (slabs_of_rows, method.sink_tokens, method.local_tokens)
+    if (found := rows.state.get(key)) is None:
+        found = rows.state[key] = []
+        for pieces in slabs_of(tested_keys(method, rows), SLAB_TOKENS, sale_scores.SPAN_TOKENS):
+            flat = [x for piece in pieces for x in (*piece, rows.seq_lens[piece.row])]
+            found.append(
+                Slab(
+                    to_device(flat, torch.int32, rows.device).view(-1, PIECE_FIELDS.value),
+                    to_device(pairs_of(pieces, rows), torch.int32, rows.device).view(-1, PAIR_FIELDS.value),
+                    max(piece.num_keys for piece in pieces),
+                )
+            )
+    return found

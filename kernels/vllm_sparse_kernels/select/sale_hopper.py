@@ -1,0 +1,242 @@
+"""SALE's third step on Hopper, in Gluon: what ``sale_scores`` does in half precision, bit for bit, but sooner.
+
+A warp group holds the scores of two tiles. While it looks at those of one, the matrix units multiply the other's: they
+always have work queued, of two such programs on each multiprocessor. Keys come by bulk copies, three steps ahead. Per
+score there is one fused multiply-add and one maximum, two scores to an instruction.
+
+Where half precision may not have all sums exactly a program leaves its part, with a mark, to ``sale_scores``.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+STAGES = 4
+"""Steps of keys in shared memory, and of one round of the loop."""
+
+WIDEST_HEAD = 128
+"""head_dim up to which two programs fit one multiprocessor."""
+
+STEP_TOKENS = gl.constexpr(128)
+"""Keys of one step, and queries of a tile."""
+
+BAR = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+LOAD = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+def bulk(integers: torch.Tensor) -> TensorDescriptor:
+    """For copies of STEP_TOKENS vectors of e4m3 integers [heads, n, BLOCK_D]."""
+    rows = integers.flatten(0, 1)
+    block = [STEP_TOKENS.value, rows.shape[1]]
+    return TensorDescriptor.from_tensor(rows, block, gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv))
+
+
+@gluon.jit
+def _local_start(end, sink_tokens, local_tokens):
+    """That of ``sale_rounding``, which Gluon cannot call."""
+    between = (end + 31) // 32 * 32 - sink_tokens - local_tokens
+    return gl.where(between >= 0, sink_tokens + between // 128 * 128, 0)
+
+
+@gluon.jit
+def _larger_pairs(b_a, b_b):
+    """Maximum in half precision, two elements in one instruction."""
+    return gl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [b_a, b_b], gl.float16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _largest(b_s):
+    """[queries, keys / 32, 4] float32: largest of the eight scores that share a key step. One thread has them."""
+    NUM: gl.constexpr = b_s.shape[1] // 32
+    b_s = b_s.reshape([b_s.shape[0], NUM, 2, 2, 4, 2]).permute((0, 1, 4, 5, 2, 3))
+    b_even, b_odd = b_s.split()
+    b_0, b_2 = b_even.split()
+    b_1, b_3 = b_odd.split()
+    return gl.max(_larger_pairs(_larger_pairs(_larger_pairs(b_0, b_1), b_2), b_3).to(gl.float32), 3)
+
+
+@gluon.jit
+def _over(b_s, b_inverse, b_bias, b_step, b_threshold, BLOCKS: gl.constexpr):
+    """By how much the best score of every index block is over its threshold: one element of a block a thread."""
+    M: gl.constexpr = b_s.shape[0]
+    b_s = gl.inline_asm_elementwise(
+        "fma.rn.f16x2 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [b_inverse[:, None], b_bias[None, :], b_s],
+        gl.float16,
+        is_pure=True,
+        pack=2,
+    )
+    b_top = _largest(b_s)
+    b_top = b_top * gl.convert_layout(b_step, gl.SliceLayout(0, b_top.type.layout))[None, :, :]
+    b_top = gl.max(b_top.reshape([M, BLOCKS, b_top.shape[1] // BLOCKS, 4]), 2)
+    thresholds: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, b_top.type.layout))
+    b_over = b_top - gl.convert_layout(b_threshold, thresholds)[:, None, None]
+    # Queries 8 and 64 apart lie in one thread.
+    b_over = b_over.reshape([M // 64, 4, 2, 8, BLOCKS, 4])
+    return gl.max(gl.max(b_over, 2), 0)
+
+
+@gluon.jit
+def _store_flags(target, b_over, i_block, end_block, BLOCKS: gl.constexpr):
+    """A 1 at ``target`` + b for each block b < ``end_block`` of the step that has an element over its threshold."""
+    layout: gl.constexpr = b_over.type.layout
+    blocks: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout)))
+    o_b = i_block + gl.arange(0, BLOCKS, blocks)
+    o_b = o_b[None, None, :, None] + gl.zeros(b_over.shape, gl.int32, layout)
+    gl.store(target + o_b, gl.full(b_over.shape, 1, gl.uint8, layout), mask=(b_over >= 0) & (o_b < end_block))
+
+
+@gluon.jit
+def _fits_half(queries, keys, i_group, i_kv, i_tile, num_tiles, first, begin, end, shift, SPAN: gl.constexpr):
+    """Whether half precision has all sums of products exactly, and biases in range."""
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    o_m = gl.arange(0, 2 * STEP_TOKENS, line)
+    o_q = i_group.to(gl.int64) * queries.num_queries + i_tile * STEP_TOKENS + o_m
+    in_tiles = o_m < num_tiles * STEP_TOKENS
+    square = gl.max(gl.load(queries.squares + o_q, mask=in_tiles, other=0.0), 0)
+    inverse = gl.max(gl.load(queries.inverse_steps + o_q, mask=in_tiles, other=0.0), 0)
+    o_n = first // 64 + gl.arange(0, SPAN // 64, line)
+    tested = (o_n >= begin // 64) & (o_n < (end + 63) // 64)
+    o_n += shift // 64
+    num_parts = keys.num_keys // 64
+    longest = square * gl.max(gl.load(keys.squares + i_kv * num_parts + o_n, mask=tested, other=0.0), 0)
+    bias = gl.max(gl.load(keys.largest_biases + i_group * num_parts + o_n, mask=tested, other=0.0), 0)
+    in_range = (inverse <= 32768) & (bias <= 32768) & (inverse * bias <= 2048.0)
+    return in_range & (longest <= 2048.0 * 2048.0)
+
+
+@gluon.jit(do_not_specialize=["sink_tokens", "local_tokens"])
+def half_kernel(
+    queries, keys, bulk_queries, bulk_keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens, left,
+    GROUP: gl.constexpr, BLOCK_D: gl.constexpr, INDEX_N: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr,
+    FIELDS: gl.constexpr, PAIR_FIELDS: gl.constexpr,
+):  # fmt: skip
+    """``sale_scores._test_kernel``, where its products fit half precision."""
+    i_group = gl.program_id(2)
+    pair = pairs + gl.program_id(0) * PAIR_FIELDS
+    i_tile = gl.load(pair)
+    num_tiles = gl.load(pair + 1)
+    tile = flags.tiles + i_tile * FIELDS
+    other = tile + (num_tiles - 1) * FIELDS
+    stop_a = _local_start(gl.load(tile + 3) + gl.minimum(gl.load(tile + 2), 64), sink_tokens, local_tokens) // INDEX_N
+    stop_b = _local_start(gl.load(other + 3) + gl.minimum(gl.load(other + 2), 64), sink_tokens, local_tokens) // INDEX_N
+    piece = gl.load(pair + 2)
+    first = piece + gl.program_id(1) * SPAN
+    begin = gl.maximum((sink_tokens + INDEX_N - 1) // INDEX_N * INDEX_N, first)
+    end = gl.minimum(gl.minimum(stop_b * INDEX_N, first + SPAN), gl.load(pair + 3))
+    tests = (begin < end) & (gl.load(log_taus + i_group) > float("-inf"))
+    leaves = False
+    if tests:
+        shift = gl.multiple_of(gl.load(pair + 4) - piece, STEP_TOKENS)
+        i_kv = gl.load(heads + i_group) // GROUP
+        leaves = not _fits_half(queries, keys, i_group, i_kv, i_tile, num_tiles, first, begin, end, shift, SPAN)
+        if not leaves:
+            target = flags.kept + i_group.to(gl.int64) * flags.stride_kept
+            target_a = target + gl.load(flags.offsets + i_tile)
+            target_b = target + gl.load(flags.offsets + i_tile + num_tiles - 1)
+            where = (i_group, i_kv, i_tile, begin, end, shift)
+            # The last round may have steps past the end.
+            stop_a = gl.minimum(stop_a, end // INDEX_N)
+            stop_b = gl.where(num_tiles > 1, gl.minimum(stop_b, end // INDEX_N), 0)
+            _test_span(
+                queries, keys, bulk_queries, bulk_keys, where, target_a, target_b, stop_a, stop_b,
+                BLOCK_D, INDEX_N, STAGES,
+            )  # fmt: skip
+    i_program = (i_group * gl.num_programs(0) + gl.program_id(0)) * gl.num_programs(1) + gl.program_id(1)
+    gl.store(left + i_program, gl.cast(leaves, gl.uint8))
+
+
+@gluon.jit
+def _test_span(
+    queries, keys, bulk_queries, bulk_keys, where, target_a, target_b, stop_a, stop_b,
+    BLOCK_D: gl.constexpr, INDEX_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    i_group, i_kv, i_tile, begin, end, shift = where
+    N: gl.constexpr = STEP_TOKENS
+    BLOCKS: gl.constexpr = N // INDEX_N
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
+    per_query: gl.constexpr = gl.SliceLayout(1, mma)
+    per_key: gl.constexpr = gl.SliceLayout(0, mma)
+    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, BLOCK_D], gl.float8e4nv)
+    q_shared = gl.allocate_shared_memory(gl.float8e4nv, [2, N, BLOCK_D], shared)
+    k_shared = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, N, BLOCK_D], shared)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES + 1):
+        mbarrier.init(ready.index(i), count=1)
+    fence_async_shared()
+    BAR()
+
+    row = (i_group * queries.num_queries + i_tile * N).to(gl.int32)
+    q_ready = ready.index(STAGES)
+    mbarrier.expect(q_ready, 2 * N * BLOCK_D)
+    LOAD(bulk_queries, [row, 0], q_ready, q_shared.index(0))
+    LOAD(bulk_queries, [row + N, 0], q_ready, q_shared.index(1))
+    first_step = begin // N
+    num_steps = (end + N - 1) // N - first_step
+    key = (i_kv * keys.num_keys + shift + first_step * N).to(gl.int32)
+    for i in gl.static_range(STAGES):
+        mbarrier.expect(ready.index(i), N * BLOCK_D, pred=i < num_steps)
+        LOAD(bulk_keys, [key + i * N, 0], ready.index(i), k_shared.index(i), pred=i < num_steps)
+
+    o_m = gl.arange(0, N, per_query)
+    o_q = i_group.to(gl.int64) * queries.num_queries + i_tile * N + o_m
+    second = stop_b > 0  # whether there is a second tile
+    thr_a = gl.load(queries.thresholds + o_q)
+    thr_b = gl.load(queries.thresholds + o_q + N, mask=o_m < gl.where(second, N, 0), other=float("inf"))
+    inv_a = gl.load(queries.inverse_steps + o_q).to(gl.float16)
+    inv_b = gl.load(queries.inverse_steps + o_q + N, mask=o_m < gl.where(second, N, 0), other=0.0).to(gl.float16)
+    zero = gl.zeros([N, N], gl.float16, mma)
+    # The layout in which the largest scores come out, found on a tile of zeros that is never computed.
+    tops: gl.constexpr = _largest(zero).type.layout
+    groups: gl.constexpr = gl.SliceLayout(0, tops)
+    o_step = gl.arange(0, N // 32, gl.SliceLayout(1, groups))[:, None] * 4
+    o_step = o_step + gl.arange(0, 4, gl.SliceLayout(0, groups))[None, :]
+    steps = keys.steps + (i_kv.to(gl.int64) * keys.num_keys + shift + first_step * N) // 8 + o_step
+    biases = keys.half_biases + i_group.to(gl.int64) * keys.num_keys + shift + first_step * N
+    biases = biases + gl.arange(0, N, per_key)
+    b_bias = gl.load(biases)
+    b_step = gl.load(steps)
+
+    mbarrier.wait(q_ready, 0)
+    mbarrier.wait(ready.index(0), 0)
+    q_a = q_shared.index(0)
+    q_b = q_shared.index(1)
+    # Results under way must not cross the loop's end: the assembler would wait for each instruction of every product.
+    for i in range(0, num_steps, STAGES):
+        phase = (i // STAGES) & 1
+        a_t = warpgroup_mma(q_a, k_shared.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
+        for slot in gl.static_range(STAGES):
+            b_t = warpgroup_mma(q_b, k_shared.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+            step = i + slot
+            after = gl.minimum(step + 1, num_steps - 1)
+            next_bias = gl.load(biases + after * N)
+            next_step = gl.load(steps + after * (N // 8))
+            b_a = warpgroup_mma_wait(1, deps=(a_t,))
+            i_block = (first_step + step) * BLOCKS
+            _store_flags(target_a, _over(b_a, inv_a, b_bias, b_step, thr_a, BLOCKS), i_block, stop_a, BLOCKS)
+            # Waiting for the next keys here also keeps the assembler from waiting for b_t above all of that.
+            more = step + 1 < num_steps
+            if slot + 1 < STAGES:
+                mbarrier.wait(ready.index(slot + 1), phase, pred=more)
+                k_next = k_shared.index(slot + 1).permute((1, 0))
+                a_t = warpgroup_mma(q_a, k_next, zero, use_acc=False, is_async=True)
+                b_b = warpgroup_mma_wait(1, deps=(b_t,))
+            else:
+                b_b = warpgroup_mma_wait(0, deps=(b_t,))
+            BAR()
+            later = step + STAGES
+            mbarrier.expect(ready.index(slot), N * BLOCK_D, pred=later < num_steps)
+            LOAD(bulk_keys, [key + later * N, 0], ready.index(slot), k_shared.index(slot), pred=later < num_steps)
+            _store_flags(target_b, _over(b_b, inv_b, b_bias, b_step, thr_b, BLOCKS), i_block, stop_b, BLOCKS)
+            b_bias = next_bias
+            b_step = next_step
+        mbarrier.wait(ready.index(0), phase ^ 1, pred=i + STAGES < num_steps)
