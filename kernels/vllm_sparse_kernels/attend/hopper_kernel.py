@@ -81,7 +81,7 @@ def _produce(
     D: gl.constexpr = SHAPE[2]
     FIELDS: gl.constexpr = SHAPE[4]
     places, stripe_places, order = lists
-    q_tiles, k_pieces, v_pieces, item = buffers
+    q_tiles, k_pieces, v_pieces, items = buffers
     q_full, q_empty = barriers[0], barriers[1]
     loaded = (k_pieces, v_pieces, barriers)
     i_item, i_step, num_mended = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
@@ -94,14 +94,15 @@ def _produce(
         rank = following
         following = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
         i_kv = i_head // GROUP
-        mbarrier.wait(q_empty.index(0), (i_item & 1) ^ 1)
-        _publish(item, i_head, token, length, first, num_blocks, num_stripes)
-        mbarrier.expect(q_full.index(0), 2 * HALF * D * 2)
+        slot = i_item % 2
+        mbarrier.wait(q_empty.index(slot), (i_item // 2 & 1) ^ 1)
+        _publish(items, slot, i_head, token, length, first, num_blocks, num_stripes)
+        mbarrier.expect(q_full.index(slot), 2 * HALF * D * 2)
         column = i_head * matrix.columns_per_query_head
         for half in gl.static_range(2):
             for part in gl.static_range(D // HALF):
-                target = q_tiles.index(half * (D // HALF) + part)
-                bulk_load(q_desc, [token + half * HALF, column + part * HALF], q_full.index(0), target)
+                target = q_tiles.index((slot * 2 + half) * (D // HALF) + part)
+                bulk_load(q_desc, [token + half * HALF, column + part * HALF], q_full.index(slot), target)
 
         listed = places + i_head.to(gl.int64) * index.stride_blocks + gl.load(index.block_offsets + i_tile)
         offset, column = i_kv * matrix.rows_per_head, i_kv * matrix.columns_per_head
@@ -127,25 +128,26 @@ def _produce(
         i_head, i_tile, token, length, first, num_blocks, num_stripes = _item(
             index, order, rank, num_tiles, NUM_HEADS, FIELDS
         )
-    mbarrier.wait(q_empty.index(0), (i_item & 1) ^ 1)
+    slot = i_item % 2
+    mbarrier.wait(q_empty.index(slot), (i_item // 2 & 1) ^ 1)
     none = gl.to_tensor(0)
-    _publish(item, none - 1, none, none, none, none, none)
-    mbarrier.arrive(q_full.index(0), count=1)
+    _publish(items, slot, none - 1, none, none, none, none, none)
+    mbarrier.arrive(q_full.index(slot), count=1)
 
 
 @gluon.jit
-def _publish(item, i_head, token, length, first, num_blocks, num_stripes):
+def _publish(items, slot, i_head, token, length, first, num_blocks, num_stripes):
     """Tell the consumers what an item is; what signals it comes after."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     words = (i_head, token, length, first, num_blocks, num_stripes)
     for i in gl.static_range(6):
-        item.index(i).store(gl.full([1], words[i], gl.int32, layout))
+        items.index(slot * WORDS + i).store(gl.full([1], words[i], gl.int32, layout))
     barrier()
 
 
 @gluon.jit
-def _published(item, WORD: gl.constexpr):
-    return gl.max(item.index(WORD).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def _published(items, slot, WORD: gl.constexpr):
+    return gl.max(items.index(slot * WORDS + WORD).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -282,35 +284,37 @@ def _consume(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     STAGES: gl.constexpr = SHAPE[3]
-    q_halves, k_steps, v_steps, item = buffers
+    q_tiles, k_steps, v_steps, items = buffers
     q_full, q_empty = barriers[0], barriers[1]
     kv = (k_steps, v_steps, barriers[2], barriers[3], barriers[4], barriers[5])
     k_full = barriers[2]
     k_empty = barriers[3]
-    q = (q_halves.index(W), q_empty)
     i_item, i_step = gl.to_tensor(0), gl.to_tensor(0)
     mbarrier.wait(q_full.index(0), 0)
-    i_head = _published(item, 0)
+    i_head = _published(items, 0, 0)
     while i_head >= 0:
-        token, length = _published(item, 1), _published(item, 2)
-        first, num_blocks, num_stripes = _published(item, 3), _published(item, 4), _published(item, 5)
+        slot = i_item % 2
+        q = q_tiles.index(slot * 2 + W)
+        token, length = _published(items, slot, 1), _published(items, slot, 2)
+        first, num_blocks = _published(items, slot, 3), _published(items, slot, 4)
         rest = _first_step(num_blocks, BLOCKS)
         num_steps = (num_blocks - rest) // BLOCKS + 1
         last_block = (first + length - 1) // BLOCK_N
         num_diagonal = last_block - first // BLOCK_N + 1
         num_masked = 1 + (gl.maximum(num_diagonal - rest, 0) + BLOCKS - 1) // BLOCKS
         last = i_step + num_steps
+        num_stripes = 0
         if STRIPES:
+            num_stripes = _published(items, slot, 5)
             last += (num_stripes + STEP - 1) // STEP
         diagonal = (last_block, num_diagonal, first + W * HALF)
 
         stage = i_step % STAGES
         mbarrier.wait(k_full.index(stage), i_step // STAGES & 1)
         zero = gl.zeros([HALF, STEP], gl.float32, s_layout)
-        b_s = warpgroup_mma(q[0], k_steps.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        b_s = warpgroup_mma(q, k_steps.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(k_empty.index(stage), count=1)
-        mbarrier.arrive(q_empty.index(0), count=1, pred=i_step + 1 == last)
         b_s = _mask_diagonal(b_s, rest, diagonal, BLOCK_N)
         b_max = gl.max(b_s, 1) * scale
         b_p = gl.exp2(b_s * scale - _finite(b_max)[:, None])
@@ -343,11 +347,12 @@ def _consume(
                     "stripes", True, STAGES, BLOCK_N,
                 )  # fmt: skip
                 i_step += 1
+        mbarrier.arrive(q_empty.index(slot), count=1)
         b_acc = _last_product(kv, i_step - 1, b_p, b_acc, STRIPES, STAGES)
         _write(out, i_head, token + W * HALF, length - W * HALF, b_acc, b_max, b_sum, D)
         i_item += 1
-        mbarrier.wait(q_full.index(0), i_item & 1)
-        i_head = _published(item, 0)
+        mbarrier.wait(q_full.index(i_item % 2), i_item // 2 & 1)
+        i_head = _published(items, i_item % 2, 0)
 
 
 @gluon.jit
@@ -361,15 +366,13 @@ def _step(
     if GATHERED:
         fence_async_shared()
     zero = gl.zeros([HALF, STEP], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16]))
-    s_token = warpgroup_mma(q[0], k_steps.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s_token = warpgroup_mma(q, k_steps.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), (i_step - 1) // STAGES & 1)
     if GATHERED:
         fence_async_shared()
     acc_token = warpgroup_mma(b_p, v_steps.index(before), b_acc, is_async=True)
     b_s = warpgroup_mma_wait(1, deps=(s_token,))
     mbarrier.arrive(k_empty.index(stage), count=1)
-    # After an item's last scores the next one's queries may come, beside what is left of this one.
-    mbarrier.arrive(q[1].index(0), count=1, pred=i_step + 1 == last)
     if MASK == "diagonal":
         b_s = _mask_diagonal(b_s, where[0], where[1], BLOCK_N)
     elif MASK == "stripes":
@@ -429,10 +432,13 @@ def _write(out, i_head, token, length, b_acc, b_max, b_sum, D: gl.constexpr):
     """Outputs and, where asked for, log-sum-exps of a consumer's queries, as far as the tile has any."""
     o_m = gl.arange(0, HALF, gl.SliceLayout(1, b_acc.type.layout))
     b_total = gl.convert_layout(b_sum, gl.SliceLayout(1, b_acc.type.layout))
-    o_d = gl.arange(0, D, gl.SliceLayout(0, b_acc.type.layout))
-    o_out = (token + o_m).to(gl.int64) * out.stride_token + i_head * out.stride_head
     b_out = (b_acc / b_total[:, None]).to(out.out.dtype.element_ty)
-    gl.store(out.out + o_out[:, None] + o_d[None, :], b_out, mask=(o_m < length)[:, None])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    b_out = gl.convert_layout(b_out, layout)
+    o_r = gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    o_d = gl.arange(0, D, gl.SliceLayout(0, layout))
+    o_out = (token + o_r).to(gl.int64) * out.stride_token + i_head * out.stride_head
+    gl.store(out.out + o_out[:, None] + o_d[None, :], b_out, mask=(o_r < length)[:, None])
     if out.lse is not None:
         b_lse = (gl.convert_layout(b_max, gl.SliceLayout(1, b_acc.type.layout)) + gl.log2(b_total)) * LN_2
         target = out.lse + i_head.to(gl.int64) * out.stride_lse_head + token + o_m
@@ -454,17 +460,17 @@ def hopper_kernel(
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D], dtype)
     word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
-    q_tiles = gl.allocate_shared_memory(dtype, [2 * PARTS, HALF, HALF], half_layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [2 * 2 * PARTS, HALF, HALF], half_layout)
     k_steps = gl.allocate_shared_memory(dtype, [STAGES, STEP, D], step_layout)
     v_steps = gl.allocate_shared_memory(dtype, [STAGES, STEP, D], step_layout)
-    item = gl.allocate_shared_memory(gl.int32, [WORDS, 1], word)
+    items = gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], word)
     PIECES: gl.constexpr = STAGES * PARTS * (STEP // SWEEP)
     k_pieces = reinterpret(k_steps, dtype, [PIECES, SWEEP, HALF], piece_layout)
     v_pieces = reinterpret(v_steps, dtype, [PIECES, SWEEP, HALF], piece_layout)
-    q_halves = reinterpret(q_tiles, dtype, [2, HALF, D], q_layout)
+    q_halves = reinterpret(q_tiles, dtype, [2 * 2, HALF, D], q_layout)
 
-    q_full = _barriers(1, 1)
-    q_empty = _barriers(1, 2)
+    q_full = _barriers(2, 1)
+    q_empty = _barriers(2, 2)
     k_full = _barriers(STAGES, 1)
     k_empty = _barriers(STAGES, 2)
     v_full = _barriers(STAGES, 1)
@@ -473,8 +479,8 @@ def hopper_kernel(
     fence_async_shared()
     barrier()
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, mended)
-    consumed = (q_halves, k_steps, v_steps, item)
-    produced = (q_tiles, k_pieces, v_pieces, item)
+    consumed = (q_halves, k_steps, v_steps, items)
+    produced = (q_tiles, k_pieces, v_pieces, items)
     # Gathering takes a warp group of producers; registers are handed out by groups, 512 a thread for all three.
     WARPS: gl.constexpr = 4 if STRIPES else 1
     CONSUMER_REGISTERS: gl.constexpr = 232 if STRIPES else 240
