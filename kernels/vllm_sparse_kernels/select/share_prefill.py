@@ -42,7 +42,7 @@ from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_FIELDS, Rows, to_device
 from vllm_sparse_kernels.select.base import Method, require
 from vllm_sparse_kernels.select.block_average import BlockAverages, Spans
-from vllm_sparse_kernels.select.flex_vertical_slash import FlexVerticalSlash, mass_threshold
+from vllm_sparse_kernels.select.flex_vertical_slash import FlexVerticalSlash
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, tile_blocks
 
 VERTICAL_SLASH, SHARED, DENSE = 0, 1, 2
@@ -260,6 +260,37 @@ def _apply_pivots(
         index.block_offsets, index.block_counts, index.block_ids, index.block_ids.stride(0), index.stripe_counts,
         rows.num_tiles, BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, FIELDS=TILE_FIELDS, SHARED=SHARED, DENSE=DENSE,
     )  # fmt: skip
+
+
+@triton.jit
+def mass_threshold(values, length, share, CHUNK: tl.constexpr):
+    """Bits of the largest threshold t such that the values >= t hold ``share`` of the sum of values[:length].
+
+    Values must not be negative: then their bits, as integers, are ordered as they are, and the digits of t in base 4
+    are found from the highest down. With a share of infinity t is 0. Sums have a fixed order.
+    """
+    threshold = tl.full([], 0, tl.uint32)
+    step = tl.full([], 1 << 30, tl.uint32)
+    b_0 = tl.zeros([CHUNK], tl.float32)
+    for start in range(0, length, CHUNK):
+        o_n = start + tl.arange(0, CHUNK)
+        b_0 += tl.load(values + o_n, mask=o_n < length, other=0.0)
+    goal = tl.sum(b_0, 0) * share
+    for _ in range(16):
+        b_1 = tl.zeros([CHUNK], tl.float32)
+        b_2 = tl.zeros([CHUNK], tl.float32)
+        b_3 = tl.zeros([CHUNK], tl.float32)
+        for start in range(0, length, CHUNK):
+            o_n = start + tl.arange(0, CHUNK)
+            b_x = tl.load(values + o_n, mask=o_n < length, other=0.0)
+            b_bits = b_x.to(tl.uint32, bitcast=True)
+            b_1 += tl.where(b_bits >= threshold + step, b_x, 0.0)
+            b_2 += tl.where(b_bits >= threshold + 2 * step, b_x, 0.0)
+            b_3 += tl.where(b_bits >= threshold + 3 * step, b_x, 0.0)
+        digit = (tl.sum(b_1, 0) >= goal).to(tl.uint32) + (tl.sum(b_2, 0) >= goal).to(tl.uint32)
+        threshold += step * (digit + (tl.sum(b_3, 0) >= goal).to(tl.uint32))
+        step = step >> 2
+    return threshold
 
 
 @triton.jit
