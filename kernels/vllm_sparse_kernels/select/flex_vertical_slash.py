@@ -15,8 +15,8 @@ Deviations from Algorithm 5:
   the blocks with the most columns are kept whole, until the rest fits: more keys, never fewer.
 * Columns and bands tied at the threshold are all kept, and those count as tied whose sums, as floats, agree in their
   first 10 bits after the leading one: γ is reached, with columns within a thousandth of the least one beside it. This
-  takes two passes over the sums (radix.py) where exact ties would take four. The first block and the diagonal ones are always kept, as in the
-  authors' code; its minimum budgets are left out.
+  takes two passes over the sums (radix.py) where exact ties would take four.
+* The first block and the diagonal ones are always kept, as in the authors' code; its minimum budgets are left out.
 * The last queries are those of the row's chunk in this step, fewer than 64 if the chunk is shorter.
 """
 
@@ -137,6 +137,7 @@ class FlexVerticalSlash(Method):
             "CHUNK": CHUNK,
             "FIELDS": ROW_FIELDS,
             "PASS": MASS_PASSES - 1,
+            "num_warps": 8,
         }
         _count_lines_kernel[grid](*where, **options)
         _keep_lines_kernel[grid](
@@ -184,18 +185,18 @@ def _count_lines_kernel(
     if first >= end:
         return
     used = (length + span - 1) // span
-    threshold = threshold_of(digits, PASS, chunks, used, tl.load(shares + i_job), True)[0].to(tl.int32)
+    i_all, num_jobs = tl.program_id(2) * tl.num_programs(1) + i_job, tl.num_programs(2) * tl.num_programs(1)
+    threshold = threshold_of(digits, PASS, i_all, num_jobs, chunks, used, tl.load(shares + i_job), True)[0].to(tl.int32)
     o_c = tl.arange(0, BLOCK_N)
     b_left = tl.zeros([BLOCK_N], tl.int32)
     for start in range(first, end, CHUNK):
         if i_job < num_entries:
-            _, _, b_count = _kept_columns(values + place, start, end, threshold, BLOCK_N, CHUNK)
+            b_count = _kept_columns(values + place, start, end, threshold, BLOCK_N, CHUNK)[2]
             b_left += tl.sum(tl.where(b_count[:, None] < 2 + o_c[None, :], b_count[:, None], 0), 0)
         else:
-            _, b_kept = _kept_bands(values + place, start, end, threshold, CHUNK)
-            b_left += tl.sum(b_kept, 0)
-    i_all = (tl.program_id(2) * tl.num_programs(1) + i_job) * chunks + i_chunk
-    tl.store(left + i_all.to(tl.int64) * BLOCK_N + o_c, b_left)
+            b_band = _kept_bands(values + place, start, end, threshold, CHUNK)[1]
+            b_left += tl.sum(b_band, 0)
+    tl.store(left + (i_all * chunks + i_chunk).to(tl.int64) * BLOCK_N + o_c, b_left)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -216,12 +217,11 @@ def _keep_lines_kernel(
     if first >= end:
         return
     used = (length + span - 1) // span
-    threshold = threshold_of(digits, PASS, chunks, used, tl.load(shares + i_job), True)[0].to(tl.int32)
+    i_all, num_jobs = tl.program_id(2) * tl.num_programs(1) + i_job, tl.num_programs(2) * tl.num_programs(1)
+    threshold = threshold_of(digits, PASS, i_all, num_jobs, chunks, used, tl.load(shares + i_job), True)[0].to(tl.int32)
     o_all, o_c = tl.arange(0, MOST_CHUNKS), tl.arange(0, BLOCK_N)
-    i_all = (tl.program_id(2) * tl.num_programs(1) + i_job).to(tl.int64) * chunks
-    b_left = tl.load(
-        left + (i_all + o_all)[:, None] * BLOCK_N + o_c[None, :], mask=(o_all < used)[:, None], other=0
-    )  # fmt: skip
+    o_left = (i_all.to(tl.int64) * chunks + o_all)[:, None] * BLOCK_N + o_c[None, :]
+    b_left = tl.load(left + o_left, mask=(o_all < used)[:, None], other=0)
     b_before = tl.sum(tl.where((o_all < i_chunk)[:, None], b_left, 0), 0)
     if i_job < num_entries:
         # The largest count c that fits if blocks with c or more are kept whole, or 1: none remain.
@@ -245,7 +245,7 @@ def _keep_lines_kernel(
     else:
         count = tl.max(b_before, 0)
         for start in range(first, end, CHUNK):
-            o_n, b_kept = _kept_bands(values + place, start, end, threshold, CHUNK)
+            o_band, b_band = _kept_bands(values + place, start, end, threshold, CHUNK)
             upto = bands_upto + (place - num_entries.to(tl.int64) * capacity)
-            tl.store(upto + o_n, count + tl.cumsum(b_kept, 0), mask=o_n < end)
-            count += tl.sum(b_kept, 0)
+            tl.store(upto + o_band, count + tl.cumsum(b_band, 0), mask=o_band < end)
+            count += tl.sum(b_band, 0)

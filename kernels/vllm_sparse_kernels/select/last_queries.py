@@ -56,8 +56,10 @@ class Sums(NamedTuple):
 
 
 class LastArgs(NamedTuple):
-    """What both passes over the keys read, less what differs from step to step. ``patterns`` [n, num_rows] int32 or None:
-    no sums where it is not 0."""
+    """What both passes over the keys read, less what differs from step to step.
+
+    ``patterns`` [n, num_rows] int32 or None: no sums where it is not 0.
+    """
 
     q: Any
     stride_token: int
@@ -287,10 +289,7 @@ def _sums_kernel(
     lines = values + first_line + (tl.maximum(b_place, 0).to(tl.int64) * stride + start) // BAND
     listed = b_place >= 0
     o_t = tl.arange(0, LAST)
-    if BAND > 1:
-        b_before = tl.zeros([MEMBERS], tl.float32)
-    else:
-        b_before = tl.zeros([MEMBERS, 8, 8, 2, 2, 2], tl.float32)
+    b_before = tl.zeros([MEMBERS] if BAND > 1 else [MEMBERS, 8, 8, 2, 2, 2], tl.float32)
     for i_tile in range(first, end + 1):
         b_s = _last_scores(
             b_q, args, table, i_kv, i_tile, num_tiles, seq_len, MEMBERS, HEAD_DIM, BLOCK_D, PAGE, PRECISION
@@ -376,7 +375,7 @@ def sums_of(
     rows, patterns, i_kind, i_entry, num_entries, i_row, first_row, num_rows, capacity,
     BAND: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """(where one entry's and row's sums of columns, kind 0, or of lines, kind 1, begin in ``values``; how many they are).
+    """(where the sums of one entry and row begin in ``values``, of columns, kind 0, or of lines, kind 1; their number).
 
     There are none where ``patterns`` is not 0.
     """

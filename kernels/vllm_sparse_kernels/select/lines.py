@@ -87,9 +87,9 @@ def _write_lines_kernel(
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)
     i_row = tl.load(tiles + i_tile * FIELDS)
-    if patterns is not None:
-        if tl.load(patterns + i_entry * num_rows + i_row) != 0:
-            return
+    pattern = 0 if patterns is None else tl.load(patterns + i_entry * num_rows + i_row)
+    if pattern != 0:
+        return
     first = tl.load(tiles + i_tile * FIELDS + 3)
     last = first + tl.load(tiles + i_tile * FIELDS + 2) - 1
     diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)

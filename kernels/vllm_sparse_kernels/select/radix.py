@@ -63,15 +63,21 @@ def most_chunks(index: SparseIndex, sums: Sums) -> int:
     return max(map(num_chunks, index.rows.seq_lens[sums.first_row : sums.end_row]))
 
 
-def _room(index: SparseIndex, sums: Sums, passes: int, dtype: torch.dtype) -> Digits:
-    num_rows, room, chunks = sums.end_row - sums.first_row, index.workspace.empty, most_chunks(index, sums)
-    jobs = 2 * sums.num_entries
+def room_for_digits(
+    index: SparseIndex, num_rows: int, num_jobs: int, chunks: int, passes: int, dtype: torch.dtype
+) -> Digits:
+    room = index.workspace.empty
     return Digits(
-        room(passes, num_rows, jobs, chunks, DIGITS.value, dtype=dtype),
-        room(num_rows, jobs, chunks, dtype=torch.int32),
-        room(passes, num_rows, jobs, dtype=torch.int32),
-        room(passes, num_rows, jobs, dtype=dtype),
+        room(passes, num_rows, num_jobs, chunks, DIGITS.value, dtype=dtype),
+        room(num_rows, num_jobs, chunks, dtype=torch.int32),
+        room(passes, num_rows, num_jobs, dtype=torch.int32),
+        room(passes, num_rows, num_jobs, dtype=dtype),
     )
+
+
+def _room(index: SparseIndex, sums: Sums, passes: int, dtype: torch.dtype) -> Digits:
+    chunks, num_rows = most_chunks(index, sums), sums.end_row - sums.first_row
+    return room_for_digits(index, num_rows, 2 * sums.num_entries, chunks, passes, dtype)
 
 
 def count_digits(index: SparseIndex, sums: Sums, counts: torch.Tensor, forced: torch.Tensor) -> Digits:
@@ -106,14 +112,11 @@ def span_of(length, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def load_weights(digits, i_pass, chunks, used):
-    """A job's weights by chunk and digit, 0 past the ``used`` chunks: [16, 256]; and the number of the job."""
-    i_job = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-    num_jobs = tl.num_programs(2) * tl.num_programs(1)
+def _load_weights(digits, i_state, chunks, used):
+    """Weights by chunk and digit, 0 past the ``used`` chunks: [16, 256]."""
     o_c, o_digit = tl.arange(0, MOST_CHUNKS), tl.arange(0, DIGITS)
-    source = digits.weights + (i_pass * num_jobs + i_job).to(tl.int64) * chunks * DIGITS
-    b_w = tl.load(source + o_c[:, None] * DIGITS + o_digit[None, :], mask=(o_c < used)[:, None], other=0)
-    return b_w, i_pass * num_jobs + i_job
+    source = digits.weights + i_state.to(tl.int64) * chunks * DIGITS
+    return tl.load(source + o_c[:, None] * DIGITS + o_digit[None, :], mask=(o_c < used)[:, None], other=0)
 
 
 @triton.jit
@@ -126,12 +129,14 @@ def next_digit(b_weight, left):
 
 
 @triton.jit
-def threshold_of(digits, i_pass, chunks, used, goal, RELATIVE: tl.constexpr):
-    """(higher digits after ``i_pass``, what they leave to be reached, the last digit, the weights by chunk and digit).
+def threshold_of(digits, i_pass, i_job, num_jobs, chunks, used, goal, RELATIVE: tl.constexpr):
+    """(digits up to that of ``i_pass``, the weight that they leave to be reached, the last digit, the pass's weights).
 
-    ``goal`` is what the first pass starts from, a share of the whole if RELATIVE.
+    Job ``i_job`` of all rows' ``num_jobs`` has ``used`` chunks. ``goal`` is the weight that the first pass starts from,
+    a share of the whole if RELATIVE.
     """
-    b_w, i_state = load_weights(digits, i_pass, chunks, used)
+    i_state = i_pass * num_jobs + i_job
+    b_w = _load_weights(digits, i_state, chunks, used)
     b_weight = tl.sum(b_w, 0)
     prefix, left = tl.full([], 0, tl.uint32), goal
     if i_pass > 0:
@@ -144,17 +149,15 @@ def threshold_of(digits, i_pass, chunks, used, goal, RELATIVE: tl.constexpr):
 
 
 @triton.jit
-def _keep_state(digits, i_pass, prefix, left):
-    i_state = (i_pass * tl.num_programs(2) + tl.program_id(2)) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(digits.prefixes + i_state, prefix.to(tl.int32, bitcast=True))
-    tl.store(digits.left + i_state, left)
+def keep_state(digits, i_pass, i_job, num_jobs, prefix, left):
+    tl.store(digits.prefixes + i_pass * num_jobs + i_job, prefix.to(tl.int32, bitcast=True))
+    tl.store(digits.left + i_pass * num_jobs + i_job, left)
 
 
 @triton.jit
-def _store_weights(digits, i_pass, chunks, b_weight):
-    i_job = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-    i_job += i_pass * tl.num_programs(2) * tl.num_programs(1)
-    target = digits.weights + (i_job.to(tl.int64) * chunks + tl.program_id(0)) * DIGITS
+def store_weights(digits, i_pass, i_job, num_jobs, chunks, b_weight):
+    """Weights [256] of the program's chunk, which is its number on axis 0."""
+    target = digits.weights + ((i_pass * num_jobs + i_job).to(tl.int64) * chunks + tl.program_id(0)) * DIGITS
     tl.store(target + tl.arange(0, DIGITS), b_weight)
 
 
@@ -173,12 +176,14 @@ def _count_digits_kernel(
     if first >= end:
         return
     num_forced = tl.load(forced + i_job).to(tl.int32)
+    i_all, num_jobs = tl.program_id(2) * tl.num_programs(1) + i_job, tl.num_programs(2) * tl.num_programs(1)
+    used = (length + span - 1) // span
     prefix = tl.full([], 0, tl.uint32)
     if PASS > 0:
         goal = tl.minimum(tl.load(counts + i_job).to(tl.int32), length)
-        prefix, left, _, _ = threshold_of(digits, PASS - 1, chunks, (length + span - 1) // span, goal, False)
+        prefix, left, _, _ = threshold_of(digits, PASS - 1, i_all, num_jobs, chunks, used, goal, False)
         if i_chunk == 0:
-            _keep_state(digits, PASS, prefix, left)
+            keep_state(digits, PASS, i_all, num_jobs, prefix, left)
     SHIFT: tl.constexpr = 24 - 8 * PASS
     b_weight = tl.zeros([DIGITS], tl.int32)
     above = 0
@@ -191,10 +196,9 @@ def _count_digits_kernel(
             if tl.max(b_agrees.to(tl.int32), 0) > 0:
                 b_weight += tl.histogram(((b_bits >> SHIFT) & (DIGITS - 1)).to(tl.int32), DIGITS, mask=b_agrees)
             above += tl.sum((b_bits >> (SHIFT + 8) > prefix).to(tl.int32), 0)
-    _store_weights(digits, PASS, chunks, b_weight)
+    store_weights(digits, PASS, i_all, num_jobs, chunks, b_weight)
     if SHIFT == 0:
-        i_all = (tl.program_id(2) * tl.num_programs(1) + i_job) * chunks + i_chunk
-        tl.store(digits.above + i_all, above)
+        tl.store(digits.above + i_all * chunks + i_chunk, above)
 
 
 @triton.jit
@@ -218,13 +222,16 @@ def _mass_digits_kernel(
     first, end = i_chunk * span, tl.minimum((i_chunk + 1) * span, length)
     if first >= end:
         return
+    i_all, num_jobs = tl.program_id(2) * tl.num_programs(1) + i_job, tl.num_programs(2) * tl.num_programs(1)
+    used = (length + span - 1) // span
     prefix = tl.full([], 0, tl.uint32)
     if PASS > 0:
         share = tl.load(shares + i_job)
-        prefix, left, _, _ = threshold_of(digits, PASS - 1, chunks, (length + span - 1) // span, share, True)
+        prefix, left, _, _ = threshold_of(digits, PASS - 1, i_all, num_jobs, chunks, used, share, True)
         if i_chunk == 0:
-            _keep_state(digits, PASS, prefix, left)
-    _store_weights(digits, PASS, chunks, masses_by_digit(values + place, first, end, prefix, PASS))
+            keep_state(digits, PASS, i_all, num_jobs, prefix, left)
+    b_weight = masses_by_digit(values + place, first, end, prefix, PASS)
+    store_weights(digits, PASS, i_all, num_jobs, chunks, b_weight)
 
 
 @triton.jit
@@ -242,10 +249,9 @@ def masses_by_digit(row, first, end, prefix, PASS: tl.constexpr):
     for start in range(first, end, WARPS * WIDTH):
         b_x = tl.load(row + start + o, mask=start + o < end, other=0.0)
         b_key = mass_keys(b_x)
-        if PASS == 0:
-            b_digit = b_key >> 8
-        else:
-            b_digit = tl.where((b_key >> 8) == prefix.to(tl.int32), b_key & 255, -1)
+        b_digit = b_key >> 8
+        if PASS > 0:
+            b_digit = tl.where(b_digit == prefix.to(tl.int32), b_key & (DIGITS - 1), -1)
         b_high = (b_x.to(tl.int32, bitcast=True) >> EQUAL_BITS << EQUAL_BITS).to(tl.float32, bitcast=True)
         b_is = (b_digit >> 4)[:, None, :] == o_half[None, :, None]
         b_low = ((b_digit & 15)[:, :, None] == o_half[None, None, :]).to(tl.float32)

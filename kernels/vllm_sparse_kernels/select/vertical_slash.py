@@ -35,8 +35,16 @@ from vllm_sparse_kernels.rows import ROW_FIELDS, Rows
 from vllm_sparse_kernels.select.base import Method, PerHead, on_device, require
 from vllm_sparse_kernels.select.last_queries import Sums, last_query_sums, sums_of
 from vllm_sparse_kernels.select.lines import Lines, slabs_of_rows, write_lines
-from vllm_sparse_kernels.select.radix import CHUNK, DIGITS, MOST_CHUNKS, UNSPECIALIZED, count_digits, span_of
-from vllm_sparse_kernels.select.radix import threshold_of
+from vllm_sparse_kernels.select.radix import (
+    CHUNK,
+    COUNT_PASSES,
+    DIGITS,
+    MOST_CHUNKS,
+    UNSPECIALIZED,
+    count_digits,
+    span_of,
+    threshold_of,
+)
 from vllm_sparse_kernels.select.topk import kept_in_chunk, load_bits
 
 MOST = 1 << 24
@@ -92,6 +100,7 @@ class VerticalSlash(Method):
         _keep_largest_kernel[(chunks, 2 * sums.num_entries, num_rows)](
             sums.values, rows.row_table, sums.num_entries, sums.first_row, rows.num_rows, sums.capacity, counts, first,
             digits, chunks, columns, columns.shape[2], num_columns, upto, FIELDS=ROW_FIELDS, CHUNK=CHUNK,
+            PASS=COUNT_PASSES - 1, num_warps=8,
         )  # fmt: skip
         return Lines(columns, num_columns, None, upto)
 
@@ -100,11 +109,16 @@ class VerticalSlash(Method):
 class VerticalSlashLayer(PerHead, VerticalSlash):
     """Heads that differ in how many lines they keep."""
 
+    def stripe_layout(self, rows: Rows) -> StripeLayout:
+        """Room for any of the heads; each has its own by its own method."""
+        return StripeLayout.per_tile(rows, max(one.vertical_tokens for one in self.settings))
+
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _keep_largest_kernel(
     values, rows, num_entries, first_row, num_rows, capacity, counts, forced,
-    digits, chunks, columns, max_columns, num_columns, upto, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
+    digits, chunks, columns, max_columns, num_columns, upto,
+    FIELDS: tl.constexpr, CHUNK: tl.constexpr, PASS: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one job: the kept verticals to their places in a list, slashes to running counts."""
     i_chunk, i_job, i_row = tl.program_id(0), tl.program_id(1), first_row + tl.program_id(2)
@@ -117,12 +131,12 @@ def _keep_largest_kernel(
     if first >= end:
         return
     used = (length + span - 1) // span
+    i_all, num_jobs = tl.program_id(2) * tl.num_programs(1) + i_job, tl.num_programs(2) * tl.num_programs(1)
     goal = tl.minimum(tl.load(counts + i_job).to(tl.int32), length)
-    threshold, num_ties, digit, b_w = threshold_of(digits, 3, chunks, used, goal, False)
+    threshold, num_ties, digit, b_w = threshold_of(digits, PASS, i_all, num_jobs, chunks, used, goal, False)
     # Those of the chunks before.
     o_c, o_digit = tl.arange(0, MOST_CHUNKS), tl.arange(0, DIGITS)
     b_w = tl.where((o_c < i_chunk)[:, None], b_w, 0)
-    i_all = tl.program_id(2) * tl.num_programs(1) + i_job
     above = tl.sum(tl.load(digits.above + i_all * chunks + o_c, mask=o_c < i_chunk, other=0), 0)
     above += tl.sum(tl.sum(tl.where((o_digit > digit)[None, :], b_w, 0), 1), 0)
     ties = tl.sum(tl.sum(tl.where((o_digit == digit)[None, :], b_w, 0), 1), 0)
