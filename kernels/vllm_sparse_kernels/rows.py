@@ -6,6 +6,7 @@ Everything here is known on the host before the step starts, so that no size eve
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,6 +16,11 @@ TILE_TOKENS = 128
 
 TILE_FIELDS = 4
 """Columns of ``Rows.tiles``: row, first token in q, number of queries, position of the first query."""
+
+ROW_FIELDS = 4
+"""Columns of ``Rows.row_table``: first token in q, number of queries, number of keys, place of the first key."""
+
+KEY_ALIGN = 64
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -117,6 +123,19 @@ class Rows:
     def heaviest_order(self) -> tuple[int, ...]:
         """Tile ids by falling number of keys in reach, so that none straggles."""
         return tuple(sorted(range(self.num_tiles), key=lambda i: -self.tile_list[i].last_position))
+
+    @cached_property
+    def key_starts(self) -> tuple[int, ...]:
+        """Per row where its keys begin when all rows' lie in one array, rounded up to 64 each; and at the end its
+        length."""
+        return (0, *accumulate(ceil_div(seq_len, KEY_ALIGN) * KEY_ALIGN for seq_len in self.seq_lens))
+
+    @cached_property
+    def row_table(self) -> torch.Tensor:
+        """[num_rows + 1, 4] int32 on the device: first token in q, numbers of queries and keys, place of the first key
+        by ``key_starts``; of the last row only the latter."""
+        lengths = zip((*self.tokens, 0), (*self.query_lens, 0), (*self.seq_lens, 0), self.key_starts, strict=True)
+        return to_device([v for row in lengths for v in row], torch.int32, self.device).view(-1, ROW_FIELDS)
 
     @cached_property
     def heaviest_first(self) -> torch.Tensor:

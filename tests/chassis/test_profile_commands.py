@@ -60,8 +60,7 @@ def test_import_then_check(model: Path, patterns: Path, tmp_path: Path) -> None:
     assert checked.output.splitlines() == imported.output.splitlines()[:-1]
     for line in (
         "4 of 8 heads: block_sparse(top_blocks=100)",
-        "2 of 8 heads: vertical_slash(vertical_tokens=1000, slash_tokens=6096,",
-        "1 of 8 heads: vertical_slash(vertical_tokens=100, slash_tokens=800,",
+        "3 of 8 heads: vertical_slash(last_queries=64, forced_verticals=30, forced_slashes=100, settings=2)",
         "1 of 8 heads: a_shape(sink_tokens=128, local_tokens=512)",
     ):
         assert line in checked.output

@@ -16,11 +16,12 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.reference import minference as reference
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.select import METHODS, name_of
+from vllm_sparse_kernels.select import METHODS, lines, name_of
 from vllm_sparse_kernels.select.base import Method
+from vllm_sparse_kernels.select.last_queries import last_query_sums
 from vllm_sparse_kernels.select.minference import PER_TILE, AShape, BlockSparse
 from vllm_sparse_kernels.select.pooled import KeyPool, pool_queries, products_of_slabs, slabs_of
-from vllm_sparse_kernels.select.vertical_slash import VerticalSlash, last_query_sums
+from vllm_sparse_kernels.select.vertical_slash import VerticalSlash, VerticalSlashLayer
 from vllm_sparse_kernels.testing.batches import Batch, random_batch
 from vllm_sparse_kernels.workspace import Workspace
 
@@ -220,20 +221,82 @@ def test_block_sparse_kernel_is_the_reference(case):
     block_sparse_between(method, batch, by_kernel, by_reference)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_last_query_sums_are_the_sums_of_the_softmax(case):
-    """Every column and diagonal sum, within the bound of ``vertical_slash_bounds``; heads of one's own choice."""
-    batch = case.batch()
-    heads = [batch.num_heads - 1, 0][: batch.num_heads]
+def check_sums(batch: Batch, heads: list[int], band: int) -> None:
+    """Every column sum and every sum of ``band`` diagonals, within the bound of ``vertical_slash_bounds``."""
+    index = SparseIndex.allocate(batch.rows, batch.num_heads, 64)
     entries = torch.tensor(heads, dtype=torch.int32, device=DEVICE)
+    num_rows, starts = batch.rows.num_rows, batch.rows.key_starts
+    sums = last_query_sums(batch.q, batch.cache, index, (0, num_rows), entries, batch.scale, 64, band)
+    columns, diagonals = sums.values.split([len(heads) * starts[-1], len(heads) * starts[-1] // band])
     for row, seq_len in enumerate(batch.rows.seq_lens):
-        sums = last_query_sums(batch.q, batch.cache, batch.rows, row, entries, batch.scale, 64)
         for i_entry, head in enumerate(heads):
             q, keys = row_parts(batch, row, head)
             size = float((q[-64:].abs() @ keys.abs().T).max()) * batch.scale
-            relative = UNIT * (2 * (q.shape[1] + 4) * size + seq_len + 64 + 8)
-            exact = torch.stack(reference.vertical_slash_sums(q[-64:], keys, batch.scale))
-            assert ((sums[:, i_entry, :seq_len] - exact).abs() <= relative * exact).all()
+            relative = UNIT * (2 * (q.shape[1] + 4) * size + seq_len + 64 * band + 8)
+            exact, exact_slash = reference.vertical_slash_sums(q[-64:], keys, batch.scale)
+            given = columns.view(len(heads), -1)[i_entry, starts[row] : starts[row] + seq_len]
+            assert ((given - exact).abs() <= relative * exact).all()
+            exact = torch.nn.functional.pad(exact_slash, (0, -seq_len % band)).view(-1, band).sum(1)
+            start = starts[row] // band
+            given = diagonals.view(len(heads), -1)[i_entry, start : start + len(exact)]
+            assert ((given - exact).abs() <= relative * exact).all()
+
+
+@pytest.mark.parametrize("band", [1, 64])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_last_query_sums_are_the_sums_of_the_softmax(case, band):
+    """Heads of one's own choice, all rows at once."""
+    batch = case.batch()
+    check_sums(batch, [batch.num_heads - 1, 0][: batch.num_heads], band)
+
+
+def test_more_splits_than_are_joined_at_once():
+    check_sums(random_batch([(4299, 70)], 1, 1, 64, 128, F32, DEVICE), [0], 64)
+
+
+SETTINGS = [VerticalSlash(40, 9, 64, 3, 2), VerticalSlash(7, 60, 64, 0, 50), VerticalSlash(0, 0), VerticalSlash(400, 3)]
+
+
+def test_heads_with_numbers_of_their_own_select_what_they_select_alone():
+    batch = random_batch([(137, 100), (0, 70)], 4, 2, 64, 16, F32, DEVICE)
+    merged = VerticalSlash.merged(SETTINGS)
+    assert isinstance(merged, VerticalSlashLayer)
+    heads = [2, 0, 3, 1]
+    layouts = {head: one.stripe_layout(batch.rows) for head, one in zip(heads, SETTINGS, strict=True)}
+    index = SparseIndex.allocate(batch.rows, 4, 64, layouts)
+    ids = torch.tensor(heads, dtype=torch.int32, device=DEVICE)
+    merged.select(batch.q, batch.cache, index, ids, batch.scale)
+    index.check()
+    for head, one in zip(heads, SETTINGS, strict=True):
+        alone = select(one, batch, 64)
+        for i_tile in range(batch.rows.num_tiles):
+            assert lists(index, head, i_tile) == lists(alone, head, i_tile)
+
+
+def test_what_is_merged():
+    merged = VerticalSlash.merged(SETTINGS)
+    assert merged.of_heads(4) == tuple(SETTINGS)
+    assert merged.alike == SETTINGS[0].alike == VerticalSlash()
+    assert name_of(merged) == "vertical_slash"
+    assert VerticalSlash.merged(SETTINGS[:1] * 2) == SETTINGS[0]
+    assert VerticalSlash(last_queries=17).alike != VerticalSlash().alike
+    rows = Rows((0,), (500,), (9000,), torch.zeros(1, 1, dtype=torch.int32))
+    assert merged.stripe_layout(rows) == VerticalSlash(400).stripe_layout(rows)
+    with pytest.raises(ValueError, match="methods: given"):
+        VerticalSlash.merged([VerticalSlash(), VerticalSlash(last_queries=17)])
+
+
+def test_rows_in_slabs_are_the_same(monkeypatch):
+    """As many rows at a time as the workspace allows, down to one; and what a slab took is free again after it."""
+    batch = random_batch([(0, 65), (201, 130), (9, 1)], 2, 1, 64, 16, F32, DEVICE, gap_tokens=3)
+    method = VerticalSlash(30, 10, 64, 5, 5)
+    together = select(method, batch, 64)
+    for num_bytes, slabs in ((0, [(0, 1), (1, 2), (2, 3)]), (2 * 4096 * 2 * 16, [(0, 2), (2, 3)])):
+        monkeypatch.setattr(lines, "SLAB_BYTES", num_bytes)
+        index = select(method, batch, 64)
+        assert list(lines.slabs_of_rows(index, 2)) == slabs
+        assert all_lists(index) == all_lists(together)
+        assert index.workspace.peak_bytes < together.workspace.peak_bytes
 
 
 def test_reference_sums_by_their_definition():

@@ -1,7 +1,5 @@
 """MInference's lists and top-k alone, from made-up sums and scores: edges of blocks, rows beyond one chunk, equals."""
 
-import math
-
 import pytest
 import torch
 
@@ -9,9 +7,10 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.reference import minference as reference
 from vllm_sparse_kernels.rows import Rows
+from vllm_sparse_kernels.select.last_queries import Sums
 from vllm_sparse_kernels.select.lines import Lines, write_lines
 from vllm_sparse_kernels.select.minference import AShape, write_top_blocks
-from vllm_sparse_kernels.select.vertical_slash import VerticalSlash, _join_lse_kernel
+from vllm_sparse_kernels.select.vertical_slash import VerticalSlash
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -52,12 +51,13 @@ def test_lists_at_the_edges_of_blocks(block_tokens):
     edges = [201, 350, *range(201 % 64, 351, 64), *range(328 % 64, 351, 64), *range(350 % 64, 351, 64)]
     offsets = sorted({o for edge in edges for o in (edge - 1, edge, edge + 1) if 0 <= o < 351})
     keys = [(64 * i + i % 3 - 1) % 351 for i in range(len(offsets))]
-    slashes = torch.eye(351, device=DEVICE, dtype=torch.int32)[offsets]
-    verticals = torch.tensor(keys, dtype=torch.int32, device=DEVICE)[:, None]
+    slashes = torch.eye(384, device=DEVICE, dtype=torch.int32)[offsets]
+    verticals = torch.tensor(keys, dtype=torch.int32, device=DEVICE)[None, :, None]
     heads = torch.arange(len(offsets), dtype=torch.int32, device=DEVICE)
     layouts = dict.fromkeys(range(len(offsets)), VerticalSlash(1).stripe_layout(rows))
     index = SparseIndex.allocate(rows, len(offsets), block_tokens, layouts)
-    write_lines(index, 0, heads, Lines(verticals, None, None, slashes.cumsum(1).int()), 1)
+    counts = torch.ones(1, len(offsets), dtype=torch.int32, device=DEVICE)
+    write_lines(index, (0, 1), heads, Lines(verticals, counts, None, slashes.cumsum(1).int()), 1)
     index.check()
     for head, (offset, key) in enumerate(zip(offsets, keys, strict=True)):
         for i_tile, tile in enumerate(rows.tile_list):
@@ -79,10 +79,13 @@ class TestBeyondOneChunk:
         rows = unread_row(70, 200_000)
         generator = torch.Generator(DEVICE).manual_seed(0)
         verticals = torch.randperm(200_070, generator=generator, device=DEVICE)[:2500].sort().values
-        slashes = torch.rand(200_070, generator=generator, device=DEVICE) < 0.001
+        slashes = torch.rand(200_128, generator=generator, device=DEVICE) < 0.001
+        slashes[200_070:] = False
+        counts = torch.full((1, 1), 2500, dtype=torch.int32, device=DEVICE)
         index = SparseIndex.allocate(rows, 1, block_tokens, {0: VerticalSlash(2500).stripe_layout(rows)})
         heads = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        write_lines(index, 0, heads, Lines(verticals[None].int(), None, None, slashes.cumsum(0)[None].int()), 1)
+        lines = Lines(verticals.int().view(1, 1, -1), counts, None, slashes.cumsum(0)[None].int())
+        write_lines(index, (0, 1), heads, lines, 1)
         index.check()
         offsets = slashes.nonzero().flatten().tolist()[::-1]
         assert lists(index, 0, 0) == reference.merge(verticals.tolist(), offsets, rows.tile_list[0], block_tokens)
@@ -100,40 +103,44 @@ class TestBeyondOneChunk:
         assert all_lists(index) == all_lists(expected)
 
 
-@pytest.mark.parametrize("num_splits", [1, 33, 128])
-def test_splits_of_the_log_sum_exp(num_splits):
-    """More splits than are joined at once, some of which hold no key that a query may see."""
-    partial = torch.randn(2, num_splits, 64, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE) * 9
-    partial[:, 1:, 5] = -torch.inf
-    partial[:, 40:] = -torch.inf
-    lse = torch.empty(2, 64, device=DEVICE)
-    _join_lse_kernel[(2,)](partial, lse, num_splits, SPLITS=32)
-    exact = torch.logsumexp(partial.double() * math.log(2), 1) / math.log(2)
-    torch.testing.assert_close(lse.double(), exact, rtol=2.0**-21, atol=2.0**-21)
+def made_up(kind: str, count: int) -> torch.Tensor:
+    values = torch.rand(count, generator=torch.Generator(DEVICE).manual_seed(count), device=DEVICE)
+    if kind == "integers":  # their bits end in zeros
+        return values.argsort().float()
+    if kind == "few":
+        return (values * 4).floor() / 4
+    if kind == "tiny":
+        return values * 1e-38 * (values > 0.5)
+    return torch.zeros_like(values) if kind == "equal" else values
 
 
-@pytest.mark.parametrize("length", [1, 1000, 8200])
-@pytest.mark.parametrize("values", ["distinct", "integers", "few", "tiny", "equal"])
-def test_top_k_is_exact_and_takes_the_earliest_of_equals(length, values):
+def check_top_k(lengths: list[int], kind: str, numbers: list[tuple[int, int]]) -> None:
+    """Of made-up sums of two heads; ``numbers`` has (k, forced) of each head."""
+    rows = Rows((0,) * len(lengths), (1,) * len(lengths), tuple(n - 1 for n in lengths),
+                torch.zeros(len(lengths), 1, dtype=torch.int32, device=DEVICE))  # fmt: skip
+    index = SparseIndex.allocate(rows, 2, 64)
+    values = made_up(kind, 4 * rows.key_starts[-1]).view(2, 2, -1)
+    for start, length, end in zip(rows.key_starts, lengths, rows.key_starts[1:]):
+        values[..., start + length : end] = float("nan")  # undefined places of a last tile
+    method = VerticalSlash.merged([VerticalSlash(k, k // 2, 64, forced, 2 * forced) for k, forced in numbers])
+    sums = Sums(values.flatten(), None, rows.key_starts[-1], 2, 1, 0, len(lengths))
+    kept = method.keep_largest(sums, index)
+    for row, (start, length) in enumerate(zip(rows.key_starts, lengths)):
+        for head, (k, forced) in enumerate(numbers):
+            columns, slashes = values[:, head, start : start + length]
+            expected = reference.keep(columns, k, forced).nonzero().flatten().tolist()
+            assert len(expected) == min(k, length)
+            assert kept.columns[row, head, : kept.num_columns[row, head]].tolist() == expected
+            expected = reference.keep(slashes, k // 2, 2 * forced).cumsum(0).int()
+            assert torch.equal(kept.bands_upto[head, start : start + length], expected)
+
+
+@pytest.mark.parametrize("numbers", [[(0, 0), (1, 0)], [(333, 50), (20, 50)], [(8300, 0), (10**12, 7)]])
+@pytest.mark.parametrize("kind", ["distinct", "integers", "few", "tiny", "equal"])
+def test_top_k_is_exact_and_takes_the_earliest_of_equals(kind, numbers):
     """Against a stable sort: sums with many equals, zeros, denormals; forced ones; k from 0 to more than there are."""
-    generator = torch.Generator(DEVICE).manual_seed(length)
-    sums = torch.rand(2, 1, (length + 63) // 64 * 64, generator=generator, device=DEVICE)
-    if values == "integers":  # their bits end in zeros: the search stops at the k-th value itself
-        sums = sums.argsort(-1).float()
-    elif values == "few":
-        sums = (sums * 4).floor() / 4
-    elif values == "tiny":
-        sums = sums * 1e-38 * (sums > 0.5)
-    elif values == "equal":
-        sums = torch.zeros_like(sums)
-    sums[..., length:] = float("nan")  # undefined places of the last tile
-    for k, forced in ((0, 0), (1, 0), (length // 3, 50), (20, 50), (length + 9, 0)):
-        method = VerticalSlash(k, k, 64, forced, forced)
-        lines = method._keep_largest(sums, length)
-        for kind in range(2):
-            kept = reference.keep(sums[kind, 0, :length], k, forced)
-            assert int(kept.sum()) == min(k, length)
-            if kind == 0:
-                assert lines.columns[0].tolist() == kept.nonzero().flatten().tolist()
-            else:
-                assert torch.equal(lines.bands_upto[0, :length], kept.cumsum(0).int())
+    check_top_k([1, 1000, 8200], kind, numbers)
+
+
+def test_top_k_where_a_chunk_is_more_than_is_read_at_once():
+    check_top_k([70_000], "few", [(2000, 3), (40_000, 0)])

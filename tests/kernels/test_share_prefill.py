@@ -132,9 +132,15 @@ def test_averages_are_those_of_all_pairs(block_tokens):
     index = SparseIndex.allocate(batch.rows, 2, block_tokens)
     heads = torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)
     averages = BlockAverages(batch.q, batch.cache, index, heads, batch.scale, Spans.of(index))
-    estimates = averages.estimates().double()
+    estimates, sparsity = averages.estimates()
+    estimates = estimates.double()
     expected = [torch.cat([estimate(batch, row, head, block_tokens) for row in (0, 1)]) for head in (1, 0)]
     torch.testing.assert_close(estimates, torch.stack(expected), rtol=1e-5, atol=1e-9)
+    for place, head in enumerate((1, 0)):
+        for row in (0, 1):
+            one = estimate(batch, row, head, block_tokens)
+            distance = js_distance(one, torch.full_like(one, 1 / len(one)))
+            assert float(sparsity[place, row]) == pytest.approx(distance, abs=1e-4)
     maps = averages.maps(torch.tensor([[1, -1]], dtype=torch.int32, device=DEVICE))[0].double()
     keys, _ = batch.cache.gather(batch.rows.block_table[0], 473)
     scores = block_average_map(batch.q[:140, 0].double(), keys[:, 0].double() * batch.scale, index, 0)

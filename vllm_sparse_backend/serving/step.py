@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.settings.plan import LayerPlan
+from vllm_sparse_backend.settings.plan import LayerPlan, methods_by_head
 from vllm_sparse_kernels import Rows, SparseIndex, StripeLayout
 from vllm_sparse_kernels.select.base import Method
 
@@ -28,7 +28,7 @@ class SparseStep:
 
     def index(self, groups: LayerPlan, num_heads: int, block_tokens: int) -> SparseIndex:
         """Room for one layer's selection. Layers run one after the other, and those that need equal room share it."""
-        layouts = {head: self._layout(group.method.alike) for group in groups for head in group.heads}
+        layouts = {head: self._layout(method) for head, method in enumerate(methods_by_head(groups))}
         key = (block_tokens, tuple(layouts[head] for head in range(num_heads)))
         if key not in self._indices:
             self._indices[key] = SparseIndex.allocate(self.rows, num_heads, block_tokens, layouts)

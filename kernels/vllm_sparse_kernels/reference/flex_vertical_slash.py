@@ -40,13 +40,16 @@ def select_flex_vertical_slash(
 
 
 def fewest_with_mass(values: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Flags of the fewest values with γ of the sum, min{k: Σ of the k largest >= γ}, and of all ties with the last."""
+    """Flags of the fewest values with γ of the sum, min{k: Σ of the k largest >= γ}, and of all ties with the last.
+
+    Tied are floats of the same sign, exponent and first 10 bits of the mantissa.
+    """
     if gamma == 1:
         return torch.ones_like(values, dtype=torch.bool)
     largest = values.sort(descending=True).values
     mass = largest.double().cumsum(0)
     num_short = int((mass < gamma * mass[-1]).sum())
-    return values >= largest[num_short]
+    return values >= (largest[num_short].float().view(torch.int32) >> 13 << 13).view(torch.float32)
 
 
 def pool(values: torch.Tensor, tokens: int) -> torch.Tensor:

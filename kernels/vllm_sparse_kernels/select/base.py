@@ -28,7 +28,7 @@ class Method(ABC):
 
     @property
     def alike(self) -> "Method":
-        """Equal for methods that ``merged`` joins. What is alike has one name and one stripe layout."""
+        """Equal for methods that ``merged`` joins. What is alike has one name."""
         return self
 
     @classmethod
@@ -69,7 +69,10 @@ class Method(ABC):
         return common if len(settings) == 1 else common | {"settings": len(settings)}
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
-        """Room that one head's stripes need. Methods that keep blocks alone keep this."""
+        """Room that one head's stripes need; of merged methods, enough for any of theirs.
+
+        Methods that keep blocks alone keep this.
+        """
         return StripeLayout.none(rows)
 
     @abstractmethod

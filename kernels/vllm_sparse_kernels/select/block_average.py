@@ -5,6 +5,7 @@ pairs is (mean q) · (mean k): nothing but means is needed. Blocks on the diagon
 over the pairs that the causal mask leaves, pair by pair.
 """
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,6 @@ from vllm_sparse_kernels.paged import PagedCache, key_args, key_offsets
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div, to_device
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, tile_blocks
 
-SPLIT_BLOCKS = 256
-"""Key blocks of one program: the long axis is split over many."""
-
 
 class Spans(NamedTuple):
     """Per row: its key blocks among those of all rows, its scores in a map, and its last queries as a tile."""
@@ -29,6 +27,7 @@ class Spans(NamedTuple):
     last_tiles: torch.Tensor  # [num_rows, 4] int32, the chunk's last 128 queries, like Rows.tiles
     block_starts: torch.Tensor  # [num_rows + 1] int64
     map_starts: torch.Tensor  # [num_rows + 1] int64, where a row's tiles begin in a row of block_ids
+    longest_map: int  # of one row
 
     @staticmethod
     def of(index: SparseIndex) -> "Spans":
@@ -48,6 +47,7 @@ class Spans(NamedTuple):
             to_device(lasts, torch.int32, rows.device).view(-1, TILE_FIELDS),
             to_device(block_starts, torch.int64, rows.device),
             to_device(map_starts, torch.int64, rows.device),
+            max(b - a for a, b in pairwise(map_starts)),
         )
 
 
@@ -62,6 +62,7 @@ class JobArgs(NamedTuple):
     """Which (head, tile) pairs are scored, and where the scores of a tile's key blocks go.
 
     Job j scores head ``heads[j]``, or ``heads[places[j, row]]`` where places are given: none if that is −1.
+    ``sparsity`` [jobs, num_rows] takes the distance to the uniform distribution, if it is asked for.
     """
 
     heads: Any
@@ -69,6 +70,7 @@ class JobArgs(NamedTuple):
     tiles: Any
     out: Any
     out_offsets: Any
+    sparsity: Any
 
 
 class BlockAverages:
@@ -95,52 +97,46 @@ class BlockAverages:
         }
         self.group = q.shape[1] // cache.num_kv_heads
         self.precision = "ieee" if q.dtype == torch.float32 else "tf32"
-        self.mean_keys = torch.empty(
-            cache.num_kv_heads, spans.num_blocks, cache.head_dim, dtype=torch.float32, device=q.device
-        )
+        self.mean_keys = index.workspace.empty(cache.num_kv_heads, spans.num_blocks, cache.head_dim)
         _mean_keys_kernel[(spans.max_blocks, index.rows.num_rows, cache.num_kv_heads)](
             self.keys, table.stride(0), spans.last_tiles, spans.block_starts,
             self.mean_keys, self.mean_keys.stride(0), **self.options,
         )  # fmt: skip
 
-    def estimates(self) -> torch.Tensor:
-        """[heads, all rows' key blocks] float32: every head's last queries (â)."""
-        out = torch.empty(len(self.heads), self.spans.num_blocks, dtype=torch.float32, device=self.heads.device)
-        self._score(None, len(self.heads), self.spans.last_tiles, out, self.spans.block_starts)
-        return out
+    def estimates(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Every head's last queries: [heads, all rows' key blocks] (â), and sqrt(JSD) of each to the uniform
+        distribution (d_sparse), [heads, num_rows]; float32."""
+        out = self.index.workspace.empty(len(self.heads), self.spans.num_blocks)
+        sparsity = self.index.workspace.empty(len(self.heads), self.index.rows.num_rows)
+        self._average(None, len(self.heads), self.spans.last_tiles, out, self.spans.block_starts, sparsity)
+        return out, sparsity
 
     def maps(self, places: torch.Tensor) -> torch.Tensor:
         """[jobs, block_capacity] float32, laid out as block_ids: all tiles of the heads at ``places`` (Ã).
 
         places [jobs, num_rows] int32 point into ``heads``; where one is −1, nothing is computed.
         """
-        out = torch.empty(len(places), self.index.block_ids.shape[1], dtype=torch.float32, device=self.heads.device)
-        self._score(places, len(places), self.index.rows.tiles, out, self.index.block_offsets)
+        out = self.index.workspace.empty(len(places), self.index.block_ids.shape[1])
+        self._average(places, len(places), self.index.rows.tiles, out, self.index.block_offsets, None)
         return out
 
-    def _score(
+    def _average(
         self,
         places: torch.Tensor | None,
         num_jobs: int,
         tiles: torch.Tensor,
         out: torch.Tensor,
         out_offsets: torch.Tensor,
+        sparsity: torch.Tensor | None,
     ) -> None:
-        rows = self.index.rows
-        jobs, sizes = JobArgs(self.heads, places, tiles, out, out_offsets), (rows.num_rows, out.stride(0))
-        options = self.options | {"GROUP": self.group, "BLOCK_M": TILE_TOKENS}
-        splits = ceil_div(self.spans.max_blocks, SPLIT_BLOCKS)
-        _mean_scores_kernel[(len(tiles), splits, num_jobs)](
-            self.queries, jobs, *sizes, self.mean_keys, self.mean_keys.stride(0), self.spans.block_starts,
-            **options, SPLIT=SPLIT_BLOCKS, CHUNK=32,
+        rows, block_d = self.index.rows, self.options["BLOCK_D"]
+        _averages_kernel[(len(tiles), num_jobs)](
+            self.queries, self.keys, JobArgs(self.heads, places, tiles, out, out_offsets, sparsity),
+            rows.block_table.stride(0), rows.num_rows, out.stride(0), self.mean_keys, self.mean_keys.stride(0),
+            self.spans.block_starts, **self.options, GROUP=self.group, BLOCK_M=TILE_TOKENS,
+            CHUNK=max(16, 16384 // block_d), CHUNK_KEYS=32, CHUNK_BLOCKS=CHUNK_BLOCKS, PRECISION=self.precision,
+            num_warps=8,
         )  # fmt: skip
-        _diagonal_scores_kernel[(len(tiles), num_jobs)](
-            self.queries, self.keys, rows.block_table.stride(0), jobs, *sizes, **options, CHUNK=32,
-            PRECISION=self.precision,
-        )  # fmt: skip
-        _softmax_kernel[(len(tiles), num_jobs)](
-            jobs, *sizes, BLOCK_N=self.index.block_tokens, FIELDS=TILE_FIELDS, CHUNK=CHUNK_BLOCKS
-        )
 
 
 @triton.jit(do_not_specialize=["stride_table", "stride_head"])
@@ -203,87 +199,87 @@ def _head_of(jobs, num_rows, i_job, i_row):
     return tl.load(jobs.heads + place, mask=place >= 0, other=-1)
 
 
-@triton.jit(do_not_specialize=["num_rows", "stride_out", "stride_head"])
-def _mean_scores_kernel(
-    queries, jobs, num_rows, stride_out, mean_keys, stride_head, block_starts,
+@triton.jit
+def divergence(b_a, b_b):
+    """Terms of JSD(a‖b), elementwise, natural logarithm; 0 · log 0 is 0."""
+    b_m = (b_a + b_b) * 0.5
+    b_from_a = tl.where(b_a > 0, b_a * tl.log(b_a / b_m), 0.0)
+    b_from_b = tl.where(b_b > 0, b_b * tl.log(b_b / b_m), 0.0)
+    return (b_from_a + b_from_b) * 0.5
+
+
+@triton.jit(do_not_specialize=["stride_table", "num_rows", "stride_out", "stride_head"])
+def _averages_kernel(
+    queries, keys, jobs, stride_table, num_rows, stride_out, mean_keys, stride_head, block_starts,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, CHUNK_KEYS: tl.constexpr, CHUNK_BLOCKS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Blocks before the tile's diagonal: the mean of q·k over all pairs is (mean q) · (mean k)."""
-    i_tile, i_split, i_job = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Softmax over the causal blocks of one (tile, head). Scores stand in its place until their sum is known."""
+    i_tile, i_job = tl.program_id(0), tl.program_id(1)
     i_row = tl.load(jobs.tiles + i_tile * FIELDS)
     i_head = _head_of(jobs, num_rows, i_job, i_row)
+    if i_head < 0:
+        return
+    i_kv = i_head // GROUP
+    token = tl.load(jobs.tiles + i_tile * FIELDS + 1)
     length = tl.load(jobs.tiles + i_tile * FIELDS + 2)
-    diagonal, _ = tile_blocks(jobs.tiles, i_tile, BLOCK_N, FIELDS)
-    end = tl.minimum((i_split + 1) * SPLIT, diagonal)
-    if (i_head >= 0) & (i_split * SPLIT < end):
-        o_d = tl.arange(0, BLOCK_D)
-        token = tl.load(jobs.tiles + i_tile * FIELDS + 1)
-        b_q = _load_queries(queries, i_head, token, length, BLOCK_M, HEAD_DIM, BLOCK_D)
-        b_mean = tl.sum(b_q.to(tl.float32), 0) / length
-        means = mean_keys + (i_head // GROUP).to(tl.int64) * stride_head + tl.load(block_starts + i_row) * HEAD_DIM
-        out = jobs.out + i_job.to(tl.int64) * stride_out + tl.load(jobs.out_offsets + i_tile)
-        for start in range(i_split * SPLIT, end, CHUNK):
-            o_n = start + tl.arange(0, CHUNK)
-            in_keys = (o_n < end)[:, None] & (o_d < HEAD_DIM)[None, :]
-            b_k = tl.load(means + o_n[:, None] * HEAD_DIM + o_d[None, :], mask=in_keys, other=0.0)
-            tl.store(out + o_n, tl.sum(b_k * b_mean[None, :], 1) * queries.scale, mask=o_n < end)
+    first = tl.load(jobs.tiles + i_tile * FIELDS + 3)
+    diagonal, num_causal = tile_blocks(jobs.tiles, i_tile, BLOCK_N, FIELDS)
+    o_d = tl.arange(0, BLOCK_D)
+    b_q = _load_queries(queries, i_head, token, length, BLOCK_M, HEAD_DIM, BLOCK_D)
+    b_mean = tl.sum(b_q.to(tl.float32), 0) * (queries.scale / length)
+    means = mean_keys + i_kv.to(tl.int64) * stride_head + tl.load(block_starts + i_row) * HEAD_DIM
+    out = jobs.out + i_job.to(tl.int64) * stride_out + tl.load(jobs.out_offsets + i_tile)
+
+    peak, total = float("-inf"), 0.0
+    for start in range(0, diagonal, CHUNK):
+        o_n = start + tl.arange(0, CHUNK)
+        in_keys = (o_n < diagonal)[:, None] & (o_d < HEAD_DIM)[None, :]
+        b_k = tl.load(means + o_n[:, None] * HEAD_DIM + o_d[None, :], mask=in_keys, other=0.0)
+        b_s = tl.sum(b_k * b_mean[None, :], 1)
+        tl.store(out + o_n, b_s, mask=o_n < diagonal)
+        b_s = tl.where(o_n < diagonal, b_s, float("-inf"))
+        higher = tl.maximum(peak, tl.max(b_s, 0))
+        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(b_s - higher), 0)
+        peak = higher
+    for i_block in range(diagonal, num_causal):
+        score = _causal_mean(
+            b_q, keys, stride_table, i_row, i_kv, i_block, first, length,
+            HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_M, CHUNK_KEYS, PRECISION,
+        ) * queries.scale  # fmt: skip
+        tl.store(out + i_block, score)
+        higher = tl.maximum(peak, score)
+        total = total * tl.exp(peak - higher) + tl.exp(score - higher)
+        peak = higher
+    tl.debug_barrier()
+    b_apart = tl.zeros([CHUNK_BLOCKS], tl.float32)
+    for start in range(0, num_causal, CHUNK_BLOCKS):
+        o_n = start + tl.arange(0, CHUNK_BLOCKS)
+        causal = o_n < num_causal
+        b_p = tl.exp(tl.load(out + o_n, mask=causal, other=float("-inf")) - peak) / total
+        tl.store(out + o_n, b_p, mask=causal)
+        if jobs.sparsity is not None:
+            b_apart += divergence(b_p, tl.where(causal, 1.0 / num_causal, 0.0))
+    if jobs.sparsity is not None:
+        tl.store(jobs.sparsity + i_job * num_rows + i_row, tl.sqrt(tl.maximum(tl.sum(b_apart, 0), 0.0)))
 
 
-@triton.jit(do_not_specialize=["stride_table", "num_rows", "stride_out"])
-def _diagonal_scores_kernel(
-    queries, keys, stride_table, jobs, num_rows, stride_out,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit
+def _causal_mean(
+    b_q, keys, stride_table, i_row, i_kv, i_block, first, length,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Blocks on the tile's diagonal: the mean of q·k over the pairs that the causal mask leaves."""
-    i_tile, i_job = tl.program_id(0), tl.program_id(1)
-    i_row = tl.load(jobs.tiles + i_tile * FIELDS)
-    i_head = _head_of(jobs, num_rows, i_job, i_row)
-    if i_head >= 0:
-        token = tl.load(jobs.tiles + i_tile * FIELDS + 1)
-        length = tl.load(jobs.tiles + i_tile * FIELDS + 2)
-        first = tl.load(jobs.tiles + i_tile * FIELDS + 3)
-        diagonal, num_causal = tile_blocks(jobs.tiles, i_tile, BLOCK_N, FIELDS)
-        b_q = _load_queries(queries, i_head, token, length, BLOCK_M, HEAD_DIM, BLOCK_D)
-        o_m = tl.arange(0, BLOCK_M)
-        out = jobs.out + i_job.to(tl.int64) * stride_out + tl.load(jobs.out_offsets + i_tile)
-        for i_block in range(diagonal, num_causal):
-            total = 0.0
-            count = 0
-            for start in range(0, BLOCK_N, CHUNK):
-                position = i_block * BLOCK_N + start
-                b_k = _load_keys(
-                    keys, stride_table, i_row, i_head // GROUP, position, first + length, CHUNK, HEAD_DIM, BLOCK_D
-                )
-                b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-                o_n = position + tl.arange(0, CHUNK)
-                seen = (o_n[None, :] <= first + o_m[:, None]) & (o_m < length)[:, None]
-                total += tl.sum(tl.where(seen, b_s, 0.0))
-                count += tl.sum(seen.to(tl.int32))
-            tl.store(out + i_block, total * queries.scale / count)
-
-
-@triton.jit(do_not_specialize=["num_rows", "stride_out"])
-def _softmax_kernel(
-    jobs, num_rows, stride_out, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
-    """Softmax over the causal blocks of one (head, tile), in place."""
-    i_tile, i_job = tl.program_id(0), tl.program_id(1)
-    if _head_of(jobs, num_rows, i_job, tl.load(jobs.tiles + i_tile * FIELDS)) >= 0:
-        _, num_causal = tile_blocks(jobs.tiles, i_tile, BLOCK_N, FIELDS)
-        out = jobs.out + i_job.to(tl.int64) * stride_out + tl.load(jobs.out_offsets + i_tile)
-        b_max = tl.full([CHUNK], float("-inf"), tl.float32)
-        for start in range(0, num_causal, CHUNK):
-            o_n = start + tl.arange(0, CHUNK)
-            b_max = tl.maximum(b_max, tl.load(out + o_n, mask=o_n < num_causal, other=float("-inf")))
-        peak = tl.max(b_max, 0)
-        b_sum = tl.zeros([CHUNK], tl.float32)
-        for start in range(0, num_causal, CHUNK):
-            o_n = start + tl.arange(0, CHUNK)
-            b_sum += tl.exp(tl.load(out + o_n, mask=o_n < num_causal, other=float("-inf")) - peak)
-        total = tl.sum(b_sum, 0)
-        for start in range(0, num_causal, CHUNK):
-            o_n = start + tl.arange(0, CHUNK)
-            b_x = tl.load(out + o_n, mask=o_n < num_causal, other=float("-inf"))
-            tl.store(out + o_n, tl.exp(b_x - peak) / total, mask=o_n < num_causal)
+    """The mean of q·k over the pairs of a tile and a block that the causal mask leaves."""
+    total = 0.0
+    count = 0
+    for start in range(0, BLOCK_N, CHUNK):
+        position = i_block * BLOCK_N + start
+        b_k = _load_keys(keys, stride_table, i_row, i_kv, position, first + length, CHUNK, HEAD_DIM, BLOCK_D)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        o_m, o_n = tl.arange(0, BLOCK_M), position + tl.arange(0, CHUNK)
+        seen = (o_n[None, :] <= first + o_m[:, None]) & (o_m < length)[:, None]
+        total += tl.sum(tl.where(seen, b_s, 0.0))
+        count += tl.sum(seen.to(tl.int32))
+    return total / count

@@ -13,13 +13,17 @@ Deviations from Algorithm 5:
   single diagonals suggests, which holds less than γ: recall 0.86 at density 0.20.)
 * A tile keeps at most ``max_stripes`` stripes (fewer where a row has very many tiles). If a head's columns exceed that,
   the blocks with the most columns are kept whole, until the rest fits: more keys, never fewer.
-* Columns and bands tied at the threshold are all kept. The first block and the diagonal ones are always kept, as in the
-  authors' code; its minimum budgets are left out.
+* Columns and bands tied at the threshold are all kept, and those count as tied whose sums, as floats, agree in their
+  first 10 bits after the leading one: γ is reached, with columns within a thousandth of the least one beside it. This
+  takes two passes over the sums (radix.py) where exact ties would take four.
+* The first block and the diagonal ones are always kept, as in the authors' code; its minimum budgets are left out.
 * The last queries are those of the row's chunk in this step, fewer than 64 if the chunk is shorter.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import triton
@@ -27,15 +31,25 @@ import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import Rows, ceil_div
-from vllm_sparse_kernels.select.base import Method, require
-from vllm_sparse_kernels.select.lines import Lines, write_lines
+from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE_TOKENS, Rows
+from vllm_sparse_kernels.select.base import Method, PerHead, on_device, require
+from vllm_sparse_kernels.select.last_queries import Sums, last_query_sums, sums_of
+from vllm_sparse_kernels.select.lines import Lines, slabs_of_rows, write_lines
 from vllm_sparse_kernels.select.lists import append
-from vllm_sparse_kernels.select.vertical_slash import last_query_sums
+from vllm_sparse_kernels.select.radix import (
+    CHUNK,
+    MASS_PASSES,
+    MOST_CHUNKS,
+    UNSPECIALIZED,
+    mass_digits,
+    mass_keys,
+    span_of,
+    threshold_of,
+)
 
 LAST_QUERIES = 64
 
-BAND = tl.constexpr(64)
+BAND = 64
 """Diagonals that are kept or left together."""
 
 ROW_STRIPES = 1 << 19
@@ -56,8 +70,16 @@ class FlexVerticalSlash(Method):
         require(self.max_stripes >= 0, "max_stripes", self.max_stripes, ">= 0")
 
     @property
+    def alike(self) -> "FlexVerticalSlash":
+        return FlexVerticalSlash(max_stripes=self.max_stripes)
+
+    @classmethod
+    def merged(cls, methods: Sequence[Self]) -> Method:
+        return FlexVerticalSlashLayer.join(methods)
+
+    @property
     def kernel_share(self) -> float:
-        """γ for ``mass_threshold``, which keeps values of zero only for a share that cannot be reached."""
+        """γ for ``mass_digits``, which keeps values of zero only for a share that cannot be reached."""
         return self.gamma if self.gamma < 1 else math.inf
 
     def stripes_of_row(self, rows: Rows, row: int) -> int:
@@ -73,117 +95,157 @@ class FlexVerticalSlash(Method):
         return StripeLayout(tuple(offsets), total)
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        for row in range(index.rows.num_rows):
-            sums = last_query_sums(q, cache, index.rows, row, heads, scale, LAST_QUERIES)
-            write_lines(index, row, heads, self._keep_lines(sums, index, row), BAND.value)
+        self.select_where(q, cache, index, heads, scale, None)
 
-    def _keep_lines(self, sums: torch.Tensor, index: SparseIndex, row: int) -> Lines:
-        """Column and diagonal sums [2, n, width] of one row → the fewest columns and bands with γ of the mass."""
-        num_heads, width, seq_len = sums.shape[1], sums.shape[2], index.rows.seq_lens[row]
-        num_blocks, num_bands = ceil_div(seq_len, index.block_tokens), ceil_div(seq_len, BAND.value)
-        capacity = self.stripes_of_row(index.rows, row)
+    def select_where(
+        self,
+        q: torch.Tensor,
+        cache: PagedCache,
+        index: SparseIndex,
+        heads: torch.Tensor,
+        scale: float,
+        patterns: torch.Tensor | None,
+    ) -> None:
+        """``select``, less heads and rows where ``patterns`` [len(heads), num_rows] int32 is not 0."""
+        for rows in slabs_of_rows(index, len(heads)):
+            with index.workspace.frame():
+                sums = last_query_sums(q, cache, index, rows, heads, scale, LAST_QUERIES, BAND, patterns)
+                write_lines(index, rows, heads, self.keep_lines(sums, index), BAND, patterns)
 
-        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.empty(*shape, dtype=dtype, device=sums.device)
-
-        columns, num_columns = empty(num_heads, max(1, min(capacity, seq_len))), empty(num_heads)
-        whole = empty(num_heads, num_blocks, dtype=torch.uint8)
-        _keep_columns_kernel[(num_heads,)](
-            sums, width, seq_len, self.kernel_share, capacity, columns, columns.stride(0), num_columns, whole,
-            num_blocks, BLOCK_N=index.block_tokens, CHUNK=8192, num_warps=16,
+    def keep_lines(self, sums: Sums, index: SparseIndex) -> Lines:
+        """The fewest columns and the fewest bands with γ of the mass, of each head and row."""
+        rows, room, num_entries = index.rows, index.workspace.empty, sums.num_entries
+        num_rows = sums.end_row - sums.first_row
+        gammas = tuple(one.kernel_share for one in self.of_heads(num_entries))
+        shares = on_device(gammas + gammas, sums.values.device)
+        most = max(min(self.stripes_of_row(rows, i), rows.seq_lens[i]) for i in range(sums.first_row, sums.end_row))
+        columns = room(num_rows, num_entries, max(1, most), dtype=torch.int32)
+        num_columns = room(num_rows, num_entries, dtype=torch.int32)
+        whole = room(num_entries, sums.capacity // KEY_ALIGN, dtype=torch.uint8)
+        bands_upto = room(num_entries, sums.capacity // BAND, dtype=torch.int32)
+        digits = mass_digits(index, sums, shares)
+        chunks = digits.weights.shape[3]
+        left = room(num_rows, 2 * num_entries, chunks, index.block_tokens, dtype=torch.int32)
+        grid = (chunks, 2 * num_entries, num_rows)
+        where = (
+            sums.values, rows.row_table, sums.patterns, num_entries, sums.first_row, rows.num_rows, sums.capacity,
+            shares, digits, chunks, left,
         )  # fmt: skip
-        bands, bands_upto = empty(num_heads, num_bands, dtype=torch.float32), empty(num_heads, num_bands)
-        _sum_bands_kernel[(ceil_div(num_bands, 32), num_heads)](sums[1], width, seq_len, bands, num_bands, BANDS=32)
-        _keep_bands_kernel[(num_heads,)](bands, bands_upto, num_bands, self.kernel_share, CHUNK=1024)
+        options = {
+            "BAND": BAND,
+            "BLOCK_N": index.block_tokens,
+            "CHUNK": CHUNK,
+            "FIELDS": ROW_FIELDS,
+            "PASS": MASS_PASSES - 1,
+            "num_warps": 8,
+        }
+        _count_lines_kernel[grid](*where, **options)
+        _keep_lines_kernel[grid](
+            *where, self.max_stripes, columns, columns.shape[2], num_columns, whole,
+            bands_upto, **options, ROW_STRIPES=ROW_STRIPES, FEWEST=FEWEST_STRIPES, TILE=TILE_TOKENS,
+            ALIGN=KEY_ALIGN,
+        )  # fmt: skip
         return Lines(columns, num_columns, whole, bands_upto)
 
 
-@triton.jit
-def mass_threshold(values, length, share, CHUNK: tl.constexpr):
-    """Bits of the largest threshold t such that the values >= t hold ``share`` of the sum of values[:length].
-
-    Values must not be negative: then their bits, as integers, are ordered as they are, and the digits of t in base 4
-    are found from the highest down. With a share of infinity t is 0. Sums have a fixed order.
-    """
-    threshold = tl.full([], 0, tl.uint32)
-    step = tl.full([], 1 << 30, tl.uint32)
-    b_0 = tl.zeros([CHUNK], tl.float32)
-    for start in range(0, length, CHUNK):
-        o_n = start + tl.arange(0, CHUNK)
-        b_0 += tl.load(values + o_n, mask=o_n < length, other=0.0)
-    goal = tl.sum(b_0, 0) * share
-    for _ in range(16):
-        b_1 = tl.zeros([CHUNK], tl.float32)
-        b_2 = tl.zeros([CHUNK], tl.float32)
-        b_3 = tl.zeros([CHUNK], tl.float32)
-        for start in range(0, length, CHUNK):
-            o_n = start + tl.arange(0, CHUNK)
-            b_x = tl.load(values + o_n, mask=o_n < length, other=0.0)
-            b_bits = b_x.to(tl.uint32, bitcast=True)
-            b_1 += tl.where(b_bits >= threshold + step, b_x, 0.0)
-            b_2 += tl.where(b_bits >= threshold + 2 * step, b_x, 0.0)
-            b_3 += tl.where(b_bits >= threshold + 3 * step, b_x, 0.0)
-        digit = (tl.sum(b_1, 0) >= goal).to(tl.uint32) + (tl.sum(b_2, 0) >= goal).to(tl.uint32)
-        threshold += step * (digit + (tl.sum(b_3, 0) >= goal).to(tl.uint32))
-        step = step >> 2
-    return threshold
+@dataclass(frozen=True)
+class FlexVerticalSlashLayer(PerHead, FlexVerticalSlash):
+    """Heads that differ in γ."""
 
 
 @triton.jit
-def _kept_columns(row, start, seq_len, threshold, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
+def _kept_columns(row, start, end, threshold, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
     """Keys [blocks, BLOCK_N] from ``start`` on, which of them are kept, and how many of each block."""
     o_n = start + tl.reshape(tl.arange(0, CHUNK), [CHUNK // BLOCK_N, BLOCK_N])
-    b_x = tl.load(row + o_n, mask=o_n < seq_len, other=0.0)
-    b_kept = (o_n < seq_len) & (b_x.to(tl.uint32, bitcast=True) >= threshold)
+    b_kept = (o_n < end) & (mass_keys(tl.load(row + o_n, mask=o_n < end, other=0.0)) >= threshold)
     return o_n, b_kept, tl.sum(b_kept.to(tl.int32), 1)
 
 
-@triton.jit(do_not_specialize=["width", "seq_len", "capacity", "stride_columns", "num_blocks"])
-def _keep_columns_kernel(
-    sums, width, seq_len, share, capacity, columns, stride_columns, num_columns, whole, num_blocks,
-    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+@triton.jit
+def _kept_bands(row, start, end, threshold, CHUNK: tl.constexpr):
+    o_n = start + tl.arange(0, CHUNK)
+    b_kept = (o_n < end) & (mass_keys(tl.load(row + o_n, mask=o_n < end, other=0.0)) >= threshold)
+    return o_n, b_kept.to(tl.int32)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _count_lines_kernel(
+    values, rows, patterns, num_entries, first_row, num_rows, capacity, shares, digits, chunks, left,
+    BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, PASS: tl.constexpr,
 ):  # fmt: skip
-    """The kept columns of one head: blocks that are kept whole, and the others one by one, at most ``capacity``."""
-    i_entry = tl.program_id(0).to(tl.int64)
-    row = sums + i_entry * width
-    threshold = mass_threshold(row, seq_len, share, CHUNK)
-    # left[c] columns remain if blocks with c or more are kept whole; the largest c that fits, or 1: none remain.
-    o_c = 2 + tl.arange(0, BLOCK_N)
+    """left[row, job, chunk, c - 2]: columns that remain if blocks with c or more are kept whole; of bands all of it is
+    how many are kept."""
+    i_chunk, i_job, i_row = tl.program_id(0), tl.program_id(1), first_row + tl.program_id(2)
+    place, length = sums_of(
+        rows, patterns, i_job // num_entries, i_job % num_entries, num_entries, i_row, first_row, num_rows, capacity,
+        BAND, FIELDS,
+    )  # fmt: skip
+    span = span_of(length, CHUNK)
+    first, end = i_chunk * span, tl.minimum((i_chunk + 1) * span, length)
+    if first >= end:
+        return
+    used = (length + span - 1) // span
+    i_all, num_jobs = tl.program_id(2) * tl.num_programs(1) + i_job, tl.num_programs(2) * tl.num_programs(1)
+    threshold = threshold_of(digits, PASS, i_all, num_jobs, chunks, used, tl.load(shares + i_job), True)[0].to(tl.int32)
+    o_c = tl.arange(0, BLOCK_N)
     b_left = tl.zeros([BLOCK_N], tl.int32)
-    for start in range(0, seq_len, CHUNK):
-        _, _, b_count = _kept_columns(row, start, seq_len, threshold, BLOCK_N, CHUNK)
-        b_left += tl.sum(tl.where(b_count[:, None] < o_c[None, :], b_count[:, None], 0), 0)
-    most = tl.max(tl.where(b_left <= capacity, o_c, 1), 0)
-
-    count = 0
-    for start in range(0, seq_len, CHUNK):
-        o_n, b_kept, b_count = _kept_columns(row, start, seq_len, threshold, BLOCK_N, CHUNK)
-        o_block = start // BLOCK_N + tl.arange(0, CHUNK // BLOCK_N)
-        b_whole = (b_count >= most) | (o_block == 0)
-        tl.store(whole + i_entry * num_blocks + o_block, b_whole, mask=o_block < num_blocks)
-        b_free = tl.reshape(b_kept & (b_whole[:, None] == 0), [CHUNK])
-        count = append(columns + i_entry * stride_columns, count, tl.reshape(o_n, [CHUNK]), b_free)
-    tl.store(num_columns + i_entry, count)
+    for start in range(first, end, CHUNK):
+        if i_job < num_entries:
+            b_count = _kept_columns(values + place, start, end, threshold, BLOCK_N, CHUNK)[2]
+            b_left += tl.sum(tl.where(b_count[:, None] < 2 + o_c[None, :], b_count[:, None], 0), 0)
+        else:
+            b_band = _kept_bands(values + place, start, end, threshold, CHUNK)[1]
+            b_left += tl.sum(b_band, 0)
+    tl.store(left + (i_all * chunks + i_chunk).to(tl.int64) * BLOCK_N + o_c, b_left)
 
 
-@triton.jit(do_not_specialize=["width", "seq_len", "num_bands"])
-def _sum_bands_kernel(diagonals, width, seq_len, bands, num_bands, BANDS: tl.constexpr):
-    i_entry = tl.program_id(1).to(tl.int64)
-    o_band = tl.program_id(0) * BANDS + tl.arange(0, BANDS)
-    o_slash = o_band[:, None] * BAND + tl.arange(0, BAND)[None, :]
-    b_x = tl.load(diagonals + i_entry * width + o_slash, mask=o_slash < seq_len, other=0.0)
-    tl.store(bands + i_entry * num_bands + o_band, tl.sum(b_x, 1), mask=o_band < num_bands)
-
-
-@triton.jit(do_not_specialize=["num_bands"])
-def _keep_bands_kernel(bands, bands_upto, num_bands, share, CHUNK: tl.constexpr):
-    """How many bands are kept up to and with each."""
-    i_entry = tl.program_id(0).to(tl.int64)
-    threshold = mass_threshold(bands + i_entry * num_bands, num_bands, share, CHUNK)
-    count = 0
-    for start in range(0, num_bands, CHUNK):
-        o_n = start + tl.arange(0, CHUNK)
-        b_x = tl.load(bands + i_entry * num_bands + o_n, mask=o_n < num_bands, other=0.0)
-        b_kept = ((o_n < num_bands) & (b_x.to(tl.uint32, bitcast=True) >= threshold)).to(tl.int32)
-        tl.store(bands_upto + i_entry * num_bands + o_n, count + tl.cumsum(b_kept, 0), mask=o_n < num_bands)
-        count += tl.sum(b_kept, 0)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _keep_lines_kernel(
+    values, rows, patterns, num_entries, first_row, num_rows, capacity, shares, digits, chunks, left,
+    max_stripes, columns, max_columns, num_columns, whole, bands_upto,
+    BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, PASS: tl.constexpr,
+    ROW_STRIPES: tl.constexpr, FEWEST: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """One chunk: blocks that are kept whole, the other kept columns one by one, and running counts of kept bands."""
+    i_chunk, i_job, i_row = tl.program_id(0), tl.program_id(1), first_row + tl.program_id(2)
+    i_entry = i_job % num_entries
+    place, length = sums_of(
+        rows, patterns, i_job // num_entries, i_entry, num_entries, i_row, first_row, num_rows, capacity, BAND, FIELDS
+    )
+    span = span_of(length, CHUNK)
+    first, end = i_chunk * span, tl.minimum((i_chunk + 1) * span, length)
+    if first >= end:
+        return
+    used = (length + span - 1) // span
+    i_all, num_jobs = tl.program_id(2) * tl.num_programs(1) + i_job, tl.num_programs(2) * tl.num_programs(1)
+    threshold = threshold_of(digits, PASS, i_all, num_jobs, chunks, used, tl.load(shares + i_job), True)[0].to(tl.int32)
+    o_all, o_c = tl.arange(0, MOST_CHUNKS), tl.arange(0, BLOCK_N)
+    o_left = (i_all.to(tl.int64) * chunks + o_all)[:, None] * BLOCK_N + o_c[None, :]
+    b_left = tl.load(left + o_left, mask=(o_all < used)[:, None], other=0)
+    b_before = tl.sum(tl.where((o_all < i_chunk)[:, None], b_left, 0), 0)
+    if i_job < num_entries:
+        # The largest count c that fits if blocks with c or more are kept whole, or 1: none remain.
+        num_tiles = (tl.load(rows + i_row * FIELDS + 1) + TILE - 1) // TILE
+        room = tl.minimum(max_stripes, tl.maximum(FEWEST, ROW_STRIPES // num_tiles))
+        most = tl.max(tl.where(tl.sum(b_left, 0) <= room, 2 + o_c, 1), 0)
+        count = tl.sum(tl.where(2 + o_c == most, b_before, 0), 0)
+        if i_chunk > 0:  # the first block is kept whole whatever its count
+            b_first = (mass_keys(tl.load(values + place + o_c)) >= threshold).to(tl.int32)
+            count -= tl.where(tl.sum(b_first, 0) < most, tl.sum(b_first, 0), 0)
+        i_list = (tl.program_id(2) * num_entries + i_entry).to(tl.int64)
+        for start in range(first, end, CHUNK):
+            o_n, b_kept, b_count = _kept_columns(values + place, start, end, threshold, BLOCK_N, CHUNK)
+            o_block = start // BLOCK_N + tl.arange(0, CHUNK // BLOCK_N)
+            b_whole = (b_count >= most) | (o_block == 0)
+            tl.store(whole + place // ALIGN + o_block, b_whole, mask=o_block * BLOCK_N < end)
+            b_free = tl.reshape(b_kept & (b_whole[:, None] == 0), [CHUNK])
+            count = append(columns + i_list * max_columns, count, tl.reshape(o_n, [CHUNK]), b_free)
+        if i_chunk == used - 1:
+            tl.store(num_columns + i_list, count)
+    else:
+        count = tl.max(b_before, 0)
+        for start in range(first, end, CHUNK):
+            o_band, b_band = _kept_bands(values + place, start, end, threshold, CHUNK)
+            upto = bands_upto + (place - num_entries.to(tl.int64) * capacity)
+            tl.store(upto + o_band, count + tl.cumsum(b_band, 0), mask=o_band < end)
+            count += tl.sum(b_band, 0)

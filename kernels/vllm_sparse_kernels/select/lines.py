@@ -1,8 +1,9 @@
-"""Lists of lines: from the columns and diagonals that a row's heads keep to the lists of its tiles.
+"""Lists of lines: from the columns and diagonals that heads keep of a row to the lists of its tiles.
 
 A tile keeps the blocks that a kept diagonal crosses as blocks, and the kept columns outside of them as stripes.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -10,28 +11,60 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.rows import TILE_FIELDS
+from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS, ceil_div
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, tile_blocks
+
+SLAB_BYTES = 128 << 20
+"""Workspace for sums and what is kept of them: a step with more rows than fit is selected a slab of rows at a time."""
+
+KEY_BYTES = 16
+"""What one key of one head takes of it, with room for what a row takes beside."""
 
 
 class Lines(NamedTuple):
-    """What each of n heads keeps of one row; diagonals by bands of one or more offsets, counted from the diagonal 0."""
+    """What each of n heads keeps of each row; diagonals by bands of one or more offsets, counted from diagonal 0.
 
-    columns: Any  # [n, k] int32: ascending key positions
-    num_columns: Any  # [n] int32: how many of them there are; None: all k
-    whole: Any  # [n, num_blocks] uint8: blocks that are kept whole; None: none
-    bands_upto: Any  # [n, >= num_bands] int32: how many bands are kept up to and with each
+    Rows are those of a slab [first_row, end_row). What has a place for each key has row i's from
+    ``key_starts[i] - key_starts[first_row]`` on, blocks and bands each place divided by their size.
+    """
+
+    columns: Any  # [num_rows, n, k] int32: ascending key positions
+    num_columns: Any  # [num_rows, n] int32: how many of them there are
+    whole: Any  # [n, capacity / 64] uint8: blocks that are kept whole; None: none
+    bands_upto: Any  # [n, capacity / band] int32: how many bands are kept up to and with each
 
 
-def write_lines(index: SparseIndex, row: int, heads: torch.Tensor, lines: Lines, band_offsets: int) -> None:
-    """Write the lists of ``heads`` for all tiles of one row."""
-    first_tile, end_tile = index.rows.tile_starts[row : row + 2]
-    strides = (0 if x is None else x.stride(0) for x in (lines.columns, lines.whole, lines.bands_upto))
+def slabs_of_rows(index: SparseIndex, num_heads: int) -> Iterator[tuple[int, int]]:
+    """Rows that are selected together, [first, end): as many as SLAB_BYTES hold, one at least."""
+    first, longest = 0, 0
+    for row, seq_len in enumerate(index.rows.seq_lens):
+        longest = max(longest, ceil_div(seq_len, 4096) * 4096)
+        if row > first and (row + 1 - first) * longest * num_heads * KEY_BYTES > SLAB_BYTES:
+            yield first, row
+            first, longest = row, ceil_div(seq_len, 4096) * 4096
+    yield first, index.rows.num_rows
+
+
+def write_lines(
+    index: SparseIndex,
+    rows: tuple[int, int],
+    heads: torch.Tensor,
+    lines: Lines,
+    band: int,
+    patterns: torch.Tensor | None = None,
+) -> None:
+    """Write the lists of ``heads`` for all tiles of the rows [rows[0], rows[1]).
+
+    With ``patterns`` [len(heads), num_rows] int32, lists stay as they are where it is not 0.
+    """
+    step, (first_row, end_row) = index.rows, rows
+    first_tile, end_tile = step.tile_starts[first_row], step.tile_starts[end_row]
+    capacity = step.key_starts[end_row] - step.key_starts[first_row]
     _write_lines_kernel[(end_tile - first_tile, len(heads))](
-        heads, lines, *strides, lines.columns.shape[1], first_tile,
-        index.rows.tiles, index.rows.num_tiles, index.block_counts, index.block_ids, index.block_ids.stride(0),
+        heads, lines, lines.columns.shape[2], step.row_table, first_row, step.num_rows, capacity, patterns, first_tile,
+        step.tiles, step.num_tiles, index.block_counts, index.block_ids, index.block_ids.stride(0),
         index.block_offsets, index.stripe_counts, index.stripe_positions, index.stripe_offsets,
-        BAND=band_offsets, BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, FIELDS=TILE_FIELDS,
+        BAND=band, BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, FIELDS=TILE_FIELDS, ROW_FIELDS=ROW_FIELDS,
     )  # fmt: skip
 
 
@@ -44,39 +77,45 @@ def _is_crossed(upto, b_block, first, last, BAND: tl.constexpr, BLOCK_N: tl.cons
 
 
 @triton.jit(
-    do_not_specialize=[
-        "stride_columns", "stride_whole", "stride_upto", "max_columns", "first_tile", "num_tiles", "stride_ids"
-    ]
-)  # fmt: skip
+    do_not_specialize=["max_columns", "first_row", "num_rows", "capacity", "first_tile", "num_tiles", "stride_ids"]
+)
 def _write_lines_kernel(
-    heads, lines, stride_columns, stride_whole, stride_upto, max_columns, first_tile, tiles, num_tiles,
+    heads, lines, max_columns, rows, first_row, num_rows, capacity, patterns, first_tile, tiles, num_tiles,
     block_counts, block_ids, stride_ids, block_offsets, stripe_counts, stripe_positions, stripe_offsets,
-    BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+    BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr,
 ):  # fmt: skip
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)
+    i_row = tl.load(tiles + i_tile * FIELDS)
+    pattern = 0 if patterns is None else tl.load(patterns + i_entry * num_rows + i_row)
+    if pattern != 0:
+        return
     first = tl.load(tiles + i_tile * FIELDS + 3)
     last = first + tl.load(tiles + i_tile * FIELDS + 2) - 1
     diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
-    upto = lines.bands_upto + i_entry * stride_upto
+    start = tl.load(rows + i_row * ROW_FIELDS + 3) - tl.load(rows + first_row * ROW_FIELDS + 3)
+    upto = lines.bands_upto + (i_entry * capacity + start) // BAND
 
     count = 0
     target = block_ids + i_head * stride_ids + tl.load(block_offsets + i_tile)
-    for start in range(0, num_causal, CHUNK):
-        o_n = start + tl.arange(0, CHUNK)
+    for start_block in range(0, num_causal, CHUNK):
+        o_n = start_block + tl.arange(0, CHUNK)
         causal = o_n < num_causal
         b_kept = _is_crossed(upto, o_n, first, last, BAND, BLOCK_N, causal) | (o_n >= diagonal)
         if lines.whole is not None:
-            b_kept |= tl.load(lines.whole + i_entry * stride_whole + o_n, mask=causal, other=0) != 0
+            whole = lines.whole + (i_entry * capacity + start) // 64
+            b_kept |= tl.load(whole + o_n, mask=causal, other=0) != 0
         count = append(target, count, o_n, causal & b_kept)
     tl.store(block_counts + i_head * num_tiles + i_tile, count)
 
     count = 0
     target = stripe_positions + tl.load(stripe_offsets + i_head * num_tiles + i_tile)
-    num_columns = max_columns if lines.num_columns is None else tl.load(lines.num_columns + i_entry)
-    for start in range(0, num_columns, CHUNK):
-        o_c = start + tl.arange(0, CHUNK)
-        b_key = tl.load(lines.columns + i_entry * stride_columns + o_c, mask=o_c < num_columns, other=0)
+    i_list = (i_row - first_row) * tl.num_programs(1) + i_entry
+    columns = lines.columns + i_list * max_columns
+    num_columns = tl.load(lines.num_columns + i_list)
+    for start_column in range(0, num_columns, CHUNK):
+        o_c = start_column + tl.arange(0, CHUNK)
+        b_key = tl.load(columns + o_c, mask=o_c < num_columns, other=0)
         before = (o_c < num_columns) & (b_key < diagonal * BLOCK_N)
         b_free = before & (_is_crossed(upto, b_key // BLOCK_N, first, last, BAND, BLOCK_N, before) == 0)
         count = append(target, count, b_key, b_free)

@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 import triton
@@ -39,11 +39,24 @@ import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import TILE_FIELDS, Rows, to_device
+from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS, Rows, to_device
 from vllm_sparse_kernels.select.base import Method, require
-from vllm_sparse_kernels.select.block_average import BlockAverages, Spans
-from vllm_sparse_kernels.select.flex_vertical_slash import FlexVerticalSlash, mass_threshold
+from vllm_sparse_kernels.select.block_average import BlockAverages, Spans, divergence
+from vllm_sparse_kernels.select.flex_vertical_slash import FlexVerticalSlash
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, tile_blocks
+from vllm_sparse_kernels.select.radix import (
+    CHUNK,
+    MASS_PASSES,
+    Digits,
+    keep_state,
+    mass_keys,
+    masses_by_digit,
+    num_chunks,
+    room_for_digits,
+    span_of,
+    store_weights,
+    threshold_of,
+)
 
 VERTICAL_SLASH, SHARED, DENSE = 0, 1, 2
 """What a head of a row attends to: its own vertical-slash lines, its cluster's pattern, or everything (the pivot)."""
@@ -160,18 +173,21 @@ class SharePrefillLayer(SharePrefill):
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         clusters = self.clusters_of(heads)
-        self.fallback.select(q, cache, index, heads, scale)
         if not self.shares(clusters):
+            self.fallback.select(q, cache, index, heads, scale)
             return
         pivots = self.state_of_step(index.rows, "pivots", lambda: Pivots(index))
         in_layer = sorted(set(clusters) - {NOISE})
         places = _on_device(tuple(NOISE if c == NOISE else in_layer.index(c) for c in clusters), index.rows.device)
         slots = _on_device(pivots.slots_of(in_layer, index), index.rows.device)
-        averages = BlockAverages(q, cache, index, heads, scale, pivots.spans)
-        estimates = averages.estimates()
-        patterns, new_pivots = _decide(self, pivots, estimates, places, slots)
-        _keep_pivots(self, pivots, averages.maps(new_pivots), estimates, new_pivots, slots)
-        _apply_pivots(pivots, index, heads, patterns, places, slots)
+        with index.workspace.frame():
+            averages = BlockAverages(q, cache, index, heads, scale, pivots.spans)
+            estimates, sparsity = averages.estimates()
+            patterns, new_pivots = _decide(self, pivots, index, estimates, sparsity, places, slots)
+            maps = averages.maps(new_pivots)
+            digits = _map_digits(self, pivots, index, maps, new_pivots)
+            _apply_patterns(self, pivots, index, heads, estimates, maps, digits, patterns, new_pivots, places, slots)
+            self.fallback.select_where(q, cache, index, heads, scale, patterns)
 
 
 @lru_cache(maxsize=4096)
@@ -205,20 +221,22 @@ class Pivots:
 
 
 def _decide(
-    method: SharePrefill, pivots: Pivots, estimates: torch.Tensor, places: torch.Tensor, slots: torch.Tensor
+    method: SharePrefill,
+    pivots: Pivots,
+    index: SparseIndex,
+    estimates: torch.Tensor,
+    sparsity: torch.Tensor,
+    places: torch.Tensor,
+    slots: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Algorithm 3: (pattern [heads, num_rows], new pivots [clusters of the layer, num_rows]), int32 each.
 
     places [heads] is each head's cluster among those of the layer, slots [clusters of the layer] their slots in
     ``pivots``. A new pivot is named by its place in heads; −1 if a cluster gets none here.
     """
-    num_heads, num_rows = len(estimates), pivots.exists.shape[1]
-    sparsity = torch.empty(num_heads, num_rows, dtype=torch.float32, device=estimates.device)
-    _sparsity_kernel[(num_heads, num_rows)](
-        estimates, estimates.stride(0), pivots.spans.block_starts, sparsity, num_rows, CHUNK=CHUNK_BLOCKS
-    )
-    patterns = torch.empty(num_heads, num_rows, dtype=torch.int32, device=estimates.device)
-    new_pivots = torch.full((len(slots), num_rows), -1, dtype=torch.int32, device=estimates.device)
+    num_heads, num_rows = sparsity.shape
+    patterns = index.workspace.empty(num_heads, num_rows, dtype=torch.int32)
+    new_pivots = index.workspace.empty(len(slots), num_rows, dtype=torch.int32)
     _decide_kernel[(num_heads, num_rows)](
         estimates, estimates.stride(0), sparsity, places, slots,
         pivots.exists, pivots.last_rows, pivots.last_rows.stride(0), pivots.spans.block_starts, patterns, new_pivots,
@@ -228,63 +246,58 @@ def _decide(
     return patterns, new_pivots
 
 
-def _keep_pivots(
+def _map_digits(
+    method: SharePrefill, pivots: Pivots, index: SparseIndex, maps: torch.Tensor, new_pivots: torch.Tensor
+) -> Digits:
+    """Algorithm 2's threshold, less its last digit, for the rows and clusters that have a new pivot."""
+    num_jobs, num_rows = new_pivots.shape
+    chunks = num_chunks(pivots.spans.longest_map)
+    digits = room_for_digits(index, num_rows, num_jobs, chunks, MASS_PASSES, torch.float32)
+    for i in range(MASS_PASSES):
+        _map_digits_kernel[(chunks, num_jobs, num_rows)](
+            maps, maps.stride(0), new_pivots, pivots.spans.map_starts, method.fallback.kernel_share, digits, chunks,
+            PASS=i, CHUNK=CHUNK,
+        )  # fmt: skip
+    return digits
+
+
+def _apply_patterns(
     method: SharePrefill,
-    pivots: Pivots,
-    maps: torch.Tensor,
-    estimates: torch.Tensor,
-    new_pivots: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
-    """Algorithm 2 for the rows and clusters that have a new pivot; maps [clusters of the layer, block_capacity]."""
-    _keep_pivots_kernel[new_pivots.shape](
-        maps, maps.stride(0), estimates, estimates.stride(0), new_pivots, slots,
-        pivots.exists, pivots.last_rows, pivots.last_rows.stride(0), pivots.kept, pivots.kept.stride(0),
-        pivots.spans.block_starts, pivots.spans.map_starts, new_pivots.shape[1], method.fallback.kernel_share,
-        CHUNK=8192, num_warps=16,
-    )  # fmt: skip
-
-
-def _apply_pivots(
     pivots: Pivots,
     index: SparseIndex,
     heads: torch.Tensor,
+    estimates: torch.Tensor,
+    maps: torch.Tensor,
+    digits: Digits,
     patterns: torch.Tensor,
+    new_pivots: torch.Tensor,
     places: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """Overwrite the lists of shared and dense heads; the vertical-slash lines of the others stay."""
+    """Write the lists of shared and dense heads, and keep the new pivots' patterns M and estimates ã."""
     rows = index.rows
-    _apply_pivots_kernel[(rows.num_tiles, len(heads))](
-        patterns, rows.num_rows, places, slots, pivots.kept, pivots.kept.stride(0), heads, rows.tiles,
+    spans, share = pivots.spans, method.fallback.kernel_share
+    fresh = FreshArgs(maps, spans.map_starts, digits, share, new_pivots, estimates, spans.block_starts)
+    _apply_patterns_kernel[(rows.num_tiles, len(heads))](
+        patterns, rows.num_rows, places, slots, fresh, maps.stride(0), estimates.stride(0), digits.weights.shape[3],
+        pivots.exists, pivots.last_rows, pivots.last_rows.stride(0), pivots.kept, pivots.kept.stride(0),
+        heads, rows.tiles, rows.row_table,
         index.block_offsets, index.block_counts, index.block_ids, index.block_ids.stride(0), index.stripe_counts,
-        rows.num_tiles, BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, FIELDS=TILE_FIELDS, SHARED=SHARED, DENSE=DENSE,
+        rows.num_tiles, len(slots), BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, CHUNK_MAP=CHUNK,
+        FIELDS=TILE_FIELDS, ROW_FIELDS=ROW_FIELDS, SHARED=SHARED, DENSE=DENSE, PASS=MASS_PASSES - 1,
     )  # fmt: skip
 
 
-@triton.jit
-def _divergence(b_a, b_b):
-    """Terms of JSD(a‖b), elementwise, natural logarithm; 0 · log 0 is 0."""
-    b_m = (b_a + b_b) * 0.5
-    b_from_a = tl.where(b_a > 0, b_a * tl.log(b_a / b_m), 0.0)
-    b_from_b = tl.where(b_b > 0, b_b * tl.log(b_b / b_m), 0.0)
-    return (b_from_a + b_from_b) * 0.5
+class FreshArgs(NamedTuple):
+    """What this layer's new pivots are known by."""
 
-
-@triton.jit(do_not_specialize=["stride", "num_rows"])
-def _sparsity_kernel(estimates, stride, block_starts, sparsity, num_rows, CHUNK: tl.constexpr):
-    """d_sparse: sqrt(JSD) between a head's estimate and the uniform distribution."""
-    i, i_row = tl.program_id(0), tl.program_id(1)
-    start = tl.load(block_starts + i_row)
-    num_blocks = (tl.load(block_starts + i_row + 1) - start).to(tl.int32)
-    mine = estimates + i.to(tl.int64) * stride + start
-    b_sum = tl.zeros([CHUNK], tl.float32)
-    for first in range(0, num_blocks, CHUNK):
-        o_n = first + tl.arange(0, CHUNK)
-        in_row = o_n < num_blocks
-        b_uniform = tl.where(in_row, 1.0 / num_blocks, 0.0)
-        b_sum += _divergence(tl.load(mine + o_n, mask=in_row, other=0.0), b_uniform)
-    tl.store(sparsity + i * num_rows + i_row, tl.sqrt(tl.maximum(tl.sum(b_sum, 0), 0.0)))
+    maps: Any
+    map_starts: Any
+    digits: Any
+    share: float
+    new_pivots: Any
+    estimates: Any
+    block_starts: Any
 
 
 @triton.jit(do_not_specialize=["stride", "stride_last", "num_heads", "num_rows"])
@@ -297,84 +310,120 @@ def _decide_kernel(
     i, i_row = tl.program_id(0), tl.program_id(1)
     place = tl.load(places + i)
     pattern = 0
-    if (place >= 0) & (tl.load(sparsity + i * num_rows + i_row) < max_sparsity):
+    if place >= 0:
         slot = tl.load(slots + place).to(tl.int64)
         known = tl.load(exists + slot * num_rows + i_row)
         o_h = tl.arange(0, HEADS)
         b_same = tl.load(places + o_h, mask=o_h < num_heads, other=-1) == place
         b_sparsity = tl.load(sparsity + o_h * num_rows + i_row, mask=b_same, other=float("inf"))
         pivot = tl.min(tl.where(b_sparsity < max_sparsity, o_h, HEADS), 0)
-        if (pivot == i) & (known == 0):
-            pattern = DENSE
-            tl.store(new_pivots + place * num_rows + i_row, i)
-        else:
-            start = tl.load(block_starts + i_row)
-            num_blocks = (tl.load(block_starts + i_row + 1) - start).to(tl.int32)
-            num_fresh = tl.where(known == 0, num_blocks, 0)  # the pivot's estimate is one of this layer's, or stored
-            num_stored = num_blocks - num_fresh
-            mine = estimates + i.to(tl.int64) * stride + start
-            fresh = estimates + pivot.to(tl.int64) * stride + start
-            stored = last_rows + slot * stride_last + start
-            b_sum = tl.zeros([CHUNK], tl.float32)
-            for first in range(0, num_blocks, CHUNK):
-                o_n = first + tl.arange(0, CHUNK)
-                b_pivot = tl.load(fresh + o_n, mask=o_n < num_fresh, other=0.0)
-                b_pivot += tl.load(stored + o_n, mask=o_n < num_stored, other=0.0)
-                b_sum += _divergence(tl.load(mine + o_n, mask=o_n < num_blocks, other=0.0), b_pivot)
-            if tl.sqrt(tl.maximum(tl.sum(b_sum, 0), 0.0)) < max_distance:
-                pattern = SHARED
+        if tl.min(tl.where(b_same, o_h, HEADS), 0) == i:
+            is_new = (known == 0) & (pivot < HEADS)
+            tl.store(new_pivots + place * num_rows + i_row, tl.where(is_new, pivot, -1))
+        if tl.load(sparsity + i * num_rows + i_row) < max_sparsity:
+            if (pivot == i) & (known == 0):
+                pattern = DENSE
+            else:
+                start = tl.load(block_starts + i_row)
+                num_blocks = (tl.load(block_starts + i_row + 1) - start).to(tl.int32)
+                num_fresh = tl.where(known == 0, num_blocks, 0)  # the pivot's estimate: this layer's, or stored
+                num_stored = num_blocks - num_fresh
+                mine = estimates + i.to(tl.int64) * stride + start
+                fresh = estimates + pivot.to(tl.int64) * stride + start
+                stored = last_rows + slot * stride_last + start
+                b_sum = tl.zeros([CHUNK], tl.float32)
+                for first in range(0, num_blocks, CHUNK):
+                    o_n = first + tl.arange(0, CHUNK)
+                    b_pivot = tl.load(fresh + o_n, mask=o_n < num_fresh, other=0.0)
+                    b_pivot += tl.load(stored + o_n, mask=o_n < num_stored, other=0.0)
+                    b_sum += divergence(tl.load(mine + o_n, mask=o_n < num_blocks, other=0.0), b_pivot)
+                if tl.sqrt(tl.maximum(tl.sum(b_sum, 0), 0.0)) < max_distance:
+                    pattern = SHARED
     tl.store(patterns + i * num_rows + i_row, pattern)
 
 
-@triton.jit(do_not_specialize=["stride_map", "stride_estimate", "stride_last", "stride_kept", "num_rows"])
-def _keep_pivots_kernel(
-    maps, stride_map, estimates, stride_estimate, new_pivots, slots,
-    exists, last_rows, stride_last, kept, stride_kept, block_starts, map_starts, num_rows, share,
-    CHUNK: tl.constexpr,
+@triton.jit(do_not_specialize=["stride_map", "chunks"])
+def _map_digits_kernel(
+    maps, stride_map, new_pivots, map_starts, share, digits, chunks, PASS: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """One (cluster of the layer, row) that has a new pivot: its pattern M, and its estimate ã."""
-    place, i_row = tl.program_id(0), tl.program_id(1)
-    i_pivot = tl.load(new_pivots + place * num_rows + i_row)
-    if i_pivot >= 0:
-        slot = tl.load(slots + place).to(tl.int64)
-        start = tl.load(map_starts + i_row)
-        length = (tl.load(map_starts + i_row + 1) - start).to(tl.int32)
-        values = maps + place.to(tl.int64) * stride_map + start
-        threshold = mass_threshold(values, length, share, CHUNK)
-        for first in range(0, length, CHUNK):
-            o_n = first + tl.arange(0, CHUNK)
-            b_bits = tl.load(values + o_n, mask=o_n < length, other=0.0).to(tl.uint32, bitcast=True)
-            tl.store(kept + slot * stride_kept + start + o_n, b_bits >= threshold, mask=o_n < length)
-        start = tl.load(block_starts + i_row)
-        length = (tl.load(block_starts + i_row + 1) - start).to(tl.int32)
-        for first in range(0, length, CHUNK):
-            o_n = first + tl.arange(0, CHUNK)
-            b_a = tl.load(estimates + i_pivot.to(tl.int64) * stride_estimate + start + o_n, mask=o_n < length)
-            tl.store(last_rows + slot * stride_last + start + o_n, b_a, mask=o_n < length)
-        tl.store(exists + slot * num_rows + i_row, 1)
+    """A pass of radix.py over the map of one (cluster of the layer, row) that has a new pivot."""
+    i_chunk, place, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if tl.load(new_pivots + place * tl.num_programs(2) + i_row) < 0:
+        return
+    begin = tl.load(map_starts + i_row)
+    length = (tl.load(map_starts + i_row + 1) - begin).to(tl.int32)
+    span = span_of(length, CHUNK)
+    first, end = i_chunk * span, tl.minimum((i_chunk + 1) * span, length)
+    if first >= end:
+        return
+    i_job = i_row * tl.num_programs(1) + place
+    num_jobs = tl.num_programs(1) * tl.num_programs(2)
+    prefix = tl.full([], 0, tl.uint32)
+    if PASS > 0:
+        used = (length + span - 1) // span
+        prefix, left, _, _ = threshold_of(digits, PASS - 1, i_job, num_jobs, chunks, used, share, True)
+        if i_chunk == 0:
+            keep_state(digits, PASS, i_job, num_jobs, prefix, left)
+    b_weight = masses_by_digit(maps + place.to(tl.int64) * stride_map + begin, first, end, prefix, PASS)
+    store_weights(digits, PASS, i_job, num_jobs, chunks, b_weight)
 
 
-@triton.jit(do_not_specialize=["num_rows", "stride_kept", "stride_ids", "num_tiles"])
-def _apply_pivots_kernel(
-    patterns, num_rows, places, slots, kept, stride_kept, heads, tiles,
-    block_offsets, block_counts, block_ids, stride_ids, stripe_counts, num_tiles,
-    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
+@triton.jit(
+    do_not_specialize=[
+        "num_rows", "stride_map", "stride_estimate", "chunks", "stride_last", "stride_kept", "stride_ids", "num_tiles",
+        "num_places",
+    ]
+)  # fmt: skip
+def _apply_patterns_kernel(
+    patterns, num_rows, places, slots, fresh, stride_map, stride_estimate, chunks,
+    exists, last_rows, stride_last, kept, stride_kept, heads, tiles, rows,
+    block_offsets, block_counts, block_ids, stride_ids, stripe_counts, num_tiles, num_places,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, CHUNK_MAP: tl.constexpr, FIELDS: tl.constexpr,
+    ROW_FIELDS: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr, PASS: tl.constexpr,
 ):  # fmt: skip
     i_tile, i = tl.program_id(0), tl.program_id(1)
-    pattern = tl.load(patterns + i * num_rows + tl.load(tiles + i_tile * FIELDS))
-    if (pattern == SHARED) | (pattern == DENSE):
-        i_head = tl.load(heads + i).to(tl.int64)
-        slot = tl.load(slots + tl.load(places + i)).to(tl.int64)
-        diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
-        always = tl.where(pattern == DENSE, 0, diagonal)
-        start = tl.load(block_offsets + i_tile)
-        target = block_ids + i_head * stride_ids + start
-        flags = kept + slot * stride_kept + start
-        count = 0
+    i_row = tl.load(tiles + i_tile * FIELDS)
+    pattern = tl.load(patterns + i * num_rows + i_row)
+    if (pattern != SHARED) & (pattern != DENSE):
+        return
+    i_head = tl.load(heads + i).to(tl.int64)
+    place = tl.load(places + i)
+    slot = tl.load(slots + place).to(tl.int64)
+    diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
+    start = tl.load(block_offsets + i_tile)
+    flags = kept + slot * stride_kept + start
+    target = block_ids + i_head * stride_ids + start
+    is_fresh = tl.load(fresh.new_pivots + place * num_rows + i_row) >= 0
+    values = fresh.maps + place.to(tl.int64) * stride_map + start
+    threshold = 0
+    if is_fresh:
+        length = (tl.load(fresh.map_starts + i_row + 1) - tl.load(fresh.map_starts + i_row)).to(tl.int32)
+        span = span_of(length, CHUNK_MAP)
+        threshold = threshold_of(
+            fresh.digits, PASS, i_row * num_places + place, num_rows * num_places, chunks,
+            (length + span - 1) // span, fresh.share, True,
+        )[0].to(tl.int32)  # fmt: skip
+    count = 0
+    for first in range(0, num_causal, CHUNK):
+        o_n = first + tl.arange(0, CHUNK)
+        causal = o_n < num_causal
+        if is_fresh:
+            b_kept = mass_keys(tl.load(values + o_n, mask=causal, other=0.0)) >= threshold
+        else:
+            b_kept = tl.load(flags + o_n, mask=causal, other=0) != 0
+        if pattern == DENSE:
+            tl.store(flags + o_n, b_kept.to(tl.uint8), mask=causal)
+            b_kept = causal
+        count = append(target, count, o_n, causal & (b_kept | (o_n >= diagonal)))
+    tl.store(block_counts + i_head * num_tiles + i_tile, count)
+    tl.store(stripe_counts + i_head * num_tiles + i_tile, 0)
+
+    # The pivot's last tile, which ends where the row does, keeps the estimate.
+    end = tl.load(tiles + i_tile * FIELDS + 3) + tl.load(tiles + i_tile * FIELDS + 2)
+    if (pattern == DENSE) & (end == tl.load(rows + i_row * ROW_FIELDS + 2)):
+        begin = tl.load(fresh.block_starts + i_row)
         for first in range(0, num_causal, CHUNK):
             o_n = first + tl.arange(0, CHUNK)
-            causal = o_n < num_causal
-            b_flags = tl.load(flags + o_n, mask=causal, other=0)
-            count = append(target, count, o_n, causal & ((b_flags != 0) | (o_n >= always)))
-        tl.store(block_counts + i_head * num_tiles + i_tile, count)
-        tl.store(stripe_counts + i_head * num_tiles + i_tile, 0)
+            b_a = tl.load(fresh.estimates + i.to(tl.int64) * stride_estimate + begin + o_n, mask=o_n < num_causal)
+            tl.store(last_rows + slot * stride_last + begin + o_n, b_a, mask=o_n < num_causal)
+        tl.store(exists + slot * num_rows + i_row, 1)

@@ -1,0 +1,389 @@
+"""The estimate of MInference (arXiv:2407.02490, Algorithm 2): Â = softmax of a row's last 64 queries against all keys.
+
+What is kept of Â are its column sums, and its sums over diagonals, one by one or in bands of 64. K is read twice, the
+first time for the log-sum-exp of each query, the second for the sums, so that Â itself is never stored. Query heads
+that share keys are stacked and share what is read. All sums have a fixed order, and how a row's keys are split among
+programs depends on its own length and on the number of heads alone.
+
+Key tiles are counted from a row's end: tile j holds the 64 positions before ``seq_len - 64 j``. Then entry (r, c) of
+its part of Â, a 64 x 64 matrix, lies on diagonal 64 j + r - c, bands of diagonals are halves of two neighbouring tiles,
+and causality cuts nothing but tile 0.
+
+How diagonals are summed without moving Â from thread to thread. Stacked rows are ordered 16 queries of each head in
+turn: the matrix instruction gives rows in sixteens to the warps, so that with a warp for each head a thread of it holds
+entries (8 A + g, 8 J + c) of one head's tile, all 64 pairs of A and J, and one g and two c. Entries of equal A - J are
+summed within the thread, which leaves one value for eight of them; only these go from lane to lane, each c to the lane
+of g - c.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import PagedCache, key_offsets
+from vllm_sparse_kernels.rows import ROW_FIELDS, ceil_div
+
+LOG2_E = 1.4426950408889634
+
+LAST = tl.constexpr(64)
+"""Rows of a tile of Â: the most last queries there can be, and the width of its key tiles."""
+
+UNSPECIALIZED = ("stride_table", "num_rows", "first_row")
+"""Kernel arguments that change from step to step: they shall not call for new variants of a kernel."""
+
+QUERY_BYTES = 64 * 1024
+"""Stacked queries of one program, at most."""
+
+
+class Sums(NamedTuple):
+    """Sums of Â over the rows [first_row, end_row) of a step, for n heads; kernels find them by ``sums_of``.
+
+    ``values`` [n · (capacity + capacity / band)] float32: column sums [n, capacity], row i's from
+    ``key_starts[i] - key_starts[first_row]`` on; then the sums of diagonals by their offset, in the same places, or
+    those of bands of 64 diagonals, each place divided by 64.
+    """
+
+    values: torch.Tensor
+    patterns: torch.Tensor | None
+    capacity: int
+    num_entries: int
+    band: int
+    first_row: int
+    end_row: int
+
+
+class LastArgs(NamedTuple):
+    """What both passes over the keys read, less what differs from step to step.
+
+    ``patterns`` [n, num_rows] int32 or None: no sums where it is not 0.
+    """
+
+    q: Any
+    stride_token: int
+    stride_head: int
+    k: Any
+    stride_page: int
+    stride_key: int
+    stride_kv_head: int
+    block_table: Any
+    rows: Any
+    heads: Any
+    num_entries: int
+    last_queries: int
+    patterns: Any
+    partial: Any
+    most_splits: int
+    least_tiles: int
+    scale: float
+
+
+def last_query_sums(
+    q: torch.Tensor,
+    cache: PagedCache,
+    index: SparseIndex,
+    rows: tuple[int, int],
+    heads: torch.Tensor,
+    scale: float,
+    last_queries: int,
+    band: int,
+    patterns: torch.Tensor | None = None,
+) -> Sums:
+    """Sums of Â of the rows [rows[0], rows[1]) over the last queries of each, for query heads ``heads``; scale > 0.
+
+    Diagonals are summed one by one (``band`` 1) or 64 together (64).
+
+    With ``patterns`` [len(heads), num_rows] int32, sums where it is not 0 stay undefined.
+    """
+    step, room = index.rows, index.workspace.empty
+    first_row, end_row = rows
+    num_rows, num_entries = end_row - first_row, len(heads)
+    capacity = step.key_starts[end_row] - step.key_starts[first_row]
+    group, block_d = q.shape[1] // cache.num_kv_heads, triton.next_power_of_2(cache.head_dim)
+    members = min(triton.next_power_of_2(group), 4, max(1, QUERY_BYTES // (LAST.value * block_d * q.element_size())))
+    stacks = cache.num_kv_heads * ceil_div(group, members)
+    # Some 512 programs for a long row, fewer where a program would be shorter than what it begins with.
+    most_splits, least_tiles = max(64, min(256, 512 // stacks)), max(4, min(16, 2 * stacks))
+    most_tiles = ceil_div(max(step.seq_lens[first_row:end_row]), LAST.value)
+    num_splits = ceil_div(most_tiles, max(least_tiles, ceil_div(most_tiles, most_splits)))
+
+    values = room(num_entries * (capacity + capacity // band))
+    partial = room(num_rows, num_entries, most_splits, LAST.value)
+    args = LastArgs(
+        q, q.stride(0), q.stride(1), cache.keys, *cache.strides, step.block_table, step.row_table, heads,
+        num_entries, last_queries, patterns, partial, most_splits, least_tiles, scale * LOG2_E,
+    )  # fmt: skip
+    where = (step.block_table.stride(0), step.num_rows, first_row)
+    options = {
+        "GROUP": group,
+        "MEMBERS": members,
+        "HEAD_DIM": cache.head_dim,
+        "BLOCK_D": block_d,
+        "PAGE": cache.page_size,
+        "ENTRIES": triton.next_power_of_2(num_entries),
+        "FIELDS": ROW_FIELDS,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+    }
+    grid = (num_splits, stacks, num_rows)
+    _split_lse_kernel[grid](args, *where, **options, num_warps=4 if members == 1 else 8, num_stages=3)
+    _sums_kernel[grid](args, *where, values, **options, BAND=band, num_warps=members, num_stages=3)
+    return Sums(values, patterns, capacity, num_entries, band, first_row, end_row)
+
+
+@triton.jit
+def _stack(args, i_kv, i_part, i_row, num_rows, GROUP: tl.constexpr, MEMBERS: tl.constexpr, ENTRIES: tl.constexpr):
+    """Places in ``heads`` of the query heads of this program [MEMBERS], -1 where there is nothing to do."""
+    b_member = i_part * MEMBERS + tl.arange(0, MEMBERS)
+    o_entry = tl.arange(0, ENTRIES)
+    listed = o_entry < args.num_entries
+    if args.patterns is not None:
+        listed = listed & (tl.load(args.patterns + o_entry * num_rows + i_row, mask=listed, other=1) == 0)
+    b_listed = tl.load(args.heads + o_entry, mask=listed, other=-1)
+    b_same = (b_listed[None, :] == (i_kv * GROUP + b_member)[:, None]) & (b_member < GROUP)[:, None]
+    return tl.max(tl.where(b_same, o_entry[None, :], -1), 1)
+
+
+@triton.jit
+def _of_rows(b_member, MEMBERS: tl.constexpr):
+    """A value of each stacked head for each stacked row: [MEMBERS] → [4 · MEMBERS · 16]."""
+    return tl.reshape(tl.broadcast_to(b_member[None, :, None], [4, MEMBERS, 16]), [4 * MEMBERS * 16])
+
+
+@triton.jit
+def _row_queries(MEMBERS: tl.constexpr):
+    """Which of the 64 last queries each stacked row is: 16 of each head in turn."""
+    o = tl.arange(0, 4 * MEMBERS * 16)
+    return o // (MEMBERS * 16) * 16 + o % 16
+
+
+@triton.jit
+def _split_tiles(args, seq_len, i_split):
+    """(first tile, end, number of tiles of the row, number of splits) of a split of a row's keys."""
+    num_tiles = (seq_len + LAST - 1) // LAST
+    tiles = tl.maximum(args.least_tiles, (num_tiles + args.most_splits - 1) // args.most_splits)
+    return (
+        i_split * tiles, tl.minimum((i_split + 1) * tiles, num_tiles), num_tiles, (num_tiles + tiles - 1) // tiles
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_last(
+    args, b_place, i_kv, i_part, token, query_len, first_query,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Stacked last queries, 64 rows per head; rows that are no query of this row or of no listed head are 0."""
+    o_r = _row_queries(MEMBERS)
+    b_head = i_kv * GROUP + i_part * MEMBERS + tl.arange(0, 4 * MEMBERS * 16) // 16 % MEMBERS
+    o_d = tl.arange(0, BLOCK_D)
+    o_q = (token + query_len - LAST + o_r).to(tl.int64) * args.stride_token + b_head * args.stride_head
+    in_q = ((o_r >= first_query) & (_of_rows(b_place, MEMBERS) >= 0))[:, None] & (o_d < HEAD_DIM)[None, :]
+    return tl.load(args.q + o_q[:, None] + o_d[None, :], mask=in_q, other=0.0)
+
+
+@triton.jit
+def _last_scores(
+    b_q, args, table, i_kv, i_tile, num_tiles, seq_len,
+    MEMBERS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Unscaled scores of the stacked queries on a key tile, -inf where a query may not look."""
+    o_n = seq_len - (i_tile + 1) * LAST + tl.arange(0, LAST)
+    o_d = tl.arange(0, BLOCK_D)
+    in_row = o_n >= 0
+    o_k = key_offsets(table, o_n, in_row, PAGE, args.stride_page, args.stride_key)
+    o_k += i_kv.to(tl.int64) * args.stride_kv_head
+    b_k = tl.load(args.k + o_k[:, None] + o_d[None, :], mask=in_row[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    if (i_tile == 0) | (i_tile >= num_tiles - 1):
+        b_seen = (tl.arange(0, LAST)[None, :] <= _row_queries(MEMBERS)[:, None]) | (i_tile > 0)
+        b_s = tl.where(b_seen & in_row[None, :], b_s, float("-inf"))
+    return b_s
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _split_lse_kernel(
+    args, stride_table, num_rows, first_row,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+    ENTRIES: tl.constexpr, FIELDS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """partial[row, entry, split, query]: log-sum-exp in base 2 of one query over one split of the keys."""
+    PARTS: tl.constexpr = (GROUP + MEMBERS - 1) // MEMBERS
+    i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
+    i_row = first_row + tl.program_id(2)
+    token = tl.load(args.rows + i_row * FIELDS)
+    query_len = tl.load(args.rows + i_row * FIELDS + 1)
+    seq_len = tl.load(args.rows + i_row * FIELDS + 2)
+    b_place = _stack(args, i_kv, i_part, i_row, num_rows, GROUP, MEMBERS, ENTRIES)
+    first, end, num_tiles, _ = _split_tiles(args, seq_len, i_split)
+    if (tl.max(b_place, 0) < 0) | (first >= end):
+        return
+    first_query = LAST - tl.minimum(args.last_queries, query_len)
+    b_q = _load_last(args, b_place, i_kv, i_part, token, query_len, first_query, GROUP, MEMBERS, HEAD_DIM, BLOCK_D)
+    table = args.block_table + i_row.to(tl.int64) * stride_table
+    b_max = tl.full([4 * MEMBERS * 16], float("-inf"), tl.float32)
+    b_sum = tl.zeros([4 * MEMBERS * 16], tl.float32)
+    for i_tile in range(first, end):
+        b_s = _last_scores(
+            b_q, args, table, i_kv, i_tile, num_tiles, seq_len, MEMBERS, HEAD_DIM, BLOCK_D, PAGE, PRECISION
+        )
+        b_new = tl.maximum(b_max, tl.max(b_s, 1) * args.scale)
+        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)  # rows that are no query may see no key
+        b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.exp2(b_s * args.scale - b_shift[:, None]), 1)
+        b_max = b_new
+    b_place = _of_rows(b_place, MEMBERS)
+    o_partial = (tl.program_id(2) * args.num_entries + b_place) * args.most_splits + i_split
+    target = args.partial + o_partial.to(tl.int64) * LAST + _row_queries(MEMBERS)
+    tl.store(target, b_max + tl.log2(b_sum), mask=b_place >= 0)
+
+
+@triton.jit
+def _joined_lse(args, b_place, num_splits, first_query, MEMBERS: tl.constexpr, SPLITS: tl.constexpr):
+    """Splits joined, in order, for each stacked row; +inf, of which no weight is left, where it is no query."""
+    b_place, o_r = _of_rows(b_place, MEMBERS), _row_queries(MEMBERS)
+    valid = (b_place >= 0) & (o_r >= first_query)
+    o_first = (tl.program_id(2) * args.num_entries + b_place).to(tl.int64) * args.most_splits * LAST + o_r
+    b_max = tl.full([4 * MEMBERS * 16], float("-inf"), tl.float32)
+    b_sum = tl.zeros([4 * MEMBERS * 16], tl.float32)
+    for start in range(0, num_splits, SPLITS):
+        o_split = start + tl.arange(0, SPLITS)
+        inside = valid[:, None] & (o_split < num_splits)[None, :]
+        b_lse = tl.load(args.partial + o_first[:, None] + o_split[None, :] * LAST, mask=inside, other=float("-inf"))
+        b_new = tl.maximum(b_max, tl.max(b_lse, 1))
+        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.exp2(b_lse - b_shift[:, None]), 1)
+        b_max = b_new
+    return tl.where(valid, b_max + tl.log2(b_sum), float("inf"))
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _sums_kernel(
+    args, stride_table, num_rows, first_row, values,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+    ENTRIES: tl.constexpr, FIELDS: tl.constexpr, PRECISION: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """Column sums of the program's key tiles, and the bands of diagonals that begin in them: ``[64 j, 64 j + 64)``.
+
+    Tile j holds a part of band j and the rest of the band before: one tile more than the program's own is read.
+    """
+    PARTS: tl.constexpr = (GROUP + MEMBERS - 1) // MEMBERS
+    i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
+    i_row = first_row + tl.program_id(2)
+    token = tl.load(args.rows + i_row * FIELDS)
+    query_len = tl.load(args.rows + i_row * FIELDS + 1)
+    seq_len = tl.load(args.rows + i_row * FIELDS + 2)
+    b_place = _stack(args, i_kv, i_part, i_row, num_rows, GROUP, MEMBERS, ENTRIES)
+    first, end, num_tiles, num_splits = _split_tiles(args, seq_len, i_split)
+    if (tl.max(b_place, 0) < 0) | (first >= end):
+        return
+    first_query = LAST - tl.minimum(args.last_queries, query_len)
+    b_q = _load_last(args, b_place, i_kv, i_part, token, query_len, first_query, GROUP, MEMBERS, HEAD_DIM, BLOCK_D)
+    b_lse = _joined_lse(args, b_place, num_splits, first_query, MEMBERS, 16)
+    table = args.block_table + i_row.to(tl.int64) * stride_table
+
+    first_key = tl.load(args.rows + first_row * FIELDS + 3)
+    start = tl.load(args.rows + i_row * FIELDS + 3) - first_key
+    stride = tl.load(args.rows + (first_row + tl.num_programs(2)) * FIELDS + 3) - first_key
+    columns = values + (tl.maximum(b_place, 0).to(tl.int64) * stride + start)
+    first_line = tl.cast(args.num_entries, tl.int64) * stride
+    lines = values + first_line + (tl.maximum(b_place, 0).to(tl.int64) * stride + start) // BAND
+    listed = b_place >= 0
+    o_t = tl.arange(0, LAST)
+    b_before = tl.zeros([MEMBERS] if BAND > 1 else [MEMBERS, 8, 8, 2, 2, 2], tl.float32)
+    for i_tile in range(first, end + 1):
+        b_s = _last_scores(
+            b_q, args, table, i_kv, i_tile, num_tiles, seq_len, MEMBERS, HEAD_DIM, BLOCK_D, PAGE, PRECISION
+        )
+        b_p = tl.exp2(b_s * args.scale - b_lse[:, None])
+        o_n = seq_len - (i_tile + 1) * LAST + o_t
+        b_column = tl.sum(tl.sum(tl.reshape(b_p, [4, MEMBERS, 16, LAST]), 0), 1)
+        tl.store(
+            columns[:, None] + o_n[None, :], b_column,
+            mask=listed[:, None] & (o_n >= tl.maximum(seq_len - end * LAST, 0))[None, :],
+        )  # fmt: skip
+        if BAND > 1:
+            b_own, b_rest = _halves(b_p, MEMBERS)
+            tl.store(lines + i_tile - 1, b_before + b_rest, mask=listed & (tl.zeros_like(b_place) + i_tile > first))
+            b_before = b_own
+        else:
+            b_own, b_rest = _diagonals(b_p, MEMBERS, 0), _diagonals(b_p, MEMBERS, -8)
+            b_done = _turned(b_before + b_rest, MEMBERS)
+            o_slash = (i_tile - 1) * LAST + tl.arange(0, 8)[:, None] + 8 * tl.arange(0, 8)[None, :]
+            tl.store(
+                lines[:, None, None] + o_slash[None, :, :], b_done,
+                mask=listed[:, None, None] & ((o_slash >= first * LAST) & (o_slash < seq_len))[None, :, :],
+            )  # fmt: skip
+            b_before = b_own
+
+
+@triton.jit
+def _halves(b_p, MEMBERS: tl.constexpr):
+    """Sums of each head's entries on diagonals of at least 0, and of the others: [MEMBERS] each."""
+    b_own = _row_queries(MEMBERS)[:, None] >= tl.arange(0, LAST)[None, :]
+    # -0 is what the compiler can leave out of a sum.
+    b_half = tl.where(b_own, b_p, -0.0)
+    b_rest = tl.where(b_own, -0.0, b_p)
+    return (
+        tl.sum(tl.sum(tl.reshape(b_half, [4, MEMBERS, 16 * LAST]), 0), 1),
+        tl.sum(tl.sum(tl.reshape(b_rest, [4, MEMBERS, 16 * LAST]), 0), 1),
+    )
+
+
+@triton.jit
+def _diagonals(b_p, MEMBERS: tl.constexpr, FIRST: tl.constexpr):
+    """Entries on the diagonals [8 FIRST, 8 FIRST + 64), summed over A - J: [MEMBERS, g, c, 2, 2, 2], the last the
+    digits of which eight diagonals."""
+    b_x = tl.reshape(b_p, [4, MEMBERS, 2, 8, 8, 8])
+    b_x = tl.reshape(tl.permute(b_x, (1, 3, 5, 0, 2, 4)), [MEMBERS, 8, 8, 64])
+    return tl.join(
+        tl.join(
+            tl.join(_eight(b_x, FIRST + 0), _eight(b_x, FIRST + 4)),
+            tl.join(_eight(b_x, FIRST + 2), _eight(b_x, FIRST + 6)),
+        ),
+        tl.join(
+            tl.join(_eight(b_x, FIRST + 1), _eight(b_x, FIRST + 5)),
+            tl.join(_eight(b_x, FIRST + 3), _eight(b_x, FIRST + 7)),
+        ),
+    )
+
+
+@triton.jit
+def _eight(b_x, i: tl.constexpr):
+    """Entries (8 A + g, 8 J + c) of [.., g, c, 8 A + J] on the diagonals [8 i, 8 i + 8), summed over A - J."""
+    o_g, o_c = tl.arange(0, 8)[None, :, None], tl.arange(0, 8)[None, None, :]
+    return tl.where(o_g >= o_c, _apart(b_x, i), _apart(b_x, i + 1))
+
+
+@triton.jit
+def _apart(b_x, i: tl.constexpr):
+    """The sum of the entries of [.., 8 A + J] with A - J = i."""
+    o = tl.arange(0, 64)
+    return tl.sum(tl.where((o // 8 - o % 8 == i)[None, None, None, :], b_x, -0.0), 3)
+
+
+@triton.jit
+def _turned(b_x, MEMBERS: tl.constexpr):
+    """[MEMBERS, g, c, 2, 2, 2] → [MEMBERS, g - c mod 8, 8]: summed over equal g - c mod 8."""
+    b_x = tl.reshape(b_x, [MEMBERS, 8, 8, 8])
+    b_source = (tl.arange(0, 8)[:, None] - tl.arange(0, 8)[None, :]) & 7
+    b_source = tl.broadcast_to(b_source[None, :, :, None], [MEMBERS, 8, 8, 8])
+    return tl.sum(tl.gather(b_x, b_source, 2), 1)
+
+
+@triton.jit
+def sums_of(
+    rows, patterns, i_kind, i_entry, num_entries, i_row, first_row, num_rows, capacity,
+    BAND: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """(where the sums of one entry and row begin in ``values``, of columns, kind 0, or of lines, kind 1; their number).
+
+    There are none where ``patterns`` is not 0.
+    """
+    width = tl.where(i_kind == 0, 1, BAND)
+    start = tl.load(rows + i_row * FIELDS + 3) - tl.load(rows + first_row * FIELDS + 3)
+    length = (tl.load(rows + i_row * FIELDS + 2) + width - 1) // width
+    if patterns is not None:
+        length = tl.where(tl.load(patterns + i_entry * num_rows + i_row) == 0, length, 0)
+    first = (i_kind * num_entries).to(tl.int64) * capacity  # lines come after the columns of all entries
+    place = first + (i_entry.to(tl.int64) * capacity + start) // width
+    return place, length

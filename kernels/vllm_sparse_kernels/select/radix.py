@@ -1,0 +1,260 @@
+"""Thresholds of long arrays by parallel passes: the k-th largest, and the largest that values with γ of a sum reach.
+
+An array's bits are looked at a digit of 8 at a time, from the highest down. A pass sums, chunk by chunk in as many
+programs, what the values that agree with the threshold in its higher digits weigh, for each next digit: 1 each for the
+k-th largest, the value itself for γ of a sum. The next pass adds up the chunks, in order, and so knows one digit more.
+Nothing goes back to the host, and results are the same however often they are computed.
+
+Arrays are those of ``Sums``: column sums (kind 0) and sums of diagonals or bands (kind 1) of n heads and several rows;
+job i is kind i // n of head i % n.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.rows import ROW_FIELDS, ceil_div
+from vllm_sparse_kernels.select.last_queries import Sums, sums_of
+from vllm_sparse_kernels.select.topk import load_bits
+
+CHUNK = 4096
+"""Values at a time: an array of up to 16 times as many is one chunk a program, longer ones are longer chunks."""
+
+MOST_CHUNKS = tl.constexpr(16)
+DIGITS = tl.constexpr(256)
+
+COUNT_PASSES = 4
+MASS_PASSES = 2
+
+EQUAL_BITS = tl.constexpr(13)
+"""Masses are equal for a threshold if all bits but the lowest 13 of the float agree: to 10 bits of the mantissa."""
+
+LEAST_KEY = tl.constexpr((127 - 57) << 10)
+"""What is below 2⁻⁵⁷ is equal too: 16 bits are left for keys of masses up to 2⁷."""
+
+UNSPECIALIZED = ("num_entries", "first_row", "num_rows", "capacity", "chunks", "max_columns")
+"""Kernel arguments that change from step to step: they shall not call for new variants of a kernel."""
+
+
+class Digits(NamedTuple):
+    """What the passes found; the last one's sums have not been joined yet.
+
+    ``weights`` [passes, num_rows, 2 n, chunks, 256] by digit, int32 counts or float32 masses; ``above`` [num_rows, 2 n,
+    chunks] int32 values of each chunk whose higher digits exceed the threshold's; ``prefixes`` and ``left`` [passes,
+    num_rows, 2 n]: higher digits, and the weight that they leave to be reached. Undefined past an array's chunks.
+    """
+
+    weights: torch.Tensor
+    above: torch.Tensor
+    prefixes: torch.Tensor
+    left: torch.Tensor
+
+
+def num_chunks(length: int) -> int:
+    """Chunks of an array: 4,096 values each, more in arrays of more than 16 of these."""
+    blocks = ceil_div(length, CHUNK)
+    return ceil_div(blocks, ceil_div(blocks, MOST_CHUNKS.value))
+
+
+def most_chunks(index: SparseIndex, sums: Sums) -> int:
+    return max(map(num_chunks, index.rows.seq_lens[sums.first_row : sums.end_row]))
+
+
+def room_for_digits(
+    index: SparseIndex, num_rows: int, num_jobs: int, chunks: int, passes: int, dtype: torch.dtype
+) -> Digits:
+    room = index.workspace.empty
+    return Digits(
+        room(passes, num_rows, num_jobs, chunks, DIGITS.value, dtype=dtype),
+        room(num_rows, num_jobs, chunks, dtype=torch.int32),
+        room(passes, num_rows, num_jobs, dtype=torch.int32),
+        room(passes, num_rows, num_jobs, dtype=dtype),
+    )
+
+
+def _room(index: SparseIndex, sums: Sums, passes: int, dtype: torch.dtype) -> Digits:
+    chunks, num_rows = most_chunks(index, sums), sums.end_row - sums.first_row
+    return room_for_digits(index, num_rows, 2 * sums.num_entries, chunks, passes, dtype)
+
+
+def count_digits(index: SparseIndex, sums: Sums, counts: torch.Tensor, forced: torch.Tensor) -> Digits:
+    """For the ``counts`` [2 n] float32 largest values of each job, the first ``forced`` [2 n] of it as if infinite."""
+    digits = _room(index, sums, COUNT_PASSES, torch.int32)
+    rows, chunks = index.rows, digits.weights.shape[3]
+    for i in range(COUNT_PASSES):
+        _count_digits_kernel[(chunks, 2 * sums.num_entries, sums.end_row - sums.first_row)](
+            sums.values, rows.row_table, sums.patterns, sums.num_entries, sums.first_row, rows.num_rows, sums.capacity,
+            counts, forced, digits, chunks, PASS=i, BAND=sums.band, FIELDS=ROW_FIELDS, CHUNK=CHUNK,
+        )  # fmt: skip
+    return digits
+
+
+def mass_digits(index: SparseIndex, sums: Sums, shares: torch.Tensor) -> Digits:
+    """For the largest values that hold ``shares`` [2 n] float32 of each job's sum; all values for an infinite share."""
+    digits = _room(index, sums, MASS_PASSES, torch.float32)
+    rows, chunks = index.rows, digits.weights.shape[3]
+    for i in range(MASS_PASSES):
+        _mass_digits_kernel[(chunks, 2 * sums.num_entries, sums.end_row - sums.first_row)](
+            sums.values, rows.row_table, sums.patterns, sums.num_entries, sums.first_row, rows.num_rows, sums.capacity,
+            shares, digits, chunks, PASS=i, BAND=sums.band, FIELDS=ROW_FIELDS, CHUNK=CHUNK,
+        )  # fmt: skip
+    return digits
+
+
+@triton.jit
+def span_of(length, CHUNK: tl.constexpr):
+    """Values of one chunk of an array."""
+    blocks = (length + CHUNK - 1) // CHUNK
+    return (blocks + MOST_CHUNKS - 1) // MOST_CHUNKS * CHUNK
+
+
+@triton.jit
+def _load_weights(digits, i_state, chunks, used):
+    """Weights by chunk and digit, 0 past the ``used`` chunks: [16, 256]."""
+    o_c, o_digit = tl.arange(0, MOST_CHUNKS), tl.arange(0, DIGITS)
+    source = digits.weights + i_state.to(tl.int64) * chunks * DIGITS
+    return tl.load(source + o_c[:, None] * DIGITS + o_digit[None, :], mask=(o_c < used)[:, None], other=0)
+
+
+@triton.jit
+def next_digit(b_weight, left):
+    """The largest digit with at least ``left`` of the weight [256] at it and above; and what those above leave."""
+    o_digit = tl.arange(0, DIGITS)
+    b_reached = tl.cumsum(b_weight, 0, reverse=True)
+    digit = tl.sum(((b_reached >= left) & (o_digit > 0)).to(tl.int32), 0)
+    return digit, left - tl.sum(tl.where(o_digit > digit, b_weight, 0), 0)
+
+
+@triton.jit
+def threshold_of(digits, i_pass, i_job, num_jobs, chunks, used, goal, RELATIVE: tl.constexpr):
+    """(digits up to that of ``i_pass``, the weight that they leave to be reached, the last digit, the pass's weights).
+
+    Job ``i_job`` of all rows' ``num_jobs`` has ``used`` chunks. ``goal`` is the weight that the first pass starts from,
+    a share of the whole if RELATIVE.
+    """
+    i_state = i_pass * num_jobs + i_job
+    b_w = _load_weights(digits, i_state, chunks, used)
+    b_weight = tl.sum(b_w, 0)
+    prefix, left = tl.full([], 0, tl.uint32), goal
+    if i_pass > 0:
+        prefix = tl.load(digits.prefixes + i_state).to(tl.uint32, bitcast=True)
+        left = tl.load(digits.left + i_state)
+    elif RELATIVE:
+        left = goal * tl.sum(b_weight, 0)
+    digit, left = next_digit(b_weight, left)
+    return prefix * DIGITS + digit.to(tl.uint32), left, digit, b_w
+
+
+@triton.jit
+def keep_state(digits, i_pass, i_job, num_jobs, prefix, left):
+    tl.store(digits.prefixes + i_pass * num_jobs + i_job, prefix.to(tl.int32, bitcast=True))
+    tl.store(digits.left + i_pass * num_jobs + i_job, left)
+
+
+@triton.jit
+def store_weights(digits, i_pass, i_job, num_jobs, chunks, b_weight):
+    """Weights [256] of the program's chunk, which is its number on axis 0."""
+    target = digits.weights + ((i_pass * num_jobs + i_job).to(tl.int64) * chunks + tl.program_id(0)) * DIGITS
+    tl.store(target + tl.arange(0, DIGITS), b_weight)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _count_digits_kernel(
+    values, rows, patterns, num_entries, first_row, num_rows, capacity, counts, forced, digits, chunks,
+    PASS: tl.constexpr, BAND: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    i_chunk, i_job, i_row = tl.program_id(0), tl.program_id(1), first_row + tl.program_id(2)
+    place, length = sums_of(
+        rows, patterns, i_job // num_entries, i_job % num_entries, num_entries, i_row, first_row, num_rows,
+        capacity, BAND, FIELDS,
+    )  # fmt: skip
+    span = span_of(length, CHUNK)
+    first, end = i_chunk * span, tl.minimum((i_chunk + 1) * span, length)
+    if first >= end:
+        return
+    num_forced = tl.load(forced + i_job).to(tl.int32)
+    i_all, num_jobs = tl.program_id(2) * tl.num_programs(1) + i_job, tl.num_programs(2) * tl.num_programs(1)
+    used = (length + span - 1) // span
+    prefix = tl.full([], 0, tl.uint32)
+    if PASS > 0:
+        goal = tl.minimum(tl.load(counts + i_job).to(tl.int32), length)
+        prefix, left, _, _ = threshold_of(digits, PASS - 1, i_all, num_jobs, chunks, used, goal, False)
+        if i_chunk == 0:
+            keep_state(digits, PASS, i_all, num_jobs, prefix, left)
+    SHIFT: tl.constexpr = 24 - 8 * PASS
+    b_weight = tl.zeros([DIGITS], tl.int32)
+    above = 0
+    for start in range(first, end, CHUNK):
+        b_bits = load_bits(values + place, start, end, num_forced, CHUNK)
+        if PASS == 0:
+            b_weight += tl.histogram((b_bits >> SHIFT).to(tl.int32), DIGITS, mask=b_bits != 0)
+        else:
+            b_agrees = (b_bits >> (SHIFT + 8) == prefix) & (b_bits != 0)
+            if tl.max(b_agrees.to(tl.int32), 0) > 0:
+                b_weight += tl.histogram(((b_bits >> SHIFT) & (DIGITS - 1)).to(tl.int32), DIGITS, mask=b_agrees)
+            above += tl.sum((b_bits >> (SHIFT + 8) > prefix).to(tl.int32), 0)
+    store_weights(digits, PASS, i_all, num_jobs, chunks, b_weight)
+    if SHIFT == 0:
+        tl.store(digits.above + i_all * chunks + i_chunk, above)
+
+
+@triton.jit
+def mass_keys(b_x):
+    """Masses >= 0 as integers of 16 bits in the same order, those equal for a threshold the same."""
+    b_key = (b_x.to(tl.int32, bitcast=True) >> EQUAL_BITS) - LEAST_KEY
+    return tl.minimum(tl.maximum(b_key, 0), DIGITS * DIGITS - 1)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _mass_digits_kernel(
+    values, rows, patterns, num_entries, first_row, num_rows, capacity, shares, digits, chunks,
+    PASS: tl.constexpr, BAND: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    i_chunk, i_job, i_row = tl.program_id(0), tl.program_id(1), first_row + tl.program_id(2)
+    place, length = sums_of(
+        rows, patterns, i_job // num_entries, i_job % num_entries, num_entries, i_row, first_row, num_rows,
+        capacity, BAND, FIELDS,
+    )  # fmt: skip
+    span = span_of(length, CHUNK)
+    first, end = i_chunk * span, tl.minimum((i_chunk + 1) * span, length)
+    if first >= end:
+        return
+    i_all, num_jobs = tl.program_id(2) * tl.num_programs(1) + i_job, tl.num_programs(2) * tl.num_programs(1)
+    used = (length + span - 1) // span
+    prefix = tl.full([], 0, tl.uint32)
+    if PASS > 0:
+        share = tl.load(shares + i_job)
+        prefix, left, _, _ = threshold_of(digits, PASS - 1, i_all, num_jobs, chunks, used, share, True)
+        if i_chunk == 0:
+            keep_state(digits, PASS, i_all, num_jobs, prefix, left)
+    b_weight = masses_by_digit(values + place, first, end, prefix, PASS)
+    store_weights(digits, PASS, i_all, num_jobs, chunks, b_weight)
+
+
+@triton.jit
+def masses_by_digit(row, first, end, prefix, PASS: tl.constexpr):
+    """Masses row[first : end] summed by the next digit of their keys, those that agree with ``prefix``: [256].
+
+    A product of matrices, one the masses where the upper half of a digit is i, the other 1 where its lower half is j.
+    Masses are split in two parts that TF32 holds.
+    """
+    WARPS: tl.constexpr = 4
+    WIDTH: tl.constexpr = 64
+    o = tl.arange(0, WARPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    o_half = tl.arange(0, 16)
+    b_sum = tl.zeros([WARPS, 16, 16], tl.float32)
+    for start in range(first, end, WARPS * WIDTH):
+        b_x = tl.load(row + start + o, mask=start + o < end, other=0.0)
+        b_key = mass_keys(b_x)
+        b_digit = b_key >> 8
+        if PASS > 0:
+            b_digit = tl.where(b_digit == prefix.to(tl.int32), b_key & (DIGITS - 1), -1)
+        b_high = (b_x.to(tl.int32, bitcast=True) >> EQUAL_BITS << EQUAL_BITS).to(tl.float32, bitcast=True)
+        b_is = (b_digit >> 4)[:, None, :] == o_half[None, :, None]
+        b_low = ((b_digit & 15)[:, :, None] == o_half[None, None, :]).to(tl.float32)
+        b_sum = tl.dot(tl.where(b_is, b_high[:, None, :], 0.0), b_low, b_sum, input_precision="tf32")
+        b_sum = tl.dot(tl.where(b_is, (b_x - b_high)[:, None, :], 0.0), b_low, b_sum, input_precision="tf32")
+    return tl.reshape(tl.sum(b_sum, 0), [DIGITS])
