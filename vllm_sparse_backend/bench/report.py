@@ -1,0 +1,139 @@
+"""What a benchmark found, as files: its cases as they were measured, and figures that have a name."""
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.table import Table
+
+FORMAT = 1
+FIELDS = ("name", "value", "unit", "bar", "better", "device", "command")
+
+
+class BenchError(RuntimeError):
+    """A benchmark could not run; the message says why, and what to do."""
+
+
+class Report:
+    """Cases and figures of one run. Files are written anew with each: a run that is broken off leaves what it has.
+
+    ``json_path`` gets all of it; ``results_path`` is a list of figures from many runs, in which those of equal names
+    are replaced and keep their ``bar``.
+    """
+
+    def __init__(
+        self,
+        bench: str,
+        device: str,
+        json_path: Path | None = None,
+        results_path: Path | None = None,
+        command: str | None = None,
+    ) -> None:
+        self.bench, self.device, self.json_path, self.results_path = bench, device, json_path, results_path
+        self.command = command or shlex.join(["sparse-prefill", *sys.argv[1:]])
+        self.date = datetime.now(UTC).isoformat(timespec="seconds")
+        self.cases: list[dict[str, Any]] = []
+        self.figures: dict[str, dict[str, Any]] = {}
+
+    def add_case(self, case: Mapping[str, Any]) -> None:
+        self.cases.append(dict(case))
+        self._write()
+
+    def add_figure(self, name: str, value: float, unit: str, better: Literal["higher", "lower"]) -> None:
+        """A figure of that name; a second one of the same name takes the first one's place."""
+        values = (name, float(f"{value:.4g}"), unit, None, better, self.device, self.command)
+        self.figures[name] = dict(zip(FIELDS, values, strict=True))
+        self._write()
+
+    def _write(self) -> None:
+        if self.json_path is not None:
+            figures = [
+                {field: row[field] for field in ("name", "value", "unit", "better")} for row in self.figures.values()
+            ]
+            data = {
+                "format": FORMAT, "bench": self.bench, "device": self.device, "versions": versions(),
+                "command": self.command, "date": self.date, "cases": self.cases, "figures": figures,
+            }  # fmt: skip
+            write_json(self.json_path, data)
+        if self.results_path is not None and self.figures:
+            merge_figures(self.results_path, self.figures)
+
+
+def merge_figures(path: Path, figures: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put figures by name into a list of such on disk: in the place and with the bar of one of the same name."""
+    old = read_figures(path) if path.exists() else []
+    new = dict(figures)
+    merged: list[Mapping[str, Any]] = []
+    for row in old:
+        merged.append({**new.pop(row["name"]), "bar": row["bar"]} if row["name"] in new else row)
+    write_json(path, [*merged, *new.values()])
+
+
+def read_figures(path: Path) -> list[dict[str, Any]]:
+    """The figures of a results file. Raises BenchError where it is no such file."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BenchError(f"{path}: not a results file: {error}") from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and {"name", "bar"} <= set(row) for row in rows):
+        raise BenchError(f"{path}: not a results file, expected a list of objects with {', '.join(FIELDS)}")
+    return rows
+
+
+def write_json(path: Path, data: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.new")
+    aside.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    aside.replace(path)
+
+
+def versions() -> dict[str, str]:
+    """Of what decides about speed; a package that is on the path without having been installed is asked itself."""
+    found = {}
+    for name in ("vllm-sparse-backend", "vllm", "torch", "triton"):
+        found[name] = package_version(name)
+    try:
+        import torch
+
+        if torch.version.cuda:
+            found["cuda"] = torch.version.cuda
+    except ImportError:
+        pass
+    return found
+
+
+def package_version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        pass
+    try:
+        own = import_module(f"{name}.version" if name == "vllm" else name.replace("-", "_"))
+        return str(getattr(own, "__version__", "from its sources"))
+    except ImportError:
+        return "not installed"
+
+
+def table_of(title: str, columns: Mapping[str, str], cases: list[dict[str, Any]], caption: str | None = None) -> Table:
+    """Cases as a table: ``columns`` maps a case's key to the column's heading. What a case lacks stays empty."""
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    for key, heading in columns.items():
+        numeric = any(isinstance(case.get(key), int | float) for case in cases)
+        table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
+    for case in cases:
+        table.add_row(*(cell(case.get(key)) for key in columns))
+    return table
+
+
+def cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
