@@ -29,7 +29,7 @@ class Asked:
     params: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        return " ".join([self.method, *(f"{name}={json.dumps(value)}" for name, value in self.params)])
+        return " ".join([self.method, *(f"{name}={_written(value)}" for name, value in self.params)])
 
     @staticmethod
     def parse(text: str) -> "Asked":
@@ -63,6 +63,10 @@ class Asked:
                 return plan_of(self.method, dict(self.params), shape, clusters, Path(aside))
             except ConfigurationError as error:
                 raise BenchError(f"{self}: {error}") from None
+
+
+def _written(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
 
 
 def methods_of_profile(name_or_path: str, shape: ModelShape) -> list[Asked]:

@@ -55,11 +55,11 @@ class Prompt:
 
 
 def structured_prompts(heads: Heads, num_tokens: int, count: int, device: torch.device) -> list[Prompt]:
-    """Prompts that differ in their seed alone."""
+    """Layers of one prompt: their seeds differ, their pages lie alike, as one block table serves all layers."""
     prompts = []
     for seed in range(count):
         data = structured(num_tokens, 0, heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.dtype, device, seed)
-        prompts.append(Prompt(paged_batch(data, heads.page_tokens, seed=seed)))
+        prompts.append(Prompt(paged_batch(data, heads.page_tokens)))
     return prompts
 
 

@@ -122,7 +122,7 @@ def run_methods(
                     _measure(card, layers, dense, dense_outs, row, budget_s)
                 report.add_case(row)
                 if "problem" not in row:
-                    _add_figures(report, row, engine == layers[0].default_engine)
+                    _add_figures(report, row, engine == layers[0].default_engine, card.dense_name)
                 yield row
 
 
@@ -160,12 +160,12 @@ def _measure(
     row |= {"whole_share": whole_ms / dense_ms, "times_faster": dense_ms / whole_ms}
 
 
-def _add_figures(report: Report, row: dict[str, Any], is_default: bool) -> None:
+def _add_figures(report: Report, row: dict[str, Any], is_default: bool, dense_name: str) -> None:
     of_engine = "" if is_default else f", {row['engine']}"
     after, data = f"after {row['context_len']:,}", row["data"]
     on_data = "" if data == "structured" else f", {data}"
     report.add_figure(
-        f"selection, {row['method']}{on_data}, chunk {after}: share of FlashAttention-3", row["select_share"], "share",
+        f"selection, {row['method']}{on_data}, chunk {after}: share of {dense_name}", row["select_share"], "share",
         "lower",
     )  # fmt: skip
     whole = f"whole method, {row['method']}{of_engine}, {data}, {after}"

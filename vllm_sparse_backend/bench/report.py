@@ -65,13 +65,15 @@ class Report:
             merge_figures(self.results_path, self.figures)
 
 
-def merge_figures(path: Path, figures: Mapping[str, Mapping[str, Any]]) -> None:
-    """Put figures by name into a list of such on disk: in the place and with the bar of one of the same name."""
+def merge_figures(path: Path, figures: Mapping[str, Mapping[str, Any]], keep_bars: bool = True) -> None:
+    """Put figures by name into a list of such on disk: in the place of one of the same name, and with its bar."""
     old = read_figures(path) if path.exists() else []
     new = dict(figures)
     merged: list[Mapping[str, Any]] = []
     for row in old:
-        merged.append({**new.pop(row["name"]), "bar": row["bar"]} if row["name"] in new else row)
+        if row["name"] in new:
+            row = {**new.pop(row["name"]), **({"bar": row["bar"]} if keep_bars else {})}
+        merged.append(row)
     write_json(path, [*merged, *new.values()])
 
 
