@@ -1,6 +1,7 @@
 """An OpenAI-compatible vLLM server as a client sees it: prompts of given lengths, and when their tokens come."""
 
 import json
+import random
 import time
 import urllib.error
 import urllib.request
@@ -124,9 +125,9 @@ class Prompts:
 
     def take(self, length: int) -> list[int]:
         """The next prompt of so many tokens; a text that is too short starts again."""
-        # The first two tokens are a number of their own: stretches of one text would meet again some day.
+        # Stretches of one text would meet again some day: the first tokens of each are drawn.
         ids, base = self.token_ids, len(self.token_ids)
-        head = [ids[self.made % base], ids[self.made // base % base], ids[(self.made * 7 + 3) % base]]
+        head = random.Random(self.made).choices(ids, k=8)
         start = self.made * 997 % base
         self.made += 1
         around = [ids[(start + i) % base] for i in range(length)]
