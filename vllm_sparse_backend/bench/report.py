@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -96,7 +97,7 @@ def write_json(path: Path, data: object) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of what decides about speed; a package that is on the path without having been installed is asked itself."""
+    """Of what decides about speed."""
     found = {}
     for name in ("vllm-sparse-backend", "vllm", "torch", "triton"):
         found[name] = package_version(name)
@@ -110,7 +111,9 @@ def versions() -> dict[str, str]:
     return found
 
 
+@lru_cache
 def package_version(name: str) -> str:
+    """A package's version; of one that is on the path without having been installed, what it says itself."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -118,7 +121,7 @@ def package_version(name: str) -> str:
     try:
         own = import_module(f"{name}.version" if name == "vllm" else name.replace("-", "_"))
         return str(getattr(own, "__version__", "from its sources"))
-    except ImportError:
+    except Exception:  # whatever a package raises that is there in part
         return "not installed"
 
 
