@@ -112,7 +112,7 @@ def _passes(budget_s: float) -> Iterable[bool]:
     yield False
     began = time.perf_counter()
     for i in range(MAX_PASSES):
-        if i >= MIN_PASSES and time.perf_counter() - began > budget_s:
+        if i >= MIN_PASSES and time.perf_counter() - began >= budget_s:
             return
         yield True
 
