@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 import torch
 
-from vllm_sparse_backend.bench import engines
 from vllm_sparse_backend.bench.card import Run
 from vllm_sparse_backend.bench.data import Heads
+from vllm_sparse_kernels.attend import Engine
 from vllm_sparse_kernels.reference.attend import attend as reference
 from vllm_sparse_kernels.testing.batches import Batch
 
@@ -21,6 +21,8 @@ class CpuCard:
 
     def __init__(self, ms: Callable[[str], float] = lambda name: {"dense": 8.0}.get(name, 2.0)) -> None:
         self.ms = ms
+        # Kernels are slow in the interpreter, and not what is tested here: the reference stands in for them.
+        self.engines = {"portable": Engine("portable", lambda spec: None, reference)}
         self.ran: list[str] = []
 
     def dense(self, batch: Batch, out: torch.Tensor) -> Run:
@@ -50,12 +52,6 @@ class CpuCard:
             for run in runs:
                 run()
         return {name: [self.ms(name)] * 3 for name in contestants}
-
-
-@pytest.fixture(autouse=True)
-def quick_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are slow in the interpreter, and not what is tested here: the reference stands in for them."""
-    monkeypatch.setitem(engines.ENGINES, "portable", reference)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ import torch
 from typer.testing import CliRunner
 
 from tests.bench.conftest import HEADS, CpuCard
-from vllm_sparse_backend.bench import attend, crossover, data, engines, methods
+from vllm_sparse_backend.bench import attend, crossover, data, methods
 from vllm_sparse_backend.bench.asked import Asked, methods_asked
 from vllm_sparse_backend.bench.check import Check, check_attention
 from vllm_sparse_backend.bench.report import BenchError, Report
 from vllm_sparse_backend.cli import app
+from vllm_sparse_kernels.attend import PORTABLE, Engine
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.reference.attend import attend as reference
 from vllm_sparse_kernels.testing.batches import random_batch, random_index
@@ -24,7 +25,7 @@ def run(*args: object):
     return CliRunner().invoke(app, ["bench", *map(str, args)], catch_exceptions=False)
 
 
-def broken(q, cache, index, out, scale, options=None) -> None:
+def broken(q, cache, index, out, scale, lse=None, options=None) -> None:
     """An engine that is wrong in one place of every tile."""
     reference(q, cache, index, out, scale, options=options)
     out[::128] *= 1.05
@@ -62,8 +63,8 @@ def test_density_is_the_indices_own():
     assert card.ran == ["dense", "ours", "dense", "ours"]
 
 
-def test_no_speed_of_what_is_wrong(card, monkeypatch, tmp_path):
-    monkeypatch.setitem(engines.ENGINES, "portable", broken)
+def test_no_speed_of_what_is_wrong(card, tmp_path):
+    card.engines["portable"] = Engine("portable", lambda spec: None, broken)
     path, table = tmp_path / "all.json", tmp_path / "table.json"
     commands = {
         "attend": ("--contexts", 0, "--chunk", 130, "--blocks", 64, "--densities", 1, "--stripes", ""),
@@ -90,7 +91,7 @@ def test_the_check_sees_nan_and_rounding():
     index = random_index(batch, 64, 0.5)
     out = batch.empty_out()
     assert not check_attention(batch, index, out).passed
-    engines.attend(batch.q, batch.cache, index, out, batch.scale)
+    PORTABLE.attend(batch.q, batch.cache, index, out, batch.scale)
     right = check_attention(batch, index, out)
     assert right.passed
     assert 0 < right.error < 0.01
@@ -261,6 +262,24 @@ def test_without_a_card_one_line_says_so(command):
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1
     assert "needs a CUDA device, and torch sees none" in result.stderr
+
+
+def test_figures_name_the_engine_that_a_server_would_not_take(card, tmp_path):
+    """The first that does not refuse is the default; one that refuses says why, and has no time."""
+    card.engines = {
+        "new": Engine("new", lambda spec: "no stripes yet" if spec.has_stripes else None, reference),
+        "portable": card.engines["portable"],
+    }
+    result = run("attend", "--contexts", 64, "--chunk", 100, "--blocks", 64, "--densities", "0.5", "--stripes", 9,
+                 "--results", tmp_path / "r.json", "--json", tmp_path / "all.json")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert [row["name"] for row in json.loads((tmp_path / "r.json").read_text())] == [
+        "attend, chunk after 64, blocks of 64, density 0.5: efficiency",
+        "attend, portable, chunk after 64, blocks of 64, density 0.5: efficiency",
+        "attend, stripes 9: efficiency",
+    ]
+    problems = [case.get("problem") for case in json.loads((tmp_path / "all.json").read_text())["cases"]]
+    assert problems == [None, None, "no stripes yet", None]
 
 
 def test_engines_that_do_not_exist(card):

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from vllm_sparse_backend.bench.card import Card
+from vllm_sparse_backend.bench.card import Card, is_default, refusal
 from vllm_sparse_backend.bench.check import BUDGET, Check, check_attention, difference
-from vllm_sparse_backend.bench.data import Heads
-from vllm_sparse_backend.bench.engines import ENGINES, default_engine, refusal
+from vllm_sparse_backend.bench.data import Heads, without_nan
 from vllm_sparse_backend.bench.report import Report
 from vllm_sparse_kernels import AttendOptions, SparseIndex
+from vllm_sparse_kernels.attend import PORTABLE, Engine
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_index
 
@@ -95,22 +95,14 @@ def run_attend(
             batches += [_batch(heads, made_for, seed, card.device) for seed in range(NUM_INPUTS)]
         indices = [random_index(batch, case.block_tokens, case.density, case.stripes) for batch in batches]
         for engine in engines:
-            yield _measure(card, case, batches, indices, engine, report, budget_s)
+            yield _measure(card, case, batches, indices, card.engines[engine], report, budget_s)
         if with_options and not case.stripes:
             yield from _measure_options(card, case, batches[0], indices[0], report, budget_s)
 
 
 def _batch(heads: Heads, lengths: tuple[int, int], seed: int, device: torch.device) -> Batch:
-    return random_batch(
-        [lengths],
-        heads.num_heads,
-        heads.num_kv_heads,
-        heads.head_dim,
-        heads.page_tokens,
-        heads.dtype,
-        str(device),
-        seed,
-    )
+    shape = (heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.page_tokens)
+    return without_nan(random_batch([lengths], *shape, heads.dtype, str(device), seed))
 
 
 def _measure(
@@ -118,12 +110,12 @@ def _measure(
     case: Case,
     batches: Sequence[Batch],
     indices: Sequence[SparseIndex],
-    engine: str,
+    engine: Engine,
     report: Report,
     budget_s: float,
 ) -> dict[str, Any]:
     row: dict[str, Any] = {
-        "engine": engine, "context_len": case.context_len, "query_len": case.query_len,
+        "engine": engine.name, "context_len": case.context_len, "query_len": case.query_len,
         "block_tokens": case.block_tokens, "stripes": case.stripes or None,
     }  # fmt: skip
     if why := refusal(engine, batches[0].cache, indices[0]):
@@ -131,7 +123,7 @@ def _measure(
         report.add_case(row)
         return row
     outs, dense_outs = ([batch.empty_out() for batch in batches] for _ in range(2))
-    run = ENGINES[engine]
+    run = engine.attend
 
     def ours(i: int) -> None:
         with indices[i].workspace.frame():
@@ -154,7 +146,8 @@ def _measure(
     row["times_faster"] = row["dense_ms"] / row["ms"]
     row["efficiency"] = row["times_faster"] * row["density"]
     report.add_case(row)
-    of_engine = "" if engine == default_engine(batches[0].cache, indices[0]) else f", {engine}"
+    default = is_default(card.engines, engine.name, batches[0].cache, indices[0])
+    of_engine = "" if default else f", {engine.name}"
     report.add_figure(f"attend{of_engine}, {case.name}: efficiency", row["efficiency"], "ratio", "higher")
     return row
 
@@ -176,7 +169,7 @@ def _measure_options(
     card: Card, case: Case, batch: Batch, index: SparseIndex, report: Report, budget_s: float
 ) -> Iterator[dict[str, Any]]:
     """What each option makes of the time that the portable engine takes without."""
-    run, out = ENGINES["portable"], batch.empty_out()
+    run, out = PORTABLE.attend, batch.empty_out()
 
     def plain() -> None:
         with index.workspace.frame():

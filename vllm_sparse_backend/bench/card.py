@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from vllm_sparse_backend.bench.report import BenchError
+from vllm_sparse_kernels import AttendOptions, PagedCache, SparseIndex
+from vllm_sparse_kernels.attend import AttendSpec, Engine, FlashAttention, choose, engines
 from vllm_sparse_kernels.rows import to_device
 from vllm_sparse_kernels.testing.batches import Batch
 
@@ -35,6 +37,7 @@ class Card:
         self.name = torch.cuda.get_device_name(self.device)
         self.flash_version = _flash_version(self.device)
         self.dense_name = f"FlashAttention-{self.flash_version}"
+        self.engines = engines(_flash_attention(self.flash_version))
 
     def dense(self, batch: Batch, out: torch.Tensor) -> Run:
         """vLLM's FlashAttention over the batch's pages, as vLLM calls it, ready to be run."""
@@ -106,6 +109,18 @@ class Card:
         return taken
 
 
+def refusal(engine: Engine, cache: PagedCache, index: SparseIndex, options: AttendOptions | None = None) -> str | None:
+    """Why an engine cannot attend over such an index; None if it can."""
+    return engine.refusal(AttendSpec.of(cache, index, options))
+
+
+def is_default(
+    table: Mapping[str, Engine], name: str, cache: PagedCache, index: SparseIndex, options: AttendOptions | None = None
+) -> bool:
+    """Whether a server takes this engine for such an index, unless told: then its figures are the project's."""
+    return choose(table, AttendSpec.of(cache, index, options)).engine.name == name
+
+
 def _passes(budget_s: float) -> Iterable[bool]:
     """False for the passes that warm up, then True until ``budget_s`` is spent."""
     yield False
@@ -115,6 +130,16 @@ def _passes(budget_s: float) -> Iterable[bool]:
         if i >= MIN_PASSES and time.perf_counter() - began >= budget_s:
             return
         yield True
+
+
+def _flash_attention(version: int) -> FlashAttention | None:
+    """vLLM's FlashAttention as the engine ``flash`` takes it; None where it knows none of that version."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    try:
+        return FlashAttention.of_version(version, flash_attn_varlen_func)
+    except ValueError:
+        return None
 
 
 def _flash_version(device: torch.device) -> int:

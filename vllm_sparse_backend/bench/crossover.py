@@ -25,6 +25,7 @@ from vllm_sparse_backend.bench.data import Heads, Prompt
 from vllm_sparse_backend.bench.methods import Layer, layers_of, new_step
 from vllm_sparse_backend.bench.report import BenchError, Report, package_version, write_json
 from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_kernels.attend import Engine
 
 MARGIN = 1.03
 STEPS = 2
@@ -96,25 +97,25 @@ def run_crossover(
     after_prefix = {n: (longest, n) for n in new_tokens}
     for asked, plan in plans:
         for engine in engines:
-            measure = partial(_rung, card, prompts, asked, plan, engine, report, budget_s)
+            measure = partial(_rung, card, prompts, asked, plan, card.engines[engine], report, budget_s)
             least = yield from climb_down(last_chunks, partial(measure, "min_tokens"), margin)
             least_new = yield from climb_down(after_prefix, partial(measure, "min_query_tokens"), margin)
             yield {"entry": entry_of(card, heads, asked, engine, least, least_new, report.command)}
 
 
 def _rung(
-    card: Card, prompts: Sequence[Prompt], asked: Asked, plan: Plan, engine: str, report: Report, budget_s: float,
+    card: Card, prompts: Sequence[Prompt], asked: Asked, plan: Plan, engine: Engine, report: Report, budget_s: float,
     which: str, seq_len: int, query_len: int,
 ) -> dict[str, Any]:  # fmt: skip
     """The last ``query_len`` tokens of ``seq_len``, measured and reported."""
-    row: dict[str, Any] = {"method": str(asked), "engine": engine, "ladder": which}
+    row: dict[str, Any] = {"method": str(asked), "engine": engine.name, "ladder": which}
     row |= {"seq_len": seq_len, "query_len": query_len}
     _measure(card, layers_of(prompts, plan, seq_len - query_len, query_len), engine, row, budget_s)
     report.add_case(row)
     return row
 
 
-def _measure(card: Card, layers: Sequence[Layer], engine: str, row: dict[str, Any], budget_s: float) -> None:
+def _measure(card: Card, layers: Sequence[Layer], engine: Engine, row: dict[str, Any], budget_s: float) -> None:
     def whole(layer: Layer) -> None:
         layer.select()
         layer.attend(engine)

@@ -54,12 +54,19 @@ class Prompt:
         return Batch(self.whole.q[context_len:end], self.whole.cache, rows, self.whole.scale)
 
 
+def without_nan(batch: Batch) -> Batch:
+    """The batch, its cache free of the NaN that stand in unused places: FlashAttention multiplies these by 0."""
+    for side in (batch.cache.keys, batch.cache.values):
+        side.nan_to_num_()
+    return batch
+
+
 def structured_prompts(heads: Heads, num_tokens: int, count: int, device: torch.device) -> list[Prompt]:
     """Layers of one prompt: their seeds differ, their pages lie alike, as one block table serves all layers."""
     prompts = []
     for seed in range(count):
         data = structured(num_tokens, 0, heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.dtype, device, seed)
-        prompts.append(Prompt(paged_batch(data, heads.page_tokens)))
+        prompts.append(Prompt(without_nan(paged_batch(data, heads.page_tokens))))
     return prompts
 
 
@@ -76,7 +83,7 @@ def captured_prompts(captured: Capture, copies: int, device: torch.device) -> li
     for layer in sorted(captured.scales):
         q, k, v = (x.repeat(1, copies, 1) for x in captured.read(layer, device))
         rows = Rows((0,), (captured.num_tokens,), (0,), table)
-        prompts.append(Prompt(Batch(q, PagedCache(paged(k), paged(v)), rows, captured.scales[layer])))
+        prompts.append(Prompt(without_nan(Batch(q, PagedCache(paged(k), paged(v)), rows, captured.scales[layer]))))
     return prompts
 
 

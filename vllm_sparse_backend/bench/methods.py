@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from vllm_sparse_backend.bench.asked import Asked
-from vllm_sparse_backend.bench.card import Card, Run
+from vllm_sparse_backend.bench.card import Card, Run, is_default, refusal
 from vllm_sparse_backend.bench.check import Check, check_attention, difference
 from vllm_sparse_backend.bench.data import Prompt
-from vllm_sparse_backend.bench.engines import ENGINES, default_engine, refusal
 from vllm_sparse_backend.bench.report import Report
 from vllm_sparse_backend.evaluate.quality import fill_index, layer_index
 from vllm_sparse_backend.settings.plan import LayerPlan, Plan, methods_by_head
 from vllm_sparse_kernels import AttendOptions, SparseIndex
+from vllm_sparse_kernels.attend import Engine
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.select.base import attend_options
 from vllm_sparse_kernels.testing.batches import Batch
@@ -62,18 +62,14 @@ class Layer:
         with self.index.workspace.frame():
             fill_index(self.groups, self.batch.q, self.batch.cache, self.index, self.batch.scale)
 
-    def attend(self, engine: str) -> None:
+    def attend(self, engine: Engine) -> None:
         batch = self.batch
         with self.index.workspace.frame():
-            ENGINES[engine](batch.q, batch.cache, self.index, self.out, batch.scale, options=self.options)
+            engine.attend(batch.q, batch.cache, self.index, self.out, batch.scale, options=self.options)
 
-    def refusal(self, engine: str) -> str | None:
+    def refusal(self, engine: Engine) -> str | None:
         """Why an engine cannot attend over this layer's index."""
         return refusal(engine, self.batch.cache, self.index, self.options)
-
-    @property
-    def default_engine(self) -> str:
-        return default_engine(self.batch.cache, self.index, self.options)
 
 
 def layers_of(prompts: Sequence[Prompt], plan: Plan, context_len: int, query_len: int) -> list[Layer]:
@@ -112,29 +108,31 @@ def run_methods(
         for run in dense:
             run()
         for asked, plan in plans:
-            for engine in engines:
+            for engine in (card.engines[name] for name in engines):
                 layers = layers_of(prompts, plan, context_len, query_len)
-                row = {"data": data, "method": str(asked), "engine": engine, "context_len": context_len}
+                row = {"data": data, "method": str(asked), "engine": engine.name, "context_len": context_len}
                 row["query_len"] = query_len
                 if why := next((w for layer in layers if (w := layer.refusal(engine))), None):
                     row["problem"] = why
                 else:
-                    _measure(card, layers, dense, dense_outs, row, budget_s)
+                    _measure(card, layers, engine, dense, dense_outs, row, budget_s)
                 report.add_case(row)
                 if "problem" not in row:
-                    _add_figures(report, row, engine == layers[0].default_engine, card.dense_name)
+                    first = layers[0]
+                    default = is_default(card.engines, engine.name, first.batch.cache, first.index, first.options)
+                    _add_figures(report, row, default, card.dense_name)
                 yield row
 
 
 def _measure(
     card: Card,
     layers: Sequence[Layer],
+    engine: Engine,
     dense: Sequence[Run],
     dense_outs: Sequence[torch.Tensor],
     row: dict[str, Any],
     budget_s: float,
 ) -> None:
-    engine = row["engine"]
     new_step(layers)()
     checks: list[Check] = []
     for layer in layers:

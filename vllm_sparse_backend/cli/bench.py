@@ -29,7 +29,7 @@ bench = typer.Typer(
 Json = Annotated[Path | None, typer.Option("--json", help="File for all that was measured, with device and versions.")]
 Results = Annotated[Path | None, typer.Option(help="List of figures, as in docs/results, to merge this run's into.")]
 Png = Annotated[Path | None, typer.Option(help="Picture to draw; needs matplotlib.")]
-Engines = Annotated[str | None, typer.Option("--engines", help="Engines by comma; by default all of this card.")]
+Engines = Annotated[str | None, typer.Option("--engines", help="Engines by comma; by default all, each where it can.")]
 Model = Annotated[Path | None, typer.Option(help="Model folder whose heads are measured, in place of an 8B model's.")]
 Page = Annotated[int, typer.Option("--page-size", help="Tokens of a page of the cache.")]
 Contexts = Annotated[str, typer.Option(help="Cached tokens before the chunk, by comma.")]
@@ -62,7 +62,8 @@ def attend(
         from vllm_sparse_backend.bench.attend import COLUMNS, cases_of, run_attend
         from vllm_sparse_backend.bench.report import Report
 
-        card, heads, chosen = _card(), _heads(model, page_size), _engines(engines)
+        card, heads = _card(), _heads(model, page_size)
+        chosen = _engines(engines, card)
         numbers = [float(part) for part in _split(densities)]
         cases = cases_of(_ints(contexts), chunk, _ints(blocks), numbers, _ints(stripes))
         report = Report("attend", card.name, json_path, results)
@@ -116,7 +117,7 @@ def methods(
             shape, alike, name = heads.model(layers), data.structured_clusters(heads, layers), "structured"
         plans = _plans(method, profile, shape, alike)
         report = Report("methods", card.name, json_path, results)
-        rows = run_methods(card, prompts, name, plans, lengths, chunk, chosen := _engines(engines), report)
+        rows = run_methods(card, prompts, name, plans, lengths, chunk, chosen := _engines(engines, card), report)
         title = f"methods beside {card.dense_name}, {card.name}, {name} data, chunk of {chunk:,}"
         _show(title, COLUMNS, rows, len(plans) * len(lengths) * len(chosen))
         if name == "structured":
@@ -156,7 +157,8 @@ def crossover(
         from vllm_sparse_backend.bench import data, plots
         from vllm_sparse_backend.bench.report import Report, table_of
 
-        card, heads, chosen = _card(), _heads(model, page_size), _engines(engines)
+        card, heads = _card(), _heads(model, page_size)
+        chosen = _engines(engines, card)
         plans = _plans(method, profile, heads.model(layers), data.structured_clusters(heads, layers))
         prompts = data.structured_prompts(heads, longest, layers, card.device)
         rungs = part.ladder(shortest, longest)
@@ -326,14 +328,13 @@ def _heads(model: Path | None, page_size: int) -> "Heads":
     return Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, page_size)
 
 
-def _engines(given: str | None) -> list[str]:
-    from vllm_sparse_backend.bench.engines import ENGINES
+def _engines(given: str | None, card: "Card") -> list[str]:
     from vllm_sparse_backend.bench.report import BenchError
     from vllm_sparse_backend.settings.errors import not_one_of
 
-    names = _split(given) if given else list(ENGINES)
-    if unknown := [name for name in names if name not in ENGINES]:
-        raise BenchError(f"--engines: {not_one_of(unknown[0], ENGINES)}")
+    names = _split(given) if given else list(card.engines)
+    if unknown := [name for name in names if name not in card.engines]:
+        raise BenchError(f"--engines: {not_one_of(unknown[0], card.engines)}")
     return names
 
 

@@ -110,10 +110,7 @@ def repaged(batch: Batch, page_size: int, layout: str = "NHD", seed: int = 1) ->
         seed, layout,
     )  # fmt: skip
     for row, seq_len in enumerate(rows.seq_lens):
-        positions = torch.arange(seq_len, device=rows.device)
-        pages = other.rows.block_table[row, positions // page_size].long()
-        for side, values in zip((other.cache.keys, other.cache.values), cache.gather(rows.block_table[row], seq_len)):
-            side[pages, positions % page_size] = values
+        write_row(other.cache, other.rows.block_table[row], *cache.gather(rows.block_table[row], seq_len))
     moved = Rows(rows.tokens, rows.query_lens, rows.context_lens, other.rows.block_table)
     return Batch(batch.q, other.cache, moved, batch.scale)
 
