@@ -7,6 +7,7 @@ from statistics import median
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from tests.bench.conftest import HEADS, CpuCard
@@ -15,10 +16,14 @@ from vllm_sparse_backend.bench.asked import Asked, methods_asked
 from vllm_sparse_backend.bench.check import Check, check_attention
 from vllm_sparse_backend.bench.report import BenchError, Report
 from vllm_sparse_backend.cli import app
+from vllm_sparse_backend.evaluate.capture import Capture
+from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_kernels.attend import PORTABLE, Engine
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.reference.attend import attend as reference
 from vllm_sparse_kernels.testing.batches import random_batch, random_index
+from vllm_sparse_kernels.testing.lined import DEVICE
+from vllm_sparse_kernels.testing.structured import structured
 
 
 def run(*args: object):
@@ -87,7 +92,7 @@ def test_no_speed_of_what_is_wrong(card, tmp_path):
 
 
 def test_the_check_sees_nan_and_rounding():
-    batch = random_batch([(70, 200)], 4, 2, 64, 64, torch.float16)
+    batch = random_batch([(70, 200)], 4, 2, 64, 64, torch.float16, DEVICE)
     index = random_index(batch, 64, 0.5)
     out = batch.empty_out()
     assert not check_attention(batch, index, out).passed
@@ -280,6 +285,42 @@ def test_figures_name_the_engine_that_a_server_would_not_take(card, tmp_path):
     ]
     problems = [case.get("problem") for case in json.loads((tmp_path / "all.json").read_text())["cases"]]
     assert problems == [None, None, "no stripes yet", None]
+
+
+@pytest.mark.parametrize("option", ["--contexts", "--densities", "--stripes"])
+def test_numbers_that_are_none(card, option):
+    result = run("attend", option, "12;13")
+    assert result.exit_code == 1
+    assert "given '12;13', expected" in result.stderr
+
+
+def test_captured_data(card, tmp_path, monkeypatch):
+    """Heads are repeated, each layer has its own, and SharePrefill's clusters come from another capture."""
+    shape = ModelShape("Llama", 3, 2, 1, 64)
+    captures = {}
+    for name in ("captured", "other"):
+        folder = tmp_path / name
+        folder.mkdir()
+        for layer in (0, 2):
+            made = structured(300, 0, 2, 1, 64, torch.float16, seed=layer)
+            save_file({"q": made.q, "k": made.k, "v": made.v}, folder / f"layer-{layer:03}.safetensors")
+        captures[name] = Capture(folder, "tiny", shape, 300, "0" * 64, {0: 0.125, 2: 0.125}, {1: "a sliding window"})
+        captures[name]._write()
+    asked_of = []
+    monkeypatch.setattr(
+        "vllm_sparse_backend.evaluate.clusters.head_clusters",
+        lambda captured, device: asked_of.append(captured.folder.name) or ((0, 0), (-1, -1), (1, 1)),
+    )
+    result = run("methods", "--captured", tmp_path / "captured", "--clusters", tmp_path / "other", "--repeat-heads", 4,
+                 "--method", "share_prefill", "--method", "dense", "--contexts", 100, "--chunk", 200,
+                 "--results", tmp_path / "r.json")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert asked_of == ["other"]
+    figures = {row["name"]: row["value"] for row in json.loads((tmp_path / "r.json").read_text())}
+    assert figures["whole method, dense, tiny, after 100: density"] == 1
+    assert figures["whole method, dense, tiny, after 100: output error"] < 2e-3
+    assert 0 < figures["whole method, share_prefill, tiny, after 100: density"] <= 1
+    assert "selection, dense, tiny, chunk after 100: share of FlashAttention-3" in figures
 
 
 def test_engines_that_do_not_exist(card):

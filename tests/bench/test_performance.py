@@ -108,6 +108,7 @@ def test_benchmarks_use_the_names_that_have_bars():
     labels = [Settings({})]
     labels += [Settings({"method": n}) for n in ("a_shape", "dense", "sale", "anchor_attention", "sparge_attn")]
     labels += [Settings({"method": "flex_vertical_slash"})]
+    labels += [Settings({"method": "share_prefill", "params": {"cluster": 0}})]
     made |= {f"vllm serve, {label}, {length}: first token, times sooner" for label in labels for length in lengths}
     asked_for = {name for name, _ in fixed_bars() if "mixed load" not in name}
     assert asked_for <= made, asked_for - made

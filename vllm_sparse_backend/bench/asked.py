@@ -56,7 +56,7 @@ class Asked:
         names = (field.name for field in fields(default) if field.init)
         return Asked(name, tuple((n, given[n]) for n in names if given[n] != getattr(default, n)))
 
-    def plan(self, shape: ModelShape, clusters: Clusters) -> Plan:
+    def plan(self, shape: ModelShape, clusters: Clusters | None) -> Plan:
         """What a server would run with it on a model of that shape; SharePrefill with these clusters."""
         with tempfile.TemporaryDirectory() as aside:
             try:

@@ -23,7 +23,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Length:
-    """``new_tokens`` after ``cached_tokens`` that the same client sent just before."""
+    """``new_tokens`` after ``cached_tokens``, which are sent alone just before, so that a prefix cache has them."""
 
     new_tokens: int
     cached_tokens: int = 0
@@ -67,11 +67,12 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Two servers, stock first. A length that no request of one of them answered gets no ratio."""
     cases = []
+    prefixes = {n: prompts.take(n) for n in {length.cached_tokens for length in lengths} if n}
     for length in lengths:
         repeats = repeats_of(length, most_repeats)
         taken = {server.name: Taken() for server in servers}
         for i in range(-1, repeats):  # the first warms up
-            prefix = prompts.take(length.cached_tokens) if length.cached_tokens else []
+            prefix = prefixes.get(length.cached_tokens, [])
             prompt = prefix + prompts.take(length.new_tokens)
             for server in servers if i % 2 else servers[::-1]:
                 _ask(server, prefix, prompt, output_tokens, taken[server.name], counted=i >= 0)

@@ -1,6 +1,7 @@
 """What a benchmark found, as files: its cases as they were measured, and figures that have a name."""
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Mapping
@@ -43,7 +44,8 @@ class Report:
         self.figures: dict[str, dict[str, Any]] = {}
 
     def add_case(self, case: Mapping[str, Any]) -> None:
-        self.cases.append(dict(case))
+        # JSON has no NaN.
+        self.cases.append({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in case.items()})
         self._write()
 
     def add_figure(self, name: str, value: float, unit: str, better: Literal["higher", "lower"]) -> None:

@@ -64,7 +64,7 @@ def attend(
 
         card, heads = _card(), _heads(model, page_size)
         chosen = _engines(engines, card)
-        numbers = [float(part) for part in _split(densities)]
+        numbers = _numbers(densities, float, "numbers")
         cases = cases_of(_ints(contexts), chunk, _ints(blocks), numbers, _ints(stripes))
         report = Report("attend", card.name, json_path, results)
         title = f"attend beside {card.dense_name}, {card.name}, {heads}"
@@ -111,11 +111,11 @@ def methods(
 
         card, heads, lengths = _card(), _heads(model, page_size), _ints(contexts)
         if captured is not None:
-            prompts, shape, alike, name = _captured(captured, clusters, repeat_heads, card)
+            prompts, plans, name = _captured(captured, clusters, repeat_heads, method, profile, card)
         else:
             prompts = data.structured_prompts(heads, max(lengths) + chunk, layers, card.device)
-            shape, alike, name = heads.model(layers), data.structured_clusters(heads, layers), "structured"
-        plans = _plans(method, profile, shape, alike)
+            plans = _plans(method, profile, heads.model(layers), data.structured_clusters(heads, layers))
+            name = "structured"
         report = Report("methods", card.name, json_path, results)
         rows = run_methods(card, prompts, name, plans, lengths, chunk, chosen := _engines(engines, card), report)
         title = f"methods beside {card.dense_name}, {card.name}, {name} data, chunk of {chunk:,}"
@@ -178,7 +178,7 @@ def crossover(
                 yield row
 
         _show(f"crossover, {card.name}, {heads}", part.COLUMNS, rows(), None)
-        Console().print(table_of(f"in {table}; empty: never faster", part.ENTRY_COLUMNS, entries))
+        _console().print(table_of(f"in {table}; empty: never faster", part.ENTRY_COLUMNS, entries))
         faster = f"times faster than {card.dense_name}"
         ladders = ("min_tokens", "min_query_tokens")
         of = {name: [case for case in report.cases if case["ladder"] == name] for name in ladders}
@@ -279,7 +279,7 @@ def _show_serve(cases: Sequence[dict[str, Any]], png: Path | None) -> None:
     from vllm_sparse_backend.bench import latency, load, plots
     from vllm_sparse_backend.bench.report import table_of
 
-    console = Console()
+    console = _console()
     for name in dict.fromkeys(case["label"] for case in cases):
         of = [case for case in cases if case["label"] == name]
         console.print(table_of(f"{name}: one request at a time", latency.COLUMNS, _part(of, "latency")))
@@ -346,25 +346,30 @@ def _plans(
     return [(asked, asked.plan(shape, clusters)) for asked in methods_asked(texts or (), profile, shape)]
 
 
-def _captured(folder: Path, others: Path | None, num_heads: int, card: "Card") -> tuple[Any, Any, Any, str]:
-    """(prompts by layer, shape of the repeated heads, their clusters, name of the model)."""
+def _captured(
+    folder: Path, others: Path | None, num_heads: int, texts: Sequence[str] | None, profile: str | None, card: "Card"
+) -> tuple[list[Any], list[tuple["Asked", "Plan"]], str]:
+    """(prompts by layer, plans for their heads, name of the model)."""
     from dataclasses import replace
 
     from vllm_sparse_backend.bench import data
+    from vllm_sparse_backend.bench.asked import methods_asked
     from vllm_sparse_backend.evaluate.capture import Capture
     from vllm_sparse_backend.evaluate.clusters import head_clusters
     from vllm_sparse_kernels.select.share_prefill import NOISE
 
     found = Capture.open(folder)
     copies = max(1, num_heads // found.shape.num_heads)
-    clusters = head_clusters(Capture.open(others) if others else found, str(card.device))
-    captured_only = tuple(clusters[layer] for layer in sorted(found.scales))
     shape = replace(
         found.shape, num_layers=len(found.scales), num_heads=found.shape.num_heads * copies,
         num_kv_heads=found.shape.num_kv_heads * copies,
     )  # fmt: skip
-    prompts = data.captured_prompts(found, copies, card.device)
-    return prompts, shape, data.repeated_clusters(captured_only, copies, NOISE), found.model
+    asked, clusters = methods_asked(texts or (), profile, shape), None
+    if any(one.method == "share_prefill" for one in asked):
+        by_layer = head_clusters(Capture.open(others) if others else found, str(card.device))
+        clusters = data.repeated_clusters([by_layer[layer] for layer in sorted(found.scales)], copies, NOISE)
+    plans = [(one, one.plan(shape, clusters)) for one in asked]
+    return data.captured_prompts(found, copies, card.device), plans, found.model
 
 
 def _show(title: str, columns: Mapping[str, str], rows: Iterable[dict[str, Any]], total: int | None) -> None:
@@ -380,7 +385,7 @@ def _show(title: str, columns: Mapping[str, str], rows: Iterable[dict[str, Any]]
             progress.advance(task)
             told = [f"{heading} {cell(row[key])}" for key, heading in columns.items() if row.get(key) is not None]
             progress.console.print(escape(", ".join(told)), highlight=False, soft_wrap=True)
-    Console().print(table_of(title, columns, shown))
+    _console().print(table_of(title, columns, shown))
 
 
 def _print_case(case: Mapping[str, Any]) -> None:
@@ -414,7 +419,21 @@ def _split(text: str) -> list[str]:
 
 
 def _ints(text: str) -> list[int]:
-    return [int(part) for part in _split(text)]
+    return [int(number) for number in _numbers(text, int, "whole numbers")]
+
+
+def _numbers(text: str, kind: type[int] | type[float], expected: str) -> list[float]:
+    from vllm_sparse_backend.bench.report import BenchError
+
+    try:
+        return [kind(part) for part in _split(text)]
+    except ValueError:
+        raise BenchError(f"given {text!r}, expected {expected}, with commas between") from None
+
+
+def _console() -> Console:
+    """Wide enough for a table where there is no terminal to fit into."""
+    return Console(width=None if sys.stdout.isatty() else 180)
 
 
 def _print(text: str) -> None:
