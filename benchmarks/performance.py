@@ -212,7 +212,10 @@ def with_bars(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 def main(
     results: Annotated[Path, typer.Option(help="What `sparse-prefill bench … --results` wrote.")] = RESULTS,
     markdown: Annotated[Path | None, typer.Option(help="Document with marks for the tables.")] = None,
+    merge: Annotated[list[Path] | None, typer.Option(help="Results of other runs to put in; may be repeated.")] = None,
 ) -> None:
+    for path in merge or ():
+        merge_figures(results, {row["name"]: row for row in read_figures(path)})
     figures = with_bars(read_figures(results) if results.exists() else [])
     if figures:
         merge_figures(results, figures, keep_bars=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from vllm_sparse_backend.bench.report import BenchError, Report, merge_figures, read_figures
+from vllm_sparse_backend.bench.report import BenchError, Report, command_of, merge_figures, read_figures
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,6 +56,24 @@ def test_figures_are_merged_by_name_and_keep_their_bar(tmp_path):
         path.write_text(text)
         with pytest.raises(BenchError, match="not a results file"):
             read_figures(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["bench", "attend", "--json", "/tmp/a.json", "--chunk", "64", "--png=x.png"], "bench attend --chunk 64"),
+        (
+            ["bench", "serve", "/models/llama", "--settings", '{"method": "sale"}', "--results", "r"],
+            """bench serve llama --settings '{"method": "sale"}'""",
+        ),
+        (
+            ["bench", "crossover", "--table", "t.json", "--method", "sale:tau=0.1"],
+            "bench crossover --method sale:tau=0.1",
+        ),
+    ],
+)
+def test_commands_name_no_places_of_one_machine(arguments, command):
+    assert command_of(arguments) == f"sparse-prefill {command}"
 
 
 def test_bars_are_those_of_the_table():
@@ -118,16 +136,16 @@ def test_the_document_is_written_from_the_results(tmp_path):
     from benchmarks import performance
 
     results, document = tmp_path / "results.json", tmp_path / "performance.md"
-    results.write_text(json.dumps(SOME))
+    results.write_text(json.dumps(SOME[:5]))
+    (tmp_path / "more.json").write_text(json.dumps(SOME[5:]))
     document.write_text((ROOT / "docs/performance.md").read_text())
     import typer
 
     app = typer.Typer()
     app.command()(performance.main)
+    paths = {"--results": results, "--markdown": document, "--merge": tmp_path / "more.json"}
     for _ in range(2):
-        result = CliRunner().invoke(
-            app, ["--results", str(results), "--markdown", str(document)], catch_exceptions=False
-        )
+        result = CliRunner().invoke(app, [str(x) for pair in paths.items() for x in pair], catch_exceptions=False)
         assert result.exit_code == 0, result.output
     assert "11 figures, 4 not met" in result.output
     assert json.loads(results.read_text())[0]["bar"] == 0.87

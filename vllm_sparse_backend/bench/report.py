@@ -4,7 +4,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from importlib import import_module
@@ -38,7 +38,7 @@ class Report:
         command: str | None = None,
     ) -> None:
         self.bench, self.device, self.json_path, self.results_path = bench, device, json_path, results_path
-        self.command = command or shlex.join(["sparse-prefill", *sys.argv[1:]])
+        self.command = command or command_of(sys.argv[1:])
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
         self.cases: list[dict[str, Any]] = []
         self.figures: dict[str, dict[str, Any]] = {}
@@ -66,6 +66,23 @@ class Report:
             write_json(self.json_path, data)
         if self.results_path is not None and self.figures:
             merge_figures(self.results_path, self.figures)
+
+
+OUTPUTS = ("--json", "--results", "--png", "--table")
+
+
+def command_of(arguments: Sequence[str]) -> str:
+    """The command that measures the same elsewhere: without its output files, and folders by their names alone."""
+    kept: list[str] = []
+    left = iter(arguments)
+    for argument in left:
+        name, equals, _ = argument.partition("=")
+        if name in OUTPUTS:
+            if not equals:
+                next(left, None)
+        else:
+            kept.append(Path(argument).name if Path(argument).is_absolute() else argument)
+    return shlex.join(["sparse-prefill", *kept])
 
 
 def merge_figures(path: Path, figures: Mapping[str, Mapping[str, Any]], keep_bars: bool = True) -> None:
