@@ -8,7 +8,6 @@ and are held against exact attention. SharePrefill's clusters come from the toke
 text. ``--curves`` writes all figures as JSON; ``benchmarks.recall_figures`` makes tables and pictures of them.
 """
 
-import importlib.util
 import json
 import shlex
 import tempfile
@@ -20,15 +19,13 @@ import torch
 import typer
 
 from benchmarks import recall_figures
-from benchmarks.results import Results
-from vllm_sparse_backend.calibrate.share_prefill import Clusters, attention_map, cluster_heads, profile_of
-from vllm_sparse_backend.evaluate.capture import Capture, capture, read_tokens, text_files
+from vllm_sparse_backend.bench.report import Report
+from vllm_sparse_backend.calibrate.share_prefill import Clusters
+from vllm_sparse_backend.evaluate.capture import Capture, capture, default_text, read_tokens, text_files
+from vllm_sparse_backend.evaluate.clusters import head_clusters, plan_of
 from vllm_sparse_backend.evaluate.quality import Asked, Measured, measure_plans
-from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
-from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels.select import METHODS
-from vllm_sparse_kernels.select.share_prefill import NOISE, SharePrefill
 
 SWEEPS: dict[str, list[dict[str, Any]]] = {
     "a_shape": [{"local_tokens": n} for n in (256, 1024, 2048, 8192, 16384)],
@@ -43,46 +40,7 @@ SWEEPS: dict[str, list[dict[str, Any]]] = {
 }
 """Each method's main knob, beside the default."""
 
-MAP_SIDE = 64
 CLUSTER_TOKENS = 8192
-
-
-def default_text() -> Path:
-    """The installed vLLM's sources. They are not imported."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigurationError("--text: not given, and vllm, whose sources are the default, is not installed")
-    return Path(spec.submodule_search_locations[0])
-
-
-def head_clusters(captured: Capture, device: str) -> Clusters:
-    """SharePrefill's clusters from a captured prompt; heads of layers that were not captured are noise."""
-    kept = captured.folder / f"clusters-{captured.model}-{captured.prompt_sha256[:16]}.json"
-    if kept.is_file():
-        return tuple(tuple(heads) for heads in json.loads(kept.read_text()))
-    group = captured.shape.num_heads // captured.shape.num_kv_heads
-    layers = sorted(captured.scales)
-    maps = []
-    for layer in layers:
-        q, k, _ = captured.read(layer, device)
-        scale = captured.scales[layer]
-        maps += [attention_map(q[:, h], k[:, h // group], scale, MAP_SIDE) for h in range(captured.shape.num_heads)]
-    found = cluster_heads(torch.stack(maps).view(len(layers), captured.shape.num_heads, MAP_SIDE, MAP_SIDE))
-    by_layer = dict(zip(layers, found, strict=True))
-    noise = (NOISE,) * captured.shape.num_heads
-    clusters = tuple(by_layer.get(layer, noise) for layer in range(captured.shape.num_layers))
-    kept.write_text(json.dumps(clusters))
-    return clusters
-
-
-def plan_of(method: str, params: dict[str, Any], captured: Capture, clusters: Clusters | None, folder: Path) -> Plan:
-    """What a server would run with this method, for all heads or, where it takes clusters, with their profile."""
-    config = SparsePrefillConfig(method=method, params=params)
-    if method == "share_prefill" and clusters is not None:
-        path = folder / f"{time.monotonic_ns()}.yaml"
-        path.write_text(profile_of(clusters, captured.shape, SharePrefill(**params)).to_yaml())
-        config = SparsePrefillConfig(profile=str(path))
-    return Plan.build(config, captured.shape)
 
 
 def evaluate(
@@ -94,7 +52,9 @@ def evaluate(
         asked, ran, left_out = [], [], {}
         for name, params in settings:
             try:
-                asked.append(Asked(plan_of(name, params, captured, clusters, Path(folder)), with_output=not params))
+                asked.append(
+                    Asked(plan_of(name, params, captured.shape, clusters, Path(folder)), with_output=not params)
+                )
                 ran.append((name, params))
             except ConfigurationError as error:
                 left_out[name] = str(error)
@@ -129,14 +89,14 @@ def _rounded(rows: list[list[float]]) -> list[list[float]]:
     return [[round(x, 4) for x in row] for row in rows]
 
 
-def add_results(figures: dict[str, Any], results: Results) -> None:
+def add_figures(figures: dict[str, Any], report: Report) -> None:
     """Rows of the results file, at the papers' defaults."""
     for row in figures["settings"]:
         if not row["params"]:
             what = f"{row['method']}, {recall_figures.length_name(figures)}, {figures['model']}"
-            results.add(f"{what}: recall at the paper's defaults", row["recall"], "share", "higher")
-            results.add(f"{what}: density at the paper's defaults", row["density"], "share", "lower")
-            results.add(f"{what}: relative error of the output", row["output_error"], "relative", "lower")
+            report.add_figure(f"{what}: recall at the paper's defaults", row["recall"], "share", "higher")
+            report.add_figure(f"{what}: density at the paper's defaults", row["density"], "share", "lower")
+            report.add_figure(f"{what}: relative error of the output", row["output_error"], "relative", "lower")
 
 
 def merge(path: Path, figures: dict[str, Any]) -> None:
@@ -174,7 +134,9 @@ def main(
         raise ConfigurationError(f"--methods: {not_one_of(unknown[0], METHODS)}")
     sizes = sorted(int(n) for n in split(lengths))
     chunk_option = "" if chunk == 8192 else f" --chunk {chunk}"
-    results = Results(out, f"python -m benchmarks.recall {shlex.quote(model.name)} --lengths {lengths}{chunk_option}")
+    command = f"python -m benchmarks.recall {shlex.quote(model.name)} --lengths {lengths}{chunk_option}"
+    name_of_device = torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
+    report = Report("recall", name_of_device, results_path=out, command=command)
     files = text_files(text or default_text())
     with tempfile.TemporaryDirectory() as aside:
         folder = cache or Path(aside)
@@ -187,7 +149,7 @@ def main(
             began = time.monotonic()
             captured = capture(model, read_tokens(model, files, length, begin_token), folder / str(length), device)
             figures = evaluate(captured, names, clusters, chunk or length, device, sweep)
-            add_results(figures, results)
+            add_figures(figures, report)
             recall_figures.show(figures)
             print(f"{length} tokens: {time.monotonic() - began:.0f} s")
             if curves is not None:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.tables import markdown_table, put_between
 from vllm_sparse_backend.settings.errors import ConfigurationError
 
 COLUMNS = ("method", "density", "recall", "lowest layer", "lowest head", "error of output", "best 64s", "best keys")
@@ -88,19 +89,10 @@ def markdown(prompts: list[dict[str, Any]]) -> str:
     """The tables of all prompts, shortest first."""
     parts = []
     for figures in sorted(prompts, key=lambda figures: (figures["num_tokens"], -figures["chunk_tokens"])):
-        lines = ["| " + " | ".join(cells) + " |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *table_rows(figures))]
+        lines = [markdown_table(COLUMNS, table_rows(figures))]
         lines += [f"\n{name} left out: {why}" for name, why in figures["methods_left_out"].items()]
         parts.append(f"{figures['model']}, {length_name(figures)}:\n\n" + "\n".join(lines) + "\n")
     return "\n".join(parts)
-
-
-def put_tables(prompts: list[dict[str, Any]], path: Path) -> None:
-    """Write the tables between the marks of a Markdown file."""
-    text = path.read_text() if path.is_file() else ""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
-        raise ConfigurationError(f"{path}: expected a file with one line {BEGIN!r} and, after it, one {END!r}")
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    path.write_text(f"{before}{BEGIN}\n\n{markdown(prompts)}\n{END}{after}")
 
 
 def draw(prompts: list[dict[str, Any]], picture: Path) -> None:
@@ -165,7 +157,7 @@ def main(
     for figures in prompts:
         show(figures)
     if markdown_file is not None:
-        put_tables(prompts, markdown_file)
+        put_between(markdown_file, BEGIN, END, markdown(prompts))
     if picture is not None:
         draw(prompts, picture)
 

@@ -123,12 +123,13 @@ def measured_by_command(demo_model, tmp_path_factory):
 
     from benchmarks import recall
     from vllm_sparse_backend.calibrate.share_prefill import cluster_heads
+    from vllm_sparse_backend.evaluate import clusters
 
     folder = tmp_path_factory.mktemp("recall")
     with pytest.MonkeyPatch.context() as patch:
         # A few epochs, and a cut that joins most heads: what they are like is not the question here.
-        patch.setattr(recall, "cluster_heads", lambda maps: cluster_heads(maps, distance=40.0, epochs=3))
-        patch.setattr(recall, "MAP_SIDE", 16)
+        patch.setattr(clusters, "cluster_heads", lambda maps: cluster_heads(maps, distance=40.0, epochs=3))
+        patch.setattr(clusters, "MAP_SIDE", 16)
         ends = {name: [*params[:1], *params[1:][-1:]] for name, params in recall.SWEEPS.items()}
         patch.setattr(recall, "SWEEPS", ends | {"share_prefill": recall.SWEEPS["share_prefill"]})
         app = typer.Typer()
@@ -181,6 +182,7 @@ def test_the_commands_sweep_is_a_curve(measured_by_command):
 
 def test_tables_and_pictures_come_from_the_curves(measured_by_command):
     from benchmarks import recall_figures
+    from benchmarks.tables import put_between
 
     folder, _ = measured_by_command
     prompts = json.loads((folder / "curves.json").read_text())
@@ -190,11 +192,11 @@ def test_tables_and_pictures_come_from_the_curves(measured_by_command):
     page = folder / "page.md"
     page.write_text(f"before\n{recall_figures.BEGIN}\nold\n{recall_figures.END}\nafter\n")
     for _ in range(2):
-        recall_figures.put_tables(prompts, page)
+        put_between(page, recall_figures.BEGIN, recall_figures.END, table)
     assert page.read_text() == f"before\n{recall_figures.BEGIN}\n\n{table}\n{recall_figures.END}\nafter\n"
     page.write_text("no marks")
     with pytest.raises(ConfigurationError, match=r"page\.md: expected a file with one line"):
-        recall_figures.put_tables(prompts, page)
+        put_between(page, recall_figures.BEGIN, recall_figures.END, table)
     pytest.importorskip("matplotlib")
     recall_figures.draw(prompts * 2, folder / "recall.png")
     assert (folder / "recall.png").read_bytes().startswith(b"\x89PNG")

@@ -2,14 +2,14 @@
 
 import typer
 
-from vllm_sparse_backend.cli import demo, doctor, profiles
+from vllm_sparse_backend.cli import bench, demo, doctor, profiles
 
 app = typer.Typer(
     name="sparse-prefill",
-    help="Sparse prefill for vLLM: look at an installation, try it out, check and import profiles.",
+    help="Sparse prefill for vLLM: look at an installation, try it out, measure it, check and import profiles.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for part in (doctor, demo, profiles):
+for part in (doctor, demo, profiles, bench):
     part.add_to(app)

@@ -10,6 +10,7 @@ and goes on with torch's scaled dot product attention: memory holds one layer. A
 
 import dataclasses
 import hashlib
+import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -159,6 +160,14 @@ def read_tokens(model: Path, files: Sequence[Path], length: int, begin_token: bo
     start = tokenizer.bos_token_id
     begin = [start] if begin_token and start is not None else []
     return [*begin, *token_ids[skip:]][:length]
+
+
+def default_text() -> Path:
+    """The installed vLLM's sources. They are not imported."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigurationError("text: not given, and vllm, whose sources are the default, is not installed")
+    return Path(spec.submodule_search_locations[0])
 
 
 def text_files(path: Path, pattern: str = "*.py") -> list[Path]:

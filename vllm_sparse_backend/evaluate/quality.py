@@ -7,6 +7,7 @@ disk. That is the same: a method keeps nothing from one chunk to the next, and w
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -150,21 +151,36 @@ class _Layer:
 
 def select_layer(groups: LayerPlan, q: torch.Tensor, cache: PagedCache, rows: Rows, scale: float) -> SparseIndex:
     """What the groups of one layer select, as the attention layer in the server does it."""
-    device = q.device
+    index = layer_index(groups, q, cache, rows)
+    fill_index(groups, q, cache, index, scale)
+    return index
+
+
+def layer_index(groups: LayerPlan, q: torch.Tensor, cache: PagedCache, rows: Rows) -> SparseIndex:
+    """Room for what the groups of one layer select."""
     # Without CUDA, references select, and blocks may be as wide as the methods allow.
-    widest = (widest_block(cache.head_dim, shared_bytes(device)) or 64) if q.is_cuda else 128
+    widest = (widest_block(cache.head_dim, shared_bytes(q.device)) or 64) if q.is_cuda else 128
     block_tokens = min(widest, *(group.method.block_tokens for group in groups))
     layouts = {}
     for group in groups:
         layouts.update(dict.fromkeys(group.heads, group.method.stripe_layout(rows)))
-    index = SparseIndex.allocate(rows, q.shape[1], block_tokens, layouts)
+    return SparseIndex.allocate(rows, q.shape[1], block_tokens, layouts)
+
+
+def fill_index(groups: LayerPlan, q: torch.Tensor, cache: PagedCache, index: SparseIndex, scale: float) -> None:
+    """Select for all heads of a layer. On a CUDA device nothing here waits for it."""
     for group in groups:
-        heads = torch.tensor(group.heads, dtype=torch.int32, device=device)
+        heads = _head_ids(group.heads, q.device)
         if q.is_cuda:
             group.method.select(q, cache, index, heads, scale)
         else:
             METHODS[name_of(group.method)].reference(group.method, q, cache, index, heads, scale)
-    return index
+
+
+@lru_cache(maxsize=1024)
+def _head_ids(heads: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int32, copied to the device once: a copy in each step would wait for it."""
+    return torch.tensor(heads, dtype=torch.int32, device=device)
 
 
 def dense_attention(tensors: LayerTensors, scale: float) -> torch.Tensor:

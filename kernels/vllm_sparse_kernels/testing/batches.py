@@ -25,6 +25,45 @@ class Batch:
         return torch.full_like(self.q, float("nan"))
 
 
+def shuffled_cache(
+    seq_lens: Sequence[int],
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+    layout: str = "NHD",
+) -> tuple[PagedCache, torch.Tensor]:
+    """A cache with room for rows of these lengths, all NaN, and their block table.
+
+    Pages are dealt out in random order, with spare ones between. Keys and values are halves of one tensor, as in vLLM,
+    of physical ``layout`` NHD or HND.
+    """
+    pages_needed = [ceil_div(seq_len, page_size) for seq_len in seq_lens]
+    num_pages = sum(pages_needed) + 3
+    shape = (num_pages, page_size, num_kv_heads, 2 * head_dim)
+    if layout == "HND":
+        storage = torch.full((shape[0], shape[2], shape[1], shape[3]), float("nan"), dtype=dtype, device=device)
+        storage = storage.transpose(1, 2)
+    else:
+        storage = torch.full(shape, float("nan"), dtype=dtype, device=device)
+    keys, values = storage.split(head_dim, -1)
+    order = torch.randperm(num_pages, generator=generator, device=device).int()
+    # One entry past each row's last page would be outside the cache: reading it is an error that shows.
+    block_table = torch.full((len(seq_lens), max(pages_needed) + 1), num_pages + 7, dtype=torch.int32, device=device)
+    for row, pages in enumerate(order[: sum(pages_needed)].split(pages_needed)):
+        block_table[row, : len(pages)] = pages
+    return PagedCache(keys, values), block_table
+
+
+def write_row(cache: PagedCache, block_table_row: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Put a row's keys and values [seq_len, num_kv_heads, head_dim] at its positions."""
+    positions = torch.arange(len(k), device=k.device)
+    slots = (block_table_row[positions // cache.page_size].long(), positions % cache.page_size)
+    cache.keys[slots], cache.values[slots] = k, v
+
+
 def random_batch(
     lengths: Sequence[tuple[int, int]],
     num_heads: int,
@@ -39,42 +78,27 @@ def random_batch(
 ) -> Batch:
     """Rows of (context_len, query_len) with standard normal q, k, v.
 
-    Pages are dealt out in random order, with spare ones between; every place of the cache that no position owns is NaN,
-    and so are the ``gap_tokens`` tokens of q between rows. Keys and values are halves of one tensor, as in vLLM, of
-    physical ``layout`` NHD or HND.
+    The cache is ``shuffled_cache``'s; the ``gap_tokens`` tokens of q between rows are NaN.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    pages_needed = [ceil_div(c + n, page_size) for c, n in lengths]
-    num_pages = sum(pages_needed) + 3
-    shape = (num_pages, page_size, num_kv_heads, 2 * head_dim)
-    if layout == "HND":
-        storage = torch.full((shape[0], shape[2], shape[1], shape[3]), float("nan"), dtype=dtype, device=device)
-        storage = storage.transpose(1, 2)
-    else:
-        storage = torch.full(shape, float("nan"), dtype=dtype, device=device)
-    keys, values = storage.split(head_dim, -1)
-    order = torch.randperm(num_pages, generator=generator, device=device).int()
-    # One entry past each row's last page would be outside the cache: reading it is an error that shows.
-    block_table = torch.full((len(lengths), max(pages_needed) + 1), num_pages + 7, dtype=torch.int32, device=device)
-    tokens, next_token, next_page = [], 0, 0
+    seq_lens = [c + n for c, n in lengths]
+    cache, block_table = shuffled_cache(
+        seq_lens, num_kv_heads, head_dim, page_size, dtype, torch.device(device), generator, layout
+    )
+    tokens, next_token = [], 0
     for row, (context_len, query_len) in enumerate(lengths):
-        pages = order[next_page : next_page + pages_needed[row]]
-        block_table[row, : len(pages)] = pages
-        positions = torch.arange(context_len + query_len, device=device)
-        slots = (pages[positions // page_size].long(), positions % page_size)
-        for side in (keys, values):
-            new = torch.randn(len(positions), num_kv_heads, head_dim, generator=generator, device=device)
-            side[slots] = new.to(dtype)
+        shape = (context_len + query_len, num_kv_heads, head_dim)
+        k, v = (torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(2))
+        write_row(cache, block_table[row], k, v)
         tokens.append(next_token)
         next_token += query_len + gap_tokens
-        next_page += len(pages)
     q = torch.full((next_token, num_heads, head_dim), float("nan"), dtype=dtype, device=device)
     for token, (_, query_len) in zip(tokens, lengths, strict=True):
         new = torch.randn(query_len, num_heads, head_dim, generator=generator, device=device)
         q[token : token + query_len] = new.to(dtype)
     contexts, queries = zip(*lengths, strict=True)
     rows = Rows(tuple(tokens), tuple(queries), tuple(contexts), block_table)
-    return Batch(q, PagedCache(keys, values), rows, head_dim**-0.5)
+    return Batch(q, cache, rows, head_dim**-0.5)
 
 
 def repaged(batch: Batch, page_size: int, layout: str = "NHD", seed: int = 1) -> Batch:
@@ -86,10 +110,7 @@ def repaged(batch: Batch, page_size: int, layout: str = "NHD", seed: int = 1) ->
         seed, layout,
     )  # fmt: skip
     for row, seq_len in enumerate(rows.seq_lens):
-        positions = torch.arange(seq_len, device=rows.device)
-        pages = other.rows.block_table[row, positions // page_size].long()
-        for side, values in zip((other.cache.keys, other.cache.values), cache.gather(rows.block_table[row], seq_len)):
-            side[pages, positions % page_size] = values
+        write_row(other.cache, other.rows.block_table[row], *cache.gather(rows.block_table[row], seq_len))
     moved = Rows(rows.tokens, rows.query_lens, rows.context_lens, other.rows.block_table)
     return Batch(batch.q, other.cache, moved, batch.scale)
 

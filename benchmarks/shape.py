@@ -1,0 +1,47 @@
+"""A model folder of Llama-3.1-8B's shape without weights, for `vllm serve --load-format dummy`.
+
+    python -m benchmarks.shape FOLDER [--layers 32] [--positions 135168]
+
+Random weights make attention nearly uniform: methods that look at it keep nearly everything, and show what they cost
+where there is nothing to leave out. A-shape's density depends on no weights.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vllm_sparse_backend.demo.model import CONFIG, write_tokenizer
+
+SHAPE: dict[str, Any] = CONFIG | {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "rope_theta": 500000.0,
+    "dtype": "bfloat16",
+    "torch_dtype": "bfloat16",
+}
+
+
+def make_shape(folder: Path, layers: int, positions: int) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = SHAPE | {"num_hidden_layers": layers, "max_position_embeddings": positions}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    write_tokenizer(folder)
+    return folder
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="Where the model folder is made.")],
+    layers: Annotated[int, typer.Option(help="Layers; with 8, a million tokens fit a card.")] = 32,
+    positions: Annotated[int, typer.Option(help="Longest sequence.")] = 135168,
+) -> None:
+    print(make_shape(folder, layers, positions))
+
+
+if __name__ == "__main__":
+    typer.run(main)

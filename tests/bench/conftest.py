@@ -1,0 +1,63 @@
+"""A stand-in for the card: the CPU, whose dense attention is the reference, and whose times are made up."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+import torch
+
+from vllm_sparse_backend.bench.card import Run
+from vllm_sparse_backend.bench.data import Heads
+from vllm_sparse_kernels.attend import Engine
+from vllm_sparse_kernels.reference.attend import attend as reference
+from vllm_sparse_kernels.testing.batches import Batch
+
+HEADS = Heads(num_heads=4, num_kv_heads=2, head_dim=64, page_tokens=64, dtype=torch.float16)
+
+
+class CpuCard:
+    """``ms`` says how long a span or contestant of that name takes; each is run once all the same."""
+
+    name, dense_name, device = "a CPU", "FlashAttention-3", torch.device("cpu")
+
+    def __init__(self, ms: Callable[[str], float] = lambda name: {"dense": 8.0}.get(name, 2.0)) -> None:
+        self.ms = ms
+        # Kernels are slow in the interpreter, and not what is tested here: the reference stands in for them.
+        self.engines = {"portable": Engine("portable", lambda spec: None, reference)}
+        self.ran: list[str] = []
+
+    def dense(self, batch: Batch, out: torch.Tensor) -> Run:
+        def run() -> None:
+            rows, group = batch.rows, batch.num_heads // batch.cache.num_kv_heads
+            k, v = (x.float() for x in batch.cache.gather(rows.block_table[0], rows.seq_lens[0]))
+            k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", batch.q.float(), k) * batch.scale
+            scores.masked_fill_(~torch.ones_like(scores, dtype=torch.bool).tril_(rows.context_lens[0]), -torch.inf)
+            out.copy_(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+
+        return run
+
+    def spans_ms(
+        self, spans: Sequence[tuple[str, Run]], new_pass: Run = lambda: None, budget_s: float = 0.0
+    ) -> dict[str, list[float]]:
+        taken: dict[str, list[float]] = {name: [0.0, 0.0, 0.0] for name, _ in spans}
+        new_pass()
+        for name, run in spans:
+            run()
+            self.ran.append(name)
+            taken[name] = [ms + self.ms(name) for ms in taken[name]]
+        return taken
+
+    def wall_ms(self, contestants: Mapping[str, Sequence[Run]], budget_s: float = 0.0) -> dict[str, list[float]]:
+        for runs in contestants.values():
+            for run in runs:
+                run()
+        return {name: [self.ms(name)] * 3 for name in contestants}
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> CpuCard:
+    """The card that the command line finds."""
+    found = CpuCard()
+    monkeypatch.setattr("vllm_sparse_backend.cli.bench._card", lambda: found)
+    monkeypatch.setattr("vllm_sparse_backend.cli.bench._heads", lambda model, page_size: HEADS)
+    return found

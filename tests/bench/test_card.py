@@ -1,0 +1,105 @@
+"""How times are taken, on a clock that is driven by hand, and what FlashAttention is given."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_sparse_backend.bench import card as module
+from vllm_sparse_backend.bench.card import AHEAD_CYCLES, MIN_PASSES, Card
+from vllm_sparse_backend.bench.report import BenchError
+from vllm_sparse_kernels.testing.batches import random_batch
+
+
+class Clock:
+    """Milliseconds that pass when something runs; the device's own include what it was told to wait."""
+
+    def __init__(self) -> None:
+        self.ms = 0.0
+        self.slept = 0
+
+    def takes(self, ms: float):
+        def run() -> None:
+            self.ms += ms
+
+        return run
+
+    def sleep(self, cycles: int) -> None:
+        assert cycles == AHEAD_CYCLES
+        self.slept += 1
+        self.ms += 10
+
+    def event(self, enable_timing: bool):
+        event = SimpleNamespace(at=None)
+        event.record = lambda: setattr(event, "at", self.ms)
+        event.elapsed_time = lambda stop: stop.at - event.at
+        return event
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(torch.cuda, "_sleep", clock.sleep)
+    monkeypatch.setattr(torch.cuda, "Event", clock.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock.ms / 1e3)
+    return clock
+
+
+@pytest.fixture
+def card():
+    made = object.__new__(Card)
+    made.device, made.name, made.flash_version, made.dense_name = torch.device("cpu"), "x", 3, "FlashAttention-3"
+    return made
+
+
+def test_device_time_is_that_of_the_spans_alone(card, clock):
+    """Summed by name over a pass; the wait before each span is not in it, nor what makes the pass a new one."""
+    passes = []
+    spans = [("dense", clock.takes(4)), ("ours", clock.takes(1)), ("dense", clock.takes(6)), ("ours", clock.takes(2))]
+    taken = card.spans_ms(spans, lambda: passes.append(clock.takes(50)()), budget_s=0.0)
+    assert taken == {"dense": [pytest.approx(10)] * MIN_PASSES, "ours": [pytest.approx(3)] * MIN_PASSES}
+    assert len(passes) == MIN_PASSES + 2  # two warm up
+    assert clock.slept == len(passes) * 4
+
+
+def test_a_budget_allows_more_passes_up_to_a_limit(card, clock):
+    assert len(card.spans_ms([("x", clock.takes(90))], budget_s=0.95)["x"]) == 10
+    assert len(card.spans_ms([("x", clock.takes(0))], budget_s=1e9)["x"]) == module.MAX_PASSES
+
+
+def test_wall_time_is_a_runs_mean_and_contestants_take_turns(card, clock):
+    order = []
+
+    def contestant(name, ms):
+        return lambda: (order.append(name), clock.takes(ms)())
+
+    taken = card.wall_ms({"a": [contestant("a", 2), contestant("a", 4)], "b": [contestant("b", 8)] * 2}, budget_s=0.0)
+    assert taken == {"a": [pytest.approx(3)] * MIN_PASSES, "b": [pytest.approx(8)] * MIN_PASSES}
+    assert "".join(order[8:24]) == "aabb" + "bbaa" + "aabb" + "bbaa"
+
+
+def test_flash_attention_gets_the_batch(card, monkeypatch):
+    given = []
+    fake = SimpleNamespace(flash_attn_varlen_func=lambda **arguments: given.append(arguments))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(vllm_flash_attn=fake))
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", fake)
+    batch = random_batch([(70, 30), (0, 200)], 4, 2, 64, 16)
+    out = batch.empty_out()
+    card.dense(batch, out)()
+    (call,) = given
+    assert call["q"] is batch.q
+    assert call["out"] is out
+    assert call["cu_seqlens_q"].tolist() == [0, 30, 230]
+    assert call["seqused_k"].tolist() == [100, 200]
+    assert (call["max_seqlen_q"], call["max_seqlen_k"], call["fa_version"]) == (200, 200, 3)
+    assert call["causal"] is True
+    assert call["block_table"].max() < batch.cache.keys.shape[0]
+    assert torch.equal(call["block_table"][1, :13], batch.rows.block_table[1, :13])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_no_card_is_an_error_that_says_so():
+    with pytest.raises(BenchError, match="needs a CUDA device"):
+        Card()

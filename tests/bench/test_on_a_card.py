@@ -1,0 +1,43 @@
+"""The commands on a real card, small: that they run through, that what they time is right, and that times are times."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_sparse_backend.cli import app
+
+pytestmark = pytest.mark.gpu
+
+SMALL = {
+    "attend": ("--contexts", "1000", "--chunk", "1024", "--densities", "1,0.3", "--stripes", "100", "--options"),
+    "methods": ("--contexts", "1000,4096", "--chunk", "1024", "--layers", "2"),
+    "crossover": (
+        "--longest",
+        "8192",
+        "--shortest",
+        "4096",
+        "--chunk",
+        "1024",
+        "--new-tokens",
+        "20,300",
+        "--layers",
+        "2",
+    ),
+}
+
+
+@pytest.mark.parametrize("command", SMALL)
+def test_it_runs_through(command, tmp_path):
+    pytest.importorskip("vllm.vllm_flash_attn")
+    args = [*SMALL[command], "--json", str(tmp_path / "all.json")]
+    if command == "crossover":
+        args += ["--table", str(tmp_path / "table.json")]
+    result = CliRunner().invoke(app, ["bench", command, *args], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    cases = json.loads((tmp_path / "all.json").read_text())["cases"]
+    assert cases
+    for case in cases:
+        assert "times eager's" not in (case.get("problem") or ""), case
+        assert "problem" in case or "option" in case or 0 < case["times_faster"] < 100, case
+    assert any("problem" not in case for case in cases)

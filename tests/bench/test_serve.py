@@ -1,0 +1,236 @@
+"""`bench serve` against stub servers of known speed, and once against real ones."""
+
+import itertools
+import json
+import random
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.bench.stub import Stub, running
+from vllm_sparse_backend.bench import latency, load, serve
+from vllm_sparse_backend.bench.endpoint import Endpoint, Prompts, RequestError
+from vllm_sparse_backend.bench.latency import Length
+from vllm_sparse_backend.bench.report import BenchError
+from vllm_sparse_backend.cli import app
+from vllm_sparse_backend.demo.model import CONFIG, make_model
+
+
+def run(*args: object):
+    return CliRunner().invoke(app, ["bench", "serve", *map(str, args)], catch_exceptions=False)
+
+
+@pytest.fixture
+def log():
+    """(server, prompt) of every request, in order."""
+    return []
+
+
+@pytest.fixture
+def pair(log):
+    """Addresses of two stubs; ours is four times as fast."""
+    with ExitStack() as stack:
+
+        def start(**ours):
+            stubs = Stub("stock", log, lambda n: 0.08), Stub("ours", log, lambda n: 0.02, **ours)
+            return [stack.enter_context(running(stub)) for stub in stubs]
+
+        yield start
+
+
+def test_running_servers_are_compared(pair, log, tmp_path):
+    stock, ours = pair()
+    files = ("--json", tmp_path / "all.json", "--results", tmp_path / "results.json", "--png", tmp_path / "a.png")
+    lengths = ("--lengths", "40,900", "--cached", 300, "--new", 20, "--repeats", 4, "--output-tokens", 3)
+    mixed = ("--requests", 6, "--rate", 100, "--short", 30, "--long", 500)
+    result = run("--stock-url", stock, "--url", f"{ours}/v1", "--label", "a_shape", *lengths, *mixed, *files)
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "all.json").read_text())
+    cases = {case["case"]: case for case in written["cases"] if case["part"] == "latency"}
+    assert list(cases) == ["40 tokens", "900 tokens", "20 new after 300 cached"]
+    for case in cases.values():
+        assert case["failures"] == 0
+        assert 2 < case["times_sooner"] < 6
+        assert len(case["answers"]["stock"]) == len(case["answers"]["ours"]) == 4
+    mixed = [case for case in written["cases"] if case["part"] == "load"]
+    assert [case["answered"] for case in mixed] == [6, 6]
+    names = {row["name"] for row in json.loads((tmp_path / "results.json").read_text())}
+    assert {
+        "vllm serve, a_shape, 900 tokens: first token, times sooner",
+        "vllm serve, a_shape, 20 new after 300 cached: first token, times sooner",
+        "vllm serve, a_shape, 40 tokens: per output token, times faster",
+        "vllm serve, a_shape, mixed load: p99 of short requests' first token, times sooner",
+        "vllm serve, a_shape, mixed load: throughput, times stock's",
+        "vllm serve, a_shape: density of its sparse rows",
+    } <= names
+    assert written["cases"][-1]["density"] == 0.25
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    # Asked in turn, ABBA, each the same prompts; no prompt twice; a cached prefix goes before its question.
+    of_900 = [(name, tuple(prompt)) for name, prompt in log if len(prompt) == 900]
+    assert [name for name, _ in of_900] == ["stock", "ours", "ours", "stock"] * 2 + ["stock", "ours"]
+    assert all(count == 2 for count in Counter(prompt for _, prompt in of_900).values())
+    at = next(i for i, (_, prompt) in enumerate(log) if len(prompt) == 320)
+    assert log[at - 1][1] == log[at][1][:300]
+
+
+@pytest.mark.parametrize("fault", ["short", "nan", "error", "refuse"])
+def test_what_failed_is_reported_and_not_counted(pair, tmp_path, fault):
+    stock, ours = pair(fault=lambda length: fault if length > 400 else None)
+    lengths = ("--lengths", "40,900", "--repeats", 3, "--output-tokens", 2, "--json", tmp_path / "all.json")
+    mixed = ("--requests", 4, "--rate", 200, "--short", 30, "--long", 500)
+    result = run("--stock-url", stock, "--url", ours, *lengths, *mixed)
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "all.json").read_text())
+    good, bad = (case for case in written["cases"] if case["part"] == "latency")
+    assert good["failures"] == 0
+    assert good["times_sooner"] > 1
+    assert bad["failures"] == 4  # the one that warms up too
+    assert bad["ours_first_s"] is None
+    assert "times_sooner" not in bad
+    stock_load, ours_load = (case for case in written["cases"] if case["part"] == "load")
+    assert (stock_load["answered"], stock_load["failures"]) == (4, 0)
+    assert (ours_load["answered"], ours_load["failures"]) == (3, 1)
+    assert ours_load["long_p99_s"] is None
+    assert not any("mixed load" in figure["name"] or "900" in figure["name"] for figure in written["figures"])
+    assert "failed" in result.output
+    says = {
+        "short": "1 tokens answered, asked for 2",
+        "nan": "log-probability nan",
+        "error": "out of cache",
+        "refuse": "answered 400",
+    }
+    assert any(says[fault] in said for said in bad["said"]), bad["said"]
+
+
+def test_some_failures_leave_the_medians_of_the_others():
+    answers = [latency.Answer(x, 0.01, 4) for x in (0.1, 0.3, 0.2)]
+    stock, ours = latency.Taken(answers), latency.Taken(answers[:1], ["refused", "refused"])
+    case = latency.case_of("x", Length(40), 3, stock, ours)
+    assert (case["stock_first_s"], case["ours_first_s"], case["failures"]) == (0.2, 0.1, 2)
+    assert case["times_sooner"] == pytest.approx(2)
+    assert case["said"] == ["ours: refused", "ours: refused"]
+
+
+def test_first_token_is_the_servers(pair):
+    _, ours = pair(token_s=0.03)
+    answer = Endpoint.connect("ours", ours).ask([5] * 50, 4)
+    assert 0.02 <= answer.first_token_s < 0.2
+    assert 0.03 <= answer.per_token_s < 0.1
+    assert answer.tokens == 4
+
+
+def test_a_server_that_is_gone_is_named(tmp_path):
+    with pytest.raises(BenchError, match=r"stock: no model server answers at http://127\.0\.0\.1:9"):
+        Endpoint.connect("stock", "http://127.0.0.1:9")
+    with pytest.raises(RequestError, match=r"Connection refused|URLError"):
+        Endpoint("stock", "http://127.0.0.1:9", "m").ask([1], 1)
+    result = run("--stock-url", "localhost:80", "--url", "localhost:81")
+    assert result.exit_code == 1
+    assert "expected a server's address such as" in result.stderr
+
+
+@pytest.mark.parametrize("args", [(), ("--url", "http://x"), ("MODEL", "--url", "http://x")])
+def test_one_way_to_find_servers(args):
+    result = run(*args)
+    assert result.exit_code == 1
+    assert "expected a MODEL to serve, or both --stock-url and --url" in result.stderr
+
+
+def test_prompts_have_their_length_and_begin_apart():
+    chosen = random.Random(0)
+    prompts = Prompts([chosen.randrange(50) for _ in range(1500)])
+    made = [prompts.take(length) for length in [40, 16, 5000] * 40]
+    assert [len(prompt) for prompt in made] == [40, 16, 5000] * 40
+    assert len({tuple(prompt[:16]) for prompt in made}) == len(made)
+    with pytest.raises(BenchError, match="expected at least 1,024"):
+        Prompts([1] * 100)
+
+
+def test_arrivals_are_a_poisson_process_of_the_asked_mix():
+    mix = load.Mix(4000, 5.0, (10, 20), (100,), long_share=0.25, output_tokens=7, seed=3)
+    arrivals = mix.arrivals()
+    assert arrivals == mix.arrivals()
+    assert Counter(a.is_long for a in arrivals) == {True: 1000, False: 3000}
+    assert {a.prompt_tokens for a in arrivals if not a.is_long} == {10, 20}
+    gaps = torch.tensor([b.at_s - a.at_s for a, b in itertools.pairwise(arrivals)])
+    assert float(gaps.mean()) == pytest.approx(1 / 5, rel=0.06)
+    assert float(gaps.std()) == pytest.approx(1 / 5, rel=0.1)  # exponential: as its mean
+    assert Counter(a.is_long for a in load.Mix(2, 1.0, (10,), (100,), long_share=0.9).arrivals()) == {True: 1, False: 1}
+
+
+def test_an_open_loop_counts_from_when_a_request_was_due(log):
+    """Ten requests at once, 30 ms each, one after the other: the last waits 300 ms, and that shows."""
+    with running(Stub("stock", log, lambda n: 0.03)) as url:
+        arrivals = [load.Arrival(0.001 * i, 20, 1, False) for i in range(10)]
+        served = load.play(Endpoint.connect("stock", url), arrivals, [[i] * 20 for i in range(10)])
+    assert [one.error for one in served] == [None] * 10
+    waits = sorted(one.first_token_s for one in served)
+    assert waits[0] < 0.15
+    assert waits[-1] > 0.25
+
+
+@pytest.mark.parametrize("q", [0.0, 0.5, 0.9, 0.99, 1.0])
+@pytest.mark.parametrize("count", [1, 2, 7, 100])
+def test_quantiles(q, count):
+    values = torch.rand(count, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
+    assert load.quantile(values.tolist(), q) == pytest.approx(float(values.quantile(q)), rel=1e-9)
+    assert load.quantile([], q) is None
+
+
+def test_a_load_that_is_more_than_stock_takes():
+    first_s = {1000: 0.1, 100_000: 8.0}
+    # Half of the requests take 0.1 s (no shorter one was measured), half 16 s, twice the longest that was.
+    assert load.saturating_rate([(0.5, 500), (0.5, 200_000)], first_s, 1.3) == pytest.approx(1.3 / (0.05 + 8.0))
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("{}", "no configuration"),
+        ('{"method": "a_shape", "min_tokens": 8192}', "a_shape"),
+        ('{"method": "sale", "params": {"tau": 0.1}}', "sale tau=0.1"),
+        ("streaming", "streaming"),
+    ],
+)
+def test_settings_have_a_short_name(given, shown):
+    assert str(serve.Settings.parse(given)) == shown
+
+
+@pytest.mark.parametrize("given", ['{"method": "sales"}', '{"min_token": 1}', "{"])
+def test_settings_that_a_server_would_refuse_are_refused_before_it_starts(given):
+    with pytest.raises(BenchError, match="--settings"):
+        serve.Settings.parse(given)
+
+
+def test_servers_get_room_for_what_is_asked(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert serve.fitting([1024, 16320, 16321], tmp_path, 64) == [1024, 16320]
+    assert serve.server_args(tmp_path, 9000, None, "--seed 7") == ("--max-model-len", "9000", "--seed", "7") or (
+        torch.cuda.is_available()
+    )
+    monkeypatch.setattr(serve, "has_cuda", lambda: True)
+    args = serve.server_args(tmp_path, 9000, 10_000, "")
+    kv_bytes = 10_000 * 2 * 2 * 4 * 2 * 64  # keys and values of two bytes, 4 layers, 2 kv heads of 64
+    assert args[args.index("--kv-cache-memory-bytes") + 1] == str(kv_bytes)
+    with pytest.raises(BenchError, match=r"has 16,384 positions, and 20,000 were asked for"):
+        serve.server_args(tmp_path, 20_000, None, "")
+
+
+@pytest.mark.server
+def test_real_servers(tmp_path: Path):
+    """Two small servers: both answer everything, and the counters show that ours ran sparse."""
+    model = make_model(tmp_path / "model")
+    settings = {"method": "a_shape", "min_tokens": 1024, "params": {"sink_tokens": 128, "local_tokens": 256}}
+    lengths = ("--lengths", "100,2500", "--repeats", 3, "--output-tokens", 2, "--json", tmp_path / "all.json")
+    mixed = ("--requests", 3, "--rate", 5, "--short", 100, "--long", 1500)
+    result = run(model, "--settings", json.dumps(settings), *lengths, *mixed)
+    assert result.exit_code == 0, result.output
+    cases = json.loads((tmp_path / "all.json").read_text())["cases"]
+    assert [case["part"] for case in cases] == ["latency", "latency", "load", "load", "density"]
+    assert sum(case.get("failures", 0) for case in cases) == 0
+    assert all(case["times_sooner"] > 0 for case in cases[:2])
+    assert 0 < cases[-1]["density"] < 0.7

@@ -1,0 +1,93 @@
+"""What a benchmark is asked to measure: methods with parameters, as the command line writes them, and their plans."""
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from vllm_sparse_backend.bench.report import BenchError
+from vllm_sparse_backend.evaluate.clusters import Clusters, plan_of
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.methods import make_method
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_backend.settings.profile import Profile, load_profile
+from vllm_sparse_kernels.select import METHODS, name_of
+from vllm_sparse_kernels.select.base import Method
+
+DEFAULT_METHODS = tuple(name for name in METHODS if name != "dense")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A method and the parameters that differ from its defaults."""
+
+    method: str
+    params: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join([self.method, *(f"{name}={_written(value)}" for name, value in self.params)])
+
+    @staticmethod
+    def parse(text: str) -> "Asked":
+        """``anchor_attention:theta=9``, or a name alone. Raises BenchError naming what is wrong."""
+        name, _, rest = text.partition(":")
+        params = {}
+        for part in rest.split(",") if rest else ():
+            field, equals, value = part.partition("=")
+            try:
+                params[field.strip()] = json.loads(value)
+            except ValueError:
+                equals = ""
+            if not equals:
+                raise BenchError(f"--method: given {text!r}, expected NAME or NAME:FIELD=NUMBER,FIELD=NUMBER")
+        try:
+            return Asked.of(make_method(name.strip(), params))
+        except ValueError as error:
+            raise BenchError(f"--method {text!r}: {error}") from None
+
+    @staticmethod
+    def of(method: Method) -> "Asked":
+        name = name_of(method)
+        default, given = METHODS[name].parameters(), asdict(method)
+        names = (field.name for field in fields(default) if field.init)
+        return Asked(name, tuple((n, given[n]) for n in names if given[n] != getattr(default, n)))
+
+    def plan(self, shape: ModelShape, clusters: Clusters | None) -> Plan:
+        """What a server would run with it on a model of that shape; SharePrefill with these clusters."""
+        with tempfile.TemporaryDirectory() as aside:
+            try:
+                return plan_of(self.method, dict(self.params), shape, clusters, Path(aside))
+            except ConfigurationError as error:
+                raise BenchError(f"{self}: {error}") from None
+
+
+def _written(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
+
+
+def methods_of_profile(name_or_path: str, shape: ModelShape) -> list[Asked]:
+    """Each kind of method in a profile, with the parameters that most of its heads have."""
+    try:
+        profile: Profile = load_profile(name_or_path, "--profile")
+    except ConfigurationError as error:
+        raise BenchError(str(error)) from None
+    own = profile.model or shape
+    layers = set(range(own.num_layers)) - set(profile.dense_layers)
+    counted = Counter(method for layer in sorted(layers) for method in profile.methods_of(layer, own.num_heads))
+    chosen: dict[str, Asked] = {}
+    for method, _ in counted.most_common():
+        if (name := name_of(method)) != "dense":
+            chosen.setdefault(name, Asked.of(method))
+    return list(chosen.values())
+
+
+def methods_asked(texts: Sequence[str], profile: str | None, shape: ModelShape) -> list[Asked]:
+    """Those named, those of a profile, or all at their defaults."""
+    asked = [Asked.parse(text) for text in texts]
+    if profile is not None:
+        asked += methods_of_profile(profile, shape)
+    return asked or [Asked(name) for name in DEFAULT_METHODS]

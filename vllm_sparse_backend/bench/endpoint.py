@@ -1,0 +1,134 @@
+"""An OpenAI-compatible vLLM server as a client sees it: prompts of given lengths, and when their tokens come."""
+
+import json
+import random
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_sparse_backend.bench.report import BenchError
+from vllm_sparse_backend.demo.model import project_text
+
+# Loopback must not go through a proxy of the environment.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+TIMEOUT_S = 1800.0
+
+
+class RequestError(RuntimeError):
+    """A request was not answered as asked; the message says how."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    first_token_s: float
+    """From sending the request to its first streamed token."""
+    per_token_s: float | None
+    """Mean of the later tokens; None where there are none."""
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """``url`` has no path: ``http://127.0.0.1:8000``."""
+
+    name: str
+    url: str
+    model: str
+
+    @staticmethod
+    def connect(name: str, url: str) -> "Endpoint":
+        """A running server, and the model that it serves. Raises BenchError where none answers."""
+        url = url.rstrip("/").removesuffix("/v1")
+        if not url.startswith(("http://", "https://")):
+            raise BenchError(f"{name}: given {url!r}, expected a server's address such as http://127.0.0.1:8000")
+        try:
+            with _DIRECT.open(f"{url}/v1/models", timeout=30) as answer:
+                models = json.load(answer)["data"]
+            return Endpoint(name, url, models[0]["id"])
+        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise BenchError(f"{name}: no model server answers at {url}: {error}") from None
+
+    def ask(self, prompt: Sequence[int], max_tokens: int) -> Answer:
+        """Stream an answer of exactly ``max_tokens`` tokens. Raises RequestError on anything else."""
+        body = {
+            "model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "stream": True, "temperature": 0,
+            "ignore_eos": True, "logprobs": 1,
+        }  # fmt: skip
+        began = time.perf_counter()
+        stamps: list[float] = []
+        try:
+            for choice in self._stream(body):
+                for logprob in (choice.get("logprobs") or {}).get("token_logprobs", []):
+                    if logprob is None or not -1e4 < logprob <= 1e-6:
+                        raise RequestError(f"log-probability {logprob}: not a number that a healthy model gives")
+                    stamps.append(time.perf_counter())
+        except (OSError, ValueError) as error:
+            raise RequestError(_said(error)) from None
+        if len(stamps) != max_tokens:
+            raise RequestError(f"{len(stamps)} tokens answered, asked for {max_tokens}")
+        later = len(stamps) - 1
+        return Answer(stamps[0] - began, (stamps[-1] - stamps[0]) / later if later else None, len(stamps))
+
+    def _stream(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        with _DIRECT.open(_post(f"{self.url}/v1/completions", body), timeout=TIMEOUT_S) as answer:
+            for line in answer:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise RequestError(f"the server said: {event['error']}")
+                yield from event.get("choices", [])[:1]
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text, by the server's own tokenizer."""
+        try:
+            with _DIRECT.open(_post(f"{self.url}/tokenize", {"model": self.model, "prompt": text}), timeout=120) as got:
+                return list(json.load(got)["tokens"])
+        except (OSError, ValueError, KeyError) as error:
+            raise BenchError(f"{self.name}: {self.url}/tokenize: {_said(error)}") from None
+
+    def metrics(self) -> str:
+        """The text of /metrics; empty where there is none."""
+        try:
+            with _DIRECT.open(f"{self.url}/metrics", timeout=30) as answer:
+                return str(answer.read().decode())
+        except OSError:
+            return ""
+
+
+def _post(url: str, body: Mapping[str, Any]) -> urllib.request.Request:
+    return urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, urllib.error.HTTPError):
+        return f"answered {error.code}: {error.read().decode(errors='replace')[:500]}"
+    return f"{type(error).__name__}: {error}"
+
+
+class Prompts:
+    """Stretches of a text, no two of which begin alike: none is found in a prefix cache."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        if len(token_ids) < 1024:
+            raise BenchError(f"text: given {len(token_ids)} tokens, expected at least 1,024")
+        self.token_ids = list(token_ids)
+        self.made = 0
+
+    @staticmethod
+    def of(endpoint: Endpoint, text: str | None = None) -> "Prompts":
+        return Prompts(endpoint.tokenize(text or project_text()[:400_000]))
+
+    def take(self, length: int) -> list[int]:
+        """The next prompt of so many tokens; a text that is too short starts again."""
+        # Stretches of one text would meet again some day: the first tokens of each are drawn.
+        ids, base = self.token_ids, len(self.token_ids)
+        head = random.Random(self.made).choices(ids, k=8)
+        start = self.made * 997 % base
+        self.made += 1
+        around = [ids[(start + i) % base] for i in range(length)]
+        return [*head, *around][:length]

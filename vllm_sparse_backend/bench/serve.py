@@ -1,0 +1,185 @@
+"""Stock vLLM and this backend, served side by side on one card or already running, and asked the same."""
+
+import json
+import os
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_sparse_backend.bench import latency, load
+from vllm_sparse_backend.bench.endpoint import Endpoint, Prompts
+from vllm_sparse_backend.bench.latency import Length
+from vllm_sparse_backend.bench.report import BenchError, Report
+from vllm_sparse_backend.demo.scrape import parse
+from vllm_sparse_backend.demo.server import Server, ServerError, has_cuda, sparse_args
+from vllm_sparse_backend.settings.config import KEY, load_config
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.modelcheck import read_config
+
+OnCase = Callable[[dict[str, Any]], None]
+
+LENGTHS = (1024, 8192, 32768, 65536, 131072)
+CHUNK_TOKENS = 8192
+SPARE_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One configuration of this backend: the object under ``sparse_prefill``."""
+
+    values: Mapping[str, Any]
+
+    @staticmethod
+    def parse(text: str) -> "Settings":
+        """From JSON, or the name or path of a profile. Raises BenchError naming what is wrong."""
+        try:
+            values = json.loads(text) if text.lstrip().startswith("{") else {"profile": text}
+            load_config({KEY: values})
+        except (ValueError, ConfigurationError) as error:
+            raise BenchError(f"--settings {text!r}: {error}") from None
+        return Settings(values)
+
+    def __str__(self) -> str:
+        if not self.values:
+            return "no configuration"
+        params = self.values.get("params") or {}
+        name = str(self.values.get("method") or self.values.get("profile") or "minference")
+        return " ".join([name, *(f"{field}={json.dumps(value)}" for field, value in params.items())])
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What is asked of each pair of servers."""
+
+    lengths: tuple[Length, ...]
+    output_tokens: int
+    most_repeats: int
+    mix: load.Mix | None
+    rate: float | None
+    """Requests a second of the mix; None for more than stock can take, from the times of the lengths."""
+    text: str | None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, its answer included."""
+        prompts = [length.new_tokens + length.cached_tokens for length in self.lengths]
+        if self.mix is not None:
+            prompts += [*self.mix.short_lengths, *self.mix.long_lengths]
+        return max(prompts) + self.output_tokens
+
+
+def fitting(lengths: Sequence[int], model: Path, output_tokens: int) -> list[int]:
+    """Those that the model has positions for."""
+    most = max_positions(model)
+    return [length for length in lengths if most is None or length + output_tokens <= most]
+
+
+def max_positions(model: Path) -> int | None:
+    """None where the model does not say."""
+    if not model.exists():
+        return None  # a name that vLLM resolves
+    try:
+        config = read_config(model)
+    except ConfigurationError as error:
+        raise BenchError(str(error)) from None
+    found = (config.get("text_config") or config).get("max_position_embeddings")
+    return int(found) if found else None
+
+
+def server_args(model: Path, longest: int, kv_tokens: int | None, extra: str) -> tuple[str, ...]:
+    """Arguments of both servers; on a card, with as much cache as is asked for, so that two fit side by side."""
+    if (most := max_positions(model)) is not None and longest > most:
+        raise BenchError(f"{model} has {most:,} positions, and {longest:,} were asked for, answers included")
+    args: tuple[str, ...] = ("--max-model-len", str(longest))
+    if has_cuda():
+        args += ("--max-num-batched-tokens", str(CHUNK_TOKENS), "--gpu-memory-utilization", "0.3")
+        args += ("--kv-cache-memory-bytes", str(kv_bytes(model, kv_tokens or longest + SPARE_TOKENS)))
+    return (*args, *shlex.split(extra))
+
+
+def kv_bytes(model: Path, tokens: int) -> int:
+    """Of 16-bit keys and values of all layers."""
+    try:
+        shape = ModelShape.from_folder(model)
+    except ConfigurationError as error:
+        raise BenchError(f"{error}; a folder is needed to size the caches of two servers on one card") from None
+    return 2 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * tokens
+
+
+def serve_and_compare(
+    model: Path, settings: Sequence[Settings], args: Sequence[str], asking: Asking, report: Report, on_case: OnCase
+) -> None:
+    """Start stock once and each configuration after the other beside it, and ask. Raises BenchError and ServerError."""
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        stock = Server(model, args)
+        starting = pool.submit(stack.enter_context, stock)
+        for one in settings:
+            with _started(Server(model, (*args, *sparse_args(one.values))), starting.result) as ours:
+                on_case({"started": str(one), "command": str(ours)})
+                servers = Endpoint.connect("stock", stock.url), Endpoint.connect("ours", ours.url)
+                compare(servers, asking, str(one), report, on_case)
+
+
+@contextmanager
+def _started(server: Server, others: Callable[[], object]) -> Iterator[Server]:
+    """The server, once it and the others are up."""
+    try:
+        with server:
+            others()
+            yield server
+    except ServerError as error:
+        raise BenchError(str(error)) from error
+
+
+def compare(servers: tuple[Endpoint, Endpoint], asking: Asking, label: str, report: Report, on_case: OnCase) -> None:
+    """Latencies, then the mixed load, of stock and ours."""
+    stock, _ = servers
+    prompts = Prompts.of(stock, asking.text)
+    cases = latency.compare(
+        servers, asking.lengths, prompts, asking.output_tokens, asking.most_repeats, report, label, on_case
+    )
+    if asking.mix is not None:
+        mix = asking.mix
+        if asking.rate is None:
+            mix = _saturating(mix, cases)
+        load.run_load(servers, mix, prompts, report, label, on_case)
+    _add_density(servers[1], prompts, label, report, on_case)
+
+
+def _saturating(mix: load.Mix, cases: Sequence[Mapping[str, Any]]) -> load.Mix:
+    first_s = {c["new_tokens"]: c["stock_first_s"] for c in cases if c["stock_first_s"] and not c["cached_tokens"]}
+    if not first_s:
+        raise BenchError("--rate: not given, and no length was answered that it could be made from")
+    lengths = [
+        (share / len(of), tokens)
+        for share, of in ((1 - mix.long_share, mix.short_lengths), (mix.long_share, mix.long_lengths))
+        for tokens in of
+    ]
+    rate = load.saturating_rate(lengths, first_s)
+    return load.Mix(**{**vars(mix), "rate": rate})
+
+
+def _add_density(ours: Endpoint, prompts: Prompts, label: str, report: Report, on_case: OnCase) -> None:
+    """What the server counted of its sparse rows, where it counts."""
+    layers = parse(ours.metrics()).layers.values()
+    causal = sum(counts.causal_pairs for counts in layers)
+    case: dict[str, Any] = {"part": "density", "label": label, "density": None}
+    if causal:
+        case["density"] = sum(counts.kept_pairs for counts in layers) / causal
+        report.add_figure(f"vllm serve, {label}: density of its sparse rows", case["density"], "share", "lower")
+    report.add_case(case)
+    on_case(case)
+
+
+def device_name() -> str:
+    """Of the machine that serves: its card, or its number of CPUs."""
+    if has_cuda():
+        import torch
+
+        return str(torch.cuda.get_device_name())
+    return f"CPU, {os.cpu_count()} cores"

@@ -1,0 +1,5 @@
+"""``python -m vllm_sparse_backend.cli``: the same command where the package was not installed."""
+
+from vllm_sparse_backend.cli import app
+
+app(prog_name="sparse-prefill")

@@ -1,0 +1,444 @@
+"""`sparse-prefill bench`: speed on this machine, beside dense attention and stock vLLM."""
+
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from vllm_sparse_backend.bench.asked import Asked
+    from vllm_sparse_backend.bench.card import Card
+    from vllm_sparse_backend.bench.data import Heads
+    from vllm_sparse_backend.settings.model_shape import ModelShape
+    from vllm_sparse_backend.settings.plan import Plan
+
+bench = typer.Typer(
+    help="Measure speed on this machine, beside dense attention and stock vLLM.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[Path | None, typer.Option("--json", help="File for all that was measured, with device and versions.")]
+Results = Annotated[Path | None, typer.Option(help="List of figures, as in docs/results, to merge this run's into.")]
+Png = Annotated[Path | None, typer.Option(help="Picture to draw; needs matplotlib.")]
+Engines = Annotated[str | None, typer.Option("--engines", help="Engines by comma; by default all, each where it can.")]
+Model = Annotated[Path | None, typer.Option(help="Model folder whose heads are measured, in place of an 8B model's.")]
+Page = Annotated[int, typer.Option("--page-size", help="Tokens of a page of the cache.")]
+Contexts = Annotated[str, typer.Option(help="Cached tokens before the chunk, by comma.")]
+Chunk = Annotated[int, typer.Option(help="Tokens of a chunk, as --max-num-batched-tokens.")]
+Methods = Annotated[
+    list[str] | None,
+    typer.Option("--method", help="NAME or NAME:FIELD=VALUE,FIELD=VALUE; may be repeated. By default all."),
+]
+Profile = Annotated[str | None, typer.Option(help="Profile whose methods are measured: a bundled name, or a file.")]
+
+
+@bench.command()
+def attend(
+    contexts: Contexts = "24576,122880",
+    chunk: Chunk = 8192,
+    blocks: Annotated[str, typer.Option(help="Widths of blocks in keys, by comma.")] = "128,64,32",
+    densities: Annotated[str, typer.Option(help="Shares of blocks to keep, by comma.")] = "1,0.5,0.2,0.08,0.03",
+    stripes: Annotated[str, typer.Option(help="Single keys a tile, by comma; empty for none.")] = "1024,8192",
+    engines: Engines = None,
+    options: Annotated[bool, typer.Option("--options", help="Also 8-bit scores and skipped products.")] = False,
+    model: Model = None,
+    page_size: Page = 128,
+    json_path: Json = None,
+    results: Results = None,
+    png: Png = None,
+) -> None:
+    """Attention over random indices: what a kept pair costs, beside FlashAttention on the same card."""
+    with _failures():
+        from vllm_sparse_backend.bench import plots
+        from vllm_sparse_backend.bench.attend import COLUMNS, cases_of, run_attend
+        from vllm_sparse_backend.bench.report import Report
+
+        card, heads = _card(), _heads(model, page_size)
+        chosen = _engines(engines, card)
+        numbers = _numbers(densities, float, "numbers")
+        cases = cases_of(_ints(contexts), chunk, _ints(blocks), numbers, _ints(stripes))
+        report = Report("attend", card.name, json_path, results)
+        title = f"attend beside {card.dense_name}, {card.name}, {heads}"
+        rows = run_attend(card, heads, cases, chosen, report, options)
+        _show(title, COLUMNS, rows, len(cases) * len(chosen) * (4 if options else 1))
+        plain = [case for case in report.cases if "option" not in case and not case["stripes"]]
+        for case in plain:
+            case["series"] = f"{case['engine']}, after {case['context_len']:,}, blocks of {case['block_tokens']}"
+        _draw(
+            png,
+            plots.Panel("attend", "density", f"times faster than {card.dense_name}",
+                        plots.series_of(plain, "density", "times_faster", "series")),
+            plots.Panel("a kept pair", "density", "efficiency",
+                        plots.series_of(plain, "density", "efficiency", "series")),
+        )  # fmt: skip
+
+
+@bench.command()
+def methods(
+    method: Methods = None,
+    profile: Profile = None,
+    captured: Annotated[
+        Path | None, typer.Option(help="Folder of `bench capture`, in place of structured data.")
+    ] = None,
+    clusters: Annotated[
+        Path | None, typer.Option(help="Another capture of the model, to find SharePrefill's clusters in.")
+    ] = None,
+    contexts: Contexts = "24576,122880",
+    chunk: Chunk = 8192,
+    layers: Annotated[int, typer.Option(help="Layers of structured data, each of its own.", min=1)] = 2,
+    repeat_heads: Annotated[int, typer.Option(help="Heads that captured ones are repeated to.")] = 32,
+    engines: Engines = None,
+    model: Model = None,
+    page_size: Page = 128,
+    json_path: Json = None,
+    results: Results = None,
+    png: Png = None,
+) -> None:
+    """Selection and attention of each method, beside FlashAttention: time, density, error of the output."""
+    with _failures():
+        from vllm_sparse_backend.bench import data, plots
+        from vllm_sparse_backend.bench.methods import COLUMNS, run_methods
+        from vllm_sparse_backend.bench.report import Report
+
+        card, heads, lengths = _card(), _heads(model, page_size), _ints(contexts)
+        if captured is not None:
+            prompts, plans, name = _captured(captured, clusters, repeat_heads, method, profile, card)
+        else:
+            prompts = data.structured_prompts(heads, max(lengths) + chunk, layers, card.device)
+            plans = _plans(method, profile, heads.model(layers), data.structured_clusters(heads, layers))
+            name = "structured"
+        report = Report("methods", card.name, json_path, results)
+        rows = run_methods(card, prompts, name, plans, lengths, chunk, chosen := _engines(engines, card), report)
+        title = f"methods beside {card.dense_name}, {card.name}, {name} data, chunk of {chunk:,}"
+        _show(title, COLUMNS, rows, len(plans) * len(lengths) * len(chosen))
+        if name == "structured":
+            _print_oracle(prompts[0])
+        for case in report.cases:
+            case["tokens"] = case["context_len"] + chunk
+        faster = f"times faster than {card.dense_name}"
+        by_length = plots.series_of(report.cases, "tokens", "times_faster", "method", "engine")
+        by_density = plots.series_of(report.cases, "density", "times_faster", "method", "engine")
+        _draw(
+            png,
+            plots.Panel(f"{name} data", "tokens", faster, by_length),
+            plots.Panel(f"{name} data", "density", faster, by_density),
+        )
+
+
+@bench.command()
+def crossover(
+    method: Methods = None,
+    profile: Profile = None,
+    table: Annotated[Path, typer.Option(help="Table to write, or to merge into.")] = Path("crossover.json"),
+    longest: Annotated[int, typer.Option(help="Tokens of the longest prompt that is tried.")] = 131072,
+    shortest: Annotated[int, typer.Option(help="Tokens of the shortest.")] = 2048,
+    new_tokens: Annotated[str | None, typer.Option(help="New tokens after a cached prefix, by comma.")] = None,
+    chunk: Chunk = 8192,
+    margin: Annotated[float, typer.Option(help="How many times faster sparse must be.")] = 1.03,
+    layers: Annotated[int, typer.Option(help="Layers that follow each other in a step.", min=1)] = 4,
+    engines: Engines = None,
+    model: Model = None,
+    page_size: Page = 128,
+    json_path: Json = None,
+    png: Png = None,
+) -> None:
+    """From which lengths on each method is faster than dense attention here: the table that `auto` reads."""
+    with _failures():
+        from vllm_sparse_backend.bench import crossover as part
+        from vllm_sparse_backend.bench import data, plots
+        from vllm_sparse_backend.bench.report import Report, table_of
+
+        card, heads = _card(), _heads(model, page_size)
+        chosen = _engines(engines, card)
+        plans = _plans(method, profile, heads.model(layers), data.structured_clusters(heads, layers))
+        prompts = data.structured_prompts(heads, longest, layers, card.device)
+        rungs = part.ladder(shortest, longest)
+        asked = _ints(new_tokens) if new_tokens else [n for n in part.NEW_TOKENS if n <= chunk and n < longest]
+        report = Report("crossover", card.name, json_path)
+        entries: list[dict[str, Any]] = []
+
+        def rows() -> Iterator[dict[str, Any]]:
+            for row in part.run_crossover(card, heads, prompts, plans, chosen, rungs, asked, chunk, report, margin):
+                if "entry" in row:
+                    entries.append(row["entry"])
+                    part.merge_entries(table, entries)
+                    row = {"method": row["entry"]["method"], "engine": row["entry"]["engine"]} | {
+                        "problem": f"min_tokens {row['entry']['min_tokens']}, "
+                        f"min_query_tokens {row['entry']['min_query_tokens']}"
+                    }
+                yield row
+
+        _show(f"crossover, {card.name}, {heads}", part.COLUMNS, rows(), None)
+        _console().print(table_of(f"in {table}; empty: never faster", part.ENTRY_COLUMNS, entries))
+        faster = f"times faster than {card.dense_name}"
+        ladders = ("min_tokens", "min_query_tokens")
+        of = {name: [case for case in report.cases if case["ladder"] == name] for name in ladders}
+        by_length = plots.series_of(of["min_tokens"], "seq_len", "times_faster", "method", "engine")
+        by_new = plots.series_of(of["min_query_tokens"], "query_len", "times_faster", "method", "engine")
+        _draw(
+            png,
+            plots.Panel("last chunk of a row", "tokens", faster, by_length),
+            plots.Panel(f"{longest:,} tokens in all", "tokens that are new", faster, by_new),
+        )
+
+
+@bench.command()
+def capture(
+    model: Annotated[Path, typer.Argument(help="Folder of a model in Hugging Face's format.")],
+    folder: Annotated[Path, typer.Argument(help="Where the capture is written.")],
+    tokens: Annotated[int, typer.Option(help="Length of the prompt.", min=1)] = 32768,
+    text: Annotated[
+        Path | None, typer.Option(help="Text file, or folder of *.py; vLLM's sources unless given.")
+    ] = None,
+    skip: Annotated[int, typer.Option(help="Tokens of the text to leave out before the prompt.", min=0)] = 0,
+) -> None:
+    """Write down queries, keys and values of a model on a text, for `bench methods --captured`."""
+    with _failures():
+        from vllm_sparse_backend.demo.server import has_cuda
+        from vllm_sparse_backend.evaluate.capture import capture as run
+        from vllm_sparse_backend.evaluate.capture import default_text, read_tokens, text_files
+
+        ids = read_tokens(model, text_files(text or default_text()), tokens, skip=skip)
+        captured = run(model, ids, folder, "cuda" if has_cuda() else "cpu")
+        layers = f"{len(captured.scales)} layers" + (f", left out: {captured.left_out}" if captured.left_out else "")
+        _print(f"{captured.num_tokens:,} tokens of {captured.model} in {folder}: {layers}")
+
+
+@bench.command()
+def serve(
+    model: Annotated[Path | None, typer.Argument(help="Model to serve; not needed where servers run.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The sparse_prefill object as JSON, or a profile; may be repeated. By default nothing is set."
+        ),
+    ] = None,
+    stock_url: Annotated[str | None, typer.Option(help="A running stock server.")] = None,
+    url: Annotated[str | None, typer.Option(help="A running server with this backend.")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Lengths of prompts, by comma; by default 1K to 131K.")] = None,
+    cached: Annotated[int, typer.Option(help="Tokens of a cached prefix for --new; 0 for none.", min=0)] = 0,
+    new: Annotated[str, typer.Option(help="New tokens after the cached prefix, by comma.")] = "20,200,1000",
+    output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=2)] = 64,
+    repeats: Annotated[int, typer.Option(help="Most requests for each length; long ones get fewer.", min=3)] = 21,
+    requests: Annotated[int, typer.Option(help="Requests of the mixed load; 0 for none.", min=0)] = 48,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests a second; by default 1.3 times what stock takes.")
+    ] = None,
+    short: Annotated[str, typer.Option(help="Lengths of the load's short prompts.")] = "1024,2048,4096",
+    long: Annotated[str | None, typer.Option(help="Lengths of its long prompts; by default 32K to 131K.")] = None,
+    long_share: Annotated[float, typer.Option(help="Share of long prompts.", min=0.0, max=1.0)] = 0.25,
+    text: Annotated[Path | None, typer.Option(help="Text file that prompts are taken from.")] = None,
+    kv_tokens: Annotated[int | None, typer.Option(help="Tokens that each server's cache has room for.")] = None,
+    server_args: Annotated[str, typer.Option(help="More arguments for both servers, as one text.")] = "",
+    label: Annotated[str | None, typer.Option(help="Name of what runs at --url.")] = None,
+    json_path: Json = None,
+    results: Results = None,
+    png: Png = None,
+) -> None:
+    """Time to first token and per later token of stock vLLM and this backend, and both under a mixed load."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are stopped
+    with _failures():
+        from vllm_sparse_backend.bench import load
+        from vllm_sparse_backend.bench import serve as part
+        from vllm_sparse_backend.bench.endpoint import Endpoint
+        from vllm_sparse_backend.bench.latency import Length
+        from vllm_sparse_backend.bench.report import BenchError, Report
+
+        running = stock_url is not None or url is not None
+        if running == (model is not None) or (running and None in (stock_url, url)):
+            raise BenchError("bench serve: expected a MODEL to serve, or both --stock-url and --url of running servers")
+        fit = (lambda given: part.fitting(given, model, output_tokens)) if model else list
+        longs = _ints(long) if long else [n for n in fit(part.LENGTHS) if n >= 32768]
+        asked = [Length(n) for n in (_ints(lengths) if lengths else fit(part.LENGTHS))]
+        asked += [Length(n, cached) for n in _ints(new) if cached]
+        mix = None
+        if requests and longs:
+            mix = load.Mix(requests, rate or 1.0, tuple(_ints(short)), tuple(longs), long_share, output_tokens)
+        asking = part.Asking(tuple(asked), output_tokens, repeats, mix, rate, text.read_text() if text else None)
+        report = Report("serve", part.device_name() if model else f"{stock_url}, {url}", json_path, results)
+        if model is not None:
+            ours = [part.Settings.parse(one) for one in settings or ["{}"]]
+            args = part.server_args(model, asking.longest + 16, kv_tokens, server_args)
+            part.serve_and_compare(model, ours, args, asking, report, _print_case)
+        else:
+            servers = Endpoint.connect("stock", stock_url or ""), Endpoint.connect("ours", url or "")
+            part.compare(servers, asking, label or servers[1].model, report, _print_case)
+        _show_serve(report.cases, png)
+
+
+def _show_serve(cases: Sequence[dict[str, Any]], png: Path | None) -> None:
+    from vllm_sparse_backend.bench import latency, load, plots
+    from vllm_sparse_backend.bench.report import table_of
+
+    console = _console()
+    for name in dict.fromkeys(case["label"] for case in cases):
+        of = [case for case in cases if case["label"] == name]
+        console.print(table_of(f"{name}: one request at a time", latency.COLUMNS, _part(of, "latency")))
+        if mixed := _part(of, "load"):
+            caption = f"{mixed[0]['rate']:.2f} requests a second arrive on average, whether they are answered or not"
+            console.print(table_of(f"{name}: mixed load", load.COLUMNS, mixed, caption))
+    for case in cases:
+        for said in case.get("said", ()):
+            console.print(f"[red]failed[/] {case['label']}, {case.get('case', case.get('server'))}: {escape(said)}")
+    whole = [case for case in _part(cases, "latency") if not case["cached_tokens"]]
+    _draw(png, plots.Panel("first token", "tokens", "times sooner than stock",
+                           plots.series_of(whole, "new_tokens", "times_sooner", "label")))  # fmt: skip
+
+
+def _part(cases: Iterable[dict[str, Any]], part: str) -> list[dict[str, Any]]:
+    return [case for case in cases if case["part"] == part]
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """What an operator can mend is one red line, not a traceback."""
+    from vllm_sparse_backend.bench.report import BenchError
+    from vllm_sparse_backend.demo.server import ServerError
+    from vllm_sparse_backend.settings.errors import ConfigurationError
+
+    try:
+        yield
+    except (BenchError, ConfigurationError, ServerError) as error:
+        Console(stderr=True).print(f"[red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+def _card() -> "Card":
+    from vllm_sparse_backend.bench.card import Card
+
+    return Card()
+
+
+def _heads(model: Path | None, page_size: int) -> "Heads":
+    from vllm_sparse_backend.bench.data import Heads
+    from vllm_sparse_backend.settings.model_shape import ModelShape
+
+    if model is None:
+        return Heads(page_tokens=page_size)
+    shape = ModelShape.from_folder(model)
+    return Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, page_size)
+
+
+def _engines(given: str | None, card: "Card") -> list[str]:
+    from vllm_sparse_backend.bench.report import BenchError
+    from vllm_sparse_backend.settings.errors import not_one_of
+
+    names = _split(given) if given else list(card.engines)
+    if unknown := [name for name in names if name not in card.engines]:
+        raise BenchError(f"--engines: {not_one_of(unknown[0], card.engines)}")
+    return names
+
+
+def _plans(
+    texts: Sequence[str] | None, profile: str | None, shape: "ModelShape", clusters: tuple[tuple[int, ...], ...]
+) -> list[tuple["Asked", "Plan"]]:
+    from vllm_sparse_backend.bench.asked import methods_asked
+
+    return [(asked, asked.plan(shape, clusters)) for asked in methods_asked(texts or (), profile, shape)]
+
+
+def _captured(
+    folder: Path, others: Path | None, num_heads: int, texts: Sequence[str] | None, profile: str | None, card: "Card"
+) -> tuple[list[Any], list[tuple["Asked", "Plan"]], str]:
+    """(prompts by layer, plans for their heads, name of the model)."""
+    from dataclasses import replace
+
+    from vllm_sparse_backend.bench import data
+    from vllm_sparse_backend.bench.asked import methods_asked
+    from vllm_sparse_backend.evaluate.capture import Capture
+    from vllm_sparse_backend.evaluate.clusters import head_clusters
+    from vllm_sparse_kernels.select.share_prefill import NOISE
+
+    found = Capture.open(folder)
+    copies = max(1, num_heads // found.shape.num_heads)
+    shape = replace(
+        found.shape, num_layers=len(found.scales), num_heads=found.shape.num_heads * copies,
+        num_kv_heads=found.shape.num_kv_heads * copies,
+    )  # fmt: skip
+    asked, clusters = methods_asked(texts or (), profile, shape), None
+    if any(one.method == "share_prefill" for one in asked):
+        by_layer = head_clusters(Capture.open(others) if others else found, str(card.device))
+        clusters = data.repeated_clusters([by_layer[layer] for layer in sorted(found.scales)], copies, NOISE)
+    plans = [(one, one.plan(shape, clusters)) for one in asked]
+    return data.captured_prompts(found, copies, card.device), plans, found.model
+
+
+def _show(title: str, columns: Mapping[str, str], rows: Iterable[dict[str, Any]], total: int | None) -> None:
+    """A line as each case comes, a bar meanwhile, a table at the end."""
+    from vllm_sparse_backend.bench.report import cell, table_of
+
+    shown = []
+    parts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*parts, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(title.split(",")[0], total=total)
+        for row in rows:
+            shown.append(row)
+            progress.advance(task)
+            told = [f"{heading} {cell(row[key])}" for key, heading in columns.items() if row.get(key) is not None]
+            progress.console.print(escape(", ".join(told)), highlight=False, soft_wrap=True)
+    _console().print(table_of(title, columns, shown))
+
+
+def _print_case(case: Mapping[str, Any]) -> None:
+    from vllm_sparse_backend.bench.report import cell
+
+    hidden = {"answers", "requests", "said", "part"}
+    told = [f"{key} {cell(value)}" for key, value in case.items() if key not in hidden and value is not None]
+    _print(", ".join(told))
+
+
+def _print_oracle(prompt: Any) -> None:
+    from vllm_sparse_kernels.testing.structured import Structured, oracle_density
+
+    batch = prompt.whole
+    k, v = batch.cache.gather(batch.rows.block_table[0], prompt.num_tokens)
+    density = oracle_density(Structured(batch.q, k, v, 0, ()))
+    spread = ", ".join(f"{q:g}: {float(density.quantile(q)):.4f}" for q in (0.1, 0.5, 0.9, 1.0))
+    _print(f"95 % of the mass could be held at a density of {float(density.mean()):.3f} (heads' quantiles {spread})")
+
+
+def _draw(png: Path | None, *panels: Any) -> None:
+    if png is not None:
+        from vllm_sparse_backend.bench.plots import draw
+
+        draw(png, panels)
+        _print(f"Drawn in {png}")
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _ints(text: str) -> list[int]:
+    return [int(number) for number in _numbers(text, int, "whole numbers")]
+
+
+def _numbers(text: str, kind: type[int] | type[float], expected: str) -> list[float]:
+    from vllm_sparse_backend.bench.report import BenchError
+
+    try:
+        return [kind(part) for part in _split(text)]
+    except ValueError:
+        raise BenchError(f"given {text!r}, expected {expected}, with commas between") from None
+
+
+def _console() -> Console:
+    """Wide enough for a table where there is no terminal to fit into."""
+    return Console(width=None if sys.stdout.isatty() else 180)
+
+
+def _print(text: str) -> None:
+    Console().print(escape(text), highlight=False, soft_wrap=True)
+
+
+def add_to(app: typer.Typer) -> None:
+    app.add_typer(bench, name="bench")

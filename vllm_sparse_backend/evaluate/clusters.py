@@ -1,0 +1,50 @@
+"""SharePrefill's clusters from a captured prompt, and the plan that a server would make with them."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_sparse_backend.calibrate.share_prefill import Clusters, attention_map, cluster_heads, profile_of
+from vllm_sparse_backend.evaluate.capture import Capture
+from vllm_sparse_backend.settings.config import SparsePrefillConfig
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_kernels.select.share_prefill import NOISE, SharePrefill
+
+MAP_SIDE = 64
+
+
+def head_clusters(captured: Capture, device: str) -> Clusters:
+    """SharePrefill's clusters from a captured prompt; heads of layers that were not captured are noise."""
+    kept = captured.folder / f"clusters-{captured.model}-{captured.prompt_sha256[:16]}.json"
+    if kept.is_file():
+        return tuple(tuple(heads) for heads in json.loads(kept.read_text()))
+    group = captured.shape.num_heads // captured.shape.num_kv_heads
+    layers = sorted(captured.scales)
+    maps = []
+    for layer in layers:
+        q, k, _ = captured.read(layer, device)
+        scale = captured.scales[layer]
+        maps += [attention_map(q[:, h], k[:, h // group], scale, MAP_SIDE) for h in range(captured.shape.num_heads)]
+    found = cluster_heads(torch.stack(maps).view(len(layers), captured.shape.num_heads, MAP_SIDE, MAP_SIDE))
+    by_layer = dict(zip(layers, found, strict=True))
+    noise = (NOISE,) * captured.shape.num_heads
+    clusters = tuple(by_layer.get(layer, noise) for layer in range(captured.shape.num_layers))
+    kept.write_text(json.dumps(clusters))
+    return clusters
+
+
+def plan_of(method: str, params: dict[str, Any], shape: ModelShape, clusters: Clusters | None, folder: Path) -> Plan:
+    """What a server would run with this method on all heads or, where it takes clusters, with their profile.
+
+    ``folder`` is where that profile is written.
+    """
+    config = SparsePrefillConfig(method=method, params=params)
+    if method == "share_prefill" and clusters is not None:
+        path = folder / f"{time.monotonic_ns()}.yaml"
+        path.write_text(profile_of(clusters, shape, SharePrefill(**params)).to_yaml())
+        config = SparsePrefillConfig(profile=str(path))
+    return Plan.build(config, shape)
