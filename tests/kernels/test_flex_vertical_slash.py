@@ -82,15 +82,16 @@ def test_a_row_selects_the_same_alone():
                 assert torch.equal(alone.stripes_of(head, i_tile), index.stripes_of(head, i_both))
 
 
-def test_heads_with_a_gamma_of_their_own_select_what_they_select_alone():
+@pytest.mark.parametrize("reference", [None, select_flex_vertical_slash], ids=["kernels", "reference"])
+def test_heads_with_a_gamma_of_their_own_select_what_they_select_alone(reference):
     batch = lined_batch([(300, 64), (10, 70)], 3, 1, 64, 16)
     methods = [FlexVerticalSlash(gamma) for gamma in (0.5, 1.0, 0.9)]
     merged = FlexVerticalSlash.merged(methods)
     assert merged.of_heads(3) == tuple(methods)
-    index = selected(merged, batch, 64)
+    index = selected(merged, batch, 64, reference=reference)
     index.check()
     for head, method in enumerate(methods):
-        alone = selected(method, batch, 64)
+        alone = selected(method, batch, 64, [head], reference)
         for i_tile in range(batch.rows.num_tiles):
             assert torch.equal(alone.blocks_of(head, i_tile), index.blocks_of(head, i_tile))
             assert torch.equal(alone.stripes_of(head, i_tile), index.stripes_of(head, i_tile))

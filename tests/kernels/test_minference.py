@@ -257,7 +257,8 @@ def test_more_splits_than_are_joined_at_once():
 SETTINGS = [VerticalSlash(40, 9, 64, 3, 2), VerticalSlash(7, 60, 64, 0, 50), VerticalSlash(0, 0), VerticalSlash(400, 3)]
 
 
-def test_heads_with_numbers_of_their_own_select_what_they_select_alone():
+@pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
+def test_heads_with_numbers_of_their_own_select_what_they_select_alone(by_reference):
     batch = random_batch([(137, 100), (0, 70)], 4, 2, 64, 16, F32, DEVICE)
     merged = VerticalSlash.merged(SETTINGS)
     assert isinstance(merged, VerticalSlashLayer)
@@ -265,10 +266,11 @@ def test_heads_with_numbers_of_their_own_select_what_they_select_alone():
     layouts = {head: one.stripe_layout(batch.rows) for head, one in zip(heads, SETTINGS, strict=True)}
     index = SparseIndex.allocate(batch.rows, 4, 64, layouts)
     ids = torch.tensor(heads, dtype=torch.int32, device=DEVICE)
-    merged.select(batch.q, batch.cache, index, ids, batch.scale)
+    run = reference.select_vertical_slash if by_reference else VerticalSlash.select
+    run(merged, batch.q, batch.cache, index, ids, batch.scale)
     index.check()
     for head, one in zip(heads, SETTINGS, strict=True):
-        alone = select(one, batch, 64)
+        alone = select(one, batch, 64, [head], by_reference)
         for i_tile in range(batch.rows.num_tiles):
             assert lists(index, head, i_tile) == lists(alone, head, i_tile)
 
@@ -291,12 +293,14 @@ def test_rows_in_slabs_are_the_same(monkeypatch):
     batch = random_batch([(0, 65), (201, 130), (9, 1)], 2, 1, 64, 16, F32, DEVICE, gap_tokens=3)
     method = VerticalSlash(30, 10, 64, 5, 5)
     together = select(method, batch, 64)
-    for num_bytes, slabs in ((0, [(0, 1), (1, 2), (2, 3)]), (2 * 4096 * 2 * 16, [(0, 2), (2, 3)])):
+    for num_bytes, slabs in ((0, [(0, 1), (1, 2), (2, 3)]), (2 * 4096 * 2 * lines.KEY_BYTES, [(0, 2), (2, 3)])):
         monkeypatch.setattr(lines, "SLAB_BYTES", num_bytes)
         index = select(method, batch, 64)
         assert list(lines.slabs_of_rows(index, 2)) == slabs
         assert all_lists(index) == all_lists(together)
         assert index.workspace.peak_bytes < together.workspace.peak_bytes
+        most = max(end - first for first, end in slabs) * 4096 * 2 * lines.KEY_BYTES
+        assert index.workspace.peak_bytes - index.workspace.used_bytes <= most
 
 
 def test_reference_sums_by_their_definition():

@@ -29,10 +29,10 @@ def select_flex_vertical_slash(
         keys, _ = cache.gather(rows.block_table[row], rows.seq_lens[row])
         end = rows.tokens[row] + rows.query_lens[row]
         last = slice(end - min(LAST_QUERIES, rows.query_lens[row]), end)
-        for head in heads.tolist():
+        for head, own in zip(heads.tolist(), method.of_heads(len(heads)), strict=True):
             column_sums, slash_sums = vertical_slash_sums(q[last, head].float(), keys[:, head // group].float(), scale)
-            columns = fewest_with_mass(column_sums, method.gamma)
-            bands = fewest_with_mass(pool(slash_sums, BAND_TOKENS), method.gamma)
+            columns = fewest_with_mass(column_sums, own.gamma)
+            bands = fewest_with_mass(pool(slash_sums, BAND_TOKENS), own.gamma)
             slashes = bands.repeat_interleave(BAND_TOKENS)[: len(columns)]
             whole = whole_blocks(columns, method.stripes_of_row(rows, row), index.block_tokens)
             for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):

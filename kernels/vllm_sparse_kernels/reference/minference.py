@@ -50,10 +50,10 @@ def select_vertical_slash(
         keys, _ = cache.gather(rows.block_table[row], rows.seq_lens[row])
         end = rows.tokens[row] + rows.query_lens[row]
         last = slice(end - min(method.last_queries, rows.query_lens[row]), end)
-        for head in heads.tolist():
+        for head, own in zip(heads.tolist(), method.of_heads(len(heads)), strict=True):
             vertical, slash = vertical_slash_sums(q[last, head].float(), keys[:, head // group].float(), scale)
-            verticals = keep(vertical, method.vertical_tokens, method.forced_verticals)
-            slashes = keep(slash, method.slash_tokens, method.forced_slashes)
+            verticals = keep(vertical, own.vertical_tokens, own.forced_verticals)
+            slashes = keep(slash, own.slash_tokens, own.forced_slashes)
             for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
                 set_vertical_slash(verticals, slashes, index, head, i_tile)
 

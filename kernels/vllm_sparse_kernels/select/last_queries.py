@@ -31,7 +31,7 @@ LOG2_E = 1.4426950408889634
 LAST = tl.constexpr(64)
 """Rows of a tile of Â: the most last queries there can be, and the width of its key tiles."""
 
-UNSPECIALIZED = ("stride_table", "num_rows", "first_row")
+UNSPECIALIZED = ("stride_table", "num_rows", "first_row", "capacity")
 """Kernel arguments that change from step to step: they shall not call for new variants of a kernel."""
 
 QUERY_BYTES = 64 * 1024
@@ -127,8 +127,10 @@ def last_query_sums(
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
     grid = (num_splits, stacks, num_rows)
-    _split_lse_kernel[grid](args, *where, **options, num_warps=4 if members == 1 else 8, num_stages=3)
-    _sums_kernel[grid](args, *where, values, **options, BAND=band, num_warps=members, num_stages=3)
+    # Two programs on a multiprocessor at a time: one's exponentials hide behind the other's products.
+    warps = {"num_warps": 4} if members == 1 else {"num_warps": 8, "maxnreg": 128}
+    _split_lse_kernel[grid](args, *where, **options, **warps, num_stages=3)
+    _sums_kernel[grid](args, *where, capacity, values, **options, BAND=band, num_warps=members, num_stages=3)
     return Sums(values, patterns, capacity, num_entries, band, first_row, end_row)
 
 
@@ -156,6 +158,12 @@ def _row_queries(MEMBERS: tl.constexpr):
     """Which of the 64 last queries each stacked row is: 16 of each head in turn."""
     o = tl.arange(0, 4 * MEMBERS * 16)
     return o // (MEMBERS * 16) * 16 + o % 16
+
+
+@triton.jit
+def _lengths(args, i_row, FIELDS: tl.constexpr):
+    row = args.rows + i_row * FIELDS
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2)
 
 
 @triton.jit
@@ -211,9 +219,7 @@ def _split_lse_kernel(
     PARTS: tl.constexpr = (GROUP + MEMBERS - 1) // MEMBERS
     i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     i_row = first_row + tl.program_id(2)
-    token = tl.load(args.rows + i_row * FIELDS)
-    query_len = tl.load(args.rows + i_row * FIELDS + 1)
-    seq_len = tl.load(args.rows + i_row * FIELDS + 2)
+    token, query_len, seq_len = _lengths(args, i_row, FIELDS)
     b_place = _stack(args, i_kv, i_part, i_row, num_rows, GROUP, MEMBERS, ENTRIES)
     first, end, num_tiles, _ = _split_tiles(args, seq_len, i_split)
     if (tl.max(b_place, 0) < 0) | (first >= end):
@@ -258,7 +264,7 @@ def _joined_lse(args, b_place, num_splits, first_query, MEMBERS: tl.constexpr, S
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _sums_kernel(
-    args, stride_table, num_rows, first_row, values,
+    args, stride_table, num_rows, first_row, capacity, values,
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     ENTRIES: tl.constexpr, FIELDS: tl.constexpr, PRECISION: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
@@ -269,9 +275,7 @@ def _sums_kernel(
     PARTS: tl.constexpr = (GROUP + MEMBERS - 1) // MEMBERS
     i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     i_row = first_row + tl.program_id(2)
-    token = tl.load(args.rows + i_row * FIELDS)
-    query_len = tl.load(args.rows + i_row * FIELDS + 1)
-    seq_len = tl.load(args.rows + i_row * FIELDS + 2)
+    token, query_len, seq_len = _lengths(args, i_row, FIELDS)
     b_place = _stack(args, i_kv, i_part, i_row, num_rows, GROUP, MEMBERS, ENTRIES)
     first, end, num_tiles, num_splits = _split_tiles(args, seq_len, i_split)
     if (tl.max(b_place, 0) < 0) | (first >= end):
@@ -281,12 +285,9 @@ def _sums_kernel(
     b_lse = _joined_lse(args, b_place, num_splits, first_query, MEMBERS, 16)
     table = args.block_table + i_row.to(tl.int64) * stride_table
 
-    first_key = tl.load(args.rows + first_row * FIELDS + 3)
-    start = tl.load(args.rows + i_row * FIELDS + 3) - first_key
-    stride = tl.load(args.rows + (first_row + tl.num_programs(2)) * FIELDS + 3) - first_key
-    columns = values + (tl.maximum(b_place, 0).to(tl.int64) * stride + start)
-    first_line = tl.cast(args.num_entries, tl.int64) * stride
-    lines = values + first_line + (tl.maximum(b_place, 0).to(tl.int64) * stride + start) // BAND
+    start = tl.load(args.rows + i_row * FIELDS + 3) - tl.load(args.rows + first_row * FIELDS + 3)
+    o_first = tl.maximum(b_place, 0).to(tl.int64) * capacity + start
+    columns, lines = values + o_first, values + tl.cast(args.num_entries, tl.int64) * capacity + o_first // BAND
     listed = b_place >= 0
     o_t = tl.arange(0, LAST)
     b_before = tl.zeros([MEMBERS] if BAND > 1 else [MEMBERS, 8, 8, 2, 2, 2], tl.float32)

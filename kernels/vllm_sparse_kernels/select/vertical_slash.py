@@ -100,7 +100,7 @@ class VerticalSlash(Method):
         _keep_largest_kernel[(chunks, 2 * sums.num_entries, num_rows)](
             sums.values, rows.row_table, sums.num_entries, sums.first_row, rows.num_rows, sums.capacity, counts, first,
             digits, chunks, columns, columns.shape[2], num_columns, upto, FIELDS=ROW_FIELDS, CHUNK=CHUNK,
-            PASS=COUNT_PASSES - 1, num_warps=8,
+            PASS=COUNT_PASSES - 1, num_warps=8, maxnreg=128,
         )  # fmt: skip
         return Lines(columns, num_columns, None, upto)
 
