@@ -54,6 +54,8 @@ __all__ = [
     "DelegateMetadata",
     "check_cpu_layout",
     "context_parallel_sizes",
+    "device_memory_bytes",
+    "device_name",
     "hf_config",
     "host_seq_lens",
     "is_first_stage",
@@ -110,6 +112,16 @@ def uniform_decode_graphs(support: AttentionCGSupport) -> AttentionCGSupport:
 def prefers_bulk_pages() -> bool:
     """Whether 128-token pages pay: bulk copies need them, and FlashAttention-3 itself is faster on them."""
     return not IS_CPU and current_platform.is_device_capability_family(90)
+
+
+def device_name() -> str:
+    """The device as tables of measurements name it. Asked of the driver: it starts nothing on the device."""
+    return str(current_platform.get_device_name())
+
+
+def device_memory_bytes() -> int:
+    """Memory of the device, in use or not."""
+    return int(current_platform.get_device_total_memory())
 
 
 def host_seq_lens(common: CommonAttentionMetadata) -> list[int]:

@@ -29,10 +29,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.portable_kernel import attend_kernel, place_blocks_kernel
-from vllm_sparse_kernels.attend.smooth_keys import smooth_keys
-from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.attend.smooth_keys import smooth_bytes, smooth_keys
+from vllm_sparse_kernels.index import LayerShape, SparseIndex, padded_capacity
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS
+from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows
+from vllm_sparse_kernels.workspace import padded_bytes
 
 LOG2_E = 1.4426950408889634
 
@@ -167,6 +168,13 @@ def attend(
     )  # fmt: skip
 
 
+def workspace_bytes(rows: Rows, shape: LayerShape, int8_scores: bool) -> int:
+    """At least what ``attend`` takes from the index's workspace for these rows: places of blocks, and 8-bit keys."""
+    num_blocks = padded_capacity(sum(rows.block_capacities(shape.block_tokens)))
+    places = padded_bytes(shape.num_heads, num_blocks, dtype=torch.int32)
+    return places + (smooth_bytes(rows, shape.num_kv_heads, shape.head_dim) if int8_scores else 0)
+
+
 def _check_shapes(q: torch.Tensor, out: torch.Tensor, cache: PagedCache, num_heads: int) -> None:
     if q.shape[1:] != (num_heads, cache.head_dim) or out.shape[1:] != q.shape[1:] or num_heads % cache.num_kv_heads:
         raise ValueError(
@@ -264,7 +272,7 @@ def _option_args(
     if options.int8_heads is None:
         return options.skip_margins, None, None, None
     int8_heads = None if options.all_int8 else options.int8_heads
-    keys = smooth_keys(cache, index.rows, int8_heads, index.num_heads)
+    keys = smooth_keys(cache, index.rows, int8_heads, index.num_heads, index.workspace)
     _, num_keys, block_d = keys.integers.shape
     smooth = SmoothArgs(index.block_ids, *keys, num_keys, keys.means.stride(0))
     matrix = TensorDescriptor.from_tensor(keys.integers.view(-1, block_d), [index.block_tokens, block_d])
@@ -273,7 +281,7 @@ def _option_args(
 
 def _place_blocks(args: IndexArgs, cache: CacheArgs, matrix: MatrixArgs, index: SparseIndex) -> torch.Tensor:
     """int32 like ``index.block_ids``: each block's first row in the matrix, less the kv head's part."""
-    places = torch.empty_like(index.block_ids)
+    places = index.workspace.empty(*index.block_ids.shape, dtype=torch.int32)
     place_blocks_kernel[(index.rows.num_tiles, index.num_heads)](
         args, cache.block_table, cache.stride_table, places, cache.page_size, matrix.rows_per_page,
         BLOCK_N=index.block_tokens, CHUNK=1024, FIELDS=TILE_FIELDS,

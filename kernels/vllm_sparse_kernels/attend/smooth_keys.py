@@ -18,6 +18,7 @@ import triton.language as tl
 
 from vllm_sparse_kernels.paged import PagedCache, key_args, key_means, load_keys
 from vllm_sparse_kernels.rows import Rows, ceil_div, to_device
+from vllm_sparse_kernels.workspace import Workspace, padded_bytes
 
 STEP_TOKENS = tl.constexpr(64)
 """Keys that share a scale."""
@@ -41,7 +42,13 @@ class SmoothKeys(NamedTuple):
     starts: torch.Tensor  # [num_rows] int32: a row's first key
 
 
-def smooth_keys(cache: PagedCache, rows: Rows, int8_heads: torch.Tensor | None, num_heads: int) -> SmoothKeys:
+def smooth_keys(
+    cache: PagedCache,
+    rows: Rows,
+    int8_heads: torch.Tensor | None,
+    num_heads: int,
+    workspace: Workspace | None = None,
+) -> SmoothKeys:
     """``int8_heads`` [num_heads] uint8: the query heads that will read the result; None is all of them."""
     num_kv_heads, head_dim, device = cache.num_kv_heads, cache.head_dim, rows.device
     block_d, group = triton.next_power_of_2(head_dim), num_heads // num_kv_heads
@@ -50,10 +57,11 @@ def smooth_keys(cache: PagedCache, rows: Rows, int8_heads: torch.Tensor | None, 
         starts.append(starts[-1] + ceil_div(seq_len, ALIGN_TOKENS) * ALIGN_TOKENS)
     if "smooth_keys" not in rows.state:
         rows.state["smooth_keys"] = to_device(starts[:-1], torch.int32, device)
+    workspace = workspace or Workspace(device)
     smooth = SmoothKeys(
-        torch.empty(num_kv_heads, starts[-1], block_d, dtype=torch.int8, device=device),
-        torch.empty(num_kv_heads, starts[-1] // STEP_TOKENS.value, dtype=torch.float32, device=device),
-        torch.empty(rows.num_rows, num_kv_heads, block_d, dtype=torch.float32, device=device),
+        workspace.empty(num_kv_heads, starts[-1], block_d, dtype=torch.int8),
+        workspace.empty(num_kv_heads, starts[-1] // STEP_TOKENS.value),
+        workspace.empty(rows.num_rows, num_kv_heads, block_d),
         rows.state["smooth_keys"],
     )
     keys = key_args(cache, rows.block_table)
@@ -73,6 +81,17 @@ def smooth_keys(cache: PagedCache, rows: Rows, int8_heads: torch.Tensor | None, 
             **shape,
         )
     return smooth
+
+
+def smooth_bytes(rows: Rows, num_kv_heads: int, head_dim: int) -> int:
+    """What ``smooth_keys`` takes from its workspace."""
+    block_d = triton.next_power_of_2(head_dim)
+    num_keys = sum(ceil_div(seq_len, ALIGN_TOKENS) * ALIGN_TOKENS for seq_len in rows.seq_lens)
+    return (
+        padded_bytes(num_kv_heads, num_keys, block_d, dtype=torch.int8)
+        + padded_bytes(num_kv_heads, num_keys // STEP_TOKENS.value)
+        + padded_bytes(rows.num_rows, num_kv_heads, block_d)
+    )
 
 
 @triton.jit

@@ -12,11 +12,15 @@ from functools import lru_cache
 from typing import Any, ClassVar, Self
 
 import torch
+from triton import next_power_of_2
 
 from vllm_sparse_kernels.attend.options import AttendOptions
-from vllm_sparse_kernels.index import SparseIndex, StripeLayout
+from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import Rows, to_device
+from vllm_sparse_kernels.rows import Rows, ceil_div, to_device
+
+SPARE_BYTES = 16 << 10
+"""Beyond what a bound counts: each tensor of a workspace is filled up to 256 bytes."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,16 @@ class Method(ABC):
     def stripe_layout(self, rows: Rows) -> StripeLayout:
         """Room that one head's stripes need. Methods that keep blocks alone keep this."""
         return StripeLayout.none(rows)
+
+    def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int) -> int:
+        """At least what ``select`` of ``num_selected`` heads takes from the workspace at a time, for these rows.
+
+        This is enough for a score and a flag for each block and selected head, and for mean keys and queries of 64
+        tokens. Methods that keep more say so.
+        """
+        entries = num_selected * sum(rows.block_capacities(shape.block_tokens))
+        halves = shape.num_kv_heads * sum(ceil_div(n, 64) for n in rows.seq_lens) + 2 * num_selected * rows.num_tiles
+        return 5 * entries + 4 * halves * (next_power_of_2(shape.head_dim) + 1) + SPARE_BYTES
 
     @abstractmethod
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
