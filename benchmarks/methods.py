@@ -93,7 +93,9 @@ def main(
     make_shape(folder)
     arguments: dict[str, tuple[str, ...]] = {"stock": ()}
     for name in methods.split(","):
-        arguments[name] = sparse_args({"method": name, "min_tokens": MIN_TOKENS, "params": PARAMS.get(name, {})})
+        arguments[name] = sparse_args(
+            {"method": name, "min_tokens": MIN_TOKENS, "min_query_tokens": 1, "params": PARAMS.get(name, {})}
+        )
     names = list(arguments)
     for pair in (names[i : i + 2] for i in range(0, len(names), 2)):
         with serving(folder, BATCH, {name: arguments[name] for name in pair}) as servers:

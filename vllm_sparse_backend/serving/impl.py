@@ -79,7 +79,9 @@ class SparsePrefillImpl(compat.DelegateImpl):
     def _widest_block(self) -> int | None:
         return widest_block(self.head_size, shared_bytes(torch.device(compat.DEVICE_TYPE)))
 
-    def adopt(self, layer: int, groups: LayerPlan, recorder: Recorder, memory: Memory, check_index: bool) -> None:
+    def adopt(
+        self, layer: int, groups: LayerPlan, recorder: Recorder, memory: Memory | None, check_index: bool
+    ) -> None:
         """Go sparse from now on, by this layer's part of the plan."""
         self.layer, self.recorder, self.memory, self.check_index = layer, recorder, memory, check_index
         self.block_tokens = narrowest_block(groups, self._widest_block() or 64)

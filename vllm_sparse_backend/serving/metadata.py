@@ -100,15 +100,19 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         for line in plan.describe(thresholds) if known is None and rank == 0 else ():
             logger.info("sparse-prefill: %s", line)
         self.memory = own[0].impl.reserve(self.vllm_config, self.device)
-        if self.memory is None:
-            return
+        max_len = self.vllm_config.model_config.max_model_len
+        if known is None and rank == 0 and max_len <= self.min_tokens:
+            logger.warning(
+                "sparse-prefill: no request is longer than %d tokens (--max-model-len): all run dense", max_len
+            )
         impls = []
         for number, impl in own:
             groups = plan.layer(number)
             if reasons[number] is None and groups is not None:
                 impl.adopt(number, groups, self.recorder, self.memory, config.check_index)
                 impls.append(impl)
-        self._make_ready(impls)
+        if self.memory is not None:
+            self._make_ready(impls)
 
     def _make_ready(self, impls: list[SparsePrefillImpl]) -> None:
         """What has to be checked or compiled before the first step."""

@@ -49,7 +49,7 @@ SHIPPED = "_crossover/measured.json"
 def _to_token_count(given: object) -> object:
     if given == AUTO or (type(given) is int and given >= 0):
         return given
-    raise ValueError(unexpected(given, f"an integer of at least 0, or {AUTO!r}"))
+    raise ValueError(unexpected(given, "at least 0" if type(given) is int else f"an integer, or {AUTO!r}"))
 
 
 TokenCount = Annotated[int | Literal["auto"], PlainValidator(_to_token_count)]
