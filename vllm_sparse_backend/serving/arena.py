@@ -193,7 +193,7 @@ class Memory:
         rank, size = compat.tensor_parallel(vllm_config)
         model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
         plan = Plan.build(config, compat.model_shape(vllm_config), rank, size)
-        thresholds = plan.thresholds(load_crossover(config.crossover), compat.device_name())
+        thresholds = plan.earliest_thresholds(load_crossover(config.crossover), compat.device_name())
         max_len = model.max_model_len
         steps = largest_steps(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, max_len, thresholds)
         layers = _needs(vllm_config, plan, device)

@@ -26,6 +26,8 @@ from vllm_sparse_kernels.select.base import attend_options
 class SparsePrefillImpl(compat.DelegateImpl):
     """Attention of one layer. Until ``adopt`` gives it a plan, and where it can't go sparse, it is the delegate."""
 
+    engine_name = "portable"
+
     def __init__(
         self,
         num_heads: int,

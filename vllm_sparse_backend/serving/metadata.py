@@ -26,7 +26,7 @@ from vllm_sparse_backend.serving.layers import ModelLayer, model_layers, refuse_
 from vllm_sparse_backend.serving.stats import Recorder
 from vllm_sparse_backend.serving.step import Delegated, Slab, SparsePrefillMetadata, SparseStep, own_block_table
 from vllm_sparse_backend.settings.config import load_config
-from vllm_sparse_backend.settings.crossover import load_crossover
+from vllm_sparse_backend.settings.crossover import Thresholds, load_crossover
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_backend.settings.ranges import format_ranges
 from vllm_sparse_backend.settings.reasons import Fallback
@@ -64,6 +64,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.sparse_layers: tuple[int, ...] = ()
         self.memory: Memory | None = None
+        self.thresholds = Thresholds(None, 0)
         self._counts_rows = False
         self._logged: set[Fallback] = set()
         refuse_if_none_can(vllm_config)
@@ -87,9 +88,6 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         self.sparse_layers = tuple(sorted(number for number, _ in own if reasons[number] is None))
         if not self.sparse_layers:
             return
-        thresholds = plan.thresholds(load_crossover(config.crossover), compat.device_name())
-        self.never_sparse = thresholds.min_tokens is None
-        self.min_tokens, self.min_query_tokens = thresholds.min_tokens or 0, thresholds.min_query_tokens
         # One for the worker, whose groups of layers and whose microbatches have builders of their own.
         known = next((impl.recorder for _, impl in layers.values() if impl.recorder is not None), None)
         self.recorder = known or Recorder(self.device, config.metrics_interval_s, is_first_rank=rank == 0)
@@ -97,14 +95,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         # Every group sees all rows: that of the first layer that can go sparse counts them.
         first = min(number for number, reason in reasons.items() if reason is None)
         self._counts_rows = first in self.sparse_layers and compat.is_first_stage(self.vllm_config)
-        for line in plan.describe(thresholds) if known is None and rank == 0 else ():
-            logger.info("sparse-prefill: %s", line)
         self.memory = own[0].impl.reserve(self.vllm_config, self.device)
-        max_len = self.vllm_config.model_config.max_model_len
-        if known is None and rank == 0 and max_len <= self.min_tokens:
-            logger.warning(
-                "sparse-prefill: no request is longer than %d tokens (--max-model-len): all run dense", max_len
-            )
         impls = []
         for number, impl in own:
             groups = plan.layer(number)
@@ -113,6 +104,14 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
                 impls.append(impl)
         if self.memory is not None:
             self._make_ready(impls)
+        engines = {impl.engine_name for impl in impls}
+        self.thresholds = plan.thresholds(load_crossover(config.crossover), compat.device_name(), engines)
+        if known is None and rank == 0:
+            for line in plan.describe(self.thresholds):
+                logger.info("sparse-prefill: %s", line)
+            max_len = self.vllm_config.model_config.max_model_len
+            if max_len <= (self.thresholds.min_tokens or 0):
+                logger.warning("sparse-prefill: requests have %d tokens at most: all of them run dense", max_len)
 
     def _make_ready(self, impls: list[SparsePrefillImpl]) -> None:
         """What has to be checked or compiled before the first step."""
@@ -179,12 +178,13 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         return kinds
 
     def _by_length(self, query_len: int, seq_len: int) -> RowKind:
-        if self.never_sparse:
+        min_tokens = self.thresholds.min_tokens
+        if min_tokens is None:
             return RowKind(DENSE, Fallback.NEVER_FASTER)
-        if self.memory is None or seq_len <= self.min_tokens:
+        if self.memory is None or seq_len <= min_tokens:
             return RowKind(DENSE, Fallback.TOO_SHORT)
-        sparse_len = min(query_len, seq_len - self.min_tokens)
-        if sparse_len < self.min_query_tokens:
+        sparse_len = min(query_len, seq_len - min_tokens)
+        if sparse_len < self.thresholds.min_query_tokens:
             return RowKind(DENSE, Fallback.SHORT_QUERY)
         if not self.memory.room.fits(Row(0, 0, sparse_len, seq_len - sparse_len)):
             return RowKind(DENSE, Fallback.NO_ROOM)
@@ -192,9 +192,10 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
 
     def _dense_lens(self, common: CommonAttentionMetadata, starts: list[int], kinds: list[RowKind]) -> list[int]:
         """How many of each row's tokens, from its first on, the delegate takes: of a sparse row those in min_tokens."""
+        min_tokens = self.thresholds.min_tokens or 0
         lens = zip(kinds, compat.host_seq_lens(common), pairwise(starts), strict=True)
         return [
-            max(self.min_tokens - (seq_len - (end - start)), 0) if kind.path == SPARSE else end - start
+            max(min_tokens - (seq_len - (end - start)), 0) if kind.path == SPARSE else end - start
             for kind, seq_len, (start, end) in lens
         ]
 

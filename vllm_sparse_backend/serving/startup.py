@@ -4,6 +4,7 @@ from vllm.config import VllmConfig
 
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.settings.config import load_config
+from vllm_sparse_backend.settings.crossover import load_crossover
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.modelcheck import layer_reasons
@@ -14,6 +15,7 @@ from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
 def check(vllm_config: VllmConfig) -> None:
     """Raise ConfigurationError, one line, where the server could not do what was asked for."""
     config = load_config(vllm_config.additional_config)
+    load_crossover(config.crossover)
     hf_config = compat.hf_config(vllm_config)
     shape = compat.model_shape(vllm_config)
     plan = Plan.build(config, shape, 0, vllm_config.parallel_config.tensor_parallel_size)

@@ -5,6 +5,7 @@ card, and ``crossover`` of the configuration names it. Where no entry fits, caut
 so.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -106,14 +107,18 @@ class Crossover(BaseModel):
     format: Literal[1]
     entries: tuple[Entry, ...]
 
-    def find(self, device: str, engine: str | None, method: Method, shape: tuple[int, int, int]) -> tuple[Entry, ...]:
-        """Entries of this device, engine (None: of any) and kind of method, as close as there are.
+    def engines(self, device: str) -> list[str]:
+        """Engines that were measured on this device."""
+        return sorted({entry.engine for entry in self.entries if entry.device.casefold() == device.casefold()})
+
+    def find(self, device: str, engine: str, method: Method, shape: tuple[int, int, int]) -> tuple[Entry, ...]:
+        """Entries of this device, engine and kind of method, as close as there are.
 
         Equal parameters go before equal (num_heads, num_kv_heads, head_dim); several may be equally close.
         """
         found: dict[tuple[bool, bool], list[Entry]] = {}
         for entry in self.entries:
-            if entry.device.casefold() != device.casefold() or engine not in (None, entry.engine):
+            if (entry.device.casefold(), entry.engine) != (device.casefold(), engine):
                 continue
             if name_of(entry.parameters) == name_of(method):
                 found.setdefault((entry.parameters == method, entry.shape == shape), []).append(entry)
@@ -130,6 +135,11 @@ class Thresholds:
     """Rows with fewer new tokens past ``min_tokens`` are dense."""
     notes: tuple[str, ...] = ()
 
+    @property
+    def severity(self) -> tuple[float, int]:
+        """Larger where fewer rows go sparse."""
+        return math.inf if self.min_tokens is None else self.min_tokens, self.min_query_tokens
+
     def __str__(self) -> str:
         if self.min_tokens is None:
             return "no rows"
@@ -142,21 +152,22 @@ def resolve(
     methods: Iterable[Method],
     table: Crossover,
     device: str,
-    engine: str | None,
+    engine: str,
     shape: tuple[int, int, int],
 ) -> Thresholds:
     """Numbers in place of ``auto``: the largest that the table has for any of ``methods`` on this device.
 
-    ``shape``: (num_heads, num_kv_heads, head_dim) of a layer; engine None: whichever was measured.
+    ``shape``: (num_heads, num_kv_heads, head_dim) of a layer.
     """
     found = {method: table.find(device, engine, method, shape) for method in methods}
     entries = [entry for of_method in found.values() for entry in of_method]
     unmeasured = sorted({name_of(method) for method, of_method in found.items() if not of_method})
     never = sorted({entry.method for entry in entries if not entry.pays})
     notes = []
+    where = f"on {device} with engine {engine}"
     if unmeasured:
         notes.append(
-            f"{', '.join(unmeasured)} not measured on {device}: auto stands for min_tokens {UNMEASURED_MIN_TOKENS} and "
+            f"{', '.join(unmeasured)} not measured {where}: auto stands for min_tokens {UNMEASURED_MIN_TOKENS} and "
             f"min_query_tokens {UNMEASURED_MIN_QUERY_TOKENS} there; `{COMMAND}` measures them"
         )
     queries = [entry.min_query_tokens for entry in entries if entry.min_query_tokens is not None]
@@ -167,7 +178,7 @@ def resolve(
         return Thresholds(min_tokens, fewest, tuple(notes) if min_query_tokens == "auto" else ())
     if never:
         note = (
-            f"{', '.join(never)} never faster than dense attention on {device}, as measured: all rows run dense; "
+            f"{', '.join(never)} never faster than dense attention {where}, as measured: all rows run dense; "
             "choose another method or other parameters, or set min_tokens to go sparse all the same"
         )
         return Thresholds(None, fewest, (note,))

@@ -6,7 +6,7 @@ query heads, which the plan is about, are split alike in both cases.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -78,10 +78,17 @@ class Plan:
         """The methods of all heads, each as the configuration states it."""
         return frozenset(method for groups in set(self.layers) if groups for method in methods_by_head(groups))
 
-    def thresholds(self, table: Crossover, device: str, engine: str | None = None) -> Thresholds:
-        """From which lengths on rows go sparse, on this device and with this engine (None: whichever was measured)."""
+    def thresholds(self, table: Crossover, device: str, engines: Collection[str]) -> Thresholds:
+        """From which lengths on rows go sparse, on this device and with these engines, each of which some layer has."""
         shape = (self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim)
-        return resolve(self.min_tokens, self.min_query_tokens, self.methods, table, device, engine, shape)
+        numbers = (self.min_tokens, self.min_query_tokens)
+        each = [resolve(*numbers, self.methods, table, device, engine, shape) for engine in sorted(engines)]
+        return max(each, key=lambda one: one.severity)
+
+    def earliest_thresholds(self, table: Crossover, device: str) -> Thresholds:
+        """Those with whichever engine is measured to pay first: what there is to prepare for before one is chosen."""
+        each = [self.thresholds(table, device, [engine]) for engine in table.engines(device) or ["any"]]
+        return min(each, key=lambda one: one.severity)
 
     def describe(self, thresholds: Thresholds) -> list[str]:
         """Lines for the log at start-up: what runs how."""
