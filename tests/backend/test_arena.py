@@ -144,10 +144,10 @@ class TestSize:
     def test_it_is_no_larger_than_its_share_of_the_device(
         self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(compat, "device_memory_bytes", lambda: 16 << 20)
+        monkeypatch.setattr(compat, "device_memory_bytes", lambda: 1 << 20)
         config = configured(method="vertical_slash", params=LINES, min_tokens=MIN_TOKENS)
         (layer,) = make_layers(config, [0])
-        assert len(layer.impl.reserve(config, CPU).arena.buffer) == 1 << 20
+        assert len(layer.impl.reserve(config, CPU).arena.buffer) == 1 << 16
 
     def test_an_index_takes_what_is_reckoned(self) -> None:
         (need, _) = needs()
