@@ -11,8 +11,8 @@ kept block; counts within capacity.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -38,6 +38,12 @@ class StripeLayout:
     offsets: tuple[int, ...]
     capacity: int
 
+    @cached_property
+    def longest(self) -> int:
+        """Positions that the longest list has room for: a list ends where the next one begins."""
+        places = sorted({*self.offsets, self.capacity})
+        return max((end - start for start, end in pairwise(places)), default=0)
+
     @staticmethod
     def none(rows: Rows) -> "StripeLayout":
         return StripeLayout((0,) * rows.num_tiles, 0)
@@ -58,6 +64,7 @@ class IndexLayout:
     block_tokens: int
     block_capacity: int  # of a head
     stripe_capacity: int  # of all heads
+    longest_stripes: int
     block_offsets: torch.Tensor  # [num_tiles] int64
     stripe_offsets: torch.Tensor  # [num_heads, num_tiles] int64
 
@@ -83,6 +90,7 @@ class IndexLayout:
             block_tokens,
             padded_capacity(sum(capacities)),
             stripe_capacity,
+            max((layout.longest for layout in stripes.values()), default=0),
             to_device([0, *accumulate(capacities)][:-1], torch.int64, rows.device),
             host_to_device(stripe_offsets, rows.device),
         )
@@ -100,6 +108,7 @@ class IndexLayout:
             stripe_counts=room(self.num_heads, self.rows.num_tiles).zero_(),
             stripe_positions=room(self.stripe_capacity),
             stripe_offsets=self.stripe_offsets,
+            longest_stripes=self.longest_stripes,
             workspace=workspace,
         )
 
@@ -122,6 +131,7 @@ class SparseIndex:
     stripe_counts: torch.Tensor  # [num_heads, num_tiles] int32
     stripe_positions: torch.Tensor  # [stripe_capacity] int32
     stripe_offsets: torch.Tensor  # [num_heads, num_tiles] int64, where a list begins in stripe_positions
+    longest_stripes: int  # positions that the longest of the stripe lists has room for, on the host
     workspace: Workspace  # for what fills the index and what walks it
 
     @staticmethod

@@ -121,7 +121,11 @@ class Rows:
         return to_device(flat, torch.int32, self.device).view(-1, TILE_FIELDS)
 
     @cached_property
+    def heaviest_order(self) -> tuple[int, ...]:
+        """Tile ids by falling number of keys in reach, so that none straggles."""
+        return tuple(sorted(range(self.num_tiles), key=lambda i: -self.tile_list[i].last_position))
+
+    @cached_property
     def heaviest_first(self) -> torch.Tensor:
-        """[num_tiles] int32 on the device: tile ids by falling number of keys in reach, so that none straggles."""
-        order = sorted(range(self.num_tiles), key=lambda i: -self.tile_list[i].last_position)
-        return to_device(order, torch.int32, self.device)
+        """[num_tiles] int32 on the device: ``heaviest_order``."""
+        return to_device(self.heaviest_order, torch.int32, self.device)

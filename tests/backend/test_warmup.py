@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="needs vLLM")
 from prometheus_client import REGISTRY
 
 from tests.backend.specialised import HOPPER, Key, recorded_keys
-from vllm_sparse_backend.serving import compat, compilations, warmup
+from vllm_sparse_backend.serving import compat, compilations, engines, warmup
 from vllm_sparse_backend.serving.arena import Arena, LayerNeed, Memory, Room, make_slab
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.stats import Recorder
@@ -28,8 +28,9 @@ from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import PagedCache
-from vllm_sparse_kernels.attend import portable
+from vllm_sparse_kernels.attend import Engine, FlashAttention, portable
 from vllm_sparse_kernels.select import METHODS
+from vllm_sparse_kernels.testing.batches import Batch
 
 HAS_CUDA = torch.cuda.is_available()
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64)
@@ -103,18 +104,39 @@ class TestKeys:
     def as_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(compat, "IS_CPU", False)
 
-    @pytest.mark.parametrize(("page_size", "bulk"), [(16, False), (128, True)])
+    @pytest.fixture(autouse=True)
+    def untried(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Engines are run and taken: as nothing is computed, there is no result to judge."""
+
+        def failure(engine: Engine, batch: Batch, index: Any, options: Any, exact: Any) -> None:
+            engine.attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
+
+        monkeypatch.setattr(engines, "expected_attention", lambda batch, index: None)
+        monkeypatch.setattr(engines, "failure", failure)
+        monkeypatch.setattr(compat, "flash_attention", lambda: FlashAttention.of_version(3, uncomputed))
+
+    @pytest.mark.parametrize(
+        ("page_size", "bulk", "engine"), [(16, False, "portable"), (128, True, "portable"), (128, True, "flash")]
+    )
     @pytest.mark.parametrize(("method", "params"), CASES, ids=str)
     def test_no_step_brings_a_kernel_that_warm_up_did_not_meet(
-        self, method: str, params: dict[str, Any], page_size: int, bulk: bool, monkeypatch: pytest.MonkeyPatch
+        self,
+        method: str,
+        params: dict[str, Any],
+        page_size: int,
+        bulk: bool,
+        engine: str,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
+        if engine == "flash" and "int8_scores" in params:
+            pytest.skip("FlashAttention has no 8-bit scores")
         monkeypatch.setattr(portable, "supports_bulk", lambda cache: bulk)
         impls = make_impls(method, params, self.CPU)
         with recorded_keys(monkeypatch) as warm:
-            warm_up(impls, make_spec(page_size), self.CPU)
+            warm_up(impls, make_spec(page_size), self.CPU, engine)
         with recorded_keys(monkeypatch) as served:
             run_steps(impls, page_size, random_steps(seed=page_size, number=12), self.CPU)
-        assert "attend_kernel" in {name for name, _ in served}
+        assert {"portable": "attend_kernel", "flash": "finish_kernel"}[engine] in {name for name, _ in served}
         assert not (late := served - warm), closest(late, warm)
 
     def test_a_kernel_that_warm_up_does_not_meet_shows(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,11 +144,16 @@ class TestKeys:
         impls = make_impls("vertical_slash", {}, self.CPU)
         monkeypatch.setattr(warmup, "BATCHES", warmup.BATCHES[:1])
         with recorded_keys(monkeypatch) as warm:
-            warm_up(impls, make_spec(16), self.CPU)
+            warm_up(impls, make_spec(16), self.CPU, "portable")
         with recorded_keys(monkeypatch) as served:
             run_steps(impls, 16, [[(0, 100)]], self.CPU)
         assert {name for name, _ in served - warm} == {"attend_kernel"}
         assert "STRIPES" in closest(served - warm, warm)
+
+
+def uncomputed(*, q: torch.Tensor, out: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of FlashAttention's function."""
+    return out, torch.empty(q.shape[1], len(q))
 
 
 def closest(late: set[Key], warm: set[Key]) -> str:
@@ -141,11 +168,12 @@ def closest(late: set[Key], warm: set[Key]) -> str:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["auto", "portable"])
 @pytest.mark.parametrize(("method", "params"), CASES, ids=str)
-def test_nothing_compiles_after_warm_up(method: str, params: dict[str, Any]) -> None:
+def test_nothing_compiles_after_warm_up(method: str, params: dict[str, Any], engine: str) -> None:
     device = torch.device("cuda", 0)
     impls = make_impls(method, params, device)
-    warm_up(impls, make_spec(128), device)
+    warm_up(impls, make_spec(128), device, engine)
     before = dict(compilations.listener().counts)
     assert before["warmup"] > 0
     run_steps(impls, 128, random_steps(seed=1, number=40), device)

@@ -6,14 +6,16 @@ import math
 import pytest
 import torch
 
-from vllm_sparse_kernels.attend import attend, supports_bulk
+from vllm_sparse_kernels.attend import supports_bulk
 from vllm_sparse_kernels.attend.options import AttendOptions
+from vllm_sparse_kernels.attend.portable import attend
 from vllm_sparse_kernels.attend.smooth_keys import smooth_keys
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.reference import attend as reference
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_index
 from vllm_sparse_kernels.testing.budget import Expected, expected_attention
+from vllm_sparse_kernels.workspace import Workspace
 
 DTYPES = [torch.bfloat16, torch.float16] if torch.cuda.is_available() else [torch.float32, torch.float16]
 INT8_STEP, RUN = 64, 128
@@ -82,7 +84,7 @@ def clear_margin(margins: torch.Tensor) -> float:
 def run(batch: Batch, index: SparseIndex, options: AttendOptions | None, bulk: bool = False):
     out = batch.empty_out()
     lse = torch.full((batch.num_heads, len(batch.q)), float("nan"), device=batch.q.device)
-    attend(batch.q, batch.cache, index, out, batch.scale, lse, bulk, options)
+    attend(batch.q, batch.cache, index, out, batch.scale, lse, options, bulk)
     return out, lse
 
 
@@ -193,7 +195,7 @@ def test_keys_in_8_bits(device, head_dim, page_size):
     """Against float64: a rounding may fall the other way only where float32 cannot tell. Zeros past a row's end."""
     batch = random_batch([(0, 1), (500, 133), (0, 64)], 4, 2, head_dim, page_size, DTYPES[0], device, gap_tokens=1)
     rows = batch.rows
-    smooth = smooth_keys(batch.cache, rows, None, 4)
+    smooth = smooth_keys(batch.cache, rows, None, 4, Workspace(rows.device))
     for row, (start, seq_len) in enumerate(zip(smooth.starts.tolist(), rows.seq_lens)):
         keys, _ = batch.cache.gather(rows.block_table[row], seq_len)
         integers, steps, means = reference.smooth_keys(keys.double())
@@ -211,11 +213,11 @@ def test_keys_in_8_bits(device, head_dim, page_size):
         assert smooth.steps[:, first : end // INT8_STEP].isfinite().all()
 
 
-def test_keys_that_no_8_bit_head_reads_are_not_touched(device, monkeypatch):
+def test_keys_that_no_8_bit_head_reads_are_not_touched(device):
     batch = random_batch([(0, 70)], 4, 2, 64, 16, DTYPES[0], device)
-    monkeypatch.setattr(torch, "empty", lambda *size, **kwargs: torch.full(size, 77, **kwargs))
+    workspace = Workspace(batch.rows.device, torch.full((1 << 17,), 77, dtype=torch.uint8, device=device))
     flags = torch.tensor([0, 0, 0, 1], dtype=torch.uint8, device=device)
-    smooth = smooth_keys(batch.cache, batch.rows, flags, 4)
+    smooth = smooth_keys(batch.cache, batch.rows, flags, 4, workspace)
     assert bool((smooth.integers[0] == 77).all())
     assert not bool((smooth.integers[1, :, 0] == 77).all())
 

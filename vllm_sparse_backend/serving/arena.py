@@ -67,11 +67,13 @@ class LayerNeed:
     def num_bytes(self, slab: Slab) -> int:
         """The index, and on top of it the largest of what selecting any group and attending take."""
         rows, shape = slab.rows, self.shape
-        stripe_capacity = sum(slab.stripes(group.method).capacity * len(group.heads) for group in self.groups)
+        stripes = [(slab.stripes(group.method), len(group.heads)) for group in self.groups]
+        stripe_capacity = sum(layout.capacity * num_heads for layout, num_heads in stripes)
+        longest_stripes = max(layout.longest for layout, _ in stripes)
         index = SparseIndex.bytes_for(rows, shape.num_heads, shape.block_tokens, stripe_capacity)
         select = (group.method.workspace_bytes(rows, shape, len(group.heads)) for group in self.groups)
         int8_scores = any(method.int8_scores for method in methods_by_head(self.groups))
-        return index + max(*select, workspace_bytes(rows, shape, int8_scores))
+        return index + max(*select, workspace_bytes(rows, shape, longest_stripes, int8_scores))
 
 
 def narrowest_block(groups: LayerPlan, widest_block: int) -> int:

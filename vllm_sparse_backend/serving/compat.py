@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_kernels import PagedCache
+from vllm_sparse_kernels.attend import FlashAttention
 
 IS_CPU = current_platform.is_cpu()
 DEVICE_TYPE = "cpu" if IS_CPU else "cuda"
@@ -56,6 +57,7 @@ __all__ = [
     "context_parallel_sizes",
     "device_memory_bytes",
     "device_name",
+    "flash_attention",
     "hf_config",
     "host_seq_lens",
     "is_first_stage",
@@ -63,6 +65,7 @@ __all__ = [
     "model_shape",
     "paged_cache",
     "prefers_bulk_pages",
+    "random_cache",
     "take_prefix_ranges",
     "tensor_parallel",
     "uniform_decode_graphs",
@@ -122,6 +125,34 @@ def device_name() -> str:
 def device_memory_bytes() -> int:
     """Memory of the device, in use or not."""
     return int(current_platform.get_device_total_memory())
+
+
+def flash_attention() -> FlashAttention | None:
+    """vLLM's FlashAttention for paged caches, the newest version that takes any tables; None where it has none.
+
+    Version 4 wants pages of its own tile's size.
+    """
+    if IS_CPU:
+        return None
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+        from vllm.vllm_flash_attn.flash_attn_interface import is_fa_version_supported
+    except ImportError:  # other makers' devices
+        return None
+    version = next((version for version in (3, 2) if is_fa_version_supported(version)), None)
+    return None if version is None else FlashAttention.of_version(version, flash_attn_varlen_func)
+
+
+def random_cache(spec: AttentionSpec, num_pages: int, device: torch.device) -> PagedCache:
+    """Normal keys and values, laid out as vLLM lays out the cache of a layer."""
+    shape = (num_pages, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
+    try:
+        order = DelegateBackend.get_kv_cache_stride_order()
+    except (AttributeError, NotImplementedError):  # tokens before heads, as by default
+        order = (0, 2, 1, 3)
+    physical = torch.randn([shape[i] for i in order], device=device).to(spec.dtype)
+    keys, values = physical.permute([order.index(i) for i in range(4)]).transpose(1, 2).split(spec.head_size, dim=-1)
+    return PagedCache(keys, values)
 
 
 def host_seq_lens(common: CommonAttentionMetadata) -> list[int]:

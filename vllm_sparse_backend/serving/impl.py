@@ -16,7 +16,8 @@ from vllm_sparse_backend.serving.step import Slab, SparseStep
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import LayerPlan, methods_by_head
 from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
-from vllm_sparse_kernels import SparseIndex, attend, shared_bytes, widest_block
+from vllm_sparse_kernels import SparseIndex, shared_bytes, widest_block
+from vllm_sparse_kernels.attend import PORTABLE, Engine
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.reference.attend import attend as reference_attend
 from vllm_sparse_kernels.select import METHODS, name_of
@@ -25,8 +26,6 @@ from vllm_sparse_kernels.select.base import attend_options
 
 class SparsePrefillImpl(compat.DelegateImpl):
     """Attention of one layer. Until ``adopt`` gives it a plan, and where it can't go sparse, it is the delegate."""
-
-    engine_name = "portable"
 
     def __init__(
         self,
@@ -65,6 +64,7 @@ class SparsePrefillImpl(compat.DelegateImpl):
         self.groups: LayerPlan | None = None
         self.recorder: Recorder | None = None
         self.memory: Memory | None = None
+        self.engine: Engine = PORTABLE  # until warm-up chooses one
 
     def reason(self, groups: LayerPlan | None) -> Fallback | None:
         """Why this layer prefills dense, where this is its part of the plan; None if it can go sparse."""
@@ -152,8 +152,8 @@ class SparsePrefillImpl(compat.DelegateImpl):
             if self.check_index:
                 index.check()
             with arena.frame():
-                run = reference_attend if compat.IS_CPU else attend
-                run(query, cache, index, output, self.scale, options=self.options)
+                attend = reference_attend if compat.IS_CPU else self.engine.attend
+                attend(query, cache, index, output, self.scale, options=self.options)
             if counted:
                 self.recorder.count_pairs(self.layer, index)
 

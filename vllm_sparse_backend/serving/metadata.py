@@ -103,8 +103,8 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
                 impl.adopt(number, groups, self.recorder, self.memory, config.check_index)
                 impls.append(impl)
         if self.memory is not None:
-            self._make_ready(impls)
-        engines = {impl.engine_name for impl in impls}
+            self._make_ready(impls, config.engine)
+        engines = {impl.engine.name for impl in impls}
         self.thresholds = plan.thresholds(load_crossover(config.crossover), compat.device_name(), engines)
         if known is None and rank == 0:
             for line in plan.describe(self.thresholds):
@@ -113,14 +113,14 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
             if max_len <= (self.thresholds.min_tokens or 0):
                 logger.warning("sparse-prefill: requests have %d tokens at most: all of them run dense", max_len)
 
-    def _make_ready(self, impls: list[SparsePrefillImpl]) -> None:
+    def _make_ready(self, impls: list[SparsePrefillImpl], engine: str) -> None:
         """What has to be checked or compiled before the first step."""
         if compat.IS_CPU:
             compat.check_cpu_layout(self.isa, self.kv_cache_spec)
             return
         from vllm_sparse_backend.serving.warmup import warm_up
 
-        warm_up(impls, self.kv_cache_spec, self.device)
+        warm_up(impls, self.kv_cache_spec, self.device, engine)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> compat.DelegateMetadata:
         """A graph is captured over a batch that is made up: its rows are not counted."""

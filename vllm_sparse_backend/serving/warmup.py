@@ -2,24 +2,29 @@
 
 Triton compiles a kernel once for each kind of argument: a number may be 1, a multiple of 16 or neither. Kernels declare
 numbers that change from step to step as not to be told apart; the batches here are of several kinds all the same, so
-that one that was overlooked is met here and not in a request.
+that one that was overlooked is met here and not in a request. Layers get their engines on the way: see ``engines.py``.
 """
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_backend.plugin import LOGGER
+from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.arena import Row, make_slab
 from vllm_sparse_backend.serving.compilations import warming_up
+from vllm_sparse_backend.serving.engines import EnginePicker, by_layer
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.step import own_block_table
+from vllm_sparse_backend.settings.config import AUTO
 from vllm_sparse_backend.settings.plan import LayerPlan
 from vllm_sparse_kernels import PagedCache
+from vllm_sparse_kernels.attend import Engine
 from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.testing.batches import Batch
 
 logger = logging.getLogger(LOGGER)
 
@@ -34,29 +39,46 @@ not, lengths that 16 divides and others, and 1.
 """
 
 
-def warm_up(impls: Iterable[SparsePrefillImpl], spec: AttentionSpec, device: torch.device) -> None:
-    """Run select and attend of each distinct plan over a small cache laid out as vLLM's."""
+def warm_up(impls: Sequence[SparsePrefillImpl], spec: AttentionSpec, device: torch.device, engine: str = AUTO) -> None:
+    """Run select and attend of each distinct plan over a small cache laid out as vLLM's.
+
+    ``engine``: the one that the configuration asks for. Raises ConfigurationError where it cannot be had.
+    """
     start = time.monotonic()
     longest = max(context_len + query_len for batch in BATCHES for context_len, query_len in batch)
-    most_tokens = max(sum(query_len for _, query_len in batch) for batch in BATCHES)
     num_pages = ceil_div(longest, spec.block_size)
-    shape = (num_pages, spec.block_size, spec.num_kv_heads, 2 * spec.head_size)
-    cache = PagedCache(*torch.zeros(shape, dtype=spec.dtype, device=device).split(spec.head_size, dim=-1))
+    cache = compat.random_cache(spec, num_pages, device)
     table = torch.arange(num_pages, dtype=torch.int32, device=device).repeat(max(map(len, BATCHES)), 1)
-    done: set[LayerPlan] = set()
+    picker = EnginePicker(engine)
+    done: dict[LayerPlan, Engine] = {}
     with warming_up():
         for impl in impls:
-            if impl.groups is None or impl.groups in done:
+            if impl.groups is None:
                 continue
-            done.add(impl.groups)
-            query = torch.randn(most_tokens, impl.num_heads, spec.head_size, dtype=spec.dtype, device=device)
-            output = torch.empty_like(query)
-            for batch in BATCHES:
-                block_table = own_block_table(table, list(range(len(batch))))
-                impl.run(make_slab(rows_of(batch), block_table), query, cache, output, counted=False)
+            if impl.groups not in done:
+                done[impl.groups] = _warm_up_layer(impl, cache, table, picker)
+            impl.engine = done[impl.groups]
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+    picker.report(by_layer(impls))
     logger.info("sparse-prefill: kernels of %d plans ready after %.1f s", len(done), time.monotonic() - start)
+
+
+def _warm_up_layer(impl: SparsePrefillImpl, cache: PagedCache, table: torch.Tensor, picker: EnginePicker) -> Engine:
+    """Choose the layer's engine on the first batch, and run all of them on it."""
+    assert impl.groups is not None
+    assert impl.memory is not None
+    for i, lengths in enumerate(BATCHES):
+        slab = make_slab(rows_of(lengths), own_block_table(table, list(range(len(lengths)))))
+        num_tokens = sum(slab.rows.query_lens)
+        query = torch.randn(num_tokens, impl.num_heads, cache.head_dim, device=table.device).to(cache.keys.dtype)
+        if i == 0:
+            with impl.memory.arena.frame():
+                index = slab.index(impl.groups, impl.num_heads, impl.block_tokens, impl.memory.arena)
+                impl.select(query, cache, index)
+                impl.engine = picker.pick(Batch(query, cache, slab.rows, impl.scale), index, impl.options)
+        impl.run(slab, query, cache, torch.empty_like(query), counted=False)
+    return impl.engine
 
 
 def rows_of(lengths: Sequence[tuple[int, int]]) -> list[Row]:

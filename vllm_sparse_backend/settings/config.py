@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -52,6 +52,9 @@ class SparsePrefillConfig(BaseModel):
 
     dense_layers: tuple[Annotated[StrictInt, Field(ge=0)], ...] = ()
     """Layers that always run dense, on top of the profile's."""
+
+    engine: Literal["auto", "hopper", "flash", "portable"] = AUTO
+    """What attention runs on: the fastest engine that can, or the named one, without which the server stops."""
 
     check_index: StrictBool = False
     """Check each layer's index in each step. It waits for the device every time: for debugging only."""

@@ -1,4 +1,4 @@
-"""Attention over a SparseIndex: one kernel that knows nothing of papers.
+"""Attention over a SparseIndex by one Triton kernel, wherever Triton runs: the engine that has every option.
 
 A program owns one (query head, tile). It walks the tile's blocks with FlashAttention's online softmax (in base 2),
 masks only where a block touches the diagonal, then gathers the tile's stripes.
@@ -27,6 +27,7 @@ import triton
 from triton.compiler.compiler import max_shared_mem
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from vllm_sparse_kernels.attend.engine import AttendSpec, Engine, check_shapes
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.portable_kernel import attend_kernel, place_blocks_kernel
 from vllm_sparse_kernels.attend.smooth_keys import smooth_bytes, smooth_keys
@@ -113,19 +114,16 @@ def attend(
     out: torch.Tensor,
     scale: float,
     lse: torch.Tensor | None = None,
-    bulk: bool | None = None,
     options: AttendOptions | None = None,
+    bulk: bool | None = None,
 ) -> None:
-    """Write softmax(scale · q kᵀ) v over the index's keys into ``out`` for the index's tokens.
+    """See ``engine.Attend``; fp16 or bf16, fp32 in the interpreter. Without ``options`` it is exact to rounding.
 
-    q and out: [num_tokens, num_heads, head_dim], fp16 or bf16 (fp32 in the interpreter), head_dim contiguous. lse:
-    [num_heads, num_tokens] float32, natural logarithm, or None. Tokens outside the index's rows stay untouched.
-    ``bulk`` asks for or forbids bulk tensor copies; None takes them where they can be had. Without ``options`` the
-    result is exact to rounding. Raises ValueError on shapes that do not fit the index, and where bulk copies are asked
-    for but cannot be had.
+    ``bulk`` asks for or forbids bulk tensor copies; None takes them where they can be had. Raises ValueError where they
+    are asked for but cannot be had.
     """
     rows, num_heads, head_dim = index.rows, index.num_heads, cache.head_dim
-    _check_shapes(q, out, cache, num_heads)
+    check_shapes(q, out, cache, index)
     matrix = matrix_args(cache) if cache.page_size % index.block_tokens == 0 else None
     if bulk is None:
         bulk = matrix is not None and supports_bulk(cache)
@@ -175,12 +173,16 @@ def workspace_bytes(rows: Rows, shape: LayerShape, int8_scores: bool) -> int:
     return places + (smooth_bytes(rows, shape.num_kv_heads, shape.head_dim) if int8_scores else 0)
 
 
-def _check_shapes(q: torch.Tensor, out: torch.Tensor, cache: PagedCache, num_heads: int) -> None:
-    if q.shape[1:] != (num_heads, cache.head_dim) or out.shape[1:] != q.shape[1:] or num_heads % cache.num_kv_heads:
-        raise ValueError(
-            f"attend: q {tuple(q.shape)} and out {tuple(out.shape)} must be [num_tokens, {num_heads}, "
-            f"{cache.head_dim}] with heads a multiple of the cache's {cache.num_kv_heads} kv heads"
+def refusal(spec: AttendSpec) -> str | None:
+    """Why the kernel cannot run such a layer."""
+    if spec.device.type == "cpu" and isinstance(attend_kernel, triton.JITFunction):
+        return "Triton runs kernels on a CPU in its interpreter alone (TRITON_INTERPRET=1)"
+    limit_bytes = shared_bytes(spec.device)
+    if _needed_bytes(spec.block_tokens, spec.head_dim, 1) > limit_bytes:
+        return (
+            f"blocks of {spec.block_tokens} keys of {spec.head_dim} do not fit the {limit_bytes} bytes of shared memory"
         )
+    return None
 
 
 def shared_bytes(device: torch.device) -> int:
@@ -287,3 +289,6 @@ def _place_blocks(args: IndexArgs, cache: CacheArgs, matrix: MatrixArgs, index: 
         BLOCK_N=index.block_tokens, CHUNK=1024, FIELDS=TILE_FIELDS,
     )  # fmt: skip
     return places
+
+
+PORTABLE = Engine("portable", refusal, attend)

@@ -43,21 +43,16 @@ class SmoothKeys(NamedTuple):
 
 
 def smooth_keys(
-    cache: PagedCache,
-    rows: Rows,
-    int8_heads: torch.Tensor | None,
-    num_heads: int,
-    workspace: Workspace | None = None,
+    cache: PagedCache, rows: Rows, int8_heads: torch.Tensor | None, num_heads: int, workspace: Workspace
 ) -> SmoothKeys:
     """``int8_heads`` [num_heads] uint8: the query heads that will read the result; None is all of them."""
-    num_kv_heads, head_dim, device = cache.num_kv_heads, cache.head_dim, rows.device
+    num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
     block_d, group = triton.next_power_of_2(head_dim), num_heads // num_kv_heads
     starts = [0]
     for seq_len in rows.seq_lens:
         starts.append(starts[-1] + ceil_div(seq_len, ALIGN_TOKENS) * ALIGN_TOKENS)
     if "smooth_keys" not in rows.state:
-        rows.state["smooth_keys"] = to_device(starts[:-1], torch.int32, device)
-    workspace = workspace or Workspace(device)
+        rows.state["smooth_keys"] = to_device(starts[:-1], torch.int32, rows.device)
     smooth = SmoothKeys(
         workspace.empty(num_kv_heads, starts[-1], block_d, dtype=torch.int8),
         workspace.empty(num_kv_heads, starts[-1] // STEP_TOKENS.value),

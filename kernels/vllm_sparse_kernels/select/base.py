@@ -18,9 +18,7 @@ from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows, ceil_div, to_device
-
-SPARE_BYTES = 16 << 10
-"""Beyond what a bound counts: each tensor of a workspace is filled up to 256 bytes."""
+from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 
 @dataclass(frozen=True)

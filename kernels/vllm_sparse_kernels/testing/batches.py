@@ -77,6 +77,23 @@ def random_batch(
     return Batch(q, PagedCache(keys, values), rows, head_dim**-0.5)
 
 
+def repaged(batch: Batch, page_size: int, layout: str = "NHD", seed: int = 1) -> Batch:
+    """The same queries, keys and values over other pages."""
+    rows, cache = batch.rows, batch.cache
+    lengths = list(zip(rows.context_lens, rows.query_lens, strict=True))
+    other = random_batch(
+        lengths, batch.num_heads, cache.num_kv_heads, cache.head_dim, page_size, batch.q.dtype, str(batch.q.device),
+        seed, layout,
+    )  # fmt: skip
+    for row, seq_len in enumerate(rows.seq_lens):
+        positions = torch.arange(seq_len, device=rows.device)
+        pages = other.rows.block_table[row, positions // page_size].long()
+        for side, values in zip((other.cache.keys, other.cache.values), cache.gather(rows.block_table[row], seq_len)):
+            side[pages, positions % page_size] = values
+    moved = Rows(rows.tokens, rows.query_lens, rows.context_lens, other.rows.block_table)
+    return Batch(batch.q, other.cache, moved, batch.scale)
+
+
 def random_index(
     batch: Batch, block_tokens: int, density: float, stripes: int = 0, seed: int = 0, share_group: bool = False
 ) -> SparseIndex:

@@ -1,0 +1,125 @@
+"""The contract between a layer and what computes its attention: ``SparseIndex → out``, whatever engine fulfils it.
+
+An engine says from what is known at start-up whether it can serve a layer; of those that can, the fastest is chosen
+once, before the first step. Engines differ in speed and in rounding, in nothing else.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from vllm_sparse_kernels.attend.options import AttendOptions
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import PagedCache
+
+
+@dataclass(frozen=True)
+class AttendSpec:
+    """What is known of a layer's attention before the first step."""
+
+    device: torch.device
+    dtype: torch.dtype  # of queries, keys and values
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int  # tokens
+    strides: tuple[int, int, int]  # (page, token, head) of the cache, in elements; a head's own are contiguous
+    block_tokens: int  # of the index
+    has_stripes: bool
+    skips: bool = False
+    """Whether any head asks for the skip of products (``AttendOptions``)."""
+
+    int8: bool = False
+    """Whether any head asks for 8-bit scores."""
+
+    @staticmethod
+    def of(cache: PagedCache, index: SparseIndex, options: AttendOptions | None = None) -> "AttendSpec":
+        return AttendSpec(
+            device=cache.keys.device,
+            dtype=cache.keys.dtype,
+            num_heads=index.num_heads,
+            num_kv_heads=cache.num_kv_heads,
+            head_dim=cache.head_dim,
+            page_size=cache.page_size,
+            strides=cache.strides,
+            block_tokens=index.block_tokens,
+            has_stripes=index.has_stripes,
+            skips=options is not None and options.skip_margins is not None,
+            int8=options is not None and options.int8_heads is not None,
+        )
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The device's compute capability; (0, 0) of what is no CUDA device."""
+        return torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (0, 0)
+
+
+class Attend(Protocol):
+    """Write softmax(scale · q kᵀ) v over the index's keys into ``out`` for the index's tokens.
+
+    q and out: [num_tokens, num_heads, head_dim] of the cache's dtype, head_dim contiguous. lse: [num_heads, num_tokens]
+    float32, natural logarithm, or None. Tokens outside the index's rows stay untouched. Temporary tensors come from
+    ``index.workspace``. Nothing waits for the device. Raises ValueError on shapes that do not fit the index.
+    """
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        cache: PagedCache,
+        index: SparseIndex,
+        out: torch.Tensor,
+        scale: float,
+        lse: torch.Tensor | None = None,
+        options: AttendOptions | None = None,
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class Engine:
+    name: str
+    refusal: Callable[[AttendSpec], str | None]
+    """Why the engine cannot serve a layer, in words that end a sentence; None if it can."""
+
+    attend: Attend
+
+
+class Choice(NamedTuple):
+    engine: Engine
+    passed_over: dict[str, str]
+    """Engines that come before it, by name, and why each was not taken."""
+
+
+def choose(
+    engines: Mapping[str, Engine],
+    spec: AttendSpec,
+    forced: str | None = None,
+    trial: Callable[[Engine], str | None] | None = None,
+) -> Choice:
+    """The first engine that does not refuse ``spec``, and in whose ``trial`` nothing is found wrong.
+
+    ``forced`` names the only one to be tried. Raises ValueError, with each one's reason, where none is left, and where
+    there is none of that name.
+    """
+    passed_over: dict[str, str] = {}
+    if forced is not None and forced not in engines:
+        raise ValueError(f"no engine is named {forced!r}; there are {', '.join(engines)}")
+    for engine in engines.values() if forced is None else (engines[forced],):
+        why = engine.refusal(spec)
+        if why is None and trial is not None:
+            why = trial(engine)
+        if why is None:
+            return Choice(engine, passed_over)
+        passed_over[engine.name] = why
+    raise ValueError("no engine can run attention: " + "; ".join(f"{name}: {why}" for name, why in passed_over.items()))
+
+
+def check_shapes(q: torch.Tensor, out: torch.Tensor, cache: PagedCache, index: SparseIndex) -> None:
+    """Raise ValueError where tensors do not fit the index or each other."""
+    num_heads = index.num_heads
+    if q.shape[1:] != (num_heads, cache.head_dim) or out.shape[1:] != q.shape[1:] or num_heads % cache.num_kv_heads:
+        raise ValueError(
+            f"attend: q {tuple(q.shape)} and out {tuple(out.shape)} must be [num_tokens, {num_heads}, "
+            f"{cache.head_dim}] with heads a multiple of the cache's {cache.num_kv_heads} kv heads"
+        )

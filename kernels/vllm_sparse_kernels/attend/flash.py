@@ -1,0 +1,337 @@
+"""Attention over a SparseIndex by FlashAttention's own kernel, over block tables made from the index.
+
+FlashAttention reads a paged cache through a block table, one row of it for each sequence, and does not ask what the
+pages have to do with each other. So every (query head, tile) becomes a sequence of its own, with one head, whose block
+table lists what the tile keeps:
+
+* The diagonal's blocks are the last ones and are all there, so that the last keys of the list are the tile's own
+  positions. FlashAttention aligns its causal mask to the end: it is right wherever the tile begins, as long as the
+  list ends exactly at the tile's last position.
+* Keys and values are seen as *units* of consecutive tokens of one kv head: [num_units, unit, 1, head_dim] views whose
+  first stride is what the cache's strides have in common. The number of a unit is its offset in the cache over that,
+  so that page, place in the page and kv head are all in it. Units overlap, and are only read.
+* A unit is as wide as blocks and pages allow; units of one token are single keys. Stripes lie before the tile's first
+  query, need no mask, and run as a second call, whose result is merged with the blocks' by log-sum-exp.
+
+Two kernels of ours stand around the calls: one copies the queries so that a sequence's lie together and writes the
+tables, the other merges and copies back.
+
+What lies past a row's end on its last page must be finite, NaN and infinities show: FlashAttention-3 multiplies values
+there by zero (Dao-AILab/flash-attention, issue 2374). vLLM's own prefill asks as much of its cache.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from vllm_sparse_kernels.attend.engine import AttendSpec, Engine, check_shapes
+from vllm_sparse_kernels.attend.flash_kernel import finish_kernel, prepare_kernel
+from vllm_sparse_kernels.attend.options import AttendOptions
+from vllm_sparse_kernels.index import LayerShape, SparseIndex
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.workspace import SPARE_BYTES
+
+PART_BYTES = 512 << 20
+"""Workspace that sequences which run at once may take; what needs more runs in parts. 8,192 queries of 32 heads of 128
+take 0.2 GB with blocks alone, 0.3 GB with room for 8,192 stripes a tile.
+"""
+
+SMALLEST_UNIT = 16
+"""Tokens of a page of FlashAttention 2, at least; units are not smaller."""
+
+PART_SEQUENCES = 32768
+"""Sequences that run at once: FlashAttention-2 launches them along an axis that ends at 65,535."""
+
+SLICE_TOKENS = 32
+"""Queries that one program of the kernels before and after copies."""
+
+
+@dataclass(frozen=True)
+class FlashAttention:
+    """FlashAttention's function for paged caches, and what it can read.
+
+    ``varlen`` is called as vLLM's ``flash_attn_varlen_func``, by keyword, with seqused_k and block_table, and returns
+    (out, log-sum-exp [num_heads, num_tokens]). If it reads pages of one token, it has to give −∞ for a sequence that
+    has no keys.
+    """
+
+    varlen: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    page_multiple: int = 1
+    """Tokens of a page must be a multiple of this."""
+
+    max_seqlen_q: int = TILE_TOKENS
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+
+    @staticmethod
+    def of_version(version: int, varlen: Callable[..., Any]) -> "FlashAttention":
+        """``varlen``: vLLM's function. Version 3 reads pages of any size, 2 those of 16 tokens and multiples.
+
+        Version 3 reads pages by bulk copies only where it is told of sequences longer than its tile of 128 queries.
+        """
+        known = {2: (16, TILE_TOKENS), 3: (1, 2 * TILE_TOKENS)}
+        if version not in known:
+            raise ValueError(f"FlashAttention: given version {version}, expected one of {tuple(known)}")
+        return FlashAttention(partial(varlen, fa_version=version, num_splits=1), *known[version])
+
+
+def flash_engine(flash: FlashAttention | None) -> Engine:
+    """The engine around the function that the caller hands in; None makes one that always refuses."""
+    return Engine("flash", partial(refusal, flash), partial(attend, flash))
+
+
+def refusal(flash: FlashAttention | None, spec: AttendSpec) -> str | None:
+    """Why FlashAttention cannot run such a layer."""
+    if flash is None:
+        return "there is no FlashAttention for this device"
+    if spec.skips or spec.int8:
+        return f"{'the skip of products' if spec.skips else '8-bit scores'}: FlashAttention has no such option"
+    if spec.dtype not in flash.dtypes:
+        return f"it reads {', '.join(map(str, flash.dtypes))}, not {spec.dtype}"
+    if spec.head_dim % 8 or spec.head_dim > 256:
+        return f"head_dim {spec.head_dim} is no multiple of 8 up to 256"
+    unit = gcd(spec.block_tokens, spec.page_size)
+    if unit % flash.page_multiple:
+        return f"pages of {unit} tokens would be needed, and it reads multiples of {flash.page_multiple}"
+    if spec.has_stripes and flash.page_multiple > 1:
+        return f"single keys need pages of 1 token, and it reads multiples of {flash.page_multiple}"
+    if gcd(*spec.strides) * spec.dtype.itemsize % 16:
+        return f"the cache's strides {spec.strides} are no multiples of 16 bytes"
+    return None
+
+
+class Queries(NamedTuple):
+    """q and what is written: out of q's shape, and the log-sum-exp [num_heads, num_tokens] or None."""
+
+    q: Any
+    out: Any
+    lse: Any
+    stride_token: int
+    stride_head: int
+    stride_out_token: int
+    stride_out_head: int
+    stride_lse_head: int
+
+
+class Lists(NamedTuple):
+    """Tensors of Rows and SparseIndex. ``starts``: queries of the tiles that come before one in ``order``."""
+
+    tiles: Any
+    order: Any
+    starts: Any
+    block_counts: Any
+    block_ids: Any
+    block_offsets: Any
+    stride_blocks: int
+    stripe_counts: Any
+    stripe_positions: Any
+    stripe_offsets: Any
+
+
+class Places(NamedTuple):
+    """What makes a key's position the number of a unit: the block table, and the cache's strides in granules."""
+
+    block_table: Any
+    stride_table: int
+    page_size: int
+    page_granules: int
+    token_granules: int
+    head_granules: int
+
+
+class Sequences(NamedTuple):
+    """Some sequences, one after the other: their queries, and what FlashAttention is told of them.
+
+    ``keys`` and ``table`` are of the blocks, ``stripe_keys`` and ``stripe_table`` of the single keys, or None.
+    """
+
+    q: Any  # [num_tokens, 1, head_dim]
+    ends: Any  # [num_sequences + 1] int32, from 0
+    keys: Any  # [num_sequences] int32, keys that a sequence has
+    table: Any  # [num_sequences, width] int32, numbers of units
+    stripe_keys: Any
+    stripe_table: Any
+
+
+class Part(NamedTuple):
+    """Sequences [first, first + num_sequences) and their queries.
+
+    They are numbered kv head by kv head, heaviest tile first, the heads of a group side by side: one kv head's keys
+    stay in the L2 cache while all of its readers run.
+    """
+
+    first: int
+    num_sequences: int
+    first_token: int
+    num_tokens: int
+
+
+def attend(
+    flash: FlashAttention | None,
+    q: torch.Tensor,
+    cache: PagedCache,
+    index: SparseIndex,
+    out: torch.Tensor,
+    scale: float,
+    lse: torch.Tensor | None = None,
+    options: AttendOptions | None = None,
+) -> None:
+    """See ``engine.Attend``. Raises ValueError where ``refusal`` would have said no."""
+    check_shapes(q, out, cache, index)
+    why = refusal(flash, AttendSpec.of(cache, index, options))
+    if why is not None or flash is None:
+        raise ValueError(f"attend: the engine flash cannot run this: {why}")
+    queries = Queries(
+        q, out, lse, q.stride(0), q.stride(1), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
+    )
+    for part in _parts(index, cache):
+        with index.workspace.frame():
+            _attend_part(flash, queries, cache, index, scale, part)
+
+
+def workspace_bytes(rows: Rows, shape: LayerShape, longest_stripes: int) -> int:
+    """At least what ``attend`` takes from the index's workspace for these rows."""
+    num_sequences = rows.num_tiles * shape.num_heads
+    width = ceil_div(max(rows.seq_lens, default=0), SMALLEST_UNIT) + longest_stripes
+    bytes_each = (3 * TILE_TOKENS * shape.head_dim * shape.element_bytes) + 4 * width
+    return max(min(PART_BYTES, num_sequences * bytes_each), bytes_each) + 16 * num_sequences + SPARE_BYTES
+
+
+def _attend_part(
+    flash: FlashAttention, queries: Queries, cache: PagedCache, index: SparseIndex, scale: float, part: Part
+) -> None:
+    """Queries and tables in, one call for blocks, one for stripes if there are any, the merged result out."""
+    rows, group = index.rows, index.num_heads // cache.num_kv_heads
+    unit = gcd(index.block_tokens, cache.page_size)
+    sequences = _room(index, cache, part)
+    lists = _lists(index)
+    varying = (part.first, part.first_token, rows.num_tiles, sum(rows.query_lens))
+    shape = {
+        "HEAD_DIM": cache.head_dim,
+        "BLOCK_D": triton.next_power_of_2(cache.head_dim),
+        "GROUP": group,
+        "ROWS": SLICE_TOKENS,
+        "FIELDS": TILE_FIELDS,
+    }
+    grid = (part.num_sequences, TILE_TOKENS // SLICE_TOKENS)
+    stripe_table = sequences.stripe_table
+    prepare_kernel[grid](
+        queries, lists, _places(cache, rows), sequences, *varying,
+        sequences.table.stride(0), 0 if stripe_table is None else stripe_table.stride(0),
+        BLOCK_TOKENS=index.block_tokens, UNIT=unit, CHUNK=512, **shape,
+    )  # fmt: skip
+
+    def call(keys: torch.Tensor, table: torch.Tensor, unit: int, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return flash.varlen(
+            q=sequences.q,
+            k=_units(cache.keys, unit, _granule(cache)),
+            v=_units(cache.values, unit, _granule(cache)),
+            out=index.workspace.empty(*sequences.q.shape, dtype=sequences.q.dtype),
+            cu_seqlens_q=sequences.ends,
+            max_seqlen_q=flash.max_seqlen_q,
+            seqused_k=keys,
+            max_seqlen_k=table.shape[1] * unit,
+            softmax_scale=scale,
+            causal=causal,
+            block_table=table,
+            return_softmax_lse=True,
+        )
+
+    results = call(sequences.keys, sequences.table, unit, causal=True)
+    by_stripes: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if stripe_table is not None:
+        by_stripes = call(sequences.stripe_keys, stripe_table, 1, causal=False)
+    finish_kernel[grid](queries, lists, *results, *by_stripes, *varying, **shape)
+
+
+def _parts(index: SparseIndex, cache: PagedCache) -> Iterator[Part]:
+    """All sequences of the index, as few at a time as the workspace asks for."""
+    rows, heads = index.rows, index.num_heads
+    group = heads // cache.num_kv_heads
+    starts, _ = _starts(rows)
+    total = sum(rows.query_lens)
+    copies = 3 if index.has_stripes else 2
+    bytes_each = copies * TILE_TOKENS * cache.head_dim * cache.keys.itemsize + 4 * sum(_widths(index, cache))
+    num_sequences = rows.num_tiles * heads
+    at_once = max(1, min(PART_SEQUENCES, PART_BYTES // bytes_each))
+    count = ceil_div(num_sequences, ceil_div(num_sequences, at_once))
+
+    def first_token(sequence: int) -> int:
+        i_kv, rest = divmod(sequence, rows.num_tiles * group)
+        rank, i_head = divmod(rest, group)
+        length = rows.tile_list[rows.heaviest_order[rank]].length_tokens if i_head else 0
+        return (i_kv * total + starts[rank]) * group + i_head * length
+
+    for first in range(0, num_sequences, count):
+        end = min(first + count, num_sequences)
+        token, end_token = first_token(first), total * heads if end == num_sequences else first_token(end)
+        yield Part(first, end - first, token, end_token - token)
+
+
+def _room(index: SparseIndex, cache: PagedCache, part: Part) -> Sequences:
+    """Tensors for one part. Its queries have the cache's dtype."""
+    room = partial(index.workspace.empty, dtype=torch.int32)
+    width, stripe_width = _widths(index, cache)
+    return Sequences(
+        index.workspace.empty(part.num_tokens, 1, cache.head_dim, dtype=cache.keys.dtype),
+        room(part.num_sequences + 1),
+        room(part.num_sequences),
+        room(part.num_sequences, width),
+        room(part.num_sequences) if stripe_width else None,
+        room(part.num_sequences, stripe_width) if stripe_width else None,
+    )
+
+
+def _widths(index: SparseIndex, cache: PagedCache) -> tuple[int, int]:
+    """Columns of the table of blocks, and of stripes: the most that any tile may keep, as the host knows it."""
+    unit = gcd(index.block_tokens, cache.page_size)
+    return ceil_div(max(index.rows.seq_lens), unit), index.longest_stripes
+
+
+def _lists(index: SparseIndex) -> Lists:
+    rows = index.rows
+    return Lists(
+        rows.tiles, rows.heaviest_first, _starts(rows)[1],
+        index.block_counts, index.block_ids, index.block_offsets, index.block_ids.stride(0),
+        index.stripe_counts, index.stripe_positions, index.stripe_offsets,
+    )  # fmt: skip
+
+
+def _starts(rows: Rows) -> tuple[list[int], torch.Tensor]:
+    """Queries of the tiles that come before each one in ``rows.heaviest_order``, on the host and on the device."""
+    if "flash" not in rows.state:
+        starts, total = [], 0
+        for i_tile in rows.heaviest_order:
+            starts.append(total)
+            total += rows.tile_list[i_tile].length_tokens
+        rows.state["flash"] = starts, to_device(starts, torch.int32, rows.device)
+    return rows.state["flash"]
+
+
+def _granule(cache: PagedCache) -> int:
+    """Elements that all strides of the cache are multiples of."""
+    return gcd(*cache.strides)
+
+
+def _places(cache: PagedCache, rows: Rows) -> Places:
+    granule = _granule(cache)
+    num_granules = sum((n - 1) * stride for n, stride in zip(cache.keys.shape, cache.strides)) // granule
+    if num_granules >= 1 << 31:
+        raise ValueError(f"attend: a cache of {num_granules} times {granule} elements has no room in 32-bit numbers")
+    return Places(
+        rows.block_table, rows.block_table.stride(0), cache.page_size, *(stride // granule for stride in cache.strides)
+    )
+
+
+def _units(x: torch.Tensor, unit: int, granule: int) -> torch.Tensor:
+    """Keys or values [num_pages, page_size, num_kv_heads, head_dim] as overlapping units [num, unit, 1, head_dim]."""
+    head_dim, stride_token = x.shape[3], x.stride(1)
+    reach = sum((n - 1) * stride for n, stride in zip(x.shape[:3], x.stride()))
+    return x.as_strided(
+        ((reach - (unit - 1) * stride_token) // granule + 1, unit, 1, head_dim), (granule, stride_token, head_dim, 1)
+    )

@@ -1,0 +1,69 @@
+"""FlashAttention's function for paged caches in plain torch, for machines without one: strict about what it is told."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from vllm_sparse_kernels.attend.flash import FlashAttention
+
+STEP_TOKENS = 128
+
+
+def paged_varlen(
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int,
+    seqused_k: torch.Tensor,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    block_table: torch.Tensor,
+    return_softmax_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As vLLM's ``flash_attn_varlen_func`` with these arguments: (out, log-sum-exp [num_heads, num_tokens]).
+
+    Like FlashAttention-3 it multiplies values past a sequence's last key, on the same page, by zero. A sequence without
+    keys gives zeros and −∞. Raises AssertionError on what FlashAttention would read or write amiss.
+    """
+    num_sequences, page_size = len(seqused_k), k.shape[1]
+    ends, lengths = cu_seqlens_q.tolist(), seqused_k.tolist()
+    assert ends[0] == 0, "cu_seqlens_q must begin with 0"
+    assert ends[-1] == len(q) == len(out), "cu_seqlens_q must end with the number of queries"
+    assert len(ends) == num_sequences + 1 == len(block_table) + 1, "one sequence each in all arguments"
+    assert all(x.dtype == torch.int32 for x in (cu_seqlens_q, seqused_k, block_table)), "int32 expected"
+    assert all(x.stride(-1) == 1 for x in (q, k, v, out, block_table)), "the last dimension must be contiguous"
+    assert max(lengths) <= max_seqlen_k <= block_table.shape[1] * page_size, "more keys than announced, or than pages"
+    assert return_softmax_lse
+    lse = torch.full((q.shape[1], len(q)), -math.inf, device=q.device)
+    group = q.shape[1] // k.shape[2]
+    for i, num_keys in enumerate(lengths):
+        tokens = slice(ends[i], ends[i + 1])
+        num_queries = ends[i + 1] - ends[i]
+        assert 0 < num_queries <= max_seqlen_q, f"sequence {i}: {num_queries} queries, {max_seqlen_q} announced"
+        if num_keys == 0:
+            out[tokens] = 0
+            continue
+        pages = block_table[i, : -(-num_keys // page_size)].long()
+        assert 0 <= int(pages.min()) <= int(pages.max()) < len(k), f"sequence {i}: pages {pages.tolist()} of {len(k)}"
+        keys, values = (_padded(x[pages].flatten(0, 1).float()).repeat_interleave(group, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[tokens].float(), keys) * softmax_scale
+        last_seen = torch.full((num_queries, 1), num_keys - 1, device=q.device)
+        if causal:
+            last_seen -= torch.arange(num_queries, device=q.device).flip(0)[:, None]
+        scores.masked_fill_(torch.arange(scores.shape[2], device=q.device) > last_seen, -math.inf)
+        out[tokens] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(out.dtype)
+        lse[:, tokens] = scores.logsumexp(-1)
+    return out, lse
+
+
+def _padded(x: torch.Tensor) -> torch.Tensor:
+    """Whole steps of keys, so that sums are made in one order whatever the page size."""
+    return F.pad(x, (0, 0, 0, 0, 0, -len(x) % STEP_TOKENS))
+
+
+STAND_IN = FlashAttention(paged_varlen, dtypes=(torch.float32, torch.float16, torch.bfloat16))

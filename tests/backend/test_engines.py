@@ -1,0 +1,182 @@
+"""The choice of engines at start-up: by refusal and by trial, in the log and in the error where none is left."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from vllm_sparse_backend.serving import compat, engines, warmup
+from vllm_sparse_backend.serving.engines import EnginePicker, failure, forecast, refuse_on_cpu, usual_attention
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.plan import HeadGroup
+from vllm_sparse_kernels.attend import PORTABLE, Engine, flash_engine
+from vllm_sparse_kernels.attend import engines as all_engines
+from vllm_sparse_kernels.attend.options import AttendOptions
+from vllm_sparse_kernels.select.minference import AShape
+from vllm_sparse_kernels.select.vertical_slash import VerticalSlash
+from vllm_sparse_kernels.testing.batches import random_batch, random_index
+from vllm_sparse_kernels.testing.budget import expected_attention
+from vllm_sparse_kernels.testing.paged_varlen import STAND_IN
+
+CPU = torch.device("cpu")
+BATCH = random_batch([(200, 140)], 2, 1, 64, 32, torch.float32)
+BLOCKS, STRIPES = random_index(BATCH, 64, 0.5), random_index(BATCH, 64, 0.5, stripes=20)
+
+
+def broken(change: Callable[[torch.Tensor], None], name: str = "broken") -> Engine:
+    """The portable engine, and then something done to its result."""
+
+    def attend(q, cache, index, out, *args, **more) -> None:
+        PORTABLE.attend(q, cache, index, out, *args, **more)
+        change(out)
+
+    return Engine(name, PORTABLE.refusal, attend)
+
+
+def raises(out: torch.Tensor) -> None:
+    raise RuntimeError("no kernel image\n is available")
+
+
+def table(*found: Engine) -> dict[str, Engine]:
+    return {engine.name: engine for engine in found}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda out: None, None),
+        (raises, "it fails: RuntimeError: no kernel image is available"),
+        (lambda out: out[3, 1, 5].fill_(float("nan")), "holds NaN"),
+        (lambda out: out[3, 1, 5].add_(1e-3), "is off by 1.0"),
+        (lambda out: out[-1].zero_(), "is off by"),
+    ],
+)
+def test_what_a_trial_finds(change: Callable[[torch.Tensor], None], says: str | None) -> None:
+    exact = expected_attention(BATCH, STRIPES)
+    found = failure(broken(change), BATCH, STRIPES, None, exact)
+    assert found is None if says is None else says in str(found)
+
+
+def test_with_options_nan_is_what_can_be_found() -> None:
+    options = AttendOptions.of([-1.0, None], [False, True], CPU)
+    assert failure(PORTABLE, BATCH, BLOCKS, options, None) is None
+    nan = broken(lambda out: out.fill_(float("nan")))
+    assert "NaN" in str(failure(nan, BATCH, BLOCKS, options, None))
+
+
+def test_the_next_engine_is_taken_and_the_log_says_why(lines: list[str]) -> None:
+    wrong = broken(lambda out: out.mul_(1.01), "hopper")
+    picker = EnginePicker(table=table(wrong, flash_engine(STAND_IN), PORTABLE))
+    options = AttendOptions.of([-1.0, None], [False, False], CPU)
+    chosen = {
+        i: picker.pick(BATCH, *given) for i, given in enumerate([(BLOCKS, None), (STRIPES, None), (BLOCKS, options)])
+    }
+    assert [engine.name for engine in chosen.values()] == ["flash", "flash", "hopper"]
+    picker.report({0: chosen[0], 1: chosen[0], 5: chosen[1], 3: chosen[2]})
+    assert lines[-1] == "sparse-prefill: attention of layers 3 on hopper, layers 0-1, 5 on flash"
+    (why,) = {line for line in lines[:-1] if "0.5" not in line and "not taken" in line and "e-" not in line} or {""}
+    assert sum("engine hopper not taken: its result on the warm-up batch is off by" in line for line in lines) >= 1, why
+
+
+def test_layers_alike_are_tried_once() -> None:
+    calls = []
+    picker = EnginePicker(table=table(broken(lambda out: calls.append(1), "portable")))
+    for _ in range(3):
+        picker.pick(BATCH, BLOCKS, None)
+    picker.pick(BATCH, STRIPES, None)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("hopper", "no engine is named 'hopper'; there are flash, portable"),
+        ("flash", "flash: there is no FlashAttention for this device"),
+        ("portable", "portable: its result on the warm-up batch holds NaN"),
+    ],
+)
+def test_an_engine_that_is_asked_for_and_cannot_be_had(asked: str, says: str) -> None:
+    found = table(flash_engine(None), broken(lambda out: out.fill_(float("nan")), "portable"))
+    with pytest.raises(ConfigurationError) as error:
+        EnginePicker(asked, found).pick(BATCH, BLOCKS, None)
+    assert str(error.value).startswith(f"--additional-config sparse_prefill.engine: given '{asked}', but ")
+    assert says in str(error.value)
+
+
+def test_on_a_cpu_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "IS_CPU", True)
+    refuse_on_cpu("auto")
+    with pytest.raises(ConfigurationError, match="given 'flash', expected 'auto': vLLM runs on a CPU here"):
+        refuse_on_cpu("flash")
+    assert compat.flash_attention() is None
+    monkeypatch.setattr(compat, "IS_CPU", False)
+    refuse_on_cpu("flash")
+
+
+def test_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "DEVICE_TYPE", "cpu")  # of which the interpreter asks no shared memory
+    shape = ModelShape("LlamaForCausalLM", 4, 16, 4, 256)
+    spec, usual = usual_attention(shape), usual_attention()
+    assert spec is not None
+    assert usual is not None
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (16, 4, 256)
+    assert (usual.num_heads, usual.head_dim, usual.has_stripes) == (32, 128, True)
+    monkeypatch.setattr(compat, "flash_attention", lambda: None)
+    taken, refusals = forecast(spec)
+    assert taken == "portable"
+    assert refusals["flash"] == "there is no FlashAttention for this device"
+
+
+@pytest.mark.parametrize("asked", ["auto", "portable"])
+def test_warm_up_gives_layers_their_engines(asked: str, monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+    """The kernels themselves, in the interpreter, on a small batch; flash is a stand-in that is wrong for stripes."""
+    from vllm_sparse_kernels.attend import flash as flash_module
+
+    monkeypatch.setattr(warmup, "CONTEXT_TOKENS", 300)
+    monkeypatch.setattr(warmup, "QUERY_TOKENS", 140)
+
+    def attend(q, cache, index, out, *args, **more) -> None:
+        flash_module.attend(STAND_IN, q, cache, index, out, *args, **more)
+        if index.has_stripes:
+            out.add_(1)
+
+    found = table(Engine("flash", flash_engine(STAND_IN).refusal, attend), PORTABLE)
+    monkeypatch.setattr(engines, "engines", lambda flash: found)
+    methods = [AShape(64, 64), VerticalSlash(40, 100), AShape(64, 64)]
+    impls: list[Any] = [fake_impl(number, method) for number, method in enumerate(methods)]
+    impls.append(SimpleNamespace(groups=None, engine=PORTABLE))
+    spec = SimpleNamespace(block_size=32, head_size=64, num_kv_heads=1, dtype=torch.float32)
+    warmup.warm_up(impls, spec, 1000, CPU, asked)
+    names = [impl.engine.name for impl in impls]
+    assert names == (["flash", "portable", "flash", "portable"] if asked == "auto" else ["portable"] * 4)
+    if asked == "auto":
+        assert "sparse-prefill: attention of layers 0, 2 on flash, layers 1 on portable" in lines
+        assert any("engine flash not taken: its result on the warm-up batch is off by" in line for line in lines)
+
+
+def fake_impl(number: int, method: Any) -> Any:
+    def select(query, cache, index) -> None:
+        method.select(query, cache, index, torch.arange(2, dtype=torch.int32), 0.125)
+
+    return SimpleNamespace(
+        layer=number,
+        groups=(HeadGroup((0, 1), method),),
+        engine=PORTABLE,
+        num_heads=2,
+        block_tokens=64,
+        scale=0.125,
+        options=None,
+        select=select,
+    )
+
+
+def test_every_engine_can_be_asked_for_by_name() -> None:
+    from vllm_sparse_backend.settings.config import SparsePrefillConfig
+
+    for name in all_engines():
+        assert SparsePrefillConfig(engine=name).engine == name

@@ -1,0 +1,446 @@
+"""Every engine, every shape it may meet, against exact softmax attention over the same index.
+
+An engine that refuses a case is skipped there, with its reason. Outputs are poisoned with NaN, and so are all places of
+the cache that no position owns, as far as the engine promises not to read them. Budgets are those of testing/budget.py:
+the error that eager torch makes in the same dtype, times a small factor.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vllm_sparse_kernels.attend import PORTABLE, AttendSpec, Engine, FlashAttention, attend, choose, engines
+from vllm_sparse_kernels.attend import flash as flash_module
+from vllm_sparse_kernels.attend.flash import PART_SEQUENCES, flash_engine
+from vllm_sparse_kernels.attend.options import AttendOptions
+from vllm_sparse_kernels.index import SparseIndex, StripeLayout
+from vllm_sparse_kernels.rows import Rows
+from vllm_sparse_kernels.select.anchor_attention import AnchorAttention
+from vllm_sparse_kernels.select.dense import Dense
+from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_index, repaged
+from vllm_sparse_kernels.testing.budget import expected_attention
+from vllm_sparse_kernels.testing.paged_varlen import STAND_IN, paged_varlen
+from vllm_sparse_kernels.workspace import Workspace
+
+# Triton's interpreter multiplies bf16 tiles wrongly, without an error; on a GPU vLLM's caches are bf16 or fp16.
+DTYPES = [torch.bfloat16, torch.float16] if torch.cuda.is_available() else [torch.float32, torch.float16]
+
+READS_PAST_THE_END = {"flash"}
+"""Engines that multiply values past a row's end, on its last page, by zero: what lies there must be finite."""
+
+Run = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def flash_attention() -> FlashAttention | None:
+    """vLLM's function where there is a GPU for it, elsewhere its stand-in."""
+    if not torch.cuda.is_available():
+        return STAND_IN
+    try:
+        from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, is_fa_version_supported
+    except ImportError:
+        return None
+    version = next((version for version in (3, 2) if is_fa_version_supported(version)), None)
+    return None if version is None else FlashAttention.of_version(version, flash_attn_varlen_func)
+
+
+ENGINES = engines(flash_attention())
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> Engine:
+    return ENGINES[request.param]
+
+
+def run(
+    engine: Engine, batch: Batch, index: SparseIndex, options: AttendOptions | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of an engine, poisoned before. Skips the test where the engine refuses."""
+    why = engine.refusal(AttendSpec.of(batch.cache, index, options))
+    if why is not None:
+        pytest.skip(f"{engine.name}: {why}")
+    if engine.name in READS_PAST_THE_END:
+        for side in (batch.cache.keys, batch.cache.values):
+            side.nan_to_num_(nan=1e3)
+    out = batch.empty_out()
+    lse = torch.full((batch.num_heads, len(batch.q)), float("nan"), device=batch.q.device)
+    attend(batch.q, batch.cache, index, out, batch.scale, lse, options, engine)
+    return out, lse
+
+
+def check(engine: Engine, batch: Batch, index: SparseIndex) -> None:
+    index.check()
+    expected_attention(batch, index).assert_close(*run(engine, batch, index))
+
+
+def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(a.nan_to_num(nan=7), b.nan_to_num(nan=7)) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "lengths",
+    [[(0, 1)], [(0, 63)], [(1000, 1)], [(37, 1000)], [(5, 63), (0, 1), (301, 150), (64, 128)]],
+    ids=str,
+)
+def test_lengths(engine, device, lengths, dtype):
+    batch = random_batch(lengths, 1, 1, 64, 16, dtype, device, gap_tokens=5)
+    check(engine, batch, random_index(batch, 64, 0.2, stripes=90))
+
+
+def test_long_row(engine, device):
+    batch = random_batch([(0, 2049)], 1, 1, 64, 64, DTYPES[1], device)
+    check(engine, batch, random_index(batch, 64, 0.05, stripes=40))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2), (6, 2), (4, 1), (8, 1)])
+def test_query_heads_find_their_kv_head(engine, device, num_heads, num_kv_heads, dtype):
+    batch = random_batch([(71, 40), (0, 3)], num_heads, num_kv_heads, 64, 16, dtype, device)
+    check(engine, batch, random_index(batch, 64, 0.5, stripes=20))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("block_tokens", [32, 64, 128])
+@pytest.mark.parametrize("page_size", [16, 48, 64, 128])
+def test_pages(engine, device, page_size, block_tokens, layout):
+    batch = random_batch([(333, 40), (0, 50)], 2, 2, 64, page_size, DTYPES[0], device, layout=layout, gap_tokens=2)
+    check(engine, batch, random_index(batch, block_tokens, 0.5, stripes=30))
+
+
+@pytest.mark.parametrize("block_tokens", [32, 64, 128])
+@pytest.mark.parametrize("context_len", [1, 31, 32, 33, 64, 97, 127, 128, 129, 191])
+def test_a_diagonal_anywhere(engine, device, context_len, block_tokens):
+    """Tiles that begin at any place of a block, over one to five blocks of their own, whole and cut short."""
+    batch = random_batch([(context_len, 130), (context_len, 33)], 1, 1, 64, 128, DTYPES[0], device)
+    check(engine, batch, random_index(batch, block_tokens, 0.3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("head_dim", "block_tokens"), [(64, 64), (64, 128), (96, 64), (96, 128), (128, 64), (128, 128), (256, 64)]
+)
+def test_head_dims(engine, device, head_dim, block_tokens, dtype):
+    batch = random_batch([(150, 70)], 2, 1, head_dim, 16, dtype, device)
+    check(engine, batch, random_index(batch, block_tokens, 0.5, stripes=70))
+
+
+@pytest.mark.parametrize("stripes", [0, 1, 64, 200])
+def test_stripes(engine, device, stripes):
+    batch = random_batch([(700, 130)], 2, 1, 64, 16, DTYPES[0], device)
+    index = random_index(batch, 64, 0.1, stripes=stripes)
+    assert bool(index.stripe_counts.any()) == (stripes > 0)
+    check(engine, batch, index)
+
+
+def test_stripes_of_some_heads_and_tiles(engine, device):
+    """Room for stripes in one head of four alone, and tiles there that keep none: empty lists beside full ones."""
+    batch = random_batch([(300, 300), (0, 40)], 4, 2, 64, 16, DTYPES[0], device)
+    index = SparseIndex.allocate(batch.rows, 4, 64, {2: StripeLayout.per_tile(batch.rows, 50)})
+    for i_tile, tile in enumerate(batch.rows.tile_list):
+        for head in range(4):
+            index.set_blocks(head, i_tile, torch.zeros(index.num_causal_blocks(tile), dtype=torch.bool, device=device))
+    index.set_stripes(2, 1, torch.arange(0, 100, 3, device=device))
+    check(engine, batch, index)
+
+
+def test_stripes_that_tiles_share(engine, device):
+    """AnchorAttention's groups of tiles have one list each."""
+    batch = random_batch([(700, 300)], 2, 1, 64, 16, torch.float16, device)
+    method = AnchorAttention(theta=2.7, step_tiles=2)
+    index = SparseIndex.allocate(batch.rows, 2, 64, dict.fromkeys((0, 1), method.stripe_layout(batch.rows)))
+    method.select(batch.q, batch.cache, index, torch.arange(2, dtype=torch.int32, device=device), batch.scale)
+    assert bool((index.stripe_counts > 0).any())
+    assert int(index.stripe_counts.max()) <= index.longest_stripes < len(index.stripe_positions)
+    check(engine, batch, index)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_full_index_is_dense_attention(engine, device, dtype):
+    """Against softmax over whole matrices, which knows neither tiles nor indices."""
+    batch = random_batch([(37, 200), (0, 90)], 4, 2, 64, 16, dtype, device, gap_tokens=1)
+    index = SparseIndex.allocate(batch.rows, 4, 64)
+    Dense().select(batch.q, batch.cache, index, torch.arange(4, dtype=torch.int32, device=device), batch.scale)
+    out, lse = run(engine, batch, index)
+    expected = expected_attention(batch, index)
+    expected.assert_close(out, lse)
+    for row, (token, query_len, context_len) in enumerate(
+        zip(batch.rows.tokens, batch.rows.query_lens, batch.rows.context_lens, strict=True)
+    ):
+        keys, values = batch.cache.gather(batch.rows.block_table[row], context_len + query_len)
+        q, k, v = (
+            x.double().transpose(0, 1)
+            for x in (batch.q[token : token + query_len], *(t.repeat_interleave(2, 1) for t in (keys, values)))
+        )
+        scores = q @ k.transpose(1, 2) * batch.scale
+        scores = scores + torch.full_like(scores, -torch.inf).triu(context_len + 1)
+        exact = (scores.softmax(-1) @ v).transpose(0, 1)
+        assert float((out[token : token + query_len] - exact).abs().max()) <= expected.out_budget
+        assert float((lse[:, token : token + query_len] - scores.logsumexp(-1)).abs().max()) <= expected.lse_budget
+
+
+def test_other_tokens_and_lse_stay_untouched(engine, device):
+    """Tokens of no row keep what was in out, and lse may be left out."""
+    batch = random_batch([(10, 70), (3, 20)], 2, 1, 64, 16, DTYPES[0], device, gap_tokens=9)
+    index = random_index(batch, 64, 0.5)
+    whole = run(engine, batch, index)[0]
+    out = torch.full_like(batch.q, 7.0)
+    attend(batch.q, batch.cache, index, out, batch.scale, engine=engine)
+    owned = torch.zeros(len(batch.q), dtype=torch.bool, device=device)
+    for token, query_len in zip(batch.rows.tokens, batch.rows.query_lens, strict=True):
+        owned[token : token + query_len] = True
+    assert (out[~owned] == 7.0).all()
+    assert torch.equal(out[owned], whole[owned])
+
+
+def test_strided_queries_and_outputs(engine, device):
+    """vLLM's q is a slice of the fused projection, and out may be one of a larger buffer."""
+    batch = random_batch([(70, 100)], 2, 1, 64, 16, DTYPES[0], device)
+    index = random_index(batch, 64, 0.5, stripes=10)
+    whole = run(engine, batch, index)[0]
+    fused = batch.q.new_full((len(batch.q), 4, 64), float("nan"))
+    fused[:, :2] = batch.q
+    wide = batch.q.new_full((len(batch.q), 5, 64), float("nan"))
+    attend(fused[:, :2], batch.cache, index, wide[:, 1:3], batch.scale, engine=engine)
+    assert torch.equal(wide[:, 1:3], whole)
+    assert wide[:, [0, 3, 4]].isnan().all()
+
+
+def test_large_scores_neither_overflow_nor_vanish(engine, device):
+    """Scores of thousands: the running maximum must be subtracted before the exponential."""
+    batch = random_batch([(200, 70)], 2, 1, 64, 16, DTYPES[0], device)
+    batch.q.mul_(300.0)
+    check(engine, batch, random_index(batch, 64, 0.5, stripes=30))
+
+
+def test_the_cache_is_only_read(engine, device):
+    batch = random_batch([(200, 70)], 2, 1, 64, 64, DTYPES[0], device)
+    index = random_index(batch, 64, 0.5, stripes=30)
+    run(engine, batch, index)
+    before = batch.cache.keys.clone(), batch.cache.values.clone()
+    run(engine, batch, index)
+    assert same(before, (batch.cache.keys, batch.cache.values))
+
+
+def test_temporary_tensors_come_from_the_workspace(engine, device):
+    """Poisoned, it changes nothing; and what an engine took is counted."""
+    batch = random_batch([(200, 170)], 2, 1, 64, 64, DTYPES[0], device)
+    workspace = Workspace(torch.device(device), torch.full((1 << 22,), 255, dtype=torch.uint8, device=device))
+    results = []
+    for room in (None, workspace):
+        index = SparseIndex.allocate(batch.rows, 2, 64, workspace=room)
+        Dense().select(batch.q, batch.cache, index, torch.arange(2, dtype=torch.int32, device=device), batch.scale)
+        index.workspace.peak_bytes = before = index.workspace.used_bytes
+        results.append(run(engine, batch, index))
+    assert same(*results)
+    assert engine.name == "hopper" or workspace.peak_bytes > before
+
+
+def part_of(batch: Batch, index: SparseIndex, row: int) -> tuple[Batch, SparseIndex]:
+    """One row of a batch alone, and what the index keeps of it."""
+    rows, device = batch.rows, batch.q.device
+    parts = ((values[row],) for values in (rows.tokens, rows.query_lens, rows.context_lens))
+    alone = dataclasses.replace(batch, rows=Rows(*parts, rows.block_table[row : row + 1]))
+    layout = StripeLayout.per_tile(alone.rows, index.longest_stripes)
+    single = SparseIndex.allocate(
+        alone.rows, index.num_heads, index.block_tokens, dict.fromkeys(range(index.num_heads), layout)
+    )
+    for i_tile, tile in enumerate(alone.rows.tile_list):
+        source = rows.tile_starts[row] + i_tile
+        for head in range(index.num_heads):
+            kept = torch.zeros(single.num_causal_blocks(tile), dtype=torch.bool, device=device)
+            kept[index.blocks_of(head, source)] = True
+            single.set_blocks(head, i_tile, kept)
+            single.set_stripes(head, i_tile, index.stripes_of(head, source))
+    return alone, single
+
+
+def independent(engine: Engine, batch: Batch, index: SparseIndex, chosen: Sequence[int]) -> None:
+    together, lse = run(engine, batch, index)
+    for row in chosen:
+        out, single_lse = run(engine, *part_of(batch, index, row))
+        tokens = slice(batch.rows.tokens[row], batch.rows.tokens[row] + batch.rows.query_lens[row])
+        assert same((out[tokens], single_lse[:, tokens]), (together[tokens], lse[:, tokens]))
+
+
+def test_a_row_does_not_depend_on_its_neighbours(engine, device):
+    """Bitwise, whatever else is in the batch."""
+    batch = random_batch([(333, 140), (530, 1), (200, 30)], 2, 1, 64, 16, DTYPES[0], device, gap_tokens=3)
+    independent(engine, batch, random_index(batch, 64, 0.5, stripes=70), range(3))
+
+
+@pytest.mark.parametrize(("page_size", "layout"), [(16, "NHD"), (48, "HND"), (128, "HND"), (128, "NHD")])
+def test_a_row_does_not_depend_on_pages(engine, device, page_size, layout):
+    """Bitwise, whatever the page size, the layout and where pages lie."""
+    batch = random_batch([(333, 140), (20, 5)], 4, 2, 64, 64, DTYPES[0], device)
+    index = random_index(batch, 64, 0.5, stripes=70)
+    other = repaged(batch, page_size, layout)
+    moved = dataclasses.replace(index, rows=other.rows)
+    assert same(run(engine, batch, index), run(engine, other, moved))
+
+
+@pytest.mark.parametrize(
+    ("q_shape", "out_shape"),
+    [((5, 3, 64), (5, 3, 64)), ((5, 2, 32), (5, 2, 32)), ((5, 2, 64), (5, 2, 32))],
+)
+def test_shapes_that_do_not_fit(engine, device, q_shape, out_shape):
+    batch = random_batch([(0, 5)], 2, 1, 64, 16, DTYPES[0], device)
+    index = random_index(batch, 64, 1.0)
+    q, out = torch.zeros(q_shape, device=device), torch.zeros(out_shape, device=device)
+    with pytest.raises(ValueError, match=r"must be \[num_tokens, 2, 64\] with heads a multiple of the cache's 1"):
+        attend(q, batch.cache, index, out, 1.0, engine=engine)
+
+
+shapes = st.fixed_dictionaries(
+    {
+        "lengths": st.lists(st.tuples(st.integers(0, 150), st.integers(1, 140)), min_size=1, max_size=2),
+        "group": st.sampled_from([1, 2, 3]),
+        "head_dim": st.sampled_from([64, 96]),
+        "page_size": st.sampled_from([16, 48, 128]),
+        "block_tokens": st.sampled_from([32, 64, 128]),
+        "density": st.floats(0.0, 1.0),
+        "stripes": st.integers(0, 40),
+        "dtype": st.sampled_from(DTYPES),
+        "layout": st.sampled_from(["NHD", "HND"]),
+        "seed": st.integers(0, 1000),
+    }
+)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
+@given(shape=shapes)
+def test_any_shape(name, shape):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    batch = random_batch(
+        shape["lengths"], shape["group"], 1, shape["head_dim"], shape["page_size"], shape["dtype"], device,
+        shape["seed"], shape["layout"], gap_tokens=3,
+    )  # fmt: skip
+    index = random_index(batch, shape["block_tokens"], shape["density"], shape["stripes"], shape["seed"])
+    check(ENGINES[name], batch, index)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lengths", [[(0, 2049)], [(1000, 8192)], [(4000, 2049), (0, 63), (130, 1000)]], ids=str)
+class TestOnGpu:
+    @pytest.mark.parametrize(
+        ("head_dim", "block_tokens"), [(128, 32), (128, 64), (128, 128), (96, 64), (64, 64), (64, 128), (256, 64)]
+    )
+    def test_matches_the_reference(self, engine, lengths, dtype, head_dim, block_tokens):
+        batch = random_batch(lengths, 8, 2, head_dim, 128, dtype, "cuda", gap_tokens=3)
+        check(engine, batch, random_index(batch, block_tokens, 0.2, stripes=200))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stripes", [0, 100])
+def test_a_row_does_not_depend_on_fifteen_others(engine, stripes):
+    lengths = [(130 * i, 100 + 77 * i) for i in range(16)]
+    batch = random_batch(lengths, 8, 2, 128, 128, torch.bfloat16, "cuda", gap_tokens=3)
+    independent(engine, batch, random_index(batch, 64, 0.3, stripes=stripes), (0, 7, 15))
+
+
+class TestFlash:
+    def test_parts_change_nothing(self, device, monkeypatch):
+        """Sequences that run a few at a time, cut within a kv head, a tile and a group of heads."""
+        batch = random_batch([(70, 300), (3, 20)], 6, 2, 64, 16, DTYPES[0], device)
+        index = random_index(batch, 64, 0.5, stripes=40)
+        whole = run(ENGINES["flash"], batch, index)
+        for sequences in (1, 5, 7):
+            monkeypatch.setattr(flash_module, "PART_SEQUENCES", sequences)
+            assert same(run(ENGINES["flash"], batch, index), whole)
+
+    def test_the_workspace_bounds_what_runs_at_once(self, device, monkeypatch):
+        batch = random_batch([(500, 300)], 4, 2, 64, 16, DTYPES[0], device)
+        peaks = []
+        for limit in (1 << 30, 1 << 18):
+            monkeypatch.setattr(flash_module, "PART_BYTES", limit)
+            index = random_index(batch, 64, 0.5, stripes=400)
+            used = index.workspace.used_bytes
+            run(ENGINES["flash"], batch, index)
+            assert index.workspace.used_bytes == used
+            peaks.append(index.workspace.peak_bytes - used)
+        assert peaks[1] <= (1 << 18) + 8 * 256 < peaks[0]
+
+    def test_of_version(self):
+        called = {}
+        for version, max_seqlen_q in ((2, 128), (3, 256)):
+            flash = FlashAttention.of_version(version, lambda **given: called.update(given))
+            flash.varlen(causal=True)
+            assert called == {"causal": True, "fa_version": version, "num_splits": 1}
+            assert flash.max_seqlen_q == max_seqlen_q
+        with pytest.raises(ValueError, match="given version 4, expected one of"):
+            FlashAttention.of_version(4, paged_varlen)
+        assert PART_SEQUENCES < 1 << 16
+
+    @pytest.mark.parametrize(
+        ("version", "changes", "says"),
+        [
+            (3, {}, None),
+            (2, {"has_stripes": False}, None),
+            (2, {}, "single keys need pages of 1 token"),
+            (2, {"has_stripes": False, "page_size": 24}, "pages of 8 tokens would be needed"),
+            (3, {"skips": True}, "the skip of products: FlashAttention has no such option"),
+            (3, {"int8": True}, "8-bit scores"),
+            (3, {"dtype": torch.float32}, "not torch.float32"),
+            (3, {"head_dim": 100}, "head_dim 100"),
+            (3, {"head_dim": 512}, "head_dim 512"),
+            (3, {"strides": (16 * 204, 204, 4)}, "no multiples of 16 bytes"),
+            (0, {}, "there is no FlashAttention for this device"),
+        ],
+    )
+    def test_refusals(self, version, changes, says):
+        flash = flash_engine(FlashAttention.of_version(version, paged_varlen) if version else None)
+        why = flash.refusal(dataclasses.replace(SPEC, **changes))
+        assert (why is None) if says is None else (says in why)
+
+    def test_what_it_refuses_it_does_not_run(self, device):
+        batch = random_batch([(0, 5)], 2, 1, 64, 16, DTYPES[0], device)
+        options = AttendOptions(torch.zeros(2, device=device), None)
+        with pytest.raises(ValueError, match="the engine flash cannot run this: the skip of products"):
+            ENGINES["flash"].attend(batch.q, batch.cache, random_index(batch, 64, 1.0), batch.q, 1.0, options=options)
+
+
+SPEC = AttendSpec(
+    torch.device("cpu"), torch.float16, 8, 2, 64, 16, (16 * 128, 128, 16 * 128), block_tokens=64, has_stripes=True
+)
+
+
+class TestChoice:
+    def test_the_first_that_can(self):
+        never = Engine("never", lambda spec: "it never can", PORTABLE.attend)
+        table = {engine.name: engine for engine in (never, flash_engine(STAND_IN), PORTABLE)}
+        assert choose(table, SPEC) == (table["flash"], {"never": "it never can"})
+        spec = dataclasses.replace(SPEC, int8=True)
+        assert choose({"flash": table["flash"], "p": Engine("p", lambda spec: None, attend)}, spec).engine.name == "p"
+
+    def test_what_fails_its_trial_is_passed_over(self):
+        table = {name: Engine(name, lambda spec: None, attend) for name in ("a", "b", "c")}
+        tried = []
+
+        def trial(engine: Engine) -> str | None:
+            tried.append(engine.name)
+            return None if engine.name == "b" else "it is wrong"
+
+        assert choose(table, SPEC, trial=trial) == (table["b"], {"a": "it is wrong"})
+        assert tried == ["a", "b"]
+        with pytest.raises(ValueError, match="no engine can run attention: c: it is wrong"):
+            choose(table, SPEC, "c", trial)
+
+    def test_portable_is_last_and_has_all(self, device):
+        assert list(ENGINES)[-1] == "portable"
+        spec = dataclasses.replace(SPEC, device=torch.device(device), skips=True, int8=True)
+        assert PORTABLE.refusal(spec) is None
+
+    def test_the_spec_of_a_batch(self, device):
+        batch = random_batch([(40, 5)], 4, 2, 64, 32, torch.float16, device)
+        index = random_index(batch, 64, 1.0, stripes=3)
+        options = AttendOptions.of([None, -3.0, None, None], [False] * 4, torch.device(device))
+        spec = AttendSpec.of(batch.cache, index, options)
+        assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.page_size) == (4, 2, 64, 32)
+        assert (spec.strides, spec.block_tokens, spec.has_stripes) == ((32 * 256, 256, 128), 64, True)
+        assert (spec.skips, spec.int8, spec.dtype) == (True, False, torch.float16)
+        assert not AttendSpec.of(batch.cache, random_index(batch, 64, 1.0)).has_stripes
