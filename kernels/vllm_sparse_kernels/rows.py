@@ -65,6 +65,8 @@ class Rows:
     state: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What a method keeps from layer to layer of this pass, under a key of its own. It never outlives the step."""
 
+    _block_capacities: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.query_lens), len(self.context_lens), self.block_table.shape[0]}
         if len(lengths) != 1:
@@ -112,7 +114,10 @@ class Rows:
 
     def block_capacities(self, block_tokens: int) -> list[int]:
         """Per tile the blocks with a key that its last query may see."""
-        return [ceil_div(tile.last_position + 1, block_tokens) for tile in self.tile_list]
+        if block_tokens not in self._block_capacities:
+            capacities = [ceil_div(tile.last_position + 1, block_tokens) for tile in self.tile_list]
+            self._block_capacities[block_tokens] = capacities
+        return self._block_capacities[block_tokens]
 
     @cached_property
     def tiles(self) -> torch.Tensor:

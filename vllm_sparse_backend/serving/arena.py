@@ -71,7 +71,10 @@ class LayerNeed:
         stripe_capacity = sum(layout.capacity * num_heads for layout, num_heads in stripes)
         longest_stripes = max(layout.longest for layout, _ in stripes)
         index = SparseIndex.bytes_for(rows, shape.num_heads, shape.block_tokens, stripe_capacity)
-        select = (group.method.workspace_bytes(rows, shape, len(group.heads)) for group in self.groups)
+        select = (
+            group.method.workspace_bytes(rows, shape, num_heads, layout.capacity)
+            for group, (layout, num_heads) in zip(self.groups, stripes, strict=True)
+        )
         int8_scores = any(method.int8_scores for method in methods_by_head(self.groups))
         return index + max(*select, workspace_bytes(rows, shape, longest_stripes, int8_scores))
 
