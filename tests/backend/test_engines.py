@@ -9,6 +9,9 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
+if torch.cuda.is_available():
+    pytest.skip("engines are chosen in Triton's interpreter here", allow_module_level=True)
+
 from vllm_sparse_backend.serving import compat, engines, warmup
 from vllm_sparse_backend.serving.engines import EnginePicker, failure, forecast, refuse_on_cpu, usual_attention
 from vllm_sparse_backend.settings.errors import ConfigurationError
@@ -25,6 +28,8 @@ from vllm_sparse_kernels.testing.paged_varlen import STAND_IN
 
 CPU = torch.device("cpu")
 BATCH = random_batch([(200, 140)], 2, 1, 64, 32, torch.float32)
+for side in (BATCH.cache.keys, BATCH.cache.values):
+    side.nan_to_num_(nan=1e3)  # FlashAttention multiplies what lies past a row's end by zero
 BLOCKS, STRIPES = random_index(BATCH, 64, 0.5), random_index(BATCH, 64, 0.5, stripes=20)
 
 
@@ -73,14 +78,15 @@ def test_the_next_engine_is_taken_and_the_log_says_why(lines: list[str]) -> None
     wrong = broken(lambda out: out.mul_(1.01), "hopper")
     picker = EnginePicker(table=table(wrong, flash_engine(STAND_IN), PORTABLE))
     options = AttendOptions.of([-1.0, None], [False, False], CPU)
-    chosen = {
-        i: picker.pick(BATCH, *given) for i, given in enumerate([(BLOCKS, None), (STRIPES, None), (BLOCKS, options)])
-    }
-    assert [engine.name for engine in chosen.values()] == ["flash", "flash", "hopper"]
+    asked = [(BLOCKS, None), (STRIPES, None), (BLOCKS, options)]
+    chosen = [picker.pick(BATCH, *given) for given in asked]
+    assert [engine.name for engine in chosen] == ["flash", "flash", "hopper"]
     picker.report({0: chosen[0], 1: chosen[0], 5: chosen[1], 3: chosen[2]})
-    assert lines[-1] == "sparse-prefill: attention of layers 3 on hopper, layers 0-1, 5 on flash"
-    (why,) = {line for line in lines[:-1] if "0.5" not in line and "not taken" in line and "e-" not in line} or {""}
-    assert sum("engine hopper not taken: its result on the warm-up batch is off by" in line for line in lines) >= 1, why
+    *reasons, last = lines
+    assert last == "sparse-prefill: attention: layers 3 on hopper; layers 0-1,5 on flash"
+    assert reasons
+    for line in reasons:
+        assert line.startswith("sparse-prefill: engine hopper not taken: its result on the warm-up batch is off by")
 
 
 def test_layers_alike_are_tried_once() -> None:
@@ -155,7 +161,7 @@ def test_warm_up_gives_layers_their_engines(asked: str, monkeypatch: pytest.Monk
     names = [impl.engine.name for impl in impls]
     assert names == (["flash", "portable", "flash", "portable"] if asked == "auto" else ["portable"] * 4)
     if asked == "auto":
-        assert "sparse-prefill: attention of layers 0, 2 on flash, layers 1 on portable" in lines
+        assert "sparse-prefill: attention: layers 0,2 on flash; layers 1 on portable" in lines
         assert any("engine flash not taken: its result on the warm-up batch is off by" in line for line in lines)
 
 

@@ -169,3 +169,25 @@ def test_a_model_without_any_layer_for_us(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert code == 1
     assert lines[-1].startswith("Cannot work here. model: no layer of ")
     assert any("always dense (sliding_window): 6 of 6 layers (0-5)" in line for line in lines)
+
+
+@pytest.mark.usefixtures("_vllm")
+def test_the_engine_that_would_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on a GPU that vLLM has no FlashAttention for."""
+    from vllm_sparse_backend.serving import compat
+
+    monkeypatch.setattr(compat, "IS_CPU", False)
+    monkeypatch.setattr(compat, "flash_attention", lambda: None)
+    monkeypatch.setattr(compat, "prefers_bulk_pages", lambda: False)
+    for folder in (None, folder_of(tmp_path, LLAMA)):
+        *others, last = doctor.attention(folder)
+        assert (last.level, last.text) == ("ok", "the engine portable, if its trial at start-up goes well")
+        assert ("engine flash", "not for this: there is no FlashAttention for this device") in {
+            (finding.subject, finding.text) for finding in others
+        }
+
+
+@pytest.mark.usefixtures("_vllm")
+def test_no_engine_on_a_cpu() -> None:
+    (finding,) = doctor.attention(None)
+    assert finding.text.startswith("torch; ")

@@ -134,10 +134,8 @@ class Lists(NamedTuple):
 
 
 class Places(NamedTuple):
-    """What makes a key's position the number of a unit: the block table, and the cache's strides in granules."""
+    """The cache's strides in granules: what makes a page and a place in it the number of a unit."""
 
-    block_table: Any
-    stride_table: int
     page_size: int
     page_granules: int
     token_granules: int
@@ -221,7 +219,8 @@ def _attend_part(
     grid = (part.num_sequences, TILE_TOKENS // SLICE_TOKENS)
     stripe_table = sequences.stripe_table
     prepare_kernel[grid](
-        queries, lists, _places(cache, rows), sequences, *varying,
+        queries, lists, _places(cache), sequences, *varying,
+        rows.block_table, rows.block_table.stride(0),
         sequences.table.stride(0), 0 if stripe_table is None else stripe_table.stride(0),
         BLOCK_TOKENS=index.block_tokens, UNIT=unit, CHUNK=512, **shape,
     )  # fmt: skip
@@ -318,14 +317,12 @@ def _granule(cache: PagedCache) -> int:
     return gcd(*cache.strides)
 
 
-def _places(cache: PagedCache, rows: Rows) -> Places:
+def _places(cache: PagedCache) -> Places:
     granule = _granule(cache)
     num_granules = sum((n - 1) * stride for n, stride in zip(cache.keys.shape, cache.strides)) // granule
     if num_granules >= 1 << 31:
         raise ValueError(f"attend: a cache of {num_granules} times {granule} elements has no room in 32-bit numbers")
-    return Places(
-        rows.block_table, rows.block_table.stride(0), cache.page_size, *(stride // granule for stride in cache.strides)
-    )
+    return Places(cache.page_size, *(stride // granule for stride in cache.strides))
 
 
 def _units(x: torch.Tensor, unit: int, granule: int) -> torch.Tensor:

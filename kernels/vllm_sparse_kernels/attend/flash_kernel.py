@@ -6,8 +6,10 @@ A program is a slice of a sequence's queries, ``ROWS`` of the tile's 128.
 import triton
 import triton.language as tl
 
-VARYING = ("first", "first_token", "num_tiles", "num_tokens", "stride_table", "stride_stripe_table")
-"""Arguments that change from step to step: they shall not call for new variants of a kernel."""
+VARYING = ("first", "first_token", "num_tiles", "num_tokens")
+TABLES = ("block_table", "stride_block_table", "stride_table", "stride_stripe_table")
+"""Arguments that change from step to step, in value or in alignment: they shall not call for new variants of a kernel.
+"""
 
 
 @triton.jit
@@ -35,9 +37,10 @@ def _locate(
     return i_kv * GROUP + i_group, i_kv, i_tile, i_row, o_q, o_s, o_m < length, start, length, last
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=VARYING + TABLES)
 def prepare_kernel(
-    queries, lists, places, sequences, first, first_token, num_tiles, num_tokens, stride_table, stride_stripe_table,
+    queries, lists, places, sequences, first, first_token, num_tiles, num_tokens,
+    block_table, stride_block_table, stride_table, stride_stripe_table,
     BLOCK_TOKENS: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
@@ -56,6 +59,7 @@ def prepare_kernel(
         tl.store(sequences.ends + i_part + 1, start + length)
 
     i_list = i_head * num_tiles + i_tile
+    pages = block_table + i_row.to(tl.int64) * stride_block_table
     ids = lists.block_ids + i_head.to(tl.int64) * lists.stride_blocks + tl.load(lists.block_offsets + i_tile)
     # All blocks are whole but the last, which ends with the tile's last query.
     num_keys = (tl.load(lists.block_counts + i_list) - 1) * BLOCK_TOKENS + last % BLOCK_TOKENS + 1
@@ -67,7 +71,7 @@ def prepare_kernel(
         listed = o_n < num_units
         block = tl.load(ids + o_n * UNIT // BLOCK_TOKENS, mask=listed, other=0)
         position = block * BLOCK_TOKENS + o_n * UNIT % BLOCK_TOKENS
-        tl.store(table + o_n, _unit_number(places, i_row, i_kv, position, listed), mask=listed)
+        tl.store(table + o_n, _unit_number(places, pages, i_kv, position, listed), mask=listed)
 
     if sequences.stripe_table is not None:
         stripes = lists.stripe_positions + tl.load(lists.stripe_offsets + i_list)
@@ -78,19 +82,18 @@ def prepare_kernel(
             o_n = i + tl.arange(0, CHUNK)
             listed = o_n < num_stripes
             position = tl.load(stripes + o_n, mask=listed, other=0)
-            tl.store(stripe_table + o_n, _unit_number(places, i_row, i_kv, position, listed), mask=listed)
+            tl.store(stripe_table + o_n, _unit_number(places, pages, i_kv, position, listed), mask=listed)
 
 
 @triton.jit
-def _unit_number(places, i_row, i_kv, position, mask):
+def _unit_number(places, pages, i_kv, position, mask):
     """Of the units that begin at these positions of a row, in one kv head's keys."""
-    table = places.block_table + i_row.to(tl.int64) * places.stride_table
-    page = tl.load(table + position // places.page_size, mask=mask, other=0)
+    page = tl.load(pages + position // places.page_size, mask=mask, other=0)
     in_page = position % places.page_size
     return page * places.page_granules + in_page * places.token_granules + i_kv * places.head_granules
 
 
-@triton.jit(do_not_specialize=VARYING[:4])
+@triton.jit(do_not_specialize=VARYING)
 def finish_kernel(
     queries, lists, block_out, block_lse, stripe_out, stripe_lse, first, first_token, num_tiles, num_tokens,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr,
