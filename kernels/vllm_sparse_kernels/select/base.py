@@ -12,55 +12,17 @@ from functools import lru_cache
 from typing import Any, ClassVar, Self
 
 import torch
-from triton import next_power_of_2
 
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, to_device
-from vllm_sparse_kernels.workspace import SPARE_BYTES
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes of workspace that a method may take, by what there are many of. The defaults are enough for any method here.
-
-    What belongs to keys is taken for a slab of rows at a time, by each method that takes much: for ``SLAB_BYTES`` or the
-    longest row, whichever is more.
-    """
-
-    SLAB_BYTES: ClassVar[int] = 160 << 20
-
-    entry: float = 8  # each (selected head, tile, 64 keys in its reach): products of two halves of a tile
-    key_head: float = 16  # each (key, selected head): sums by key and by distance, and what is kept of them
-    key_element: float = 1.25  # each element of the keys: they themselves in 8 bits, means of 64
-    query_element: float = 2  # each element of the selected heads' queries, tiles filled up
-    stripe: float = 0.25  # each stripe that may be kept: a bit, and the count of a block
-    row_head: int = 256 << 10  # each (row, selected head): histograms and partial sums
-
-    def num_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        """stripe_capacity: of one head."""
-        dim = next_power_of_2(shape.head_dim)
-        per_key = num_selected * self.key_head + shape.num_kv_heads * dim * self.key_element
-        keys = min(sum(rows.seq_lens) * per_key, max(max(rows.seq_lens) * per_key, self.SLAB_BYTES))
-        entries = num_selected * sum(rows.block_capacities(64))
-        elements = num_selected * rows.num_tiles * TILE_TOKENS * dim
-        return int(
-            keys
-            + entries * self.entry
-            + elements * self.query_element
-            + num_selected * stripe_capacity * self.stripe
-            + rows.num_rows * num_selected * self.row_head
-            + SPARE_BYTES
-        )
+from vllm_sparse_kernels.rows import Rows, to_device
+from vllm_sparse_kernels.select.footprint import most_bytes
 
 
 @dataclass(frozen=True)
 class Method(ABC):
     """Parameters of one selection method; heads of a layer whose methods are alike are selected together."""
-
-    footprint: ClassVar[Footprint] = Footprint()
-    """What ``select`` takes from the workspace. A test holds every method to it."""
 
     block_tokens: ClassVar[int] = 64
     """Widest block of an index that keeps the method's selection as narrow as it is; 128 runs faster on Hopper."""
@@ -114,9 +76,10 @@ class Method(ABC):
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
         """At least what ``select`` of ``num_selected`` heads takes from the workspace at a time, for these rows.
 
-        ``stripe_capacity``: of the method's ``stripe_layout`` for them.
+        ``stripe_capacity``: of the method's ``stripe_layout`` for them. A method that takes more than any of those in
+        ``footprint.py`` says so here.
         """
-        return self.footprint.num_bytes(rows, shape, num_selected, stripe_capacity)
+        return most_bytes(rows, shape, num_selected, stripe_capacity)
 
     @abstractmethod
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
