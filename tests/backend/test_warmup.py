@@ -19,7 +19,7 @@ from prometheus_client import REGISTRY
 
 from tests.backend.specialised import HOPPER, Key, recorded_keys
 from vllm_sparse_backend.serving import compat, compilations, engines, warmup
-from vllm_sparse_backend.serving.arena import Arena, LayerNeed, Memory, Room, make_slab
+from vllm_sparse_backend.serving.arena import Arena, LayerNeed, Memory, Room, Row, make_slab
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.stats import Recorder
 from vllm_sparse_backend.serving.step import own_block_table
@@ -59,16 +59,19 @@ def random_steps(seed: int, number: int) -> Steps:
     return steps
 
 
-def make_impls(method: str, params: dict[str, Any], device: torch.device) -> list[SparsePrefillImpl]:
-    """Layers as the builder leaves them, without vLLM's configuration."""
+def make_impls(
+    method: str, params: dict[str, Any], device: torch.device, num_bytes: int | None = None
+) -> list[SparsePrefillImpl]:
+    """Layers as the builder leaves them, without vLLM's configuration; ``num_bytes``: of the arena, if bounded."""
     plan = Plan.build(SparsePrefillConfig(method=method, params=params), SHAPE)
     needs = [LayerNeed.of(groups, 128, SHAPE.num_kv_heads, SHAPE.head_dim, 2) for groups in plan.layers if groups]
-    memory = Memory(Arena(device), Room(needs, 1 << 60, LONGEST))
+    buffer = None if num_bytes is None else torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    memory = Memory(Arena(device, buffer), Room(needs, num_bytes or 1 << 60, LONGEST))
     impls = []
     for layer, groups in enumerate(plan.layers):
         impl = object.__new__(SparsePrefillImpl)
         impl.num_heads, impl.num_kv_heads, impl.head_size = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim
-        impl.scale, impl.fallback = SHAPE.head_dim**-0.5, None
+        impl.scale, impl.fallback, impl.engine = SHAPE.head_dim**-0.5, None, portable.PORTABLE
         impl.adopt(layer, groups or (), Recorder(device, 1.0), memory, check_index=False)
         impls.append(impl)
     return impls
@@ -91,9 +94,11 @@ def run_steps(impls: Sequence[SparsePrefillImpl], page_size: int, steps: Steps, 
         query = projected[:, : num_heads * head_dim].view(num_tokens, num_heads, head_dim)
         num_pages = max(-(-(c + q) // page_size) for c, q in lengths) + i  # no multiple of 16 more often than not
         table = torch.arange(num_pages, dtype=torch.int32, device=device).repeat(len(lengths) + 1, 1)
-        slab = make_slab(rows_of(lengths), own_block_table(table, list(range(1, len(lengths) + 1))))
-        for impl in impls:
-            impl.run(slab, query, cache, torch.empty_like(query), counted=False)
+        memory = impls[0].memory
+        assert memory is not None
+        for slab in memory.room.slabs(rows_of(lengths), own_block_table(table, list(range(1, len(lengths) + 1)))):
+            for impl in impls:
+                impl.run(slab, query, cache, torch.empty_like(query), counted=False)
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="needs Triton's interpreter, whose kernels need no device")
@@ -179,6 +184,37 @@ def test_nothing_compiles_after_warm_up(method: str, params: dict[str, Any], eng
     run_steps(impls, 128, random_steps(seed=1, number=40), device)
     torch.cuda.synchronize()
     assert compilations.listener().counts == before
+
+
+def longest_row_bytes(method: str, params: dict[str, Any], query_tokens: int) -> int:
+    (impl, _) = make_impls(method, params, torch.device("cpu"))
+    assert impl.memory is not None
+    return impl.memory.room.needed(make_slab([Row(0, 0, query_tokens, LONGEST - query_tokens)]))
+
+
+def check_arena(method: str, params: dict[str, Any], device: torch.device, number: int) -> None:
+    """An arena for the longest row holds every step, in slabs, and nothing is asked of torch beside it."""
+    impls = make_impls(method, params, device, longest_row_bytes(method, params, 1500))
+    run_steps(impls, 128, random_steps(seed=2, number=number), device)
+    assert impls[0].memory is not None
+    arena = impls[0].memory.arena
+    assert arena.overflows == arena.used_bytes == 0
+    assert arena.buffer is not None
+    assert 0 < arena.peak_bytes <= len(arena.buffer)
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="needs Triton's interpreter, whose kernels need no device")
+@pytest.mark.parametrize(("method", "params"), CASES, ids=str)
+def test_steps_stay_within_the_arena(method: str, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "IS_CPU", False)
+    with recorded_keys(monkeypatch):
+        check_arena(method, params, torch.device("cpu"), 12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("method", "params"), CASES, ids=str)
+def test_two_hundred_steps_stay_within_the_arena_on_a_gpu(method: str, params: dict[str, Any]) -> None:
+    check_arena(method, params, torch.device("cuda", 0), 200)
 
 
 class TestListener:

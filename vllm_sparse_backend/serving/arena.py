@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from prometheus_client import Counter
 from vllm.config import VllmConfig
 
 from vllm_sparse_backend.plugin import LOGGER
@@ -25,6 +26,8 @@ from vllm_sparse_kernels.attend import workspace_bytes
 from vllm_sparse_kernels.rows import ceil_div
 
 logger = logging.getLogger(LOGGER)
+
+OVERFLOWS = Counter("sparse_prefill_arena_overflows", "Tensors that took other memory than the arena's: a mistake.")
 
 SEVERAL_ROWS_BYTES = 512 << 20
 """Up to here the arena grows for steps of several rows, past what the longest row alone needs."""
@@ -48,6 +51,7 @@ class Arena(Workspace):
                     "with the plan that the log shows at start-up (said once)", error,
                 )  # fmt: skip
             self.overflows += 1
+            OVERFLOWS.inc()
             return torch.empty(shape, dtype=dtype, device=self.device)
 
 
