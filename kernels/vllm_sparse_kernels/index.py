@@ -44,6 +44,11 @@ class StripeLayout:
         places = sorted({*self.offsets, self.capacity})
         return max((end - start for start, end in pairwise(places)), default=0)
 
+    @cached_property
+    def host_offsets(self) -> torch.Tensor:
+        """[num_tiles] int64: ``offsets``."""
+        return torch.tensor(self.offsets, dtype=torch.int64)
+
     @staticmethod
     def none(rows: Rows) -> "StripeLayout":
         return StripeLayout((0,) * rows.num_tiles, 0)
@@ -75,21 +80,17 @@ class IndexLayout:
         """``stripes`` maps a query head to its layout; heads that are not in it keep no stripes."""
         stripes = stripes or {}
         capacities = rows.block_capacities(block_tokens)
-        stripe_offsets = torch.zeros(num_heads, rows.num_tiles, dtype=torch.int64)
-        stripe_capacity = 0
-        tensors: dict[int, torch.Tensor] = {}
-        for head, layout in sorted(stripes.items()):
-            if layout.capacity:
-                if id(layout) not in tensors:
-                    tensors[id(layout)] = torch.tensor(layout.offsets)
-                stripe_offsets[head] = tensors[id(layout)] + stripe_capacity
-                stripe_capacity += layout.capacity
+        layouts = [stripes.get(head) for head in range(num_heads)]
+        begins = [0, *accumulate(layout.capacity if layout else 0 for layout in layouts)]
+        nothing = torch.zeros(rows.num_tiles, dtype=torch.int64)
+        stripe_offsets = torch.stack([layout.host_offsets if layout else nothing for layout in layouts])
+        stripe_offsets += torch.tensor(begins[:-1])[:, None]
         return IndexLayout(
             rows,
             num_heads,
             block_tokens,
             padded_capacity(sum(capacities)),
-            stripe_capacity,
+            begins[-1],
             max((layout.longest for layout in stripes.values()), default=0),
             to_device([0, *accumulate(capacities)][:-1], torch.int64, rows.device),
             host_to_device(stripe_offsets, rows.device),

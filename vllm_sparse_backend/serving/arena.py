@@ -10,6 +10,7 @@ only where not even one tile of it fits does it run dense. How a row is cut depe
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from prometheus_client import Counter
@@ -24,6 +25,7 @@ from vllm_sparse_backend.settings.plan import LayerPlan, Plan, methods_by_head
 from vllm_sparse_kernels import TILE_TOKENS, LayerShape, Rows, SparseIndex, Workspace, shared_bytes, widest_block
 from vllm_sparse_kernels.attend import workspace_bytes
 from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.select.base import Method
 
 logger = logging.getLogger(LOGGER)
 
@@ -31,6 +33,9 @@ OVERFLOWS = Counter("sparse_prefill_arena_overflows", "Tensors that took other m
 
 SEVERAL_ROWS_BYTES = 512 << 20
 """Up to here the arena grows for steps of several rows, past what the longest row alone needs."""
+
+SLACK = 1.01
+"""A row that is shorter by a tile may need a little more, as methods share out room for stripes among tiles."""
 
 DEVICE_SHARE = 1 / 16
 """Of the device's memory: the arena is never larger."""
@@ -68,19 +73,28 @@ class LayerNeed:
         block_tokens = narrowest_block(groups, widest_block)
         return LayerNeed(groups, LayerShape(num_heads, num_kv_heads, head_dim, block_tokens, element_bytes))
 
+    @cached_property
+    def heads_of_methods(self) -> tuple[tuple[Method, int], ...]:
+        """How many heads have methods that are alike."""
+        heads: dict[Method, int] = {}
+        for group in self.groups:
+            heads[group.method.alike] = heads.get(group.method.alike, 0) + len(group.heads)
+        return tuple(heads.items())
+
+    @cached_property
+    def int8_scores(self) -> bool:
+        """Whether any head asks for 8-bit scores."""
+        return any(method.int8_scores for method in methods_by_head(self.groups))
+
     def num_bytes(self, slab: Slab) -> int:
         """The index, and on top of it the largest of what selecting any group and attending take."""
         rows, shape = slab.rows, self.shape
-        stripes = [(slab.stripes(group.method), len(group.heads)) for group in self.groups]
+        stripes = [(slab.stripes(method), num_heads) for method, num_heads in self.heads_of_methods]
         stripe_capacity = sum(layout.capacity * num_heads for layout, num_heads in stripes)
         longest_stripes = max(layout.longest for layout, _ in stripes)
         index = SparseIndex.bytes_for(rows, shape.num_heads, shape.block_tokens, stripe_capacity)
-        select = (
-            group.method.workspace_bytes(rows, shape, num_heads, layout.capacity)
-            for group, (layout, num_heads) in zip(self.groups, stripes, strict=True)
-        )
-        int8_scores = any(method.int8_scores for method in methods_by_head(self.groups))
-        return index + max(*select, workspace_bytes(rows, shape, longest_stripes, int8_scores))
+        select = max(slab.select_bytes(method, num_heads, shape) for method, num_heads in self.heads_of_methods)
+        return index + max(select, workspace_bytes(rows, shape, longest_stripes, self.int8_scores))
 
 
 def narrowest_block(groups: LayerPlan, widest_block: int) -> int:
@@ -109,11 +123,14 @@ class Row:
 class Room:
     """What the layers of a worker need for given rows, and how rows are dealt out where not all of them fit at once."""
 
-    def __init__(self, layers: Sequence[LayerNeed], num_bytes: int, max_len: int) -> None:
-        """num_bytes: of the arena; max_len: of a request."""
+    def __init__(
+        self, layers: Sequence[LayerNeed], num_bytes: int, max_len: int, longest_row: Row | None = None
+    ) -> None:
+        """num_bytes: of the arena; max_len: of a request; longest_row: that the scheduler can hand over, if known."""
         self.layers = tuple(dict.fromkeys(layers))
         self.num_bytes = num_bytes
         self._every_row_fits = self._fits([Row(0, 0, 1, max_len - 1)])
+        self._longest_query = longest_row.query_len if longest_row and self._fits([longest_row]) else 0
 
     def needed(self, slab: Slab) -> int:
         """Bytes of the arena that the most demanding layer takes for these rows."""
@@ -129,7 +146,8 @@ class Room:
         block_table [num_rows, max_pages]: the pages of the rows by their number.
         """
         whole = make_slab(rows, block_table)
-        if self.needed(whole) <= self.num_bytes:
+        is_known = len(rows) == 1 and rows[0].query_len <= self._longest_query
+        if is_known or self.needed(whole) <= self.num_bytes:
             return (whole,)
         packed: list[list[Row]] = []
         for chunk in (chunk for row in rows for chunk in self._chunks(row)):
@@ -204,13 +222,13 @@ class Memory:
         plan = Plan.build(config, compat.model_shape(vllm_config), rank, size)
         thresholds = plan.earliest_thresholds(load_crossover(config.crossover), compat.device_name())
         max_len = model.max_model_len
-        steps = largest_steps(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, max_len, thresholds)
+        steps = list(largest_steps(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, max_len, thresholds))
         layers = _needs(vllm_config, plan, device)
         needed = [max(layer.num_bytes(make_slab(step)) for layer in layers) for step in steps if layers]
         if not needed:
             return None
         limit = int(compat.device_memory_bytes() * DEVICE_SHARE)
-        num_bytes = min(max(needed[0], min(max(needed), SEVERAL_ROWS_BYTES)), limit)
+        num_bytes = min(int(max(needed[0], min(max(needed), SEVERAL_ROWS_BYTES)) * SLACK), limit)
         # In inference mode, as in the profile run, it would be a tensor that nothing outside may write to.
         with torch.inference_mode(False):
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -219,7 +237,7 @@ class Memory:
                 "sparse-prefill: an arena of %d MiB for selection and attention; the longest row takes %d, the largest "
                 "step %d", num_bytes >> 20, needed[0] >> 20, max(needed) >> 20,
             )  # fmt: skip
-        return Memory(Arena(device, buffer), Room(layers, num_bytes, max_len))
+        return Memory(Arena(device, buffer), Room(layers, num_bytes, max_len, steps[0][0]))
 
 
 def _needs(vllm_config: VllmConfig, plan: Plan, device: torch.device) -> tuple[LayerNeed, ...]:

@@ -6,7 +6,7 @@ import torch
 
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.settings.plan import LayerPlan
-from vllm_sparse_kernels import IndexLayout, Rows, SparseIndex, StripeLayout, Workspace
+from vllm_sparse_kernels import IndexLayout, LayerShape, Rows, SparseIndex, StripeLayout, Workspace
 from vllm_sparse_kernels.rows import ceil_div, to_device
 from vllm_sparse_kernels.select.base import Method
 
@@ -36,22 +36,29 @@ class Slab:
     rows: Rows
     _layouts: dict[tuple[int, int], tuple[LayerPlan, IndexLayout]] = field(default_factory=dict)
     _stripes: dict[Method, StripeLayout] = field(default_factory=dict)
+    _bytes: dict[tuple[Method, int, LayerShape], int] = field(default_factory=dict)
 
     def index(self, groups: LayerPlan, num_heads: int, block_tokens: int, workspace: Workspace) -> SparseIndex:
         """Room for one layer's selection. Layers of one plan share its layout."""
         # The plan's groups are one object for all layers that are alike; it is kept, so that no other gets its id.
         key = (id(groups), block_tokens)
         if key not in self._layouts:
-            stripes = {head: self.stripes(group.method) for group in groups for head in group.heads}
+            stripes = {head: self.stripes(group.method.alike) for group in groups for head in group.heads}
             self._layouts[key] = groups, IndexLayout.of(self.rows, num_heads, block_tokens, stripes)
         return self._layouts[key][1].allocate(workspace)
 
     def stripes(self, method: Method) -> StripeLayout:
-        """Room for the stripes of one of a method's heads."""
-        alike = method.alike
-        if alike not in self._stripes:
-            self._stripes[alike] = alike.stripe_layout(self.rows)
-        return self._stripes[alike]
+        """Room for the stripes of one head of a method that is alike to its own."""
+        if method not in self._stripes:
+            self._stripes[method] = method.stripe_layout(self.rows)
+        return self._stripes[method]
+
+    def select_bytes(self, method: Method, num_heads: int, shape: LayerShape) -> int:
+        """At least what selecting so many heads takes of a workspace."""
+        key = (method, num_heads, shape)
+        if key not in self._bytes:
+            self._bytes[key] = method.workspace_bytes(self.rows, shape, num_heads, self.stripes(method).capacity)
+        return self._bytes[key]
 
 
 @dataclass
