@@ -178,8 +178,8 @@ def fake_impl(number: int, method: Any) -> Any:
         scale=0.125,
         options=None,
         select=select,
-        memory=SimpleNamespace(arena=Workspace(CPU)),
-        run=lambda *given, counted: None,
+        memory=SimpleNamespace(arena=Workspace(CPU), room=SimpleNamespace(needed=lambda slab: 0, num_bytes=0)),
+        select_and_attend=lambda *given: None,
     )
 
 

@@ -98,7 +98,8 @@ def run_steps(impls: Sequence[SparsePrefillImpl], page_size: int, steps: Steps, 
         assert memory is not None
         for slab in memory.room.slabs(rows_of(lengths), own_block_table(table, list(range(1, len(lengths) + 1)))):
             for impl in impls:
-                impl.run(slab, query, cache, torch.empty_like(query), counted=False)
+                with memory.arena.frame():
+                    impl.select_and_attend(slab, query, cache, torch.empty_like(query), memory.arena)
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="needs Triton's interpreter, whose kernels need no device")
@@ -143,6 +144,16 @@ class TestKeys:
             run_steps(impls, page_size, random_steps(seed=page_size, number=12), self.CPU)
         assert {"portable": "attend_kernel", "flash": "finish_kernel"}[engine] in {name for name, _ in served}
         assert not (late := served - warm), closest(late, warm)
+
+    def test_a_small_arena_is_not_asked_for_more_than_it_has(
+        self, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+    ) -> None:
+        impls = make_impls("vertical_slash", {}, self.CPU, 1 << 20)
+        with recorded_keys(monkeypatch):
+            warm_up(impls, make_spec(16), self.CPU)
+        assert impls[0].memory is not None
+        assert impls[0].memory.arena.overflows == 0
+        assert not any("arena" in line for line in lines)
 
     def test_a_kernel_that_warm_up_does_not_meet_shows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of rows that end within their first tile no stripes can be kept: attention is compiled without them."""

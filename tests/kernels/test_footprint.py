@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_sparse_kernels import LayerShape, Rows, SparseIndex, Workspace
-from vllm_sparse_kernels.attend import attend, workspace_bytes
+from vllm_sparse_kernels.attend import FlashAttention, attend, flash_engine, workspace_bytes
 from vllm_sparse_kernels.rows import TILE_TOKENS
 from vllm_sparse_kernels.select import METHODS
 from vllm_sparse_kernels.select.base import attend_options
@@ -33,7 +33,7 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def peaks(name: str, values: dict[str, Any], batch: Batch, block_tokens: int | None = None) -> list[tuple[int, int]]:
-    """(taken, announced) by the index, by selecting, and by attending."""
+    """(taken, announced) by the index, by selecting, and by attending, with either engine."""
     method = METHODS[name].parameters(**values)
     methods, heads = [method] * HEADS, torch.arange(HEADS, dtype=torch.int32)
     merged, rows = method.merged(methods), batch.rows
@@ -54,8 +54,22 @@ def peaks(name: str, values: dict[str, Any], batch: Batch, block_tokens: int | N
     with workspace.frame():
         attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
     int8_scores = options is not None and options.int8_heads is not None
-    found.append((taken(), workspace_bytes(rows, shape, layout.longest, int8_scores)))
+    announced = workspace_bytes(rows, shape, layout.longest, int8_scores)
+    found.append((taken(), announced))
+    if options is None and batch.q.dtype != torch.float32:
+        workspace.peak_bytes = workspace.used_bytes
+        with workspace.frame():
+            FLASH.attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale)
+        found.append((taken(), announced))
     return found
+
+
+def uncomputed(*, q: torch.Tensor, out: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of FlashAttention's function."""
+    return out, torch.empty(q.shape[1], len(q))
+
+
+FLASH = flash_engine(FlashAttention.of_version(3, uncomputed))
 
 
 def without_data(lengths: list[tuple[int, int]]) -> Batch:

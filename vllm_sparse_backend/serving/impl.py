@@ -16,7 +16,7 @@ from vllm_sparse_backend.serving.step import Slab, SparseStep
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import LayerPlan, methods_by_head
 from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
-from vllm_sparse_kernels import SparseIndex, shared_bytes, widest_block
+from vllm_sparse_kernels import SparseIndex, Workspace, shared_bytes, widest_block
 from vllm_sparse_kernels.attend import PORTABLE, Engine
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.reference.attend import attend as reference_attend
@@ -138,24 +138,27 @@ class SparsePrefillImpl(compat.DelegateImpl):
             self.run(slab, query, cache, output)
         return output
 
-    def run(
-        self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor, counted: bool = True
-    ) -> None:
+    def run(self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor) -> None:
         """Select and attend for some of the step's rows."""
-        assert self.groups is not None
         assert self.memory is not None
         assert self.recorder is not None
         arena = self.memory.arena
         with arena.frame():
-            index = slab.index(self.groups, self.num_heads, self.block_tokens, arena)
-            self.select(query, cache, index)
-            if self.check_index:
-                index.check()
-            with arena.frame():
-                attend = reference_attend if compat.IS_CPU else self.engine.attend
-                attend(query, cache, index, output, self.scale, options=self.options)
-            if counted:
-                self.recorder.count_pairs(self.layer, index)
+            self.recorder.count_pairs(self.layer, self.select_and_attend(slab, query, cache, output, arena))
+
+    def select_and_attend(
+        self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor, workspace: Workspace
+    ) -> SparseIndex:
+        """The index, which stays in the workspace."""
+        assert self.groups is not None
+        index = slab.index(self.groups, self.num_heads, self.block_tokens, workspace)
+        self.select(query, cache, index)
+        if self.check_index:
+            index.check()
+        attend = reference_attend if compat.IS_CPU else self.engine.attend
+        with workspace.frame():
+            attend(query, cache, index, output, self.scale, options=self.options)
+        return index
 
     def select(self, query: torch.Tensor, cache: PagedCache, index: SparseIndex) -> None:
         """Fill ``index`` for all heads of this layer."""

@@ -107,11 +107,14 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         engines = {impl.engine.name for impl in impls}
         self.thresholds = plan.thresholds(load_crossover(config.crossover), compat.device_name(), engines)
         if known is None and rank == 0:
-            for line in plan.describe(self.thresholds):
-                logger.info("sparse-prefill: %s", line)
-            max_len = self.vllm_config.model_config.max_model_len
-            if max_len <= (self.thresholds.min_tokens or 0):
-                logger.warning("sparse-prefill: requests have %d tokens at most: all of them run dense", max_len)
+            self._announce(plan)
+
+    def _announce(self, plan: Plan) -> None:
+        for line in plan.describe(self.thresholds):
+            logger.info("sparse-prefill: %s", line)
+        max_len = self.vllm_config.model_config.max_model_len
+        if self.thresholds.min_tokens is not None and max_len <= self.thresholds.min_tokens:
+            logger.warning("sparse-prefill: requests have %d tokens at most: all of them run dense", max_len)
 
     def _make_ready(self, impls: list[SparsePrefillImpl], engine: str) -> None:
         """What has to be checked or compiled before the first step."""

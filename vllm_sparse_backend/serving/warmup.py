@@ -21,7 +21,7 @@ from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.step import own_block_table
 from vllm_sparse_backend.settings.config import AUTO
 from vllm_sparse_backend.settings.plan import LayerPlan
-from vllm_sparse_kernels import PagedCache
+from vllm_sparse_kernels import PagedCache, Workspace
 from vllm_sparse_kernels.attend import Engine
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.testing.batches import Batch
@@ -60,6 +60,7 @@ def warm_up(impls: Sequence[SparsePrefillImpl], spec: AttentionSpec, device: tor
             impl.engine = done[impl.groups]
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()  # vLLM is about to take what is left for its own cache
     picker.report(by_layer(impls))
     logger.info("sparse-prefill: kernels of %d plans ready after %.1f s", len(done), time.monotonic() - start)
 
@@ -72,12 +73,16 @@ def _warm_up_layer(impl: SparsePrefillImpl, cache: PagedCache, table: torch.Tens
         slab = make_slab(rows_of(lengths), own_block_table(table, list(range(len(lengths)))))
         num_tokens = sum(slab.rows.query_lens)
         query = torch.randn(num_tokens, impl.num_heads, cache.head_dim, device=table.device).to(cache.keys.dtype)
+        # A server of short requests has a smaller arena than these rows take.
+        fits = impl.memory.room.needed(slab) <= impl.memory.room.num_bytes
+        workspace = impl.memory.arena if fits else Workspace(table.device)
         if i == 0:
-            with impl.memory.arena.frame():
-                index = slab.index(impl.groups, impl.num_heads, impl.block_tokens, impl.memory.arena)
+            with workspace.frame():
+                index = slab.index(impl.groups, impl.num_heads, impl.block_tokens, workspace)
                 impl.select(query, cache, index)
                 impl.engine = picker.pick(Batch(query, cache, slab.rows, impl.scale), index, impl.options)
-        impl.run(slab, query, cache, torch.empty_like(query), counted=False)
+        with workspace.frame():
+            impl.select_and_attend(slab, query, cache, torch.empty_like(query), workspace)
     return impl.engine
 
 
