@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from vllm_sparse_backend.settings.config import DEFAULT_MIN_TOKENS, SparsePrefillConfig, load_config
+from vllm_sparse_backend.settings.config import SparsePrefillConfig, load_config
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import PRESETS, make_method, method_names, parameters_of
 from vllm_sparse_kernels.select import METHODS, Registered, name_of
@@ -47,7 +47,7 @@ def refused(settings: object) -> str:
 def test_without_settings_the_defaults_hold(additional_config: dict[str, Any] | None) -> None:
     config = load_config(additional_config)
     assert config == SparsePrefillConfig()
-    assert (config.method, config.profile, config.min_tokens) == ("minference", None, DEFAULT_MIN_TOKENS)
+    assert (config.method, config.profile, config.min_tokens) == ("minference", None, "auto")
 
 
 def test_fields_are_taken() -> None:

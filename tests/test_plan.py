@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
+from vllm_sparse_backend.settings.crossover import Thresholds
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -41,7 +42,8 @@ def test_one_method_for_all_heads() -> None:
     config = SparsePrefillConfig(method="a_shape", params={"sink_tokens": 64, "local_tokens": 512})
     plan = Plan.build(config, SHAPE)
     assert plan.layers == ((HeadGroup(tuple(range(8)), WIDE),),) * 4
-    assert plan.min_tokens == config.min_tokens
+    assert (plan.min_tokens, plan.min_query_tokens) == ("auto", "auto")
+    assert plan.layers[0] is plan.layers[3]
     assert isinstance(hash(plan), int)
 
 
@@ -154,7 +156,9 @@ def test_sharing_without_clusters_is_refused_and_says_what_it_would_be() -> None
 def test_description_counts_the_clusters_of_this_rank(write: Write) -> None:
     layers = {(0,): LayerProfile(heads={(0, 1, 5): share(0), (2,): share(4)}), (2,): LayerProfile(default=share(4))}
     path = write(default=share(), layers=layers)
-    described = [Plan.build(SparsePrefillConfig(profile=path), SHAPE, rank, 2).describe()[1:] for rank in (0, 1)]
+    described = [
+        Plan.build(SparsePrefillConfig(profile=path), SHAPE, rank, 2).describe(Thresholds(0, 0))[1:] for rank in (0, 1)
+    ]
     thresholds = "max_sparsity=0.3, max_distance=0.2, gamma=0.9"
     assert described == [
         [f"layers 0-3: share_prefill({thresholds}, clusters=2, clustered_heads=7) on 16 heads of this rank"],
@@ -222,14 +226,16 @@ def test_what_cannot_be_planned(config: dict[str, Any], parallel: tuple[int, int
 def test_description_says_what_runs_how(write: Write) -> None:
     layers = {(2, 3): LayerProfile(heads={(0, 1): DENSE, (2,): NARROW})}
     path = write(layers=layers, dense_layers=[0], min_tokens=4096)
-    assert Plan.build(SparsePrefillConfig(profile=path), SHAPE).describe() == [
-        f"sparse prefill with profile {path}, for rows of at least 4096 tokens",
+    thresholds = Thresholds(4096, 300, ("a note",))
+    assert Plan.build(SparsePrefillConfig(profile=path), SHAPE).describe(thresholds) == [
+        f"sparse prefill with profile {path}, for rows of more than 4096 tokens, at least 300 of them new",
+        "a note",
         "layers 0: dense",
         "layers 1-3: a_shape (2 settings) on 20 heads of this rank",
         "layers 2-3: dense() on 4 heads of this rank",
     ]
     config = SparsePrefillConfig(method="a_shape", params={"sink_tokens": 1, "local_tokens": 2})
-    assert Plan.build(config, SHAPE, 1, 2).describe() == [
-        "sparse prefill with method a_shape, for rows of at least 16384 tokens",
+    assert Plan.build(config, SHAPE, 1, 2).describe(Thresholds(None, 5)) == [
+        "sparse prefill with method a_shape, for no rows",
         "layers 0-3: a_shape(sink_tokens=1, local_tokens=2) on 16 heads of this rank",
     ]

@@ -1,4 +1,4 @@
-"""Layers of one step: which of them share an index, and that sharing one changes nothing that they select."""
+"""Layers of one step share the memory of their indices, and that changes nothing that they select."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,16 +8,17 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm_sparse_backend.serving.step import SparseStep
+from vllm_sparse_backend.serving.step import Slab
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.plan import HeadGroup, LayerPlan
-from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels import SparseIndex, Workspace
 from vllm_sparse_kernels.reference.attend import attend
 from vllm_sparse_kernels.select import METHODS, name_of
 from vllm_sparse_kernels.select.base import Method
 from vllm_sparse_kernels.testing.batches import Batch, random_batch
 
 NUM_HEADS, NUM_KV_HEADS = 8, 2
+CPU = torch.device("cpu")
 DENSE = make_method("dense", {})
 BLOCKS = make_method("block_sparse", {"top_blocks": 3})
 SHAPE = make_method("a_shape", {"sink_tokens": 64, "local_tokens": 128})
@@ -44,41 +45,46 @@ def select(groups: LayerPlan, layer: Batch, index: SparseIndex) -> None:
         METHODS[name_of(group.method)].reference(group.method, layer.q, layer.cache, index, heads, layer.scale)
 
 
-@pytest.mark.parametrize(
-    ("other", "block_tokens", "shared"),
-    [
-        (plan(DENSE, LINES), 64, True),
-        (plan(BLOCKS, LINES), 64, True),
-        (plan(SHAPE, WIDER), 64, True),
-        (plan(DENSE, LINES), 128, False),
-        (plan(LINES, DENSE), 64, False),
-        (plan(DENSE, MORE_LINES), 64, False),
-        (plan(DENSE), 64, False),
-    ],
-)
-def test_layers_that_need_equal_room_share_an_index(other: LayerPlan, block_tokens: int, shared: bool) -> None:
-    step = SparseStep(batch().rows, ())
-    index = step.index(plan(DENSE, LINES), NUM_HEADS, 64)
-    assert (step.index(other, NUM_HEADS, block_tokens) is index) == shared
-    assert step.index(plan(DENSE, LINES), NUM_HEADS, 64) is index
+def fits(index: SparseIndex, buffer: torch.Tensor) -> bool:
+    """Whether what an index is filled with lies in the buffer."""
+    tensors = (index.block_counts, index.block_ids, index.stripe_counts, index.stripe_positions)
+    begin, end = buffer.data_ptr(), buffer.data_ptr() + len(buffer)
+    return all(t.numel() == 0 or begin <= t.data_ptr() <= end - t.numel() * 4 for t in tensors)
 
 
-def test_steps_share_nothing() -> None:
-    layer = batch()
-    first, second = (SparseStep(layer.rows, ()).index(plan(DENSE), NUM_HEADS, 64) for _ in range(2))
-    assert first.block_ids.data_ptr() != second.block_ids.data_ptr()
+def test_layers_take_the_same_room_one_after_the_other() -> None:
+    """And layers of one plan one layout, which is all that a step keeps."""
+    slab, plans = Slab(batch().rows), [plan(DENSE, LINES), plan(DENSE, MORE_LINES), plan(MASS), plan(DENSE)]
+    needed = [SparseIndex.bytes_for(slab.rows, NUM_HEADS, 64, capacity(slab, groups)) for groups in plans]
+    arena = Workspace(CPU, torch.empty(max(needed), dtype=torch.uint8))
+    assert arena.buffer is not None
+    offsets = {}
+    for groups in [*plans, *plans]:
+        with arena.frame():
+            index = slab.index(groups, NUM_HEADS, 64, arena)
+            assert fits(index, arena.buffer)
+            assert offsets.setdefault(id(groups), index.stripe_offsets) is index.stripe_offsets
+    assert arena.peak_bytes == max(needed)
+    assert slab.index(plans[0], NUM_HEADS, 128, Workspace(CPU)).block_ids.shape[1] < index.block_ids.shape[1]
+
+
+def capacity(slab: Slab, groups: LayerPlan) -> int:
+    return sum(slab.stripes(group.method.alike).capacity * len(group.heads) for group in groups)
 
 
 @pytest.mark.parametrize("lengths", [((700, 300), (0, 131)), ((0, 100),)], ids=str)
-def test_a_shared_index_holds_what_the_layer_at_hand_selects(lengths: list[tuple[int, int]]) -> None:
+def test_nothing_of_the_layer_before_shows(lengths: list[tuple[int, int]]) -> None:
     """Through layers of unlike plans in turn, each output is that of every head alone in an index of its own."""
     plans = [plan(DENSE, LINES, ANCHORS), plan(MASS), plan(BLOCKS, WIDER, ANCHORS), plan(SHAPE, LINES, ANCHORS)]
-    first, indices = batch(lengths), set()
-    step = SparseStep(first.rows, ())
+    first = batch(lengths)
+    slab = Slab(first.rows)
+    arena = Workspace(CPU, torch.empty(64 << 20, dtype=torch.uint8))
     for i, groups in enumerate([*plans, *plans]):
         layer = dataclasses.replace(first, q=first.q.roll(i, 1) * (1 + i % 3))
-        index = step.index(groups, NUM_HEADS, 64)
-        indices.add(id(index))
+        arena.used_bytes = 0
+        assert arena.buffer is not None
+        arena.buffer.fill_(0x7F)  # what the layer before left
+        index = slab.index(groups, NUM_HEADS, 64, arena)
         select(groups, layer, index)
         index.check()
         out, alone = layer.empty_out(), layer.empty_out()
@@ -91,4 +97,3 @@ def test_a_shared_index_holds_what_the_layer_at_hand_selects(lengths: list[tuple
             attend(layer.q, layer.cache, own, every, layer.scale)
             alone[:, list(group.heads)] = every[:, list(group.heads)]
         assert torch.equal(out.nan_to_num(7), alone.nan_to_num(7))
-    assert len(indices) <= 2

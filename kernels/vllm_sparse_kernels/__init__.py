@@ -6,7 +6,7 @@ The way of the data: ``Rows`` (which queries, which cached keys) → ``select`` 
 
 from vllm_sparse_kernels.attend import attend, shared_bytes, widest_block
 from vllm_sparse_kernels.attend.options import AttendOptions
-from vllm_sparse_kernels.index import SparseIndex, StripeLayout
+from vllm_sparse_kernels.index import IndexLayout, LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows
 from vllm_sparse_kernels.workspace import Workspace
@@ -14,6 +14,8 @@ from vllm_sparse_kernels.workspace import Workspace
 __all__ = [
     "TILE_TOKENS",
     "AttendOptions",
+    "IndexLayout",
+    "LayerShape",
     "PagedCache",
     "Rows",
     "SparseIndex",

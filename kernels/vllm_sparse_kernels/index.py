@@ -16,8 +16,19 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from vllm_sparse_kernels.rows import Rows, Tile, ceil_div, to_device
-from vllm_sparse_kernels.workspace import Workspace
+from vllm_sparse_kernels.rows import Rows, Tile, ceil_div, host_to_device, to_device
+from vllm_sparse_kernels.workspace import Workspace, padded_bytes
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What the memory that a layer needs depends on, beside its rows: heads of this rank, and its index's blocks."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_tokens: int
+    element_bytes: int  # of q, keys and values
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,11 @@ class StripeLayout:
         places = sorted({*self.offsets, self.capacity})
         return max((end - start for start, end in pairwise(places)), default=0)
 
+    @cached_property
+    def host_offsets(self) -> torch.Tensor:
+        """[num_tiles] int64: ``offsets``."""
+        return torch.tensor(self.offsets, dtype=torch.int64)
+
     @staticmethod
     def none(rows: Rows) -> "StripeLayout":
         return StripeLayout((0,) * rows.num_tiles, 0)
@@ -40,11 +56,67 @@ class StripeLayout:
     @staticmethod
     def per_tile(rows: Rows, stripes: int) -> "StripeLayout":
         """At most ``stripes`` positions for each tile, and no more than lie before it."""
-        offsets, total = [], 0
-        for tile in rows.tile_list:
-            offsets.append(total)
-            total += min(stripes, tile.position)
-        return StripeLayout(tuple(offsets), total)
+        ends = rows.tile_positions.clamp(max=stripes).cumsum(0).tolist()
+        return StripeLayout((0, *ends[:-1]), ends[-1]) if ends else StripeLayout((), 0)
+
+
+@dataclass(frozen=True)
+class IndexLayout:
+    """Where each list lies, which the host knows of the rows alone: layers that keep alike may share it in a pass."""
+
+    rows: Rows
+    num_heads: int
+    block_tokens: int
+    block_capacity: int  # of a head
+    stripe_capacity: int  # of all heads
+    longest_stripes: int
+    block_offsets: torch.Tensor  # [num_tiles] int64
+    stripe_offsets: torch.Tensor  # [num_heads, num_tiles] int64
+
+    @staticmethod
+    def of(
+        rows: Rows, num_heads: int, block_tokens: int, stripes: Mapping[int, StripeLayout] | None = None
+    ) -> "IndexLayout":
+        """``stripes`` maps a query head to its layout; heads that are not in it keep no stripes."""
+        stripes = stripes or {}
+        capacities = rows.block_capacities(block_tokens)
+        layouts = [stripes.get(head) for head in range(num_heads)]
+        begins = [0, *accumulate(layout.capacity if layout else 0 for layout in layouts)]
+        nothing = torch.zeros(rows.num_tiles, dtype=torch.int64)
+        stripe_offsets = torch.stack([layout.host_offsets if layout else nothing for layout in layouts])
+        stripe_offsets += torch.tensor(begins[:-1])[:, None]
+        return IndexLayout(
+            rows,
+            num_heads,
+            block_tokens,
+            padded_capacity(sum(capacities)),
+            begins[-1],
+            max((layout.longest for layout in stripes.values()), default=0),
+            to_device([0, *accumulate(capacities)][:-1], torch.int64, rows.device),
+            host_to_device(stripe_offsets, rows.device),
+        )
+
+    def allocate(self, workspace: Workspace) -> "SparseIndex":
+        """Room for every causal block of every tile, and for the stripes. All but stripes' counts is undefined."""
+        room = partial(workspace.empty, dtype=torch.int32)
+        return SparseIndex(
+            rows=self.rows,
+            num_heads=self.num_heads,
+            block_tokens=self.block_tokens,
+            block_counts=room(self.num_heads, self.rows.num_tiles),
+            block_ids=room(self.num_heads, self.block_capacity),
+            block_offsets=self.block_offsets,
+            stripe_counts=room(self.num_heads, self.rows.num_tiles).zero_(),
+            stripe_positions=room(self.stripe_capacity),
+            stripe_offsets=self.stripe_offsets,
+            longest_stripes=self.longest_stripes,
+            workspace=workspace,
+        )
+
+
+def padded_capacity(num_blocks: int) -> int:
+    """The length of a head's block lists: a multiple of 16, which kernels are compiled for."""
+    return ceil_div(num_blocks, 16) * 16
 
 
 @dataclass(frozen=True)
@@ -76,31 +148,14 @@ class SparseIndex:
         ``stripes`` maps a query head to its layout; heads that are not in it keep no stripes. Contents are undefined
         until every head has been selected.
         """
-        stripes = stripes or {}
-        capacities = [ceil_div(t.last_position + 1, block_tokens) for t in rows.tile_list]
-        block_offsets = [0, *accumulate(capacities)][:-1]
-        stripe_offsets: list[int] = []
-        stripe_capacity = 0
-        for head in range(num_heads):
-            layout = stripes.get(head)
-            stripe_offsets += [stripe_capacity + o for o in layout.offsets] if layout else [0] * rows.num_tiles
-            stripe_capacity += layout.capacity if layout else 0
-        device = rows.device
-        workspace = workspace or Workspace(device)
-        room = partial(workspace.empty, dtype=torch.int32)
-        return SparseIndex(
-            rows=rows,
-            num_heads=num_heads,
-            block_tokens=block_tokens,
-            block_counts=room(num_heads, rows.num_tiles),
-            block_ids=room(num_heads, ceil_div(sum(capacities), 16) * 16),
-            block_offsets=to_device(block_offsets, torch.int64, device),
-            stripe_counts=room(num_heads, rows.num_tiles).zero_(),
-            stripe_positions=room(stripe_capacity),
-            stripe_offsets=to_device(stripe_offsets, torch.int64, device).view(num_heads, rows.num_tiles),
-            longest_stripes=max((layout.longest for layout in stripes.values()), default=0),
-            workspace=workspace,
-        )
+        return IndexLayout.of(rows, num_heads, block_tokens, stripes).allocate(workspace or Workspace(rows.device))
+
+    @staticmethod
+    def bytes_for(rows: Rows, num_heads: int, block_tokens: int, stripe_capacity: int) -> int:
+        """What ``allocate`` takes from the workspace; ``stripe_capacity``: of all heads together."""
+        room = partial(padded_bytes, dtype=torch.int32)
+        block_capacity = padded_capacity(sum(rows.block_capacities(block_tokens)))
+        return 2 * room(num_heads, rows.num_tiles) + room(num_heads, block_capacity) + room(stripe_capacity)
 
     @property
     def has_stripes(self) -> bool:

@@ -29,10 +29,12 @@ def ceil_div(a: int, b: int) -> int:
 
 def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A list of host numbers on the device, without waiting for the device."""
-    host = torch.tensor(values, dtype=dtype)
-    if device.type == "cuda":
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True)
+    return host_to_device(torch.tensor(values, dtype=dtype), device)
+
+
+def host_to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on the device, without waiting for the device."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class Rows:
     holds the keys at positions [p · page_size, (p + 1) · page_size).
 
     A Rows object is one forward pass: all of its layers get the same one, and the next pass gets another, also where
-    the lengths are equal (``dataclasses.replace(rows)`` makes it, with an empty ``state``).
+    the lengths are equal (``dataclasses.replace(rows)`` makes it, with an empty ``state``). A pass that has too many
+    rows for its memory is several such objects, each with layers and a state of its own.
     """
 
     tokens: tuple[int, ...]
@@ -67,6 +70,8 @@ class Rows:
     block_table: torch.Tensor
     state: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What a method keeps from layer to layer of this pass, under a key of its own. It never outlives the step."""
+
+    _block_capacities: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.query_lens), len(self.context_lens), self.block_table.shape[0]}
@@ -107,6 +112,18 @@ class Rows:
         for query_len in self.query_lens:
             starts.append(starts[-1] + ceil_div(query_len, TILE_TOKENS))
         return tuple(starts)
+
+    @cached_property
+    def tile_positions(self) -> torch.Tensor:
+        """[num_tiles] int64 on the host: position of each tile's first query."""
+        return torch.tensor([tile.position for tile in self.tile_list], dtype=torch.int64)
+
+    def block_capacities(self, block_tokens: int) -> list[int]:
+        """Per tile the blocks with a key that its last query may see."""
+        if block_tokens not in self._block_capacities:
+            capacities = [ceil_div(tile.last_position + 1, block_tokens) for tile in self.tile_list]
+            self._block_capacities[block_tokens] = capacities
+        return self._block_capacities[block_tokens]
 
     @cached_property
     def tiles(self) -> torch.Tensor:

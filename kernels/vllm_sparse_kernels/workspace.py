@@ -12,6 +12,9 @@ import torch
 ALIGN_BYTES = 256
 """Every tensor begins at a multiple of this: bulk copies and wide loads want 16, cache lines 128."""
 
+SPARE_BYTES = 16 << 10
+"""What bounds add to what they count, as each of a few dozen tensors is filled up to ``ALIGN_BYTES``."""
+
 
 class Workspace:
     """Hands out uninitialised tensors on one device; ``frame`` takes back all that was handed out within it.

@@ -25,6 +25,7 @@ from vllm_sparse_kernels.select.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.testing.batches import random_batch, random_index
 from vllm_sparse_kernels.testing.budget import expected_attention
 from vllm_sparse_kernels.testing.paged_varlen import STAND_IN
+from vllm_sparse_kernels.workspace import Workspace
 
 CPU = torch.device("cpu")
 BATCH = random_batch([(200, 140)], 2, 1, 64, 32, torch.float32)
@@ -143,8 +144,7 @@ def test_warm_up_gives_layers_their_engines(asked: str, monkeypatch: pytest.Monk
     """The kernels themselves, in the interpreter, on a small batch; flash is a stand-in that is wrong for stripes."""
     from vllm_sparse_kernels.attend import flash as flash_module
 
-    monkeypatch.setattr(warmup, "CONTEXT_TOKENS", 300)
-    monkeypatch.setattr(warmup, "QUERY_TOKENS", 140)
+    monkeypatch.setattr(warmup, "BATCHES", (((300, 140),),))
 
     def attend(q, cache, index, out, *args, **more) -> None:
         flash_module.attend(STAND_IN, q, cache, index, out, *args, **more)
@@ -157,7 +157,7 @@ def test_warm_up_gives_layers_their_engines(asked: str, monkeypatch: pytest.Monk
     impls: list[Any] = [fake_impl(number, method) for number, method in enumerate(methods)]
     impls.append(SimpleNamespace(groups=None, engine=PORTABLE))
     spec = SimpleNamespace(block_size=32, head_size=64, num_kv_heads=1, dtype=torch.float32)
-    warmup.warm_up(impls, spec, 1000, CPU, asked)
+    warmup.warm_up(impls, spec, CPU, asked)
     names = [impl.engine.name for impl in impls]
     assert names == (["flash", "portable", "flash", "portable"] if asked == "auto" else ["portable"] * 4)
     if asked == "auto":
@@ -178,6 +178,8 @@ def fake_impl(number: int, method: Any) -> Any:
         scale=0.125,
         options=None,
         select=select,
+        memory=SimpleNamespace(arena=Workspace(CPU), room=SimpleNamespace(needed=lambda slab: 0, num_bytes=0)),
+        select_and_attend=lambda *given: None,
     )
 
 

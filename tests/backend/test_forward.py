@@ -55,11 +55,18 @@ def exact(step: Step, row: int, scale: float) -> torch.Tensor:
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~causal, -torch.inf).softmax(-1), v)
 
 
+def dense_tokens(step: Step, row: int) -> int:
+    """How many of a row's tokens lie within the first MIN_TOKENS positions."""
+    return max(MIN_TOKENS - step.lengths[row][0], 0)
+
+
 def reference(step: Step, row: int, groups: Sequence[HeadGroup], scale: float) -> tuple[torch.Tensor, SparseIndex]:
-    """A row alone through the methods' references and the reference of attend."""
+    """A row alone, past the first MIN_TOKENS positions, through the references of its methods and of attend."""
     query, cache, block_table = step.alone(row)
     context_len, query_len = step.lengths[row]
-    rows = Rows((0,), (query_len,), (context_len,), block_table)
+    cut = dense_tokens(step, row)
+    query = query[cut:]
+    rows = Rows((0,), (query_len - cut,), (context_len + cut,), block_table)
     layouts = {head: group.method.stripe_layout(rows) for group in groups for head in group.heads}
     block_tokens = min(group.method.block_tokens for group in groups)
     index = SparseIndex.allocate(rows, query.shape[1], block_tokens, layouts)
@@ -110,13 +117,14 @@ class TestCache:
 class TestMixedBatches:
     @pytest.mark.parametrize("in_cache", [True, False], ids=["keys in the cache alone", "keys given too"])
     def test_at_full_density_it_is_vllms_attention(self, configured: Callable[..., Any], in_cache: bool) -> None:
-        config = configured(method="dense", min_tokens=MIN_TOKENS, check_index=True)
+        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True)
         (layer,) = layers = make_layers(config, [2])
         builder = make_builder(config, layers)
         step = make_step(layer, MIXED)
         metadata = builder.build(0, step.common)
-        assert len(metadata.sparse.rows.tokens) == len(SPARSE_ROWS)
-        assert len(metadata.sparse.delegated) == 3
+        (slab,) = metadata.sparse.slabs
+        assert slab.rows.num_rows == len(SPARSE_ROWS)
+        assert len(metadata.sparse.delegated) == 4
         new = [torch.cat([x[-q:] for x, (_, q) in zip(side, MIXED)]) for side in (step.keys, step.values)]
         out = step.forward(layer, metadata, **({} if in_cache else dict(zip(("key", "value"), new))))
         torch.testing.assert_close(out, step.delegated(layer, builder), **CLOSE)
@@ -134,7 +142,7 @@ class TestMixedBatches:
         """Compared with exact attention of the same rounded inputs: no further from it than vLLM's own."""
         shape = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim}
         model = make_model(tmp_path, dtype, **shape, hidden_size=num_heads * head_dim)
-        config = make_config(model, {"method": "dense", "min_tokens": MIN_TOKENS})
+        config = make_config(model, {"method": "dense", "min_tokens": MIN_TOKENS, "min_query_tokens": 1})
         (layer,) = layers = make_layers(config, [0])
         if dtype == "bfloat16" and torch.cpu._is_amx_tile_supported():
             pytest.skip(NO_AMX)
@@ -147,7 +155,9 @@ class TestMixedBatches:
             assert error <= 1.5 * allowed + 2e-6, f"row {row}"
 
     def test_layers_that_stay_dense_take_the_whole_batch(self, configured: Callable[..., Any]) -> None:
-        config = configured(method="a_shape", params=SETTINGS["a_shape"], dense_layers=[1], min_tokens=MIN_TOKENS)
+        config = configured(
+            method="a_shape", params=SETTINGS["a_shape"], dense_layers=[1], min_tokens=MIN_TOKENS, min_query_tokens=1
+        )
         layers = make_layers(config, [0, 1])
         builder = make_builder(config, layers)
         step = make_step(layers[1], MIXED)
@@ -171,7 +181,9 @@ class TestMethods:
     @pytest.mark.parametrize("method", SETTINGS)
     def test_sparse_rows_are_the_reference_of_each_row_alone(self, configured: Callable[..., Any], method: str) -> None:
         """Neither neighbours, nor pages, nor another layer of the step change what a row selects and gives."""
-        config = configured(method=method, params=SETTINGS[method], min_tokens=MIN_TOKENS, check_index=True)
+        config = configured(
+            method=method, params=SETTINGS[method], min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True
+        )
         layers = make_layers(config, [0, 1])
         builder = make_builder(config, layers)
         step = make_step(layers[0], MIXED)
@@ -182,10 +194,12 @@ class TestMethods:
             tokens = step.tokens(row)
             if row in SPARSE_ROWS:
                 expected, index = reference(step, row, layers[0].impl.groups, layers[0].impl.scale)
-                torch.testing.assert_close(first[tokens], expected, **CLOSE)
+                cut = dense_tokens(step, row)
+                assert torch.equal(first[tokens][:cut], dense[tokens][:cut])
+                torch.testing.assert_close(first[tokens][cut:], expected, **CLOSE)
                 density.append(index.density())
             else:
-                torch.testing.assert_close(first[tokens], dense[tokens], **CLOSE)
+                assert torch.equal(first[tokens], dense[tokens])
         assert (min(density) == 1) if method in LEAVE_NOTHING_OUT else (min(density) < 0.8), density
         if method != "share_prefill":  # there a layer's heads look at those of the layers before
             assert torch.equal(first, second)
@@ -202,7 +216,7 @@ class TestMethods:
             '      "0,3": {method: a_shape, sink_tokens: 64, local_tokens: 64}\n'
             '      "2": {method: block_sparse, top_blocks: 2}\n'
         )
-        config = configured(profile=str(profile), min_tokens=MIN_TOKENS, check_index=True)
+        config = configured(profile=str(profile), min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True)
         (layer,) = layers = make_layers(config, [1])
         builder = make_builder(config, layers)
         assert [group.heads for group in layer.impl.groups] == [(0, 3), (1,), (2,)]
@@ -210,7 +224,7 @@ class TestMethods:
         out = step.forward(layer, builder.build(0, step.common))
         for row in SPARSE_ROWS:
             expected, _ = reference(step, row, layer.impl.groups, layer.impl.scale)
-            torch.testing.assert_close(out[step.tokens(row)], expected, **CLOSE)
+            torch.testing.assert_close(out[step.tokens(row)][dense_tokens(step, row) :], expected, **CLOSE)
 
     def test_heads_ask_attention_for_what_their_methods_say(
         self, configured: Callable[..., Any], tmp_path: Path
@@ -228,7 +242,7 @@ class TestMethods:
             '      "2": {method: sale, tau: 0.2, int8_scores: true}\n'
             '      "3": {method: sparge_attn, kept_mass: 0.7, int8_scores: true}\n'
         )
-        config = configured(profile=str(profile), min_tokens=MIN_TOKENS, check_index=True)
+        config = configured(profile=str(profile), min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True)
         layer, plain = layers = make_layers(config, [1, 2])
         builder = make_builder(config, layers)
         assert [group.heads for group in layer.impl.groups] == [(0, 3), (1,), (2,)]
@@ -241,7 +255,7 @@ class TestMethods:
         layer.impl.options = None
         without = step.forward(layer, metadata)
         for row in SPARSE_ROWS:
-            tokens = step.tokens(row)
+            tokens = slice(step.tokens(row).start + dense_tokens(step, row), step.tokens(row).stop)
             expected, _ = reference(step, row, layer.impl.groups, layer.impl.scale)
             torch.testing.assert_close(out[tokens], expected, **CLOSE)
             torch.testing.assert_close(out[tokens, 1], without[tokens, 1], **CLOSE)

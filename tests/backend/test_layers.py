@@ -44,7 +44,7 @@ class TestGroups:
     def test_windowed_layers_have_a_builder_that_passes_everything_on(
         self, configured: Configure, lines: list[str]
     ) -> None:
-        config = configured(method="dense", min_tokens=MIN_TOKENS)
+        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
         windowed, full = make_layers(config, [0, 1, 2], per_layer_sliding_window=64), make_layers(config, [3])
         window_builder, full_builder = make_builder(config, windowed), make_builder(config, full)
         assert stays_dense(window_builder)
@@ -53,7 +53,7 @@ class TestGroups:
         assert f"sparse-prefill: layers 0-2 prefill dense: {Fallback.SLIDING_WINDOW.explain}" in lines
 
     def test_one_group_may_hold_both(self, configured: Configure) -> None:
-        config = configured(method="dense", min_tokens=MIN_TOKENS)
+        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
         layers = make_layers(config, [0, 2], per_layer_sliding_window=64) + make_layers(config, [1, 3])
         builder = make_builder(config, layers)
         assert builder.sparse_layers == (1, 3)
@@ -79,7 +79,7 @@ class TestGroups:
         assert any("no layer of this model can prefill sparsely" in line for line in lines)
 
     def test_dense_layers_of_the_configuration(self, configured: Configure, lines: list[str]) -> None:
-        config = configured(method="dense", min_tokens=MIN_TOKENS, dense_layers=[0, 2])
+        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1, dense_layers=[0, 2])
         layers = make_layers(config, range(4))
         first, second = make_builder(config, layers[:1]), make_builder(config, layers[1:])
         assert stays_dense(first)
@@ -88,7 +88,7 @@ class TestGroups:
         assert sum(line.startswith("sparse-prefill: sparse prefill with method dense, for rows") for line in lines) == 1
 
     def test_layers_with_other_heads_than_the_config_states(self, configured: Configure, lines: list[str]) -> None:
-        config = configured(method="dense", min_tokens=MIN_TOKENS)
+        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
         more, others = make_layers(config, [0], num_heads=8), make_layers(config, [1, 2])
         assert stays_dense(make_builder(config, more))
         assert make_builder(config, others).sparse_layers == (1, 2)
@@ -120,7 +120,7 @@ class TestGroups:
 class TestDrafts:
     def test_layers_of_a_draft_model_have_no_part_in_the_plan(self, configured: Configure) -> None:
         """Past the model's own numbers (EAGLE), or with the same numbers under another name (a model of its own)."""
-        config = configured(method="dense", min_tokens=MIN_TOKENS)
+        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
         own = make_layers(config, range(4))
         drafts = [make_layer(config, name) for name in (layer_name(4), "draft_model.model.layers.0.self_attn.attn")]
         builders = make_builder(config, own + drafts), make_builder(config, drafts)
@@ -130,7 +130,7 @@ class TestDrafts:
 
     def test_a_drafts_builder_with_the_drafts_configuration(self, configured: Configure, tmp_path: Any) -> None:
         """Whose shape no profile of the served model would fit."""
-        config = configured(method="dense", min_tokens=MIN_TOKENS)
+        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
         make_layers(config, range(4))
         (draft,) = make_layers(config, [4])
         other = make_config(make_model(tmp_path, num_hidden_layers=1, num_attention_heads=2), backend=None)
@@ -157,7 +157,7 @@ class TestDerived:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
 
-        config = configured(method="dense", min_tokens=MIN_TOKENS)
+        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
         with set_current_vllm_config(config):
             chunked = ChunkedLocalAttention(
                 4, 32, 32**-0.5, 128, num_kv_heads=2, cache_config=config.cache_config, prefix=layer_name(0)
@@ -190,7 +190,7 @@ class TestDerived:
 
         from vllm_sparse_backend.serving.backend import SparsePrefillBackend
 
-        config = configured(method="dense", min_tokens=MIN_TOKENS)
+        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
         layers = make_layers(config, [0, 1])
         cls = create_fast_prefill_custom_backend("FastPrefill", SparsePrefillBackend).get_builder_cls()
         builder = make_builder(config, layers[1:], cls)
@@ -230,7 +230,7 @@ class TestCounting:
     def test_rows_count_once_however_many_groups_see_them(
         self, configured: Configure, counted: dict[tuple[str, Any], int]
     ) -> None:
-        config = configured(method="dense", min_tokens=MIN_TOKENS)
+        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
         groups = [make_layers(config, [0], per_layer_sliding_window=64), *(make_layers(config, [i]) for i in (1, 2, 3))]
         builders = [make_builder(config, layers) for layers in groups]
         assert len({id(builder.recorder) for builder in builders[1:]}) == 1
@@ -242,7 +242,7 @@ class TestCounting:
     def test_a_batch_made_up_for_a_graph_counts_nothing(
         self, configured: Configure, counted: dict[tuple[str, Any], int]
     ) -> None:
-        config = configured(method="dense", min_tokens=MIN_TOKENS)
+        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
         builder = make_builder(config, make_layers(config, [0]))
         builder.build_for_cudagraph_capture(make_common([(50, 1)] * 8))
         assert counted == {}
@@ -250,25 +250,32 @@ class TestCounting:
         assert counted == {("decode", None): 8}
 
     def test_microbatches_have_one_recorder(self, configured: Configure) -> None:
-        config = configured(method="dense", min_tokens=MIN_TOKENS)
+        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
         (layer,) = layers = make_layers(config, [0])
         first, second = make_builder(config, layers), make_builder(config, layers)
         assert first.recorder is second.recorder is layer.impl.recorder
 
     def test_pairs_and_tiles_of_a_step(self, configured: Configure) -> None:
-        config = configured(method="a_shape", params={"sink_tokens": 64, "local_tokens": 64}, min_tokens=MIN_TOKENS)
+        config = configured(
+            method="a_shape", params={"sink_tokens": 64, "local_tokens": 64}, min_tokens=MIN_TOKENS, min_query_tokens=1
+        )
         layers = make_layers(config, [0, 1])
         builder = make_builder(config, layers)
         step = make_step(layers[0], [(50, 1), (0, 200), (300, 170)])
         metadata = builder.build(0, step.common)
         for layer in layers:
             step.forward(layer, metadata)
-        (index,) = metadata.sparse._indices.values()
+        (slab,) = metadata.sparse.slabs
+        impl = layers[0].impl
+        index = slab.index(impl.groups, impl.num_heads, impl.block_tokens, impl.memory.arena)
+        cache = compat.paged_cache(step.kv_cache, impl.head_size)
+        impl.select(step.query, cache, index)
         kept = sum(int(index.to_mask(row).sum()) for row in range(2))
         recorder = builder.recorder
         assert recorder._kept.tolist() == [kept, kept]
-        assert dict(recorder._tiles) == {0: 4, 1: 4}
-        assert dict(recorder._causal) == dict.fromkeys((0, 1), 4 * (200 * 201 // 2 + 170 * 300 + 170 * 171 // 2))
+        assert dict(recorder._tiles) == {0: 3, 1: 3}  # the first 100 positions are dense
+        causal = 100 * 100 + 100 * 101 // 2 + 170 * 300 + 170 * 171 // 2
+        assert dict(recorder._causal) == dict.fromkeys((0, 1), 4 * causal)
         assert kept < recorder._causal[0]
 
     def test_device(self, configured: Configure) -> None:

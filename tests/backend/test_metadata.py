@@ -1,12 +1,16 @@
 """From a batch to what each row runs on."""
 
 import dataclasses
+import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
@@ -27,7 +31,7 @@ from vllm_sparse_backend.serving.metadata import (
 )
 from vllm_sparse_backend.settings.reasons import Fallback
 
-MIN_TOKENS = 100
+MIN_TOKENS, MIN_QUERY_TOKENS = 100, 20
 DECODES, SPARSES = RowKind(DECODE), RowKind(SPARSE)
 PADDING = RowKind("padding")
 
@@ -38,7 +42,7 @@ def dense(reason: Fallback) -> RowKind:
 
 @pytest.fixture
 def builder(configured: Callable[..., Any]) -> SparsePrefillMetadataBuilder:
-    config = configured(method="dense", min_tokens=MIN_TOKENS)
+    config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=MIN_QUERY_TOKENS)
     return make_builder(config, make_layers(config, range(4)))
 
 
@@ -51,9 +55,46 @@ def kinds(
 
 class TestClassification:
     def test_each_row_by_its_own_lengths(self, builder: SparsePrefillMetadataBuilder) -> None:
-        lengths = [(500, 1), (0, 1), (0, 99), (0, 100), (98, 2), (97, 2), (4000, 333), (0, 2)]
-        short = dense(Fallback.TOO_SHORT)
-        assert kinds(builder, lengths) == [DECODES, DECODES, short, SPARSES, SPARSES, short, SPARSES, short]
+        short, short_query = dense(Fallback.TOO_SHORT), dense(Fallback.SHORT_QUERY)
+        expected = {
+            (500, 1): DECODES,
+            (0, 1): DECODES,
+            (0, 99): short,
+            (0, 100): short,
+            (98, 2): short,
+            (98, 3): short_query,
+            (0, 119): short_query,
+            (0, 120): SPARSES,
+            (4000, 19): short_query,
+            (4000, 20): SPARSES,
+            (90, 30): SPARSES,
+            (90, 29): short_query,
+            (0, 2): short,
+        }
+        assert kinds(builder, list(expected)) == list(expected.values())
+
+    def test_where_sparse_never_pays_every_row_says_so(self, configured: Callable[..., Any], tmp_path: Path) -> None:
+        """Not even the arena is there then; where the operator sets a number, that counts."""
+        table = tmp_path / "table.json"
+        entry = {
+            "device": "cpu",
+            "engine": "portable",
+            "method": "dense",
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 32,
+        }
+        entry |= {"min_tokens": None, "min_query_tokens": None, "vllm": "0.32", "triton": "3.9", "date": "2026-11-21"}
+        table.write_text(json.dumps({"format": 1, "entries": [entry]}))
+        config = configured(method="dense", crossover=str(table))
+        layers = make_layers(config, range(4))
+        builder = make_builder(config, layers)
+        assert kinds(builder, [(0, 5000), (9, 1)]) == [dense(Fallback.NEVER_FASTER), DECODES]
+        assert type(builder.build(0, make_common([(0, 5000)]))) is compat.DelegateMetadata
+        assert layers[0].impl.memory is None
+        config = configured(method="dense", crossover=str(table), min_tokens=2000)
+        builder = make_builder(config, make_layers(config, range(4)))
+        assert kinds(builder, [(0, 5000), (0, 2000)]) == [SPARSES, dense(Fallback.TOO_SHORT)]
 
     def test_rows_that_decode_are_no_prefill_at_any_length(self, builder: SparsePrefillMetadataBuilder) -> None:
         """A request that was preempted recomputes its own output: vLLM says which rows are past their prompt."""
@@ -72,9 +113,9 @@ class TestClassification:
     def test_drafts_under_speculation_are_decodes(
         self, builder: SparsePrefillMetadataBuilder, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(builder, "reorder_batch_threshold", 4)
-        assert kinds(builder, [(300, 4), (300, 5), (300, 1)]) == [DECODES, SPARSES, DECODES]
-        assert kinds(builder, [(300, 4), (300, 2)]) == [DECODES, DECODES]
+        monkeypatch.setattr(builder, "reorder_batch_threshold", 24)
+        assert kinds(builder, [(300, 24), (300, 25), (300, 1)]) == [DECODES, SPARSES, DECODES]
+        assert kinds(builder, [(300, 24), (300, 2)]) == [DECODES, DECODES]
 
     def test_only_rows_that_have_ranges_are_prefix_lm(self, builder: SparsePrefillMetadataBuilder) -> None:
         """vLLM lists every row of a prefix-LM's batch, most with no range."""
@@ -121,48 +162,63 @@ class TestMetadata:
         assert metadata.num_actual_tokens == 343
         assert metadata.sparse is not None
 
-    def test_sparse_rows_that_are_not_neighbours(self, builder: SparsePrefillMetadataBuilder) -> None:
+    def test_sparse_rows_begin_where_min_tokens_end(self, builder: SparsePrefillMetadataBuilder) -> None:
         common = make_common(self.LENGTHS)
-        rows = builder.build(0, common).sparse.rows
-        assert rows.tokens == (2, 72, 232)
-        assert rows.query_lens == (70, 130, 90)
-        assert rows.context_lens == (50, 0, 70)
-        assert torch.equal(rows.block_table, common.block_table_tensor[list(self.SPARSE_ROWS)])
+        (slab,) = builder.build(0, common).sparse.slabs
+        assert slab.rows.tokens == (52, 172, 262)
+        assert slab.rows.query_lens == (20, 30, 60)
+        assert slab.rows.context_lens == (100, 100, 100)
+        assert torch.equal(slab.rows.block_table, common.block_table_tensor[list(self.SPARSE_ROWS)])
 
-    def test_sparse_rows_that_are_neighbours(self, builder: SparsePrefillMetadataBuilder) -> None:
-        common = make_common(self.LENGTHS[:5])
-        rows = builder.build(0, common).sparse.rows
-        assert (rows.tokens, rows.query_lens, rows.context_lens) == ((2, 72), (70, 130), (50, 0))
-        assert torch.equal(rows.block_table, common.block_table_tensor[2:4])
-        assert rows.block_table.data_ptr() == common.block_table_tensor[2].data_ptr()  # a view, nothing copied
+    def test_their_pages_lie_where_kernels_are_compiled_for(self, builder: SparsePrefillMetadataBuilder) -> None:
+        for lengths, ids in (self.LENGTHS, [2, 3, 5]), (self.LENGTHS[:4], [2, 3]), (self.LENGTHS[:3], [2]):
+            common = make_common(lengths)
+            (slab,) = builder.build(0, common).sparse.slabs
+            assert torch.equal(slab.rows.block_table, common.block_table_tensor[ids])
+            assert slab.rows.block_table.stride(0) % 16 == 0
+            assert slab.rows.block_table.data_ptr() % 16 == 0
 
     def test_other_rows_are_batches_of_their_own(self, builder: SparsePrefillMetadataBuilder) -> None:
+        """Neighbours share one, which ends where a row goes sparse."""
         common = make_common(self.LENGTHS)
         delegated = builder.build(0, common).sparse.delegated
         assert [(run.rows, run.tokens) for run in delegated] == [
-            (slice(0, 2), slice(0, 2)),
-            (slice(4, 5), slice(202, 232)),
+            (slice(0, 3), slice(0, 52)),
+            (slice(3, 4), slice(72, 172)),
+            (slice(4, 6), slice(202, 262)),
             (slice(6, 8), slice(322, 343)),
         ]
-        for run in delegated:
+        parts = [[(40, 1), (60, 1), (50, 50)], [(0, 100)], [(0, 30), (70, 30)], [(7, 1), (0, 20)]]
+        for run, lengths in zip(delegated, parts, strict=True):
             part = run.metadata
             assert type(part) is compat.DelegateMetadata
-            lens = [q for _, q in self.LENGTHS[run.rows]]
+            lens = [q for _, q in lengths]
             assert part.query_start_loc.tolist() == [sum(lens[:i]) for i in range(len(lens) + 1)]
-            assert part.seq_lens.tolist() == [c + q for c, q in self.LENGTHS[run.rows]]
+            assert part.seq_lens.tolist() == [c + q for c, q in lengths]
             assert (part.num_actual_tokens, part.max_query_len) == (sum(lens), max(lens))
-            assert part.max_seq_len == max(c + q for c, q in self.LENGTHS[run.rows])
+            assert part.max_seq_len == max(c + q for c, q in lengths)
             assert torch.equal(part.block_table, common.block_table_tensor[run.rows])
             assert torch.equal(part.slot_mapping, common.slot_mapping[run.tokens])
 
-    def test_each_token_belongs_to_one_part(self, builder: SparsePrefillMetadataBuilder) -> None:
-        sparse = builder.build(0, make_common([*self.LENGTHS, (0, 0)])).sparse
+    @given(lengths=st.lists(st.tuples(st.integers(0, 150), st.integers(0, 150)), min_size=1, max_size=12))
+    @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    def test_each_token_belongs_to_one_part(
+        self, builder: SparsePrefillMetadataBuilder, lengths: list[tuple[int, int]]
+    ) -> None:
+        """And none of a position under min_tokens is sparse."""
+        lengths = [*lengths, (0, 200)]
+        sparse = builder.build(0, make_common(lengths)).sparse
         tokens = [t for run in sparse.delegated for t in range(run.tokens.start, run.tokens.stop)]
-        tokens += [t for start, n in zip(sparse.rows.tokens, sparse.rows.query_lens) for t in range(start, start + n)]
-        assert sorted(tokens) == list(range(343))
+        assert all(run.rows.stop - run.rows.start > 0 for run in sparse.delegated)
+        for slab in sparse.slabs:
+            assert min(slab.rows.context_lens) >= MIN_TOKENS
+            assert min(slab.rows.query_lens) >= MIN_QUERY_TOKENS
+            for start, query_len in zip(slab.rows.tokens, slab.rows.query_lens):
+                tokens += range(start, start + query_len)
+        assert sorted(tokens) == list(range(sum(query_len for _, query_len in lengths)))
 
     def test_rows_without_tokens_are_nobodys_batch(self, builder: SparsePrefillMetadataBuilder) -> None:
-        assert builder.build(0, make_common([(0, 130), (0, 0), (0, 0)])).sparse.delegated == ()
+        assert builder.build(0, make_common([(100, 130), (0, 0), (0, 0)])).sparse.delegated == ()
 
     def test_what_numbers_the_whole_batch_does_not_come_along(self, builder: SparsePrefillMetadataBuilder) -> None:
         common = make_common(self.LENGTHS, positions=torch.arange(343), mm_req_doc_ranges={4: [(3, 9)]})
@@ -181,7 +237,7 @@ class TestMetadata:
     ) -> None:
         """vLLM may deal out drafts on the device: the host's query lengths are then only right in sum."""
         monkeypatch.setattr(builder, "reorder_batch_threshold", 4)
-        (run,) = builder.build(0, make_common([(40, 2), (40, 2), (0, 200)])).sparse.delegated
+        (run,) = builder.build(0, make_common([(40, 2), (40, 2), (100, 200)])).sparse.delegated
         assert run.metadata.max_query_len == 4
 
     def test_the_caller_finds_its_batch_as_it_was(self, builder: SparsePrefillMetadataBuilder) -> None:

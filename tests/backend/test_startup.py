@@ -85,6 +85,7 @@ def test_shape_in_older_models_words() -> None:
     ("config", "parts"),
     [
         (served(llama(), {"method": "denso"}), ["sparse_prefill.method", "'denso'", "'dense'?"]),
+        (served(llama(), {"crossover": "/nowhere.json"}), ["crossover: given '/nowhere.json'", "expected a file"]),
         (served(llama(), {"method": "dense", "min_tokens": -1}), ["sparse_prefill.min_tokens", "at least 0"]),
         (served(llama(), "no-such-profile"), ["profile: no such file", "no-such-profile"]),
         (served(llama(), {"dense_layers": [6]}), ["sparse_prefill.dense_layers", "given 6", "at most 5"]),
@@ -92,7 +93,7 @@ def test_shape_in_older_models_words() -> None:
         (served(llama(), parallel={"tensor_parallel_size": 3}), ["tensor parallelism", "of 3 for 4 query heads"]),
         (served(MambaConfig(architectures=["MambaForCausalLM"])), ["/a/model", "num_heads"]),
     ],
-    ids=["method", "value", "profile", "layer", "all layers", "ranks", "no heads"],
+    ids=["method", "table", "value", "profile", "layer", "all layers", "ranks", "no heads"],
 )
 def test_settings_that_do_not_fit(config: Any, parts: list[str]) -> None:
     with pytest.raises(ConfigurationError) as error:

@@ -35,13 +35,14 @@ def sources(folder: Path, as_package: str) -> set[str]:
     return {f"{as_package}/{path.relative_to(folder).as_posix()}" for path in folder.rglob("*.py")}
 
 
-def test_wheel_holds_both_packages_and_the_profiles(wheel: zipfile.ZipFile) -> None:
+def test_wheel_holds_both_packages_profiles_and_measurements(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
     assert sources(ROOT / "vllm_sparse_backend", "vllm_sparse_backend") <= names
     assert sources(ROOT / "kernels/vllm_sparse_kernels", "vllm_sparse_kernels") <= names
     profiles = {f"vllm_sparse_backend/_profiles/{path.name}" for path in (ROOT / "profiles").iterdir()}
     assert profiles
     assert profiles <= names
+    assert "vllm_sparse_backend/_crossover/measured.json" in names
 
 
 def test_wheel_holds_nothing_else(wheel: zipfile.ZipFile) -> None:

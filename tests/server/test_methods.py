@@ -92,7 +92,7 @@ class Planned(NamedTuple):
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("profile") / "mixed.yaml"
     path.write_text(Profile.model_validate(PROFILE).to_yaml())
-    return {"profile": str(path), "min_tokens": MIN_TOKENS}
+    return {"profile": str(path), "min_tokens": MIN_TOKENS, "min_query_tokens": 1}
 
 
 @pytest.fixture(scope="module")

@@ -24,10 +24,11 @@ NUM_LAYERS = CONFIG["num_hidden_layers"]
 MIN_TOKENS = 256
 # Stock vLLM against itself, the same prompts batched differently, gives up to 2.4e-6.
 LOGPROB_TOLERANCE = 2e-5
-EVERYTHING = {"method": "dense", "min_tokens": MIN_TOKENS}
+EVERYTHING = {"method": "dense", "min_tokens": MIN_TOKENS, "min_query_tokens": 1}
 SPARSE = {
     "method": "vertical_slash",
     "min_tokens": MIN_TOKENS,
+    "min_query_tokens": 1,
     "params": {"vertical_tokens": 64, "slash_tokens": 104},
 }
 

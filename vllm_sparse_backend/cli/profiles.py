@@ -62,7 +62,8 @@ def _describe(profile: "Profile", shape: "ModelShape | None") -> None:
     from vllm_sparse_backend.settings.methods import describe, summarize
 
     min_tokens = "the server's" if profile.min_tokens is None else profile.min_tokens
-    _print(f"for {profile.model or 'any model'}; min_tokens {min_tokens}")
+    min_query = "the server's" if profile.min_query_tokens is None else profile.min_query_tokens
+    _print(f"for {profile.model or 'any model'}; min_tokens {min_tokens}, min_query_tokens {min_query}")
     if shape is None:
         _print(f"every head: {describe(profile.default)}")
         return

@@ -50,7 +50,7 @@ def run_demo(model: Path | None, method: str, work_dir: Path | None, console: Co
         folder = (work_dir or _default_work_dir()) / "demo-model"
         console.print(f"Model, made locally: {escape(str(folder))}", highlight=False, soft_wrap=True)
         model = make_model(folder)
-    settings = {"method": method, "min_tokens": MIN_TOKENS, "params": METHOD_PARAMS[method]}
+    settings = {"method": method, "min_tokens": MIN_TOKENS, "min_query_tokens": 1, "params": METHOD_PARAMS[method]}
     server = Server(model, (*sparse_args(settings), "--max-model-len", str(_max_model_len(model))))
     console.print(f"[bold]{escape(str(server))}[/]", highlight=False, soft_wrap=True)
     with contextlib.ExitStack() as stack:

@@ -55,6 +55,8 @@ __all__ = [
     "DelegateMetadata",
     "check_cpu_layout",
     "context_parallel_sizes",
+    "device_memory_bytes",
+    "device_name",
     "flash_attention",
     "hf_config",
     "host_seq_lens",
@@ -113,6 +115,16 @@ def uniform_decode_graphs(support: AttentionCGSupport) -> AttentionCGSupport:
 def prefers_bulk_pages() -> bool:
     """Whether 128-token pages pay: bulk copies need them, and FlashAttention-3 itself is faster on them."""
     return not IS_CPU and current_platform.is_device_capability_family(90)
+
+
+def device_name() -> str:
+    """The device as tables of measurements name it. Asked of the driver: it starts nothing on the device."""
+    return str(current_platform.get_device_name())
+
+
+def device_memory_bytes() -> int:
+    """Memory of the device, in use or not."""
+    return int(current_platform.get_device_total_memory())
 
 
 def flash_attention() -> FlashAttention | None:

@@ -3,17 +3,20 @@
 The cache has been written when ``forward`` is called. Nothing in ``forward`` waits for the device.
 """
 
+import contextlib
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
 
 from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.arena import Memory, narrowest_block
 from vllm_sparse_backend.serving.stats import Recorder
-from vllm_sparse_backend.serving.step import SparseStep
+from vllm_sparse_backend.serving.step import Slab, SparseStep
+from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import LayerPlan, methods_by_head
 from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
-from vllm_sparse_kernels import SparseIndex, shared_bytes, widest_block
+from vllm_sparse_kernels import SparseIndex, Workspace, shared_bytes, widest_block
 from vllm_sparse_kernels.attend import PORTABLE, Engine
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.reference.attend import attend as reference_attend
@@ -43,7 +46,7 @@ class SparsePrefillImpl(compat.DelegateImpl):
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
             attn_type, kv_sharing_target_layer_name, sinks, **more,
         )  # fmt: skip
-        config = get_current_vllm_config()
+        self.config = config = get_current_vllm_config()
         prefill_parallel, decode_parallel = compat.context_parallel_sizes(config)
         self.fallback: Fallback | None = layer_fallback(
             head_dim=head_size,
@@ -60,6 +63,7 @@ class SparsePrefillImpl(compat.DelegateImpl):
         )
         self.groups: LayerPlan | None = None
         self.recorder: Recorder | None = None
+        self.memory: Memory | None = None
         self.engine: Engine = PORTABLE  # until warm-up chooses one
 
     def reason(self, groups: LayerPlan | None) -> Fallback | None:
@@ -77,13 +81,30 @@ class SparsePrefillImpl(compat.DelegateImpl):
     def _widest_block(self) -> int | None:
         return widest_block(self.head_size, shared_bytes(torch.device(compat.DEVICE_TYPE)))
 
-    def adopt(self, layer: int, groups: LayerPlan, recorder: Recorder, check_index: bool) -> None:
+    def adopt(
+        self, layer: int, groups: LayerPlan, recorder: Recorder, memory: Memory | None, check_index: bool
+    ) -> None:
         """Go sparse from now on, by this layer's part of the plan."""
-        self.layer, self.recorder, self.check_index = layer, recorder, check_index
-        self.block_tokens = min(self._widest_block() or 64, *(group.method.block_tokens for group in groups))
+        self.layer, self.recorder, self.memory, self.check_index = layer, recorder, memory, check_index
+        self.block_tokens = narrowest_block(groups, self._widest_block() or 64)
         self.heads = [torch.tensor(group.heads, dtype=torch.int32, device=recorder.device) for group in groups]
         self.options = attend_options(methods_by_head(groups), recorder.device)
         self.groups = groups
+
+    def reserve(self, vllm_config: VllmConfig, device: torch.device) -> Memory | None:
+        """The worker's arena, which the first of its layers to ask for it makes."""
+        if self.memory is None:
+            layers = vllm_config.compilation_config.static_forward_context.values()
+            impls = [layer.impl for layer in layers if isinstance(getattr(layer, "impl", None), SparsePrefillImpl)]
+            known = next((impl.memory for impl in impls if impl.memory is not None), None)
+            self.memory = known or Memory.reserve(vllm_config, device)
+        return self.memory
+
+    def _reserve_in_profile_run(self, device: torch.device) -> None:
+        """Now vLLM counts what is allocated. A part of a model may know its own configuration alone: then not now."""
+        if self.fallback is None and self.memory is None:
+            with contextlib.suppress(ConfigurationError):
+                self.reserve(get_current_vllm_config_or_none() or self.config, device)
 
     def forward(
         self,
@@ -101,8 +122,10 @@ class SparsePrefillImpl(compat.DelegateImpl):
 
         key and value [num_tokens, num_kv_heads, head_dim], or None where the layer reads another one's cache.
         """
+        if attn_metadata is None:
+            self._reserve_in_profile_run(query.device)
         step: SparseStep | None = getattr(attn_metadata, "sparse", None)
-        if step is None or self.groups is None or self.recorder is None:
+        if step is None or self.groups is None:
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
@@ -111,19 +134,37 @@ class SparsePrefillImpl(compat.DelegateImpl):
             part = (x if x is None else x[run.tokens] for x in (query, key, value))
             super().forward(layer, *part, kv_cache, run.metadata, output[run.tokens], output_scale, output_block_scale)
         cache = compat.paged_cache(kv_cache, self.head_size)
-        index = step.index(self.groups, self.num_heads, self.block_tokens)
+        for slab in step.slabs:
+            self.run(slab, query, cache, output)
+        return output
+
+    def run(self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor) -> None:
+        """Select and attend for some of the step's rows."""
+        assert self.memory is not None
+        assert self.recorder is not None
+        arena = self.memory.arena
+        with arena.frame():
+            self.recorder.count_pairs(self.layer, self.select_and_attend(slab, query, cache, output, arena))
+
+    def select_and_attend(
+        self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor, workspace: Workspace
+    ) -> SparseIndex:
+        """The index, which stays in the workspace."""
+        assert self.groups is not None
+        index = slab.index(self.groups, self.num_heads, self.block_tokens, workspace)
         self.select(query, cache, index)
         if self.check_index:
             index.check()
         attend = reference_attend if compat.IS_CPU else self.engine.attend
-        attend(query, cache, index, output, self.scale, options=self.options)
-        self.recorder.count_pairs(self.layer, index)
-        return output
+        with workspace.frame():
+            attend(query, cache, index, output, self.scale, options=self.options)
+        return index
 
     def select(self, query: torch.Tensor, cache: PagedCache, index: SparseIndex) -> None:
         """Fill ``index`` for all heads of this layer."""
         for group, heads in zip(self.groups or (), self.heads, strict=True):
-            if compat.IS_CPU:
-                METHODS[name_of(group.method)].reference(group.method, query, cache, index, heads, self.scale)
-            else:
-                group.method.select(query, cache, index, heads, self.scale)
+            with index.workspace.frame():
+                if compat.IS_CPU:
+                    METHODS[name_of(group.method)].reference(group.method, query, cache, index, heads, self.scale)
+                else:
+                    group.method.select(query, cache, index, heads, self.scale)

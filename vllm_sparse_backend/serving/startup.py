@@ -5,6 +5,7 @@ from vllm.config import VllmConfig
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.engines import refuse_on_cpu
 from vllm_sparse_backend.settings.config import load_config
+from vllm_sparse_backend.settings.crossover import load_crossover
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.modelcheck import layer_reasons
@@ -15,6 +16,7 @@ from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
 def check(vllm_config: VllmConfig) -> None:
     """Raise ConfigurationError, one line, where the server could not do what was asked for."""
     config = load_config(vllm_config.additional_config)
+    load_crossover(config.crossover)
     refuse_on_cpu(config.engine)
     hf_config = compat.hf_config(vllm_config)
     shape = compat.model_shape(vllm_config)

@@ -2,15 +2,24 @@
 
 from dataclasses import dataclass, field
 
+import torch
+
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.settings.plan import LayerPlan, methods_by_head
-from vllm_sparse_kernels import Rows, SparseIndex, StripeLayout
+from vllm_sparse_kernels import IndexLayout, LayerShape, Rows, SparseIndex, StripeLayout, Workspace
+from vllm_sparse_kernels.rows import ceil_div, to_device
 from vllm_sparse_kernels.select.base import Method
+
+TABLE_STEP = 16
+"""Entries of a block table's row are filled up to a multiple of this."""
 
 
 @dataclass(frozen=True)
 class Delegated:
-    """Neighbouring rows that the delegate runs: their tokens, and metadata as if they were the whole batch."""
+    """Neighbouring rows that the delegate runs: their tokens, and metadata as if they were the whole batch.
+
+    Of the last row these may be the first tokens alone.
+    """
 
     rows: slice
     tokens: slice
@@ -18,26 +27,46 @@ class Delegated:
 
 
 @dataclass
+class Slab:
+    """Sparse rows of a step that select and attend together, and what the host works out of them once for all layers.
+
+    Most steps are one slab; where the arena has no room for all rows at a time, they are several.
+    """
+
+    rows: Rows
+    _layouts: dict[tuple[int, int], tuple[LayerPlan, IndexLayout]] = field(default_factory=dict)
+    _stripes: dict[Method, StripeLayout] = field(default_factory=dict)
+    _bytes: dict[tuple[Method, int, LayerShape], int] = field(default_factory=dict)
+
+    def index(self, groups: LayerPlan, num_heads: int, block_tokens: int, workspace: Workspace) -> SparseIndex:
+        """Room for one layer's selection. Layers of one plan share its layout."""
+        # The plan's groups are one object for all layers that are alike; it is kept, so that no other gets its id.
+        key = (id(groups), block_tokens)
+        if key not in self._layouts:
+            stripes = {head: self.stripes(method) for head, method in enumerate(methods_by_head(groups))}
+            self._layouts[key] = groups, IndexLayout.of(self.rows, num_heads, block_tokens, stripes)
+        return self._layouts[key][1].allocate(workspace)
+
+    def stripes(self, method: Method) -> StripeLayout:
+        """Room for the stripes of one head, or of the head of a merged method that needs most."""
+        if method not in self._stripes:
+            self._stripes[method] = method.stripe_layout(self.rows)
+        return self._stripes[method]
+
+    def select_bytes(self, method: Method, num_heads: int, shape: LayerShape) -> int:
+        """At least what selecting so many heads takes of a workspace."""
+        key = (method, num_heads, shape)
+        if key not in self._bytes:
+            self._bytes[key] = method.workspace_bytes(self.rows, shape, num_heads, self.stripes(method).capacity)
+        return self._bytes[key]
+
+
+@dataclass
 class SparseStep:
     """The part of a step that prefills sparsely."""
 
-    rows: Rows
+    slabs: tuple[Slab, ...]
     delegated: tuple[Delegated, ...]
-    _indices: dict[tuple[int, tuple[StripeLayout, ...]], SparseIndex] = field(default_factory=dict)
-    _layouts: dict[Method, StripeLayout] = field(default_factory=dict)
-
-    def index(self, groups: LayerPlan, num_heads: int, block_tokens: int) -> SparseIndex:
-        """Room for one layer's selection. Layers run one after the other, and those that need equal room share it."""
-        layouts = {head: self._layout(method) for head, method in enumerate(methods_by_head(groups))}
-        key = (block_tokens, tuple(layouts[head] for head in range(num_heads)))
-        if key not in self._indices:
-            self._indices[key] = SparseIndex.allocate(self.rows, num_heads, block_tokens, layouts)
-        return self._indices[key]
-
-    def _layout(self, method: Method) -> StripeLayout:
-        if method not in self._layouts:
-            self._layouts[method] = method.stripe_layout(self.rows)
-        return self._layouts[method]
 
 
 @dataclass
@@ -45,3 +74,17 @@ class SparsePrefillMetadata(compat.DelegateMetadata):
     """The delegate's metadata of the whole batch, for layers that stay dense, and the sparse part of the step."""
 
     sparse: SparseStep | None = None
+
+
+def own_block_table(block_table: torch.Tensor, ids: list[int]) -> torch.Tensor:
+    """Some rows of a block table, [len(ids), max_pages], in a copy of their own.
+
+    Its rows begin at multiples of 64 bytes wherever vLLM's do: kernels are compiled for such addresses apart.
+    """
+    max_pages, device = block_table.shape[1], block_table.device
+    own = torch.empty(len(ids), ceil_div(max_pages, TABLE_STEP) * TABLE_STEP, dtype=torch.int32, device=device)
+    own = own[:, :max_pages]
+    if ids[-1] - ids[0] + 1 == len(ids):
+        return own.copy_(block_table[ids[0] : ids[-1] + 1])
+    chosen = to_device(ids, torch.int64, device)
+    return own.copy_(block_table.index_select(0, chosen))

@@ -18,18 +18,13 @@ from pydantic import (
     model_validator,
 )
 
+from vllm_sparse_backend.settings.crossover import AUTO, TokenCount
 from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of, report, unexpected
 from vllm_sparse_backend.settings.methods import make_method, method_names
 from vllm_sparse_kernels.select.base import Method
 
 KEY = "sparse_prefill"
 OPTION = "--additional-config"
-AUTO: Literal["auto"] = "auto"
-DEFAULT_MIN_TOKENS = 16384
-"""Below, the usual sizes leave too few pairs out: at 16,384 tokens A-shape's 5,120 keys leave out 0.47 of them, the
-6,096 nearest diagonals 0.39. Per kept pair sparse attention takes 1.5 to 1.6 times as long as FlashAttention-3 (on an
-H100, blocks of 128 keys), so that it is slower until a third or more is left out.
-"""
 
 
 class SparsePrefillConfig(BaseModel):
@@ -46,8 +41,14 @@ class SparsePrefillConfig(BaseModel):
     params: dict[str, Any] = {}
     """Fields of the method that differ from its defaults."""
 
-    min_tokens: Annotated[StrictInt, Field(ge=0)] = DEFAULT_MIN_TOKENS
-    """A row whose ``seq_len`` is less runs dense. Where it is given, it goes before the profile's."""
+    min_tokens: TokenCount = AUTO
+    """The first positions of every row, which run dense. Where it is given, it goes before the profile's."""
+
+    min_query_tokens: TokenCount = AUTO
+    """A row with fewer new tokens past ``min_tokens`` runs dense. Where it is given, it goes before the profile's."""
+
+    crossover: StrictStr | None = None
+    """Path of a table of measurements that ``auto`` looks numbers up in, in place of the one that ships."""
 
     dense_layers: tuple[Annotated[StrictInt, Field(ge=0)], ...] = ()
     """Layers that always run dense, on top of the profile's."""

@@ -6,11 +6,13 @@ query heads, which the plan is about, are split alike in both cases.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 from vllm_sparse_backend.settings.config import OPTION, SparsePrefillConfig
+from vllm_sparse_backend.settings.crossover import Crossover, Thresholds, TokenCount, resolve
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.settings.methods import summarize
 from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -44,10 +46,11 @@ class Plan:
     """``layers[i]`` holds layer i's groups, which cover each query head of this rank once; None if it runs dense."""
 
     layers: tuple[LayerPlan | None, ...]
-    min_tokens: int
-    """A row whose ``seq_len`` is less runs dense."""
+    min_tokens: TokenCount
+    min_query_tokens: TokenCount
     source: str
     """The profile or method that was asked for."""
+    shape: ModelShape
 
     @staticmethod
     def build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int = 0, tp_size: int = 1) -> "Plan":
@@ -70,9 +73,26 @@ class Plan:
     def dense_layers(self) -> tuple[int, ...]:
         return tuple(i for i, groups in enumerate(self.layers) if groups is None)
 
-    def describe(self) -> list[str]:
+    @cached_property
+    def methods(self) -> frozenset[Method]:
+        """The methods of all heads, each as the configuration states it."""
+        return frozenset(method for groups in set(self.layers) if groups for method in methods_by_head(groups))
+
+    def thresholds(self, table: Crossover, device: str, engines: Collection[str]) -> Thresholds:
+        """From which lengths on rows go sparse, on this device and with these engines, each of which some layer has."""
+        shape = (self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim)
+        numbers = (self.min_tokens, self.min_query_tokens)
+        each = [resolve(*numbers, self.methods, table, device, engine, shape) for engine in sorted(engines)]
+        return max(each, key=lambda one: one.severity)
+
+    def earliest_thresholds(self, table: Crossover, device: str) -> Thresholds:
+        """Those with whichever engine is measured to pay first: what there is to prepare for before one is chosen."""
+        each = [self.thresholds(table, device, [engine]) for engine in table.engines(device) or ["any"]]
+        return min(each, key=lambda one: one.severity)
+
+    def describe(self, thresholds: Thresholds) -> list[str]:
         """Lines for the log at start-up: what runs how."""
-        lines = [f"sparse prefill with {self.source}, for rows of at least {self.min_tokens} tokens"]
+        lines = [f"sparse prefill with {self.source}, for {thresholds}", *thresholds.notes]
         if self.dense_layers:
             lines.append(f"layers {format_ranges(self.dense_layers)}: dense")
         layers: dict[str, set[int]] = defaultdict(set)
@@ -114,12 +134,16 @@ def _build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int, tp_size
         () if layer in dense else profile.methods_of(layer, shape.num_heads)[own] for layer in range(shape.num_layers)
     ]
     counts = Counter(chain.from_iterable(methods))
-    layers = tuple(
-        _group([method if counts[method] > 1 else method.alone for method in of_layer]) or None for of_layer in methods
-    )
-    if profile.min_tokens is None or "min_tokens" in config.model_fields_set:
-        return Plan(layers, config.min_tokens, source)
-    return Plan(layers, profile.min_tokens, source)
+    known: dict[LayerPlan, LayerPlan] = {}  # layers that are alike have one object, by which they are known then
+    groups = (_group([method if counts[method] > 1 else method.alone for method in of_layer]) for of_layer in methods)
+    layers = tuple(known.setdefault(of_layer, of_layer) or None for of_layer in groups)
+
+    def first_given(field: str) -> TokenCount:
+        theirs: TokenCount | None = getattr(profile, field)
+        ours: TokenCount = getattr(config, field)
+        return ours if theirs is None or field in config.model_fields_set else theirs
+
+    return Plan(layers, first_given("min_tokens"), first_given("min_query_tokens"), source, shape)
 
 
 def _profile_of(config: SparsePrefillConfig) -> tuple[Profile, str]:

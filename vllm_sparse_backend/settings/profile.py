@@ -18,7 +18,6 @@ from pydantic import (
     Field,
     PlainValidator,
     StrictFloat,
-    StrictInt,
     StrictStr,
     ValidationError,
     field_validator,
@@ -26,6 +25,7 @@ from pydantic import (
 )
 
 from vllm_sparse_backend.settings import strict_yaml
+from vllm_sparse_backend.settings.crossover import TokenCount
 from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of, report, unexpected
 from vllm_sparse_backend.settings.methods import make_method, method_names, parameters_of
 from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -96,7 +96,8 @@ class Profile(_Section):
     format: Literal[1]
     model: ModelShape | None
     """The model that it fits; None (``any`` in the file) if it fits every one."""
-    min_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
+    min_tokens: TokenCount | None = None
+    min_query_tokens: TokenCount | None = None
     dense_layers: Ranges = ()
     default: MethodSpec
     layers: Annotated[dict[Ranges, LayerProfile], BeforeValidator(_disjoint)] = {}
@@ -167,6 +168,7 @@ class Profile(_Section):
             "format": self.format,
             "model": shape or ANY_MODEL,
             "min_tokens": self.min_tokens,
+            "min_query_tokens": self.min_query_tokens,
             "dense_layers": _key(self.dense_layers) if self.dense_layers else None,
             "default": _spec(self.default),
             "layers": {_key(layers): _layer_data(profile) for layers, profile in self.layers.items()},

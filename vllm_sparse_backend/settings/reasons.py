@@ -95,7 +95,22 @@ class Fallback(StrEnum):
         False,
         "vLLM runs this step as cascade attention over a shared prefix; use --disable-cascade-attn",
     )
-    TOO_SHORT = ("too_short", False, "the row has fewer than min_tokens tokens; lower min_tokens if sparse still pays")
+    TOO_SHORT = ("too_short", False, "the row ends within min_tokens; lower min_tokens if sparse still pays")
+    SHORT_QUERY = (
+        "short_query",
+        False,
+        "the row has fewer than min_query_tokens new tokens past min_tokens; lower that number if sparse still pays",
+    )
+    NEVER_FASTER = (
+        "never_faster",
+        False,
+        "on this device the method was never measured to be faster than dense attention; see the log at start-up",
+    )
+    NO_ROOM = (
+        "no_room",
+        False,
+        "not even one tile of the row fits into the arena, whose size the log states at start-up; use another method",
+    )
     OPT_OUT = ("opt_out", False, "the request switched sparse prefill off; leave that out of the request")
 
 

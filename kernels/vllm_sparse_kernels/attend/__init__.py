@@ -2,13 +2,16 @@
 
 import torch
 
+from vllm_sparse_kernels.attend import flash as flash_module
+from vllm_sparse_kernels.attend import hopper, portable
 from vllm_sparse_kernels.attend.engine import AttendSpec, Choice, Engine, choose
 from vllm_sparse_kernels.attend.flash import FlashAttention, flash_engine
 from vllm_sparse_kernels.attend.hopper import HOPPER
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.portable import PORTABLE, shared_bytes, supports_bulk, widest_block
-from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.index import LayerShape, SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import Rows
 
 __all__ = [
     "HOPPER",
@@ -24,6 +27,7 @@ __all__ = [
     "shared_bytes",
     "supports_bulk",
     "widest_block",
+    "workspace_bytes",
 ]
 
 
@@ -49,3 +53,18 @@ def attend(
 ) -> None:
     """Attention over the index by one engine: see ``engine.Attend``."""
     engine.attend(q, cache, index, out, scale, lse, options)
+
+
+def workspace_bytes(
+    rows: Rows, shape: LayerShape, stripe_capacity: int, longest_stripes: int, int8_scores: bool
+) -> int:
+    """At least what attention over these rows takes from the index's workspace, with whichever engine.
+
+    ``stripe_capacity`` and ``longest_stripes``: positions that all lists of the index together, and the longest of
+    them, have room for.
+    """
+    by_portable = portable.workspace_bytes(rows, shape, int8_scores)
+    if int8_scores:
+        return by_portable
+    by_hopper = hopper.workspace_bytes(rows, shape, stripe_capacity)
+    return max(by_portable, by_hopper, flash_module.workspace_bytes(rows, shape, longest_stripes))

@@ -32,14 +32,18 @@ import triton
 from vllm_sparse_kernels.attend.engine import AttendSpec, Engine, check_shapes
 from vllm_sparse_kernels.attend.flash_kernel import finish_kernel, prepare_kernel
 from vllm_sparse_kernels.attend.options import AttendOptions
-from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.index import LayerShape, SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 PART_BYTES = 512 << 20
 """Workspace that sequences which run at once may take; what needs more runs in parts. 8,192 queries of 32 heads of 128
 take 0.2 GB with blocks alone, 0.3 GB with room for 8,192 stripes a tile.
 """
+
+SMALLEST_UNIT = 16
+"""Tokens of a page of FlashAttention 2, at least; units are not smaller."""
 
 PART_SEQUENCES = 32768
 """Sequences that run at once: FlashAttention-2 launches them along an axis that ends at 65,535."""
@@ -186,6 +190,14 @@ def attend(
     for part in _parts(index, cache):
         with index.workspace.frame():
             _attend_part(flash, queries, cache, index, scale, part)
+
+
+def workspace_bytes(rows: Rows, shape: LayerShape, longest_stripes: int) -> int:
+    """At least what ``attend`` takes from the index's workspace for these rows."""
+    num_sequences = rows.num_tiles * shape.num_heads
+    width = ceil_div(max(rows.seq_lens, default=0), SMALLEST_UNIT) + longest_stripes
+    bytes_each = (3 * TILE_TOKENS * shape.head_dim * shape.element_bytes) + 4 * width
+    return max(min(PART_BYTES, num_sequences * bytes_each), bytes_each) + 16 * num_sequences + SPARE_BYTES
 
 
 def _attend_part(

@@ -13,9 +13,10 @@ import torch
 from vllm_sparse_kernels.attend.engine import AttendSpec, Engine, check_shapes
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.portable import LOG2_E, MatrixArgs, matrix_args
-from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.index import LayerShape, SparseIndex, padded_capacity
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import TILE_FIELDS
+from vllm_sparse_kernels.rows import TILE_FIELDS, Rows
+from vllm_sparse_kernels.workspace import padded_bytes
 
 try:
     from triton.experimental.gluon import language as gl
@@ -105,6 +106,13 @@ def refusal(spec: AttendSpec) -> str | None:
     if spec.strides[0] % spec.strides[1] or any(2 * stride % 16 for stride in spec.strides):
         return f"the cache's strides {spec.strides} make no matrix of tokens with rows of whole 16 bytes"
     return None
+
+
+def workspace_bytes(rows: Rows, shape: LayerShape, stripe_capacity: int) -> int:
+    """At least what ``attend`` takes from the index's workspace: places of blocks and stripes, and the work's order."""
+    num_blocks = padded_capacity(sum(rows.block_capacities(shape.block_tokens)))
+    sizes = (shape.num_heads * num_blocks, stripe_capacity, rows.num_tiles * shape.num_heads, 1)
+    return sum(padded_bytes(size, dtype=torch.int32) for size in sizes)
 
 
 def attend(

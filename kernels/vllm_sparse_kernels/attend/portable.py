@@ -30,10 +30,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vllm_sparse_kernels.attend.engine import AttendSpec, Engine, check_shapes
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.portable_kernel import attend_kernel, place_blocks_kernel
-from vllm_sparse_kernels.attend.smooth_keys import smooth_keys
-from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.attend.smooth_keys import smooth_bytes, smooth_keys
+from vllm_sparse_kernels.index import LayerShape, SparseIndex, padded_capacity
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS
+from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows
+from vllm_sparse_kernels.workspace import padded_bytes
 
 LOG2_E = 1.4426950408889634
 
@@ -163,6 +164,13 @@ def attend(
         num_warps=8 if block_d >= 128 else 4,
         num_stages=_num_stages(index.block_tokens, head_dim, shared_bytes(q.device)),
     )  # fmt: skip
+
+
+def workspace_bytes(rows: Rows, shape: LayerShape, int8_scores: bool) -> int:
+    """At least what ``attend`` takes from the index's workspace for these rows: places of blocks, and 8-bit keys."""
+    num_blocks = padded_capacity(sum(rows.block_capacities(shape.block_tokens)))
+    places = padded_bytes(shape.num_heads, num_blocks, dtype=torch.int32)
+    return places + (smooth_bytes(rows, shape.num_kv_heads, shape.head_dim) if int8_scores else 0)
 
 
 def refusal(spec: AttendSpec) -> str | None:

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from vllm_sparse_kernels.paged import PagedCache, key_args, key_means, load_keys
 from vllm_sparse_kernels.rows import Rows, ceil_div, to_device
-from vllm_sparse_kernels.workspace import Workspace
+from vllm_sparse_kernels.workspace import Workspace, padded_bytes
 
 STEP_TOKENS = tl.constexpr(64)
 """Keys that share a scale."""
@@ -76,6 +76,17 @@ def smooth_keys(
             **shape,
         )
     return smooth
+
+
+def smooth_bytes(rows: Rows, num_kv_heads: int, head_dim: int) -> int:
+    """What ``smooth_keys`` takes from its workspace."""
+    block_d = triton.next_power_of_2(head_dim)
+    num_keys = sum(ceil_div(seq_len, ALIGN_TOKENS) * ALIGN_TOKENS for seq_len in rows.seq_lens)
+    return (
+        padded_bytes(num_kv_heads, num_keys, block_d, dtype=torch.int8)
+        + padded_bytes(num_kv_heads, num_keys // STEP_TOKENS.value)
+        + padded_bytes(rows.num_rows, num_kv_heads, block_d)
+    )
 
 
 @triton.jit

@@ -14,9 +14,10 @@ from typing import Any, ClassVar, Self
 import torch
 
 from vllm_sparse_kernels.attend.options import AttendOptions
-from vllm_sparse_kernels.index import SparseIndex, StripeLayout
+from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows, to_device
+from vllm_sparse_kernels.select.footprint import most_bytes
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,14 @@ class Method(ABC):
         Methods that keep blocks alone keep this.
         """
         return StripeLayout.none(rows)
+
+    def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
+        """At least what ``select`` of ``num_selected`` heads takes from the workspace at a time, for these rows.
+
+        ``stripe_capacity``: of the method's ``stripe_layout`` for them. A method that takes more than any of those in
+        ``footprint.py`` says so here.
+        """
+        return most_bytes(rows, shape, num_selected, stripe_capacity)
 
     @abstractmethod
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:

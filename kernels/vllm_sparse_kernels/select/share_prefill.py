@@ -37,12 +37,13 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.index import SparseIndex, StripeLayout
+from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS, Rows, to_device
 from vllm_sparse_kernels.select.base import Method, require
 from vllm_sparse_kernels.select.block_average import BlockAverages, Spans, divergence
 from vllm_sparse_kernels.select.flex_vertical_slash import FlexVerticalSlash
+from vllm_sparse_kernels.select.footprint import averaged_bytes
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, tile_blocks
 from vllm_sparse_kernels.select.radix import (
     CHUNK,
@@ -127,6 +128,10 @@ class SharePrefill(Method):
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
         return self.fallback.stripe_layout(rows)
+
+    def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
+        lines = super().workspace_bytes(rows, shape, num_selected, stripe_capacity)
+        return max(lines, averaged_bytes(rows, shape, num_selected))
 
     def clusters_of(self, heads: torch.Tensor) -> tuple[int, ...]:
         """The cluster of each of ``heads``."""

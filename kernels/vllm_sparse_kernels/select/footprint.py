@@ -1,0 +1,74 @@
+"""Upper bounds, on the host, of what selection takes from its workspace. A test holds every method to them.
+
+There are three ways of selecting, and each takes what belongs to keys, or to pairs of blocks, for a slab of rows or of
+keys at a time, so that long steps need little more than short ones. Everything here is in bytes.
+"""
+
+from triton import next_power_of_2
+
+from vllm_sparse_kernels.index import LayerShape
+from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
+from vllm_sparse_kernels.workspace import SPARE_BYTES
+
+SLAB_BYTES = 128 << 20
+"""What one slab takes, unless a single row or tile takes more."""
+
+SLAB_KEYS = 1 << 17
+
+
+def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
+    """Enough for any of the methods below that selects ``num_selected`` heads; ``stripe_capacity``: of one of them."""
+    ways = (
+        line_bytes(rows, num_selected),
+        rounded_bytes(rows, shape, num_selected),
+        pooled_bytes(rows, shape, num_selected),
+        voted_bytes(rows, shape, num_selected, stripe_capacity),
+    )
+    return max(ways) + SPARE_BYTES
+
+
+def line_bytes(rows: Rows, num_selected: int) -> int:
+    """Vertical-slash: sums by key and by distance, counts of what is kept, and for each row histograms of the sums."""
+    longest = max(rows.seq_lens) + 64
+    rows_at_once = min(rows.num_rows, max(1, SLAB_BYTES // (16 * num_selected * longest)))
+    row_head = (64 << 10) + (12 << 10) * min(16, ceil_div(longest, 4096)) + 4 * min(longest, 8192)
+    return rows_at_once * num_selected * (13 * longest + row_head)
+
+
+def rounded_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
+    """SALE: queries and a slab of keys in 8 bits with their scales, flags of blocks, float32 sums of queries."""
+    dim = next_power_of_2(shape.head_dim)
+    num_keys = min(SLAB_KEYS, sum(ceil_div(n, TILE_TOKENS) * TILE_TOKENS for n in rows.seq_lens))
+    keys = num_keys * (shape.num_kv_heads * (dim + 1) + 7 * num_selected)
+    queries = num_selected * rows.num_tiles * TILE_TOKENS * (dim + 12)
+    sums = 4 * dim * (shape.num_heads * (rows.num_tiles + rows.num_rows) + shape.num_kv_heads * 2 * rows.num_rows)
+    splits = 4 * dim * shape.num_kv_heads * min(sum(rows.seq_lens) // 64 + rows.num_rows, 8192)
+    return keys + queries + sums + splits + 3 * num_selected * sum(rows.block_capacities(64))
+
+
+def pooled_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
+    """SpargeAttn and block-sparse: mean queries of half tiles, a slab's mean keys of 64 and products, flags."""
+    pairs = rows.block_capacities(64)
+    products = min(8 * num_selected * sum(pairs), max(SLAB_BYTES, 8 * num_selected * (max(pairs) + 64)))
+    of_rows = [mean_key_bytes(n, shape) for n in rows.seq_lens]
+    means = min(sum(of_rows), max(SLAB_BYTES, *of_rows)) + 8 * num_selected * rows.num_tiles * (shape.head_dim + 1)
+    return products + means + 2 * num_selected * sum(pairs)
+
+
+def averaged_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
+    """SharePrefill: mean keys of all rows, mean queries, and a score of each pair of their blocks."""
+    means = sum(mean_key_bytes(n, shape) for n in rows.seq_lens)
+    queries = 8 * num_selected * (rows.num_tiles + rows.num_rows) * (next_power_of_2(shape.head_dim) + 1)
+    scores = 5 * num_selected * (sum(rows.block_capacities(64)) + sum(ceil_div(n, 64) for n in rows.seq_lens))
+    return means + queries + scores + SPARE_BYTES
+
+
+def mean_key_bytes(seq_len: int, shape: LayerShape) -> int:
+    """Of one row: float32 means of 64 keys, how alike these are, and what sums of splits take beside."""
+    return 6 * shape.num_kv_heads * (ceil_div(seq_len, 64) + 1) * (next_power_of_2(shape.head_dim) + 1)
+
+
+def voted_bytes(rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
+    """AnchorAttention: a mean query and a threshold of each tile, and a bit for each key that a group votes on."""
+    means = shape.num_heads * rows.num_tiles * (next_power_of_2(shape.head_dim) * shape.element_bytes + 8)
+    return means + shape.num_heads * (stripe_capacity // 4 + 64)

@@ -1,0 +1,270 @@
+"""One arena for all layers of a worker: its size, who allocates it when, and rows that do not fit all at once."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from vllm.platforms import current_platform
+
+if not current_platform.is_cpu():
+    pytest.skip("needs vLLM's CPU build", allow_module_level=True)
+
+from tests.backend.served import CPU, make_builder, make_common, make_layers, make_step
+from vllm_sparse_backend.serving import arena as arenas
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.arena import Arena, LayerNeed, Memory, Room, Row, largest_steps, make_slab
+from vllm_sparse_backend.settings.config import SparsePrefillConfig
+from vllm_sparse_backend.settings.crossover import Thresholds
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_backend.settings.reasons import Fallback
+from vllm_sparse_kernels import SparseIndex, Workspace
+
+MIN_TOKENS = 100
+SHAPE = ModelShape("LlamaForCausalLM", num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64)
+LINES = {"vertical_tokens": 40, "slash_tokens": 104}
+LONGEST = 40_000
+
+
+def needs(method: str = "vertical_slash", **params: Any) -> list[LayerNeed]:
+    plan = Plan.build(SparsePrefillConfig(method=method, params=params), SHAPE)
+    return [LayerNeed.of(groups, 128, SHAPE.num_kv_heads, SHAPE.head_dim, 2) for groups in plan.layers if groups]
+
+
+def rows_of(lengths: list[tuple[int, int]]) -> list[Row]:
+    """Rows of (context_len, query_len) with a token between them that is not theirs."""
+    rows: list[Row] = []
+    for context_len, query_len in lengths:
+        token = rows[-1].token + rows[-1].query_len + 1 if rows else 0
+        rows.append(Row(len(rows), token, query_len, context_len))
+    return rows
+
+
+def dealt(room: Room, rows: list[Row]) -> list[list[Row]]:
+    """The rows of each slab, as they were cut, told by what the block table says of them."""
+    slabs = room.slabs(rows, torch.arange(len(rows), dtype=torch.int32)[:, None])
+    parts = [
+        (slab.rows.block_table[:, 0].tolist(), slab.rows.tokens, slab.rows.query_lens, slab.rows.context_lens)
+        for slab in slabs
+    ]
+    return [[Row(*fields) for fields in zip(*part, strict=True)] for part in parts]
+
+
+def small_room(times: float) -> Room:
+    """So many times what a tile of the longest row needs."""
+    one_tile = Room(needs(), 0, LONGEST).needed(make_slab([Row(0, 0, 1, LONGEST - 1)]))
+    return Room(needs(), int(one_tile * times), LONGEST)
+
+
+class TestSlabs:
+    LENGTHS = st.lists(
+        st.tuples(st.integers(0, LONGEST - 3000), st.integers(1, 3000)), min_size=1, max_size=6
+    )  # fmt: skip
+
+    def test_rows_that_fit_run_together(self) -> None:
+        rows = rows_of([(1000, 500), (0, 3000), (7, 1)])
+        assert dealt(Room(needs(), 1 << 40, LONGEST), rows) == [rows]
+
+    @given(lengths=LENGTHS, times=st.sampled_from([1.0, 1.1, 1.5, 4.0]))
+    @settings(max_examples=60, deadline=None)
+    def test_every_token_runs_once_and_every_slab_fits(self, lengths: list[tuple[int, int]], times: float) -> None:
+        room, rows = small_room(times), rows_of(lengths)
+        assert all(room.fits(row) for row in rows)
+        slabs = dealt(room, rows)
+        for slab in slabs:
+            assert room.needed(make_slab(slab)) <= room.num_bytes
+            assert len({row.number for row in slab}) == len(slab)
+        for row in rows:
+            chunks = [chunk for slab in slabs for chunk in slab if chunk.number == row.number]
+            assert chunks[0].token == row.token
+            assert sum(chunk.query_len for chunk in chunks) == row.query_len
+            for before, after in pairwise(chunks):
+                assert before.query_len % 128 == 0
+                assert after.token == before.token + before.query_len
+            assert all(chunk.context_len - chunk.token == row.context_len - row.token for chunk in chunks)
+
+    @given(lengths=LENGTHS)
+    @settings(max_examples=30, deadline=None)
+    def test_how_a_row_is_cut_hangs_on_no_other(self, lengths: list[tuple[int, int]]) -> None:
+        """Alone a row may fit whole where the batch does not: then it is whole there too."""
+        room, rows = small_room(1.1), rows_of(lengths)
+        slabs = dealt(room, rows)
+        for row in rows:
+            only = dealt(room, [Row(0, row.token, row.query_len, row.context_len)])
+            alone = [chunk.query_len for slab in only for chunk in slab]
+            beside = [chunk.query_len for slab in slabs for chunk in slab if chunk.number == row.number]
+            assert beside == alone
+
+    def test_a_row_without_room_for_one_tile_does_not_fit(self) -> None:
+        one_tile = Room(needs(), 0, LONGEST).needed(make_slab([Row(0, 0, 1, 9_999)]))
+        room = Room(needs(), one_tile, LONGEST)
+        assert room.fits(Row(0, 0, 500, 9_500))
+        assert not room.fits(Row(0, 0, 500, 12_000))
+
+    def test_room_depends_on_the_layer_that_needs_most(self) -> None:
+        slab = make_slab(rows_of([(5000, 500)]))
+        small, large = (Room(needs(vertical_tokens=n), 0, LONGEST) for n in (40, 400))
+        both = Room([*needs(vertical_tokens=400), *needs(vertical_tokens=40)], 0, LONGEST)
+        assert small.needed(slab) < large.needed(slab) == both.needed(slab)
+
+
+class TestSize:
+    def test_steps_of_rows_as_long_as_can_be(self) -> None:
+        steps = list(largest_steps(8192, 256, 131_072, Thresholds(16_384, 1024)))
+        assert [len(step) for step in steps] == [1, 2, 4, 8]
+        assert all(row.context_len + row.query_len == 131_072 for step in steps for row in step)
+        assert all(sum(row.query_len for row in step) == 8192 for step in steps)
+
+    @pytest.mark.parametrize(
+        ("arguments", "expected"),
+        [
+            ((8192, 256, 17_000, Thresholds(16_384, 1024)), [616]),  # no more positions are sparse
+            ((8192, 2, 131_072, Thresholds(0, 1)), [8192, 4096]),  # no more rows at a time
+            ((1000, 3, 131_072, Thresholds(0, 1)), [1000, 512, 384]),
+            ((8192, 256, 16_384, Thresholds(16_384, 1024)), []),
+            ((8192, 256, 131_072, Thresholds(None, 1024)), []),
+            ((512, 256, 131_072, Thresholds(0, 1024)), [512]),  # a chunk that is never long enough
+        ],
+    )
+    def test_limits(self, arguments: tuple[Any, ...], expected: list[int]) -> None:
+        assert [max(row.query_len for row in step) for step in largest_steps(*arguments)][: len(expected)] == expected
+        assert bool(expected) or not list(largest_steps(*arguments))
+
+    def test_it_holds_the_longest_row(self, configured: Callable[..., Any], lines: list[str]) -> None:
+        config = configured(method="vertical_slash", params=LINES, min_tokens=MIN_TOKENS)
+        (layer,) = make_layers(config, [0])
+        memory = layer.impl.reserve(config, CPU)
+        max_len, max_tokens = config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens
+        query_len = min(max_tokens, max_len - MIN_TOKENS)
+        (slab,) = memory.room.slabs([Row(0, 0, query_len, max_len - query_len)], torch.zeros(1, 1, dtype=torch.int32))
+        assert memory.room.needed(slab) <= memory.room.num_bytes == len(memory.arena.buffer)
+        assert any(line.startswith("sparse-prefill: an arena of ") for line in lines)
+
+    def test_it_is_no_larger_than_its_share_of_the_device(
+        self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(compat, "device_memory_bytes", lambda: 1 << 20)
+        config = configured(method="vertical_slash", params=LINES, min_tokens=MIN_TOKENS)
+        (layer,) = make_layers(config, [0])
+        assert len(layer.impl.reserve(config, CPU).arena.buffer) == 1 << 16
+
+    def test_an_index_takes_what_is_reckoned(self) -> None:
+        (need, _) = needs()
+        slab = make_slab(rows_of([(3000, 500), (0, 129), (700, 1)]))
+        workspace = Workspace(CPU)
+        slab.index(need.groups, 8, 64, workspace)
+        capacity = sum(slab.stripes(group.method.alike).capacity * len(group.heads) for group in need.groups)
+        assert workspace.peak_bytes == SparseIndex.bytes_for(slab.rows, 8, 64, capacity)
+
+
+class TestReservation:
+    def test_vllms_profile_run_allocates_it_and_all_layers_share_it(self, configured: Callable[..., Any]) -> None:
+        """There is no builder yet, and the run is in inference mode, outside of which steps may run all the same."""
+        config = configured(method="dense", min_tokens=MIN_TOKENS)
+        layers = make_layers(config, [0, 1, 2])
+        query = torch.zeros(5, 4, 32)
+        with torch.inference_mode():
+            for layer in layers:
+                layer.impl.forward(layer, query, None, None, torch.empty(0), None, torch.empty(5, 4, 32))
+        memory = layers[0].impl.memory
+        assert memory is not None
+        assert not memory.arena.buffer.is_inference()
+        assert all(layer.impl.memory is memory for layer in layers)
+        assert make_builder(config, layers).memory is memory
+
+    def test_a_part_that_knows_only_its_own_configuration_leaves_it_to_the_builder(
+        self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = configured(method="dense", dense_layers=[9])
+        (layer,) = make_layers(config, [0])
+        layer.impl.forward(layer, torch.zeros(5, 4, 32), None, None, torch.empty(0), None, torch.empty(5, 4, 32))
+        assert layer.impl.memory is None
+
+    def test_layers_that_cannot_go_sparse_reserve_nothing(self, configured: Callable[..., Any]) -> None:
+        config = configured(method="dense")
+        (layer,) = make_layers(config, [0], per_layer_sliding_window=64)
+        layer.impl.forward(layer, torch.zeros(5, 4, 32), None, None, torch.empty(0), None, torch.empty(5, 4, 32))
+        assert layer.impl.memory is None
+
+
+class TestForward:
+    LENGTHS = ((333, 150), (40, 1), (1, 200), (100, 400), (701, 40))
+
+    def outputs(self, configured: Callable[..., Any], num_bytes: int | None, **config: Any) -> tuple[torch.Tensor, int]:
+        """Of one layer with an arena of that size, and how many slabs there were."""
+        config = configured(min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True, **config)
+        (layer,) = layers = make_layers(config, [0])
+        builder = make_builder(config, layers)
+        if num_bytes is not None:
+            room = Room(builder.memory.room.layers, num_bytes, config.model_config.max_model_len)
+            layer.impl.memory = builder.memory = Memory(Arena(CPU, torch.empty(num_bytes, dtype=torch.uint8)), room)
+        step = make_step(layer, self.LENGTHS)
+        metadata = builder.build(0, step.common)
+        out = step.forward(layer, metadata)
+        assert layer.impl.memory.arena.overflows == 0
+        assert layer.impl.memory.arena.used_bytes == 0
+        assert layer.impl.memory.arena.peak_bytes <= len(layer.impl.memory.arena.buffer)
+        return out, len(metadata.sparse.slabs)
+
+    @pytest.mark.parametrize("method", ["a_shape", "sale", "share_prefill"])
+    def test_several_slabs_give_what_one_gives(self, configured: Callable[..., Any], method: str) -> None:
+        """To the bit, as long as no row is cut."""
+        params = {"share_prefill": {"cluster": 0}, "a_shape": {"sink_tokens": 64, "local_tokens": 64}}.get(method, {})
+        whole, count = self.outputs(configured, None, method=method, params=params)
+        assert count == 1
+        (need,) = make_needs(configured, method, params)
+        longest = Room([need], 0, 8192).needed(make_slab([Row(0, 0, 400, 100)]))
+        slabs, count = self.outputs(configured, longest + 10_000, method=method, params=params)
+        assert count > 1
+        assert torch.equal(whole, slabs)
+
+    def test_a_row_that_is_cut_gives_what_its_chunks_give(self, configured: Callable[..., Any]) -> None:
+        settings = {"method": "a_shape", "params": {"sink_tokens": 64, "local_tokens": 128}}
+        (need,) = make_needs(configured, **settings)
+        one_tile = Room([need], 0, 8192).needed(make_slab([Row(0, 0, 128, 8000)]))
+        cut, count = self.outputs(configured, one_tile, **settings)
+        whole, _ = self.outputs(configured, None, **settings)
+        # An A-shape's tiles know of no other: chunks of whole tiles select as the row does.
+        torch.testing.assert_close(cut, whole, rtol=0, atol=2e-6)
+        assert count >= 1
+
+    def test_a_row_without_room_is_dense_and_counted(self, configured: Callable[..., Any]) -> None:
+        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
+        builder = make_builder(config, make_layers(config, [0]))
+        needed = builder.memory.room.needed(make_slab([Row(0, 0, 1, 2000)]))
+        builder.memory = Memory(builder.memory.arena, Room(builder.memory.room.layers, needed, 8192))
+        common = make_common([(1000, 300), (5000, 300)])
+        kinds = builder._classify(0, common, common.query_start_loc_cpu.tolist())
+        assert [kind.reason for kind in kinds] == [None, Fallback.NO_ROOM]
+        assert builder.recorder._rows == {}
+        builder.build(0, common)
+        assert builder.recorder._rows["dense", "no_room"] == 1
+
+
+def make_needs(configured: Callable[..., Any], method: str, params: dict[str, Any]) -> tuple[LayerNeed, ...]:
+    config = configured(method=method, params=params, min_tokens=MIN_TOKENS, min_query_tokens=1)
+    (layer,) = make_layers(config, [0])
+    return layer.impl.reserve(config, CPU).room.layers
+
+
+def test_what_does_not_fit_comes_from_torch_and_is_counted_and_said_once(lines: list[str]) -> None:
+    arena = Arena(CPU, torch.empty(1024, dtype=torch.uint8))
+    with arena.frame():
+        inside = arena.empty(200, dtype=torch.int32)
+        for _ in range(2):
+            outside = arena.empty(300, dtype=torch.int32)
+            outside.fill_(1)
+        inside.fill_(2)
+        assert bool((outside == 1).all())
+        assert bool((inside == 2).all())
+    assert (arena.overflows, arena.used_bytes) == (2, 0)
+    assert len(lines) == 1
+    assert "did not fit into the arena" in lines[0]
+    assert arenas.DEVICE_SHARE < 0.1

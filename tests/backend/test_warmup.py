@@ -1,0 +1,273 @@
+"""Warm-up meets every kernel that a mixed load launches: by Triton's own keys on a CPU, by counting on a GPU."""
+
+import ast
+import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from prometheus_client import REGISTRY
+
+from tests.backend.specialised import HOPPER, Key, recorded_keys
+from vllm_sparse_backend.serving import compat, compilations, engines, warmup
+from vllm_sparse_backend.serving.arena import Arena, LayerNeed, Memory, Room, Row, make_slab
+from vllm_sparse_backend.serving.impl import SparsePrefillImpl
+from vllm_sparse_backend.serving.stats import Recorder
+from vllm_sparse_backend.serving.step import own_block_table
+from vllm_sparse_backend.serving.warmup import rows_of, warm_up
+from vllm_sparse_backend.settings.config import SparsePrefillConfig
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_kernels import PagedCache
+from vllm_sparse_kernels.attend import Engine, FlashAttention, portable
+from vllm_sparse_kernels.select import METHODS
+from vllm_sparse_kernels.testing.batches import Batch
+
+HAS_CUDA = torch.cuda.is_available()
+SHAPE = ModelShape("LlamaForCausalLM", num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64)
+DTYPE = torch.float16
+LONGEST = 24_000
+
+PARAMS: dict[str, list[dict[str, Any]]] = {
+    "share_prefill": [{"cluster": 0}],
+    "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}],
+    "sale": [{}, {"int8_scores": True}],
+}
+CASES = [(name, params) for name in METHODS for params in PARAMS.get(name, [{}])]
+
+Steps = Sequence[Sequence[tuple[int, int]]]
+
+
+def random_steps(seed: int, number: int) -> Steps:
+    """Steps of 1 to 64 rows of (context_len, query_len): odd chunks, prefix hits, single tokens."""
+    generator = random.Random(seed)
+    steps = []
+    for _ in range(number):
+        num_rows = generator.choice([1, 1, 2, 3, 7, 16, 64])
+        contexts = [generator.choice([0, 0, 128, 1000, 4097, generator.randrange(20_000)]) for _ in range(num_rows)]
+        queries = [generator.choice([1, 16, 63, 128, 129, generator.randrange(1, 1500)]) for _ in range(num_rows)]
+        steps.append(list(zip(contexts, queries)))
+    return steps
+
+
+def make_impls(
+    method: str, params: dict[str, Any], device: torch.device, num_bytes: int | None = None
+) -> list[SparsePrefillImpl]:
+    """Layers as the builder leaves them, without vLLM's configuration; ``num_bytes``: of the arena, if bounded."""
+    plan = Plan.build(SparsePrefillConfig(method=method, params=params), SHAPE)
+    needs = [LayerNeed.of(groups, 128, SHAPE.num_kv_heads, SHAPE.head_dim, 2) for groups in plan.layers if groups]
+    buffer = None if num_bytes is None else torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    memory = Memory(Arena(device, buffer), Room(needs, num_bytes or 1 << 60, LONGEST))
+    impls = []
+    for layer, groups in enumerate(plan.layers):
+        impl = object.__new__(SparsePrefillImpl)
+        impl.num_heads, impl.num_kv_heads, impl.head_size = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim
+        impl.scale, impl.fallback, impl.engine = SHAPE.head_dim**-0.5, None, portable.PORTABLE
+        impl.adopt(layer, groups or (), Recorder(device, 1.0), memory, check_index=False)
+        impls.append(impl)
+    return impls
+
+
+def make_spec(page_size: int) -> Any:
+    sizes = {"num_kv_heads": SHAPE.num_kv_heads, "head_size": SHAPE.head_dim}
+    return SimpleNamespace(block_size=page_size, dtype=DTYPE, **sizes)
+
+
+def run_steps(impls: Sequence[SparsePrefillImpl], page_size: int, steps: Steps, device: torch.device) -> None:
+    """As a server does: queries that are a part of a fused projection, the runner's block tables, the cache's views."""
+    num_heads, num_kv_heads, head_dim = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim
+    width = num_heads + 2 * num_kv_heads
+    storage = torch.zeros(LONGEST // page_size, page_size, num_kv_heads, 2 * head_dim, dtype=DTYPE, device=device)
+    cache = PagedCache(*storage.split(head_dim, dim=-1))
+    for i, lengths in enumerate(steps):
+        num_tokens = sum(query_len for _, query_len in lengths)
+        projected = torch.randn(num_tokens, width * head_dim, device=device).to(DTYPE)
+        query = projected[:, : num_heads * head_dim].view(num_tokens, num_heads, head_dim)
+        num_pages = max(-(-(c + q) // page_size) for c, q in lengths) + i  # no multiple of 16 more often than not
+        table = torch.arange(num_pages, dtype=torch.int32, device=device).repeat(len(lengths) + 1, 1)
+        memory = impls[0].memory
+        assert memory is not None
+        for slab in memory.room.slabs(rows_of(lengths), own_block_table(table, list(range(1, len(lengths) + 1)))):
+            for impl in impls:
+                with memory.arena.frame():
+                    impl.select_and_attend(slab, query, cache, torch.empty_like(query), memory.arena)
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="needs Triton's interpreter, whose kernels need no device")
+class TestKeys:
+    CPU = torch.device("cpu")
+
+    @pytest.fixture(autouse=True)
+    def as_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(compat, "IS_CPU", False)
+
+    @pytest.fixture(autouse=True)
+    def untried(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Engines are run and taken: as nothing is computed, there is no result to judge."""
+
+        def failure(engine: Engine, batch: Batch, index: Any, options: Any, exact: Any) -> None:
+            engine.attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
+
+        monkeypatch.setattr(engines, "expected_attention", lambda batch, index: None)
+        monkeypatch.setattr(engines, "failure", failure)
+        monkeypatch.setattr(compat, "flash_attention", lambda: FlashAttention.of_version(3, uncomputed))
+
+    @pytest.mark.parametrize(
+        ("page_size", "bulk", "engine"), [(16, False, "portable"), (128, True, "portable"), (128, True, "flash")]
+    )
+    @pytest.mark.parametrize(("method", "params"), CASES, ids=str)
+    def test_no_step_brings_a_kernel_that_warm_up_did_not_meet(
+        self,
+        method: str,
+        params: dict[str, Any],
+        page_size: int,
+        bulk: bool,
+        engine: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        if engine == "flash" and "int8_scores" in params:
+            pytest.skip("FlashAttention has no 8-bit scores")
+        monkeypatch.setattr(portable, "supports_bulk", lambda cache: bulk)
+        impls = make_impls(method, params, self.CPU)
+        with recorded_keys(monkeypatch) as warm:
+            warm_up(impls, make_spec(page_size), self.CPU, engine)
+        with recorded_keys(monkeypatch) as served:
+            run_steps(impls, page_size, random_steps(seed=page_size, number=12), self.CPU)
+        assert {"portable": "attend_kernel", "flash": "finish_kernel"}[engine] in {name for name, _ in served}
+        assert not (late := served - warm), closest(late, warm)
+
+    def test_a_small_arena_is_not_asked_for_more_than_it_has(
+        self, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+    ) -> None:
+        impls = make_impls("vertical_slash", {}, self.CPU, 1 << 20)
+        with recorded_keys(monkeypatch):
+            warm_up(impls, make_spec(16), self.CPU)
+        assert impls[0].memory is not None
+        assert impls[0].memory.arena.overflows == 0
+        assert not any("arena" in line for line in lines)
+
+    def test_a_kernel_that_warm_up_does_not_meet_shows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of rows that end within their first tile no stripes can be kept: attention is compiled without them."""
+        impls = make_impls("vertical_slash", {}, self.CPU)
+        monkeypatch.setattr(warmup, "BATCHES", warmup.BATCHES[:1])
+        with recorded_keys(monkeypatch) as warm:
+            warm_up(impls, make_spec(16), self.CPU, "portable")
+        with recorded_keys(monkeypatch) as served:
+            run_steps(impls, 16, [[(0, 100)]], self.CPU)
+        assert {name for name, _ in served - warm} == {"attend_kernel"}
+        assert "STRIPES" in closest(served - warm, warm)
+
+
+def uncomputed(*, q: torch.Tensor, out: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of FlashAttention's function."""
+    return out, torch.empty(q.shape[1], len(q))
+
+
+def closest(late: set[Key], warm: set[Key]) -> str:
+    """What would be compiled late, and how it differs from what was compiled of that kernel."""
+    lines = []
+    for name, key in sorted(late):
+        differing = [
+            set(ast.literal_eval(key)) - set(ast.literal_eval(other)) for kernel, other in warm if kernel == name
+        ]
+        lines.append(f"{name}: {min(differing, key=len) if differing else 'not launched in warm-up'}")
+    return "\n".join(lines)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["auto", "portable"])
+@pytest.mark.parametrize(("method", "params"), CASES, ids=str)
+def test_nothing_compiles_after_warm_up(method: str, params: dict[str, Any], engine: str) -> None:
+    device = torch.device("cuda", 0)
+    impls = make_impls(method, params, device)
+    warm_up(impls, make_spec(128), device, engine)
+    before = dict(compilations.listener().counts)
+    assert before["warmup"] > 0
+    run_steps(impls, 128, random_steps(seed=1, number=40), device)
+    torch.cuda.synchronize()
+    assert compilations.listener().counts == before
+
+
+def longest_row_bytes(method: str, params: dict[str, Any], query_tokens: int) -> int:
+    (impl, _) = make_impls(method, params, torch.device("cpu"))
+    assert impl.memory is not None
+    return impl.memory.room.needed(make_slab([Row(0, 0, query_tokens, LONGEST - query_tokens)]))
+
+
+def check_arena(method: str, params: dict[str, Any], device: torch.device, number: int) -> None:
+    """An arena for the longest row holds every step, in slabs, and nothing is asked of torch beside it."""
+    impls = make_impls(method, params, device, longest_row_bytes(method, params, 1500))
+    run_steps(impls, 128, random_steps(seed=2, number=number), device)
+    assert impls[0].memory is not None
+    arena = impls[0].memory.arena
+    assert arena.overflows == arena.used_bytes == 0
+    assert arena.buffer is not None
+    assert 0 < arena.peak_bytes <= len(arena.buffer)
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="needs Triton's interpreter, whose kernels need no device")
+@pytest.mark.parametrize(("method", "params"), CASES, ids=str)
+def test_steps_stay_within_the_arena(method: str, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "IS_CPU", False)
+    with recorded_keys(monkeypatch):
+        check_arena(method, params, torch.device("cpu"), 12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("method", "params"), CASES, ids=str)
+def test_two_hundred_steps_stay_within_the_arena_on_a_gpu(method: str, params: dict[str, Any]) -> None:
+    check_arena(method, params, torch.device("cuda", 0), 200)
+
+
+class TestListener:
+    @pytest.fixture
+    def heard(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+        """What a listener that was there before ours hears."""
+        from triton import knobs
+
+        events: list[dict[str, Any]] = []
+        monkeypatch.setattr(knobs.compilation, "listener", lambda **event: events.append(event))
+        return events
+
+    def test_kernels_of_this_project_are_counted_by_when(self, heard: list[dict[str, Any]], lines: list[str]) -> None:
+        def total(when: str) -> float:
+            return REGISTRY.get_sample_value("sparse_prefill_compilations_total", {"when": when}) or 0.0
+
+        before = total("warmup"), total("serving")
+        ours = compilations.listener()
+        assert compilations.listener() is ours
+        kernel = SimpleNamespace(module="vllm_sparse_kernels.select.lists", __name__="_compact")
+        others = SimpleNamespace(module="vllm.something", __name__="theirs")
+        with compilations.warming_up():
+            ours(src=SimpleNamespace(fn=kernel), metadata={}, cache_hit=False)
+        ours(src=SimpleNamespace(fn=others), metadata={}, cache_hit=False)
+        ours(src=SimpleNamespace(), metadata={}, cache_hit=False)
+        assert (total("warmup"), total("serving")) == (before[0] + 1, before[1])
+        assert not lines
+        ours(src=SimpleNamespace(fn=kernel), metadata={}, cache_hit=True)
+        assert (total("warmup"), total("serving")) == (before[0] + 1, before[1] + 1)
+        assert ours.counts == {"warmup": 1, "serving": 1}
+        assert lines == ["sparse-prefill: kernel _compact was compiled while serving, after warm-up; please report it"]
+        assert len(heard) == 4
+
+    def test_triton_tells_it_of_what_it_compiles(self, heard: list[dict[str, Any]]) -> None:
+        """The listener's place and its arguments differ between releases: here one compiles a kernel for Hopper."""
+        ours = compilations.listener()
+        kernel = JITFunction(store_kernel)
+        kernel.module = "vllm_sparse_kernels.some"
+        triton.compile(ASTSource(fn=kernel, signature={"out": "*i32", "n": "i32"}), target=HOPPER)
+        assert ours.counts == {"warmup": 0, "serving": 1}
+        assert len(heard) == 1
+
+
+def store_kernel(out, n):
+    tl.store(out, n)

@@ -1,0 +1,111 @@
+"""What selection and attention take from the workspace stays under what they say beforehand."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_sparse_kernels import LayerShape, Rows, SparseIndex, Workspace
+from vllm_sparse_kernels.attend import FlashAttention, attend, flash_engine, workspace_bytes
+from vllm_sparse_kernels.rows import TILE_TOKENS
+from vllm_sparse_kernels.select import METHODS
+from vllm_sparse_kernels.select.base import attend_options
+from vllm_sparse_kernels.testing.batches import Batch, random_batch
+
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "share_prefill": [{"cluster": 0}],
+    "sparge_attn": [{}, {"int8_scores": True}],
+    "sale": [{}, {"int8_scores": True}],
+}
+CASES = [(name, values) for name in METHODS for values in SETTINGS.get(name, [{}])]
+HEADS, KV_HEADS, DIM = 8, 2, 64
+LENGTHS = st.lists(st.tuples(st.integers(0, 150_000), st.integers(1, 1500)), min_size=1, max_size=24)
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host asks for does not depend on what kernels compute: they are not run."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    monkeypatch.setattr(InterpretedFunction, "run", lambda self, *args, **kwargs: None)
+
+
+def peaks(name: str, values: dict[str, Any], batch: Batch, block_tokens: int | None = None) -> list[tuple[int, int]]:
+    """(taken, announced) by the index, by selecting, and by attending, with either engine."""
+    method = METHODS[name].parameters(**values)
+    methods, heads = [method] * HEADS, torch.arange(HEADS, dtype=torch.int32)
+    merged, rows = method.merged(methods), batch.rows
+    block_tokens = block_tokens or method.block_tokens
+    layout, workspace = method.stripe_layout(rows), Workspace(rows.device)
+    index = SparseIndex.allocate(rows, HEADS, block_tokens, dict.fromkeys(range(HEADS), layout), workspace)
+    shape = LayerShape(HEADS, KV_HEADS, DIM, block_tokens, batch.q.element_size())
+    found = [(workspace.peak_bytes, SparseIndex.bytes_for(rows, HEADS, block_tokens, HEADS * layout.capacity))]
+
+    def taken() -> int:
+        return workspace.peak_bytes - workspace.used_bytes
+
+    with workspace.frame():
+        merged.select(batch.q, batch.cache, index, heads, batch.scale)
+    found.append((taken(), merged.workspace_bytes(rows, shape, HEADS, layout.capacity)))
+    workspace.peak_bytes = workspace.used_bytes
+    options = attend_options(methods, rows.device)
+    with workspace.frame():
+        attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
+    int8_scores = options is not None and options.int8_heads is not None
+    announced = workspace_bytes(rows, shape, layout.capacity * HEADS, layout.longest, int8_scores)
+    found.append((taken(), announced))
+    if options is None and batch.q.dtype != torch.float32:
+        workspace.peak_bytes = workspace.used_bytes
+        with workspace.frame():
+            FLASH.attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale)
+        found.append((taken(), announced))
+    return found
+
+
+def uncomputed(*, q: torch.Tensor, out: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of FlashAttention's function."""
+    return out, torch.empty(q.shape[1], len(q))
+
+
+FLASH = flash_engine(FlashAttention.of_version(3, uncomputed))
+
+
+def without_data(lengths: list[tuple[int, int]]) -> Batch:
+    """Rows over a cache of one page, as nothing is read."""
+    batch = random_batch([(0, 1)], HEADS, KV_HEADS, DIM, 64, torch.float16)
+    contexts, queries = zip(*lengths, strict=True)
+    tokens = tuple(sum(queries[:i]) for i in range(len(queries)))
+    rows = Rows(tokens, queries, contexts, torch.zeros(len(lengths), 16, dtype=torch.int32))
+    return Batch(torch.zeros(sum(queries), HEADS, DIM, dtype=torch.float16), batch.cache, rows, batch.scale)
+
+
+@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.parametrize(("name", "values"), CASES, ids=str)
+def test_nothing_takes_more_than_it_announces(name: str, values: dict[str, Any]) -> None:
+    @given(lengths=LENGTHS)
+    @settings(max_examples=8, deadline=None)
+    def check(lengths: list[tuple[int, int]]) -> None:
+        for taken, announced in peaks(name, values, without_data(lengths)):
+            assert taken <= announced
+
+    check()
+
+
+@pytest.mark.parametrize(("name", "values"), CASES, ids=str)
+def test_and_that_does_not_hang_on_what_kernels_compute(name: str, values: dict[str, Any]) -> None:
+    batch = random_batch([(300, 140), (0, 130)], HEADS, KV_HEADS, DIM, 64)
+    for taken, announced in peaks(name, values, batch):
+        assert taken <= announced
+
+
+def test_longer_rows_and_more_of_them_never_need_less() -> None:
+    method = METHODS["flex_vertical_slash"].parameters()
+    shape = LayerShape(HEADS, KV_HEADS, DIM, 64, 2)
+
+    def needed(*lengths: tuple[int, int]) -> int:
+        rows = without_data(list(lengths)).rows
+        return method.workspace_bytes(rows, shape, HEADS, method.stripe_layout(rows).capacity)
+
+    assert needed((0, TILE_TOKENS)) < needed((1000, TILE_TOKENS)) < needed((1000, 1000)) < needed((1000, 1000), (0, 1))

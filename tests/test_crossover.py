@@ -1,0 +1,168 @@
+"""What ``auto`` stands for: the closest measurement, the most cautious of several, and what is said without one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_sparse_backend.settings.config import SparsePrefillConfig, load_config
+from vllm_sparse_backend.settings.crossover import (
+    UNMEASURED_MIN_QUERY_TOKENS,
+    UNMEASURED_MIN_TOKENS,
+    Crossover,
+    Thresholds,
+    load_crossover,
+)
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_backend.settings.profile import LayerProfile, Profile
+
+CARD = "NVIDIA H100 80GB HBM3"
+SHAPE = ModelShape("LlamaForCausalLM", num_layers=4, num_heads=32, num_kv_heads=8, head_dim=128)
+
+
+def entry(min_tokens: int | None, min_query_tokens: int | None = 512, **changes: Any) -> dict[str, Any]:
+    fields = {"device": CARD, "engine": "flash", "method": "a_shape", "params": {}, "num_heads": 32, "num_kv_heads": 8}
+    fields |= {"head_dim": 128, "vllm": "0.26.0", "triton": "3.6.0", "date": "2026-11-21", "command": "sparse-prefill"}
+    return fields | {"min_tokens": min_tokens, "min_query_tokens": min_query_tokens} | changes
+
+
+def table(*entries: dict[str, Any]) -> Crossover:
+    return Crossover.model_validate({"format": 1, "entries": entries})
+
+
+def resolved(
+    measured: Crossover, engines: tuple[str, ...] = ("flash",), device: str = CARD, **fields: Any
+) -> Thresholds:
+    config = SparsePrefillConfig(**({"method": "a_shape"} | fields))
+    return Plan.build(config, SHAPE).thresholds(measured, device, engines)
+
+
+def test_the_table_that_ships_is_one_and_is_in_the_package() -> None:
+    assert load_crossover().format == 1
+    assert load_crossover() is load_crossover()
+
+
+def test_a_measurement_of_the_very_same() -> None:
+    assert resolved(table(entry(9000, 700))) == Thresholds(9000, 700)
+    assert resolved(table(entry(9000, 700)), device=CARD.lower()) == Thresholds(9000, 700)
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ([entry(1, engine="portable"), entry(2)], 2),
+        ([entry(1, device="NVIDIA H200"), entry(2)], 2),
+        ([entry(1, method="dense"), entry(2)], 2),
+        ([entry(1), entry(2, params={"sink_tokens": 64})], 1),
+        ([entry(1, num_heads=64), entry(2)], 2),
+        # Equal parameters on other heads go before other parameters on equal heads.
+        ([entry(1, num_heads=64), entry(2, params={"sink_tokens": 64})], 1),
+        # Other parameters alone: of those that are as close, the most cautious.
+        ([entry(5, params={"sink_tokens": 64}), entry(2, params={"sink_tokens": 128})], 5),
+        ([entry(5, num_heads=64, params={"sink_tokens": 64}), entry(2, params={"sink_tokens": 128})], 2),
+    ],
+)
+def test_the_closest_measurement_counts(entries: list[dict[str, Any]], expected: int) -> None:
+    assert resolved(table(*entries)).min_tokens == expected
+
+
+@pytest.mark.parametrize("others", [[], [entry(1, device="other")], [entry(1, engine="portable")]])
+def test_without_one_it_is_cautious_and_says_what_measures(others: list[dict[str, Any]]) -> None:
+    found = resolved(table(*others))
+    assert (found.min_tokens, found.min_query_tokens) == (UNMEASURED_MIN_TOKENS, UNMEASURED_MIN_QUERY_TOKENS)
+    (note,) = found.notes
+    assert f"a_shape not measured on {CARD} with engine flash" in note
+    assert "`sparse-prefill bench crossover` measures" in note
+
+
+@pytest.mark.parametrize("numbers", [(None, 512), (9000, None), (None, None)])
+def test_what_never_pays_stays_dense_until_the_operator_sets_a_number(numbers: tuple[int | None, int | None]) -> None:
+    measured = table(entry(*numbers))
+    found = resolved(measured)
+    assert found.min_tokens is None
+    assert str(found) == "no rows"
+    assert "a_shape never faster than dense attention" in found.notes[0]
+    assert "set min_tokens" in found.notes[0]
+    assert resolved(measured, min_tokens=500).min_tokens == 500
+
+
+def test_numbers_that_are_set_need_no_measurement() -> None:
+    assert resolved(table(), min_tokens=500, min_query_tokens=20) == Thresholds(500, 20)
+    assert resolved(table(entry(9000, 700)), min_tokens=500) == Thresholds(500, 700)
+    assert resolved(table(entry(9000, 700)), min_query_tokens=20) == Thresholds(9000, 20)
+    assert resolved(table(), min_tokens=500).notes
+    assert resolved(table(), min_query_tokens=20).notes
+
+
+def test_several_methods_take_the_largest_of_theirs(tmp_path: Path) -> None:
+    measured = table(entry(9000, 700), entry(4000, 900, method="dense"), entry(None, None, method="sale"))
+    fields: dict[str, Any] = {"format": 1, "model": "any", "default": {"method": "a_shape"}}
+    path = tmp_path / "profile.yaml"
+
+    def with_heads(method: str) -> Thresholds:
+        layers = {(1,): LayerProfile.model_validate({"heads": {"3": {"method": method}}})}
+        path.write_text(Profile.model_validate(fields | {"layers": layers}).to_yaml())
+        plan = Plan.build(SparsePrefillConfig(profile=str(path), dense_layers=(len(method) % 2 * 3,)), SHAPE)
+        return plan.thresholds(measured, CARD, ["flash"])
+
+    assert with_heads("dense") == Thresholds(9000, 900)
+    assert with_heads("sale").min_tokens is None
+
+
+def test_layers_with_different_engines_take_the_strictest() -> None:
+    measured = table(entry(9000, 700), entry(20000, 100, engine="portable"))
+    assert resolved(measured, ("flash", "portable")) == Thresholds(20000, 100)
+    plan = Plan.build(SparsePrefillConfig(method="a_shape"), SHAPE)
+    assert plan.earliest_thresholds(measured, CARD) == Thresholds(9000, 700)
+    assert plan.earliest_thresholds(table(), CARD).min_tokens == UNMEASURED_MIN_TOKENS
+    assert plan.earliest_thresholds(table(entry(None), entry(3, engine="portable")), CARD).min_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("profile", "config", "expected"),
+    [
+        ({"min_tokens": 4096}, {}, (4096, "auto")),
+        ({"min_tokens": 4096, "min_query_tokens": 64}, {"min_tokens": "auto"}, ("auto", 64)),
+        ({"min_tokens": "auto"}, {"min_tokens": 5, "min_query_tokens": 6}, (5, 6)),
+        ({}, {}, ("auto", "auto")),
+    ],
+)
+def test_the_configuration_goes_before_the_profile(
+    profile: dict[str, Any], config: dict[str, Any], expected: tuple[Any, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "profile.yaml"
+    path.write_text(
+        Profile.model_validate({"format": 1, "model": "any", "default": {"method": "dense"}} | profile).to_yaml()
+    )
+    plan = Plan.build(SparsePrefillConfig(profile=str(path), **config), SHAPE)
+    assert (plan.min_tokens, plan.min_query_tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"format": 2, "entries": []}', "format: given 2, expected 1"),
+        ('{"format": 1}', "entries: missing"),
+        ("[", "Invalid JSON"),
+        (json.dumps({"format": 1, "entries": [entry(-1)]}), "entries.0.min_tokens: given -1, expected at least 0"),
+        (json.dumps({"format": 1, "entries": [entry(1, speed=3)]}), "entries.0.speed: unknown field"),
+        (json.dumps({"format": 1, "entries": [entry(1, params={"sink": 3})]}), "sink: unknown parameter of a_shape"),
+        (json.dumps({"format": 1, "entries": [entry(1, method="none")]}), "method: given 'none'"),
+    ],
+)
+def test_a_table_that_is_none_is_an_error_that_names_it(content: str, expected: str, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(content)
+    with pytest.raises(ConfigurationError) as caught:
+        load_crossover(str(path))
+    assert str(caught.value).startswith(f"{path}: ")
+    assert expected in str(caught.value)
+
+
+def test_a_table_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    config = load_config({"sparse_prefill": {"crossover": str(tmp_path / "none.json")}})
+    with pytest.raises(ConfigurationError, match=r"crossover: given '.*none.json', expected a file"):
+        load_crossover(config.crossover)

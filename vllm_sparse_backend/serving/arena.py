@@ -1,0 +1,256 @@
+"""The memory of selection and attention: one arena per worker, which its layers use one after the other.
+
+It is sized on the host, from the configuration alone, and allocated in vLLM's profile run, so that vLLM counts it
+before it sizes the cache. It holds the longest row that the scheduler can hand over, and as many rows at once as half a
+GiB takes; steps with more rows run in several slabs, each of which selects and attends on its own. A row whose
+selection alone is larger than the arena is cut into chunks, as the scheduler would have done with a smaller budget;
+only where not even one tile of it fits does it run dense. How a row is cut depends on that row alone.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from prometheus_client import Counter
+from vllm.config import VllmConfig
+
+from vllm_sparse_backend.plugin import LOGGER
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.step import Slab
+from vllm_sparse_backend.settings.config import load_config
+from vllm_sparse_backend.settings.crossover import Thresholds, load_crossover
+from vllm_sparse_backend.settings.plan import LayerPlan, Plan, methods_by_head
+from vllm_sparse_kernels import TILE_TOKENS, LayerShape, Rows, SparseIndex, Workspace, shared_bytes, widest_block
+from vllm_sparse_kernels.attend import workspace_bytes
+from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.select.base import Method
+
+logger = logging.getLogger(LOGGER)
+
+OVERFLOWS = Counter("sparse_prefill_arena_overflows", "Tensors that took other memory than the arena's: a mistake.")
+
+SEVERAL_ROWS_BYTES = 512 << 20
+"""Up to here the arena grows for steps of several rows, past what the longest row alone needs."""
+
+SLACK = 1.01
+"""A row that is shorter by a tile may need a little more, as methods share out room for stripes among tiles."""
+
+DEVICE_SHARE = 1 / 16
+"""Of the device's memory: the arena is never larger."""
+
+
+class Arena(Workspace):
+    """A workspace that asks torch for what does not fit, says so once, and counts it, rather than ending the server."""
+
+    overflows = 0
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        try:
+            return super().empty(*shape, dtype=dtype)
+        except MemoryError as error:
+            if self.overflows == 0:
+                logger.warning(
+                    "sparse-prefill: a tensor did not fit into the arena and took other memory (%s); please report it "
+                    "with the plan that the log shows at start-up (said once)", error,
+                )  # fmt: skip
+            self.overflows += 1
+            OVERFLOWS.inc()
+            return torch.empty(shape, dtype=dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class LayerNeed:
+    """What one layer of the plan takes of the arena."""
+
+    groups: LayerPlan
+    shape: LayerShape
+
+    @staticmethod
+    def of(groups: LayerPlan, widest_block: int, num_kv_heads: int, head_dim: int, element_bytes: int) -> "LayerNeed":
+        num_heads = sum(len(group.heads) for group in groups)
+        block_tokens = narrowest_block(groups, widest_block)
+        return LayerNeed(groups, LayerShape(num_heads, num_kv_heads, head_dim, block_tokens, element_bytes))
+
+    @cached_property
+    def heads_of_methods(self) -> tuple[tuple[Method, int], ...]:
+        """How many heads have methods that are alike."""
+        heads: dict[Method, int] = {}
+        for group in self.groups:
+            heads[group.method.alike] = heads.get(group.method.alike, 0) + len(group.heads)
+        return tuple(heads.items())
+
+    @cached_property
+    def int8_scores(self) -> bool:
+        """Whether any head asks for 8-bit scores."""
+        return any(method.int8_scores for method in methods_by_head(self.groups))
+
+    def num_bytes(self, slab: Slab) -> int:
+        """The index, and on top of it the largest of what selecting any group and attending take."""
+        rows, shape = slab.rows, self.shape
+        stripes = [(slab.stripes(method), num_heads) for method, num_heads in self.heads_of_methods]
+        stripe_capacity = sum(layout.capacity * num_heads for layout, num_heads in stripes)
+        longest_stripes = max(layout.longest for layout, _ in stripes)
+        index = SparseIndex.bytes_for(rows, shape.num_heads, shape.block_tokens, stripe_capacity)
+        select = max(slab.select_bytes(method, num_heads, shape) for method, num_heads in self.heads_of_methods)
+        return index + max(select, workspace_bytes(rows, shape, stripe_capacity, longest_stripes, self.int8_scores))
+
+
+def narrowest_block(groups: LayerPlan, widest_block: int) -> int:
+    """Keys of an index's blocks where these methods share it."""
+    return min(widest_block, *(group.method.block_tokens for group in groups))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A sparse row, or a part of one: where its queries begin in q, and its new and its cached tokens."""
+
+    number: int  # in the block table that ``Room.slabs`` is given
+    token: int
+    query_len: int
+    context_len: int
+
+    def chunks(self, query_tokens: int) -> list["Row"]:
+        """The row as chunks of ``query_tokens``, the last one maybe shorter."""
+        starts = range(0, self.query_len, query_tokens)
+        return [
+            Row(self.number, self.token + i, min(query_tokens, self.query_len - i), self.context_len + i)
+            for i in starts
+        ]
+
+
+class Room:
+    """What the layers of a worker need for given rows, and how rows are dealt out where not all of them fit at once."""
+
+    def __init__(
+        self, layers: Sequence[LayerNeed], num_bytes: int, max_len: int, longest_row: Row | None = None
+    ) -> None:
+        """num_bytes: of the arena; max_len: of a request; longest_row: that the scheduler can hand over, if known."""
+        self.layers = tuple(dict.fromkeys(layers))
+        self.num_bytes = num_bytes
+        self._every_row_fits = self._fits([Row(0, 0, 1, max_len - 1)])
+        self._longest_query = longest_row.query_len if longest_row and self._fits([longest_row]) else 0
+
+    def needed(self, slab: Slab) -> int:
+        """Bytes of the arena that the most demanding layer takes for these rows."""
+        return max(layer.num_bytes(slab) for layer in self.layers)
+
+    def fits(self, row: Row) -> bool:
+        """Whether at least one tile of the row has room, were it the row's last."""
+        return self._every_row_fits or self._fits([Row(0, 0, 1, row.context_len + row.query_len - 1)])
+
+    def slabs(self, rows: Sequence[Row], block_table: torch.Tensor) -> tuple[Slab, ...]:
+        """All rows, in order, in as few slabs as have room; each row of them must fit by a tile (``fits``).
+
+        block_table [num_rows, max_pages]: the pages of the rows by their number.
+        """
+        whole = make_slab(rows, block_table)
+        is_known = len(rows) == 1 and rows[0].query_len <= self._longest_query
+        if is_known or self.needed(whole) <= self.num_bytes:
+            return (whole,)
+        packed: list[list[Row]] = []
+        for chunk in (chunk for row in rows for chunk in self._chunks(row)):
+            # Two chunks of one row would need its pages twice.
+            if packed and packed[-1][-1].number != chunk.number and self._fits([*packed[-1], chunk]):
+                packed[-1].append(chunk)
+            else:
+                packed.append([chunk])
+        return tuple(make_slab(part, block_table) for part in packed)
+
+    def _chunks(self, row: Row) -> list[Row]:
+        """The row itself, or as few chunks of it as fit, each alone."""
+        num_tiles = ceil_div(row.query_len, TILE_TOKENS)
+        while True:
+            chunks = row.chunks(num_tiles * TILE_TOKENS)
+            if num_tiles == 1 or all(self._fits([chunk]) for chunk in chunks):
+                return chunks
+            num_tiles = ceil_div(num_tiles, 2)
+
+    def _fits(self, rows: Sequence[Row]) -> bool:
+        return self.needed(make_slab(rows)) <= self.num_bytes
+
+
+def make_slab(rows: Sequence[Row], block_table: torch.Tensor | None = None) -> Slab:
+    """Rows with consecutive numbers as kernels take them; without a block table only to reckon with."""
+    if block_table is None:
+        block_table = torch.empty(len(rows), 0, dtype=torch.int32)
+    else:
+        block_table = block_table[rows[0].number : rows[-1].number + 1]
+    return Slab(
+        Rows(
+            tokens=tuple(row.token for row in rows),
+            query_lens=tuple(row.query_len for row in rows),
+            context_lens=tuple(row.context_len for row in rows),
+            block_table=block_table,
+        )
+    )
+
+
+def largest_steps(max_tokens: int, max_rows: int, max_len: int, thresholds: Thresholds) -> Iterator[list[Row]]:
+    """Steps that the scheduler can form, each of rows as long as can be: of one row, of two, of four and so on.
+
+    max_tokens and max_rows: of a step; max_len: of a request.
+    """
+    if thresholds.min_tokens is None or max_len <= thresholds.min_tokens:
+        return
+    longest = min(max_tokens, max_len - thresholds.min_tokens)
+    most_rows = max(min(max_rows, max_tokens // max(thresholds.min_query_tokens, 1)), 1)
+    num_rows = 1
+    while True:
+        # Rows that end within a tile have more tiles together than one that is as long as all of them.
+        query_len = min(ceil_div(max_tokens // num_rows, TILE_TOKENS) * TILE_TOKENS, longest)
+        yield [Row(i, i * query_len, query_len, max_len - query_len) for i in range(num_rows)]
+        if num_rows == most_rows:
+            return
+        num_rows = min(2 * num_rows, most_rows)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A worker's arena, and what has room in it."""
+
+    arena: Arena
+    room: Room
+
+    @staticmethod
+    def reserve(vllm_config: VllmConfig, device: torch.device) -> "Memory | None":
+        """Allocate this worker's arena; None if nothing will ever go sparse here."""
+        config = load_config(vllm_config.additional_config)
+        rank, size = compat.tensor_parallel(vllm_config)
+        model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+        plan = Plan.build(config, compat.model_shape(vllm_config), rank, size)
+        thresholds = plan.earliest_thresholds(load_crossover(config.crossover), compat.device_name())
+        max_len = model.max_model_len
+        steps = list(largest_steps(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, max_len, thresholds))
+        layers = _needs(vllm_config, plan, device)
+        needed = [max(layer.num_bytes(make_slab(step)) for layer in layers) for step in steps if layers]
+        if not needed:
+            return None
+        limit = int(compat.device_memory_bytes() * DEVICE_SHARE)
+        num_bytes = min(int(max(needed[0], min(max(needed), SEVERAL_ROWS_BYTES)) * SLACK), limit)
+        # In inference mode, as in the profile run, it would be a tensor that nothing outside may write to.
+        with torch.inference_mode(False):
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        if rank == 0:
+            logger.info(
+                "sparse-prefill: an arena of %d MiB for selection and attention; the longest row takes %d, the largest "
+                "step %d", num_bytes >> 20, needed[0] >> 20, max(needed) >> 20,
+            )  # fmt: skip
+        return Memory(Arena(device, buffer), Room(layers, num_bytes, max_len, steps[0][0]))
+
+
+def _needs(vllm_config: VllmConfig, plan: Plan, device: torch.device) -> tuple[LayerNeed, ...]:
+    """What each distinct layer of this worker's part of the plan takes."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    widest = widest_block(plan.shape.head_dim, shared_bytes(device))
+    if widest is None:
+        return ()
+    first, end = model.get_layers_start_end_indices(parallel)
+    layers = {plan.layer(number) for number in range(first, end)} - {None}
+    num_kv_heads, element_bytes = model.get_num_kv_heads(parallel), model.dtype.itemsize
+    return tuple(
+        LayerNeed.of(groups, widest, num_kv_heads, plan.shape.head_dim, element_bytes)
+        for groups in layers
+        if groups is not None
+    )

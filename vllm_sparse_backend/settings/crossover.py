@@ -1,0 +1,198 @@
+"""From which lengths on sparse prefill pays: measured per device, engine and method, never guessed.
+
+A table ships with the package (``_crossover/measured.json``); ``sparse-prefill bench crossover`` makes one for another
+card, and ``crossover`` of the configuration names it. Where no entry fits, cautious numbers stand in, and the log says
+so.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    model_validator,
+)
+
+from vllm_sparse_backend.settings.errors import ConfigurationError, report, unexpected
+from vllm_sparse_backend.settings.methods import make_method
+from vllm_sparse_backend.settings.strict_yaml import read_text
+from vllm_sparse_kernels.select import name_of
+from vllm_sparse_kernels.select.base import Method
+
+AUTO: Literal["auto"] = "auto"
+
+UNMEASURED_MIN_TOKENS = 16384
+"""Below, the usual sizes leave too few pairs out: at 16,384 tokens A-shape's 5,120 keys leave out 0.47 of them, the
+6,096 nearest diagonals 0.39.
+"""
+
+UNMEASURED_MIN_QUERY_TOKENS = 1024
+"""Eight tiles of 32 heads are 256 programs, about two for each multiprocessor of an H100; and selecting reads all keys,
+however few the queries are.
+"""
+
+COMMAND = "sparse-prefill bench crossover"
+SHIPPED = "_crossover/measured.json"
+"""Within the package."""
+
+
+def _to_token_count(given: object) -> object:
+    if given == AUTO or (type(given) is int and given >= 0):
+        return given
+    raise ValueError(unexpected(given, "at least 0" if type(given) is int else f"an integer, or {AUTO!r}"))
+
+
+TokenCount = Annotated[int | Literal["auto"], PlainValidator(_to_token_count)]
+"""As configurations have it: a number, or ``auto`` for what the table says."""
+
+Count = Annotated[StrictInt, Field(ge=1)]
+Tokens = Annotated[StrictInt, Field(ge=0)]
+
+
+class Entry(BaseModel):
+    """One measurement. Either number is null where sparse never paid, up to the longest length that was tried."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device: StrictStr
+    """As torch names it, such as ``NVIDIA H100 80GB HBM3``."""
+    engine: StrictStr
+    method: StrictStr
+    params: dict[str, Any] = {}
+    """Those that differ from the method's defaults."""
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    min_tokens: Tokens | None
+    min_query_tokens: Tokens | None
+    vllm: StrictStr
+    triton: StrictStr
+    date: StrictStr
+    command: StrictStr | None = None
+
+    @model_validator(mode="after")
+    def _known(self) -> "Entry":
+        make_method(self.method, self.params)
+        return self
+
+    @cached_property
+    def parameters(self) -> Method:
+        return make_method(self.method, self.params)
+
+    @property
+    def pays(self) -> bool:
+        return self.min_tokens is not None and self.min_query_tokens is not None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.num_heads, self.num_kv_heads, self.head_dim
+
+
+class Crossover(BaseModel):
+    """A table of measurements, as its file has it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[1]
+    entries: tuple[Entry, ...]
+
+    def engines(self, device: str) -> list[str]:
+        """Engines that were measured on this device."""
+        return sorted({entry.engine for entry in self.entries if entry.device.casefold() == device.casefold()})
+
+    def find(self, device: str, engine: str, method: Method, shape: tuple[int, int, int]) -> tuple[Entry, ...]:
+        """Entries of this device, engine and kind of method, as close as there are.
+
+        Equal parameters go before equal (num_heads, num_kv_heads, head_dim); several may be equally close.
+        """
+        found: dict[tuple[bool, bool], list[Entry]] = {}
+        for entry in self.entries:
+            if (entry.device.casefold(), entry.engine) != (device.casefold(), engine):
+                continue
+            if name_of(entry.parameters) == name_of(method):
+                found.setdefault((entry.parameters == method, entry.shape == shape), []).append(entry)
+        return tuple(found[max(found)]) if found else ()
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """From where on rows go sparse; ``notes`` are lines for the log that say what was not measured."""
+
+    min_tokens: int | None
+    """The first positions of a row, which are always dense; None if no row ever goes sparse."""
+    min_query_tokens: int
+    """Rows with fewer new tokens past ``min_tokens`` are dense."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def severity(self) -> tuple[float, int]:
+        """Larger where fewer rows go sparse."""
+        return math.inf if self.min_tokens is None else self.min_tokens, self.min_query_tokens
+
+    def __str__(self) -> str:
+        if self.min_tokens is None:
+            return "no rows"
+        return f"rows of more than {self.min_tokens} tokens, at least {self.min_query_tokens} of them new"
+
+
+def resolve(
+    min_tokens: TokenCount,
+    min_query_tokens: TokenCount,
+    methods: Iterable[Method],
+    table: Crossover,
+    device: str,
+    engine: str,
+    shape: tuple[int, int, int],
+) -> Thresholds:
+    """Numbers in place of ``auto``: the largest that the table has for any of ``methods`` on this device.
+
+    ``shape``: (num_heads, num_kv_heads, head_dim) of a layer.
+    """
+    found = {method: table.find(device, engine, method, shape) for method in methods}
+    entries = [entry for of_method in found.values() for entry in of_method]
+    unmeasured = sorted({name_of(method) for method, of_method in found.items() if not of_method})
+    never = sorted({entry.method for entry in entries if not entry.pays})
+    notes = []
+    where = f"on {device} with engine {engine}"
+    if unmeasured:
+        notes.append(
+            f"{', '.join(unmeasured)} not measured {where}: auto stands for min_tokens {UNMEASURED_MIN_TOKENS} and "
+            f"min_query_tokens {UNMEASURED_MIN_QUERY_TOKENS} there; `{COMMAND}` measures them"
+        )
+    queries = [entry.min_query_tokens for entry in entries if entry.min_query_tokens is not None]
+    if unmeasured or not queries:
+        queries.append(UNMEASURED_MIN_QUERY_TOKENS)
+    fewest = max(queries) if min_query_tokens == "auto" else min_query_tokens
+    if min_tokens != "auto":
+        return Thresholds(min_tokens, fewest, tuple(notes) if min_query_tokens == "auto" else ())
+    if never:
+        note = (
+            f"{', '.join(never)} never faster than dense attention {where}, as measured: all rows run dense; "
+            "choose another method or other parameters, or set min_tokens to go sparse all the same"
+        )
+        return Thresholds(None, fewest, (note,))
+    lengths = [entry.min_tokens for entry in entries if entry.min_tokens is not None]
+    return Thresholds(max(lengths + [UNMEASURED_MIN_TOKENS] * bool(unmeasured)), fewest, tuple(notes))
+
+
+@lru_cache(maxsize=8)
+def load_crossover(path: str | None = None) -> Crossover:
+    """The table in that file, or the one that ships. Raises ``ConfigurationError`` naming file and field."""
+    file = Path(path).expanduser() if path else Path(str(resources.files("vllm_sparse_backend"))) / SHIPPED
+    if not file.is_file():
+        raise ConfigurationError(f"crossover: given {path!r}, expected a file that `{COMMAND}` wrote")
+    try:
+        return Crossover.model_validate_json(read_text(file))
+    except ValidationError as error:
+        raise report(error, Crossover, f"{file}: ") from None
