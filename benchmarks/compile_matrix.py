@@ -26,41 +26,55 @@ CASES = [
     for lists in ("blocks", "stripes")
     for dtype in (("bf16", "fp16") if block == 128 else ("bf16",))
 ]
+STEPS = [[(300, 200)], [(0, 1), (77, 333), (1000, 129)], [(128, 1024)]]
+"""Batches that one compiled variant of each of the two kernels has to serve."""
+
 WAIT_SCORES, WAIT_VALUES = r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1", r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0"
 
 
 def figures_of(cases: Sequence[str]) -> dict[str, dict[str, int]]:
     """By case, what the installed Triton makes of hopper. Not in Triton's interpreter."""
-    import torch
-
-    from vllm_sparse_kernels import PagedCache, Rows, SparseIndex, StripeLayout
     from vllm_sparse_kernels.attend import hopper
-    from vllm_sparse_kernels.attend.portable import matrix_args
     from vllm_sparse_kernels.testing.offline import Code, Recorder, compiling_for
 
     figures = {}
     for case in cases:
-        head_dim, block, lists, name = case.split("-")
-        dtype, num_heads = {"bf16": torch.bfloat16, "fp16": torch.float16}[name], 8
-        rows = Rows((0,), (200,), (300,), torch.zeros(1, 4, dtype=torch.int32))
-        stripes = StripeLayout.per_tile(rows, 64)
-        index = SparseIndex.allocate(
-            rows, num_heads, int(block), dict.fromkeys(range(num_heads), stripes) if lists == "stripes" else None
-        )
-        cache = PagedCache(*torch.zeros(4, 128, 2, 2 * int(head_dim), dtype=dtype).split(int(head_dim), -1))
-        q = torch.zeros(200, num_heads, int(head_dim), dtype=dtype)
-        matrix = matrix_args(cache)
-        assert matrix is not None
         kernels = hopper.hopper_kernel, hopper.prepare_kernel
         recorders = Recorder(kernels[0]), Recorder(kernels[1])
         hopper.hopper_kernel, hopper.prepare_kernel = recorders
         try:
             with compiling_for():
-                hopper.run(q, cache, matrix, index, torch.empty_like(q), 1.0)
+                for lengths in STEPS:
+                    attend(case, lengths)
         finally:
             hopper.hopper_kernel, hopper.prepare_kernel = kernels
-        figures[case] = step_figures(Code.of(recorders[0].compiled[0]))
+        variants = sum(len({id(compiled) for compiled in recorder.compiled}) for recorder in recorders)
+        figures[case] = step_figures(Code.of(recorders[0].compiled[0])) | {"variants": variants}
     return figures
+
+
+def attend(case: str, lengths: Sequence[tuple[int, int]]) -> None:
+    """One call of hopper on a CPU's tensors: rows of (context_len, query_len)."""
+    import torch
+
+    from vllm_sparse_kernels import PagedCache, Rows, SparseIndex, StripeLayout
+    from vllm_sparse_kernels.attend import hopper
+    from vllm_sparse_kernels.attend.portable import matrix_args
+
+    head_dim, block, lists, name = case.split("-")
+    dtype, num_heads = {"bf16": torch.bfloat16, "fp16": torch.float16}[name], 8
+    contexts, queries = zip(*lengths, strict=True)
+    starts = tuple(sum(queries[:i]) for i in range(len(queries)))
+    rows = Rows(starts, queries, contexts, torch.zeros(len(lengths), 16, dtype=torch.int32))
+    stripes = StripeLayout.per_tile(rows, 64)
+    index = SparseIndex.allocate(
+        rows, num_heads, int(block), dict.fromkeys(range(num_heads), stripes) if lists == "stripes" else None
+    )
+    cache = PagedCache(*torch.zeros(4, 128, 2, 2 * int(head_dim), dtype=dtype).split(int(head_dim), -1))
+    q = torch.zeros(sum(queries), num_heads, int(head_dim), dtype=dtype)
+    matrix = matrix_args(cache)
+    assert matrix is not None
+    hopper.run(q, cache, matrix, index, torch.empty_like(q), 1.0)
 
 
 def step_figures(code: "Code") -> dict[str, int]:  # type: ignore[name-defined]  # noqa: F821
