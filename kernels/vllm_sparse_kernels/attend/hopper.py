@@ -19,11 +19,9 @@ from vllm_sparse_kernels.rows import TILE_FIELDS, Rows
 from vllm_sparse_kernels.workspace import padded_bytes
 
 try:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from vllm_sparse_kernels.attend.hopper_kernel import HALF, hopper_kernel
     from vllm_sparse_kernels.attend.hopper_prepare import prepare_kernel
+    from vllm_sparse_kernels.gluon_names import TensorDescriptor, gl
 
     GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
     LACKS: str | None = None

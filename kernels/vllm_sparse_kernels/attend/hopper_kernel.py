@@ -16,22 +16,19 @@ ptxas likes to hoist the wait for P·V above all exponents of the step, which un
 step's keys between the two keeps it where it stands, with every Triton from 3.6 to 3.9; a test reads that off the SASS.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+from vllm_sparse_kernels.gluon_names import (
     async_copy,
+    barrier,
+    bulk_load,
     fence_async_shared,
+    gather_load,
+    gl,
+    gluon,
     mbarrier,
-    tma,
+    reinterpret,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-# Names that differ between the supported releases of Triton.
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-bulk_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-gather_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 STEP = gl.constexpr(128)
 """Keys of a step."""

@@ -8,16 +8,18 @@ Where half precision may not have all sums exactly a program leaves its part, wi
 """
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+
+from vllm_sparse_kernels.gluon_names import (
+    TensorDescriptor,
+    barrier,
+    bulk_load,
     fence_async_shared,
+    gl,
+    gluon,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 STAGES = 4
 """Steps of keys in shared memory, and of one round of the loop."""
@@ -27,9 +29,6 @@ WIDEST_HEAD = 128
 
 STEP_TOKENS = gl.constexpr(128)
 """Keys of one step, and queries of a tile."""
-
-BAR = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-LOAD = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 def bulk(integers: torch.Tensor) -> TensorDescriptor:
@@ -173,19 +172,19 @@ def _test_span(
     for i in gl.static_range(STAGES + 1):
         mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
-    BAR()
+    barrier()
 
     row = (i_group * queries.num_queries + i_tile * N).to(gl.int32)
     q_ready = ready.index(STAGES)
     mbarrier.expect(q_ready, 2 * N * BLOCK_D)
-    LOAD(bulk_queries, [row, 0], q_ready, q_shared.index(0))
-    LOAD(bulk_queries, [row + N, 0], q_ready, q_shared.index(1))
+    bulk_load(bulk_queries, [row, 0], q_ready, q_shared.index(0))
+    bulk_load(bulk_queries, [row + N, 0], q_ready, q_shared.index(1))
     first_step = begin // N
     num_steps = (end + N - 1) // N - first_step
     key = (i_kv * keys.num_keys + shift + first_step * N).to(gl.int32)
     for i in gl.static_range(STAGES):
         mbarrier.expect(ready.index(i), N * BLOCK_D, pred=i < num_steps)
-        LOAD(bulk_keys, [key + i * N, 0], ready.index(i), k_shared.index(i), pred=i < num_steps)
+        bulk_load(bulk_keys, [key + i * N, 0], ready.index(i), k_shared.index(i), pred=i < num_steps)
 
     o_m = gl.arange(0, N, per_query)
     o_q = i_group.to(gl.int64) * queries.num_queries + i_tile * N + o_m
@@ -232,10 +231,10 @@ def _test_span(
                 b_b = warpgroup_mma_wait(1, deps=(b_t,))
             else:
                 b_b = warpgroup_mma_wait(0, deps=(b_t,))
-            BAR()
+            barrier()
             later = step + STAGES
             mbarrier.expect(ready.index(slot), N * BLOCK_D, pred=later < num_steps)
-            LOAD(bulk_keys, [key + later * N, 0], ready.index(slot), k_shared.index(slot), pred=later < num_steps)
+            bulk_load(bulk_keys, [key + later * N, 0], ready.index(slot), k_shared.index(slot), pred=later < num_steps)
             _store_flags(target_b, _over(b_b, inv_b, b_bias, b_step, thr_b, BLOCKS), i_block, stop_b, BLOCKS)
             b_bias = next_bias
             b_step = next_step

@@ -5,6 +5,7 @@ A program takes two tiles of one head and a span of keys. Flags lie as ``compact
 and a program stores a 1 for each block with an element that passes, so that spans may be of any length.
 """
 
+import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,6 @@ import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div
-from vllm_sparse_kernels.select import sale_hopper
 from vllm_sparse_kernels.select.sale_rounding import (
     QUERY_BLOCK,
     Piece,
@@ -38,8 +38,18 @@ HALF_INTEGERS = tl.constexpr(2048.0)
 
 PAIR_FIELDS = tl.constexpr(5)
 
-HOPPER = True
-"""Whether ``sale_hopper`` tests what fits half precision, where it can."""
+logger = logging.getLogger(__name__)
+
+try:
+    from vllm_sparse_kernels.select import sale_hopper
+
+    HOPPER = True
+    """Whether ``sale_hopper`` tests what fits half precision, where it can."""
+except (ImportError, AttributeError):  # this Triton's Gluon lacks a name
+    HOPPER = False
+
+UNUSABLE: list[str] = []
+"""Why ``sale_hopper`` is not used in this process, once it has failed to compile: at start-up, when kernels warm up."""
 
 
 class FlagArgs(NamedTuple):
@@ -86,18 +96,31 @@ def flag_blocks(
     args = (*selected[:2], flag_args(kept, index), pairs, *regions)
     shape = {"GROUP": group, "BLOCK_D": block_d, "INDEX_N": index.block_tokens, "SPAN": SPAN_TOKENS}
     shape |= {"FIELDS": TILE_FIELDS, "num_warps": TEST_WARPS}
-    hopper = HOPPER and half and kept.is_cuda and block_d <= sale_hopper.WIDEST_HEAD
+    hopper = HOPPER and half and kept.is_cuda and not UNUSABLE and block_d <= sale_hopper.WIDEST_HEAD
     with index.workspace.frame():
         left = index.workspace.empty(num_heads, num_pairs, num_spans, dtype=torch.uint8)
         if hopper:
-            sale_hopper.half_kernel[(num_pairs, num_spans, num_heads)](
-                queries, keys, sale_hopper.bulk(queries.integers), sale_hopper.bulk(keys.integers), *args, left,
-                **shape, STAGES=sale_hopper.STAGES, PAIR_FIELDS=PAIR_FIELDS.value,
-            )  # fmt: skip
+            hopper = _test_on_hopper((num_pairs, num_spans, num_heads), queries, keys, args, left, shape)
         _test_kernel[(num_pairs, 1 if hopper else num_spans, num_heads)](
             queries, keys, *args, left, num_spans, **shape, TILE=TILE_TOKENS, TILES=TEST_TILES, WARPS=TEST_WARPS,
             HALF=half and not hopper, REST=hopper, PACKED=half and kept.is_cuda,
         )  # fmt: skip
+
+
+def _test_on_hopper(
+    grid: tuple[int, int, int], queries: RoundedQueries, keys: RoundedKeys, args: tuple[Any, ...], left: torch.Tensor,
+    shape: dict[str, int],
+) -> bool:  # fmt: skip
+    """Whether ``sale_hopper`` took it. A compiler that can't have it costs speed, never the server."""
+    try:
+        sale_hopper.half_kernel[grid](
+            queries, keys, sale_hopper.bulk(queries.integers), sale_hopper.bulk(keys.integers), *args, left,
+            **shape, STAGES=sale_hopper.STAGES, PAIR_FIELDS=PAIR_FIELDS.value,
+        )  # fmt: skip
+    except Exception as error:  # whatever a compiler or a launch raises is the reason
+        UNUSABLE.append(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        logger.warning("SALE's test runs without its Hopper kernel, about a fifth slower: %s", UNUSABLE[-1])
+    return not UNUSABLE
 
 
 @triton.jit
