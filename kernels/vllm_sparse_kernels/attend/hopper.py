@@ -19,7 +19,8 @@ from vllm_sparse_kernels.rows import TILE_FIELDS, Rows
 from vllm_sparse_kernels.workspace import padded_bytes
 
 try:
-    from vllm_sparse_kernels.attend.hopper_kernel import HALF, hopper_kernel
+    from vllm_sparse_kernels.attend.hopper_item import HALF
+    from vllm_sparse_kernels.attend.hopper_kernel import hopper_kernel
     from vllm_sparse_kernels.attend.hopper_prepare import prepare_kernel
     from vllm_sparse_kernels.gluon_names import TensorDescriptor, gl
 

@@ -1,0 +1,186 @@
+"""A consumer group of ``hopper_kernel``: the online softmax over an item's steps, for 64 of its tile's queries."""
+
+from vllm_sparse_kernels.attend.hopper_item import HALF, STEP, first_step, published
+from vllm_sparse_kernels.gluon_names import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+MINUS_INFINITY = gl.constexpr(float("-inf"))
+LN_2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def consume(
+    out, scale, buffers, barriers, W: gl.constexpr, SHAPE: gl.constexpr, STRIPES: gl.constexpr
+):  # fmt: skip
+    """Queries [64 W, 64 W + 64) of every item's tile."""
+    BLOCK_N: gl.constexpr = SHAPE[1]
+    D: gl.constexpr = SHAPE[2]
+    BLOCKS: gl.constexpr = STEP // BLOCK_N
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    STAGES: gl.constexpr = SHAPE[3]
+    q_tiles, k_steps, v_steps, items = buffers
+    q_full, q_empty = barriers[0], barriers[1]
+    kv = (k_steps, v_steps, barriers[2], barriers[3], barriers[4], barriers[5])
+    k_full = barriers[2]
+    k_empty = barriers[3]
+    i_item, i_step = gl.to_tensor(0), gl.to_tensor(0)
+    mbarrier.wait(q_full.index(0), 0)
+    i_head = published(items, 0, 0)
+    while i_head >= 0:
+        slot = i_item % 2
+        q = q_tiles.index(slot * 2 + W)
+        token, length = published(items, slot, 1), published(items, slot, 2)
+        first, num_blocks = published(items, slot, 3), published(items, slot, 4)
+        rest = first_step(num_blocks, BLOCKS)
+        num_steps = (num_blocks - rest) // BLOCKS + 1
+        last_block = (first + length - 1) // BLOCK_N
+        num_diagonal = last_block - first // BLOCK_N + 1
+        num_masked = 1 + (gl.maximum(num_diagonal - rest, 0) + BLOCKS - 1) // BLOCKS
+        last = i_step + num_steps
+        num_stripes = 0
+        if STRIPES:
+            num_stripes = published(items, slot, 5)
+            last += (num_stripes + STEP - 1) // STEP
+        diagonal = (last_block, num_diagonal, first + W * HALF)
+
+        stage = i_step % STAGES
+        mbarrier.wait(k_full.index(stage), i_step // STAGES & 1)
+        zero = gl.zeros([HALF, STEP], gl.float32, s_layout)
+        b_s = warpgroup_mma(q, k_steps.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        b_s = warpgroup_mma_wait(0, deps=(b_s,))
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        b_s = _mask_diagonal(b_s, rest, diagonal, BLOCK_N)
+        b_max = gl.max(b_s, 1) * scale
+        b_p = gl.exp2(b_s * scale - _finite(b_max)[:, None])
+        b_sum = gl.sum(b_p, 1)
+        b_p = gl.convert_layout(b_p.to(k_steps.dtype), gl.DotOperandLayout(0, o_layout, 2))
+        b_acc = gl.zeros([HALF, D], gl.float32, o_layout)
+        i_step += 1
+        mbarrier.wait(k_full.index(i_step % STAGES), i_step // STAGES & 1, pred=i_step < last)
+
+        for i in range(1, num_masked):
+            where = (rest + i * BLOCKS, diagonal)
+            b_p, b_acc, b_max, b_sum = _step(
+                q, kv, i_step, last, scale, where, b_p, b_acc, b_max, b_sum, "diagonal", False, STAGES, BLOCK_N
+            )
+            i_step += 1
+        for _ in range(num_masked, num_steps):
+            b_p, b_acc, b_max, b_sum = _step(
+                q, kv, i_step, last, scale, None, b_p, b_acc, b_max, b_sum, None, False, STAGES, BLOCK_N
+            )
+            i_step += 1
+        if STRIPES:
+            for _ in range(num_stripes // STEP):
+                b_p, b_acc, b_max, b_sum = _step(
+                    q, kv, i_step, last, scale, None, b_p, b_acc, b_max, b_sum, None, True, STAGES, BLOCK_N
+                )
+                i_step += 1
+            if num_stripes % STEP != 0:
+                b_p, b_acc, b_max, b_sum = _step(
+                    q, kv, i_step, last, scale, num_stripes % STEP, b_p, b_acc, b_max, b_sum,
+                    "stripes", True, STAGES, BLOCK_N,
+                )  # fmt: skip
+                i_step += 1
+        mbarrier.arrive(q_empty.index(slot), count=1)
+        b_acc = _last_product(kv, i_step - 1, b_p, b_acc, STRIPES, STAGES)
+        _write(out, i_head, token + W * HALF, length - W * HALF, b_acc, b_max, b_sum, D)
+        i_item += 1
+        mbarrier.wait(q_full.index(i_item % 2), i_item // 2 & 1)
+        i_head = published(items, i_item % 2, 0)
+
+
+@gluon.jit
+def _step(
+    q, kv, i_step, last, scale, where, b_p, b_acc, b_max, b_sum, MASK: gl.constexpr, GATHERED: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Scores of this step beside the product of the step before; this step's keys have arrived."""
+    k_steps, v_steps, k_full, k_empty, v_full, v_empty = kv
+    stage, before = i_step % STAGES, (i_step - 1) % STAGES
+    if GATHERED:
+        fence_async_shared()
+    zero = gl.zeros([HALF, STEP], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16]))
+    s_token = warpgroup_mma(q, k_steps.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), (i_step - 1) // STAGES & 1)
+    if GATHERED:
+        fence_async_shared()
+    acc_token = warpgroup_mma(b_p, v_steps.index(before), b_acc, is_async=True)
+    b_s = warpgroup_mma_wait(1, deps=(s_token,))
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    if MASK == "diagonal":
+        b_s = _mask_diagonal(b_s, where[0], where[1], BLOCK_N)
+    elif MASK == "stripes":
+        o_n = gl.arange(0, STEP, gl.SliceLayout(0, b_s.type.layout))
+        b_s = gl.where((o_n < where)[None, :], b_s, MINUS_INFINITY)
+    b_new = gl.maximum(b_max, gl.max(b_s, 1) * scale)
+    shift = _finite(b_new) if MASK == "diagonal" else b_new
+    b_scale = gl.exp2(b_max - shift)
+    b_next = gl.exp2(b_s * scale - shift[:, None])
+    b_sum = b_sum * b_scale + gl.sum(b_next, 1)
+    b_next = gl.convert_layout(b_next.to(k_steps.dtype), b_p.type.layout)
+    following = i_step + 1
+    mbarrier.wait(k_full.index(following % STAGES), following // STAGES & 1, pred=following < last)
+    b_acc = warpgroup_mma_wait(0, deps=(acc_token,))
+    mbarrier.arrive(v_empty.index(before), count=1)
+    b_acc = b_acc * gl.convert_layout(b_scale, gl.SliceLayout(1, b_acc.type.layout))[:, None]
+    return b_next, b_acc, b_new, b_sum
+
+
+@gluon.jit
+def _finite(b_max):
+    """A query that has seen no key yet has a maximum of −∞, and −∞ − (−∞) would be NaN."""
+    return gl.where(b_max == MINUS_INFINITY, 0.0, b_max)
+
+
+@gluon.jit
+def _mask_diagonal(b_s, to_end, diagonal, BLOCK_N: gl.constexpr):
+    """Scores of the step that begins ``to_end`` blocks before the list's end, −∞ where a key is later than the query.
+
+    The list ends with the diagonal's blocks, one after the other; what is before them is seen whole. Columns past the
+    list's end come out as keys past the last block.
+    """
+    last_block, num_diagonal, first = diagonal
+    o_m = gl.arange(0, HALF, gl.SliceLayout(1, b_s.type.layout))
+    o_n = gl.arange(0, STEP, gl.SliceLayout(0, b_s.type.layout))
+    b_before_last = to_end - 1 - o_n // BLOCK_N  # [STEP] blocks from this one to the list's last
+    b_key = (last_block - b_before_last) * BLOCK_N + o_n % BLOCK_N
+    b_key = gl.where(b_before_last < num_diagonal, b_key, 0)
+    return gl.where(b_key[None, :] <= (first + o_m)[:, None], b_s, MINUS_INFINITY)
+
+
+@gluon.jit
+def _last_product(kv, i_step, b_p, b_acc, STRIPES: gl.constexpr, STAGES: gl.constexpr):
+    _, v_steps, _, _, v_full, v_empty = kv
+    stage = i_step % STAGES
+    mbarrier.wait(v_full.index(stage), i_step // STAGES & 1)
+    if STRIPES:
+        fence_async_shared()
+    token = warpgroup_mma(b_p, v_steps.index(stage), b_acc, is_async=True)
+    b_acc = warpgroup_mma_wait(0, deps=(token,))
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    return b_acc
+
+
+@gluon.jit
+def _write(out, i_head, token, length, b_acc, b_max, b_sum, D: gl.constexpr):
+    """Outputs and, where asked for, log-sum-exps of a consumer's queries, as far as the tile has any."""
+    o_m = gl.arange(0, HALF, gl.SliceLayout(1, b_acc.type.layout))
+    b_total = gl.convert_layout(b_sum, gl.SliceLayout(1, b_acc.type.layout))
+    b_out = (b_acc / b_total[:, None]).to(out.out.dtype.element_ty)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    b_out = gl.convert_layout(b_out, layout)
+    o_r = gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    o_d = gl.arange(0, D, gl.SliceLayout(0, layout))
+    o_out = (token + o_r).to(gl.int64) * out.stride_token + i_head * out.stride_head
+    gl.store(out.out + o_out[:, None] + o_d[None, :], b_out, mask=(o_r < length)[:, None])
+    if out.lse is not None:
+        b_lse = (gl.convert_layout(b_max, gl.SliceLayout(1, b_acc.type.layout)) + gl.log2(b_total)) * LN_2
+        target = out.lse + i_head.to(gl.int64) * out.stride_lse_head + token + o_m
+        gl.store(target, b_lse, mask=o_m < length)
