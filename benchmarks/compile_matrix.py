@@ -106,6 +106,26 @@ def figures_with(cases: Sequence[str], release: Path | None = None) -> dict[str,
     return dict(json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{"))))
 
 
+def as_results(table: dict[str, dict[str, dict[str, int]]]) -> list[dict[str, object]]:
+    """As docs/results has figures: what speed hangs on, of each release and case."""
+    shown = {
+        "fewest_exponents_beside": ("exponents beside the product with values", "instructions", 64, "higher"),
+        "spills_within_steps": ("spills within a step", "instructions", 0, "lower"),
+        "variants": ("variants of both kernels for three batches", "kernels", 2, "lower"),
+        "instructions": ("size", "instructions", None, "lower"),
+    }
+    command = f"python -m benchmarks.compile_matrix {' '.join(table)}"
+    return [
+        {
+            "name": f"hopper by Triton {release}, {case}: {what}", "value": figures[field], "unit": unit, "bar": bar,
+            "better": better, "device": "none, compiled for sm_90", "command": command,
+        }
+        for release, cases in table.items()
+        for case, figures in cases.items()
+        for field, (what, unit, bar, better) in shown.items()
+    ]  # fmt: skip
+
+
 def main(
     releases: Annotated[list[str], typer.Argument(help="Releases of Triton, such as 3.6.0.")],
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
@@ -121,7 +141,7 @@ def main(
         for case, figures in table[release].items():
             typer.echo(f"{release} {case}: " + ", ".join(f"{name} {value}" for name, value in figures.items()))
     if out is not None:
-        out.write_text(json.dumps(table, indent=1) + "\n")
+        out.write_text(json.dumps(as_results(table), indent=1) + "\n")
 
 
 if __name__ == "__main__":
