@@ -13,8 +13,8 @@ An item's steps run from the diagonal backwards, then through the stripes:
     stripe steps      the last one, where it is not full, masked
 
 ptxas likes to hoist the wait for P·V above all exponents of the step, which undoes the overlap. Waiting for the next
-step's keys between the two keeps it where it stands, with every Triton from 3.6 to 3.9 but 3.8.0 in fp16, whose products
-run one after the other (right, and slower; ``make compile-matrix`` shows it); a test reads it off the SASS.
+step's keys between the two keeps it where it stands, with every Triton from 3.6 to 3.9; a test reads it off the SASS.
+3.8.0 alone, in fp16, has the products run one after the other (right, but slower): ``make compile-matrix`` shows it.
 """
 
 from vllm_sparse_kernels.attend.hopper_consumer import consume
