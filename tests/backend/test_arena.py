@@ -35,7 +35,7 @@ LONGEST = 40_000
 
 def needs(method: str = "vertical_slash", **params: Any) -> list[LayerNeed]:
     plan = Plan.build(SparsePrefillConfig(method=method, params=params), SHAPE)
-    return [LayerNeed.of(groups, 128, SHAPE.num_kv_heads, SHAPE.head_dim, 2) for groups in plan.layers if groups]
+    return [LayerNeed.of(groups, SHAPE.num_kv_heads, SHAPE.head_dim, 2, CPU) for groups in plan.layers if groups]
 
 
 def rows_of(lengths: list[tuple[int, int]]) -> list[Row]:
@@ -155,13 +155,24 @@ class TestSize:
         (layer,) = make_layers(config, [0])
         assert len(layer.impl.reserve(config, CPU).arena.buffer) == 1 << 16
 
-    def test_an_index_takes_what_is_reckoned(self) -> None:
-        (need, _) = needs()
+    @pytest.mark.parametrize(("method", "block_tokens"), [("vertical_slash", 64), ("sale", 32), ("dense", 128)])
+    def test_an_index_takes_what_is_reckoned(self, method: str, block_tokens: int) -> None:
+        need = needs(method)[0]
+        assert need.shape.block_tokens == block_tokens
         slab = make_slab(rows_of([(3000, 500), (0, 129), (700, 1)]))
         workspace = Workspace(CPU)
-        slab.index(need.groups, 8, 64, workspace)
+        slab.index(need.groups, 8, block_tokens, workspace)
         capacity = sum(slab.stripes(group.method.alike).capacity * len(group.heads) for group in need.groups)
-        assert workspace.peak_bytes == SparseIndex.bytes_for(slab.rows, 8, 64, capacity)
+        assert workspace.peak_bytes == SparseIndex.bytes_for(slab.rows, 8, block_tokens, capacity)
+
+    @pytest.mark.parametrize(("engine", "block_tokens"), [("auto", 32), ("hopper", 32), ("portable", 64)])
+    def test_it_is_reckoned_with_the_blocks_that_layers_have(
+        self, engine: str, block_tokens: int, configured: Callable[..., Any]
+    ) -> None:
+        config = configured(method="sale", engine=engine, min_tokens=MIN_TOKENS)
+        (layer,) = layers = make_layers(config, [0])
+        (need,) = make_builder(config, layers).memory.room.layers
+        assert need.shape.block_tokens == layer.impl.block_tokens == block_tokens
 
 
 class TestReservation:
