@@ -84,10 +84,10 @@ class LayerNeed:
 
     @cached_property
     def heads_of_methods(self) -> tuple[tuple[Method, int], ...]:
-        """How many heads have methods that are alike."""
+        """How many heads have methods that take as much room."""
         heads: dict[Method, int] = {}
         for group in self.groups:
-            heads[group.method.alike] = heads.get(group.method.alike, 0) + len(group.heads)
+            heads[group.method.sized] = heads.get(group.method.sized, 0) + len(group.heads)
         return tuple(heads.items())
 
     @cached_property

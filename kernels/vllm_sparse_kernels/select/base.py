@@ -38,6 +38,11 @@ class Method(ABC):
         """Equal for methods that ``merged`` joins. What is alike has one name."""
         return self
 
+    @property
+    def sized(self) -> "Method":
+        """Equal for methods, merged or not, that take as much room in an index and a workspace."""
+        return self.alike
+
     @classmethod
     def merged(cls, methods: Sequence[Self]) -> "Method":
         """What selects the heads of one layer that have these methods, all alike; its ``heads`` come in their order."""
