@@ -23,9 +23,10 @@ from vllm_sparse_backend.serving.arena import Arena, LayerNeed, Memory, Room, Ro
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import Thresholds
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_backend.settings.plan import HeadGroup, Plan
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_kernels import SparseIndex, Workspace
+from vllm_sparse_kernels.select.vertical_slash import VerticalSlash
 
 MIN_TOKENS = 100
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64)
@@ -35,7 +36,7 @@ LONGEST = 40_000
 
 def needs(method: str = "vertical_slash", **params: Any) -> list[LayerNeed]:
     plan = Plan.build(SparsePrefillConfig(method=method, params=params), SHAPE)
-    return [LayerNeed.of(groups, 128, SHAPE.num_kv_heads, SHAPE.head_dim, 2) for groups in plan.layers if groups]
+    return [LayerNeed.of(groups, SHAPE.num_kv_heads, SHAPE.head_dim, 2, CPU) for groups in plan.layers if groups]
 
 
 def rows_of(lengths: list[tuple[int, int]]) -> list[Row]:
@@ -114,6 +115,13 @@ class TestSlabs:
         both = Room([*needs(vertical_tokens=400), *needs(vertical_tokens=40)], 0, LONGEST)
         assert small.needed(slab) < large.needed(slab) == both.needed(slab)
 
+    def test_heads_that_differ_need_room_for_the_one_that_keeps_most(self) -> None:
+        slab = make_slab(rows_of([(5000, 500)]))
+        merged = VerticalSlash.merged([VerticalSlash(40), VerticalSlash(4000), VerticalSlash(7)])
+        groups = ((HeadGroup((0, 1, 2), merged),), (HeadGroup((0, 1, 2), VerticalSlash(4000)),))
+        of_merged, of_most = (Room([LayerNeed.of(g, 1, 64, 2, CPU)], 0, LONGEST).needed(slab) for g in groups)
+        assert of_merged == of_most
+
 
 class TestSize:
     def test_steps_of_rows_as_long_as_can_be(self) -> None:
@@ -155,13 +163,24 @@ class TestSize:
         (layer,) = make_layers(config, [0])
         assert len(layer.impl.reserve(config, CPU).arena.buffer) == 1 << 16
 
-    def test_an_index_takes_what_is_reckoned(self) -> None:
-        (need, _) = needs()
+    @pytest.mark.parametrize(("method", "block_tokens"), [("vertical_slash", 64), ("sale", 32), ("dense", 128)])
+    def test_an_index_takes_what_is_reckoned(self, method: str, block_tokens: int) -> None:
+        need = needs(method)[0]
+        assert need.shape.block_tokens == block_tokens
         slab = make_slab(rows_of([(3000, 500), (0, 129), (700, 1)]))
         workspace = Workspace(CPU)
-        slab.index(need.groups, 8, 64, workspace)
-        capacity = sum(slab.stripes(group.method.alike).capacity * len(group.heads) for group in need.groups)
-        assert workspace.peak_bytes == SparseIndex.bytes_for(slab.rows, 8, 64, capacity)
+        slab.index(need.groups, 8, block_tokens, workspace)
+        capacity = sum(slab.stripes(group.method.sized).capacity * len(group.heads) for group in need.groups)
+        assert workspace.peak_bytes == SparseIndex.bytes_for(slab.rows, 8, block_tokens, capacity)
+
+    @pytest.mark.parametrize(("engine", "block_tokens"), [("auto", 32), ("hopper", 32), ("portable", 64)])
+    def test_it_is_reckoned_with_the_blocks_that_layers_have(
+        self, engine: str, block_tokens: int, configured: Callable[..., Any]
+    ) -> None:
+        config = configured(method="sale", engine=engine, min_tokens=MIN_TOKENS)
+        (layer,) = layers = make_layers(config, [0])
+        (need,) = make_builder(config, layers).memory.room.layers
+        assert need.shape.block_tokens == layer.impl.block_tokens == block_tokens
 
 
 class TestReservation:

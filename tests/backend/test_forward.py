@@ -22,6 +22,7 @@ from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.reference.attend import attend
 from vllm_sparse_kernels.select import METHODS, name_of
 from vllm_sparse_kernels.select.base import attend_options
+from vllm_sparse_kernels.select.width import index_block_tokens
 
 # Decodes, short prompts and sparse ones in no order; contexts that end anywhere.
 MIXED = ((333, 150), (40, 1), (0, 63), (1, 200), (100, 131), (0, 1), (701, 40), (64, 1), (31, 64))
@@ -68,7 +69,7 @@ def reference(step: Step, row: int, groups: Sequence[HeadGroup], scale: float) -
     query = query[cut:]
     rows = Rows((0,), (query_len - cut,), (context_len + cut,), block_table)
     layouts = {head: group.method.stripe_layout(rows) for group in groups for head in group.heads}
-    block_tokens = min(group.method.block_tokens for group in groups)
+    block_tokens = index_block_tokens(methods_by_head(tuple(groups)), cache.head_dim, CPU)
     index = SparseIndex.allocate(rows, query.shape[1], block_tokens, layouts)
     for group in groups:
         heads = torch.tensor(group.heads, dtype=torch.int32)

@@ -61,11 +61,12 @@ def random_steps(seed: int, number: int) -> Steps:
 
 
 def make_impls(
-    method: str, params: dict[str, Any], device: torch.device, num_bytes: int | None = None
+    method: str, params: dict[str, Any], device: torch.device, num_bytes: int | None = None, engine: str = "auto"
 ) -> list[SparsePrefillImpl]:
     """Layers as the builder leaves them, without vLLM's configuration; ``num_bytes``: of the arena, if bounded."""
+    heads = SHAPE.num_kv_heads, SHAPE.head_dim
     plan = Plan.build(SparsePrefillConfig(method=method, params=params), SHAPE)
-    needs = [LayerNeed.of(groups, 128, SHAPE.num_kv_heads, SHAPE.head_dim, 2) for groups in plan.layers if groups]
+    needs = [LayerNeed.of(groups, *heads, 2, device, engine) for groups in plan.layers if groups]
     buffer = None if num_bytes is None else torch.empty(num_bytes, dtype=torch.uint8, device=device)
     memory = Memory(Arena(device, buffer), Room(needs, num_bytes or 1 << 60, LONGEST))
     impls = []
@@ -73,7 +74,7 @@ def make_impls(
         impl = object.__new__(SparsePrefillImpl)
         impl.num_heads, impl.num_kv_heads, impl.head_size = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim
         impl.scale, impl.fallback, impl.engine = SHAPE.head_dim**-0.5, None, portable.PORTABLE
-        impl.adopt(layer, groups or (), Recorder(device, 1.0), memory, check_index=False)
+        impl.adopt(layer, groups or (), Recorder(device, 1.0), memory, False, engine)
         impls.append(impl)
     return impls
 
@@ -138,13 +139,27 @@ class TestKeys:
         if engine == "flash" and "int8_scores" in params:
             pytest.skip("FlashAttention has no 8-bit scores")
         monkeypatch.setattr(portable, "supports_bulk", lambda cache: bulk)
-        impls = make_impls(method, params, self.CPU)
+        impls = make_impls(method, params, self.CPU, engine=engine)
         with recorded_keys(monkeypatch) as warm:
             warm_up(impls, make_spec(page_size), self.CPU, engine)
         with recorded_keys(monkeypatch) as served:
             run_steps(impls, page_size, random_steps(seed=page_size, number=12), self.CPU)
         assert {"portable": "attend_kernel", "flash": "finish_kernel"}[engine] in {name for name, _ in served}
         assert not (late := served - warm), closest(late, warm)
+
+    def test_nor_does_one_on_an_engine_that_narrow_blocks_are_not_for(
+        self, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+    ) -> None:
+        """Blocks are as wide as the engines take them that are then found broken."""
+        monkeypatch.setattr(compat, "flash_attention", lambda: None)
+        impls = make_impls("sale", {}, self.CPU)
+        with recorded_keys(monkeypatch) as warm:
+            warm_up(impls, make_spec(128), self.CPU)
+        with recorded_keys(monkeypatch) as served:
+            run_steps(impls, 128, random_steps(seed=3, number=12), self.CPU)
+        assert not (late := served - warm), closest(late, warm)
+        assert {(impl.block_tokens, impl.engine.name) for impl in impls} == {(32, "portable")}
+        assert any("engine portable takes longer for blocks of 32 keys" in line for line in lines)
 
     def test_a_small_arena_is_not_asked_for_more_than_it_has(
         self, monkeypatch: pytest.MonkeyPatch, lines: list[str]
@@ -189,7 +204,7 @@ def closest(late: set[Key], warm: set[Key]) -> str:
 @pytest.mark.parametrize(("method", "params"), CASES, ids=str)
 def test_nothing_compiles_after_warm_up(method: str, params: dict[str, Any], engine: str) -> None:
     device = torch.device("cuda", 0)
-    impls = make_impls(method, params, device)
+    impls = make_impls(method, params, device, engine=engine)
     with set_current_vllm_config(VllmConfig()):  # FlashAttention's backend asks it for the cache's layout
         warm_up(impls, make_spec(128), device, engine)
     before = dict(compilations.listener().counts)

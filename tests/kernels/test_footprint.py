@@ -19,7 +19,13 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "sparge_attn": [{}, {"int8_scores": True}],
     "sale": [{}, {"int8_scores": True}],
 }
-CASES = [(name, values) for name in METHODS for values in SETTINGS.get(name, [{}])]
+WIDTHS = {"sale": (32, 64)}
+CASES = [
+    (name, values, width)
+    for name, found in METHODS.items()
+    for values in SETTINGS.get(name, [{}])
+    for width in WIDTHS.get(name, (found.parameters.block_tokens,))
+]
 HEADS, KV_HEADS, DIM = 8, 2, 64
 LENGTHS = st.lists(st.tuples(st.integers(0, 150_000), st.integers(1, 1500)), min_size=1, max_size=24)
 
@@ -32,12 +38,11 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpretedFunction, "run", lambda self, *args, **kwargs: None)
 
 
-def peaks(name: str, values: dict[str, Any], batch: Batch, block_tokens: int | None = None) -> list[tuple[int, int]]:
+def peaks(name: str, values: dict[str, Any], batch: Batch, block_tokens: int) -> list[tuple[int, int]]:
     """(taken, announced) by the index, by selecting, and by attending, with either engine."""
     method = METHODS[name].parameters(**values)
     methods, heads = [method] * HEADS, torch.arange(HEADS, dtype=torch.int32)
     merged, rows = method.merged(methods), batch.rows
-    block_tokens = block_tokens or method.block_tokens
     layout, workspace = method.stripe_layout(rows), Workspace(rows.device)
     index = SparseIndex.allocate(rows, HEADS, block_tokens, dict.fromkeys(range(HEADS), layout), workspace)
     shape = LayerShape(HEADS, KV_HEADS, DIM, block_tokens, batch.q.element_size())
@@ -82,21 +87,21 @@ def without_data(lengths: list[tuple[int, int]]) -> Batch:
 
 
 @pytest.mark.usefixtures("no_kernels")
-@pytest.mark.parametrize(("name", "values"), CASES, ids=str)
-def test_nothing_takes_more_than_it_announces(name: str, values: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "values", "block_tokens"), CASES, ids=str)
+def test_nothing_takes_more_than_it_announces(name: str, values: dict[str, Any], block_tokens: int) -> None:
     @given(lengths=LENGTHS)
     @settings(max_examples=8, deadline=None)
     def check(lengths: list[tuple[int, int]]) -> None:
-        for taken, announced in peaks(name, values, without_data(lengths)):
+        for taken, announced in peaks(name, values, without_data(lengths), block_tokens):
             assert taken <= announced
 
     check()
 
 
-@pytest.mark.parametrize(("name", "values"), CASES, ids=str)
-def test_and_that_does_not_hang_on_what_kernels_compute(name: str, values: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "values", "block_tokens"), CASES, ids=str)
+def test_and_that_does_not_hang_on_what_kernels_compute(name: str, values: dict[str, Any], block_tokens: int) -> None:
     batch = random_batch([(300, 140), (0, 130)], HEADS, KV_HEADS, DIM, 64)
-    for taken, announced in peaks(name, values, batch):
+    for taken, announced in peaks(name, values, batch, block_tokens):
         assert taken <= announced
 
 

@@ -13,6 +13,7 @@ from vllm_sparse_kernels.reference.attend import attend
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.select import METHODS, name_of
 from vllm_sparse_kernels.select.base import attend_options
+from vllm_sparse_kernels.select.width import index_block_tokens
 
 ATTENTION = "planned"
 PAGE_TOKENS = 64
@@ -54,7 +55,7 @@ class Request:
         groups = self.plan.layer(layer)
         assert groups is not None
         layouts = {head: group.method.stripe_layout(rows) for group in groups for head in group.heads}
-        block_tokens = min(group.method.block_tokens for group in groups)
+        block_tokens = index_block_tokens(methods_by_head(groups), cache.head_dim, q.device)
         index = SparseIndex.allocate(rows, q.shape[1], block_tokens, layouts)
         for group in groups:
             heads = torch.tensor(group.heads, dtype=torch.int32)

@@ -110,7 +110,8 @@ def _rung(
     """The last ``query_len`` tokens of ``seq_len``, measured and reported."""
     row: dict[str, Any] = {"method": str(asked), "engine": engine.name, "ladder": which}
     row |= {"seq_len": seq_len, "query_len": query_len}
-    _measure(card, layers_of(prompts, plan, seq_len - query_len, query_len), engine, row, budget_s)
+    layers = layers_of(prompts, plan, seq_len - query_len, query_len, engine.name)
+    _measure(card, layers, engine, row, budget_s)
     report.add_case(row)
     return row
 

@@ -53,9 +53,10 @@ class Layer:
     out: torch.Tensor
 
     @staticmethod
-    def of(batch: Batch, groups: LayerPlan) -> "Layer":
+    def of(batch: Batch, groups: LayerPlan, engine: str) -> "Layer":
+        """``engine``: the name of the one that will attend."""
         options = attend_options(methods_by_head(groups), batch.q.device)
-        index = layer_index(groups, batch.q, batch.cache, batch.rows)
+        index = layer_index(groups, batch.q, batch.cache, batch.rows, engine)
         return Layer(batch, groups, options, index, batch.empty_out())
 
     def select(self) -> None:
@@ -72,14 +73,14 @@ class Layer:
         return refusal(engine, self.batch.cache, self.index, self.options)
 
 
-def layers_of(prompts: Sequence[Prompt], plan: Plan, context_len: int, query_len: int) -> list[Layer]:
+def layers_of(prompts: Sequence[Prompt], plan: Plan, context_len: int, query_len: int, engine: str) -> list[Layer]:
     """The chunk in each layer, all with the same rows: it is one step."""
     rows = prompts[0].chunk(context_len, query_len).rows
     layers = []
     for i, prompt in enumerate(prompts):
         groups = plan.layer(i)
         assert groups is not None, "a benchmark's plan has no dense layers"
-        layers.append(Layer.of(replace(prompt.chunk(context_len, query_len), rows=rows), groups))
+        layers.append(Layer.of(replace(prompt.chunk(context_len, query_len), rows=rows), groups, engine))
     return layers
 
 
@@ -109,7 +110,7 @@ def run_methods(
             run()
         for asked, plan in plans:
             for engine in (card.engines[name] for name in engines):
-                layers = layers_of(prompts, plan, context_len, query_len)
+                layers = layers_of(prompts, plan, context_len, query_len, engine.name)
                 row = {"data": data, "method": str(asked), "engine": engine.name, "context_len": context_len}
                 row["query_len"] = query_len
                 if why := next((w for layer in layers if (w := layer.refusal(engine))), None):

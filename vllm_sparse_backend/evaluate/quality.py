@@ -13,13 +13,15 @@ import torch
 import torch.nn.functional as F
 
 from vllm_sparse_backend.evaluate.capture import Capture, LayerTensors
+from vllm_sparse_backend.settings.config import AUTO
 from vllm_sparse_backend.settings.plan import LayerPlan, Plan, methods_by_head
-from vllm_sparse_kernels import PagedCache, Rows, SparseIndex, attend, shared_bytes, widest_block
+from vllm_sparse_kernels import PagedCache, Rows, SparseIndex, attend
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.reference.attend import attend as reference_attend
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.select import METHODS, name_of
 from vllm_sparse_kernels.select.base import attend_options
+from vllm_sparse_kernels.select.width import index_block_tokens
 from vllm_sparse_kernels.testing.oracle import Bound, ExactMass, Tally, exact_masses, tally
 
 PAGE_TOKENS = 128
@@ -156,11 +158,9 @@ def select_layer(groups: LayerPlan, q: torch.Tensor, cache: PagedCache, rows: Ro
     return index
 
 
-def layer_index(groups: LayerPlan, q: torch.Tensor, cache: PagedCache, rows: Rows) -> SparseIndex:
-    """Room for what the groups of one layer select."""
-    # Without CUDA, references select, and blocks may be as wide as the methods allow.
-    widest = (widest_block(cache.head_dim, shared_bytes(q.device)) or 64) if q.is_cuda else 128
-    block_tokens = min(widest, *(group.method.block_tokens for group in groups))
+def layer_index(groups: LayerPlan, q: torch.Tensor, cache: PagedCache, rows: Rows, engine: str = AUTO) -> SparseIndex:
+    """Room for what the groups of one layer select, as in a server that is asked for this engine."""
+    block_tokens = index_block_tokens(methods_by_head(groups), cache.head_dim, q.device, engine)
     layouts = {}
     for group in groups:
         layouts.update(dict.fromkeys(group.heads, group.method.stripe_layout(rows)))

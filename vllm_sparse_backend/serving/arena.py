@@ -19,13 +19,14 @@ from vllm.config import VllmConfig
 from vllm_sparse_backend.plugin import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.step import Slab
-from vllm_sparse_backend.settings.config import load_config
+from vllm_sparse_backend.settings.config import AUTO, load_config
 from vllm_sparse_backend.settings.crossover import Thresholds, load_crossover
 from vllm_sparse_backend.settings.plan import LayerPlan, Plan, methods_by_head
 from vllm_sparse_kernels import TILE_TOKENS, LayerShape, Rows, SparseIndex, Workspace, shared_bytes, widest_block
 from vllm_sparse_kernels.attend import workspace_bytes
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.select.base import Method
+from vllm_sparse_kernels.select.width import index_block_tokens
 
 logger = logging.getLogger(LOGGER)
 
@@ -68,17 +69,25 @@ class LayerNeed:
     shape: LayerShape
 
     @staticmethod
-    def of(groups: LayerPlan, widest_block: int, num_kv_heads: int, head_dim: int, element_bytes: int) -> "LayerNeed":
-        num_heads = sum(len(group.heads) for group in groups)
-        block_tokens = narrowest_block(groups, widest_block)
+    def of(
+        groups: LayerPlan,
+        num_kv_heads: int,
+        head_dim: int,
+        element_bytes: int,
+        device: torch.device,
+        engine: str = AUTO,
+    ) -> "LayerNeed":
+        """engine: the one that is asked for."""
+        methods = methods_by_head(groups)
+        num_heads, block_tokens = len(methods), index_block_tokens(methods, head_dim, device, engine)
         return LayerNeed(groups, LayerShape(num_heads, num_kv_heads, head_dim, block_tokens, element_bytes))
 
     @cached_property
     def heads_of_methods(self) -> tuple[tuple[Method, int], ...]:
-        """How many heads have methods that are alike."""
+        """How many heads have methods that take as much room."""
         heads: dict[Method, int] = {}
         for group in self.groups:
-            heads[group.method.alike] = heads.get(group.method.alike, 0) + len(group.heads)
+            heads[group.method.sized] = heads.get(group.method.sized, 0) + len(group.heads)
         return tuple(heads.items())
 
     @cached_property
@@ -95,11 +104,6 @@ class LayerNeed:
         index = SparseIndex.bytes_for(rows, shape.num_heads, shape.block_tokens, stripe_capacity)
         select = max(slab.select_bytes(method, num_heads, shape) for method, num_heads in self.heads_of_methods)
         return index + max(select, workspace_bytes(rows, shape, stripe_capacity, longest_stripes, self.int8_scores))
-
-
-def narrowest_block(groups: LayerPlan, widest_block: int) -> int:
-    """Keys of an index's blocks where these methods share it."""
-    return min(widest_block, *(group.method.block_tokens for group in groups))
 
 
 @dataclass(frozen=True)
@@ -223,7 +227,7 @@ class Memory:
         thresholds = plan.earliest_thresholds(load_crossover(config.crossover), compat.device_name())
         max_len = model.max_model_len
         steps = list(largest_steps(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, max_len, thresholds))
-        layers = _needs(vllm_config, plan, device)
+        layers = _needs(vllm_config, plan, device, config.engine)
         needed = [max(layer.num_bytes(make_slab(step)) for layer in layers) for step in steps if layers]
         if not needed:
             return None
@@ -240,17 +244,16 @@ class Memory:
         return Memory(Arena(device, buffer), Room(layers, num_bytes, max_len, steps[0][0]))
 
 
-def _needs(vllm_config: VllmConfig, plan: Plan, device: torch.device) -> tuple[LayerNeed, ...]:
-    """What each distinct layer of this worker's part of the plan takes."""
+def _needs(vllm_config: VllmConfig, plan: Plan, device: torch.device, engine: str) -> tuple[LayerNeed, ...]:
+    """What each distinct layer of this worker's part of the plan takes; ``engine``: the one that is asked for."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    widest = widest_block(plan.shape.head_dim, shared_bytes(device))
-    if widest is None:
+    if widest_block(plan.shape.head_dim, shared_bytes(device)) is None:
         return ()
     first, end = model.get_layers_start_end_indices(parallel)
     layers = {plan.layer(number) for number in range(first, end)} - {None}
     num_kv_heads, element_bytes = model.get_num_kv_heads(parallel), model.dtype.itemsize
     return tuple(
-        LayerNeed.of(groups, widest, num_kv_heads, plan.shape.head_dim, element_bytes)
+        LayerNeed.of(groups, num_kv_heads, plan.shape.head_dim, element_bytes, device, engine)
         for groups in layers
         if groups is not None
     )

@@ -17,7 +17,7 @@ from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.ranges import format_ranges
 from vllm_sparse_kernels import AttendOptions, SparseIndex, shared_bytes, widest_block
-from vllm_sparse_kernels.attend import AttendSpec, Choice, Engine, choose, engines
+from vllm_sparse_kernels.attend import PORTABLE, AttendSpec, Choice, Engine, choose, engines
 from vllm_sparse_kernels.testing.batches import Batch
 from vllm_sparse_kernels.testing.budget import Expected, expected_attention
 
@@ -62,6 +62,12 @@ class EnginePicker:
             if numbers:
                 parts.append(f"layers {format_ranges(numbers)} on {name}")
         logger.info("sparse-prefill: attention: %s", "; ".join(parts))
+        narrow = [s.block_tokens for s, c in self.choices.items() if c.engine.name == PORTABLE.name]
+        if self.asked == AUTO and min(narrow, default=64) < 64:
+            logger.warning(
+                "sparse-prefill: engine portable takes longer for blocks of %d keys, made for engines that were not "
+                "taken, than for the fewer ones of 64 that %s 'portable' gives it", min(narrow), FIELD,
+            )  # fmt: skip
 
 
 def failure(

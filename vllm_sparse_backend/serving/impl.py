@@ -10,9 +10,10 @@ import torch
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
 
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.arena import Memory, narrowest_block
+from vllm_sparse_backend.serving.arena import Memory
 from vllm_sparse_backend.serving.stats import Recorder
 from vllm_sparse_backend.serving.step import Slab, SparseStep
+from vllm_sparse_backend.settings.config import AUTO
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import LayerPlan, methods_by_head
 from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
@@ -22,6 +23,7 @@ from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.reference.attend import attend as reference_attend
 from vllm_sparse_kernels.select import METHODS, name_of
 from vllm_sparse_kernels.select.base import attend_options
+from vllm_sparse_kernels.select.width import index_block_tokens
 
 
 class SparsePrefillImpl(compat.DelegateImpl):
@@ -74,21 +76,25 @@ class SparsePrefillImpl(compat.DelegateImpl):
             return Fallback.DENSE_LAYER
         if sum(len(group.heads) for group in groups) != self.num_heads:
             return Fallback.OTHER_HEADS
-        if self._widest_block() is None:
+        if widest_block(self.head_size, shared_bytes(torch.device(compat.DEVICE_TYPE))) is None:
             return Fallback.SHARED_MEMORY
         return None
 
-    def _widest_block(self) -> int | None:
-        return widest_block(self.head_size, shared_bytes(torch.device(compat.DEVICE_TYPE)))
-
     def adopt(
-        self, layer: int, groups: LayerPlan, recorder: Recorder, memory: Memory | None, check_index: bool
+        self,
+        layer: int,
+        groups: LayerPlan,
+        recorder: Recorder,
+        memory: Memory | None,
+        check_index: bool,
+        engine: str = AUTO,
     ) -> None:
-        """Go sparse from now on, by this layer's part of the plan."""
+        """Go sparse from now on, by this layer's part of the plan. ``engine``: the one that is asked for."""
         self.layer, self.recorder, self.memory, self.check_index = layer, recorder, memory, check_index
-        self.block_tokens = narrowest_block(groups, self._widest_block() or 64)
-        self.heads = [torch.tensor(group.heads, dtype=torch.int32, device=recorder.device) for group in groups]
-        self.options = attend_options(methods_by_head(groups), recorder.device)
+        methods, device = methods_by_head(groups), recorder.device
+        self.block_tokens = index_block_tokens(methods, self.head_size, device, engine)
+        self.heads = [torch.tensor(group.heads, dtype=torch.int32, device=device) for group in groups]
+        self.options = attend_options(methods, device)
         self.groups = groups
 
     def reserve(self, vllm_config: VllmConfig, device: torch.device) -> Memory | None:

@@ -100,7 +100,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         for number, impl in own:
             groups = plan.layer(number)
             if reasons[number] is None and groups is not None:
-                impl.adopt(number, groups, self.recorder, self.memory, config.check_index)
+                impl.adopt(number, groups, self.recorder, self.memory, config.check_index, config.engine)
                 impls.append(impl)
         if self.memory is not None:
             self._make_ready(impls, config.engine)

@@ -27,10 +27,21 @@ class Method(ABC):
     block_tokens: ClassVar[int] = 64
     """Widest block of an index that keeps the method's selection as narrow as it is; 128 runs faster on Hopper."""
 
+    finest_block_tokens: ClassVar[int | None] = None
+    """Narrowest block by which the method's selection still gains, where engines take such blocks (``width.py``).
+
+    None: it takes no blocks narrower than ``block_tokens``.
+    """
+
     @property
     def alike(self) -> "Method":
         """Equal for methods that ``merged`` joins. What is alike has one name."""
         return self
+
+    @property
+    def sized(self) -> "Method":
+        """Equal for methods, merged or not, that take as much room in an index and a workspace."""
+        return self.alike
 
     @classmethod
     def merged(cls, methods: Sequence[Self]) -> "Method":

@@ -43,7 +43,8 @@ def rounded_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
     queries = num_selected * rows.num_tiles * TILE_TOKENS * (dim + 12)
     sums = 4 * dim * (shape.num_heads * (rows.num_tiles + rows.num_rows) + shape.num_kv_heads * 2 * rows.num_rows)
     splits = 4 * dim * shape.num_kv_heads * min(sum(rows.seq_lens) // 64 + rows.num_rows, 8192)
-    return keys + queries + sums + splits + 3 * num_selected * sum(rows.block_capacities(64))
+    flags = 2 * num_selected * sum(rows.block_capacities(shape.block_tokens))
+    return keys + queries + sums + splits + flags
 
 
 def pooled_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:

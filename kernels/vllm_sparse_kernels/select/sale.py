@@ -32,8 +32,10 @@ Where the paper leaves a choice, or this departs from it:
   0.17 of FlashAttention-3's time is the floor. The paper's 0.11 rests on a 4090's INT4 at 8 times its FP16 rate.
 * Heads with τ = 0 test nothing: they keep every block.
 * Query blocks are counted from the row's first query of this step and lie askew of absolute positions. A tile of 128
-  queries keeps the union of its two, a block of 64 or 128 keys the union of its 32-key blocks. As the second query
-  block's local region begins no earlier than the first's, only keys before the first's are tested.
+  queries keeps the union of its two, so that attention is over 128 × 32. An index has the paper's blocks of 32 keys
+  where all heads of a layer run SALE, on Hopper's engines (``width.py``); elsewhere a block of 64 keys keeps the union
+  of its two, and attention is over more. As the second query block's local region begins no earlier than the first's,
+  only keys before the first's are tested.
 * Both means are over what this step sees, so selection depends on the chunking, and on later queries of the same chunk.
 * The authors run prompts of at most 1,024 tokens dense. That is for the backend to decide.
 * The paper computes attention over the selected blocks in 8 bits (SageAttention). That is ``attend``'s option, off
@@ -84,7 +86,7 @@ class Slab(NamedTuple):
 class Sale(Method):
     """Parameters of SALE; the defaults are the paper's (sections 3.2 and 4.1)."""
 
-    finest_block_tokens: ClassVar[int] = 32
+    finest_block_tokens = 32
     """b_k. An index of blocks of 32 keeps what the paper keeps, one of 64 or 128 the union over each of its blocks."""
 
     tau: float = 0.004

@@ -71,6 +71,10 @@ class VerticalSlash(Method):
     def alike(self) -> "VerticalSlash":
         return VerticalSlash(last_queries=self.last_queries)
 
+    @property
+    def sized(self) -> "VerticalSlash":
+        return VerticalSlash(self.vertical_tokens)
+
     @classmethod
     def merged(cls, methods: Sequence[Self]) -> Method:
         return VerticalSlashLayer.join(methods)
@@ -109,9 +113,13 @@ class VerticalSlash(Method):
 class VerticalSlashLayer(PerHead, VerticalSlash):
     """Heads that differ in how many lines they keep."""
 
+    @property
+    def sized(self) -> VerticalSlash:
+        return VerticalSlash(max(one.vertical_tokens for one in self.settings))
+
     def stripe_layout(self, rows: Rows) -> StripeLayout:
         """Room for any of the heads; each has its own by its own method."""
-        return StripeLayout.per_tile(rows, max(one.vertical_tokens for one in self.settings))
+        return self.sized.stripe_layout(rows)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

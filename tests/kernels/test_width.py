@@ -1,0 +1,67 @@
+"""Blocks of 32 keys go where every head's method gains from them and the engines take them; nowhere else."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from vllm_sparse_kernels.select import METHODS, width
+from vllm_sparse_kernels.select.base import Method
+from vllm_sparse_kernels.select.dense import Dense
+from vllm_sparse_kernels.select.minference import AShape
+from vllm_sparse_kernels.select.sale import Sale
+from vllm_sparse_kernels.select.sparge_attn import SpargeAttn
+from vllm_sparse_kernels.select.width import index_block_tokens
+
+HOPPER, AMPERE, ADA, BLACKWELL = (9, 0), (8, 0), (8, 9), (10, 0)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+SALE = [Sale(), Sale(tau=0.008), Sale(tau=0.0)]
+
+
+@pytest.fixture(params=[HOPPER, AMPERE, ADA, BLACKWELL], ids=str)
+def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """A GPU of that kind, with Hopper's shared memory, so that nothing else tells them apart."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: request.param)
+    monkeypatch.setattr(width, "shared_bytes", lambda device: 227 << 10)
+    return request.param
+
+
+@pytest.mark.parametrize("engine", ["auto", "hopper", "flash", "portable"])
+def test_sale_alone(capability: tuple[int, int], engine: str) -> None:
+    narrow = capability == HOPPER and engine != "portable"
+    assert index_block_tokens(SALE, 128, CUDA, engine) == (32 if narrow else 64)
+
+
+@pytest.mark.parametrize(
+    ("methods", "expected"),
+    [
+        ([*SALE, Dense()], 64),
+        ([*SALE, SpargeAttn()], 64),
+        ([*SALE, Sale(int8_scores=True)], 64),  # which portable alone has
+        ([*SALE, SpargeAttn(skip_margin=-5.0)], 64),
+        ([Dense(), AShape()], 128),
+        ([AShape(), SpargeAttn()], 64),
+    ],
+)
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+def test_what_shares_an_index_with_others_is_as_wide_as_these(
+    methods: Sequence[Method], expected: int, device: torch.device, capability: tuple[int, int]
+) -> None:
+    assert index_block_tokens(methods, 128, device) == expected
+
+
+def test_without_a_gpu_as_on_hopper() -> None:
+    assert index_block_tokens(SALE, 128, CPU) == 32
+    assert index_block_tokens(SALE, 128, CPU, "portable") == 64
+
+
+def test_shared_memory_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: AMPERE)
+    monkeypatch.setattr(width, "shared_bytes", lambda device: 99 << 10)
+    assert index_block_tokens([Dense()], 128, CUDA) == 64
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_finest_is_no_wider_than_the_widest(name: str) -> None:
+    method = METHODS[name].parameters
+    assert method.finest_block_tokens is None or 16 <= method.finest_block_tokens <= method.block_tokens
