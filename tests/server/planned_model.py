@@ -1,8 +1,9 @@
 """The small model outside of vLLM: transformers' Llama, chunk by chunk, each layer's attention as a plan has it."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, DynamicCache, LlamaForCausalLM
@@ -10,9 +11,11 @@ from transformers import AttentionInterface, DynamicCache, LlamaForCausalLM
 from vllm_sparse_backend.settings.plan import Plan, methods_by_head
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.reference.attend import attend
+from vllm_sparse_kernels.reference.dense import select_dense
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.select import METHODS, name_of
 from vllm_sparse_kernels.select.base import attend_options
+from vllm_sparse_kernels.select.dense import Dense
 from vllm_sparse_kernels.select.width import index_block_tokens
 
 ATTENTION = "planned"
@@ -24,12 +27,34 @@ def load(folder: Path) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(folder, attn_implementation=ATTENTION, dtype=torch.float32)
 
 
+class Chunk(NamedTuple):
+    """The rows of one step: all of it, and its queries before and from ``min_tokens`` on, None where there are none."""
+
+    rows: Rows
+    dense: Rows | None
+    sparse: Rows | None
+
+    @staticmethod
+    def of(rows: Rows, min_tokens: int) -> "Chunk":
+        (context_len,), (query_len,) = rows.context_lens, rows.query_lens
+        num_dense = min(max(min_tokens - context_len, 0), query_len)
+        left = query_len - num_dense
+        return Chunk(
+            rows,
+            replace(rows, query_lens=(num_dense,)) if num_dense else None,
+            replace(rows, tokens=(num_dense,), query_lens=(left,), context_lens=(context_len + num_dense,))
+            if left
+            else None,
+        )
+
+
 class Request:
     """One request's keys and values, and what its sparse chunks kept: (query, key) pairs by layer."""
 
-    def __init__(self, model: LlamaForCausalLM, plan: Plan) -> None:
+    def __init__(self, model: LlamaForCausalLM, plan: Plan, min_tokens: int = 0) -> None:
         self.model = model
         self.plan = plan
+        self.min_tokens = min_tokens
         self.cache = DynamicCache(config=model.config)
         self.kept_pairs: Counter[int] = Counter()
 
@@ -42,37 +67,42 @@ class Request:
     def _step(self, token_ids: torch.Tensor) -> torch.Tensor:
         context_len, query_len = self.cache.get_seq_length(), len(token_ids)
         pages = torch.randperm(ceil_div(context_len + query_len, PAGE_TOKENS), dtype=torch.int32)
-        rows = Rows((0,), (query_len,), (context_len,), pages[None])
-        return self.model(token_ids[None], past_key_values=self.cache, use_cache=True, request=self, rows=rows).logits[
-            0
-        ]
+        chunk = Chunk.of(Rows((0,), (query_len,), (context_len,), pages[None]), self.min_tokens)
+        done = self.model(token_ids[None], past_key_values=self.cache, use_cache=True, request=self, chunk=chunk)
+        return done.logits[0]
 
     def keep(self, num_tokens: int) -> None:
         """Forget what was prefilled after the first ``num_tokens``."""
         self.cache.crop(num_tokens - self.cache.get_seq_length())
 
-    def attend(self, layer: int, q: torch.Tensor, cache: PagedCache, rows: Rows, scale: float) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, cache: PagedCache, chunk: Chunk, scale: float) -> torch.Tensor:
         groups = self.plan.layer(layer)
         assert groups is not None
-        layouts = {head: group.method.stripe_layout(rows) for group in groups for head in group.heads}
-        block_tokens = index_block_tokens(methods_by_head(groups), cache.head_dim, q.device)
-        index = SparseIndex.allocate(rows, q.shape[1], block_tokens, layouts)
-        for group in groups:
-            heads = torch.tensor(group.heads, dtype=torch.int32)
-            METHODS[name_of(group.method)].reference(group.method, q, cache, index, heads, scale)
         out = torch.empty_like(q)
-        attend(q, cache, index, out, scale, options=attend_options(methods_by_head(groups), q.device))
-        self.kept_pairs[layer] += int(index.kept_pairs())
+        if chunk.dense is not None:
+            index = SparseIndex.allocate(chunk.dense, q.shape[1], PAGE_TOKENS)
+            select_dense(Dense(), q, cache, index, torch.arange(q.shape[1], dtype=torch.int32), scale)
+            attend(q, cache, index, out, scale)
+        if chunk.sparse is not None:
+            methods = methods_by_head(groups)
+            layouts = {head: method.stripe_layout(chunk.sparse) for head, method in enumerate(methods)}
+            block_tokens = index_block_tokens(methods, cache.head_dim, q.device)
+            index = SparseIndex.allocate(chunk.sparse, q.shape[1], block_tokens, layouts)
+            for group in groups:
+                heads = torch.tensor(group.heads, dtype=torch.int32)
+                METHODS[name_of(group.method)].reference(group.method, q, cache, index, heads, scale)
+            attend(q, cache, index, out, scale, options=attend_options(methods, q.device))
+            self.kept_pairs[layer] += int(index.kept_pairs())
         return out
 
 
 def _attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, *,
-    scaling: float, request: Request, rows: Rows, **_: Any,
+    scaling: float, request: Request, chunk: Chunk, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """query [1, num_heads, query_len, head_dim], key and value [1, num_kv_heads, seq_len, head_dim]."""
-    cache = PagedCache(_paged(key, rows), _paged(value, rows))
-    return request.attend(module.layer_idx, query[0].transpose(0, 1), cache, rows, scaling)[None], None
+    cache = PagedCache(_paged(key, chunk.rows), _paged(value, chunk.rows))
+    return request.attend(module.layer_idx, query[0].transpose(0, 1), cache, chunk, scaling)[None], None
 
 
 def _paged(x: torch.Tensor, rows: Rows) -> torch.Tensor:

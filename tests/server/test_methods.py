@@ -18,7 +18,7 @@ from vllm_sparse_backend.demo.model import CONFIG
 from vllm_sparse_backend.demo.run import FLUSH_S, METHOD_PARAMS
 from vllm_sparse_backend.demo.scrape import Report, parse
 from vllm_sparse_backend.demo.server import Server, sparse_args
-from vllm_sparse_backend.settings.config import SparsePrefillConfig
+from vllm_sparse_backend.settings.config import AUTO, SparsePrefillConfig
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_backend.settings.profile import Profile
@@ -33,7 +33,7 @@ pytestmark = [
 pytest.importorskip("vllm")
 
 NUM_LAYERS = CONFIG["num_hidden_layers"]
-MIN_TOKENS = 256  # fewer than a chunk's, so that every chunk is sparse
+MIN_TOKENS = 256  # fewer than a chunk's, so that every chunk is sparse, the first but for its first part
 PROMPT = scenario.prompt(2001, seed=11)
 TOGETHER = {f"{length} together": (scenario.prompt(length, seed=length), 8) for length in (300, 901, 1444)}
 
@@ -122,7 +122,8 @@ def run_outside(folder: Path, config: SparsePrefillConfig, cached_tokens: int) -
     from tests.server import planned_model
 
     plan = Plan.build(config, ModelShape.from_folder(folder))
-    request = planned_model.Request(planned_model.load(folder), plan)
+    min_tokens = 0 if config.min_tokens == AUTO else config.min_tokens
+    request = planned_model.Request(planned_model.load(folder), plan, min_tokens)
     logprobs = request.prefill(PROMPT, scenario.CHUNK_TOKENS)
     request.keep(cached_tokens)
     repeated = request.prefill(PROMPT[cached_tokens:], scenario.CHUNK_TOKENS)[-1]
