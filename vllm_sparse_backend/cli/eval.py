@@ -89,11 +89,11 @@ def answers(
         if model is not None:
             chosen = [Settings.parse(one) for one in settings or ["{}"]]
             contestants = part.started(model, chosen, not no_stock, asking.longest, server_args)
-            name, device = model.name, device_name()
+            name, device = contestants[0].model, device_name()
         else:
             names: list[str | None] = list(label) if label else [None] * len(url or ())
             contestants = [part.Contestant.running(one, at) for one, at in zip(names, url or ())]
-            name, device = ", ".join(one.label for one in contestants), ", ".join(url or ())
+            name, device = contestants[0].model, ", ".join(url or ())
         report = Report("answers", device, json_path, results)
         key = asking.key(name, server_args)
         part.resume(report, json_path, key, contestants)

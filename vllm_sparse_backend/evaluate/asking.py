@@ -55,6 +55,8 @@ class Asking:
 
     @staticmethod
     def about(text: Path | None, lengths: Sequence[int], prompts: int, **others: Any) -> "Asking":
+        if not lengths or min(lengths) < 1:
+            raise BenchError(f"--lengths: given {list(lengths)}, expected numbers of tokens, with commas between")
         # Eight characters are more than a token has on average, and what is read is tokenised by the server.
         most = 8 * max(lengths) * max(4, prompts)
         return Asking(tuple(lengths), prompts, text=read_text(text, most) if text else None, **others)
@@ -130,6 +132,8 @@ class Contestant:
     """One server to ask; ``open`` starts it, or finds it running."""
 
     label: str
+    model: str
+    """Its name, without a folder's path."""
     what: str
     """Its address or its settings, whole: what a label leaves out."""
     open: Callable[[], AbstractContextManager[Endpoint]] = field(compare=False)
@@ -137,7 +141,9 @@ class Contestant:
     @staticmethod
     def running(label: str | None, url: str) -> "Contestant":
         endpoint = Endpoint.connect(label or url, url)
-        return Contestant(label or endpoint.model, endpoint.url, lambda: nullcontext(endpoint))
+        return Contestant(
+            label or endpoint.model, Path(endpoint.model).name, endpoint.url, lambda: nullcontext(endpoint)
+        )
 
     @staticmethod
     def served(label: str, model: Path, args: Sequence[str], what: str) -> "Contestant":
@@ -151,7 +157,7 @@ class Contestant:
             except ServerError as error:
                 raise BenchError(f"{label}: {error}") from error
 
-        return Contestant(label, what, start)
+        return Contestant(label, model.name, what, start)
 
 
 def started(model: Path, settings: Sequence[Settings], stock: bool, longest: int, extra: str) -> list[Contestant]:
