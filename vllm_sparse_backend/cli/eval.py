@@ -133,7 +133,9 @@ def _show(rows: list[dict[str, Any]], cases: Sequence[dict[str, Any]]) -> None:
 
     console = _console()
     caption = "right: all tokens of the answer rank first; perplexity: of all tokens but answers'"
-    console.print(table_of("Answers inside the prompt", part.COLUMNS, rows, caption))
+    # A hundredth of it matters, and three digits are too few for that.
+    told = [row | {"perplexity": row["perplexity"] and f"{row['perplexity']:.4f}"} for row in rows]
+    console.print(table_of("Answers inside the prompt", part.COLUMNS, told, caption))
     columns, by_distance = part.distance_columns(rows)
     console.print(table_of("Right answers by distance from the fact, in tokens", columns, by_distance))
     for case in cases:
