@@ -192,8 +192,13 @@ class Stub:
     ``fault`` of a request's number: "refuse", "missing" or "cut".
     """
 
-    def __init__(self, rank: Callable[[int], int], fault: Callable[[int], str | None] = lambda n: None) -> None:
-        self.rank, self.fault = rank, fault
+    def __init__(
+        self,
+        rank: Callable[[int], int],
+        fault: Callable[[int], str | None] = lambda n: None,
+        kept_of_100: int | None = None,
+    ) -> None:
+        self.rank, self.fault, self.kept_of_100 = rank, fault, kept_of_100
         self.encode = Words()
         self.prompts: list[list[int]] = []
 
@@ -208,6 +213,17 @@ class Stub:
             begin = at[match.start(2)]
             found[begin + 6] = entry(ids[begin + 6], -9.0, self.rank(begin - stated[match[1]]))
         return found
+
+    def metrics(self) -> str:
+        """Of each prompt so far 100 causal pairs; a server that counts but keeps -1 ran nothing sparse."""
+        if self.kept_of_100 is None:
+            return ""
+        pairs = {"kept": self.kept_of_100 * len(self.prompts), "causal": 100 * len(self.prompts)}
+        lines = ["# TYPE sparse_prefill_rows counter", 'sparse_prefill_rows_total{path="dense",reason="x"} 1']
+        for name, count in pairs.items() if self.kept_of_100 >= 0 else ():
+            lines.append(f"# TYPE sparse_prefill_{name}_pairs counter")
+            lines.append(f'sparse_prefill_{name}_pairs_total{{layer="0"}} {count}')
+        return "\n".join([*lines, ""])
 
     def complete(self, body: dict) -> tuple[int, dict]:
         assert (body["max_tokens"], body["prompt_logprobs"], body["temperature"]) == (1, 1, 0)
@@ -233,12 +249,22 @@ def running(stub: Stub, root: Path | None = None) -> Iterator[str]:
             self.wfile.write(json.dumps(data).encode())
 
         def do_GET(self) -> None:
-            self.reply(200, {"data": [{"id": "stub-model", "root": str(root)}]} if self.path == "/v1/models" else "")
+            if self.path == "/metrics":
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(stub.metrics().encode())
+            else:
+                self.reply(200, {"data": [{"id": "stub-model", "root": str(root)}]})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if self.path == "/tokenize":
                 self.reply(200, {"tokens": stub.encode(body["prompt"])})
+            elif body.get("stream"):
+                self.send_response(200)
+                self.end_headers()
+                choice = {"choices": [{"text": "x", "logprobs": {"token_logprobs": [-1.0]}}]}
+                self.wfile.write(f"data: {json.dumps(choice)}\n\n".encode() * body["max_tokens"])
             else:
                 self.reply(*stub.complete(body))
 
@@ -329,6 +355,22 @@ def test_a_file_of_another_server_under_the_same_name_is_refused(folder: Path) -
         result = run("--url", other, "--label", "a", *LENGTHS, "--json", out)
     assert result.exit_code == 1
     assert "name another file" in result.stderr
+
+
+def test_density_is_of_these_requests_and_a_server_that_ran_nothing_sparse_is_named(folder: Path) -> None:
+    sparse, idle = Stub(lambda distance: 1, kept_of_100=30), Stub(lambda distance: 1, kept_of_100=-1)
+    idle.encode = sparse.encode
+    out = folder / "all.json"
+    with running(sparse) as one, running(idle) as other:
+        urls = ("--url", one, "--label", "a", "--url", other, "--label", "b")
+        result = run(*urls, "--lengths", 2000, "--facts", 4, "--prompts", 2, "--json", out)
+    assert result.exit_code == 0, result.output
+    found = {
+        case["label"]: case["density"] for case in json.loads(out.read_text())["cases"] if case["part"] == "density"
+    }
+    assert found == {"a": 0.3, "b": None}
+    assert "b: no request ran sparse" in result.output
+    assert "a: no request ran sparse" not in result.output
 
 
 def test_tokenizers_that_differ_are_refused() -> None:

@@ -139,6 +139,11 @@ def _show(rows: list[dict[str, Any]], cases: Sequence[dict[str, Any]]) -> None:
     columns, by_distance = part.distance_columns(rows)
     console.print(table_of("Right answers by distance from the fact, in tokens", columns, by_distance))
     for case in cases:
+        if case["part"] == "density" and case["density"] is None:
+            why = (
+                "no request ran sparse: prompts within min_tokens are dense (the server's log says how many those are)"
+            )
+            console.print(f"[red]{escape(case['label'])}: {why}[/]")
         if case.get("error"):
             where = f"{case['label']}, {case['tokens']:,} tokens, prompt {case['prompt'] + 1}"
             console.print(f"[red]failed, and not counted[/] {escape(where)}: {escape(case['error'])}")

@@ -231,10 +231,12 @@ def ask_server(
             case = {"part": "prompt", **base, "tokens": at[0], "prompt": at[1], **case}
             report.add_case(case)
             on_case(case)
-    kept, causal = (now - then for now, then in zip(_pairs(endpoint), before))
-    if causal:
-        none_of_a_prompt = {"tokens": None, "prompt": None}
-        report.add_case({"part": "density", **base, **none_of_a_prompt, "density": kept / causal})
+    after = _pairs(endpoint)
+    if before is not None and after is not None:
+        kept, causal = after[0] - before[0], after[1] - before[1]
+        # None where nothing ran sparse: all prompts may lie within min_tokens.
+        density = kept / causal if causal else None
+        report.add_case({"part": "density", **base, "tokens": None, "prompt": None, "density": density})
 
 
 def ask_one(endpoint: Endpoint, prompt: Prompt) -> Case:
@@ -253,16 +255,16 @@ def ask_one(endpoint: Endpoint, prompt: Prompt) -> Case:
     return case | {"seconds": seconds, "nats": scores.nats, "others": scores.others, "answers": answers}
 
 
-def _pairs(endpoint: Endpoint) -> tuple[int, int]:
-    """Kept and causal pairs of a server's sparse rows since its start; (0, 0) where it does not count them."""
+def _pairs(endpoint: Endpoint) -> tuple[int, int] | None:
+    """Kept and causal pairs of a server's sparse rows since its start; None where it does not count them."""
     if PREFIX not in endpoint.metrics():
-        return 0, 0
+        return None
     # Counters are told once a second, in steps: causal pairs in one, kept ones in the next. These are dense.
     time.sleep(1.1)
     try:
         endpoint.ask([1] * 8, 4)
     except RequestError:
-        return 0, 0
+        return None
     layers = parse(endpoint.metrics()).layers.values()
     return sum(counts.kept_pairs for counts in layers), sum(counts.causal_pairs for counts in layers)
 
