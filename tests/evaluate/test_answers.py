@@ -30,6 +30,7 @@ from vllm_sparse_backend.evaluate.answers import (
     by_distance,
     score,
 )
+from vllm_sparse_backend.evaluate.asking import first_tokens
 from vllm_sparse_backend.evaluate.texts import prose, read_text
 
 FACT = re.compile(r"# The magic number of ([a-z ]+) is (\d{7})\.")
@@ -90,6 +91,32 @@ def test_the_text_around_the_lines_is_whole() -> None:
     without = re.sub(rf"\n(?:{FACT.pattern}|{QUESTION.pattern})\n", "", text)
     assert prose(3000, 5).startswith(without)
     assert len(encode(without)) > 1500
+
+
+class Tokenizer:
+    """An endpoint that only tokenises; ``added`` goes before a text if special tokens are asked for."""
+
+    model, root = "m", None
+
+    def __init__(self, added: list[int]) -> None:
+        self.added, self.encode = added, Words()
+
+    def tokenize(self, text: str, special: bool = True) -> list[int]:
+        return [*(self.added if special else []), *self.encode(text)]
+
+
+@pytest.mark.parametrize(("added", "given", "found"), [
+    ([7], None, [7]), ([], None, []), ([7], "", []), ([], "<s>", [0]), ([7], "<s>", [0]),
+])  # fmt: skip
+def test_prompts_start_as_the_tokenizer_or_the_operator_says(
+    added: list[int], given: str | None, found: list[int]
+) -> None:
+    assert first_tokens(Tokenizer(added), given) == found
+
+
+def test_a_first_token_is_one() -> None:
+    with pytest.raises(BenchError, match="'a b' is 3 tokens of m, expected one"):
+        first_tokens(Tokenizer([]), "a b")
 
 
 def test_a_seed_is_a_prompt() -> None:

@@ -108,13 +108,19 @@ def _tokenize(endpoint: Endpoint, text: str, chars: int = 200_000) -> list[int]:
 
 
 def first_tokens(endpoint: Endpoint, given: str | None) -> list[int]:
-    """What prompts start with: the given token, or what the tokenizer adds, or the bos token of the model's folder."""
+    """What prompts start with: the given token, or what the tokenizer adds, or the bos token of the model's folder.
+
+    The tokenizer of a model that was trained with a bos token does not always add it, and attention without its sink is
+    another one.
+    """
     if given is None:
         plain, full = endpoint.tokenize("a", special=False), endpoint.tokenize("a")
         if plain and plain[0] in full and (added := full[: full.index(plain[0])]):
             return added
+        if not endpoint.root:
+            return []
         try:
-            config = json.loads((Path(endpoint.root or "") / "tokenizer_config.json").read_text(encoding="utf-8"))
+            config = json.loads((Path(endpoint.root) / "tokenizer_config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return []  # a name that the server resolved, or a folder of another machine
         bos = config.get("bos_token")
