@@ -29,6 +29,7 @@ from vllm_sparse_backend.evaluate.answers import (
     build_prompt,
     by_distance,
     score,
+    standard_error,
 )
 from vllm_sparse_backend.evaluate.asking import first_tokens
 from vllm_sparse_backend.evaluate.texts import prose, read_text
@@ -194,13 +195,21 @@ def test_another_number_of_tokens_is_an_error() -> None:
 
 
 def test_shares_and_buckets() -> None:
-    assert Share(3, 4).standard_error == pytest.approx(math.sqrt(0.75 * 0.25 / 4))
     assert math.isnan(Share(0, 0).share)
     assert [bucket(n) for n in (1, 1023, 1024, 2047, 2048, 70_000)] == [
         *((0, 1024), (0, 1024), (1024, 2048), (1024, 2048), (2048, 4096), (65536, 131072)),
     ]
     judged = [(10, True), (900, False), (3000, True)]
     assert by_distance(judged) == {(0, 1024): Share(1, 2), (2048, 4096): Share(1, 1)}
+
+
+def test_the_standard_error_knows_that_a_prompts_answers_fall_together() -> None:
+    binomial = math.sqrt(0.75 * 0.25 / 24)
+    assert standard_error([Share(18, 24)]) == pytest.approx(binomial)
+    assert standard_error([Share(9, 12), Share(9, 12)]) == pytest.approx(binomial)
+    # Means of two prompts, 0.5 and 1: their deviation, 0.354, over the root of two.
+    assert standard_error([Share(6, 12), Share(12, 12)]) == pytest.approx(0.25)
+    assert math.isnan(standard_error([]))
 
 
 def test_texts_are_files_or_folders(tmp_path: Path) -> None:

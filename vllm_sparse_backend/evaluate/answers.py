@@ -195,13 +195,23 @@ class Share:
     def share(self) -> float:
         return self.right / self.asked if self.asked else math.nan
 
-    @property
-    def standard_error(self) -> float:
-        """Binomial."""
-        return math.sqrt(self.share * (1 - self.share) / self.asked) if self.asked else math.nan
-
     def __str__(self) -> str:
         return f"{self.right} of {self.asked}" if self.asked else ""
+
+
+def standard_error(of_prompts: Sequence[Share]) -> float:
+    """Of the share over all: the binomial one, or that between prompts where it is larger.
+
+    A prompt's answers are no independent draws: a block of keys that is dropped takes many of them with it.
+    """
+    whole = Share(sum(one.right for one in of_prompts), sum(one.asked for one in of_prompts))
+    if not whole.asked:
+        return math.nan
+    binomial, count = math.sqrt(whole.share * (1 - whole.share) / whole.asked), len(of_prompts)
+    if count < 2:
+        return binomial
+    squares = math.fsum((one.right - whole.share * one.asked) ** 2 for one in of_prompts)
+    return max(binomial, math.sqrt(squares * count / (count - 1)) / whole.asked)
 
 
 def bucket(distance: int) -> tuple[int, int]:

@@ -20,7 +20,15 @@ from vllm_sparse_backend.bench.report import BenchError, Report
 from vllm_sparse_backend.bench.serve import Settings, max_positions
 from vllm_sparse_backend.demo.scrape import PREFIX, parse
 from vllm_sparse_backend.demo.server import Server, ServerError, sparse_args
-from vllm_sparse_backend.evaluate.answers import Prompt, Share, Templates, build_prompt, by_distance, score
+from vllm_sparse_backend.evaluate.answers import (
+    Prompt,
+    Share,
+    Templates,
+    build_prompt,
+    by_distance,
+    score,
+    standard_error,
+)
 from vllm_sparse_backend.evaluate.texts import prose, read_text
 
 Case = dict[str, Any]
@@ -296,13 +304,14 @@ def summaries(cases: Sequence[Case], labels: Sequence[str], lengths: Sequence[in
                 for answer, right in zip(c["answers"], right_answers(c))
             ]
             whole = Share(sum(right for _, right in judged), len(judged))
+            shares = [Share(sum(right_answers(c)), len(c["answers"])) for c in good.values()]
             both = base.keys() & good.keys()
             first = sum(sum(right_answers(base[i])) for i in both)
             others = sum(c["others"] for c in good.values())
             rows.append({
                 "label": label, "tokens": length, "answers": str(whole) or None, "right": whole.right,
                 "asked": whole.asked, "share": whole.share if judged else None,
-                "standard_error": whole.standard_error if judged else None,
+                "standard_error": standard_error(shares) if judged else None,
                 "of_first": sum(sum(right_answers(good[i])) for i in both) / first if first else None,
                 "perplexity": math.exp(sum(c["nats"] for c in good.values()) / others) if others else None,
                 "density": density.get(label), "failed": len(of) - len(good), "by_distance": by_distance(judged),
