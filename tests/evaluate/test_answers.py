@@ -6,6 +6,7 @@ import math
 import random
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -237,6 +238,7 @@ class Stub:
         self.rank, self.fault, self.kept_of_100 = rank, fault, kept_of_100
         self.encode = Words()
         self.prompts: list[list[int]] = []
+        self.busy, self.most_busy, self.lock = 0, 0, threading.Lock()
 
     def prompt_logprobs(self, ids: list[int]) -> list[dict | None]:
         text = self.encode.decode(ids)
@@ -302,7 +304,14 @@ def running(stub: Stub, root: Path | None = None) -> Iterator[str]:
                 choice = {"choices": [{"text": "x", "logprobs": {"token_logprobs": [-1.0]}}]}
                 self.wfile.write(f"data: {json.dumps(choice)}\n\n".encode() * body["max_tokens"])
             else:
-                self.reply(*stub.complete(body))
+                with stub.lock:
+                    stub.busy += 1
+                    stub.most_busy = max(stub.most_busy, stub.busy)
+                time.sleep(0.05)
+                with stub.lock:
+                    stub.busy -= 1
+                    answer = stub.complete(body)
+                self.reply(*answer)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -382,6 +391,16 @@ def test_a_failed_request_is_reported_asked_again_and_never_counted(folder: Path
         other = run(*command, "--seed", 1)
         assert other.exit_code == 1
         assert "holds answers to other prompts" in other.stderr
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_no_more_requests_at_a_time_than_asked_for(tmp_path: Path, concurrency: int) -> None:
+    stub, out = Stub(lambda distance: 1), tmp_path / "all.json"
+    with running(stub) as url:
+        command = ("--url", url, "--lengths", 1000, "--facts", 2, "--prompts", 8, "--concurrency", concurrency)
+        assert run(*command, "--json", out).exit_code == 0
+    assert stub.most_busy == concurrency
+    assert [case["prompt"] for case in json.loads(out.read_text())["cases"]] == list(range(8))
 
 
 def test_a_file_of_another_server_under_the_same_name_is_refused(folder: Path) -> None:

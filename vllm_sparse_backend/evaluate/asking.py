@@ -239,12 +239,17 @@ def ask_server(
     concurrency: int,
     on_case: OnCase,
 ) -> None:
+    """A case for each of the prompts, by length and number, and the density of all; ``base`` is what their cases share."""
     before = _pairs(endpoint)
-    with ThreadPoolExecutor(concurrency) as pool:
+    pool = ThreadPoolExecutor(concurrency)
+    try:
         for at, case in zip(prompts, pool.map(partial(ask_one, endpoint), prompts.values())):
             case = {"part": "prompt", **base, "tokens": at[0], "prompt": at[1], **case}
             report.add_case(case)
             on_case(case)
+    finally:
+        # Who breaks off does not wait for prompts of minutes: they end with the server.
+        pool.shutdown(wait=False, cancel_futures=True)
     after = _pairs(endpoint)
     if before is not None and after is not None:
         kept, causal = after[0] - before[0], after[1] - before[1]
