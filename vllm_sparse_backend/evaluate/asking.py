@@ -239,7 +239,7 @@ def ask_server(
     concurrency: int,
     on_case: OnCase,
 ) -> None:
-    """A case for each of the prompts, by length and number, and the density of all; ``base`` is what their cases share."""
+    """A case for each of the prompts, by length and number, and one for the density of all; each with ``base``."""
     before = _pairs(endpoint)
     pool = ThreadPoolExecutor(concurrency)
     try:
