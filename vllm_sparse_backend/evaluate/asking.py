@@ -67,7 +67,7 @@ class Asking:
             raise BenchError(f"--lengths: given {list(lengths)}, expected numbers of tokens, with commas between")
         # Eight characters are more than a token has on average, and what is read is tokenised by the server.
         most = 8 * max(lengths) * max(4, prompts)
-        return Asking(tuple(lengths), prompts, text=read_text(text, most) if text else None, **others)
+        return Asking(tuple(dict.fromkeys(lengths)), prompts, text=read_text(text, most) if text else None, **others)
 
     @property
     def longest(self) -> int:
