@@ -7,83 +7,11 @@ from vllm_sparse_backend.bench.report import BenchError
 from vllm_sparse_backend.evaluate.capture import text_files
 from vllm_sparse_backend.settings.errors import ConfigurationError
 
-_SUBJECTS = [
-    "farmer",
-    "sailor",
-    "teacher",
-    "painter",
-    "doctor",
-    "baker",
-    "soldier",
-    "child",
-    "neighbor",
-    "traveler",
-    "judge",
-    "miller",
-    "nurse",
-    "clerk",
-    "king",
-]
-_VERBS = [
-    "watched",
-    "followed",
-    "carried",
-    "found",
-    "painted",
-    "opened",
-    "remembered",
-    "sold",
-    "mended",
-    "lost",
-    "visited",
-    "measured",
-    "closed",
-]
-_ADJECTIVES = [
-    "old",
-    "small",
-    "wooden",
-    "heavy",
-    "green",
-    "narrow",
-    "bright",
-    "empty",
-    "distant",
-    "warm",
-    "strange",
-    "plain",
-    "round",
-    "cold",
-    "wide",
-]
-_OBJECTS = [
-    "door",
-    "boat",
-    "letter",
-    "garden",
-    "horse",
-    "table",
-    "window",
-    "road",
-    "basket",
-    "lamp",
-    "field",
-    "wall",
-    "coat",
-    "bridge",
-    "kettle",
-    "mill",
-]
-_TIMES = [
-    "in the morning",
-    "before the rain",
-    "after a while",
-    "at noon",
-    "in winter",
-    "without a word",
-    "once more",
-    "that day",
-]
+_SUBJECTS = "farmer sailor teacher painter doctor baker soldier child neighbor traveler judge miller nurse clerk king"
+_VERBS = "watched followed carried found painted opened remembered sold mended lost visited measured closed"
+_ADJECTIVES = "old small wooden heavy green narrow bright empty distant warm strange plain round cold wide"
+_OBJECTS = "door boat letter garden horse table window road basket lamp field wall coat bridge kettle mill"
+_TIMES = "in the morning,before the rain,after a while,at noon,in winter,without a word,once more,that day"
 
 
 def read_text(path: Path, most_chars: int) -> str:
@@ -107,11 +35,13 @@ def read_text(path: Path, most_chars: int) -> str:
 def prose(num_words: int, seed: int) -> str:
     """English sentences of about a hundred words' vocabulary; the same for the same seed."""
     rng = random.Random(seed)
+    kinds = [kind.split() for kind in (_SUBJECTS, _VERBS, _ADJECTIVES, _OBJECTS)]
+    times = _TIMES.split(",")
     parts: list[str] = []
     words = 0
     while words < num_words:
-        subject, verb, adjective, thing = map(rng.choice, (_SUBJECTS, _VERBS, _ADJECTIVES, _OBJECTS))
-        parts.append(f"The {subject} {verb} the {adjective} {thing} {rng.choice(_TIMES)}.")
+        subject, verb, adjective, thing = map(rng.choice, kinds)
+        parts.append(f"The {subject} {verb} the {adjective} {thing} {rng.choice(times)}.")
         words += len(parts[-1].split())
         parts.append("\n" if rng.random() < 0.2 else " ")
     return "".join(parts)
