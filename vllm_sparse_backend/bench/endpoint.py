@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 
 from vllm_sparse_backend.bench.report import BenchError
@@ -38,6 +39,8 @@ class Endpoint:
     name: str
     url: str
     model: str
+    root: str | None = None
+    """What the server loaded, a folder or a name, where it says so."""
 
     @staticmethod
     def connect(name: str, url: str) -> "Endpoint":
@@ -48,7 +51,7 @@ class Endpoint:
         try:
             with _DIRECT.open(f"{url}/v1/models", timeout=30) as answer:
                 models = json.load(answer)["data"]
-            return Endpoint(name, url, models[0]["id"])
+            return Endpoint(name, url, models[0]["id"], models[0].get("root"))
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
             raise BenchError(f"{name}: no model server answers at {url}: {error}") from None
 
@@ -83,10 +86,31 @@ class Endpoint:
                     raise RequestError(f"the server said: {event['error']}")
                 yield from event.get("choices", [])[:1]
 
-    def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text, by the server's own tokenizer."""
+    def prompt_logprobs(self, prompt: Sequence[int]) -> list[dict[str, Any] | None]:
+        """Of each token of a prompt, by vLLM's ``prompt_logprobs``: its own and the likeliest, with their ranks.
+
+        The first has none. vLLM computes such a prompt whole: it takes nothing from its prefix cache. Raises
+        RequestError on anything but an answer with such a list.
+        """
+        body = {
+            "model": self.model, "prompt": list(prompt), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1,
+        }  # fmt: skip
         try:
-            with _DIRECT.open(_post(f"{self.url}/tokenize", {"model": self.model, "prompt": text}), timeout=120) as got:
+            with _DIRECT.open(_post(f"{self.url}/v1/completions", body), timeout=TIMEOUT_S) as got:
+                found = json.load(got)["choices"][0]["prompt_logprobs"]
+        except (OSError, ValueError, HTTPException) as error:
+            raise RequestError(_said(error)) from None
+        except (KeyError, IndexError, TypeError):
+            found = None
+        if not isinstance(found, list):
+            raise RequestError("the answer has no prompt_logprobs: expected a vLLM server")
+        return found
+
+    def tokenize(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a text, by the server's own tokenizer; with ``special``, with those that it puts around it."""
+        body = {"model": self.model, "prompt": text, "add_special_tokens": special}
+        try:
+            with _DIRECT.open(_post(f"{self.url}/tokenize", body), timeout=120) as got:
                 return list(json.load(got)["tokens"])
         except (OSError, ValueError, KeyError) as error:
             raise BenchError(f"{self.name}: {self.url}/tokenize: {_said(error)}") from None

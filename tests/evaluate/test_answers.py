@@ -1,0 +1,472 @@
+"""Prompts that hold questions and their answers, their scores, and `eval answers` against stub and real servers."""
+
+import itertools
+import json
+import math
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_sparse_backend.bench.endpoint import RequestError
+from vllm_sparse_backend.bench.report import BenchError
+from vllm_sparse_backend.cli import app
+from vllm_sparse_backend.demo.model import make_model
+from vllm_sparse_backend.evaluate.answers import (
+    NAMES,
+    Answer,
+    Line,
+    Prompt,
+    Share,
+    Templates,
+    bucket,
+    build_prompt,
+    by_distance,
+    score,
+    standard_error,
+)
+from vllm_sparse_backend.evaluate.asking import first_tokens
+from vllm_sparse_backend.evaluate.texts import prose, read_text
+
+FACT = re.compile(r"# The magic number of ([a-z ]+) is (\d{7})\.")
+QUESTION = re.compile(r"# Question: what is the magic number of ([a-z ]+)\? Answer: (\d{7})\.")
+
+
+class Words:
+    """A tokenizer that is exact both ways; ``digits`` of a number make one token, with a space before it or without."""
+
+    def __init__(self, digits: int = 1, spaced: bool = False) -> None:
+        space = " ?" if spaced else ""
+        self.split = re.compile(rf"{space}\d{{1,{digits}}}|[A-Za-z]+|\s|[^\w\s]|_")
+        self.ids: dict[str, int] = {"<s>": 0}
+
+    def __call__(self, text: str) -> list[int]:
+        found = re.findall(r"<s>", text) if text == "<s>" else self.split.findall(text)
+        assert "".join(found) == text
+        return [self.ids.setdefault(token, len(self.ids)) for token in found]
+
+    def decode(self, ids: list[int]) -> str:
+        names = {i: token for token, i in self.ids.items()}
+        return "".join(names[i] for i in ids)
+
+
+def build(encode: Words, num_tokens: int = 3000, num_facts: int = 9, seed: int = 0) -> Prompt:
+    text = encode(prose(num_tokens, 5))
+    return build_prompt(encode, [0], text, num_tokens, num_facts, Templates(), random.Random(seed))
+
+
+@pytest.mark.parametrize(
+    "encode", [Words(), Words(3), Words(2, spaced=True), Words(7)], ids=["1", "3", "2 spaced", "7"]
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_answers_are_where_they_are_said_to_be(encode: Words, seed: int) -> None:
+    prompt = build(encode, seed=seed)
+    assert len(prompt.token_ids) == 3000
+    assert prompt.token_ids[0] == 0
+    text = encode.decode(prompt.token_ids)
+    facts, questions = list(FACT.finditer(text)), list(QUESTION.finditer(text))
+    places = {match[1]: (match.start(2), match[2]) for match in facts}
+    assert len(places) == len(facts) == len(questions) == len(prompt.answers) == 9
+    for match in questions:
+        assert places[match[1]][1] == match[2]
+        assert places[match[1]][0] < match.start()
+    for answer in prompt.answers:
+        before = encode.decode(prompt.token_ids[: answer.begin])
+        value = encode.decode(prompt.token_ids[answer.begin : answer.end])
+        assert value.strip() == answer.value == places[answer.name][1]
+        assert before.endswith(f"of {answer.name}? Answer:{' ' if value == answer.value else ''}")
+        fact = encode.decode(prompt.token_ids[: answer.fact_at])
+        assert len(fact) + len(value) - len(answer.value) == places[answer.name][0]
+        assert answer.distance > 0
+
+
+def test_the_text_around_the_lines_is_whole() -> None:
+    encode = Words()
+    text = encode.decode(build(encode).token_ids[1:])
+    without = re.sub(rf"\n(?:{FACT.pattern}|{QUESTION.pattern})\n", "", text)
+    assert prose(3000, 5).startswith(without)
+    assert len(encode(without)) > 1500
+
+
+class Tokenizer:
+    """An endpoint that only tokenises; ``added`` goes before a text if special tokens are asked for."""
+
+    model, root = "m", None
+
+    def __init__(self, added: list[int]) -> None:
+        self.added, self.encode = added, Words()
+
+    def tokenize(self, text: str, special: bool = True) -> list[int]:
+        return [*(self.added if special else []), *self.encode(text)]
+
+
+@pytest.mark.parametrize(("added", "given", "found"), [
+    ([7], None, [7]), ([], None, []), ([7], "", []), ([], "<s>", [0]), ([7], "<s>", [0]),
+])  # fmt: skip
+def test_prompts_start_as_the_tokenizer_or_the_operator_says(
+    added: list[int], given: str | None, found: list[int]
+) -> None:
+    assert first_tokens(Tokenizer(added), given) == found
+
+
+def test_a_first_token_is_one() -> None:
+    with pytest.raises(BenchError, match="'a b' is 3 tokens of m, expected one"):
+        first_tokens(Tokenizer([]), "a b")
+
+
+def test_a_seed_is_a_prompt() -> None:
+    assert build(Words()) == build(Words())
+    assert build(Words(), seed=1).sha256 != build(Words()).sha256
+
+
+def test_distances_reach_from_near_to_far() -> None:
+    distances = [answer.distance for seed in range(20) for answer in build(Words(), 8000, 20, seed).answers]
+    assert min(distances) < 200
+    assert max(distances) > 7000
+    assert 2000 < sum(distances) / len(distances) < 3500  # two uniform places are a third of the length apart
+
+
+def test_digits_alone_are_judged_where_a_space_has_a_token() -> None:
+    line = Line.of(Words(), Templates().question, NAMES[7], "1999999")
+    assert line.end - line.begin == 7
+
+
+def test_lines_that_do_not_fit_and_short_texts_are_refused() -> None:
+    encode = Words()
+    with pytest.raises(BenchError, match=r"50 facts .* of a prompt's 3,000 tokens, expected at most half"):
+        build(encode, num_facts=50)
+    with pytest.raises(BenchError, match="text: given 100 tokens, expected at least"):
+        build_prompt(encode, [0], [1] * 100, 3000, 9, Templates(), random.Random(0))
+    with pytest.raises(BenchError, match="the same tokens"):
+        Line.of(lambda text: [1, 2, 3], "{name} {value}", "a", "1234567")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [({"fact": "no {name}"}, "--fact"), ({"question": "{value} is of {name}"}, "expected {name} before {value}")],
+)
+def test_templates_hold_name_and_value(fields: dict[str, str], said: str) -> None:
+    with pytest.raises(BenchError, match=re.escape(said)):
+        Templates(**fields)
+
+
+def entry(token: int, logprob: float = -0.5, rank: int = 1) -> dict[str, dict[str, object]]:
+    likeliest = {} if rank == 1 else {"9999": {"logprob": -0.1, "rank": 1, "decoded_token": "y"}}
+    return likeliest | {str(token): {"logprob": logprob, "rank": rank, "decoded_token": "x"}}
+
+
+PROMPT = Prompt([5, 6, 7, 8, 9, 10], (Answer("a", "12", 1, 3, 5),))
+
+
+def test_scores_are_ranks_of_answers_and_the_likelihood_of_the_rest() -> None:
+    returned = [None, entry(6, -1.0, 4), entry(7, -2.0), entry(8, -0.01), entry(9, -3.0, 2), entry(10, -0.25)]
+    scores = score(PROMPT, returned)
+    assert scores.ranks == [[1, 2]]
+    assert (scores.nats, scores.others) == (3.25, 3)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (3, entry(77), "nothing came back for token 8 at place 3"),
+        (1, None, "nothing came back for token 6 at place 1"),
+        (4, entry(9, math.nan), "log-probability nan at place 4"),
+        (2, entry(7, 0.5), "log-probability 0.5 at place 2"),
+        (4, entry(9, rank=0), "rank 0 at place 4"),
+    ],
+)
+def test_what_is_missing_or_no_number_is_an_error_and_no_answer(place: int, value: object, said: str) -> None:
+    returned = [None, *(entry(token) for token in PROMPT.token_ids[1:])]
+    assert score(PROMPT, returned).ranks == [[1, 1]]
+    returned[place] = value
+    with pytest.raises(RequestError, match=said):
+        score(PROMPT, returned)
+
+
+def test_another_number_of_tokens_is_an_error() -> None:
+    with pytest.raises(RequestError, match="2 came back for a prompt of 6 tokens"):
+        score(PROMPT, [None, entry(6)])
+
+
+def test_shares_and_buckets() -> None:
+    assert math.isnan(Share(0, 0).share)
+    assert [bucket(n) for n in (1, 1023, 1024, 2047, 2048, 70_000)] == [
+        *((0, 1024), (0, 1024), (1024, 2048), (1024, 2048), (2048, 4096), (65536, 131072)),
+    ]
+    judged = [(10, True), (900, False), (3000, True)]
+    assert by_distance(judged) == {(0, 1024): Share(1, 2), (2048, 4096): Share(1, 1)}
+
+
+def test_the_standard_error_knows_that_a_prompts_answers_fall_together() -> None:
+    binomial = math.sqrt(0.75 * 0.25 / 24)
+    assert standard_error([Share(18, 24)]) == pytest.approx(binomial)
+    assert standard_error([Share(9, 12), Share(9, 12)]) == pytest.approx(binomial)
+    # Means of two prompts, 0.5 and 1: their deviation, 0.354, over the root of two.
+    assert standard_error([Share(6, 12), Share(12, 12)]) == pytest.approx(0.25)
+    assert math.isnan(standard_error([]))
+
+
+def test_texts_are_files_or_folders(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1\n")
+    (tmp_path / "b.md").write_text("# b\n")
+    (tmp_path / "c.txt").write_text("left out")
+    assert sorted(read_text(tmp_path, 1000).split()) == ["#", "1", "=", "b", "x"]
+    assert read_text(tmp_path / "c.txt", 4) == "left"
+    with pytest.raises(BenchError, match="--text"):
+        read_text(tmp_path / "none", 10)
+
+
+class Stub:
+    """A server whose model has ``rank(distance)`` for the last token of each answer, and likes all other tokens best.
+
+    ``fault`` of a request's number: "refuse", "missing" or "cut".
+    """
+
+    def __init__(
+        self,
+        rank: Callable[[int], int],
+        fault: Callable[[int], str | None] = lambda n: None,
+        kept_of_100: int | None = None,
+    ) -> None:
+        self.rank, self.fault, self.kept_of_100 = rank, fault, kept_of_100
+        self.encode = Words()
+        self.prompts: list[list[int]] = []
+        self.busy, self.most_busy, self.lock = 0, 0, threading.Lock()
+
+    def prompt_logprobs(self, ids: list[int]) -> list[dict | None]:
+        text = self.encode.decode(ids)
+        names = {i: token for token, i in self.encode.ids.items()}
+        starts = itertools.accumulate((len(names[i]) for i in ids), initial=0)
+        at = {character: token for token, character in enumerate(starts)}
+        stated = {match[1]: at[match.start(2)] for match in FACT.finditer(text)}
+        found: list[dict | None] = [None, *(entry(token, -math.log(2)) for token in ids[1:])]
+        for match in QUESTION.finditer(text):
+            begin = at[match.start(2)]
+            found[begin + 6] = entry(ids[begin + 6], -9.0, self.rank(begin - stated[match[1]]))
+        return found
+
+    def metrics(self) -> str:
+        """Of each prompt so far 100 causal pairs; a server that counts but keeps -1 ran nothing sparse."""
+        if self.kept_of_100 is None:
+            return ""
+        pairs = {"kept": self.kept_of_100 * len(self.prompts), "causal": 100 * len(self.prompts)}
+        lines = ["# TYPE sparse_prefill_rows counter", 'sparse_prefill_rows_total{path="dense",reason="x"} 1']
+        for name, count in pairs.items() if self.kept_of_100 >= 0 else ():
+            lines.append(f"# TYPE sparse_prefill_{name}_pairs counter")
+            lines.append(f'sparse_prefill_{name}_pairs_total{{layer="0"}} {count}')
+        return "\n".join([*lines, ""])
+
+    def complete(self, body: dict) -> tuple[int, dict]:
+        assert (body["max_tokens"], body["prompt_logprobs"], body["temperature"]) == (1, 1, 0)
+        fault = self.fault(len(self.prompts))
+        self.prompts.append(body["prompt"])
+        found = self.prompt_logprobs(body["prompt"])
+        if fault == "refuse":
+            return 400, {"error": "prompt too long"}
+        if fault == "missing":
+            found[100] = entry(99999)
+        return 200, {"choices": [{"text": "x"} | ({} if fault == "cut" else {"prompt_logprobs": found})]}
+
+
+@contextmanager
+def running(stub: Stub, root: Path | None = None) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def reply(self, status: int, data: object) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(data).encode())
+
+        def do_GET(self) -> None:
+            if self.path == "/metrics":
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(stub.metrics().encode())
+            else:
+                self.reply(200, {"data": [{"id": "stub-model", "root": str(root)}]})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path == "/tokenize":
+                self.reply(200, {"tokens": stub.encode(body["prompt"])})
+            elif body.get("stream"):
+                self.send_response(200)
+                self.end_headers()
+                choice = {"choices": [{"text": "x", "logprobs": {"token_logprobs": [-1.0]}}]}
+                self.wfile.write(f"data: {json.dumps(choice)}\n\n".encode() * body["max_tokens"])
+            else:
+                with stub.lock:
+                    stub.busy += 1
+                    stub.most_busy = max(stub.most_busy, stub.busy)
+                time.sleep(0.05)
+                with stub.lock:
+                    stub.busy -= 1
+                    answer = stub.complete(body)
+                self.reply(*answer)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def run(*args: object):
+    return CliRunner().invoke(app, ["eval", "answers", *map(str, args)], catch_exceptions=False)
+
+
+LENGTHS = ("--lengths", "2000,6000", "--prompts", 2, "--facts", 12)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's folder, whose tokenizer names a first token that it does not add."""
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": {"content": "<s>"}}')
+    return tmp_path
+
+
+def test_a_server_that_loses_far_facts_is_told_by_distance(folder: Path) -> None:
+    stock, ours = Stub(lambda distance: 1), Stub(lambda distance: 2 if distance >= 1024 else 1)
+    ours.encode = stock.encode
+    out, figures = folder / "all.json", folder / "figures.json"
+    with running(stock, folder) as one, running(ours, folder) as other:
+        urls = ("--url", one, "--label", "stock", "--url", f"{other}/v1", "--label", "forgetful")
+        result = run(*urls, *LENGTHS, "--json", out, "--results", figures)
+    assert result.exit_code == 0, result.output
+    assert stock.prompts == ours.prompts
+    assert [len(prompt) for prompt in stock.prompts] == [2000, 2000, 6000, 6000]
+    assert all(prompt[0] == 0 for prompt in stock.prompts)
+    assert len({tuple(prompt[:16]) for prompt in stock.prompts}) == 4
+
+    cases = json.loads(out.read_text())["cases"]
+    lost = [answer for case in cases if case["label"] == "forgetful" for answer in case["answers"]]
+    assert all((answer["ranks"][-1] == 2) == (answer["distance"] >= 1024) for answer in lost)
+    found = {row["name"]: row["value"] for row in json.loads(figures.read_text())}
+    for length in (2000, 6000):
+        of = [answer for case in cases if case["tokens"] == length for answer in case["answers"]][24:]
+        near = sum(answer["distance"] < 1024 for answer in of)
+        assert 0 < near < 24
+        name = f"answers inside the prompt, {length:,} tokens, stub-model"
+        assert found[f"forgetful, {name}: right"] == pytest.approx(near / 24, abs=1e-3)
+        assert found[f"stock, {name}: right"] == 1
+        assert found[f"forgetful, {name}: perplexity"] == 2
+    near = sum(answer["distance"] < 1024 for case in cases[-2:] for answer in case["answers"])
+    row = next(line for line in result.output.splitlines() if re.search(r"forgetful.*6,000.* 0 of", line))
+    assert f" {near} of {near} " in row
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("refuse", "answered 400"), ("missing", "nothing came back for token"), ("cut", "has no prompt_logprobs")],
+)
+def test_a_failed_request_is_reported_asked_again_and_never_counted(folder: Path, fault: str, said: str) -> None:
+    stub = Stub(lambda distance: 1, lambda n: fault if n == 1 else None)
+    out, figures = folder / "all.json", folder / "figures.json"
+    with running(stub, folder) as url:
+        command = ("--url", url, "--label", "a", *LENGTHS, "--json", out, "--results", figures)
+        result = run(*command)
+        assert result.exit_code == 1
+        assert said in result.output
+        assert "12 of 12" in result.output  # of the prompt that was answered
+        assert "24 of 24" in result.output
+        assert all(", 6,000 tokens, " in row["name"] for row in json.loads(figures.read_text()))
+        again = run(*command)
+        assert again.exit_code == 0, again.output
+        assert len(stub.prompts) == 5
+        assert stub.prompts[4] == stub.prompts[1]
+        assert again.output.count("24 of 24") == 2
+        other = run(*command, "--seed", 1)
+        assert other.exit_code == 1
+        assert "holds answers to other prompts" in other.stderr
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_no_more_requests_at_a_time_than_asked_for(tmp_path: Path, concurrency: int) -> None:
+    stub, out = Stub(lambda distance: 1), tmp_path / "all.json"
+    with running(stub) as url:
+        command = ("--url", url, "--lengths", 1000, "--facts", 2, "--prompts", 8, "--concurrency", concurrency)
+        assert run(*command, "--json", out).exit_code == 0
+    assert stub.most_busy == concurrency
+    assert [case["prompt"] for case in json.loads(out.read_text())["cases"]] == list(range(8))
+
+
+def test_a_file_of_another_server_under_the_same_name_is_refused(folder: Path) -> None:
+    out = folder / "all.json"
+    with running(Stub(lambda distance: 1)) as one, running(Stub(lambda distance: 1)) as other:  # on two ports
+        assert run("--url", one, "--label", "a", *LENGTHS, "--json", out).exit_code == 0
+        result = run("--url", other, "--label", "a", *LENGTHS, "--json", out)
+    assert result.exit_code == 1
+    assert "name another file" in result.stderr
+
+
+def test_density_is_of_these_requests_and_a_server_that_ran_nothing_sparse_is_named(folder: Path) -> None:
+    sparse, idle = Stub(lambda distance: 1, kept_of_100=30), Stub(lambda distance: 1, kept_of_100=-1)
+    idle.encode = sparse.encode
+    out = folder / "all.json"
+    with running(sparse) as one, running(idle) as other:
+        urls = ("--url", one, "--label", "a", "--url", other, "--label", "b")
+        result = run(*urls, "--lengths", 2000, "--facts", 4, "--prompts", 2, "--json", out)
+    assert result.exit_code == 0, result.output
+    found = {
+        case["label"]: case["density"] for case in json.loads(out.read_text())["cases"] if case["part"] == "density"
+    }
+    assert found == {"a": 0.3, "b": None}
+    assert "b: no request ran sparse" in result.output
+    assert "a: no request ran sparse" not in result.output
+
+
+def test_tokenizers_that_differ_are_refused() -> None:
+    one, other = Stub(lambda distance: 1), Stub(lambda distance: 1)
+    other.encode.ids["before all others"] = 1
+    with running(one) as first, running(other) as second:
+        result = run("--url", first, "--url", second, "--label", "a", "--label", "b", *LENGTHS)
+    assert result.exit_code == 1
+    assert "b: its tokenizer is another than the first server's" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ((), "expected a MODEL to serve, or --url"),
+        (("MODEL", "--url", "http://x"), "expected a MODEL to serve, or --url"),
+        (("--url", "http://x", "--label", "a", "--label", "b"), "--label: given 2"),
+        (("MODEL", "--settings", '{"method": "sales"}'), "--settings"),
+        (("MODEL", "--fact", "{name}"), "--fact"),
+        (("MODEL", "--lengths", ","), "--lengths"),
+    ],
+)
+def test_wrong_commands_are_told_why(args: tuple[str, ...], said: str) -> None:
+    result = run(*args)
+    assert result.exit_code == 1
+    assert said in result.stderr
+
+
+@pytest.mark.server
+def test_real_servers(tmp_path: Path) -> None:
+    """Stock and ours on a model that knows nothing: ranks and perplexities come back, and ours ran sparse."""
+    model = make_model(tmp_path / "model")
+    settings = {"method": "a_shape", "min_tokens": 1024, "min_query_tokens": 1}
+    settings["params"] = {"sink_tokens": 128, "local_tokens": 256}
+    out = tmp_path / "all.json"
+    result = run(
+        model, "--settings", json.dumps(settings), "--lengths", 3000, "--prompts", 1, "--facts", 8, "--json", out
+    )
+    assert result.exit_code == 0, result.output
+    stock, ours, density = json.loads(out.read_text())["cases"]
+    assert (stock["label"], stock["sha256"]) == ("stock", ours["sha256"])
+    assert stock["others"] == ours["others"] > 2500
+    assert stock["nats"] != ours["nats"]
+    assert 0 < density["density"] < 0.7
