@@ -9,9 +9,9 @@ Deviations from the paper:
   Block-sparse: the paper's tile is one block of 64 queries, here it is two, and k_b is the tile's budget: the blocks
   with the largest sums of both softmaxes, their estimated mass. With ``per_query_block`` each of the two has k_b blocks
   as in the paper, and the tile their union, up to twice as many. In an index of 128 keys a block stands for two of 64.
-  At equal density both hold about the same: on a trained model's 8K tokens the union 0.002 to 0.004 more of the mass
-  (and its worst hundredth of queries 0.03 to 0.05 more), on structured data the sum 0.005 to 0.01 more. The larger of
-  both softmaxes instead of their sum does no better: 0.001 apart on the model, 0.01 less on structured data at most.
+  At equal density both hold about the same. In two layers of a trained model, 8K tokens, the union holds 0.002 to 0.004
+  more of the mass, and 0.03 to 0.05 more for the worst hundredth of queries; on structured data the sum holds up to
+  0.01 more where it keeps under a third of the pairs. The larger of both softmaxes instead of their sum does no better.
 * Query blocks are counted from the row's first query of this step, key blocks from position 0. The last block of either
   is averaged over the tokens that exist; the authors' code fills it up with zeros.
 * A key block is a candidate when its first key is not later than the query block's last query. Sums of softmaxes are
