@@ -5,6 +5,7 @@ hold everything that is surely kept and nothing that is surely not. The margins 
 arithmetic, u = 2⁻²⁴ per operation, computed from the data in float64.
 """
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -16,7 +17,7 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.reference import minference as reference
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.select import METHODS, lines, name_of
+from vllm_sparse_kernels.select import METHODS, lines, minference, name_of
 from vllm_sparse_kernels.select.base import Method
 from vllm_sparse_kernels.select.last_queries import last_query_sums
 from vllm_sparse_kernels.select.minference import PER_TILE, AShape, BlockSparse
@@ -165,7 +166,11 @@ def vertical_slash_between(method: VerticalSlash, batch: Batch, *indices: Sparse
 
 
 def block_sparse_between(method: BlockSparse, batch: Batch, *indices: SparseIndex) -> None:
-    """A mean of 64 has error 64 u of the mean magnitude, a product of d terms d u: 2 · 65 + d + 2 roundings in all."""
+    """A mean of 64 has error 64 u of the mean magnitude, a product of d terms d u: 2 · 65 + d + 2 roundings in all.
+
+    A tile's mass is joined from differences of two such scores, one of them within a logarithm of a sum of n terms:
+    twice the largest error of a product, n u for the sum, and 16 u of the magnitudes for the functions.
+    """
     rows = batch.rows
     lower, upper = (SparseIndex.allocate(rows, batch.num_heads, indices[0].block_tokens) for _ in range(2))
     for row in range(rows.num_rows):
@@ -173,12 +178,17 @@ def block_sparse_between(method: BlockSparse, batch: Batch, *indices: SparseInde
             q, keys = row_parts(batch, row, head)
             scores = reference.block_scores(q, keys, batch.scale)
             size = reference.mean_pool(q.abs()) @ reference.mean_pool(keys.abs()).T * batch.scale
-            bounds = sure_and_possible(scores, method.top_blocks, UNIT * (q.shape[1] + 132) * size)
+            margin = UNIT * (q.shape[1] + 132) * size
+            if method.per_query_block:
+                bounds = sure_and_possible(scores, method.top_blocks, margin)
+                bounds = [reference.by_tile(kept & (scores > -torch.inf), False).any(1) for kept in bounds]
+            else:
+                margin = 2 * float(margin.max()) + UNIT * (scores.shape[1] + 16 * (1 + float(size.max())))
+                mass = reference.tile_mass(scores)
+                bounds = [kept & (mass > -torch.inf) for kept in sure_and_possible(mass, method.top_blocks, margin)]
             for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
-                i_block = 2 * (i_tile - rows.tile_starts[row])
                 for kept, index in zip(bounds, (lower, upper), strict=True):
-                    kept = kept & (scores > -torch.inf)
-                    reference.set_block_sparse(kept[i_block : i_block + 2], index, head, i_tile)
+                    reference.set_block_sparse(kept[i_tile - rows.tile_starts[row]], index, head, i_tile)
     for index in indices:
         check_between(lower, index, upper)
 
@@ -214,8 +224,9 @@ def test_fewer_last_queries(last_queries):
 
 
 @pytest.mark.parametrize("case", [*CASES, LONG], ids=str)
-def test_block_sparse_kernel_is_the_reference(case):
-    batch, method = case.batch(), BlockSparse(2)
+@pytest.mark.parametrize("method", [BlockSparse(2), BlockSparse(2, per_query_block=True)], ids=str)
+def test_block_sparse_kernel_is_the_reference(case, method):
+    batch = case.batch()
     by_kernel = select(method, batch, case.block_tokens)
     by_reference = select(method, batch, case.block_tokens, by_reference=True)
     block_sparse_between(method, batch, by_kernel, by_reference)
@@ -381,6 +392,53 @@ def test_pooled_scores_beyond_one_tile(context_len, query_len):
         assert (((scores - exact).abs() <= UNIT * (64 + 132) * size) | (exact == -torch.inf)).all()
 
 
+@pytest.mark.parametrize("held", [64, 128, 2048])
+@pytest.mark.parametrize("top_blocks", [0, 3, 40, 10**9])
+def test_long_rows_are_joined_in_parts(held, top_blocks, monkeypatch):
+    """More scores than stay in registers, of a tile with two query blocks and of one with one; scores of a thousand."""
+    monkeypatch.setattr(minference, "HELD_BLOCKS", held)
+    rows = Rows((0,), (190,), (64 * 200,), torch.zeros(1, 1, dtype=torch.int32, device=DEVICE))
+    generator = torch.Generator(DEVICE).manual_seed(held)
+    scores = torch.randn(2, 4, 256, generator=generator, device=DEVICE)
+    scores *= torch.tensor([3.0, 1000.0], device=DEVICE)[:, None, None]
+    last = torch.tensor([63, 127, 189, -1], device=DEVICE) + rows.context_lens[0]
+    unseen = 64 * torch.arange(256, device=DEVICE) > last[:, None]
+    unseen[3] = True
+    heads = torch.arange(2, dtype=torch.int32, device=DEVICE)
+    kernel, wanted = (SparseIndex.allocate(rows, 2, 64) for _ in range(2))
+    method = BlockSparse(top_blocks)
+    minference.write_top_blocks(scores.masked_fill(unseen, torch.nan), method, kernel, 0, heads)
+    for head in range(2):
+        kept = reference.tile_blocks(method, scores[head, :3].double().masked_fill(unseen[:3], -torch.inf))
+        for i_tile in range(2):
+            reference.set_block_sparse(kept[i_tile], wanted, head, i_tile)
+    assert all_lists(kernel) == all_lists(wanted)
+
+
+def test_top_blocks_is_the_budget_of_a_tile():
+    """Both query blocks' masses count: what each wants most, at most k_b beside the diagonal, part of the union."""
+    batch = random_batch([(900, 600)], 2, 1, 64, 16, F32, DEVICE)
+    batch.q.mul_(4.0)
+    tile, union = (select(BlockSparse(3, per_query_block=flag), batch, 64) for flag in (False, True))
+    once = select(BlockSparse(6), batch, 64)
+    for head in range(2):
+        for i_tile, place in enumerate(batch.rows.tile_list):
+            before = [i for i in tile.blocks_of(head, i_tile).tolist() if i < tile.first_diagonal_block(place)]
+            assert len(before) <= 3
+            of_both = set(union.blocks_of(head, i_tile).tolist())
+            assert len(of_both) <= 3 + 3 + 3
+            assert set(before) <= set(once.blocks_of(head, i_tile).tolist())
+    assert tile.density() < union.density() < 1
+
+
+def test_tile_mass_by_its_definition():
+    scores = torch.tensor([[1.0, 2.0, -torch.inf], [0.5, -1.0, 3.0], [0.0, 4.0, 1.0]], dtype=torch.float64)
+    weights = [[math.exp(x) / sum(map(math.exp, row)) for x in row] for row in scores.tolist()]
+    mass = reference.tile_mass(scores).exp()
+    assert mass[0].tolist() == pytest.approx([a + b for a, b in zip(weights[0], weights[1], strict=True)])
+    assert mass[1].tolist() == pytest.approx(weights[2])
+
+
 @pytest.mark.parametrize("top_blocks", [1, 3])
 def test_block_sparse_takes_the_earliest_of_equals(top_blocks):
     """Equal keys give equal products; those of head 1 are negative."""
@@ -388,8 +446,9 @@ def test_block_sparse_takes_the_earliest_of_equals(top_blocks):
     keys = torch.full_like(batch.cache.keys, 0.5)
     batch = Batch(torch.ones_like(batch.q), PagedCache(keys, keys), batch.rows, batch.scale)
     batch.q[:, 1] = -1.0
-    index = select(BlockSparse(top_blocks), batch, 64)
-    assert all_lists(index) == [([*range(top_blocks), 7, 8], [])] * 2
+    for per_query_block in (False, True):
+        index = select(BlockSparse(top_blocks, per_query_block), batch, 64)
+        assert all_lists(index) == [([*range(top_blocks), 7, 8], [])] * 2
 
 
 def test_a_shape_keeps_sinks_and_windows_and_little_else():
@@ -443,7 +502,9 @@ def test_short_prompts_are_dense_at_the_defaults(method):
 
 
 @pytest.mark.parametrize(
-    "method", [AShape(50, 50), VerticalSlash(30, 10, 64, 5, 5), BlockSparse(1)], ids=lambda m: type(m).__name__
+    "method",
+    [AShape(50, 50), VerticalSlash(30, 10, 64, 5, 5), BlockSparse(1), BlockSparse(1, True)],
+    ids=lambda m: type(m).__name__,
 )
 class TestIndependence:
     def test_only_the_heads_asked_for_are_written(self, method):

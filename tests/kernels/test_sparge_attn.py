@@ -130,25 +130,26 @@ def assert_selects(method: SpargeAttn, batch: Batch, index: SparseIndex, heads) 
     return kept, causal, doubtful
 
 
-# lengths (context, new), heads, kv heads, head dim, page, index's block, dtype, layout, smooth keys, heads selected
+# lengths (context, new), heads, kv heads, head dim, page, index's block, dtype, layout, smooth keys, sink, heads chosen
 CASES = {
-    "one-token": ([(0, 1), (0, 63)], 2, 2, 64, 16, 64, torch.float32, "NHD", True, None),
-    "1000": ([(0, 1000)], 1, 1, 64, 64, 128, torch.float16, "NHD", True, None),
-    "2049": ([(1920, 129)], 8, 1, 128, 128, 64, torch.float16, "HND", True, [6, 1, 3]),
-    "mixed": ([(37, 63), (530, 1), (700, 150)], 2, 1, 96, 16, 64, torch.float32, "HND", True, None),
-    "raw-keys": ([(333, 140), (1000, 30)], 4, 1, 64, 64, 128, torch.float32, "NHD", False, [3, 0]),
-    "wide": ([(463, 77)], 2, 2, 256, 16, 64, torch.float16, "NHD", True, [1]),
+    "one-token": ([(0, 1), (0, 63)], 2, 2, 64, 16, 64, torch.float32, "NHD", True, True, None),
+    "1000": ([(0, 1000)], 1, 1, 64, 64, 128, torch.float16, "NHD", True, False, None),
+    "2049": ([(1920, 129)], 8, 1, 128, 128, 64, torch.float16, "HND", True, True, [6, 1, 3]),
+    "mixed": ([(37, 63), (530, 1), (700, 150)], 2, 1, 96, 16, 64, torch.float32, "HND", True, False, None),
+    "mixed-sink": ([(37, 63), (530, 1), (700, 150)], 2, 1, 96, 16, 128, torch.float32, "HND", True, True, None),
+    "raw-keys": ([(333, 140), (1000, 30)], 4, 1, 64, 64, 128, torch.float32, "NHD", False, True, [3, 0]),
+    "wide": ([(463, 77)], 2, 2, 256, 16, 64, torch.float16, "NHD", True, True, [1]),
 }
 if DEVICE == "cuda":
     CASES |= {f"{name}-bf16": (*case[:6], torch.bfloat16, *case[7:]) for name, case in CASES.items()}
-    CASES["long"] = ([(100_000, 8_192)], 32, 8, 128, 16, 128, torch.bfloat16, "NHD", True, None)
+    CASES["long"] = ([(100_000, 8_192)], 32, 8, 128, 16, 128, torch.bfloat16, "NHD", True, True, None)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_and_reference_select_what_float64_selects(name):
-    lengths, num_heads, num_kv_heads, head_dim, page, block_tokens, dtype, layout, smooth, heads = CASES[name]
+    lengths, num_heads, num_kv_heads, head_dim, page, block_tokens, dtype, layout, smooth, sink, heads = CASES[name]
     batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page, dtype, layout=layout)
-    method = clear_of_ties(dataclasses.replace(METHOD, smooth_keys=smooth), batch)
+    method = clear_of_ties(dataclasses.replace(METHOD, smooth_keys=smooth, keep_sink=sink), batch)
     for select in (None, METHODS["sparge_attn"].reference):
         index = run(method, batch, block_tokens, heads, select=select)
         kept, causal, doubtful = assert_selects(method, batch, index, heads or range(num_heads))
@@ -197,7 +198,7 @@ def test_kernels_measure_short_blocks_to_the_margin():
     assert torch.allclose(tiles.means, tile_means.float(), atol=MARGIN)
 
 
-def keep_top_mass(scores: torch.Tensor, kept_mass: float, block_tokens=64, similar=None) -> torch.Tensor:
+def keep_top_mass(scores: torch.Tensor, kept_mass: float, block_tokens=64, similar=None, sink=False) -> torch.Tensor:
     """The last kernel alone on rows of base-2 scores [heads, blocks] of one query each: bool of the same shape.
 
     The query's own block comes after the others, with a score of −∞: it is kept and counts nothing.
@@ -214,7 +215,7 @@ def keep_top_mass(scores: torch.Tensor, kept_mass: float, block_tokens=64, simil
     padded[:, 0, wide // KEY_BLOCK_TOKENS] = -torch.inf
     limits = (torch.full((num_heads,), value, device=DEVICE) for value in (kept_mass, 0.5))
     heads = torch.arange(num_heads, dtype=torch.int32, device=DEVICE)
-    module.keep_top_mass(padded, similar, index, 0, heads, *limits)
+    module.keep_top_mass(padded, similar, index, 0, heads, *limits, sink)
     index.check()
     flags = torch.stack([flags_of(index, head, 0) for head in range(num_heads)])
     return flags[:, : wide // block_tokens]
@@ -228,6 +229,9 @@ def test_top_mass_is_exact(num_blocks):
     for kept_mass in (0.125, 0.75):
         wanted = reference.top_cdf(scores.double().exp2(), kept_mass)
         assert torch.equal(keep_top_mass(scores, kept_mass), wanted)
+        with_sink = wanted.clone()
+        with_sink[:, 0] = True
+        assert torch.equal(keep_top_mass(scores, kept_mass, sink=True), with_sink)
         mass = scores.double().exp2()
         assert bool(((mass * wanted).sum(-1) >= kept_mass * mass.sum(-1)).all())
 
@@ -247,28 +251,58 @@ def test_top_mass_at_its_edges():
     assert torch.equal(keep_top_mass(scores, 0.5, 128, similar), pairs)
 
 
-def test_raising_tau_never_drops_a_block():
+@pytest.mark.parametrize("sink", [False, True])
+def test_raising_tau_never_drops_a_block(sink):
     generator = torch.Generator(DEVICE).manual_seed(2)
     scores = torch.randn(2, 1100, generator=generator, device=DEVICE) * 3
+    scores[:, 0] = -20.0
     before = torch.zeros_like(scores, dtype=torch.bool)
     for tau in (1e-6, 0.3, 0.3 + 1e-7, 0.9, 1 - 1e-7, 1.0):
-        kept = keep_top_mass(scores, tau)
+        kept = keep_top_mass(scores, tau, sink=sink)
+        assert bool(kept[:, 0].all()) or not sink
         assert bool((kept | ~before).all())
         assert bool(kept.any(-1).all())
         before = kept
 
 
+@pytest.mark.parametrize("block_tokens", [64, 128])
+def test_sink_adds_the_first_block_and_nothing_else(block_tokens):
+    """Keys of the first block point away from all queries: TopCdf never chooses it, and τ does not count it."""
+    batch = make_batch([(700, 150), (0, 63), (300, 1)], 4, 2)
+    rows = batch.rows
+    batch.q[..., 0] = 8.0
+    for row, seq_len in enumerate(rows.seq_lens):
+        positions = torch.arange(min(seq_len, block_tokens), device=DEVICE)
+        pages = rows.block_table[row, positions // batch.cache.page_size].long()
+        batch.cache.keys[pages, positions % batch.cache.page_size, :, 0] = -40.0
+    method = SpargeAttn(kept_mass=0.5, min_similarity=-1.0, smooth_keys=False)
+    for select in (None, METHODS["sparge_attn"].reference):
+        kept, bare = (
+            run(dataclasses.replace(method, keep_sink=sink), batch, block_tokens, select=select)
+            for sink in (True, False)
+        )
+        for i_tile, tile in enumerate(rows.tile_list):
+            for head in range(batch.num_heads):
+                ids, bare_ids = (index.blocks_of(head, i_tile).tolist() for index in (kept, bare))
+                has_diagonal_alone = bare.first_diagonal_block(tile) == 0
+                assert (bare_ids[0] == 0) == has_diagonal_alone
+                assert ids == (bare_ids if has_diagonal_alone else [0, *bare_ids])
+        assert bare.density() < kept.density() < 1
+
+
 def test_tau_one_is_dense_and_reads_nothing():
     batch = make_batch([(37, 200), (0, 1)])
     for select in (None, METHODS["sparge_attn"].reference):
-        assert run(SpargeAttn(kept_mass=1.0, min_similarity=-1.0), batch, select=select).density() == 1
+        for sink in (True, False):
+            method = SpargeAttn(kept_mass=1.0, min_similarity=-1.0, keep_sink=sink)
+            assert run(method, batch, select=select).density() == 1
 
 
 @pytest.mark.parametrize("min_similarity", [0.3, 0.5])
 def test_unlike_blocks_are_always_computed(min_similarity):
     """Equation 5, with τ so small that nothing else but the largest block and the diagonal is kept."""
     batch = make_batch([(900, 100)], 1, 1)
-    method = SpargeAttn(kept_mass=1e-6, min_similarity=min_similarity)
+    method = SpargeAttn(kept_mass=1e-6, min_similarity=min_similarity, keep_sink=False)
     q, k = row_inputs(batch, 0, torch.float64)
     unlike = reference.compress(k - k.mean(0), KEY_BLOCK_TOKENS)[1][0] < min_similarity
     tile_unlike = bool(reference.compress(q, 128)[1][0, 0] < min_similarity)
@@ -316,15 +350,16 @@ SETTINGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("block_tokens", [64, 128])
-def test_heads_selected_together_select_what_each_selects_alone(block_tokens):
+@pytest.mark.parametrize(("block_tokens", "sink"), [(64, True), (128, False)])
+def test_heads_selected_together_select_what_each_selects_alone(block_tokens, sink):
     """Six heads on two kv heads, of five settings, in the order of ``heads``: bitwise."""
     batch = make_batch([(700, 200), (0, 63), (333, 1)], 6, 2, dtype=torch.float16)
     heads = [4, 0, 5, 1, 3, 2]
-    merged = SpargeAttn.merged(SETTINGS)
+    settings = [dataclasses.replace(one, keep_sink=sink) for one in SETTINGS]
+    merged = SpargeAttn.merged(settings)
     for select in (None, METHODS["sparge_attn"].reference):
         together = run(merged, batch, block_tokens, heads, select=select)
-        for head, method in zip(heads, SETTINGS):
+        for head, method in zip(heads, settings):
             alone = run(method, batch, block_tokens, [head], select=select)
             assert torch.equal(alone.block_counts[head], together.block_counts[head])
             for i_tile in range(batch.rows.num_tiles):
@@ -339,10 +374,11 @@ def test_what_is_merged():
     assert [m.skip_margin for m in merged.of_heads(6)] == [None, -5.0, None, None, None, None]
     assert SpargeAttn.merged([METHOD] * 3) == METHOD
     assert METHOD.summary([METHOD] * 2) == dataclasses.asdict(METHOD)
-    assert merged.summary([merged, METHOD]) == {"smooth_keys": True, "settings": 5}
-    assert dataclasses.replace(METHOD, smooth_keys=False).alike != METHOD.alike
-    with pytest.raises(ValueError, match="methods alike"):
-        SpargeAttn.merged([METHOD, SpargeAttn(smooth_keys=False)])
+    assert merged.summary([merged, METHOD]) == {"smooth_keys": True, "keep_sink": True, "settings": 5}
+    for field in ("smooth_keys", "keep_sink"):
+        assert dataclasses.replace(METHOD, **{field: False}).alike != METHOD.alike
+        with pytest.raises(ValueError, match="methods alike"):
+            SpargeAttn.merged([METHOD, SpargeAttn(**{field: False})])
     with pytest.raises(ValueError, match="one for each of the 2 heads"):
         merged.of_heads(2)
 

@@ -224,8 +224,8 @@ def import_minference(json_path: str | Path, model_config_path: str | Path) -> P
 
     * ``vertical_and_slash``: keep the ``a`` heaviest columns (tokens) and the ``b`` heaviest diagonals;
     * ``stream_llm``: keep the first ``a`` tokens (sink) and a window of ``b`` tokens (local);
-    * ``block_sparse``: the authors' code keeps 100 blocks of 64 keys for each block of queries, whatever ``a`` and
-      ``b`` say (in their search ``a`` was a ratio, not a count), and so does the profile;
+    * ``block_sparse``: the authors' code keeps 100 blocks of 64 keys for each block of queries that it computes at a
+      time, whatever ``a`` and ``b`` say (in their search ``a`` was a ratio, not a count), and so does the profile;
     * ``score`` is the search's own measure, which changed between its versions: recall in some files, a count of
       differing outputs in others. It is not kept.
 

@@ -134,14 +134,13 @@ def select_block_sparse(
         tokens = slice(rows.tokens[row], rows.tokens[row] + rows.query_lens[row])
         for head in heads.tolist():
             scores = block_scores(q[tokens, head].float(), keys[:, head // group].float(), scale)
-            kept = top(scores, method.top_blocks) & (scores > -torch.inf)
+            kept = tile_blocks(method, scores)
             for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
-                i_block = 2 * (i_tile - rows.tile_starts[row])
-                set_block_sparse(kept[i_block : i_block + 2], index, head, i_tile)
+                set_block_sparse(kept[i_tile - rows.tile_starts[row]], index, head, i_tile)
 
 
 def block_scores(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-    """Q̂ K̂ᵀ / √d + m_causal of Algorithm 3: [query blocks, key blocks]. Its softmax has the same order in each row."""
+    """Q̂ K̂ᵀ / √d + m_causal of Algorithm 3: [query blocks, key blocks]. What A^ is the softmax of."""
     scores = (mean_pool(q) @ mean_pool(keys).T) * scale
     ends = POOL_TOKENS * torch.arange(1, len(scores) + 1, device=q.device)
     last_queries = len(keys) - len(q) + ends.clamp(max=len(q)) - 1
@@ -158,7 +157,25 @@ def mean_pool(x: torch.Tensor) -> torch.Tensor:
     return padded.view(num_blocks, POOL_TOKENS, -1).sum(1) / counts
 
 
+def tile_blocks(method: "BlockSparse", scores: torch.Tensor) -> torch.Tensor:
+    """Flags [tiles, key blocks] of what tiles of two query blocks keep, from ``block_scores``."""
+    if method.per_query_block:
+        return by_tile(top(scores, method.top_blocks) & (scores > -torch.inf), False).any(1)
+    mass = tile_mass(scores)
+    return top(mass, method.top_blocks) & (mass > -torch.inf)
+
+
+def tile_mass(scores: torch.Tensor) -> torch.Tensor:
+    """[tiles, key blocks], logarithms of the sums of the query blocks' softmaxes."""
+    return by_tile(scores.log_softmax(-1), -torch.inf).logsumexp(1)
+
+
+def by_tile(of_blocks: torch.Tensor, fill: float) -> torch.Tensor:
+    """[tiles, 2, key blocks] of [query blocks, key blocks]; the second one of the last tile may be missing."""
+    return torch.nn.functional.pad(of_blocks, (0, 0, 0, len(of_blocks) % 2), value=fill).unflatten(0, (-1, 2))
+
+
 def set_block_sparse(kept: torch.Tensor, index: SparseIndex, head: int, i_tile: int) -> None:
-    """One tile's list from its query blocks' flags [1 or 2, key blocks of 64]: their union, in the index's blocks."""
-    causal = kept.any(0)[: index.rows.tile_list[i_tile].last_position // POOL_TOKENS + 1]
+    """One tile's list from its flags [key blocks of 64], in the index's blocks."""
+    causal = kept[: index.rows.tile_list[i_tile].last_position // POOL_TOKENS + 1]
     index.set_blocks(head, i_tile, any_of(causal, index.block_tokens // POOL_TOKENS))

@@ -63,9 +63,11 @@ def compressed_map(
     causal = torch.arange(0, seq_len, KEY_BLOCK_TOKENS, device=keys.device) <= last[:, None]
     unlike = (k_similarity < method.min_similarity)[:, None, :]
     scores = (q_mean @ k_mean.mT * scale).masked_fill(unlike | ~causal, -torch.inf)
+    always = unlike | (q_similarity < method.min_similarity)[:, :, None]
+    always[:, :, 0] |= method.keep_sink
     # A tile none of whose blocks is alike has no softmax: it keeps them all.
     probabilities = scores.softmax(-1).nan_to_num()
-    return probabilities, unlike | (q_similarity < method.min_similarity)[:, :, None], causal
+    return probabilities, always, causal
 
 
 def compress(tokens: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:

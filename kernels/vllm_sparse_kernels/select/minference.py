@@ -1,16 +1,22 @@
 """A-shape and block-sparse heads of MInference (arXiv:2407.02490), section 3; vertical-slash has a file of its own.
 
 *A-shape*: the query at position p keeps the keys [0, sink) and (p - local, p]. *Block-sparse* (Algorithm 3): queries
-and keys averaged in 64s, the k_b key blocks with the largest products for each query block.
+and keys averaged in 64s, the k_b key blocks with the largest softmax of the products.
 
 Deviations from the paper:
 
-* A tile of 128 queries keeps what any of its queries keeps, in whole blocks: the A-shape of the union of their
-  windows, and the union of two query blocks (and of two key blocks where blocks are 128 keys).
+* A tile of 128 queries keeps the same keys, in whole blocks. The A-shape: the union of its queries' windows.
+  Block-sparse: the paper's tile is one block of 64 queries, here it is two, and k_b is the tile's budget: the blocks
+  with the largest sums of both softmaxes, their estimated mass. With ``per_query_block`` each of the two has k_b blocks
+  as in the paper, and the tile their union, up to twice as many. In an index of 128 keys a block stands for two of 64.
+  At equal density both hold about the same. In two layers of a trained model, 8K tokens, the union holds 0.002 to 0.004
+  more of the mass, and 0.03 to 0.05 more for the worst hundredth of queries; on structured data the sum holds up to
+  0.01 more where it keeps under a third of the pairs. The larger of both softmaxes instead of their sum does no better.
 * Query blocks are counted from the row's first query of this step, key blocks from position 0. The last block of either
   is averaged over the tokens that exist; the authors' code fills it up with zeros.
-* A key block is a candidate when its first key is not later than the query block's last query. The paper takes the
-  softmax of the products first, which keeps their order within a query block: it is left out.
+* A key block is a candidate when its first key is not later than the query block's last query. Sums of softmaxes are
+  compared by their logarithms, which do not underflow; within one query block softmax keeps the order of the products,
+  and is left out.
 * Diagonal blocks are always kept, beyond the k_b. Equal products: the earliest block first.
 """
 
@@ -87,9 +93,12 @@ def _a_shape_kernel(
 
 @dataclass(frozen=True)
 class BlockSparse(Method):
-    """k_b ``top_blocks`` blocks of 64 keys for each block of 64 queries."""
+    """k_b ``top_blocks`` blocks of 64 keys for each tile of 128 queries."""
 
     top_blocks: int = 100
+
+    per_query_block: bool = False
+    """k_b blocks for each of a tile's two blocks of 64 queries instead: the tile keeps their union."""
 
     def __post_init__(self) -> None:
         require(self.top_blocks >= 0, "top_blocks", self.top_blocks, ">= 0")
@@ -100,21 +109,23 @@ class BlockSparse(Method):
         queries = pool_queries(q, rows, heads, PER_TILE, workspace, similar=False)
         pool = KeyPool(cache, rows, slabs, heads, q.shape[1], workspace)
         for slab, scores in products_of_slabs(queries, pool, slabs, heads, scale, PER_TILE, workspace):
-            write_top_blocks(scores, self.top_blocks, index, slab.first_tile, heads)
+            write_top_blocks(scores, self, index, slab.first_tile, heads)
 
 
 def write_top_blocks(
-    scores: torch.Tensor, top_blocks: int, index: SparseIndex, first_tile: int, heads: torch.Tensor
+    scores: torch.Tensor, method: BlockSparse, index: SparseIndex, first_tile: int, heads: torch.Tensor
 ) -> None:
-    """Lists of the tiles from ``first_tile`` on: the largest scores of each query block, and the diagonal.
+    """Lists of the tiles from ``first_tile`` on: the blocks that ``method`` chooses by their scores, and the diagonal.
 
     scores: [len(heads), 2 · tiles, a multiple of 64] float32, undefined where none of the queries may look.
+    Overwritten unless ``method.per_query_block``.
     """
     num_entries, num_q, width = scores.shape
     _top_blocks_kernel[(num_q // PER_TILE, num_entries)](
-        scores, width // ALIGNED.value, top_blocks, heads, first_tile, index.rows.tiles, index.rows.num_tiles,
+        scores, width // ALIGNED.value, method.top_blocks, heads, first_tile, index.rows.tiles, index.rows.num_tiles,
         index.block_counts, index.block_ids, index.block_ids.stride(0), index.block_offsets,
-        BLOCK_N=index.block_tokens, HELD=HELD_BLOCKS, CHUNK=CHUNK_BLOCKS, FIELDS=TILE_FIELDS,
+        PER_QUERY_BLOCK=method.per_query_block, BLOCK_N=index.block_tokens, HELD=HELD_BLOCKS, CHUNK=CHUNK_BLOCKS,
+        FIELDS=TILE_FIELDS,
     )  # fmt: skip
 
 
@@ -122,9 +133,10 @@ def write_top_blocks(
 def _top_blocks_kernel(
     scores, width, top_blocks, heads, first_tile, tiles, num_tiles,
     block_counts, block_ids, stride_ids, block_offsets,
-    BLOCK_N: tl.constexpr, HELD: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+    PER_QUERY_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, HELD: tl.constexpr, CHUNK: tl.constexpr,
+    FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """One tile's list: the largest of its two query blocks' rows of scores, each ``width`` · 64, and the diagonal."""
+    """One tile's list by its two query blocks' rows of scores, each ``width`` · 64, and the diagonal."""
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)
     length = tl.load(tiles + i_tile * FIELDS + 2)
@@ -134,6 +146,9 @@ def _top_blocks_kernel(
     row_1 = row_0 + width * ALIGNED
     num_0 = (first + tl.minimum(length, POOL) - 1) // POOL + 1
     num_1 = tl.where(length > POOL, (first + length - 1) // POOL + 1, 0)
+    if not PER_QUERY_BLOCK:
+        _join(row_0, num_0, row_1, num_1, HELD)
+        num_0, num_1 = tl.maximum(num_0, num_1), 0
     rows = (row_0, num_0, row_1, num_1)
     threshold_0, num_ties_0, threshold_1, num_ties_1 = _kth_largest_of_two(rows, top_blocks, HELD)
 
@@ -148,6 +163,42 @@ def _top_blocks_kernel(
         o_n = start // RATIO + tl.arange(0, CHUNK // RATIO)
         count = append(target, count, o_n, (o_n < num_causal) & ((b_kept != 0) | (o_n >= diagonal)))
     tl.store(block_counts + i_head * num_tiles + i_tile, count)
+
+
+@triton.jit
+def _join(row_0, num_0, row_1, num_1, CHUNK: tl.constexpr):
+    """Logarithms of the sums of both rows' softmaxes, in place of the first row. The second one is longer, or empty."""
+    log_sum_0, log_sum_1 = _log_sum(row_0, num_0, CHUNK), _log_sum(row_1, num_1, CHUNK)
+    for start in range(0, tl.maximum(num_0, num_1), CHUNK):
+        o_n = start + tl.arange(0, CHUNK)
+        b_0 = _load_scores(row_0, start, num_0, CHUNK) - log_sum_0
+        b_1 = _load_scores(row_1, start, num_1, CHUNK) - log_sum_1
+        b_most = tl.maximum(b_0, b_1)
+        b_sum = b_most + tl.log(1.0 + tl.exp(tl.minimum(b_0, b_1) - b_most))
+        tl.store(row_0 + o_n, b_sum, mask=o_n < tl.maximum(num_0, num_1))
+    tl.debug_barrier()
+
+
+@triton.jit
+def _log_sum(row, length, CHUNK: tl.constexpr):
+    """Logarithm of the sum of the exponentials of row[:length]; 0 of none."""
+    b_first = _load_scores(row, 0, length, CHUNK)
+    largest = tl.max(b_first, 0)
+    for start in range(CHUNK, length, CHUNK):
+        largest = tl.maximum(largest, tl.max(_load_scores(row, start, length, CHUNK), 0))
+    largest = tl.where(length > 0, largest, 0.0)
+    total = tl.sum(tl.exp(b_first - largest), 0)
+    for start in range(CHUNK, length, CHUNK):
+        total += tl.sum(tl.exp(_load_scores(row, start, length, CHUNK) - largest), 0)
+    return tl.where(length > 0, largest + tl.log(total), 0.0)
+
+
+@triton.jit
+def _load_scores(row, start, length, CHUNK: tl.constexpr):
+    """row[start : start + CHUNK], −∞ from ``length`` on. It is read in whole ALIGNED, so that loads can be wide."""
+    o_n = start + tl.arange(0, CHUNK)
+    b_s = tl.load(row + o_n, mask=o_n < (length + ALIGNED - 1) // ALIGNED * ALIGNED, other=0.0)
+    return tl.where(o_n < length, b_s, float("-inf"))
 
 
 @triton.jit

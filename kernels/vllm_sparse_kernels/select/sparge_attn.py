@@ -21,6 +21,10 @@ What the paper leaves open, and what departs from it:
 * Causal mask. Blocks with a key that the tile's last query may see take part, diagonal blocks like any other: by the
   mean of all of their keys that exist, though some queries see only some of them. Diagonal blocks are always kept; one
   that TopCdf did not choose does not count towards τ.
+* ``keep_sink``. Each tile keeps the first key block, which the paper has no rule for: trained models put mass on their
+  first keys that the mean of 64 hides. The authors' functions do so where ``attention_sink`` is set, and their module
+  that attends with searched parameters sets it. Like a diagonal block, the sink stays in the softmax, and does not
+  count towards τ unless TopCdf chose it.
 * Raising τ never drops a block. Raising θ never drops a forced block or tile, yet may drop a block that τ chose before:
   a block that leaves the softmax takes its mass along.
 * The Hilbert-curve permutation (section 3.7) reorders image and video tokens, which see each other both ways. Under a
@@ -85,6 +89,9 @@ class SpargeAttn(Method):
     smooth_keys: bool = True
     """Measure the similarity of keys about the row's mean key."""
 
+    keep_sink: bool = True
+    """Keep the first key block whatever its score; false is the paper's letter."""
+
     skip_margin: float | None = None
     """λ < 0 of the second stage, in natural units of the scaled scores; None skips nothing. The tile's 128 queries are
     tested together, the paper's by warps: the same λ skips less here."""
@@ -100,7 +107,7 @@ class SpargeAttn(Method):
 
     @property
     def alike(self) -> "SpargeAttn":
-        return SpargeAttn(smooth_keys=self.smooth_keys)
+        return SpargeAttn(smooth_keys=self.smooth_keys, keep_sink=self.keep_sink)
 
     @classmethod
     def merged(cls, methods: Sequence[Self]) -> Method:
@@ -120,7 +127,8 @@ class SpargeAttn(Method):
         pool = KeyPool(cache, rows, slabs, heads, q.shape[1], workspace, similar=True, centered=self.smooth_keys)
         of_slabs = products_of_slabs(tiles, pool, slabs, heads, scale * LOG2_E, 1, workspace, min_similarity)
         for slab, scores in of_slabs:
-            keep_top_mass(scores, tiles.similarity, index, slab.first_tile, heads, kept_mass, min_similarity)
+            similarity = tiles.similarity
+            keep_top_mass(scores, similarity, index, slab.first_tile, heads, kept_mass, min_similarity, self.keep_sink)
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,7 @@ class SpargeAttnLayer(PerHead, SpargeAttn):
 
 def keep_top_mass(
     scores: torch.Tensor, similarity: torch.Tensor | None, index: SparseIndex, first_tile: int, heads: torch.Tensor,
-    kept_mass: torch.Tensor, min_similarity: torch.Tensor,
+    kept_mass: torch.Tensor, min_similarity: torch.Tensor, keep_sink: bool,
 ) -> None:  # fmt: skip
     """Lists of the tiles from ``first_tile`` on from S^ in base 2, [len(heads), tiles, a multiple of 64].
 
@@ -139,15 +147,15 @@ def keep_top_mass(
     num_heads, num_tiles, width = scores.shape
     _keep_top_mass_kernel[(num_tiles, num_heads)](
         scores, width // ALIGNED.value, similarity, heads, index.rows.tiles, index.rows.num_tiles, first_tile,
-        kept_mass, min_similarity,
+        kept_mass, min_similarity, int(keep_sink),
         index.block_counts, index.block_ids, index.block_ids.stride(0), index.block_offsets, index.stripe_counts,
         BLOCK=KEY_BLOCK_TOKENS, HALVES=index.block_tokens // KEY_BLOCK_TOKENS, CHUNK=HELD_BLOCKS, FIELDS=TILE_FIELDS,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["width", "num_tiles", "first_tile", "stride_ids"])
+@triton.jit(do_not_specialize=["width", "num_tiles", "first_tile", "num_sink", "stride_ids"])
 def _keep_top_mass_kernel(
-    scores, width, similarity, heads, tiles, num_tiles, first_tile, kept_mass, min_similarity,
+    scores, width, similarity, heads, tiles, num_tiles, first_tile, kept_mass, min_similarity, num_sink,
     block_counts, block_ids, stride_ids, block_offsets, stripe_counts,
     BLOCK: tl.constexpr, HALVES: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
@@ -186,7 +194,7 @@ def _keep_top_mass_kernel(
         b_kept = (b_chosen | (b_e < 0) | all_kept).to(tl.int32)
         b_kept = tl.max(tl.reshape(b_kept, [CHUNK // HALVES, HALVES]), 1) != 0
         o_n = first // HALVES + tl.arange(0, CHUNK // HALVES)
-        count = append(ids, count, o_n, (o_n < num_causal) & (b_kept | (o_n >= diagonal)))
+        count = append(ids, count, o_n, (o_n < num_causal) & (b_kept | (o_n < num_sink) | (o_n >= diagonal)))
     tl.store(block_counts + i_head * num_tiles + i_tile, count)
     tl.store(stripe_counts + i_head * num_tiles + i_tile, 0)
 
