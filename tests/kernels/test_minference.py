@@ -224,7 +224,7 @@ def test_fewer_last_queries(last_queries):
 
 
 @pytest.mark.parametrize("case", [*CASES, LONG], ids=str)
-@pytest.mark.parametrize("method", [BlockSparse(2), BlockSparse(2, per_query_block=True)], ids=str)
+@pytest.mark.parametrize("method", [BlockSparse(2), BlockSparse(2, per_query_block=False)], ids=str)
 def test_block_sparse_kernel_is_the_reference(case, method):
     batch = case.batch()
     by_kernel = select(method, batch, case.block_tokens)
@@ -420,7 +420,7 @@ def test_top_blocks_is_the_budget_of_a_tile():
     batch = random_batch([(900, 600)], 2, 1, 64, 16, F32, DEVICE)
     batch.q.mul_(4.0)
     tile, union = (select(BlockSparse(3, per_query_block=flag), batch, 64) for flag in (False, True))
-    once = select(BlockSparse(6), batch, 64)
+    once = select(BlockSparse(6, per_query_block=False), batch, 64)
     for head in range(2):
         for i_tile, place in enumerate(batch.rows.tile_list):
             before = [i for i in tile.blocks_of(head, i_tile).tolist() if i < tile.first_diagonal_block(place)]
@@ -494,7 +494,9 @@ def test_a_planted_column_and_a_planted_diagonal_are_found():
     assert index.density() < 0.8
 
 
-@pytest.mark.parametrize("method", [AShape(), VerticalSlash(), BlockSparse()], ids=str)
+@pytest.mark.parametrize(
+    "method", [AShape(), VerticalSlash(), BlockSparse(), BlockSparse(per_query_block=False)], ids=str
+)
 def test_short_prompts_are_dense_at_the_defaults(method):
     """The papers' budgets exceed a few hundred tokens: nothing may be lost."""
     batch = random_batch([(150, 140), (0, 9)], 2, 1, 64, 16, F32, DEVICE)
