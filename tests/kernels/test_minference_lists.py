@@ -9,7 +9,7 @@ from vllm_sparse_kernels.reference import minference as reference
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.select.last_queries import Sums
 from vllm_sparse_kernels.select.lines import Lines, write_lines
-from vllm_sparse_kernels.select.minference import AShape, write_top_blocks
+from vllm_sparse_kernels.select.minference import AShape, BlockSparse, write_top_blocks
 from vllm_sparse_kernels.select.vertical_slash import VerticalSlash
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -90,16 +90,18 @@ class TestBeyondOneChunk:
         offsets = slashes.nonzero().flatten().tolist()[::-1]
         assert lists(index, 0, 0) == reference.merge(verticals.tolist(), offsets, rows.tile_list[0], block_tokens)
 
-    def test_block_sparse(self, block_tokens):
+    @pytest.mark.parametrize("per_query_block", [False, True])
+    def test_block_sparse(self, block_tokens, per_query_block):
+        method = BlockSparse(100, per_query_block)
         rows = unread_row(70, 200_000)
         scores = torch.randn(1, 2, 3136, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
         index, expected = (SparseIndex.allocate(rows, 1, block_tokens) for _ in range(2))
-        write_top_blocks(scores, 100, index, 0, torch.zeros(1, dtype=torch.int32, device=DEVICE))
-        index.check()
         # The first query block ends at position 200,063, in key block 3125; the second at 200,069, in 3126.
-        kept = torch.stack([torch.nn.functional.pad(reference.top(scores[0, i, :n], 100), (0, 3127 - n))
-                            for i, n in ((0, 3126), (1, 3127))])  # fmt: skip
-        reference.set_block_sparse(kept, expected, 0, 0)
+        causal = scores[0, :, :3127].clone()
+        causal[0, 3126] = -torch.inf
+        reference.set_block_sparse(reference.tile_blocks(method, causal)[0], expected, 0, 0)
+        write_top_blocks(scores, method, index, 0, torch.zeros(1, dtype=torch.int32, device=DEVICE))
+        index.check()
         assert all_lists(index) == all_lists(expected)
 
 
