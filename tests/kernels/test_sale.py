@@ -2,6 +2,7 @@
 
 import math
 from itertools import cycle, pairwise, product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -520,3 +521,15 @@ def test_parameters_out_of_range_are_refused(field, value):
 
 def test_defaults_are_the_papers():
     assert Sale() == Sale(tau=0.004, sink_tokens=32, local_tokens=128)
+
+
+def test_a_hopper_kernel_that_does_not_compile_is_done_without(monkeypatch):
+    class Broken:
+        def __getitem__(self, grid):
+            raise RuntimeError("no such layout")
+
+    monkeypatch.setattr(sale_scores, "UNUSABLE", [])
+    monkeypatch.setattr(sale_scores.sale_hopper, "half_kernel", Broken())
+    rounded = SimpleNamespace(integers=None)
+    assert not sale_scores._test_on_hopper((1, 1, 1), rounded, rounded, (), torch.empty(0), {})
+    assert sale_scores.UNUSABLE == ["RuntimeError: no such layout"]

@@ -119,7 +119,7 @@ def _test_on_hopper(
         )  # fmt: skip
     except Exception as error:  # whatever a compiler or a launch raises is the reason
         UNUSABLE.append(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-        logger.warning("SALE's test runs without its Hopper kernel, about a fifth slower: %s", UNUSABLE[-1])
+        logger.warning("SALE's test runs without its Hopper kernel, slower: %s", UNUSABLE[-1])
     return not UNUSABLE
 
 
