@@ -169,7 +169,7 @@ def _prepare(cache: PagedCache, matrix: MatrixArgs, index: SparseIndex) -> tuple
     )  # fmt: skip
     prepare_kernel[(num_items,)](
         index_args, cache_args, rows.num_tiles, matrix.rows_per_page, counter, *lists, **_shape(cache, index),
-        CHUNK=512, RANKED=32,
+        CHUNK=512, RANKED=8,
     )  # fmt: skip
     return cache_args, index_args, lists, counter
 
