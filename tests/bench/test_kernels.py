@@ -65,7 +65,7 @@ def test_density_is_the_indices_own():
     batches = [random_batch([(100, 200)], 4, 2, 64, 64, torch.float16, "cpu", seed) for seed in range(2)]
     pairs = sum(float(random_index(batch, 64, 0.4, 9).to_mask(0).sum()) for batch in batches)
     assert row["density"] == pytest.approx(pairs / (2 * 4 * causal_pairs(batches[0].rows)))
-    assert card.ran == ["dense", "ours", "dense", "ours"]
+    assert card.ran == ["dense", "dense", "ours", "ours"]
 
 
 def test_no_speed_of_what_is_wrong(card, tmp_path):
@@ -333,8 +333,8 @@ def test_medians_are_of_whole_passes():
     """A slow selection and a slow attention in different passes do not add up."""
 
     class Uneven(CpuCard):
-        def spans_ms(self, spans, new_pass=lambda: None, budget_s=0.0):
-            super().spans_ms(spans, new_pass)
+        def spans_ms(self, contestants, new_pass=lambda: None, budget_s=0.0):
+            super().spans_ms(contestants, new_pass)
             return {"dense": [10.0] * 3, "select": [1.0, 5.0, 1.0], "attend": [4.0, 4.0, 9.0]}
 
     prompts = data.structured_prompts(HEADS, 200, 1, torch.device("cpu"))

@@ -7,6 +7,7 @@ drawn per head and tile at random, the diagonal always kept. Every case is check
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -140,8 +141,8 @@ def _measure(
         row["problem"] = problem
         report.add_case(row)
         return row
-    spans = [pair for i in range(len(batches)) for pair in (("dense", dense[i]), ("ours", lambda i=i: ours(i)))]
-    taken = card.spans_ms(spans, budget_s=budget_s)
+    contestants = [[("dense", run) for run in dense], [("ours", partial(ours, i)) for i in range(len(batches))]]
+    taken = card.spans_ms(contestants, budget_s=budget_s)
     row["dense_ms"], row["ms"] = (median(taken[name]) / len(batches) for name in ("dense", "ours"))
     row["times_faster"] = row["dense_ms"] / row["ms"]
     row["efficiency"] = row["times_faster"] * row["density"]
@@ -192,7 +193,7 @@ def _measure_options(
         if not (check.error <= SAGE_ATTENTION_L1 if int8 else check.passed):
             row["problem"] = f"relative L1 error {check.error:.3g}" if int8 else str(check)
         else:
-            taken = card.spans_ms([("plain", plain), ("ours", with_option)], budget_s=budget_s)
+            taken = card.spans_ms([[("plain", plain)], [("ours", with_option)]], budget_s=budget_s)
             plain_ms, row["ms"] = median(taken["plain"]), median(taken["ours"])
             name = f"attend, {case.name}, {option}: times faster than without"
             report.add_figure(name, plain_ms / row["ms"], "ratio", "higher")
