@@ -16,27 +16,35 @@ from vllm_sparse_backend.settings.errors import not_one_of, reason_of, unexpecte
 from vllm_sparse_kernels.select import METHODS, name_of
 from vllm_sparse_kernels.select.base import Method
 
-PRESETS = {"minference": "vertical_slash", "streaming": "a_shape"}
-"""Names that stand for a method: MInference without a profile is vertical-slash, StreamingLLM's pattern is A-shape."""
+PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "default": ("sale", {"tau": 0.03}),
+    "minference": ("vertical_slash", {}),
+    "streaming": ("a_shape", {}),
+}
+"""Names that stand for a method and parameters. ``default`` is what a server does that is told nothing: of all that
+lost nothing measurable the fastest (docs/quality.md has the table). MInference without a profile is vertical-slash,
+StreamingLLM's pattern is A-shape.
+"""
 
 
 def method_names() -> list[str]:
     """Every name that ``make_method`` takes."""
-    return sorted({*METHODS, *(name for name, method in PRESETS.items() if method in METHODS)})
+    return sorted({*METHODS, *(name for name, (method, _) in PRESETS.items() if method in METHODS)})
 
 
 def make_method(name: object, params: Mapping[str, Any]) -> Method:
-    """The method called ``name``; ``params`` replace the defaults of its fields.
+    """The method called ``name``; ``params`` replace the defaults of its fields, or what a preset says of them.
 
     Raises ValueError naming what is wrong: the name, every unknown field, every value of the wrong type, or the value
     that the method itself refuses.
     """
     if not isinstance(name, str) or name not in method_names():
         raise ValueError(f"method: {not_one_of(name, method_names())}")
-    parameters = METHODS[PRESETS.get(name, name)].parameters
+    method, preset = PRESETS.get(name, (name, {}))
+    parameters = METHODS[method].parameters
     adapters = _adapters(parameters)
     problems, values = [], {}
-    for field, given in params.items():
+    for field, given in {**preset, **params}.items():
         if field not in adapters:
             fields = not_one_of(field, adapters) if adapters else f"given, but {name} has no parameters"
             problems.append(f"{field}: unknown parameter of {name}: {fields}")
