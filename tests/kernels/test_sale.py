@@ -11,7 +11,7 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.reference.sale import paper_blocks, paper_density
 from vllm_sparse_kernels.rows import Rows, ceil_div
-from vllm_sparse_kernels.select import METHODS, sale_rounding, sale_scores
+from vllm_sparse_kernels.select import METHODS, sale_means, sale_rounding, sale_scores
 from vllm_sparse_kernels.select import sale as module
 from vllm_sparse_kernels.select.sale import Sale
 from vllm_sparse_kernels.select.sale_rounding import Regions, RoundedKeys, RoundedQueries, Selected
@@ -82,6 +82,18 @@ def rounded(x: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.
     return in_steps.round() * steps[:, None], steps, near
 
 
+def channels_of(batch: Batch, method: Sale, row: int, head: int) -> list[int]:
+    """Channels that are multiplied: all, or the half that holds most of the energy, by a sort in plain Python."""
+    head_dim, group = batch.cache.head_dim, batch.num_heads // batch.cache.num_kv_heads
+    if method.channels == "all" or head_dim <= 32:
+        return list(range(head_dim))
+    q = batch.q[batch.rows.tokens[row] :][: batch.rows.query_lens[row], head // group * group :][:, :group].double()
+    k = keys_of(batch, row, head)
+    energy = (k - k.mean(0)).square().mean(0) * (q - q.mean(0)).square().mean(0).sum(0)
+    heaviest = sorted(range(head_dim), key=lambda d: -float(energy[d]))
+    return sorted(heaviest[: {64: 32, 96: 64, 128: 64, 256: 128}[head_dim]])
+
+
 def compared_as(integers: torch.dtype, fits: bool = True) -> torch.dtype:
     """What the kernel compares scores in that fit half precision or do not."""
     half = fits and integers == torch.float8_e4m3fn and module.adds_up_in_half(torch.device(DEVICE))
@@ -98,8 +110,11 @@ def definition(batch: Batch, method: Sale, row: int, head: int):
     q = batch.q[rows.tokens[row] : rows.tokens[row] + rows.query_lens[row], head].double()
     j = torch.arange(len(k), device=DEVICE)
     smooth_k, smooth_q = k - k.mean(0), q - q.mean(0)
-    k4, k_steps, k_near = rounded(smooth_k, j // 32 * 4 + j % 8 // 2)
-    q4, q_steps, q_near = rounded(smooth_q, torch.arange(len(q), device=DEVICE))
+    kept_d = channels_of(batch, method, row, head)
+    left_out = [d for d in range(k.shape[1]) if d not in kept_d]
+    k4, k_steps, k_near = rounded(smooth_k[:, kept_d], j // 32 * 4 + j % 8 // 2)
+    q4, q_steps, q_near = rounded(smooth_q[:, kept_d], torch.arange(len(q), device=DEVICE))
+    deviation = (smooth_q[:, left_out] ** 2 @ (smooth_k[:, left_out] ** 2).mean(0)).sqrt()
     for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
         tile = rows.tile_list[i_tile]
         blocks = regions(method, tile.position, tile.length_tokens)
@@ -119,7 +134,8 @@ def definition(batch: Batch, method: Sale, row: int, head: int):
             error = ERROR + half * scale * (2**-11 * (product + bias).abs() + 2**-10 * bias.abs())
             error = error + scale * 7 * q_steps[mine, None] * k_steps[middle] * (q_near[mine, None] + k_near[middle])
             for which, sign in enumerate((-1, 1)):
-                passed = (estimate * scale + sign * error - m).exp() / l >= method.tau
+                lowered = estimate + deviation[mine, None]
+                passed = (lowered * scale + sign * error - m).exp() / l >= method.tau
                 kept[which, i, method.sink_tokens // 32 : local // 32] = passed.any(0).view(-1, 32).any(1)
                 kept[which, i, num_blocks:] = False
         yield i_tile, kept[0], kept[1]
@@ -161,6 +177,10 @@ CASES = [
     ([(477, 300), (0, 63), (801, 1)], 4, 2, 64, 16, 32, "HND", Sale(0.3)),
     ([(711, 130)], 6, 2, 64, 32, 32, "NHD", Sale(0.3, sink_tokens=96, local_tokens=160)),
     ([(513, 64)], 1, 1, 64, 16, 32, "NHD", Sale(0.2, sink_tokens=0)),
+    ([(477, 300), (0, 63), (801, 1)], 4, 2, 128, 16, 32, "HND", Sale(0.3, channels="half")),
+    ([(633, 130), (129, 1), (255, 2)], 6, 2, 96, 64, 64, "NHD", Sale(0.4, channels="half")),
+    ([(900, 70)], 8, 1, 256, 32, 32, "NHD", Sale(0.4, channels="half")),
+    ([(500, 130)], 1, 1, 32, 16, 32, "NHD", Sale(0.2, channels="half")),
 ]
 # On a GPU every case runs in every type; the interpreter is slow, and takes them by turns.
 PAIRS = product(CASES, DTYPES) if DEVICE == "cuda" else zip(CASES, cycle(DTYPES))
@@ -201,11 +221,12 @@ def rounded_by_kernels(method: Sale, batch: Batch) -> tuple[RoundedQueries, Roun
     q, cache, rows, room = batch.q, batch.cache, batch.rows, Workspace(torch.device(DEVICE))
     dtype, selected = module.integer_dtype(q.device), selected_heads(method, batch)
     regions = Regions(method.sink_tokens, method.local_tokens)
-    means = sale_rounding.row_means(q, cache, rows, room)
-    queries = sale_rounding.round_queries(q, cache, rows, means, selected, regions, batch.scale, dtype, room)
+    kept_d = sale_means.kept_channels(cache.head_dim, method.channels == "half")
+    means = sale_means.row_means(q, cache, rows, kept_d, room)
+    queries = sale_rounding.round_queries(q, cache, rows, means, selected, regions, batch.scale, kept_d, dtype, room)
     (slab,) = module.slabs_of_rows(method, rows)
     num_keys = sum(module.tested_keys(method, rows))
-    keys = sale_rounding.room_for_keys(selected.num_selected, cache.num_kv_heads, num_keys, cache.head_dim, dtype, room)
+    keys = sale_rounding.room_for_keys(selected.num_selected, cache.num_kv_heads, num_keys, kept_d, dtype, room)
     group = batch.num_heads // cache.num_kv_heads
     sale_rounding.round_keys(cache, rows, means, selected, group, slab.pieces, slab.longest, keys)
     return queries, keys

@@ -45,7 +45,7 @@ Where the paper leaves a choice, or this departs from it:
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self, get_args
 
 import torch
 
@@ -55,6 +55,7 @@ from vllm_sparse_kernels.rows import Rows, ceil_div, to_device
 from vllm_sparse_kernels.select import sale_scores
 from vllm_sparse_kernels.select.base import Method, PerHead, on_device, require
 from vllm_sparse_kernels.select.lists import compact_blocks
+from vllm_sparse_kernels.select.sale_means import kept_channels, row_means
 from vllm_sparse_kernels.select.sale_rounding import (
     KEY_BLOCK,
     PIECE_FIELDS,
@@ -65,13 +66,14 @@ from vllm_sparse_kernels.select.sale_rounding import (
     room_for_keys,
     round_keys,
     round_queries,
-    row_means,
     slabs_of,
 )
 from vllm_sparse_kernels.select.sale_scores import PAIR_FIELDS, first_flags, flag_blocks, pairs_of
 
 SLAB_TOKENS = 1 << 17
 """Keys that are rounded and tested at a time, of one row or of many: 160 MB with 8 kv heads of 128 and 32 heads."""
+
+CHANNELS = Literal["all", "half"]
 
 
 class Slab(NamedTuple):
@@ -102,6 +104,10 @@ class Sale(Method):
     int8_scores: bool = False
     """Multiply queries and keys of the kept blocks in 8 bits."""
 
+    channels: CHANNELS = "all"
+    """What is multiplied in 4 bits. ``half`` goes beyond the paper: of each kv head the half of the channels that holds
+    most of the energy, and a threshold lower by the standard deviation of the rest. Half the product."""
+
     SEGMENT_TOKENS: ClassVar[int] = SEGMENT.value
     """Four 32-key blocks: what lies between sink and local region is a multiple of this."""
 
@@ -110,10 +116,11 @@ class Sale(Method):
         for name, value, least in (("sink_tokens", self.sink_tokens, 0), ("local_tokens", self.local_tokens, 128)):
             whole = isinstance(value, int) and value >= least and value % KEY_BLOCK.value == 0
             require(whole, name, value, f"a multiple of {KEY_BLOCK.value} >= {least}")
+        require(self.channels in get_args(CHANNELS), "channels", self.channels, f"one of {get_args(CHANNELS)}")
 
     @property
     def alike(self) -> "Sale":
-        return Sale(sink_tokens=self.sink_tokens, local_tokens=self.local_tokens)
+        return Sale(sink_tokens=self.sink_tokens, local_tokens=self.local_tokens, channels=self.channels)
 
     @classmethod
     def merged(cls, methods: Sequence[Self]) -> Method:
@@ -142,10 +149,11 @@ class Sale(Method):
         slabs = slabs_of_rows(self, rows)
         if not slabs:
             return
-        means = row_means(q, cache, rows, room)
-        queries = round_queries(q, cache, rows, means, selected, regions, scale, dtype, room)
+        kept_d = kept_channels(cache.head_dim, self.channels == "half")
+        means = row_means(q, cache, rows, kept_d, room)
+        queries = round_queries(q, cache, rows, means, selected, regions, scale, kept_d, dtype, room)
         num_keys = min(SLAB_TOKENS, sum(tested_keys(self, rows)))
-        keys = room_for_keys(selected.num_selected, cache.num_kv_heads, num_keys, cache.head_dim, dtype, room)
+        keys = room_for_keys(selected.num_selected, cache.num_kv_heads, num_keys, kept_d, dtype, room)
         half = dtype == torch.float8_e4m3fn and adds_up_in_half(q.device)
         for slab in slabs:
             round_keys(cache, rows, means, selected, group, slab.pieces, slab.longest, keys)
