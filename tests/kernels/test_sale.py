@@ -1,6 +1,7 @@
 """SALE: kernel and reference against the paper's steps in float64, the kernel's arithmetic bit for bit, properties."""
 
 import math
+from dataclasses import replace
 from itertools import cycle, pairwise, product
 from types import SimpleNamespace
 
@@ -415,11 +416,13 @@ def test_local_region_has_128_to_224_tokens():
     assert sizes == {128, 160, 192, 224}
 
 
+@pytest.mark.parametrize("channels", ["all", "half"])
 @pytest.mark.parametrize("reference", [False, True])
-def test_heads_selected_together_select_what_each_selects_alone(reference):
+def test_heads_selected_together_select_what_each_selects_alone(reference, channels):
     """Four heads on two kv heads, of three τ, in the order of ``heads``: bitwise."""
     batch = make_batch([(700, 130), (0, 63), (533, 1)], 4, 2, dtype=torch.float16)
     heads, settings = [2, 0, 3, 1], [Sale(0.3), Sale(0.1), Sale(0.0), Sale(0.3, int8_scores=True)]
+    settings = [replace(method, channels=channels) for method in settings]
     merged = Sale.merged(settings)
     together = run(batch, merged, heads=heads, reference=reference)
     for head, method in zip(heads, settings):
@@ -430,14 +433,55 @@ def test_heads_selected_together_select_what_each_selects_alone(reference):
     assert len({tuple(counts) for counts in together.block_counts.tolist()}) > 2
 
 
+@pytest.mark.parametrize("block_tokens", [32, 64])
+def test_channels_that_hold_nothing_need_not_be_multiplied(block_tokens):
+    """Half of 128 channels are the same in all keys of the first kv head, in all queries of the second: bitwise."""
+    batch = make_batch([(700, 130), (0, 63), (533, 1)], 4, 2, 128, dtype=torch.float16)
+    dead = torch.randperm(128, generator=torch.Generator().manual_seed(0))[:64].to(DEVICE)
+    batch.cache.keys[:, :, 0, dead] = 0.5
+    batch.q[:, 2:, dead] = 0.5
+    halves, wholes = (run(batch, Sale(0.3, channels=channels), block_tokens) for channels in ("half", "all"))
+    assert torch.equal(halves.block_counts, wholes.block_counts)
+    for head, i_tile in product(range(4), range(batch.rows.num_tiles)):
+        assert torch.equal(halves.blocks_of(head, i_tile), wholes.blocks_of(head, i_tile))
+    assert halves.density() < 0.9
+    queries, keys = rounded_by_kernels(Sale(0.3, channels="half"), batch)
+    assert queries.integers.shape[2] == keys.integers.shape[2] == 64
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+def test_the_channels_that_weigh_most_are_multiplied(head_dim):
+    """Of the first kv head all keys of the first row are alike, and one channel of the second row holds a NaN."""
+    batch = make_batch([(300, 70), (0, 140)], 6, 3, head_dim, 64)
+    pages = batch.rows.block_table
+    batch.cache.keys[pages[0, :6], :, 0] = 1.0
+    batch.cache.keys[pages[1, 0], 5, 0, 7] = torch.nan
+    kept_d = sale_means.kept_channels(head_dim, half=True)
+    assert kept_d == {64: 32, 96: 64, 256: 128}[head_dim]
+    means = sale_means.row_means(batch.q, batch.cache, batch.rows, kept_d, Workspace(torch.device(DEVICE)))
+    assert means.channels[0, 0].tolist() == list(range(kept_d))
+    assert 7 not in means.channels[1, 0]
+    assert means.channels[1, 0].unique().numel() == kept_d
+    assert 0 <= means.channels.min() <= means.channels.max() < head_dim
+    for row, kv in product(range(2), (1, 2)):
+        expected = channels_of(batch, Sale(channels="half"), row, 2 * kv)
+        assert means.channels[row, kv].tolist() == expected
+        variance = keys_of(batch, row, 2 * kv).var(0, correction=0)
+        variance[expected] = 0
+        torch.testing.assert_close(means.left_out[row, kv, :head_dim].double(), variance, rtol=1e-4, atol=0)
+        assert not means.left_out[row, kv, head_dim:].any()
+
+
 def test_what_is_merged():
     settings = [Sale(0.3), Sale(0.1), Sale(0.3, int8_scores=True)]
     merged = Sale.merged(settings)
     assert list(merged.of_heads(3)) == settings
     assert merged.alike == settings[0].alike == Sale()
-    assert merged.summary([merged, Sale(0.3)]) == {"sink_tokens": 32, "local_tokens": 128, "settings": 3}
+    common = {"sink_tokens": 32, "local_tokens": 128, "channels": "all", "settings": 3}
+    assert merged.summary([merged, Sale(0.3)]) == common
     assert Sale.merged(settings[:1] * 2) == settings[0]
     assert Sale(sink_tokens=64).alike != Sale().alike
+    assert Sale(channels="half").alike == Sale(0.3, channels="half").alike != Sale().alike
     with pytest.raises(ValueError, match="methods alike"):
         Sale.merged([Sale(), Sale(sink_tokens=64)])
 
@@ -450,9 +494,10 @@ def test_higher_tau_keeps_less():
         assert int(more.sum()) > int(less.sum())
 
 
-def test_rows_do_not_depend_on_each_other():
+@pytest.mark.parametrize("channels", ["all", "half"])
+def test_rows_do_not_depend_on_each_other(channels):
     batch = make_batch([(330, 130), (0, 65), (600, 65)])
-    rows, method = batch.rows, Sale(0.4)
+    rows, method = batch.rows, Sale(0.4, channels=channels)
     together = run(batch, method)
     for row in range(3):
         of_rows = (rows.tokens, rows.query_lens, rows.context_lens, rows.block_table)
@@ -533,7 +578,7 @@ def test_other_heads_are_left_alone(reference):
 @pytest.mark.parametrize(
     ("field", "value"),
     [("tau", -0.1), ("tau", 1.0), ("tau", math.nan), ("sink_tokens", 16), ("sink_tokens", -32), ("local_tokens", 96),
-     ("local_tokens", 130), ("sink_tokens", 32.0)],
+     ("local_tokens", 130), ("sink_tokens", 32.0), ("channels", "most"), ("channels", 64)],
 )  # fmt: skip
 def test_parameters_out_of_range_are_refused(field, value):
     with pytest.raises(ValueError, match=f"^{field}: given {value!r}, expected"):

@@ -199,7 +199,7 @@ def _channels_kernel(
     for i in range(GROUP):
         b_queries += _variances(queries + (i_kv * GROUP + i) * BLOCK_D + o_d, num_rows * num_kv_heads * GROUP * BLOCK_D)
     b_weight = b_keys * b_queries
-    b_weight = tl.where(b_weight == b_weight, b_weight, float("inf"))  # NaN has no order
+    b_weight = tl.where(b_weight == b_weight, b_weight, 0.0)  # 0 · infinity
     b_weight = tl.where(o_d < HEAD_DIM, b_weight, -1.0)
     b_equal = (b_weight[None, :] == b_weight[:, None]) & (o_d[None, :] < o_d[:, None])
     b_rank = tl.sum(((b_weight[None, :] > b_weight[:, None]) | b_equal).to(tl.int32), 1)
