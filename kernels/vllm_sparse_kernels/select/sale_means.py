@@ -18,7 +18,7 @@ from vllm_sparse_kernels.workspace import Workspace
 SPLIT_TOKENS = 512
 """Keys that one program adds up."""
 
-KEY_SUMS = {"BLOCK_N": 64, "STAGES": 3, "num_warps": 4}
+KEY_SUMS = {"BLOCK_N": 64, "STAGES": 3}
 """Keys of one step, and steps that are loaded ahead, by way of shared memory if more than one."""
 
 SPLITS = 4096
@@ -75,7 +75,7 @@ def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, works
             sums = workspace.empty(moments, sum(num_splits), num_kv_heads, block_d)
             _key_sums_kernel[(max(num_splits), num_kv_heads, end - first)](
                 key_args(cache, rows.block_table), bounds, sums, sum(num_splits), first,
-                **shape, SPLIT=SPLIT_TOKENS, **KEY_SUMS,
+                **shape, SPLIT=SPLIT_TOKENS, **KEY_SUMS, num_warps=4 * moments,
             )  # fmt: skip
             _means_kernel[(end - first, num_kv_heads, moments)](
                 sums, sum(num_splits), bounds, keys, first, rows.num_rows, BLOCK_D=block_d
@@ -89,7 +89,7 @@ def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, works
     )
     _channels_kernel[(rows.num_rows, num_kv_heads)](
         keys, queries, means.channels, means.left_out,
-        GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, KEPT_D=kept_d, num_warps=16,
+        GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, KEPT_D=kept_d, num_warps=block_d // 8,
     )  # fmt: skip
     return means
 
