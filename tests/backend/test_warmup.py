@@ -41,7 +41,7 @@ LONGEST = 24_000
 PARAMS: dict[str, list[dict[str, Any]]] = {
     "share_prefill": [{"cluster": 0}],
     "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}],
-    "sale": [{}, {"int8_scores": True}],
+    "sale": [{}, {"int8_scores": True}, {"channels": "half"}],
 }
 CASES = [(name, params) for name in METHODS for params in PARAMS.get(name, [{}])]
 

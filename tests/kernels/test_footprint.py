@@ -17,7 +17,7 @@ from vllm_sparse_kernels.testing.batches import Batch, random_batch
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "share_prefill": [{"cluster": 0}],
     "sparge_attn": [{}, {"int8_scores": True}],
-    "sale": [{}, {"int8_scores": True}],
+    "sale": [{}, {"int8_scores": True}, {"channels": "half"}],
 }
 WIDTHS = {"sale": (32, 64)}
 CASES = [

@@ -41,8 +41,8 @@ def rounded_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
     num_keys = min(SLAB_KEYS, sum(ceil_div(n, TILE_TOKENS) * TILE_TOKENS for n in rows.seq_lens))
     keys = num_keys * (shape.num_kv_heads * (dim + 1) + 7 * num_selected)
     queries = num_selected * rows.num_tiles * TILE_TOKENS * (dim + 12)
-    sums = 4 * dim * (shape.num_heads * (rows.num_tiles + rows.num_rows) + shape.num_kv_heads * 2 * rows.num_rows)
-    splits = 4 * dim * shape.num_kv_heads * min(sum(rows.seq_lens) // 64 + rows.num_rows, 8192)
+    sums = 8 * dim * (shape.num_heads * (rows.num_tiles + rows.num_rows) + shape.num_kv_heads * 2 * rows.num_rows)
+    splits = 8 * dim * shape.num_kv_heads * min(sum(rows.seq_lens) // 64 + rows.num_rows, 8192)
     flags = 2 * num_selected * sum(rows.block_capacities(shape.block_tokens))
     return keys + queries + sums + splits + flags
 
