@@ -69,8 +69,9 @@ def block_masses(
             "STEP": max(index.block_tokens, 64 if is_float32 or block_d > 128 else 128),
             "PRECISION": "ieee" if is_float32 else "tf32",
             "num_warps": 8,
-            "num_stages": 2 if is_float32 else 3,
         }
+        # Two programs on a multiprocessor at a time: one's exponentials hide behind the other's products.
+        options |= {"num_stages": 2} if is_float32 else {"num_stages": 3, "maxnreg": 128}
         _split_lse_kernel[grid](*arguments, **options)
         _masses_kernel[grid](*arguments, **options)
     return out
@@ -154,10 +155,12 @@ def _joined_lse(jobs, i_tile, splits, length, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _store_masses(target, b_s, b_lse, start, length, end, BLOCK_N: tl.constexpr, STEP: tl.constexpr):
+def _store_masses(
+    target, b_s, b_lse, start, length, end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr
+):
     """Mean probability of the queries that each block of the step's has; the tile has keys up to ``end``."""
-    b_key = tl.sum(tl.exp2(b_s - b_lse[:, None]), 0)
-    b_block = tl.sum(tl.reshape(b_key, [STEP // BLOCK_N, BLOCK_N]), 1)
+    b_p = tl.reshape(tl.exp2(b_s - b_lse[:, None]), [BLOCK_M, STEP // BLOCK_N, BLOCK_N])
+    b_block = tl.sum(tl.sum(b_p, 2), 0)
     o_block = start // BLOCK_N + tl.arange(0, STEP // BLOCK_N)
     tl.store(target + o_block, b_block / length, mask=o_block * BLOCK_N < end)
 
@@ -186,4 +189,4 @@ def _masses_kernel(
                 b_q, queries, keys, i_row, i_head // GROUP, start, first, first + length, i == 0,
                 HEAD_DIM, BLOCK_D, BLOCK_M, STEP, PRECISION,
             )  # fmt: skip
-            _store_masses(target, b_s, b_lse, start, length, first + length, BLOCK_N, STEP)
+            _store_masses(target, b_s, b_lse, start, length, first + length, BLOCK_M, BLOCK_N, STEP)
