@@ -170,6 +170,22 @@ def test_other_maps_keep_what_the_reference_keeps(maps, case):
     check_layers(batches, methods, block_tokens)
 
 
+def test_heads_of_no_cluster_cost_no_estimate():
+    """Nor do key heads that have no other: their keys are not read."""
+    batch = lined_batch([(70, 60)], 4, 2, 64, 16)
+    batch.cache.keys[:, :, 1] = float("nan")
+    index = SparseIndex.allocate(batch.rows, 4, 64)
+    index.workspace.buffer = torch.full((1 << 20,), 0xFF, dtype=torch.uint8, device=DEVICE)  # NaN
+    heads = torch.tensor([2, 0, 1, 3], dtype=torch.int32, device=DEVICE)
+    clusters = torch.tensor([NOISE, NOISE, 0, NOISE], dtype=torch.int32, device=DEVICE)
+    averages = BlockAverages(batch.q, batch.cache, index, heads, batch.scale, Spans.of(index), clusters)
+    estimates, sparsity = averages.estimates()
+    assert averages.scores[2:].isnan().all()
+    assert estimates[[0, 1, 3]].isnan().all()
+    torch.testing.assert_close(estimates[2].double(), estimate(batch, 0, 1, 64), rtol=1e-5, atol=1e-9)
+    assert sparsity.isnan().flatten().tolist() == [True, True, False, True]
+
+
 @pytest.mark.parametrize("block_tokens", [64, 128])
 def test_masses_are_those_of_softmax(block_tokens):
     """Of the heads and rows that are asked for, to float32; where none is, nothing is written."""

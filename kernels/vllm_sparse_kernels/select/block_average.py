@@ -6,7 +6,6 @@ over the pairs that the causal mask leaves, pair by pair. Keys are read once, by
 score the last queries of a key head's query heads too.
 """
 
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -20,35 +19,31 @@ from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, tile_blocks
 
 
 class Spans(NamedTuple):
-    """Per row: its key blocks among those of all rows, its scores in a map, and its last queries as a tile."""
+    """Per row: its key blocks among those of all rows, its tiles, and its last queries as a tile."""
 
     block_tokens: int
     num_blocks: int  # of all rows
     max_blocks: int  # of one row
     last_tiles: torch.Tensor  # [num_rows, 4] int32, the chunk's last 128 queries, like Rows.tiles
     block_starts: torch.Tensor  # [num_rows + 1] int64
-    map_starts: torch.Tensor  # [num_rows + 1] int64, where a row's tiles begin in a row of block_ids
-    longest_map: int  # of one row
+    tile_starts: torch.Tensor  # [num_rows + 1] int32, ``Rows.tile_starts``
 
     @staticmethod
     def of(index: SparseIndex) -> "Spans":
         rows, block_tokens = index.rows, index.block_tokens
         blocks = [ceil_div(seq_len, block_tokens) for seq_len in rows.seq_lens]
-        lasts, block_starts, map_starts = [], [0], [0]
+        lasts, block_starts = [], [0]
         for row, query_len in enumerate(rows.query_lens):
             length = min(query_len, TILE_TOKENS)
             lasts += [row, rows.tokens[row] + query_len - length, length, rows.seq_lens[row] - length]
             block_starts.append(block_starts[-1] + blocks[row])
-            tiles = rows.tile_list[rows.tile_starts[row] : rows.tile_starts[row + 1]]
-            map_starts.append(map_starts[-1] + sum(index.num_causal_blocks(t) for t in tiles))
         return Spans(
             block_tokens,
             sum(blocks),
             max(blocks),
             to_device(lasts, torch.int32, rows.device).view(-1, TILE_FIELDS),
             to_device(block_starts, torch.int64, rows.device),
-            to_device(map_starts, torch.int64, rows.device),
-            max(b - a for a, b in pairwise(map_starts)),
+            to_device(rows.tile_starts, torch.int32, rows.device),
         )
 
 
@@ -62,12 +57,14 @@ class QueryArgs(NamedTuple):
 class JobArgs(NamedTuple):
     """Which (head, tile) pairs are scored, and where the scores of a tile's key blocks go.
 
-    Job j scores head ``heads[j]``, or ``heads[places[j, row]]`` where places are given: none if that is −1. ``scores``
-    of all query heads with the blocks before the diagonal are taken where they are given, else made from mean keys.
-    ``sparsity`` [jobs, num_rows] takes the distance to the uniform distribution, if it is asked for.
+    Job j scores head ``heads[j]``, or ``heads[places[j, row]]`` where places are given: none if that is −1, nor where
+    ``clusters[j]``, if given, is below 0. ``scores`` of all query heads with the blocks before the diagonal are taken
+    where they are given, else made from mean keys. ``sparsity`` [jobs, num_rows] takes the distance to the uniform
+    distribution, if it is asked for.
     """
 
     heads: Any
+    clusters: Any
     places: Any
     tiles: Any
     out: Any
@@ -77,7 +74,10 @@ class JobArgs(NamedTuple):
 
 
 class BlockAverages:
-    """Softmax over blocks of block-averaged scaled QK, for the (head, tile) pairs that are asked for."""
+    """Softmax over blocks of block-averaged scaled QK, for the (head, tile) pairs that are asked for.
+
+    With ``clusters`` [heads] int32 only heads where it is not below 0 can be; key heads that have none are not read.
+    """
 
     def __init__(
         self,
@@ -87,10 +87,11 @@ class BlockAverages:
         heads: torch.Tensor,
         scale: float,
         spans: Spans,
+        clusters: torch.Tensor | None = None,
     ) -> None:
         self.queries = QueryArgs(q, q.stride(0), q.stride(1), scale)
         self.keys = key_args(cache, index.rows.block_table)
-        self.index, self.heads, self.spans = index, heads, spans
+        self.index, self.heads, self.clusters, self.spans = index, heads, clusters, spans
         num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
         self.options = {"HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "FIELDS": TILE_FIELDS}
         self.group, self.is_float32 = num_heads // num_kv_heads, q.dtype == torch.float32
@@ -102,9 +103,9 @@ class BlockAverages:
             self.queries, spans.last_tiles, mean_queries, **self.options, BLOCK_M=TILE_TOKENS
         )
         _mean_keys_kernel[(spans.max_blocks, num_rows, num_kv_heads)](
-            self.keys, spans.last_tiles, spans.block_starts, spans.num_blocks, mean_queries, num_rows,
-            self.mean_keys, self.scores, **self.options, BLOCK_N=index.block_tokens, GROUP=self.group,
-            MEMBERS=triton.next_power_of_2(self.group),
+            self.keys, heads, clusters, len(heads), spans.last_tiles, spans.block_starts, spans.num_blocks,
+            mean_queries, num_rows, self.mean_keys, self.scores, **self.options, BLOCK_N=index.block_tokens,
+            GROUP=self.group, MEMBERS=triton.next_power_of_2(self.group), ENTRIES=triton.next_power_of_2(len(heads)),
         )  # fmt: skip
 
     def estimates(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,7 +114,7 @@ class BlockAverages:
         out = self.index.workspace.empty(len(self.heads), self.spans.num_blocks)
         sparsity = self.index.workspace.empty(len(self.heads), self.index.rows.num_rows)
         tiles, starts = self.spans.last_tiles, self.spans.block_starts
-        self._average(JobArgs(self.heads, None, tiles, out, starts, self.scores, sparsity))
+        self._average(JobArgs(self.heads, self.clusters, None, tiles, out, starts, self.scores, sparsity))
         return out, sparsity
 
     def maps(self, places: torch.Tensor) -> torch.Tensor:
@@ -123,7 +124,7 @@ class BlockAverages:
         """
         index = self.index
         out = index.workspace.empty(len(places), index.block_ids.shape[1])
-        self._average(JobArgs(self.heads, places, index.rows.tiles, out, index.block_offsets, None, None))
+        self._average(JobArgs(self.heads, None, places, index.rows.tiles, out, index.block_offsets, None, None))
         return out
 
     def _average(self, jobs: JobArgs) -> None:
@@ -153,15 +154,22 @@ def _mean_queries_kernel(
 
 @triton.jit(do_not_specialize=["num_blocks", "num_rows"])
 def _mean_keys_kernel(
-    keys, last_tiles, block_starts, num_blocks, mean_queries, num_rows, mean_keys, scores,
+    keys, heads, clusters, num_entries, last_tiles, block_starts, num_blocks, mean_queries, num_rows,
+    mean_keys, scores,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr, MEMBERS: tl.constexpr,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """The mean key of every block of every row, a row's last one may be short; and its products with mean queries."""
     i_block, i_row, i_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     seq_len = tl.load(last_tiles + i_row * FIELDS + 2) + tl.load(last_tiles + i_row * FIELDS + 3)
     if i_block * BLOCK_N >= seq_len:
         return
+    if clusters is not None:
+        o_e = tl.arange(0, ENTRIES)
+        b_head = tl.load(heads + o_e, mask=o_e < num_entries, other=-1)
+        b_cluster = tl.load(clusters + o_e, mask=o_e < num_entries, other=-1)
+        if tl.max(tl.where(b_head // GROUP == i_kv, b_cluster, -1), 0) < 0:
+            return
     o_n, o_d, o_g = i_block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, MEMBERS)
     o_head = i_kv * GROUP + o_g
     in_q = (o_g < GROUP)[:, None] & (o_d < HEAD_DIM)[None, :]
@@ -222,6 +230,8 @@ def _averages_kernel(
     i_tile, i_job = tl.program_id(0), tl.program_id(1)
     i_row = tl.load(jobs.tiles + i_tile * FIELDS)
     i_head = head_of(jobs.heads, jobs.places, num_rows, i_job, i_row).to(tl.int64)
+    if jobs.clusters is not None:
+        i_head = tl.where(tl.load(jobs.clusters + i_job) < 0, -1, i_head)
     if i_head < 0:
         return
     i_kv = i_head // GROUP

@@ -72,7 +72,7 @@ def block_masses(
         }
         # Two programs on a multiprocessor at a time: one's exponentials hide behind the other's products.
         options |= {"num_stages": 2} if is_float32 else {"num_stages": 3, "maxnreg": 128}
-        _split_lse_kernel[grid](*arguments, **options)
+        _tile_lse_kernel[grid](*arguments, **options)
         _masses_kernel[grid](*arguments, **options)
     return out
 
@@ -112,7 +112,7 @@ def _join(b_max, b_sum, b_s):
 
 
 @triton.jit(do_not_specialize=["num_rows", "stride_out"])
-def _split_lse_kernel(
+def _tile_lse_kernel(
     queries, keys, jobs, num_rows, stride_out,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,

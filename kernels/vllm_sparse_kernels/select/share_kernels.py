@@ -7,26 +7,17 @@ import triton.language as tl
 
 from vllm_sparse_kernels.select.block_average import divergence
 from vllm_sparse_kernels.select.lists import append, tile_blocks
-from vllm_sparse_kernels.select.radix import (
-    DIGITS,
-    keep_state,
-    mass_keys,
-    masses_by_digit,
-    next_digit,
-    span_of,
-    store_weights,
-    threshold_of,
-)
+from vllm_sparse_kernels.select.radix import DIGITS, mass_keys, masses_by_digit, next_digit
 
 
 class FreshArgs(NamedTuple):
-    """What this layer's new pivots are known by: thresholds of each tile, or those of whole maps as ``digits``."""
+    """What this layer's new pivots are known by. ``weights`` [passes, clusters of the layer, num_tiles, 256]: a tile's
+    masses by the next digit of their keys (radix.py), of which ``share`` is kept."""
 
     maps: Any
-    map_starts: Any
-    thresholds: Any
-    digits: Any
+    weights: Any
     share: float
+    tile_starts: Any
     new_pivots: Any
     estimates: Any
     block_starts: Any
@@ -74,63 +65,63 @@ def decide_kernel(
     tl.store(patterns + i * num_rows + i_row, pattern)
 
 
-@triton.jit(do_not_specialize=["stride_map", "chunks"])
-def map_digits_kernel(
-    maps, stride_map, new_pivots, map_starts, share, digits, chunks, PASS: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
-    """A pass of radix.py over the map of one (cluster of the layer, row) that has a new pivot."""
-    i_chunk, place, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if tl.load(new_pivots + place * tl.num_programs(2) + i_row) < 0:
-        return
-    begin = tl.load(map_starts + i_row)
-    length = (tl.load(map_starts + i_row + 1) - begin).to(tl.int32)
-    span = span_of(length, CHUNK)
-    first, end = i_chunk * span, tl.minimum((i_chunk + 1) * span, length)
-    if first >= end:
-        return
-    i_job = i_row * tl.num_programs(1) + place
-    num_jobs = tl.num_programs(1) * tl.num_programs(2)
-    prefix = tl.full([], 0, tl.uint32)
-    if PASS > 0:
-        used = (length + span - 1) // span
-        prefix, left, _, _ = threshold_of(digits, PASS - 1, i_job, num_jobs, chunks, used, share, True)
-        if i_chunk == 0:
-            keep_state(digits, PASS, i_job, num_jobs, prefix, left)
-    b_weight = masses_by_digit(maps + place.to(tl.int64) * stride_map + begin, first, end, prefix, PASS)
-    store_weights(digits, PASS, i_job, num_jobs, chunks, b_weight)
+@triton.jit
+def _joined_weights(fresh, i_pass, place, num_places, num_tiles, i_row, i_tile, PER_TILE: tl.constexpr):
+    """Weights [256] of one pass: a tile's own, or those of all tiles of its row, in order."""
+    first, end = i_tile, i_tile + 1
+    if not PER_TILE:
+        first, end = tl.load(fresh.tile_starts + i_row), tl.load(fresh.tile_starts + i_row + 1)
+    o_digit = tl.arange(0, DIGITS)
+    source = fresh.weights + (i_pass * num_places + place).to(tl.int64) * num_tiles * DIGITS
+    b_sum = tl.zeros([DIGITS], tl.float32)
+    for start in range(first, end, 16):
+        o_t = start + tl.arange(0, 16)
+        b_sum += tl.sum(
+            tl.load(source + o_t[:, None] * DIGITS + o_digit[None, :], mask=(o_t < end)[:, None], other=0.0), 0
+        )
+    return b_sum
+
+
+@triton.jit
+def _first_digit(fresh, place, num_places, num_tiles, i_row, i_tile, PER_TILE: tl.constexpr):
+    """(the threshold's upper digit, the mass that is left to be reached by the lower one)."""
+    b_weight = _joined_weights(fresh, 0, place, num_places, num_tiles, i_row, i_tile, PER_TILE)
+    return next_digit(b_weight, fresh.share * tl.sum(b_weight, 0))
 
 
 @triton.jit(do_not_specialize=["stride_map", "num_rows"])
-def tile_thresholds_kernel(
-    maps, stride_map, new_pivots, num_rows, tiles, block_offsets, share, thresholds,
-    BLOCK_N: tl.constexpr, FIELDS: tl.constexpr,
+def weights_kernel(
+    fresh, stride_map, num_rows, tiles, block_offsets,
+    PASS: tl.constexpr, PER_TILE: tl.constexpr, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """The passes of radix.py over what one tile has of the map of a cluster's new pivot, in one program."""
+    """A pass of radix.py over one tile's part of the map of a cluster that has a new pivot."""
     i_tile, place = tl.program_id(0), tl.program_id(1)
+    num_tiles, num_places = tl.num_programs(0), tl.num_programs(1)
     i_row = tl.load(tiles + i_tile * FIELDS)
-    if tl.load(new_pivots + place * num_rows + i_row) < 0:
+    if tl.load(fresh.new_pivots + place * num_rows + i_row) < 0:
         return
+    prefix = tl.full([], 0, tl.uint32)
+    if PASS > 0:
+        prefix = _first_digit(fresh, place, num_places, num_tiles, i_row, i_tile, PER_TILE)[0].to(tl.uint32)
     _, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
-    values = maps + place.to(tl.int64) * stride_map + tl.load(block_offsets + i_tile)
-    b_weight = masses_by_digit(values, 0, num_causal, tl.full([], 0, tl.uint32), 0)
-    high, left = next_digit(b_weight, share * tl.sum(b_weight, 0))
-    b_weight = masses_by_digit(values, 0, num_causal, high.to(tl.uint32), 1)
-    low, _ = next_digit(b_weight, left)
-    tl.store(thresholds + place * tl.num_programs(0) + i_tile, high * DIGITS + low)
+    values = fresh.maps + place.to(tl.int64) * stride_map + tl.load(block_offsets + i_tile)
+    b_weight = masses_by_digit(values, 0, num_causal, prefix, PASS)
+    target = fresh.weights + ((PASS * num_places + place).to(tl.int64) * num_tiles + i_tile) * DIGITS
+    tl.store(target + tl.arange(0, DIGITS), b_weight)
 
 
 @triton.jit(
     do_not_specialize=[
-        "num_rows", "stride_map", "stride_estimate", "chunks", "stride_last", "stride_kept", "stride_ids", "num_tiles",
+        "num_rows", "stride_map", "stride_estimate", "stride_last", "stride_kept", "stride_ids", "num_tiles",
         "num_places",
     ]
 )  # fmt: skip
 def apply_patterns_kernel(
-    patterns, num_rows, places, slots, fresh, stride_map, stride_estimate, chunks,
+    patterns, num_rows, places, slots, fresh, stride_map, stride_estimate,
     exists, last_rows, stride_last, kept, stride_kept, heads, tiles, rows,
     block_offsets, block_counts, block_ids, stride_ids, stripe_counts, num_tiles, num_places,
-    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, CHUNK_MAP: tl.constexpr, FIELDS: tl.constexpr,
-    ROW_FIELDS: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr, PASS: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, PER_TILE: tl.constexpr, FIELDS: tl.constexpr,
+    ROW_FIELDS: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     i_tile, i = tl.program_id(0), tl.program_id(1)
     i_row = tl.load(tiles + i_tile * FIELDS)
@@ -148,15 +139,9 @@ def apply_patterns_kernel(
     values = fresh.maps + place.to(tl.int64) * stride_map + start
     threshold = 0
     if is_fresh:
-        if fresh.thresholds is not None:
-            threshold = tl.load(fresh.thresholds + place * num_tiles + i_tile)
-        else:
-            length = (tl.load(fresh.map_starts + i_row + 1) - tl.load(fresh.map_starts + i_row)).to(tl.int32)
-            span = span_of(length, CHUNK_MAP)
-            threshold = threshold_of(
-                fresh.digits, PASS, i_row * num_places + place, num_rows * num_places, chunks,
-                (length + span - 1) // span, fresh.share, True,
-            )[0].to(tl.int32)  # fmt: skip
+        high, left = _first_digit(fresh, place, num_places, num_tiles, i_row, i_tile, PER_TILE)
+        b_weight = _joined_weights(fresh, 1, place, num_places, num_tiles, i_row, i_tile, PER_TILE)
+        threshold = high * DIGITS + next_digit(b_weight, left)[0]
     count = 0
     for first in range(0, num_causal, CHUNK):
         o_n = first + tl.arange(0, CHUNK)

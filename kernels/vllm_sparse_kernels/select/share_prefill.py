@@ -62,14 +62,8 @@ from vllm_sparse_kernels.select.block_mass import block_masses, num_splits
 from vllm_sparse_kernels.select.flex_vertical_slash import FlexVerticalSlash
 from vllm_sparse_kernels.select.footprint import averaged_bytes
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS
-from vllm_sparse_kernels.select.radix import CHUNK, MASS_PASSES, Digits, num_chunks, room_for_digits
-from vllm_sparse_kernels.select.share_kernels import (
-    FreshArgs,
-    apply_patterns_kernel,
-    decide_kernel,
-    map_digits_kernel,
-    tile_thresholds_kernel,
-)
+from vllm_sparse_kernels.select.radix import DIGITS, MASS_PASSES
+from vllm_sparse_kernels.select.share_kernels import FreshArgs, apply_patterns_kernel, decide_kernel, weights_kernel
 
 VERTICAL_SLASH, SHARED, DENSE = 0, 1, 2
 """What a head of a row attends to: its own vertical-slash lines, its cluster's pattern, or everything (the pivot)."""
@@ -204,15 +198,15 @@ class SharePrefillLayer(SharePrefill):
         with index.workspace.frame():
             patterns = index.workspace.empty(len(heads), index.rows.num_rows, dtype=torch.int32)
             with index.workspace.frame():
-                averages = BlockAverages(q, cache, index, heads, scale, pivots.spans)
+                averages = BlockAverages(q, cache, index, heads, scale, pivots.spans, places)
                 estimates, sparsity = averages.estimates()
                 new_pivots = _decide(self, pivots, index, estimates, sparsity, places, slots, patterns)
                 if self.true_mass:
                     maps = block_masses(q, cache, index, heads, scale, new_pivots)
                 else:
                     maps = averages.maps(new_pivots)
-                fresh = _fresh(self, pivots, index, maps, new_pivots, estimates)
-                _apply_patterns(pivots, index, heads, fresh, patterns, places, slots)
+                fresh = _weigh(self, pivots, index, maps, new_pivots, estimates)
+                _apply_patterns(self, pivots, index, heads, fresh, patterns, places, slots)
             self.fallback.select_where(q, cache, index, heads, scale, patterns)
 
 
@@ -278,7 +272,7 @@ def _decide(
     return new_pivots
 
 
-def _fresh(
+def _weigh(
     method: SharePrefill,
     pivots: Pivots,
     index: SparseIndex,
@@ -286,45 +280,21 @@ def _fresh(
     new_pivots: torch.Tensor,
     estimates: torch.Tensor,
 ) -> FreshArgs:
-    """What the rows and clusters with a new pivot are known by, Algorithm 2's thresholds with it."""
-    thresholds, digits = None, None
-    if method.gamma_per_tile:
-        thresholds = _tile_thresholds(method, index, maps, new_pivots)
-    else:
-        digits = _map_digits(method, pivots, index, maps, new_pivots)
-    spans, share = pivots.spans, method.fallback.kernel_share
-    return FreshArgs(maps, spans.map_starts, thresholds, digits, share, new_pivots, estimates, spans.block_starts)
-
-
-def _tile_thresholds(
-    method: SharePrefill, index: SparseIndex, maps: torch.Tensor, new_pivots: torch.Tensor
-) -> torch.Tensor:
-    """The largest value that a tile's blocks with γ of its mass reach, by ``mass_keys``: [clusters, num_tiles]."""
-    rows, num_places = index.rows, len(new_pivots)
-    thresholds = index.workspace.empty(num_places, rows.num_tiles, dtype=torch.int32)
-    tile_thresholds_kernel[(rows.num_tiles, num_places)](
-        maps, maps.stride(0), new_pivots, rows.num_rows, rows.tiles, index.block_offsets, method.fallback.kernel_share,
-        thresholds, BLOCK_N=index.block_tokens, FIELDS=TILE_FIELDS,
-    )  # fmt: skip
-    return thresholds
-
-
-def _map_digits(
-    method: SharePrefill, pivots: Pivots, index: SparseIndex, maps: torch.Tensor, new_pivots: torch.Tensor
-) -> Digits:
-    """Algorithm 2's threshold, less its last digit."""
-    num_jobs, num_rows = new_pivots.shape
-    chunks = num_chunks(pivots.spans.longest_map)
-    digits = room_for_digits(index, num_rows, num_jobs, chunks, MASS_PASSES, torch.float32)
+    """What Algorithm 2's thresholds follow from, for the rows and clusters that have a new pivot."""
+    rows, spans, num_places = index.rows, pivots.spans, len(new_pivots)
+    weights = index.workspace.empty(MASS_PASSES, num_places, rows.num_tiles, DIGITS.value)
+    share = method.fallback.kernel_share
+    fresh = FreshArgs(maps, weights, share, spans.tile_starts, new_pivots, estimates, spans.block_starts)
     for i in range(MASS_PASSES):
-        map_digits_kernel[(chunks, num_jobs, num_rows)](
-            maps, maps.stride(0), new_pivots, pivots.spans.map_starts, method.fallback.kernel_share, digits, chunks,
-            PASS=i, CHUNK=CHUNK,
+        weights_kernel[(rows.num_tiles, num_places)](
+            fresh, maps.stride(0), rows.num_rows, rows.tiles, index.block_offsets,
+            PASS=i, PER_TILE=method.gamma_per_tile, BLOCK_N=index.block_tokens, FIELDS=TILE_FIELDS,
         )  # fmt: skip
-    return digits
+    return fresh
 
 
 def _apply_patterns(
+    method: SharePrefill,
     pivots: Pivots,
     index: SparseIndex,
     heads: torch.Tensor,
@@ -334,12 +304,12 @@ def _apply_patterns(
     slots: torch.Tensor,
 ) -> None:
     """Write the lists of shared and dense heads, and keep the new pivots' patterns M and estimates ã."""
-    rows, chunks = index.rows, fresh.digits.weights.shape[3] if fresh.digits else 0
+    rows = index.rows
     apply_patterns_kernel[(rows.num_tiles, len(heads))](
-        patterns, rows.num_rows, places, slots, fresh, fresh.maps.stride(0), fresh.estimates.stride(0), chunks,
+        patterns, rows.num_rows, places, slots, fresh, fresh.maps.stride(0), fresh.estimates.stride(0),
         pivots.exists, pivots.last_rows, pivots.last_rows.stride(0), pivots.kept, pivots.kept.stride(0),
         heads, rows.tiles, rows.row_table,
         index.block_offsets, index.block_counts, index.block_ids, index.block_ids.stride(0), index.stripe_counts,
-        rows.num_tiles, len(slots), BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, CHUNK_MAP=CHUNK,
-        FIELDS=TILE_FIELDS, ROW_FIELDS=ROW_FIELDS, SHARED=SHARED, DENSE=DENSE, PASS=MASS_PASSES - 1,
+        rows.num_tiles, len(slots), BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS,
+        PER_TILE=method.gamma_per_tile, FIELDS=TILE_FIELDS, ROW_FIELDS=ROW_FIELDS, SHARED=SHARED, DENSE=DENSE,
     )  # fmt: skip
