@@ -16,9 +16,8 @@ Which head becomes a pivot depends on the data, and so differs from row to row. 
 How this reads the paper:
 
 * The paper averages QK before the softmax. Such averages follow from mean queries and mean keys (block_average.py):
-  the map needs nothing from the attention kernel. On a trained model (8K tokens, γ = 0.9) patterns from it held a
-  recall of 0.91 at density 0.24, those from the exact block mass 0.91 at 0.22. On the diagonal, averages run over the
-  pairs that the causal mask leaves.
+  the map needs nothing from the attention kernel. On the diagonal, averages run over the pairs that the causal mask
+  leaves.
 * The map's rows are tiles of 128 queries, its columns blocks of ``index.block_tokens`` keys. The estimate takes the
   chunk's last 128 queries, for pivots too, so that equal heads have equal estimates at any chunk length.
 * JSD is taken with the natural logarithm, as in the authors' code. Blocks tied at the threshold are all kept.
@@ -30,11 +29,15 @@ How this reads the paper:
 
 What the authors' code does otherwise, as parameters, off by default:
 
-* ``gamma_per_tile``: γ of the mass of each of the map's rows, not of the whole map. By the whole one, whose rows weigh
-  alike, those that look at few blocks take them all before those that look at many get their share: a chunk's last
-  tiles, which have most blocks, held 0.56 to 0.86 of their mass at γ = 0.9.
+* ``gamma_per_tile``: γ of the mass of each of the map's rows, not of the whole map. All of these weigh alike there, and
+  those that need few blocks for their mass get them first: tiles with many blocks, a chunk's last, are left short.
 * ``true_mass``: the map is the exact softmax mass of each block, from two passes over the pivot's QK (block_mass.py),
-  which cost about half as much again as its dense attention. Estimates, and so who shares, stay as they are.
+  which cost as much as its dense attention, or half more. Estimates, and so who shares, stay as they are.
+
+Measured on a trained model (a small code model's 64 heads, 8,192 tokens, each with the pattern of its own map, γ = 0.9),
+recall → density, and the recall of the worst tile of any head: averages 0.864 → 0.131, 0.27; with ``gamma_per_tile``
+0.874 → 0.163, 0.20; ``true_mass`` 0.910 → 0.154, 0.69; both 0.926 → 0.190, 0.90. Averages reach a recall of 0.916 with
+γ = 0.95, at 0.201.
 
 Left out: that code compares heads by sums of true mass over columns and diagonals, has no δ, makes heads whose estimate
 from pooled keys is good query-aware (FlexPrefill), shares only where vertical-slash would hold less than 0.9 of the
