@@ -34,7 +34,7 @@ What the authors' code does otherwise, as parameters, off by default:
 * ``true_mass``: the map is the exact softmax mass of each block, from two passes over the pivot's QK (block_mass.py),
   which cost as much as its dense attention, or half more. Estimates, and so who shares, stay as they are.
 
-Measured on a trained model (a small code model's 64 heads, 8,192 tokens, each with the pattern of its own map, γ = 0.9),
+Measured on a trained model (the 64 heads of a small one, 8,192 tokens, each with the pattern of its own map, γ = 0.9),
 recall → density, and the recall of the worst tile of any head: averages 0.864 → 0.131, 0.27; with ``gamma_per_tile``
 0.874 → 0.163, 0.20; ``true_mass`` 0.910 → 0.154, 0.69; both 0.926 → 0.190, 0.90. Averages reach a recall of 0.916 with
 γ = 0.95, at 0.201.
