@@ -159,7 +159,7 @@ def test_description_counts_the_clusters_of_this_rank(write: Write) -> None:
     described = [
         Plan.build(SparsePrefillConfig(profile=path), SHAPE, rank, 2).describe(Thresholds(0, 0))[1:] for rank in (0, 1)
     ]
-    thresholds = "max_sparsity=0.3, max_distance=0.2, gamma=0.9"
+    thresholds = "max_sparsity=0.3, max_distance=0.2, gamma=0.9, gamma_per_tile=False, true_mass=False"
     assert described == [
         [f"layers 0-3: share_prefill({thresholds}, clusters=2, clustered_heads=7) on 16 heads of this rank"],
         [f"layers 0-3: share_prefill({thresholds}, clusters=1, clustered_heads=4) on 16 heads of this rank"],

@@ -39,7 +39,7 @@ DTYPE = torch.float16
 LONGEST = 24_000
 
 PARAMS: dict[str, list[dict[str, Any]]] = {
-    "share_prefill": [{"cluster": 0}],
+    "share_prefill": [{"cluster": 0}, {"cluster": 0, "gamma_per_tile": True, "true_mass": True}],
     "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}],
     "sale": [{}, {"int8_scores": True}, {"channels": "half"}],
 }

@@ -15,7 +15,7 @@ from vllm_sparse_kernels.select.base import attend_options
 from vllm_sparse_kernels.testing.batches import Batch, random_batch
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {
-    "share_prefill": [{"cluster": 0}],
+    "share_prefill": [{"cluster": 0}, {"cluster": 0, "gamma_per_tile": True, "true_mass": True}],
     "sparge_attn": [{}, {"int8_scores": True}],
     "sale": [{}, {"int8_scores": True}, {"channels": "half"}],
 }

@@ -56,12 +56,16 @@ def pooled_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
     return products + means + 2 * num_selected * sum(pairs)
 
 
-def averaged_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
-    """SharePrefill: mean keys of all rows, mean queries, and a score of each pair of their blocks."""
-    means = sum(mean_key_bytes(n, shape) for n in rows.seq_lens)
-    queries = 8 * num_selected * (rows.num_tiles + rows.num_rows) * (next_power_of_2(shape.head_dim) + 1)
-    scores = 5 * num_selected * (sum(rows.block_capacities(64)) + sum(ceil_div(n, 64) for n in rows.seq_lens))
-    return means + queries + scores + SPARE_BYTES
+def averaged_bytes(rows: Rows, shape: LayerShape, num_selected: int, num_splits: int) -> int:
+    """SharePrefill: mean keys and last queries of all rows, scores of theirs, maps of pivots, of which each selected
+    head may be one, with histograms, and with ``num_splits`` above 0 sums of queries over splits of keys."""
+    width = shape.block_tokens
+    blocks, pairs = sum(ceil_div(n, width) for n in rows.seq_lens), sum(rows.block_capacities(width))
+    means = 4 * shape.head_dim * (shape.num_kv_heads * blocks + shape.num_heads * rows.num_rows)
+    scores = 4 * blocks * (shape.num_heads + num_selected)
+    decisions = 16 * num_selected * rows.num_rows
+    maps = num_selected * (4 * (pairs + 16) + 4 * rows.num_tiles * max(num_splits * TILE_TOKENS, 2 * 256))
+    return means + scores + decisions + maps + SPARE_BYTES
 
 
 def mean_key_bytes(seq_len: int, shape: LayerShape) -> int:
