@@ -22,32 +22,36 @@ Deviations from Algorithm 5:
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
 
 import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.index import SparseIndex, StripeLayout
+from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE_TOKENS, Rows
+from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.select.base import Method, PerHead, on_device, require
-from vllm_sparse_kernels.select.last_queries import Sums, last_query_sums, sums_of
-from vllm_sparse_kernels.select.lines import Lines, slabs_of_rows, write_lines
+from vllm_sparse_kernels.select.last_queries import MOST_QUERIES, Sums, last_query_sums, sums_of
+from vllm_sparse_kernels.select.lines import MOST_LINES, Lines, slabs_of_rows, write_lines
 from vllm_sparse_kernels.select.lists import append
 from vllm_sparse_kernels.select.radix import (
     CHUNK,
+    COUNT_PASSES,
     MASS_PASSES,
     MOST_CHUNKS,
     UNSPECIALIZED,
+    count_digits,
     mass_digits,
     mass_keys,
     span_of,
     threshold_of,
 )
+from vllm_sparse_kernels.select.segments import require_segments, segments_of
 
-LAST_QUERIES = 64
+MASS_PASS = tl.constexpr(MASS_PASSES - 1)
+COUNT_PASS = tl.constexpr(COUNT_PASSES - 1)
 
 BAND = 64
 """Diagonals that are kept or left together."""
@@ -65,13 +69,33 @@ class FlexVerticalSlash(Method):
     gamma: float = 0.9
     max_stripes: int = 8192
 
+    last_queries: int = MOST_QUERIES
+    """Queries that the lines are estimated from: FlexPrefill's block of 128. Selecting with 64 takes about half as
+    long."""
+
+    min_budget: int = 0
+    """Keys that columns hold at least, and that bands of diagonals do, FlexPrefill's ``min_budget``."""
+
+    segment_tokens: int | None = None
+    """Beyond the papers: each segment of a chunk, of so many queries at most, has lines of its own, estimated from its
+    own last queries. None: the chunk has."""
+
     def __post_init__(self) -> None:
         require(0 < self.gamma <= 1, "gamma", self.gamma, "a share in (0, 1]")
         require(self.max_stripes >= 0, "max_stripes", self.max_stripes, ">= 0")
+        require(1 <= self.last_queries <= MOST_QUERIES, "last_queries", self.last_queries, f"1 to {MOST_QUERIES}")
+        require(0 <= self.min_budget <= MOST_LINES, "min_budget", self.min_budget, f"0 to {MOST_LINES} keys")
+        require_segments(self.segment_tokens)
 
     @property
     def alike(self) -> "FlexVerticalSlash":
-        return FlexVerticalSlash(max_stripes=self.max_stripes)
+        return FlexVerticalSlash(
+            max_stripes=self.max_stripes, last_queries=self.last_queries, segment_tokens=self.segment_tokens
+        )
+
+    @property
+    def sized(self) -> "FlexVerticalSlash":
+        return FlexVerticalSlash(max_stripes=self.max_stripes, segment_tokens=self.segment_tokens)
 
     @classmethod
     def merged(cls, methods: Sequence[Self]) -> Method:
@@ -94,6 +118,9 @@ class FlexVerticalSlash(Method):
             total += min(self.stripes_of_row(rows, tile.row), tile.position)
         return StripeLayout(tuple(offsets), total)
 
+    def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
+        return super().workspace_bytes(segments_of(rows, self.segment_tokens).rows, shape, num_selected, stripe_capacity)
+
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         self.select_where(q, cache, index, heads, scale, None)
 
@@ -107,50 +134,82 @@ class FlexVerticalSlash(Method):
         patterns: torch.Tensor | None,
     ) -> None:
         """``select``, less heads and rows where ``patterns`` [len(heads), num_rows] int32 is not 0."""
+        segments = segments_of(index.rows, self.segment_tokens)
+        room = [self.stripes_of_row(index.rows, row) for row in segments.row_ids]
+        if patterns is not None:
+            patterns = segments.of_rows(patterns)
+        index = replace(index, rows=segments.rows)
         for rows in slabs_of_rows(index, len(heads)):
             with index.workspace.frame():
-                sums = last_query_sums(q, cache, index, rows, heads, scale, LAST_QUERIES, BAND, patterns)
-                write_lines(index, rows, heads, self.keep_lines(sums, index), BAND, patterns)
+                sums = last_query_sums(q, cache, index, rows, heads, scale, self.last_queries, BAND, patterns)
+                write_lines(index, rows, heads, self.keep_lines(sums, index, room), BAND, patterns)
 
-    def keep_lines(self, sums: Sums, index: SparseIndex) -> Lines:
-        """The fewest columns and the fewest bands with γ of the mass, of each head and row."""
-        rows, room, num_entries = index.rows, index.workspace.empty, sums.num_entries
-        num_rows = sums.end_row - sums.first_row
-        gammas = tuple(one.kernel_share for one in self.of_heads(num_entries))
-        shares = on_device(gammas + gammas, sums.values.device)
-        most = max(min(self.stripes_of_row(rows, i), rows.seq_lens[i]) for i in range(sums.first_row, sums.end_row))
-        columns = room(num_rows, num_entries, max(1, most), dtype=torch.int32)
-        num_columns = room(num_rows, num_entries, dtype=torch.int32)
-        whole = room(num_entries, sums.capacity // KEY_ALIGN, dtype=torch.uint8)
-        bands_upto = room(num_entries, sums.capacity // BAND, dtype=torch.int32)
+    def keep_lines(self, sums: Sums, index: SparseIndex, room: Sequence[int]) -> Lines:
+        """The fewest columns and the fewest bands with γ of the mass, of each head and row; ``room``: stripes of each
+        row."""
+        rows, empty, num_entries = index.rows, index.workspace.empty, sums.num_entries
+        num_rows, settings = sums.end_row - sums.first_row, self.of_heads(num_entries)
+        room = room[sums.first_row : sums.end_row]
+        most = max(map(min, room, rows.seq_lens[sums.first_row : sums.end_row]))
+        columns = empty(num_rows, num_entries, max(1, most), dtype=torch.int32)
+        num_columns = empty(num_rows, num_entries, dtype=torch.int32)
+        whole = empty(num_entries, sums.capacity // KEY_ALIGN, dtype=torch.uint8)
+        bands_upto = empty(num_entries, sums.capacity // BAND, dtype=torch.int32)
+
+        shares = on_device(tuple(one.kernel_share for one in settings) * 2, sums.values.device)
+        least, counted = None, None
+        if any(one.min_budget for one in settings):
+            budgets = [one.min_budget for one in settings]
+            least = on_device((*budgets, *(ceil_div(keys, BAND) for keys in budgets)), sums.values.device)
+            counted = count_digits(index, sums, least, torch.zeros_like(least))
         digits = mass_digits(index, sums, shares)
         chunks = digits.weights.shape[3]
-        left = room(num_rows, 2 * num_entries, chunks, index.block_tokens, dtype=torch.int32)
+        left = empty(num_rows, 2 * num_entries, chunks, index.block_tokens, dtype=torch.int32)
         grid = (chunks, 2 * num_entries, num_rows)
         where = (
             sums.values, rows.row_table, sums.patterns, num_entries, sums.first_row, rows.num_rows, sums.capacity,
-            shares, digits, chunks, left,
+            Goals(shares, digits, least, counted), chunks, left,
         )  # fmt: skip
         options = {
             "BAND": BAND,
             "BLOCK_N": index.block_tokens,
             "CHUNK": CHUNK,
             "FIELDS": ROW_FIELDS,
-            "PASS": MASS_PASSES - 1,
             "num_warps": 8,
         }
         _count_lines_kernel[grid](*where, **options)
         _keep_lines_kernel[grid](
-            *where, self.max_stripes, columns, columns.shape[2], num_columns, whole,
-            bands_upto, **options, ROW_STRIPES=ROW_STRIPES, FEWEST=FEWEST_STRIPES, TILE=TILE_TOKENS,
-            ALIGN=KEY_ALIGN,
+            *where, on_device(tuple(room), sums.values.device), columns, columns.shape[2], num_columns, whole,
+            bands_upto, **options, ALIGN=KEY_ALIGN,
         )  # fmt: skip
         return Lines(columns, num_columns, whole, bands_upto)
+
+
+class Goals(NamedTuple):
+    """What the lines of each job have to reach: ``shares`` [2 n] of its mass, and ``least`` [2 n] lines or None."""
+
+    shares: Any
+    by_mass: Any
+    least: Any
+    by_count: Any
 
 
 @dataclass(frozen=True)
 class FlexVerticalSlashLayer(PerHead, FlexVerticalSlash):
     """Heads that differ in γ."""
+
+
+@triton.jit
+def _threshold(goals, i_job, i_all, num_jobs, chunks, used, length):
+    """The least key (``mass_keys``) of a line that is kept."""
+    share = tl.load(goals.shares + i_job)
+    threshold = threshold_of(goals.by_mass, MASS_PASS, i_all, num_jobs, chunks, used, share, True)[0].to(tl.int32)
+    if goals.least is not None:
+        least = tl.minimum(tl.load(goals.least + i_job).to(tl.int32), length)
+        bits = threshold_of(goals.by_count, COUNT_PASS, i_all, num_jobs, chunks, used, least, False)[0]
+        value = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)  # what ordered_bits made these of
+        threshold = tl.minimum(threshold, mass_keys(value))
+    return threshold
 
 
 @triton.jit
@@ -170,8 +229,8 @@ def _kept_bands(row, start, end, threshold, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _count_lines_kernel(
-    values, rows, patterns, num_entries, first_row, num_rows, capacity, shares, digits, chunks, left,
-    BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, PASS: tl.constexpr,
+    values, rows, patterns, num_entries, first_row, num_rows, capacity, goals, chunks, left,
+    BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """left[row, job, chunk, c - 2]: columns that remain if blocks with c or more are kept whole; of bands all of it is
     how many are kept."""
@@ -186,7 +245,7 @@ def _count_lines_kernel(
         return
     used = (length + span - 1) // span
     i_all, num_jobs = tl.program_id(2) * tl.num_programs(1) + i_job, tl.num_programs(2) * tl.num_programs(1)
-    threshold = threshold_of(digits, PASS, i_all, num_jobs, chunks, used, tl.load(shares + i_job), True)[0].to(tl.int32)
+    threshold = _threshold(goals, i_job, i_all, num_jobs, chunks, used, length)
     o_c = tl.arange(0, BLOCK_N)
     b_left = tl.zeros([BLOCK_N], tl.int32)
     for start in range(first, end, CHUNK):
@@ -201,10 +260,9 @@ def _count_lines_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _keep_lines_kernel(
-    values, rows, patterns, num_entries, first_row, num_rows, capacity, shares, digits, chunks, left,
-    max_stripes, columns, max_columns, num_columns, whole, bands_upto,
-    BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, PASS: tl.constexpr,
-    ROW_STRIPES: tl.constexpr, FEWEST: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr,
+    values, rows, patterns, num_entries, first_row, num_rows, capacity, goals, chunks, left,
+    rooms, columns, max_columns, num_columns, whole, bands_upto,
+    BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """One chunk: blocks that are kept whole, the other kept columns one by one, and running counts of kept bands."""
     i_chunk, i_job, i_row = tl.program_id(0), tl.program_id(1), first_row + tl.program_id(2)
@@ -218,15 +276,14 @@ def _keep_lines_kernel(
         return
     used = (length + span - 1) // span
     i_all, num_jobs = tl.program_id(2) * tl.num_programs(1) + i_job, tl.num_programs(2) * tl.num_programs(1)
-    threshold = threshold_of(digits, PASS, i_all, num_jobs, chunks, used, tl.load(shares + i_job), True)[0].to(tl.int32)
+    threshold = _threshold(goals, i_job, i_all, num_jobs, chunks, used, length)
     o_all, o_c = tl.arange(0, MOST_CHUNKS), tl.arange(0, BLOCK_N)
     o_left = (i_all.to(tl.int64) * chunks + o_all)[:, None] * BLOCK_N + o_c[None, :]
     b_left = tl.load(left + o_left, mask=(o_all < used)[:, None], other=0)
     b_before = tl.sum(tl.where((o_all < i_chunk)[:, None], b_left, 0), 0)
     if i_job < num_entries:
         # The largest count c that fits if blocks with c or more are kept whole, or 1: none remain.
-        num_tiles = (tl.load(rows + i_row * FIELDS + 1) + TILE - 1) // TILE
-        room = tl.minimum(max_stripes, tl.maximum(FEWEST, ROW_STRIPES // num_tiles))
+        room = tl.load(rooms + tl.program_id(2)).to(tl.int32)
         most = tl.max(tl.where(tl.sum(b_left, 0) <= room, 2 + o_c, 1), 0)
         count = tl.sum(tl.where(2 + o_c == most, b_before, 0), 0)
         if i_chunk > 0:  # the first block is kept whole whatever its count

@@ -6,8 +6,14 @@ that share keys are stacked and share what is read. All sums have a fixed order,
 programs depends on its own length and on the number of heads alone.
 
 Key tiles are counted from a row's end: tile j holds the 64 positions before ``seq_len - 64 j``. Then entry (r, c) of
-its part of Â, a 64 x 64 matrix, lies on diagonal 64 j + r - c, bands of diagonals are halves of two neighbouring tiles,
-and causality cuts nothing but tile 0.
+its part of Â, a 64 x 64 matrix, lies on diagonal 64 j + r - c, and bands of diagonals are halves of two neighbouring
+tiles. Of 128 last queries each half has such matrices of its own.
+
+Bands begin where the blocks do that a tile of queries at position p meets on them: band b holds the diagonals
+``64 b - s + [0, 64)``, s = -p mod 64, which is the same for all tiles of a row. So a tile crosses three blocks on a
+band wherever the row begins, as many as on nearly every single diagonal of it; with s = 0 it would be four. Key tiles
+are moved by s too, their first one reaching past the row's end. What lies past the last band that counts, fewer than 64
+diagonals, meets the first block alone.
 
 How diagonals are summed without moving Â from thread to thread. Stacked rows are ordered 16 queries of each head in
 turn: the matrix instruction gives rows in sixteens to the warps, so that with a warp for each head a thread of it holds
@@ -29,7 +35,10 @@ from vllm_sparse_kernels.rows import ROW_FIELDS, ceil_div
 LOG2_E = 1.4426950408889634
 
 LAST = tl.constexpr(64)
-"""Rows of a tile of Â: the most last queries there can be, and the width of its key tiles."""
+"""Rows and columns of a tile of Â."""
+
+MOST_QUERIES = 128
+"""The most last queries there can be where diagonals are summed in bands; one by one it is 64."""
 
 UNSPECIALIZED = ("stride_table", "num_rows", "first_row", "capacity")
 """Kernel arguments that change from step to step: they shall not call for new variants of a kernel."""
@@ -93,7 +102,7 @@ def last_query_sums(
 ) -> Sums:
     """Sums of Â of the rows [rows[0], rows[1]) over the last queries of each, for query heads ``heads``; scale > 0.
 
-    Diagonals are summed one by one (``band`` 1) or 64 together (64).
+    Diagonals are summed one by one (``band`` 1, of at most 64 last queries) or 64 together (64, of at most 128).
 
     With ``patterns`` [len(heads), num_rows] int32, sums where it is not 0 stay undefined.
     """
@@ -102,15 +111,20 @@ def last_query_sums(
     num_rows, num_entries = end_row - first_row, len(heads)
     capacity = step.key_starts[end_row] - step.key_starts[first_row]
     group, block_d = q.shape[1] // cache.num_kv_heads, triton.next_power_of_2(cache.head_dim)
-    members = min(triton.next_power_of_2(group), 4, max(1, QUERY_BYTES // (LAST.value * block_d * q.element_size())))
+    parts = ceil_div(last_queries, LAST.value)
+    part_bytes = LAST.value * block_d * q.element_size()
+    members = min(triton.next_power_of_2(group), 4 // parts, max(1, QUERY_BYTES // (parts * part_bytes)))
     stacks = cache.num_kv_heads * ceil_div(group, members)
     # Some 512 programs for a long row, fewer where a program would be shorter than what it begins with.
     most_splits, least_tiles = max(64, min(256, 512 // stacks)), max(4, min(16, 2 * stacks))
-    most_tiles = ceil_div(max(step.seq_lens[first_row:end_row]), LAST.value)
+    most_tiles = max(
+        ceil_div(seq_len + band_shift(context_len, band), LAST.value)
+        for seq_len, context_len in zip(step.seq_lens[first_row:end_row], step.context_lens[first_row:end_row])
+    )
     num_splits = ceil_div(most_tiles, max(least_tiles, ceil_div(most_tiles, most_splits)))
 
     values = room(num_entries * (capacity + capacity // band))
-    partial = room(num_rows, num_entries, most_splits, LAST.value)
+    partial = room(num_rows, num_entries, most_splits, parts * LAST.value)
     args = LastArgs(
         q, q.stride(0), q.stride(1), cache.keys, *cache.strides, step.block_table, step.row_table, heads,
         num_entries, last_queries, patterns, partial, most_splits, least_tiles, scale * LOG2_E,
@@ -119,6 +133,8 @@ def last_query_sums(
     options = {
         "GROUP": group,
         "MEMBERS": members,
+        "QUERIES": parts * LAST.value,
+        "BAND": band,
         "HEAD_DIM": cache.head_dim,
         "BLOCK_D": block_d,
         "PAGE": cache.page_size,
@@ -128,10 +144,21 @@ def last_query_sums(
     }
     grid = (num_splits, stacks, num_rows)
     # Two programs on a multiprocessor at a time: one's exponentials hide behind the other's products.
-    warps = {"num_warps": 4} if members == 1 else {"num_warps": 8, "maxnreg": 128}
+    warps = {"num_warps": 4} if members * parts == 1 else {"num_warps": 8, "maxnreg": 128}
     _split_lse_kernel[grid](args, *where, **options, **warps, num_stages=3)
-    _sums_kernel[grid](args, *where, capacity, values, **options, BAND=band, num_warps=members, num_stages=3)
+    _sums_kernel[grid](args, *where, capacity, values, **options, num_warps=members * parts, num_stages=3)
     return Sums(values, patterns, capacity, num_entries, band, first_row, end_row)
+
+
+def band_shift(context_len: int, band: int) -> int:
+    """s: diagonal d belongs to band (d + s) // band."""
+    return -context_len % band
+
+
+@triton.jit
+def shift_of_bands(context_len, BAND: tl.constexpr):
+    """``band_shift``."""
+    return (BAND - context_len % BAND) % BAND
 
 
 @triton.jit
@@ -148,15 +175,16 @@ def _stack(args, i_kv, i_part, i_row, num_rows, GROUP: tl.constexpr, MEMBERS: tl
 
 
 @triton.jit
-def _of_rows(b_member, MEMBERS: tl.constexpr):
-    """A value of each stacked head for each stacked row: [MEMBERS] → [4 · MEMBERS · 16]."""
-    return tl.reshape(tl.broadcast_to(b_member[None, :, None], [4, MEMBERS, 16]), [4 * MEMBERS * 16])
+def _of_rows(b_member, MEMBERS: tl.constexpr, QUERIES: tl.constexpr):
+    """A value of each stacked head for each stacked row: [MEMBERS] → [MEMBERS · QUERIES]."""
+    b_value = tl.broadcast_to(b_member[None, :, None], [QUERIES // 16, MEMBERS, 16])
+    return tl.reshape(b_value, [MEMBERS * QUERIES])
 
 
 @triton.jit
-def _row_queries(MEMBERS: tl.constexpr):
-    """Which of the 64 last queries each stacked row is: 16 of each head in turn."""
-    o = tl.arange(0, 4 * MEMBERS * 16)
+def _row_queries(MEMBERS: tl.constexpr, QUERIES: tl.constexpr):
+    """Which of the last queries each stacked row is: 16 of each head in turn."""
+    o = tl.arange(0, MEMBERS * QUERIES)
     return o // (MEMBERS * 16) * 16 + o % 16
 
 
@@ -167,9 +195,9 @@ def _lengths(args, i_row, FIELDS: tl.constexpr):
 
 
 @triton.jit
-def _split_tiles(args, seq_len, i_split):
+def _split_tiles(args, keys_end, i_split):
     """(first tile, end, number of tiles of the row, number of splits) of a split of a row's keys."""
-    num_tiles = (seq_len + LAST - 1) // LAST
+    num_tiles = (keys_end + LAST - 1) // LAST
     tiles = tl.maximum(args.least_tiles, (num_tiles + args.most_splits - 1) // args.most_splits)
     return (
         i_split * tiles, tl.minimum((i_split + 1) * tiles, num_tiles), num_tiles, (num_tiles + tiles - 1) // tiles
@@ -179,41 +207,42 @@ def _split_tiles(args, seq_len, i_split):
 @triton.jit
 def _load_last(
     args, b_place, i_kv, i_part, token, query_len, first_query,
-    GROUP: tl.constexpr, MEMBERS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Stacked last queries, 64 rows per head; rows that are no query of this row or of no listed head are 0."""
-    o_r = _row_queries(MEMBERS)
-    b_head = i_kv * GROUP + i_part * MEMBERS + tl.arange(0, 4 * MEMBERS * 16) // 16 % MEMBERS
+    """Stacked last queries, QUERIES rows per head; rows that are no query of this row or of no listed head are 0."""
+    o_r = _row_queries(MEMBERS, QUERIES)
+    b_head = i_kv * GROUP + i_part * MEMBERS + tl.arange(0, MEMBERS * QUERIES) // 16 % MEMBERS
     o_d = tl.arange(0, BLOCK_D)
-    o_q = (token + query_len - LAST + o_r).to(tl.int64) * args.stride_token + b_head * args.stride_head
-    in_q = ((o_r >= first_query) & (_of_rows(b_place, MEMBERS) >= 0))[:, None] & (o_d < HEAD_DIM)[None, :]
+    o_q = (token + query_len - QUERIES + o_r).to(tl.int64) * args.stride_token + b_head * args.stride_head
+    in_q = ((o_r >= first_query) & (_of_rows(b_place, MEMBERS, QUERIES) >= 0))[:, None] & (o_d < HEAD_DIM)[None, :]
     return tl.load(args.q + o_q[:, None] + o_d[None, :], mask=in_q, other=0.0)
 
 
 @triton.jit
 def _last_scores(
-    b_q, args, table, i_kv, i_tile, num_tiles, seq_len,
-    MEMBERS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
+    b_q, args, table, i_kv, i_tile, num_tiles, seq_len, shift,
+    MEMBERS: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Unscaled scores of the stacked queries on a key tile, -inf where a query may not look."""
-    o_n = seq_len - (i_tile + 1) * LAST + tl.arange(0, LAST)
+    o_n = seq_len + shift - (i_tile + 1) * LAST + tl.arange(0, LAST)
     o_d = tl.arange(0, BLOCK_D)
-    in_row = o_n >= 0
+    in_row = (o_n >= 0) & (o_n < seq_len)
     o_k = key_offsets(table, o_n, in_row, PAGE, args.stride_page, args.stride_key)
     o_k += i_kv.to(tl.int64) * args.stride_kv_head
     b_k = tl.load(args.k + o_k[:, None] + o_d[None, :], mask=in_row[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    if (i_tile == 0) | (i_tile >= num_tiles - 1):
-        b_seen = (tl.arange(0, LAST)[None, :] <= _row_queries(MEMBERS)[:, None]) | (i_tile > 0)
-        b_s = tl.where(b_seen & in_row[None, :], b_s, float("-inf"))
+    if (i_tile * LAST < QUERIES + shift - 1) | (i_tile >= num_tiles - 1):
+        b_seen = o_n[None, :] <= seq_len - QUERIES + _row_queries(MEMBERS, QUERIES)[:, None]
+        b_s = tl.where(b_seen & (o_n >= 0)[None, :], b_s, float("-inf"))
     return b_s
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _split_lse_kernel(
     args, stride_table, num_rows, first_row,
-    GROUP: tl.constexpr, MEMBERS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-    ENTRIES: tl.constexpr, FIELDS: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, QUERIES: tl.constexpr, BAND: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr, FIELDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """partial[row, entry, split, query]: log-sum-exp in base 2 of one query over one split of the keys."""
     PARTS: tl.constexpr = (GROUP + MEMBERS - 1) // MEMBERS
@@ -221,40 +250,46 @@ def _split_lse_kernel(
     i_row = first_row + tl.program_id(2)
     token, query_len, seq_len = _lengths(args, i_row, FIELDS)
     b_place = _stack(args, i_kv, i_part, i_row, num_rows, GROUP, MEMBERS, ENTRIES)
-    first, end, num_tiles, _ = _split_tiles(args, seq_len, i_split)
+    shift = shift_of_bands(seq_len - query_len, BAND)
+    first, end, num_tiles, _ = _split_tiles(args, seq_len + shift, i_split)
     if (tl.max(b_place, 0) < 0) | (first >= end):
         return
-    first_query = LAST - tl.minimum(args.last_queries, query_len)
-    b_q = _load_last(args, b_place, i_kv, i_part, token, query_len, first_query, GROUP, MEMBERS, HEAD_DIM, BLOCK_D)
+    first_query = QUERIES - tl.minimum(args.last_queries, query_len)
+    b_q = _load_last(
+        args, b_place, i_kv, i_part, token, query_len, first_query, GROUP, MEMBERS, QUERIES, HEAD_DIM, BLOCK_D
+    )
     table = args.block_table + i_row.to(tl.int64) * stride_table
-    b_max = tl.full([4 * MEMBERS * 16], float("-inf"), tl.float32)
-    b_sum = tl.zeros([4 * MEMBERS * 16], tl.float32)
+    b_max = tl.full([MEMBERS * QUERIES], float("-inf"), tl.float32)
+    b_sum = tl.zeros([MEMBERS * QUERIES], tl.float32)
     for i_tile in range(first, end):
         b_s = _last_scores(
-            b_q, args, table, i_kv, i_tile, num_tiles, seq_len, MEMBERS, HEAD_DIM, BLOCK_D, PAGE, PRECISION
-        )
+            b_q, args, table, i_kv, i_tile, num_tiles, seq_len, shift, MEMBERS, QUERIES, HEAD_DIM, BLOCK_D, PAGE,
+            PRECISION,
+        )  # fmt: skip
         b_new = tl.maximum(b_max, tl.max(b_s, 1) * args.scale)
         b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)  # rows that are no query may see no key
         b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.exp2(b_s * args.scale - b_shift[:, None]), 1)
         b_max = b_new
-    b_place = _of_rows(b_place, MEMBERS)
+    b_place = _of_rows(b_place, MEMBERS, QUERIES)
     o_partial = (tl.program_id(2) * args.num_entries + b_place) * args.most_splits + i_split
-    target = args.partial + o_partial.to(tl.int64) * LAST + _row_queries(MEMBERS)
+    target = args.partial + o_partial.to(tl.int64) * QUERIES + _row_queries(MEMBERS, QUERIES)
     tl.store(target, b_max + tl.log2(b_sum), mask=b_place >= 0)
 
 
 @triton.jit
-def _joined_lse(args, b_place, num_splits, first_query, MEMBERS: tl.constexpr, SPLITS: tl.constexpr):
+def _joined_lse(
+    args, b_place, num_splits, first_query, MEMBERS: tl.constexpr, QUERIES: tl.constexpr, SPLITS: tl.constexpr
+):
     """Splits joined, in order, for each stacked row; +inf, of which no weight is left, where it is no query."""
-    b_place, o_r = _of_rows(b_place, MEMBERS), _row_queries(MEMBERS)
+    b_place, o_r = _of_rows(b_place, MEMBERS, QUERIES), _row_queries(MEMBERS, QUERIES)
     valid = (b_place >= 0) & (o_r >= first_query)
-    o_first = (tl.program_id(2) * args.num_entries + b_place).to(tl.int64) * args.most_splits * LAST + o_r
-    b_max = tl.full([4 * MEMBERS * 16], float("-inf"), tl.float32)
-    b_sum = tl.zeros([4 * MEMBERS * 16], tl.float32)
+    o_first = (tl.program_id(2) * args.num_entries + b_place).to(tl.int64) * args.most_splits * QUERIES + o_r
+    b_max = tl.full([MEMBERS * QUERIES], float("-inf"), tl.float32)
+    b_sum = tl.zeros([MEMBERS * QUERIES], tl.float32)
     for start in range(0, num_splits, SPLITS):
         o_split = start + tl.arange(0, SPLITS)
         inside = valid[:, None] & (o_split < num_splits)[None, :]
-        b_lse = tl.load(args.partial + o_first[:, None] + o_split[None, :] * LAST, mask=inside, other=float("-inf"))
+        b_lse = tl.load(args.partial + o_first[:, None] + o_split[None, :] * QUERIES, mask=inside, other=float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_lse, 1))
         b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.exp2(b_lse - b_shift[:, None]), 1)
@@ -265,24 +300,28 @@ def _joined_lse(args, b_place, num_splits, first_query, MEMBERS: tl.constexpr, S
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _sums_kernel(
     args, stride_table, num_rows, first_row, capacity, values,
-    GROUP: tl.constexpr, MEMBERS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-    ENTRIES: tl.constexpr, FIELDS: tl.constexpr, PRECISION: tl.constexpr, BAND: tl.constexpr,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, QUERIES: tl.constexpr, BAND: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr, FIELDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Column sums of the program's key tiles, and the bands of diagonals that begin in them: ``[64 j, 64 j + 64)``.
+    """Column sums of the program's key tiles, and the bands of diagonals [first, end).
 
-    Tile j holds a part of band j and the rest of the band before: one tile more than the program's own is read.
+    Tile j holds a part of band j and the rest of the band before, of the first 64 of 128 queries those of one band less:
+    LAG tiles more than the program's own are read.
     """
     PARTS: tl.constexpr = (GROUP + MEMBERS - 1) // MEMBERS
     i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     i_row = first_row + tl.program_id(2)
     token, query_len, seq_len = _lengths(args, i_row, FIELDS)
     b_place = _stack(args, i_kv, i_part, i_row, num_rows, GROUP, MEMBERS, ENTRIES)
-    first, end, num_tiles, num_splits = _split_tiles(args, seq_len, i_split)
+    shift = shift_of_bands(seq_len - query_len, BAND)
+    first, end, num_tiles, num_splits = _split_tiles(args, seq_len + shift, i_split)
     if (tl.max(b_place, 0) < 0) | (first >= end):
         return
-    first_query = LAST - tl.minimum(args.last_queries, query_len)
-    b_q = _load_last(args, b_place, i_kv, i_part, token, query_len, first_query, GROUP, MEMBERS, HEAD_DIM, BLOCK_D)
-    b_lse = _joined_lse(args, b_place, num_splits, first_query, MEMBERS, 16)
+    first_query = QUERIES - tl.minimum(args.last_queries, query_len)
+    b_q = _load_last(
+        args, b_place, i_kv, i_part, token, query_len, first_query, GROUP, MEMBERS, QUERIES, HEAD_DIM, BLOCK_D
+    )
+    b_lse = _joined_lse(args, b_place, num_splits, first_query, MEMBERS, QUERIES, 16)
     table = args.block_table + i_row.to(tl.int64) * stride_table
 
     start = tl.load(args.rows + i_row * FIELDS + 3) - tl.load(args.rows + first_row * FIELDS + 3)
@@ -290,22 +329,35 @@ def _sums_kernel(
     columns, lines = values + o_first, values + tl.cast(args.num_entries, tl.int64) * capacity + o_first // BAND
     listed = b_place >= 0
     o_t = tl.arange(0, LAST)
+    LAG: tl.constexpr = QUERIES // LAST
     b_before = tl.zeros([MEMBERS] if BAND > 1 else [MEMBERS, 8, 8, 2, 2, 2], tl.float32)
-    for i_tile in range(first, end + 1):
+    b_next = tl.zeros([MEMBERS], tl.float32)
+    for i_tile in range(first, end + LAG):
         b_s = _last_scores(
-            b_q, args, table, i_kv, i_tile, num_tiles, seq_len, MEMBERS, HEAD_DIM, BLOCK_D, PAGE, PRECISION
-        )
+            b_q, args, table, i_kv, i_tile, num_tiles, seq_len, shift, MEMBERS, QUERIES, HEAD_DIM, BLOCK_D, PAGE,
+            PRECISION,
+        )  # fmt: skip
         b_p = tl.exp2(b_s * args.scale - b_lse[:, None])
-        o_n = seq_len - (i_tile + 1) * LAST + o_t
-        b_column = tl.sum(tl.sum(tl.reshape(b_p, [4, MEMBERS, 16, LAST]), 0), 1)
+        o_n = seq_len + shift - (i_tile + 1) * LAST + o_t
+        b_column = tl.sum(tl.sum(tl.reshape(b_p, [QUERIES // 16, MEMBERS, 16, LAST]), 0), 1)
+        o_least = tl.maximum(seq_len + shift - end * LAST, 0)
         tl.store(
             columns[:, None] + o_n[None, :], b_column,
-            mask=listed[:, None] & (o_n >= tl.maximum(seq_len - end * LAST, 0))[None, :],
+            mask=listed[:, None] & ((o_n >= o_least) & (o_n < seq_len))[None, :],
         )  # fmt: skip
         if BAND > 1:
-            b_own, b_rest = _halves(b_p, MEMBERS)
-            tl.store(lines + i_tile - 1, b_before + b_rest, mask=listed & (tl.zeros_like(b_place) + i_tile > first))
-            b_before = b_own
+            b_band = tl.zeros_like(b_place) + (i_tile - LAG)
+            b_own, b_rest = _halves(b_p, MEMBERS, QUERIES)
+            if LAG == 1:
+                b_done = b_before + tl.reshape(b_rest, [MEMBERS])
+                b_before = tl.reshape(b_own, [MEMBERS])
+            else:  # the first 64 queries are a band behind the others
+                b_own_0, b_own_1 = tl.split(tl.trans(b_own))
+                b_rest_0, b_rest_1 = tl.split(tl.trans(b_rest))
+                b_done = b_before + b_rest_0
+                b_before = b_next + (b_own_0 + b_rest_1)
+                b_next = b_own_1
+            tl.store(lines + b_band, b_done, mask=listed & (b_band >= first) & (b_band * LAST < seq_len))
         else:
             b_own, b_rest = _diagonals(b_p, MEMBERS, 0), _diagonals(b_p, MEMBERS, -8)
             b_done = _turned(b_before + b_rest, MEMBERS)
@@ -318,15 +370,16 @@ def _sums_kernel(
 
 
 @triton.jit
-def _halves(b_p, MEMBERS: tl.constexpr):
-    """Sums of each head's entries on diagonals of at least 0, and of the others: [MEMBERS] each."""
-    b_own = _row_queries(MEMBERS)[:, None] >= tl.arange(0, LAST)[None, :]
+def _halves(b_p, MEMBERS: tl.constexpr, QUERIES: tl.constexpr):
+    """Sums of each head's entries on diagonals of at least 0 of their tile, and of the others: [parts, MEMBERS] each,
+    for each 64 of the queries."""
+    b_own = _row_queries(MEMBERS, QUERIES)[:, None] % LAST >= tl.arange(0, LAST)[None, :]
     # -0 is what the compiler can leave out of a sum.
     b_half = tl.where(b_own, b_p, -0.0)
     b_rest = tl.where(b_own, -0.0, b_p)
     return (
-        tl.sum(tl.sum(tl.reshape(b_half, [4, MEMBERS, 16 * LAST]), 0), 1),
-        tl.sum(tl.sum(tl.reshape(b_rest, [4, MEMBERS, 16 * LAST]), 0), 1),
+        tl.sum(tl.sum(tl.reshape(b_half, [QUERIES // LAST, 4, MEMBERS, 16 * LAST]), 1), 2),
+        tl.sum(tl.sum(tl.reshape(b_rest, [QUERIES // LAST, 4, MEMBERS, 16 * LAST]), 1), 2),
     )
 
 
