@@ -18,6 +18,8 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "share_prefill": [{"cluster": 0}],
     "sparge_attn": [{}, {"int8_scores": True}],
     "sale": [{}, {"int8_scores": True}],
+    "vertical_slash": [{}, {"segment_tokens": 512}],
+    "flex_vertical_slash": [{}, {"min_budget": 1024, "estimating": "spread"}],
 }
 WIDTHS = {"sale": (32, 64)}
 CASES = [

@@ -6,7 +6,6 @@ import torch
 
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.reference.minference import in_segments, vertical_slash_sums
 from vllm_sparse_kernels.rows import ceil_div
 
 if TYPE_CHECKING:  # the package select imports this module
@@ -23,33 +22,42 @@ def select_flex_vertical_slash(
     heads: torch.Tensor,
     scale: float,
 ) -> None:
-    room = [method.stripes_of_row(index.rows, row) for row in range(index.rows.num_rows)]
-    index, row_ids = in_segments(index, method.segment_tokens)
     rows, group = index.rows, q.shape[1] // cache.num_kv_heads
     for row in range(rows.num_rows):
         keys, _ = cache.gather(rows.block_table[row], rows.seq_lens[row])
-        end = rows.tokens[row] + rows.query_lens[row]
-        last = slice(end - min(method.last_queries, rows.query_lens[row]), end)
+        places = estimating_queries(method, rows.query_lens[row]).to(q.device)
+        positions = rows.context_lens[row] + places
         for head, own in zip(heads.tolist(), method.of_heads(len(heads)), strict=True):
-            column_sums, slash_sums = vertical_slash_sums(q[last, head].float(), keys[:, head // group].float(), scale)
-            columns = fewest_with_mass(column_sums, own.gamma, own.min_budget)
-            slashes = kept_bands(slash_sums, rows.context_lens[row], own.gamma, own.min_budget)
-            whole = whole_blocks(columns, room[row_ids[row]], index.block_tokens)
+            weights = softmax_of(q[rows.tokens[row] + places, head], keys[:, head // group], positions, scale)
+            columns = fewest_with_mass(weights.sum(0), own.gamma, own.min_budget)
+            diagonals = fewest_with_mass(
+                block_diagonals(weights, positions), own.gamma, ceil_div(own.min_budget, BAND_TOKENS)
+            )
+            whole = whole_blocks(columns, method.stripes_of_row(rows, row), index.block_tokens)
             for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
-                set_lines(columns, slashes, whole, index, head, i_tile)
+                set_lines(columns, diagonals, whole, index, head, i_tile)
 
 
-def kept_bands(sums: torch.Tensor, context_len: int, gamma: float, min_budget: int) -> torch.Tensor:
-    """Flags of diagonals, [seq_len] as their sums: the fewest bands with γ of the bands' mass.
+def estimating_queries(method: "FlexVerticalSlash", query_len: int) -> torch.Tensor:
+    """Places in the chunk: of its last queries, or of as many that part it evenly, the last one with it."""
+    count = min(method.last_queries, query_len)
+    if method.estimating == "spread":
+        return torch.arange(1, count + 1) * query_len // count - 1
+    return torch.arange(query_len - count, query_len)
 
-    Diagonal d is in band (d + s) // 64 with s = −context_len mod 64. Bands past the seq_len / 64-th are none: tiles meet
-    nothing but the first block on them, which is kept anyway.
-    """
-    shift = -context_len % BAND_TOKENS
-    num_bands = ceil_div(len(sums), BAND_TOKENS)
-    of_bands = pool(torch.nn.functional.pad(sums, (shift, 0)), BAND_TOKENS)[:num_bands]
-    kept = fewest_with_mass(of_bands, gamma, ceil_div(min_budget, BAND_TOKENS)).repeat_interleave(BAND_TOKENS)
-    return torch.nn.functional.pad(kept, (0, BAND_TOKENS))[shift : shift + len(sums)]
+
+def softmax_of(queries: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
+    """Â [queries, keys], float32."""
+    hidden = torch.arange(len(keys), device=keys.device) > positions[:, None]
+    return ((queries.float() @ keys.float().T) * scale).masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+def block_diagonals(weights: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Sums of Â over diagonals of blocks, [blocks]: the block of a query's position less that of a key's."""
+    keys = torch.arange(weights.shape[1], device=weights.device)
+    distances = positions[:, None] // BAND_TOKENS - keys // BAND_TOKENS
+    sums = weights.new_zeros(ceil_div(weights.shape[1], BAND_TOKENS))
+    return sums.index_add_(0, distances.clamp(min=0).flatten(), weights.flatten())
 
 
 def fewest_with_mass(values: torch.Tensor, gamma: float, at_least: int = 0) -> torch.Tensor:
@@ -81,13 +89,14 @@ def whole_blocks(columns: torch.Tensor, capacity: int, block_tokens: int) -> tor
 
 
 def set_lines(
-    columns: torch.Tensor, slashes: torch.Tensor, whole: torch.Tensor, index: SparseIndex, head: int, i_tile: int
+    columns: torch.Tensor, diagonals: torch.Tensor, whole: torch.Tensor, index: SparseIndex, head: int, i_tile: int
 ) -> None:
     """One tile's blocks, those that a kept diagonal crosses and whole ones, and the columns outside as stripes."""
     tile = index.rows.tile_list[i_tile]
-    starts = torch.arange(index.num_causal_blocks(tile), device=slashes.device) * index.block_tokens
-    kept_below = torch.nn.functional.pad(slashes.cumsum(0), (1, 0))  # kept offsets less than each
-    nearest = (tile.position - starts - index.block_tokens + 1).clamp(min=0)
-    crossed = kept_below[tile.last_position - starts + 1] > kept_below[nearest]
+    crossed = torch.zeros(index.num_causal_blocks(tile) * index.block_tokens, dtype=torch.bool, device=columns.device)
+    for query_block in range(tile.position // BAND_TOKENS, tile.last_position // BAND_TOKENS + 1):
+        on_diagonal = diagonals[: query_block + 1].flip(0).repeat_interleave(BAND_TOKENS)
+        crossed[: len(on_diagonal)] |= on_diagonal[: len(crossed)]
+    crossed = crossed.view(-1, index.block_tokens).any(1)
     index.set_blocks(head, i_tile, crossed | whole[: len(crossed)])
     index.set_stripes(head, i_tile, columns[: tile.position].nonzero().flatten())

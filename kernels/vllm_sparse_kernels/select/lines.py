@@ -12,7 +12,6 @@ import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS, ceil_div
-from vllm_sparse_kernels.select.last_queries import shift_of_bands
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, tile_blocks
 
 SLAB_BYTES = 128 << 20
@@ -27,7 +26,7 @@ MOST_LINES = 1 << 24
 
 
 class Lines(NamedTuple):
-    """What each of n heads keeps of each row; diagonals one by one or by the bands of last_queries.py.
+    """What each of n heads keeps of each row; diagonals of keys (bands of 1) or of blocks of 64 (bands of 64).
 
     Rows are those of a slab [first_row, end_row). What has a place for each key has row i's from
     ``key_starts[i] - key_starts[first_row]`` on, blocks and bands each place divided by their size.
@@ -74,11 +73,10 @@ def write_lines(
 
 
 @triton.jit
-def _is_crossed(upto, num_bands, shift, b_block, first, last, BAND: tl.constexpr, BLOCK_N: tl.constexpr, mask):
-    """Whether a kept band crosses each block within the tile at positions [first, last]."""
-    b_near = (tl.maximum(first - b_block * BLOCK_N - BLOCK_N + 1, 0) + shift) // BAND
-    b_far = tl.minimum((last - b_block * BLOCK_N + shift) // BAND, num_bands - 1)
-    b_upto = tl.load(upto + b_far, mask=mask, other=0)
+def _is_crossed(upto, b_block, first, last, BAND: tl.constexpr, BLOCK_N: tl.constexpr, mask):
+    """Whether a kept diagonal crosses each block within the tile at positions [first, last]."""
+    b_near = tl.maximum(first // BAND - (b_block * BLOCK_N + BLOCK_N - 1) // BAND, 0)
+    b_upto = tl.load(upto + last // BAND - b_block * BLOCK_N // BAND, mask=mask, other=0)
     return b_upto > tl.load(upto + b_near - 1, mask=mask & (b_near > 0), other=0)
 
 
@@ -100,9 +98,6 @@ def _write_lines_kernel(
     last = first + tl.load(tiles + i_tile * FIELDS + 2) - 1
     diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
     start = tl.load(rows + i_row * ROW_FIELDS + 3) - tl.load(rows + first_row * ROW_FIELDS + 3)
-    seq_len = tl.load(rows + i_row * ROW_FIELDS + 2)
-    shift = shift_of_bands(seq_len - tl.load(rows + i_row * ROW_FIELDS + 1), BAND)
-    num_bands = (seq_len + BAND - 1) // BAND
     upto = lines.bands_upto + (i_entry * capacity + start) // BAND
 
     count = 0
@@ -110,7 +105,7 @@ def _write_lines_kernel(
     for start_block in range(0, num_causal, CHUNK):
         o_n = start_block + tl.arange(0, CHUNK)
         causal = o_n < num_causal
-        b_kept = _is_crossed(upto, num_bands, shift, o_n, first, last, BAND, BLOCK_N, causal) | (o_n >= diagonal)
+        b_kept = _is_crossed(upto, o_n, first, last, BAND, BLOCK_N, causal) | (o_n >= diagonal)
         if lines.whole is not None:
             whole = lines.whole + (i_entry * capacity + start) // 64
             b_kept |= tl.load(whole + o_n, mask=causal, other=0) != 0
@@ -126,7 +121,6 @@ def _write_lines_kernel(
         o_c = start_column + tl.arange(0, CHUNK)
         b_key = tl.load(columns + o_c, mask=o_c < num_columns, other=0)
         before = (o_c < num_columns) & (b_key < diagonal * BLOCK_N)
-        b_crossed = _is_crossed(upto, num_bands, shift, b_key // BLOCK_N, first, last, BAND, BLOCK_N, before)
-        b_free = before & (b_crossed == 0)
+        b_free = before & (_is_crossed(upto, b_key // BLOCK_N, first, last, BAND, BLOCK_N, before) == 0)
         count = append(target, count, b_key, b_free)
     tl.store(stripe_counts + i_head * num_tiles + i_tile, count)

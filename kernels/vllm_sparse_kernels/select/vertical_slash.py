@@ -88,7 +88,9 @@ class VerticalSlash(Method):
         return StripeLayout.per_tile(rows, self.vertical_tokens)
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        return super().workspace_bytes(segments_of(rows, self.segment_tokens).rows, shape, num_selected, stripe_capacity)
+        return super().workspace_bytes(
+            segments_of(rows, self.segment_tokens).rows, shape, num_selected, stripe_capacity
+        )
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         index = replace(index, rows=segments_of(index.rows, self.segment_tokens).rows)
@@ -100,8 +102,14 @@ class VerticalSlash(Method):
     def keep_largest(self, sums: Sums, index: SparseIndex) -> Lines:
         """The k_v largest column sums and the k_s largest diagonal sums of each head and row."""
         settings, device, room = self.of_heads(sums.num_entries), sums.values.device, index.workspace.empty
-        kept = [min(s.vertical_tokens, MOST_LINES) for s in settings], [min(s.slash_tokens, MOST_LINES) for s in settings]
-        forced = [min(s.forced_verticals, MOST_LINES) for s in settings], [min(s.forced_slashes, MOST_LINES) for s in settings]
+        kept = (
+            [min(s.vertical_tokens, MOST_LINES) for s in settings],
+            [min(s.slash_tokens, MOST_LINES) for s in settings],
+        )
+        forced = (
+            [min(s.forced_verticals, MOST_LINES) for s in settings],
+            [min(s.forced_slashes, MOST_LINES) for s in settings],
+        )
         counts, first = on_device((*kept[0], *kept[1]), device), on_device((*forced[0], *forced[1]), device)
         rows, num_rows = index.rows, sums.end_row - sums.first_row
         most = min(max(kept[0]), max(rows.seq_lens[sums.first_row : sums.end_row]))
