@@ -74,8 +74,6 @@ def test_other_queries_and_budgets(method):
         for g in (method.gamma - MARGIN, method.gamma + MARGIN)
     ]
     assert_between(kept_keys(index, range(4)), *bounds)
-    usual = selected(FlexVerticalSlash(method.gamma), batch, 64)
-    assert any(not torch.equal(a, b) for a, b in zip(kept_keys(index, range(4)), kept_keys(usual, range(4))))
 
 
 def test_queries_spread_over_the_chunk_find_what_its_last_ones_do_not():
@@ -93,6 +91,26 @@ def test_queries_spread_over_the_chunk_find_what_its_last_ones_do_not():
             index = selected(FlexVerticalSlash(0.4, last_queries=64, estimating=estimating), batch, 64, reference=run)
             found[estimating, run] = bool(index.tile_keys(0, 0)[[130, 300]].all())
     assert [found[key] for key in found] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("max_distance", [0.02, 0.4])
+def test_heads_whose_means_tell_are_query_aware(max_distance):
+    """Weak and strong queries: of some heads the mean tells what they look at, of others it does not."""
+    batch = lined_batch([(37, 300), (301, 129)], 4, 2, 64, 16, gap_tokens=2)
+    batch.q[:, ::2] *= 0.05
+    method = FlexVerticalSlash(0.8, max_distance=max_distance)
+    index = selected(method, batch, 64)
+    index.check()
+    bounds = [
+        kept_keys(
+            selected(dataclasses.replace(method, gamma=g), batch, 64, reference=select_flex_vertical_slash), range(4)
+        )
+        for g in (0.8 - MARGIN, 0.8 + MARGIN)
+    ]
+    assert_between(kept_keys(index, range(4)), *bounds)
+    lines = kept_keys(selected(FlexVerticalSlash(0.8), batch, 64), range(4))
+    alike = [torch.equal(a, b) for a, b in zip(kept_keys(index, range(4)), lines)]
+    assert set(alike) == {True, False}
 
 
 def test_a_budget_keeps_the_largest():
@@ -207,9 +225,10 @@ def test_stripe_room_depends_on_the_row_alone_and_is_bounded():
         ("gamma", 1.01),
         ("gamma", float("nan")),
         ("max_stripes", -1),
-        ("last_queries", 129),
+        ("last_queries", 257),
         ("min_budget", -1),
         ("estimating", "first"),
+        ("max_distance", -0.1),
     ],
 )
 def test_parameters_out_of_range(field, value):

@@ -19,7 +19,11 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "sparge_attn": [{}, {"int8_scores": True}],
     "sale": [{}, {"int8_scores": True}],
     "vertical_slash": [{}, {"segment_tokens": 512}],
-    "flex_vertical_slash": [{}, {"min_budget": 1024, "estimating": "spread"}],
+    "flex_vertical_slash": [
+        {},
+        {"min_budget": 1024, "estimating": "spread"},
+        {"max_distance": 0.1, "last_queries": 256},
+    ],
 }
 WIDTHS = {"sale": (32, 64)}
 CASES = [

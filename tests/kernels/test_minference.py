@@ -302,7 +302,7 @@ def test_more_splits_than_are_joined_at_once():
 
 def test_queries_spread_over_a_chunk():
     """Of more queries than are asked, over several key tiles that some of them may not look at."""
-    check_sums(random_batch([(100, 333), (0, 40)], 4, 2, 64, 16, F32, DEVICE), [0, 3], 64, 128, spread=True)
+    check_sums(random_batch([(100, 333), (0, 40)], 4, 2, 64, 16, F32, DEVICE), [0, 3], 64, 256, spread=True)
 
 
 SETTINGS = [VerticalSlash(40, 9, 64, 3, 2), VerticalSlash(7, 60, 64, 0, 50), VerticalSlash(0, 0), VerticalSlash(400, 3)]

@@ -39,13 +39,14 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.index import SparseIndex, StripeLayout
+from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE_TOKENS, Rows, ceil_div
 from vllm_sparse_kernels.select.base import Method, PerHead, on_device, require
 from vllm_sparse_kernels.select.last_queries import MOST_QUERIES, Sums, last_query_sums, sums_of
 from vllm_sparse_kernels.select.lines import MOST_LINES, Lines, slabs_of_rows, write_lines
 from vllm_sparse_kernels.select.lists import append
+from vllm_sparse_kernels.select.query_aware import query_aware_bytes, query_aware_heads, write_query_aware
 from vllm_sparse_kernels.select.radix import (
     CHUNK,
     COUNT_PASSES,
@@ -78,7 +79,7 @@ class FlexVerticalSlash(Method):
     gamma: float = 0.9
     max_stripes: int = 8192
 
-    last_queries: int = MOST_QUERIES
+    last_queries: int = 128
     """Queries that the lines are estimated from: FlexPrefill's block of 128. 64 take half the time."""
 
     estimating: Literal["last", "spread"] = "last"
@@ -87,22 +88,30 @@ class FlexVerticalSlash(Method):
     min_budget: int = 0
     """Columns that are kept at least, and 64 times the diagonals that are."""
 
+    max_distance: float = 0.0
+    """τ: heads whose mean queries and keys tell what they look at, to √JSD < τ, are query-aware (query_aware.py).
+    FlexPrefill has 0.1; 0 is the Algorithm 5 that SharePrefill falls back to, which has none."""
+
     def __post_init__(self) -> None:
         require(0 < self.gamma <= 1, "gamma", self.gamma, "a share in (0, 1]")
         require(self.max_stripes >= 0, "max_stripes", self.max_stripes, ">= 0")
         require(1 <= self.last_queries <= MOST_QUERIES, "last_queries", self.last_queries, f"1 to {MOST_QUERIES}")
         require(0 <= self.min_budget <= MOST_LINES, "min_budget", self.min_budget, f"0 to {MOST_LINES} keys")
+        require(self.max_distance >= 0, "max_distance", self.max_distance, "a number >= 0 (τ)")
         require(self.estimating in ("last", "spread"), "estimating", self.estimating, "last or spread")
 
     @property
     def alike(self) -> "FlexVerticalSlash":
         return FlexVerticalSlash(
-            max_stripes=self.max_stripes, last_queries=self.last_queries, estimating=self.estimating
+            max_stripes=self.max_stripes,
+            last_queries=self.last_queries,
+            estimating=self.estimating,
+            max_distance=self.max_distance,
         )
 
     @property
     def sized(self) -> "FlexVerticalSlash":
-        return FlexVerticalSlash(max_stripes=self.max_stripes)
+        return FlexVerticalSlash(max_stripes=self.max_stripes, max_distance=self.max_distance)
 
     @classmethod
     def merged(cls, methods: Sequence[Self]) -> Method:
@@ -125,8 +134,17 @@ class FlexVerticalSlash(Method):
             total += min(self.stripes_of_row(rows, tile.row), tile.position)
         return StripeLayout(tuple(offsets), total)
 
+    def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
+        lines = super().workspace_bytes(rows, shape, num_selected, stripe_capacity)
+        return lines + (query_aware_bytes(rows, num_selected) if self.max_distance > 0 else 0)
+
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        self.select_where(q, cache, index, heads, scale, None)
+        with index.workspace.frame():
+            means = None
+            if self.max_distance > 0:
+                shares = tuple(one.gamma for one in self.of_heads(len(heads)))
+                means = write_query_aware(q, cache, index, heads, scale, shares)
+            self.select_where(q, cache, index, heads, scale, None, means)
 
     def select_where(
         self,
@@ -136,13 +154,20 @@ class FlexVerticalSlash(Method):
         heads: torch.Tensor,
         scale: float,
         patterns: torch.Tensor | None,
+        means: torch.Tensor | None = None,
     ) -> None:
-        """``select``, less heads and rows where ``patterns`` [len(heads), num_rows] int32 is not 0."""
+        """``select``, less heads and rows where ``patterns`` [len(heads), num_rows] int32 is not 0.
+
+        With ``means``, what ``write_query_aware`` returned, less those that are query-aware.
+        """
         spread = self.estimating == "spread"
         for rows in slabs_of_rows(index, len(heads)):
             with index.workspace.frame():
                 sums = last_query_sums(q, cache, index, rows, heads, scale, self.last_queries, BAND, patterns, spread)
-                write_lines(index, rows, heads, self.keep_lines(sums, index), BAND, patterns)
+                if means is not None:
+                    decided = query_aware_heads(index, sums, self.last_queries, means, self.max_distance)
+                    sums = sums._replace(patterns=decided)
+                write_lines(index, rows, heads, self.keep_lines(sums, index), BAND, sums.patterns)
 
     def keep_lines(self, sums: Sums, index: SparseIndex) -> Lines:
         """The fewest columns and the fewest diagonals with γ of the mass, of each head and row."""

@@ -35,14 +35,14 @@ LOG2_E = 1.4426950408889634
 LAST = tl.constexpr(64)
 """Keys of a tile of Â, and the most queries where diagonals are summed one by one."""
 
-MOST_QUERIES = 128
-"""The most queries where diagonals of blocks are summed."""
+MOST_QUERIES = 256
+"""The most queries where diagonals of blocks are summed: as many rows as a program stacks."""
 
 UNSPECIALIZED = ("stride_table", "num_rows", "first_row", "capacity")
 """Kernel arguments that change from step to step: they shall not call for new variants of a kernel."""
 
 QUERY_BYTES = 64 * 1024
-"""Stacked queries of one program, at most."""
+"""Stacked queries of one program, at most; those of one head may be more."""
 
 
 class Sums(NamedTuple):
@@ -51,6 +51,8 @@ class Sums(NamedTuple):
     ``values`` [n · (capacity + capacity / band)] float32: column sums [n, capacity], row i's from
     ``key_starts[i] - key_starts[first_row]`` on; then the sums of diagonals by their offset, in the same places, or
     those of blocks by theirs (``band`` 64), each place divided by 64.
+
+    ``by_block`` [n, capacity / 64, queries] float32, for ``band`` 64: what each of the queries gives to each block.
     """
 
     values: torch.Tensor
@@ -60,6 +62,7 @@ class Sums(NamedTuple):
     band: int
     first_row: int
     end_row: int
+    by_block: torch.Tensor | None = None
 
 
 class LastArgs(NamedTuple):
@@ -102,7 +105,7 @@ def last_query_sums(
 ) -> Sums:
     """Sums of Â of the rows [rows[0], rows[1]) over the last queries of each, for query heads ``heads``; scale > 0.
 
-    Diagonals are summed one by one (``band`` 1, over at most 64 queries) or by blocks of 64 (64, over at most 128).
+    Diagonals are summed one by one (``band`` 1, over at most 64 queries) or by blocks of 64 (64, over at most 256).
     ``spread``, for those alone: not over the last queries but over as many, evenly spread over the chunk.
 
     With ``patterns`` [len(heads), num_rows] int32, sums where it is not 0 stay undefined.
@@ -112,10 +115,10 @@ def last_query_sums(
     num_rows, num_entries = end_row - first_row, len(heads)
     capacity = step.key_starts[end_row] - step.key_starts[first_row]
     group, block_d = q.shape[1] // cache.num_kv_heads, triton.next_power_of_2(cache.head_dim)
-    num_queries = ceil_div(last_queries, LAST.value) * LAST.value
+    num_queries = max(LAST.value, triton.next_power_of_2(last_queries))
     members = min(
         triton.next_power_of_2(group),
-        4 * LAST.value // num_queries,
+        MOST_QUERIES // num_queries,
         max(1, QUERY_BYTES // (num_queries * block_d * q.element_size())),
     )
     stacks = cache.num_kv_heads * ceil_div(group, members)
@@ -147,11 +150,12 @@ def last_query_sums(
     }
     grid = (num_splits, stacks, num_rows)
     num_warps = members * num_queries // LAST.value
+    num_stages = 3 if members * num_queries * block_d * q.element_size() <= QUERY_BYTES else 2
     # Two programs on a multiprocessor at a time: one's exponentials hide behind the other's products.
     warps = {"num_warps": 4} if num_warps == 1 else {"num_warps": 8, "maxnreg": 128}
-    _split_lse_kernel[grid](args, *where, **options, **warps, num_stages=3)
-    _sums_kernel[grid](args, *where, capacity, values, **options, num_warps=num_warps, num_stages=3)
-    sums = Sums(values, patterns, capacity, num_entries, band, first_row, end_row)
+    _split_lse_kernel[grid](args, *where, **options, **warps, num_stages=num_stages)
+    _sums_kernel[grid](args, *where, capacity, values, **options, num_warps=num_warps, num_stages=num_stages)
+    sums = Sums(values, patterns, capacity, num_entries, band, first_row, end_row, by_block)
     if by_block is not None:
         _block_diagonals_kernel[(ceil_div(most_tiles, 64), num_entries, num_rows)](
             by_block, values, step.row_table, patterns, num_entries, first_row, step.num_rows, capacity, last_queries,

@@ -17,7 +17,7 @@ from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, tile_blocks
 SLAB_BYTES = 128 << 20
 """Workspace for sums and what is kept of them: a step with more rows than fit is selected a slab of rows at a time."""
 
-KEY_BYTES = 20
+KEY_BYTES = 24
 """What one key of one head takes of it at most, rows counted in multiples of 4,096 keys."""
 
 
