@@ -157,9 +157,10 @@ def last_query_sums(
     _sums_kernel[grid](args, *where, capacity, values, **options, num_warps=num_warps, num_stages=num_stages)
     sums = Sums(values, patterns, capacity, num_entries, band, first_row, end_row, by_block)
     if by_block is not None:
-        _block_diagonals_kernel[(ceil_div(most_tiles, 64), num_entries, num_rows)](
+        block = 4096 // num_queries
+        _block_diagonals_kernel[(ceil_div(most_tiles, block), num_entries, num_rows)](
             by_block, values, step.row_table, patterns, num_entries, first_row, step.num_rows, capacity, last_queries,
-            QUERIES=num_queries, SPREAD=spread, BAND=band, FIELDS=ROW_FIELDS, BLOCK=64,
+            QUERIES=num_queries, SPREAD=spread, BAND=band, FIELDS=ROW_FIELDS, BLOCK=block,
         )  # fmt: skip
     return sums
 
