@@ -18,6 +18,12 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "share_prefill": [{"cluster": 0}, {"cluster": 0, "gamma_per_tile": True, "true_mass": True}],
     "sparge_attn": [{}, {"int8_scores": True}],
     "sale": [{}, {"int8_scores": True}, {"channels": "half"}],
+    "vertical_slash": [{}, {"segment_tokens": 512}],
+    "flex_vertical_slash": [
+        {},
+        {"min_budget": 1024, "estimating": "spread"},
+        {"max_distance": 0.1, "last_queries": 256},
+    ],
 }
 WIDTHS = {"sale": (32, 64)}
 CASES = [

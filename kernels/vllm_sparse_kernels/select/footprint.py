@@ -30,9 +30,9 @@ def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity
 def line_bytes(rows: Rows, num_selected: int) -> int:
     """Vertical-slash: sums by key and by distance, counts of what is kept, and for each row histograms of the sums."""
     longest = max(rows.seq_lens) + 64
-    rows_at_once = min(rows.num_rows, max(1, SLAB_BYTES // (16 * num_selected * longest)))
-    row_head = (64 << 10) + (12 << 10) * min(16, ceil_div(longest, 4096)) + 4 * min(longest, 8192)
-    return rows_at_once * num_selected * (13 * longest + row_head)
+    rows_at_once = min(rows.num_rows, max(1, SLAB_BYTES // (20 * num_selected * longest)))
+    row_head = (64 << 10) + (14 << 10) * min(16, ceil_div(longest, 4096)) + 4 * min(longest, 8192)
+    return rows_at_once * (num_selected * (21 * longest + row_head) + (512 << 10))
 
 
 def rounded_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
