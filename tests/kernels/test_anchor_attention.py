@@ -9,7 +9,7 @@ import torch
 from vllm_sparse_kernels.attend import attend
 from vllm_sparse_kernels.index import SparseIndex, causal_pairs
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.reference.anchor_attention import anchor_differences, in_runs, window_start
+from vllm_sparse_kernels.reference.anchor_attention import anchor_differences, window_start
 from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.select import METHODS
 from vllm_sparse_kernels.select import anchor_attention as module
@@ -61,6 +61,11 @@ def groups_of(batch: Batch, method: AnchorAttention):
         yield row, start, list(members)
 
 
+def in_blocks(kept: torch.Tensor, block_tokens: int) -> torch.Tensor:
+    """Bool [a multiple of ``block_tokens``]: every key of a block of which any is kept."""
+    return kept.view(-1, block_tokens).any(1).repeat_interleave(block_tokens)
+
+
 def group_differences(batch: Batch, method: AnchorAttention, row, start, tiles, head, dtype) -> torch.Tensor:
     """Equation 2's left side in ``dtype``: [tiles, candidates]."""
     keys, _ = batch.cache.gather(batch.rows.block_table[row], batch.rows.seq_lens[row])
@@ -93,9 +98,9 @@ def assert_agree(batch: Batch, method: AnchorAttention, index: SparseIndex, refe
                 exact = group_differences(batch, method, row, start, tiles, head, torch.float64)
                 eager = group_differences(batch, method, row, start, tiles, head, batch.q.dtype)
                 margin = 2 * (eager - exact).abs().max()
-                doubtful[module.INITIAL_TOKENS :] = in_runs(
-                    (exact - method.theta).abs().amin(0) <= margin, method.run_tokens
-                )
+                doubtful[module.INITIAL_TOKENS :] = (exact - method.theta).abs().amin(0) <= margin
+                if method.whole_blocks:
+                    doubtful = in_blocks(doubtful, index.block_tokens)
             for i_tile, _ in tiles:
                 ours, theirs = (i.tile_keys(head, i_tile) for i in (index, reference))
                 differ = ours ^ theirs
@@ -133,11 +138,11 @@ def test_kernel_agrees_with_reference(case, dtype):
 
 # More tokens between those that vote where fewer votes keep a whole run: else random data keeps all of them.
 BEYOND = [
-    {"sample_tokens": 64, "run_tokens": 32},
+    {"sample_tokens": 64, "whole_blocks": True},
     {"sample_tokens": 2, "theta": 0.2},
     {"sample_tokens": 16, "window_tokens": 128},
-    {"run_tokens": 32, "theta": 2.0},
-    {"sample_tokens": 128, "window_tokens": 256, "run_tokens": 32, "theta": 1.0},
+    {"whole_blocks": True, "theta": 2.0},
+    {"sample_tokens": 128, "window_tokens": 256, "whole_blocks": True, "theta": 1.0},
 ]
 
 
@@ -148,13 +153,12 @@ BEYOND = [
 )
 def test_what_is_beyond_the_paper_agrees_with_reference(case, dtype, beyond):
     lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, step_tiles = case
-    block_tokens = 32 if beyond.get("run_tokens") == 32 and head_dim != 96 else block_tokens
+    block_tokens = 32 if "whole_blocks" in beyond and head_dim != 96 else block_tokens
     batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout)
     method = AnchorAttention(**{"theta": 0.5, "step_tiles": step_tiles} | beyond)
     index = run(batch, method, block_tokens)
     assert_agree(batch, method, index, run(batch, method, block_tokens, reference=True))
-    if block_tokens == 32:
-        assert not index.stripe_counts.any()
+    assert method.whole_blocks == (method.stripe_layout(batch.rows).capacity == 0)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -210,8 +214,8 @@ def definition(batch: Batch, method: AnchorAttention, row: int, head: int) -> to
                 mean_anchor = x_a.mean() if method.use_anchor else 0.0
                 stripes |= mean_anchor - k @ q[tile].mean(0) * batch.scale <= method.theta
         stripes &= ~anchor_region
-        for i in range(0, len(k), method.run_tokens):
-            stripes[i : i + method.run_tokens] |= stripes[i : i + method.run_tokens].any()
+        for i in range(0, len(k), 64) if method.whole_blocks else ():
+            stripes[i : i + 64] |= stripes[i : i + 64].any()
         kept[queries] = anchor_region | stripes
     return kept.tril_(context_len)
 
@@ -222,7 +226,7 @@ def definition(batch: Batch, method: AnchorAttention, row: int, head: int) -> to
         {"theta": 3.0},
         {"theta": 0.5, "use_anchor": False},
         {"theta": 0.0, "sample_tokens": 16},
-        {"theta": 0.0, "sample_tokens": 64, "run_tokens": 32, "step_tiles": 1},
+        {"theta": 0.0, "sample_tokens": 64, "whole_blocks": True, "step_tiles": 1},
         {"theta": 2.5, "window_tokens": 128, "step_tiles": 1},
     ],
     ids=str,
@@ -414,25 +418,26 @@ def test_pages_do_not_matter(page_size, layout):
     assert lists(run(other, method), tiles) == lists(run(batch, method), tiles)
 
 
-@pytest.mark.parametrize("run_tokens", [1, 32])
-def test_a_sampled_query_finds_what_it_alone_looks_for(run_tokens):
+@pytest.mark.parametrize("whole_blocks", [False, True])
+def test_a_sampled_query_finds_what_it_alone_looks_for(whole_blocks):
     """Key 300 scores 15 with query 655 alone, the last of 16: the mean query of its tile does not see it."""
     batch = make_batch([(0, 1100)], num_heads=1)
     plant(batch, {(0, 0, 0): 10.0, (0, 300, 1): 15.0})
     batch.q[:1100, 0, 0] = batch.q[655, 0, 1] = batch.scale**-1
-    wanted = [300] if run_tokens == 1 else list(range(288, 320))
+    wanted = list(range(256, 320)) if whole_blocks else [300]
     for sample_tokens in (0, 8, 16, 128):
-        method = AnchorAttention(3.0, step_tiles=1, sample_tokens=sample_tokens, run_tokens=run_tokens)
+        method = AnchorAttention(3.0, step_tiles=1, sample_tokens=sample_tokens, whole_blocks=whole_blocks)
         index = run(batch, method)
         for i_tile in range(3, 9):
             found = wanted if i_tile == 5 and sample_tokens in (8, 16) else []
-            assert index.stripes_of(0, i_tile).tolist() == found, f"tile {i_tile}, sample {sample_tokens}"
+            kept = index.tile_keys(0, i_tile)[128 : 128 * i_tile].nonzero().flatten() + 128
+            assert kept.tolist() == found, f"tile {i_tile}, sample {sample_tokens}"
 
 
-@pytest.mark.parametrize("run_tokens", [1, 32])
-def test_rows_of_a_batch_that_samples_do_not_meet(run_tokens):
+@pytest.mark.parametrize("whole_blocks", [False, True])
+def test_rows_of_a_batch_that_samples_do_not_meet(whole_blocks):
     batch = make_batch([(333, 200), (70, 1), (600, 40), (0, 300)], dtype=torch.float16)
-    method = AnchorAttention(theta=0.2, step_tiles=2, sample_tokens=32, run_tokens=run_tokens, window_tokens=128)
+    method = AnchorAttention(0.2, step_tiles=2, sample_tokens=32, whole_blocks=whole_blocks, window_tokens=128)
     together, rows = run(batch, method, 32), batch.rows
     for row in range(rows.num_rows):
         one = slice(row, row + 1)
@@ -441,11 +446,11 @@ def test_rows_of_a_batch_that_samples_do_not_meet(run_tokens):
         assert lists(run(batch, method, 32, rows=alone), range(len(tiles))) == lists(together, tiles), f"row {row}"
 
 
-def test_runs_are_blocks_where_an_index_has_such():
+def test_whole_blocks_are_narrow_where_an_index_has_such():
     cpu = torch.device("cpu")
     assert index_block_tokens([AnchorAttention()], 128, cpu) == 128
-    assert index_block_tokens([AnchorAttention(run_tokens=32)], 128, cpu) == 32
-    assert index_block_tokens([AnchorAttention(run_tokens=32), AnchorAttention()], 128, cpu) == 128
+    assert index_block_tokens([AnchorAttention(whole_blocks=True)], 128, cpu) == 32
+    assert index_block_tokens([AnchorAttention(whole_blocks=True), AnchorAttention()], 128, cpu) == 128
 
 
 def test_other_heads_are_left_alone():
@@ -474,7 +479,6 @@ def test_other_heads_are_left_alone():
         ("window_tokens", -128),
         ("sample_tokens", 3),
         ("sample_tokens", 256),
-        ("run_tokens", 16),
     ],
 )
 def test_parameters_out_of_range_are_refused(field, value):
@@ -484,5 +488,5 @@ def test_parameters_out_of_range_are_refused(field, value):
 
 def test_defaults_are_the_papers():
     assert AnchorAttention() == AnchorAttention(
-        theta=12.0, step_tiles=16, use_anchor=True, window_tokens=0, sample_tokens=0, run_tokens=1
+        theta=12.0, step_tiles=16, use_anchor=True, window_tokens=0, sample_tokens=0, whole_blocks=False
     )

@@ -46,14 +46,18 @@ def select_anchor_attention(
                 method.sample_tokens,
             )
             # Equation 2; section 3.4: what any tile of the group keeps, all of them keep.
-            kept = in_runs((differences <= method.theta).any(0), method.run_tokens)
-            stripes = INITIAL_TOKENS + kept.nonzero().flatten()
+            kept = torch.zeros(len(k), dtype=torch.bool, device=q.device)
+            kept[INITIAL_TOKENS : INITIAL_TOKENS + differences.shape[1]] = (differences <= method.theta).any(0)
             for i_tile, tile in tiles:
                 blocks = torch.zeros(index.num_causal_blocks(tile), dtype=torch.bool, device=q.device)
                 blocks[: INITIAL_TOKENS // index.block_tokens] = True
                 blocks[start // index.block_tokens :] = True
+                if method.whole_blocks:
+                    blocks[kept.nonzero().flatten() // index.block_tokens] = True
+                    index.set_stripes(head, i_tile, kept[:0].nonzero().flatten())
+                else:
+                    index.set_stripes(head, i_tile, kept.nonzero().flatten())
                 index.set_blocks(head, i_tile, blocks)
-                index.set_stripes(head, i_tile, stripes)
 
 
 def window_start(tile: Tile, step_tiles: int, window_tokens: int = 0) -> int:
@@ -63,11 +67,6 @@ def window_start(tile: Tile, step_tiles: int, window_tokens: int = 0) -> int:
     """
     span_tokens = step_tiles * TILE_TOKENS
     return max(tile.position // span_tokens * span_tokens - window_tokens, 0)
-
-
-def in_runs(kept: torch.Tensor, run_tokens: int) -> torch.Tensor:
-    """Bool [candidates], a multiple of ``run_tokens``: every key of a run of which any is kept."""
-    return kept.view(-1, run_tokens).any(1).repeat_interleave(run_tokens)
 
 
 def anchor_differences(

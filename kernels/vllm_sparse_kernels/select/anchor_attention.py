@@ -35,10 +35,10 @@ and means of 8 queries find 4 at a density of 0.85. So, beyond the paper and off
 * ``sample_tokens``: the last of every so many queries of a tile votes by its own score, held against its own x_a, not
   against a mean (equation 2 for single queries). A key is kept for the group if any of them wants it. Such scores need
   a far smaller θ, 2 to 4: a key e⁻⁴ times as heavy as the anchor adds little.
-* ``run_tokens`` = 32: a vote for one key keeps the aligned 32 keys around it. What is copied is copied in order: the
-  keys that the unsampled queries between look for lie beside those that the sampled ones find. Without runs one
-  query in 16 finds 8 in 16 of the mass in that layer, with runs more than 9 in 10, at the same density. Runs are blocks
-  where all heads of a layer have them and blocks of 32 cost no more (``width.py``), stripes elsewhere.
+* ``whole_blocks``: a vote for one key keeps the block of the index around it: of 32 keys where all heads of a layer
+  ask for it and such blocks cost no more (``width.py``), of 64 or 128 elsewhere. What is copied is copied in order: the
+  keys that the unsampled queries between look for lie beside those that the sampled ones find. A block's keys also
+  cost half of what stripes do, and short groups, which make for long lists of stripes, need no room for them.
 
 The vote's products grow by 128 / ``sample_tokens``; the anchors' shrink, as only voters need one. A group's voters,
 ``step_tiles`` · 128 / ``sample_tokens``, should be no more than ``MOST_VOTERS``.
@@ -174,7 +174,7 @@ class AnchorAttention(Method):
 
     sample_tokens: every so-many-th query of a tile votes, with its own score and its own anchor, instead of the tile's
         mean query; a power of two up to 128, or 0 for the mean.
-    run_tokens: what a vote for one key keeps: 1, that key; 32, the aligned run of 32 keys around it, as a block.
+    whole_blocks: a vote for one key keeps the index's whole block around it, and no list has stripes.
     """
 
     block_tokens = 128
@@ -184,17 +184,16 @@ class AnchorAttention(Method):
     use_anchor: bool = True
     window_tokens: int = 0
     sample_tokens: int = 0
-    run_tokens: int = 1
+    whole_blocks: bool = False
 
     def __post_init__(self) -> None:
         require(self.theta >= 0, "theta", self.theta, "a number >= 0, or infinity")
         is_count = isinstance(self.step_tiles, int) and self.step_tiles >= 1
         require(is_count, "step_tiles", self.step_tiles, "a whole number of tiles >= 1")
-        whole_blocks = self.window_tokens >= 0 and self.window_tokens % TILE_TOKENS == 0
-        require(whole_blocks, "window_tokens", self.window_tokens, "a multiple of 128 >= 0")
+        in_blocks = self.window_tokens >= 0 and self.window_tokens % TILE_TOKENS == 0
+        require(in_blocks, "window_tokens", self.window_tokens, "a multiple of 128 >= 0")
         sampled = isinstance(self.sample_tokens, int) and self.sample_tokens in (0, 1, 2, 4, 8, 16, 32, 64, 128)
         require(sampled, "sample_tokens", self.sample_tokens, "0, or a power of two from 1 to 128")
-        require(self.run_tokens in (1, 32), "run_tokens", self.run_tokens, "1 or 32")
 
     @property
     def tile_voters(self) -> int:
@@ -203,8 +202,8 @@ class AnchorAttention(Method):
 
     @property
     def finest_block_tokens(self) -> int | None:
-        """Runs are blocks of 32 keys where the index has such."""
-        return self.run_tokens if self.run_tokens > 1 else None
+        """Narrow blocks keep less around a vote; single keys do not care."""
+        return WORD.value if self.whole_blocks else None
 
     @property
     def span_tokens(self) -> int:
@@ -212,13 +211,17 @@ class AnchorAttention(Method):
         return self.step_tiles * TILE_TOKENS
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
-        """One list per group, with room for every key between the initial block and the group's start."""
+        """One list per group, with room for every key between the initial block and the group's window."""
+        if self.whole_blocks:
+            return StripeLayout.none(rows)
         groups = [group for of_row in group_tiles(rows, self.span_tokens, self.window_tokens) for group in of_row]
         offsets = tuple(group.offset for group in groups for _ in range(group.num_tiles))
         return StripeLayout(offsets, sum(group.num_candidates for group in groups))
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        own = voted_bytes(rows, shape, stripe_capacity, self.tile_voters) + SPARE_BYTES
+        of_rows = group_tiles(rows, self.span_tokens, self.window_tokens)
+        num_candidates = sum(group.num_candidates for of_row in of_rows for group in of_row)
+        own = voted_bytes(rows, shape, num_candidates, self.tile_voters) + SPARE_BYTES
         return max(own, super().workspace_bytes(rows, shape, num_selected, stripe_capacity))
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
@@ -266,7 +269,7 @@ class AnchorAttention(Method):
             *keys, args, voters, None if len(heads) == index.num_heads else heads, len(heads),
             rows.num_tiles, num_sets, scale, self.theta,
             **shape, SPLIT=VOTE_SPLIT, COLUMNS=columns, BLOCK_T=block_t, ONE_PASS=group_voters <= block_t,
-            VOTERS=self.tile_voters, WHOLE_WORDS=self.run_tokens == WORD.value, FIELDS=GROUP_FIELDS,
+            VOTERS=self.tile_voters, WHOLE_WORDS=self.whole_blocks, FIELDS=GROUP_FIELDS,
         )  # fmt: skip
 
     def _list(self, index: SparseIndex, heads: torch.Tensor, groups: Groups, args: GroupArgs) -> None:
@@ -278,9 +281,11 @@ class AnchorAttention(Method):
         )  # fmt: skip
         blocks_kernel[(rows.num_tiles, len(heads))](
             args, index_args, heads, rows.num_tiles, index.block_ids.stride(0), self.span_tokens, self.window_tokens,
-            INITIAL=INITIAL_TOKENS, INDEX_N=index.block_tokens, CHUNK=CHUNK_BLOCKS,
+            INITIAL=INITIAL_TOKENS, INDEX_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, ANY=self.whole_blocks,
             FIELDS=TILE_FIELDS, GROUP_FIELDS=GROUP_FIELDS,
         )  # fmt: skip
+        if self.whole_blocks:
+            return
         stripes_kernel[(max(ceil_div(groups.largest, SPLIT_TOKENS), 1), len(groups.table), len(heads))](
             args, index_args, heads, rows.num_tiles,
             INITIAL=INITIAL_TOKENS, INDEX_N=index.block_tokens, SPLIT=SPLIT_TOKENS, CHUNK=CHUNK_TOKENS,

@@ -238,10 +238,13 @@ def _leads(b_k, b_q, b_anchor, scale, PAIRS: tl.constexpr, PRECISION: tl.constex
 @triton.jit(do_not_specialize=["num_tiles", "stride_ids"])
 def blocks_kernel(
     groups, index, heads, num_tiles, stride_ids, span, window,
-    INITIAL: tl.constexpr, INDEX_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+    INITIAL: tl.constexpr, INDEX_N: tl.constexpr, CHUNK: tl.constexpr, ANY: tl.constexpr, FIELDS: tl.constexpr,
     GROUP_FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """One tile's list of blocks for one head: the anchor region's, and those that its group keeps whole."""
+    """One tile's list of blocks for one head: the anchor region's, and those that its group keeps whole.
+
+    With ANY, those of which it keeps any key, and the tile has no stripes.
+    """
     i_tile = tl.program_id(0)
     i_head = tl.load(heads + tl.program_id(1)).to(tl.int64)
     i_first = tl.load(groups.row_starts + tl.load(index.tiles + i_tile * FIELDS))
@@ -258,9 +261,13 @@ def blocks_kernel(
         o_n = i + tl.arange(0, CHUNK)
         o_candidate = o_n - INITIAL // INDEX_N
         b_voted = (o_candidate >= 0) & (o_n < start)
-        b_whole = _block_words(words, o_candidate, b_voted, INDEX_N)[1]
+        b_words, b_whole = _block_words(words, o_candidate, b_voted, INDEX_N)
+        if ANY:
+            b_whole = tl.max((b_words != 0).to(tl.int32), 1) != 0
         count = append(target, count, o_n, (o_n < num_causal) & (b_whole | (b_voted == 0)))
     tl.store(index.block_counts + i_head * num_tiles + i_tile, count)
+    if ANY:
+        tl.store(index.stripe_counts + i_head * num_tiles + i_tile, 0)
 
 
 @triton.jit
