@@ -17,6 +17,7 @@ from vllm_sparse_kernels.testing.batches import Batch, random_batch
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "share_prefill": [{"cluster": 0}, {"cluster": 0, "gamma_per_tile": True, "true_mass": True}],
     "sparge_attn": [{}, {"int8_scores": True}],
+    "anchor_attention": [{}, {"sample_tokens": 2, "step_tiles": 1}],
     "sale": [{}, {"int8_scores": True}, {"channels": "half"}],
     "vertical_slash": [{}, {"segment_tokens": 512}],
     "flex_vertical_slash": [

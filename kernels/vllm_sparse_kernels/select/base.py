@@ -27,11 +27,13 @@ class Method(ABC):
     block_tokens: ClassVar[int] = 64
     """Widest block of an index that keeps the method's selection as narrow as it is; 128 runs faster on Hopper."""
 
-    finest_block_tokens: ClassVar[int | None] = None
-    """Narrowest block by which the method's selection still gains, where engines take such blocks (``width.py``).
+    @property
+    def finest_block_tokens(self) -> int | None:
+        """Narrowest block by which the method's selection still gains, where engines take such blocks (``width.py``).
 
-    None: it takes no blocks narrower than ``block_tokens``.
-    """
+        None: it takes no blocks narrower than ``block_tokens``.
+        """
+        return None
 
     @property
     def alike(self) -> "Method":

@@ -22,7 +22,7 @@ def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity
         line_bytes(rows, num_selected),
         rounded_bytes(rows, shape, num_selected),
         pooled_bytes(rows, shape, num_selected),
-        voted_bytes(rows, shape, num_selected, stripe_capacity),
+        voted_bytes(rows, shape, stripe_capacity),
     )
     return max(ways) + SPARE_BYTES
 
@@ -73,7 +73,8 @@ def mean_key_bytes(seq_len: int, shape: LayerShape) -> int:
     return 6 * shape.num_kv_heads * (ceil_div(seq_len, 64) + 1) * (next_power_of_2(shape.head_dim) + 1)
 
 
-def voted_bytes(rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-    """AnchorAttention: a mean query and a threshold of each tile, and a bit for each key that a group votes on."""
-    means = shape.num_heads * rows.num_tiles * (next_power_of_2(shape.head_dim) * shape.element_bytes + 8)
-    return means + shape.num_heads * (stripe_capacity // 4 + 64)
+def voted_bytes(rows: Rows, shape: LayerShape, num_candidates: int, tile_voters: int = 1) -> int:
+    """AnchorAttention: queries that vote and their thresholds, and a bit for each key that a group votes on."""
+    voter = next_power_of_2(shape.head_dim) * shape.element_bytes + 8
+    voters = shape.num_heads * rows.num_tiles * tile_voters * voter
+    return voters + shape.num_heads * (num_candidates // 8 + 64)
