@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vllm_sparse_backend.bench.card import Card, is_default, refusal
+from vllm_sparse_backend.bench.card import Card, Span, is_default, refusal
 from vllm_sparse_backend.bench.check import BUDGET, Check, check_attention, difference
 from vllm_sparse_backend.bench.data import Heads, without_nan
 from vllm_sparse_backend.bench.report import Report
@@ -141,8 +141,8 @@ def _measure(
         row["problem"] = problem
         report.add_case(row)
         return row
-    contestants = [[("dense", run) for run in dense], [("ours", partial(ours, i)) for i in range(len(batches))]]
-    taken = card.spans_ms(contestants, budget_s=budget_s)
+    own: list[Span] = [("ours", partial(ours, i)) for i in range(len(batches))]
+    taken = card.spans_ms([[("dense", run) for run in dense], own], budget_s=budget_s)
     row["dense_ms"], row["ms"] = (median(taken[name]) / len(batches) for name in ("dense", "ours"))
     row["times_faster"] = row["dense_ms"] / row["ms"]
     row["efficiency"] = row["times_faster"] * row["density"]
