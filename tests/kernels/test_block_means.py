@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from tests.kernels.test_attend_options import clear_margin, lossless_batch, margins_of
 from tests.kernels.test_engines import DTYPES, ENGINES, READS_PAST_THE_END, part_of, same
 from vllm_sparse_kernels.attend import AttendSpec, Engine, attend
 from vllm_sparse_kernels.attend.block_means import asking, make_means, mean_tokens, over_index
@@ -233,20 +234,22 @@ def test_large_scores_neither_overflow_nor_vanish(engine, device):
 
 def test_beside_the_other_options(device):
     """Skipped products and 8-bit scores are of what is kept; the means come on top, and are exact."""
-    batch = random_batch([(300, 140)], 4, 2, 64, 16, DTYPES[1], device)
-    index, flags = random_index(batch, 64, 0.4, stripes=40), [True, True, False, True]
-    others = AttendOptions.of([None, -0.5, None, None], [False, False, False, True], torch.device(device))
+    batch = lossless_batch([(300, 140)], 4, 2, 64, 16, DTYPES[1], device)
+    index, flags = random_index(batch, 64, 0.6), [True, True, False, True]
+    margin = clear_margin(margins_of(batch, index, 1))
+    others = AttendOptions.of([None, margin, None, None], [False, False, False, True], torch.device(device))
     options = asking(others, flags, torch.device(device))
-    out, lse = run(ENGINES["portable"], batch, index, options)
     wanted = torch.full_like(batch.q, float("nan"), dtype=torch.float64)
     wanted_lse = wanted.new_full((4, len(batch.q)), float("nan"))
     reference.attend(batch.q, batch.cache, index, wanted, batch.scale, wanted_lse, torch.float64, options)
     exact = expected(batch, index, flags)
-    for head, factor in ((0, 1.0), (2, 1.0), (3, 10.0)):  # eight bits may round the other way
-        assert float((out[:, head].double() - wanted[:, head]).abs().max()) <= factor * exact.out_budget
-        assert float((lse[head].double() - wanted_lse[head]).abs().max()) <= factor * exact.lse_budget
-    assert float((lse[1].double() - exact.lse[1]).abs().max()) <= exact.lse_budget
-    assert float((wanted[:, 1] - exact.out[:, 1]).abs().max()) > exact.out_budget, "nothing is skipped"
+    Expected(wanted, exact.lse, exact.out_budget, exact.lse_budget).assert_close(
+        *run(ENGINES["portable"], batch, index, options)
+    )
+    torch.testing.assert_close(wanted_lse, exact.lse, rtol=0, atol=1e-9, equal_nan=True)
+    moved = (wanted - exact.out).abs().amax((0, 2))
+    assert float(moved[1]) > exact.out_budget, "nothing is skipped"
+    assert float(moved[[0, 2, 3]].max()) < 1e-9
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
