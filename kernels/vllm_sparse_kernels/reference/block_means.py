@@ -1,5 +1,7 @@
 """Means in place of dropped blocks, as ``attend/block_means.py`` states them, in plain torch."""
 
+from itertools import product
+
 import torch
 
 from vllm_sparse_kernels.attend.block_means import mean_tokens
@@ -21,20 +23,21 @@ def attend_to_means(
 
     Softmax over what is kept and the means together: the former has the weight exp(lse) in it.
     """
-    rows, group = index.rows, index.num_heads // cache.num_kv_heads
-    for i_tile, tile in enumerate(rows.tile_list):
-        gathered = cache.gather(rows.block_table[tile.row], tile.position)
+    rows, group, heads = index.rows, index.num_heads // cache.num_kv_heads, mean_heads.nonzero().flatten().tolist()
+    for row in range(rows.num_rows):
+        gathered = cache.gather(rows.block_table[row], rows.seq_lens[row])
         keys, values = (mean_blocks(x.to(dtype), index.block_tokens) for x in gathered)
-        tokens = slice(tile.token, tile.token + tile.length_tokens)
-        for head in mean_heads.nonzero().flatten().tolist():
-            dropped = dropped_keys(index, head, i_tile)
+        for i_tile, head in product(range(rows.tile_starts[row], rows.tile_starts[row + 1]), heads):
+            dropped, tile = dropped_keys(index, head, i_tile), rows.tile_list[i_tile]
             if not bool(dropped.any()):
                 continue
-            scores = q[tokens, head].to(dtype) @ keys[: len(dropped), head // group].T * scale + dropped.to(dtype).log()
+            b_k, b_v = (x[: len(dropped), head // group] for x in (keys, values))
+            tokens = slice(tile.token, tile.token + tile.length_tokens)
+            scores = q[tokens, head].to(dtype) @ b_k.T * scale + dropped.to(dtype).log()
             weights = torch.cat((lse[head, tokens, None].to(dtype), scores), 1)
             p = weights.softmax(-1)
             kept = p[:, :1] * out[tokens, head].to(dtype)
-            out[tokens, head] = (kept + p[:, 1:] @ values[: len(dropped), head // group]).to(out.dtype)
+            out[tokens, head] = (kept + p[:, 1:] @ b_v).to(out.dtype)
             lse[head, tokens] = weights.logsumexp(-1).to(lse.dtype)
 
 
