@@ -11,7 +11,16 @@ exp(q·k) around the mean.) No key is counted twice:
 * Only blocks wholly before the tile's first query have means. The diagonal's are always kept.
 
 So with a full index nothing changes, bit for bit. Whether a head gains is for calibration to say: means of blocks whose
-keys are unlike each other estimate too little (by Jensen's inequality), and heads of a model's first layer may lose.
+keys are unlike each other stand for too little (by Jensen's inequality). Measured on a trained 29M model of 8 layers
+(one chunk of 3,072 tokens of code, float32, equal index), ‖O − Õ‖₂ / ‖O‖₂ with means over that without, layer by layer:
+
+* vertical-slash (64 verticals, 128 slashes; density 0.29 to 0.39) 1.26 0.77 0.50 0.79 0.62 0.99 0.75 0.85
+* SpargeAttn (τ 0.6, θ −1; density 0.09 to 0.29) 1.17 0.76 0.81 0.76 0.77 0.97 0.71 0.79
+* SALE (τ 0.1; density 0.13 to 0.54) 1.26 0.68 0.51 0.60 0.53 0.89 0.64 0.73
+
+Every head gained in every layer but the first, where one of eight did. Taking stripes out of their blocks' means was
+tried in the first layers: it changed vertical-slash's errors by under a hundredth, and AnchorAttention's (θ 4) from
+0.0988 to 0.0945 in the first layer (0.0995 without means), from 0.0422 to 0.0424 in the second (0.0587 without).
 
 It is a second pass, after any engine that returns the log-sum-exp, and goes on with the online softmax where that one
 ended: out and log-sum-exp are what it begins with, and what it writes. The result's rounding to out's dtype thus
