@@ -41,7 +41,8 @@ LONGEST = 24_000
 PARAMS: dict[str, list[dict[str, Any]]] = {
     "share_prefill": [{"cluster": 0}, {"cluster": 0, "gamma_per_tile": True, "true_mass": True}],
     "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}],
-    "sale": [{}, {"int8_scores": True}, {"channels": "half"}],
+    "sale": [{}, {"int8_scores": True}, {"channels": "half"}, {"block_means": True}],
+    "vertical_slash": [{}, {"block_means": True, "dense_last_tile": True}],
 }
 CASES = [(name, params) for name in METHODS for params in PARAMS.get(name, [{}])]
 
@@ -119,7 +120,7 @@ class TestKeys:
         def failure(engine: Engine, batch: Batch, index: Any, options: Any, exact: Any) -> None:
             engine.attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
 
-        monkeypatch.setattr(engines, "expected_attention", lambda batch, index: None)
+        monkeypatch.setattr(engines, "expected_attention", lambda batch, index, options: None)
         monkeypatch.setattr(engines, "failure", failure)
         monkeypatch.setattr(compat, "flash_attention", lambda: FlashAttention.of_version(3, uncomputed))
 

@@ -18,9 +18,11 @@ from vllm_sparse_backend.settings.plan import LayerPlan, Plan, methods_by_head
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex, attend
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.reference.attend import attend as reference_attend
+from vllm_sparse_kernels.reference.last_tiles import keep_last_tiles as reference_keep_last_tiles
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.select import METHODS, name_of
 from vllm_sparse_kernels.select.base import attend_options
+from vllm_sparse_kernels.select.last_tiles import keep_last_tiles
 from vllm_sparse_kernels.select.width import index_block_tokens
 from vllm_sparse_kernels.testing.oracle import Bound, ExactMass, Tally, exact_masses, tally
 
@@ -175,6 +177,10 @@ def fill_index(groups: LayerPlan, q: torch.Tensor, cache: PagedCache, index: Spa
             group.method.select(q, cache, index, heads, scale)
         else:
             METHODS[name_of(group.method)].reference(group.method, q, cache, index, heads, scale)
+    dense_last = tuple(head for head, method in enumerate(methods_by_head(groups)) if method.dense_last_tile)
+    if dense_last:
+        keep = keep_last_tiles if q.is_cuda else reference_keep_last_tiles
+        keep(index, _head_ids(dense_last, q.device))
 
 
 @lru_cache(maxsize=1024)

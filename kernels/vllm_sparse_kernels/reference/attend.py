@@ -15,6 +15,7 @@ from vllm_sparse_kernels.attend.portable import STRIPE_STEP
 from vllm_sparse_kernels.attend.smooth_keys import STEP_TOKENS
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.reference.block_means import attend_to_means
 
 INT8_MAX = 127
 
@@ -33,6 +34,9 @@ def attend(
 
     q and out are [num_tokens, num_heads, head_dim], lse is [num_heads, num_tokens]; other tokens stay untouched.
     """
+    mean_heads = None if options is None else options.mean_heads
+    if mean_heads is not None and lse is None:
+        lse = torch.empty(index.num_heads, len(q), dtype=dtype, device=q.device)
     rows, num_heads, group = index.rows, index.num_heads, q.shape[1] // cache.num_kv_heads
     margins, int8_heads = [-math.inf] * num_heads, [0] * num_heads
     if options is not None:
@@ -62,6 +66,8 @@ def attend(
                 out[tokens, head] = (p @ values[kept, i_kv]).to(out.dtype)
                 if lse is not None:
                     lse[head, tokens] = (scores.logsumexp(-1) + shift).to(lse.dtype)
+    if mean_heads is not None and lse is not None:
+        attend_to_means(q, cache, index, out, lse, scale, dtype, mean_heads)
 
 
 def walk(index: SparseIndex, head: int, i_tile: int) -> tuple[torch.Tensor, torch.Tensor]:
