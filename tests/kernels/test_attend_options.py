@@ -1,4 +1,4 @@
-"""attend's two options: SpargeAttn's skip of products and SageAttention's 8-bit scores, kernel and reference."""
+"""attend's options: SpargeAttn's skip of products or steps, SageAttention's 8-bit scores; kernel and reference."""
 
 import dataclasses
 import math
