@@ -9,7 +9,8 @@ the paper does it, and once more with the method's main knob set so that as many
 mostly changes how much is kept. Methods select as a server would, chunk by chunk.
 
 Recall is that of single queries: their mean, and what all but a thousandth of them keep at least. (All layers, heads
-and queries are one population.)
+and queries are one population.) Density and recall are those of the selection. What SpargeAttn's second stage then
+leaves out, products of P and V or whole steps, is the column "skipped", a share of the steps: it shows in the output.
 
 What the papers ablate and this does not, as no parameter says it: MInference with the lines of another prompt (its
 "static" of table 4); SALE without 4 bits (appendix E) and without a τ of its own for each head, which only a calibrated
@@ -39,14 +40,15 @@ from vllm_sparse_backend.evaluate.clusters import head_clusters, plan_of
 from vllm_sparse_backend.evaluate.quality import chunk_rows, dense_attention, paged, select_layer
 from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
 from vllm_sparse_backend.settings.plan import LayerPlan, Plan, methods_by_head
-from vllm_sparse_kernels import PagedCache, Rows, attend
+from vllm_sparse_kernels import PagedCache, Rows, SparseIndex, attend
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.reference.attend import attend as reference_attend
-from vllm_sparse_kernels.select.base import attend_options
+from vllm_sparse_kernels.reference.attend import step_margins, walk
+from vllm_sparse_kernels.select.base import Method, attend_options
 from vllm_sparse_kernels.testing.by_query import Recalls, recalls_by_query
 
 BEGIN, END = "<!-- tables: benchmarks.ablations -->", "<!-- end of ablations -->"
-COLUMNS = ("paper", "what", "density", "recall", "worst thousandth", "error of output")
+COLUMNS = ("paper", "what", "density", "skipped", "recall", "worst thousandth", "error of output")
 COMPLETE = "complete"
 
 SEARCH_STEPS = 10
@@ -110,7 +112,7 @@ VARIANTS = (
     Variant("SpargeAttn", "without self-similarity judge", "sparge_attn", {"min_similarity": 0.0}, MASS),
     Variant("SpargeAttn", "without smooth keys", "sparge_attn", {"smooth_keys": False}, MASS),
     Variant("SpargeAttn", "without sink", "sparge_attn", {"keep_sink": False}, MASS),
-    # Table 6, M_pv beside M_g. Density counts scores, which the second stage needs all.
+    # Table 6, M_pv beside M_g.
     Variant("SpargeAttn", "with second stage, λ = −4", "sparge_attn", {"skip_margin": -4.0}),
     Variant(
         "SpargeAttn", "… of the authors' kernels", "sparge_attn", {"skip_margin": -4.0, "skip_whole_steps": True}
@@ -136,6 +138,7 @@ class Row:
     worst_hundredth: float
     worst_thousandth: float
     worst: float
+    skipped: float
     output_error: float
     """‖O − Õ‖₂ / ‖O‖₂ of a layer over all heads and tokens, mean over layers."""
 
@@ -173,6 +176,7 @@ class Bench:
     def measure(self, variants: Sequence[Variant]) -> list[Row]:
         plans, rows_of = self.plans(variants), [self.rows() for _ in variants]
         recalls, kept, errors = Recalls(len(variants)), [0] * len(variants), [0.0] * len(variants)
+        skipped = [[0, 0] for _ in variants]
         for layer, scale in sorted(self.captured.scales.items()):
             tensors = self.captured.read(layer, self.device)
             cache = PagedCache(paged(tensors.k), paged(tensors.v))
@@ -184,8 +188,11 @@ class Bench:
                     groups = groups_of(plan, layer)
                     indices.append(select_layer(groups, q, cache, rows_of[i][i_chunk], scale))
                     kept[i] += int(indices[-1].kept_pairs())
-                    out, options = torch.empty_like(q), attend_options(methods_by_head(groups), q.device)
+                    methods, out = methods_by_head(groups), torch.empty_like(q)
+                    options = attend_options(methods, q.device)
                     (attend if q.is_cuda else reference_attend)(q, cache, indices[-1], out, scale, options=options)
+                    counts = skipped_steps(q, cache, indices[-1], methods, scale)
+                    skipped[i] = [a + b for a, b in zip(skipped[i], counts, strict=True)]
                     apart[i] += float((out.float() - dense[tokens]).square().sum(dtype=torch.float64))
                 for found in recalls_by_query(q, cache, indices, scale):
                     recalls.add(found)
@@ -194,8 +201,9 @@ class Bench:
         num_layers = len(self.captured.scales)
         pairs = num_layers * self.captured.shape.num_heads * sum(causal_pairs(rows) for rows in self.chunks)
         figures = zip(
-            variants, (n / pairs for n in kept), recalls.mean(), recalls.worst(0.01), recalls.worst(0.001),
-            recalls.worst(0), (x / num_layers for x in errors), strict=True,
+            variants, (n / pairs for n in kept),
+            recalls.mean(), recalls.worst(0.01), recalls.worst(0.001), recalls.worst(0),
+            (left / max(of, 1) for left, of in skipped), (x / num_layers for x in errors), strict=True,
         )  # fmt: skip
         return [Row(*of_variant) for of_variant in figures]
 
@@ -213,6 +221,24 @@ class Bench:
                 low, high = ranges[i]
                 ranges[i] = (value, high) if density < target else (low, value)
         return [replace(found, what=f"{found.what}, equal density: {value_of(found)}") for _, found in best]
+
+
+def skipped_steps(
+    q: torch.Tensor, cache: PagedCache, index: SparseIndex, methods: Sequence[Method], scale: float
+) -> tuple[int, int]:
+    """Steps whose product λ leaves out, and all steps, of one row's heads that have a λ, each with its method."""
+    rows, group, skipped, steps = index.rows, index.num_heads // cache.num_kv_heads, 0, 0
+    margins = {head: method.skip_margin for head, method in enumerate(methods) if method.skip_margin is not None}
+    keys = cache.gather(rows.block_table[0], rows.seq_lens[0])[0].float() if margins else q
+    for head, margin in margins.items():
+        for i_tile, tile in enumerate(rows.tile_list):
+            kept, step_of = walk(index, head, i_tile)
+            queries = q[tile.token : tile.token + tile.length_tokens, head].float() * scale
+            positions = tile.position + torch.arange(tile.length_tokens, device=q.device)
+            scores = (queries @ keys[kept, head // group].T).masked_fill(kept > positions[:, None], -torch.inf)
+            found = step_margins(scores, step_of) < margin
+            skipped, steps = skipped + int(found.sum()), steps + len(found)
+    return skipped, steps
 
 
 def groups_of(plan: Plan, layer: int) -> LayerPlan:
@@ -243,7 +269,8 @@ def table(rows: Sequence[Row]) -> str:
     cells = [
         [
             row.variant.paper if row.variant.what == COMPLETE else "", row.variant.what, f"{row.density:.3f}",
-            f"{row.recall:.4f}", f"{row.worst_thousandth:.4f}", f"{row.output_error:.3f}",
+            f"{row.skipped:.3f}" if row.skipped else "", f"{row.recall:.4f}", f"{row.worst_thousandth:.4f}",
+            f"{row.output_error:.3f}",
         ]
         for row in rows
     ]  # fmt: skip
@@ -259,6 +286,8 @@ def add_rows(report: Report, rows: Sequence[Row], where: str) -> None:
         report.add_figure(f"{name}: recall", row.recall, "share", "higher")
         report.add_figure(f"{name}: recall of the worst thousandth", row.worst_thousandth, "share", "higher")
         report.add_figure(f"{name}: relative error of the output", row.output_error, "relative", "lower")
+        if row.skipped:
+            report.add_figure(f"{name}: steps skipped", row.skipped, "share", "higher")
         figures = {key: value for key, value in vars(row).items() if key != "variant"}
         asked = {"paper": variant.paper, "what": variant.what, "method": variant.method, "params": variant.params}
         report.add_case(asked | figures)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from benchmarks import ablations
 from vllm_sparse_backend.evaluate.capture import capture
 from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_kernels.select.sparge_attn import SpargeAttn
 from vllm_sparse_kernels.testing.batches import random_batch, random_index
 from vllm_sparse_kernels.testing.by_query import Recalls, kept_keys, recalls_by_query
 from vllm_sparse_kernels.testing.oracle import measure
@@ -69,6 +70,24 @@ def test_the_worst_of_many():
     assert recalls.worst(0.5)[0] == pytest.approx(0.5005)
 
 
+def test_skipped_steps():
+    """One query, whose blocks' largest scores are easily found in order."""
+    batch = random_batch([(700, 1)], 4, 2, 64, 16, torch.float32, DEVICE)
+    index, methods = random_index(batch, 64, 0.6), [SpargeAttn(skip_margin=m) for m in (-0.5, -2.0, -1e9)]
+    keys = batch.cache.gather(batch.rows.block_table[0], 701)[0]
+    skipped, steps = 0, 0
+    for head in range(3):
+        largest, q = -torch.inf, batch.q[batch.rows.tokens[0], head]
+        for block in index.blocks_of(head, 0).tolist():
+            local = float((keys[64 * block : 64 * block + 64, head // 2] @ q).max() * batch.scale)
+            largest = max(largest, local)
+            skipped += local - largest < methods[head].skip_margin
+            steps += 1
+    assert 0 < skipped < steps
+    given = ablations.skipped_steps(batch.q, batch.cache, index, [*methods, SpargeAttn()], batch.scale)
+    assert given == (skipped, steps)
+
+
 @pytest.fixture(scope="module")
 def captured(llama, tmp_path_factory):
     """Two captures by one small model whose attention is far from uniform."""
@@ -107,6 +126,8 @@ SMALL = {
 
 def small(variant: ablations.Variant) -> ablations.Variant:
     ablated = {name: value for name, value in variant.params.items() if ablations.LINES.get(name) != value}
+    if "skip_margin" in ablated:
+        ablated["skip_margin"] = -0.01  # of 128 queries of a small random model one looks anywhere
     return dataclasses.replace(variant, params=SMALL[variant.method] | ablated)
 
 
@@ -137,7 +158,7 @@ def test_the_command_measures_every_variant(by_command):
     output, page, results, rows = by_command
     knobs = sum(v.knob is not None for v in ablations.VARIANTS)
     assert len(rows["cases"]) == len(ablations.VARIANTS) + knobs
-    assert len(results) == 4 * len(rows["cases"])
+    assert len(results) == 4 * len(rows["cases"]) + sum(case["skipped"] > 0 for case in rows["cases"])
     assert all({"name", "value", "unit", "bar", "better", "device", "command"} == set(row) for row in results)
     table = page.split(ablations.BEGIN)[1].split(ablations.END)[0].strip()
     assert table in output
@@ -164,7 +185,8 @@ def test_what_is_left_out_shows(by_command):
     judged, unjudged, sinkless = of("SpargeAttn", "without self-similarity judge", "without sink")
     assert 1 > judged > unjudged
     assert sinkless <= judged
-    assert set(of("SpargeAttn", "with second stage, λ = −4", "… of the authors' kernels")) == {judged}
+    stages = [cases["SpargeAttn", what] for what in ("with second stage, λ = −4", "… of the authors' kernels")]
+    assert [case["density"] for case in stages] == [judged] * 2
     assert of("SharePrefill")[0] < of("SharePrefill", "without sharing (τ = 0)")[1]
 
 
