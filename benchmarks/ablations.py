@@ -64,7 +64,7 @@ class Knob:
     low: float
     high: float
 
-    def range(self, num_tokens: int) -> tuple[float, float]:
+    def limits(self, num_tokens: int) -> tuple[float, float]:
         """Whole numbers count tokens, or blocks of them: no more than there are."""
         return self.low, min(self.high, num_tokens) if isinstance(self.high, int) else self.high
 
@@ -81,10 +81,16 @@ class Variant:
     method: str
     params: dict[str, Any] = field(default_factory=dict)
     knob: Knob | None = None
+    matched: bool = False
+    """Whether the knob was set so that as many pairs are kept as by the complete method."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.what}, equal density" if self.matched else self.what
 
     def at(self, value: float) -> "Variant":
         assert self.knob is not None
-        return replace(self, params=self.params | {self.knob.field: value})
+        return replace(self, params=self.params | {self.knob.field: value}, matched=True)
 
 
 VERTICALS, SLASHES = Knob("vertical_tokens", 1, 1 << 17), Knob("slash_tokens", 1, 1 << 17)
@@ -209,10 +215,12 @@ class Bench:
 
     def as_dense(self, targets: Sequence[tuple[Variant, float]]) -> list[Variant]:
         """Each variant with its knob where it keeps nearest to that density, by bisection of all at once."""
-        ranges = [v.knob.range(self.captured.num_tokens) for v, _ in targets if v.knob is not None]
+        ranges = [v.knob.limits(self.captured.num_tokens) for v, _ in targets if v.knob is not None]
         best: list[tuple[float, Variant]] = [(math.inf, v) for v, _ in targets]
         for _ in range(SEARCH_STEPS):
             open_ones = [i for i, (off, _) in enumerate(best) if off > CLOSE]
+            if not open_ones:
+                break
             tried = {i: targets[i][0].knob.between(*ranges[i]) for i in open_ones}  # type: ignore[union-attr]
             densities = self.densities([targets[i][0].at(value) for i, value in tried.items()])
             for (i, value), density in zip(tried.items(), densities, strict=True):
@@ -220,7 +228,7 @@ class Bench:
                 best[i] = min(best[i], (abs(density / target - 1), variant.at(value)), key=lambda pair: pair[0])
                 low, high = ranges[i]
                 ranges[i] = (value, high) if density < target else (low, value)
-        return [replace(found, what=f"{found.what}, equal density: {value_of(found)}") for _, found in best]
+        return [found for _, found in best]
 
 
 def skipped_steps(
@@ -247,11 +255,6 @@ def groups_of(plan: Plan, layer: int) -> LayerPlan:
     return groups
 
 
-def value_of(variant: Variant) -> str:
-    assert variant.knob is not None
-    return f"{variant.knob.field} {variant.params[variant.knob.field]:.4g}"
-
-
 def ablate(bench: Bench, variants: Sequence[Variant], equal_density: bool) -> list[Row]:
     """All rows of the table, each variant followed by itself at its paper's complete method's density."""
     rows = bench.measure(variants)
@@ -266,9 +269,15 @@ def ablate(bench: Bench, variants: Sequence[Variant], equal_density: bool) -> li
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown; the columns are ``COLUMNS``."""
+
+    def name(variant: Variant) -> str:
+        if not variant.matched or variant.knob is None:
+            return variant.name
+        return f"{variant.name}: {variant.knob.field} {variant.params[variant.knob.field]:.6g}"
+
     cells = [
         [
-            row.variant.paper if row.variant.what == COMPLETE else "", row.variant.what, f"{row.density:.3f}",
+            row.variant.paper if row.variant.what == COMPLETE else "", name(row.variant), f"{row.density:.3f}",
             f"{row.skipped:.3f}" if row.skipped else "", f"{row.recall:.4f}", f"{row.worst_thousandth:.4f}",
             f"{row.output_error:.3f}",
         ]
@@ -281,7 +290,7 @@ def add_rows(report: Report, rows: Sequence[Row], where: str) -> None:
     """As figures of a results file; a case of the JSON has all of a row."""
     for row in rows:
         variant = row.variant
-        name = f"ablation, {variant.paper}, {variant.what}, {where}"
+        name = f"ablation, {variant.paper}, {variant.name}, {where}"
         report.add_figure(f"{name}: density", row.density, "share", "lower")
         report.add_figure(f"{name}: recall", row.recall, "share", "higher")
         report.add_figure(f"{name}: recall of the worst thousandth", row.worst_thousandth, "share", "higher")
@@ -289,7 +298,7 @@ def add_rows(report: Report, rows: Sequence[Row], where: str) -> None:
         if row.skipped:
             report.add_figure(f"{name}: steps skipped", row.skipped, "share", "higher")
         figures = {key: value for key, value in vars(row).items() if key != "variant"}
-        asked = {"paper": variant.paper, "what": variant.what, "method": variant.method, "params": variant.params}
+        asked = {"paper": variant.paper, "what": variant.name, "method": variant.method, "params": variant.params}
         report.add_case(asked | figures)
 
 

@@ -108,7 +108,8 @@ def test_equal_density_is_equal(captured):
         assert row.density == pytest.approx(target, rel=0.06)  # so short a prompt has few blocks to choose from
         assert row.worst <= row.worst_thousandth <= row.worst_hundredth <= row.recall < 1
     assert found[0].params["slash_tokens"] == 1
-    assert found[0].what == f"v, equal density: vertical_tokens {found[0].params['vertical_tokens']}"
+    assert [variant.name for variant in found] == ["v, equal density", "s, equal density"]
+    assert f"v, equal density: vertical_tokens {found[0].params['vertical_tokens']} |" in ablations.table(measured)
 
 
 SMALL = {
