@@ -162,8 +162,15 @@ def _problem(case: Case, check: Check, out: torch.Tensor, dense_out: torch.Tenso
     return None
 
 
-OPTIONS = {"8-bit scores": (None, True), "skip of nothing": (-1e9, False), "skip of nearly all": (-1e-6, False)}
-"""λ and 8-bit of every head. λ far below shows what asking costs, λ just below 0 the most that skipping can save."""
+OPTIONS: dict[str, tuple[float | None, bool, bool]] = {
+    "8-bit scores": (None, True, False),
+    "skip of nothing": (-1e9, False, False),
+    "skip of nearly all": (-1e-6, False, False),
+    "whole steps, skip of nothing": (-1e9, False, True),
+    "whole steps, skip of nearly all": (-1e-6, False, True),
+}
+"""Of every head: λ, 8-bit, and whether λ drops whole steps. λ far below shows what asking costs, λ just below 0 the
+most that skipping can save."""
 
 
 def _measure_options(
@@ -176,8 +183,9 @@ def _measure_options(
         with index.workspace.frame():
             run(batch.q, batch.cache, index, out, batch.scale)
 
-    for option, (margin, int8) in OPTIONS.items():
-        options = AttendOptions.of([margin] * batch.num_heads, [int8] * batch.num_heads, batch.q.device)
+    for option, (margin, int8, drops) in OPTIONS.items():
+        num_heads, (skip, drop) = batch.num_heads, (None, margin) if drops else (margin, None)
+        options = AttendOptions.of([skip] * num_heads, [int8] * num_heads, batch.q.device, [drop] * num_heads)
 
         def with_option(options: AttendOptions | None = options) -> None:
             with index.workspace.frame():
@@ -185,7 +193,7 @@ def _measure_options(
 
         out.fill_(float("nan"))
         with_option()
-        check = check_attention(batch, index, out, norm=1 if int8 else 2, margin=margin)
+        check = check_attention(batch, index, out, norm=1 if int8 else 2, margin=margin, drops=drops)
         row: dict[str, Any] = {
             "engine": "portable", "context_len": case.context_len, "query_len": case.query_len,
             "block_tokens": case.block_tokens, "option": option, "error_ratio": check.ratio,

@@ -90,7 +90,7 @@ def measure_plans(
     On a CUDA device methods select by their kernels, elsewhere by their references, as on a server.
     """
     measured = Measured(sorted(captured.scales), [Kept() for _ in asked], {n: Bound(n) for n in bounds})
-    chunks = _chunks(captured.num_tokens, chunk_tokens, torch.device(device))
+    chunks = chunk_rows(captured.num_tokens, chunk_tokens, torch.device(device))
     # Each plan has rows of its own: their state goes with a pass through the layers.
     rows_of = [[Rows(r.tokens, r.query_lens, r.context_lens, r.block_table) for r in chunks] for _ in asked]
     for layer in measured.layers:
@@ -104,7 +104,7 @@ def measure_plans(
     return measured
 
 
-def _chunks(num_tokens: int, chunk_tokens: int, device: torch.device) -> list[Rows]:
+def chunk_rows(num_tokens: int, chunk_tokens: int, device: torch.device) -> list[Rows]:
     """The steps in which a server prefills the prompt, its pages in order."""
     table = torch.arange(ceil_div(num_tokens, PAGE_TOKENS), dtype=torch.int32, device=device)[None]
     return [

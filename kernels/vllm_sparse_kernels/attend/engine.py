@@ -32,7 +32,7 @@ class AttendSpec:
     block_tokens: int  # of the index
     has_stripes: bool
     skips: bool = False
-    """Whether any head asks for the skip of products (``AttendOptions``)."""
+    """Whether any head asks for the skip of products, or of whole steps (``AttendOptions``)."""
 
     int8: bool = False
     """Whether any head asks for 8-bit scores."""
@@ -52,7 +52,7 @@ class AttendSpec:
             strides=cache.strides,
             block_tokens=index.block_tokens,
             has_stripes=index.has_stripes,
-            skips=options is not None and options.skip_margins is not None,
+            skips=options is not None and options.skips,
             int8=options is not None and options.int8_heads is not None,
             means=options is not None and options.mean_heads is not None,
         )

@@ -84,6 +84,11 @@ class Method(ABC):
         return None
 
     @property
+    def skip_whole_steps(self) -> bool:
+        """Whether what λ finds is dropped, exponents and sum too."""
+        return False
+
+    @property
     def int8_scores(self) -> bool:
         """Whether the head asks ``attend`` for 8-bit scores."""
         return False
@@ -160,7 +165,10 @@ def on_device(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
 
 def attend_options(methods: Sequence[Method], device: torch.device) -> AttendOptions | None:
     """What the heads of a layer, each with its method, ask of ``attend``; None where it is nothing."""
-    options = AttendOptions.of([m.skip_margin for m in methods], [m.int8_scores for m in methods], device)
+    skips, drops = (
+        [m.skip_margin if m.skip_whole_steps is whole else None for m in methods] for whole in (False, True)
+    )
+    options = AttendOptions.of(skips, [m.int8_scores for m in methods], device, drops)
     return block_means.asking(options, [m.block_means for m in methods], device)
 
 

@@ -69,17 +69,17 @@ def exact_masses(q: torch.Tensor, cache: PagedCache, rows: Rows, scale: float) -
                 keys = all_keys[:num_keys, kv_head].T.contiguous()
                 for place, i_tile in enumerate(tiles):
                     tile = rows.tile_list[i_tile]
-                    masses[heads, place, : tile.last_position + 1] = _tile_mass(q, keys, tile, heads, scale)
+                    masses[heads, place, : tile.last_position + 1] = tile_weights(q, keys, tile, heads, scale).sum(1)
             yield ExactMass(rows, tiles, masses)
 
 
-def _tile_mass(q: torch.Tensor, keys: torch.Tensor, tile: Tile, heads: slice, scale: float) -> torch.Tensor:
-    """[heads, last_position + 1] of one tile; keys [head_dim, num_keys] are those that ``heads`` share."""
+def tile_weights(q: torch.Tensor, keys: torch.Tensor, tile: Tile, heads: slice, scale: float) -> torch.Tensor:
+    """Exact weights [heads, queries, last_position + 1] of a tile; ``heads`` share the keys [head_dim, num_keys]."""
     queries = q[tile.token : tile.token + tile.length_tokens, heads].float().transpose(0, 1) * scale
     scores = queries @ keys[:, : tile.last_position + 1]
     unseen = torch.ones(tile.length_tokens, tile.length_tokens, dtype=torch.bool, device=q.device).triu_(1)
     scores[:, :, tile.position :].masked_fill_(unseen, -torch.inf)
-    return scores.softmax(-1).sum(1)
+    return scores.softmax(-1)
 
 
 class Tally(NamedTuple):
