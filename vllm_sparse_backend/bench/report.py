@@ -68,7 +68,7 @@ class Report:
             merge_figures(self.results_path, self.figures)
 
 
-OUTPUTS = ("--json", "--results", "--png", "--table")
+OUTPUTS = ("--json", "--results", "--png", "--html", "--table")
 
 
 def command_of(arguments: Sequence[str]) -> str:
