@@ -215,7 +215,20 @@ def test_a_server_that_reads_the_end_alone_is_told_by_depth(tmp_path: Path) -> N
     ours.encode = stock.encode
     out, figures, html = tmp_path / "all.json", tmp_path / "figures.json", tmp_path / "page.html"
     (tmp_path / "code.py").write_text(CODE)
-    options = ("--text", tmp_path / "code.py", "--lengths", "4000,6000", "--prompts", 5, "--json", out, "--results", figures, "--html", html)
+    options = (
+        "--text",
+        tmp_path / "code.py",
+        "--lengths",
+        "4000,6000",
+        "--prompts",
+        5,
+        "--json",
+        out,
+        "--results",
+        figures,
+        "--html",
+        html,
+    )
     with running(stock) as one, running(ours) as other:
         urls = ("--url", one, "--label", "stock", "--url", f"{other}/v1", "--label", "forgetful")
         result = run(*urls, *options)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vllm_sparse_backend.cli.bench import Json, Results, _console, _failures, _ints
+from vllm_sparse_backend.cli.bench import Json, Methods, Profile, Results, _console, _failures, _ints
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.bench.report import Report
@@ -155,6 +155,55 @@ def tasks(
         _finish(report, html, lambda: pages.tasks_page(name, labels, rows, perplexities, report))
 
 
+@evaluate.command()
+def attention(
+    captured: Annotated[list[Path], typer.Argument(help="Folders of `bench capture`.")],
+    method: Methods = None,
+    profile: Profile = None,
+    chunks: Annotated[
+        str, typer.Option(help="Tokens of a step, as --max-num-batched-tokens, by comma; 0 for the whole prompt.")
+    ] = "8192",
+    clusters: Annotated[
+        Path | None, typer.Option(help="Another capture of the model, to find SharePrefill's clusters in.")
+    ] = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Also the curve of each method's main parameter.")] = False,
+    device: Annotated[str | None, typer.Option(help="cuda, or cpu, where references select, slowly.")] = None,
+    json_path: Json = None,
+    results: Results = None,
+    html: Html = None,
+) -> None:
+    """What methods keep of a model's own attention: recall, down to single queries, density, error of the output.
+
+    Methods select on captured queries and keys as the server does, chunk by chunk, and are held against exact
+    attention, layer by layer: errors of earlier layers do not add up here.
+    """
+    with _failures():
+        import torch
+
+        from vllm_sparse_backend.bench.asked import methods_asked
+        from vllm_sparse_backend.bench.report import Report
+        from vllm_sparse_backend.evaluate import attention as part
+        from vllm_sparse_backend.evaluate.attention_page import attention_page
+        from vllm_sparse_backend.evaluate.capture import Capture
+        from vllm_sparse_backend.evaluate.clusters import head_clusters
+
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        name = torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
+        report, sizes = Report("attention", name, json_path, results), _ints(chunks)
+        for found in [Capture.open(folder) for folder in captured]:
+            asked = [part.Setting(a.method, dict(a.params)) for a in methods_asked(method or (), profile, found.shape)]
+            by_layer = None
+            if any(one.method == "share_prefill" for one in asked):
+                by_layer = head_clusters(Capture.open(clusters) if clusters else found, device)
+            for size in dict.fromkeys(size or found.num_tokens for size in sizes):
+                figures = part.measure(found, part.swept(asked) if sweep else asked, by_layer, size, device, True)
+                report.add_case(figures)
+                part.add_figures(figures, report)
+                _show_attention(figures)
+        _show_chunks(report.cases)
+        _finish(report, html, lambda: attention_page(report))
+
+
 def _stop_servers_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
@@ -281,6 +330,27 @@ def _show_tasks(rows: list[dict[str, Any]], perplexities: list[dict[str, Any]]) 
     if perplexities:
         told = [row | {key: _fine(row[key]) for key in ("perplexity", "of_first")} for row in perplexities]
         console.print(table_of("Perplexity", part.PERPLEXITY_COLUMNS, told))
+
+
+def _show_attention(figures: dict[str, Any]) -> None:
+    from vllm_sparse_backend.bench.report import table_of
+    from vllm_sparse_backend.evaluate import attention as part
+
+    console, rows = _console(), part.table_rows(figures)
+    title = f"{figures['model']}, {part.length_name(figures)}"
+    if rows:
+        caption = f"{part.EXPLAINED} {part.QUERIES_EXPLAINED}"
+        console.print(table_of(title, {name: name for name in rows[0]}, rows, caption))
+    for name, why in figures["methods_left_out"].items():
+        console.print(f"[red]{escape(name)} left out[/]: {escape(why)}", highlight=False, soft_wrap=True)
+
+
+def _show_chunks(all_figures: Sequence[dict[str, Any]]) -> None:
+    from vllm_sparse_backend.bench.report import table_of
+    from vllm_sparse_backend.evaluate import attention as part
+
+    for title, rows in part.chunk_tables(all_figures).items():
+        _console().print(table_of(title, {name: name for name in rows[0]}, rows))
 
 
 def add_to(app: typer.Typer) -> None:

@@ -15,7 +15,7 @@ def failures(cases: Sequence[Case]) -> list[str]:
     """A line for each failed request, and for each server that ran nothing sparse."""
     lines = []
     for case in cases:
-        if case["part"] == "density" and case["density"] is None:
+        if case.get("part") == "density" and case["density"] is None:
             why = "prompts within min_tokens are dense (the server's log says how many those are)"
             lines.append(f"{case['label']}: no request ran sparse: {why}")
         elif case.get("error"):
