@@ -86,7 +86,7 @@ def test_the_command(captured, tmp_path):
     assert [case["chunk_tokens"] for case in cases] == [130, 333]
     for case in cases:
         for row in case["settings"]:
-            assert 0 <= row["worst"] <= row["thousandth"] <= row["hundredth"] <= row["recall"] <= 1
+            assert 0 <= row["worst"] <= row["thousandth"] <= row["hundredth"] <= row["recall"] + 1e-4 <= 1.0002
             assert len(row["thousandth_of_heads"]) == 3
         narrow, blocks, sale = case["settings"]
         assert max(narrow["worst"], blocks["worst"]) < 0.9

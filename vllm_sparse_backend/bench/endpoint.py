@@ -134,7 +134,7 @@ class Endpoint:
             raise RequestError(_said(error)) from None
         except (KeyError, IndexError, TypeError):
             raise RequestError("the answer has no text: expected an OpenAI-compatible server") from None
-        if (end := choice.get("finish_reason")) not in ("stop", "length"):
+        if (end := choice.get("finish_reason")) not in ("stop", "length", "repetition"):
             raise RequestError(f"the answer was not finished: {end!r}, expected stop or length")
         return Completion(text or "", (found.get("usage") or {}).get("prompt_tokens"))
 

@@ -121,7 +121,9 @@ class _Axis:
 
 
 def _powers(low: float, high: float) -> list[float]:
-    return [10.0**n for n in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
+    """1, 2 and 5 of each power of ten between them."""
+    powers = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
+    return [found for n in powers for digit in (1, 2, 5) if low <= (found := digit * 10.0**n) <= high]
 
 
 def _step(about: float) -> float:

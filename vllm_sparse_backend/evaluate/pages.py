@@ -124,10 +124,10 @@ def _add_positions(page: Page, labels: Sequence[str], perplexities: Sequence[Cas
             first = of[labels[0]]
             times = {
                 label: [(place[1], value / first[place]) for place, value in of[label].items() if place in first]
-                for label in labels[1:]
+                for label in labels
                 if label in of
             }
             y = f"times {labels[0]}'s"
-            drawings[f"{name}, {y}"] = curves(times, x="position, up to", y=y, log_x=True, line_at=1.0)
+            drawings[f"{name}, {y}"] = curves(times, x="position, up to", y=y, log_x=True)
     page.heading("Perplexity by position")
     page.figures(drawings)
