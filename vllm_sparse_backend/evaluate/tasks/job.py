@@ -33,6 +33,7 @@ COLUMNS = {
     "standard_error": "± s.e.",
     "difference": "less the first's",
     "difference_error": "± s.e. ",
+    "density": "density, all tasks",
     "failed": "failed requests",
 }
 PERPLEXITY_COLUMNS = {
@@ -132,6 +133,7 @@ def summaries(cases: Sequence[Case], labels: Sequence[str]) -> list[Case]:
 
     ``difference``: of the shares on prompts that both answered, with the standard error of such differences.
     """
+    density = {case["label"]: case["density"] for case in cases if case["part"] == "density"}
     rows = []
     for (task, length), of in _grouped(cases, whole_text=False):
         first = _by_number(of, labels[0])
@@ -147,7 +149,7 @@ def summaries(cases: Sequence[Case], labels: Sequence[str]) -> list[Case]:
                 "share": whole.share if shares else None, "standard_error": standard_error(shares) if shares else None,
                 "difference": math.fsum(apart) / len(apart) if compared else None,
                 "difference_error": error_of_mean(apart) if compared else None,
-                "failed": len(mine) - len(good),
+                "density": density.get(label), "failed": len(mine) - len(good),
             })  # fmt: skip
     return rows
 

@@ -22,8 +22,7 @@ class Needle(Question):
         facts = [_put(prompts.templates.fact, name, value) for name, value in zip(names, values)]
         depths = [depth, *(rng.random() for _ in range(self.others))]
         # A line that is stated is one of its own, as `eval answers` has it.
-        lines = spread(prompts.haystack.sentences(units, rng), [f"\n{fact}\n" for fact in facts], depths)
-        text = " ".join(lines).replace(" \n", "\n").replace("\n ", "\n")
+        text = "".join(spread(prompts.haystack.sentences(units, rng), [f"\n{fact}\n" for fact in facts], depths))
         asked = prompts.templates.question.partition("{value}")[0].rstrip()
         return Written(f"{text}\n{_put(asked, names[0], '')}", "", (values[0],), depth)
 

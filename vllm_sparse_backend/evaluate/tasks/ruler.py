@@ -45,7 +45,7 @@ class Needles(Question):
         chosen = rng.sample(range(len(keys)), self.asked)
         # One needle alone goes through all depths, one prompt after the other.
         depths = [depth] if len(needles) == 1 else [step / 39 for step in rng.sample(range(40), len(needles))]
-        lines = spread(self._haystack(units, keys, rng, prompts), needles, depths)
+        text = "".join(spread(self._haystack(units, keys, rng, prompts), needles, depths))
         kind, are = (self.value_kind, "are all") if self.asked * self.values > 1 else (self.value_kind[:-1], "is")
         names = [keys[i] for i in chosen]
         query = ", ".join(names[:-1]) + ", and " + names[-1] if len(names) > 1 else names[0]
@@ -53,7 +53,7 @@ class Needles(Question):
         question = (
             f"{some} special magic {kind} {'is' if some == 'A' else 'are'} hidden within the following text. Make sure "
             f"to memorize it. I will quiz you about the {kind} afterwards.\n"
-            f"{(' ' if self.haystack == 'text' else chr(10)).join(lines)}\n"
+            f"{text.rstrip()}\n"
             f"What {are} the special magic {kind} for {query} mentioned in the provided text?"
         )
         begun = f" The special magic {kind} for {query} mentioned in the provided text {are.split()[0]}"
@@ -61,11 +61,12 @@ class Needles(Question):
         return Written(question, begun, expected, depth if len(needles) == 1 else None)
 
     def _needle(self, key: str, value: str) -> str:
-        return f"One of the special magic {self.value_kind} for {key} is: {value}."
+        end = " " if self.haystack == "text" else "\n"
+        return f"One of the special magic {self.value_kind} for {key} is: {value}.{end}"
 
     def _haystack(self, units: int, keys: list[str], rng: random.Random, prompts: Prompts) -> list[str]:
         if self.haystack == "noise":
-            return [NOISE] * units
+            return [f"{NOISE}\n"] * units
         if self.haystack == "text":
             return prompts.haystack.sentences(units, rng)
         others = (_made(self.key_kind, rng) for _ in range(units))

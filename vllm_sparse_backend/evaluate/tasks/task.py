@@ -24,18 +24,22 @@ CHAT_TOKENS = 64
 
 @dataclass(frozen=True)
 class Haystack:
-    """What prompts are filled with: sentences of a text, or of prose that is made for each prompt."""
+    """What prompts are filled with: sentences, or lines, of a text, or sentences of prose made for each prompt.
+
+    Each has the white space that follows it: code stays code.
+    """
 
     text: str | None
 
     @cached_property
     def _sentences(self) -> list[str]:
-        return [part for part in re.split(r"(?<=[.!?])\s+|\n+", self.text or "") if part.strip()]
+        return re.findall(r".+?(?:[.!?]\s+|\n+|\Z)", self.text or "", re.DOTALL)
 
     def sentences(self, count: int, rng: random.Random) -> list[str]:
         """So many; a text's from a place of its own on, and from its beginning again where it ends."""
         if self.text is None:
-            return re.split(r"(?<=\.)\s", prose(9 * count, rng.getrandbits(64)))[:count]  # 9 words are the longest
+            made = prose(9 * count, rng.getrandbits(64))  # none has more than nine words
+            return re.findall(r"[^.]+\.\s", made)[:count]
         start, base = rng.randrange(len(self._sentences)), self._sentences
         return [base[(start + i) % len(base)] for i in range(count)]
 
@@ -149,7 +153,7 @@ class Question(Task):
             # Prompts of a task may begin alike: nothing of one may stand in for a prefill of the next.
             apart = {"cache_salt": uuid.uuid4().hex} if prompts.tokenizes else {}
             answer = endpoint.complete(prompts.encode(endpoint, text), self.answer_tokens, prompts.chat, **apart)
-        except RequestError as error:
+        except (RequestError, BenchError) as error:  # BenchError: of a server that tokenised before
             return {"error": str(error)}
         found = [expected.lower() in answer.text.lower() for expected in written.expected]
         case |= {"prompt_tokens": answer.prompt_tokens, "expected": list(written.expected), "answer": answer.text}
