@@ -39,6 +39,7 @@ class Stub(Protocol):
 
     encode: Words
     tokenizes: bool
+    api_key: str | None
     pause_s: float
     busy: int
     most_busy: int
@@ -60,7 +61,15 @@ def running(stub: Stub, root: Path | None = None) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(json.dumps(data).encode())
 
+        def refused(self) -> bool:
+            if stub.api_key is None or self.headers.get("Authorization") == f"Bearer {stub.api_key}":
+                return False
+            self.reply(401, {"error": "no key"})
+            return True
+
         def do_GET(self) -> None:
+            if self.refused():
+                return
             if self.path == "/metrics":
                 self.send_response(200)
                 self.end_headers()
@@ -70,6 +79,8 @@ def running(stub: Stub, root: Path | None = None) -> Iterator[str]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.refused():
+                return
             if self.path == "/tokenize" and not stub.tokenizes:
                 self.reply(404, {"detail": "Not Found"})
             elif self.path == "/tokenize":

@@ -213,7 +213,7 @@ class Stub:
         self.rank, self.fault, self.kept_of_100 = rank, fault, kept_of_100
         self.encode = Words()
         self.prompts: list[list[int]] = []
-        self.tokenizes, self.pause_s = True, 0.05
+        self.tokenizes, self.pause_s, self.api_key = True, 0.05, None
         self.busy, self.most_busy, self.lock = 0, 0, threading.Lock()
 
     def prompt_logprobs(self, ids: list[int]) -> list[dict | None]:
@@ -271,7 +271,7 @@ def test_a_server_that_loses_far_facts_is_told_by_distance(folder: Path) -> None
     out, figures = folder / "all.json", folder / "figures.json"
     with running(stock, folder) as one, running(ours, folder) as other:
         urls = ("--url", one, "--label", "stock", "--url", f"{other}/v1", "--label", "forgetful")
-        result = run(*urls, *LENGTHS, "--json", out, "--results", figures)
+        result = run(*urls, *LENGTHS, "--json", out, "--results", figures, "--html", folder / "page.html")
     assert result.exit_code == 0, result.output
     assert stock.prompts == ours.prompts
     assert [len(prompt) for prompt in stock.prompts] == [2000, 2000, 6000, 6000]
@@ -291,6 +291,9 @@ def test_a_server_that_loses_far_facts_is_told_by_distance(folder: Path) -> None
         assert found[f"stock, {name}: right"] == 1
         assert found[f"forgetful, {name}: perplexity"] == 2
     near = sum(answer["distance"] < 1024 for case in cases[-2:] for answer in case["answers"])
+    page = (folder / "page.html").read_text()
+    assert page.count("<svg") == 2 + 2  # a heat map for each server, curves of shares and perplexity
+    assert f">{near}/{near}</text>" in page
     row = next(line for line in result.output.splitlines() if re.search(r"forgetful.*6,000.* 0 of", line))
     assert f" {near} of {near} " in row
 

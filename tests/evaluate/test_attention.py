@@ -27,7 +27,7 @@ def captured(llama, prompt, tmp_path):
 def test_single_queries_recall_what_a_mask_leaves_them(captured):
     """A tile that keeps its own blocks alone: its first queries lose the most."""
     config = SparsePrefillConfig(method="a_shape", params={"sink_tokens": 0, "local_tokens": 1}, dense_layers=(1,))
-    (kept,) = measure_plans(captured, [Asked(Plan.build(config, captured.shape))], 333, DEVICE, queries=True).kept
+    (kept,) = measure_plans(captured, [Asked(Plan.build(config, captured.shape), with_queries=True)], 333, DEVICE).kept
     q, k, _ = (x.float() for x in captured.read(0, DEVICE))
     positions = torch.arange(333, device=DEVICE)
     causal = positions[:, None] >= positions

@@ -65,6 +65,7 @@ class Model:
         tokenizes: bool = True,
     ) -> None:
         self.seen, self.fault, self.nats, self.tokenizes, self.pause_s = seen, fault, nats, tokenizes, 0.0
+        self.api_key: str | None = None
         self.encode = Words()
         self.asked: list[str] = []
         self.busy, self.most_busy, self.lock = 0, 0, threading.Lock()
@@ -285,6 +286,16 @@ def test_servers_without_a_tokenizer_and_chats(tmp_path: Path) -> None:
     cases = json.loads((tmp_path / "all.json").read_text())["cases"]
     assert all(all(one["found"]) for one in cases)
     assert all(1900 < one["prompt_tokens"] < 2500 for one in cases)
+
+
+def test_servers_that_want_a_key_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    model.api_key = "secret"
+    with running(model) as url:
+        command = ("--url", url, "--tasks", "needle", "--lengths", 1500, "--prompts", 1)
+        assert "401" in run(*command).stderr
+        monkeypatch.setenv("OPENAI_API_KEY", "secret")
+        assert run(*command).exit_code == 0
 
 
 def test_randomness_is_seeded() -> None:

@@ -1,6 +1,7 @@
 """An OpenAI-compatible vLLM server as a client sees it: prompts of given lengths, and when their tokens come."""
 
 import json
+import os
 import random
 import time
 import urllib.error
@@ -56,7 +57,7 @@ class Endpoint:
         if not url.startswith(("http://", "https://")):
             raise BenchError(f"{name}: given {url!r}, expected a server's address such as http://127.0.0.1:8000")
         try:
-            with _DIRECT.open(f"{url}/v1/models", timeout=30) as answer:
+            with _DIRECT.open(_request(f"{url}/v1/models"), timeout=30) as answer:
                 models = json.load(answer)["data"]
             return Endpoint(name, url, models[0]["id"], models[0].get("root"))
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
@@ -169,7 +170,15 @@ class Endpoint:
 
 
 def _post(url: str, body: Mapping[str, Any]) -> urllib.request.Request:
-    return urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    return _request(url, json.dumps(body).encode())
+
+
+def _request(url: str, data: bytes | None = None) -> urllib.request.Request:
+    """With the key that OpenAI's clients take from the environment, for servers that ask for one."""
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get("OPENAI_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
+    return urllib.request.Request(url, data, headers)
 
 
 def _said(error: Exception) -> str:

@@ -80,9 +80,9 @@ def measure(
             except ConfigurationError as error:
                 left_out[setting.method] = str(error)
                 continue
-            asked.append(Asked(plan, with_output=setting.whole))
+            asked.append(Asked(plan, setting.whole, setting.whole and queries))
             ran.append(setting)
-        measured = measure_plans(captured, asked, chunk_tokens, device, queries=queries)
+        measured = measure_plans(captured, asked, chunk_tokens, device)
     return {
         "model": captured.model,
         "num_tokens": captured.num_tokens,

@@ -88,12 +88,12 @@ class Kept:
         bins = (ordered * BINS + 1e-2).long().flatten()
         self.recall_counts += torch.bincount(bins, minlength=BINS + 1).cpu()
 
-    def add_dense(self, num_heads: int, num_tokens: int, asked: "Asked", queries: bool) -> None:
+    def add_dense(self, num_heads: int, num_tokens: int, asked: "Asked") -> None:
         """A layer that the plan runs dense."""
         self.recall.append([1.0] * num_heads)
         self.density.append([1.0] * num_heads)
         self.output_error += [0.0] * asked.with_output
-        if queries:
+        if asked.with_queries:
             self.paper_density.append([1.0] * num_heads)
             self.lowest_recalls.append([[1.0] * len(QUANTILES)] * num_heads)
             self.recall_counts[BINS] += num_heads * num_tokens
@@ -110,6 +110,8 @@ class Asked:
     plan: Plan
     with_output: bool = False
     """Attend too, and compare with dense attention."""
+    with_queries: bool = False
+    """Recall of single queries too, and density at the paper's granularity."""
 
 
 @dataclass(frozen=True)
@@ -127,12 +129,10 @@ def measure_plans(
     chunk_tokens: int,
     device: str = "cpu",
     bounds: Sequence[int] = (1, 64, 128),
-    queries: bool = False,
 ) -> Measured:
-    """Recall, density and, where asked for, output error of every plan, on one captured prompt.
+    """Recall, density and what else is asked for of every plan, on one captured prompt.
 
-    With ``queries`` also recall of single queries, and density at the papers' granularity. On a CUDA device methods
-    select by their kernels, elsewhere by their references, as on a server.
+    On a CUDA device methods select by their kernels, elsewhere by their references, as on a server.
     """
     measured = Measured(sorted(captured.scales), [Kept() for _ in asked], {n: Bound(n) for n in bounds})
     chunks = _chunks(captured.num_tokens, chunk_tokens, torch.device(device))
@@ -144,10 +144,10 @@ def measure_plans(
         sparse = []
         for one, rows, kept in zip(asked, rows_of, measured.kept, strict=True):
             if (groups := one.plan.layer(layer)) is None:
-                kept.add_dense(captured.shape.num_heads, captured.num_tokens, one, queries)
+                kept.add_dense(captured.shape.num_heads, captured.num_tokens, one)
             else:
                 sparse.append(_Sparse(one, groups, rows, kept))
-        step.measure(sparse, measured.bounds.values(), queries)
+        step.measure(sparse, measured.bounds.values())
     return measured
 
 
@@ -183,23 +183,24 @@ class _Layer:
         self.queries = [tensors.q[rows.context_lens[0] : rows.seq_lens[0]] for rows in chunks]
         self.dense = dense_attention(tensors, scale) if with_output else None
 
-    def measure(self, sparse: Sequence[_Sparse], bounds: Iterable[Bound], queries: bool) -> None:
+    def measure(self, sparse: Sequence[_Sparse], bounds: Iterable[Bound]) -> None:
         for i, q in enumerate(self.queries):
             indices = [select_layer(one.groups, q, self.cache, one.rows[i], self.scale) for one in sparse]
-            of_queries = indices if queries else ()
+            by_query = [one for one in sparse if one.asked.with_queries]
+            of_queries = [index for one, index in zip(sparse, indices) if one.asked.with_queries]
             for mass in exact_masses(q, self.cache, self.chunks[i], self.scale, of_queries):
                 for bound in bounds:
                     bound.add(mass)
                 for one, index in zip(sparse, indices, strict=True):
                     part = tally(index, mass)
                     one.counted = part if one.counted is None else one.counted.plus(part)
-                for one, recalls in zip(sparse, mass.query_recalls):
+                for one, recalls in zip(by_query, mass.query_recalls, strict=True):
                     one.recalls.append(recalls)
             for one, index in zip(sparse, indices, strict=True):
                 if one.asked.with_output:
                     one.outputs.append(self._attend(one, q, index))
         for one in sparse:
-            self._write(one, queries)
+            self._write(one)
 
     def _attend(self, one: _Sparse, q: torch.Tensor, index: SparseIndex) -> torch.Tensor:
         out = torch.empty_like(q)
@@ -208,7 +209,7 @@ class _Layer:
         run(q, self.cache, index, out, self.scale, options=options)
         return out
 
-    def _write(self, one: _Sparse, queries: bool) -> None:
+    def _write(self, one: _Sparse) -> None:
         assert one.counted is not None
         pairs = [causal_pairs(rows) for rows in self.chunks]
         quality = one.counted.quality(sum(pairs))
@@ -217,7 +218,7 @@ class _Layer:
         if self.dense is not None and one.outputs:
             dense = self.dense.float()
             one.kept.output_error.append(float((torch.cat(one.outputs).float() - dense).norm() / dense.norm()))
-        if queries:
+        if one.asked.with_queries:
             one.kept.add_queries(torch.cat(one.recalls, 1))
             real = one.kept.density[-1]
             densities = [

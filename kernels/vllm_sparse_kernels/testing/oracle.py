@@ -83,7 +83,7 @@ def exact_masses(
                     shares = _tile_shares(q, keys, tile, heads, scale)
                     masses[heads, place, : tile.last_position + 1] = shares.sum(1)
                     for of_tiles, recall in zip(flags, recalls):
-                        kept = (shares @ of_tiles[place][heads, :, None]).squeeze(2)
+                        kept = (shares @ of_tiles[place][heads, :, None].float()).squeeze(2)
                         recall[heads, starts[place] : starts[place + 1]] = kept
             yield ExactMass(rows, tiles, masses, recalls)
 
@@ -98,12 +98,12 @@ def _tile_shares(q: torch.Tensor, keys: torch.Tensor, tile: Tile, heads: slice, 
 
 
 def _tile_flags(index: SparseIndex, i_tile: int) -> torch.Tensor:
-    """float32 [num_heads, last_position + 1]: 1 where the tile keeps the key."""
+    """Bool [num_heads, last_position + 1]: keys that the tile keeps, before the causal mask."""
     tile = index.rows.tile_list[i_tile]
     blocks = _block_flags(index, range(i_tile, i_tile + 1), index.num_causal_blocks(tile))[:, 0]
-    keys = blocks.repeat_interleave(index.block_tokens, 1)[:, : tile.last_position + 1].float()
+    keys = blocks.repeat_interleave(index.block_tokens, 1)[:, : tile.last_position + 1]
     for head in range(index.num_heads) if index.has_stripes else ():
-        keys[head, index.stripes_of(head, i_tile)] = 1
+        keys[head, index.stripes_of(head, i_tile)] = True
     return keys
 
 
