@@ -73,7 +73,7 @@ def test_the_command(captured, tmp_path):
     out, figures, html = tmp_path / "all.json", tmp_path / "figures.json", tmp_path / "page.html"
     methods = (
         "--method",
-        "a_shape:sink_tokens=64,local_tokens=64",
+        "a_shape:sink_tokens=0,local_tokens=1",
         "--method",
         "block_sparse:top_blocks=1",
         "--method",

@@ -2,7 +2,8 @@
 
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -196,7 +197,9 @@ def attention(
             if any(one.method == "share_prefill" for one in asked):
                 by_layer = head_clusters(Capture.open(clusters) if clusters else found, device)
             for size in dict.fromkeys(size or found.num_tokens for size in sizes):
-                figures = part.measure(found, part.swept(asked) if sweep else asked, by_layer, size, device, True)
+                with _bar("layers", len(found.scales)) as (_, advance):
+                    settings = part.swept(asked) if sweep else asked
+                    figures = part.measure(found, settings, by_layer, size, device, queries=True, on_layer=advance)
                 report.add_case(figures)
                 part.add_figures(figures, report)
                 _show_attention(figures)
@@ -258,22 +261,29 @@ def _ask(
     from vllm_sparse_backend.evaluate.contestants import ask_all, resume
 
     resume(report, report.json_path, key, contestants)
-    parts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*parts, console=Console(stderr=True), transient=True) as progress:
-        wanted, labels = set(job.wanted), {one.label for one in contestants}
-        held = sum(
-            case["label"] in labels and tuple(case.get(name) for name in job.fields) in wanted for case in report.cases
-        )
-        task = progress.add_task("prompts", total=len(contestants) * len(wanted), completed=held)
+    wanted, labels = set(job.wanted), {one.label for one in contestants}
+    held = sum(
+        case["label"] in labels and tuple(case.get(name) for name in job.fields) in wanted for case in report.cases
+    )
+    with _bar("prompts", len(contestants) * len(wanted), held) as (console, advance):
 
         def tell(case: dict[str, Any]) -> None:
-            progress.advance(task)
+            advance()
             said = answered(case) if case["error"] is None else f"failed: {case['error']}"
             what = f"{case['task']}, " if "task" in case else ""
             line = f"{case['label']}, {what}{case['tokens']:,} tokens, prompt {case['prompt'] + 1}: {said}"
-            progress.console.print(escape(line), highlight=False, soft_wrap=True)
+            console.print(escape(line), highlight=False, soft_wrap=True)
 
         ask_all(contestants, job, key, report, concurrency, tell)
+
+
+@contextmanager
+def _bar(of: str, total: int, done: int = 0) -> Iterator[tuple[Console, Callable[[], None]]]:
+    """A bar on stderr: what prints above it, and what moves it on by one."""
+    parts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*parts, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(of, total=total, completed=done)
+        yield progress.console, lambda: progress.advance(task)
 
 
 def _answered(case: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """What methods keep of captured attention, as figures and as tables: recall, density, error of the output."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,7 @@ def measure(
     chunk_tokens: int,
     device: str,
     queries: bool = False,
+    on_layer: Callable[[], None] = lambda: None,
 ) -> Figures:
     """One prompt's figures. ``queries``: recall of single queries, and density at the papers' granularity, too."""
     with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +83,7 @@ def measure(
                 continue
             asked.append(Asked(plan, setting.whole, setting.whole and queries))
             ran.append(setting)
-        measured = measure_plans(captured, asked, chunk_tokens, device)
+        measured = measure_plans(captured, asked, chunk_tokens, device, on_layer=on_layer)
     return {
         "model": captured.model,
         "num_tokens": captured.num_tokens,

@@ -6,7 +6,7 @@ disk. That is the same: a method keeps nothing from one chunk to the next, and w
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -129,10 +129,12 @@ def measure_plans(
     chunk_tokens: int,
     device: str = "cpu",
     bounds: Sequence[int] = (1, 64, 128),
+    on_layer: Callable[[], None] = lambda: None,
 ) -> Measured:
     """Recall, density and what else is asked for of every plan, on one captured prompt.
 
-    On a CUDA device methods select by their kernels, elsewhere by their references, as on a server.
+    On a CUDA device methods select by their kernels, elsewhere by their references, as on a server. ``on_layer`` is
+    called as each layer is done.
     """
     measured = Measured(sorted(captured.scales), [Kept() for _ in asked], {n: Bound(n) for n in bounds})
     chunks = _chunks(captured.num_tokens, chunk_tokens, torch.device(device))
@@ -148,6 +150,7 @@ def measure_plans(
             else:
                 sparse.append(_Sparse(one, groups, rows, kept))
         step.measure(sparse, measured.bounds.values())
+        on_layer()
     return measured
 
 
