@@ -86,8 +86,11 @@ def browser() -> str | None:
     for name in ("chromium", "chromium-browser", "google-chrome", "chrome"):
         if found := shutil.which(name):
             return found
-    found = sorted((Path.home() / ".cache" / "ms-playwright").glob("chromium*/*/*chrom*"))
-    return str(found[-1]) if found else None
+    kept = Path.home() / ".cache" / "ms-playwright"
+    found = [
+        path for name in ("chrome", "headless_shell", "chrome-headless-shell") for path in kept.glob(f"*/*/{name}")
+    ]
+    return str(found[0]) if found else None
 
 
 def test_a_browser_draws_it_without_a_network(page: Page, tmp_path: Path) -> None:
