@@ -80,16 +80,16 @@ def exact_masses(
                 keys = all_keys[:num_keys, kv_head].T.contiguous()
                 for place, i_tile in enumerate(tiles):
                     tile = rows.tile_list[i_tile]
-                    shares = _tile_shares(q, keys, tile, heads, scale)
-                    masses[heads, place, : tile.last_position + 1] = shares.sum(1)
+                    weights = tile_weights(q, keys, tile, heads, scale)
+                    masses[heads, place, : tile.last_position + 1] = weights.sum(1)
                     for of_tiles, recall in zip(flags, recalls):
-                        kept = (shares @ of_tiles[place][heads, :, None].float()).squeeze(2)
+                        kept = (weights @ of_tiles[place][heads, :, None].float()).squeeze(2)
                         recall[heads, starts[place] : starts[place + 1]] = kept
             yield ExactMass(rows, tiles, masses, recalls)
 
 
-def _tile_shares(q: torch.Tensor, keys: torch.Tensor, tile: Tile, heads: slice, scale: float) -> torch.Tensor:
-    """[heads, queries, last_position + 1] of one tile; keys [head_dim, num_keys] are those that ``heads`` share."""
+def tile_weights(q: torch.Tensor, keys: torch.Tensor, tile: Tile, heads: slice, scale: float) -> torch.Tensor:
+    """Exact weights [heads, queries, last_position + 1] of a tile; ``heads`` share the keys [head_dim, num_keys]."""
     queries = q[tile.token : tile.token + tile.length_tokens, heads].float().transpose(0, 1) * scale
     scores = queries @ keys[:, : tile.last_position + 1]
     unseen = torch.ones(tile.length_tokens, tile.length_tokens, dtype=torch.bool, device=q.device).triu_(1)
