@@ -46,18 +46,15 @@ def select_anchor_attention(
                 method.sample_tokens,
             )
             # Equation 2; section 3.4: what any tile of the group keeps, all of them keep.
-            kept = torch.zeros(len(k), dtype=torch.bool, device=q.device)
-            kept[INITIAL_TOKENS : INITIAL_TOKENS + differences.shape[1]] = (differences <= method.theta).any(0)
+            kept = INITIAL_TOKENS + (differences <= method.theta).any(0).nonzero().flatten()
             for i_tile, tile in tiles:
                 blocks = torch.zeros(index.num_causal_blocks(tile), dtype=torch.bool, device=q.device)
                 blocks[: INITIAL_TOKENS // index.block_tokens] = True
                 blocks[start // index.block_tokens :] = True
                 if method.whole_blocks:
-                    blocks[kept.nonzero().flatten() // index.block_tokens] = True
-                    index.set_stripes(head, i_tile, kept[:0].nonzero().flatten())
-                else:
-                    index.set_stripes(head, i_tile, kept.nonzero().flatten())
+                    blocks[kept // index.block_tokens] = True
                 index.set_blocks(head, i_tile, blocks)
+                index.set_stripes(head, i_tile, kept)  # those outside the blocks
 
 
 def window_start(tile: Tile, step_tiles: int, window_tokens: int = 0) -> int:

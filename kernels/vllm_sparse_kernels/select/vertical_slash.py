@@ -11,8 +11,9 @@
 
 Deviations from the paper:
 
-* Blocks lie at absolute positions, where the paper's begin where a slash enters the row: the union is slightly larger.
-* Rows of blocks are tiles of 128 queries, the paper's are 64.
+* Blocks lie at absolute positions, where the paper's begin where a slash enters the row, and rows of blocks are tiles
+  of 128 queries, where the paper's are 64: the union of what slashes touch is larger. Where kept slashes lie side by
+  side it is slightly so; where they are scattered, density is 1.4 to 3 times that of the authors' code.
 * The last queries are those of the row's chunk in this step, fewer than 64 if the chunk is shorter.
 * Diagonal blocks are always kept.
 * The authors' code gives the first 30 columns and the last 100 diagonals infinite sums before it takes the largest, so
