@@ -60,7 +60,8 @@ def test_import_then_check(model: Path, patterns: Path, tmp_path: Path) -> None:
     assert checked.output.splitlines() == imported.output.splitlines()[:-1]
     for line in (
         "4 of 8 heads: block_sparse(top_blocks=100, per_query_block=True)",
-        "3 of 8 heads: vertical_slash(last_queries=64, forced_verticals=30, forced_slashes=100, settings=2)",
+        "3 of 8 heads: vertical_slash(last_queries=64, forced_verticals=30, forced_slashes=100, segment_tokens=None, "
+        "settings=2)",
         "1 of 8 heads: a_shape(sink_tokens=128, local_tokens=512)",
     ):
         assert line in checked.output

@@ -28,7 +28,7 @@ tenth of a trained model's, and what they keep lies slightly below that curve.
 
 Beyond the paper, ``estimating: spread`` takes queries that part the chunk evenly in place of its last ones, at the same
 price. How near they lie to each other decides what single queries get that look for something of their own.
-code-lm-29m-128k at γ = 0.9, answers inside the prompt, perplexity, density:
+code-lm-29m-128k at γ = 0.9, answers inside the prompt, perplexity, density (dense, of the longer one: 38, 3.418):
 
 | | last 64 | last 128 | 64 spread | 128 spread | 256 spread |
 | --- | --- | --- | --- | --- | --- |
