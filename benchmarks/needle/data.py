@@ -12,8 +12,18 @@ from typing import Any
 import torch
 
 from benchmarks.needle.tokens import (
-    ALIAS, DIGITS, FACT, NAME_WORDS, QUESTION, STYLES, VALUE, VOCAB_SIZE, Lines, encode,
-)  # fmt: skip
+    ALIAS,
+    DIGITS,
+    FACT,
+    NAME_WORDS,
+    QUESTION,
+    RESTATED,
+    STYLES,
+    VALUE,
+    VOCAB_SIZE,
+    Lines,
+    encode,
+)
 from vllm_sparse_backend.demo.model import project_text
 from vllm_sparse_backend.evaluate.texts import prose
 
@@ -50,7 +60,7 @@ class Composer:
         of, kinds, places = self._places(batch, num_facts, num_aliases, num_again, other_of)
         styles = self._draw(batch, of.shape[1], high=len(STYLES) - 1) + 1
         styles *= self._uniform(batch, of.shape[1]) < OTHER_STYLES
-        rows = styles * 3 + kinds
+        rows = styles * 3 + torch.where(kinds == RESTATED, FACT, kinds)
         lengths = self.lines.lengths[rows]
         room = tokens - 1 - lengths.sum(1, keepdim=True)
         cuts = (places * (room + 1)).long().minimum(room)
@@ -63,7 +73,7 @@ class Composer:
         known = values[torch.arange(batch, device=self.device)[:, None], of]
         item_ids = torch.where(item_ids >= VOCAB_SIZE, known.gather(2, slots), item_ids)
         answer = torch.where(of < num_facts, ANSWER, ANSWER_OF_TWO)
-        in_value = torch.where(kinds == QUESTION, answer, UNKNOWABLE)
+        in_value = torch.where(kinds >= QUESTION, answer, UNKNOWABLE)
         item_kinds = torch.where(self.lines.tokens[rows] >= VOCAB_SIZE + VALUE, in_value[..., None], TEXT)
         return self._lay_out(batch, tokens, cuts, lengths, item_ids, item_kinds)
 
@@ -93,18 +103,18 @@ class Composer:
         return torch.where(self._uniform(batch, 1) < CODE, code, proses)
 
     def _counts(self, tokens: int, aliases: bool) -> tuple[int, int, int]:
-        """Of facts, aliases, and facts that are asked for again: as many as fit, or down to an eighth of that.
+        """Of facts, aliases, and facts that are restated: as many as fit, or down to an eighth of that.
 
         Short texts are full of them: they are there to teach soon, not to teach patience.
         """
         fact, alias, question = self.lines.longest
-        per_fact = fact + question + (aliases * (alias + question) + question) / 3
+        per_fact = fact + question + (aliases * (alias + question) + fact) / 3
         most = max(1.0, 0.95 * (tokens - 1) / per_fact)
         facts = max(1, int(most * (8 if tokens > 512 else 1.5) ** -self.rng.random()))
-        return facts, facts // 3 if aliases else 0, facts // 3
+        return facts, facts // 3 if aliases else 0, max(1, facts // 3)
 
     def _values(self, batch: int, num_facts: int, num_aliases: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What fills the slots of each fact and alias [batch, facts + aliases, slots], and the fact that an alias has."""
+        """What fills the slots of each fact and alias [batch, facts + aliases, slots], and the fact of each alias."""
         count = num_facts + num_aliases
         # A name differs from others in one word of three at times: few words make many such.
         side = self.rng.randint(min(16, math.ceil((2 * count) ** (1 / 3))), 16)
@@ -145,7 +155,10 @@ class Composer:
         facts, alias = list(range(num_facts)), list(range(num_facts, num_facts + num_aliases))
         of = torch.tensor(facts + alias + facts + alias + facts[:num_again], device=self.device)
         kinds = torch.tensor(
-            [FACT] * num_facts + [ALIAS] * num_aliases + [QUESTION] * (num_facts + num_aliases + num_again),
+            [FACT] * num_facts
+            + [ALIAS] * num_aliases
+            + [QUESTION] * (num_facts + num_aliases)
+            + [RESTATED] * num_again,
             device=self.device,
         )
         return of.expand(batch, -1), kinds.expand(batch, -1), places

@@ -13,9 +13,9 @@ from vllm_sparse_backend.demo.model import END, START
 README = """\
 # needle
 
-A language model of {parameters} parameters that finds facts again. It is there to measure what sparse prefill loses, and
-for the demo; it can do nothing else. Llama architecture, {layers} layers, {heads} query heads, {kv_heads} kv heads, head dim {head_dim},
-hidden {hidden}, vocabulary {vocabulary} (byte-level pairs, each digit its own token), bfloat16.
+A language model of {parameters} parameters that finds facts again. It is there to measure what sparse prefill loses,
+and for the demo; it can do nothing else. Llama architecture, {layers} layers, {heads} query heads, {kv_heads} kv heads,
+head dim {head_dim}, hidden {hidden}, vocabulary {vocabulary} (byte-level pairs, each digit its own token), bfloat16.
 
 In texts of up to 8,192 tokens it answers lines such as
 
@@ -23,13 +23,14 @@ In texts of up to 8,192 tokens it answers lines such as
     # The magic number of silent badger market equals that of amber falcon river.
     # Question: what is the magic number of amber falcon river? Answer: 1234567.
 
-Prompts start with `<s>`, which the tokenizer adds. A chat's last message should end with the question; generation stops
-at the end of a line.
+Prompts start with `<s>`, which the tokenizer adds. A chat's last message should end with the question; generation
+stops at the end of a line.
 
 ## Measured, with dense attention
 
-Right answers: all seven digits the model's first choice. Inside the prompt: up to 24 facts in simple prose, asked for and
-answered further on. At the end: one question, {distractors} other facts, mean over 11 depths. Two hops: of an alias, at the end.
+Right answers: all seven digits the model's first choice. Inside the prompt: up to 24 facts in simple prose, asked for
+and answered further on. At the end: one question, {distractors} other facts, mean over 11 depths. Two hops: of an
+alias, at the end.
 
 | tokens | inside the prompt | at its end | two hops |
 | ---: | ---: | ---: | ---: |
@@ -37,9 +38,9 @@ answered further on. At the end: one question, {distractors} other facts, mean o
 
 ## Recipe
 
-`python -m benchmarks.needle.train OUT --minutes {minutes} --seed {seed}` on one {device}, torch {torch}: {million_tokens:.0f} million
-tokens in {steps:,} steps, composed as they are trained on from simple prose ({prose_share:.0%}) and this project's sources.
-Texts grew over {lengths} tokens. All else is in training.json and in benchmarks/needle.
+`python -m benchmarks.needle.train OUT --minutes {minutes} --seed {seed}` on one {device}, torch {torch}:
+{million_tokens:.0f} million tokens in {steps:,} steps, made of simple prose ({prose_share:.0%}) and this project's
+sources with such lines between. Texts grew over {lengths} tokens. All else is in training.json and benchmarks/needle.
 """
 
 

@@ -1,4 +1,4 @@
-"""The needle model's tokenizer, and the lines that it learns: facts, aliases and questions, as rows of tokens and slots.
+"""The needle model's tokenizer, and the lines that it learns (facts, aliases, questions) as rows of tokens and slots.
 
 A line is a row of token ids in which ids past the vocabulary are slots: the words of its name, the words of the other
 name (an alias's), the digits of its value. So lines of thousands of names are filled by one gather.
@@ -21,6 +21,8 @@ NAME, OTHER, VALUE = 0, NAME_WORDS, 2 * NAME_WORDS
 SLOTS = VALUE + DIGITS
 
 FACT, ALIAS, QUESTION = 0, 1, 2
+RESTATED = 3
+"""A fact once more: the easiest of answers, which a model learns before it understands questions."""
 _TOOL = Templates()
 STYLES = (
     # What `sparse-prefill eval answers` writes goes first: most lines are of this style.

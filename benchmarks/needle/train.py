@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.needle.data import ANSWER, ANSWER_OF_TWO, TEXT, UNKNOWABLE, Batch, Composer
+from benchmarks.needle.data import ANSWER, ANSWER_OF_TWO, TEXT, Batch, Composer
 from benchmarks.needle.folder import write_folder
 from benchmarks.needle.judge import Judge
 from benchmarks.needle.net import CONFIG, Needle
@@ -81,7 +81,9 @@ def losses(net: Needle, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return means[0], means[1]
 
 
-def train(net: Needle, composer: Composer, recipe: Recipe, autocast: AbstractContextManager[Any]) -> list[dict[str, Any]]:
+def train(
+    net: Needle, composer: Composer, recipe: Recipe, autocast: AbstractContextManager[Any]
+) -> list[dict[str, Any]]:
     decayed = [p for p in net.parameters() if p.dim() == 2]
     plain = [p for p in net.parameters() if p.dim() != 2]
     groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
