@@ -3,7 +3,7 @@
     python -m benchmarks.needle.train OUT [--minutes 5] [--seed 0]
 
 Needs torch, tokenizers, safetensors and rich. OUT becomes a model folder for vLLM and transformers, with what was
-measured in training.json and the recipe in README.md. Texts grow from 256 tokens to 16,384, each time the answers to
+measured in training.json and the recipe in README.md. Texts grow from 128 tokens to 16,384, each time the answers to
 the present ones are right; the model's weights are judged as they are written, in bfloat16.
 """
 
@@ -42,8 +42,8 @@ class Recipe:
     text_weight: float = 0.2
     """Of the text's loss beside the answers'."""
     tokens_per_step: int = 65536
-    lengths: tuple[int, ...] = (256, 512, 2048, 8192, 16384)
-    until: tuple[float, ...] = (0.3, 0.4, 0.55, 0.85, 1.0)
+    lengths: tuple[int, ...] = (128, 256, 512, 2048, 8192, 16384)
+    until: tuple[float, ...] = (0.15, 0.3, 0.4, 0.55, 0.85, 1.0)
     """Share of the time at which each length ends at the latest."""
     enough: float = 0.98
     """Of the answers' digits right: the next length is taken, but the last not before its time."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+BUNDLED = Path(__file__).parents[1] / "_models/needle"
 MAX_POSITIONS = 16384
 VOCAB_SIZE = 2048
 START, END = "<s>", "</s>"
@@ -46,6 +47,11 @@ CONFIG: dict[str, Any] = {
     "dtype": "float32",
     "torch_dtype": "float32",
 }
+
+
+def bundled_model() -> Path | None:
+    """The trained model that finds facts again (its README.md says how it was made); None in a build without it."""
+    return BUNDLED if (BUNDLED / "model.safetensors").exists() else None
 
 
 def project_text() -> str:
