@@ -87,7 +87,7 @@ def test_questions_ask_for_facts_of_the_text(tokens: int) -> None:
         assert question.text == text
         name = question.question.removeprefix("# Question: what is the magic number of ").removesuffix("?")
         assert text.count(f"# The magic number of {name} is {question.value}.\n") == 1
-        assert text.index(question.value) / len(text) == pytest.approx((i + 1) / NUM_FACTS, abs=0.05)
+        assert text.index(question.value) / len(text) == pytest.approx((i + 1) / NUM_FACTS, abs=0.1)
 
 
 def test_an_answer_is_right_only_with_the_value() -> None:

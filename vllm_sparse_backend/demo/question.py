@@ -26,7 +26,7 @@ class Question:
 def make_questions(count_tokens: Callable[[str], int], tokens: int, seed: int = 0) -> list[Question]:
     """One for each of ASKED, all about one text that ``count_tokens`` finds at least ``tokens`` long, and little more.
 
-    Facts lie at even distances.
+    As many lines lie between any two facts.
     """
     rng = random.Random(seed)
     names = rng.sample(NAMES, NUM_FACTS)
