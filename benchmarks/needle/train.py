@@ -145,7 +145,9 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=Recipe.peak_rate)
     parser.add_argument("--tokens-per-step", type=int, default=Recipe.tokens_per_step)
     parser.add_argument("--lengths", type=lambda text: tuple(map(int, text.split(","))), default=Recipe.lengths)
-    parser.add_argument("--judge", type=lambda text: list(map(int, text.split(","))), default=[1024, 2048, 4096, 8192])
+    parser.add_argument(
+        "--judge", type=lambda text: list(map(int, text.split(","))), default=[1024, 2048, 4096, 8192, 16384]
+    )
     parser.add_argument("--prompts", type=int, default=20, help="for each length and depth")
     parser.add_argument("--config", type=json.loads, default={}, help="changes to the model's config, as JSON")
     asked = parser.parse_args()
