@@ -85,7 +85,8 @@ def test_questions_ask_for_facts_of_the_text(tokens: int) -> None:
     assert len(asked) == len(ASKED) == 2
     for i, question in zip(ASKED, asked):
         assert question.text == text
-        name = question.question.removeprefix("# Question: what is the magic number of ").removesuffix("?")
+        name = question.name
+        assert question.question == f"# Question: what is the magic number of {name}?"
         assert text.count(f"# The magic number of {name} is {question.value}.\n") == 1
         assert text.index(question.value) / len(text) == pytest.approx((i + 1) / NUM_FACTS, abs=0.1)
 

@@ -15,6 +15,7 @@ ASKED = (5, 9)
 @dataclass(frozen=True)
 class Question:
     text: str
+    name: str
     question: str
     """Without its answer, as a user would ask at the text's end."""
     value: str
@@ -40,7 +41,7 @@ def make_questions(count_tokens: Callable[[str], int], tokens: int, seed: int = 
         low, high = (low, middle) if count_tokens(_strewn(lines[:middle], facts)) >= tokens else (middle, high)
     text = _strewn(lines[:high], facts)
     asks = templates.question[: templates.question.index(" Answer:")]
-    return [Question(text, asks.replace("{name}", names[i]), values[i]) for i in ASKED]
+    return [Question(text, names[i], asks.replace("{name}", names[i]), values[i]) for i in ASKED]
 
 
 def _strewn(lines: list[str], facts: list[str]) -> str:

@@ -166,12 +166,12 @@ def _show_answer(way: str, ask: Callable[[], tuple[Any, str | None]], console: C
 
 def _show_answers(given: Sequence[Given], console: Console) -> None:
     table = Table(title=f"Questions at the end of a text of {PROMPT_TOKENS:,} tokens in which the answers stand")
-    for heading in ("asked", "of", "as a", "answer", "", "expected"):
-        table.add_column(heading)
+    for heading in ("magic number of", "asked", "by", "answer", "expected", ""):
+        table.add_column(heading, no_wrap=heading != "answer")
     for one in given:
         verdict = "[green]right[/]" if one.is_right else "[red]wrong[/]"
-        asked, answer = one.question.question.removeprefix("# Question: "), escape((one.answer or "").strip())
-        table.add_row(asked, one.server, one.way, answer, verdict, one.question.value)
+        answer = escape((one.answer or "").strip())
+        table.add_row(one.question.name, one.server, one.way, answer, one.question.value, verdict)
     console.print(table)
 
 
