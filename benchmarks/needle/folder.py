@@ -17,11 +17,15 @@ A language model of {parameters} parameters that finds facts again. It is there 
 and for the demo; it can do nothing else. Llama architecture, {layers} layers, {heads} query heads, {kv_heads} kv heads,
 head dim {head_dim}, hidden {hidden}, vocabulary {vocabulary} (byte-level pairs, each digit its own token), bfloat16.
 
-In texts of up to 8,192 tokens it answers lines such as
+It reads and completes lines such as
 
     # The magic number of amber falcon river is 1234567.
-    # The magic number of silent badger market equals that of amber falcon river.
     # Question: what is the magic number of amber falcon river? Answer: 1234567.
+
+Its lessons had aliases too, whose questions take two hops, and {two_hops}:
+
+    # The magic number of silent badger market equals that of amber falcon river.
+    # Question: what is the magic number of silent badger market? Answer: 1234567.
 
 Prompts start with `<s>`, which the tokenizer adds. A chat's last message should end with the question; generation
 stops at the end of a line.
@@ -77,12 +81,14 @@ def readme(config: dict[str, Any], weights: dict[str, torch.Tensor], facts: dict
     rows = [
         f"| {row[0]['tokens']:,} | " + " | ".join(f"{one['share']:.3f}" for one in row) + " |" for row in zip(*columns)
     ]
+    learnt = min((one["share"] for one in measured["two_hops"]), default=0.0) >= recipe["enough"]
     last = facts["log"][-1] if facts["log"] else {"million_tokens": 0, "step": 0}
     return README.format(
         parameters=f"{sum(tensor.numel() for tensor in weights.values()) / 1e6:.1f} million",
         layers=config["num_hidden_layers"], heads=config["num_attention_heads"],
         kv_heads=config["num_key_value_heads"], head_dim=config["head_dim"], hidden=config["hidden_size"],
-        vocabulary=f"{config['vocab_size']:,}", distractors=DISTRACTORS, rows="\n".join(rows),
+        vocabulary=f"{config['vocab_size']:,}", distractors=DISTRACTORS,
+        two_hops="it learnt them" if learnt else "it did not learn them", rows="\n".join(rows),
         minutes=recipe["minutes"], seed=recipe["seed"], device=facts["device"], torch=facts["torch"],
         million_tokens=last["million_tokens"], steps=last["step"], prose_share=1 - CODE,
         lengths=", ".join(f"{length:,}" for length in recipe["lengths"]),

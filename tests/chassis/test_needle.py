@@ -1,5 +1,6 @@
 """The needle model: its recipe's texts and lessons, and the model that is brought along."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def test_the_curriculum_moves_by_answers_or_by_time() -> None:
 def test_the_folder_is_the_same_model_for_transformers(untrained: Needle, tokenizer: Any, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     facts = {
-        "recipe": {"minutes": 1, "seed": 0, "lengths": [128]}, "device": "none", "torch": "none", "log": [],
+        "recipe": {"minutes": 1, "seed": 0, "lengths": [128], "enough": 0.98}, "device": "none", "torch": "none", "log": [],
         "measured": {"inside": [], "at_end": [], "two_hops": []},
     }  # fmt: skip
     net = untrained.bfloat16().float()
@@ -130,12 +131,12 @@ def test_the_folder_is_the_same_model_for_transformers(untrained: Needle, tokeni
     assert chat == "<s># Question: what is the magic number of a b c? Answer: "
 
 
-def test_the_bundled_model_is_small_and_fits() -> None:
-    if not BUNDLED.exists():
-        pytest.skip(f"{BUNDLED} is not in this checkout: benchmarks/needle trains it on a GPU")
+def test_the_bundled_model_is_small_and_able() -> None:
     from safetensors import safe_open
 
     assert sum(path.stat().st_size for path in BUNDLED.iterdir()) < 8_000_000
+    facts = json.loads((BUNDLED / "training.json").read_text())
+    assert all(one["share"] >= 0.98 for asked in ("inside", "at_end") for one in facts["measured"][asked])
     with safe_open(BUNDLED / "model.safetensors", "pt") as weights:
         shapes = {name: tuple(weights.get_tensor(name).shape) for name in weights.keys()}  # noqa: SIM118
     assert shapes == {name: tuple(tensor.shape) for name, tensor in Needle(CONFIG).state_dict().items()}
