@@ -113,8 +113,8 @@ def test_the_curriculum_moves_by_answers_or_by_time() -> None:
 def test_the_folder_is_the_same_model_for_transformers(untrained: Needle, tokenizer: Any, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     facts = {
-        "recipe": {"minutes": 1, "seed": 0, "lengths": [128], "enough": 0.98}, "device": "none", "torch": "none", "log": [],
-        "measured": {"inside": [], "at_end": [], "two_hops": []},
+        "recipe": {"minutes": 1, "seed": 0, "lengths": [128], "enough": 0.98}, "device": "none", "torch": "none",
+        "measured": {"inside": [], "at_end": [], "two_hops": []}, "log": [],
     }  # fmt: skip
     net = untrained.bfloat16().float()
     write_folder(tmp_path, net, tokenizer, facts)
