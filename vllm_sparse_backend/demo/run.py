@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_sparse_backend.demo.model import bundled_model, make_model
+from vllm_sparse_backend.demo.model import CANNOT_FIND, FINDING_LAYER, bundled_model, make_model
 from vllm_sparse_backend.demo.question import Question, make_questions
 from vllm_sparse_backend.demo.scrape import Report, parse
 from vllm_sparse_backend.demo.server import Server, sparse_args
@@ -28,8 +28,8 @@ PROMPT_TOKENS = 4096
 ANSWER_TOKENS = 16
 MAX_MODEL_LEN = 8192
 MIN_TOKENS = 1024
-# Chosen for the small model's random weights, which spread attention wide: each method leaves out some of 4,096 tokens.
-# They say nothing of real models, which want the papers' values.
+# Low enough that each method leaves out some of 4,096 tokens even where random weights spread attention wide, as those of
+# `make_model` do. They say nothing of real models, which want the papers' values.
 METHOD_PARAMS: dict[str, dict[str, float]] = {
     "vertical_slash": {"vertical_tokens": 256, "slash_tokens": 104},  # 100 of the slashes are always the nearest
     "a_shape": {"sink_tokens": 128, "local_tokens": 1024},
@@ -75,6 +75,11 @@ def run_demo(model: Path | None, method: str, work_dir: Path | None, console: Co
     length = ("--max-model-len", str(_max_model_len(chosen)))
     settings = {"method": method, "min_tokens": MIN_TOKENS, "min_query_tokens": 1, "params": METHOD_PARAMS[method]}
     given = []
+    if known and method in CANNOT_FIND:
+        settings["dense_layers"] = [FINDING_LAYER]
+        console.print(
+            f"Layer {FINDING_LAYER} of this model, which finds facts, stays dense: {method} loses them there."
+        )
     if known:
         with _started("stock vLLM", Server(chosen, length), console) as stock:
             given += _ask("stock vLLM", stock, console)
