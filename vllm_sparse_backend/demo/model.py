@@ -21,8 +21,8 @@ FINDING_LAYER = 1
 CANNOT_FIND = ("a_shape", "anchor_attention", "block_sparse", "sparge_attn")
 """Methods that lose the fact in that layer, so that the bundled model needs it dense.
 
-Right of 79 answers inside a prompt of 8,192 tokens, where dense attention has 78, with the methods' defaults: 64, 15, 74
-and 31; with that layer dense 78, 78, 78 and 77.
+Right of 79 answers inside a prompt of 8,192 tokens, where dense attention has 78, with the methods' defaults: 64, 15,
+74 and 31; with that layer dense 78, 78, 78 and 77.
 """
 MAX_POSITIONS = 16384
 VOCAB_SIZE = 2048

@@ -28,8 +28,8 @@ PROMPT_TOKENS = 4096
 ANSWER_TOKENS = 16
 MAX_MODEL_LEN = 8192
 MIN_TOKENS = 1024
-# Low enough that each method leaves out some of 4,096 tokens even where random weights spread attention wide, as those of
-# `make_model` do. They say nothing of real models, which want the papers' values.
+# Low enough that each method leaves out some of 4,096 tokens even where random weights spread attention wide, as those
+# of `make_model` do. They say nothing of real models, which want the papers' values.
 METHOD_PARAMS: dict[str, dict[str, float]] = {
     "vertical_slash": {"vertical_tokens": 256, "slash_tokens": 104},  # 100 of the slashes are always the nearest
     "a_shape": {"sink_tokens": 128, "local_tokens": 1024},
