@@ -8,10 +8,13 @@ import torch
 from typer.testing import CliRunner
 
 from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.demo.model import CONFIG, END, START, make_model
+from vllm_sparse_backend.demo.model import BUNDLED, CANNOT_FIND, CONFIG, END, START, bundled_model, make_model
 from vllm_sparse_backend.demo.question import ASKED, NUM_FACTS, make_questions
-from vllm_sparse_backend.demo.run import METHOD_PARAMS
+from vllm_sparse_backend.demo.run import METHOD_PARAMS, settings_of
+from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.methods import make_method
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels.select import METHODS
 
 
@@ -19,6 +22,15 @@ def test_every_method_that_leaves_something_out_can_be_shown() -> None:
     assert set(METHOD_PARAMS) == set(METHODS) - {"dense"}
     for name, params in METHOD_PARAMS.items():
         make_method(name, params)
+
+
+@pytest.mark.parametrize("method", METHOD_PARAMS)
+def test_the_bundled_model_finds_facts_densely_where_a_method_cannot(method: str) -> None:
+    assert bundled_model() == BUNDLED
+    settings = settings_of(method, bundled=True)
+    plan = Plan.build(SparsePrefillConfig(**settings), ModelShape.from_folder(BUNDLED))
+    assert plan.dense_layers == ((1,) if method in CANNOT_FIND else ())
+    assert "dense_layers" not in settings_of(method, bundled=False)
 
 
 @pytest.fixture(scope="module")

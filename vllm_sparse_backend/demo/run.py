@@ -73,10 +73,9 @@ def run_demo(model: Path | None, method: str, work_dir: Path | None, console: Co
     if known is None and model is None:
         console.print(f"Model, made locally: {escape(str(chosen))}", highlight=False, soft_wrap=True)
     length = ("--max-model-len", str(_max_model_len(chosen)))
-    settings = {"method": method, "min_tokens": MIN_TOKENS, "min_query_tokens": 1, "params": METHOD_PARAMS[method]}
+    settings = settings_of(method, bundled=known is not None)
     given = []
-    if known and method in CANNOT_FIND:
-        settings["dense_layers"] = [FINDING_LAYER]
+    if "dense_layers" in settings:
         console.print(
             f"Layer {FINDING_LAYER} of this model, which finds facts, stays dense: {method} loses them there."
         )
@@ -92,6 +91,14 @@ def run_demo(model: Path | None, method: str, work_dir: Path | None, console: Co
         raise DemoError(f"The server answered, but its /metrics show no sparse prefill: {problem}.")
     if known and not all(one.is_right for one in given):
         raise DemoError("An answer is wrong, and this model knows better.")
+
+
+def settings_of(method: str, *, bundled: bool) -> dict[str, Any]:
+    """What the demo's server is given, for the model that is brought along (``bundled``) or another."""
+    dense = {"dense_layers": [FINDING_LAYER]} if bundled and method in CANNOT_FIND else {}
+    return {
+        "method": method, "min_tokens": MIN_TOKENS, "min_query_tokens": 1, "params": METHOD_PARAMS[method], **dense,
+    }  # fmt: skip
 
 
 @contextlib.contextmanager
