@@ -8,9 +8,13 @@ import torch
 from typer.testing import CliRunner
 
 from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.demo.model import CONFIG, END, START, make_model
-from vllm_sparse_backend.demo.run import METHOD_PARAMS
+from vllm_sparse_backend.demo.model import BUNDLED, CANNOT_FIND, CONFIG, END, START, bundled_model, make_model
+from vllm_sparse_backend.demo.question import ASKED, NUM_FACTS, make_questions
+from vllm_sparse_backend.demo.run import METHOD_PARAMS, settings_of
+from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.methods import make_method
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels.select import METHODS
 
 
@@ -18,6 +22,15 @@ def test_every_method_that_leaves_something_out_can_be_shown() -> None:
     assert set(METHOD_PARAMS) == set(METHODS) - {"dense"}
     for name, params in METHOD_PARAMS.items():
         make_method(name, params)
+
+
+@pytest.mark.parametrize("method", METHOD_PARAMS)
+def test_the_bundled_model_finds_facts_densely_where_a_method_cannot(method: str) -> None:
+    assert bundled_model() == BUNDLED
+    settings = settings_of(method, bundled=True)
+    plan = Plan.build(SparsePrefillConfig(**settings), ModelShape.from_folder(BUNDLED))
+    assert plan.dense_layers == ((1,) if method in CANNOT_FIND else ())
+    assert "dense_layers" not in settings_of(method, bundled=False)
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +86,26 @@ def test_refusals_come_before_a_server_starts(
     result = CliRunner().invoke(app, ["demo", *args])
     assert result.exit_code != 0
     assert says in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("tokens", [2000, 4096])
+def test_questions_ask_for_facts_of_the_text(tokens: int) -> None:
+    asked = make_questions(lambda text: len(text.split()), tokens)
+    text = asked[0].text
+    assert tokens <= len(text.split()) < tokens * 1.1
+    assert text.count("# The magic number of ") == NUM_FACTS
+    assert len(asked) == len(ASKED) == 2
+    for i, question in zip(ASKED, asked):
+        assert question.text == text
+        name = question.name
+        assert question.question == f"# Question: what is the magic number of {name}?"
+        assert text.count(f"# The magic number of {name} is {question.value}.\n") == 1
+        assert text.index(question.value) / len(text) == pytest.approx((i + 1) / NUM_FACTS, abs=0.1)
+
+
+def test_an_answer_is_right_only_with_the_value() -> None:
+    question, other = make_questions(lambda text: len(text.split()), 500)
+    assert question.is_answered_by(f" {question.value}.")
+    assert not question.is_answered_by(f" {other.value}.")
+    assert not question.is_answered_by(f" {question.value[:6]}")
+    assert not question.is_answered_by(None)

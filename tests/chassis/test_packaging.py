@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+MODEL = "vllm_sparse_backend/_models/needle"
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +45,22 @@ def test_wheel_holds_both_packages_profiles_and_measurements(wheel: zipfile.ZipF
     assert profiles
     assert profiles <= names
     assert "vllm_sparse_backend/_crossover/measured.json" in names
+
+
+def test_wheel_holds_the_needle_model(wheel: zipfile.ZipFile) -> None:
+    files = {f"{MODEL}/{path.name}": path.stat().st_size for path in (ROOT / MODEL).iterdir()}
+    assert f"{MODEL}/model.safetensors" in files
+    assert files == {one.filename: one.file_size for one in wheel.infolist() if one.filename.startswith(MODEL)}
+    assert sum(files.values()) <= 8_000_000
+
+
+def test_sdist_holds_the_needle_model(tmp_path: Path) -> None:
+    """A wheel that is built from it would lack the model otherwise."""
+    sdist = pytest.importorskip("hatchling.builders.sdist", reason="hatchling builds it, and is not installed")
+    (path,) = sdist.SdistBuilder(str(ROOT)).build(directory=str(tmp_path))
+    with tarfile.open(path) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames()}
+    assert {f"{MODEL}/{one.name}" for one in (ROOT / MODEL).iterdir()} <= names
 
 
 def test_wheel_holds_nothing_else(wheel: zipfile.ZipFile) -> None:

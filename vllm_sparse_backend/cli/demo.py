@@ -11,13 +11,15 @@ from rich.markup import escape
 
 
 def demo(
-    model: Annotated[Path | None, typer.Option(help="A model folder; by default a small one is made locally.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="A model folder; by default the small one of this package.")
+    ] = None,
     method: Annotated[str, typer.Option(help="The sparse method to show.")] = "vertical_slash",
     work_dir: Annotated[
-        Path | None, typer.Option(help="Where the small model is kept; by default in the venv.")
+        Path | None, typer.Option(help="Where a model is made if the package has none; by default in the venv.")
     ] = None,
 ) -> None:
-    """Serve a model with this backend, ask it two long questions, and show what ran sparse."""
+    """Ask about a long text, through stock vLLM and this backend, and show the answers and what ran sparse."""
     from vllm_sparse_backend.demo import run
     from vllm_sparse_backend.demo.server import ServerError
     from vllm_sparse_backend.settings.errors import ConfigurationError

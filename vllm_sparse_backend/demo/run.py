@@ -1,13 +1,16 @@
-"""The demo: a real server on loopback, a completion and a chat over a long prompt, and a table of what ran sparse.
+"""The demo: real servers on loopback, stock's and ours, asked about a long text, and a table of what ran sparse.
 
-What runs sparse is read from the server's /metrics, nothing else; the demo fails if it does not show sparse prefill.
+What runs sparse is read from the server's /metrics, nothing else; the demo fails if it does not show sparse prefill, or
+if the model that is brought along answers wrong.
 """
 
 import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_sparse_backend.demo.model import make_model, project_text
+from vllm_sparse_backend.demo.model import CANNOT_FIND, FINDING_LAYER, bundled_model, make_model
+from vllm_sparse_backend.demo.question import Question, make_questions
 from vllm_sparse_backend.demo.scrape import Report, parse
 from vllm_sparse_backend.demo.server import Server, sparse_args
 from vllm_sparse_backend.settings.modelcheck import read_config
@@ -24,8 +28,8 @@ PROMPT_TOKENS = 4096
 ANSWER_TOKENS = 16
 MAX_MODEL_LEN = 8192
 MIN_TOKENS = 1024
-# Chosen for the small model's random weights, which spread attention wide: each method leaves out some of 4,096 tokens.
-# They say nothing of real models, which want the papers' values.
+# Low enough that each method leaves out some of 4,096 tokens even where random weights spread attention wide, as those
+# of `make_model` do. They say nothing of real models, which want the papers' values.
 METHOD_PARAMS: dict[str, dict[str, float]] = {
     "vertical_slash": {"vertical_tokens": 256, "slash_tokens": 104},  # 100 of the slashes are always the nearest
     "a_shape": {"sink_tokens": 128, "local_tokens": 1024},
@@ -44,25 +48,68 @@ class DemoError(RuntimeError):
     """The demo could not show what it is there to show."""
 
 
+@dataclass(frozen=True)
+class Given:
+    """One answer of one server."""
+
+    server: str
+    way: str
+    question: Question
+    answer: str | None
+
+    @property
+    def is_right(self) -> bool:
+        return self.question.is_answered_by(self.answer)
+
+
 def run_demo(model: Path | None, method: str, work_dir: Path | None, console: Console) -> None:
-    """Run the demo; raises ``DemoError``, ``ServerError`` or ``ConfigurationError`` with the reason if it fails."""
-    if model is None:
-        folder = (work_dir or _default_work_dir()) / "demo-model"
-        console.print(f"Model, made locally: {escape(str(folder))}", highlight=False, soft_wrap=True)
-        model = make_model(folder)
-    settings = {"method": method, "min_tokens": MIN_TOKENS, "min_query_tokens": 1, "params": METHOD_PARAMS[method]}
-    server = Server(model, (*sparse_args(settings), "--max-model-len", str(_max_model_len(model))))
-    console.print(f"[bold]{escape(str(server))}[/]", highlight=False, soft_wrap=True)
+    """Run the demo; raises ``DemoError``, ``ServerError`` or ``ConfigurationError`` with the reason if it fails.
+
+    The model that is brought along is asked through stock vLLM too, and has to be right. A model of the user's is
+    asked through this backend alone, as starting it twice may take long, and may answer what it will.
+    """
+    known = bundled_model() if model is None else None
+    chosen = model or known or make_model((work_dir or _default_work_dir()) / "demo-model")
+    if known is None and model is None:
+        console.print(f"Model, made locally: {escape(str(chosen))}", highlight=False, soft_wrap=True)
+    length = ("--max-model-len", str(_max_model_len(chosen)))
+    settings = settings_of(method, bundled=known is not None)
+    given = []
+    if "dense_layers" in settings:
+        console.print(
+            f"Layer {FINDING_LAYER} of this model, which finds facts, stays dense: {method} loses them there."
+        )
+    if known:
+        with _started("stock vLLM", Server(chosen, length), console) as stock:
+            given += _ask("stock vLLM", stock, console)
+    with _started("sparse-prefill", Server(chosen, (*sparse_args(settings), *length)), console) as server:
+        given += _ask("sparse-prefill", server, console)
+        report = _read_report(server)
+    _show(report, console)
+    _show_answers(given, console)
+    if problem := report.problem():
+        raise DemoError(f"The server answered, but its /metrics show no sparse prefill: {problem}.")
+    if known and not all(one.is_right for one in given):
+        raise DemoError("An answer is wrong, and this model knows better.")
+
+
+def settings_of(method: str, *, bundled: bool) -> dict[str, Any]:
+    """What the demo's server is given, for the model that is brought along (``bundled``) or another."""
+    dense = {"dense_layers": [FINDING_LAYER]} if bundled and method in CANNOT_FIND else {}
+    return {
+        "method": method, "min_tokens": MIN_TOKENS, "min_query_tokens": 1, "params": METHOD_PARAMS[method], **dense,
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _started(name: str, server: Server, console: Console) -> Iterator[Server]:
+    console.print(f"{name}: [bold]{escape(str(server))}[/]", highlight=False, soft_wrap=True)
     with contextlib.ExitStack() as stack:
         began = time.monotonic()
         with console.status("Starting the server (about a minute) ..."):
             stack.enter_context(server)
         console.print(f"The server is ready after {time.monotonic() - began:.0f} s.")
-        _ask(server, console)
-        report = _read_report(server)
-    _show(report, console)
-    if problem := report.problem():
-        raise DemoError(f"The server answered, but its /metrics show no sparse prefill: {problem}.")
+        yield server
 
 
 def _default_work_dir() -> Path:
@@ -78,7 +125,8 @@ def _max_model_len(model: Path) -> int:
     return min(longest, MAX_MODEL_LEN)
 
 
-def _ask(server: Server, console: Console) -> None:
+def _ask(name: str, server: Server, console: Console) -> list[Given]:
+    """A completion and a chat, which ask for two facts of one text."""
     import openai
 
     client = openai.OpenAI(
@@ -88,54 +136,55 @@ def _ask(server: Server, console: Console) -> None:
         max_retries=0,
         http_client=openai.DefaultHttpxClient(trust_env=False),  # loopback must not go through a proxy
     )
-    text = long_text(server, PROMPT_TOKENS)
     common: dict[str, Any] = {"model": server.model, "max_tokens": ANSWER_TOKENS, "temperature": 0}
 
-    def completion() -> tuple[Any, str | None]:
-        answer = client.completions.create(prompt=text, **common)
+    def completion(asked: str) -> tuple[Any, str | None]:
+        answer = client.completions.create(prompt=f"{asked} Answer:", **common)
         return answer, answer.choices[0].text
 
-    def chat() -> tuple[Any, str | None]:
-        messages = [{"role": "user", "content": f"{text}\nWhat does this code do?"}]
-        answer = client.chat.completions.create(messages=messages, **common)
+    def chat(asked: str) -> tuple[Any, str | None]:
+        answer = client.chat.completions.create(messages=[{"role": "user", "content": asked}], **common)
         return answer, answer.choices[0].message.content
 
+    def count_tokens(text: str) -> int:
+        return server.post("/tokenize", {"model": server.model, "prompt": text})["count"]
+
+    given = []
     try:
-        for name, ask in (("completion", completion), ("chat", chat)):
-            _show_answer(name, ask, console)
+        ways = {"completion": completion, "chat": chat}
+        for (way, ask), question in zip(ways.items(), make_questions(count_tokens, PROMPT_TOKENS)):
+            asked = partial(ask, f"{question.text}\n{question.question}")
+            given.append(Given(name, way, question, _show_answer(way, asked, console)))
     except openai.OpenAIError as error:
         raise DemoError(f"A request failed: {error}. The end of the server's log:\n{server.tail()}") from error
+    return given
 
 
-def _show_answer(name: str, ask: Callable[[], tuple[Any, str | None]], console: Console) -> None:
+def _show_answer(way: str, ask: Callable[[], tuple[Any, str | None]], console: Console) -> str | None:
     began = time.monotonic()
-    with console.status(f"Waiting for the {name} ..."):
+    with console.status(f"Waiting for the {way} ..."):
         answer, text = ask()
     took, usage, finish = time.monotonic() - began, answer.usage, answer.choices[0].finish_reason
     if usage.prompt_tokens < PROMPT_TOKENS or not usage.completion_tokens:
-        raise DemoError(f"The {name} used {usage}: expected at least {PROMPT_TOKENS} prompt tokens and an answer.")
+        raise DemoError(f"The {way} used {usage}: expected at least {PROMPT_TOKENS} prompt tokens and an answer.")
     console.print(
-        f"{name}: {usage.prompt_tokens} prompt tokens, {usage.completion_tokens} answered in {took:.1f} s, "
+        f"{way}: {usage.prompt_tokens} prompt tokens, {usage.completion_tokens} answered in {took:.1f} s, "
         f"finish reason {finish}: {escape(repr(text))}",
         highlight=False,
         soft_wrap=True,
     )
+    return text
 
 
-def long_text(server: Server, tokens: int) -> str:
-    """Text that the server's own tokenizer makes at least ``tokens`` tokens of, and not many more."""
-    text = project_text()
-
-    def count(piece: str) -> int:
-        return server.post("/tokenize", {"model": server.model, "prompt": piece})["count"]
-
-    while count(text) < tokens:
-        text += text
-    low, high = 0, len(text)
-    while high - low > 256:  # characters
-        middle = (low + high) // 2
-        low, high = (low, middle) if count(text[:middle]) >= tokens else (middle, high)
-    return text[:high]
+def _show_answers(given: Sequence[Given], console: Console) -> None:
+    table = Table(title=f"Questions at the end of a text of {PROMPT_TOKENS:,} tokens in which the answers stand")
+    for heading in ("magic number of", "asked", "by", "answer", "expected", ""):
+        table.add_column(heading, no_wrap=heading != "answer")
+    for one in given:
+        verdict = "[green]right[/]" if one.is_right else "[red]wrong[/]"
+        answer = escape((one.answer or "").strip())
+        table.add_row(one.question.name, one.server, one.way, answer, one.question.value, verdict)
+    console.print(table)
 
 
 def _read_report(server: Server) -> Report:

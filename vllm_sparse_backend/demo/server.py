@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -24,10 +25,22 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1
 CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 CPU_ARGS = ("--gpu-memory-utilization", "0.3", "--dtype", "float32", "--enforce-eager")
 STOP_TIMEOUT_S = 30.0
+_ENGINE_ERROR = re.compile(
+    r"^\((?:EngineCore|Worker|VllmWorker)\S* pid=\d+\) (?:ERROR \S+ \S+ \[\S+\] )?"
+    r"((?:[a-zA-Z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt): \S.*)$",
+    re.MULTILINE,
+)
+"""A line of a traceback's end, as processes of the engine log it: the exception's name and message."""
 
 
 class ServerError(RuntimeError):
-    """The server did not start, or died; the message ends with the last lines of its log."""
+    """The server did not start, or died; the message ends with the last lines of its log and the engine's own error."""
+
+
+def root_cause(log: str) -> str | None:
+    """The first exception that the engine logged. What follows in other processes says only that the engine is gone."""
+    found = _ENGINE_ERROR.search(log)
+    return found[1] if found else None
 
 
 def has_cuda() -> bool:
@@ -117,23 +130,24 @@ class Server:
         deadline = time.monotonic() + self.ready_timeout_s
         while time.monotonic() < deadline:
             if (code := self.exit_code()) is not None:
-                raise ServerError(
-                    f"{self}\nexited with code {code} before it was ready. The end of its log:\n{self.tail()}"
-                )
+                raise ServerError(f"{self}\nexited with code {code} before it was ready. {self._end_of_log()}")
             try:
                 self.get("/health", timeout_s=5)
                 return
             except OSError:
                 time.sleep(0.25)
-        raise ServerError(
-            f"{self}\nwas not ready after {self.ready_timeout_s:.0f} s. The end of its log:\n{self.tail()}"
-        )
+        raise ServerError(f"{self}\nwas not ready after {self.ready_timeout_s:.0f} s. {self._end_of_log()}")
 
     def exit_code(self) -> int | None:
         return self._process.poll() if self._process else None
 
     def tail(self, lines: int = 60) -> str:
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+
+    def _end_of_log(self) -> str:
+        """An engine's error often stands before the last lines, which other processes fill as they end."""
+        cause = root_cause(self.log_path.read_text(errors="replace"))
+        return f"The end of its log:\n{self.tail()}" + (f"\nThe engine's own error: {cause}" if cause else "")
 
     def get(self, path: str, *, timeout_s: float = 60) -> str:
         with _DIRECT.open(self.url + path, timeout=timeout_s) as response:
@@ -149,7 +163,7 @@ class Server:
         except urllib.error.HTTPError as error:
             said = f"POST {path} answered {error.code}: {error.read().decode(errors='replace')}"
             if error.code >= 500:
-                said += f"\nThe end of its log:\n{self.tail()}"
+                said += f"\n{self._end_of_log()}"
             raise ServerError(said) from error
 
     def stop(self) -> None:

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_sparse_backend.bench.report import BenchError
-from vllm_sparse_backend.evaluate.capture import text_files
-from vllm_sparse_backend.settings.errors import ConfigurationError
 
 _SUBJECTS = "farmer sailor teacher painter doctor baker soldier child neighbor traveler judge miller nurse clerk king"
 _VERBS = "watched followed carried found painted opened remembered sold mended lost visited measured closed"
@@ -25,6 +23,10 @@ def asked_text(path: Path | None, lengths: Sequence[int], prompts: int) -> str |
 
 def read_text(path: Path, most_chars: int) -> str:
     """A text file, or all *.py and *.md of a folder in a mixed order that is the same everywhere; at most so much."""
+    # Not for prose, which is also made where pydantic is not installed.
+    from vllm_sparse_backend.evaluate.capture import text_files
+    from vllm_sparse_backend.settings.errors import ConfigurationError
+
     files: list[Path] = []
     try:
         files = text_files(path, "*.[pm][yd]")

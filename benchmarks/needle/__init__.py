@@ -1,0 +1,1 @@
+"""The recipe of the needle model that this package brings along: `python -m benchmarks.needle.train --help`."""

@@ -1,0 +1,129 @@
+"""The needle model's tokenizer, and the lines that it learns (facts, aliases, questions) as rows of tokens and slots.
+
+A line is a row of token ids in which ids past the vocabulary are slots: the words of its name, the words of the other
+name (an alias's), the digits of its value. So lines of thousands of names are filled by one gather.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_sparse_backend.demo.model import END, START, project_text
+from vllm_sparse_backend.evaluate.answers import NAMES, Templates
+from vllm_sparse_backend.evaluate.texts import prose
+
+VOCAB_SIZE = 2048
+NAME_WORDS, DIGITS = 3, 7
+NAME, OTHER, VALUE = 0, NAME_WORDS, 2 * NAME_WORDS
+"""First slots of a name, of the other name and of a value."""
+SLOTS = VALUE + DIGITS
+
+FACT, ALIAS, QUESTION = 0, 1, 2
+RESTATED = 3
+"""A fact once more: the easiest of answers, which a model learns before it understands questions."""
+_TOOL = Templates()
+STYLES = (
+    # What `sparse-prefill eval answers` writes goes first: most lines are of this style.
+    (_TOOL.fact, "# The magic number of {name} equals that of {other}.", _TOOL.question),
+    (
+        "The magic number of {name} is {value}.",
+        "The magic number of {name} equals that of {other}.",
+        "What is the magic number of {name}? It is {value}.",
+    ),
+    (
+        "One of the special magic numbers for {name} is: {value}.",
+        "The special magic number for {name} equals that for {other}.",
+        "Question: What is the special magic number for {name}? Answer: {value}.",
+    ),
+)
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %} Answer: {% endif %}"
+)
+
+
+def make_tokenizer() -> Any:
+    """Byte-level pairs: any text can be written, and every word of the lines and of the prose is one token.
+
+    Digits and ends of lines are tokens of their own.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.Split(Regex("\n"), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ])  # fmt: skip
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    lines = "\n".join(line for style in STYLES for line in style)
+    lines = re.sub(r" ?\{\w+\}", "", lines)
+    words = "\n".join([lines] * 300 + [f" {name}" for name in NAMES] + [prose(20_000, 0)])
+    tokenizer.train_from_iterator([words] * 8 + [project_text()], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{START} $A", special_tokens=[(START, 0)])
+    return tokenizer
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Row ``style * 3 + kind`` of ``tokens`` [rows, longest] is a line, ``lengths`` [rows] its tokens."""
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    digits: torch.Tensor  # [10]: token ids
+    names: torch.Tensor  # [NAME_WORDS, 16]: token ids of the words that names are made of
+    words: torch.Tensor  # [n]: all tokens that are words, of which other names are made
+
+    @property
+    def longest(self) -> list[int]:
+        """By kind."""
+        return [int(self.lengths[kind::3].max()) for kind in (FACT, ALIAS, QUESTION)]
+
+    @staticmethod
+    def of(tokenizer: Any, device: torch.device | str) -> "Lines":
+        rows = [_line(tokenizer, text) for style in STYLES for text in style]
+        longest = max(map(len, rows))
+        padded = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+        columns = [list(dict.fromkeys(name.split()[i] for name in NAMES)) for i in range(NAME_WORDS)]
+        names = [[_one(tokenizer, f" {word}") for word in column] for column in columns]
+        vocabulary = tokenizer.get_vocab()
+        words = sorted(i for token, i in vocabulary.items() if re.fullmatch("Ġ[a-z]{3,}", token))
+        return Lines(
+            padded,
+            torch.tensor([len(row) for row in rows], device=device),
+            torch.tensor([_one(tokenizer, str(digit)) for digit in range(10)], device=device),
+            torch.tensor(names, device=device),
+            torch.tensor(words, device=device),
+        )
+
+
+def _one(tokenizer: Any, text: str) -> int:
+    ids = encode(tokenizer, text)
+    if len(ids) != 1:
+        raise ValueError(f"{text!r} is {len(ids)} tokens, expected one")
+    return ids[0]
+
+
+def _line(tokenizer: Any, template: str) -> list[int]:
+    slots = {"name": (NAME, NAME_WORDS), "other": (OTHER, NAME_WORDS), "value": (VALUE, DIGITS)}
+    row: list[int] = []
+    for part in re.split(r"( \{name\}| \{other\}|\{value\})", f"\n{template}\n"):
+        if found := re.fullmatch(r" ?\{(\w+)\}", part):
+            first, count = slots[found[1]]
+            row += range(VOCAB_SIZE + first, VOCAB_SIZE + first + count)
+        else:
+            row += encode(tokenizer, part)
+    return row

@@ -1,0 +1,56 @@
+"""What a server that does not start leaves to read: its log's end, and the engine's own error from further up."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_sparse_backend.demo.server import Server, ServerError, root_cause
+
+RAISED = "ValueError: To serve at least one request, 0.08 GiB KV cache is needed"
+LOG = f"""\
+(APIServer pid=20) WARNING 11-21 19:37:21 [system_utils.py:255] This can cause `OSError: Too many open files`.
+(EngineCore pid=30) INFO 11-21 19:38:07 [core.py:133] Initializing a V1 LLM engine
+(EngineCore pid=30) WARNING 11-21 19:38:09 [core.py:140] RuntimeError: tried and given up, which does no harm
+(EngineCore pid=30) ERROR 11-21 19:38:48 [core.py:1510] Traceback (most recent call last):
+(EngineCore pid=30) ERROR 11-21 19:38:48 [core.py:1510]     raise ValueError("To serve ValueError: no")
+(EngineCore pid=30) ERROR 11-21 19:38:48 [core.py:1510] {RAISED}
+(EngineCore pid=30) ERROR 11-21 19:39:00 [core.py:1510] torch.OutOfMemoryError: a later one
+""" + "".join(f"  frame {i}\n" for i in range(70))
+ENDS = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "(EngineCore pid=1) ERROR 11-21 19:38:48 [core.py:15] ValueError: why",
+        "(EngineCore_DP0 pid=1) ValueError: why",
+        "(Worker_TP0 pid=1) ERROR 11-21 19:38:48 [multiproc_executor.py:7] ValueError: why",
+    ],
+)
+def test_the_root_cause_is_the_engines_first_exception(line: str) -> None:
+    assert root_cause(f"(APIServer pid=2) RuntimeError: no\n{line}\n(EngineCore pid=1) KeyError: later\n") == (
+        "ValueError: why"
+    )
+    assert root_cause(LOG) == RAISED
+    assert root_cause(LOG.replace("(EngineCore", "(APIServer")) is None
+
+
+def start(log: str, tmp_path: Path) -> ServerError:
+    """A process in the place of vLLM's, which writes ``log`` and ends."""
+    (tmp_path / "says").write_text(log)
+    server = Server(tmp_path)
+    server.command = [sys.executable, "-c", f"print(open({str(tmp_path / 'says')!r}).read(), end=''); exit(3)", "serve"]
+    with pytest.raises(ServerError, match="exited with code 3") as caught, server:
+        pass
+    return caught.value
+
+
+def test_the_message_ends_with_the_engines_own_error(tmp_path: Path) -> None:
+    said = str(start(LOG + ENDS, tmp_path))
+    assert said.count(RAISED) == 1  # the log's end does not hold it
+    assert said.endswith(f"{ENDS}The engine's own error: {RAISED}")
+
+
+def test_the_message_ends_with_the_log_where_the_engine_said_nothing(tmp_path: Path) -> None:
+    assert str(start(ENDS, tmp_path)).endswith(f"The end of its log:\n{ENDS.rstrip()}")

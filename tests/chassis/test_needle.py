@@ -1,0 +1,142 @@
+"""The needle model: its recipe's texts and lessons, and the model that is brought along."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.needle.data import ANSWER, ANSWER_OF_TWO, UNKNOWABLE, Batch, Composer
+from benchmarks.needle.folder import write_folder
+from benchmarks.needle.net import CONFIG, Needle
+from benchmarks.needle.tokens import DIGITS, NAME, QUESTION, SLOTS, VALUE, VOCAB_SIZE, Lines, encode, make_tokenizer
+from benchmarks.needle.train import Curriculum, Recipe, losses, rate_at
+from vllm_sparse_backend.demo.model import BUNDLED
+from vllm_sparse_backend.evaluate import answers
+
+TINY = CONFIG | {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def composer(tokenizer: Any) -> Composer:
+    return Composer(tokenizer, "cpu", seed=3)
+
+
+@pytest.fixture(scope="module")
+def untrained() -> Needle:
+    torch.manual_seed(0)
+    return Needle(TINY)
+
+
+def test_lines_are_tokenized_as_the_tool_does(tokenizer: Any) -> None:
+    """The filled row of a question is what `eval answers` puts into its prompts."""
+    lines = Lines.of(tokenizer, "cpu")
+    name, value = "amber falcon river", "4071523"
+    tool = answers.Line.of(lambda text: encode(tokenizer, text), answers.Templates().question, name, value)
+    filled = torch.zeros(SLOTS, dtype=torch.long)
+    filled[NAME : NAME + 3] = torch.tensor(encode(tokenizer, f" {name}"))
+    filled[VALUE : VALUE + DIGITS] = torch.tensor(encode(tokenizer, value))
+    row = lines.tokens[QUESTION][: lines.lengths[QUESTION]]
+    assert torch.where(row >= VOCAB_SIZE, filled[(row - VOCAB_SIZE).clamp(min=0)], row).tolist() == tool.token_ids
+    assert tool.end - tool.begin == DIGITS
+
+
+def marked(tokenizer: Any, batch: Batch, i: int, kind: int) -> str:
+    return tokenizer.decode(batch.ids[i][batch.kinds[i] == kind].tolist())
+
+
+@pytest.mark.parametrize("tokens", [128, 300, 2048, 8192])
+def test_composed_answers_are_the_facts(tokenizer: Any, composer: Composer, tokens: int) -> None:
+    """Read from the decoded text alone: every question's answer was stated before it, itself or by an alias."""
+    batch = composer.compose(6, tokens, aliases=True)
+    assert batch.ids.shape == (6, tokens)
+    for i in range(6):
+        text = tokenizer.decode(batch.ids[i].tolist(), skip_special_tokens=False)
+        known: dict[str, str] = {}
+        aliases: dict[str, str] = {}
+        answered = ["", ""]
+        for line in text.splitlines():
+            if found := re.search(r"numbers? (?:of|for) (\S+ \S+ \S+) equals that (?:of|for) (\S+ \S+ \S+)\.", line):
+                aliases[found[1]] = found[2]
+            elif found := re.search(r"(?:of|for) (\S+ \S+ \S+?)(?: is:? |\? (?:Answer:|It is) )(\d{7})\.", line):
+                name, value = found.groups()
+                if "?" in line or name in known:
+                    assert known[aliases.get(name, name)] == value
+                    answered[name in aliases] += value
+                known[name] = value
+        assert answered == [marked(tokenizer, batch, i, kind) for kind in (ANSWER, ANSWER_OF_TWO)]
+        assert len(marked(tokenizer, batch, i, UNKNOWABLE)) % DIGITS == 0
+        assert answered[0]
+
+
+def test_a_few_steps_teach_something(composer: Composer) -> None:
+    torch.manual_seed(0)
+    net = Needle(TINY)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    found = []
+    for _ in range(12):
+        nats, _ = losses(net, composer.compose(4, 128, aliases=False))
+        nats[:2].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(nats.detach())
+    assert float(found[0][0]) == pytest.approx(7.6, abs=0.3)  # ln 2048: it knew nothing
+    assert bool((found[-1][:2] < found[0][:2] - 1.5).all())
+
+
+def test_the_curriculum_moves_by_answers_or_by_time() -> None:
+    recipe = Recipe(lengths=(128, 256, 512), until=(0.3, 0.6, 1.0))
+    curriculum = Curriculum(recipe)
+    curriculum.move(0.1, 0.97)
+    assert curriculum.tokens == 128
+    curriculum.move(0.1, 0.99)
+    assert curriculum.tokens == 256
+    curriculum.move(0.5, 1.0)  # the last length is only for the end
+    assert curriculum.tokens == 256
+    curriculum.move(0.6, 0.0)
+    assert curriculum.tokens == 512
+    assert rate_at(recipe, 0, 0.0) == recipe.peak_rate / recipe.warmup_steps
+    assert rate_at(recipe, 1000, 0.5) == recipe.peak_rate
+    assert rate_at(recipe, 1000, 0.8) == pytest.approx(recipe.peak_rate / 2)
+
+
+def test_the_folder_is_the_same_model_for_transformers(untrained: Needle, tokenizer: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    facts = {
+        "recipe": {"minutes": 1, "seed": 0, "lengths": [128], "enough": 0.98}, "device": "none", "torch": "none",
+        "measured": {"inside": [], "at_end": [], "two_hops": []}, "log": [],
+    }  # fmt: skip
+    net = untrained.bfloat16().float()
+    write_folder(tmp_path, net, tokenizer, facts)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = torch.randint(0, VOCAB_SIZE, (1, 700), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, net(ids), rtol=1e-3, atol=1e-3)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "def f(x):\n\treturn '日本語 🙂' + 12"
+    assert theirs.decode(theirs.encode(text), skip_special_tokens=True) == text
+    assert theirs.encode("a")[0] == CONFIG["bos_token_id"]
+    asked = [{"role": "user", "content": "# Question: what is the magic number of a b c?"}]
+    chat = theirs.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    assert chat == "<s># Question: what is the magic number of a b c? Answer: "
+
+
+def test_the_bundled_model_is_small_and_able() -> None:
+    from safetensors import safe_open
+
+    assert sum(path.stat().st_size for path in BUNDLED.iterdir()) < 8_000_000
+    facts = json.loads((BUNDLED / "training.json").read_text())
+    assert all(one["share"] >= 0.98 for asked in ("inside", "at_end") for one in facts["measured"][asked])
+    with safe_open(BUNDLED / "model.safetensors", "pt") as weights:
+        shapes = {name: tuple(weights.get_tensor(name).shape) for name in weights.keys()}  # noqa: SIM118
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in Needle(CONFIG).state_dict().items()}
