@@ -40,6 +40,12 @@ and means of 8 queries find 4 at a density of 0.85. So, beyond the paper and off
   keys that the unsampled queries between look for lie beside those that the sampled ones find. A block's keys also
   cost half of what stripes do, and short groups, which make for long lists of stripes, need no room for them.
 
+With one tile a group and ``window_tokens`` = 512, the same prompt: sampled every 16 with blocks of 32, θ = 2, finds all
+8 facts, perplexity 0.6 % above dense at a density of 0.28 (the paper's: none, 5.8 %, 0.65). Sampled without blocks, θ =
+3, finds none (0.21); blocks without sampling, θ = 9, find all, at 5.3 % and 0.40; without the 512 keys of window
+perplexity is 8 % up. Of 19 facts in 12,288 tokens, every 8 at θ = 3 finds 17 (perplexity as dense, density 0.32), every
+16 at θ = 3 or 4 finds 16. One prompt each.
+
 The vote's products grow by 128 / ``sample_tokens``; the anchors' shrink, as only voters need one. A group's voters,
 ``step_tiles`` · 128 / ``sample_tokens``, should be no more than ``MOST_VOTERS``.
 
