@@ -40,6 +40,13 @@ and means of 8 queries find 4 at a density of 0.85. So, beyond the paper and off
   keys that the unsampled queries between look for lie beside those that the sampled ones find. A block's keys also
   cost half of what stripes do, and short groups, which make for long lists of stripes, need no room for them.
 
+With one tile a group and ``window_tokens`` = 512, the same prompt: sampled every 16 with blocks of 32, θ = 2, finds all
+8 facts, perplexity 0.6 % above dense at a density of 0.28 (the paper's: none, 5.8 %, 0.65). Sampled without blocks, θ =
+3, finds none (0.21); blocks without sampling, θ = 9, find all, at 5.3 % and 0.40; without the 512 keys of window
+perplexity is 8 % up. Of 19 such facts in 12,288 tokens, groups of 4 tiles find 18 at θ = 1 (perplexity +1.2 %, density
+0.23), 18 at θ = 2 (+0.2 %, 0.31), 19 at θ = 3 (0 %, 0.38); single tiles 16 at θ = 3 (0.31), every 8 sampled 17 (0.32).
+One prompt each, float32 on a CPU.
+
 The vote's products grow by 128 / ``sample_tokens``; the anchors' shrink, as only voters need one. A group's voters,
 ``step_tiles`` · 128 / ``sample_tokens``, should be no more than ``MOST_VOTERS``.
 
