@@ -5,7 +5,8 @@
 MODEL is a folder in Hugging Face's format. Its queries, keys and values are captured on text that is given, by default
 the Python sources of the installed vLLM; methods then select as a server would, in chunks of 8,192 (vLLM's default),
 and are held against exact attention. SharePrefill's clusters come from the tokens that follow the longest prompt in the
-text. ``--curves`` writes all figures as JSON; ``benchmarks.recall_figures`` makes tables and pictures of them.
+text. ``--curves`` writes all figures as JSON; ``benchmarks.recall_figures`` makes tables and pictures of them. What
+measures is that of `sparse-prefill eval attention`, which takes captures as they are, and single queries too.
 """
 
 import json
@@ -13,93 +14,23 @@ import shlex
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 
 from benchmarks import recall_figures
 from vllm_sparse_backend.bench.report import Report
-from vllm_sparse_backend.calibrate.share_prefill import Clusters
-from vllm_sparse_backend.evaluate.capture import Capture, capture, default_text, read_tokens, text_files
-from vllm_sparse_backend.evaluate.clusters import head_clusters, plan_of
-from vllm_sparse_backend.evaluate.quality import Asked, Measured, measure_plans
+from vllm_sparse_backend.evaluate.attention import Figures, Setting, add_figures, measure, swept
+from vllm_sparse_backend.evaluate.capture import capture, default_text, read_tokens, text_files
+from vllm_sparse_backend.evaluate.clusters import head_clusters
 from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
 from vllm_sparse_kernels.select import METHODS
-
-SWEEPS: dict[str, list[dict[str, Any]]] = {
-    "a_shape": [{"local_tokens": n} for n in (256, 1024, 2048, 8192, 16384)],
-    "anchor_attention": [{"theta": x} for x in (4.0, 6.0, 8.0, 10.0, 14.0, 16.0)],
-    "block_sparse": [{"top_blocks": n} for n in (8, 16, 32, 64, 160, 256)],
-    "dense": [],
-    "flex_vertical_slash": [{"gamma": x} for x in (0.5, 0.7, 0.8, 0.95, 0.98)],
-    "sale": [{"tau": x} for x in (0.064, 0.032, 0.016, 0.008, 0.002, 0.001)],
-    "share_prefill": [{"gamma": x} for x in (0.5, 0.7, 0.8, 0.95, 0.98)],
-    "sparge_attn": [{"kept_mass": x} for x in (0.3, 0.5, 0.7, 0.8, 0.95, 0.98)],
-    "vertical_slash": [{"vertical_tokens": 1000 * n // 16, "slash_tokens": 6096 * n // 16} for n in (1, 2, 4, 8, 24)],
-}
-"""Each method's main knob, beside the default."""
 
 CLUSTER_TOKENS = 8192
 
 
-def evaluate(
-    captured: Capture, methods: list[str], clusters: Clusters | None, chunk_tokens: int, device: str, sweep: bool
-) -> dict[str, Any]:
-    """One prompt's figures, as the JSON of the curves has them."""
-    settings = [(name, params) for name in methods for params in ([{}, *SWEEPS.get(name, [])] if sweep else [{}])]
-    with tempfile.TemporaryDirectory() as folder:
-        asked, ran, left_out = [], [], {}
-        for name, params in settings:
-            try:
-                asked.append(
-                    Asked(plan_of(name, params, captured.shape, clusters, Path(folder)), with_output=not params)
-                )
-                ran.append((name, params))
-            except ConfigurationError as error:
-                left_out[name] = str(error)
-        measured = measure_plans(captured, asked, chunk_tokens, device)
-    return {
-        "model": captured.model,
-        "num_tokens": captured.num_tokens,
-        "chunk_tokens": chunk_tokens,
-        "prompt_sha256": captured.prompt_sha256,
-        "layers": measured.layers,
-        "layers_left_out": captured.left_out,
-        "methods_left_out": left_out,
-        "clusters": clusters,
-        "bounds": {str(n): dict(zip(("density", "recall"), bound.curve())) for n, bound in measured.bounds.items()},
-        "settings": _figures(ran, measured),
-    }
-
-
-def _figures(ran: list[tuple[str, dict[str, Any]]], measured: Measured) -> list[dict[str, Any]]:
-    figures = []
-    for (name, params), kept in zip(ran, measured.kept, strict=True):
-        row: dict[str, Any] = {"method": name, "params": params}
-        row |= {"recall": kept.mean_recall, "density": kept.mean_density}
-        if not params:
-            row |= {"recall_of_heads": _rounded(kept.recall), "density_of_heads": _rounded(kept.density)}
-            row |= {"output_error": kept.mean_error, "output_error_of_layers": _rounded([kept.output_error])[0]}
-        figures.append(row)
-    return figures
-
-
-def _rounded(rows: list[list[float]]) -> list[list[float]]:
-    return [[round(x, 4) for x in row] for row in rows]
-
-
-def add_figures(figures: dict[str, Any], report: Report) -> None:
-    """Rows of the results file, at the papers' defaults."""
-    for row in figures["settings"]:
-        if not row["params"]:
-            what = f"{row['method']}, {recall_figures.length_name(figures)}, {figures['model']}"
-            report.add_figure(f"{what}: recall at the paper's defaults", row["recall"], "share", "higher")
-            report.add_figure(f"{what}: density at the paper's defaults", row["density"], "share", "lower")
-            report.add_figure(f"{what}: relative error of the output", row["output_error"], "relative", "lower")
-
-
-def merge(path: Path, figures: dict[str, Any]) -> None:
+def merge(path: Path, figures: Figures) -> None:
     """Put one prompt's figures into the JSON, in the place of those of an equal run."""
     prompts = json.loads(path.read_text()) if path.exists() else []
     same = [figures[key] for key in ("model", "num_tokens", "chunk_tokens")]
@@ -148,7 +79,8 @@ def main(
         for length in sizes:
             began = time.monotonic()
             captured = capture(model, read_tokens(model, files, length, begin_token), folder / str(length), device)
-            figures = evaluate(captured, names, clusters, chunk or length, device, sweep)
+            settings = [Setting(name) for name in names]
+            figures = measure(captured, swept(settings) if sweep else settings, clusters, chunk or length, device)
             add_figures(figures, report)
             recall_figures.show(figures)
             print(f"{length} tokens: {time.monotonic() - began:.0f} s")

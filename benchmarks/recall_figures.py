@@ -9,16 +9,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.tables import markdown_table, put_between
+from vllm_sparse_backend.bench.report import table_of
+from vllm_sparse_backend.evaluate.attention import EXPLAINED, length_name, table_rows
 from vllm_sparse_backend.settings.errors import ConfigurationError
-
-COLUMNS = ("method", "density", "recall", "lowest layer", "lowest head", "error of output", "best 64s", "best keys")
-EXPLAINED = (
-    "Lowest layer: mean recall of its heads. Best 64s, best keys: density at which blocks of 64 keys, or single keys, "
-    "chosen with knowledge of the exact attention would reach the same mean recall."
-)
 
 BEGIN, END = "<!-- tables: benchmarks.recall_figures -->", "<!-- end of tables -->"
 
@@ -35,52 +30,11 @@ STYLES = {
 """Color and marker of each method's line."""
 
 
-def length_name(figures: dict[str, Any]) -> str:
-    """32K for a prompt of 32,768 tokens, with the chunk's size where it is not vLLM's default."""
-    tokens, chunk = figures["num_tokens"], figures["chunk_tokens"]
-    name = f"{tokens // 1024}K" if tokens % 1024 == 0 else f"{tokens:,}"
-    alike = min(chunk, tokens) == min(8192, tokens)
-    return name if alike else f"{name} in chunks of {chunk:,}"
-
-
-def table_rows(figures: dict[str, Any]) -> list[list[str]]:
-    """One row of texts a method, at the paper's defaults; the columns are ``COLUMNS``."""
-    rows = []
-    for row in figures["settings"]:
-        if row["params"]:
-            continue
-        by_layer = [sum(heads) / len(heads) for heads in row["recall_of_heads"]]
-        lowest = min(by_layer)
-        heads = [
-            (x, layer, h) for layer, of in zip(figures["layers"], row["recall_of_heads"]) for h, x in enumerate(of)
-        ]
-        head_recall, layer, head = min(heads)
-        rows.append([
-            row["method"], f"{row['density']:.3f}", f"{row['recall']:.4f}",
-            f"{lowest:.3f} ({figures['layers'][by_layer.index(lowest)]})", f"{head_recall:.3f} ({layer}.{head})",
-            f"{row['output_error']:.3f}", *(f"{needed(figures, n, row['recall']):.3f}" for n in ("64", "1")),
-        ])  # fmt: skip
-    return rows
-
-
-def needed(figures: dict[str, Any], block_tokens: str, recall: float) -> float:
-    """Density at which the best choice of blocks reaches ``recall``."""
-    density, reached = figures["bounds"][block_tokens]["density"], figures["bounds"][block_tokens]["recall"]
-    after = next((i for i, x in enumerate(reached) if x >= recall - 1e-9), len(reached) - 1)
-    if after == 0 or reached[after] == reached[after - 1]:
-        return density[after]
-    share = (recall - reached[after - 1]) / (reached[after] - reached[after - 1])
-    return density[after - 1] + share * (density[after] - density[after - 1])
-
-
 def show(figures: dict[str, Any]) -> None:
-    table = Table(title=f"{figures['model']}, {length_name(figures)}, the papers' defaults", caption=EXPLAINED)
-    for column in COLUMNS:
-        table.add_column(column)
-    for row in table_rows(figures):
-        table.add_row(*row)
+    title = f"{figures['model']}, {length_name(figures)}, the papers' defaults"
+    rows = table_rows(figures)
     console = Console(width=120)
-    console.print(table)
+    console.print(table_of(title, {name: name for name in rows[0]}, rows, EXPLAINED))
     for name, why in figures["methods_left_out"].items():
         console.print(f"{name} left out: {why}")
 
@@ -89,7 +43,8 @@ def markdown(prompts: list[dict[str, Any]]) -> str:
     """The tables of all prompts, shortest first."""
     parts = []
     for figures in sorted(prompts, key=lambda figures: (figures["num_tokens"], -figures["chunk_tokens"])):
-        lines = [markdown_table(COLUMNS, table_rows(figures))]
+        rows = table_rows(figures)
+        lines = [markdown_table(list(rows[0]), [list(row.values()) for row in rows])]
         lines += [f"\n{name} left out: {why}" for name, why in figures["methods_left_out"].items()]
         parts.append(f"{figures['model']}, {length_name(figures)}:\n\n" + "\n".join(lines) + "\n")
     return "\n".join(parts)

@@ -47,7 +47,7 @@ def refused(settings: object) -> str:
 def test_without_settings_the_defaults_hold(additional_config: dict[str, Any] | None) -> None:
     config = load_config(additional_config)
     assert config == SparsePrefillConfig()
-    assert (config.method, config.profile, config.min_tokens) == ("minference", None, "auto")
+    assert (config.method, config.profile, config.min_tokens) == ("default", None, "auto")
 
 
 def test_fields_are_taken() -> None:
@@ -147,10 +147,17 @@ def test_every_parameter_refuses_a_value_of_another_kind(name: str) -> None:
 
 
 def test_presets_stand_for_methods() -> None:
-    for preset, method in PRESETS.items():
+    for preset, (method, params) in PRESETS.items():
         assert (preset in method_names()) == (method in METHODS)
         if method in METHODS:
-            assert make_method(preset, {}) == make_method(method, {})
+            assert make_method(preset, {}) == make_method(method, params)
+
+
+def test_parameters_go_before_those_of_a_preset() -> None:
+    assert make_method("default", {}) == make_method("sale", {"tau": 0.03})
+    assert make_method("default", {"tau": 0.1, "local_tokens": 256}) == make_method(
+        "sale", {"tau": 0.1, "local_tokens": 256}
+    )
 
 
 def test_wrong_parameters_are_named_all_at_once(stand_in: str) -> None:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import Thresholds
 from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.methods import make_method
+from vllm_sparse_backend.settings.methods import describe, make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.plan import HeadGroup, Plan
-from vllm_sparse_backend.settings.profile import LayerProfile, Profile
+from vllm_sparse_backend.settings.plan import HeadGroup, Plan, methods_by_head
+from vllm_sparse_backend.settings.profile import LayerProfile, Profile, load_profile
 from vllm_sparse_kernels.select.share_prefill import SharePrefill, SharePrefillLayer
 
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=4, num_heads=8, num_kv_heads=2, head_dim=64)
@@ -159,7 +159,7 @@ def test_description_counts_the_clusters_of_this_rank(write: Write) -> None:
     described = [
         Plan.build(SparsePrefillConfig(profile=path), SHAPE, rank, 2).describe(Thresholds(0, 0))[1:] for rank in (0, 1)
     ]
-    thresholds = "max_sparsity=0.3, max_distance=0.2, gamma=0.9"
+    thresholds = "max_sparsity=0.3, max_distance=0.2, gamma=0.9, gamma_per_tile=False, true_mass=False"
     assert described == [
         [f"layers 0-3: share_prefill({thresholds}, clusters=2, clustered_heads=7) on 16 heads of this rank"],
         [f"layers 0-3: share_prefill({thresholds}, clusters=1, clustered_heads=4) on 16 heads of this rank"],
@@ -239,3 +239,48 @@ def test_description_says_what_runs_how(write: Write) -> None:
         "sparse prefill with method a_shape, for no rows",
         "layers 0-3: a_shape(sink_tokens=1, local_tokens=2) on 16 heads of this rank",
     ]
+
+
+EXTRAS = """
+format: 1
+model: any
+default: {method: vertical_slash, vertical_tokens: 10, slash_tokens: 64}
+layers:
+  1:
+    heads:
+      0-3: {method: vertical_slash, vertical_tokens: 10, slash_tokens: 64, block_means: true}
+      5: {method: vertical_slash, vertical_tokens: 99, slash_tokens: 64, dense_last_tile: true}
+  2:
+    default: {method: share_prefill, cluster: 3, block_means: true}
+    heads:
+      7: {method: share_prefill, cluster: 3, dense_last_tile: true}
+"""
+
+
+def test_what_heads_ask_for_beside_their_selection_divides_no_group(tmp_path: Path) -> None:
+    (path := tmp_path / "extras.yaml").write_text(EXTRAS)
+    config = SparsePrefillConfig(profile=str(path))
+    plan = Plan.build(config, SHAPE)
+    assert all(len(groups or ()) == 1 for groups in plan.layers)
+    assert plan.layer(0)[0].extras == ()
+    methods = methods_by_head(plan.layer(1))
+    assert [m.block_means for m in methods] == [True] * 4 + [False] * 4
+    assert [m.dense_last_tile for m in methods] == [head == 5 for head in range(8)]
+    assert [m.vertical_tokens for m in methods] == [99 if head == 5 else 10 for head in range(8)]
+    group = plan.layer(2)[0]
+    assert group.method.clusters == (3,) * 8  # the eighth head is not the only one of its cluster
+    assert [m.extras for m in group.methods()] == [("block_means",)] * 7 + [("dense_last_tile",)]
+    text = "\n".join(plan.describe(Thresholds(0, 1)))
+    assert "layers 1-2: block_means on 11 heads of this rank" in text
+    assert "layers 1-2: dense_last_tile on 2 heads of this rank" in text
+    (again := tmp_path / "again.yaml").write_text(load_profile(path).to_yaml())
+    assert Plan.build(SparsePrefillConfig(profile=str(again)), SHAPE).layers == plan.layers
+
+
+def test_every_method_takes_what_is_asked_for_beside_selection() -> None:
+    for name in ("a_shape", "dense", "sale", "share_prefill"):
+        method = make_method(name, {"block_means": True})
+        assert method.extras == ("block_means",)
+        assert method.selection == make_method(name, {})
+        assert describe(method).endswith("block_means=True)")
+        assert "block_means" not in describe(method.selection)

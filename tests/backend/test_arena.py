@@ -115,6 +115,16 @@ class TestSlabs:
         both = Room([*needs(vertical_tokens=400), *needs(vertical_tokens=40)], 0, LONGEST)
         assert small.needed(slab) < large.needed(slab) == both.needed(slab)
 
+    def test_means_of_dropped_blocks_need_room_wherever_in_the_step_a_row_lies(self) -> None:
+        plain, *_ = needs(**LINES)
+        config = SparsePrefillConfig(method="vertical_slash", params=LINES | {"block_means": True})
+        groups = Plan.build(config, SHAPE).layers[0]
+        asking = LayerNeed.of(groups, SHAPE.num_kv_heads, SHAPE.head_dim, 2, CPU, step_tokens=8192)
+        first, last = (make_slab([Row(0, token, 500, 5000)]) for token in (0, 8192 - 500))
+        assert asking.num_bytes(first) == asking.num_bytes(last)
+        means = 2 * SHAPE.num_kv_heads * (5500 // 64) * SHAPE.head_dim * 2
+        assert asking.num_bytes(first) >= plain.num_bytes(first) + means + 4 * SHAPE.num_heads * 8192
+
     def test_heads_that_differ_need_room_for_the_one_that_keeps_most(self) -> None:
         slab = make_slab(rows_of([(5000, 500)]))
         merged = VerticalSlash.merged([VerticalSlash(40), VerticalSlash(4000), VerticalSlash(7)])

@@ -20,8 +20,9 @@ from vllm_sparse_backend.serving.metadata import SparsePrefillMetadata
 from vllm_sparse_backend.settings.plan import HeadGroup, methods_by_head
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.reference.attend import attend
+from vllm_sparse_kernels.reference.last_tiles import keep_last_tiles
 from vllm_sparse_kernels.select import METHODS, name_of
-from vllm_sparse_kernels.select.base import attend_options
+from vllm_sparse_kernels.select.base import attend_options, last_tile_heads
 from vllm_sparse_kernels.select.width import index_block_tokens
 
 # Decodes, short prompts and sparse ones in no order; contexts that end anywhere.
@@ -74,6 +75,9 @@ def reference(step: Step, row: int, groups: Sequence[HeadGroup], scale: float) -
     for group in groups:
         heads = torch.tensor(group.heads, dtype=torch.int32)
         METHODS[name_of(group.method)].reference(group.method, query, cache, index, heads, scale)
+    dense_last = last_tile_heads(methods_by_head(tuple(groups)), CPU)
+    if dense_last is not None:
+        keep_last_tiles(index, dense_last)
     out = torch.full_like(query, float("nan"))
     attend(query, cache, index, out, scale, options=attend_options(methods_by_head(tuple(groups)), CPU))
     return out, index
@@ -262,3 +266,36 @@ class TestMethods:
             torch.testing.assert_close(out[tokens, 1], without[tokens, 1], **CLOSE)
             assert all(not torch.allclose(out[tokens, h], without[tokens, h], atol=1e-4) for h in (2, 3))
         assert not torch.allclose(out[:, 0], without[:, 0], atol=1e-4)
+
+    def test_heads_with_means_and_dense_last_tiles(self, configured: Callable[..., Any], tmp_path: Path) -> None:
+        """Of heads that select together, each gets what it asked for beside that."""
+        few = "method: a_shape, sink_tokens: 16, local_tokens: 16"
+        profile = tmp_path / "extras.yaml"
+        profile.write_text(
+            "format: 1\n"
+            "model: any\n"
+            f"default: {{{few}}}\n"
+            "layers:\n"
+            '  "1":\n'
+            "    heads:\n"
+            f'      "0": {{{few}, block_means: true}}\n'
+            f'      "2": {{{few}, dense_last_tile: true}}\n'
+        )
+        config = configured(profile=str(profile), min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True)
+        layer, plain = layers = make_layers(config, [1, 2])
+        builder = make_builder(config, layers)
+        assert [group.heads for group in layer.impl.groups] == [(0, 1, 2, 3)]
+        assert layer.impl.options.mean_heads.tolist() == [1, 0, 0, 0]
+        assert layer.impl.dense_last.tolist() == [2]
+        assert (plain.impl.options, plain.impl.dense_last) == (None, None)
+        step = make_step(layer, MIXED)
+        out = step.forward(layer, builder.build(0, step.common))
+        layer.impl.options, layer.impl.dense_last = None, None
+        without = step.forward(layer, builder.build(0, step.common))
+        changed = torch.zeros(4, dtype=torch.bool)
+        for row in SPARSE_ROWS:
+            tokens = slice(step.tokens(row).start + dense_tokens(step, row), step.tokens(row).stop)
+            expected, _ = reference(step, row, layer.impl.groups, layer.impl.scale)
+            torch.testing.assert_close(out[tokens], expected, **CLOSE)
+            changed |= ((out[tokens] - without[tokens]).abs() > 1e-3).any(2).any(0)
+        assert changed.tolist() == [True, False, True, False]

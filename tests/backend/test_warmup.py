@@ -39,9 +39,10 @@ DTYPE = torch.float16
 LONGEST = 24_000
 
 PARAMS: dict[str, list[dict[str, Any]]] = {
-    "share_prefill": [{"cluster": 0}],
-    "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}],
-    "sale": [{}, {"int8_scores": True}],
+    "share_prefill": [{"cluster": 0}, {"cluster": 0, "gamma_per_tile": True, "true_mass": True}],
+    "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}, {"skip_margin": -5.0, "skip_whole_steps": True}],
+    "sale": [{}, {"int8_scores": True}, {"channels": "half"}, {"block_means": True}],
+    "vertical_slash": [{}, {"block_means": True, "dense_last_tile": True}],
 }
 CASES = [(name, params) for name in METHODS for params in PARAMS.get(name, [{}])]
 
@@ -119,7 +120,7 @@ class TestKeys:
         def failure(engine: Engine, batch: Batch, index: Any, options: Any, exact: Any) -> None:
             engine.attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
 
-        monkeypatch.setattr(engines, "expected_attention", lambda batch, index: None)
+        monkeypatch.setattr(engines, "expected_attention", lambda batch, index, options: None)
         monkeypatch.setattr(engines, "failure", failure)
         monkeypatch.setattr(compat, "flash_attention", lambda: FlashAttention.of_version(3, uncomputed))
 
@@ -136,8 +137,8 @@ class TestKeys:
         engine: str,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        if engine == "flash" and "int8_scores" in params:
-            pytest.skip("FlashAttention has no 8-bit scores")
+        if engine == "flash" and ("int8_scores" in params or "skip_margin" in params):
+            pytest.skip("FlashAttention has no such options")
         monkeypatch.setattr(portable, "supports_bulk", lambda cache: bulk)
         impls = make_impls(method, params, self.CPU, engine=engine)
         with recorded_keys(monkeypatch) as warm:

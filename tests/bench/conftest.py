@@ -37,8 +37,9 @@ class CpuCard:
         return run
 
     def spans_ms(
-        self, spans: Sequence[tuple[str, Run]], new_pass: Run = lambda: None, budget_s: float = 0.0
+        self, contestants: Sequence[Sequence[tuple[str, Run]]], new_pass: Run = lambda: None, budget_s: float = 0.0
     ) -> dict[str, list[float]]:
+        spans = [span for spans in contestants for span in spans]
         taken: dict[str, list[float]] = {name: [0.0, 0.0, 0.0] for name, _ in spans}
         new_pass()
         for name, run in spans:

@@ -19,6 +19,7 @@ from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.evaluate.capture import Capture
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_kernels.attend import PORTABLE, Engine
+from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.reference.attend import attend as reference
 from vllm_sparse_kernels.testing.batches import random_batch, random_index
@@ -65,7 +66,7 @@ def test_density_is_the_indices_own():
     batches = [random_batch([(100, 200)], 4, 2, 64, 64, torch.float16, "cpu", seed) for seed in range(2)]
     pairs = sum(float(random_index(batch, 64, 0.4, 9).to_mask(0).sum()) for batch in batches)
     assert row["density"] == pytest.approx(pairs / (2 * 4 * causal_pairs(batches[0].rows)))
-    assert card.ran == ["dense", "ours", "dense", "ours"]
+    assert card.ran == ["dense", "dense", "ours", "ours"]
 
 
 def test_no_speed_of_what_is_wrong(card, tmp_path):
@@ -101,6 +102,17 @@ def test_the_check_sees_nan_and_rounding():
     assert right.passed
     assert 0 < right.error < 0.01
     assert not Check(math.nan, 1e-3).passed
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_the_check_tells_skipped_products_from_dropped_steps(drops):
+    batch = random_batch([(1000, 1)], 4, 2, 64, 64, torch.float16, DEVICE)
+    index, out, margins = random_index(batch, 64, 0.5), batch.empty_out(), [-0.5] * 4
+    ways = ([], margins) if drops else (margins, [])
+    options = AttendOptions.of(ways[0], [False] * 4, batch.q.device, ways[1])
+    PORTABLE.attend(batch.q, batch.cache, index, out, batch.scale, options=options)
+    assert check_attention(batch, index, out, margin=-0.5, drops=drops).passed
+    assert not check_attention(batch, index, out, margin=-0.5, drops=not drops).passed
 
 
 @pytest.fixture(scope="module")
@@ -333,8 +345,8 @@ def test_medians_are_of_whole_passes():
     """A slow selection and a slow attention in different passes do not add up."""
 
     class Uneven(CpuCard):
-        def spans_ms(self, spans, new_pass=lambda: None, budget_s=0.0):
-            super().spans_ms(spans, new_pass)
+        def spans_ms(self, contestants, new_pass=lambda: None, budget_s=0.0):
+            super().spans_ms(contestants, new_pass)
             return {"dense": [10.0] * 3, "select": [1.0, 5.0, 1.0], "attend": [4.0, 4.0, 9.0]}
 
     prompts = data.structured_prompts(HEADS, 200, 1, torch.device("cpu"))

@@ -1,5 +1,7 @@
 """Clustering of heads for SharePrefill: synthetic maps, and each step against its definition."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -90,8 +92,9 @@ def test_attention_map_averages_blocks():
 def test_profile_names_clustered_heads():
     shape = ModelShape("LlamaForCausalLM", 3, 4, 2, 64)
     clusters = ((0, 0, NOISE, 1), (NOISE,) * 4, (1, 0, 1, 1))
-    profile = profile_of(clusters, shape, SharePrefill(gamma=0.95))
+    method = SharePrefill(gamma=0.95, true_mass=True)
+    profile = profile_of(clusters, shape, method)
     assert parse_profile(profile.to_yaml(), "test") == profile
     for layer, heads in enumerate(clusters):
-        expected = tuple(SharePrefill(gamma=0.95, cluster=c) for c in heads)
+        expected = tuple(replace(method, cluster=c) for c in heads)
         assert profile.methods_of(layer, 4) == expected

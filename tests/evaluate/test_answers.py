@@ -6,15 +6,13 @@ import math
 import random
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.evaluate.stub import Words, entry, running
 from vllm_sparse_backend.bench.endpoint import RequestError
 from vllm_sparse_backend.bench.report import BenchError
 from vllm_sparse_backend.cli import app
@@ -32,29 +30,11 @@ from vllm_sparse_backend.evaluate.answers import (
     score,
     standard_error,
 )
-from vllm_sparse_backend.evaluate.asking import first_tokens
 from vllm_sparse_backend.evaluate.texts import prose, read_text
+from vllm_sparse_backend.evaluate.tokens import first_tokens
 
 FACT = re.compile(r"# The magic number of ([a-z ]+) is (\d{7})\.")
 QUESTION = re.compile(r"# Question: what is the magic number of ([a-z ]+)\? Answer: (\d{7})\.")
-
-
-class Words:
-    """A tokenizer that is exact both ways; ``digits`` of a number make one token, with a space before it or without."""
-
-    def __init__(self, digits: int = 1, spaced: bool = False) -> None:
-        space = " ?" if spaced else ""
-        self.split = re.compile(rf"{space}\d{{1,{digits}}}|[A-Za-z]+|\s|[^\w\s]|_")
-        self.ids: dict[str, int] = {"<s>": 0}
-
-    def __call__(self, text: str) -> list[int]:
-        found = re.findall(r"<s>", text) if text == "<s>" else self.split.findall(text)
-        assert "".join(found) == text
-        return [self.ids.setdefault(token, len(self.ids)) for token in found]
-
-    def decode(self, ids: list[int]) -> str:
-        names = {i: token for token, i in self.ids.items()}
-        return "".join(names[i] for i in ids)
 
 
 def build(encode: Words, num_tokens: int = 3000, num_facts: int = 9, seed: int = 0) -> Prompt:
@@ -157,11 +137,6 @@ def test_templates_hold_name_and_value(fields: dict[str, str], said: str) -> Non
         Templates(**fields)
 
 
-def entry(token: int, logprob: float = -0.5, rank: int = 1) -> dict[str, dict[str, object]]:
-    likeliest = {} if rank == 1 else {"9999": {"logprob": -0.1, "rank": 1, "decoded_token": "y"}}
-    return likeliest | {str(token): {"logprob": logprob, "rank": rank, "decoded_token": "x"}}
-
-
 PROMPT = Prompt([5, 6, 7, 8, 9, 10], (Answer("a", "12", 1, 3, 5),))
 
 
@@ -238,6 +213,7 @@ class Stub:
         self.rank, self.fault, self.kept_of_100 = rank, fault, kept_of_100
         self.encode = Words()
         self.prompts: list[list[int]] = []
+        self.tokenizes, self.pause_s, self.api_key = True, 0.05, None
         self.busy, self.most_busy, self.lock = 0, 0, threading.Lock()
 
     def prompt_logprobs(self, ids: list[int]) -> list[dict | None]:
@@ -275,55 +251,6 @@ class Stub:
         return 200, {"choices": [{"text": "x"} | ({} if fault == "cut" else {"prompt_logprobs": found})]}
 
 
-@contextmanager
-def running(stub: Stub, root: Path | None = None) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def reply(self, status: int, data: object) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps(data).encode())
-
-        def do_GET(self) -> None:
-            if self.path == "/metrics":
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(stub.metrics().encode())
-            else:
-                self.reply(200, {"data": [{"id": "stub-model", "root": str(root)}]})
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if self.path == "/tokenize":
-                self.reply(200, {"tokens": stub.encode(body["prompt"])})
-            elif body.get("stream"):
-                self.send_response(200)
-                self.end_headers()
-                choice = {"choices": [{"text": "x", "logprobs": {"token_logprobs": [-1.0]}}]}
-                self.wfile.write(f"data: {json.dumps(choice)}\n\n".encode() * body["max_tokens"])
-            else:
-                with stub.lock:
-                    stub.busy += 1
-                    stub.most_busy = max(stub.most_busy, stub.busy)
-                time.sleep(0.05)
-                with stub.lock:
-                    stub.busy -= 1
-                    answer = stub.complete(body)
-                self.reply(*answer)
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
 def run(*args: object):
     return CliRunner().invoke(app, ["eval", "answers", *map(str, args)], catch_exceptions=False)
 
@@ -344,7 +271,7 @@ def test_a_server_that_loses_far_facts_is_told_by_distance(folder: Path) -> None
     out, figures = folder / "all.json", folder / "figures.json"
     with running(stock, folder) as one, running(ours, folder) as other:
         urls = ("--url", one, "--label", "stock", "--url", f"{other}/v1", "--label", "forgetful")
-        result = run(*urls, *LENGTHS, "--json", out, "--results", figures)
+        result = run(*urls, *LENGTHS, "--json", out, "--results", figures, "--html", folder / "page.html")
     assert result.exit_code == 0, result.output
     assert stock.prompts == ours.prompts
     assert [len(prompt) for prompt in stock.prompts] == [2000, 2000, 6000, 6000]
@@ -364,6 +291,9 @@ def test_a_server_that_loses_far_facts_is_told_by_distance(folder: Path) -> None
         assert found[f"stock, {name}: right"] == 1
         assert found[f"forgetful, {name}: perplexity"] == 2
     near = sum(answer["distance"] < 1024 for case in cases[-2:] for answer in case["answers"])
+    page = (folder / "page.html").read_text()
+    assert page.count("<svg") == 2 + 2  # a heat map for each server, curves of shares and perplexity
+    assert f">{near}/{near}</text>" in page
     row = next(line for line in result.output.splitlines() if re.search(r"forgetful.*6,000.* 0 of", line))
     assert f" {near} of {near} " in row
 

@@ -123,15 +123,15 @@ def measured_by_command(demo_model, tmp_path_factory):
 
     from benchmarks import recall
     from vllm_sparse_backend.calibrate.share_prefill import cluster_heads
-    from vllm_sparse_backend.evaluate import clusters
+    from vllm_sparse_backend.evaluate import attention, clusters
 
     folder = tmp_path_factory.mktemp("recall")
     with pytest.MonkeyPatch.context() as patch:
         # A few epochs, and a cut that joins most heads: what they are like is not the question here.
         patch.setattr(clusters, "cluster_heads", lambda maps: cluster_heads(maps, distance=40.0, epochs=3))
         patch.setattr(clusters, "MAP_SIDE", 16)
-        ends = {name: [*params[:1], *params[1:][-1:]] for name, params in recall.SWEEPS.items()}
-        patch.setattr(recall, "SWEEPS", ends | {"share_prefill": recall.SWEEPS["share_prefill"]})
+        ends = {name: [*params[:1], *params[1:][-1:]] for name, params in attention.SWEEPS.items()}
+        patch.setattr(attention, "SWEEPS", ends | {"share_prefill": attention.SWEEPS["share_prefill"]})
         app = typer.Typer()
         app.command()(recall.main)
         options = ["--lengths", "400", "--device", "cpu", "--chunk", "250", "--text", str(folder.parent / "text")]
@@ -183,12 +183,13 @@ def test_the_commands_sweep_is_a_curve(measured_by_command):
 def test_tables_and_pictures_come_from_the_curves(measured_by_command):
     from benchmarks import recall_figures
     from benchmarks.tables import put_between
+    from vllm_sparse_backend.evaluate.attention import needed
 
     folder, _ = measured_by_command
     prompts = json.loads((folder / "curves.json").read_text())
     table = recall_figures.markdown(prompts)
     assert all(f"| {name} |" in table for name in METHODS)
-    assert recall_figures.needed(prompts[0], "64", 1.0) == pytest.approx(1, abs=0.05)
+    assert needed(prompts[0], "64", 1.0) == pytest.approx(1, abs=0.05)
     page = folder / "page.md"
     page.write_text(f"before\n{recall_figures.BEGIN}\nold\n{recall_figures.END}\nafter\n")
     for _ in range(2):

@@ -14,6 +14,7 @@ from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.select import METHODS
 from vllm_sparse_kernels.select import anchor_attention as module
 from vllm_sparse_kernels.select.anchor_attention import AnchorAttention
+from vllm_sparse_kernels.select.width import index_block_tokens
 from vllm_sparse_kernels.testing.batches import Batch, random_batch
 from vllm_sparse_kernels.testing.budget import expected_attention
 
@@ -49,11 +50,20 @@ def run(batch: Batch, method: AnchorAttention, block_tokens=64, heads=None, refe
     return index
 
 
+def group_start(tile, method: AnchorAttention) -> int:
+    return window_start(tile, method.step_tiles, method.window_tokens)
+
+
 def groups_of(batch: Batch, method: AnchorAttention):
     """(row, window start, [(tile id, tile)]) of every group."""
     numbered = enumerate(batch.rows.tile_list)
-    for (row, start), members in groupby(numbered, lambda it: (it[1].row, window_start(it[1], method.step_tiles))):
+    for (row, start), members in groupby(numbered, lambda it: (it[1].row, group_start(it[1], method))):
         yield row, start, list(members)
+
+
+def in_blocks(kept: torch.Tensor, block_tokens: int) -> torch.Tensor:
+    """Bool [a multiple of ``block_tokens``]: every key of a block of which any is kept."""
+    return kept.view(-1, block_tokens).any(1).repeat_interleave(block_tokens)
 
 
 def group_differences(batch: Batch, method: AnchorAttention, row, start, tiles, head, dtype) -> torch.Tensor:
@@ -62,7 +72,8 @@ def group_differences(batch: Batch, method: AnchorAttention, row, start, tiles, 
     k = keys[:, head // (batch.num_heads // batch.cache.num_kv_heads)]
     tiles = [tile for _, tile in tiles]
     q = batch.q[:, head].to(dtype)
-    return anchor_differences(tiles, q, k.to(dtype), start, batch.scale, method.use_anchor).double()
+    settings = batch.scale, method.use_anchor, method.sample_tokens
+    return anchor_differences(tiles, q, k.to(dtype), start, *settings).double()
 
 
 def assert_listed_as_blocks(index: SparseIndex) -> None:
@@ -88,6 +99,8 @@ def assert_agree(batch: Batch, method: AnchorAttention, index: SparseIndex, refe
                 eager = group_differences(batch, method, row, start, tiles, head, batch.q.dtype)
                 margin = 2 * (eager - exact).abs().max()
                 doubtful[module.INITIAL_TOKENS :] = (exact - method.theta).abs().amin(0) <= margin
+                if method.whole_blocks:
+                    doubtful = in_blocks(doubtful, index.block_tokens)
             for i_tile, _ in tiles:
                 ours, theirs = (i.tile_keys(head, i_tile) for i in (index, reference))
                 differ = ours ^ theirs
@@ -123,6 +136,31 @@ def test_kernel_agrees_with_reference(case, dtype):
     assert_agree(batch, method, index, run(batch, method, block_tokens, reference=True))
 
 
+# More tokens between those that vote where fewer votes keep a whole run: else random data keeps all of them.
+BEYOND = [
+    {"sample_tokens": 64, "whole_blocks": True},
+    {"sample_tokens": 2, "theta": 0.2},
+    {"sample_tokens": 16, "window_tokens": 128},
+    {"whole_blocks": True, "theta": 2.0},
+    {"sample_tokens": 128, "window_tokens": 256, "whole_blocks": True, "theta": 1.0},
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "beyond"),
+    product(CASES, DTYPES, BEYOND) if DEVICE == "cuda" else zip(CASES, cycle(DTYPES), cycle(BEYOND)),
+    ids=str,
+)
+def test_what_is_beyond_the_paper_agrees_with_reference(case, dtype, beyond):
+    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, step_tiles = case
+    block_tokens = 32 if "whole_blocks" in beyond and head_dim != 96 else block_tokens
+    batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout)
+    method = AnchorAttention(**{"theta": 0.5, "step_tiles": step_tiles} | beyond)
+    index = run(batch, method, block_tokens)
+    assert_agree(batch, method, index, run(batch, method, block_tokens, reference=True))
+    assert method.whole_blocks == (method.stripe_layout(batch.rows).capacity == 0)
+
+
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_bulk_copies_give_the_same_lists(monkeypatch, layout):
     """Pages of whole blocks, which a GPU from Hopper on copies in bulk."""
@@ -143,7 +181,7 @@ def test_long_lists_are_written_in_stretches():
 
 
 def test_groups_of_more_tiles_than_vote_at_once(monkeypatch):
-    monkeypatch.setattr(module, "VOTE_TILES", 16)
+    monkeypatch.setattr(module, "MOST_VOTERS", 16)
     batch = make_batch([(2176, 2060)], num_heads=1)
     method = AnchorAttention(theta=0.5, step_tiles=17, use_anchor=False)
     assert max(len(tiles) for _, _, tiles in groups_of(batch, method)) > 16
@@ -162,22 +200,41 @@ def definition(batch: Batch, method: AnchorAttention, row: int, head: int) -> to
     kept = torch.zeros(query_len, len(k), dtype=torch.bool, device=DEVICE)
     scores = (q @ k.T * batch.scale).masked_fill(kept.logical_not().triu(context_len + 1), -torch.inf)
     for group in set(group_of):
-        anchor_region = (positions < 128) | (positions >= group * span)
+        anchor_region = (positions < 128) | (positions >= group * span - method.window_tokens)
         queries = [i for i in range(query_len) if group_of[i] == group]
         stripes = torch.zeros_like(anchor_region)
         for _, tile in groupby(queries, lambda i: i // 128):
             tile = list(tile)
             x_a = scores[tile][:, anchor_region].amax(1)
-            mean_anchor = x_a.mean() if method.use_anchor else 0.0
-            stripes |= ~anchor_region & (mean_anchor - k @ q[tile].mean(0) * batch.scale <= method.theta)
+            if method.sample_tokens:
+                voters = {min(i | (method.sample_tokens - 1), len(tile) - 1) for i in range(len(tile))}
+                for i in voters:
+                    stripes |= x_a[i] - k @ q[tile[i]] * batch.scale <= method.theta
+            else:
+                mean_anchor = x_a.mean() if method.use_anchor else 0.0
+                stripes |= mean_anchor - k @ q[tile].mean(0) * batch.scale <= method.theta
+        stripes &= ~anchor_region
+        for i in range(0, len(k), 64) if method.whole_blocks else ():
+            stripes[i : i + 64] |= stripes[i : i + 64].any()
         kept[queries] = anchor_region | stripes
     return kept.tril_(context_len)
 
 
-@pytest.mark.parametrize("use_anchor", [True, False])
-def test_reference_states_the_paper(use_anchor):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"theta": 3.0},
+        {"theta": 0.5, "use_anchor": False},
+        {"theta": 0.0, "sample_tokens": 16},
+        {"theta": 0.0, "sample_tokens": 64, "whole_blocks": True, "step_tiles": 1},
+        {"theta": 2.5, "window_tokens": 128, "step_tiles": 1},
+    ],
+    ids=str,
+)
+def test_reference_states_the_paper(settings):
+    """And what is beyond it: each as its definition says, over whole score matrices."""
     batch = make_batch([(0, 500), (333, 200)], num_heads=4, num_kv_heads=2)
-    method = AnchorAttention(theta=3.0 if use_anchor else 0.5, step_tiles=2, use_anchor=use_anchor)
+    method = AnchorAttention(**{"step_tiles": 2} | settings)
     index = run(batch, method, reference=True)
     for row in range(2):
         mask = index.to_mask(row)
@@ -361,6 +418,41 @@ def test_pages_do_not_matter(page_size, layout):
     assert lists(run(other, method), tiles) == lists(run(batch, method), tiles)
 
 
+@pytest.mark.parametrize("whole_blocks", [False, True])
+def test_a_sampled_query_finds_what_it_alone_looks_for(whole_blocks):
+    """Key 300 scores 15 with query 655 alone, the last of 16: the mean query of its tile does not see it."""
+    batch = make_batch([(0, 1100)], num_heads=1)
+    plant(batch, {(0, 0, 0): 10.0, (0, 300, 1): 15.0})
+    batch.q[:1100, 0, 0] = batch.q[655, 0, 1] = batch.scale**-1
+    wanted = list(range(256, 320)) if whole_blocks else [300]
+    for sample_tokens in (0, 8, 16, 128):
+        method = AnchorAttention(3.0, step_tiles=1, sample_tokens=sample_tokens, whole_blocks=whole_blocks)
+        index = run(batch, method)
+        for i_tile in range(3, 9):
+            found = wanted if i_tile == 5 and sample_tokens in (8, 16) else []
+            kept = index.tile_keys(0, i_tile)[128 : 128 * i_tile].nonzero().flatten() + 128
+            assert kept.tolist() == found, f"tile {i_tile}, sample {sample_tokens}"
+
+
+@pytest.mark.parametrize("whole_blocks", [False, True])
+def test_rows_of_a_batch_that_samples_do_not_meet(whole_blocks):
+    batch = make_batch([(333, 200), (70, 1), (600, 40), (0, 300)], dtype=torch.float16)
+    method = AnchorAttention(0.2, step_tiles=2, sample_tokens=32, whole_blocks=whole_blocks, window_tokens=128)
+    together, rows = run(batch, method, 32), batch.rows
+    for row in range(rows.num_rows):
+        one = slice(row, row + 1)
+        alone = Rows(rows.tokens[one], rows.query_lens[one], rows.context_lens[one], rows.block_table[one])
+        tiles = range(rows.tile_starts[row], rows.tile_starts[row + 1])
+        assert lists(run(batch, method, 32, rows=alone), range(len(tiles))) == lists(together, tiles), f"row {row}"
+
+
+def test_whole_blocks_are_narrow_where_an_index_has_such():
+    cpu = torch.device("cpu")
+    assert index_block_tokens([AnchorAttention()], 128, cpu) == 128
+    assert index_block_tokens([AnchorAttention(whole_blocks=True)], 128, cpu) == 32
+    assert index_block_tokens([AnchorAttention(whole_blocks=True), AnchorAttention()], 128, cpu) == 128
+
+
 def test_other_heads_are_left_alone():
     batch = make_batch([(400, 130)], num_heads=6, num_kv_heads=3)
     method = AnchorAttention(theta=3.0, step_tiles=2)
@@ -377,7 +469,17 @@ def test_other_heads_are_left_alone():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("theta", -0.5), ("theta", math.nan), ("step_tiles", 0), ("step_tiles", -3), ("step_tiles", 2.5)],
+    [
+        ("theta", -0.5),
+        ("theta", math.nan),
+        ("step_tiles", 0),
+        ("step_tiles", -3),
+        ("step_tiles", 2.5),
+        ("window_tokens", 64),
+        ("window_tokens", -128),
+        ("sample_tokens", 3),
+        ("sample_tokens", 256),
+    ],
 )
 def test_parameters_out_of_range_are_refused(field, value):
     with pytest.raises(ValueError, match=f"{field}: given {value!r}, expected"):
@@ -385,4 +487,6 @@ def test_parameters_out_of_range_are_refused(field, value):
 
 
 def test_defaults_are_the_papers():
-    assert AnchorAttention() == AnchorAttention(theta=12.0, step_tiles=16, use_anchor=True)
+    assert AnchorAttention() == AnchorAttention(
+        theta=12.0, step_tiles=16, use_anchor=True, window_tokens=0, sample_tokens=0, whole_blocks=False
+    )

@@ -1,7 +1,8 @@
-"""attend's two options: SpargeAttn's skip of products and SageAttention's 8-bit scores, kernel and reference."""
+"""attend's options: SpargeAttn's skip of products or steps, SageAttention's 8-bit scores; kernel and reference."""
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -72,10 +73,10 @@ def margins_of(batch: Batch, index: SparseIndex, head: int) -> torch.Tensor:
     return torch.cat(found)
 
 
-def clear_margin(margins: torch.Tensor) -> float:
-    """λ in the widest gap between margins that has 0.6 to 0.9 of those below 0 under it: enough to show."""
+def clear_margin(margins: torch.Tensor, least: float = 0.6, most: float = 0.9) -> float:
+    """λ in the widest gap between margins that has these shares of those below 0 under it: enough to show."""
     ordered = torch.cat((margins[margins < -CLEAR].sort().values, margins.new_zeros(1)))
-    near = ordered[min(int(0.6 * len(ordered)), len(ordered) - 2) : int(0.9 * len(ordered)) + 2]
+    near = ordered[min(int(least * len(ordered)), len(ordered) - 2) : int(most * len(ordered)) + 2]
     widest = int(near.diff().argmax())
     assert float(near.diff()[widest]) > 2 * CLEAR
     return float(near[widest : widest + 2].mean())
@@ -96,22 +97,30 @@ def by_reference(batch: Batch, index: SparseIndex, options: AttendOptions | None
 
 
 def check(batch: Batch, index: SparseIndex, options: AttendOptions, bulk: bool = False) -> None:
-    """Within the budget of attention without options, whose log-sum-exp is the same."""
+    """Within the budget of attention without options, whose log-sum-exp is the same where no step is dropped."""
     exact = expected_attention(batch, index)
     out, lse = by_reference(batch, index, options)
-    torch.testing.assert_close(lse, exact.lse, rtol=0, atol=1e-9, equal_nan=True)
-    Expected(out, exact.lse, exact.out_budget, exact.lse_budget).assert_close(*run(batch, index, options, bulk))
-    if options.skip_margins is not None:
-        skipping = options.skip_margins > -math.inf
-        moved = (out - exact.out)[:, skipping].nan_to_num().abs().max()
-        assert float(moved) > 1.5 * exact.out_budget, "what is skipped does not show: the case shows nothing"
+    summed = torch.ones(batch.num_heads, dtype=torch.bool, device=lse.device)
+    if options.drop_margins is not None:
+        summed = options.drop_margins == -math.inf
+        assert bool(((exact.lse - lse)[~summed].nan_to_num().amax(1) > 1.5 * exact.lse_budget).all())
+    torch.testing.assert_close(lse[summed], exact.lse[summed], rtol=0, atol=1e-9, equal_nan=True)
+    Expected(out, lse, exact.out_budget, exact.lse_budget).assert_close(*run(batch, index, options, bulk))
+    for margins in (options.skip_margins, options.drop_margins):
+        if margins is not None:
+            moved = (out - exact.out)[:, margins > -math.inf].nan_to_num().abs().max()
+            assert float(moved) > 1.5 * exact.out_budget, "what is skipped does not show: the case shows nothing"
 
 
-def mixed_options(batch: Batch, index: SparseIndex, skips: bool = True, int8: bool = True) -> AttendOptions:
-    """Of four heads in turn the first has both options, the others one each, or none."""
+def mixed_options(
+    batch: Batch, index: SparseIndex, skips: bool = True, int8: bool = True, drops: Sequence[int] = ()
+) -> AttendOptions:
+    """Of four heads in turn the first has both options, the others one each, or none. ``drops``: which of the four have
+    steps dropped in place of products skipped."""
     heads = range(batch.num_heads)
     margins = [clear_margin(margins_of(batch, index, h)) if skips and h % 4 in (0, 1) else None for h in heads]
-    options = AttendOptions.of(margins, [int8 and h % 4 in (0, 2) for h in heads], batch.q.device)
+    ways = [[m if (h % 4 in drops) is whole else None for h, m in zip(heads, margins)] for whole in (False, True)]
+    options = AttendOptions.of(ways[0], [int8 and h % 4 in (0, 2) for h in heads], batch.q.device, ways[1])
     assert options is not None
     return options
 
@@ -145,13 +154,35 @@ def test_one_option_alone(device, lengths, skips, int8):
     check(batch, index, mixed_options(batch, index, skips, int8))
 
 
+@pytest.mark.parametrize(
+    ("case", "drops"), [("one", (0, 1)), ("mixed", (0,)), ("wide", (1,)), ("odd-head", (0, 1)), ("widest-head", (0, 1))]
+)
+def test_dropped_steps(device, case, drops):
+    """Beside skipped products or alone, in 8 bits or not; (0, 1) leaves no head that skips products."""
+    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, stripes, layout = CASES[case]
+    batch = lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, torch.float16, device, layout)
+    index = random_index(batch, block_tokens, 0.7, stripes)
+    check(batch, index, mixed_options(batch, index, drops=drops))
+
+
+def test_a_head_may_skip_products_and_drop_steps(device):
+    batch = lossless_batch([(641, 129)], 2, 1, 64, 16, torch.float16, device)
+    index = random_index(batch, 64, 1.0)
+    margins = [margins_of(batch, index, h) for h in (0, 1)]
+    skips, drops = ([clear_margin(m, *shares) for m in margins] for shares in ((0.6, 0.9), (0.2, 0.4)))
+    options = AttendOptions.of(skips, [False] * 2, batch.q.device, drops)
+    check(batch, index, options)
+    apart = by_reference(batch, index, AttendOptions(options.skip_margins, None))
+    assert not torch.equal(by_reference(batch, index, options)[0].nan_to_num(), apart[0].nan_to_num())
+
+
 @pytest.mark.parametrize("block_tokens", [64, 128])
 def test_bulk_copies_give_the_same(device, block_tokens):
     batch = lossless_batch([(641, 40), (500, 70)], 2, 2, 64, 128, torch.float16, device)
     if device == "cuda" and not supports_bulk(batch.cache):
         pytest.skip("bulk tensor copies need Hopper or later")
     index = random_index(batch, block_tokens, 0.7, stripes=30)
-    options = mixed_options(batch, index)
+    options = mixed_options(batch, index, drops=(1,))
     check(batch, index, options, bulk=True)
     by_copies, by_pointers = (run(batch, index, options, bulk) for bulk in (True, False))
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(by_copies, by_pointers))
@@ -164,8 +195,9 @@ def test_what_asks_for_nothing_changes_nothing(device):
     plain = run(batch, index, None)
     for margin in (-math.inf, -1e30):
         skip_margins = torch.full((2,), margin, device=device)
-        given = run(batch, index, AttendOptions(skip_margins, None))
-        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(plain, given))
+        for options in (AttendOptions(skip_margins, None), AttendOptions(None, None, drop_margins=skip_margins)):
+            given = run(batch, index, options)
+            assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(plain, given))
     flags = torch.ones(2, dtype=torch.uint8, device=device)
     given, other = (run(batch, index, AttendOptions(None, flags, all_int8=known)) for known in (False, True))
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(given, other))
@@ -175,7 +207,7 @@ def test_what_asks_for_nothing_changes_nothing(device):
 def test_a_row_does_not_depend_on_its_neighbours(device):
     lengths = [(333, 140), (530, 1), (200, 30)]
     batch = random_batch(lengths, 2, 1, 64, 16, DTYPES[0], device, gap_tokens=3)
-    options = AttendOptions.of([-1.0, -2.0], [True, False], batch.q.device)
+    options = AttendOptions.of([-1.0, None], [True, False], batch.q.device, [None, -2.0])
 
     def full(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         whole = Batch(batch.q, batch.cache, rows, batch.scale)
@@ -271,6 +303,31 @@ def test_the_reference_is_the_online_softmax_of_algorithm_1(margin):
     torch.testing.assert_close((scores.softmax(-1) * kept) @ values, acc / total[:, None], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("margin", [-math.inf, -2.0, -0.3])
+def test_the_reference_drops_what_the_authors_kernel_skips(margin):
+    """``update_mo`` and the branch after it, step by step: the test is against the maximum before the step."""
+    generator = torch.Generator().manual_seed(4)
+    scores, values = (torch.randn(*size, generator=generator, dtype=torch.float64) for size in ((5, 70), (70, 8)))
+    scores[:, 20:50] -= 4
+    steps = torch.arange(70) // 10
+    online_max, total, acc = torch.full((5,), -5e6).double(), torch.zeros(5).double(), torch.zeros(5, 8).double()
+    skipped = 0
+    for s, v in zip(scores.split(10, 1), values.split(10)):
+        before, local = online_max, s.amax(1)
+        online_max = torch.maximum(before, local)
+        decay = (before - online_max).exp()
+        total, acc = total * decay, acc * decay[:, None]
+        if bool((local - before).max() - margin > 0):
+            p = (s - online_max[:, None]).exp()
+            total, acc = total + p.sum(1), acc + p @ v
+        else:
+            skipped += 1
+    assert (skipped > 0) == (margin > -math.inf)
+    kept = scores.masked_fill((reference.step_margins(scores, steps) < margin)[steps], -torch.inf)
+    torch.testing.assert_close(kept.softmax(-1) @ values, acc / total[:, None], rtol=0, atol=1e-12)
+    torch.testing.assert_close(kept.logsumexp(-1), online_max + total.log(), rtol=0, atol=1e-12)
+
+
 def test_skipping_moves_an_output_by_no_more_than_it_may():
     """A skipped pair weighs less than e^λ of its query's largest: at most keys · e^λ · max |v| in all."""
     batch = lossless_batch([(500, 140)], 1, 1, 64, 16, torch.float32, "cpu")
@@ -320,6 +377,9 @@ def test_options_of_heads():
     assert (options.int8_heads.tolist(), options.all_int8) == ([1, 0], False)
     assert AttendOptions.of([None], [True], device).all_int8
     assert AttendOptions.of([-3.0], [False], device).int8_heads is None
+    dropping = AttendOptions.of([None, None], [False] * 2, device, [None, -3.0])
+    assert (dropping.skip_margins, dropping.drop_margins.tolist()) == (None, [-math.inf, -3.0])
+    assert (dropping.skips, options.skips, AttendOptions.of([None], [True], device).skips) == (True, True, False)
 
 
 def test_options_that_do_not_fit(device):
@@ -339,4 +399,5 @@ def test_on_gpu(lengths, head_dim, block_tokens, bulk, dtype):
     if bulk and not supports_bulk(batch.cache):
         pytest.skip("bulk tensor copies need Hopper or later")
     index = random_index(batch, block_tokens, 0.5, stripes=200)
-    check(batch, index, mixed_options(batch, index), bulk)
+    check(batch, index, mixed_options(batch, index, drops=(1,)), bulk)
+    check(batch, index, mixed_options(batch, index, int8=False, drops=(0, 1)), bulk)

@@ -15,9 +15,16 @@ from vllm_sparse_kernels.select.base import attend_options
 from vllm_sparse_kernels.testing.batches import Batch, random_batch
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {
-    "share_prefill": [{"cluster": 0}],
+    "share_prefill": [{"cluster": 0}, {"cluster": 0, "gamma_per_tile": True, "true_mass": True}],
     "sparge_attn": [{}, {"int8_scores": True}],
-    "sale": [{}, {"int8_scores": True}],
+    "anchor_attention": [{}, {"sample_tokens": 2, "step_tiles": 1}],
+    "sale": [{}, {"int8_scores": True}, {"channels": "half"}, {"block_means": True}],
+    "vertical_slash": [{}, {"segment_tokens": 512}, {"block_means": True}],
+    "flex_vertical_slash": [
+        {},
+        {"min_budget": 1024, "estimating": "spread"},
+        {"max_distance": 0.1, "last_queries": 256},
+    ],
 }
 WIDTHS = {"sale": (32, 64)}
 CASES = [
@@ -59,12 +66,14 @@ def peaks(name: str, values: dict[str, Any], batch: Batch, block_tokens: int) ->
     with workspace.frame():
         attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
     int8_scores = options is not None and options.int8_heads is not None
-    announced = workspace_bytes(rows, shape, layout.capacity * HEADS, layout.longest, int8_scores)
+    announced = workspace_bytes(
+        rows, shape, layout.capacity * HEADS, layout.longest, int8_scores, method.block_means, len(batch.q)
+    )
     found.append((taken(), announced))
-    if options is None and batch.q.dtype != torch.float32:
+    if not int8_scores and batch.q.dtype != torch.float32:
         workspace.peak_bytes = workspace.used_bytes
         with workspace.frame():
-            FLASH.attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale)
+            FLASH.attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
         found.append((taken(), announced))
     return found
 

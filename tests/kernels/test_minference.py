@@ -5,6 +5,7 @@ hold everything that is surely kept and nothing that is surely not. The margins 
 arithmetic, u = 2⁻²⁴ per operation, computed from the data in float64.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.reference import minference as reference
+from vllm_sparse_kernels.reference.flex_vertical_slash import block_diagonals, softmax_of
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.select import METHODS, lines, minference, name_of
 from vllm_sparse_kernels.select.base import Method
@@ -223,6 +225,28 @@ def test_fewer_last_queries(last_queries):
     vertical_slash_between(method, batch, select(method, batch, 64))
 
 
+@pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
+def test_segments_of_a_chunk_select_as_chunks_of_their_own(by_reference):
+    """Tiles of 128 + 128 + 44 queries in segments of 1, 2, 3 tiles: the lists of chunks that come one by one."""
+    batch = random_batch([(137, 300), (0, 10)], 2, 1, 64, 16, F32, DEVICE)
+    rows = batch.rows
+    whole = VerticalSlash(20, 9, 64, 3, 2)
+    for segment_tokens, lengths in ((128, (128, 128, 44)), (300, (256, 44)), (500, (300,))):
+        method = dataclasses.replace(whole, segment_tokens=segment_tokens)
+        index = select(method, batch, 64, by_reference=by_reference)
+        index.check()
+        begin, i_tile = 0, 0
+        for length in lengths:
+            alone = Rows((rows.tokens[0] + begin,), (length,), (137 + begin,), rows.block_table[:1])
+            expected = select(whole, dataclasses.replace(batch, rows=alone), 64, by_reference=by_reference)
+            for i in range(alone.num_tiles):
+                for head in range(2):
+                    assert lists(index, head, i_tile + i) == lists(expected, head, i)
+            begin, i_tile = begin + length, i_tile + alone.num_tiles
+    with pytest.raises(ValueError, match="segment_tokens: given 127, expected a number of queries >= 128, or none"):
+        VerticalSlash(segment_tokens=127)
+
+
 @pytest.mark.parametrize("case", [*CASES, LONG], ids=str)
 @pytest.mark.parametrize("method", [BlockSparse(2), BlockSparse(2, per_query_block=False)], ids=str)
 def test_block_sparse_kernel_is_the_reference(case, method):
@@ -232,37 +256,53 @@ def test_block_sparse_kernel_is_the_reference(case, method):
     block_sparse_between(method, batch, by_kernel, by_reference)
 
 
-def check_sums(batch: Batch, heads: list[int], band: int) -> None:
-    """Every column sum and every sum of ``band`` diagonals, within the bound of ``vertical_slash_bounds``."""
+def check_sums(batch: Batch, heads: list[int], band: int, last_queries: int = 64, spread: bool = False) -> None:
+    """Every column sum and every sum of diagonals, within the bound of ``vertical_slash_bounds``."""
     index = SparseIndex.allocate(batch.rows, batch.num_heads, 64)
     entries = torch.tensor(heads, dtype=torch.int32, device=DEVICE)
     num_rows, starts = batch.rows.num_rows, batch.rows.key_starts
-    sums = last_query_sums(batch.q, batch.cache, index, (0, num_rows), entries, batch.scale, 64, band)
+    sums = last_query_sums(
+        batch.q, batch.cache, index, (0, num_rows), entries, batch.scale, last_queries, band, spread=spread
+    )
     columns, diagonals = sums.values.split([len(heads) * starts[-1], len(heads) * starts[-1] // band])
     for row, seq_len in enumerate(batch.rows.seq_lens):
         for i_entry, head in enumerate(heads):
             q, keys = row_parts(batch, row, head)
-            size = float((q[-64:].abs() @ keys.abs().T).max()) * batch.scale
+            count = min(last_queries, len(q))
+            places = torch.arange(len(q) - count, len(q), device=DEVICE)
+            if spread:
+                places = torch.tensor([(i + 1) * len(q) // count - 1 for i in range(count)], device=DEVICE)
+            positions = seq_len - len(q) + places
+            size = float((q[places].abs() @ keys.abs().T).max()) * batch.scale
             relative = UNIT * (2 * (q.shape[1] + 4) * size + seq_len + 64 * band + 8)
-            exact, exact_slash = reference.vertical_slash_sums(q[-64:], keys, batch.scale)
+            weights = softmax_of(q[places], keys, positions, batch.scale)
+            exact = weights.sum(0)
             given = columns.view(len(heads), -1)[i_entry, starts[row] : starts[row] + seq_len]
             assert ((given - exact).abs() <= relative * exact).all()
-            exact = torch.nn.functional.pad(exact_slash, (0, -seq_len % band)).view(-1, band).sum(1)
+            if band == 1:
+                exact = reference.vertical_slash_sums(q[places], keys, batch.scale)[1]
+            else:
+                exact = block_diagonals(weights, positions)
             start = starts[row] // band
             given = diagonals.view(len(heads), -1)[i_entry, start : start + len(exact)]
             assert ((given - exact).abs() <= relative * exact).all()
 
 
-@pytest.mark.parametrize("band", [1, 64])
+@pytest.mark.parametrize(("band", "queries", "spread"), [(1, 64, False), (64, 128, False), (64, 50, True)])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_last_query_sums_are_the_sums_of_the_softmax(case, band):
+def test_sums_are_those_of_the_softmax(case, band, queries, spread):
     """Heads of one's own choice, all rows at once."""
     batch = case.batch()
-    check_sums(batch, [batch.num_heads - 1, 0][: batch.num_heads], band)
+    check_sums(batch, [batch.num_heads - 1, 0][: batch.num_heads], band, queries, spread)
 
 
 def test_more_splits_than_are_joined_at_once():
     check_sums(random_batch([(4299, 70)], 1, 1, 64, 128, F32, DEVICE), [0], 64)
+
+
+def test_queries_spread_over_a_chunk():
+    """Of more queries than are asked, over several key tiles that some of them may not look at."""
+    check_sums(random_batch([(100, 333), (0, 40)], 4, 2, 64, 16, F32, DEVICE), [0, 3], 64, 256, spread=True)
 
 
 SETTINGS = [VerticalSlash(40, 9, 64, 3, 2), VerticalSlash(7, 60, 64, 0, 50), VerticalSlash(0, 0), VerticalSlash(400, 3)]

@@ -122,3 +122,20 @@ def test_bound_is_the_greedy_choice(block_tokens):
         if density:
             mass_of_best = max(x for _, x, n in best if n <= round(density * total_pairs))
             assert recall == pytest.approx(mass_of_best / total_mass, rel=1e-4)
+
+
+@pytest.mark.parametrize("stripes", [0, 17])
+def test_single_queries_are_what_whole_matrices_say(stripes):
+    batch = random_batch(LENGTHS, 4, 2, 64, 16, device=DEVICE, gap_tokens=3)
+    indices = [random_index(batch, 64, density, stripes=stripes) for density in (0.2, 0.6)]
+    masses = list(exact_masses(batch.q, batch.cache, batch.rows, batch.scale, indices))
+    for i, index in enumerate(indices):
+        got = torch.cat([mass.query_recalls[i] for mass in masses], 1)
+        expected = []
+        for row, (token, length) in enumerate(zip(batch.rows.tokens, batch.rows.query_lens)):
+            keys = batch.cache.gather(batch.rows.block_table[row], batch.rows.seq_lens[row])[0].double()
+            q = batch.q[token : token + length].double()
+            scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(2, 1)) * batch.scale
+            causal = torch.ones_like(scores, dtype=torch.bool).tril_(batch.rows.context_lens[row])
+            expected.append((scores.masked_fill(~causal, -torch.inf).softmax(-1) * index.to_mask(row)).sum(-1))
+        torch.testing.assert_close(got.double(), torch.cat(expected, 1), rtol=0, atol=1e-5)

@@ -1,6 +1,7 @@
 """SALE: kernel and reference against the paper's steps in float64, the kernel's arithmetic bit for bit, properties."""
 
 import math
+from dataclasses import replace
 from itertools import cycle, pairwise, product
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.reference.sale import paper_blocks, paper_density
 from vllm_sparse_kernels.rows import Rows, ceil_div
-from vllm_sparse_kernels.select import METHODS, sale_rounding, sale_scores
+from vllm_sparse_kernels.select import METHODS, sale_means, sale_rounding, sale_scores
 from vllm_sparse_kernels.select import sale as module
 from vllm_sparse_kernels.select.sale import Sale
 from vllm_sparse_kernels.select.sale_rounding import Regions, RoundedKeys, RoundedQueries, Selected
@@ -82,6 +83,18 @@ def rounded(x: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.
     return in_steps.round() * steps[:, None], steps, near
 
 
+def channels_of(batch: Batch, method: Sale, row: int, head: int) -> list[int]:
+    """Channels that are multiplied: all, or the half that holds most of the energy, by a sort in plain Python."""
+    head_dim, group = batch.cache.head_dim, batch.num_heads // batch.cache.num_kv_heads
+    if method.channels == "all" or head_dim <= 32:
+        return list(range(head_dim))
+    q = batch.q[batch.rows.tokens[row] :][: batch.rows.query_lens[row], head // group * group :][:, :group].double()
+    k = keys_of(batch, row, head)
+    energy = (k - k.mean(0)).square().mean(0) * (q - q.mean(0)).square().mean(0).sum(0)
+    heaviest = sorted(range(head_dim), key=lambda d: -float(energy[d]))
+    return sorted(heaviest[: {64: 32, 96: 64, 128: 64, 256: 128}[head_dim]])
+
+
 def compared_as(integers: torch.dtype, fits: bool = True) -> torch.dtype:
     """What the kernel compares scores in that fit half precision or do not."""
     half = fits and integers == torch.float8_e4m3fn and module.adds_up_in_half(torch.device(DEVICE))
@@ -98,8 +111,11 @@ def definition(batch: Batch, method: Sale, row: int, head: int):
     q = batch.q[rows.tokens[row] : rows.tokens[row] + rows.query_lens[row], head].double()
     j = torch.arange(len(k), device=DEVICE)
     smooth_k, smooth_q = k - k.mean(0), q - q.mean(0)
-    k4, k_steps, k_near = rounded(smooth_k, j // 32 * 4 + j % 8 // 2)
-    q4, q_steps, q_near = rounded(smooth_q, torch.arange(len(q), device=DEVICE))
+    kept_d = channels_of(batch, method, row, head)
+    left_out = [d for d in range(k.shape[1]) if d not in kept_d]
+    k4, k_steps, k_near = rounded(smooth_k[:, kept_d], j // 32 * 4 + j % 8 // 2)
+    q4, q_steps, q_near = rounded(smooth_q[:, kept_d], torch.arange(len(q), device=DEVICE))
+    deviation = (smooth_q[:, left_out] ** 2 @ (smooth_k[:, left_out] ** 2).mean(0)).sqrt()
     for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
         tile = rows.tile_list[i_tile]
         blocks = regions(method, tile.position, tile.length_tokens)
@@ -119,7 +135,8 @@ def definition(batch: Batch, method: Sale, row: int, head: int):
             error = ERROR + half * scale * (2**-11 * (product + bias).abs() + 2**-10 * bias.abs())
             error = error + scale * 7 * q_steps[mine, None] * k_steps[middle] * (q_near[mine, None] + k_near[middle])
             for which, sign in enumerate((-1, 1)):
-                passed = (estimate * scale + sign * error - m).exp() / l >= method.tau
+                lowered = estimate + deviation[mine, None]
+                passed = (lowered * scale + sign * error - m).exp() / l >= method.tau
                 kept[which, i, method.sink_tokens // 32 : local // 32] = passed.any(0).view(-1, 32).any(1)
                 kept[which, i, num_blocks:] = False
         yield i_tile, kept[0], kept[1]
@@ -161,6 +178,10 @@ CASES = [
     ([(477, 300), (0, 63), (801, 1)], 4, 2, 64, 16, 32, "HND", Sale(0.3)),
     ([(711, 130)], 6, 2, 64, 32, 32, "NHD", Sale(0.3, sink_tokens=96, local_tokens=160)),
     ([(513, 64)], 1, 1, 64, 16, 32, "NHD", Sale(0.2, sink_tokens=0)),
+    ([(477, 300), (0, 63), (801, 1)], 4, 2, 128, 16, 32, "HND", Sale(0.3, channels="half")),
+    ([(633, 130), (129, 1), (255, 2)], 6, 2, 96, 64, 64, "NHD", Sale(0.4, channels="half")),
+    ([(900, 70)], 8, 1, 256, 32, 32, "NHD", Sale(0.4, channels="half")),
+    ([(500, 130)], 1, 1, 32, 16, 32, "NHD", Sale(0.2, channels="half")),
 ]
 # On a GPU every case runs in every type; the interpreter is slow, and takes them by turns.
 PAIRS = product(CASES, DTYPES) if DEVICE == "cuda" else zip(CASES, cycle(DTYPES))
@@ -201,11 +222,12 @@ def rounded_by_kernels(method: Sale, batch: Batch) -> tuple[RoundedQueries, Roun
     q, cache, rows, room = batch.q, batch.cache, batch.rows, Workspace(torch.device(DEVICE))
     dtype, selected = module.integer_dtype(q.device), selected_heads(method, batch)
     regions = Regions(method.sink_tokens, method.local_tokens)
-    means = sale_rounding.row_means(q, cache, rows, room)
-    queries = sale_rounding.round_queries(q, cache, rows, means, selected, regions, batch.scale, dtype, room)
+    kept_d = sale_means.kept_channels(cache.head_dim, method.channels == "half")
+    means = sale_means.row_means(q, cache, rows, kept_d, room)
+    queries = sale_rounding.round_queries(q, cache, rows, means, selected, regions, batch.scale, kept_d, dtype, room)
     (slab,) = module.slabs_of_rows(method, rows)
     num_keys = sum(module.tested_keys(method, rows))
-    keys = sale_rounding.room_for_keys(selected.num_selected, cache.num_kv_heads, num_keys, cache.head_dim, dtype, room)
+    keys = sale_rounding.room_for_keys(selected.num_selected, cache.num_kv_heads, num_keys, kept_d, dtype, room)
     group = batch.num_heads // cache.num_kv_heads
     sale_rounding.round_keys(cache, rows, means, selected, group, slab.pieces, slab.longest, keys)
     return queries, keys
@@ -394,11 +416,13 @@ def test_local_region_has_128_to_224_tokens():
     assert sizes == {128, 160, 192, 224}
 
 
+@pytest.mark.parametrize("channels", ["all", "half"])
 @pytest.mark.parametrize("reference", [False, True])
-def test_heads_selected_together_select_what_each_selects_alone(reference):
+def test_heads_selected_together_select_what_each_selects_alone(reference, channels):
     """Four heads on two kv heads, of three τ, in the order of ``heads``: bitwise."""
     batch = make_batch([(700, 130), (0, 63), (533, 1)], 4, 2, dtype=torch.float16)
     heads, settings = [2, 0, 3, 1], [Sale(0.3), Sale(0.1), Sale(0.0), Sale(0.3, int8_scores=True)]
+    settings = [replace(method, channels=channels) for method in settings]
     merged = Sale.merged(settings)
     together = run(batch, merged, heads=heads, reference=reference)
     for head, method in zip(heads, settings):
@@ -409,14 +433,55 @@ def test_heads_selected_together_select_what_each_selects_alone(reference):
     assert len({tuple(counts) for counts in together.block_counts.tolist()}) > 2
 
 
+@pytest.mark.parametrize("block_tokens", [32, 64])
+def test_channels_that_hold_nothing_need_not_be_multiplied(block_tokens):
+    """Half of 128 channels are the same in all keys of the first kv head, in all queries of the second: bitwise."""
+    batch = make_batch([(700, 130), (0, 63), (533, 1)], 4, 2, 128, dtype=torch.float16)
+    dead = torch.randperm(128, generator=torch.Generator().manual_seed(0))[:64].to(DEVICE)
+    batch.cache.keys[:, :, 0, dead] = 0.5
+    batch.q[:, 2:, dead] = 0.5
+    halves, wholes = (run(batch, Sale(0.3, channels=channels), block_tokens) for channels in ("half", "all"))
+    assert torch.equal(halves.block_counts, wholes.block_counts)
+    for head, i_tile in product(range(4), range(batch.rows.num_tiles)):
+        assert torch.equal(halves.blocks_of(head, i_tile), wholes.blocks_of(head, i_tile))
+    assert halves.density() < 0.9
+    queries, keys = rounded_by_kernels(Sale(0.3, channels="half"), batch)
+    assert queries.integers.shape[2] == keys.integers.shape[2] == 64
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+def test_the_channels_that_weigh_most_are_multiplied(head_dim):
+    """Of the first kv head all keys of the first row are alike, and one channel of the second row holds a NaN."""
+    batch = make_batch([(300, 70), (0, 140)], 6, 3, head_dim, 64)
+    pages = batch.rows.block_table
+    batch.cache.keys[pages[0, :6], :, 0] = 1.0
+    batch.cache.keys[pages[1, 0], 5, 0, 7] = torch.nan
+    kept_d = sale_means.kept_channels(head_dim, half=True)
+    assert kept_d == {64: 32, 96: 64, 256: 128}[head_dim]
+    means = sale_means.row_means(batch.q, batch.cache, batch.rows, kept_d, Workspace(torch.device(DEVICE)))
+    assert means.channels[0, 0].tolist() == list(range(kept_d))
+    assert 7 not in means.channels[1, 0]
+    assert means.channels[1, 0].unique().numel() == kept_d
+    assert 0 <= means.channels.min() <= means.channels.max() < head_dim
+    for row, kv in product(range(2), (1, 2)):
+        expected = channels_of(batch, Sale(channels="half"), row, 2 * kv)
+        assert means.channels[row, kv].tolist() == expected
+        variance = keys_of(batch, row, 2 * kv).var(0, correction=0)
+        variance[expected] = 0
+        torch.testing.assert_close(means.left_out[row, kv, :head_dim].double(), variance, rtol=1e-4, atol=0)
+        assert not means.left_out[row, kv, head_dim:].any()
+
+
 def test_what_is_merged():
     settings = [Sale(0.3), Sale(0.1), Sale(0.3, int8_scores=True)]
     merged = Sale.merged(settings)
     assert list(merged.of_heads(3)) == settings
     assert merged.alike == settings[0].alike == Sale()
-    assert merged.summary([merged, Sale(0.3)]) == {"sink_tokens": 32, "local_tokens": 128, "settings": 3}
+    common = {"sink_tokens": 32, "local_tokens": 128, "channels": "all", "settings": 3}
+    assert merged.summary([merged, Sale(0.3)]) == common
     assert Sale.merged(settings[:1] * 2) == settings[0]
     assert Sale(sink_tokens=64).alike != Sale().alike
+    assert Sale(channels="half").alike == Sale(0.3, channels="half").alike != Sale().alike
     with pytest.raises(ValueError, match="methods alike"):
         Sale.merged([Sale(), Sale(sink_tokens=64)])
 
@@ -429,9 +494,10 @@ def test_higher_tau_keeps_less():
         assert int(more.sum()) > int(less.sum())
 
 
-def test_rows_do_not_depend_on_each_other():
+@pytest.mark.parametrize("channels", ["all", "half"])
+def test_rows_do_not_depend_on_each_other(channels):
     batch = make_batch([(330, 130), (0, 65), (600, 65)])
-    rows, method = batch.rows, Sale(0.4)
+    rows, method = batch.rows, Sale(0.4, channels=channels)
     together = run(batch, method)
     for row in range(3):
         of_rows = (rows.tokens, rows.query_lens, rows.context_lens, rows.block_table)
@@ -512,7 +578,7 @@ def test_other_heads_are_left_alone(reference):
 @pytest.mark.parametrize(
     ("field", "value"),
     [("tau", -0.1), ("tau", 1.0), ("tau", math.nan), ("sink_tokens", 16), ("sink_tokens", -32), ("local_tokens", 96),
-     ("local_tokens", 130), ("sink_tokens", 32.0)],
+     ("local_tokens", 130), ("sink_tokens", 32.0), ("channels", "most"), ("channels", 64)],
 )  # fmt: skip
 def test_parameters_out_of_range_are_refused(field, value):
     with pytest.raises(ValueError, match=f"^{field}: given {value!r}, expected"):

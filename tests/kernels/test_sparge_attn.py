@@ -10,6 +10,7 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.select import METHODS, pooled
 from vllm_sparse_kernels.select import sparge_attn as module
+from vllm_sparse_kernels.select.base import attend_options
 from vllm_sparse_kernels.select.pooled import KEY_BLOCK_TOKENS, KeyPool, pool_queries, slabs_of
 from vllm_sparse_kernels.select.sparge_attn import SpargeAttn
 from vllm_sparse_kernels.testing.batches import Batch, random_batch
@@ -367,14 +368,22 @@ def test_heads_selected_together_select_what_each_selects_alone(block_tokens, si
     assert len({tuple(counts) for counts in together.block_counts.tolist()}) > 3
 
 
+COMMON = {"smooth_keys": True, "keep_sink": True, "skip_whole_steps": False}
+
+
 def test_what_is_merged():
     merged = SpargeAttn.merged(SETTINGS)
     assert list(merged.of_heads(6)) == SETTINGS
     assert merged.alike == METHOD.alike == SpargeAttn()
     assert [m.skip_margin for m in merged.of_heads(6)] == [None, -5.0, None, None, None, None]
+    asked = attend_options(
+        [METHOD, SETTINGS[1], dataclasses.replace(SETTINGS[1], skip_whole_steps=True)], torch.device(DEVICE)
+    )
+    assert asked.skip_margins.tolist() == [-math.inf, -5.0, -math.inf]
+    assert asked.drop_margins.tolist() == [-math.inf, -math.inf, -5.0]
     assert SpargeAttn.merged([METHOD] * 3) == METHOD
     assert METHOD.summary([METHOD] * 2) == dataclasses.asdict(METHOD)
-    assert merged.summary([merged, METHOD]) == {"smooth_keys": True, "keep_sink": True, "settings": 5}
+    assert merged.summary([merged, METHOD]) == COMMON | {"settings": 5}
     for field in ("smooth_keys", "keep_sink"):
         assert dataclasses.replace(METHOD, **{field: False}).alike != METHOD.alike
         with pytest.raises(ValueError, match="methods alike"):

@@ -63,5 +63,5 @@ def test_shared_memory_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_finest_is_no_wider_than_the_widest(name: str) -> None:
-    method = METHODS[name].parameters
+    method = METHODS[name].parameters()
     assert method.finest_block_tokens is None or 16 <= method.finest_block_tokens <= method.block_tokens

@@ -7,12 +7,13 @@ drawn per head and tile at random, the diagonal always kept. Every case is check
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
-from vllm_sparse_backend.bench.card import Card, is_default, refusal
+from vllm_sparse_backend.bench.card import Card, Span, is_default, refusal
 from vllm_sparse_backend.bench.check import BUDGET, Check, check_attention, difference
 from vllm_sparse_backend.bench.data import Heads, without_nan
 from vllm_sparse_backend.bench.report import Report
@@ -140,8 +141,8 @@ def _measure(
         row["problem"] = problem
         report.add_case(row)
         return row
-    spans = [pair for i in range(len(batches)) for pair in (("dense", dense[i]), ("ours", lambda i=i: ours(i)))]
-    taken = card.spans_ms(spans, budget_s=budget_s)
+    own: list[Span] = [("ours", partial(ours, i)) for i in range(len(batches))]
+    taken = card.spans_ms([[("dense", run) for run in dense], own], budget_s=budget_s)
     row["dense_ms"], row["ms"] = (median(taken[name]) / len(batches) for name in ("dense", "ours"))
     row["times_faster"] = row["dense_ms"] / row["ms"]
     row["efficiency"] = row["times_faster"] * row["density"]
@@ -161,8 +162,15 @@ def _problem(case: Case, check: Check, out: torch.Tensor, dense_out: torch.Tenso
     return None
 
 
-OPTIONS = {"8-bit scores": (None, True), "skip of nothing": (-1e9, False), "skip of nearly all": (-1e-6, False)}
-"""λ and 8-bit of every head. λ far below shows what asking costs, λ just below 0 the most that skipping can save."""
+OPTIONS: dict[str, tuple[float | None, bool, bool]] = {
+    "8-bit scores": (None, True, False),
+    "skip of nothing": (-1e9, False, False),
+    "skip of nearly all": (-1e-6, False, False),
+    "whole steps, skip of nothing": (-1e9, False, True),
+    "whole steps, skip of nearly all": (-1e-6, False, True),
+}
+"""Of every head: λ, 8-bit, and whether λ drops whole steps. λ far below shows what asking costs, λ just below 0 the
+most that skipping can save."""
 
 
 def _measure_options(
@@ -175,8 +183,9 @@ def _measure_options(
         with index.workspace.frame():
             run(batch.q, batch.cache, index, out, batch.scale)
 
-    for option, (margin, int8) in OPTIONS.items():
-        options = AttendOptions.of([margin] * batch.num_heads, [int8] * batch.num_heads, batch.q.device)
+    for option, (margin, int8, drops) in OPTIONS.items():
+        num_heads, (skip, drop) = batch.num_heads, (None, margin) if drops else (margin, None)
+        options = AttendOptions.of([skip] * num_heads, [int8] * num_heads, batch.q.device, [drop] * num_heads)
 
         def with_option(options: AttendOptions | None = options) -> None:
             with index.workspace.frame():
@@ -184,7 +193,7 @@ def _measure_options(
 
         out.fill_(float("nan"))
         with_option()
-        check = check_attention(batch, index, out, norm=1 if int8 else 2, margin=margin)
+        check = check_attention(batch, index, out, norm=1 if int8 else 2, margin=margin, drops=drops)
         row: dict[str, Any] = {
             "engine": "portable", "context_len": case.context_len, "query_len": case.query_len,
             "block_tokens": case.block_tokens, "option": option, "error_ratio": check.ratio,
@@ -192,7 +201,7 @@ def _measure_options(
         if not (check.error <= SAGE_ATTENTION_L1 if int8 else check.passed):
             row["problem"] = f"relative L1 error {check.error:.3g}" if int8 else str(check)
         else:
-            taken = card.spans_ms([("plain", plain), ("ours", with_option)], budget_s=budget_s)
+            taken = card.spans_ms([[("plain", plain)], [("ours", with_option)]], budget_s=budget_s)
             plain_ms, row["ms"] = median(taken["plain"]), median(taken["ours"])
             name = f"attend, {case.name}, {option}: times faster than without"
             report.add_figure(name, plain_ms / row["ms"], "ratio", "higher")

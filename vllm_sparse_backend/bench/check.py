@@ -37,11 +37,18 @@ class Check:
 
 
 def check_attention(
-    batch: Batch, index: SparseIndex, out: torch.Tensor, seed: int = 0, norm: int = 2, margin: float | None = None
+    batch: Batch,
+    index: SparseIndex,
+    out: torch.Tensor,
+    seed: int = 0,
+    norm: int = 2,
+    margin: float | None = None,
+    drops: bool = False,
 ) -> Check:
     """``out`` against softmax over the index's keys. Reads the device.
 
-    With a ``margin`` λ, all leave out what ``attend``'s reference leaves out in float64.
+    With a ``margin`` λ, all leave out what ``attend``'s reference leaves out in float64: products or, with ``drops``,
+    whole steps.
     """
     chosen = random.Random(seed)
     ours = eager = 0.0
@@ -60,9 +67,12 @@ def check_attention(
         def scores(dtype: torch.dtype, q=q, k=k, hidden=hidden) -> torch.Tensor:  # type: ignore[no-untyped-def]
             return (q.to(dtype) @ k.to(dtype).T * batch.scale).masked_fill(hidden, -torch.inf)
 
-        taken = torch.ones_like(kept) if margin is None else step_margins(scores(torch.float64), steps)[steps] >= margin
+        taken = torch.ones_like(kept, dtype=torch.bool)
+        if margin is not None:
+            taken = step_margins(scores(torch.float64), steps)[steps] >= margin
+        summed = taken if drops else torch.ones_like(taken)
         truth, rounded = (
-            ((scores(dtype).softmax(-1) * taken).to(dtype) @ v.to(dtype)).double()
+            ((scores(dtype).masked_fill(~summed, -torch.inf).softmax(-1) * taken).to(dtype) @ v.to(dtype)).double()
             for dtype in (torch.float64, out.dtype)
         )
         error = float((out[tokens, head].double() - truth).norm(norm) / truth.norm(norm))

@@ -1,6 +1,7 @@
 """An OpenAI-compatible vLLM server as a client sees it: prompts of given lengths, and when their tokens come."""
 
 import json
+import os
 import random
 import time
 import urllib.error
@@ -33,6 +34,13 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Completion:
+    text: str
+    prompt_tokens: int | None
+    """None where the server does not count them."""
+
+
+@dataclass(frozen=True)
 class Endpoint:
     """``url`` has no path: ``http://127.0.0.1:8000``."""
 
@@ -49,7 +57,7 @@ class Endpoint:
         if not url.startswith(("http://", "https://")):
             raise BenchError(f"{name}: given {url!r}, expected a server's address such as http://127.0.0.1:8000")
         try:
-            with _DIRECT.open(f"{url}/v1/models", timeout=30) as answer:
+            with _DIRECT.open(_request(f"{url}/v1/models"), timeout=30) as answer:
                 models = json.load(answer)["data"]
             return Endpoint(name, url, models[0]["id"], models[0].get("root"))
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
@@ -106,6 +114,43 @@ class Endpoint:
             raise RequestError("the answer has no prompt_logprobs: expected a vLLM server")
         return found
 
+    def complete(self, prompt: str | Sequence[int], max_tokens: int, chat: bool = False, **more: Any) -> Completion:
+        """The greedy answer to a prompt, or with ``chat`` to a user's message, of at most so many tokens.
+
+        ``more`` goes with the request. Raises RequestError on anything but an answer that ended by itself or at
+        ``max_tokens``.
+        """
+        body = {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "seed": 0, **more}
+        if chat:
+            body["messages"] = [{"role": "user", "content": prompt}]
+        else:
+            body["prompt"] = prompt if isinstance(prompt, str) else list(prompt)
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        try:
+            with _DIRECT.open(_post(self.url + path, body), timeout=TIMEOUT_S) as got:
+                found = json.load(got)
+            choice = found["choices"][0]
+            text = choice["message"]["content"] if chat else choice["text"]
+        except (OSError, ValueError, HTTPException) as error:
+            raise RequestError(_said(error)) from None
+        except (KeyError, IndexError, TypeError):
+            raise RequestError("the answer has no text: expected an OpenAI-compatible server") from None
+        if (end := choice.get("finish_reason")) not in ("stop", "length", "repetition"):
+            raise RequestError(f"the answer was not finished: {end!r}, expected stop or length")
+        return Completion(text or "", (found.get("usage") or {}).get("prompt_tokens"))
+
+    def tokenizes(self) -> bool:
+        """Whether the server has /tokenize, vLLM's addition to OpenAI's interface."""
+        try:
+            with _DIRECT.open(_post(f"{self.url}/tokenize", {"model": self.model, "prompt": "a"}), timeout=120):
+                return True
+        except urllib.error.HTTPError as error:
+            if error.code in (404, 405):
+                return False
+            raise BenchError(f"{self.name}: {self.url}/tokenize: {_said(error)}") from None
+        except OSError as error:
+            raise BenchError(f"{self.name}: {self.url}/tokenize: {_said(error)}") from None
+
     def tokenize(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text, by the server's own tokenizer; with ``special``, with those that it puts around it."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": special}
@@ -125,7 +170,15 @@ class Endpoint:
 
 
 def _post(url: str, body: Mapping[str, Any]) -> urllib.request.Request:
-    return urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    return _request(url, json.dumps(body).encode())
+
+
+def _request(url: str, data: bytes | None = None) -> urllib.request.Request:
+    """With the key that OpenAI's clients take from the environment, for servers that ask for one."""
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get("OPENAI_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
+    return urllib.request.Request(url, data, headers)
 
 
 def _said(error: Exception) -> str:

@@ -148,10 +148,8 @@ def _measure(
     if failed := [check for check in checks if not check.passed]:
         row["problem"] = str(failed[0])
         return
-    spans: list[tuple[str, Run]] = []
-    for layer, run in zip(layers, dense, strict=True):
-        spans += [("dense", run), ("select", layer.select), ("attend", partial(layer.attend, engine))]
-    taken = card.spans_ms(spans, new_step(layers), budget_s)
+    ours = [span for layer in layers for span in (("select", layer.select), ("attend", partial(layer.attend, engine)))]
+    taken = card.spans_ms([[("dense", run) for run in dense], ours], new_step(layers), budget_s)
     dense_ms, select_ms, attend_ms = (median(taken[name]) / len(layers) for name in ("dense", "select", "attend"))
     whole_ms = median(s + a for s, a in zip(taken["select"], taken["attend"], strict=True)) / len(layers)
     row |= {"dense_ms": dense_ms, "select_ms": select_ms, "attend_ms": attend_ms, "whole_ms": whole_ms}

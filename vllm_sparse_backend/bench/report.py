@@ -68,7 +68,7 @@ class Report:
             merge_figures(self.results_path, self.figures)
 
 
-OUTPUTS = ("--json", "--results", "--png", "--table")
+OUTPUTS = ("--json", "--results", "--png", "--html", "--table")
 
 
 def command_of(arguments: Sequence[str]) -> str:
@@ -144,7 +144,9 @@ def package_version(name: str) -> str:
         return "not installed"
 
 
-def table_of(title: str, columns: Mapping[str, str], cases: list[dict[str, Any]], caption: str | None = None) -> Table:
+def table_of(
+    title: str, columns: Mapping[str, str], cases: Sequence[Mapping[str, Any]], caption: str | None = None
+) -> Table:
     """Cases as a table: ``columns`` maps a case's key to the column's heading. What a case lacks stays empty."""
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     for key, heading in columns.items():

@@ -48,7 +48,7 @@ class Settings:
         if not self.values:
             return "no configuration"
         params = self.values.get("params") or {}
-        name = str(self.values.get("method") or self.values.get("profile") or "minference")
+        name = str(self.values.get("method") or self.values.get("profile") or "default")
         return " ".join([name, *(f"{field}={json.dumps(value)}" for field, value in params.items())])
 
 

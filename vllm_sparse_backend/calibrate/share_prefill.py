@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from vllm_sparse_backend.settings.methods import parameters_of
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import Profile
 from vllm_sparse_backend.settings.ranges import format_ranges
@@ -148,13 +149,8 @@ def cluster_heads(maps: torch.Tensor, distance: float = 10.0, min_heads: int = 5
 
 def profile_of(clusters: Clusters, shape: ModelShape, thresholds: SharePrefill | None = None) -> Profile:
     """A profile of SharePrefill with these clusters: noise is the default, other heads are named with theirs."""
-    method = thresholds or SharePrefill()
-    common = {
-        "method": "share_prefill",
-        "max_sparsity": method.max_sparsity,
-        "max_distance": method.max_distance,
-        "gamma": method.gamma,
-    }
+    common = parameters_of(thresholds or SharePrefill())
+    del common["cluster"]
     layers = {str(i): {"heads": _by_cluster(heads, common)} for i, heads in enumerate(clusters) if set(heads) - {NOISE}}
     return Profile.model_validate({"format": 1, "model": shape, "default": common, "layers": layers})
 

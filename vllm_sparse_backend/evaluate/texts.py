@@ -1,6 +1,7 @@
 """What prompts are made of: a text of the operator's, or prose of few words that is made here."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_sparse_backend.bench.report import BenchError
@@ -10,6 +11,14 @@ _VERBS = "watched followed carried found painted opened remembered sold mended l
 _ADJECTIVES = "old small wooden heavy green narrow bright empty distant warm strange plain round cold wide"
 _OBJECTS = "door boat letter garden horse table window road basket lamp field wall coat bridge kettle mill"
 _TIMES = "in the morning,before the rain,after a while,at noon,in winter,without a word,once more,that day"
+
+
+def asked_text(path: Path | None, lengths: Sequence[int], prompts: int) -> str | None:
+    """Of the operator's text, if there is one, enough for so many prompts of these lengths in tokens."""
+    if not lengths or min(lengths) < 1:
+        raise BenchError(f"--lengths: given {list(lengths)}, expected numbers of tokens, with commas between")
+    # Eight characters are more than a token has on average, and what is read is tokenised by the server.
+    return None if path is None else read_text(path, 8 * max(lengths) * max(4, prompts))
 
 
 def read_text(path: Path, most_chars: int) -> str:

@@ -67,6 +67,8 @@ class LayerNeed:
 
     groups: LayerPlan
     shape: LayerShape
+    step_tokens: int = 0
+    """The most that a step has: each token may have a log-sum-exp, whether it belongs to a sparse row or not."""
 
     @staticmethod
     def of(
@@ -76,11 +78,13 @@ class LayerNeed:
         element_bytes: int,
         device: torch.device,
         engine: str = AUTO,
+        step_tokens: int = 0,
     ) -> "LayerNeed":
         """engine: the one that is asked for."""
         methods = methods_by_head(groups)
         num_heads, block_tokens = len(methods), index_block_tokens(methods, head_dim, device, engine)
-        return LayerNeed(groups, LayerShape(num_heads, num_kv_heads, head_dim, block_tokens, element_bytes))
+        shape = LayerShape(num_heads, num_kv_heads, head_dim, block_tokens, element_bytes)
+        return LayerNeed(groups, shape, step_tokens)
 
     @cached_property
     def heads_of_methods(self) -> tuple[tuple[Method, int], ...]:
@@ -95,6 +99,11 @@ class LayerNeed:
         """Whether any head asks for 8-bit scores."""
         return any(method.int8_scores for method in methods_by_head(self.groups))
 
+    @cached_property
+    def block_means(self) -> bool:
+        """Whether any head asks for means of dropped blocks."""
+        return any(method.block_means for method in methods_by_head(self.groups))
+
     def num_bytes(self, slab: Slab) -> int:
         """The index, and on top of it the largest of what selecting any group and attending take."""
         rows, shape = slab.rows, self.shape
@@ -103,7 +112,10 @@ class LayerNeed:
         longest_stripes = max(layout.longest for layout, _ in stripes)
         index = SparseIndex.bytes_for(rows, shape.num_heads, shape.block_tokens, stripe_capacity)
         select = max(slab.select_bytes(method, num_heads, shape) for method, num_heads in self.heads_of_methods)
-        return index + max(select, workspace_bytes(rows, shape, stripe_capacity, longest_stripes, self.int8_scores))
+        attend = workspace_bytes(
+            rows, shape, stripe_capacity, longest_stripes, self.int8_scores, self.block_means, self.step_tokens
+        )
+        return index + max(select, attend)
 
 
 @dataclass(frozen=True)
@@ -252,8 +264,9 @@ def _needs(vllm_config: VllmConfig, plan: Plan, device: torch.device, engine: st
     first, end = model.get_layers_start_end_indices(parallel)
     layers = {plan.layer(number) for number in range(first, end)} - {None}
     num_kv_heads, element_bytes = model.get_num_kv_heads(parallel), model.dtype.itemsize
+    step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     return tuple(
-        LayerNeed.of(groups, num_kv_heads, plan.shape.head_dim, element_bytes, device, engine)
+        LayerNeed.of(groups, num_kv_heads, plan.shape.head_dim, element_bytes, device, engine, step_tokens)
         for groups in layers
         if groups is not None
     )

@@ -18,6 +18,7 @@ from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.ranges import format_ranges
 from vllm_sparse_kernels import AttendOptions, SparseIndex, shared_bytes, widest_block
 from vllm_sparse_kernels.attend import PORTABLE, AttendSpec, Choice, Engine, choose, engines
+from vllm_sparse_kernels.attend.block_means import over_index
 from vllm_sparse_kernels.testing.batches import Batch
 from vllm_sparse_kernels.testing.budget import Expected, expected_attention
 
@@ -41,8 +42,8 @@ class EnginePicker:
         """
         spec = AttendSpec.of(batch.cache, index, options)
         if spec not in self.choices:
-            # The options are approximations: that there is no NaN is all that can be asked there.
-            exact = None if options is not None else expected_attention(batch, index)
+            # Skips and 8 bits are approximations: that there is no NaN is all that can be asked there.
+            exact = expected_attention(batch, index, options) if over_index(options) is None else None
             forced = None if self.asked == AUTO else self.asked
             try:
                 self.choices[spec] = choose(

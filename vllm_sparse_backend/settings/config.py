@@ -35,8 +35,9 @@ class SparsePrefillConfig(BaseModel):
     profile: StrictStr | None = None
     """Name of a bundled profile, or path of a YAML file. Takes the place of ``method`` and ``params``."""
 
-    method: StrictStr = "minference"
-    """A registered method, or ``minference``: vertical-slash with its authors' defaults."""
+    method: StrictStr = "default"
+    """A registered method, or a preset: ``default``, the fastest of what loses nothing measurable, ``minference``,
+    vertical-slash with its authors' defaults, or ``streaming``, A-shape."""
 
     params: dict[str, Any] = {}
     """Fields of the method that differ from its defaults."""

@@ -14,29 +14,37 @@ from pydantic import TypeAdapter, ValidationError
 
 from vllm_sparse_backend.settings.errors import not_one_of, reason_of, unexpected
 from vllm_sparse_kernels.select import METHODS, name_of
-from vllm_sparse_kernels.select.base import Method
+from vllm_sparse_kernels.select.base import EXTRAS, Method
 
-PRESETS = {"minference": "vertical_slash", "streaming": "a_shape"}
-"""Names that stand for a method: MInference without a profile is vertical-slash, StreamingLLM's pattern is A-shape."""
+PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "default": ("sale", {"tau": 0.03}),
+    "minference": ("vertical_slash", {}),
+    "streaming": ("a_shape", {}),
+}
+"""Names that stand for a method and parameters. ``default`` is what a server does that is told nothing: of all that
+lost nothing measurable the fastest (docs/quality.md has the table). MInference without a profile is vertical-slash,
+StreamingLLM's pattern is A-shape.
+"""
 
 
 def method_names() -> list[str]:
     """Every name that ``make_method`` takes."""
-    return sorted({*METHODS, *(name for name, method in PRESETS.items() if method in METHODS)})
+    return sorted({*METHODS, *(name for name, (method, _) in PRESETS.items() if method in METHODS)})
 
 
 def make_method(name: object, params: Mapping[str, Any]) -> Method:
-    """The method called ``name``; ``params`` replace the defaults of its fields.
+    """The method called ``name``; ``params`` replace the defaults of its fields, or what a preset says of them.
 
     Raises ValueError naming what is wrong: the name, every unknown field, every value of the wrong type, or the value
     that the method itself refuses.
     """
     if not isinstance(name, str) or name not in method_names():
         raise ValueError(f"method: {not_one_of(name, method_names())}")
-    parameters = METHODS[PRESETS.get(name, name)].parameters
+    method, preset = PRESETS.get(name, (name, {}))
+    parameters = METHODS[method].parameters
     adapters = _adapters(parameters)
     problems, values = [], {}
-    for field, given in params.items():
+    for field, given in {**preset, **params}.items():
         if field not in adapters:
             fields = not_one_of(field, adapters) if adapters else f"given, but {name} has no parameters"
             problems.append(f"{field}: unknown parameter of {name}: {fields}")
@@ -54,8 +62,8 @@ def make_method(name: object, params: Mapping[str, Any]) -> Method:
 
 
 def parameters_of(method: Method) -> dict[str, Any]:
-    """A method as profiles write it: its name under ``method``, then all of its fields."""
-    return {"method": name_of(method), **dataclasses.asdict(method)}
+    """A method as profiles write it: its name under ``method``, then all of its fields, and what it asks for beside."""
+    return {"method": name_of(method), **_fields(dataclasses.asdict(method))}
 
 
 def describe(method: Method) -> str:
@@ -69,7 +77,13 @@ def summarize(methods: Sequence[Method]) -> str:
 
 
 def _call(name: str, values: Mapping[str, object]) -> str:
-    return f"{name}({', '.join(f'{field}={value!r}' for field, value in values.items())})"
+    return f"{name}({', '.join(f'{field}={value!r}' for field, value in _fields(values).items())})"
+
+
+def _fields(values: Mapping[str, object]) -> dict[str, object]:
+    """A method's own fields, and after them, where they are on, those that all methods have."""
+    own = {field: value for field, value in values.items() if field not in EXTRAS}
+    return own | {field: True for field in EXTRAS if values.get(field)}
 
 
 @cache

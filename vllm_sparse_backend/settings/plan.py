@@ -6,8 +6,8 @@ query heads, which the plan is about, are split alike in both cases.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
@@ -28,6 +28,15 @@ class HeadGroup:
 
     heads: tuple[int, ...]
     method: Method
+    extras: tuple[tuple[str, ...], ...] = ()
+    """What each head asks for beside its selection (``Method.extras``); empty where none asks for anything."""
+
+    def methods(self) -> list[Method]:
+        """Each head's own method."""
+        own = list(self.method.of_heads(len(self.heads)))
+        if not self.extras:
+            return own
+        return [replace(one, **dict.fromkeys(names, True)) for one, names in zip(own, self.extras, strict=True)]
 
 
 LayerPlan = tuple[HeadGroup, ...]
@@ -37,7 +46,7 @@ def methods_by_head(groups: LayerPlan) -> list[Method]:
     """Each head's own method, as it was before methods were merged."""
     methods: dict[int, Method] = {}
     for group in groups:
-        methods.update(zip(group.heads, group.method.of_heads(len(group.heads)), strict=True))
+        methods.update(zip(group.heads, group.methods(), strict=True))
     return [methods[head] for head in sorted(methods)]
 
 
@@ -108,7 +117,17 @@ class Plan:
             alike = next(iter(settings.values()))
             what = summarize(alike) if len(settings) == 1 else f"{name} ({len(settings)} settings)"
             lines.append(f"layers {format_ranges(layers[name])}: {what} on {heads[name]} heads of this rank")
-        return lines
+        return lines + self._describe_extras()
+
+    def _describe_extras(self) -> list[str]:
+        layers: dict[str, list[int]] = defaultdict(list)
+        for i, groups in enumerate(self.layers):
+            for extra in (name for method in methods_by_head(groups or ()) for name in method.extras):
+                layers[extra].append(i)
+        return [
+            f"layers {format_ranges(sorted(set(numbers)))}: {name} on {len(numbers)} heads of this rank"
+            for name, numbers in layers.items()
+        ]
 
 
 _plans: dict[tuple[str, ModelShape, int, int], Plan] = {}
@@ -133,9 +152,9 @@ def _build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int, tp_size
     methods = [
         () if layer in dense else profile.methods_of(layer, shape.num_heads)[own] for layer in range(shape.num_layers)
     ]
-    counts = Counter(chain.from_iterable(methods))
+    counts = Counter(method.selection for method in chain.from_iterable(methods))
     known: dict[LayerPlan, LayerPlan] = {}  # layers that are alike have one object, by which they are known then
-    groups = (_group([method if counts[method] > 1 else method.alone for method in of_layer]) for of_layer in methods)
+    groups = (_group(of_layer, counts) for of_layer in methods)
     layers = tuple(known.setdefault(of_layer, of_layer) or None for of_layer in groups)
 
     def first_given(field: str) -> TokenCount:
@@ -157,9 +176,18 @@ def _profile_of(config: SparsePrefillConfig) -> tuple[Profile, str]:
     return Profile.model_validate({"format": 1, "model": ANY_MODEL, "default": method}), f"method {config.method}"
 
 
-def _group(methods: Sequence[Method]) -> LayerPlan:
-    """Heads whose methods are alike, in the order of each group's first head."""
+def _group(methods: Sequence[Method], counts: Mapping[Method, int]) -> LayerPlan:
+    """Heads that select alike, in the order of each group's first head; ``counts``: how many heads have a selection."""
     heads: dict[Method, list[int]] = {}
-    for head, method in enumerate(methods):
-        heads.setdefault(method.alike, []).append(head)
-    return tuple(HeadGroup(tuple(ids), alike.merged([methods[i] for i in ids])) for alike, ids in heads.items())
+    selections = [method.selection for method in methods]
+    selections = [one if counts[one] > 1 else one.alone for one in selections]
+    for head, selection in enumerate(selections):
+        heads.setdefault(selection.alike, []).append(head)
+    return tuple(
+        HeadGroup(tuple(ids), alike.merged([selections[i] for i in ids]), _extras([methods[i] for i in ids]))
+        for alike, ids in heads.items()
+    )
+
+
+def _extras(methods: Sequence[Method]) -> tuple[tuple[str, ...], ...]:
+    return tuple(method.extras for method in methods) if any(method.extras for method in methods) else ()

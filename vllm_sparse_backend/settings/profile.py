@@ -157,7 +157,7 @@ class Profile(_Section):
         methods: dict[type[Method], list[Method]] = defaultdict(list)
         for layer in set(range(shape.num_layers)) - set(self.dense_layers):
             for method in self.methods_of(layer, shape.num_heads):
-                methods[type(method)].append(method)
+                methods[type(method)].append(method.selection)
         if objections := [why for kind, heads in methods.items() if (why := kind.objection(heads)) is not None]:
             raise ConfigurationError(f"{source}: {'; '.join(objections)}")
 

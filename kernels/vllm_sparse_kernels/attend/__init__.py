@@ -2,6 +2,7 @@
 
 import torch
 
+from vllm_sparse_kernels.attend import block_means as means
 from vllm_sparse_kernels.attend import flash as flash_module
 from vllm_sparse_kernels.attend import hopper, portable
 from vllm_sparse_kernels.attend.engine import AttendSpec, Choice, Engine, choose
@@ -56,15 +57,22 @@ def attend(
 
 
 def workspace_bytes(
-    rows: Rows, shape: LayerShape, stripe_capacity: int, longest_stripes: int, int8_scores: bool
+    rows: Rows,
+    shape: LayerShape,
+    stripe_capacity: int,
+    longest_stripes: int,
+    int8_scores: bool,
+    block_means: bool = False,
+    step_tokens: int = 0,
 ) -> int:
     """At least what attention over these rows takes from the index's workspace, with whichever engine.
 
     ``stripe_capacity`` and ``longest_stripes``: positions that all lists of the index together, and the longest of
-    them, have room for.
+    them, have room for. ``step_tokens``: of all rows of the step, or more.
     """
+    of_means = means.workspace_bytes(rows, shape, step_tokens) if block_means else 0
     by_portable = portable.workspace_bytes(rows, shape, int8_scores)
     if int8_scores:
-        return by_portable
+        return of_means + by_portable
     by_hopper = hopper.workspace_bytes(rows, shape, stripe_capacity)
-    return max(by_portable, by_hopper, flash_module.workspace_bytes(rows, shape, longest_stripes))
+    return of_means + max(by_portable, by_hopper, flash_module.workspace_bytes(rows, shape, longest_stripes))

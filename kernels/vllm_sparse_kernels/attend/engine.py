@@ -2,6 +2,8 @@
 
 An engine says from what is known at start-up whether it can serve a layer; of those that can, the fastest is chosen
 once, before the first step. Engines differ in speed and in rounding, in nothing else.
+
+Means in place of dropped blocks are a pass after any engine, that goes on from its log-sum-exp: all of them have it.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from vllm_sparse_kernels.attend.block_means import attend_to_means, end_of_rows, over_index
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
@@ -29,10 +32,13 @@ class AttendSpec:
     block_tokens: int  # of the index
     has_stripes: bool
     skips: bool = False
-    """Whether any head asks for the skip of products (``AttendOptions``)."""
+    """Whether any head asks for the skip of products, or of whole steps (``AttendOptions``)."""
 
     int8: bool = False
     """Whether any head asks for 8-bit scores."""
+
+    means: bool = False
+    """Whether any head asks for means of dropped blocks. No engine refuses that: they come after it."""
 
     @staticmethod
     def of(cache: PagedCache, index: SparseIndex, options: AttendOptions | None = None) -> "AttendSpec":
@@ -46,8 +52,9 @@ class AttendSpec:
             strides=cache.strides,
             block_tokens=index.block_tokens,
             has_stripes=index.has_stripes,
-            skips=options is not None and options.skip_margins is not None,
+            skips=options is not None and options.skips,
             int8=options is not None and options.int8_heads is not None,
+            means=options is not None and options.mean_heads is not None,
         )
 
     @property
@@ -57,7 +64,7 @@ class AttendSpec:
 
 
 class Attend(Protocol):
-    """Write softmax(scale · q kᵀ) v over the index's keys into ``out`` for the index's tokens.
+    """Write softmax(scale · q kᵀ) v over the index's keys into ``out`` for the index's tokens; scale > 0.
 
     q and out: [num_tokens, num_heads, head_dim] of the cache's dtype, head_dim contiguous. lse: [num_heads, num_tokens]
     float32, natural logarithm, or None. Tokens outside the index's rows stay untouched. Temporary tensors come from
@@ -82,7 +89,33 @@ class Engine:
     refusal: Callable[[AttendSpec], str | None]
     """Why the engine cannot serve a layer, in words that end a sentence; None if it can."""
 
-    attend: Attend
+    over_index: Attend
+    """Attention over the index, with its log-sum-exp where that is asked for; it never sees ``mean_heads``."""
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        cache: PagedCache,
+        index: SparseIndex,
+        out: torch.Tensor,
+        scale: float,
+        lse: torch.Tensor | None = None,
+        options: AttendOptions | None = None,
+    ) -> None:
+        """See ``Attend``: over the index, and then over the means of dropped blocks in heads that ask for them.
+
+        The log-sum-exp counts these too.
+        """
+        if options is None or options.mean_heads is None:
+            self.over_index(q, cache, index, out, scale, lse, options)
+            return
+        workspace = index.workspace
+        with workspace.frame():
+            if lse is None:
+                lse = workspace.empty(index.num_heads, end_of_rows(index.rows))
+            with workspace.frame():
+                self.over_index(q, cache, index, out, scale, lse, over_index(options))
+            attend_to_means(q, cache, index, out, lse, scale, options.mean_heads)
 
 
 class Choice(NamedTuple):

@@ -142,31 +142,21 @@ def run(
     lse: torch.Tensor | None = None,
 ) -> None:
     """``attend`` without its questions: compiles for Hopper wherever a driver stands in for one."""
-    rows, num_heads = index.rows, index.num_heads
-    if q.stride(1) * num_heads > q.stride(0):
+    if q.stride(1) * index.num_heads > q.stride(0):
         q = q.contiguous()
-    workspace = index.workspace
-    with workspace.frame():
-        order = workspace.empty(rows.num_tiles * num_heads, dtype=torch.int32)
-        counter = workspace.empty(1, dtype=torch.int32)
-        places = workspace.empty(*index.block_ids.shape, dtype=torch.int32)
-        stripe_places = workspace.empty(len(index.stripe_positions), dtype=torch.int32) if index.has_stripes else None
-        lists = Lists(places, stripe_places, order)
-        _launch(q, cache, matrix, index, out, lse, scale, lists, counter)
+    with index.workspace.frame():
+        _launch(q, cache, matrix, index, out, lse, scale, _prepare(cache, matrix, index))
 
 
-def _launch(
-    q: torch.Tensor,
-    cache: PagedCache,
-    matrix: MatrixArgs,
-    index: SparseIndex,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    scale: float,
-    lists: Lists,
-    counter: torch.Tensor,
-) -> None:
-    rows, num_heads, head_dim = index.rows, index.num_heads, cache.head_dim
+def _prepare(cache: PagedCache, matrix: MatrixArgs, index: SparseIndex) -> tuple[Any, ...]:
+    """Launches ``prepare_kernel``: (cache_args, index_args, lists, counter of the work taken)."""
+    rows, workspace = index.rows, index.workspace
+    num_items = rows.num_tiles * index.num_heads
+    order = workspace.empty(num_items, dtype=torch.int32)
+    counter = workspace.empty(1, dtype=torch.int32)
+    places = workspace.empty(*index.block_ids.shape, dtype=torch.int32)
+    stripe_places = workspace.empty(len(index.stripe_positions), dtype=torch.int32) if index.has_stripes else None
+    lists = Lists(places, stripe_places, order)
     _, stride_token, stride_head = cache.strides
     cache_args = CacheArgs(
         cache.keys, cache.values, stride_token, stride_head, cache.page_size, rows.block_table,
@@ -177,26 +167,46 @@ def _launch(
         index.block_counts, index.block_ids, index.block_offsets, index.block_ids.stride(0),
         index.stripe_counts, index.stripe_positions, index.stripe_offsets, rows.row_ends,
     )  # fmt: skip
-    shape = {
-        "NUM_HEADS": num_heads,
-        "GROUP": num_heads // cache.num_kv_heads,
+    prepare_kernel[(num_items,)](
+        index_args, cache_args, rows.num_tiles, matrix.rows_per_page, counter, *lists, **_shape(cache, index),
+        CHUNK=512, RANKED=8,
+    )  # fmt: skip
+    return cache_args, index_args, lists, counter
+
+
+def _shape(cache: PagedCache, index: SparseIndex) -> dict[str, int]:
+    return {
+        "NUM_HEADS": index.num_heads,
+        "GROUP": index.num_heads // cache.num_kv_heads,
         "BLOCK_N": index.block_tokens,
         "FIELDS": TILE_FIELDS,
     }
-    num_items = rows.num_tiles * num_heads
-    prepare_kernel[(num_items,)](
-        index_args, cache_args, rows.num_tiles, matrix.rows_per_page, counter, *lists, **shape, CHUNK=512, RANKED=32
-    )
+
+
+def _launch(
+    q: torch.Tensor,
+    cache: PagedCache,
+    matrix: MatrixArgs,
+    index: SparseIndex,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    scale: float,
+    prepared: tuple[Any, ...],
+) -> None:
+    num_heads, head_dim, num_tiles = index.num_heads, cache.head_dim, index.rows.num_tiles
+    cache_args, index_args, lists, counter = prepared
     queries = _descriptor(q, q.shape[0], q.stride(1) * (num_heads - 1) + head_dim, q.stride(0), HALF.value)
     columns = matrix.columns_per_head * (cache.num_kv_heads - 1) + head_dim
     keys, values = (
-        _descriptor(x, matrix.num_rows, columns, stride_token, index.block_tokens) for x in (cache.keys, cache.values)
+        _descriptor(x, matrix.num_rows, columns, cache.strides[1], index.block_tokens)
+        for x in (cache.keys, cache.values)
     )
     place_args = PlaceArgs(q.stride(1), matrix.rows_per_head, matrix.columns_per_head)
     out_args = OutArgs(out, lse, out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0))
-    hopper_kernel[(min(num_items, _num_multiprocessors(q.device)),)](
-        queries, keys, values, out_args, cache_args, place_args, index_args, lists, counter, rows.num_tiles,
-        scale * LOG2_E, **shape, D=head_dim, STAGES=STAGES[head_dim], STRIPES=index.has_stripes, num_warps=4,
+    hopper_kernel[(min(num_tiles * num_heads, _num_multiprocessors(q.device)),)](
+        queries, keys, values, out_args, cache_args, place_args, index_args, lists, counter, num_tiles,
+        scale * LOG2_E, **_shape(cache, index), D=head_dim, STAGES=STAGES[head_dim], STRIPES=index.has_stripes,
+        num_warps=4,
     )  # fmt: skip
 
 

@@ -173,7 +173,7 @@ def _write(out, i_head, token, length, b_acc, b_max, b_sum, D: gl.constexpr):
     """Outputs and, where asked for, log-sum-exps of a consumer's queries, as far as the tile has any."""
     o_m = gl.arange(0, HALF, gl.SliceLayout(1, b_acc.type.layout))
     b_total = gl.convert_layout(b_sum, gl.SliceLayout(1, b_acc.type.layout))
-    b_out = (b_acc / b_total[:, None]).to(out.out.dtype.element_ty)
+    b_out = (b_acc * (1.0 / b_total)[:, None]).to(out.out.dtype.element_ty)  # divides once a query, not once an output
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     b_out = gl.convert_layout(b_out, layout)
     o_r = gl.arange(0, HALF, gl.SliceLayout(1, layout))

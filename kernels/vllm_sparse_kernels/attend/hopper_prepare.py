@@ -3,6 +3,9 @@
 import triton
 import triton.language as tl
 
+MOST_HEADS = tl.constexpr(1 << 16)
+"""More kv heads than a rank has."""
+
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def prepare_kernel(
@@ -47,9 +50,11 @@ def _rank_items(
     index, begin, num_tiles, order,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
-    """Work goes by kv head, then tile, then head of the group, so that the keys of one kv head stay in the L2 cache
-    while their readers run. What weighs more than twice the mean goes before, by falling powers of two: nothing heavy
-    is left for the end.
+    """Work goes by kv head, so that the keys of one kv head stay in the L2 cache while their readers run, and within it
+    by falling number of keys. All items of a kv head walk from the diagonal backwards; what runs side by side is then
+    as long, so programs that take a second item start it together again, and read the same keys at about the same time.
+    (In any other order they drift apart until each block comes from memory once per reader.) What weighs more than
+    twice the mean goes before all, by falling powers of two: nothing heavy is left for the end.
     """
     num_items = num_tiles * NUM_HEADS
     b_total = tl.zeros([CHUNK], tl.float32)
@@ -60,22 +65,28 @@ def _rank_items(
     o_own = begin + tl.arange(0, RANKED)
     in_items = o_own < num_items
     b_head, b_tile = _item_in_order(tl.where(in_items, o_own, 0), index, num_tiles, GROUP)
-    b_weight = _weight(index, b_head * num_tiles + b_tile, in_items, scale, BLOCK_N)
+    b_keys = _keys(index, b_head * num_tiles + b_tile, in_items, BLOCK_N)
+    b_first = _first_by(b_keys, b_head // GROUP, scale)
     b_rank = tl.zeros([RANKED], tl.int32)
     for start in range(0, num_items, CHUNK):
         o_item = start + tl.arange(0, CHUNK)
         valid = o_item < num_items
         b_other_head, b_other_tile = _item_in_order(tl.where(valid, o_item, 0), index, num_tiles, GROUP)
-        b_other = _weight(index, b_other_head * num_tiles + b_other_tile, valid, scale, BLOCK_N)
-        b_other = tl.where(valid, b_other, -1)[None, :]
-        b_before = (b_other > b_weight[:, None]) | ((b_other == b_weight[:, None]) & (o_item[None, :] < o_own[:, None]))
+        b_other_keys = _keys(index, b_other_head * num_tiles + b_other_tile, valid, BLOCK_N)
+        b_other = tl.where(valid, _first_by(b_other_keys, b_other_head // GROUP, scale), -MOST_HEADS - 1)[None, :]
+        b_other_keys = b_other_keys[None, :]
+        b_longer = (b_other_keys > b_keys[:, None]) | (
+            (b_other_keys == b_keys[:, None]) & (o_item[None, :] < o_own[:, None])
+        )
+        b_before = (b_other > b_first[:, None]) | ((b_other == b_first[:, None]) & b_longer)
         b_rank += tl.sum(b_before.to(tl.int32), 1)
     tl.store(order + b_rank, b_tile * NUM_HEADS + b_head, mask=in_items)
 
 
 @triton.jit
 def _item_in_order(i_item, index, num_tiles, GROUP: tl.constexpr):
-    """(head, tile) of the i-th item by kv head, then tile by falling reach, then head of the group."""
+    """(head, tile) of the i-th item by kv head, then tile by falling reach, then head of the group: the order of what
+    is as long."""
     i_kv = i_item // (num_tiles * GROUP)
     i_tile = tl.load(index.order + i_item % (num_tiles * GROUP) // GROUP)
     return i_kv * GROUP + i_item % GROUP, i_tile
@@ -89,10 +100,12 @@ def _keys(index, o_count, valid, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _weight(index, o_count, valid, scale, BLOCK_N: tl.constexpr):
-    """Whole powers of two by which an item exceeds the mean; 0 up to twice the mean."""
-    times = tl.maximum(_keys(index, o_count, valid, BLOCK_N) * scale, 1.0)
-    return tl.floor(tl.log2(times)).to(tl.int32)
+def _first_by(b_keys, b_kv_head, scale):
+    """The larger, the earlier: whole powers of two by which an item exceeds the mean, 0 up to twice the mean, and then
+    the lower kv head.
+    """
+    b_excess = tl.floor(tl.log2(tl.maximum(b_keys * scale, 1.0))).to(tl.int32)
+    return b_excess * MOST_HEADS - b_kv_head
 
 
 @triton.jit

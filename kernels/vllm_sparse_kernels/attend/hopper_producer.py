@@ -115,10 +115,11 @@ def _load_first_step(k_desc, v_desc, loaded, i_step, where, tail, parity, SHAPE:
         k_full, k_empty, v_full, v_empty = barriers[2], barriers[3], barriers[4], barriers[5]
         mended = barriers[6]
         stage, empty = i_step % STAGES, (i_step // STAGES & 1) ^ 1
+        found = _places(where, num_blocks - rest, SHAPE)
         mbarrier.wait(k_empty.index(stage), empty)
-        _load_blocks(k_desc, where, num_blocks - rest, k_full.index(stage), k_pieces, stage, BLOCK_N, D)
+        _load_blocks(k_desc, found, k_full.index(stage), k_pieces, stage, SHAPE)
         mbarrier.wait(v_empty.index(stage), empty)
-        _load_blocks(v_desc, where, num_blocks - rest, mended.index(0), v_pieces, stage, BLOCK_N, D)
+        _load_blocks(v_desc, found, mended.index(0), v_pieces, stage, SHAPE)
         mbarrier.wait(mended.index(0), parity)
         _clear_rows(v_pieces, stage, (rest - 1) * BLOCK_N + tail, D)
         mbarrier.arrive(v_full.index(stage), count=1)
@@ -126,32 +127,48 @@ def _load_first_step(k_desc, v_desc, loaded, i_step, where, tail, parity, SHAPE:
 
 @gluon.jit
 def _load_step(k_desc, v_desc, loaded, i_step, where, begin, SHAPE: gl.constexpr):
-    """Keys and values of the blocks from ``begin`` of the list on."""
-    BLOCK_N: gl.constexpr = SHAPE[1]
-    D: gl.constexpr = SHAPE[2]
+    """Keys and values of the blocks from ``begin`` of the list on. Where they lie is looked up before there is room."""
     STAGES: gl.constexpr = SHAPE[3]
     k_pieces, v_pieces, barriers = loaded
     k_full, k_empty, v_full, v_empty = barriers[2], barriers[3], barriers[4], barriers[5]
     stage, empty = i_step % STAGES, (i_step // STAGES & 1) ^ 1
+    found = _places(where, begin, SHAPE)
     mbarrier.wait(k_empty.index(stage), empty)
-    _load_blocks(k_desc, where, begin, k_full.index(stage), k_pieces, stage, BLOCK_N, D)
+    _load_blocks(k_desc, found, k_full.index(stage), k_pieces, stage, SHAPE)
     mbarrier.wait(v_empty.index(stage), empty)
-    _load_blocks(v_desc, where, begin, v_full.index(stage), v_pieces, stage, BLOCK_N, D)
+    _load_blocks(v_desc, found, v_full.index(stage), v_pieces, stage, SHAPE)
 
 
 @gluon.jit
-def _load_blocks(desc, where, begin, full, pieces, stage, BLOCK_N: gl.constexpr, D: gl.constexpr):
-    """As 64-column parts: a part of a step is [128, 64], which its blocks fill one after the other."""
+def _places(where, begin, SHAPE: gl.constexpr):
+    """Column and rows of a step's blocks, in the cache seen as a matrix: always four rows, however wide blocks are."""
+    BLOCK_N: gl.constexpr = SHAPE[1]
     listed, num_blocks, offset, column = where
+    first = gl.load(listed + begin) + offset
+    second, third, fourth = first, first, first
+    if BLOCK_N <= 64:
+        second = gl.load(listed + gl.minimum(begin + 1, num_blocks - 1)) + offset
+    if BLOCK_N == 32:
+        third = gl.load(listed + gl.minimum(begin + 2, num_blocks - 1)) + offset
+        fourth = gl.load(listed + gl.minimum(begin + 3, num_blocks - 1)) + offset
+    return column, first, second, third, fourth
+
+
+@gluon.jit
+def _load_blocks(desc, found, full, pieces, stage, SHAPE: gl.constexpr):
+    """As 64-column parts: a part of a step is [128, 64], which its blocks fill one after the other."""
+    BLOCK_N: gl.constexpr = SHAPE[1]
+    D: gl.constexpr = SHAPE[2]
+    column = found[0]
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], pieces.dtype)
     PARTS: gl.constexpr = D // HALF
     NUM: gl.constexpr = STEP // BLOCK_N
     tiles = reinterpret(pieces, pieces.dtype, [pieces.shape[0] * SWEEP // BLOCK_N, BLOCK_N, HALF], layout)
     mbarrier.expect(full, STEP * D * 2)
     for j in gl.static_range(NUM):
-        place = gl.load(listed + gl.minimum(begin + j, num_blocks - 1)) + offset
         for part in gl.static_range(PARTS):
-            bulk_load(desc, [place, column + part * HALF], full, tiles.index((stage * PARTS + part) * NUM + j))
+            target = tiles.index((stage * PARTS + part) * NUM + j)
+            bulk_load(desc, [found[1 + j], column + part * HALF], full, target)
 
 
 @gluon.jit

@@ -10,13 +10,14 @@ Blocks are loaded in one of two ways. Where a block lies within a page, its *pla
 matrix, is looked up once for all, and the block is fetched by a bulk tensor copy (Hopper and later) or by pointers.
 Smaller pages cost a look-up in the block table for every key.
 
-``AttendOptions`` has two approximations that a head may ask for. Without them the kernel is compiled as if they did not
+``AttendOptions`` has approximations that a head may ask for. Without them the kernel is compiled as if they did not
 exist; with them a launch still serves a layer of mixed heads, each program doing as its head asks:
 
-* SpargeAttn's skip of P·V tests all 128 queries of a tile together, where the paper tests the queries of a warp (16 or
-  32): it skips less. A branch must be one for all warps of a Triton program. Two products of 64 queries would not do: a
-  warp group's matrix instruction takes 64 rows, so that the two groups would share each half, its probabilities
-  crossing between them through shared memory.
+* SpargeAttn's skip of P·V, or of whole steps, tests all 128 queries of a tile together, where the paper tests the
+  queries of a warp (16 or 32): it skips less. (The authors' kernels, as they are compiled, test a block of 64 or 128.)
+  A branch must be one for all warps of a Triton program. Two products of 64 queries would not do: a warp group's matrix
+  instruction takes 64 rows, so that the two groups would share each half, its probabilities crossing between them
+  through shared memory.
 * 8-bit scores: ``smooth_keys.py``.
 """
 
@@ -160,7 +161,7 @@ def attend(
         STRIPES=STRIPE_STEP if index.has_stripes else 0,
         FIELDS=TILE_FIELDS,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        AHEAD=_ahead(index.block_tokens, head_dim, shared_bytes(q.device), option_args[0] is not None),
+        AHEAD=_ahead(index.block_tokens, head_dim, shared_bytes(q.device), options is not None and options.skips),
         num_warps=8 if block_d >= 128 else 4,
         num_stages=_num_stages(index.block_tokens, head_dim, shared_bytes(q.device)),
     )  # fmt: skip
@@ -263,22 +264,24 @@ def _descriptors(cache: PagedCache, matrix: MatrixArgs, block_tokens: int) -> li
 
 def _option_args(
     options: AttendOptions | None, cache: PagedCache, index: SparseIndex, bulk: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None, SmoothArgs | None, TensorDescriptor | None]:
-    """Margins, flags of the 8-bit heads unless all are, 8-bit keys, and these for bulk copies; None as far as unasked.
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, SmoothArgs | None, TensorDescriptor | None]:
+    """Margins to skip and to drop, flags of the 8-bit heads unless all are, 8-bit keys, and these for bulk copies.
+
+    None as far as unasked.
 
     (One by one, as Triton 3.6 can't compare a tuple that holds a None with None.)
     """
     if options is None:
-        return None, None, None, None
+        return None, None, None, None, None
     options.check(index.num_heads)
     if options.int8_heads is None:
-        return options.skip_margins, None, None, None
+        return options.skip_margins, options.drop_margins, None, None, None
     int8_heads = None if options.all_int8 else options.int8_heads
     keys = smooth_keys(cache, index.rows, int8_heads, index.num_heads, index.workspace)
     _, num_keys, block_d = keys.integers.shape
     smooth = SmoothArgs(index.block_ids, *keys, num_keys, keys.means.stride(0))
     matrix = TensorDescriptor.from_tensor(keys.integers.view(-1, block_d), [index.block_tokens, block_d])
-    return options.skip_margins, int8_heads, smooth, matrix if bulk else None
+    return options.skip_margins, options.drop_margins, int8_heads, smooth, matrix if bulk else None
 
 
 def _place_blocks(args: IndexArgs, cache: CacheArgs, matrix: MatrixArgs, index: SparseIndex) -> torch.Tensor:

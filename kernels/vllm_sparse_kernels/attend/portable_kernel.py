@@ -34,7 +34,8 @@ def place_blocks_kernel(
 
 @triton.jit
 def attend_kernel(
-    queries, cache, k_matrix, v_matrix, matrix, index, scale, skip_margins, int8_heads, smooth, smooth_matrix,
+    queries, cache, k_matrix, v_matrix, matrix, index, scale, skip_margins, drop_margins, int8_heads, smooth,
+    smooth_matrix,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STRIPES: tl.constexpr, FIELDS: tl.constexpr, PRECISION: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -64,9 +65,13 @@ def attend_kernel(
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    margin = None
+    to_skip, to_drop = None, None
     if skip_margins is not None:
-        margin = tl.load(skip_margins + i_head) * LOG2_E
+        to_skip = tl.load(skip_margins + i_head) * LOG2_E
+    if drop_margins is not None:
+        to_drop = tl.load(drop_margins + i_head) * LOG2_E
+    margin = (to_skip, to_drop)
+    if (skip_margins is not None) or (drop_margins is not None):
         b_max = tl.where(in_tile, b_max, UNREACHED)
         b_sum = tl.where(in_tile, b_sum, 1.0)
 
@@ -196,7 +201,7 @@ def _walk_full(
         else:
             b_s = _score(b_q, b_k, b_step, eight, PRECISION)
             b_v = _load_block(1, entry, where, BLOCK_N, HEAD_DIM, BLOCK_D)
-            b_acc, b_max, b_sum = _fold(b_s, b_v, scale, None, b_acc, b_max, b_sum, PRECISION)
+            b_acc, b_max, b_sum = _fold(b_s, b_v, scale, (None, None), b_acc, b_max, b_sum, PRECISION)
     return b_acc, b_max, b_sum
 
 
@@ -309,18 +314,30 @@ def _load_block(
 def _fold(b_s, b_v, scale, margin, b_acc, b_max, b_sum, PRECISION: tl.constexpr):
     """One step of the online softmax: raw scores [M, N] and values [N, D] into (acc, max, sum).
 
-    ``scale`` takes scores to base 2; the maximum is kept scaled, so that each exponent is one fused multiply-add. With
-    a ``margin``, the step's product is left out where none of its maxima comes that near to its query's: then no
-    maximum has changed, and acc stays as it is.
+    ``scale`` takes scores to base 2; the maximum is kept scaled, so that each exponent is one fused multiply-add.
+    ``margin`` is two, of the product and of the whole step: each is left out where none of the step's maxima comes that
+    near to its query's. Then no maximum has changed, and acc, or acc and sum, stay as they are.
     """
+    to_skip, to_drop = margin
     b_local = tl.max(b_s, 1) * scale
     b_new_max = tl.maximum(b_max, b_local)
+    if to_drop is None:
+        b_acc, b_sum = _add(b_s, b_v, scale, to_skip, b_local, b_max, b_new_max, b_acc, b_sum, PRECISION)
+    else:
+        if tl.max(b_local - b_new_max, 0) >= to_drop:
+            b_acc, b_sum = _add(b_s, b_v, scale, to_skip, b_local, b_max, b_new_max, b_acc, b_sum, PRECISION)
+    return b_acc, b_new_max, b_sum
+
+
+@triton.jit
+def _add(b_s, b_v, scale, to_skip, b_local, b_max, b_new_max, b_acc, b_sum, PRECISION: tl.constexpr):
+    """A step's exponents into the sum and, unless all of its maxima stay under ``to_skip``, its product into acc."""
     b_decay = tl.exp2(b_max - b_new_max)
     b_p = tl.exp2(b_s * scale - b_new_max[:, None])
     b_sum = b_sum * b_decay + tl.sum(b_p, 1)
-    if margin is None:
+    if to_skip is None:
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
     else:
-        if tl.max(b_local - b_new_max, 0) >= margin:
+        if tl.max(b_local - b_new_max, 0) >= to_skip:
             b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
-    return b_acc, b_new_max, b_sum
+    return b_acc, b_sum

@@ -3,13 +3,15 @@
 Deviations are those that select/minference.py and select/vertical_slash.py list; the arithmetic is the paper's.
 """
 
+from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import Tile, ceil_div
+from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, Tile, ceil_div
 
 if TYPE_CHECKING:  # the package select imports this module
     from vllm_sparse_kernels.select.minference import AShape, BlockSparse
@@ -45,6 +47,7 @@ def select_vertical_slash(
     method: "VerticalSlash", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
     """Algorithms 2 and 4."""
+    index, _ = in_segments(index, method.segment_tokens)
     rows, group = index.rows, q.shape[1] // cache.num_kv_heads
     for row in range(rows.num_rows):
         keys, _ = cache.gather(rows.block_table[row], rows.seq_lens[row])
@@ -56,6 +59,28 @@ def select_vertical_slash(
             slashes = keep(slash, own.slash_tokens, own.forced_slashes)
             for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
                 set_vertical_slash(verticals, slashes, index, head, i_tile)
+
+
+def in_segments(index: SparseIndex, segment_tokens: int | None) -> tuple[SparseIndex, list[int]]:
+    """The index with each segment of a chunk as a row of its own, and of which row each is a part."""
+    rows = index.rows
+    if segment_tokens is None:
+        return index, list(range(rows.num_rows))
+    parts = [(row, *bounds) for row, n in enumerate(rows.query_lens) for bounds in pairwise(cuts(n, segment_tokens))]
+    segments = Rows(
+        tuple(rows.tokens[row] + begin for row, begin, _ in parts),
+        tuple(end - begin for _, begin, end in parts),
+        tuple(rows.context_lens[row] + begin for row, begin, _ in parts),
+        rows.block_table[[row for row, _, _ in parts]],
+    )
+    return replace(index, rows=segments), [row for row, _, _ in parts]
+
+
+def cuts(query_len: int, segment_tokens: int) -> list[int]:
+    """Where segments begin and end: whole tiles, the fewest segments, the first ones a tile longer where needed."""
+    num_tiles = ceil_div(query_len, TILE_TOKENS)
+    number = ceil_div(num_tiles, segment_tokens // TILE_TOKENS)
+    return [min(query_len, ceil_div(num_tiles * i, number) * TILE_TOKENS) for i in range(number + 1)]
 
 
 def vertical_slash_sums(last_q: torch.Tensor, keys: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

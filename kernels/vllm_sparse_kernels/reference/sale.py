@@ -57,9 +57,11 @@ def paper_blocks(
     for row in range(rows.num_rows):
         keys = cache.gather(rows.block_table[row], rows.seq_lens[row])[0].float()
         key_mean = keys.mean(0)  # [num_kv_heads, head_dim]
-        rounded_keys = round_keys(keys - key_mean)
         queries = q[rows.tokens[row] : rows.tokens[row] + rows.query_lens[row]].float()
         query_mean = queries.mean(0)  # [num_heads, head_dim]
+        kept = kept_channels(method, keys - key_mean, queries - query_mean)
+        rounded_keys = round_keys((keys - key_mean) * kept)
+        left_out = keys.var(0, correction=0) * ~kept
         for head, setting in zip(heads.tolist(), method.of_heads(len(heads))):
             kv = head // group
             # Q̃ K̃ᵀ approximates (q − q̄)(k − k̄)ᵀ; q̄ (k − k̄)ᵀ is added exactly.
@@ -69,11 +71,26 @@ def paper_blocks(
                 b_q = q[tile.token : tile.token + tile.length_tokens, head].float()
                 # Subtracting k̄ shifts all scores of a query alike, and the threshold with them.
                 threshold = exact_threshold(setting, b_q, keys[:, kv], tile, scale) - b_q @ key_mean[kv]
+                b_q = b_q - query_mean[head]
+                threshold -= (b_q.square() @ left_out[kv]).sqrt()
                 starts = [local_start(method, last) for last in last_positions(tile)]
                 scores = torch.addmm(
-                    bias[: max(starts)], round_queries(b_q - query_mean[head]), rounded_keys[: max(starts), kv].T
+                    bias[: max(starts)], round_queries(b_q * kept[kv]), rounded_keys[: max(starts), kv].T
                 )
                 yield head, i_tile, keep(method, scores >= threshold[:, None], starts, tile)
+
+
+def kept_channels(method: "Sale", keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """Which channels are multiplied, bool [num_kv_heads, head_dim]: all, or those that move scores most.
+
+    keys [n, num_kv_heads, head_dim] and queries [m, num_heads, head_dim], each less its mean.
+    """
+    num_kv_heads, head_dim = keys.shape[1:]
+    of_queries = queries.square().mean(0).view(num_kv_heads, -1, head_dim).sum(1)
+    order = (keys.square().mean(0) * of_queries).argsort(dim=1, descending=True, stable=True)
+    # As many as fill half of a product, whose length is a power of two and 32 at least.
+    count = max((1 << (head_dim - 1).bit_length()) // 2, 32) if method.channels == "half" else head_dim
+    return torch.zeros_like(order, dtype=torch.bool).scatter_(1, order[:, :count], True)
 
 
 def keep(method: "Sale", passed: torch.Tensor, starts: list[int], tile: Tile) -> torch.Tensor:

@@ -13,7 +13,8 @@ Where the paper leaves a choice, or this departs from it:
 * Algorithm 2 writes avgpool(Acc) for x_a; equations 1 and 2 mean the row maxima, as Algorithm 1 returns them in M.
 * Algorithm 2 tests "<", equation 2 "≤": the equation is followed.
 * Algorithm 1 begins the window at 1-based block ⌊(i − 1)/step⌋·step, the last one before the group, which Algorithm 2
-  visits too. Here the window begins at the group's start, so that no key counts twice; that block is left to the vote.
+  visits too. Here the window begins at the group's start, so that no key counts twice; that block is left to the vote,
+  unless ``window_tokens`` asks for it, or for more. It matters for short groups, whose window is short.
 * Algorithm 1's partial softmax is not kept for step 3: ``attend`` computes the region again and knows no paper.
 * Groups lie at absolute positions: group g covers [g · span, (g + 1) · span), span = 128 · ``step_tiles``. Tiles are
   counted from the row's first query of this step and may lie askew. A tile belongs to the group of its first query, and
@@ -24,6 +25,23 @@ Where the paper leaves a choice, or this departs from it:
 * A block of the index whose every key the group keeps is listed as a block and not as stripes: the same keys, but a
   gathered key costs ``attend`` about twice one of a block. Initial block and group starts are multiples of 128, so that
   no block has keys on both sides of a border, and a group that keeps everything has no stripes.
+
+**What one query looks for.** A tile's mean query cannot see it. In the layer of a trained model that copies
+(code-lm-29m-128k, layer 5; 6,144 tokens; queries that produce answers whose facts lie between initial block and group),
+the key that two of the heads need scores 8 to 9 *above* the query's own anchor (median). The mean of 4, 8, 16 and 128
+queries has it 4, 12, 16 and 25 under the mean anchor: of 8 such facts the paper's vote finds none, at θ = 12 and at 16,
+and means of 8 queries find 4 at a density of 0.85. So, beyond the paper and off by default:
+
+* ``sample_tokens``: the last of every so many queries of a tile votes by its own score, held against its own x_a, not
+  against a mean (equation 2 for single queries). A key is kept for the group if any of them wants it. Such scores need
+  a far smaller θ, 2 to 4: a key e⁻⁴ times as heavy as the anchor adds little.
+* ``whole_blocks``: a vote for one key keeps the block of the index around it: of 32 keys where all heads of a layer
+  ask for it and such blocks cost no more (``width.py``), of 64 or 128 elsewhere. What is copied is copied in order: the
+  keys that the unsampled queries between look for lie beside those that the sampled ones find. A block's keys also
+  cost half of what stripes do, and short groups, which make for long lists of stripes, need no room for them.
+
+The vote's products grow by 128 / ``sample_tokens``; the anchors' shrink, as only voters need one. A group's voters,
+``step_tiles`` · 128 / ``sample_tokens``, should be no more than ``MOST_VOTERS``.
 
 The mean queries are rounded to q's dtype for the matrix units, scores and thresholds are float32. No atomics: whoever
 writes a stretch of a list adds up what is kept before it, so that lists come out sorted and the same every time.
@@ -38,31 +56,34 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_sparse_kernels.attend.portable import MatrixArgs, matrix_args, supports_bulk
-from vllm_sparse_kernels.index import SparseIndex, StripeLayout
+from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache, key_args
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.select.anchor_kernels import (
     WORD,
     GroupArgs,
     IndexArgs,
-    PooledArgs,
     QueryArgs,
+    VoterArgs,
     anchor_kernel,
     blocks_kernel,
     stripes_kernel,
     vote_kernel,
 )
 from vllm_sparse_kernels.select.base import Method, require
+from vllm_sparse_kernels.select.footprint import voted_bytes
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS
+from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 INITIAL_TOKENS = TILE_TOKENS
 """Keys of the initial block, attended by every query."""
 
 VOTE_COLUMNS = 128
-"""Mean queries that keys meet in one product: those of several heads and groups at once, a power of two for each."""
+"""Voters that keys meet in one product: those of several heads and groups at once, a power of two for each."""
 
-VOTE_TILES = 128
-"""Tiles of a group among them, at most; larger groups take several passes."""
+MOST_VOTERS = 128
+"""Voters of a group among them, at most; groups with more take several passes, in which they are loaded for each block
+of keys."""
 
 VOTE_SPLIT = 1024
 """Candidate keys on which one program lets vote."""
@@ -73,13 +94,13 @@ SPLIT_TOKENS = 4096
 CHUNK_TOKENS = 1024
 
 GROUP_FIELDS = 4
-"""Columns of the groups' table on the device: start, first tile, number of tiles, offset."""
+"""Columns of the groups' table on the device: start of the window, first tile, number of tiles, offset."""
 
 
 class Group(NamedTuple):
     """Tiles of one row whose first queries lie in one span: they share one window start and one list of stripes."""
 
-    start: int  # position
+    start: int  # position where the window begins; of a row's first groups it may be negative
     first_tile: int  # in Rows.tile_list
     num_tiles: int
     offset: int  # of the list, in a head's stripes
@@ -90,8 +111,11 @@ class Group(NamedTuple):
         return max(self.start - INITIAL_TOKENS, 0)
 
 
-def group_tiles(rows: Rows, span_tokens: int) -> list[list[Group]]:
-    """The groups of every row, in the order of their tiles. Starts in a row are consecutive multiples of the span."""
+def group_tiles(rows: Rows, span_tokens: int, window_tokens: int) -> list[list[Group]]:
+    """The groups of every row, in the order of their tiles.
+
+    Groups of a row begin at consecutive multiples of the span, and windows ``window_tokens`` before them.
+    """
     offset, grouped = 0, []
     for row, (context_len, seq_len) in enumerate(zip(rows.context_lens, rows.seq_lens)):
         groups, first_tile = [], rows.tile_starts[row]
@@ -99,7 +123,8 @@ def group_tiles(rows: Rows, span_tokens: int) -> list[list[Group]]:
             tiles_until = ceil_div((i_group + 1) * span_tokens - context_len, TILE_TOKENS)
             end_tile = min(rows.tile_starts[row] + tiles_until, rows.tile_starts[row + 1])
             if first_tile < end_tile:
-                groups.append(Group(i_group * span_tokens, first_tile, end_tile - first_tile, offset))
+                start = i_group * span_tokens - window_tokens
+                groups.append(Group(start, first_tile, end_tile - first_tile, offset))
                 offset += groups[-1].num_candidates
                 first_tile = end_tile
         grouped.append(groups)
@@ -122,11 +147,11 @@ class Groups(NamedTuple):
         return max(group.num_candidates for of_row in self.of_rows for group in of_row)
 
     @staticmethod
-    def of(rows: Rows, span_tokens: int) -> "Groups":
+    def of(rows: Rows, span_tokens: int, window_tokens: int) -> "Groups":
         """Made by the first layer of a pass that asks for them."""
-        key = ("anchor_attention", span_tokens)
+        key = ("anchor_attention", span_tokens, window_tokens)
         if key not in rows.state:
-            of_rows = group_tiles(rows, span_tokens)
+            of_rows = group_tiles(rows, span_tokens, window_tokens)
             row_starts = [0, *accumulate(len(groups) for groups in of_rows)]
             flat = [field for groups in of_rows for group in groups for field in group]
             on_device = to_device(flat + row_starts, torch.int32, rows.device)
@@ -141,6 +166,15 @@ class AnchorAttention(Method):
     theta: θ, how far under the anchor a key's score may lie, in units of q·k·scale; infinity keeps every key.
     step_tiles: step, tiles of 128 queries that share one selection.
     use_anchor: False sets x_a = 0, the paper's ablation "without anchor" (table 4).
+
+    window_tokens: keys before the group that belong to its window as well, a multiple of 128. Algorithm 1 read with
+        1-based blocks has 128.
+
+    Beyond the paper, and off by default:
+
+    sample_tokens: every so-many-th query of a tile votes, with its own score and its own anchor, instead of the tile's
+        mean query; a power of two up to 128, or 0 for the mean.
+    whole_blocks: a vote for one key keeps the index's whole block around it, and no list has stripes.
     """
 
     block_tokens = 128
@@ -148,11 +182,28 @@ class AnchorAttention(Method):
     theta: float = 12.0
     step_tiles: int = 16
     use_anchor: bool = True
+    window_tokens: int = 0
+    sample_tokens: int = 0
+    whole_blocks: bool = False
 
     def __post_init__(self) -> None:
         require(self.theta >= 0, "theta", self.theta, "a number >= 0, or infinity")
         is_count = isinstance(self.step_tiles, int) and self.step_tiles >= 1
         require(is_count, "step_tiles", self.step_tiles, "a whole number of tiles >= 1")
+        in_blocks = self.window_tokens >= 0 and self.window_tokens % TILE_TOKENS == 0
+        require(in_blocks, "window_tokens", self.window_tokens, "a multiple of 128 >= 0")
+        sampled = isinstance(self.sample_tokens, int) and self.sample_tokens in (0, 1, 2, 4, 8, 16, 32, 64, 128)
+        require(sampled, "sample_tokens", self.sample_tokens, "0, or a power of two from 1 to 128")
+
+    @property
+    def tile_voters(self) -> int:
+        """Of a whole tile."""
+        return TILE_TOKENS // self.sample_tokens if self.sample_tokens else 1
+
+    @property
+    def finest_block_tokens(self) -> int | None:
+        """Narrow blocks keep less around a vote; single keys do not care."""
+        return WORD.value if self.whole_blocks else None
 
     @property
     def span_tokens(self) -> int:
@@ -160,26 +211,33 @@ class AnchorAttention(Method):
         return self.step_tiles * TILE_TOKENS
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
-        """One list per group, with room for every key between the initial block and the group's start."""
-        groups = [group for of_row in group_tiles(rows, self.span_tokens) for group in of_row]
+        """One list per group, with room for every key between the initial block and the group's window."""
+        if self.whole_blocks:
+            return StripeLayout.none(rows)
+        groups = [group for of_row in group_tiles(rows, self.span_tokens, self.window_tokens) for group in of_row]
         offsets = tuple(group.offset for group in groups for _ in range(group.num_tiles))
         return StripeLayout(offsets, sum(group.num_candidates for group in groups))
 
+    def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
+        of_rows = group_tiles(rows, self.span_tokens, self.window_tokens)
+        num_candidates = sum(group.num_candidates for of_row in of_rows for group in of_row)
+        own = voted_bytes(rows, shape, num_candidates, self.tile_voters) + SPARE_BYTES
+        return max(own, super().workspace_bytes(rows, shape, num_selected, stripe_capacity))
+
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         rows, empty = index.rows, index.workspace.empty
-        groups, block_d = Groups.of(rows, self.span_tokens), triton.next_power_of_2(cache.head_dim)
-        pooled = PooledArgs(
-            empty(index.num_heads, rows.num_tiles, block_d, dtype=q.dtype), empty(index.num_heads, rows.num_tiles)
-        )
+        groups = Groups.of(rows, self.span_tokens, self.window_tokens)
+        shape, block_d = (index.num_heads, rows.num_tiles, self.tile_voters), triton.next_power_of_2(cache.head_dim)
+        voters = VoterArgs(empty(*shape, block_d, dtype=q.dtype), empty(*shape))
         num_words = ceil_div(groups.num_candidates // WORD.value, 16) * 16
         words = empty(index.num_heads, num_words, dtype=torch.int32)
         args = GroupArgs(groups.table, groups.row_starts, words, num_words)
-        self._vote(q, cache, index, heads, scale, pooled, groups, args)
+        self._vote(q, cache, index, heads, scale, voters, groups, args)
         self._list(index, heads, groups, args)
 
     def _vote(
         self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float,
-        pooled: PooledArgs, groups: Groups, args: GroupArgs,
+        voters: VoterArgs, groups: Groups, args: GroupArgs,
     ) -> None:  # fmt: skip
         """Equations 1 and 2: what each group keeps, as the words of ``args``."""
         rows, group = index.rows, index.num_heads // cache.num_kv_heads
@@ -196,20 +254,22 @@ class AnchorAttention(Method):
             "maxnreg": 128 if descriptor else None,
         }  # fmt: skip
         anchor_kernel[(rows.num_tiles, len(heads))](
-            QueryArgs(q, q.stride(0), q.stride(1)), *keys, rows.tiles, heads, pooled,
-            rows.num_tiles, scale, self.span_tokens,
-            **shape, USE_ANCHOR=self.use_anchor, BLOCK_M=TILE_TOKENS, FIELDS=TILE_FIELDS,
+            QueryArgs(q, q.stride(0), q.stride(1)), *keys, rows.tiles, heads, voters,
+            rows.num_tiles, scale, self.span_tokens, self.window_tokens,
+            **shape, USE_ANCHOR=self.use_anchor, SAMPLE=self.sample_tokens, VOTERS=self.tile_voters,
+            BLOCK_M=max(self.tile_voters, 16) if self.sample_tokens else TILE_TOKENS, FIELDS=TILE_FIELDS,
         )  # fmt: skip
         # Launched for rows too short to have candidates as well: warming up then compiles it for groups of any size.
-        block_t = min(max(triton.next_power_of_2(self.step_tiles), 4), VOTE_TILES, columns)
+        group_voters = self.step_tiles * self.tile_voters
+        block_t = min(max(triton.next_power_of_2(group_voters), 4), MOST_VOTERS, columns)
         num_pairs = max(len(of_row) for of_row in groups.of_rows) * group
         num_sets = ceil_div(num_pairs, columns // block_t)
         splits = max(ceil_div(groups.largest, VOTE_SPLIT), 1)
         vote_kernel[(num_sets * cache.num_kv_heads, splits, rows.num_rows)](
-            *keys, args, pooled, None if len(heads) == index.num_heads else heads, len(heads),
+            *keys, args, voters, None if len(heads) == index.num_heads else heads, len(heads),
             rows.num_tiles, num_sets, scale, self.theta,
-            **shape, SPLIT=VOTE_SPLIT, COLUMNS=columns, BLOCK_T=block_t, ONE_PASS=self.step_tiles <= block_t,
-            FIELDS=GROUP_FIELDS,
+            **shape, SPLIT=VOTE_SPLIT, COLUMNS=columns, BLOCK_T=block_t, ONE_PASS=group_voters <= block_t,
+            VOTERS=self.tile_voters, WHOLE_WORDS=self.whole_blocks, FIELDS=GROUP_FIELDS,
         )  # fmt: skip
 
     def _list(self, index: SparseIndex, heads: torch.Tensor, groups: Groups, args: GroupArgs) -> None:
@@ -220,10 +280,12 @@ class AnchorAttention(Method):
             index.stripe_counts, index.stripe_positions, index.stripe_offsets,
         )  # fmt: skip
         blocks_kernel[(rows.num_tiles, len(heads))](
-            args, index_args, heads, rows.num_tiles, index.block_ids.stride(0), self.span_tokens,
-            INITIAL=INITIAL_TOKENS, INDEX_N=index.block_tokens, CHUNK=CHUNK_BLOCKS,
+            args, index_args, heads, rows.num_tiles, index.block_ids.stride(0), self.span_tokens, self.window_tokens,
+            INITIAL=INITIAL_TOKENS, INDEX_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, ANY=self.whole_blocks,
             FIELDS=TILE_FIELDS, GROUP_FIELDS=GROUP_FIELDS,
         )  # fmt: skip
+        if self.whole_blocks:
+            return
         stripes_kernel[(max(ceil_div(groups.largest, SPLIT_TOKENS), 1), len(groups.table), len(heads))](
             args, index_args, heads, rows.num_tiles,
             INITIAL=INITIAL_TOKENS, INDEX_N=index.block_tokens, SPLIT=SPLIT_TOKENS, CHUNK=CHUNK_TOKENS,

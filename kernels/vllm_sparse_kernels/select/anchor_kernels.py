@@ -40,11 +40,14 @@ class IndexArgs(NamedTuple):
     stripe_offsets: Any
 
 
-class PooledArgs(NamedTuple):
-    """What the first kernel leaves for the vote; only the selected heads' parts are ever written."""
+class VoterArgs(NamedTuple):
+    """What the first kernel leaves for the vote; only the selected heads' parts are ever written.
 
-    queries: Any  # [num_heads, num_tiles, BLOCK_D] of q's dtype, mean query of each tile
-    anchors: Any  # [num_heads, num_tiles] float32, mean x_a of each tile
+    A tile's voters are its mean query alone, or some of its queries. Those that a short tile lacks have the anchor ∞.
+    """
+
+    queries: Any  # [num_heads, num_tiles, voters of a tile, BLOCK_D] of q's dtype
+    anchors: Any  # [num_heads, num_tiles, voters of a tile] float32, mean or own x_a
 
 
 class GroupArgs(NamedTuple):
@@ -59,45 +62,61 @@ class GroupArgs(NamedTuple):
 # Numbers that change from step to step must not be specialised on: a server would compile in the middle of its work.
 @triton.jit(do_not_specialize=["num_tiles", "stride_table"])
 def anchor_kernel(
-    queries, keys, stride_table, k_matrix, matrix, tiles, heads, pooled, num_tiles, scale, span,
+    queries, keys, stride_table, k_matrix, matrix, tiles, heads, voters, num_tiles, scale, span, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, INITIAL: tl.constexpr, PAGE: tl.constexpr,
     PRECISION: tl.constexpr, USE_ANCHOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    FIELDS: tl.constexpr,
+    SAMPLE: tl.constexpr, VOTERS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """The pooled q and x_a of one tile of one head, where keys lie between the anchor region's parts."""
+    """The voters of one tile of one head, where keys lie between the anchor region's parts.
+
+    With SAMPLE, the last of every SAMPLE queries, and the last of what is left at a tile's end; 0: the mean of all.
+    """
     i_tile = num_tiles - 1 - tl.program_id(0)  # the last tiles of a group have the longest windows: they come first
     i_head = tl.load(heads + tl.program_id(1))
     i_row = tl.load(tiles + i_tile * FIELDS)
     token = tl.load(tiles + i_tile * FIELDS + 1)
     length = tl.load(tiles + i_tile * FIELDS + 2)
     first = tl.load(tiles + i_tile * FIELDS + 3)
-    start = first // span * span
+    start = first // span * span - window
     if start > INITIAL:
         o_m = tl.arange(0, BLOCK_M)
         o_d = tl.arange(0, BLOCK_D)
         in_tile = o_m < length
+        if SAMPLE:
+            in_tile = o_m * SAMPLE < length
+            o_m = tl.minimum(o_m * SAMPLE + SAMPLE - 1, length - 1)
         o_q = (token + o_m).to(tl.int64)[:, None] * queries.stride_token + i_head * queries.stride_head + o_d[None, :]
         b_q = tl.load(queries.q + o_q, mask=in_tile[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
-        b_mean = tl.sum(b_q.to(tl.float32), 0) / length
-        o_pooled = (i_head * num_tiles + i_tile).to(tl.int64)
-        tl.store(pooled.queries + o_pooled * BLOCK_D + o_d, b_mean.to(b_q.dtype))
+        o_voter = (i_head * num_tiles + i_tile).to(tl.int64) * VOTERS + tl.arange(0, BLOCK_M if SAMPLE else 1)
+        if SAMPLE:
+            is_voter = tl.arange(0, BLOCK_M) < VOTERS
+            tl.store(voters.queries + o_voter[:, None] * BLOCK_D + o_d[None, :], b_q, mask=is_voter[:, None])
+            b_anchor = tl.where(in_tile, 0.0, float("inf"))
+        else:
+            is_voter = tl.arange(0, 1) < VOTERS
+            b_mean = (tl.sum(b_q.to(tl.float32), 0) / length).to(b_q.dtype)
+            tl.store(voters.queries + o_voter[:, None] * BLOCK_D + o_d[None, :], b_mean[None, :])
+            b_anchor = tl.zeros([1], tl.float32)
         if USE_ANCHOR:
             table = keys.block_table + i_row.to(tl.int64) * stride_table
             where = (keys, k_matrix, matrix, table, i_head // GROUP, first + length)
-            b_max = _region_max(b_q, where, start, first, INITIAL, PAGE, BLOCK_N, HEAD_DIM, BLOCK_D, PRECISION)
-            tl.store(pooled.anchors + o_pooled, tl.sum(tl.where(in_tile, b_max * scale, 0.0), 0) / length)
-        else:
-            tl.store(pooled.anchors + o_pooled, 0.0)
+            b_max = _region_max(
+                b_q, first + o_m, where, start, first, INITIAL, PAGE, BLOCK_N, HEAD_DIM, BLOCK_D, PRECISION
+            )
+            if SAMPLE:
+                b_anchor += b_max * scale
+            else:
+                b_anchor += tl.sum(tl.where(in_tile, b_max * scale, 0.0), 0) / length
+        tl.store(voters.anchors + o_voter, b_anchor, mask=is_voter)
 
 
 @triton.jit
 def _region_max(
-    b_q, where, start, first, INITIAL: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    b_q, o_m, where, start, first, INITIAL: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Row maxima of q·k over the initial block and the window: [BLOCK_M]."""
+    """Row maxima of q·k over the initial block and the window, for queries at the positions ``o_m``: [BLOCK_M]."""
     b_max = tl.full([b_q.shape[0]], float("-inf"), tl.float32)
-    o_m = first + tl.arange(0, b_q.shape[0])
     # As one run of positions that ends with the window; only blocks past the tile's first query need a mask.
     head = start - INITIAL
     full = head + (first + 1 - head) // BLOCK_N * BLOCK_N
@@ -132,14 +151,14 @@ def _load_block(
 
 @triton.jit(do_not_specialize=["stride_table", "num_heads", "num_tiles", "num_sets"])
 def vote_kernel(
-    keys, stride_table, k_matrix, matrix, groups, pooled, heads, num_heads, num_tiles, num_sets, scale, theta,
+    keys, stride_table, k_matrix, matrix, groups, voters, heads, num_heads, num_tiles, num_sets, scale, theta,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, INITIAL: tl.constexpr, PAGE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_T: tl.constexpr,
-    ONE_PASS: tl.constexpr, FIELDS: tl.constexpr,
+    ONE_PASS: tl.constexpr, VOTERS: tl.constexpr, WHOLE_WORDS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT keys of one kv head, voted on by a set of its (group, head) pairs of a row: COLUMNS tiles at a time.
+    """SPLIT keys of one kv head, voted on by a set of its (group, head) pairs of a row: COLUMNS voters at a time.
 
-    ``heads`` is None where all heads are selected.
+    ``heads`` is None where all heads are selected. With WHOLE_WORDS a vote for one key keeps all keys of its word.
     """
     PAIRS: tl.constexpr = COLUMNS // BLOCK_T
     # Sets and kv heads of the same keys side by side: in vLLM's usual layout kv heads of a token lie beside each other.
@@ -157,83 +176,98 @@ def vote_kernel(
         b_word = b_head.to(tl.int64) * groups.num_words + tl.load(group + 3, mask=o_pair < num_pairs, other=0) // WORD
         table = keys.block_table + i_row.to(tl.int64) * stride_table
         where = (keys, k_matrix, matrix, table, i_kv, INITIAL + end)
-        voters = (pooled, groups.table + i_first * FIELDS, num_pairs, i_kv * GROUP, num_tiles)
+        of_row = (voters, groups.table + i_first * FIELDS, num_pairs, i_kv * GROUP, num_tiles)
         most = 0
         if ONE_PASS:
-            b_q, b_anchor = _voters(voters, first_pair, 0, COLUMNS, BLOCK_T, BLOCK_D, GROUP, FIELDS)
+            b_q, b_anchor = _voters(of_row, first_pair, 0, COLUMNS, BLOCK_T, BLOCK_D, GROUP, VOTERS, FIELDS)
         else:
-            most = tl.max(tl.load(group + 2, mask=o_pair < num_pairs, other=0), 0)
+            most = tl.max(tl.load(group + 2, mask=o_pair < num_pairs, other=0), 0) * VOTERS
         for candidate in range(begin, end, BLOCK_N):
             b_k = _load_block(where, INITIAL + candidate, PAGE, BLOCK_N, HEAD_DIM, BLOCK_D)
             if ONE_PASS:
-                b_lead = _leads(b_k, b_q, b_anchor, scale, BLOCK_T, PRECISION)
+                b_lead = _leads(b_k, b_q, b_anchor, scale, PAIRS, PRECISION)
             else:
                 b_lead = tl.full([BLOCK_N, PAIRS], float("-inf"), tl.float32)
                 for i in range(0, most, BLOCK_T):
-                    b_q, b_anchor = _voters(voters, first_pair, i, COLUMNS, BLOCK_T, BLOCK_D, GROUP, FIELDS)
-                    b_lead = tl.maximum(b_lead, _leads(b_k, b_q, b_anchor, scale, BLOCK_T, PRECISION))
-            b_bits = tl.reshape((b_lead >= -theta).to(tl.int32), [BLOCK_N // WORD, WORD, PAIRS])
-            b_bits = b_bits << tl.arange(0, WORD)[None, :, None]
+                    b_q, b_anchor = _voters(of_row, first_pair, i, COLUMNS, BLOCK_T, BLOCK_D, GROUP, VOTERS, FIELDS)
+                    b_lead = tl.maximum(b_lead, _leads(b_k, b_q, b_anchor, scale, PAIRS, PRECISION))
+            b_lead = tl.reshape(b_lead, [BLOCK_N // WORD, WORD, PAIRS])
+            if WHOLE_WORDS:
+                b_kept = tl.where(tl.max(b_lead, 1) >= -theta, ALL_KEPT, 0)
+            else:
+                b_kept = tl.sum((b_lead >= -theta).to(tl.int32) << tl.arange(0, WORD)[None, :, None], 1)
             o_word = candidate // WORD + tl.arange(0, BLOCK_N // WORD)
             tl.store(
-                groups.words + b_word[None, :] + o_word[:, None], tl.sum(b_bits, 1),
+                groups.words + b_word[None, :] + o_word[:, None], b_kept,
                 mask=(candidate < b_end)[None, :] & (o_word >= 0)[:, None],
             )  # fmt: skip
 
 
 @triton.jit
 def _voters(
-    voters, first_pair, first, COLUMNS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-    GROUP: tl.constexpr, FIELDS: tl.constexpr,
+    of_row, first_pair, first, COLUMNS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr, VOTERS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Tiles ``first`` to ``first`` + BLOCK_T of each of a set's groups: mean queries [COLUMNS, BLOCK_D] and anchors."""
-    pooled, table, num_pairs, first_head, num_tiles = voters
+    """Voters ``first`` to ``first`` + BLOCK_T of each of a set's groups: queries [COLUMNS, BLOCK_D] and anchors.
+
+    The first voters of all groups come first: maxima over the voters of one group then stay within a thread.
+    """
+    voters, table, num_pairs, first_head, num_tiles = of_row
     o_c = tl.arange(0, COLUMNS)
-    o_pair, o_t = first_pair + o_c // BLOCK_T, first + o_c % BLOCK_T
+    o_pair, o_t = first_pair + o_c % (COLUMNS // BLOCK_T), first + o_c // (COLUMNS // BLOCK_T)
     in_row = o_pair < num_pairs
     group = table + o_pair // GROUP * FIELDS
-    votes = in_row & (o_t < tl.load(group + 2, mask=in_row, other=0))
-    o_tile = (first_head + o_pair % GROUP).to(tl.int64) * num_tiles + tl.load(group + 1, mask=in_row, other=0) + o_t
-    o_q = o_tile[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    b_q = tl.load(pooled.queries + o_q, mask=votes[:, None], other=0.0)
-    return b_q, tl.load(pooled.anchors + o_tile, mask=votes, other=float("inf"))
+    votes = in_row & (o_t < tl.load(group + 2, mask=in_row, other=0) * VOTERS)
+    o_tile = (first_head + o_pair % GROUP).to(tl.int64) * num_tiles + tl.load(group + 1, mask=in_row, other=0)
+    o_voter = o_tile * VOTERS + o_t
+    o_q = o_voter[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    b_q = tl.load(voters.queries + o_q, mask=votes[:, None], other=0.0)
+    return b_q, tl.load(voters.anchors + o_voter, mask=votes, other=float("inf"))
 
 
 @triton.jit
-def _leads(b_k, b_q, b_anchor, scale, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr):
-    """By how much each key's score passes the anchor of the tile that wants it most, in each pair: [keys, PAIRS].
+def _leads(b_k, b_q, b_anchor, scale, PAIRS: tl.constexpr, PRECISION: tl.constexpr):
+    """By how much each key's score passes the anchor of the voter that wants it most, in each pair: [keys, PAIRS].
 
     Less than −θ is too little (equation 2).
     """
     b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale - b_anchor[None, :]
-    return tl.max(tl.reshape(b_s, [b_k.shape[0], b_q.shape[0] // BLOCK_T, BLOCK_T]), 2)
+    return tl.max(tl.reshape(b_s, [b_k.shape[0], b_q.shape[0] // PAIRS, PAIRS]), 1)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "stride_ids"])
 def blocks_kernel(
-    groups, index, heads, num_tiles, stride_ids, span,
-    INITIAL: tl.constexpr, INDEX_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+    groups, index, heads, num_tiles, stride_ids, span, window,
+    INITIAL: tl.constexpr, INDEX_N: tl.constexpr, CHUNK: tl.constexpr, ANY: tl.constexpr, FIELDS: tl.constexpr,
     GROUP_FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """One tile's list of blocks for one head: the anchor region's, and those that its group keeps whole."""
+    """One tile's list of blocks for one head: the anchor region's, and those that its group keeps whole.
+
+    With ANY, those of which it keeps any key, and the tile has no stripes.
+    """
     i_tile = tl.program_id(0)
     i_head = tl.load(heads + tl.program_id(1)).to(tl.int64)
     i_first = tl.load(groups.row_starts + tl.load(index.tiles + i_tile * FIELDS))
     first = tl.load(index.tiles + i_tile * FIELDS + 3)
-    # The row's groups begin at consecutive multiples of the span.
-    group = groups.table + (i_first + (first - tl.load(groups.table + i_first * GROUP_FIELDS)) // span) * GROUP_FIELDS
+    # The row's groups begin at consecutive multiples of the span, and their windows so many keys before.
+    first_group = tl.load(groups.table + i_first * GROUP_FIELDS) + window
+    group = groups.table + (i_first + (first - first_group) // span) * GROUP_FIELDS
     words = groups.words + i_head * groups.num_words + tl.load(group + 3) // WORD
-    window = tl.load(group) // INDEX_N
+    start = tl.load(group) // INDEX_N  # may be negative
     num_causal = tile_blocks(index.tiles, i_tile, INDEX_N, FIELDS)[1]
     target = index.block_ids + i_head * stride_ids + tl.load(index.block_offsets + i_tile)
     count = 0
     for i in range(0, num_causal, CHUNK):
         o_n = i + tl.arange(0, CHUNK)
         o_candidate = o_n - INITIAL // INDEX_N
-        b_voted = (o_candidate >= 0) & (o_n < window)
-        b_whole = _block_words(words, o_candidate, b_voted, INDEX_N)[1]
+        b_voted = (o_candidate >= 0) & (o_n < start)
+        b_words, b_whole = _block_words(words, o_candidate, b_voted, INDEX_N)
+        if ANY:
+            b_whole = tl.max((b_words != 0).to(tl.int32), 1) != 0
         count = append(target, count, o_n, (o_n < num_causal) & (b_whole | (b_voted == 0)))
     tl.store(index.block_counts + i_head * num_tiles + i_tile, count)
+    if ANY:
+        tl.store(index.stripe_counts + i_head * num_tiles + i_tile, 0)
 
 
 @triton.jit

@@ -7,31 +7,57 @@ plain torch, and ``select/__init__.py`` pairs the two in one line.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Self
 
 import torch
 
+from vllm_sparse_kernels.attend import block_means
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows, to_device
 from vllm_sparse_kernels.select.footprint import most_bytes
 
+EXTRAS = ("block_means", "dense_last_tile")
+"""Fields that every method has."""
+
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """Parameters of one selection method; heads of a layer whose methods are alike are selected together."""
+    """Parameters of one selection method; heads of a layer whose methods are alike are selected together.
+
+    The fields here are what a head may ask for beside its selection, whatever its method. No paper of ours has them,
+    and they are off unless asked for. ``select`` knows nothing of them: ``selection`` is the method without.
+    """
+
+    block_means: bool = field(default=False, kw_only=True)
+    """Attend to the means of dropped blocks too (``attend/block_means.py``)."""
+
+    dense_last_tile: bool = field(default=False, kw_only=True)
+    """Keep every key for the last tile of each chunk, of 1 to 128 queries (``lists.keep_last_tiles``)."""
 
     block_tokens: ClassVar[int] = 64
     """Widest block of an index that keeps the method's selection as narrow as it is; 128 runs faster on Hopper."""
 
-    finest_block_tokens: ClassVar[int | None] = None
-    """Narrowest block by which the method's selection still gains, where engines take such blocks (``width.py``).
+    @property
+    def finest_block_tokens(self) -> int | None:
+        """Narrowest block by which the method's selection still gains, where engines take such blocks (``width.py``).
 
-    None: it takes no blocks narrower than ``block_tokens``.
-    """
+        None: it takes no blocks narrower than ``block_tokens``.
+        """
+        return None
+
+    @property
+    def selection(self) -> Self:
+        """What is left of it for ``select``: equal methods then keep the same, but for last tiles."""
+        return replace(self, block_means=False, dense_last_tile=False) if self.extras else self
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Names of what the head asks for beside its selection."""
+        return tuple(name for name in EXTRAS if getattr(self, name))
 
     @property
     def alike(self) -> "Method":
@@ -56,6 +82,11 @@ class Method(ABC):
     def skip_margin(self) -> float | None:
         """λ, by which the head asks ``attend`` to skip products (``AttendOptions``); None does not ask."""
         return None
+
+    @property
+    def skip_whole_steps(self) -> bool:
+        """Whether what λ finds is dropped, exponents and sum too."""
+        return False
 
     @property
     def int8_scores(self) -> bool:
@@ -134,7 +165,20 @@ def on_device(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
 
 def attend_options(methods: Sequence[Method], device: torch.device) -> AttendOptions | None:
     """What the heads of a layer, each with its method, ask of ``attend``; None where it is nothing."""
-    return AttendOptions.of([m.skip_margin for m in methods], [m.int8_scores for m in methods], device)
+    skips, drops = (
+        [m.skip_margin if m.skip_whole_steps is whole else None for m in methods] for whole in (False, True)
+    )
+    options = AttendOptions.of(skips, [m.int8_scores for m in methods], device, drops)
+    return block_means.asking(options, [m.block_means for m in methods], device)
+
+
+def last_tile_heads(methods: Sequence[Method], device: torch.device) -> torch.Tensor | None:
+    """Heads of a layer, each with its method, that keep their last tiles dense: int32; None where there is none.
+
+    Waits for the device: not for a step.
+    """
+    heads = [head for head, method in enumerate(methods) if method.dense_last_tile]
+    return torch.tensor(heads, dtype=torch.int32, device=device) if heads else None
 
 
 def require(condition: bool, field: str, given: object, expected: str) -> None:

@@ -1,56 +1,76 @@
 """FlexPrefill's vertical-slash (arXiv:2502.20766), as SharePrefill falls back to it (arXiv:2505.19578, Algorithm 5).
 
-Â = softmax of the last 64 queries against all keys, as in MInference; but how many lines are kept follows from the
-data: the fewest columns with γ of Â's mass, and the fewest diagonals with γ of it. Columns are kept as stripes,
-diagonals as blocks.
+Â = softmax of the chunk's last 128 queries against all keys. How many lines of it are kept follows from the data: the
+fewest columns with γ of Â's mass, and the fewest diagonals with γ of it. Columns are kept as stripes, diagonals as
+blocks.
 
 Deviations from Algorithm 5:
 
-* Diagonals are summed in bands of 64 offsets, and the fewest bands with γ of the mass are kept. A tile computes whole
-  blocks, so that one diagonal costs it as much as its band. Chosen one by one, diagonals of diffuse heads lie
-  everywhere and keep nearly all blocks: on a trained model at γ = 0.9 and 8K tokens, bands brought density from 0.36 to
-  0.26 and recall from 0.97 to 0.93. (The authors' code sorts pooled blocks too, but keeps as many as the count of
-  single diagonals suggests, which holds less than γ: recall 0.86 at density 0.20.)
+* Diagonals are those of blocks of 64 queries and keys. A tile computes whole blocks: one diagonal of keys costs it
+  three of them where two diagonals of blocks cost as much. Chosen one by one, diagonals of diffuse heads lie everywhere
+  and keep nearly all blocks: on a trained model at γ = 0.9 and 8K tokens, bands of 64 brought density from 0.36 to 0.26
+  and recall from 0.97 to 0.93. Diagonals of blocks and bands of diagonals lie on one curve. (The authors' code sorts
+  pooled blocks too, but keeps as many as the count of single diagonals suggests, which holds less than γ: recall 0.86
+  at density 0.20.)
 * A tile keeps at most ``max_stripes`` stripes (fewer where a row has very many tiles). If a head's columns exceed that,
   the blocks with the most columns are kept whole, until the rest fits: more keys, never fewer.
-* Columns and bands tied at the threshold are all kept, and those count as tied whose sums, as floats, agree in their
-  first 10 bits after the leading one: γ is reached, with columns within a thousandth of the least one beside it. This
-  takes two passes over the sums (radix.py) where exact ties would take four.
-* The first block and the diagonal ones are always kept, as in the authors' code; its minimum budgets are left out.
-* The last queries are those of the row's chunk in this step, fewer than 64 if the chunk is shorter.
+* Columns and diagonals tied at the threshold are all kept, and those count as tied whose sums, as floats, agree in
+  their first 10 bits after the leading one: γ is reached, with columns within a thousandth of the least one beside it.
+  This takes two passes over the sums (radix.py) where exact ties would take four.
+* The first block and the diagonal ones are always kept, as in the authors' code.
+* The last queries are those of the row's chunk in this step, fewer if the chunk is shorter.
+* Columns and diagonals hold γ each, together more. Made fewer until all of them together hold γ of Â, they lie on the
+  same curve of recall against density.
+
+``min_budget`` is that of the authors' code, off as there: with 1,024 keys it lies on the same curve at 12K tokens and
+below it at 6K. ``max_distance`` brings the paper's query-aware heads (query_aware.py); at τ = 0.1 they are about a
+tenth of a trained model's, and what they keep lies slightly below that curve.
+
+Beyond the paper, ``estimating: spread`` takes queries that part the chunk evenly in place of its last ones, at the same
+price. How near they lie to each other decides what single queries get that look for something of their own.
+code-lm-29m-128k at γ = 0.9, answers inside the prompt, perplexity, density (dense, of the longer one: 38, 3.418):
+
+| | last 64 | last 128 | 64 spread | 128 spread | 256 spread |
+| --- | --- | --- | --- | --- | --- |
+| two prompts of 6,144 tokens, chunks of 4,096 | 25 of 45, 2.855, 0.37 | | 45 of 45, 2.567, 0.41 | | |
+| 12,325 tokens, chunks of 8,192 | | 22 of 38, 3.601, 0.33 | 25, 3.631, 0.36 | 31, 3.543, 0.38 | 36, 3.483, 0.39 |
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.index import SparseIndex, StripeLayout
+from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE_TOKENS, Rows
+from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE_TOKENS, Rows, ceil_div
 from vllm_sparse_kernels.select.base import Method, PerHead, on_device, require
-from vllm_sparse_kernels.select.last_queries import Sums, last_query_sums, sums_of
-from vllm_sparse_kernels.select.lines import Lines, slabs_of_rows, write_lines
+from vllm_sparse_kernels.select.last_queries import MOST_QUERIES, Sums, last_query_sums, sums_of
+from vllm_sparse_kernels.select.lines import MOST_LINES, Lines, slabs_of_rows, write_lines
 from vllm_sparse_kernels.select.lists import append
+from vllm_sparse_kernels.select.query_aware import query_aware_bytes, query_aware_heads, write_query_aware
 from vllm_sparse_kernels.select.radix import (
     CHUNK,
+    COUNT_PASSES,
     MASS_PASSES,
     MOST_CHUNKS,
     UNSPECIALIZED,
+    count_digits,
     mass_digits,
     mass_keys,
     span_of,
     threshold_of,
 )
 
-LAST_QUERIES = 64
+MASS_PASS = tl.constexpr(MASS_PASSES - 1)
+COUNT_PASS = tl.constexpr(COUNT_PASSES - 1)
 
 BAND = 64
-"""Diagonals that are kept or left together."""
+"""Queries and keys of the blocks whose diagonals are kept or left."""
 
 ROW_STRIPES = 1 << 19
 """Room for the stripes of one row, all of its tiles together: 2 MiB per head."""
@@ -65,13 +85,39 @@ class FlexVerticalSlash(Method):
     gamma: float = 0.9
     max_stripes: int = 8192
 
+    last_queries: int = 128
+    """Queries that the lines are estimated from: FlexPrefill's block of 128. 64 take half the time."""
+
+    estimating: Literal["last", "spread"] = "last"
+    """Beyond the paper, ``spread``: of as many queries as ``last_queries`` says, but spread evenly over the chunk."""
+
+    min_budget: int = 0
+    """Columns that are kept at least, and 64 times the diagonals that are."""
+
+    max_distance: float = 0.0
+    """τ: heads whose mean queries and keys tell what they look at, to √JSD < τ, are query-aware (query_aware.py).
+    FlexPrefill has 0.1; 0 is the Algorithm 5 that SharePrefill falls back to, which has none."""
+
     def __post_init__(self) -> None:
         require(0 < self.gamma <= 1, "gamma", self.gamma, "a share in (0, 1]")
         require(self.max_stripes >= 0, "max_stripes", self.max_stripes, ">= 0")
+        require(1 <= self.last_queries <= MOST_QUERIES, "last_queries", self.last_queries, f"1 to {MOST_QUERIES}")
+        require(0 <= self.min_budget <= MOST_LINES, "min_budget", self.min_budget, f"0 to {MOST_LINES} keys")
+        require(self.max_distance >= 0, "max_distance", self.max_distance, "a number >= 0 (τ)")
+        require(self.estimating in ("last", "spread"), "estimating", self.estimating, "last or spread")
 
     @property
     def alike(self) -> "FlexVerticalSlash":
-        return FlexVerticalSlash(max_stripes=self.max_stripes)
+        return FlexVerticalSlash(
+            max_stripes=self.max_stripes,
+            last_queries=self.last_queries,
+            estimating=self.estimating,
+            max_distance=self.max_distance,
+        )
+
+    @property
+    def sized(self) -> "FlexVerticalSlash":
+        return FlexVerticalSlash(max_stripes=self.max_stripes, max_distance=self.max_distance)
 
     @classmethod
     def merged(cls, methods: Sequence[Self]) -> Method:
@@ -94,8 +140,17 @@ class FlexVerticalSlash(Method):
             total += min(self.stripes_of_row(rows, tile.row), tile.position)
         return StripeLayout(tuple(offsets), total)
 
+    def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
+        lines = super().workspace_bytes(rows, shape, num_selected, stripe_capacity)
+        return lines + (query_aware_bytes(rows, num_selected) if self.max_distance > 0 else 0)
+
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        self.select_where(q, cache, index, heads, scale, None)
+        with index.workspace.frame():
+            means = None
+            if self.max_distance > 0:
+                shares = tuple(one.gamma for one in self.of_heads(len(heads)))
+                means = write_query_aware(q, cache, index, heads, scale, shares)
+            self.select_where(q, cache, index, heads, scale, None, means)
 
     def select_where(
         self,
@@ -105,52 +160,86 @@ class FlexVerticalSlash(Method):
         heads: torch.Tensor,
         scale: float,
         patterns: torch.Tensor | None,
+        means: torch.Tensor | None = None,
     ) -> None:
-        """``select``, less heads and rows where ``patterns`` [len(heads), num_rows] int32 is not 0."""
+        """``select``, less heads and rows where ``patterns`` [len(heads), num_rows] int32 is not 0.
+
+        With ``means``, what ``write_query_aware`` returned, less those that are query-aware.
+        """
+        spread = self.estimating == "spread"
         for rows in slabs_of_rows(index, len(heads)):
             with index.workspace.frame():
-                sums = last_query_sums(q, cache, index, rows, heads, scale, LAST_QUERIES, BAND, patterns)
-                write_lines(index, rows, heads, self.keep_lines(sums, index), BAND, patterns)
+                sums = last_query_sums(q, cache, index, rows, heads, scale, self.last_queries, BAND, patterns, spread)
+                if means is not None:
+                    decided = query_aware_heads(index, sums, self.last_queries, means, self.max_distance)
+                    sums = sums._replace(patterns=decided)
+                write_lines(index, rows, heads, self.keep_lines(sums, index), BAND, sums.patterns)
 
     def keep_lines(self, sums: Sums, index: SparseIndex) -> Lines:
-        """The fewest columns and the fewest bands with γ of the mass, of each head and row."""
+        """The fewest columns and the fewest diagonals with γ of the mass, of each head and row."""
         rows, room, num_entries = index.rows, index.workspace.empty, sums.num_entries
-        num_rows = sums.end_row - sums.first_row
-        gammas = tuple(one.kernel_share for one in self.of_heads(num_entries))
-        shares = on_device(gammas + gammas, sums.values.device)
+        num_rows, settings = sums.end_row - sums.first_row, self.of_heads(num_entries)
         most = max(min(self.stripes_of_row(rows, i), rows.seq_lens[i]) for i in range(sums.first_row, sums.end_row))
         columns = room(num_rows, num_entries, max(1, most), dtype=torch.int32)
         num_columns = room(num_rows, num_entries, dtype=torch.int32)
         whole = room(num_entries, sums.capacity // KEY_ALIGN, dtype=torch.uint8)
         bands_upto = room(num_entries, sums.capacity // BAND, dtype=torch.int32)
+
+        shares = on_device(tuple(one.kernel_share for one in settings) * 2, sums.values.device)
+        least, counted = None, None
+        if any(one.min_budget for one in settings):
+            budgets = [one.min_budget for one in settings]
+            least = on_device((*budgets, *(ceil_div(keys, BAND) for keys in budgets)), sums.values.device)
+            none_forced = on_device((0.0,) * len(least), sums.values.device)
+            counted = count_digits(index, sums, least, none_forced)
         digits = mass_digits(index, sums, shares)
         chunks = digits.weights.shape[3]
         left = room(num_rows, 2 * num_entries, chunks, index.block_tokens, dtype=torch.int32)
         grid = (chunks, 2 * num_entries, num_rows)
         where = (
             sums.values, rows.row_table, sums.patterns, num_entries, sums.first_row, rows.num_rows, sums.capacity,
-            shares, digits, chunks, left,
+            Goals(shares, digits, least, counted), chunks, left,
         )  # fmt: skip
         options = {
             "BAND": BAND,
             "BLOCK_N": index.block_tokens,
             "CHUNK": CHUNK,
             "FIELDS": ROW_FIELDS,
-            "PASS": MASS_PASSES - 1,
             "num_warps": 8,
         }
         _count_lines_kernel[grid](*where, **options)
         _keep_lines_kernel[grid](
             *where, self.max_stripes, columns, columns.shape[2], num_columns, whole,
-            bands_upto, **options, ROW_STRIPES=ROW_STRIPES, FEWEST=FEWEST_STRIPES, TILE=TILE_TOKENS,
-            ALIGN=KEY_ALIGN,
+            bands_upto, **options, ROW_STRIPES=ROW_STRIPES, FEWEST=FEWEST_STRIPES, TILE=TILE_TOKENS, ALIGN=KEY_ALIGN,
         )  # fmt: skip
         return Lines(columns, num_columns, whole, bands_upto)
+
+
+class Goals(NamedTuple):
+    """What the lines of each job have to reach: ``shares`` [2 n] of its mass, and ``least`` [2 n] lines or None."""
+
+    shares: Any
+    by_mass: Any
+    least: Any
+    by_count: Any
 
 
 @dataclass(frozen=True)
 class FlexVerticalSlashLayer(PerHead, FlexVerticalSlash):
     """Heads that differ in γ."""
+
+
+@triton.jit
+def _threshold(goals, i_job, i_all, num_jobs, chunks, used, length):
+    """The least key (``mass_keys``) of a line that is kept."""
+    share = tl.load(goals.shares + i_job)
+    threshold = threshold_of(goals.by_mass, MASS_PASS, i_all, num_jobs, chunks, used, share, True)[0].to(tl.int32)
+    if goals.least is not None:
+        least = tl.minimum(tl.load(goals.least + i_job).to(tl.int32), length)
+        bits = threshold_of(goals.by_count, COUNT_PASS, i_all, num_jobs, chunks, used, least, False)[0]
+        value = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)  # what ordered_bits made these of
+        threshold = tl.minimum(threshold, mass_keys(value))
+    return threshold
 
 
 @triton.jit
@@ -170,8 +259,8 @@ def _kept_bands(row, start, end, threshold, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _count_lines_kernel(
-    values, rows, patterns, num_entries, first_row, num_rows, capacity, shares, digits, chunks, left,
-    BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, PASS: tl.constexpr,
+    values, rows, patterns, num_entries, first_row, num_rows, capacity, goals, chunks, left,
+    BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """left[row, job, chunk, c - 2]: columns that remain if blocks with c or more are kept whole; of bands all of it is
     how many are kept."""
@@ -186,7 +275,7 @@ def _count_lines_kernel(
         return
     used = (length + span - 1) // span
     i_all, num_jobs = tl.program_id(2) * tl.num_programs(1) + i_job, tl.num_programs(2) * tl.num_programs(1)
-    threshold = threshold_of(digits, PASS, i_all, num_jobs, chunks, used, tl.load(shares + i_job), True)[0].to(tl.int32)
+    threshold = _threshold(goals, i_job, i_all, num_jobs, chunks, used, length)
     o_c = tl.arange(0, BLOCK_N)
     b_left = tl.zeros([BLOCK_N], tl.int32)
     for start in range(first, end, CHUNK):
@@ -201,9 +290,9 @@ def _count_lines_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _keep_lines_kernel(
-    values, rows, patterns, num_entries, first_row, num_rows, capacity, shares, digits, chunks, left,
+    values, rows, patterns, num_entries, first_row, num_rows, capacity, goals, chunks, left,
     max_stripes, columns, max_columns, num_columns, whole, bands_upto,
-    BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, PASS: tl.constexpr,
+    BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
     ROW_STRIPES: tl.constexpr, FEWEST: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """One chunk: blocks that are kept whole, the other kept columns one by one, and running counts of kept bands."""
@@ -218,7 +307,7 @@ def _keep_lines_kernel(
         return
     used = (length + span - 1) // span
     i_all, num_jobs = tl.program_id(2) * tl.num_programs(1) + i_job, tl.num_programs(2) * tl.num_programs(1)
-    threshold = threshold_of(digits, PASS, i_all, num_jobs, chunks, used, tl.load(shares + i_job), True)[0].to(tl.int32)
+    threshold = _threshold(goals, i_job, i_all, num_jobs, chunks, used, length)
     o_all, o_c = tl.arange(0, MOST_CHUNKS), tl.arange(0, BLOCK_N)
     o_left = (i_all.to(tl.int64) * chunks + o_all)[:, None] * BLOCK_N + o_c[None, :]
     b_left = tl.load(left + o_left, mask=(o_all < used)[:, None], other=0)

@@ -22,7 +22,7 @@ def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity
         line_bytes(rows, num_selected),
         rounded_bytes(rows, shape, num_selected),
         pooled_bytes(rows, shape, num_selected),
-        voted_bytes(rows, shape, num_selected, stripe_capacity),
+        voted_bytes(rows, shape, stripe_capacity),
     )
     return max(ways) + SPARE_BYTES
 
@@ -30,9 +30,9 @@ def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity
 def line_bytes(rows: Rows, num_selected: int) -> int:
     """Vertical-slash: sums by key and by distance, counts of what is kept, and for each row histograms of the sums."""
     longest = max(rows.seq_lens) + 64
-    rows_at_once = min(rows.num_rows, max(1, SLAB_BYTES // (16 * num_selected * longest)))
-    row_head = (64 << 10) + (12 << 10) * min(16, ceil_div(longest, 4096)) + 4 * min(longest, 8192)
-    return rows_at_once * num_selected * (13 * longest + row_head)
+    rows_at_once = min(rows.num_rows, max(1, SLAB_BYTES // (20 * num_selected * longest)))
+    row_head = (64 << 10) + (14 << 10) * min(16, ceil_div(longest, 4096)) + 4 * min(longest, 8192)
+    return rows_at_once * (num_selected * (21 * longest + row_head) + (512 << 10))
 
 
 def rounded_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
@@ -41,8 +41,8 @@ def rounded_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
     num_keys = min(SLAB_KEYS, sum(ceil_div(n, TILE_TOKENS) * TILE_TOKENS for n in rows.seq_lens))
     keys = num_keys * (shape.num_kv_heads * (dim + 1) + 7 * num_selected)
     queries = num_selected * rows.num_tiles * TILE_TOKENS * (dim + 12)
-    sums = 4 * dim * (shape.num_heads * (rows.num_tiles + rows.num_rows) + shape.num_kv_heads * 2 * rows.num_rows)
-    splits = 4 * dim * shape.num_kv_heads * min(sum(rows.seq_lens) // 64 + rows.num_rows, 8192)
+    sums = 8 * dim * (shape.num_heads * (rows.num_tiles + rows.num_rows) + shape.num_kv_heads * 2 * rows.num_rows)
+    splits = 8 * dim * shape.num_kv_heads * min(sum(rows.seq_lens) // 64 + rows.num_rows, 8192)
     flags = 2 * num_selected * sum(rows.block_capacities(shape.block_tokens))
     return keys + queries + sums + splits + flags
 
@@ -56,12 +56,16 @@ def pooled_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
     return products + means + 2 * num_selected * sum(pairs)
 
 
-def averaged_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
-    """SharePrefill: mean keys of all rows, mean queries, and a score of each pair of their blocks."""
-    means = sum(mean_key_bytes(n, shape) for n in rows.seq_lens)
-    queries = 8 * num_selected * (rows.num_tiles + rows.num_rows) * (next_power_of_2(shape.head_dim) + 1)
-    scores = 5 * num_selected * (sum(rows.block_capacities(64)) + sum(ceil_div(n, 64) for n in rows.seq_lens))
-    return means + queries + scores + SPARE_BYTES
+def averaged_bytes(rows: Rows, shape: LayerShape, num_selected: int, num_splits: int) -> int:
+    """SharePrefill: mean keys and last queries of all rows, scores of theirs, maps of pivots, of which each selected
+    head may be one, with histograms, and with ``num_splits`` above 0 sums of queries over splits of keys."""
+    width = shape.block_tokens
+    blocks, pairs = sum(ceil_div(n, width) for n in rows.seq_lens), sum(rows.block_capacities(width))
+    means = 4 * shape.head_dim * (shape.num_kv_heads * blocks + shape.num_heads * rows.num_rows)
+    scores = 4 * blocks * (shape.num_heads + num_selected)
+    decisions = 16 * num_selected * rows.num_rows
+    maps = num_selected * (4 * (pairs + 16) + 4 * rows.num_tiles * max(num_splits * TILE_TOKENS, 2 * 256))
+    return means + scores + decisions + maps + SPARE_BYTES
 
 
 def mean_key_bytes(seq_len: int, shape: LayerShape) -> int:
@@ -69,7 +73,8 @@ def mean_key_bytes(seq_len: int, shape: LayerShape) -> int:
     return 6 * shape.num_kv_heads * (ceil_div(seq_len, 64) + 1) * (next_power_of_2(shape.head_dim) + 1)
 
 
-def voted_bytes(rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-    """AnchorAttention: a mean query and a threshold of each tile, and a bit for each key that a group votes on."""
-    means = shape.num_heads * rows.num_tiles * (next_power_of_2(shape.head_dim) * shape.element_bytes + 8)
-    return means + shape.num_heads * (stripe_capacity // 4 + 64)
+def voted_bytes(rows: Rows, shape: LayerShape, num_candidates: int, tile_voters: int = 1) -> int:
+    """AnchorAttention: queries that vote and their thresholds, and a bit for each key that a group votes on."""
+    voter = next_power_of_2(shape.head_dim) * shape.element_bytes + 8
+    voters = shape.num_heads * rows.num_tiles * tile_voters * voter
+    return voters + shape.num_heads * (num_candidates // 8 + 64)

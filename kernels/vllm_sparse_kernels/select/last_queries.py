@@ -1,15 +1,19 @@
-"""The estimate of MInference (arXiv:2407.02490, Algorithm 2): Â = softmax of a row's last 64 queries against all keys.
+"""The estimate of MInference (arXiv:2407.02490, Algorithm 2): Â = softmax of a few of a row's queries, its last ones
+or some spread over its chunk, against all keys.
 
-What is kept of Â are its column sums, and its sums over diagonals, one by one or in bands of 64. K is read twice, the
-first time for the log-sum-exp of each query, the second for the sums, so that Â itself is never stored. Query heads
-that share keys are stacked and share what is read. All sums have a fixed order, and how a row's keys are split among
-programs depends on its own length and on the number of heads alone.
+What is kept of Â are its column sums, and its sums over diagonals: of keys, one by one, or of blocks of 64. K is read
+twice, the first time for the log-sum-exp of each query, the second for the sums, so that Â itself is never stored.
+Query heads that share keys are stacked and share what is read. All sums have a fixed order, and how a row's keys are
+split among programs depends on its own length and on the number of heads alone.
 
-Key tiles are counted from a row's end: tile j holds the 64 positions before ``seq_len - 64 j``. Then entry (r, c) of
-its part of Â, a 64 x 64 matrix, lies on diagonal 64 j + r - c, bands of diagonals are halves of two neighbouring tiles,
-and causality cuts nothing but tile 0.
+*Diagonals of blocks*: the block of a query's position less that of a key's. Key tiles are the blocks; what each query
+gives to each of them is written down, and a second kernel sums it up. Any queries will do.
 
-How diagonals are summed without moving Â from thread to thread. Stacked rows are ordered 16 queries of each head in
+*Diagonals of keys*, one by one, are those of a row's last 64 queries. Key tiles are counted from the row's end: tile j
+holds the 64 positions before ``seq_len - 64 j``. Then entry (r, c) of its part of Â, a 64 x 64 matrix, lies on diagonal
+64 j + r - c.
+
+How these are summed without moving Â from thread to thread. Stacked rows are ordered 16 queries of each head in
 turn: the matrix instruction gives rows in sixteens to the warps, so that with a warp for each head a thread of it holds
 entries (8 A + g, 8 J + c) of one head's tile, all 64 pairs of A and J, and one g and two c. Entries of equal A - J are
 summed within the thread, which leaves one value for eight of them; only these go from lane to lane, each c to the lane
@@ -29,13 +33,16 @@ from vllm_sparse_kernels.rows import ROW_FIELDS, ceil_div
 LOG2_E = 1.4426950408889634
 
 LAST = tl.constexpr(64)
-"""Rows of a tile of Â: the most last queries there can be, and the width of its key tiles."""
+"""Keys of a tile of Â, and the most queries where diagonals are summed one by one."""
+
+MOST_QUERIES = 256
+"""The most queries where diagonals of blocks are summed: as many rows as a program stacks."""
 
 UNSPECIALIZED = ("stride_table", "num_rows", "first_row", "capacity")
 """Kernel arguments that change from step to step: they shall not call for new variants of a kernel."""
 
 QUERY_BYTES = 64 * 1024
-"""Stacked queries of one program, at most."""
+"""Stacked queries of one program, at most; those of one head may be more."""
 
 
 class Sums(NamedTuple):
@@ -43,7 +50,9 @@ class Sums(NamedTuple):
 
     ``values`` [n · (capacity + capacity / band)] float32: column sums [n, capacity], row i's from
     ``key_starts[i] - key_starts[first_row]`` on; then the sums of diagonals by their offset, in the same places, or
-    those of bands of 64 diagonals, each place divided by 64.
+    those of blocks by theirs (``band`` 64), each place divided by 64.
+
+    ``by_block`` [n, capacity / 64, queries] float32, for ``band`` 64: what each of the queries gives to each block.
     """
 
     values: torch.Tensor
@@ -53,6 +62,7 @@ class Sums(NamedTuple):
     band: int
     first_row: int
     end_row: int
+    by_block: torch.Tensor | None = None
 
 
 class LastArgs(NamedTuple):
@@ -75,6 +85,7 @@ class LastArgs(NamedTuple):
     last_queries: int
     patterns: Any
     partial: Any
+    by_block: Any
     most_splits: int
     least_tiles: int
     scale: float
@@ -90,10 +101,12 @@ def last_query_sums(
     last_queries: int,
     band: int,
     patterns: torch.Tensor | None = None,
+    spread: bool = False,
 ) -> Sums:
     """Sums of Â of the rows [rows[0], rows[1]) over the last queries of each, for query heads ``heads``; scale > 0.
 
-    Diagonals are summed one by one (``band`` 1) or 64 together (64).
+    Diagonals are summed one by one (``band`` 1, over at most 64 queries) or by blocks of 64 (64, over at most 256).
+    ``spread``, for those alone: not over the last queries but over as many, evenly spread over the chunk.
 
     With ``patterns`` [len(heads), num_rows] int32, sums where it is not 0 stay undefined.
     """
@@ -102,7 +115,12 @@ def last_query_sums(
     num_rows, num_entries = end_row - first_row, len(heads)
     capacity = step.key_starts[end_row] - step.key_starts[first_row]
     group, block_d = q.shape[1] // cache.num_kv_heads, triton.next_power_of_2(cache.head_dim)
-    members = min(triton.next_power_of_2(group), 4, max(1, QUERY_BYTES // (LAST.value * block_d * q.element_size())))
+    num_queries = max(LAST.value, triton.next_power_of_2(last_queries))
+    members = min(
+        triton.next_power_of_2(group),
+        MOST_QUERIES // num_queries,
+        max(1, QUERY_BYTES // (num_queries * block_d * q.element_size())),
+    )
     stacks = cache.num_kv_heads * ceil_div(group, members)
     # Some 512 programs for a long row, fewer where a program would be shorter than what it begins with.
     most_splits, least_tiles = max(64, min(256, 512 // stacks)), max(4, min(16, 2 * stacks))
@@ -110,15 +128,19 @@ def last_query_sums(
     num_splits = ceil_div(most_tiles, max(least_tiles, ceil_div(most_tiles, most_splits)))
 
     values = room(num_entries * (capacity + capacity // band))
-    partial = room(num_rows, num_entries, most_splits, LAST.value)
+    partial = room(num_rows, num_entries, most_splits, num_queries)
+    by_block = room(num_entries, capacity // band, num_queries) if band > 1 else None
     args = LastArgs(
         q, q.stride(0), q.stride(1), cache.keys, *cache.strides, step.block_table, step.row_table, heads,
-        num_entries, last_queries, patterns, partial, most_splits, least_tiles, scale * LOG2_E,
+        num_entries, last_queries, patterns, partial, by_block, most_splits, least_tiles, scale * LOG2_E,
     )  # fmt: skip
     where = (step.block_table.stride(0), step.num_rows, first_row)
     options = {
         "GROUP": group,
         "MEMBERS": members,
+        "QUERIES": num_queries,
+        "SPREAD": spread,
+        "BAND": band,
         "HEAD_DIM": cache.head_dim,
         "BLOCK_D": block_d,
         "PAGE": cache.page_size,
@@ -127,11 +149,34 @@ def last_query_sums(
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
     grid = (num_splits, stacks, num_rows)
+    num_warps = members * num_queries // LAST.value
+    num_stages = 3 if members * num_queries * block_d * q.element_size() <= QUERY_BYTES else 2
     # Two programs on a multiprocessor at a time: one's exponentials hide behind the other's products.
-    warps = {"num_warps": 4} if members == 1 else {"num_warps": 8, "maxnreg": 128}
-    _split_lse_kernel[grid](args, *where, **options, **warps, num_stages=3)
-    _sums_kernel[grid](args, *where, capacity, values, **options, BAND=band, num_warps=members, num_stages=3)
-    return Sums(values, patterns, capacity, num_entries, band, first_row, end_row)
+    warps = {"num_warps": 4} if num_warps == 1 else {"num_warps": 8, "maxnreg": 128}
+    _split_lse_kernel[grid](args, *where, **options, **warps, num_stages=num_stages)
+    _sums_kernel[grid](args, *where, capacity, values, **options, num_warps=num_warps, num_stages=num_stages)
+    sums = Sums(values, patterns, capacity, num_entries, band, first_row, end_row, by_block)
+    if by_block is not None:
+        block = 4096 // num_queries
+        _block_diagonals_kernel[(ceil_div(most_tiles, block), num_entries, num_rows)](
+            by_block, values, step.row_table, patterns, num_entries, first_row, step.num_rows, capacity, last_queries,
+            QUERIES=num_queries, SPREAD=spread, BAND=band, FIELDS=ROW_FIELDS, BLOCK=block,
+        )  # fmt: skip
+    return sums
+
+
+@triton.jit
+def _query_places(b_query, query_len, last_queries, QUERIES: tl.constexpr, SPREAD: tl.constexpr):
+    """Places in the chunk of the queries that the estimate is made from, the last QUERIES of these; < 0: there is none.
+
+    The last is the chunk's last.
+    """
+    count = tl.minimum(last_queries, query_len)
+    b_i = b_query - (QUERIES - count)
+    if SPREAD:
+        return tl.where(b_i < 0, -1, (b_i + 1) * query_len // count - 1)
+    else:
+        return tl.where(b_i < 0, -1, query_len - count + b_i)
 
 
 @triton.jit
@@ -148,15 +193,16 @@ def _stack(args, i_kv, i_part, i_row, num_rows, GROUP: tl.constexpr, MEMBERS: tl
 
 
 @triton.jit
-def _of_rows(b_member, MEMBERS: tl.constexpr):
-    """A value of each stacked head for each stacked row: [MEMBERS] → [4 · MEMBERS · 16]."""
-    return tl.reshape(tl.broadcast_to(b_member[None, :, None], [4, MEMBERS, 16]), [4 * MEMBERS * 16])
+def _of_rows(b_member, MEMBERS: tl.constexpr, QUERIES: tl.constexpr):
+    """A value of each stacked head for each stacked row: [MEMBERS] → [MEMBERS · QUERIES]."""
+    b_value = tl.broadcast_to(b_member[None, :, None], [QUERIES // 16, MEMBERS, 16])
+    return tl.reshape(b_value, [MEMBERS * QUERIES])
 
 
 @triton.jit
-def _row_queries(MEMBERS: tl.constexpr):
-    """Which of the 64 last queries each stacked row is: 16 of each head in turn."""
-    o = tl.arange(0, 4 * MEMBERS * 16)
+def _row_queries(MEMBERS: tl.constexpr, QUERIES: tl.constexpr):
+    """Which of the last queries each stacked row is: 16 of each head in turn."""
+    o = tl.arange(0, MEMBERS * QUERIES)
     return o // (MEMBERS * 16) * 16 + o % 16
 
 
@@ -177,43 +223,46 @@ def _split_tiles(args, seq_len, i_split):
 
 
 @triton.jit
-def _load_last(
-    args, b_place, i_kv, i_part, token, query_len, first_query,
-    GROUP: tl.constexpr, MEMBERS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+def _load_queries(
+    args, b_place, b_query, i_kv, i_part, token,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Stacked last queries, 64 rows per head; rows that are no query of this row or of no listed head are 0."""
-    o_r = _row_queries(MEMBERS)
-    b_head = i_kv * GROUP + i_part * MEMBERS + tl.arange(0, 4 * MEMBERS * 16) // 16 % MEMBERS
+    """Stacked queries at ``b_query`` of the chunk; rows that are none, or of no listed head, are 0."""
+    b_head = i_kv * GROUP + i_part * MEMBERS + tl.arange(0, MEMBERS * QUERIES) // 16 % MEMBERS
     o_d = tl.arange(0, BLOCK_D)
-    o_q = (token + query_len - LAST + o_r).to(tl.int64) * args.stride_token + b_head * args.stride_head
-    in_q = ((o_r >= first_query) & (_of_rows(b_place, MEMBERS) >= 0))[:, None] & (o_d < HEAD_DIM)[None, :]
+    o_q = (token + b_query).to(tl.int64) * args.stride_token + b_head * args.stride_head
+    in_q = ((b_query >= 0) & (_of_rows(b_place, MEMBERS, QUERIES) >= 0))[:, None] & (o_d < HEAD_DIM)[None, :]
     return tl.load(args.q + o_q[:, None] + o_d[None, :], mask=in_q, other=0.0)
 
 
 @triton.jit
-def _last_scores(
-    b_q, args, table, i_kv, i_tile, num_tiles, seq_len,
-    MEMBERS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
+def _scores(
+    b_q, b_position, all_see, args, table, i_kv, start, seq_len,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Unscaled scores of the stacked queries on a key tile, -inf where a query may not look."""
-    o_n = seq_len - (i_tile + 1) * LAST + tl.arange(0, LAST)
+    """Unscaled scores of queries at ``b_position`` on the key tile from ``start`` on, -inf where they may not look.
+
+    All queries see the keys before ``all_see``.
+    """
+    o_n = start + tl.arange(0, LAST)
     o_d = tl.arange(0, BLOCK_D)
-    in_row = o_n >= 0
+    in_row = (o_n >= 0) & (o_n < seq_len)
     o_k = key_offsets(table, o_n, in_row, PAGE, args.stride_page, args.stride_key)
     o_k += i_kv.to(tl.int64) * args.stride_kv_head
     b_k = tl.load(args.k + o_k[:, None] + o_d[None, :], mask=in_row[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    if (i_tile == 0) | (i_tile >= num_tiles - 1):
-        b_seen = (tl.arange(0, LAST)[None, :] <= _row_queries(MEMBERS)[:, None]) | (i_tile > 0)
-        b_s = tl.where(b_seen & in_row[None, :], b_s, float("-inf"))
+    if (start + LAST > all_see) | (start < 0):
+        b_seen = (o_n[None, :] <= b_position[:, None]) & (o_n >= 0)[None, :]
+        b_s = tl.where(b_seen, b_s, float("-inf"))
     return b_s
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _split_lse_kernel(
     args, stride_table, num_rows, first_row,
-    GROUP: tl.constexpr, MEMBERS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-    ENTRIES: tl.constexpr, FIELDS: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, QUERIES: tl.constexpr, SPREAD: tl.constexpr, BAND: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr, FIELDS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """partial[row, entry, split, query]: log-sum-exp in base 2 of one query over one split of the keys."""
     PARTS: tl.constexpr = (GROUP + MEMBERS - 1) // MEMBERS
@@ -224,37 +273,39 @@ def _split_lse_kernel(
     first, end, num_tiles, _ = _split_tiles(args, seq_len, i_split)
     if (tl.max(b_place, 0) < 0) | (first >= end):
         return
-    first_query = LAST - tl.minimum(args.last_queries, query_len)
-    b_q = _load_last(args, b_place, i_kv, i_part, token, query_len, first_query, GROUP, MEMBERS, HEAD_DIM, BLOCK_D)
+    b_query = _query_places(_row_queries(MEMBERS, QUERIES), query_len, args.last_queries, QUERIES, SPREAD)
+    b_q = _load_queries(args, b_place, b_query, i_kv, i_part, token, GROUP, MEMBERS, QUERIES, HEAD_DIM, BLOCK_D)
+    b_position = tl.where(b_query >= 0, seq_len - query_len + b_query, -1)
+    all_see = seq_len - query_len + tl.min(tl.where(b_query >= 0, b_query, query_len), 0) + 1
+    tiles_end = num_tiles * LAST if BAND > 1 else seq_len  # from where tiles are counted
     table = args.block_table + i_row.to(tl.int64) * stride_table
-    b_max = tl.full([4 * MEMBERS * 16], float("-inf"), tl.float32)
-    b_sum = tl.zeros([4 * MEMBERS * 16], tl.float32)
+    b_max = tl.full([MEMBERS * QUERIES], float("-inf"), tl.float32)
+    b_sum = tl.zeros([MEMBERS * QUERIES], tl.float32)
     for i_tile in range(first, end):
-        b_s = _last_scores(
-            b_q, args, table, i_kv, i_tile, num_tiles, seq_len, MEMBERS, HEAD_DIM, BLOCK_D, PAGE, PRECISION
-        )
+        start = tiles_end - (i_tile + 1) * LAST
+        b_s = _scores(b_q, b_position, all_see, args, table, i_kv, start, seq_len, HEAD_DIM, BLOCK_D, PAGE, PRECISION)
         b_new = tl.maximum(b_max, tl.max(b_s, 1) * args.scale)
         b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)  # rows that are no query may see no key
         b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.exp2(b_s * args.scale - b_shift[:, None]), 1)
         b_max = b_new
-    b_place = _of_rows(b_place, MEMBERS)
+    b_place = _of_rows(b_place, MEMBERS, QUERIES)
     o_partial = (tl.program_id(2) * args.num_entries + b_place) * args.most_splits + i_split
-    target = args.partial + o_partial.to(tl.int64) * LAST + _row_queries(MEMBERS)
+    target = args.partial + o_partial.to(tl.int64) * QUERIES + _row_queries(MEMBERS, QUERIES)
     tl.store(target, b_max + tl.log2(b_sum), mask=b_place >= 0)
 
 
 @triton.jit
-def _joined_lse(args, b_place, num_splits, first_query, MEMBERS: tl.constexpr, SPLITS: tl.constexpr):
+def _joined_lse(args, b_place, b_query, num_splits, MEMBERS: tl.constexpr, QUERIES: tl.constexpr, SPLITS: tl.constexpr):
     """Splits joined, in order, for each stacked row; +inf, of which no weight is left, where it is no query."""
-    b_place, o_r = _of_rows(b_place, MEMBERS), _row_queries(MEMBERS)
-    valid = (b_place >= 0) & (o_r >= first_query)
-    o_first = (tl.program_id(2) * args.num_entries + b_place).to(tl.int64) * args.most_splits * LAST + o_r
-    b_max = tl.full([4 * MEMBERS * 16], float("-inf"), tl.float32)
-    b_sum = tl.zeros([4 * MEMBERS * 16], tl.float32)
+    b_place, o_r = _of_rows(b_place, MEMBERS, QUERIES), _row_queries(MEMBERS, QUERIES)
+    valid = (b_place >= 0) & (b_query >= 0)
+    o_first = (tl.program_id(2) * args.num_entries + b_place).to(tl.int64) * args.most_splits * QUERIES + o_r
+    b_max = tl.full([MEMBERS * QUERIES], float("-inf"), tl.float32)
+    b_sum = tl.zeros([MEMBERS * QUERIES], tl.float32)
     for start in range(0, num_splits, SPLITS):
         o_split = start + tl.arange(0, SPLITS)
         inside = valid[:, None] & (o_split < num_splits)[None, :]
-        b_lse = tl.load(args.partial + o_first[:, None] + o_split[None, :] * LAST, mask=inside, other=float("-inf"))
+        b_lse = tl.load(args.partial + o_first[:, None] + o_split[None, :] * QUERIES, mask=inside, other=float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_lse, 1))
         b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.exp2(b_lse - b_shift[:, None]), 1)
@@ -265,12 +316,14 @@ def _joined_lse(args, b_place, num_splits, first_query, MEMBERS: tl.constexpr, S
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _sums_kernel(
     args, stride_table, num_rows, first_row, capacity, values,
-    GROUP: tl.constexpr, MEMBERS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-    ENTRIES: tl.constexpr, FIELDS: tl.constexpr, PRECISION: tl.constexpr, BAND: tl.constexpr,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, QUERIES: tl.constexpr, SPREAD: tl.constexpr, BAND: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr, FIELDS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Column sums of the program's key tiles, and the bands of diagonals that begin in them: ``[64 j, 64 j + 64)``.
+    """Column sums of the program's key tiles; and what each query gives to them, or the sums of diagonals.
 
-    Tile j holds a part of band j and the rest of the band before: one tile more than the program's own is read.
+    Tile j holds a part of the diagonals ``[64 j, 64 j + 64)`` and the rest of the 64 before: one tile more than the
+    program's own is read for these.
     """
     PARTS: tl.constexpr = (GROUP + MEMBERS - 1) // MEMBERS
     i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
@@ -280,32 +333,36 @@ def _sums_kernel(
     first, end, num_tiles, num_splits = _split_tiles(args, seq_len, i_split)
     if (tl.max(b_place, 0) < 0) | (first >= end):
         return
-    first_query = LAST - tl.minimum(args.last_queries, query_len)
-    b_q = _load_last(args, b_place, i_kv, i_part, token, query_len, first_query, GROUP, MEMBERS, HEAD_DIM, BLOCK_D)
-    b_lse = _joined_lse(args, b_place, num_splits, first_query, MEMBERS, 16)
+    b_query = _query_places(_row_queries(MEMBERS, QUERIES), query_len, args.last_queries, QUERIES, SPREAD)
+    b_q = _load_queries(args, b_place, b_query, i_kv, i_part, token, GROUP, MEMBERS, QUERIES, HEAD_DIM, BLOCK_D)
+    b_position = tl.where(b_query >= 0, seq_len - query_len + b_query, -1)
+    all_see = seq_len - query_len + tl.min(tl.where(b_query >= 0, b_query, query_len), 0) + 1
+    tiles_end = num_tiles * LAST if BAND > 1 else seq_len  # from where tiles are counted
+    b_lse = _joined_lse(args, b_place, b_query, num_splits, MEMBERS, QUERIES, 16)
     table = args.block_table + i_row.to(tl.int64) * stride_table
 
-    start = tl.load(args.rows + i_row * FIELDS + 3) - tl.load(args.rows + first_row * FIELDS + 3)
-    o_first = tl.maximum(b_place, 0).to(tl.int64) * capacity + start
-    columns, lines = values + o_first, values + tl.cast(args.num_entries, tl.int64) * capacity + o_first // BAND
+    begin = tl.load(args.rows + i_row * FIELDS + 3) - tl.load(args.rows + first_row * FIELDS + 3)
+    b_entry = tl.maximum(b_place, 0).to(tl.int64)
+    columns = values + (b_entry * capacity + begin)
+    lines = columns + tl.cast(args.num_entries, tl.int64) * capacity
     listed = b_place >= 0
     o_t = tl.arange(0, LAST)
-    b_before = tl.zeros([MEMBERS] if BAND > 1 else [MEMBERS, 8, 8, 2, 2, 2], tl.float32)
-    for i_tile in range(first, end + 1):
-        b_s = _last_scores(
-            b_q, args, table, i_kv, i_tile, num_tiles, seq_len, MEMBERS, HEAD_DIM, BLOCK_D, PAGE, PRECISION
-        )
+    if BAND > 1:
+        b_first = _of_rows((b_entry * capacity + begin) // BAND, MEMBERS, QUERIES)
+        by_block = args.by_block + b_first * QUERIES + _row_queries(MEMBERS, QUERIES)
+        b_listed = _of_rows(listed.to(tl.int32), MEMBERS, QUERIES) != 0
+    else:
+        b_before = tl.zeros([MEMBERS, 8, 8, 2, 2, 2], tl.float32)
+    for i_tile in range(first, end if BAND > 1 else end + 1):
+        start = tiles_end - (i_tile + 1) * LAST
+        b_s = _scores(b_q, b_position, all_see, args, table, i_kv, start, seq_len, HEAD_DIM, BLOCK_D, PAGE, PRECISION)
         b_p = tl.exp2(b_s * args.scale - b_lse[:, None])
-        o_n = seq_len - (i_tile + 1) * LAST + o_t
-        b_column = tl.sum(tl.sum(tl.reshape(b_p, [4, MEMBERS, 16, LAST]), 0), 1)
-        tl.store(
-            columns[:, None] + o_n[None, :], b_column,
-            mask=listed[:, None] & (o_n >= tl.maximum(seq_len - end * LAST, 0))[None, :],
-        )  # fmt: skip
+        o_n = start + o_t
+        b_column = tl.sum(tl.sum(tl.reshape(b_p, [QUERIES // 16, MEMBERS, 16, LAST]), 0), 1)
+        own = (o_n >= tl.maximum(tiles_end - end * LAST, 0)) & (o_n < seq_len)
+        tl.store(columns[:, None] + o_n[None, :], b_column, mask=listed[:, None] & own[None, :])
         if BAND > 1:
-            b_own, b_rest = _halves(b_p, MEMBERS)
-            tl.store(lines + i_tile - 1, b_before + b_rest, mask=listed & (tl.zeros_like(b_place) + i_tile > first))
-            b_before = b_own
+            tl.store(by_block + start // BAND * QUERIES, tl.sum(b_p, 1), mask=b_listed)
         else:
             b_own, b_rest = _diagonals(b_p, MEMBERS, 0), _diagonals(b_p, MEMBERS, -8)
             b_done = _turned(b_before + b_rest, MEMBERS)
@@ -315,19 +372,6 @@ def _sums_kernel(
                 mask=listed[:, None, None] & ((o_slash >= first * LAST) & (o_slash < seq_len))[None, :, :],
             )  # fmt: skip
             b_before = b_own
-
-
-@triton.jit
-def _halves(b_p, MEMBERS: tl.constexpr):
-    """Sums of each head's entries on diagonals of at least 0, and of the others: [MEMBERS] each."""
-    b_own = _row_queries(MEMBERS)[:, None] >= tl.arange(0, LAST)[None, :]
-    # -0 is what the compiler can leave out of a sum.
-    b_half = tl.where(b_own, b_p, -0.0)
-    b_rest = tl.where(b_own, -0.0, b_p)
-    return (
-        tl.sum(tl.sum(tl.reshape(b_half, [4, MEMBERS, 16 * LAST]), 0), 1),
-        tl.sum(tl.sum(tl.reshape(b_rest, [4, MEMBERS, 16 * LAST]), 0), 1),
-    )
 
 
 @triton.jit
@@ -369,6 +413,26 @@ def _turned(b_x, MEMBERS: tl.constexpr):
     b_source = (tl.arange(0, 8)[:, None] - tl.arange(0, 8)[None, :]) & 7
     b_source = tl.broadcast_to(b_source[None, :, :, None], [MEMBERS, 8, 8, 8])
     return tl.sum(tl.gather(b_x, b_source, 2), 1)
+
+
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "num_entries", "last_queries"])
+def _block_diagonals_kernel(
+    by_block, values, rows, patterns, num_entries, first_row, num_rows, capacity, last_queries,
+    QUERIES: tl.constexpr, SPREAD: tl.constexpr, BAND: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK diagonals of blocks: on diagonal d lies the block d before that of a query's own position."""
+    i_entry, i_row = tl.program_id(1), first_row + tl.program_id(2)
+    place, length = sums_of(rows, patterns, 1, i_entry, num_entries, i_row, first_row, num_rows, capacity, BAND, FIELDS)
+    o_d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if tl.program_id(0) * BLOCK < length:
+        query_len, seq_len = tl.load(rows + i_row * FIELDS + 1), tl.load(rows + i_row * FIELDS + 2)
+        o_r = tl.arange(0, QUERIES)
+        b_query = _query_places(o_r, query_len, last_queries, QUERIES, SPREAD)
+        b_block = ((seq_len - query_len + b_query) // BAND)[None, :] - o_d[:, None]
+        source = by_block + (place - num_entries.to(tl.int64) * capacity) * QUERIES
+        there = (b_query >= 0)[None, :] & (b_block >= 0)
+        b_x = tl.load(source + b_block * QUERIES + o_r[None, :], mask=there, other=0.0)
+        tl.store(values + place + o_d, tl.sum(b_x, 1), mask=o_d < length)
 
 
 @triton.jit

@@ -17,12 +17,16 @@ from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, tile_blocks
 SLAB_BYTES = 128 << 20
 """Workspace for sums and what is kept of them: a step with more rows than fit is selected a slab of rows at a time."""
 
-KEY_BYTES = 20
+KEY_BYTES = 24
 """What one key of one head takes of it at most, rows counted in multiples of 4,096 keys."""
 
 
+MOST_LINES = 1 << 24
+"""More lines than any row has: float32 holds all numbers up to this."""
+
+
 class Lines(NamedTuple):
-    """What each of n heads keeps of each row; diagonals by bands of one or more offsets, counted from diagonal 0.
+    """What each of n heads keeps of each row; diagonals of keys (bands of 1) or of blocks of 64 (bands of 64).
 
     Rows are those of a slab [first_row, end_row). What has a place for each key has row i's from
     ``key_starts[i] - key_starts[first_row]`` on, blocks and bands each place divided by their size.
@@ -70,9 +74,9 @@ def write_lines(
 
 @triton.jit
 def _is_crossed(upto, b_block, first, last, BAND: tl.constexpr, BLOCK_N: tl.constexpr, mask):
-    """Whether a kept band crosses each block within the tile at positions [first, last]."""
-    b_near = tl.maximum(first - b_block * BLOCK_N - BLOCK_N + 1, 0) // BAND
-    b_upto = tl.load(upto + (last - b_block * BLOCK_N) // BAND, mask=mask, other=0)
+    """Whether a kept diagonal crosses each block within the tile at positions [first, last]."""
+    b_near = tl.maximum(first // BAND - (b_block * BLOCK_N + BLOCK_N - 1) // BAND, 0)
+    b_upto = tl.load(upto + last // BAND - b_block * BLOCK_N // BAND, mask=mask, other=0)
     return b_upto > tl.load(upto + b_near - 1, mask=mask & (b_near > 0), other=0)
 
 

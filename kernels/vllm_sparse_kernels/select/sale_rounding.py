@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys
-from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div
+from vllm_sparse_kernels.select.sale_means import Means, QueryArgs
 from vllm_sparse_kernels.workspace import Workspace
 
 QUERY_BLOCK = tl.constexpr(64)  # b_q
@@ -24,15 +25,6 @@ LEAST = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-SPLIT_TOKENS = 512
-"""Keys that one program adds up for their mean."""
-
-KEY_SUMS = {"BLOCK_N": 64, "STAGES": 3, "num_warps": 4}
-"""Keys of one step, and steps that are loaded ahead, by way of shared memory if more than one."""
-
-SPLITS = 8192
-"""Sums of splits that are kept at a time, unless one row alone has more."""
-
 PIECE_FIELDS = tl.constexpr(5)
 
 ROUND_KEYS = {"BLOCK_N": 64, "num_warps": 4}
@@ -40,21 +32,6 @@ ROUND_KEYS = {"BLOCK_N": 64, "num_warps": 4}
 
 ROUND_QUERIES = {"BLOCK_N": 64, "num_warps": 4, "num_stages": 4}
 """Keys of one step. Four stages: two for the keys, and two more for the pages that say where they are."""
-
-
-class QueryArgs(NamedTuple):
-    """q, head_dim contiguous."""
-
-    q: Any
-    stride_token: int
-    stride_head: int
-
-
-class Means(NamedTuple):
-    """Of each row's keys and new queries, float32, padded with zeros to BLOCK_D."""
-
-    keys: Any  # [num_rows, num_kv_heads, BLOCK_D]
-    queries: Any  # [num_rows, num_heads, BLOCK_D]
 
 
 class Selected(NamedTuple):
@@ -76,7 +53,7 @@ class RoundedQueries(NamedTuple):
     """Queries in 4 bits, tile after tile. Integers are of type int8 or e4m3; scores are counted in (query step) · (key
     step). What belongs to heads that keep everything is undefined."""
 
-    integers: Any  # [num_selected, num_queries, BLOCK_D]
+    integers: Any  # [num_selected, num_queries, KEPT_D]
     thresholds: Any  # [num_selected, num_queries] float32, in query steps; infinity past the row's end
     inverse_steps: Any  # [num_selected, num_queries] float32, 0 past the row's end
     squares: Any  # [num_selected, num_queries] float32, of the integers' length
@@ -86,7 +63,7 @@ class RoundedQueries(NamedTuple):
 class RoundedKeys(NamedTuple):
     """A slab's keys in 4 bits. What belongs to kv heads that no head in need of it reads is undefined."""
 
-    integers: Any  # [num_kv_heads, num_keys, BLOCK_D]
+    integers: Any  # [num_kv_heads, num_keys, KEPT_D]
     steps: Any  # [num_kv_heads, num_keys / 8] float32
     biases: Any  # [num_selected, num_keys] float32, q̄(k − k̄)ᵀ in key steps
     half_biases: Any  # the same in half precision, infinite where it has no such number
@@ -129,62 +106,11 @@ def slabs_of(num_keys: Sequence[int], slab_tokens: int, span_tokens: int) -> lis
     return [slab for slab in slabs if slab]
 
 
-def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, workspace: Workspace) -> Means:
-    num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
-    block_d = triton.next_power_of_2(head_dim)
-    shape = {"HEAD_DIM": head_dim, "BLOCK_D": block_d}
-    means = Means(
-        workspace.empty(rows.num_rows, num_kv_heads, block_d), workspace.empty(rows.num_rows, num_heads, block_d)
-    )
-    with workspace.frame():
-        sums = workspace.empty(rows.num_tiles, num_heads, block_d)
-        _query_sums_kernel[(rows.num_tiles, num_heads)](
-            QueryArgs(q, q.stride(0), q.stride(1)), rows.tiles, sums, **shape, BLOCK_M=TILE_TOKENS, FIELDS=TILE_FIELDS
-        )
-        _means_kernel[(rows.num_rows, num_heads)](sums, _query_bounds(rows), means.queries, 0, BLOCK_D=block_d)
-    for first, end, bounds in _key_groups(rows):
-        num_splits = [ceil_div(seq_len, SPLIT_TOKENS) for seq_len in rows.seq_lens[first:end]]
-        with workspace.frame():
-            sums = workspace.empty(sum(num_splits), num_kv_heads, block_d)
-            _key_sums_kernel[(max(num_splits), num_kv_heads, end - first)](
-                key_args(cache, rows.block_table), bounds, sums, first, **shape, SPLIT=SPLIT_TOKENS, **KEY_SUMS
-            )
-            _means_kernel[(end - first, num_kv_heads)](sums, bounds, means.keys, first, BLOCK_D=block_d)
-    return means
-
-
-def _query_bounds(rows: Rows) -> torch.Tensor:
-    """Per row its first tile, the tile behind its last, and its number of queries."""
-    if (found := rows.state.get(_query_bounds)) is None:
-        flat = [
-            x for bound in zip(rows.tile_starts[:-1], rows.tile_starts[1:], rows.query_lens, strict=True) for x in bound
-        ]
-        found = rows.state[_query_bounds] = to_device(flat, torch.int32, rows.device)
-    return found
-
-
-def _key_groups(rows: Rows) -> list[tuple[int, int, torch.Tensor]]:
-    """Rows [first, end) whose splits are summed together; per row its first split, the one behind, and its keys."""
-    if (found := rows.state.get(_key_groups)) is None:
-        found = []
-        flat: list[int] = []
-        first = num_splits = 0
-        for row, seq_len in enumerate((*rows.seq_lens, 0)):
-            own = ceil_div(seq_len, SPLIT_TOKENS)
-            if row == rows.num_rows or (flat and num_splits + own > SPLITS):
-                found.append((first, row, to_device(flat, torch.int32, rows.device)))
-                flat, first, num_splits = [], row, 0
-            flat += [num_splits, num_splits + own, seq_len]
-            num_splits += own
-        rows.state[_key_groups] = found
-    return found
-
-
 def room_for_keys(
-    num_selected: int, num_kv_heads: int, num_keys: int, head_dim: int, dtype: torch.dtype, workspace: Workspace
+    num_selected: int, num_kv_heads: int, num_keys: int, kept_d: int, dtype: torch.dtype, workspace: Workspace
 ) -> RoundedKeys:
     return RoundedKeys(
-        workspace.empty(num_kv_heads, num_keys, triton.next_power_of_2(head_dim), dtype=dtype),
+        workspace.empty(num_kv_heads, num_keys, kept_d, dtype=dtype),
         workspace.empty(num_kv_heads, num_keys // 8),
         workspace.empty(num_selected, num_keys), workspace.empty(num_selected, num_keys, dtype=torch.float16),
         workspace.empty(num_kv_heads, num_keys // 64), workspace.empty(num_selected, num_keys // 64), num_keys,
@@ -198,89 +124,36 @@ def round_keys(
     """Fill the buffers with a slab's pieces ([num_pieces, PIECE_FIELDS] int32), of at most ``longest`` keys."""
     _round_keys_kernel[(ceil_div(longest, ROUND_KEYS["BLOCK_N"]), cache.num_kv_heads, len(pieces))](
         key_args(cache, rows.block_table), rounded, means, *selected, pieces,
-        HEAD_DIM=cache.head_dim, BLOCK_D=rounded.integers.shape[2], GROUP=group, GROUP_2=triton.next_power_of_2(group),
-        HEADS=triton.next_power_of_2(selected.num_selected), **ROUND_KEYS,
+        HEAD_DIM=cache.head_dim, BLOCK_D=means.keys.shape[2], KEPT_D=rounded.integers.shape[2], GROUP=group,
+        GROUP_2=triton.next_power_of_2(group), HEADS=triton.next_power_of_2(selected.num_selected), **ROUND_KEYS,
     )  # fmt: skip
 
 
 def round_queries(
     q: torch.Tensor, cache: PagedCache, rows: Rows, means: Means, selected: Selected, regions: Regions, scale: float,
-    dtype: torch.dtype, workspace: Workspace,
+    kept_d: int, dtype: torch.dtype, workspace: Workspace,
 ) -> RoundedQueries:  # fmt: skip
     count, num_queries = selected.num_selected, rows.num_tiles * TILE_TOKENS
-    block_d = triton.next_power_of_2(cache.head_dim)
     rounded = RoundedQueries(
-        workspace.empty(count, num_queries, block_d, dtype=dtype),
+        workspace.empty(count, num_queries, kept_d, dtype=dtype),
         workspace.empty(count, num_queries), workspace.empty(count, num_queries), workspace.empty(count, num_queries),
         num_queries,
     )  # fmt: skip
     _round_queries_kernel[(num_queries // QUERY_BLOCK.value, count)](
         QueryArgs(q, q.stride(0), q.stride(1)), key_args(cache, rows.block_table), rounded, means, *selected,
         rows.tiles, *regions, scale,
-        HEAD_DIM=cache.head_dim, BLOCK_D=block_d, GROUP=q.shape[1] // cache.num_kv_heads, KV_HEADS=cache.num_kv_heads,
-        FIELDS=TILE_FIELDS,
-        TILE=TILE_TOKENS, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **ROUND_QUERIES,
+        HEAD_DIM=cache.head_dim, BLOCK_D=means.keys.shape[2], KEPT_D=kept_d, GROUP=q.shape[1] // cache.num_kv_heads,
+        KV_HEADS=cache.num_kv_heads, FIELDS=TILE_FIELDS, TILE=TILE_TOKENS,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **ROUND_QUERIES,
     )  # fmt: skip
     return rounded
-
-
-@triton.jit
-def _query_sums_kernel(
-    queries, tiles, sums,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, FIELDS: tl.constexpr,
-):  # fmt: skip
-    """Sum of one tile's queries of one head."""
-    i_tile, i_head = tl.program_id(0), tl.program_id(1)
-    o_m = tl.arange(0, BLOCK_M)
-    o_d = tl.arange(0, BLOCK_D)
-    token = tl.load(tiles + i_tile * FIELDS + 1)
-    in_row = o_m < tl.load(tiles + i_tile * FIELDS + 2)
-    o_q = (token + o_m).to(tl.int64)[:, None] * queries.stride_token + i_head * queries.stride_head + o_d[None, :]
-    b_q = tl.load(queries.q + o_q, mask=in_row[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
-    tl.store(sums + (i_tile * tl.num_programs(1) + i_head) * BLOCK_D + o_d, tl.sum(b_q.to(tl.float32), 0))
-
-
-@triton.jit(do_not_specialize=["first_row"])
-def _key_sums_kernel(
-    keys, bounds, sums, first_row,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Sum of up to SPLIT keys of one kv head."""
-    i_kv, i_row = tl.program_id(1), tl.program_id(2)
-    i_split = tl.load(bounds + i_row * 3) + tl.program_id(0)
-    if i_split < tl.load(bounds + i_row * 3 + 1):
-        begin = tl.program_id(0) * SPLIT
-        end = tl.minimum(begin + SPLIT, tl.load(bounds + i_row * 3 + 2))
-        b_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-        for i in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-            o_n = i + tl.arange(0, BLOCK_N)
-            b_sum += load_keys(keys, first_row + i_row, i_kv, o_n, end, HEAD_DIM, BLOCK_D).to(tl.float32)
-        o_sum = (i_split * tl.num_programs(1) + i_kv) * BLOCK_D + tl.arange(0, BLOCK_D)
-        tl.store(sums + o_sum, tl.sum(b_sum, 0))
-
-
-@triton.jit(do_not_specialize=["first_row"])
-def _means_kernel(sums, bounds, means, first_row, BLOCK_D: tl.constexpr):
-    """Mean of one row and head from the sums [bounds[row, 0], bounds[row, 1]) of bounds[row, 2] vectors."""
-    i_row, i_head = tl.program_id(0), tl.program_id(1)
-    num_heads = tl.num_programs(1)
-    o_d = tl.arange(0, BLOCK_D)
-    end = tl.load(bounds + i_row * 3 + 1)
-    b_sum = tl.zeros([32, BLOCK_D], tl.float32)
-    for i in range(tl.load(bounds + i_row * 3), end, 32):
-        o_s = i + tl.arange(0, 32)
-        o_sum = (o_s[:, None] * num_heads + i_head) * BLOCK_D + o_d[None, :]
-        b_sum += tl.load(sums + o_sum, mask=(o_s < end)[:, None], other=0.0)
-    b_mean = tl.sum(b_sum, 0) / tl.load(bounds + i_row * 3 + 2).to(tl.float32)
-    tl.store(means + ((first_row + i_row) * num_heads + i_head) * BLOCK_D + o_d, b_mean)
 
 
 @triton.jit(do_not_specialize=["num_selected"])
 def _round_keys_kernel(
     keys, rounded, means, heads, log_taus, num_selected, pieces,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, GROUP_2: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, GROUP: tl.constexpr, GROUP_2: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Step 1 for BLOCK_N keys of one kv head, if any head in need of it reads it, and its heads' q̄(k − k̄)ᵀ."""
     i_kv = tl.program_id(1)
@@ -300,10 +173,12 @@ def _round_keys_kernel(
         slot = tl.load(piece + 3) + first
         o_d = tl.arange(0, BLOCK_D)
         b_k = load_keys(keys, i_row, i_kv, o_n, seq_len, HEAD_DIM, BLOCK_D)
-        b_mean = tl.load(means.keys + (i_row * tl.num_programs(1) + i_kv) * BLOCK_D + o_d)
-        b_bias = _biases(b_k, b_mean, means.queries, i_row * tl.num_programs(1) + i_kv, GROUP, GROUP_2)
+        i_mean = i_row * tl.num_programs(1) + i_kv
+        b_mean = tl.load(means.keys + i_mean * BLOCK_D + o_d)
+        b_bias = _biases(b_k, b_mean, means.queries, i_mean, GROUP, GROUP_2)
         b_bias = tl.where((o_n < seq_len)[:, None], b_bias, 0.0)
-        b_k = tl.where((o_n < seq_len)[:, None], b_k.to(tl.float32) - b_mean[None, :], 0.0)
+        b_k, b_mean = _kept(b_k, means.keys, i_mean, means.channels, i_mean, BLOCK_D, KEPT_D)
+        b_k = tl.where((o_n < seq_len)[:, None], b_k - b_mean[None, :], 0.0)
 
         b_largest = tl.reshape(tl.max(tl.abs(b_k), 1), [BLOCK_N // 32, 4, 4, 2])
         b_step = tl.maximum(tl.max(tl.max(b_largest, 3), 1), TINY) / LEVELS
@@ -312,7 +187,7 @@ def _round_keys_kernel(
         b_inverse = tl.broadcast_to((1.0 / b_step)[:, None, :, None], [BLOCK_N // 32, 4, 4, 2])
         b_inverse = tl.reshape(b_inverse, [BLOCK_N])
         b_int = tl.floor(b_k * b_inverse[:, None] + 0.5)
-        o_int = (o_kv + tl.arange(0, BLOCK_N))[:, None] * BLOCK_D + o_d[None, :]
+        o_int = (o_kv + tl.arange(0, BLOCK_N))[:, None] * KEPT_D + tl.arange(0, KEPT_D)[None, :]
         tl.store(rounded.integers + o_int, b_int.to(rounded.integers.dtype.element_ty))
         o_64 = tl.arange(0, BLOCK_N // 64)
         b_square = tl.reshape(tl.sum(b_int * b_int, 1), [BLOCK_N // 64, 64])
@@ -350,6 +225,19 @@ def _biases(b_k, b_mean, query_means, i_kv, GROUP: tl.constexpr, GROUP_2: tl.con
 
 
 @triton.jit
+def _kept(b_x, means, i_mean, channels, i_kv, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr):
+    """The channels of ``b_x`` [n, BLOCK_D] and of its mean that are kept: [n, KEPT_D] and [KEPT_D] float32."""
+    if KEPT_D == BLOCK_D:
+        return b_x.to(tl.float32), tl.load(means + i_mean * BLOCK_D + tl.arange(0, BLOCK_D))
+    else:
+        b_channels = tl.load(channels + i_kv * KEPT_D + tl.arange(0, KEPT_D))
+        # A product with zeros and ones, of which one in each column, moves elements and changes none.
+        b_ones = (tl.arange(0, BLOCK_D)[:, None] == b_channels[None, :]).to(b_x.dtype)
+        b_kept = tl.dot(b_x, b_ones, input_precision="ieee")
+        return b_kept, tl.load(means + i_mean * BLOCK_D + b_channels)
+
+
+@triton.jit
 def local_start(end, sink_tokens, local_tokens):
     """Where the local region of a 64-query block begins whose last query stands before position ``end``."""
     between = (end + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK - sink_tokens - local_tokens
@@ -359,8 +247,8 @@ def local_start(end, sink_tokens, local_tokens):
 @triton.jit(do_not_specialize=["num_selected"])
 def _round_queries_kernel(
     queries, keys, rounded, means, heads, log_taus, num_selected, tiles, sink_tokens, local_tokens, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, FIELDS: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+    FIELDS: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Steps 1 and 2 for 64 queries of one head."""
     i_group = tl.program_id(1)
@@ -384,15 +272,22 @@ def _round_queries_kernel(
         where = (keys, i_row, i_kv, position + o_m, end)
         b_lse = _local_lse(b_q, where, begin, sink_tokens, scale, BLOCK_N, HEAD_DIM, BLOCK_D, PRECISION)
 
-        b_q = b_q.to(tl.float32)
-        b_mean = tl.load(means.keys + (i_row * KV_HEADS + i_kv) * BLOCK_D + o_d)
-        b_threshold = (log_tau + b_lse) / scale - tl.sum(b_q * b_mean[None, :], 1)
-        b_mean = tl.load(means.queries + (i_row * KV_HEADS * GROUP + i_head) * BLOCK_D + o_d)
-        b_q = tl.where(in_head, b_q - b_mean[None, :], 0.0)
+        i_mean = i_row * KV_HEADS + i_kv
+        b_mean = tl.load(means.keys + i_mean * BLOCK_D + o_d)
+        b_threshold = (log_tau + b_lse) / scale - tl.sum(b_q.to(tl.float32) * b_mean[None, :], 1)
+        i_query_mean = i_row * KV_HEADS * GROUP + i_head
+        if KEPT_D < BLOCK_D:
+            b_mean = tl.load(means.queries + i_query_mean * BLOCK_D + o_d)
+            b_rest = b_q.to(tl.float32) - b_mean[None, :]
+            b_rest = b_rest * b_rest * tl.load(means.left_out + i_mean * BLOCK_D + o_d)[None, :]
+            b_threshold -= tl.sqrt(tl.sum(b_rest, 1))
+        b_q, b_mean = _kept(b_q, means.queries, i_query_mean, means.channels, i_mean, BLOCK_D, KEPT_D)
+        b_q = tl.where(in_row[:, None], b_q - b_mean[None, :], 0.0)
         b_step = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LEVELS
         b_int = tl.floor(b_q * (1.0 / b_step)[:, None] + 0.5)
         o_r = i_group.to(tl.int64) * rounded.num_queries + tl.program_id(0) * QUERY_BLOCK + o_m
-        tl.store(rounded.integers + o_r[:, None] * BLOCK_D + o_d[None, :], b_int.to(rounded.integers.dtype.element_ty))
+        o_int = o_r[:, None] * KEPT_D + tl.arange(0, KEPT_D)[None, :]
+        tl.store(rounded.integers + o_int, b_int.to(rounded.integers.dtype.element_ty))
         tl.store(rounded.squares + o_r, tl.sum(b_int * b_int, 1))
         tl.store(rounded.thresholds + o_r, tl.where(in_row, b_threshold / b_step, float("inf")))
         tl.store(rounded.inverse_steps + o_r, tl.where(in_row, 1.0 / b_step, 0.0))

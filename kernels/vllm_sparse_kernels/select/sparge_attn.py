@@ -96,6 +96,10 @@ class SpargeAttn(Method):
     """λ < 0 of the second stage, in natural units of the scaled scores; None skips nothing. The tile's 128 queries are
     tested together, the paper's by warps: the same λ skips less here."""
 
+    skip_whole_steps: bool = False
+    """Leave out a skipped step's exponents and its share of the sum too, as the authors' kernels do, whose pvthreshd is
+    −λ · log2 e. False is Algorithm 1: its sum counts what is skipped."""
+
     int8_scores: bool = False
     """Multiply queries and keys in 8 bits (section 3.5)."""
 

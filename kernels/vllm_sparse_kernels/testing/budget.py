@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.reference.attend import attend
 from vllm_sparse_kernels.testing.batches import Batch
@@ -48,13 +49,16 @@ class Expected:
             assert error <= budget, f"{name}: error {error:.3e}, budget {budget:.3e}"
 
 
-def expected_attention(batch: Batch, index: SparseIndex) -> Expected:
-    """The exact attention of a batch over an index, and the budgets of a kernel that computes it in q's dtype."""
+def expected_attention(batch: Batch, index: SparseIndex, options: AttendOptions | None = None) -> Expected:
+    """The exact attention of a batch over an index, and the budgets of a kernel that computes it in q's dtype.
+
+    ``options``: no approximations, but means of dropped blocks may be asked for.
+    """
     results = []
     for dtype in (torch.float64, batch.q.dtype):
         out = torch.full_like(batch.q, float("nan"), dtype=dtype)
         lse = out.new_full((batch.num_heads, len(batch.q)), float("nan"))
-        attend(batch.q, batch.cache, index, out, batch.scale, lse, dtype)
+        attend(batch.q, batch.cache, index, out, batch.scale, lse, dtype, options)
         results.append((out, lse))
     (out, lse), (eager_out, eager_lse) = results
     return Expected(out, lse, error_budget(eager_out, out), error_budget(eager_lse, lse))

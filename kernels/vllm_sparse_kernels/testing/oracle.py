@@ -3,11 +3,13 @@
 A tile's queries keep the same keys, so all that a selection's recall depends on is each key's share of the exact mass,
 summed over the tile's queries. ``exact_masses`` finds these shares once, in float32, a slab of tiles at a time (a GPU
 does 32K queries on 32K keys in seconds and under 1 GB, a CPU 8K on 8K); any number of selections is then held against
-them by lookups.
+them by lookups. Single queries are another matter: what selections keep of each has to be summed while its own shares
+are there, so those whose queries are asked for are given to ``exact_masses``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -40,6 +42,9 @@ class ExactMass:
 
     keys: torch.Tensor  # [num_heads, len(tiles), num_keys] float32, mass of each key summed over a tile's queries
 
+    query_recalls: tuple[torch.Tensor, ...] = ()
+    """For each index that was given, [num_heads, queries of these tiles] float32: the mass that each query keeps."""
+
     def pairs(self) -> torch.Tensor:
         """[len(tiles), num_keys] int64: how many of a tile's queries may see each key."""
         device = self.keys.device
@@ -50,11 +55,14 @@ class ExactMass:
         return torch.minimum(seen_by.clamp(min=0), length)
 
 
-def exact_masses(q: torch.Tensor, cache: PagedCache, rows: Rows, scale: float) -> Iterator[ExactMass]:
+def exact_masses(
+    q: torch.Tensor, cache: PagedCache, rows: Rows, scale: float, indices: Sequence[SparseIndex] = ()
+) -> Iterator[ExactMass]:
     """All tiles of all rows, slab by slab.
 
     q [num_tokens, num_heads, head_dim] holds the queries at the tokens that ``rows`` names, the cache their keys;
-    ``scale`` multiplies q·k.
+    ``scale`` multiplies q·k. ``indices``, whose heads are all selected and whose rows are like ``rows``, are those of
+    which ``query_recalls`` are wanted.
     """
     group = q.shape[1] // cache.num_kv_heads
     for row in range(rows.num_rows):
@@ -64,22 +72,39 @@ def exact_masses(q: torch.Tensor, cache: PagedCache, rows: Rows, scale: float) -
             tiles = range(first, min(first + SLAB_TILES, end))
             num_keys = rows.tile_list[tiles[-1]].last_position + 1
             masses = torch.zeros(q.shape[1], len(tiles), num_keys, device=q.device)
+            flags = [[_tile_flags(index, i_tile) for i_tile in tiles] for index in indices]
+            starts = [0, *accumulate(rows.tile_list[i_tile].length_tokens for i_tile in tiles)]
+            recalls = tuple(torch.empty(q.shape[1], starts[-1], device=q.device) for _ in indices)
             for kv_head in range(cache.num_kv_heads):
                 heads = slice(kv_head * group, (kv_head + 1) * group)
                 keys = all_keys[:num_keys, kv_head].T.contiguous()
                 for place, i_tile in enumerate(tiles):
                     tile = rows.tile_list[i_tile]
-                    masses[heads, place, : tile.last_position + 1] = _tile_mass(q, keys, tile, heads, scale)
-            yield ExactMass(rows, tiles, masses)
+                    weights = tile_weights(q, keys, tile, heads, scale)
+                    masses[heads, place, : tile.last_position + 1] = weights.sum(1)
+                    for of_tiles, recall in zip(flags, recalls):
+                        kept = (weights @ of_tiles[place][heads, :, None].float()).squeeze(2)
+                        recall[heads, starts[place] : starts[place + 1]] = kept
+            yield ExactMass(rows, tiles, masses, recalls)
 
 
-def _tile_mass(q: torch.Tensor, keys: torch.Tensor, tile: Tile, heads: slice, scale: float) -> torch.Tensor:
-    """[heads, last_position + 1] of one tile; keys [head_dim, num_keys] are those that ``heads`` share."""
+def tile_weights(q: torch.Tensor, keys: torch.Tensor, tile: Tile, heads: slice, scale: float) -> torch.Tensor:
+    """Exact weights [heads, queries, last_position + 1] of a tile; ``heads`` share the keys [head_dim, num_keys]."""
     queries = q[tile.token : tile.token + tile.length_tokens, heads].float().transpose(0, 1) * scale
     scores = queries @ keys[:, : tile.last_position + 1]
     unseen = torch.ones(tile.length_tokens, tile.length_tokens, dtype=torch.bool, device=q.device).triu_(1)
     scores[:, :, tile.position :].masked_fill_(unseen, -torch.inf)
-    return scores.softmax(-1).sum(1)
+    return scores.softmax(-1)
+
+
+def _tile_flags(index: SparseIndex, i_tile: int) -> torch.Tensor:
+    """Bool [num_heads, last_position + 1]: keys that the tile keeps, before the causal mask."""
+    tile = index.rows.tile_list[i_tile]
+    blocks = _block_flags(index, range(i_tile, i_tile + 1), index.num_causal_blocks(tile))[:, 0]
+    keys = blocks.repeat_interleave(index.block_tokens, 1)[:, : tile.last_position + 1]
+    for head in range(index.num_heads) if index.has_stripes else ():
+        keys[head, index.stripes_of(head, i_tile)] = True
+    return keys
 
 
 class Tally(NamedTuple):

@@ -1,0 +1,377 @@
+"""What each part of a method is worth: the papers' ablations, in one table over captured queries, keys and values.
+
+    python -m benchmarks.ablations CAPTURE [--clusters CAPTURE] [--chunk 8192] [--device cuda] [--markdown FILE]
+    python -m benchmarks.ablations MODEL --length 32768 [--cache FOLDER]
+
+CAPTURE is a folder that ``evaluate.capture`` wrote (``benchmarks.recall --cache`` keeps them); of a MODEL, a folder in
+Hugging Face's format, one is made. Each method is measured as its paper has it, then without the part in question: as
+the paper does it, and once more with the method's main knob set so that as many pairs are kept, since what is left out
+mostly changes how much is kept. Methods select as a server would, chunk by chunk.
+
+Recall is that of single queries: their mean, and what all but a thousandth of them keep at least. (All layers, heads
+and queries are one population.) Density and recall are those of the selection. What SpargeAttn's second stage then
+leaves out, products of P and V or whole steps, is the column "skipped", a share of the steps: it shows in the output.
+
+What the papers ablate and this does not, as no parameter says it: MInference with the lines of another prompt (its
+"static" of table 4); SALE without 4 bits (appendix E) and without a τ of its own for each head, which only a calibrated
+profile has; SpargeAttn's Hilbert curve, which a causal mask rules out. A vertical-slash keeps its diagonal blocks
+whatever is asked of it, and one line of the other kind, as in MInference's appendix D.3.
+"""
+
+import math
+import shlex
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from benchmarks.recall import CLUSTER_TOKENS, split
+from benchmarks.recall_figures import length_name
+from benchmarks.tables import markdown_table, put_between
+from vllm_sparse_backend.bench.report import Report
+from vllm_sparse_backend.calibrate.share_prefill import Clusters
+from vllm_sparse_backend.evaluate.capture import Capture, capture, default_text, read_tokens, text_files
+from vllm_sparse_backend.evaluate.clusters import head_clusters, plan_of
+from vllm_sparse_backend.evaluate.quality import chunk_rows, dense_attention, paged, select_layer
+from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
+from vllm_sparse_backend.settings.plan import LayerPlan, Plan, methods_by_head
+from vllm_sparse_kernels import PagedCache, Rows, SparseIndex, attend
+from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.reference.attend import attend as reference_attend
+from vllm_sparse_kernels.reference.attend import step_margins, walk
+from vllm_sparse_kernels.select.base import Method, attend_options
+from vllm_sparse_kernels.testing.by_query import Recalls, recalls_by_query
+
+BEGIN, END = "<!-- tables: benchmarks.ablations -->", "<!-- end of ablations -->"
+COLUMNS = ("paper", "what", "density", "skipped", "recall", "worst thousandth", "error of output")
+COMPLETE = "complete"
+
+SEARCH_STEPS = 10
+CLOSE = 0.01
+"""Densities this far apart, relatively, are equal."""
+
+
+@dataclass(frozen=True)
+class Knob:
+    """What more of keeps more: a method's field, and the range to search. Between whole numbers steps are factors."""
+
+    field: str
+    low: float
+    high: float
+
+    def limits(self, num_tokens: int) -> tuple[float, float]:
+        """Whole numbers count tokens, or blocks of them: no more than there are."""
+        return self.low, min(self.high, num_tokens) if isinstance(self.high, int) else self.high
+
+    def between(self, low: float, high: float) -> float:
+        return round(math.sqrt(low * high)) if isinstance(self.low, int) else (low + high) / 2
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method as it is, or with something left out. Of a paper's variants the first is complete."""
+
+    paper: str
+    what: str
+    method: str
+    params: dict[str, Any] = field(default_factory=dict)
+    knob: Knob | None = None
+    matched: bool = False
+    """Whether the knob was set so that as many pairs are kept as by the complete method."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.what}, equal density" if self.matched else self.what
+
+    def at(self, value: float) -> "Variant":
+        assert self.knob is not None
+        return replace(self, params=self.params | {self.knob.field: value}, matched=True)
+
+
+VERTICALS, SLASHES = Knob("vertical_tokens", 1, 1 << 17), Knob("slash_tokens", 1, 1 << 17)
+LINES = {"vertical_tokens": 512, "slash_tokens": 2048}
+THETA, MASS = Knob("theta", 0.0, 64.0), Knob("kept_mass", 0.001, 1.0)
+
+VARIANTS = (
+    Variant("StreamingLLM", COMPLETE, "a_shape"),
+    Variant("StreamingLLM", "window alone", "a_shape", {"sink_tokens": 0}, Knob("local_tokens", 1, 1 << 17)),
+    # The lines of most heads in the file that the authors publish for Llama-3.1; their table 8 and table 4.
+    Variant("MInference", COMPLETE, "vertical_slash", LINES),
+    Variant("MInference", "only vertical", "vertical_slash", LINES | {"slash_tokens": 1}, VERTICALS),
+    Variant("MInference", "only slash", "vertical_slash", LINES | {"vertical_tokens": 1}, SLASHES),
+    Variant(
+        "MInference", "no lines forced", "vertical_slash", LINES | {"forced_verticals": 0, "forced_slashes": 0}, SLASHES
+    ),
+    Variant("MInference", "only A-shape", "a_shape", {}, Knob("local_tokens", 1, 1 << 17)),
+    Variant("MInference", "only block-sparse", "block_sparse", {}, Knob("top_blocks", 1, 2048)),
+    # Table 4.
+    Variant("AnchorAttention", COMPLETE, "anchor_attention"),
+    Variant("AnchorAttention", "without anchor", "anchor_attention", {"use_anchor": False}, THETA),
+    Variant("AnchorAttention", "without groups (step 1)", "anchor_attention", {"step_tiles": 1}, THETA),
+    # Table 5; the sink and smooth keys are the authors' code's.
+    Variant("SpargeAttn", COMPLETE, "sparge_attn"),
+    Variant("SpargeAttn", "without self-similarity judge", "sparge_attn", {"min_similarity": 0.0}, MASS),
+    Variant("SpargeAttn", "without smooth keys", "sparge_attn", {"smooth_keys": False}, MASS),
+    Variant("SpargeAttn", "without sink", "sparge_attn", {"keep_sink": False}, MASS),
+    # Table 6, M_pv beside M_g.
+    Variant("SpargeAttn", "with second stage, λ = −4", "sparge_attn", {"skip_margin": -4.0}),
+    Variant(
+        "SpargeAttn", "… of the authors' kernels", "sparge_attn", {"skip_margin": -4.0, "skip_whole_steps": True}
+    ),
+    Variant("SALE", COMPLETE, "sale"),
+    Variant("SALE", "without sink", "sale", {"sink_tokens": 0}),
+    # Table 2. Without sharing every head takes the vertical-slash that SharePrefill falls back to.
+    Variant("SharePrefill", COMPLETE, "share_prefill"),
+    Variant("SharePrefill", "without sharing (τ = 0)", "flex_vertical_slash", {}, Knob("gamma", 0.01, 1.0)),
+    Variant("SharePrefill", "without exclusion (δ = 1.01)", "share_prefill", {"max_sparsity": 1.01}),
+)  # fmt: skip
+
+PAPERS = tuple(dict.fromkeys(variant.paper for variant in VARIANTS))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table."""
+
+    variant: Variant
+    density: float
+    recall: float
+    worst_hundredth: float
+    worst_thousandth: float
+    worst: float
+    skipped: float
+    output_error: float
+    """‖O − Õ‖₂ / ‖O‖₂ of a layer over all heads and tokens, mean over layers."""
+
+
+class Bench:
+    """One captured prompt, and what it takes to measure variants on it."""
+
+    def __init__(self, captured: Capture, clusters: Clusters | None, chunk_tokens: int, device: str) -> None:
+        self.captured, self.clusters, self.device = captured, clusters, device
+        self.chunks = chunk_rows(captured.num_tokens, chunk_tokens, torch.device(device))
+
+    def plans(self, variants: Sequence[Variant]) -> list[Plan]:
+        shape = self.captured.shape
+        with tempfile.TemporaryDirectory() as folder:
+            return [plan_of(v.method, v.params, shape, self.clusters, Path(folder)) for v in variants]
+
+    def rows(self) -> list[Rows]:
+        """Of all chunks, with a state of their own: that of one pass through the layers."""
+        return [Rows(r.tokens, r.query_lens, r.context_lens, r.block_table) for r in self.chunks]
+
+    def densities(self, variants: Sequence[Variant]) -> list[float]:
+        """Kept pairs over causal pairs, by selecting alone."""
+        plans, rows_of = self.plans(variants), [self.rows() for _ in variants]
+        kept = [0] * len(variants)
+        for layer, scale in sorted(self.captured.scales.items()):
+            q, k, v = self.captured.read(layer, self.device)
+            cache = PagedCache(paged(k), paged(v))
+            for i, (plan, chunks) in enumerate(zip(plans, rows_of, strict=True)):
+                for rows in chunks:
+                    queries = q[rows.context_lens[0] : rows.seq_lens[0]]
+                    kept[i] += int(select_layer(groups_of(plan, layer), queries, cache, rows, scale).kept_pairs())
+        pairs = sum(causal_pairs(rows) for rows in self.chunks)
+        return [n / (len(self.captured.scales) * self.captured.shape.num_heads * pairs) for n in kept]
+
+    def measure(self, variants: Sequence[Variant]) -> list[Row]:
+        plans, rows_of = self.plans(variants), [self.rows() for _ in variants]
+        recalls, kept, errors = Recalls(len(variants)), [0] * len(variants), [0.0] * len(variants)
+        skipped = [[0, 0] for _ in variants]
+        for layer, scale in sorted(self.captured.scales.items()):
+            tensors = self.captured.read(layer, self.device)
+            cache = PagedCache(paged(tensors.k), paged(tensors.v))
+            dense, apart = dense_attention(tensors, scale).float(), [0.0] * len(variants)
+            for i_chunk, chunk in enumerate(self.chunks):
+                tokens = slice(chunk.context_lens[0], chunk.seq_lens[0])
+                q, indices = tensors.q[tokens], []
+                for i, plan in enumerate(plans):
+                    groups = groups_of(plan, layer)
+                    indices.append(select_layer(groups, q, cache, rows_of[i][i_chunk], scale))
+                    kept[i] += int(indices[-1].kept_pairs())
+                    methods, out = methods_by_head(groups), torch.empty_like(q)
+                    options = attend_options(methods, q.device)
+                    (attend if q.is_cuda else reference_attend)(q, cache, indices[-1], out, scale, options=options)
+                    counts = skipped_steps(q, cache, indices[-1], methods, scale)
+                    skipped[i] = [a + b for a, b in zip(skipped[i], counts, strict=True)]
+                    apart[i] += float((out.float() - dense[tokens]).square().sum(dtype=torch.float64))
+                for found in recalls_by_query(q, cache, indices, scale):
+                    recalls.add(found)
+            whole = float(dense.square().sum(dtype=torch.float64))
+            errors = [sum(pair) for pair in zip(errors, (math.sqrt(x / whole) for x in apart), strict=True)]
+        num_layers = len(self.captured.scales)
+        pairs = num_layers * self.captured.shape.num_heads * sum(causal_pairs(rows) for rows in self.chunks)
+        figures = zip(
+            variants, (n / pairs for n in kept),
+            recalls.mean(), recalls.worst(0.01), recalls.worst(0.001), recalls.worst(0),
+            (left / max(of, 1) for left, of in skipped), (x / num_layers for x in errors), strict=True,
+        )  # fmt: skip
+        return [Row(*of_variant) for of_variant in figures]
+
+    def as_dense(self, targets: Sequence[tuple[Variant, float]]) -> list[Variant]:
+        """Each variant with its knob where it keeps nearest to that density, by bisection of all at once."""
+        ranges = [v.knob.limits(self.captured.num_tokens) for v, _ in targets if v.knob is not None]
+        best: list[tuple[float, Variant]] = [(math.inf, v) for v, _ in targets]
+        for _ in range(SEARCH_STEPS):
+            open_ones = [i for i, (off, _) in enumerate(best) if off > CLOSE]
+            if not open_ones:
+                break
+            tried = {i: targets[i][0].knob.between(*ranges[i]) for i in open_ones}  # type: ignore[union-attr]
+            densities = self.densities([targets[i][0].at(value) for i, value in tried.items()])
+            for (i, value), density in zip(tried.items(), densities, strict=True):
+                variant, target = targets[i]
+                best[i] = min(best[i], (abs(density / target - 1), variant.at(value)), key=lambda pair: pair[0])
+                low, high = ranges[i]
+                ranges[i] = (value, high) if density < target else (low, value)
+        return [found for _, found in best]
+
+
+def skipped_steps(
+    q: torch.Tensor, cache: PagedCache, index: SparseIndex, methods: Sequence[Method], scale: float
+) -> tuple[int, int]:
+    """Steps whose product λ leaves out, and all steps, of one row's heads that have a λ, each with its method."""
+    rows, group, skipped, steps = index.rows, index.num_heads // cache.num_kv_heads, 0, 0
+    margins = {head: method.skip_margin for head, method in enumerate(methods) if method.skip_margin is not None}
+    keys = cache.gather(rows.block_table[0], rows.seq_lens[0])[0].float() if margins else q
+    for head, margin in margins.items():
+        for i_tile, tile in enumerate(rows.tile_list):
+            kept, step_of = walk(index, head, i_tile)
+            queries = q[tile.token : tile.token + tile.length_tokens, head].float() * scale
+            positions = tile.position + torch.arange(tile.length_tokens, device=q.device)
+            scores = (queries @ keys[kept, head // group].T).masked_fill(kept > positions[:, None], -torch.inf)
+            found = step_margins(scores, step_of) < margin
+            skipped, steps = skipped + int(found.sum()), steps + len(found)
+    return skipped, steps
+
+
+def groups_of(plan: Plan, layer: int) -> LayerPlan:
+    groups = plan.layer(layer)
+    assert groups is not None, "no variant runs a layer dense"
+    return groups
+
+
+def ablate(bench: Bench, variants: Sequence[Variant], equal_density: bool) -> list[Row]:
+    """All rows of the table, each variant followed by itself at its paper's complete method's density."""
+    rows = bench.measure(variants)
+    complete = {row.variant.paper: row.density for row in rows if row.variant.what == COMPLETE}
+    targets = [(v, complete[v.paper]) for v in variants if v.knob is not None and v.paper in complete]
+    if not equal_density or not targets:
+        return rows
+    matched = bench.measure(bench.as_dense(targets))
+    after = {v.paper + v.what: row for (v, _), row in zip(targets, matched, strict=True)}
+    return [r for row in rows for r in (row, after.get(row.variant.paper + row.variant.what)) if r is not None]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown; the columns are ``COLUMNS``."""
+
+    def name(variant: Variant) -> str:
+        if not variant.matched or variant.knob is None:
+            return variant.name
+        return f"{variant.name}: {variant.knob.field} {variant.params[variant.knob.field]:.6g}"
+
+    cells = [
+        [
+            row.variant.paper if row.variant.what == COMPLETE else "", name(row.variant), f"{row.density:.3f}",
+            f"{row.skipped:.3f}" if row.skipped else "", f"{row.recall:.4f}", f"{row.worst_thousandth:.4f}",
+            f"{row.output_error:.3f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return markdown_table(COLUMNS, cells)
+
+
+def add_rows(report: Report, rows: Sequence[Row], where: str) -> None:
+    """As figures of a results file; a case of the JSON has all of a row."""
+    for row in rows:
+        variant = row.variant
+        name = f"ablation, {variant.paper}, {variant.name}, {where}"
+        report.add_figure(f"{name}: density", row.density, "share", "lower")
+        report.add_figure(f"{name}: recall", row.recall, "share", "higher")
+        report.add_figure(f"{name}: recall of the worst thousandth", row.worst_thousandth, "share", "higher")
+        report.add_figure(f"{name}: relative error of the output", row.output_error, "relative", "lower")
+        if row.skipped:
+            report.add_figure(f"{name}: steps skipped", row.skipped, "share", "higher")
+        figures = {key: value for key, value in vars(row).items() if key != "variant"}
+        asked = {"paper": variant.paper, "what": variant.name, "method": variant.method, "params": variant.params}
+        report.add_case(asked | figures)
+
+
+def variants_of(papers: Sequence[str], bench: Bench) -> tuple[list[Variant], dict[str, str]]:
+    """What can be measured, and why a paper cannot. Raises ConfigurationError where one has no ablations."""
+    if unknown := [paper for paper in papers if paper not in PAPERS]:
+        raise ConfigurationError(f"--papers: {not_one_of(unknown[0], PAPERS)}")
+    left_out = {}
+    if "SharePrefill" in papers:
+        try:
+            bench.plans([v for v in VARIANTS if v.paper == "SharePrefill"])
+        except ConfigurationError as error:
+            missing = "--clusters names no capture of another prompt"
+            left_out["SharePrefill"] = missing if bench.clusters is None else str(error)
+    return [v for v in VARIANTS if v.paper in papers and v.paper not in left_out], left_out
+
+
+def main(
+    source: Annotated[Path, typer.Argument(help="A capture's folder, or a model's, of which one is made.")],
+    length: Annotated[int, typer.Option(help="Tokens of the prompt, of a model.")] = 16384,
+    clusters: Annotated[
+        Path | None, typer.Option(help="Capture of another prompt, for SharePrefill's clusters; of a model not needed.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda, or cpu (references select and attend; slow).")] = (
+        "cuda" if torch.cuda.is_available() else "cpu"
+    ),
+    chunk: Annotated[int, typer.Option(help="Tokens of a step, as --max-num-batched-tokens; 0: all at once.")] = 8192,
+    papers: Annotated[str, typer.Option(help="Papers whose ablations to measure.")] = ",".join(PAPERS),
+    equal_density: Annotated[bool, typer.Option(help="Also with as many pairs kept as by the complete method.")] = True,
+    text: Annotated[Path | None, typer.Option(help="Of a model: a text file, or folder of *.py; else vLLM's.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Of a model: folder that keeps captures for the next run.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Results file to write into.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="JSON file of all rows.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help=f"Document to write the table into, after {BEGIN}.")] = None,
+) -> None:
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as aside:
+        captured, other = captures(source, length, clusters, text, cache or Path(aside), device, split(papers))
+        found = None if other is None else head_clusters(other, device)
+        tokens = chunk or captured.num_tokens
+        bench = Bench(captured, found, tokens, device)
+        variants, left_out = variants_of(split(papers), bench)
+        rows = ablate(bench, variants, equal_density)
+    where = f"{length_name({'num_tokens': captured.num_tokens, 'chunk_tokens': tokens})}, {captured.model}"
+    options = f" --length {captured.num_tokens}" + ("" if chunk == 8192 else f" --chunk {chunk}")
+    command = f"python -m benchmarks.ablations {shlex.quote(captured.model)}{options}"
+    name_of_device = torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
+    add_rows(Report("ablations", name_of_device, json_path, out, command), rows, where)
+    body = "\n\n".join([f"{where}:", table(rows), *(f"{paper} left out: {why}" for paper, why in left_out.items())])
+    print(f"{body}\n\n{time.monotonic() - began:.0f} s")
+    if markdown is not None:
+        put_between(markdown, BEGIN, END, body)
+
+
+def captures(
+    source: Path,
+    length: int,
+    clusters: Path | None,
+    text: Path | None,
+    folder: Path,
+    device: str,
+    papers: Sequence[str],
+) -> tuple[Capture, Capture | None]:
+    """The prompt's, and another one's for clusters: as given, or of a model, from the tokens that follow the prompt."""
+    if (source / "capture.json").is_file():
+        return Capture.open(source), None if clusters is None else Capture.open(clusters)
+    files = text_files(text or default_text())
+    captured = capture(source, read_tokens(source, files, length), folder / str(length), device)
+    if "SharePrefill" not in papers:
+        return captured, None
+    prompt = read_tokens(source, files, min(CLUSTER_TOKENS, length), skip=length)
+    return captured, capture(source, prompt, folder / "clusters", device)
+
+
+if __name__ == "__main__":
+    typer.run(main)

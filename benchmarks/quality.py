@@ -1,0 +1,133 @@
+"""What each setting loses beside how fast it is: docs/results/quality.json, and the table of docs/quality.md.
+
+    sparse-prefill eval answers MODEL --settings '{…}' --results docs/results/answers.json
+    sparse-prefill bench methods --captured FOLDER --results docs/results/performance.json
+    python -m benchmarks.quality [--merge FILE] [--markdown docs/quality.md]
+
+Answers and perplexity are divided by stock's on the same prompts, speed is that on the same model's attention. Figures
+of a setting that a bar is set for go into docs/results/quality.json with it.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from benchmarks.performance import CHUNKS, TRAINED, met
+from benchmarks.tables import markdown_table, put_between
+from vllm_sparse_backend.bench.report import merge_figures, read_figures, table_of
+from vllm_sparse_backend.settings.methods import PRESETS
+
+ANSWERS = Path("docs/results/answers.json")
+PERFORMANCE = Path("docs/results/performance.json")
+RESULTS = Path("docs/results/quality.json")
+
+Figures = Mapping[str, Mapping[str, Any]]
+
+NAMED = re.compile(
+    rf"(?P<label>.+), answers inside the prompt, (?P<tokens>[\d,]+) tokens, {TRAINED}: (?P<what>right|perplexity)"
+)
+DEFAULT = "default"
+"""The preset that a server without configuration takes."""
+
+LEAST_ANSWERS, MOST_PERPLEXITY, LEAST_SPEED = 0.98, 1.01, dict(zip(CHUNKS, (2.5, 1.6), strict=True))
+"""Asked of the default: shares of stock's, and times faster than FlashAttention, selection included."""
+
+LEAST_ANSWERS_OF = {"sale": 0.99}
+
+
+def default_label() -> str:
+    """The default as results name it: the method and its parameters."""
+    method, params = PRESETS[DEFAULT]
+    return " ".join([method, *(f"{name}={value:g}" for name, value in params.items())])
+
+
+def relative(answers: Figures) -> dict[str, dict[str, dict[str, float]]]:
+    """label → tokens → shares of stock's right answers and perplexity, where stock was asked the same."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name, figure in answers.items():
+        if match := NAMED.fullmatch(name):
+            stock = answers.get(name.replace(match["label"], "stock", 1))
+            if stock and stock["device"] == figure["device"]:
+                at = found.setdefault(match["label"], {}).setdefault(match["tokens"], {})
+                at[match["what"]] = figure["value"] / stock["value"]
+    return found
+
+
+def figures_of(answers: Figures, performance: Figures) -> list[dict[str, Any]]:
+    """Those that a bar is set for."""
+    label, found = default_label(), []
+    for method, shares in relative(answers).items():
+        for tokens, share in shares.items():
+            name = f"{method}, {tokens} tokens, {TRAINED}"
+            source = answers[f"{method}, answers inside the prompt, {tokens} tokens, {TRAINED}: right"]
+            least = LEAST_ANSWERS if method == label else LEAST_ANSWERS_OF.get(method)
+            most = MOST_PERPLEXITY if method == label else None
+            found += [
+                _figure(f"{name}: right answers ÷ stock's", share.get("right"), least, "higher", source),
+                _figure(f"{name}: perplexity ÷ stock's", share.get("perplexity"), most, "lower", source),
+            ]
+    for after, bar in LEAST_SPEED.items():
+        name = f"whole method, {label}, {TRAINED}, after {after}: times faster"
+        if (figure := performance.get(name)) is not None:
+            found.append({**figure, "bar": bar})
+    return [figure for figure in found if figure["value"] is not None]
+
+
+def _figure(
+    name: str, value: float | None, bar: float | None, better: str, source: Mapping[str, Any]
+) -> dict[str, Any]:
+    about = {key: source[key] for key in ("device", "command")}
+    return {"name": name, "value": value and round(value, 4), "unit": "ratio", "bar": bar, "better": better, **about}
+
+
+def table(answers: Figures, performance: Figures) -> str:
+    """A row for each setting, the most faithful first: answers and perplexity by length, density and speed."""
+    shares = relative(answers)
+    lengths = sorted({n for of in shares.values() for n in of}, key=lambda n: int(n.replace(",", "")))
+
+    def worst(label: str) -> float:
+        return min(of.get("right", 0.0) for of in shares[label].values())
+
+    rows = []
+    for label in sorted(shares, key=lambda label: (label != "stock", -worst(label), label)):
+        row = [f"**{label}**" if label == default_label() else label]
+        for n in lengths:
+            of = shares[label].get(n, {})
+            row.append(f"{of['right']:.2f}, {of['perplexity']:.3f}" if {"right", "perplexity"} <= of.keys() else "")
+        for after in CHUNKS[::-1]:
+            about = f"whole method, {label}, {TRAINED}, after {after}"
+            parts = [performance.get(f"{about}: {what}") for what in ("times faster", "density")]
+            row.append(f"{parts[0]['value']:.1f}× ({parts[1]['value']:.2f})" if parts[0] and parts[1] else "")
+        rows.append(row)
+    return markdown_table(["", *(f"{n} tokens" for n in lengths), *(f"after {a}" for a in CHUNKS[::-1])], rows)
+
+
+def load(path: Path) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in read_figures(path)} if path.exists() else {}
+
+
+def main(
+    answers: Annotated[Path, typer.Option(help="What `sparse-prefill eval answers --results` wrote.")] = ANSWERS,
+    performance: Annotated[Path, typer.Option(help="What `sparse-prefill bench` wrote.")] = PERFORMANCE,
+    results: Annotated[Path, typer.Option(help="Where figures with bars go.")] = RESULTS,
+    markdown: Annotated[Path | None, typer.Option(help="Document with marks for the table.")] = None,
+    merge: Annotated[list[Path] | None, typer.Option(help="Answers of other runs to put in; may be repeated.")] = None,
+) -> None:
+    for path in merge or ():
+        merge_figures(answers, load(path))
+    asked, timed = load(answers), load(performance)
+    figures = figures_of(asked, timed)
+    merge_figures(results, {figure["name"]: figure for figure in figures}, keep_bars=False)
+    if markdown is not None:
+        put_between(markdown, "<!-- figures: answers -->", "<!-- end of figures -->", table(asked, timed))
+    columns = {"name": "figure", "value": "value", "bar": "asked"}
+    missed = [figure for figure in figures if not met(figure)]
+    Console(width=150).print(table_of("Not met", columns, missed), highlight=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,200 @@
+"""Recall query by query, and the table of ablations over a capture."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from benchmarks import ablations
+from vllm_sparse_backend.evaluate.capture import capture
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_kernels.select.sparge_attn import SpargeAttn
+from vllm_sparse_kernels.testing.batches import random_batch, random_index
+from vllm_sparse_kernels.testing.by_query import Recalls, kept_keys, recalls_by_query
+from vllm_sparse_kernels.testing.oracle import measure
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def batch():
+    return random_batch([(300, 150), (0, 63), (77, 1)], 4, 2, 64, 16, torch.float32, DEVICE, gap_tokens=3)
+
+
+@pytest.mark.parametrize("block_tokens", [64, 128])
+def test_kept_keys_are_those_of_the_index(batch, block_tokens):
+    index = random_index(batch, block_tokens, 0.4, stripes=40)
+    for i_tile in range(batch.rows.num_tiles):
+        expected = torch.stack([index.tile_keys(head, i_tile) for head in range(4)])
+        assert torch.equal(kept_keys(index, i_tile), expected)
+
+
+def test_recall_of_every_query(batch):
+    """Against attention under the index's mask, written out; and its mean against the oracle's."""
+    indices = [random_index(batch, 64, 0.3, stripes=40), random_index(batch, 128, 0.6)]
+    found = list(recalls_by_query(batch.q, batch.cache, indices, batch.scale))
+    rows = batch.rows
+    assert [x.shape for x in found] == [(2, 4, tile.length_tokens) for tile in rows.tile_list]
+    for row in range(rows.num_rows):
+        keys = batch.cache.gather(rows.block_table[row], rows.seq_lens[row])[0].double()
+        q = batch.q[rows.tokens[row] : rows.tokens[row] + rows.query_lens[row]].double()
+        scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(2, 1)) * batch.scale
+        seen = torch.ones_like(scores[0], dtype=torch.bool).tril_(rows.context_lens[row])
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        together = torch.cat(found[rows.tile_starts[row] : rows.tile_starts[row + 1]], -1)
+        for given, index in zip(together, indices):
+            expected = (weights * index.to_mask(row)).sum(-1)
+            torch.testing.assert_close(given.double(), expected, rtol=0, atol=1e-5)
+    everything = torch.cat(found, -1)
+    for given, index in zip(everything, indices):
+        recall = measure(batch.q, batch.cache, index, batch.scale).recall
+        torch.testing.assert_close(given.double().mean(-1), recall, rtol=0, atol=1e-5)
+    assert float(everything.min()) < 0.5 < float(everything.max())
+
+
+def test_the_worst_of_many():
+    recalls = Recalls(2)
+    values = torch.linspace(0, 1, 2001)[1:]  # 0.0005, 0.001 … 1
+    recalls.add(torch.stack([values, torch.ones(2000)])[:, torch.randperm(2000)].view(2, 10, 200)[..., :120])
+    assert recalls.num_queries == 1200
+    recalls = Recalls(2)
+    for part in torch.stack([values, torch.full((2000,), 0.99999994)]).split(300, 1):
+        recalls.add(part)
+    assert recalls.mean() == pytest.approx([float(values.mean()), 1], abs=1e-6)
+    assert recalls.worst(0) == [0.0005, 1]
+    assert recalls.worst(0.001) == [0.0015, 1]  # the third: two of 2,000 are passed over
+    assert recalls.worst(0.01) == [0.0105, 1]
+    assert recalls.worst(0.5)[0] == pytest.approx(0.5005)
+
+
+def test_skipped_steps():
+    """One query, whose blocks' largest scores are easily found in order."""
+    batch = random_batch([(700, 1)], 4, 2, 64, 16, torch.float32, DEVICE)
+    index, methods = random_index(batch, 64, 0.6), [SpargeAttn(skip_margin=m) for m in (-0.5, -2.0, -1e9)]
+    keys = batch.cache.gather(batch.rows.block_table[0], 701)[0]
+    skipped, steps = 0, 0
+    for head in range(3):
+        largest, q = -torch.inf, batch.q[batch.rows.tokens[0], head]
+        for block in index.blocks_of(head, 0).tolist():
+            local = float((keys[64 * block : 64 * block + 64, head // 2] @ q).max() * batch.scale)
+            largest = max(largest, local)
+            skipped += local - largest < methods[head].skip_margin
+            steps += 1
+    assert 0 < skipped < steps
+    given = ablations.skipped_steps(batch.q, batch.cache, index, [*methods, SpargeAttn()], batch.scale)
+    assert given == (skipped, steps)
+
+
+@pytest.fixture(scope="module")
+def captured(llama, tmp_path_factory):
+    """Two captures by one small model whose attention is far from uniform."""
+    model = llama(initializer_range=0.12, head_dim=64, num_hidden_layers=1, num_attention_heads=6)
+    tokens = torch.randint(97, (2, 420), generator=torch.Generator().manual_seed(5)).tolist()
+    return [capture(model, ids, tmp_path_factory.mktemp("capture"), DEVICE) for ids in tokens]
+
+
+def test_equal_density_is_equal(captured):
+    bench = ablations.Bench(captured[0], None, 250, DEVICE)
+    lines = ablations.Variant("p", "v", "vertical_slash", {"slash_tokens": 1}, ablations.VERTICALS)
+    judged = ablations.Variant("p", "s", "sparge_attn", {"min_similarity": 0.0}, ablations.MASS)
+    targets = [(lines, 0.8), (judged, 0.85)]
+    found = bench.as_dense(targets)
+    measured = bench.measure(found)
+    assert [row.density for row in measured] == pytest.approx(bench.densities(found), abs=1e-9)
+    for (_, target), row in zip(targets, measured):
+        assert row.density == pytest.approx(target, rel=0.06)  # so short a prompt has few blocks to choose from
+        assert row.worst <= row.worst_thousandth <= row.worst_hundredth <= row.recall < 1
+    assert found[0].params["slash_tokens"] == 1
+    assert [variant.name for variant in found] == ["v, equal density", "s, equal density"]
+    assert f"v, equal density: vertical_tokens {found[0].params['vertical_tokens']} |" in ablations.table(measured)
+
+
+SMALL = {
+    "a_shape": {"sink_tokens": 64, "local_tokens": 64},
+    "vertical_slash": {"vertical_tokens": 40, "slash_tokens": 5, "forced_verticals": 1, "forced_slashes": 1},
+    "block_sparse": {"top_blocks": 1},
+    "anchor_attention": {"theta": 0.5},
+    "sparge_attn": {"kept_mass": 0.5, "min_similarity": 0.02},
+    "sale": {"tau": 0.1},
+    "flex_vertical_slash": {"gamma": 0.5},
+    "share_prefill": {"gamma": 0.5},
+}
+"""Parameters that leave something out of a short prompt."""
+
+
+def small(variant: ablations.Variant) -> ablations.Variant:
+    ablated = {name: value for name, value in variant.params.items() if ablations.LINES.get(name) != value}
+    if "skip_margin" in ablated:
+        ablated["skip_margin"] = -0.01  # of 128 queries of a small random model one looks anywhere
+    return dataclasses.replace(variant, params=SMALL[variant.method] | ablated)
+
+
+@pytest.fixture(scope="module")
+def by_command(captured, tmp_path_factory):
+    """All papers, by the command. SharePrefill's clusters: a few epochs, and a cut that joins all heads."""
+    from vllm_sparse_backend.calibrate.share_prefill import cluster_heads
+    from vllm_sparse_backend.evaluate import clusters
+
+    folder = tmp_path_factory.mktemp("table")
+    page, results, rows = folder / "page.md", folder / "results.json", folder / "rows.json"
+    page.write_text(f"before\n{ablations.BEGIN}\n{ablations.END}\nafter\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clusters, "cluster_heads", lambda maps: cluster_heads(maps, distance=1e4, epochs=2))
+        patch.setattr(clusters, "MAP_SIDE", 16)
+        patch.setattr(ablations, "SEARCH_STEPS", 1)
+        patch.setattr(ablations, "VARIANTS", tuple(small(v) for v in ablations.VARIANTS))
+        app = typer.Typer()
+        app.command()(ablations.main)
+        options = ["--device", DEVICE, "--chunk", "250", "--clusters", captured[1].folder, "--markdown", page]
+        options += ["--out", results, "--json", rows]
+        result = CliRunner().invoke(app, [str(captured[0].folder), *map(str, options)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output, page.read_text(), json.loads(results.read_text()), json.loads(rows.read_text())
+
+
+def test_the_command_measures_every_variant(by_command):
+    output, page, results, rows = by_command
+    knobs = sum(v.knob is not None for v in ablations.VARIANTS)
+    assert len(rows["cases"]) == len(ablations.VARIANTS) + knobs
+    assert len(results) == 4 * len(rows["cases"]) + sum(case["skipped"] > 0 for case in rows["cases"])
+    assert all({"name", "value", "unit", "bar", "better", "device", "command"} == set(row) for row in results)
+    table = page.split(ablations.BEGIN)[1].split(ablations.END)[0].strip()
+    assert table in output
+    assert "left out" not in output
+    assert table.count("\n| ") == len(rows["cases"]) + 2  # a heading and a rule
+    for case in rows["cases"]:
+        assert 0 < case["density"] <= 1
+        assert 0 <= case["worst"] <= case["worst_thousandth"] <= case["worst_hundredth"] <= case["recall"] + 2e-6
+        assert case["recall"] < 1 + 1e-6
+        assert 0 <= case["output_error"] < 2
+
+
+def test_what_is_left_out_shows(by_command):
+    cases = {(case["paper"], case["what"]): case for case in by_command[3]["cases"]}
+
+    def of(paper: str, *variants: str) -> list[float]:
+        return [cases[paper, what]["density"] for what in ("complete", *variants)]
+
+    assert 1 > of("StreamingLLM")[0] > of("StreamingLLM", "window alone")[1]
+    lines, verticals, slashes = of("MInference", "only vertical", "only slash")
+    assert 1 > lines > max(verticals, slashes)
+    groups, alone, no_anchor = of("AnchorAttention", "without groups (step 1)", "without anchor")
+    assert groups == no_anchor == 1 > alone  # a group's window holds this prompt
+    judged, unjudged, sinkless = of("SpargeAttn", "without self-similarity judge", "without sink")
+    assert 1 > judged > unjudged
+    assert sinkless <= judged
+    stages = [cases["SpargeAttn", what] for what in ("with second stage, λ = −4", "… of the authors' kernels")]
+    assert [case["density"] for case in stages] == [judged] * 2
+    assert of("SharePrefill")[0] < of("SharePrefill", "without sharing (τ = 0)")[1]
+
+
+def test_papers_that_are_not_there(captured):
+    bench = ablations.Bench(captured[0], None, 300, DEVICE)
+    with pytest.raises(ConfigurationError, match="--papers"):
+        ablations.variants_of(["SpargeAttn", "Sparge"], bench)
+    variants, left_out = ablations.variants_of(["SALE", "SharePrefill"], bench)
+    assert {v.paper for v in variants} == {"SALE"}
+    assert left_out == {"SharePrefill": "--clusters names no capture of another prompt"}

@@ -1,0 +1,107 @@
+"""`eval attention`: single queries and the papers' granularity, against whole matrices; and its command."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from vllm_sparse_backend.cli import app
+from vllm_sparse_backend.evaluate.capture import capture
+from vllm_sparse_backend.evaluate.paper_density import paper_density
+from vllm_sparse_backend.evaluate.quality import BINS, Asked, Kept, measure_plans
+from vllm_sparse_backend.settings.config import SparsePrefillConfig
+from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_kernels import Rows
+from vllm_sparse_kernels.select.minference import AShape, BlockSparse
+from vllm_sparse_kernels.select.sparge_attn import SpargeAttn
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def captured(llama, prompt, tmp_path):
+    return capture(llama(initializer_range=0.3, head_dim=64), prompt, tmp_path / "capture", DEVICE)
+
+
+def test_single_queries_recall_what_a_mask_leaves_them(captured):
+    """A tile that keeps its own blocks alone: its first queries lose the most."""
+    config = SparsePrefillConfig(method="a_shape", params={"sink_tokens": 0, "local_tokens": 1}, dense_layers=(1,))
+    (kept,) = measure_plans(captured, [Asked(Plan.build(config, captured.shape), with_queries=True)], 333, DEVICE).kept
+    q, k, _ = (x.float() for x in captured.read(0, DEVICE))
+    positions = torch.arange(333, device=DEVICE)
+    causal = positions[:, None] >= positions
+    near = causal & (positions[:, None] // 128 == positions // 128)
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) * captured.scales[0]
+    recalls = (scores.masked_fill(~causal, -torch.inf).softmax(-1) * near).sum(-1).sort(1).values
+    # Of 333 queries the fourth is the last of a hundredth, the first that of a thousandth.
+    expected = torch.stack([recalls[:, 3], recalls[:, 0], recalls[:, 0]], 1)
+    torch.testing.assert_close(torch.tensor(kept.lowest_recalls[0]), expected.cpu(), rtol=0, atol=1e-5)
+    assert kept.lowest_recalls[1] == [[1.0] * 3] * 4
+    assert int(kept.recall_counts.sum()) == 3 * 4 * 333
+    assert kept.quantiles()[2] == pytest.approx(
+        min(x for layer in kept.lowest_recalls for h in layer for x in h), abs=1e-4
+    )
+
+
+def test_quantiles_are_of_all_queries_together():
+    kept = Kept()
+    kept.add_queries(torch.full((2, 500), 1.0))
+    kept.add_queries(torch.cat([torch.full((1, 20), 0.25), torch.full((1, 980), 0.75)], 1))
+    assert kept.lowest_recalls == [[[1.0] * 3] * 2, [[0.25] * 3]]
+    assert kept.quantiles() == [0.25] * 3
+    kept.add_queries(torch.full((1, 8000), 1.0))  # a hundredth is 100 of 10,000 now
+    assert kept.quantiles() == [0.75, 0.25, 0.25]
+    assert int(kept.recall_counts[BINS]) == 9000
+
+
+def test_the_papers_densities():
+    table = torch.zeros(1, 4, dtype=torch.int32)
+    chunks = [Rows((0,), (200,), (0,), table), Rows((0,), (100,), (200,), table)]
+    of = {"queries": [], "cache": None, "chunks": chunks, "scale": 1.0}
+    # Query blocks reach 1, 2, 3 and 4 blocks of 64 keys, and, from token 200 on, 5 and 5.
+    assert paper_density(BlockSparse(top_blocks=3), 0, 0.9, **of) == (1 + 2 + 3 + 3 + 3 + 3) / 20
+    assert paper_density(SpargeAttn(), 0, 0.9, **of) == 0.9
+    assert paper_density(AShape(), 0, 0.9, **of) is None
+
+
+def run(*args: object):
+    return CliRunner().invoke(app, ["eval", "attention", *map(str, args)], catch_exceptions=False)
+
+
+def test_the_command(captured, tmp_path):
+    out, figures, html = tmp_path / "all.json", tmp_path / "figures.json", tmp_path / "page.html"
+    methods = (
+        "--method",
+        "a_shape:sink_tokens=0,local_tokens=1",
+        "--method",
+        "block_sparse:top_blocks=1",
+        "--method",
+        "sale",
+    )
+    files = ("--json", out, "--results", figures, "--html", html)
+    result = run(captured.folder, *methods, "--chunks", "130,0", "--device", DEVICE, *files)
+    assert result.exit_code == 0, result.output
+    cases = json.loads(out.read_text())["cases"]
+    assert [case["chunk_tokens"] for case in cases] == [130, 333]
+    for case in cases:
+        for row in case["settings"]:
+            assert 0 <= row["worst"] <= row["thousandth"] <= row["hundredth"] <= row["recall"] + 1e-4 <= 1.0002
+            assert len(row["thousandth_of_heads"]) == 3
+        narrow, blocks, sale = case["settings"]
+        assert max(narrow["worst"], blocks["worst"]) < 0.9
+        assert narrow["paper_density"] is None
+        assert 0 < blocks["paper_density"] < blocks["density"] < 1
+        assert 0 < sale["paper_density"] <= 1
+    names = {row["name"] for row in json.loads(figures.read_text())}
+    assert len(names) == 2 * 3 * 4
+    page = html.read_text()
+    assert page.count("<svg") == 2 * (2 + 3 * 3)
+    assert "by size of chunks" in page
+    assert "whole" in result.output
+
+
+def test_no_capture_is_told():
+    result = run("nowhere")
+    assert result.exit_code == 1
+    assert "no capture there" in result.stderr

@@ -1,0 +1,46 @@
+"""The order in which ``hopper`` takes its work, from the kernel that ranks it."""
+
+import pytest
+import torch
+
+from vllm_sparse_kernels.attend import hopper
+from vllm_sparse_kernels.attend.portable import matrix_args
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_index
+
+
+def _order(batch: Batch, index: SparseIndex) -> list[tuple[int, int]]:
+    """(head, tile) in the order of the work."""
+    matrix = matrix_args(batch.cache)
+    assert matrix is not None
+    with index.workspace.frame():
+        lists = hopper._prepare(batch.cache, matrix, index)[2]
+        return [(int(i) % index.num_heads, int(i) // index.num_heads) for i in lists.order]
+
+
+def _keys(index: SparseIndex) -> torch.Tensor:
+    """[num_heads, num_tiles]: what an item costs; a stripe counts as one and a half."""
+    return index.block_counts * float(index.block_tokens) + index.stripe_counts * 1.5
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "stripes"), [(4, 2, 0), (6, 2, 24), (3, 3, 7)])
+def test_work_goes_by_kv_head_and_then_by_falling_number_of_keys(
+    num_heads: int, num_kv_heads: int, stripes: int
+) -> None:
+    batch = random_batch([(1000, 300), (0, 63), (512, 129)], num_heads, num_kv_heads, 64, 64)
+    index = random_index(batch, 32, 0.5, stripes)
+    keys = _keys(index)
+    order = _order(batch, index)
+    assert sorted(order) == [(h, t) for h in range(num_heads) for t in range(batch.rows.num_tiles)]
+
+    excess = torch.log2((keys / keys.mean()).clamp(min=1)).floor()
+    group = num_heads // num_kv_heads
+    ranks = [(-float(excess[h, t]), h // group, -float(keys[h, t])) for h, t in order]
+    assert ranks == sorted(ranks)
+
+
+def test_what_weighs_far_more_than_the_rest_is_not_left_for_the_end() -> None:
+    batch = random_batch([(0, 1000)], 4, 2, 64, 64)
+    index = random_index(batch, 32, 0.0)
+    index.set_blocks(3, 7, torch.ones(index.num_causal_blocks(batch.rows.tile_list[7]), dtype=torch.bool))
+    assert _order(batch, index)[0] == (3, 7)

@@ -1,0 +1,176 @@
+"""Servers that are asked the same: started one after the other, or running; what one run leaves out the next asks."""
+
+import json
+import os
+import shlex
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from vllm_sparse_backend.bench.endpoint import Endpoint, RequestError
+from vllm_sparse_backend.bench.report import BenchError, Report
+from vllm_sparse_backend.bench.serve import Settings, max_positions
+from vllm_sparse_backend.demo.scrape import PREFIX, parse
+from vllm_sparse_backend.demo.server import Server, ServerError, sparse_args
+
+Case = dict[str, Any]
+OnCase = Callable[[Case], None]
+At = tuple[Hashable, ...]
+"""Which request of a job: values of the job's ``fields``."""
+
+
+class Job(Protocol):
+    """Requests that every server is asked."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Of a case: those that tell one request from another."""
+
+    @property
+    def wanted(self) -> Sequence[At]: ...
+
+    def sample(self, endpoint: Endpoint) -> object:
+        """Equal for servers that make the same prompts."""
+
+    def build(self, endpoint: Endpoint) -> Callable[[Endpoint, At], Case]:
+        """Asks a server one of the requests.
+
+        A request that fails, or is not answered whole, has its ``error`` in the case, and no answer; ``error`` is None
+        otherwise. Raises BenchError where the prompts cannot be made at all.
+        """
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One server to ask; ``open`` starts it, or finds it running."""
+
+    label: str
+    model: str
+    """Its name, without a folder's path."""
+    what: str
+    """Its address or its settings, whole: what a label leaves out."""
+    open: Callable[[], AbstractContextManager[Endpoint]] = field(compare=False)
+
+    @staticmethod
+    def running(label: str | None, url: str) -> "Contestant":
+        endpoint = Endpoint.connect(label or url, url)
+        return Contestant(
+            label or endpoint.model, Path(endpoint.model).name, endpoint.url, lambda: nullcontext(endpoint)
+        )
+
+    @staticmethod
+    def served(label: str, model: Path, args: Sequence[str], what: str) -> "Contestant":
+        @contextmanager
+        def start() -> Iterator[Endpoint]:
+            # A long prompt needs more than the cache that a server on a CPU gets otherwise.
+            env = {name: os.environ[name] for name in ("VLLM_CPU_KVCACHE_SPACE",) if name in os.environ}
+            try:
+                with Server(model, args, env=env) as server:
+                    yield Endpoint.connect(label, server.url)
+            except ServerError as error:
+                raise BenchError(f"{label}: {error}") from error
+
+        return Contestant(label, model.name, what, start)
+
+
+def started(model: Path, settings: Sequence[Settings], stock: bool, longest: int, extra: str) -> list[Contestant]:
+    """Stock and each of the settings, served on this machine, one at a time."""
+    if (most := max_positions(model)) is not None and longest >= most:
+        raise BenchError(
+            f"{model} has {most:,} positions, expected prompts to be shorter, and {longest:,} were asked for"
+        )
+    args = ("--max-model-len", str(longest + 1), *shlex.split(extra))
+    labels, whole = [str(one) for one in settings], [json.dumps(dict(one.values)) for one in settings]
+    # Those that differ in more than their parameters have their whole text for a name.
+    labels = [text if labels.count(name) > 1 else name for name, text in zip(labels, whole)]
+    found = [Contestant.served("stock", model, args, "stock")] if stock else []
+    for name, text, one in zip(labels, whole, settings):
+        found.append(Contestant.served(name, model, (*args, *sparse_args(one.values)), text))
+    return found
+
+
+def resume(report: Report, path: Path | None, key: str, contestants: Sequence[Contestant]) -> None:
+    """Take over what a file from an earlier run holds, less failed requests. Raises BenchError if it is of others."""
+    if path is None or not path.exists():
+        return
+    try:
+        cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
+        held = {case["label"]: case["what"] for case in cases}
+        keys = {case["key"] for case in cases}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BenchError(f"{path}: not a file of `eval {report.bench}`: {error!r}") from None
+    if keys - {key}:
+        raise BenchError(f"{path}: holds answers to other prompts, or of other servers: name another file for these")
+    for one in contestants:
+        if (what := held.get(one.label, one.what)) != one.what:
+            raise BenchError(f"{path}: holds {one.label} as {what}, now it is {one.what}: name another file")
+    report.cases.extend(case for case in cases if not case.get("error"))
+
+
+def ask_all(
+    contestants: Sequence[Contestant], job: Job, key: str, report: Report, concurrency: int, on_case: OnCase
+) -> None:
+    """A case for each contestant and request that the report does not hold yet. Raises BenchError."""
+    if len({one.label for one in contestants}) < len(contestants):
+        raise BenchError(f"labels {', '.join(one.label for one in contestants)}: expected each of them once")
+    ask: Callable[[Endpoint, At], Case] | None = None
+    sample: object = None
+    for one in contestants:
+        held = {tuple(case.get(name) for name in job.fields) for case in report.cases if case["label"] == one.label}
+        todo = [at for at in job.wanted if at not in held]
+        if not todo:
+            continue
+        with one.open() as endpoint:
+            if ask is None:
+                ask, sample = job.build(endpoint), job.sample(endpoint)
+            elif job.sample(endpoint) != sample:
+                raise BenchError(f"{one.label}: its tokenizer is another than the first server's: prompts would differ")
+            base = {"key": key, "label": one.label, "what": one.what}
+            _ask_server(endpoint, ask, todo, job.fields, base, report, concurrency, on_case)
+
+
+def _ask_server(
+    endpoint: Endpoint,
+    ask: Callable[[Endpoint, At], Case],
+    todo: Sequence[At],
+    fields: Sequence[str],
+    base: Mapping[str, Any],
+    report: Report,
+    concurrency: int,
+    on_case: OnCase,
+) -> None:
+    """A case for each of the requests, and one for the density of all; each with ``base``."""
+    before = _pairs(endpoint)
+    pool = ThreadPoolExecutor(concurrency)
+    try:
+        for at, case in zip(todo, pool.map(lambda at: ask(endpoint, at), todo)):
+            case = {"part": "prompt", **base, **dict(zip(fields, at)), **case}
+            report.add_case(case)
+            on_case(case)
+    finally:
+        # Who breaks off does not wait for prompts of minutes: they end with the server.
+        pool.shutdown(wait=False, cancel_futures=True)
+    after = _pairs(endpoint)
+    if before is not None and after is not None:
+        kept, causal = after[0] - before[0], after[1] - before[1]
+        # None where nothing ran sparse: all prompts may lie within min_tokens.
+        density = kept / causal if causal else None
+        report.add_case({"part": "density", **base, **dict.fromkeys(fields), "density": density})
+
+
+def _pairs(endpoint: Endpoint) -> tuple[int, int] | None:
+    """Kept and causal pairs of a server's sparse rows since its start; None where it does not count them."""
+    if PREFIX not in endpoint.metrics():
+        return None
+    # Counters are told once a second, in steps: causal pairs in one, kept ones in the next. These are dense.
+    time.sleep(1.1)
+    try:
+        endpoint.ask([1] * 8, 4)
+    except RequestError:
+        return None
+    layers = parse(endpoint.metrics()).layers.values()
+    return sum(counts.kept_pairs for counts in layers), sum(counts.causal_pairs for counts in layers)

@@ -1,0 +1,13 @@
+"""Tasks of `eval tasks`: a file for each family, a line here for each file."""
+
+from vllm_sparse_backend.evaluate.tasks import key_value, needle, perplexity, ruler
+from vllm_sparse_backend.evaluate.tasks.task import Task
+
+FAMILIES: dict[str, tuple[Task, ...]] = {
+    "needles": needle.TASKS,
+    "ruler": ruler.TASKS,
+    "key_value": key_value.TASKS,
+    "perplexity": perplexity.TASKS,
+}
+
+TASKS = {task.name: task for tasks in FAMILIES.values() for task in tasks}

@@ -1,0 +1,43 @@
+"""Prompts as token ids, by the server's own tokenizer."""
+
+import json
+from pathlib import Path
+
+from vllm_sparse_backend.bench.endpoint import Endpoint
+from vllm_sparse_backend.bench.report import BenchError
+
+
+def tokenize(endpoint: Endpoint, text: str, chars: int = 200_000) -> list[int]:
+    """In pieces that end with a line."""
+    ids: list[int] = []
+    while text:
+        cut = text.rfind("\n", 0, chars) + 1 if len(text) > chars else len(text)
+        ids += endpoint.tokenize(text[: cut or chars], special=False)
+        text = text[cut or chars :]
+    return ids
+
+
+def first_tokens(endpoint: Endpoint, given: str | None) -> list[int]:
+    """What prompts start with: the given token, or what the tokenizer adds, or the bos token of the model's folder.
+
+    The tokenizer of a model that was trained with a bos token does not always add it, and attention without its sink is
+    another one.
+    """
+    if given is None:
+        plain, full = endpoint.tokenize("a", special=False), endpoint.tokenize("a")
+        if plain and plain[0] in full and (added := full[: full.index(plain[0])]):
+            return added
+        if not endpoint.root:
+            return []
+        try:
+            config = json.loads((Path(endpoint.root) / "tokenizer_config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return []  # a name that the server resolved, or a folder of another machine
+        bos = config.get("bos_token")
+        given = bos.get("content") if isinstance(bos, dict) else bos
+    if not given:
+        return []
+    ids = endpoint.tokenize(given, special=False)
+    if len(ids) != 1:
+        raise BenchError(f"--first-token: {given!r} is {len(ids)} tokens of {endpoint.model}, expected one")
+    return ids
