@@ -1,16 +1,18 @@
 """The demo's parts that need no server: its parameters, its model, and its refusals."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.demo.model import BUNDLED, CANNOT_FIND, CONFIG, END, START, bundled_model, make_model
 from vllm_sparse_backend.demo.question import ASKED, NUM_FACTS, make_questions
-from vllm_sparse_backend.demo.run import METHOD_PARAMS, settings_of
+from vllm_sparse_backend.demo.run import METHOD_PARAMS, Given, _show_answers, settings_of
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -109,3 +111,17 @@ def test_an_answer_is_right_only_with_the_value() -> None:
     assert not question.is_answered_by(f" {other.value}.")
     assert not question.is_answered_by(f" {question.value[:6]}")
     assert not question.is_answered_by(None)
+
+
+def test_the_table_of_answers_fits_a_terminal() -> None:
+    question, other = make_questions(lambda text: len(text.split()), 500)
+    console = Console(width=80, record=True, file=io.StringIO())
+    servers = ("stock vLLM", "sparse-prefill")
+    _show_answers(
+        [Given(server, "chat", one, f" {question.value}.\n") for server in servers for one in (question, other)],
+        console,
+    )
+    shown = console.export_text()
+    assert shown.count(f"{question.value}. right") == shown.count(f"{question.value}. wrong") == len(servers)
+    assert question.name in shown
+    assert other.name in shown

@@ -177,14 +177,19 @@ def _show_answer(way: str, ask: Callable[[], tuple[Any, str | None]], console: C
 
 
 def _show_answers(given: Sequence[Given], console: Console) -> None:
-    table = Table(title=f"Questions at the end of a text of {PROMPT_TOKENS:,} tokens in which the answers stand")
-    for heading in ("magic number of", "asked", "by", "answer", "expected", ""):
-        table.add_column(heading, no_wrap=heading != "answer")
-    for one in given:
-        verdict = "[green]right[/]" if one.is_right else "[red]wrong[/]"
-        answer = escape((one.answer or "").strip())
-        table.add_row(one.question.name, one.server, one.way, answer, one.question.value, verdict)
+    """A row for each question, a column for each server; as wide as a terminal of 80 characters."""
+    table = Table(title=f"Asked at the end of a text of {PROMPT_TOKENS:,} tokens that holds the answers")
+    for heading in ("magic number of", "is", *dict.fromkeys(one.server for one in given)):
+        table.add_column(heading, overflow="fold")
+    for question in dict.fromkeys(one.question for one in given):
+        answers = (_judged(one) for one in given if one.question == question)
+        table.add_row(question.name, question.value, *answers)
     console.print(table)
+
+
+def _judged(one: Given) -> str:
+    verdict = "[green]right[/]" if one.is_right else "[red]wrong[/]"
+    return f"{escape((one.answer or '').strip())} {verdict}"
 
 
 def _read_report(server: Server) -> Report:
