@@ -230,5 +230,5 @@ def test_stripe_room_depends_on_the_row_alone_and_is_bounded():
     ],
 )
 def test_parameters_out_of_range(field, value):
-    with pytest.raises(ValueError, match=f"^{field}: given {value}"):
+    with pytest.raises(ValueError, match=f"^{field}: given {value!r}"):
         FlexVerticalSlash(**{field: value})
