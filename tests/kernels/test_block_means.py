@@ -64,7 +64,8 @@ def spelled_out(batch: Batch, index: SparseIndex, flags: Sequence[bool], dtype: 
                 kept = mask[head, first : first + tile.length_tokens]
                 scores = (batch.q[tokens, head].to(dtype) @ k.T * batch.scale).masked_fill(~kept, -torch.inf)
                 if flags[head]:
-                    dropped = torch.cat([~index.tile_keys(head, i_tile)[:end], torch.zeros(len(k) - end) > 0])
+                    later = torch.zeros(len(k) - end, dtype=torch.bool, device=k.device)
+                    dropped = torch.cat([~index.tile_keys(head, i_tile)[:end], later])
                     centres = [x[:end].unflatten(0, (end // width, width)).mean(1) for x in (k, v)]
                     k, v = (torch.cat((x, c.repeat_interleave(width, 0))) for x, c in zip((k, v), centres))
                     more = batch.q[tokens, head].to(dtype) @ k[len(dropped) :].T * batch.scale
