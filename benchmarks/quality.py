@@ -30,6 +30,7 @@ Figures = Mapping[str, Mapping[str, Any]]
 NAMED = re.compile(
     rf"(?P<label>.+), answers inside the prompt, (?P<tokens>[\d,]+) tokens, {TRAINED}: (?P<what>right|perplexity)"
 )
+TIMED = re.compile(rf"whole method, (?P<label>.+), {TRAINED}, after [\d,]+: .+")
 DEFAULT = "default"
 """The preset that a server without configuration takes."""
 
@@ -43,6 +44,31 @@ def default_label() -> str:
     """The default as results name it: the method and its parameters."""
     method, params = PRESETS[DEFAULT]
     return " ".join([method, *(f"{name}={value:g}" for name, value in params.items())])
+
+
+def plain(label: str) -> str:
+    """A label with its parameters in one order and way of writing: servers and benchmarks have their own."""
+    method, *params = label.split(" ")
+    if not all("=" in param for param in params):
+        return label
+    pairs = (param.split("=", 1) for param in params)
+    return " ".join([method, *sorted(f"{name}={_plain_value(value)}" for name, value in pairs)])
+
+
+def _plain_value(value: str) -> str:
+    try:
+        return f"{float(value):g}"
+    except ValueError:
+        return value.strip('"')
+
+
+def by_plain_label(figures: Figures, pattern: re.Pattern[str]) -> dict[str, Mapping[str, Any]]:
+    """Figures whose names fit, under names with plain labels."""
+    found = {}
+    for name, figure in figures.items():
+        if match := pattern.fullmatch(name):
+            found[name.replace(match["label"], plain(match["label"]), 1)] = figure
+    return found
 
 
 def relative(answers: Figures) -> dict[str, dict[str, dict[str, float]]]:
@@ -59,7 +85,7 @@ def relative(answers: Figures) -> dict[str, dict[str, dict[str, float]]]:
 
 def figures_of(answers: Figures, performance: Figures) -> list[dict[str, Any]]:
     """Those that a bar is set for."""
-    label, found = default_label(), []
+    label, found = default_label(), list[dict[str, Any]]()
     for method, shares in relative(answers).items():
         for tokens, share in shares.items():
             name = f"{method}, {tokens} tokens, {TRAINED}"
@@ -73,7 +99,7 @@ def figures_of(answers: Figures, performance: Figures) -> list[dict[str, Any]]:
     for after, bar in LEAST_SPEED.items():
         name = f"whole method, {label}, {TRAINED}, after {after}: times faster"
         if (figure := performance.get(name)) is not None:
-            found.append({**figure, "bar": bar})
+            found.append({**figure, "name": name, "bar": bar})
     return [figure for figure in found if figure["value"] is not None]
 
 
@@ -119,7 +145,7 @@ def main(
 ) -> None:
     for path in merge or ():
         merge_figures(answers, load(path))
-    asked, timed = load(answers), load(performance)
+    asked, timed = by_plain_label(load(answers), NAMED), by_plain_label(load(performance), TIMED)
     figures = figures_of(asked, timed)
     merge_figures(results, {figure["name"]: figure for figure in figures}, keep_bars=False)
     if markdown is not None:

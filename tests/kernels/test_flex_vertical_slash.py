@@ -58,6 +58,7 @@ def test_kernels_keep_what_the_reference_keeps(case, dtype):
 OTHERS = {
     "spread": FlexVerticalSlash(0.8, last_queries=64, estimating="spread"),
     "few queries": FlexVerticalSlash(0.8, last_queries=17),
+    "more queries": FlexVerticalSlash(0.8, last_queries=128),
     "budget": FlexVerticalSlash(0.3, min_budget=100),
 }
 

@@ -1,6 +1,6 @@
 """FlexPrefill's vertical-slash (arXiv:2502.20766), as SharePrefill falls back to it (arXiv:2505.19578, Algorithm 5).
 
-Â = softmax of the chunk's last 128 queries against all keys. How many lines of it are kept follows from the data: the
+Â = softmax of the chunk's last 64 queries against all keys. How many lines of it are kept follows from the data: the
 fewest columns with γ of Â's mass, and the fewest diagonals with γ of it. Columns are kept as stripes, diagonals as
 blocks.
 
@@ -85,8 +85,9 @@ class FlexVerticalSlash(Method):
     gamma: float = 0.9
     max_stripes: int = 8192
 
-    last_queries: int = 128
-    """Queries that the lines are estimated from: FlexPrefill's block of 128. 64 take half the time."""
+    last_queries: int = 64
+    """Queries that the lines are estimated from, in Algorithm 3 a block of no stated size. FlexPrefill's 128 take twice
+    the time and answer no more: docs/quality.md."""
 
     estimating: Literal["last", "spread"] = "last"
     """Beyond the paper, ``spread``: of as many queries as ``last_queries`` says, but spread evenly over the chunk."""
