@@ -87,7 +87,7 @@ def figures_of(answers: Figures, performance: Figures) -> list[dict[str, Any]]:
     """Those that a bar is set for."""
     label, found = default_label(), list[dict[str, Any]]()
     for method, shares in relative(answers).items():
-        for tokens, share in shares.items():
+        for tokens, share in shares.items() if method != "stock" else ():
             name = f"{method}, {tokens} tokens, {TRAINED}"
             source = answers[f"{method}, answers inside the prompt, {tokens} tokens, {TRAINED}: right"]
             least = LEAST_ANSWERS if method == label else LEAST_ANSWERS_OF.get(method)
