@@ -382,7 +382,7 @@ def test_what_is_merged():
     assert asked.skip_margins.tolist() == [-math.inf, -5.0, -math.inf]
     assert asked.drop_margins.tolist() == [-math.inf, -math.inf, -5.0]
     assert SpargeAttn.merged([METHOD] * 3) == METHOD
-    assert METHOD.summary([METHOD] * 2) == dataclasses.asdict(METHOD)
+    assert METHOD.summary([METHOD] * 2) == METHOD.shown_fields
     assert merged.summary([merged, METHOD]) == COMMON | {"settings": 5}
     for field in ("smooth_keys", "keep_sink"):
         assert dataclasses.replace(METHOD, **{field: False}).alike != METHOD.alike

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from vllm_sparse_backend.settings.errors import not_one_of, reason_of, unexpected
 from vllm_sparse_kernels.select import METHODS, name_of
-from vllm_sparse_kernels.select.base import EXTRAS, Method
+from vllm_sparse_kernels.select.base import Method
 
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "default": ("sale", {"tau": 0.03}),
@@ -63,12 +63,12 @@ def make_method(name: object, params: Mapping[str, Any]) -> Method:
 
 def parameters_of(method: Method) -> dict[str, Any]:
     """A method as profiles write it: its name under ``method``, then all of its fields, and what it asks for beside."""
-    return {"method": name_of(method), **_fields(dataclasses.asdict(method))}
+    return {"method": name_of(method), **method.shown_fields}
 
 
 def describe(method: Method) -> str:
     """``vertical_slash(vertical_tokens=1000, slash_tokens=6096)``: the name and every field."""
-    return _call(name_of(method), dataclasses.asdict(method))
+    return _call(name_of(method), method.shown_fields)
 
 
 def summarize(methods: Sequence[Method]) -> str:
@@ -77,13 +77,7 @@ def summarize(methods: Sequence[Method]) -> str:
 
 
 def _call(name: str, values: Mapping[str, object]) -> str:
-    return f"{name}({', '.join(f'{field}={value!r}' for field, value in _fields(values).items())})"
-
-
-def _fields(values: Mapping[str, object]) -> dict[str, object]:
-    """A method's own fields, and after them, where they are on, those that all methods have."""
-    own = {field: value for field, value in values.items() if field not in EXTRAS}
-    return own | {field: True for field in EXTRAS if values.get(field)}
+    return f"{name}({', '.join(f'{field}={value!r}' for field, value in values.items())})"
 
 
 @cache

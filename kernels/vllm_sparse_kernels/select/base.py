@@ -60,6 +60,12 @@ class Method(ABC):
         return tuple(name for name in EXTRAS if getattr(self, name))
 
     @property
+    def shown_fields(self) -> dict[str, object]:
+        """The method's own fields, and after them, where they are on, those that all methods have."""
+        own = {name: value for name, value in asdict(self).items() if name not in EXTRAS}
+        return own | dict.fromkeys(self.extras, True)
+
+    @property
     def alike(self) -> "Method":
         """Equal for methods that ``merged`` joins. What is alike has one name."""
         return self
@@ -107,8 +113,8 @@ class Method(ABC):
     def summary(cls, methods: Sequence[Self]) -> dict[str, object]:
         """What a log shows of many heads whose methods, merged or not, are alike: what they have in common."""
         settings = {one for m in methods for one in (m.settings if isinstance(m, PerHead) else (m,))}
-        all_fields = [asdict(one) for one in settings]
-        common = {name: value for name, value in all_fields[0].items() if all(f[name] == value for f in all_fields)}
+        all_fields = [one.shown_fields for one in settings]
+        common = {name: value for name, value in all_fields[0].items() if all(f.get(name) == value for f in all_fields)}
         return common if len(settings) == 1 else common | {"settings": len(settings)}
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:

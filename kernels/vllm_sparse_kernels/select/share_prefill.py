@@ -125,7 +125,7 @@ class SharePrefill(Method):
 
     @classmethod
     def summary(cls, methods: Sequence[Self]) -> dict[str, object]:
-        fields = {name: value for name, value in asdict(methods[0].alike).items() if name != "cluster"}
+        fields = {name: value for name, value in methods[0].alike.shown_fields.items() if name != "cluster"}
         members = Counter(c for m in methods for c in m.clusters_of_heads if c != NOISE)
         return fields | {"clusters": len(members), "clustered_heads": members.total()}
 
