@@ -107,14 +107,14 @@ class Engine:
         The log-sum-exp counts these too.
         """
         if options is None or options.mean_heads is None:
-            self.over_index(q, cache, index, out, scale, lse, options)
+            self.over_index(q, cache, index, out, scale, lse, options=options)
             return
         workspace = index.workspace
         with workspace.frame():
             if lse is None:
                 lse = workspace.empty(index.num_heads, end_of_rows(index.rows))
             with workspace.frame():
-                self.over_index(q, cache, index, out, scale, lse, over_index(options))
+                self.over_index(q, cache, index, out, scale, lse, options=over_index(options))
             attend_to_means(q, cache, index, out, lse, scale, options.mean_heads)
 
 
