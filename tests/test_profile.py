@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_sparse_backend.settings import strict_yaml
 from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.figures import Figures
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import (
@@ -445,3 +446,86 @@ def test_wrong_minference_file(search: tuple[Any, Path, Path], text: str, expect
     with pytest.raises(ConfigurationError) as caught:
         import_minference(path, model)
     assert f"best_pattern.json: {expected}" in str(caught.value)
+
+
+# Levels
+
+
+LEVELS = """\
+format: 1
+model: {architecture: LlamaForCausalLM, num_layers: 6, num_heads: 8, num_kv_heads: 2, head_dim: 64}
+level: fast
+default: {method: a_shape, sink_tokens: 64, local_tokens: 256}
+layers:
+  2: {heads: {1: {method: dense}}}
+levels:
+  high:
+    dense_layers: 0-1
+    default: {method: vertical_slash}
+    provenance: {bounds: {output_error: 0.01}}
+provenance:
+  figures:
+    density: {0: 1, 1-2: [0.12345678, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.25]}
+    error: {1: 0.000012345678}
+"""
+
+
+def test_levels() -> None:
+    profile = parse_profile(LEVELS, "")
+    assert profile.level_names == ("exact", "high", "fast")
+    fast, high, exact = (profile.at_level(name) for name in ("fast", "high", "exact"))
+    assert [fast.methods_of(2, 8)[1], fast.methods_of(3, 8)[0]] == [make_method("dense", {}), profile.default]
+    assert (high.level, high.dense_layers, high.layers) == ("high", (0, 1), {})
+    assert (high.default, high.provenance.bounds) == (make_method("vertical_slash", {}), {"output_error": 0.01})
+    assert (high.model, high.level_names) == (profile.model, ("exact", "high"))
+    assert exact.methods_of(2, 8) == (make_method("dense", {}),) * 8
+    assert exact.level_names == ("exact",)
+    assert parse_profile(HEADER, "").level_names == ("exact",)
+    with pytest.raises(ValueError, match=r"level: given 'high', expected one of exact, fast"):
+        fast.at_level("high")
+    for one in (profile, fast, high, exact):
+        again = parse_profile(one.to_yaml(), "")
+        assert again == one
+        assert again.to_yaml() == one.to_yaml()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("level: fast", "level: quick", "level: given 'quick', expected 'high' or 'fast'"),
+        ("level: fast\n", "", "level: missing, expected one of high, fast, as levels are given"),
+        ("level: fast", "level: high", "levels.high: given, but high is the profile's own level"),
+        ("  high:", "  exact:", "levels.exact: given 'exact', expected 'high' or 'fast'"),
+        ("dense_layers: 0-1", "dense_layers: 0-6", "levels.high.dense_layers: given 6, expected at most 5"),
+        ("dense_layers: 0-1", "dense_layer: 0-1", "levels.high.dense_layer: unknown field: given 'dense_layer'"),
+        ("dense_layers: 0-1", "min_tokens: 3", "levels.high.min_tokens: unknown field"),
+        ("{method: vertical_slash}", "{method: sash}", "levels.high.default: method: given 'sash'"),
+        ("output_error: 0.01", "output_error: x", "levels.high.provenance.bounds.output_error: given 'x'"),
+        ("0.25]", "1.25]", "provenance.figures.density.1-2.7: given 1.25, expected at most 1"),
+        (", 0.25]", "]", "provenance.figures.density.1-2: given 7 numbers, expected one for each of the 8 heads"),
+        ("error: {1:", "error: {6:", "provenance.figures.error.6: given 6, expected at most 5"),
+        ("density: {0:", "density: {1:", "provenance.figures.density: given 1 in both 1 and '1-2'"),
+        ("error:", "eror:", "provenance.figures.eror: unknown field: given 'eror', expected one of density, error"),
+    ],
+)
+def test_wrong_level_or_figures(old: str, new: str, expected: str) -> None:
+    assert old in LEVELS
+    assert expected in refused(LEVELS.replace(old, new))
+
+
+def test_a_level_must_fit_the_model_that_is_served() -> None:
+    text = LEVELS.replace(LEVELS.splitlines()[1], "model: any").replace("dense_layers: 0-1", "dense_layers: 9")
+    with pytest.raises(ConfigurationError, match=r"levels\.high\.dense_layers: given 9, expected at most 5"):
+        parse_profile(text, "").check_model(SHAPE)
+    text = LEVELS.replace("{method: vertical_slash}", "{method: share_prefill}")
+    with pytest.raises(ConfigurationError, match=r"levels\.high: share_prefill: no two heads can share"):
+        parse_profile(text, "").check_model(SHAPE)
+
+
+def test_figures_by_head() -> None:
+    layers = [[1.0] * 8, [0.123456789] * 7 + [0.2], None, [0.123456789] * 7 + [0.2], None, [0.5] * 8]
+    figures = Figures.of_heads(density=layers, error=[None] * 6)
+    assert figures.density == {(0,): (1.0,), (1, 3): (*(0.1235,) * 7, 0.2), (5,): (0.5,)}
+    rounded = [row and [float(f"{one:.4g}") for one in row] for row in layers]
+    assert figures.rows("density", SHAPE) == rounded
+    assert figures.rows("error", SHAPE) == [None] * 6

@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
@@ -27,12 +26,16 @@ from pydantic import (
 from vllm_sparse_backend.settings import strict_yaml
 from vllm_sparse_backend.settings.crossover import TokenCount
 from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of, report, unexpected
+from vllm_sparse_backend.settings.figures import Figures
 from vllm_sparse_backend.settings.methods import make_method, method_names, parameters_of
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.ranges import format_ranges, parse_ranges
+from vllm_sparse_backend.settings.ranges import DisjointRanges, Ranges, format_ranges
 from vllm_sparse_kernels.select.base import Method
 
 ANY_MODEL = "any"
+EXACT = "exact"
+LevelName = Literal["high", "fast"]
+"""Bounds on the error, the closest first. ``exact`` is beside them: every head dense, without any profile."""
 
 
 def _to_method(given: object) -> Method:
@@ -45,21 +48,6 @@ def _to_method(given: object) -> Method:
     return make_method(given["method"], {name: value for name, value in given.items() if name != "method"})
 
 
-def _disjoint(given: object) -> object:
-    """Refuse a number that two keys of a mapping name: once they are parsed, equal keys would have become one."""
-    owners: dict[int, object] = {}
-    for key in given if isinstance(given, Mapping) else ():
-        try:
-            numbers = parse_ranges(key)
-        except ValueError:
-            continue  # the key's own error is reported with its place
-        for number in numbers:
-            if owners.setdefault(number, key) is not key:
-                raise ValueError(f"given {number} in both {owners[number]!r} and {key!r}, expected it once")
-    return given
-
-
-Ranges = Annotated[tuple[int, ...], BeforeValidator(parse_ranges)]
 MethodSpec = Annotated[Method, PlainValidator(_to_method)]
 Share = Annotated[StrictFloat, Field(ge=0, le=1)]
 
@@ -74,11 +62,11 @@ class LayerProfile(_Section):
     default: MethodSpec | None = None
     """For the heads that ``heads`` does not name; None for the profile's default."""
 
-    heads: Annotated[dict[Ranges, MethodSpec], BeforeValidator(_disjoint)] = {}
+    heads: Annotated[dict[Ranges, MethodSpec], DisjointRanges] = {}
 
 
 class Provenance(_Section):
-    """Where a profile's numbers come from. All of it is optional, and none of it changes what runs."""
+    """Where a profile's or a level's numbers come from. All of it is optional, and none of it changes what runs."""
 
     tool_version: StrictStr | None = None
     prompts_sha256: Annotated[StrictStr, Field(pattern="^[0-9a-f]{64}$")] | None = None
@@ -88,45 +76,19 @@ class Provenance(_Section):
     density: Share | None = None
     device: StrictStr | None = None
     source: StrictStr | None = None
+    licence: StrictStr | None = None
+    """Of what the numbers were taken from."""
+    figures: Figures | None = None
+    """What calibration measured of each head."""
 
 
-class Profile(_Section):
-    """A checked profile. ``method_of`` answers what it is asked for; ``check_model`` comes before that."""
+class Level(_Section):
+    """What every layer and head does where one bound on the error holds, and what was measured of that."""
 
-    format: Literal[1]
-    model: ModelShape | None
-    """The model that it fits; None (``any`` in the file) if it fits every one."""
-    min_tokens: TokenCount | None = None
-    min_query_tokens: TokenCount | None = None
     dense_layers: Ranges = ()
     default: MethodSpec
-    layers: Annotated[dict[Ranges, LayerProfile], BeforeValidator(_disjoint)] = {}
+    layers: Annotated[dict[Ranges, LayerProfile], DisjointRanges] = {}
     provenance: Provenance = Provenance()
-
-    @field_validator("model", mode="before")
-    @classmethod
-    def _any_model(cls, given: object) -> object:
-        if given is None or (isinstance(given, str) and given != ANY_MODEL):
-            raise ValueError(unexpected(given, f"the model's shape, or {ANY_MODEL}"))
-        return None if given == ANY_MODEL else given
-
-    @model_validator(mode="after")
-    def _within_model(self) -> "Profile":
-        if self.model is not None and (problems := self._out_of_range(self.model)):
-            raise ValueError("; ".join(problems))
-        return self
-
-    def _out_of_range(self, shape: ModelShape) -> list[str]:
-        places = [("dense_layers", self.dense_layers, shape.num_layers)]
-        for layers, profile in self.layers.items():
-            place = f"layers.{format_ranges(layers)}"
-            places.append((place, layers, shape.num_layers))
-            places += [(f"{place}.heads.{format_ranges(heads)}", heads, shape.num_heads) for heads in profile.heads]
-        return [
-            f"{place}: {unexpected(max(numbers), f'at most {limit - 1}')}"
-            for place, numbers, limit in places
-            if numbers and max(numbers) >= limit
-        ]
 
     @cached_property
     def _by_layer(self) -> dict[int, LayerProfile]:
@@ -141,6 +103,99 @@ class Profile(_Section):
                 methods[head] = method
         return tuple(methods)
 
+    def _out_of_range(self, shape: ModelShape) -> list[str]:
+        places = [("dense_layers", self.dense_layers, shape.num_layers)]
+        for layers, profile in self.layers.items():
+            place = f"layers.{format_ranges(layers)}"
+            places.append((place, layers, shape.num_layers))
+            places += [(f"{place}.heads.{format_ranges(heads)}", heads, shape.num_heads) for heads in profile.heads]
+        problems = [
+            f"{place}: {unexpected(max(numbers), f'at most {limit - 1}')}"
+            for place, numbers, limit in places
+            if numbers and max(numbers) >= limit
+        ]
+        figures = self.provenance.figures
+        return problems + [f"provenance.figures.{one}" for one in (figures.out_of_range(shape) if figures else ())]
+
+    def _objections(self, shape: ModelShape) -> list[str]:
+        methods: dict[type[Method], list[Method]] = defaultdict(list)
+        for layer in set(range(shape.num_layers)) - set(self.dense_layers):
+            for method in self.methods_of(layer, shape.num_heads):
+                methods[type(method)].append(method.selection)
+        return [why for kind, heads in methods.items() if (why := kind.objection(heads)) is not None]
+
+    def _data(self) -> dict[str, Any]:
+        """The fields here as a file has them, without those that say nothing."""
+        provenance = self.provenance.model_dump(exclude_none=True, exclude={"figures"})
+        if self.provenance.figures is not None:
+            provenance["figures"] = self.provenance.figures.data()
+        data = {
+            "dense_layers": _key(self.dense_layers) if self.dense_layers else None,
+            "default": _spec(self.default),
+            "layers": {_key(layers): _layer_data(profile) for layers, profile in self.layers.items()},
+            "provenance": provenance,
+        }
+        return {name: value for name, value in data.items() if value is not None and value != {}}
+
+
+class Profile(Level):
+    """A checked profile. ``methods_of`` answers what it is asked for; ``check_model`` comes before that."""
+
+    format: Literal[1]
+    model: ModelShape | None
+    """The model that it fits; None (``any`` in the file) if it fits every one."""
+    min_tokens: TokenCount | None = None
+    min_query_tokens: TokenCount | None = None
+    level: LevelName | None = None
+    """Which bound the profile's own default, layers and dense_layers hold; None where nobody says."""
+    levels: dict[LevelName, Level] = {}
+    """Other bounds, and what holds them. A request may name them."""
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _any_model(cls, given: object) -> object:
+        if given is None or (isinstance(given, str) and given != ANY_MODEL):
+            raise ValueError(unexpected(given, f"the model's shape, or {ANY_MODEL}"))
+        return None if given == ANY_MODEL else given
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Profile":
+        problems = [] if self.model is None else self._out_of_range(self.model)
+        if self.level in self.levels:
+            problems.append(
+                f"levels.{self.level}: given, but {self.level} is the profile's own level, expected another"
+            )
+        if self.levels and self.level is None:
+            problems.append(f"level: missing, expected one of {', '.join(get_args(LevelName))}, as levels are given")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _out_of_range(self, shape: ModelShape) -> list[str]:
+        others = [f"levels.{name}.{one}" for name, level in self.levels.items() for one in level._out_of_range(shape)]
+        return super()._out_of_range(shape) + others
+
+    def _objections(self, shape: ModelShape) -> list[str]:
+        others = [f"levels.{name}: {one}" for name, level in self.levels.items() for one in level._objections(shape)]
+        return super()._objections(shape) + others
+
+    @property
+    def level_names(self) -> tuple[str, ...]:
+        """What a request may name: exact, which every server has, then the profile's levels, closest bound first."""
+        return EXACT, *(name for name in get_args(LevelName) if name == self.level or name in self.levels)
+
+    def at_level(self, name: str) -> "Profile":
+        """A profile that has the named level as its own, and no other. ``exact``: every head dense.
+
+        Raises ValueError if there is no such level.
+        """
+        if name not in self.level_names:
+            raise ValueError(f"level: {not_one_of(name, self.level_names)}")
+        levels: dict[str, Level] = {EXACT: Level(default=make_method("dense", {})), **self.levels}
+        level = levels.get(name, self)
+        own = {field: getattr(level, field) for field in Level.model_fields}
+        return self.model_copy(update={**own, "level": None if name == EXACT else name, "levels": {}})
+
     def check_model(self, shape: ModelShape, source: str = "profile") -> None:
         """Raise ``ConfigurationError`` naming ``source`` if this is no profile for a model of that shape.
 
@@ -154,25 +209,23 @@ class Profile(_Section):
             )
         if problems := self._out_of_range(shape):
             raise ConfigurationError(f"{source}: {'; '.join(problems)}; the model is {shape}")
-        methods: dict[type[Method], list[Method]] = defaultdict(list)
-        for layer in set(range(shape.num_layers)) - set(self.dense_layers):
-            for method in self.methods_of(layer, shape.num_heads):
-                methods[type(method)].append(method.selection)
-        if objections := [why for kind, heads in methods.items() if (why := kind.objection(heads)) is not None]:
+        if objections := self._objections(shape):
             raise ConfigurationError(f"{source}: {'; '.join(objections)}")
 
     def to_yaml(self) -> str:
         """The profile as a file; loading that gives an equal one."""
         shape = {name: value for name, value in vars(self.model).items() if value is not None} if self.model else None
+        own = self._data()
+        provenance = own.pop("provenance", None)
         data = {
             "format": self.format,
             "model": shape or ANY_MODEL,
             "min_tokens": self.min_tokens,
             "min_query_tokens": self.min_query_tokens,
-            "dense_layers": _key(self.dense_layers) if self.dense_layers else None,
-            "default": _spec(self.default),
-            "layers": {_key(layers): _layer_data(profile) for layers, profile in self.layers.items()},
-            "provenance": self.provenance.model_dump(exclude_none=True),
+            "level": self.level,
+            **own,
+            "levels": {name: level._data() for name, level in self.levels.items()},
+            "provenance": provenance,
         }
         return strict_yaml.dump({name: value for name, value in data.items() if value is not None and value != {}})
 

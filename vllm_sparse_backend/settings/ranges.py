@@ -1,7 +1,10 @@
 """Sets of layers or heads as people write them: ``0-3,7``."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Annotated
+
+from pydantic import BeforeValidator
 
 MAX_NUMBER = 1 << 20  # so that a slip of the keyboard doesn't fill the memory
 _PART = re.compile(r"\s*(\d{1,7})\s*(?:-\s*(\d{1,7})\s*)?")
@@ -39,3 +42,22 @@ def format_ranges(numbers: Iterable[int]) -> str:
         else:
             spans.append([number, number])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def _disjoint(given: object) -> object:
+    """Refuse a number that two keys of a mapping name: once they are parsed, equal keys would have become one."""
+    owners: dict[int, object] = {}
+    for key in given if isinstance(given, Mapping) else ():
+        try:
+            numbers = parse_ranges(key)
+        except ValueError:
+            continue  # the key's own error is reported with its place
+        for number in numbers:
+            if owners.setdefault(number, key) is not key:
+                raise ValueError(f"given {number} in both {owners[number]!r} and {key!r}, expected it once")
+    return given
+
+
+Ranges = Annotated[tuple[int, ...], BeforeValidator(parse_ranges)]
+DisjointRanges = BeforeValidator(_disjoint)
+"""For a mapping with ``Ranges`` as keys."""
