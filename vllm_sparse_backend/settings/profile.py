@@ -191,8 +191,8 @@ class Profile(Level):
         """
         if name not in self.level_names:
             raise ValueError(f"level: {not_one_of(name, self.level_names)}")
-        levels: dict[str, Level] = {EXACT: Level(default=make_method("dense", {})), **self.levels}
-        level = levels.get(name, self)
+        given = next((level for known, level in self.levels.items() if known == name), self)
+        level = Level(default=make_method("dense", {})) if name == EXACT else given
         own = {field: getattr(level, field) for field in Level.model_fields}
         return self.model_copy(update={**own, "level": None if name == EXACT else name, "levels": {}})
 
