@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictFloat, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictFloat, WithJsonSchema, field_validator
 
 from vllm_sparse_backend.settings import strict_yaml
 from vllm_sparse_backend.settings.errors import unexpected
@@ -30,10 +30,15 @@ def _as_list(given: object) -> object:
     return given if isinstance(given, list | tuple) else [given]
 
 
+def _schema(**limits: int) -> WithJsonSchema:
+    number = {"type": "number", "minimum": 0, **limits}
+    return WithJsonSchema({"anyOf": [number, {"type": "array", "items": number, "minItems": 1}]})
+
+
 Fraction = Annotated[StrictFloat, Field(ge=0, le=1)]
 Amount = Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)]
-Fractions = Annotated[tuple[Fraction, ...], BeforeValidator(_as_list), Field(min_length=1)]
-Amounts = Annotated[tuple[Amount, ...], BeforeValidator(_as_list), Field(min_length=1)]
+Fractions = Annotated[tuple[Fraction, ...], BeforeValidator(_as_list), Field(min_length=1), _schema(maximum=1)]
+Amounts = Annotated[tuple[Amount, ...], BeforeValidator(_as_list), Field(min_length=1), _schema()]
 
 
 class Figures(BaseModel):
