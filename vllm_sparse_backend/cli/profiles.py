@@ -23,6 +23,9 @@ profile_app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+PIPED_WIDTH = 10_000
+"""Tables that no terminal shows keep a row on a line."""
+
 MODEL_HELP = "A model folder, or its config.json."
 ProfileName = Annotated[str, typer.Argument(help="Name of a bundled profile, or path of a YAML file.")]
 FittedModel = Annotated[Path | None, typer.Argument(help=f"{MODEL_HELP} The profile must fit it.")]
@@ -202,13 +205,10 @@ def _numbers(values: Sequence[float | None]) -> list[str]:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Without what the terminal is wide: text that is piped keeps its lines."""
     table = Table(*(escape(column) for column in columns), box=None, pad_edge=False, header_style="bold")
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
-    console = Console()
-    width = None if console.is_terminal else 100_000
-    console.print(table, highlight=False, width=width, crop=False)
+    Console(width=None if Console().is_terminal else PIPED_WIDTH).print(table, highlight=False)
 
 
 def _print(text: str) -> None:

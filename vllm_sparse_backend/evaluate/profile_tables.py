@@ -1,10 +1,9 @@
 """What a profile says, and where two differ, as rows of tables."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from vllm_sparse_backend.settings.methods import describe
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import Level, Profile
 from vllm_sparse_backend.settings.ranges import format_ranges
@@ -41,18 +40,31 @@ class Difference(NamedTuple):
     second: str
 
 
-def settings_by_head(level: Level, shape: ModelShape) -> list[list[str]]:
-    """By layer and head, the method and its parameters in words."""
-    words: dict[Method, str] = {}
-    rows = []
-    for layer in range(shape.num_layers):
-        if layer in level.dense_layers:
-            rows.append([DENSE_LAYER] * shape.num_heads)
-            continue
-        methods = level.methods_of(layer, shape.num_heads)
-        words.update((method, describe(method)) for method in set(methods) - set(words))
-        rows.append([words[method] for method in methods])
-    return rows
+def settings_by_head(shape: ModelShape, *levels: Level) -> list[list[list[str]]]:
+    """Per level, by layer and head, the method and its parameters in words.
+
+    Of the parameters those that differ from the method's default in any head of any of these levels.
+    """
+    methods = [
+        [() if i in level.dense_layers else level.methods_of(i, shape.num_heads) for i in range(shape.num_layers)]
+        for level in levels
+    ]
+    words = _words({method for layers in methods for layer in layers for method in layer})
+    dense = [DENSE_LAYER] * shape.num_heads
+    return [[[words[method] for method in layer] or dense for layer in layers] for layers in methods]
+
+
+def _words(methods: Collection[Method]) -> dict[Method, str]:
+    told: dict[str, set[str]] = defaultdict(set)
+    for method in methods:
+        default = type(method)().shown_fields
+        told[name_of(method)] |= {name for name, value in method.shown_fields.items() if value != default.get(name)}
+    words = {}
+    for method in methods:
+        name = name_of(method)
+        given = ", ".join(f"{field}={value!r}" for field, value in method.shown_fields.items() if field in told[name])
+        words[method] = f"{name}({given})" if given else name
+    return words
 
 
 def names_by_head(level: Level, shape: ModelShape) -> list[list[str]]:
@@ -72,7 +84,7 @@ def layer_rows(level: Level, shape: ModelShape) -> list[LayerRow]:
     densities = figures.rows("density", shape) if figures else nothing
     errors = figures.rows("error", shape) if figures else nothing
     found: list[tuple[list[int], tuple[object, ...]]] = []
-    names, settings = names_by_head(level, shape), settings_by_head(level, shape)
+    names, (settings,) = names_by_head(level, shape), settings_by_head(shape, level)
     for layer in range(shape.num_layers):
         density, error = densities[layer], errors[layer]
         mean = sum(density) / len(density) if density else None
@@ -88,7 +100,7 @@ def layer_rows(level: Level, shape: ModelShape) -> list[LayerRow]:
 def setting_rows(level: Level, shape: ModelShape) -> list[SettingRow]:
     """A row for each setting, those of most heads first."""
     layers: dict[str, list[int]] = defaultdict(list)
-    for layer, heads in enumerate(settings_by_head(level, shape)):
+    for layer, heads in enumerate(settings_by_head(shape, level)[0]):
         for setting in heads:
             layers[setting].append(layer)
     rows = [SettingRow(setting, len(ids), format_ranges(ids)) for setting, ids in layers.items()]
@@ -113,7 +125,7 @@ def differences(first: Profile, second: Profile, shape: ModelShape) -> list[Diff
 
 def _heads_that_differ(place: str, first: Level, second: Level, shape: ModelShape) -> list[Difference]:
     changes: dict[tuple[str, str], list[int]] = defaultdict(list)
-    pairs = zip(settings_by_head(first, shape), settings_by_head(second, shape))
+    pairs = zip(*settings_by_head(shape, first, second))
     for layer, (before, after) in enumerate(pairs):
         for change in zip(before, after):
             if change[0] != change[1]:
