@@ -12,7 +12,6 @@ they are written is here: ``Figures.of_heads`` makes them from plain lists, ``ro
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictFloat, WithJsonSchema, field_validator
@@ -73,16 +72,10 @@ class Figures(BaseModel):
             data[name] = {format_ranges(numbers): list(values) for values, numbers in alike.items()}
         return Figures.model_validate(data)
 
-    @cached_property
-    def _by_layer(self) -> dict[str, dict[int, tuple[float, ...]]]:
-        return {
-            name: {layer: numbers for layers, numbers in getattr(self, name).items() for layer in layers}
-            for name in Figures.model_fields
-        }
-
     def rows(self, name: str, shape: ModelShape) -> list[list[float] | None]:
         """The numbers of one figure by layer and head; None for a layer without."""
-        layers = (self._by_layer[name].get(layer) for layer in range(shape.num_layers))
+        known = {layer: numbers for layers, numbers in getattr(self, name).items() for layer in layers}
+        layers = (known.get(layer) for layer in range(shape.num_layers))
         return [None if row is None else list(row * shape.num_heads if len(row) == 1 else row) for row in layers]
 
     def out_of_range(self, shape: ModelShape) -> list[str]:
