@@ -72,3 +72,7 @@ def test_every_layer_adopts_its_part_and_runs_it(
     out = step.forward(layers[most], builder.build(0, step.common))
     wanted = expected(step, methods[most], layers[most].impl.scale)
     torch.testing.assert_close(out, wanted, rtol=0, atol=2e-6)
+
+
+def test_auto_knows_what_the_served_model_is_called(configured: Callable[..., Any]) -> None:
+    assert compat.model_shape(configured(profile="auto")).names == ("default",)

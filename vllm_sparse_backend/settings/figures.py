@@ -49,7 +49,7 @@ class Figures(BaseModel):
     """Kept (query, key) pairs over causal pairs, mean over the prompts."""
 
     error: Annotated[dict[Ranges, Amounts], DisjointRanges] = {}
-    """Mean over queries of ‖o − õ‖₁ / ‖o‖₁, o a query's output under dense attention; of the prompt where it is largest."""
+    """Mean over queries of ‖o − õ‖₁ / ‖o‖₁, o a query's output under dense attention; on the worst prompt."""
 
     worst_error: Annotated[dict[Ranges, Amounts], DisjointRanges] = {}
     """What a hundredth of the queries has more of."""
