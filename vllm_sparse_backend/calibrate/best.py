@@ -5,9 +5,9 @@ selection takes beside its heads is paid once for each kind of method in a layer
 for the whole layer: of all sets of up to ``MOST_KINDS`` kinds and dense attention, the one in which heads with their
 cheapest settings take least time together. If dense attention of the whole layer takes no longer, it is that.
 
-Methods of a layer share an index whose blocks are as wide as all of them allow (``select/width.py``), and what one keeps
-in narrower blocks is less than it was judged by. So the choice is judged as a whole, and what does not hold the bound
-there is struck out, until all hold.
+Methods of a layer share an index whose blocks are as wide as all of them allow (``select/width.py``), and what one
+keeps in narrower blocks is less than it was judged by. So the choice is judged as a whole, and what does not hold the
+bound there is struck out, until all hold.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,8 +46,8 @@ LADDERS: tuple[tuple[Method, ...], ...] = (
     tuple(FlexVerticalSlash(gamma=x, estimating="spread") for x in (0.7, 0.9, 0.98)),
     tuple(Sale(tau=x) for x in (0.3, 0.1, 0.06, 0.03, 0.016, 0.008, 0.004)),
 )
-"""Each method's settings from cheap to all but lossless. SharePrefill is not among them: which pattern a head takes over
-depends on other layers; alone it is flex_vertical_slash."""
+"""Each method's settings from cheap to all but lossless. SharePrefill is not among them: which pattern a head takes
+over depends on other layers; alone it is flex_vertical_slash."""
 
 
 def candidates() -> list[Method]:
