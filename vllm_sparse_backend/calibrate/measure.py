@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from vllm_sparse_backend.calibrate.costs import Costs
 from vllm_sparse_kernels.select.base import Method
 
 WORST = 0.01
@@ -19,7 +20,8 @@ WORST = 0.01
 class Figures:
     """Of one head under one method, over the queries of all prompts, selected and attended chunk by chunk as served.
 
-    A query's error is ‖o − õ‖₁ / ‖o‖₁: o is its output under dense attention, õ under the method.
+    A query's error is ‖o − õ‖₁ / ‖o‖₁: o is its output under dense attention, õ under the method. Of several prompts
+    errors are those of the one where they are largest: a bound that holds, holds on each.
     """
 
     error: float
@@ -31,8 +33,8 @@ class Figures:
     density: float
     """Kept pairs over causal pairs."""
     time_ms: float
-    """This head's share of selection and attention of all chunks of all prompts on this device. What it stands for
-    without a CUDA device ``LayerJudge.timed`` says: then it is an estimate by kept pairs, which compares settings."""
+    """This head's share of selection and attention of one prompt's chunks, were the layer's other heads selected by the
+    same kind of method (``costs.py``)."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,12 @@ class Bound:
     """Of ``Figures.worst``."""
 
     def holds(self, figures: Figures) -> bool:
+        """Never for what is no number."""
         return figures.error <= self.error and figures.worst <= self.worst
+
+    def share(self, figures: Figures) -> float:
+        """How much of the bound the head takes up: above 1 it does not hold."""
+        return max(figures.error / self.error, figures.worst / self.worst)
 
 
 class LayerJudge(Protocol):
@@ -53,8 +60,8 @@ class LayerJudge(Protocol):
 
     layer: int
     num_heads: int
-    timed: bool
-    """Whether ``Figures.time_ms`` is measured; if not, it is an estimate by kept pairs."""
+    costs: Costs
+    """What kinds of methods take on this device; ``costs.timed`` says whether that is measured or an estimate."""
 
     def judge(self, methods: Sequence[Method]) -> list[Figures]:
         """What comes of one method for each head. All heads are selected and attended in one pass of each chunk."""
