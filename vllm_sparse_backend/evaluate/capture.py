@@ -50,13 +50,13 @@ class Capture:
 
     def read(self, layer: int, device: str | torch.device = "cpu") -> LayerTensors:
         """One of the layers that ``scales`` names."""
-        _, load_file = _safetensors()
+        _, load_file = safetensors_files()
         tensors = load_file(self._path(layer), device=str(device))
         return LayerTensors(tensors["q"], tensors["k"], tensors["v"])
 
     def add(self, layer: int, tensors: LayerTensors, scale: float) -> None:
         """Write a layer, its tensors contiguous."""
-        save_file, _ = _safetensors()
+        save_file, _ = safetensors_files()
         save_file(tensors._asdict(), self._path(layer))
         self.scales[layer] = scale
 
@@ -246,7 +246,7 @@ def _transformers() -> Any:
     return transformers
 
 
-def _safetensors() -> tuple[Any, Any]:
+def safetensors_files() -> tuple[Any, Any]:
     try:
         from safetensors.torch import load_file, save_file
     except ImportError as error:
