@@ -27,12 +27,13 @@ MOST_ROUNDS = 8
 """Of choices for a layer; heads that hold the bound in none of them are dense."""
 
 
-def candidates(with_means: bool = True) -> list[Method]:
+def candidates(with_means: bool = True, ladders: Sequence[str] = tuple(LADDERS)) -> list[Method]:
     """All methods' settings, each without and, where asked for, with means in place of what it drops.
 
-    SharePrefill has none: which pattern a head takes over depends on other layers. Alone it is flex_vertical_slash.
+    ``ladders``: names of ``LADDERS`` to take them from. SharePrefill has none: which pattern a head takes over depends
+    on other layers. Alone it is flex_vertical_slash.
     """
-    plain = [method for ladder in LADDERS.values() for method in ladder]
+    plain = [method for name in ladders for method in LADDERS[name]]
     return plain + [replace(method, block_means=True) for method in plain if with_means]
 
 

@@ -70,6 +70,8 @@ class Job:
     costs_path: Path | None = None
     seed: int | None = None
     """Of the prompts; None where they are the operator's own."""
+    says_min_tokens: bool = False
+    """Whether the profile has the positions up to which all is dense, or leaves them to the server."""
     capturer: Capturer | None = None
     """None: transformers, on this device."""
     tell: Tell = field(default_factory=Tell)
@@ -168,7 +170,7 @@ class Job:
 
         path = self.folder / f"{kind}-layer-{layer:03}.json"
         judge = RememberingJudge(layer, self.shape.num_heads, self.costs, path, read)
-        if isinstance(self.costs, MeasuredCosts):
+        if isinstance(self.costs, MeasuredCosts) and kind == "prompts":
             self.costs.batches = lambda: judge.captured.batches
         return judge
 
@@ -284,7 +286,8 @@ def profile_of(job: Job, found: Mapping[str, Found], source: str) -> Profile:
     own, *others = levels
     given = {name: getattr(levels[own], name) for name in Level.model_fields}
     return Profile.model_validate({
-        "format": 1, "model": job.shape, "min_tokens": job.served.min_tokens or None, "level": own, **given,
+        "format": 1, "model": job.shape, "level": own, **given,
+        "min_tokens": job.served.min_tokens if job.says_min_tokens else None,
         "levels": {name: levels[name] for name in others},
     })  # fmt: skip
 
@@ -292,7 +295,7 @@ def profile_of(job: Job, found: Mapping[str, Found], source: str) -> Profile:
 def provenance_of(job: Job, found: Found, source: str) -> Provenance:
     bounds = {name: value for name, value in asdict(found.bound).items() if math.isfinite(value)}
     rows: dict[str, profile_figures.PerHead] = {
-        name: [layer and [getattr(of, of_name) for of in layer] for layer in found.figures]
+        name: [[getattr(of, of_name) for of in layer] if layer else None for layer in found.figures]
         for name, of_name in (("density", "density"), ("error", "error"), ("worst_error", "worst"))
     }
     return Provenance(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_sparse_backend.bench.data import without_nan
 from vllm_sparse_backend.bench.methods import Layer
 from vllm_sparse_backend.bench.report import write_json
 from vllm_sparse_backend.calibrate.costs import Costs, share_ms
@@ -73,6 +74,7 @@ class LayerPrompt:
         dense = [whole[span] for span in spans]
         norms = [part.float().abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny) for part in dense]
         batches = [Batch(tensors.q[span], cache, one, scale) for span, one in zip(spans, rows, strict=True)]
+        without_nan(batches[0])  # of the cache that all of them have
         return LayerPrompt(batches, dense, norms)
 
     @property

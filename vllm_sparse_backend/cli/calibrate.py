@@ -104,12 +104,13 @@ def job_of(
         device or ("cuda" if torch.cuda.is_available() else "cpu"),
         costs,
         None if prompts else seed,
-        _vllm_capturer(tensor_parallel_size, device) if through == "vllm" else None,
+        min_tokens is not None,
+        _vllm_capturer(tensor_parallel_size) if through == "vllm" else None,
         tell or Tell(),
     )
 
 
-def _vllm_capturer(tensor_parallel_size: int, device: str | None) -> "Capturer":
+def _vllm_capturer(tensor_parallel_size: int) -> "Capturer":
     from vllm_sparse_backend.calibrate.vllm_capture import VllmCapturer
 
     return VllmCapturer(tensor_parallel_size)
@@ -209,6 +210,10 @@ def best(
     job: "Job",
     level: Level = None,
     margin: Margin = 0.1,
+    ladders: Annotated[
+        str | None,
+        typer.Option(help="Names of settings to choose from, by comma, such as sale or sale+half; else all."),
+    ] = None,
     no_means: Annotated[bool, typer.Option("--no-means", help="Leave out means in place of dropped blocks.")] = False,
 ) -> "Profile":
     """Per head the cheapest of all methods, in time on this device, whose output error holds the bound; else dense."""
@@ -216,14 +221,15 @@ def best(
 
     from vllm_sparse_backend.calibrate import best as part
     from vllm_sparse_backend.calibrate.job import run
+    from vllm_sparse_backend.calibrate.ladders import LADDERS
+    from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
 
-    return run(
-        job,
-        partial(part.search, among=part.candidates(not no_means)),
-        _bounds(level),
-        "sparse-prefill profile best",
-        margin,
-    )
+    names = [name.strip() for name in ladders.split(",")] if ladders else list(LADDERS)
+    for name in names:
+        if name not in LADDERS:
+            raise ConfigurationError(f"--ladders: {not_one_of(name, LADDERS)}")
+    among = part.candidates(not no_means, names)
+    return run(job, partial(part.search, among=among), _bounds(level), "sparse-prefill profile best", margin)
 
 
 def search(job: "Job", level: Level = None, margin: Margin = 0.1) -> "Profile":
