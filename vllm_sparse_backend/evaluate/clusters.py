@@ -5,9 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from vllm_sparse_backend.calibrate.share_prefill import Clusters, attention_map, cluster_heads, profile_of
+from vllm_sparse_backend.calibrate.share_prefill import Clusters, attention_maps, cluster_heads, profile_of
 from vllm_sparse_backend.evaluate.capture import Capture
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -22,14 +20,12 @@ def head_clusters(captured: Capture, device: str) -> Clusters:
     kept = captured.folder / f"clusters-{captured.model}-{captured.prompt_sha256[:16]}.json"
     if kept.is_file():
         return tuple(tuple(heads) for heads in json.loads(kept.read_text()))
-    group = captured.shape.num_heads // captured.shape.num_kv_heads
     layers = sorted(captured.scales)
     maps = []
     for layer in layers:
         q, k, _ = captured.read(layer, device)
-        scale = captured.scales[layer]
-        maps += [attention_map(q[:, h], k[:, h // group], scale, MAP_SIDE) for h in range(captured.shape.num_heads)]
-    found = cluster_heads(torch.stack(maps).view(len(layers), captured.shape.num_heads, MAP_SIDE, MAP_SIDE))
+        maps.append(attention_maps(q, k, captured.scales[layer], MAP_SIDE))
+    found = cluster_heads(maps, device=device)
     by_layer = dict(zip(layers, found, strict=True))
     noise = (NOISE,) * captured.shape.num_heads
     clusters = tuple(by_layer.get(layer, noise) for layer in range(captured.shape.num_layers))

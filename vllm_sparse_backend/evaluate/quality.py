@@ -156,13 +156,16 @@ def measure_plans(
     return measured
 
 
-def chunk_rows(num_tokens: int, chunk_tokens: int, device: torch.device) -> list[Rows]:
-    """The steps in which a server prefills the prompt, its pages in order."""
+def chunk_rows(num_tokens: int, chunk_tokens: int, device: torch.device, min_tokens: int = 0) -> list[Rows]:
+    """The steps in which a server prefills the prompt, its pages in order, less the first ``min_tokens`` positions.
+
+    A chunk that crosses that border is cut in two there.
+    """
     table = torch.arange(ceil_div(num_tokens, PAGE_TOKENS), dtype=torch.int32, device=device)[None]
-    return [
-        Rows((0,), (min(chunk_tokens, num_tokens - start),), (start,), table)
-        for start in range(0, num_tokens, chunk_tokens)
+    spans = [
+        (max(start, min_tokens), min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens)
     ]
+    return [Rows((0,), (end - begin,), (begin,), table) for begin, end in spans if begin < end]
 
 
 @dataclass
