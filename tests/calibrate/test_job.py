@@ -24,7 +24,7 @@ from vllm_sparse_kernels.select.sparge_attn import SpargeAttn
 
 AMONG = [AShape(64, 128), SpargeAttn(kept_mass=0.5), SpargeAttn(kept_mass=0.9)]
 SEARCH = partial(best.search, among=AMONG)
-BOUNDS = {"high": Bound(0.1, 0.6), "fast": Bound(0.25, 1.5)}
+BOUNDS = {"high": Bound(0.1, 0.6), "fast": Bound(0.4, 3.0)}
 
 
 def profile_of(job: Job) -> str:
@@ -133,8 +133,8 @@ def test_a_folder_of_another_job_is_refused(tmp_path):
     make_job(tmp_path / "work").enter()
     make_job(tmp_path / "work", seed=3).enter()
     for name, change in (
-        ("prompts", {"prompts": random_prompts(1, 270, 5)}), ("chunk_tokens", {"served": Served(256, 100)}),
-        ("held_out", {"held_out": random_prompts(1, 271, 2)}),
+        ("prompts", {"prompts": random_prompts(1, 500, 5)}), ("chunk_tokens", {"served": Served(256, 100)}),
+        ("held_out", {"held_out": random_prompts(1, 501, 2)}),
     ):  # fmt: skip
         with pytest.raises(ConfigurationError, match=f"holds another job, which differs in {name}: name another"):
             make_job(tmp_path / "work", **change).enter()

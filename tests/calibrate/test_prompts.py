@@ -100,10 +100,12 @@ def test_files_of_prompts_and_chats(tmp_path):
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("{", "not JSON"), ("[1]", r"given \[1\], expected an object with messages"),
-        ('{"text": 3}', "expected an object with messages"), ('{"messages": [3]}', "messages: given 3, expected objects with role and content"),
+        ("{", "not JSON"),
+        ("[1]", r"given \[1\], expected an object with messages"),
+        ('{"text": 3}', "expected an object with messages"),
+        ('{"messages": [3]}', "messages: given 3, expected objects with role and content"),
     ],
-)  # fmt: skip
+)
 def test_malformed_lines_are_refused_with_their_place(tmp_path, line, problem):
     path = tmp_path / "b.jsonl"
     path.write_text('{"text": "fine"}\n' + line)

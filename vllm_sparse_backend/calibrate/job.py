@@ -91,12 +91,13 @@ class Job:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What outcomes and costs depend on."""
-        return {
+        """What outcomes and costs depend on, as JSON has it."""
+        made_of = {
             "model": self.model.resolve().name, "shape": asdict(self.shape), "prompts": self.prompts.sha256,
             "held_out": self.held_out.sha256, **asdict(self.served), "device": self.device_name,
             "versions": versions(),
         }  # fmt: skip
+        return dict(json.loads(json.dumps(made_of)))
 
     def enter(self) -> None:
         """Make the folder, or see that it holds this very job. Raises ConfigurationError naming what differs."""
