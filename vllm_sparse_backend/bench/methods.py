@@ -98,7 +98,7 @@ def run_methods(
     card: Card,
     prompts: Sequence[Prompt],
     data: str,
-    plans: Sequence[tuple[Asked, Plan]],
+    plans: Sequence[tuple[Asked | str, Plan]],
     contexts: Sequence[int],
     query_len: int,
     engines: Sequence[str],

@@ -124,13 +124,14 @@ class EstimatedCosts:
 class MeasuredCosts:
     """Times of a CUDA device, each measured when it is first asked for, and kept in a file.
 
-    ``batches`` gives a layer's served chunks. ``key`` says what they are of: a file with another one is refused.
+    ``batches`` gives a layer's served chunks, its heads ``copies`` times over: costs are one copy's. ``key``
+    says what they are of: a file with another one is refused.
     """
 
     timed = True
 
-    def __init__(self, card: "Card", path: Path, key: Mapping[str, Any]) -> None:
-        self.card, self.path, self.key = card, path, dict(key)
+    def __init__(self, card: "Card", path: Path, key: Mapping[str, Any], copies: int = 1) -> None:
+        self.card, self.path, self.key, self.copies = card, path, dict(key), copies
         self.batches: Callable[[], Sequence[Batch]] | None = None
         self.known: dict[str, Cost] = {}
         self._layer: LayerCost | None = None
@@ -183,10 +184,11 @@ class MeasuredCosts:
         kept = sum(int(layer.index.kept_pairs()) for layer in layers)
         density = kept / (num_heads * sum(causal_pairs(batch.rows) for batch in batches))
         each = max(0.0, (taken["select"] - taken["alone"]) / max(1, num_heads - 1))
-        full = max(0.0, taken["attend"] - self.layer.base_ms) / (density * num_heads)
+        full = max(0.0, taken["attend"] - self.copies * self.layer.base_ms) / (density * num_heads)
         # What is next to nothing has no rate of its own; none is faster than dense attention's.
         full = full if isinstance(method, Dense) else max(full, self._dense_rate)
-        return Cost(_rounded(max(0.0, taken["select"] - num_heads * each)), _rounded(each), _rounded(full))
+        group = max(0.0, taken["select"] - num_heads * each) / self.copies
+        return Cost(_rounded(group), _rounded(each), _rounded(full))
 
     def _measure_layer(self) -> LayerCost:
         batches = self._batches()
@@ -199,7 +201,8 @@ class MeasuredCosts:
         dense = [("dense", self.card.dense(batch, batch.empty_out())) for batch in batches]
         taken = self._ms([self._attentions(plain, "plain"), self._attentions(means, "means"), dense])
         each = max(0.0, taken["means"] - taken["plain"]) / num_heads
-        return LayerCost(_rounded(taken["plain"]), _rounded(each), _rounded(taken["dense"]))
+        base, whole = taken["plain"] / self.copies, taken["dense"] / self.copies
+        return LayerCost(_rounded(base), _rounded(each), _rounded(whole))
 
     def _batches(self) -> Sequence["Batch"]:
         if self.batches is None:
@@ -224,6 +227,15 @@ class MeasuredCosts:
                 one.state.clear()
 
         return {name: median(ms) for name, ms in self.card.spans_ms(contestants, new_pass, budget_s=0.0).items()}
+
+
+def with_copies(batches: Sequence["Batch"], copies: int) -> list["Batch"]:
+    """Chunks of one prompt, their heads ``copies`` times over."""
+    if copies == 1:
+        return list(batches)
+    cache = batches[0].cache
+    repeated = replace(cache, keys=cache.keys.repeat(1, 1, copies, 1), values=cache.values.repeat(1, 1, copies, 1))
+    return [replace(one, q=one.q.repeat(1, copies, 1), cache=repeated) for one in batches]
 
 
 def _selections(layers: Sequence["Layer"], name: str) -> list[Any]:

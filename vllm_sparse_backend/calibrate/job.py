@@ -15,14 +15,14 @@ import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from vllm_sparse_backend.bench.report import package_version, versions, write_json
-from vllm_sparse_backend.calibrate.costs import Costs, EstimatedCosts, MeasuredCosts
+from vllm_sparse_backend.calibrate.costs import Costs, EstimatedCosts, MeasuredCosts, with_copies
 from vllm_sparse_backend.calibrate.judge import CapturedLayer, RememberingJudge, Served
 from vllm_sparse_backend.calibrate.measure import Bound, Figures, LayerJudge
 from vllm_sparse_backend.calibrate.prompts import PromptSet
@@ -74,6 +74,8 @@ class Job:
     """Whether the profile has the positions up to which all is dense, or leaves them to the server."""
     capturer: Capturer | None = None
     """None: transformers, on this device."""
+    copies: int = 1
+    """Of the model's heads, side by side where costs are measured: few heads do not fill a card."""
     tell: Tell = field(default_factory=Tell)
 
     @cached_property
@@ -95,7 +97,7 @@ class Job:
         made_of = {
             "model": self.model.resolve().name, "shape": asdict(self.shape), "prompts": self.prompts.sha256,
             "held_out": self.held_out.sha256, **asdict(self.served), "device": self.device_name,
-            "versions": versions(),
+            "copies": self.copies, "versions": versions(),
         }  # fmt: skip
         return dict(json.loads(json.dumps(made_of)))
 
@@ -122,7 +124,8 @@ class Job:
     @cached_property
     def costs(self) -> Costs:
         if self._card is not None:
-            return MeasuredCosts(self._card, self.costs_path or self.folder / "costs.json", self.identity)
+            path = self.costs_path or self.folder / "costs.json"
+            return MeasuredCosts(self._card, path, self.identity, self.copies)
         rows = chunk_rows(
             len(self.prompts.prompts[0]), self.served.chunk_tokens, torch.device("cpu"), self.served.min_tokens
         )
@@ -172,7 +175,7 @@ class Job:
         path = self.folder / f"{kind}-layer-{layer:03}.json"
         judge = RememberingJudge(layer, self.shape.num_heads, self.costs, path, read)
         if isinstance(self.costs, MeasuredCosts) and kind == "prompts":
-            self.costs.batches = lambda: judge.captured.batches
+            self.costs.batches = cache(lambda: with_copies(judge.captured.batches, self.copies))
         return judge
 
     @cached_property

@@ -70,6 +70,10 @@ def job_of(
     costs: Annotated[
         Path | None, typer.Option(help="File of measured costs, kept or read; in the folder unless given.")
     ] = None,
+    repeat_heads: Annotated[
+        int | None,
+        typer.Option(help="Heads that the model's are repeated to where costs are measured; its own if none."),
+    ] = None,
     keep_captures: Annotated[bool, typer.Option("--keep-captures", help="Leave captures in the folder.")] = False,
     tell: Any = None,
 ) -> "Job":
@@ -106,8 +110,21 @@ def job_of(
         None if prompts else seed,
         min_tokens is not None,
         _vllm_capturer(tensor_parallel_size) if through == "vllm" else None,
+        _copies(model, repeat_heads),
         tell or Tell(),
     )
+
+
+def _copies(model: Path, repeat_heads: int | None) -> int:
+    from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
+    from vllm_sparse_backend.settings.model_shape import ModelShape
+
+    num_heads = ModelShape.from_folder(model).num_heads
+    if repeat_heads is None:
+        return 1
+    if repeat_heads < num_heads or repeat_heads % num_heads:
+        raise ConfigurationError(f"--repeat-heads: {unexpected(repeat_heads, f'a multiple of the {num_heads} heads')}")
+    return repeat_heads // num_heads
 
 
 def _vllm_capturer(tensor_parallel_size: int) -> "Capturer":
