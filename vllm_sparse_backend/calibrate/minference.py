@@ -6,15 +6,14 @@ with the least output error is the head's.
 
 What the paper leaves open, and where this departs from it:
 
-* Cost is measured on this device: selection and attention of all heads of the layer with the candidate, as served. The
-  paper counts what its kernels compute, and selection not at all.
+* Cost is time on this device: selection and attention of all heads of the layer with the candidate, as served
+  (``costs.py``). The paper counts what its kernels compute, and selection not at all.
 * What changes in a step: the larger of a candidate's two numbers, so that it stays what it is. A step of block-sparse
   is one block of 64 keys, where the paper's 50 would be 3,200 of them. Candidates are equal that cost the same to
   within a twentieth, or lie at the step that comes nearest. The walk is a bisection.
 * A candidate whose smallest setting still costs too much, or whose largest keeps all and costs less, is left out where
   Algorithm 1 would not end.
-* The error is that of the output under all prompts, and a head for which no candidate holds ``bound`` runs dense. Of
-  those that hold it, the one with the least error is taken.
+* Of the candidates that hold ``bound`` the one with the least error is taken. Where none does, the head runs dense.
 * Beyond the paper: several budgets, multiples of the paper's cost. Each head takes the smallest at which a candidate
   holds the bound. The paper has one, ``budgets=(1.0,)``. Those as dear as dense attention are left out.
 
@@ -60,8 +59,7 @@ Space = tuple[Method, ...]
 def search_spaces(judge: LayerJudge, budgets: Sequence[float] = BUDGETS) -> list[Space]:
     """The candidates of each budget, the cheapest first, by measured cost on this layer: some 8 passes a candidate.
 
-    They are much the same for all layers: a caller may make them once, and must if what it finds is to be found again,
-    as times are not.
+    They are much the same for all layers: a caller may make them once.
     """
     target, dense = _cost(judge, TARGET)[0], _cost(judge, Dense())[0]
     spaces = []
