@@ -269,7 +269,7 @@ def test_output_error_decides_the_pattern():
     space = minference.CANDIDATES
 
     def head(errors):
-        return lambda method: figures(*errors[space.index(method)], time_ms=1.0)
+        return lambda method: figures(*(errors[space.index(method)] if method in space else (0.0, 1.0)), time_ms=1.0)
 
     heads = [
         [(0.05, 0.5, 0.0), (0.02, 0.5, 0.0), (0.03, 0.5, 0.0), (0.09, 0.5, 0.0), (0.09, 0.5, 0.0), (0.04, 0.5, 0.0)],
@@ -278,7 +278,35 @@ def test_output_error_decides_the_pattern():
     ]
     judge = FakeJudge(*map(head, heads))
     assert minference.search(judge, BOUND, [space]) == [space[1], space[5], Dense()]
-    assert len(judge.passes) == len(space)
+    assert len(judge.passes) == len(space) + 1  # and all together
+
+
+def test_a_pattern_that_keeps_all_of_a_head_is_none():
+    space = (VerticalSlash(30, 512), BlockSparse(8))
+    kept = {VerticalSlash: (1.0, 0.95), BlockSparse: (0.5, 0.95), Dense: (1.0, 1.0)}
+    judge = FakeJudge(
+        lambda method: figures(0.0 if type(method) is VerticalSlash else 0.05, kept[type(method)][0]),
+        lambda method: figures(0.0, kept[type(method)][1]),
+    )
+    assert minference.search(judge, BOUND, [space]) == [space[1], Dense()]
+
+
+def test_a_pattern_that_fails_beside_others_gives_way_to_the_next():
+    """As an A-shape may, whose blocks are narrower there."""
+    space = (AShape(64, 512), VerticalSlash(30, 512), BlockSparse(8))
+
+    class Layer(FakeJudge):
+        def judge(self, methods):
+            mixed = len({type(method) for method in methods}) > 1
+            seen = super().judge(methods)
+            return [figures(0.2, 0.5) if mixed and type(m) is AShape else of for m, of in zip(methods, seen)]
+
+    errors = {AShape: (0.01, 0.01, 0.2), VerticalSlash: (0.05, 0.2, 0.05), BlockSparse: (0.06, 0.2, 0.2)}
+    judge = Layer(*[
+        lambda method, head=head: figures(errors[type(method)][head] if type(method) in errors else 0.0, 0.5)
+        for head in range(3)
+    ])  # fmt: skip
+    assert minference.search(judge, BOUND, [space]) == [space[1], Dense(), space[1]]
 
 
 def test_each_head_takes_the_smallest_budget_that_holds():

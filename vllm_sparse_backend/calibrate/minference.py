@@ -13,7 +13,10 @@ What the paper leaves open, and where this departs from it:
   within a twentieth, or lie at the step that comes nearest. The walk is a bisection.
 * A candidate whose smallest setting still costs too much, or whose largest keeps all and costs less, is left out where
   Algorithm 1 would not end.
-* Of the candidates that hold ``bound`` the one with the least error is taken. Where none does, the head runs dense.
+* Of the candidates that hold ``bound`` the one with the least error is taken, of those that leave out a tenth of the
+  head's pairs or more: scattered slashes may keep them all. Where there is none, the head runs dense.
+  Heads of a layer share an index as narrow as the narrowest of them: beside others an A-shape, alone in blocks of 128,
+  keeps a little less. So the choices are judged together, and a head for which its own does not hold takes the next.
 * Beyond the paper: several budgets, multiples of the paper's cost. Each head takes the smallest at which a candidate
   holds the bound. The paper has one, ``budgets=(1.0,)``. Those as dear as dense attention are left out.
 
@@ -26,7 +29,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_sparse_backend.calibrate.measure import Bound, LayerJudge
-from vllm_sparse_backend.calibrate.sparsest import LEAST_SPARSITY, Judged, judge_all
+from vllm_sparse_backend.calibrate.sparsest import LEAST_SPARSITY, judge_all
 from vllm_sparse_kernels.select.base import Method
 from vllm_sparse_kernels.select.dense import Dense
 from vllm_sparse_kernels.select.minference import AShape, BlockSparse
@@ -75,18 +78,28 @@ def search(judge: LayerJudge, bound: Bound, spaces: Sequence[Space] | None = Non
     """One method for each head: of the cheapest space with one that holds the bound, that of the least error; or dense.
 
     ``spaces``: of ``search_spaces``; None makes them on this layer. One pass for each candidate of a space, until every
-    head has its own.
+    head has its own, and one or a few for all heads' choices together.
     """
-    found: dict[int, Judged] = {}
+    choices: list[list[Method]] = [[] for _ in range(judge.num_heads)]
     for space in search_spaces(judge) if spaces is None else spaces:
         passes = [judge_all(judge, bound, [candidate] * judge.num_heads) for candidate in space]
         for head, judged in enumerate(zip(*passes, strict=True)):
-            holding = [one for one in judged if one.holds]
-            if head not in found and holding:
-                found[head] = min(holding, key=lambda one: one.figures.error)
-        if len(found) == judge.num_heads:
+            holding = [one for one in judged if one.holds and one.sparsity >= LEAST_SPARSITY]
+            holding.sort(key=lambda one: one.figures.error)
+            choices[head] = choices[head] or [one.method for one in holding]
+        if all(choices):
             break
-    return [found[head].method if head in found else Dense() for head in range(judge.num_heads)]
+    return _together(judge, bound, choices)
+
+
+def _together(judge: LayerJudge, bound: Bound, choices: Sequence[Sequence[Method]]) -> list[Method]:
+    """Of each head the first choice that holds the bound beside the other heads' too; dense where none does."""
+    chosen: list[Method] = [of_head[0] if of_head else Dense() for of_head in choices]
+    judged = judge_all(judge, bound, chosen)
+    if all(one.holds for one, of_head in zip(judged, choices, strict=True) if of_head):
+        return chosen
+    left = [of_head if one.holds else of_head[1:] for one, of_head in zip(judged, choices, strict=True)]
+    return _together(judge, bound, left)
 
 
 def resized(candidate: Method, steps: int | None = None) -> tuple[Method, int]:
