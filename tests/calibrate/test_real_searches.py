@@ -78,7 +78,7 @@ SEARCHES = {
     "flex_vertical_slash": lambda judge: flex_vertical_slash.search(judge, BOUND, flex_vertical_slash.SPREAD),
     "minference": lambda judge: minference.search(judge, BOUND, MINFERENCE),
     "sale": lambda judge: sale.search(judge, BOUND, first_tau=0.256, least_sparsity=0.1),
-    "sparge_attn": lambda judge: sparge_attn.search(judge, BOUND, thetas=(0.0, 0.25)),
+    "sparge_attn": lambda judge: sparge_attn.search(judge, BOUND, thetas=(0.0,), skipping=True),
 }
 PATTERNS = {"a_shape", "block_sparse", "vertical_slash"}
 

@@ -2,12 +2,13 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from tests.calibrate.fake_judge import FakeJudge, figures, most_passes, of
 from vllm_sparse_backend.calibrate import anchor_attention, flex_vertical_slash, minference, sale, sparge_attn
-from vllm_sparse_backend.calibrate.ladders import LADDERS
+from vllm_sparse_backend.calibrate.ladders import LADDERS, SEARCHES
 from vllm_sparse_backend.calibrate.measure import Bound
 from vllm_sparse_backend.calibrate.sparsest import for_all, sparsest
 from vllm_sparse_kernels.select import METHODS, name_of
@@ -169,7 +170,7 @@ def sparge_head(least_tau: float, best_theta: float = 0.0, margin: float = -5.0,
 
 def test_sparge_attn_finds_pairs_and_margins():
     judge = FakeJudge(sparge_head(0.5), sparge_head(0.7, 0.5, -2.04), sparge_head(2.0), sparge_head(0.999))
-    found = sparge_attn.search(judge, Bound(0.09, 0.09), thetas=(0.0, 0.25, 0.5))
+    found = sparge_attn.search(judge, Bound(0.09, 0.09), thetas=(0.0, 0.25, 0.5), skipping=True)
     assert found == [
         SpargeAttn(0.5, 0.0, skip_margin=-5.0),
         SpargeAttn(0.7, 0.5, skip_margin=-2.1),  # keeps 0.7² · 1.125, where at θ = 0 it would be 0.75²
@@ -184,16 +185,16 @@ def test_sparge_attn_prefers_the_similarity_that_leaves_out_more():
         return figures(error, method.kept_mass / 2)
 
     judge = FakeJudge(curve)
-    assert sparge_attn.search(judge, BOUND, skipping=False) == [SpargeAttn(0.6, 0.25)]
+    assert sparge_attn.search(judge, BOUND) == [SpargeAttn(0.6, 0.25)]
 
 
 def test_sparge_attn_leaves_an_error_for_the_skip():
     """Eight ninths of the bound are for the pair: 0.081 is too much where 0.09 is allowed in all."""
+    search = partial(sparge_attn.search, bound=Bound(0.09, 0.09), thetas=(0.0,))
     judge = FakeJudge(sparge_head(0.5, first=0.081))
-    assert sparge_attn.search(judge, Bound(0.09, 0.09), thetas=(0.0,)) == [Dense()]
-    assert sparge_attn.search(judge, Bound(0.09, 0.09), thetas=(0.0,), skipping=False) == [SpargeAttn(0.5, 0.0)]
-    without = sparge_attn.search(FakeJudge(sparge_head(0.5, margin=-99.0)), Bound(0.09, 0.09), thetas=(0.0,))
-    assert without == [SpargeAttn(0.5, 0.0)]
+    assert search(judge, skipping=True) == [Dense()]
+    assert search(judge) == [SpargeAttn(0.5, 0.0)]
+    assert search(FakeJudge(sparge_head(0.5, margin=-99.0)), skipping=True) == [SpargeAttn(0.5, 0.0)]
 
 
 def test_sparge_attn_ends_with_the_similarity_under_which_nothing_is_left_out():
@@ -204,7 +205,7 @@ def test_sparge_attn_ends_with_the_similarity_under_which_nothing_is_left_out():
         return figures(0.0 if method.kept_mass >= 0.5 else 1.0, float(kept))
 
     judge = FakeJudge(curve, curve)
-    assert sparge_attn.search(judge, BOUND, skipping=False) == [SpargeAttn(0.5, 0.0)] * 2
+    assert sparge_attn.search(judge, BOUND) == [SpargeAttn(0.5, 0.0)] * 2
     assert len(judge.passes) <= 3 * most_passes(999)  # θ of 0, 1/16 and 1/8
 
 
@@ -258,6 +259,26 @@ def test_minference_leaves_out_what_cannot_cost_as_much():
         else pattern_head(lambda method: 0.0)(method)
     )  # fmt: skip
     assert not any(isinstance(one, BlockSparse) for one in minference.search_spaces(cheap, (1.0,))[0])
+
+
+@pytest.mark.parametrize(
+    ("power", "budget"), [(0.3, 6.0), (1.0, 0.25), (1.0, 0.7), (1.0, 6.0), (3.0, 0.25), (3.0, 6.0)]
+)
+def test_sizes_are_found_in_a_few_passes_however_cost_grows(power, budget):
+    def curve(method):
+        share = min(1.0, pattern_costs(method, selection=0.0)[0] / 40_000)
+        return figures(0.0, share, time_ms=5120.0 if method == minference.TARGET else 40_000 * share**power)
+
+    judge = FakeJudge(curve)
+    (space,) = minference.search_spaces(judge, (budget,))
+    passes, judge.passes = len(judge.passes), []
+    assert len(space) >= 3
+    assert passes <= 2 + 10 * len(minference.CANDIDATES)
+    for one in space:
+        steps = minference.resized(one)[1]
+        near = [minference.resized(one, at)[0] for at in range(max(1, steps - 1), steps + 2)]
+        off = {other: abs(curve(other).time_ms - 5120 * budget) for other in near}
+        assert off[one] <= max(minference.TOLERANCE * 5120 * budget, min(off.values()))
 
 
 def test_minference_leaves_out_budgets_as_dear_as_dense_attention():
@@ -334,3 +355,15 @@ def test_ladders_are_of_one_method_and_have_its_name():
         if "+" not in name:
             paper = METHODS[name].parameters()
             assert any(method.alike == paper.alike or type(paper) in (AShape, BlockSparse) for method in ladder)
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_searches_are_found_by_name(name):
+    """And give what the ladder of that name gives, with another threshold."""
+    judge = FakeJudge(lambda method: figures(0.0, 0.5, time_ms=pattern_costs(method)[0]))
+    (found,) = SEARCHES[name](judge, BOUND)
+    if name == "minference":
+        assert isinstance(found, (AShape, VerticalSlash, BlockSparse))
+    elif name in LADDERS:
+        assert found.alike == LADDERS[name][0].alike
+    assert name_of(found) == name.split("+")[0] or name == "minference"

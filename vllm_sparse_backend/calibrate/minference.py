@@ -10,7 +10,7 @@ What the paper leaves open, and where this departs from it:
   (``costs.py``). The paper counts what its kernels compute, and selection not at all.
 * What changes in a step: the larger of a candidate's two numbers, so that it stays what it is. A step of block-sparse
   is one block of 64 keys, where the paper's 50 would be 3,200 of them. Candidates are equal that cost the same to
-  within a twentieth, or lie at the step that comes nearest. The walk is a bisection.
+  within a twentieth, or lie at the step that comes nearest. The walk skips steps: it guesses and halves.
 * A candidate whose smallest setting still costs too much, or whose largest keeps all and costs less, is left out where
   Algorithm 1 would not end.
 * Of the candidates that hold ``bound`` the one with the least error is taken, of those that leave out a tenth of the
@@ -26,7 +26,8 @@ one setting a budget, so that a layer has no more than a handful of launches.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import cycle
+from typing import Any, NamedTuple
 
 from vllm_sparse_backend.calibrate.measure import Bound, LayerJudge
 from vllm_sparse_backend.calibrate.sparsest import LEAST_SPARSITY, judge_all
@@ -60,7 +61,7 @@ Space = tuple[Method, ...]
 
 
 def search_spaces(judge: LayerJudge, budgets: Sequence[float] = BUDGETS) -> list[Space]:
-    """The candidates of each budget, the cheapest first, by measured cost on this layer: some 8 passes a candidate.
+    """The candidates of each budget, the cheapest first, by measured cost on this layer: 1 to 8 passes a candidate.
 
     They are much the same for all layers: a caller may make them once.
     """
@@ -126,22 +127,41 @@ def resized(candidate: Method, steps: int | None = None) -> tuple[Method, int]:
 
 def _fitted(judge: LayerJudge, candidate: Method, aim: float) -> Method | None:
     """The candidate resized until it costs ``aim``, or next to it; None where none of its sizes does."""
-    too_few, too_many = 0, None  # steps
+    too_few: Sized = Sized(0, 0.0)
+    too_many: Sized | None = None
     at, nearest = resized(candidate)[1], (float("inf"), candidate)
-    while too_many is None or too_many - too_few > 1:
+    for halve in cycle((False, True)):
         method = resized(candidate, at)[0]
         time_ms, sparsity = _cost(judge, method)
         nearest = min(nearest, (abs(time_ms - aim), method), key=lambda one: one[0])
         if nearest[0] <= TOLERANCE * aim:
             return nearest[1]
         if time_ms > aim:
-            too_many = at
+            too_many = Sized(at, time_ms)
         elif sparsity < LEAST_SPARSITY:
             return None
         else:
-            too_few = at
-        at = 2 * at if too_many is None else (too_few + too_many) // 2
-    return nearest[1] if too_few else None
+            too_few = Sized(at, time_ms)
+        if too_many is not None and too_many.steps - too_few.steps <= 1:
+            return nearest[1] if too_few.steps else None
+        at = _next_size(too_few, too_many, aim, halve)
+    raise AssertionError("a cycle has no end")
+
+
+class Sized(NamedTuple):
+    """A size, in steps, and its cost."""
+
+    steps: int
+    time_ms: float
+
+
+def _next_size(too_few: Sized, too_many: Sized | None, aim: float, halve: bool) -> int:
+    """Where cost in proportion to size would be ``aim``; or halfway, as it need not be in proportion."""
+    if too_many is None:
+        return min(max(round(too_few.steps * aim / too_few.time_ms), too_few.steps + 1), 4 * too_few.steps)
+    between = too_many.steps - too_few.steps
+    share = 0.5 if halve else (aim - too_few.time_ms) / (too_many.time_ms - too_few.time_ms)
+    return too_few.steps + min(max(round(share * between), 1), between - 1)
 
 
 def _cost(judge: LayerJudge, method: Method) -> tuple[float, float]:

@@ -7,14 +7,14 @@ tenth, and heads that leave out less than a tenth of the pairs run dense.
 
 Where this departs from that code:
 
-* ``bound`` is l₂, which the finished head is to hold; l₁ is 8/9 of it, the paper's ratio. Both bind the worst hundredth
-  of queries too.
+* ``bound`` is l₂, which the finished head is to hold; l₁ is 8/9 of it, the paper's ratio. Both bind the worst
+  hundredth of queries too.
 * The code searches prompt by prompt, and joins what it found by the largest τ, θ and λ of neighbouring θs. Here a
   setting is judged on all prompts, and holds if it does on each: nothing is left to join.
 * λ is searched once, for the best pair, as the paper has it; the code searches one for every θ.
 * θ begins at 0, not at −1: no block is less similar to itself (select/sparge_attn.py).
-* With ``skipping=False`` λ is not searched, and l₁ is ``bound``. That is what Hopper asks for: its engines have no
-  skip, and the one that a layer with a λ runs on instead takes longer by a quarter or more.
+* λ is searched only with ``skipping``; otherwise ``bound`` is l₁. The engines that are fastest, Hopper's and
+  FlashAttention, have no skip, and the one that a layer with a λ runs on instead takes longer by a quarter or more.
 
 Heads differ in all three within one launch.
 """
@@ -46,10 +46,10 @@ def search(
     base: SpargeAttn = PAPER,
     *,
     thetas: Sequence[float] = THETAS,
-    skipping: bool = True,
+    skipping: bool = False,
     least_sparsity: float = LEAST_SPARSITY,
 ) -> list[Method]:
-    """One method for each head: ``base`` with the τ, θ and λ that hold the bound and leave out most, or dense.
+    """One method for each head: ``base`` with the τ and θ, and with ``skipping`` the λ, that leave out most; or dense.
 
     Ten passes for each θ, and nine for λ.
     """
