@@ -17,7 +17,7 @@ from vllm_sparse_backend.cli.bench import _failures
 from vllm_sparse_backend.cli.profiles import profile_app
 
 if TYPE_CHECKING:
-    from vllm_sparse_backend.calibrate.job import Capturer, Job, Search, Tell
+    from vllm_sparse_backend.calibrate.job import Capturer, Job, Tell
     from vllm_sparse_backend.calibrate.measure import Bound
     from vllm_sparse_backend.calibrate.prompts import PromptSet
     from vllm_sparse_backend.settings.profile import Profile
@@ -253,29 +253,24 @@ def search(job: "Job", level: Level = None, margin: Margin = 0.1) -> "Profile":
 
 def calibrate(
     job: "Job",
-    method: Annotated[str, typer.Option(help="sparge_attn, sale, anchor_attention or flex_vertical_slash.")],
+    method: Annotated[
+        str,
+        typer.Option(
+            help="sparge_attn, sale, anchor_attention, flex_vertical_slash, or beyond its paper as sale+wide."
+        ),
+    ],
     level: Level = None,
     margin: Margin = 0.1,
 ) -> "Profile":
     """One method's threshold for each head, as sparse as the bound allows; heads that hold none are dense."""
     from vllm_sparse_backend.calibrate.job import run
-
-    return run(job, _search_of(method), _bounds(level), f"sparse-prefill profile calibrate --method {method}", margin)
-
-
-def _search_of(method: str) -> "Search":
-    from vllm_sparse_backend.calibrate import anchor_attention, flex_vertical_slash, sale, sparge_attn
+    from vllm_sparse_backend.calibrate.ladders import SEARCHES
     from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
 
-    searches: dict[str, Search] = {
-        "anchor_attention": anchor_attention.search,
-        "flex_vertical_slash": flex_vertical_slash.search,
-        "sale": sale.search,
-        "sparge_attn": sparge_attn.search,
-    }
-    if method not in searches:
-        raise ConfigurationError(f"--method: {not_one_of(method, searches)}")
-    return searches[method]
+    if method not in SEARCHES:
+        raise ConfigurationError(f"--method: {not_one_of(method, SEARCHES)}")
+    source = f"sparse-prefill profile calibrate --method {method}"
+    return run(job, SEARCHES[method], _bounds(level), source, margin)
 
 
 def cluster(
