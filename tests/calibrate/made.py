@@ -11,7 +11,7 @@ from vllm_sparse_backend.calibrate.prompts import PromptSet
 from vllm_sparse_backend.evaluate.capture import Capture, LayerTensors, begin_capture, finish_capture, held_capture
 from vllm_sparse_kernels.testing.structured import structured
 
-LAYERS, HEADS, KV_HEADS, HEAD_DIM = 3, 4, 2, 32
+LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 32
 
 
 def model_folder(folder: Path) -> Path:
@@ -54,10 +54,10 @@ def random_prompts(count: int, num_tokens: int, seed: int) -> PromptSet:
     return PromptSet(tuple(tuple(rng.randrange(1000) for _ in range(num_tokens)) for _ in range(count)))
 
 
-def make_job(folder: Path, num_tokens: int = 400, **changes: object) -> Job:
-    """Of 128-token chunks, the first 100 positions dense; two prompts, and one held out."""
+def make_job(folder: Path, num_tokens: int = 500, num_prompts: int = 1, **changes: object) -> Job:
+    """Of 128-token chunks, the first 100 positions dense; one prompt unless told, and one held out."""
     fields = {
-        "model": model_folder(folder.parent / "model"), "prompts": random_prompts(2, num_tokens, 1),
+        "model": model_folder(folder.parent / "model"), "prompts": random_prompts(num_prompts, num_tokens, 1),
         "held_out": random_prompts(1, num_tokens, 2), "served": Served(128, 100), "folder": folder,
         "capturer": StructuredCapturer(),
     } | changes  # fmt: skip

@@ -22,9 +22,9 @@ from vllm_sparse_kernels.select.dense import Dense
 from vllm_sparse_kernels.select.minference import AShape
 from vllm_sparse_kernels.select.sparge_attn import SpargeAttn
 
-AMONG = [AShape(64, 128), SpargeAttn(kept_mass=0.5), SpargeAttn(kept_mass=0.8), SpargeAttn(kept_mass=0.95)]
+AMONG = [AShape(64, 128), SpargeAttn(kept_mass=0.5), SpargeAttn(kept_mass=0.9)]
 SEARCH = partial(best.search, among=AMONG)
-BOUNDS = {"high": Bound(0.1, 0.6), "fast": Bound(0.25, 1.5)}
+BOUNDS = {"high": Bound(0.1, 0.6), "fast": Bound(0.4, 3.0)}
 
 
 def profile_of(job: Job) -> str:
@@ -70,20 +70,15 @@ class Stopped(Exception):
     pass
 
 
-@pytest.mark.parametrize("after", [1, 2])
-def test_a_run_that_was_stopped_between_layers_goes_on_to_the_same_bytes(undisturbed, tmp_path, after):
+def test_a_run_that_was_stopped_between_layers_goes_on_to_the_same_bytes(undisturbed, tmp_path):
     capturer = StructuredCapturer()
-    steps = 0
 
     def stop() -> None:
-        nonlocal steps
-        steps += 1
-        if steps == after:
-            raise Stopped
+        raise Stopped
 
     with pytest.raises(Stopped):
         profile_of(make_job(tmp_path / "work", seed=7, capturer=capturer, tell=Tell(step=stop)))
-    assert capturer.captured == ["prompts-0", "prompts-1", "held-out-0"]
+    assert capturer.captured == ["prompts-0", "held-out-0"]
     again = StructuredCapturer()
     assert profile_of(make_job(tmp_path / "work", seed=7, capturer=again)) == undisturbed
     assert again.captured == []
@@ -127,19 +122,19 @@ def test_a_capture_that_was_broken_off_is_made_anew(undisturbed, tmp_path):
     job = make_job(tmp_path / "work", seed=7)
     job.enter()
     job.captures("prompts")
-    (tmp_path / "work" / "prompts-1" / "capture.json").unlink()
-    (tmp_path / "work" / "prompts-1" / "layer-001.safetensors").write_bytes(b"half")
+    (tmp_path / "work" / "prompts-0" / "capture.json").unlink()
+    (tmp_path / "work" / "prompts-0" / "layer-001.safetensors").write_bytes(b"half")
     again = StructuredCapturer()
     assert profile_of(make_job(tmp_path / "work", seed=7, capturer=again)) == undisturbed
-    assert again.captured == ["prompts-1", "held-out-0"]
+    assert again.captured == ["prompts-0", "held-out-0"]
 
 
 def test_a_folder_of_another_job_is_refused(tmp_path):
     make_job(tmp_path / "work").enter()
     make_job(tmp_path / "work", seed=3).enter()
     for name, change in (
-        ("prompts", {"prompts": random_prompts(2, 400, 5)}), ("chunk_tokens", {"served": Served(256, 100)}),
-        ("held_out", {"held_out": random_prompts(1, 401, 2)}),
+        ("prompts", {"prompts": random_prompts(1, 500, 5)}), ("chunk_tokens", {"served": Served(256, 100)}),
+        ("held_out", {"held_out": random_prompts(1, 501, 2)}),
     ):  # fmt: skip
         with pytest.raises(ConfigurationError, match=f"holds another job, which differs in {name}: name another"):
             make_job(tmp_path / "work", **change).enter()

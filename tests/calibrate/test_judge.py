@@ -21,7 +21,7 @@ SERVED = Served(128, 100)
 
 @pytest.fixture
 def layer(tmp_path):
-    job = make_job(tmp_path / "work", num_tokens=700)
+    job = make_job(tmp_path / "work", num_tokens=700, num_prompts=2)
     captures = job.capturer(job.model, job.prompts.prompts, [tmp_path / f"prompt-{i}" for i in range(2)])
     return captures, CapturedLayer(captures, 1, SERVED, torch.device("cpu"), None)
 

@@ -5,7 +5,8 @@ it searches nothing, and this procedure is ours. For each head: the smallest θ,
 is in the bound, by bisection of a few values, as raising θ never drops a key. A head that leaves out less than a tenth
 of the pairs runs dense.
 
-``base`` fixes all else: ``step_tiles``, and beyond the paper ``sample_tokens``, ``whole_blocks``, ``window_tokens``.
+Heads differ in θ within one launch. ``base`` fixes all else: ``step_tiles``, and beyond the paper ``sample_tokens``,
+``whole_blocks``, ``window_tokens``.
 A vote of mean queries cannot see what a single query looks for (select/anchor_attention.py): where heads retrieve, it
 holds no bound on their worst queries, and they run dense. ``SAMPLED`` votes by single queries.
 """

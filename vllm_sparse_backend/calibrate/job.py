@@ -93,12 +93,13 @@ class Job:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What outcomes and costs depend on."""
-        return {
+        """What outcomes and costs depend on, as JSON has it."""
+        made_of = {
             "model": self.model.resolve().name, "shape": asdict(self.shape), "prompts": self.prompts.sha256,
             "held_out": self.held_out.sha256, **asdict(self.served), "device": self.device_name,
             "copies": self.copies, "versions": versions(),
         }  # fmt: skip
+        return dict(json.loads(json.dumps(made_of)))
 
     def enter(self) -> None:
         """Make the folder, or see that it holds this very job. Raises ConfigurationError naming what differs."""
@@ -301,15 +302,23 @@ def provenance_of(job: Job, found: Found, source: str) -> Provenance:
         name: [[getattr(of, of_name) for of in layer] if layer else None for layer in found.figures]
         for name, of_name in (("density", "density"), ("error", "error"), ("worst_error", "worst"))
     }
+    return given_provenance(job, source).model_copy(
+        update={
+            "bounds": bounds,
+            "density": float(f"{found.density:.4g}"),
+            "figures": profile_figures.Figures.of_heads(**rows),
+            "held_out": found.summary(),
+        }
+    )
+
+
+def given_provenance(job: Job, source: str) -> Provenance:
+    """What is known before anything is searched."""
     return Provenance(
         tool_version=package_version("vllm-sparse-backend"),
         prompts_sha256=job.prompts.sha256,
-        bounds=bounds,
-        density=float(f"{found.density:.4g}"),
         device=job.device_name,
         source=source,
-        figures=profile_figures.Figures.of_heads(**rows),
-        held_out=found.summary(),
         seed=job.seed,
         versions=versions(),
     )

@@ -6,15 +6,17 @@ with the least output error is the head's.
 
 What the paper leaves open, and where this departs from it:
 
-* Cost is measured on this device: selection and attention of all heads of the layer with the candidate, as served. The
-  paper counts what its kernels compute, and selection not at all.
+* Cost is time on this device: selection and attention of all heads of the layer with the candidate, as served
+  (``costs.py``). The paper counts what its kernels compute, and selection not at all.
 * What changes in a step: the larger of a candidate's two numbers, so that it stays what it is. A step of block-sparse
   is one block of 64 keys, where the paper's 50 would be 3,200 of them. Candidates are equal that cost the same to
-  within a twentieth, or lie at the step that comes nearest. The walk is a bisection.
+  within a twentieth, or lie at the step that comes nearest. The walk skips steps: it guesses and halves.
 * A candidate whose smallest setting still costs too much, or whose largest keeps all and costs less, is left out where
   Algorithm 1 would not end.
-* The error is that of the output under all prompts, and a head for which no candidate holds ``bound`` runs dense. Of
-  those that hold it, the one with the least error is taken.
+* Of the candidates that hold ``bound`` the one with the least error is taken, of those that leave out a tenth of the
+  head's pairs or more: scattered slashes may keep them all. Where there is none, the head runs dense.
+  Heads of a layer share an index as narrow as the narrowest of them: beside others an A-shape, alone in blocks of 128,
+  keeps a little less. So the choices are judged together, and a head for which its own does not hold takes the next.
 * Beyond the paper: several budgets, multiples of the paper's cost. Each head takes the smallest at which a candidate
   holds the bound. The paper has one, ``budgets=(1.0,)``. Those as dear as dense attention are left out.
 
@@ -24,10 +26,11 @@ one setting a budget, so that a layer has no more than a handful of launches.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import cycle
+from typing import Any, NamedTuple
 
 from vllm_sparse_backend.calibrate.measure import Bound, LayerJudge
-from vllm_sparse_backend.calibrate.sparsest import LEAST_SPARSITY, Judged, judge_all
+from vllm_sparse_backend.calibrate.sparsest import LEAST_SPARSITY, judge_all
 from vllm_sparse_kernels.select.base import Method
 from vllm_sparse_kernels.select.dense import Dense
 from vllm_sparse_kernels.select.minference import AShape, BlockSparse
@@ -58,10 +61,9 @@ Space = tuple[Method, ...]
 
 
 def search_spaces(judge: LayerJudge, budgets: Sequence[float] = BUDGETS) -> list[Space]:
-    """The candidates of each budget, the cheapest first, by measured cost on this layer: some 8 passes a candidate.
+    """The candidates of each budget, the cheapest first, by measured cost on this layer: 1 to 8 passes a candidate.
 
-    They are much the same for all layers: a caller may make them once, and must if what it finds is to be found again,
-    as times are not.
+    They are much the same for all layers: a caller may make them once.
     """
     target, dense = _cost(judge, TARGET)[0], _cost(judge, Dense())[0]
     spaces = []
@@ -77,18 +79,28 @@ def search(judge: LayerJudge, bound: Bound, spaces: Sequence[Space] | None = Non
     """One method for each head: of the cheapest space with one that holds the bound, that of the least error; or dense.
 
     ``spaces``: of ``search_spaces``; None makes them on this layer. One pass for each candidate of a space, until every
-    head has its own.
+    head has its own, and one or a few for all heads' choices together.
     """
-    found: dict[int, Judged] = {}
+    choices: list[list[Method]] = [[] for _ in range(judge.num_heads)]
     for space in search_spaces(judge) if spaces is None else spaces:
         passes = [judge_all(judge, bound, [candidate] * judge.num_heads) for candidate in space]
         for head, judged in enumerate(zip(*passes, strict=True)):
-            holding = [one for one in judged if one.holds]
-            if head not in found and holding:
-                found[head] = min(holding, key=lambda one: one.figures.error)
-        if len(found) == judge.num_heads:
+            holding = [one for one in judged if one.holds and one.sparsity >= LEAST_SPARSITY]
+            holding.sort(key=lambda one: one.figures.error)
+            choices[head] = choices[head] or [one.method for one in holding]
+        if all(choices):
             break
-    return [found[head].method if head in found else Dense() for head in range(judge.num_heads)]
+    return _together(judge, bound, choices)
+
+
+def _together(judge: LayerJudge, bound: Bound, choices: Sequence[Sequence[Method]]) -> list[Method]:
+    """Of each head the first choice that holds the bound beside the other heads' too; dense where none does."""
+    chosen: list[Method] = [of_head[0] if of_head else Dense() for of_head in choices]
+    judged = judge_all(judge, bound, chosen)
+    if all(one.holds for one, of_head in zip(judged, choices, strict=True) if of_head):
+        return chosen
+    left = [of_head if one.holds else of_head[1:] for one, of_head in zip(judged, choices, strict=True)]
+    return _together(judge, bound, left)
 
 
 def resized(candidate: Method, steps: int | None = None) -> tuple[Method, int]:
@@ -115,22 +127,41 @@ def resized(candidate: Method, steps: int | None = None) -> tuple[Method, int]:
 
 def _fitted(judge: LayerJudge, candidate: Method, aim: float) -> Method | None:
     """The candidate resized until it costs ``aim``, or next to it; None where none of its sizes does."""
-    too_few, too_many = 0, None  # steps
+    too_few: Sized = Sized(0, 0.0)
+    too_many: Sized | None = None
     at, nearest = resized(candidate)[1], (float("inf"), candidate)
-    while too_many is None or too_many - too_few > 1:
+    for halve in cycle((False, True)):
         method = resized(candidate, at)[0]
         time_ms, sparsity = _cost(judge, method)
         nearest = min(nearest, (abs(time_ms - aim), method), key=lambda one: one[0])
         if nearest[0] <= TOLERANCE * aim:
             return nearest[1]
         if time_ms > aim:
-            too_many = at
+            too_many = Sized(at, time_ms)
         elif sparsity < LEAST_SPARSITY:
             return None
         else:
-            too_few = at
-        at = 2 * at if too_many is None else (too_few + too_many) // 2
-    return nearest[1] if too_few else None
+            too_few = Sized(at, time_ms)
+        if too_many is not None and too_many.steps - too_few.steps <= 1:
+            return nearest[1] if too_few.steps else None
+        at = _next_size(too_few, too_many, aim, halve)
+    raise AssertionError("a cycle has no end")
+
+
+class Sized(NamedTuple):
+    """A size, in steps, and its cost."""
+
+    steps: int
+    time_ms: float
+
+
+def _next_size(too_few: Sized, too_many: Sized | None, aim: float, halve: bool) -> int:
+    """Where cost in proportion to size would be ``aim``; or halfway, as it need not be in proportion."""
+    if too_many is None:
+        return min(max(round(too_few.steps * aim / too_few.time_ms), too_few.steps + 1), 4 * too_few.steps)
+    between = too_many.steps - too_few.steps
+    share = 0.5 if halve else (aim - too_few.time_ms) / (too_many.time_ms - too_few.time_ms)
+    return too_few.steps + min(max(round(share * between), 1), between - 1)
 
 
 def _cost(judge: LayerJudge, method: Method) -> tuple[float, float]:

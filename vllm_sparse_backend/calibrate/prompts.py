@@ -95,7 +95,7 @@ def _text_ids(text: Path, encode: Encode, wanted: int, part: int) -> list[int]:
                 break
     if len(ids) < wanted:
         raise ConfigurationError(
-            f"text: {text}: {unexpected(f'{len(ids)} tokens', f'at least {wanted} in either half of it')}: name a "
+            f"text: {text}: given {len(ids)} tokens, expected at least {wanted} in either half of it: name a "
             "larger one, or ask for fewer or shorter prompts"
         )
     return ids
@@ -178,6 +178,9 @@ def _text_of(line: str, where: str, tokenizer: Any) -> str:
         raise ConfigurationError(f"{where}: not JSON: {error}") from None
     match given:
         case {"messages": [*messages]}:
+            for one in messages:
+                if not isinstance(one, dict) or not {"role", "content"} <= set(one):
+                    raise ConfigurationError(f"{where}: messages: {unexpected(one, 'objects with role and content')}")
             try:
                 return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
             except Exception as error:  # whatever the template, which is a program, makes of them

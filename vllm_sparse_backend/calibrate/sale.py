@@ -1,13 +1,11 @@
 """SALE's τ for each head (Ji et al., 2025, section 3.3).
 
-τ starts at τ₀ = 0.008 and is halved until the error of the head's output falls under the bound; a head for which it
-falls to 0.0001 or below runs dense. All heads are halved together: at most seven passes.
+τ starts at τ₀ = 0.008 and is halved until the error of the head's output falls under the bound on every prompt; a head
+for which it falls to 0.0001 or below runs dense. All heads are halved together: at most seven passes.
 
-Where this departs from the paper:
-
-* The paper bounds ‖O − Õ‖₁ / N, in units of the values (0.4 for Llama-3.1, 2.0 for Qwen-2.5). Here a head's error is
-  relative to its output, and the worst hundredth of queries has a bound of its own (``Figures``, ``Bound``).
-* The paper takes five prompts, each of which is to hold the bound; here it is all queries of all prompts together.
+Where this departs from the paper: it bounds ‖O − Õ‖₁ / N, in units of the values (0.4 for Llama-3.1, 2.0 for Qwen-2.5).
+Here a head's error is relative to its output, and the worst hundredth of queries has a bound of its own (``Figures``,
+``Bound``).
 
 Beyond the paper, if the caller asks:
 

@@ -7,14 +7,14 @@ tenth, and heads that leave out less than a tenth of the pairs run dense.
 
 Where this departs from that code:
 
-* ``bound`` is l₂, which the finished head is to hold; l₁ is 8/9 of it, the paper's ratio. Both bind the worst hundredth
-  of queries too.
+* ``bound`` is l₂, which the finished head is to hold; l₁ is 8/9 of it, the paper's ratio. Both bind the worst
+  hundredth of queries too.
 * The code searches prompt by prompt, and joins what it found by the largest τ, θ and λ of neighbouring θs. Here a
-  setting is judged on all prompts together: what is returned holds the bound there, and nothing is left to smooth.
+  setting is judged on all prompts, and holds if it does on each: nothing is left to join.
 * λ is searched once, for the best pair, as the paper has it; the code searches one for every θ.
 * θ begins at 0, not at −1: no block is less similar to itself (select/sparge_attn.py).
-* λ stays only if the layer is faster with it: it speeds up heads whose engine has the skip, and sends a layer from the
-  engines of Hopper, which have none, to one that does. With ``skipping=False`` it is not searched, and l₁ is ``bound``.
+* λ is searched only with ``skipping``; otherwise ``bound`` is l₁. The engines that are fastest, Hopper's and
+  FlashAttention, have no skip, and the one that a layer with a λ runs on instead takes longer by a quarter or more.
 
 Heads differ in all three within one launch.
 """
@@ -46,12 +46,12 @@ def search(
     base: SpargeAttn = PAPER,
     *,
     thetas: Sequence[float] = THETAS,
-    skipping: bool = True,
+    skipping: bool = False,
     least_sparsity: float = LEAST_SPARSITY,
 ) -> list[Method]:
-    """One method for each head: ``base`` with the τ, θ and λ that hold the bound and leave out most, or dense.
+    """One method for each head: ``base`` with the τ and θ, and with ``skipping`` the λ, that leave out most; or dense.
 
-    Ten passes for each θ, at most nine for λ, and two to time what it is worth.
+    Ten passes for each θ, and nine for λ.
     """
     first = Bound(bound.error * FIRST_SHARE, bound.worst * FIRST_SHARE) if skipping else bound
     found = _pairs(judge, first, base, thetas, least_sparsity)
@@ -78,19 +78,12 @@ def _pairs(
 
 
 def _with_margins(judge: LayerJudge, bound: Bound, methods: Sequence[Method]) -> list[Method]:
-    """With the λ of each head that skips most under the bound; as they are where the layer is no faster for it."""
+    """Each with the λ that skips most under the bound, if one does."""
     pairs = {head: method for head, method in enumerate(methods) if isinstance(method, SpargeAttn)}
-    if not pairs:
-        return list(methods)
     settings = {head: tuple(replace(pair, skip_margin=margin) for margin in MARGINS) for head, pair in pairs.items()}
     best = sparsest(judge, bound, settings)
     skipping = {head: judged.method for head, judged in best.items() if judged.holds}
-    margined = [skipping.get(head, method) for head, method in enumerate(methods)]
-    return margined if _layer_ms(judge, margined) <= _layer_ms(judge, methods) else list(methods)
-
-
-def _layer_ms(judge: LayerJudge, methods: Sequence[Method]) -> float:
-    return sum(figures.time_ms for figures in judge.judge(methods))
+    return [skipping.get(head, method) for head, method in enumerate(methods)]
 
 
 def ladder(base: SpargeAttn = PAPER) -> tuple[Method, ...]:

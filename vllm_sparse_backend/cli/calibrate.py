@@ -17,7 +17,7 @@ from vllm_sparse_backend.cli.bench import _failures
 from vllm_sparse_backend.cli.profiles import profile_app
 
 if TYPE_CHECKING:
-    from vllm_sparse_backend.calibrate.job import Capturer, Job, Search, Tell
+    from vllm_sparse_backend.calibrate.job import Capturer, Job, Tell
     from vllm_sparse_backend.calibrate.measure import Bound
     from vllm_sparse_backend.calibrate.prompts import PromptSet
     from vllm_sparse_backend.settings.profile import Profile
@@ -183,18 +183,12 @@ def _write(profile: "Profile", out: Path) -> None:
 
 def _report(profile: "Profile", num_heads: int, out: Path) -> None:
     console = Console()
-    for name in profile.level_names[1:]:
-        of = profile.at_level(name).provenance
-        held = of.held_out or {}
+    for name in profile.level_names[1:] or (None,):
+        of = (profile.at_level(name) if name else profile).provenance
         bounds = ", ".join(f"{what} {value:g}" for what, value in (of.bounds or {}).items())
-        console.print(f"{name} ({bounds}): density {of.density:.3f} over {num_heads} heads", highlight=False)
-        if held:
-            console.print(
-                f"  held-out prompts: {held['heads_within_bound']:.1%} of sparse heads hold the bound, "
-                f"{held['heads_within_1.2_of_it']:.1%} within 20 % of it; mean error {held['error']:.4f}, "
-                f"{held['error_of_bound']:.2f} of the bound",
-                highlight=False, soft_wrap=True,
-            )  # fmt: skip
+        console.print(f"{name or 'bounds'}: {bounds}; density {of.density:.3f} over {num_heads} heads", highlight=False)
+        held = ", ".join(f"{what.replace('_', ' ')} {value:.4g}" for what, value in (of.held_out or {}).items())
+        console.print(f"  on held-out prompts: {held}", highlight=False, soft_wrap=True)
     console.print(f"Written to {out}", highlight=False, soft_wrap=True)
 
 
@@ -259,32 +253,43 @@ def search(job: "Job", level: Level = None, margin: Margin = 0.1) -> "Profile":
 
 def calibrate(
     job: "Job",
-    method: Annotated[str, typer.Option(help="sparge_attn, sale, anchor_attention or flex_vertical_slash.")],
+    method: Annotated[
+        str,
+        typer.Option(
+            help="sparge_attn, sale, anchor_attention, flex_vertical_slash, or beyond its paper as sale+wide."
+        ),
+    ],
     level: Level = None,
     margin: Margin = 0.1,
 ) -> "Profile":
     """One method's threshold for each head, as sparse as the bound allows; heads that hold none are dense."""
     from vllm_sparse_backend.calibrate.job import run
-
-    return run(job, _search_of(method), _bounds(level), f"sparse-prefill profile calibrate --method {method}", margin)
-
-
-def _search_of(method: str) -> "Search":
-    from vllm_sparse_backend.calibrate import anchor_attention, flex_vertical_slash, sale, sparge_attn
+    from vllm_sparse_backend.calibrate.ladders import SEARCHES
     from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
 
-    searches: dict[str, Search] = {
-        "anchor_attention": anchor_attention.search,
-        "flex_vertical_slash": flex_vertical_slash.search,
-        "sale": sale.search,
-        "sparge_attn": sparge_attn.search,
-    }
-    if method not in searches:
-        raise ConfigurationError(f"--method: {not_one_of(method, searches)}")
-    return searches[method]
+    if method not in SEARCHES:
+        raise ConfigurationError(f"--method: {not_one_of(method, SEARCHES)}")
+    source = f"sparse-prefill profile calibrate --method {method}"
+    return run(job, SEARCHES[method], _bounds(level), source, margin)
 
 
-for _command in (best, search, calibrate):
+def cluster(
+    job: "Job",
+    error: Annotated[
+        float, typer.Option(help="The most error of layers' outputs, mean over layers: γ is the least that holds it.")
+    ] = 0.1,
+    distance: Annotated[float, typer.Option(help="Up to which heads are joined; 40 in the authors' file.")] = 10.0,
+    side: Annotated[
+        int | None, typer.Option(help="Of the maps that heads are told by; the paper's 1,936, or what prompts allow.")
+    ] = None,
+) -> "Profile":
+    """SharePrefill's clusters of heads with alike attention, and the γ that holds a bound with them."""
+    from vllm_sparse_backend.calibrate import clustered
+
+    return clustered.cluster(job, error, distance, side)
+
+
+for _command in (best, search, calibrate, cluster):
     profile_app.command()(_with_job(_command))
 
 
