@@ -3,6 +3,7 @@
 vLLM's server collects counters of its worker processes where PROMETHEUS_MULTIPROC_DIR is set before it starts.
 """
 
+import math
 import time
 from collections import Counter as Tally
 from collections.abc import Iterable
@@ -20,6 +21,11 @@ ROWS = Counter(
 TILES = Counter("sparse_prefill_tiles", "Tiles of 128 queries that ran sparse.", ["layer"])
 KEPT_PAIRS = Counter("sparse_prefill_kept_pairs", "(query, key) pairs computed in sparse tiles.", ["layer"])
 CAUSAL_PAIRS = Counter("sparse_prefill_causal_pairs", "(query, key) pairs that dense would compute there.", ["layer"])
+GUARD_CHECKS = Counter("sparse_prefill_guard_checks", "Times that the online guard checked a layer.", ["layer"])
+GUARD_ERROR = Counter(
+    "sparse_prefill_guard_error", "Sum of the relative errors it measured; ÷ checks is their mean.", ["layer"]
+)
+LAYER_ROWS = Counter("sparse_prefill_layer_dense_rows", "Sparse rows that a layer ran dense.", ["layer", "reason"])
 
 
 class Recorder:
@@ -59,6 +65,15 @@ class Recorder:
         self._causal[layer] += index.num_heads * causal_pairs(index.rows)
         if self._is_first_rank:
             self._tiles[layer] += index.rows.num_tiles
+
+    def count_guard(self, layer: int, error: float) -> None:
+        """One check of the online guard. An error that is no number counts as 1, as if nothing were left."""
+        GUARD_CHECKS.labels(str(layer)).inc()
+        GUARD_ERROR.labels(str(layer)).inc(error if math.isfinite(error) else 1.0)
+
+    def count_layer_rows(self, layer: int, reason: Fallback, rows: int) -> None:
+        """Rows that are sparse in other layers and run dense in this one."""
+        LAYER_ROWS.labels(str(layer), reason.value).inc(rows)
 
     def flush_when_due(self) -> None:
         """Tell Prometheus what has arrived, and once an interval start another copy from the device."""

@@ -111,6 +111,12 @@ class Fallback(StrEnum):
         False,
         "not even one tile of the row fits into the arena, whose size the log states at start-up; use another method",
     )
+    GUARD = (
+        "guard",
+        False,
+        "the online guard measured too large an error of the layer's output; use settings that keep more there, or list "
+        "the layer in dense_layers",
+    )
     OPT_OUT = ("opt_out", False, "the request switched sparse prefill off; leave that out of the request")
 
 
