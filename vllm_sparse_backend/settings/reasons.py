@@ -114,8 +114,8 @@ class Fallback(StrEnum):
     GUARD = (
         "guard",
         False,
-        "the online guard measured too large an error of the layer's output; use settings that keep more there, or list "
-        "the layer in dense_layers",
+        "the online guard measured too large an error of the layer's output; use settings that keep more there, or "
+        "list the layer in dense_layers",
     )
     OPT_OUT = ("opt_out", False, "the request switched sparse prefill off; leave that out of the request")
 
