@@ -337,6 +337,7 @@ class TestForward:
         layers = good, starved = make_layers(config, [0, 1])
         builder = make_builder(config, layers)
         step = look(make_step(good, LONG), good, far=True)
+        assert any("the guard checks each layer once in 10 steps with sparse rows" in line for line in lines)
         dense = serve(builder, layers, step, 100)
         assert not any(of_good for of_good, _ in dense)
         caught = [of_starved for _, of_starved in dense].index(True)

@@ -11,7 +11,6 @@ from vllm_sparse_backend.bench.asked import Asked
 from vllm_sparse_backend.bench.data import structured_prompts
 from vllm_sparse_backend.bench.report import Report
 
-
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for the card has no kernels")
 
 

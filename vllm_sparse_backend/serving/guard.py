@@ -68,6 +68,13 @@ class Guard:
         self._states: dict[int, LayerState] = {}
         self._checks: deque[Check] = deque()
 
+    def __str__(self) -> str:
+        settings = self.settings
+        return (
+            f"the guard checks each layer once in {settings.period_steps} steps with sparse rows; a layer with an "
+            f"error above {settings.bound:g} in {settings.patience} checks in a row runs dense"
+        )
+
     def due(self, layers: Collection[int], step: int) -> frozenset[int]:
         """Layers to check in the step of that number, of those that have sparse rows."""
         period, place = divmod(step, self.settings.period_steps)

@@ -126,6 +126,8 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
     def _announce(self, plan: Plan) -> None:
         for line in plan.describe(self.thresholds):
             logger.info("sparse-prefill: %s", line)
+        if self.guard is not None:
+            logger.info("sparse-prefill: %s", self.guard)
         max_len = self.vllm_config.model_config.max_model_len
         if self.thresholds.min_tokens is not None and max_len <= self.thresholds.min_tokens:
             logger.warning("sparse-prefill: requests have %d tokens at most: all of them run dense", max_len)
