@@ -8,7 +8,7 @@ and beside selection and attention of the whole chunk. The share at a rate is th
 more than attend, so the share of a step is less. What the host does for it is in the wall time of a check.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -50,7 +50,10 @@ COLUMNS = {
 class NoCounts:
     """In place of a recorder."""
 
-    def count_guard(self, layer: int, error: float) -> None:
+    def count(self, name: str, labels: Mapping[str, object], amount: float = 1) -> None:
+        pass
+
+    def gauge(self, name: str, labels: Mapping[str, object], value: float) -> None:
         pass
 
 

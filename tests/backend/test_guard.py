@@ -4,7 +4,6 @@ Steps are those of one long row after another, made so that queries look either 
 windows is right on the former and starves on the latter.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -46,15 +45,19 @@ class Told:
     """In a recorder's place."""
 
     def __init__(self) -> None:
-        self.errors: list[tuple[int, float]] = []
+        self.counts: Counter[tuple[str, int]] = Counter()
+        self.gauges: dict[tuple[str, int], float] = {}
 
-    def count_guard(self, layer: int, error: float) -> None:
-        self.errors.append((layer, error))
+    def count(self, name: str, labels: dict[str, Any], amount: float = 1) -> None:
+        self.counts[name, labels["layer"]] += amount
+
+    def gauge(self, name: str, labels: dict[str, Any], value: float) -> None:
+        self.gauges[name, labels["layer"]] = value
 
 
-def make_guard(**settings: Any) -> tuple[Guard, list[tuple[int, float]]]:
+def make_guard(**settings: Any) -> tuple[Guard, Told]:
     told = Told()
-    return Guard(GuardConfig(**settings), told), told.errors  # type: ignore[arg-type]
+    return Guard(GuardConfig(**settings), told), told  # type: ignore[arg-type]
 
 
 def see(guard: Guard, layer: int, *errors: float) -> None:
@@ -115,8 +118,9 @@ class TestJudgement:
         assert "3 checks in a row, bound 0.2, errors 0.300, 0.300, 0.400" in line
         see(guard, 4, 0.4, 0.4, 0.4, 0.4)
         assert len(lines) == 1
-        assert [round(error, 4) for _, error in told[:4]] == [0.3, 0.3, 0.1, 0.21]
-        assert {layer for layer, _ in told} == {4}
+        assert told.counts == {("guard_checks", 4): 13, ("guard_trips", 4): 1}
+        lately = (0.21 + 0.3 + 0.19 + 0.3 + 0.3 + 5 * 0.4) / 10
+        assert told.gauges == {("guard_error", 4): pytest.approx(lately), ("guard_dense", 4): 1}
 
     def test_layers_are_judged_apart(self) -> None:
         guard, _ = make_guard(bound=0.2, patience=2)
@@ -125,13 +129,14 @@ class TestJudgement:
         assert guard.dense_layers == {1}
 
     def test_back_with_hysteresis(self, lines: list[str]) -> None:
-        guard, _ = make_guard(bound=0.2, patience=1, recover=3)
+        guard, told = make_guard(bound=0.2, patience=1, recover=3)
         good, between = 0.2 * RECOVERY_SHARE * 0.99, 0.2 * 0.95
         see(guard, 0, 0.3, good, good, between, good, good)
         assert guard.dense_layers == {0}
         see(guard, 0, good)
         assert guard.dense_layers == frozenset()
         assert "layer 0 goes sparse again" in lines[-1]
+        assert told.gauges["guard_dense", 0] == 0
         see(guard, 0, between, between, between)
         assert guard.dense_layers == frozenset()
         for trip in range(1, 10):  # each time it takes twice as long
@@ -151,7 +156,7 @@ class TestJudgement:
         guard.compare(7, sparse, dense)
         guard.judge_arrived()
         expected = float((sparse - dense).norm() / dense.norm())
-        assert told == [(7, pytest.approx(expected, rel=1e-5))]
+        assert told.gauges["guard_error", 7] == pytest.approx(expected, rel=1e-5)
         worst = float((sparse - dense)[:, 2].norm() / dense[:, 2].norm())
         assert f"head 2 had {worst:.2f} in the last" in lines[0]
 
@@ -162,14 +167,14 @@ class TestJudgement:
             guard.compare(3, sparse, dense)
         guard.judge_arrived()
         assert guard.dense_layers == {3}
-        assert not any(math.isfinite(error) for _, error in told)
+        assert told.gauges["guard_error", 3] == 1
 
     def test_outputs_of_zero(self) -> None:
         guard, told = make_guard(patience=1)
         zero = torch.zeros(3, 2, 8)
         guard.compare(0, zero, zero)
         guard.judge_arrived()
-        assert told == [(0, 0.0)]
+        assert told.gauges == {("guard_error", 0): 0, ("guard_dense", 0): 0}
         guard.compare(0, zero + 1e-3, zero)
         guard.judge_arrived()
         assert guard.dense_layers == {0}
@@ -189,10 +194,10 @@ class TestNothingWaits:
         guard._checks += [Check(i, torch.ones(2, 4), event) for i, event in enumerate(events)]  # type: ignore[arg-type]
         guard._checks.append(Check(2, torch.ones(2, 4), events[0]))  # type: ignore[arg-type]
         guard.judge_arrived()
-        assert [layer for layer, _ in told] == [0]
+        assert set(told.counts) == {("guard_checks", 0)}
         events[1].query = lambda: True
         guard.judge_arrived()
-        assert [layer for layer, _ in told] == [0, 1, 2]
+        assert told.counts == {("guard_checks", layer): 1 for layer in range(3)}
 
     @needs_cpu_build
     def test_queries_are_cut_out_of_a_batch_by_lengths_of_the_host(self, configured: Callable[..., Any]) -> None:
@@ -226,7 +231,8 @@ class TestNothingWaits:
         torch.cuda.synchronize()
         guard.judge_arrived()
         expected = float((sparse.double() - dense.double()).norm() / dense.double().norm())
-        assert told == [(layer, pytest.approx(expected, rel=1e-3)) for layer in [0, *range(50)]]
+        found = [told.gauges["guard_error", layer] for layer in range(50)]
+        assert found == [pytest.approx(expected, rel=1e-3)] * 50
 
 
 def look(step: Step, layer: Any, far: bool) -> Step:
@@ -247,22 +253,6 @@ def look(step: Step, layer: Any, far: bool) -> Step:
         )
         step.keys[row] = keys
     return step
-
-
-@pytest.fixture
-def counted() -> Callable[[], dict[str, float]]:
-    """What the guard's counters rose by."""
-
-    def read() -> dict[str, float]:
-        return {
-            " ".join([sample.name.removeprefix("sparse_prefill_"), *sample.labels.values()]): sample.value
-            for family in REGISTRY.collect()
-            for sample in family.samples
-            if sample.name.startswith(("sparse_prefill_guard", "sparse_prefill_layer")) and "total" in sample.name
-        }
-
-    before = read()
-    return lambda: {k: v - before.get(k, 0) for k, v in read().items() if v != before.get(k, 0)}
 
 
 def serve(builder: Any, layers: Sequence[Any], step: Step, number: int) -> list[list[bool]]:
@@ -325,7 +315,7 @@ class TestForward:
         assert all(torch.equal(without, guarded) for without, guarded in zip(*outputs))
 
     def test_a_starved_layer_is_caught_and_a_good_one_never_trips(
-        self, configured: Callable[..., Any], tmp_path: Path, lines: list[str], counted: Callable[..., Any]
+        self, configured: Callable[..., Any], tmp_path: Path, lines: list[str]
     ) -> None:
         """With default settings, within 100 steps: of two layers on the same queries the one that keeps too little."""
         profile = tmp_path / "starved.yaml"
@@ -348,11 +338,13 @@ class TestForward:
         metadata = builder.build(0, step.common)
         assert torch.equal(step.forward(starved, metadata), step.delegated(starved, builder))
         assert not torch.equal(step.forward(good, metadata), step.delegated(good, builder))
-        found = counted()
-        assert found["guard_checks_total 0"] == found["guard_checks_total 1"] == 10
-        assert found["guard_error_total 0"] < 1 < 5 < found["guard_error_total 1"]
-        assert found["layer_dense_rows_total 1 guard"] == 101 - caught
-        assert "layer_dense_rows_total 0 guard" not in found
+        before = [REGISTRY.get_sample_value("sparse_prefill_guard_checks_total", {"layer": layer}) for layer in "01"]
+        serve(builder, layers, step, 10)
+        after = [REGISTRY.get_sample_value("sparse_prefill_guard_checks_total", {"layer": layer}) for layer in "01"]
+        assert [b - a for a, b in zip(before, after)] == [1, 1]
+        errors = [REGISTRY.get_sample_value("sparse_prefill_guard_error", {"layer": layer}) for layer in "01"]
+        assert errors[0] < 0.1 < 0.5 < errors[1]
+        assert REGISTRY.get_sample_value("sparse_prefill_guard_dense", {"layer": "1"}) == 1
 
     def test_settings_that_fit_the_data_never_trip(self, configured: Callable[..., Any]) -> None:
         """The same windows that starve on queries that look far."""

@@ -41,6 +41,9 @@ RECOVERY_SHARE = 0.8
 MOST_DOUBLINGS = 6
 """Of the checks that it takes. A layer at the bound would come and go for ever."""
 
+LATELY = 10
+"""Checks whose mean error is exported."""
+
 
 class Check(NamedTuple):
     """Sums of one check on their way to the host; None arrived already."""
@@ -56,6 +59,7 @@ class LayerState:
     trips: int = 0
     errors: list[float] = field(default_factory=list)
     """Of the last checks in a row that speak for a change."""
+    lately: deque[float] = field(default_factory=lambda: deque(maxlen=LATELY))
 
 
 class Guard:
@@ -107,7 +111,12 @@ class Guard:
         if len(state.errors) >= self._needed(state):
             worst = max(range(len(heads)), key=lambda head: (math.isnan(heads[head]), heads[head]))
             self._change(layer, state, f"head {worst} had {heads[worst]:.2f} in the last")
-        self.recorder.count_guard(layer, error)
+        # What is no number counts as 1, as if nothing were left.
+        state.lately.append(error if math.isfinite(error) else 1.0)
+        labels = {"layer": layer}
+        self.recorder.count("guard_checks", labels)
+        self.recorder.gauge("guard_error", labels, sum(state.lately) / len(state.lately))
+        self.recorder.gauge("guard_dense", labels, float(state.is_dense))
 
     def _needed(self, state: LayerState) -> int:
         if not state.is_dense:
@@ -122,6 +131,7 @@ class Guard:
         state.is_dense, state.errors = not state.is_dense, []
         if state.is_dense:
             state.trips += 1
+            self.recorder.count("guard_trips", {"layer": layer})
             self.dense_layers |= {layer}
             logger.warning(
                 "sparse-prefill: layer %d runs dense from now on%s: %s (%s; %s)", layer, self._where,

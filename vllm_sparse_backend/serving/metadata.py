@@ -163,7 +163,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         dense_lens = self._dense_lens(common, starts, kinds)
         delegated = tuple(self._delegate(common, starts, dense_lens, fast_build))
         slabs = self._slabs(common, starts, dense_lens)
-        dense_layers, probe = self._guard(common, starts, kinds, slabs)
+        dense_layers, probe = self._guard(common, starts, slabs)
         # Last, as the delegate keeps one persistent buffer for its schedule: the whole batch's must be what stays.
         whole = super().build(common_prefix_len, common, fast_build)
         parts = {f.name: getattr(whole, f.name) for f in fields(whole)}
@@ -232,14 +232,12 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
             self.guard.judge_arrived()
 
     def _guard(
-        self, common: CommonAttentionMetadata, starts: list[int], kinds: list[RowKind], slabs: tuple[Slab, ...]
+        self, common: CommonAttentionMetadata, starts: list[int], slabs: tuple[Slab, ...]
     ) -> tuple[frozenset[int], Probe | None]:
         """Layers that the guard keeps dense in this step, and what it wants to be checked."""
         if self.guard is None:
             return frozenset(), None
         dense_layers = self.guard.dense_layers.intersection(self.sparse_layers)
-        for layer in dense_layers:
-            self.recorder.count_layer_rows(layer, Fallback.GUARD, sum(kind.path == SPARSE for kind in kinds))
         number, self.sparse_steps = self.sparse_steps, self.sparse_steps + 1
         layers = self.guard.due(self.sparse_layers, number)
         if not layers:

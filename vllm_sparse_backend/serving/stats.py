@@ -3,13 +3,12 @@
 vLLM's server collects counters of its worker processes where PROMETHEUS_MULTIPROC_DIR is set before it starts.
 """
 
-import math
 import time
 from collections import Counter as Tally
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_kernels import SparseIndex
@@ -21,11 +20,19 @@ ROWS = Counter(
 TILES = Counter("sparse_prefill_tiles", "Tiles of 128 queries that ran sparse.", ["layer"])
 KEPT_PAIRS = Counter("sparse_prefill_kept_pairs", "(query, key) pairs computed in sparse tiles.", ["layer"])
 CAUSAL_PAIRS = Counter("sparse_prefill_causal_pairs", "(query, key) pairs that dense would compute there.", ["layer"])
-GUARD_CHECKS = Counter("sparse_prefill_guard_checks", "Times that the online guard checked a layer.", ["layer"])
-GUARD_ERROR = Counter(
-    "sparse_prefill_guard_error", "Sum of the relative errors it measured; ÷ checks is their mean.", ["layer"]
-)
-LAYER_ROWS = Counter("sparse_prefill_layer_dense_rows", "Sparse rows that a layer ran dense.", ["layer", "reason"])
+MORE: dict[str, Counter | Gauge] = {
+    "guard_checks": Counter("sparse_prefill_guard_checks", "Times that the online guard checked a layer.", ["layer"]),
+    "guard_trips": Counter("sparse_prefill_guard_trips", "Times that the guard turned a layer dense.", ["layer"]),
+    "guard_error": Gauge(
+        "sparse_prefill_guard_error", "Mean relative error in the guard's last checks.", ["layer"],
+        multiprocess_mode="livemax",
+    ),
+    "guard_dense": Gauge(
+        "sparse_prefill_guard_dense", "Whether the guard keeps the layer dense at present.", ["layer"],
+        multiprocess_mode="livemax",
+    ),
+}  # fmt: skip
+"""What is told as soon as it is known."""
 
 
 class Recorder:
@@ -66,14 +73,16 @@ class Recorder:
         if self._is_first_rank:
             self._tiles[layer] += index.rows.num_tiles
 
-    def count_guard(self, layer: int, error: float) -> None:
-        """One check of the online guard. An error that is no number counts as 1, as if nothing were left."""
-        GUARD_CHECKS.labels(str(layer)).inc()
-        GUARD_ERROR.labels(str(layer)).inc(error if math.isfinite(error) else 1.0)
+    def count(self, name: str, labels: Mapping[str, object], amount: float = 1) -> None:
+        """Add to one of the counters in ``MORE``."""
+        counter = MORE[name].labels(*map(str, labels.values()))
+        counter.inc(amount)
 
-    def count_layer_rows(self, layer: int, reason: Fallback, rows: int) -> None:
-        """Rows that are sparse in other layers and run dense in this one."""
-        LAYER_ROWS.labels(str(layer), reason.value).inc(rows)
+    def gauge(self, name: str, labels: Mapping[str, object], value: float) -> None:
+        """Set one of the gauges in ``MORE``."""
+        gauge = MORE[name].labels(*map(str, labels.values()))
+        assert isinstance(gauge, Gauge)
+        gauge.set(value)
 
     def flush_when_due(self) -> None:
         """Tell Prometheus what has arrived, and once an interval start another copy from the device."""
