@@ -16,6 +16,7 @@ on. It still is checked, its sparse output computed for that alone: so that it h
 
 import logging
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -71,13 +72,11 @@ class Guard:
         self._where = f" (tensor-parallel rank {rank})" if rank else ""
         self._states: dict[int, LayerState] = {}
         self._checks: deque[Check] = deque()
-
-    def __str__(self) -> str:
-        settings = self.settings
-        return (
-            f"the guard checks each layer once in {settings.period_steps} steps with sparse rows; a layer with an "
-            f"error above {settings.bound:g} in {settings.patience} checks in a row runs dense"
-        )
+        if rank == 0:
+            logger.info(
+                "sparse-prefill: the guard checks each layer once in %d steps with sparse rows; a layer with an error "
+                "above %g in %d checks in a row runs dense", settings.period_steps, settings.bound, settings.patience,
+            )  # fmt: skip
 
     def due(self, layers: Collection[int], step: int) -> frozenset[int]:
         """Layers to check in the step of that number, of those that have sparse rows."""
@@ -160,6 +159,12 @@ def pick_queries(step: int, slabs: Sequence[Slab]) -> slice:
     rows, tile = tiles[mixed(step) % len(tiles)]
     end = tile.token + tile.length_tokens
     return slice(max(rows.tokens[tile.row], end - PROBE_TOKENS), end)
+
+
+def row_of(starts: Sequence[int], token: int) -> slice:
+    """The one row that has a token; starts [num_rows + 1]: each row's first."""
+    row = bisect_right(starts, token) - 1
+    return slice(row, row + 1)
 
 
 def mixed(*numbers: int) -> int:

@@ -92,11 +92,9 @@ class SparsePrefillImpl(compat.DelegateImpl):
         memory: Memory | None,
         check_index: bool,
         engine: str = AUTO,
-        guard: Guard | None = None,
     ) -> None:
         """Go sparse from now on, by this layer's part of the plan. ``engine``: the one that is asked for."""
         self.layer, self.recorder, self.memory, self.check_index = layer, recorder, memory, check_index
-        self.guard = guard
         methods, device = methods_by_head(groups), recorder.device
         self.block_tokens = index_block_tokens(methods, self.head_size, device, engine)
         self.heads = [torch.tensor(group.heads, dtype=torch.int32, device=device) for group in groups]

@@ -8,7 +8,6 @@ no chunk size: a row that crosses that border is cut there, its first tokens are
 """
 
 import logging
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -22,7 +21,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm_sparse_backend.plugin import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.arena import Memory, Row
-from vllm_sparse_backend.serving.guard import Guard, pick_queries
+from vllm_sparse_backend.serving.guard import Guard, pick_queries, row_of
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.layers import ModelLayer, model_layers, refuse_if_none_can
 from vllm_sparse_backend.serving.stats import Recorder
@@ -71,10 +70,10 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        self.sparse_layers: tuple[int, ...] = ()
-        self.memory: Memory | None = None
         self.guard: Guard | None = None
         self.sparse_steps = 0
+        self.sparse_layers: tuple[int, ...] = ()
+        self.memory: Memory | None = None
         self.thresholds = Thresholds(None, 0)
         self._counts_rows = False
         self._logged: set[Fallback] = set()
@@ -108,13 +107,15 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         self._counts_rows = first in self.sparse_layers and compat.is_first_stage(self.vllm_config)
         self.memory = own[0].impl.reserve(self.vllm_config, self.device)
         if config.guard is not None:
-            known_guard = next((impl.guard for _, impl in layers.values() if impl.guard is not None), None)
-            self.guard = known_guard or Guard(config.guard, self.recorder, rank)
+            self.guard = next((impl.guard for _, impl in layers.values() if impl.guard is not None), None)
+            self.guard = self.guard or Guard(config.guard, self.recorder, rank)
+            for _, impl in own:
+                impl.guard = self.guard
         impls = []
         for number, impl in own:
             groups = plan.layer(number)
             if reasons[number] is None and groups is not None:
-                impl.adopt(number, groups, self.recorder, self.memory, config.check_index, config.engine, self.guard)
+                impl.adopt(number, groups, self.recorder, self.memory, config.check_index, config.engine)
                 impls.append(impl)
         if self.memory is not None:
             self._make_ready(impls, config.engine)
@@ -126,8 +127,6 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
     def _announce(self, plan: Plan) -> None:
         for line in plan.describe(self.thresholds):
             logger.info("sparse-prefill: %s", line)
-        if self.guard is not None:
-            logger.info("sparse-prefill: %s", self.guard)
         max_len = self.vllm_config.model_config.max_model_len
         if self.thresholds.min_tokens is not None and max_len <= self.thresholds.min_tokens:
             logger.warning("sparse-prefill: requests have %d tokens at most: all of them run dense", max_len)
@@ -155,6 +154,8 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         common = common_attn_metadata
         if not self.sparse_layers:
             return super().build(common_prefix_len, common, fast_build)
+        if self.guard is not None:
+            self.guard.judge_arrived()
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         kinds = self._classify(common_prefix_len, common, starts)
         self._count(kinds)
@@ -228,23 +229,6 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
                 self._logged.add(kind.reason)
                 logger.info("sparse-prefill: a row prefills dense: %s (said once)", kind.reason.explain)
         self.recorder.flush_when_due()
-        if self.guard is not None:
-            self.guard.judge_arrived()
-
-    def _guard(
-        self, common: CommonAttentionMetadata, starts: list[int], slabs: tuple[Slab, ...]
-    ) -> tuple[frozenset[int], Probe | None]:
-        """Layers that the guard keeps dense in this step, and what it wants to be checked."""
-        if self.guard is None:
-            return frozenset(), None
-        dense_layers = self.guard.dense_layers.intersection(self.sparse_layers)
-        number, self.sparse_steps = self.sparse_steps, self.sparse_steps + 1
-        layers = self.guard.due(self.sparse_layers, number)
-        if not layers:
-            return dense_layers, None
-        tokens = pick_queries(number, slabs)
-        row = bisect_right(starts, tokens.start) - 1
-        return dense_layers, Probe(self._run_of(common, slice(row, row + 1), tokens), layers)
 
     def _delegate(
         self, common: CommonAttentionMetadata, starts: list[int], dense_lens: list[int], fast_build: bool
@@ -259,6 +243,20 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         metadata = super().build(0, self._part_of(common, rows, tokens), fast_build)
         compat.keep_schedule(metadata)
         return Delegated(rows, tokens, metadata)
+
+    def _guard(
+        self, common: CommonAttentionMetadata, starts: list[int], slabs: tuple[Slab, ...]
+    ) -> tuple[frozenset[int], Probe | None]:
+        """Layers that the guard keeps dense in this step, and what it wants to be checked."""
+        if self.guard is None:
+            return frozenset(), None
+        dense_layers = self.guard.dense_layers.intersection(self.sparse_layers)
+        number, self.sparse_steps = self.sparse_steps, self.sparse_steps + 1
+        layers = self.guard.due(self.sparse_layers, number)
+        if not layers:
+            return dense_layers, None
+        tokens = pick_queries(number, slabs)
+        return dense_layers, Probe(self._run_of(common, row_of(starts, tokens.start), tokens), layers)
 
     def _part_of(self, common: CommonAttentionMetadata, rows: slice, tokens: slice) -> CommonAttentionMetadata:
         """Some rows of a batch as a batch of their own; the first and the last of them may be cut.
