@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from prometheus_client import REGISTRY
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
@@ -271,6 +270,14 @@ def serve(builder: Any, layers: Sequence[Any], step: Step, number: int) -> list[
 
 @needs_cpu_build
 class TestForward:
+    def test_errors_reach_the_metrics(self, configured: Callable[..., Any]) -> None:
+        """By the names that the worker's recorder knows."""
+        config = configured(**TINY, **COMMON, guard={"patience": 1})
+        layers = make_layers(config, [0])
+        guard = make_builder(config, layers).guard
+        see(guard, 0, 0.1, 2.0)
+        assert guard.dense_layers == {0}
+
     def test_off_unless_given(self, configured: Callable[..., Any]) -> None:
         assert load_config({}).guard is None
         config = configured(**TINY, **COMMON)
@@ -329,6 +336,7 @@ class TestForward:
         layers = good, starved = make_layers(config, [0, 1])
         builder = make_builder(config, layers)
         step = look(make_step(good, LONG), good, far=True)
+        told = starved.impl.guard.recorder = Told()
         dense = serve(builder, layers, step, 100)
         assert not any(of_good for of_good, _ in dense)
         caught = [of_starved for _, of_starved in dense].index(True)
@@ -339,13 +347,9 @@ class TestForward:
         metadata = builder.build(0, step.common)
         assert torch.equal(step.forward(starved, metadata), step.delegated(starved, builder))
         assert not torch.equal(step.forward(good, metadata), step.delegated(good, builder))
-        before = [REGISTRY.get_sample_value("sparse_prefill_guard_checks_total", {"layer": layer}) for layer in "01"]
-        serve(builder, layers, step, 10)
-        after = [REGISTRY.get_sample_value("sparse_prefill_guard_checks_total", {"layer": layer}) for layer in "01"]
-        assert [b - a for a, b in zip(before, after)] == [1, 1]
-        errors = [REGISTRY.get_sample_value("sparse_prefill_guard_error", {"layer": layer}) for layer in "01"]
-        assert errors[0] < 0.1 < 0.5 < errors[1]
-        assert REGISTRY.get_sample_value("sparse_prefill_guard_dense", {"layer": "1"}) == 1
+        assert told.counts == {("guard_checks", 0): 10, ("guard_checks", 1): 10, ("guard_trips", 1): 1}
+        assert (told.gauges["guard_dense", 0], told.gauges["guard_dense", 1]) == (0, 1)
+        assert told.gauges["guard_error", 0] < 0.1 < 0.5 < told.gauges["guard_error", 1]
 
     def test_settings_that_fit_the_data_never_trip(self, configured: Callable[..., Any]) -> None:
         """The same windows that starve on queries that look far."""
