@@ -84,11 +84,11 @@ class SparsePrefillConfig(BaseModel):
     engine: Literal["auto", "hopper", "flash", "portable"] = AUTO
     """What attention runs on: the fastest engine that can, or the named one, without which the server stops."""
 
-    check_index: StrictBool = False
-    """Check each layer's index in each step. It waits for the device every time: for debugging only."""
-
     guard: GuardConfig | None = None
     """Compare with dense attention now and then, and let layers that are far off run dense: off unless given."""
+
+    check_index: StrictBool = False
+    """Check each layer's index in each step. It waits for the device every time: for debugging only."""
 
     metrics_interval_s: Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Seconds between two reads of the device's counters for /metrics."""
