@@ -117,6 +117,30 @@ def test_large_maps_come_in_smaller_batches(monkeypatch):
     assert [shape[0] for shape in seen] == [5, 5, 2]
 
 
+def test_maps_that_stay_on_the_host_give_the_same(monkeypatch):
+    maps = synthetic_maps().flatten(0, 1)[:12]
+    held = representations(maps, epochs=2)
+    monkeypatch.setattr(module, "HELD_BYTES", 0)
+    assert torch.equal(representations(maps, epochs=2), held)
+
+
+@pytest.mark.gpu
+def test_the_papers_side_takes_no_more_memory_than_is_said():
+    """Maps of 32,768 tokens of an 8B model's layer; training on eight of them, twice alike."""
+    q, k = (torch.randn(32768, heads, 128, dtype=torch.bfloat16, device="cuda") for heads in (32, 8))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    maps = attention_maps(q, k, 0.1, module.SIDE)
+    assert torch.cuda.max_memory_allocated() - before < 1.3e9
+    assert torch.cuda.memory_allocated() == before
+    assert (maps.shape, maps.dtype, str(maps.device)) == ((32, 1936, 1936), torch.float16, "cpu")
+    del q, k
+    torch.cuda.reset_peak_memory_stats()
+    first, again = (representations(maps[:8], epochs=2, device="cuda") for _ in range(2))
+    assert torch.cuda.max_memory_allocated() < 8.5e9
+    assert torch.equal(first, again)
+
+
 def test_the_scale_and_the_precision_of_maps_do_not_matter(clusters):
     halved = [(layer / layer.amax((1, 2), keepdim=True)).half() for layer in synthetic_maps()]
     assert cluster_heads(halved, epochs=20) == clusters

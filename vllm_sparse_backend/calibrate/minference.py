@@ -20,8 +20,7 @@ What the paper leaves open, and where this departs from it:
 * Beyond the paper: several budgets, multiples of the paper's cost. Each head takes the smallest at which a candidate
   holds the bound. The paper has one, ``budgets=(1.0,)``. Those as dear as dense attention are left out.
 
-Vertical-slash heads differ in their numbers within one launch. The A-shape and block-sparse do not: of each there is
-one setting a budget, so that a layer has no more than a handful of launches.
+Heads of one pattern differ in their numbers within one launch.
 """
 
 from collections.abc import Mapping, Sequence

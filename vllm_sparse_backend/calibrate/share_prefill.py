@@ -15,8 +15,8 @@ What the paper leaves open, and how it is settled here:
 
 **Memory.** Maps lie on the host in half precision, 7.5 MB a head at that side: 0.5 GB for 64 heads, 7.7 GB for the
 1,024 of an 8B model (at a side of 512 0.5 GB). Making them takes a layer's queries and keys on the device and about
-1 GB beside; training takes a batch of at most ``BATCH_PIXELS`` there, some 5 GB, and the autoencoder, 60 M parameters
-at that side, with Adam's state.
+1 GB beside. Training takes 1 GB there for the autoencoder of that side and Adam's state, some 5 GB for a batch
+(``BATCH_PIXELS``), and at most 2 GB for maps (``HELD_BYTES``).
 """
 
 from collections.abc import Iterable, Sequence
@@ -48,6 +48,9 @@ BATCH_PIXELS = BATCH * 512 * 512
 
 ONE_CLUSTER = SharePrefill(cluster=0)
 
+HELD_BYTES = 1 << 31
+"""Of maps that stay on the device while they are trained on; where there are more, they come batch by batch."""
+
 Clusters = tuple[tuple[int, ...], ...]
 """Per layer the cluster of each head, −1 for noise."""
 
@@ -75,12 +78,12 @@ def attention_maps(q: torch.Tensor, k: torch.Tensor, scale: float, side: int) ->
 def _group_maps(q: torch.Tensor, k: torch.Tensor, scale: float, side: int, width: int) -> torch.Tensor:
     """The heads q [num_tokens, group, head_dim] of one kv head."""
     num_tokens, group = side * width, q.shape[1]
-    queries, keys = q[:num_tokens].transpose(0, 1).float(), k[:num_tokens].float()
+    queries, keys = q[:num_tokens].transpose(0, 1).float() * scale, k[:num_tokens].float()
     blocks = max(1, SCORE_BYTES // (4 * group * num_tokens * width))  # rows of the maps at a time
     maps = queries.new_zeros(group, side, side)
     for first in range(0, side, blocks):
         last = min(first + blocks, side)
-        scores = (queries[:, first * width : last * width] @ keys[: last * width].T) * scale
+        scores = queries[:, first * width : last * width] @ keys[: last * width].T
         future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu_(first * width + 1)
         weights = scores.masked_fill_(future, -torch.inf).softmax(-1)
         maps[:, first:last, :last] = weights.view(group, last - first, width, last, width).mean((2, 4))
@@ -121,16 +124,18 @@ def representations(
 ) -> torch.Tensor:
     """Latent values [n, 64] of n maps [side, side], by an autoencoder trained on them. Equal for equal seeds.
 
-    Maps are brought to ``device``, where training runs, batch by batch; they may be of any scale and dtype.
+    Maps are brought to ``device``, where training runs, before or batch by batch; they may be of any scale and dtype.
     """
     side = maps[0].shape[-1]
+    if len(maps) * maps[0].nbytes <= HELD_BYTES:
+        maps = [one.to(device) for one in maps]
     batch = max(1, min(BATCH, BATCH_PIXELS // side**2))
 
     def images(chosen: Iterable[int]) -> torch.Tensor:
         part = torch.stack([maps[i] for i in chosen]).to(device).float().unsqueeze(1)
         return part / part.amax((1, 2, 3), keepdim=True)
 
-    with torch.random.fork_rng(), torch.backends.cudnn.flags(benchmark=False, deterministic=True):
+    with torch.random.fork_rng(), torch.backends.cudnn.flags(enabled=True, deterministic=True):
         torch.manual_seed(seed)
         model = MapAutoencoder(side).to(device)
         optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)

@@ -32,8 +32,8 @@ def select_a_shape(
     """Section 3.2: global tokens and a local window."""
     for i_tile, tile in enumerate(index.rows.tile_list):
         keys = torch.arange(tile.last_position + 1, device=q.device)
-        kept = (keys < method.sink_tokens) | (keys > tile.position - method.local_tokens)
-        for head in heads.tolist():
+        for head, own in zip(heads.tolist(), method.of_heads(len(heads)), strict=True):
+            kept = (keys < own.sink_tokens) | (keys > tile.position - own.local_tokens)
             index.set_blocks(head, i_tile, any_of(kept, index.block_tokens))
 
 
@@ -162,9 +162,9 @@ def select_block_sparse(
     for row in range(rows.num_rows):
         keys, _ = cache.gather(rows.block_table[row], rows.seq_lens[row])
         tokens = slice(rows.tokens[row], rows.tokens[row] + rows.query_lens[row])
-        for head in heads.tolist():
+        for head, own in zip(heads.tolist(), method.of_heads(len(heads)), strict=True):
             scores = block_scores(q[tokens, head].float(), keys[:, head // group].float(), scale)
-            kept = tile_blocks(method, scores)
+            kept = tile_blocks(own, scores)
             for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
                 set_block_sparse(kept[i_tile - rows.tile_starts[row]], index, head, i_tile)
 

@@ -41,13 +41,13 @@ class IndexArgs(NamedTuple):
 
 
 class VoterArgs(NamedTuple):
-    """What the first kernel leaves for the vote; only the selected heads' parts are ever written.
+    """What the first kernel leaves for the vote, each anchor less its head's θ; only selected heads' parts are written.
 
     A tile's voters are its mean query alone, or some of its queries. Those that a short tile lacks have the anchor ∞.
     """
 
     queries: Any  # [num_heads, num_tiles, voters of a tile, BLOCK_D] of q's dtype
-    anchors: Any  # [num_heads, num_tiles, voters of a tile] float32, mean or own x_a, less the head's θ
+    anchors: Any  # [num_heads, num_tiles, voters of a tile] float32, mean or own x_a
 
 
 class GroupArgs(NamedTuple):
