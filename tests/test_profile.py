@@ -381,10 +381,12 @@ provenance:
 def test_levels() -> None:
     profile = parse_profile(LEVELS, "")
     assert profile.level_names == ("exact", "high", "fast")
+    assert profile.methods_of(2, 8)[1] == make_method("dense", {})
     fast, high, exact = (profile.at_level(name) for name in ("fast", "high", "exact"))
     assert [fast.methods_of(2, 8)[1], fast.methods_of(3, 8)[0]] == [make_method("dense", {}), profile.default]
     assert (high.level, high.dense_layers, high.layers) == ("high", (0, 1), {})
     assert (high.default, high.provenance.bounds) == (make_method("vertical_slash", {}), {"output_error": 0.01})
+    assert high.methods_of(2, 8) == (high.default,) * 8
     assert (high.model, high.level_names) == (profile.model, ("exact", "high"))
     assert exact.methods_of(2, 8) == (make_method("dense", {}),) * 8
     assert exact.level_names == ("exact",)

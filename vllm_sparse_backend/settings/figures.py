@@ -12,7 +12,6 @@ they are written is here: ``Figures.of_heads`` makes them from plain lists, ``ro
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictFloat, WithJsonSchema, field_validator
@@ -50,10 +49,10 @@ class Figures(BaseModel):
     """Kept (query, key) pairs over causal pairs, mean over the prompts."""
 
     error: Annotated[dict[Ranges, Amounts], DisjointRanges] = {}
-    """‖out − dense‖₁ / ‖dense‖₁ of the head's output, the largest of all prompts."""
+    """Mean over queries of ‖o − õ‖₁ / ‖o‖₁, o a query's output under dense attention; on the worst prompt."""
 
     worst_error: Annotated[dict[Ranges, Amounts], DisjointRanges] = {}
-    """The same measure of the worst hundredth of queries."""
+    """What a hundredth of the queries has more of."""
 
     @field_validator("*")
     @classmethod
@@ -73,16 +72,10 @@ class Figures(BaseModel):
             data[name] = {format_ranges(numbers): list(values) for values, numbers in alike.items()}
         return Figures.model_validate(data)
 
-    @cached_property
-    def _by_layer(self) -> dict[str, dict[int, tuple[float, ...]]]:
-        return {
-            name: {layer: numbers for layers, numbers in getattr(self, name).items() for layer in layers}
-            for name in Figures.model_fields
-        }
-
     def rows(self, name: str, shape: ModelShape) -> list[list[float] | None]:
         """The numbers of one figure by layer and head; None for a layer without."""
-        layers = (self._by_layer[name].get(layer) for layer in range(shape.num_layers))
+        known = {layer: numbers for layers, numbers in getattr(self, name).items() for layer in layers}
+        layers = (known.get(layer) for layer in range(shape.num_layers))
         return [None if row is None else list(row * shape.num_heads if len(row) == 1 else row) for row in layers]
 
     def out_of_range(self, shape: ModelShape) -> list[str]:

@@ -5,7 +5,6 @@ A profile is a YAML file; ``profiles/README.md`` describes its fields. Layers an
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -115,13 +114,9 @@ class Level(_Section):
         layers = {tuple(i): _layer_of(layer, default) for layer, i in alike.items() if set(layer) != {default}}
         return Level(dense_layers=tuple(dense), default=default, layers=layers, provenance=provenance or Provenance())
 
-    @cached_property
-    def _by_layer(self) -> dict[int, LayerProfile]:
-        return {layer: profile for layers, profile in self.layers.items() for layer in layers}
-
     def methods_of(self, layer: int, num_heads: int) -> tuple[Method, ...]:
         """The method of each of the model's ``num_heads`` query heads in one layer."""
-        profile = self._by_layer.get(layer, LayerProfile())
+        profile = next((one for layers, one in self.layers.items() if layer in layers), LayerProfile())
         methods = [profile.default or self.default] * num_heads
         for heads, method in profile.heads.items():
             for head in heads:
