@@ -126,7 +126,7 @@ def test_a_capture_that_was_broken_off_is_made_anew(undisturbed, tmp_path):
     (tmp_path / "work" / "prompts-0" / "layer-001.safetensors").write_bytes(b"half")
     again = StructuredCapturer()
     assert profile_of(make_job(tmp_path / "work", seed=7, capturer=again)) == undisturbed
-    assert again.captured == ["prompts-0", "held-out-0"]
+    assert again.captured == ["prompts-0"]
 
 
 def test_a_folder_of_another_job_is_refused(tmp_path):

@@ -60,11 +60,12 @@ def choose(holding: Sequence[Mapping[Method, Figures]], costs: Costs) -> list[Me
     dense: Method = Dense()
     dense_ms = head_ms(costs, dense, 1.0)
     cheapest = [_cheapest_of_kinds(may, costs) for may in holding]
-    kinds = list(dict.fromkeys(kind for of in cheapest for kind in of))
+    group_ms = {kind: costs.of(kind).group_ms for of in cheapest for kind in of}
+    base_ms = costs.layer.base_ms
     best_ms, best = costs.layer.dense_ms, [dense] * len(holding)
     for size in range(1, MOST_KINDS + 1):
-        for chosen in combinations(kinds, size):
-            total_ms = costs.layer.base_ms + sum(costs.of(kind).group_ms for kind in chosen)
+        for chosen in combinations(group_ms, size):
+            total_ms = base_ms + sum(group_ms[kind] for kind in chosen)
             heads: list[Method] = []
             for of in cheapest:
                 ms, method = min(((*of[kind],) for kind in chosen if kind in of), key=_ms, default=(dense_ms, dense))

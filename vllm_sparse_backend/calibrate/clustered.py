@@ -21,7 +21,7 @@ from vllm_sparse_backend.evaluate.clusters import head_clusters, plan_of
 from vllm_sparse_backend.evaluate.quality import Asked, measure_plans
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.profile import Profile
-from vllm_sparse_kernels.select.share_prefill import SharePrefill
+from vllm_sparse_kernels.select.share_prefill import NOISE, SharePrefill
 
 SOURCE = "sparse-prefill profile cluster"
 
@@ -45,7 +45,7 @@ def cluster(job: Job, max_error: float, distance: float, side: int | None = None
         lambda: head_clusters(job.captures("prompts")[0], job.device, side, distance),
     )  # fmt: skip
     found = tuple(tuple(heads) for heads in clusters)
-    settings = [replace(one, cluster=-1) for one in share_prefill.ladder()]
+    settings = [replace(one, cluster=NOISE) for one in share_prefill.ladder() if isinstance(one, SharePrefill)]
     job.tell.begin("prompts", len(job.prompts.prompts) + len(job.held_out.prompts))
     measure = partial(_measure, job, found, f"clusters-{side}-{distance:g}")
     on_prompts = measure(settings, "prompts")

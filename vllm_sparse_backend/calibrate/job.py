@@ -140,14 +140,17 @@ class Job:
         return Card()
 
     def captures(self, kind: str) -> list[Capture]:
-        """Of ``prompts`` or of ``held-out``: what is not there is captured now."""
-        if kind not in self._captured:
-            prompts = (self.held_out if kind == "held-out" else self.prompts).prompts
-            folders = [self.folder / f"{kind}-{i}" for i in range(len(prompts))]
+        """Of ``prompts`` or of ``held-out``: what is missing of either is captured now, with one load of the model."""
+        if not self._captured:
+            every = {"prompts": self.prompts.prompts, "held-out": self.held_out.prompts}
+            prompts = [ids for of in every.values() for ids in of]
+            folders = [self.folder / f"{kind}-{i}" for kind, of in every.items() for i in range(len(of))]
             self._check_disk([ids for ids, folder in zip(prompts, folders) if not (folder / "capture.json").exists()])
-            self.tell.say(f"capturing {len(prompts)} prompts ({kind})")
+            self.tell.say(f"capturing {len(prompts)} prompts")
             run = self.capturer or partial(_capture_here, device=self.device, dtype=self.dtype)
-            self._captured[kind] = list(run(self.model, prompts, folders))
+            found = list(run(self.model, prompts, folders))
+            cut = len(self.prompts.prompts)
+            self._captured.update({"prompts": found[:cut], "held-out": found[cut:]})
         return self._captured[kind]
 
     @cached_property

@@ -165,7 +165,7 @@ def _progress() -> Iterator["Tell"]:
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
         TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("prompts", total=None)
         yield Tell(
             lambda what, steps: progress.reset(task, description=what, total=steps),
@@ -276,7 +276,10 @@ def calibrate(
 def cluster(
     job: "Job",
     error: Annotated[
-        float, typer.Option(help="The most error of layers' outputs, mean over layers: γ is the least that holds it.")
+        float,
+        typer.Option(
+            help="The most error of layers' outputs, mean over layers: γ is the least that holds it.", min=0.0
+        ),
     ] = 0.1,
     distance: Annotated[float, typer.Option(help="Up to which heads are joined; 40 in the authors' file.")] = 10.0,
     side: Annotated[
