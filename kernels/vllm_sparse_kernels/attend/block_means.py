@@ -160,8 +160,8 @@ def make_means(cache: PagedCache, index: SparseIndex, mean_heads: torch.Tensor) 
     if longest:
         _means_kernel[(longest, rows.num_rows, cache.num_kv_heads)](
             key_args(cache, rows.block_table), cache.values, rows.row_table, mean_heads, means.keys, means.values,
-            shape[1], cache.value_scale, HEAD_DIM=cache.head_dim, BLOCK_D=triton.next_power_of_2(cache.head_dim), GROUP=group,
-            HEADS=triton.next_power_of_2(group), MEAN=mean, ROW_FIELDS=ROW_FIELDS,
+            shape[1], cache.value_scale, HEAD_DIM=cache.head_dim, BLOCK_D=triton.next_power_of_2(cache.head_dim),
+            GROUP=group, HEADS=triton.next_power_of_2(group), MEAN=mean, ROW_FIELDS=ROW_FIELDS,
         )  # fmt: skip
     _count_dropped_kernel[(rows.num_tiles, index.num_heads)](
         _list_args(index), mean_heads, means.dropped, means.totals, means.dropped.stride(0), **widths,

@@ -40,7 +40,9 @@ def paged_varlen(
     assert all(x.stride(-1) == 1 for x in (q, k, v, out, block_table)), "the last dimension must be contiguous"
     assert max(lengths) <= max_seqlen_k <= block_table.shape[1] * page_size, "more keys than announced, or than pages"
     assert q.dtype == k.dtype == v.dtype, "queries, keys and values must be of one dtype"
-    assert out.dtype == (torch.bfloat16 if q.dtype == FP8 else q.dtype), "the result has q's dtype, bf16 where it is fp8"
+    assert out.dtype == (torch.bfloat16 if q.dtype == FP8 else q.dtype), (
+        "the result has q's dtype, bf16 where it is fp8"
+    )
     assert return_softmax_lse
     lse = torch.full((q.shape[1], len(q)), -math.inf, device=q.device)
     group = q.shape[1] // k.shape[2]
