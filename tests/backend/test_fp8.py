@@ -20,7 +20,7 @@ from tests.backend.test_warmup import (
     run_steps,
     uncomputed,
 )
-from vllm_sparse_backend.serving import compat, engines, startup
+from vllm_sparse_backend.serving import compat, compilations, engines, startup
 from vllm_sparse_backend.serving.arena import make_slab
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.warmup import rows_of, warm_up
@@ -150,3 +150,23 @@ def test_warm_up_meets_every_kernel(
     assert {impl.engine.name for impl in impls} == {engine}
     assert any("fp8" in key for _, key in steps)
     assert not (late := steps - warm), closest(late, warm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["auto", "portable"])
+@pytest.mark.parametrize("method", ["anchor_attention", "sale", "share_prefill", "sparge_attn", "vertical_slash"])
+def test_nothing_compiles_after_warm_up_on_a_gpu(method: str, engine: str) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    device, spec = torch.device("cuda", 0), make_spec(128)
+    spec.dtype = torch.uint8
+    impls = make_impls(method, {"cluster": 0} if method == "share_prefill" else {}, device, engine=engine)
+    for impl in impls:
+        impl.out_dtype = torch.bfloat16
+    with set_current_vllm_config(VllmConfig()):  # FlashAttention's backend asks it for the cache's layout
+        warm_up(impls, spec, device, engine)
+    assert {impl.engine.name for impl in impls} == {"flash" if engine == "auto" else engine}
+    before = dict(compilations.listener().counts)
+    run_steps(impls, 128, random_steps(seed=1, number=40), device, in_fp8=True)
+    torch.cuda.synchronize()
+    assert compilations.listener().counts == before
