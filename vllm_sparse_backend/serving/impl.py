@@ -65,7 +65,7 @@ class SparsePrefillImpl(compat.DelegateImpl):
             softcap=logits_soft_cap,
             sinks=sinks is not None,
             kv_cache_dtype=kv_cache_dtype,
-            reads_fp8=compat.reads_fp8(),
+            reads_fp8=compat.reads_fp8() and self.supports_quant_query_input,  # else queries come in 16 bits
             head_scales=compat.has_head_scales(config),
             prefill_context_parallel_size=prefill_parallel,
             decode_context_parallel_size=decode_parallel,
