@@ -32,6 +32,9 @@ Png = Annotated[Path | None, typer.Option(help="Picture to draw; needs matplotli
 Engines = Annotated[str | None, typer.Option("--engines", help="Engines by comma; by default all, each where it can.")]
 Model = Annotated[Path | None, typer.Option(help="Model folder whose heads are measured, in place of an 8B model's.")]
 Page = Annotated[int, typer.Option("--page-size", help="Tokens of a page of the cache.")]
+CacheDtype = Annotated[
+    str, typer.Option("--kv-cache-dtype", help="auto, or fp8: of the cache, and of queries then, on H100 and H200.")
+]
 Contexts = Annotated[str, typer.Option(help="Cached tokens before the chunk, by comma.")]
 Chunk = Annotated[int, typer.Option(help="Tokens of a chunk, as --max-num-batched-tokens.")]
 Methods = Annotated[
@@ -105,6 +108,7 @@ def methods(
     engines: Engines = None,
     model: Model = None,
     page_size: Page = 128,
+    kv_cache_dtype: CacheDtype = "auto",
     json_path: Json = None,
     results: Results = None,
     png: Png = None,
@@ -112,9 +116,10 @@ def methods(
     """Selection and attention of each method, beside FlashAttention: time, density, error of the output."""
     with _failures():
         from vllm_sparse_backend.bench import data, plots
-        from vllm_sparse_backend.bench.methods import COLUMNS, run_methods
+        from vllm_sparse_backend.bench.methods import COLUMNS, FP8_COLUMNS, run_methods
         from vllm_sparse_backend.bench.report import Report
 
+        is_fp8 = _is_fp8(kv_cache_dtype)
         card, heads, lengths = _card(), _heads(model, page_size), _ints(contexts)
         if captured is not None:
             prompts, plans, name = _captured(captured, clusters, repeat_heads, method, profile or (), card)
@@ -122,10 +127,12 @@ def methods(
             prompts = data.structured_prompts(heads, max(lengths) + chunk, layers, card.device)
             plans = [*_plans(method, profile or (), heads.model(layers), data.structured_clusters(heads, layers))]
             name = "structured"
-        report = Report("methods", card.name, json_path, results)
-        rows = run_methods(card, prompts, name, plans, lengths, chunk, chosen := _engines(engines, card), report)
-        title = f"methods beside {card.dense_name}, {card.name}, {name} data, chunk of {chunk:,}"
-        _show(title, COLUMNS, rows, len(plans) * len(lengths) * len(chosen))
+        report, chosen = Report("methods", card.name, json_path, results), _engines(engines, card)
+        unrounded, columns, dtype = (prompts, FP8_COLUMNS, " in fp8") if is_fp8 else ((), COLUMNS, "")
+        given = [prompt.in_fp8() for prompt in prompts] if is_fp8 else prompts
+        rows = run_methods(card, given, name + dtype, plans, lengths, chunk, chosen, report, unrounded=unrounded)
+        title = f"methods beside {card.dense_name}, {card.name}, {name} data{dtype}, chunk of {chunk:,}"
+        _show(title, columns, rows, len(plans) * len(lengths) * len(chosen))
         if name == "structured":
             _print_oracle(prompts[0])
         for case in report.cases:
@@ -343,6 +350,15 @@ def _engines(given: str | None, card: "Card") -> list[str]:
     if unknown := [name for name in names if name not in card.engines]:
         raise BenchError(f"--engines: {not_one_of(unknown[0], card.engines)}")
     return names
+
+
+def _is_fp8(given: str) -> bool:
+    from vllm_sparse_backend.bench.report import BenchError
+    from vllm_sparse_backend.settings.errors import not_one_of
+
+    if given not in (known := ("auto", "fp8")):
+        raise BenchError(f"--kv-cache-dtype: {not_one_of(given, known)}")
+    return given == "fp8"
 
 
 def _plans(

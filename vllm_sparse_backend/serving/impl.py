@@ -32,6 +32,9 @@ from vllm_sparse_kernels.select.width import index_block_tokens
 class SparsePrefillImpl(compat.DelegateImpl):
     """Attention of one layer. Until ``adopt`` gives it a plan, and where it can't go sparse, it is the delegate."""
 
+    out_dtype: torch.dtype | None = None
+    """Of results, which is not the query's where that is in fp8."""
+
     def __init__(
         self,
         num_heads: int,
@@ -52,6 +55,7 @@ class SparsePrefillImpl(compat.DelegateImpl):
             attn_type, kv_sharing_target_layer_name, sinks, **more,
         )  # fmt: skip
         self.config = config = get_current_vllm_config()
+        self.out_dtype = config.model_config.dtype
         prefill_parallel, decode_parallel = compat.context_parallel_sizes(config)
         self.fallback: Fallback | None = layer_fallback(
             head_dim=head_size,
@@ -62,6 +66,8 @@ class SparsePrefillImpl(compat.DelegateImpl):
             softcap=logits_soft_cap,
             sinks=sinks is not None,
             kv_cache_dtype=kv_cache_dtype,
+            reads_fp8=compat.reads_fp8() and self.supports_quant_query_input,  # else queries come in 16 bits
+            head_scales=compat.has_head_scales(config),
             prefill_context_parallel_size=prefill_parallel,
             decode_context_parallel_size=decode_parallel,
             device_type=compat.DEVICE_TYPE,
@@ -131,7 +137,8 @@ class SparsePrefillImpl(compat.DelegateImpl):
     ) -> torch.Tensor:
         """query and output [num_tokens, num_heads, head_dim]; kv_cache as vLLM's backend has it, already written.
 
-        key and value [num_tokens, num_kv_heads, head_dim], or None where the layer reads another one's cache.
+        Where the cache is in fp8, the query comes in fp8 too, rounded by vLLM's layer; the output never does. key
+        and value [num_tokens, num_kv_heads, head_dim], or None where the layer reads another one's cache.
         """
         if attn_metadata is None:
             self._reserve_in_profile_run(query.device)
@@ -148,7 +155,7 @@ class SparsePrefillImpl(compat.DelegateImpl):
         if not step.is_dense(self.layer) or step.is_probed(self.layer):
             for run in step.delegated:
                 delegate(run, output[run.tokens])
-            cache = compat.paged_cache(kv_cache, self.head_size)
+            cache = compat.with_scales(compat.paged_cache(kv_cache, self.head_size), layer)
             for slab in step.slabs:
                 self.run(slab, query, cache, output)
         if self.guard is not None and step.probe is not None and step.is_probed(self.layer):
@@ -178,16 +185,17 @@ class SparsePrefillImpl(compat.DelegateImpl):
             index.check()
         attend = reference_attend if compat.IS_CPU else self.engine.attend
         with workspace.frame():
-            attend(query, cache, index, output, self.scale, options=self.options)
+            attend(query, cache, index, output, self.scale * cache.score_scale, options=self.options)
         return index
 
     def select(self, query: torch.Tensor, cache: PagedCache, index: SparseIndex) -> None:
         """Fill ``index`` for all heads of this layer."""
+        scale = self.scale * cache.score_scale
         for group, heads in zip(self.groups or (), self.heads, strict=True):
             with index.workspace.frame():
                 if compat.IS_CPU:
-                    METHODS[name_of(group.method)].reference(group.method, query, cache, index, heads, self.scale)
+                    METHODS[name_of(group.method)].reference(group.method, query, cache, index, heads, scale)
                 else:
-                    group.method.select(query, cache, index, heads, self.scale)
+                    group.method.select(query, cache, index, heads, scale)
         if self.dense_last is not None:
             (reference_keep_last_tiles if compat.IS_CPU else keep_last_tiles)(index, self.dense_last)

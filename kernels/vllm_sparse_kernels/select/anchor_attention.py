@@ -65,7 +65,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_sparse_kernels.attend.portable import MatrixArgs, matrix_args, supports_bulk
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
-from vllm_sparse_kernels.paged import PagedCache, key_args
+from vllm_sparse_kernels.paged import PagedCache, key_args, wide_dtype
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.select.anchor_kernels import (
     WORD,
@@ -253,7 +253,7 @@ class AnchorAttention(Method):
         rows, empty = index.rows, index.workspace.empty
         groups = Groups.of(rows, self.span_tokens, self.window_tokens)
         shape, block_d = (index.num_heads, rows.num_tiles, self.tile_voters), triton.next_power_of_2(cache.head_dim)
-        voters = VoterArgs(empty(*shape, block_d, dtype=q.dtype), empty(*shape))
+        voters = VoterArgs(empty(*shape, block_d, dtype=wide_dtype(q.dtype)), empty(*shape))
         num_words = ceil_div(groups.num_candidates // WORD.value, 16) * 16
         words = empty(index.num_heads, num_words, dtype=torch.int32)
         args = GroupArgs(groups.table, groups.row_starts, words, num_words)
@@ -267,7 +267,7 @@ class AnchorAttention(Method):
         """Equations 1 and 2: what each group keeps, as the words of ``args``."""
         rows, group = index.rows, index.num_heads // cache.num_kv_heads
         block_d = triton.next_power_of_2(cache.head_dim)
-        narrow = block_d * q.element_size() > 256  # bytes of a key, for what fits into shared memory
+        narrow = block_d * wide_dtype(q.dtype).itemsize > 256  # bytes of a key, for what fits into shared memory
         block_n, columns = (64, VOTE_COLUMNS // 2) if narrow else (128, VOTE_COLUMNS)
         matrix, descriptor = _matrix(cache, block_n)
         keys = key_args(cache, rows.block_table[0]), rows.block_table.stride(0), descriptor, matrix

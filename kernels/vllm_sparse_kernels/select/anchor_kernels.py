@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.paged import key_offsets
+from vllm_sparse_kernels.paged import key_offsets, widen
 from vllm_sparse_kernels.select.lists import append, tile_blocks
 from vllm_sparse_kernels.select.pooled import is_read
 
@@ -46,7 +46,7 @@ class VoterArgs(NamedTuple):
     A tile's voters are its mean query alone, or some of its queries. Those that a short tile lacks have the anchor ∞.
     """
 
-    queries: Any  # [num_heads, num_tiles, voters of a tile, BLOCK_D] of q's dtype
+    queries: Any  # [num_heads, num_tiles, voters of a tile, BLOCK_D] of q's dtype, fp16 where that is fp8
     anchors: Any  # [num_heads, num_tiles, voters of a tile] float32, mean or own x_a
 
 
@@ -94,7 +94,7 @@ def anchor_kernel(
             b_anchor = tl.where(in_tile, 0.0, float("inf"))
         else:
             is_voter = tl.arange(0, 1) < VOTERS
-            b_mean = (tl.sum(b_q.to(tl.float32), 0) / length).to(b_q.dtype)
+            b_mean = (tl.sum(b_q.to(tl.float32), 0) / length).to(voters.queries.dtype.element_ty)
             tl.store(voters.queries + o_voter[:, None] * BLOCK_D + o_d[None, :], b_mean[None, :])
             b_anchor = tl.zeros([1], tl.float32)
         if USE_ANCHOR:
@@ -231,7 +231,7 @@ def _leads(b_k, b_q, b_anchor, scale, PAIRS: tl.constexpr, PRECISION: tl.constex
 
     Less than 0 is too little (equation 2).
     """
-    b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale - b_anchor[None, :]
+    b_s = tl.dot(widen(b_k), tl.trans(b_q), input_precision=PRECISION) * scale - b_anchor[None, :]
     return tl.max(tl.reshape(b_s, [b_k.shape[0], b_q.shape[0] // PAIRS, PAIRS]), 1)
 
 
