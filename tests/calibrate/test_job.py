@@ -80,6 +80,11 @@ def test_a_run_that_was_stopped_between_layers_goes_on_to_the_same_bytes(undistu
         profile_of(make_job(tmp_path / "work", seed=7, capturer=capturer, tell=Tell(step=stop)))
     assert capturer.captured == ["prompts-0", "held-out-0"]
     again = StructuredCapturer()
+    job = make_job(tmp_path / "work", seed=7, capturer=again)
+    assert profile_of(job) == undisturbed
+    # And once it is finished it needs no captures to say the same.
+    job.clear()
+    assert not list((tmp_path / "work").glob("*/"))
     assert profile_of(make_job(tmp_path / "work", seed=7, capturer=again)) == undisturbed
     assert again.captured == []
 
@@ -106,16 +111,6 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bytes(undisturbed, tmp_path):
     known = json.loads((folder / "prompts-layer-000.json").read_text())["judged"]
     assert len(known) >= len(AMONG)
     assert profile_of(make_job(folder, seed=7)) == undisturbed
-
-
-def test_a_finished_run_needs_no_captures_to_say_the_same(undisturbed, tmp_path):
-    job = make_job(tmp_path / "work", seed=7)
-    assert profile_of(job) == undisturbed
-    job.clear()
-    assert not list((tmp_path / "work").glob("*/"))
-    again = StructuredCapturer()
-    assert profile_of(make_job(tmp_path / "work", seed=7, capturer=again)) == undisturbed
-    assert again.captured == []
 
 
 def test_a_capture_that_was_broken_off_is_made_anew(undisturbed, tmp_path):
