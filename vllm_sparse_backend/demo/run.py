@@ -40,8 +40,6 @@ METHOD_PARAMS: dict[str, dict[str, float]] = {
     "share_prefill": {"gamma": 0.5, "cluster": 0},  # all heads in one cluster: they share as far as they are alike
     "flex_vertical_slash": {"gamma": 0.5},
 }
-# Counters are written when the server next steps, about once a second at most.
-FLUSH_S = 1.2
 
 
 class DemoError(RuntimeError):
@@ -84,7 +82,7 @@ def run_demo(model: Path | None, method: str, work_dir: Path | None, console: Co
             given += _ask("stock vLLM", stock, console)
     with _started("sparse-prefill", Server(chosen, (*sparse_args(settings), *length)), console) as server:
         given += _ask("sparse-prefill", server, console)
-        report = _read_report(server)
+        report = parse(server.get("/metrics"))
     _show(report, console)
     _show_answers(given, console)
     if problem := report.problem():
@@ -190,12 +188,6 @@ def _show_answers(given: Sequence[Given], console: Console) -> None:
 def _judged(one: Given) -> str:
     verdict = "[green]right[/]" if one.is_right else "[red]wrong[/]"
     return f"{escape((one.answer or '').strip())} {verdict}"
-
-
-def _read_report(server: Server) -> Report:
-    time.sleep(FLUSH_S)
-    server.post("/v1/completions", {"model": server.model, "prompt": "def", "max_tokens": 8})
-    return parse(server.get("/metrics"))
 
 
 def _show(report: Report, console: Console) -> None:
