@@ -1,11 +1,14 @@
 """The plugin in vLLM's registry and platform: there once, for those who ask for it, and surviving a spawn."""
 
+import asyncio
 import multiprocessing
 import operator
 import pickle
+from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +60,52 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
 
 def path_of(backend: Any) -> str:
     return current_platform.get_attn_backend_cls(backend, SELECTION, num_heads=4)
+
+
+class TestMetrics:
+    """No app is built and no engine started here: real servers are in tests/server."""
+
+    @pytest.fixture
+    def loaded(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """vLLM's own loader of endpoint plugins, and with ours."""
+        from vllm import plugins
+
+        from vllm_sparse_backend.serving import metrics_hooks
+
+        own = getattr(plugins.load_endpoint_plugins, "__wrapped__", plugins.load_endpoint_plugins)
+        monkeypatch.setattr(plugins, "load_endpoint_plugins", own)
+        for _ in range(2):
+            assert metrics_hooks.install() is None
+        assert plugins.load_endpoint_plugins.__wrapped__ is own
+        return plugins.load_endpoint_plugins
+
+    def test_the_endpoint_plugin_is_one_as_vllm_defines_it(self, loaded: Any) -> None:
+        from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
+
+        (one,), (other,) = loaded(("generate",)), loaded(None)
+        assert isinstance(one, EndpointPlugin)
+        assert one.page is not other.page  # each of its own app
+
+    def test_others_stay(self, loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        theirs = object()
+        monkeypatch.setattr(loaded, "__wrapped__", lambda *args: [theirs])
+        from vllm_sparse_backend.serving.metrics_hooks import _with_ours
+
+        assert _with_ours(loaded.__wrapped__)(("generate",))[0] is theirs
+
+    @pytest.mark.parametrize("backend", ["sparse-prefill", None])
+    def test_only_servers_of_this_backend_have_a_page(self, untouched: type, loaded: Any, backend: str | None) -> None:
+        plugin.register()
+        (endpoint,) = loaded(("generate",))
+        chosen = SimpleNamespace(backend=AttentionConfig(backend=backend).backend)
+        config = SimpleNamespace(attention_config=chosen, additional_config={"sparse_prefill": {"method": "a_shape"}})
+        asyncio.run(endpoint.init_state(SimpleNamespace(vllm_config=config), None, Namespace()))
+        assert endpoint.page.is_open == (backend is not None)
+
+    def test_a_server_without_an_engine(self, loaded: Any) -> None:
+        (endpoint,) = loaded(("render",))
+        asyncio.run(endpoint.init_state(None, None, Namespace()))
+        assert not endpoint.page.is_open
 
 
 class TestRegistration:

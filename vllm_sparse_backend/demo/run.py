@@ -196,8 +196,9 @@ def _show(report: Report, console: Console) -> None:
         rows.add_column(heading, justify="right" if heading == "rows" else "left")
     for (path, reason), count in sorted(report.rows.items()):
         rows.add_row(path, reason, str(count))
-    layers = Table(title="What the sparse rows computed")
-    for heading in ("layer", "tiles", "kept pairs", "causal pairs", "density"):
+    attention = ", ".join(f"{count} layers by {name}" for name, count in sorted(report.attention.items()))
+    layers = Table(title=f"What the sparse rows computed (attention: {attention})")
+    for heading in ("layer", "tiles", "kept pairs", "causal pairs", "density", "pairs/s"):
         layers.add_column(heading, justify="right")
     for layer, counts in sorted(report.layers.items()):
         layers.add_row(
@@ -206,5 +207,6 @@ def _show(report: Report, console: Console) -> None:
             f"{counts.kept_pairs:,}",
             f"{counts.causal_pairs:,}",
             f"{counts.density:.3f}",
+            f"{counts.pairs_per_s:.1e}",
         )
     console.print(rows, layers)
