@@ -199,7 +199,7 @@ class TestMiddleware:
         async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
             compressed = any(name == b"accept-encoding" for name, _ in scope["headers"])
             content = gzip.compress(body) if compressed else body
-            headers = [(b"content-type", content_type), (b"content-length", str(len(content)).encode())]
+            headers = [(b"Content-Type", content_type), (b"content-length", str(len(content)).encode())]
             await send({"type": "http.response.start", "status": status, "headers": headers})
             await send({"type": "http.response.body", "body": content[:5], "more_body": True})
             await send({"type": "http.response.body", "body": content[5:]})

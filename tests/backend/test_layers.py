@@ -272,6 +272,30 @@ class TestCounting:
                 builder.build(0, part)
         assert self.rows(first) == {"decode": 2, "sparse": 2, "dense too_short": 2}
 
+    def test_only_the_first_pipeline_stage_counts_rows(
+        self, configured: Configure, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
+        monkeypatch.setattr(config.parallel_config, "pipeline_parallel_size", 2)
+        samples = []
+        for stage in range(2):
+            config.compilation_config.static_forward_context.clear()
+            monkeypatch.setattr(compat, "is_first_stage", lambda config, stage=stage: stage == 0)
+            monkeypatch.setattr(
+                type(config.model_config), "get_layers_start_end_indices", lambda *_, s=stage: (s, s + 1)
+            )
+            (layer,) = layers = make_layers(config, [stage])
+            builder = make_builder(config, layers)
+            step = make_step(layer, [(50, 1), (0, 200)])
+            step.forward(layer, builder.build(0, step.common))
+            told = worker_samples(SimpleNamespace(vllm_config=config, rank=stage))["samples"]
+            samples.append({(name, *labels): value for name, labels, value in told})
+        first, second = samples
+        assert [stage["layers", "torch"] for stage in samples] == [1, 1]
+        assert first["rows", "sparse", ""] == first["rows", "decode", ""] == 1
+        assert not any(name == "rows" for name, *_ in second)
+        assert first["tiles", "0"] == second["tiles", "1"] == 1
+
     def test_what_a_worker_hands_to_the_server(self, configured: Configure) -> None:
         import msgspec
         from vllm.v1.worker.worker_base import WorkerBase

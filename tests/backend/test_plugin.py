@@ -102,6 +102,45 @@ class TestMetrics:
         asyncio.run(endpoint.init_state(SimpleNamespace(vllm_config=config), None, Namespace()))
         assert endpoint.page.is_open == (backend is not None)
 
+    @pytest.mark.parametrize("processes", [1, 2])
+    def test_on_the_page_that_vllm_serves(
+        self, loaded: Any, processes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """With several processes vLLM has a registry of its own, made anew for each reader."""
+        from fastapi import FastAPI
+        from fastapi.testclient import TestClient
+        from vllm.entrypoints.serve.instrumentator.metrics import attach_router
+        from vllm.plugins.endpoint_plugins.interface import attach_endpoint_plugins, init_endpoint_plugins_state
+
+        if processes > 1:
+            monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))  # as vLLM does
+        plugin.register()
+
+        async def answer(method: str, timeout: None, args: tuple[bool]) -> list[dict[str, Any]]:
+            return [{"rank": 0, "behind": False, "samples": [("tiles", ["3"], 5)]}]
+
+        backend = SimpleNamespace(backend=AttentionConfig(backend="sparse-prefill").backend)
+        client = SimpleNamespace(
+            vllm_config=SimpleNamespace(attention_config=backend, additional_config={}),
+            engine_core=SimpleNamespace(engine_ranks_managed=[0]),
+            collective_rpc=answer,
+        )
+        app = FastAPI()
+        attach_router(app)
+        attach_endpoint_plugins(app, ("generate",))
+        asyncio.run(init_endpoint_plugins_state(client, app.state, Namespace()))
+        with TestClient(app) as http:
+            assert http.get("/health").status_code == 404
+            for path in ("/metrics", "/metrics/"):
+                response = http.get(path, headers={"accept-encoding": "gzip"})
+                assert response.status_code == 200
+                assert ("python_info{" in response.text) == (processes == 1)
+                lines = [line for line in response.text.splitlines() if line.startswith("sparse_prefill")]
+                assert lines == [
+                    'sparse_prefill_tiles_total{engine="0",layer="3"} 5.0',
+                    'sparse_prefill_up{engine="0"} 1.0',
+                ]
+
     def test_a_server_without_an_engine(self, loaded: Any) -> None:
         (endpoint,) = loaded(("render",))
         asyncio.run(endpoint.init_state(None, None, Namespace()))

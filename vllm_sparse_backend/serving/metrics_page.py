@@ -169,11 +169,11 @@ class MetricsMiddleware:
                 body.extend(message.get("body", b""))
 
         await self.app({**scope, "headers": plain}, receive, collect)
-        headers = dict(start.get("headers", ()))
-        if start.get("status") == 200 and headers.get(b"content-type", b"").startswith(b"text/plain"):
+        headers = [(name.lower(), value) for name, value in start.get("headers", ())]
+        if start.get("status") == 200 and dict(headers).get(b"content-type", b"").startswith(b"text/plain"):
             body.extend(await self._text())
-        kept = [(name, value) for name, value in start.get("headers", ()) if name != b"content-length"]
-        await send({**start, "headers": [*kept, (b"content-length", str(len(body)).encode())]})
+        headers = [(name, value) for name, value in headers if name != b"content-length"]
+        await send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
         await send({"type": "http.response.body", "body": bytes(body)})
 
     async def _text(self) -> bytes:
