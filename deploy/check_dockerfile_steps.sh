@@ -66,3 +66,6 @@ until clean python "$root/deploy/healthcheck.py" "$port" 2>/dev/null; do
     sleep 1
 done
 echo "healthy after $((SECONDS - began)) s"
+clean python -c 'import sys, urllib.request as u; open_ = u.build_opener(u.ProxyHandler({})).open
+sys.exit(b"\nsparse_prefill_up{engine=\"0\"} 1.0\n" not in open_(sys.argv[1]).read())' "http://127.0.0.1:$port/metrics" ||
+    { echo "the engine's counters are not on /metrics" >&2; exit 1; }

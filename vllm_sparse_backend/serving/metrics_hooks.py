@@ -19,10 +19,15 @@ logger = logging.getLogger(LOGGER)
 METHOD = "sparse_prefill_samples"
 """The worker's method that the server calls."""
 
-FOR_NO_REQUEST = ("determine_available_memory", "compile_or_warm_up_model", "execute_dummy_batch")
+FOR_NO_REQUEST = (
+    "determine_available_memory",
+    "compile_or_warm_up_model",
+    "elastic_ep_execute",
+    "execute_dummy_batch",
+)
 """Calls to a worker that run the model for no request. What these count is not counted.
 
-The third is what ranks without requests do beside busy ones. Steps for requests come by other ways, and not by the same
+The last is what ranks without requests do beside busy ones. Steps for requests come by other ways, and not by the same
 one from every executor.
 """
 

@@ -61,7 +61,7 @@ class SparsePrefillConfig(BaseModel):
     """Check each layer's index in each step. It waits for the device every time: for debugging only."""
 
     metrics_interval_s: Annotated[StrictFloat, Field(gt=0, le=5, allow_inf_nan=False)] = 1.0
-    """Seconds between two reads of the device's counters for /metrics."""
+    """Seconds from one question to the workers, for readers of /metrics, to the next at least."""
 
     @field_validator("method")
     @classmethod
