@@ -207,6 +207,6 @@ def _show(report: Report, console: Console) -> None:
             f"{counts.kept_pairs:,}",
             f"{counts.causal_pairs:,}",
             f"{counts.density:.3f}",
-            f"{counts.pairs_per_s:.1e}",
+            f"{counts.pairs_per_s:.1e}" if counts.seconds else "not timed",
         )
     console.print(rows, layers)
