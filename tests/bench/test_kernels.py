@@ -191,9 +191,9 @@ def test_a_profile_is_its_kinds_of_methods(tmp_path):
         "format: 1\nmodel: any\ndefault: {method: sale}\n"
         "layers:\n  0:\n    default: {method: a_shape}\n    heads:\n      1-2: {method: sale, tau: 0.1}\n"
     )
-    asked = methods_asked([], str(profile), HEADS.model(3))
+    asked = methods_asked([], [str(profile)], HEADS.model(3))
     assert [str(one) for one in asked] == ["sale", "a_shape"]
-    assert [str(one) for one in methods_asked(["dense"], None, HEADS.model(3))] == ["dense"]
+    assert [str(one) for one in methods_asked(["dense"], [], HEADS.model(3))] == ["dense"]
 
 
 def test_the_ladder():

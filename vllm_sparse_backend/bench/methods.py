@@ -5,7 +5,7 @@ rows, and its layers follow each other. Times are those of the device, summed ov
 the chunk against FlashAttention's own output, ‖O − Õ‖₂ / ‖O‖₂, mean over layers; its rounding to bf16 is in it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, median
@@ -21,7 +21,7 @@ from vllm_sparse_backend.bench.report import Report
 from vllm_sparse_backend.evaluate.quality import fill_index, layer_index
 from vllm_sparse_backend.settings.plan import LayerPlan, Plan, methods_by_head
 from vllm_sparse_kernels import AttendOptions, SparseIndex
-from vllm_sparse_kernels.attend import Engine
+from vllm_sparse_kernels.attend import AttendSpec, Engine, choose
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.select.base import attend_options
 from vllm_sparse_kernels.testing.batches import Batch
@@ -68,6 +68,10 @@ class Layer:
         with self.index.workspace.frame():
             engine.attend(batch.q, batch.cache, self.index, self.out, batch.scale, options=self.options)
 
+    def engine(self, table: Mapping[str, Engine]) -> Engine:
+        """The one that a server takes for this layer."""
+        return choose(table, AttendSpec.of(self.batch.cache, self.index, self.options)).engine
+
     def refusal(self, engine: Engine) -> str | None:
         """Why an engine cannot attend over this layer's index."""
         return refusal(engine, self.batch.cache, self.index, self.options)
@@ -94,7 +98,7 @@ def run_methods(
     card: Card,
     prompts: Sequence[Prompt],
     data: str,
-    plans: Sequence[tuple[Asked, Plan]],
+    plans: Sequence[tuple[Asked | str, Plan]],
     contexts: Sequence[int],
     query_len: int,
     engines: Sequence[str],

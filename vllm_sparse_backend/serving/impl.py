@@ -11,8 +11,9 @@ from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_co
 
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.arena import Memory
+from vllm_sparse_backend.serving.guard import Guard
 from vllm_sparse_backend.serving.stats import Recorder
-from vllm_sparse_backend.serving.step import Slab, SparseStep
+from vllm_sparse_backend.serving.step import Delegated, Slab, SparseStep
 from vllm_sparse_backend.serving.timing import NO_LAP, Lap, NoLap
 from vllm_sparse_backend.settings.config import AUTO
 from vllm_sparse_backend.settings.errors import ConfigurationError
@@ -69,6 +70,7 @@ class SparsePrefillImpl(compat.DelegateImpl):
         self.groups: LayerPlan | None = None
         self.recorder: Recorder | None = None
         self.memory: Memory | None = None
+        self.guard: Guard | None = None
         self.engine: Engine = PORTABLE  # until warm-up chooses one
 
     def reason(self, groups: LayerPlan | None) -> Fallback | None:
@@ -141,18 +143,28 @@ class SparsePrefillImpl(compat.DelegateImpl):
         """
         if attn_metadata is None:
             self._reserve_in_profile_run(query.device)
+        dense, scales = super().forward, (output_scale, output_block_scale)
         step: SparseStep | None = getattr(attn_metadata, "sparse", None)
         if step is None or self.groups is None:
-            return super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-            )
-        for run in step.delegated:
+            return dense(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+
+        def delegate(run: Delegated, out: torch.Tensor) -> None:
             compat.take_prefix_ranges(run.metadata, attn_metadata, run.rows, run.tokens)
             part = (x if x is None else x[run.tokens] for x in (query, key, value))
-            super().forward(layer, *part, kv_cache, run.metadata, output[run.tokens], output_scale, output_block_scale)
-        cache = compat.paged_cache(kv_cache, self.head_size)
-        for slab in step.slabs:
-            self.run(slab, query, cache, output)
+            dense(layer, *part, kv_cache, run.metadata, out, *scales)
+
+        if not step.is_dense(self.layer) or step.is_probed(self.layer):
+            for run in step.delegated:
+                delegate(run, output[run.tokens])
+            cache = compat.paged_cache(kv_cache, self.head_size)
+            for slab in step.slabs:
+                self.run(slab, query, cache, output)
+        if self.guard is not None and step.probe is not None and step.is_probed(self.layer):
+            sparse = output[step.probe.run.tokens]
+            delegate(step.probe.run, exact := torch.empty_like(sparse))
+            self.guard.compare(self.layer, sparse, exact)
+        if step.is_dense(self.layer):
+            dense(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         return output
 
     def run(self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor) -> None:

@@ -63,7 +63,7 @@ _TABLE = (
     Metric(
         "guard_error",
         "gauge",
-        "Relative error of sparse attention that the guard saw lately.",
+        "Mean relative error of the guard's last checks.",
         ("layer",),
         per_rank=True,
     ),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
+from vllm_sparse_backend.settings import auto
 from vllm_sparse_backend.settings.config import OPTION, SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import Crossover, Thresholds, TokenCount, resolve
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
@@ -69,7 +70,7 @@ class Plan:
         ``tp_size``.
         """
         # What was not set matters: then the profile's value counts.
-        key = (config.model_dump_json(exclude_unset=True), shape, tp_rank, tp_size)
+        key = (config.model_dump_json(exclude_unset=True), shape, shape.names, tp_rank, tp_size)
         if key not in _plans:
             _plans[key] = _build(config, shape, tp_rank, tp_size)
         return _plans[key]
@@ -130,7 +131,7 @@ class Plan:
         ]
 
 
-_plans: dict[tuple[str, ModelShape, int, int], Plan] = {}
+_plans: dict[tuple[str, ModelShape, tuple[str, ...], int, int], Plan] = {}
 
 
 def _build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int, tp_size: int) -> Plan:
@@ -139,7 +140,7 @@ def _build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int, tp_size
             f"tensor parallelism: given rank {tp_rank} of {tp_size} for {shape.num_heads} query heads, expected a rank "
             "below the size, and a size that divides the heads"
         )
-    profile, source = _profile_of(config)
+    profile, source = _profile_of(config, shape)
     profile.check_model(shape, source if config.profile is not None else f"{OPTION} sparse_prefill.method")
     if config.dense_layers and config.dense_layers[-1] >= shape.num_layers:
         problem = unexpected(config.dense_layers[-1], f"at most {shape.num_layers - 1}, as the model is {shape}")
@@ -165,15 +166,26 @@ def _build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int, tp_size
     return Plan(layers, first_given("min_tokens"), first_given("min_query_tokens"), source, shape)
 
 
-def _profile_of(config: SparsePrefillConfig) -> tuple[Profile, str]:
+def _profile_of(config: SparsePrefillConfig, shape: ModelShape) -> tuple[Profile, str]:
     """The profile that is asked for, or one that says the same as ``method`` and ``params``; and its name."""
-    if config.profile is not None:
+    note = ""
+    if config.profile == auto.AUTO:
+        choice = auto.choose(shape)
+        if choice.profile is not None:
+            return choice.profile, f"profile {choice.name} (auto: {choice.why})"
+        note = f" (profile auto: {choice.why})"
+    elif config.profile is not None:
         return load_profile(config.profile, f"{OPTION} sparse_prefill.profile"), f"profile {config.profile}"
     try:
         method = config.uniform_method()
     except ValueError as error:
         raise ConfigurationError(f"{OPTION} sparse_prefill.{error}") from None
-    return Profile.model_validate({"format": 1, "model": ANY_MODEL, "default": method}), f"method {config.method}"
+    return Profile.model_validate({"format": 1, "model": ANY_MODEL, "default": method}), f"method {config.method}{note}"
+
+
+def layer_plan(methods: Sequence[Method]) -> LayerPlan:
+    """The groups of a layer whose heads have these methods, where there is no other layer."""
+    return _group(methods, Counter(method.selection for method in methods))
 
 
 def _group(methods: Sequence[Method], counts: Mapping[Method, int]) -> LayerPlan:

@@ -3,23 +3,22 @@
 A profile is a YAML file; ``profiles/README.md`` describes its fields. Layers and heads are those of the whole model.
 """
 
-import json
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from functools import cached_property
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
     StrictFloat,
+    StrictInt,
     StrictStr,
     ValidationError,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -27,12 +26,18 @@ from pydantic import (
 from vllm_sparse_backend.settings import strict_yaml
 from vllm_sparse_backend.settings.crossover import TokenCount
 from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of, report, unexpected
+from vllm_sparse_backend.settings.figures import Figures
 from vllm_sparse_backend.settings.methods import make_method, method_names, parameters_of
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.ranges import format_ranges, parse_ranges
+from vllm_sparse_backend.settings.ranges import DisjointRanges, Ranges, format_ranges
 from vllm_sparse_kernels.select.base import Method
 
 ANY_MODEL = "any"
+METHOD_MARK = "x-method"
+"""Stands in a JSON Schema for a method with parameters, which ``schema.py`` puts in its place."""
+EXACT = "exact"
+LevelName = Literal["high", "fast"]
+"""Bounds on the error, the closest first. ``exact`` is beside them: every head dense, without any profile."""
 
 
 def _to_method(given: object) -> Method:
@@ -45,22 +50,8 @@ def _to_method(given: object) -> Method:
     return make_method(given["method"], {name: value for name, value in given.items() if name != "method"})
 
 
-def _disjoint(given: object) -> object:
-    """Refuse a number that two keys of a mapping name: once they are parsed, equal keys would have become one."""
-    owners: dict[int, object] = {}
-    for key in given if isinstance(given, Mapping) else ():
-        try:
-            numbers = parse_ranges(key)
-        except ValueError:
-            continue  # the key's own error is reported with its place
-        for number in numbers:
-            if owners.setdefault(number, key) is not key:
-                raise ValueError(f"given {number} in both {owners[number]!r} and {key!r}, expected it once")
-    return given
-
-
-Ranges = Annotated[tuple[int, ...], BeforeValidator(parse_ranges)]
-MethodSpec = Annotated[Method, PlainValidator(_to_method)]
+MethodSpec = Annotated[Method, PlainValidator(_to_method), WithJsonSchema({METHOD_MARK: True})]
+Spec = Callable[[Method], dict[str, Any]]
 Share = Annotated[StrictFloat, Field(ge=0, le=1)]
 
 
@@ -74,11 +65,11 @@ class LayerProfile(_Section):
     default: MethodSpec | None = None
     """For the heads that ``heads`` does not name; None for the profile's default."""
 
-    heads: Annotated[dict[Ranges, MethodSpec], BeforeValidator(_disjoint)] = {}
+    heads: Annotated[dict[Ranges, MethodSpec], DisjointRanges] = {}
 
 
 class Provenance(_Section):
-    """Where a profile's numbers come from. All of it is optional, and none of it changes what runs."""
+    """Where a profile's or a level's numbers come from. All of it is optional, and none of it changes what runs."""
 
     tool_version: StrictStr | None = None
     prompts_sha256: Annotated[StrictStr, Field(pattern="^[0-9a-f]{64}$")] | None = None
@@ -88,20 +79,97 @@ class Provenance(_Section):
     density: Share | None = None
     device: StrictStr | None = None
     source: StrictStr | None = None
+    licence: StrictStr | None = None
+    """Of what the numbers were taken from."""
+    figures: Figures | None = None
+    """What calibration measured of each head."""
+    held_out: dict[StrictStr, StrictFloat] | None = None
+    """What the check on prompts that no search has seen found."""
+    seed: StrictInt | None = None
+    versions: dict[StrictStr, StrictStr] | None = None
 
 
-class Profile(_Section):
-    """A checked profile. ``method_of`` answers what it is asked for; ``check_model`` comes before that."""
+class Level(_Section):
+    """What every layer and head does where one bound on the error holds, and what was measured of that."""
+
+    dense_layers: Ranges = ()
+    default: MethodSpec
+    layers: Annotated[dict[Ranges, LayerProfile], DisjointRanges] = {}
+    provenance: Provenance = Provenance()
+
+    @staticmethod
+    def of_heads(methods: Sequence[Sequence[Method]], provenance: Provenance | None = None) -> "Level":
+        """What says of each layer's heads that they have these methods, in as few words as there are.
+
+        Layers all of whose heads are plainly dense become ``dense_layers``, where there are others too.
+        """
+        given = [tuple(layer) for layer in methods]
+        dense = [i for i, layer in enumerate(given) if set(layer) == {make_method("dense", {})}]
+        dense = dense if len(dense) < len(given) else []
+        sparse = {i: layer for i, layer in enumerate(given) if i not in dense}
+        default = _commonest([method for layer in sparse.values() for method in layer])
+        alike: dict[tuple[Method, ...], list[int]] = defaultdict(list)
+        for i, layer in sparse.items():
+            alike[layer].append(i)
+        layers = {tuple(i): _layer_of(layer, default) for layer, i in alike.items() if set(layer) != {default}}
+        return Level(dense_layers=tuple(dense), default=default, layers=layers, provenance=provenance or Provenance())
+
+    def methods_of(self, layer: int, num_heads: int) -> tuple[Method, ...]:
+        """The method of each of the model's ``num_heads`` query heads in one layer."""
+        profile = next((one for layers, one in self.layers.items() if layer in layers), LayerProfile())
+        methods = [profile.default or self.default] * num_heads
+        for heads, method in profile.heads.items():
+            for head in heads:
+                methods[head] = method
+        return tuple(methods)
+
+    def _out_of_range(self, shape: ModelShape) -> list[str]:
+        places = [("dense_layers", self.dense_layers, shape.num_layers)]
+        for layers, profile in self.layers.items():
+            place = f"layers.{format_ranges(layers)}"
+            places.append((place, layers, shape.num_layers))
+            places += [(f"{place}.heads.{format_ranges(heads)}", heads, shape.num_heads) for heads in profile.heads]
+        problems = [
+            f"{place}: {unexpected(max(numbers), f'at most {limit - 1}')}"
+            for place, numbers, limit in places
+            if numbers and max(numbers) >= limit
+        ]
+        figures = self.provenance.figures
+        return problems + [f"provenance.figures.{one}" for one in (figures.out_of_range(shape) if figures else ())]
+
+    def _objections(self, shape: ModelShape) -> list[str]:
+        methods: dict[type[Method], list[Method]] = defaultdict(list)
+        for layer in set(range(shape.num_layers)) - set(self.dense_layers):
+            for method in self.methods_of(layer, shape.num_heads):
+                methods[type(method)].append(method.selection)
+        return [why for kind, heads in methods.items() if (why := kind.objection(heads)) is not None]
+
+    def _data(self, spec: Spec) -> dict[str, Any]:
+        """The fields here as a file has them, without those that say nothing."""
+        provenance = self.provenance.model_dump(exclude_none=True, exclude={"figures"})
+        if self.provenance.figures is not None:
+            provenance["figures"] = self.provenance.figures.data()
+        data = {
+            "dense_layers": _key(self.dense_layers) if self.dense_layers else None,
+            "default": spec(self.default),
+            "layers": {_key(layers): _layer_data(profile, spec) for layers, profile in self.layers.items()},
+            "provenance": provenance,
+        }
+        return {name: value for name, value in data.items() if value is not None and value != {}}
+
+
+class Profile(Level):
+    """A checked profile. ``methods_of`` answers what it is asked for; ``check_model`` comes before that."""
 
     format: Literal[1]
     model: ModelShape | None
     """The model that it fits; None (``any`` in the file) if it fits every one."""
     min_tokens: TokenCount | None = None
     min_query_tokens: TokenCount | None = None
-    dense_layers: Ranges = ()
-    default: MethodSpec
-    layers: Annotated[dict[Ranges, LayerProfile], BeforeValidator(_disjoint)] = {}
-    provenance: Provenance = Provenance()
+    level: LevelName | None = None
+    """Which bound the profile's own default, layers and dense_layers hold; None where nobody says."""
+    levels: dict[LevelName, Level] = {}
+    """Other bounds, and what holds them. A request may name them."""
 
     @field_validator("model", mode="before")
     @classmethod
@@ -111,35 +179,42 @@ class Profile(_Section):
         return None if given == ANY_MODEL else given
 
     @model_validator(mode="after")
-    def _within_model(self) -> "Profile":
-        if self.model is not None and (problems := self._out_of_range(self.model)):
+    def _consistent(self) -> "Profile":
+        problems = [] if self.model is None else self._out_of_range(self.model)
+        if self.level in self.levels:
+            problems.append(
+                f"levels.{self.level}: given, but {self.level} is the profile's own level, expected another"
+            )
+        if self.levels and self.level is None:
+            problems.append(f"level: missing, expected one of {', '.join(get_args(LevelName))}, as levels are given")
+        if problems:
             raise ValueError("; ".join(problems))
         return self
 
     def _out_of_range(self, shape: ModelShape) -> list[str]:
-        places = [("dense_layers", self.dense_layers, shape.num_layers)]
-        for layers, profile in self.layers.items():
-            place = f"layers.{format_ranges(layers)}"
-            places.append((place, layers, shape.num_layers))
-            places += [(f"{place}.heads.{format_ranges(heads)}", heads, shape.num_heads) for heads in profile.heads]
-        return [
-            f"{place}: {unexpected(max(numbers), f'at most {limit - 1}')}"
-            for place, numbers, limit in places
-            if numbers and max(numbers) >= limit
-        ]
+        others = [f"levels.{name}.{one}" for name, level in self.levels.items() for one in level._out_of_range(shape)]
+        return super()._out_of_range(shape) + others
 
-    @cached_property
-    def _by_layer(self) -> dict[int, LayerProfile]:
-        return {layer: profile for layers, profile in self.layers.items() for layer in layers}
+    def _objections(self, shape: ModelShape) -> list[str]:
+        others = [f"levels.{name}: {one}" for name, level in self.levels.items() for one in level._objections(shape)]
+        return super()._objections(shape) + others
 
-    def methods_of(self, layer: int, num_heads: int) -> tuple[Method, ...]:
-        """The method of each of the model's ``num_heads`` query heads in one layer."""
-        profile = self._by_layer.get(layer, LayerProfile())
-        methods = [profile.default or self.default] * num_heads
-        for heads, method in profile.heads.items():
-            for head in heads:
-                methods[head] = method
-        return tuple(methods)
+    @property
+    def level_names(self) -> tuple[str, ...]:
+        """What a request may name: exact, which every server has, then the profile's levels, closest bound first."""
+        return EXACT, *(name for name in get_args(LevelName) if name == self.level or name in self.levels)
+
+    def at_level(self, name: str) -> "Profile":
+        """A profile that has the named level as its own, and no other. ``exact``: every head dense.
+
+        Raises ValueError if there is no such level.
+        """
+        if name not in self.level_names:
+            raise ValueError(f"level: {not_one_of(name, self.level_names)}")
+        given = next((level for known, level in self.levels.items() if known == name), self)
+        level = Level(default=make_method("dense", {})) if name == EXACT else given
+        own = {field: getattr(level, field) for field in Level.model_fields}
+        return self.model_copy(update={**own, "level": None if name == EXACT else name, "levels": {}})
 
     def check_model(self, shape: ModelShape, source: str = "profile") -> None:
         """Raise ``ConfigurationError`` naming ``source`` if this is no profile for a model of that shape.
@@ -154,25 +229,27 @@ class Profile(_Section):
             )
         if problems := self._out_of_range(shape):
             raise ConfigurationError(f"{source}: {'; '.join(problems)}; the model is {shape}")
-        methods: dict[type[Method], list[Method]] = defaultdict(list)
-        for layer in set(range(shape.num_layers)) - set(self.dense_layers):
-            for method in self.methods_of(layer, shape.num_heads):
-                methods[type(method)].append(method.selection)
-        if objections := [why for kind, heads in methods.items() if (why := kind.objection(heads)) is not None]:
+        if objections := self._objections(shape):
             raise ConfigurationError(f"{source}: {'; '.join(objections)}")
 
-    def to_yaml(self) -> str:
-        """The profile as a file; loading that gives an equal one."""
-        shape = {name: value for name, value in vars(self.model).items() if value is not None} if self.model else None
+    def to_yaml(self, compact: bool = False) -> str:
+        """The profile as a file; loading that gives an equal one.
+
+        ``compact`` leaves out parameters that have their method's default: shorter, and what the file says changes if
+        a default ever does.
+        """
+        spec = _short_spec if compact else _spec
+        own = self._data(spec)
+        provenance = own.pop("provenance", None)
         data = {
             "format": self.format,
-            "model": shape or ANY_MODEL,
+            "model": self.model.data() if self.model else ANY_MODEL,
             "min_tokens": self.min_tokens,
             "min_query_tokens": self.min_query_tokens,
-            "dense_layers": _key(self.dense_layers) if self.dense_layers else None,
-            "default": _spec(self.default),
-            "layers": {_key(layers): _layer_data(profile) for layers, profile in self.layers.items()},
-            "provenance": self.provenance.model_dump(exclude_none=True),
+            "level": self.level,
+            **own,
+            "levels": {name: level._data(spec) for name, level in self.levels.items()},
+            "provenance": provenance,
         }
         return strict_yaml.dump({name: value for name, value in data.items() if value is not None and value != {}})
 
@@ -208,77 +285,18 @@ def bundled_profiles() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))} if folder else {}
 
 
-# Pattern names of the files in MInference's repository (minference/configs/*.json, as of August 2025).
-_MINFERENCE_PATTERNS: dict[str, Callable[[int, int], dict[str, Any]]] = {
-    "vertical_and_slash": lambda a, b: {"method": "vertical_slash", "vertical_tokens": a, "slash_tokens": b},
-    "stream_llm": lambda a, b: {"method": "a_shape", "sink_tokens": a, "local_tokens": b},
-    "block_sparse": lambda a, b: {"method": "block_sparse", "top_blocks": 100},
-}
+def _commonest(methods: Sequence[Method]) -> Method:
+    """Of equally common ones the first."""
+    return Counter(methods).most_common(1)[0][0]
 
 
-def import_minference(json_path: str | Path, model_config_path: str | Path) -> Profile:
-    """The profile that says the same as a file of MInference's offline search.
-
-    Such a file is a list with one object for each layer, ``{"HEAD": [pattern, a, b, score]}``, heads counted over the
-    whole model:
-
-    * ``vertical_and_slash``: keep the ``a`` heaviest columns (tokens) and the ``b`` heaviest diagonals;
-    * ``stream_llm``: keep the first ``a`` tokens (sink) and a window of ``b`` tokens (local);
-    * ``block_sparse``: the authors' code keeps 100 blocks of 64 keys for each block of queries that it computes at a
-      time, whatever ``a`` and ``b`` say (in their search ``a`` was a ratio, not a count), and so does the profile;
-    * ``score`` is the search's own measure, which changed between its versions: recall in some files, a count of
-      differing outputs in others. It is not kept.
-
-    ``model_config_path`` is the model's folder or config.json: the file itself does not name its model. Raises
-    ``ConfigurationError`` naming file, layer and head where either is not of that form or they do not fit each other.
-    """
-    path = Path(json_path)
-    shape = ModelShape.from_folder(Path(model_config_path))
-    try:
-        layers = json.loads(strict_yaml.read_text(path), object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{path}: not JSON: {error}") from None
-    if not isinstance(layers, list) or len(layers) != shape.num_layers:
-        given = f"{len(layers)} layers" if isinstance(layers, list) else type(layers).__name__
-        raise ConfigurationError(f"{path}: given {given}, expected a list of {shape.num_layers} for {shape}")
-    default = make_method("minference", {})
-    profiles: dict[tuple[int, ...], LayerProfile] = {}
-    for layer, heads in enumerate(layers):
-        methods = _minference_layer(heads, shape, f"{path}: layer {layer}")
-        if others := {method: ids for method, ids in methods.items() if method != default}:
-            profiles[layer,] = LayerProfile(heads={tuple(ids): method for method, ids in others.items()})
-    source = Provenance(source=f"imported from MInference's {path.name}")
-    return Profile(format=1, model=shape, default=default, layers=profiles, provenance=source)
-
-
-def _minference_layer(heads: object, shape: ModelShape, where: str) -> dict[Method, list[int]]:
-    if not isinstance(heads, dict) or set(heads) != {str(head) for head in range(shape.num_heads)}:
-        given = f"heads {', '.join(heads) or 'none'}" if isinstance(heads, dict) else repr(heads)
-        expected = f"an object with the heads 0 to {shape.num_heads - 1} for {shape}"
-        raise ConfigurationError(f"{where}: given {given:.80}, expected {expected}")
-    methods: dict[Method, list[int]] = {}
-    for head in range(shape.num_heads):
-        methods.setdefault(_minference_method(heads[str(head)], f"{where}, head {head}"), []).append(head)
-    return methods
-
-
-def _minference_method(entry: object, where: str) -> Method:
-    match entry:
-        case [str(pattern), int(a), int(b), int() | float()]:
-            if pattern not in _MINFERENCE_PATTERNS:
-                raise ConfigurationError(f"{where}: pattern: {not_one_of(pattern, _MINFERENCE_PATTERNS)}")
-        case _:
-            raise ConfigurationError(f"{where}: {unexpected(entry, '[pattern, integer, integer, score]')}")
-    try:
-        return _to_method(_MINFERENCE_PATTERNS[pattern](a, b))
-    except ValueError as error:
-        raise ConfigurationError(f"{where}: {error}") from None
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(mapping := dict(pairs)) != len(pairs):
-        raise ValueError("an object has a key twice")
-    return mapping
+def _layer_of(methods: Sequence[Method], default: Method) -> LayerProfile:
+    own = None if default in methods else _commonest(methods)
+    heads: dict[Method, list[int]] = defaultdict(list)
+    for head, method in enumerate(methods):
+        if method != (own or default):
+            heads[method].append(head)
+    return LayerProfile(default=own, heads={tuple(ids): method for method, ids in heads.items()})
 
 
 def _key(numbers: tuple[int, ...]) -> int | str:
@@ -289,7 +307,15 @@ def _spec(method: Method) -> dict[str, Any]:
     return strict_yaml.FlowDict(parameters_of(method))
 
 
-def _layer_data(profile: LayerProfile) -> dict[str, Any]:
-    default = {} if profile.default is None else {"default": _spec(profile.default)}
-    heads = {_key(heads): _spec(method) for heads, method in profile.heads.items()}
+def _short_spec(method: Method) -> dict[str, Any]:
+    default = type(method)().shown_fields
+    written = {
+        name: value for name, value in parameters_of(method).items() if name not in default or value != default[name]
+    }
+    return strict_yaml.FlowDict(written)
+
+
+def _layer_data(profile: LayerProfile, spec: Spec) -> dict[str, Any]:
+    default = {} if profile.default is None else {"default": spec(profile.default)}
+    heads = {_key(heads): spec(method) for heads, method in profile.heads.items()}
     return default | ({"heads": heads} if heads else {})

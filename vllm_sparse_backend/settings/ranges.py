@@ -1,9 +1,12 @@
 """Sets of layers or heads as people write them: ``0-3,7``."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Annotated
 
-MAX_NUMBER = 1 << 20  # so that a slip of the keyboard doesn't fill the memory
+from pydantic import BeforeValidator, WithJsonSchema
+
+MAX_NUMBER = 1 << 12  # so that a slip of the keyboard doesn't fill the memory
 _PART = re.compile(r"\s*(\d{1,7})\s*(?:-\s*(\d{1,7})\s*)?")
 
 
@@ -39,3 +42,30 @@ def format_ranges(numbers: Iterable[int]) -> str:
         else:
             spans.append([number, number])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def _disjoint(given: object) -> object:
+    """Refuse a number that two keys of a mapping name: once they are parsed, equal keys would have become one."""
+    owners: dict[int, object] = {}
+    for key in given if isinstance(given, Mapping) else ():
+        try:
+            numbers = parse_ranges(key)
+        except ValueError:
+            continue  # the key's own error is reported with its place
+        for number in numbers:
+            if owners.setdefault(number, key) is not key:
+                raise ValueError(f"given {number} in both {owners[number]!r} and {key!r}, expected it once")
+    return given
+
+
+RANGES_PATTERN = f"^{_PART.pattern}(?:,{_PART.pattern})*$"
+_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "pattern": RANGES_PATTERN},
+        {"type": "integer", "minimum": 0},
+        {"type": "array", "items": {"type": "integer", "minimum": 0}, "uniqueItems": True},
+    ]
+}
+Ranges = Annotated[tuple[int, ...], BeforeValidator(parse_ranges), WithJsonSchema(_SCHEMA)]
+DisjointRanges = BeforeValidator(_disjoint)
+"""For a mapping with ``Ranges`` as keys."""

@@ -101,6 +101,12 @@ class Fallback(StrEnum):
         False,
         "the row has fewer than min_query_tokens new tokens past min_tokens; lower that number if sparse still pays",
     )
+    GUARD = (
+        "guard",
+        False,
+        "the online guard measured too large an error of the layer's output; use settings that keep more there, or "
+        "list the layer in dense_layers",
+    )
     NEVER_FASTER = (
         "never_faster",
         False,

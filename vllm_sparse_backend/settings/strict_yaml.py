@@ -37,6 +37,10 @@ class FlowDict(dict[str, Any]):
     """A mapping that is written on one line."""
 
 
+class FlowList(list[Any]):
+    """A list that is written on one line, or as many as it fills."""
+
+
 class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -52,6 +56,9 @@ _Dumper.add_implicit_resolver(*_FLOAT)  # so that a text that looks like such a 
 _Dumper.add_representer(str, _represent_text)
 _Dumper.add_representer(
     FlowDict, lambda dumper, data: dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=True)
+)
+_Dumper.add_representer(
+    FlowList, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
 )
 
 

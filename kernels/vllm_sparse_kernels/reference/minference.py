@@ -95,10 +95,15 @@ def vertical_slash_sums(last_q: torch.Tensor, keys: torch.Tensor, scale: float) 
 
 
 def keep(sums: torch.Tensor, k: int, forced: int) -> torch.Tensor:
-    """argtopk of Algorithm 2, as flags; the first ``forced`` count as infinite."""
+    """argtopk of Algorithm 2, as flags; the first ``forced`` count as infinite, sums alike in ten bits as equal."""
     sums = sums.clone()
     sums[:forced] = torch.inf
-    return top(sums, k)
+    return top(ten_bits(sums), k)
+
+
+def ten_bits(sums: torch.Tensor) -> torch.Tensor:
+    """Sums >= 0 as integers of their order, those equal whose mantissas are in their first ten bits, or below 2⁻⁵⁷."""
+    return (sums.float().view(torch.int32) >> 13).clamp(min=(127 - 57) << 10)
 
 
 def set_vertical_slash(

@@ -47,7 +47,7 @@ class VoterArgs(NamedTuple):
     """
 
     queries: Any  # [num_heads, num_tiles, voters of a tile, BLOCK_D] of q's dtype
-    anchors: Any  # [num_heads, num_tiles, voters of a tile] float32, mean or own x_a
+    anchors: Any  # [num_heads, num_tiles, voters of a tile] float32, mean or own x_a, less the head's θ
 
 
 class GroupArgs(NamedTuple):
@@ -62,7 +62,7 @@ class GroupArgs(NamedTuple):
 # Numbers that change from step to step must not be specialised on: a server would compile in the middle of its work.
 @triton.jit(do_not_specialize=["num_tiles", "stride_table"])
 def anchor_kernel(
-    queries, keys, stride_table, k_matrix, matrix, tiles, heads, voters, num_tiles, scale, span, window,
+    queries, keys, stride_table, k_matrix, matrix, tiles, heads, thetas, voters, num_tiles, scale, span, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, INITIAL: tl.constexpr, PAGE: tl.constexpr,
     PRECISION: tl.constexpr, USE_ANCHOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SAMPLE: tl.constexpr, VOTERS: tl.constexpr, FIELDS: tl.constexpr,
@@ -107,7 +107,7 @@ def anchor_kernel(
                 b_anchor += b_max * scale
             else:
                 b_anchor += tl.sum(tl.where(in_tile, b_max * scale, 0.0), 0) / length
-        tl.store(voters.anchors + o_voter, b_anchor, mask=is_voter)
+        tl.store(voters.anchors + o_voter, b_anchor - tl.load(thetas + tl.program_id(1)), mask=is_voter)
 
 
 @triton.jit
@@ -151,7 +151,7 @@ def _load_block(
 
 @triton.jit(do_not_specialize=["stride_table", "num_heads", "num_tiles", "num_sets"])
 def vote_kernel(
-    keys, stride_table, k_matrix, matrix, groups, voters, heads, num_heads, num_tiles, num_sets, scale, theta,
+    keys, stride_table, k_matrix, matrix, groups, voters, heads, num_heads, num_tiles, num_sets, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, INITIAL: tl.constexpr, PAGE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_T: tl.constexpr,
     ONE_PASS: tl.constexpr, VOTERS: tl.constexpr, WHOLE_WORDS: tl.constexpr, FIELDS: tl.constexpr,
@@ -193,9 +193,9 @@ def vote_kernel(
                     b_lead = tl.maximum(b_lead, _leads(b_k, b_q, b_anchor, scale, PAIRS, PRECISION))
             b_lead = tl.reshape(b_lead, [BLOCK_N // WORD, WORD, PAIRS])
             if WHOLE_WORDS:
-                b_kept = tl.where(tl.max(b_lead, 1) >= -theta, ALL_KEPT, 0)
+                b_kept = tl.where(tl.max(b_lead, 1) >= 0, ALL_KEPT, 0)
             else:
-                b_kept = tl.sum((b_lead >= -theta).to(tl.int32) << tl.arange(0, WORD)[None, :, None], 1)
+                b_kept = tl.sum((b_lead >= 0).to(tl.int32) << tl.arange(0, WORD)[None, :, None], 1)
             o_word = candidate // WORD + tl.arange(0, BLOCK_N // WORD)
             tl.store(
                 groups.words + b_word[None, :] + o_word[:, None], b_kept,
@@ -227,9 +227,9 @@ def _voters(
 
 @triton.jit
 def _leads(b_k, b_q, b_anchor, scale, PAIRS: tl.constexpr, PRECISION: tl.constexpr):
-    """By how much each key's score passes the anchor of the voter that wants it most, in each pair: [keys, PAIRS].
+    """By how much each key's score passes x_a − θ of the voter that wants it most, in each pair: [keys, PAIRS].
 
-    Less than −θ is too little (equation 2).
+    Less than 0 is too little (equation 2).
     """
     b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale - b_anchor[None, :]
     return tl.max(tl.reshape(b_s, [b_k.shape[0], b_q.shape[0] // PAIRS, PAIRS]), 1)

@@ -1,0 +1,103 @@
+"""What calibration measured of each head, as a profile's ``provenance.figures`` has it.
+
+Per figure, layers as keys and a list with one number for each query head of the model, or one number alone where all
+heads of those layers have it. Layers without numbers (dense ones) are left out:
+
+    figures:
+      density: {0: 1.0, 1: [0.123, 0.05, 1.0, 0.3], 2-3: [0.1, 0.1, 0.2, 0.1]}
+      error: {1: [0.01, 0.02, 0.0, 0.03], 2-3: 0.004}
+
+Numbers have four significant digits, so that a model of 32 layers and 32 heads takes some 20 kB. All that knows how
+they are written is here: ``Figures.of_heads`` makes them from plain lists, ``rows`` gives these back.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictFloat, WithJsonSchema, field_validator
+
+from vllm_sparse_backend.settings import strict_yaml
+from vllm_sparse_backend.settings.errors import unexpected
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.ranges import DisjointRanges, Ranges, format_ranges
+
+PerHead = Sequence[Sequence[float] | None]
+"""Per layer a number for each head; None for a layer without."""
+
+
+def _as_list(given: object) -> object:
+    return given if isinstance(given, list | tuple) else [given]
+
+
+def _schema(**limits: int) -> WithJsonSchema:
+    number = {"type": "number", "minimum": 0, **limits}
+    return WithJsonSchema({"anyOf": [number, {"type": "array", "items": number, "minItems": 1}]})
+
+
+Fraction = Annotated[StrictFloat, Field(ge=0, le=1)]
+Amount = Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)]
+Fractions = Annotated[tuple[Fraction, ...], BeforeValidator(_as_list), Field(min_length=1), _schema(maximum=1)]
+Amounts = Annotated[tuple[Amount, ...], BeforeValidator(_as_list), Field(min_length=1), _schema()]
+
+
+class Figures(BaseModel):
+    """Measured figures of each head, by layers; heads and layers are the whole model's."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    density: Annotated[dict[Ranges, Fractions], DisjointRanges] = {}
+    """Kept (query, key) pairs over causal pairs, mean over the prompts."""
+
+    error: Annotated[dict[Ranges, Amounts], DisjointRanges] = {}
+    """Mean over queries of ‖o − õ‖₁ / ‖o‖₁, o a query's output under dense attention; on the worst prompt."""
+
+    worst_error: Annotated[dict[Ranges, Amounts], DisjointRanges] = {}
+    """What a hundredth of the queries has more of."""
+
+    @field_validator("*")
+    @classmethod
+    def _rounded(cls, given: dict[tuple[int, ...], tuple[float, ...]]) -> dict[tuple[int, ...], tuple[float, ...]]:
+        rounded = {layers: tuple(float(f"{one:.4g}") for one in numbers) for layers, numbers in given.items()}
+        return {layers: numbers[:1] if len(set(numbers)) == 1 else numbers for layers, numbers in rounded.items()}
+
+    @staticmethod
+    def of_heads(**figures: PerHead) -> "Figures":
+        """From each figure's numbers by layer and head; layers that are alike share an entry."""
+        data: dict[str, dict[str, list[float]]] = {}
+        for name, layers in figures.items():
+            alike: dict[tuple[float, ...], list[int]] = {}
+            for layer, numbers in enumerate(layers):
+                if numbers is not None:
+                    alike.setdefault(tuple(float(f"{one:.4g}") for one in numbers), []).append(layer)
+            data[name] = {format_ranges(numbers): list(values) for values, numbers in alike.items()}
+        return Figures.model_validate(data)
+
+    def rows(self, name: str, shape: ModelShape) -> list[list[float] | None]:
+        """The numbers of one figure by layer and head; None for a layer without."""
+        known = {layer: numbers for layers, numbers in getattr(self, name).items() for layer in layers}
+        layers = (known.get(layer) for layer in range(shape.num_layers))
+        return [None if row is None else list(row * shape.num_heads if len(row) == 1 else row) for row in layers]
+
+    def out_of_range(self, shape: ModelShape) -> list[str]:
+        """What does not fit a model of that shape: layers past its last, lists of another length than its heads."""
+        problems = []
+        for name, layers, numbers in self._entries():
+            place = f"{name}.{format_ranges(layers)}"
+            if layers and layers[-1] >= shape.num_layers:
+                problems.append(f"{place}: {unexpected(layers[-1], f'at most {shape.num_layers - 1}')}")
+            if len(numbers) not in (1, shape.num_heads):
+                expected = f"one for each of the {shape.num_heads} heads"
+                problems.append(f"{place}: given {len(numbers)} numbers, expected {expected}")
+        return problems
+
+    def _entries(self) -> list[tuple[str, tuple[int, ...], tuple[float, ...]]]:
+        figures: Mapping[str, Any] = vars(self)
+        return [(name, *entry) for name in Figures.model_fields for entry in figures[name].items()]
+
+    def data(self) -> dict[str, Any]:
+        """As a file has them."""
+        data: dict[str, Any] = {}
+        for name, layers, numbers in self._entries():
+            key = layers[0] if len(layers) == 1 else format_ranges(layers)
+            data.setdefault(name, {})[key] = numbers[0] if len(numbers) == 1 else strict_yaml.FlowList(numbers)
+        return data
