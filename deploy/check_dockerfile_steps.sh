@@ -37,11 +37,10 @@ sed -i "1s|.*|#!$work/venv/bin/python|" "$work/venv/bin/vllm"
 # Nothing of the caller's environment comes along, as in a container.
 clean() {
     env -i HOME="$work" PATH="$work/venv/bin:/usr/bin:/bin" LANG=C.UTF-8 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 \
-        DO_NOT_TRACK=1 VLLM_CPU_KVCACHE_SPACE=1 PROMETHEUS_MULTIPROC_DIR="$work/metrics" "$@"
+        DO_NOT_TRACK=1 VLLM_CPU_KVCACHE_SPACE=1 "$@"
 }
 cd "$work"
 clean python -c 'import vllm_sparse_backend, vllm_sparse_kernels as k; print(vllm_sparse_backend.__file__, k.__file__)'
-mkdir metrics
 clean sparse-prefill doctor
 
 echo "3. Entry point and health check"
@@ -67,3 +66,6 @@ until clean python "$root/deploy/healthcheck.py" "$port" 2>/dev/null; do
     sleep 1
 done
 echo "healthy after $((SECONDS - began)) s"
+clean python -c 'import sys, urllib.request as u; open_ = u.build_opener(u.ProxyHandler({})).open
+sys.exit(b"\nsparse_prefill_up{engine=\"0\"} 1.0\n" not in open_(sys.argv[1]).read())' "http://127.0.0.1:$port/metrics" ||
+    { echo "the engine's counters are not on /metrics" >&2; exit 1; }

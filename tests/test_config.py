@@ -94,6 +94,7 @@ def test_all_wrong_fields_are_named_at_once() -> None:
             "sparse_prefill.engine: given 'flsh', expected 'auto', 'hopper', 'flash' or 'portable'",
         ),
         ({"metrics_interval_s": 0}, "sparse_prefill.metrics_interval_s: given 0, expected more than 0"),
+        ({"metrics_interval_s": 6}, "sparse_prefill.metrics_interval_s: given 6, expected at most 5"),
         (
             {"metrics_interval_s": float("inf")},
             "sparse_prefill.metrics_interval_s: given inf, expected a finite number",

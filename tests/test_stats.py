@@ -1,132 +1,87 @@
-"""What a worker counts, and when Prometheus hears of it."""
+"""What a worker counts: each row and pair once, and of one moment, without waiting for the device."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from prometheus_client import REGISTRY
 
-from vllm_sparse_backend.serving import stats
-from vllm_sparse_backend.serving.stats import Recorder
+from vllm_sparse_backend.serving import stats, timing
+from vllm_sparse_backend.serving.stats import Recorder, not_counting
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_kernels.testing.batches import random_batch, random_index
 
 CPU = torch.device("cpu")
-LAYERS = (901, 905)  # of no model: counters are the process's
-Values = Callable[[], dict[str, float]]
+SPARSE, DECODE, PADDING = ("sparse", None), ("decode", None), ("padding", None)
+SHORT = ("dense", Fallback.TOO_SHORT)
+CAUSAL = 4 * 200 * 201 // 2
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [100.0]
-    monkeypatch.setattr(stats.time, "monotonic", lambda: now[0])
-    return now
-
-
-@pytest.fixture
-def values() -> Values:
-    """What the counters rose by since the test began: of rows by path and reason, else by layer."""
-
-    def read() -> dict[str, float]:
-        found = {}
-        for family in REGISTRY.collect():
-            for sample in family.samples if family.name.startswith("sparse_prefill") else ():
-                if sample.name.endswith("_total"):
-                    name = family.name.removeprefix("sparse_prefill_")
-                    found[" ".join([name, *sample.labels.values()]).strip()] = sample.value
-        return found
-
-    before = read()
-    return lambda: {k: v - before.get(k, 0) for k, v in read().items() if v != before.get(k, 0)}
-
-
-def make(clock: list[float], **options: Any) -> Recorder:
-    recorder = Recorder(CPU, 2.0, **options)
-    recorder.add_layers(LAYERS)
+def make(**options: Any) -> Recorder:
+    recorder = Recorder(CPU, **options)
+    recorder.add_layers((1, 5))
     return recorder
 
 
-def test_totals_arrive_once_an_interval(clock: list[float], values: Values) -> None:
-    recorder = make(clock)
+def full_index() -> Any:
+    return random_index(random_batch([(0, 200)], 4, 2, 16, 16), 64, 1.0)
+
+
+def found(recorder: Recorder, start: bool = True) -> dict[str, float]:
+    """Samples but those of time."""
+    samples, _ = recorder.samples(start)
+    return {" ".join([name, *labels]).strip(): value for name, labels, value in samples if "sampled" not in name}
+
+
+def test_rows_by_path_and_reason() -> None:
+    recorder = make()
+    assert found(recorder) == {}
     recorder.count_rows("sparse", None)
     recorder.count_rows("dense", Fallback.TOO_SHORT, 3)
-    recorder.count_rows("decode", None, 40)
-    clock[0] += 1.9
-    recorder.flush_when_due()
-    assert values() == {}
-    clock[0] += 0.2
-    recorder.flush_when_due()
-    rows = {"rows sparse": 1, "rows dense too_short": 3, "rows decode": 40}
-    assert values() == rows
-    recorder.count_rows("decode", None)
-    clock[0] += 1.9
-    recorder.flush_when_due()
-    assert values() == rows
-    clock[0] += 0.2
-    recorder.flush_when_due()
-    assert values() == rows | {"rows decode": 41}
+    recorder.count_batch(0, [DECODE, DECODE, SHORT, PADDING], torch.zeros(4, 8))
+    assert found(recorder) == {"rows sparse": 1, "rows decode": 2, "rows dense too_short": 4}
 
 
-def test_pairs_of_steps_add_up(clock: list[float], values: Values) -> None:
-    """Kept pairs are told when a copy of them has arrived, at the next look, and each of them once."""
+def test_pairs_of_steps_add_up() -> None:
     batch = random_batch([(100, 300), (0, 131)], 4, 2, 16, 16)
     causal = 4 * (300 * 100 + 300 * 301 // 2 + 131 * 132 // 2)
     indices = [random_index(batch, 64, density, stripes=20, seed=i) for i, density in enumerate((0.1, 0.5, 0.9))]
     kept = [sum(int(index.to_mask(row).sum()) for row in range(2)) for index in indices]
-    recorder = make(clock)
+    recorder = make()
     for index in indices[:2]:
-        recorder.count_pairs(901, index)
-    recorder.count_pairs(905, indices[2])
-    for _ in range(4):
-        clock[0] += 1
-        recorder.flush_when_due()
+        recorder.count_pairs(1, index)
+    recorder.count_pairs(5, indices[2])
     expected = {
-        "tiles 901": 10.0,
-        "tiles 905": 5.0,
-        "causal_pairs 901": 2.0 * causal,
-        "causal_pairs 905": 1.0 * causal,
-        "kept_pairs 901": float(kept[0] + kept[1]),
-        "kept_pairs 905": float(kept[2]),
-    }
-    assert values() == expected
-    recorder.count_pairs(901, indices[2])
-    for _ in range(4):
-        clock[0] += 1
-        recorder.flush_when_due()
-    more = {"tiles 901": 15.0, "causal_pairs 901": 3.0 * causal, "kept_pairs 901": float(sum(kept))}
-    assert values() == expected | more
+        "tiles 1": 10, "tiles 5": 5, "causal_pairs 1": 2 * causal, "causal_pairs 5": causal,
+        "kept_pairs 1": kept[0] + kept[1], "kept_pairs 5": kept[2],
+    }  # fmt: skip
+    assert found(recorder) == expected
+    recorder.count_pairs(1, indices[2])
+    assert found(recorder) == expected | {"tiles 1": 15, "causal_pairs 1": 3 * causal, "kept_pairs 1": sum(kept)}
 
 
-def test_ranks_share_a_layers_heads_but_not_its_rows_and_tiles(clock: list[float], values: Values) -> None:
-    batch = random_batch([(0, 200)], 4, 2, 16, 16)
-    index = random_index(batch, 64, 0.5)
+def test_ranks_share_a_layers_heads_but_not_its_rows_and_tiles() -> None:
+    totals: dict[str, float] = {}
     for rank in range(4):
-        recorder = make(clock, is_first_rank=rank == 0)
-        recorder.count_rows("sparse", None)
-        recorder.count_pairs(901, index)
-        for _ in range(2):
-            clock[0] += 3
-            recorder.flush_when_due()
-    found = values()
-    assert found["rows sparse"] == 1
-    assert found["tiles 901"] == 2
-    assert found["causal_pairs 901"] == 4 * 4 * 200 * 201 // 2
-    assert found["kept_pairs 901"] == 4 * int(index.to_mask(0).sum())
+        recorder = make(is_first_rank=rank == 0)
+        recorder.count_batch(0, [SPARSE], torch.zeros(1, 8))
+        recorder.count_pairs(1, full_index())
+        for name, value in found(recorder).items():
+            totals[name] = totals.get(name, 0) + value
+    assert totals == {"rows sparse": 1, "tiles 1": 2, "causal_pairs 1": 4 * CAUSAL, "kept_pairs 1": 4 * CAUSAL}
 
 
-def test_layers_that_are_added_later_keep_what_was_counted(clock: list[float]) -> None:
-    batch = random_batch([(0, 200)], 4, 2, 16, 16)
-    recorder = make(clock)
-    recorder.count_pairs(905, random_index(batch, 64, 1.0))
-    recorder.add_layers([901, 903, 905])
-    recorder.count_pairs(903, random_index(batch, 64, 1.0))
-    full = 4 * 200 * 201 // 2
-    assert recorder._kept.tolist() == [0, full, full]
+def test_layers_that_are_added_later_keep_what_was_counted() -> None:
+    recorder = Recorder(CPU)
+    recorder.add_layers([5])
+    recorder.count_pairs(5, full_index())
+    recorder.add_layers([1, 3, 5])
+    recorder.count_pairs(3, full_index())
+    assert found(recorder) == {f"{name} {i}": n for i in (3, 5) for name, n in (
+        ("tiles", 2), ("causal_pairs", CAUSAL), ("kept_pairs", CAUSAL))}  # fmt: skip
 
 
-def test_what_is_not_read_yet_is_not_lost(clock: list[float], values: Values) -> None:
-    """A copy that takes its time, as from a device: counts go on meanwhile, and no second copy starts."""
+class TestOnItsWay:
+    """A copy that takes its time, as from a device."""
 
     class Event:
         arrived = False
@@ -134,20 +89,174 @@ def test_what_is_not_read_yet_is_not_lost(clock: list[float], values: Values) ->
         def query(self) -> bool:
             return self.arrived
 
-    batch = random_batch([(0, 200)], 4, 2, 16, 16)
-    index, event = random_index(batch, 64, 1.0), Event()
-    full = 4 * 200 * 201 // 2
-    recorder = make(clock)
-    recorder.count_pairs(901, index)
-    clock[0] += 3
-    recorder.flush_when_due()
-    recorder._copy = recorder._copy[0], event  # type: ignore[index,assignment]
-    recorder.count_pairs(901, index)
-    clock[0] += 3
-    recorder.flush_when_due()
-    assert "kept_pairs 901" not in values()
-    event.arrived = True
-    recorder.flush_when_due()
-    assert values()["kept_pairs 901"] == full
-    recorder.flush_when_due()
-    assert values()["kept_pairs 901"] == 2 * full
+    @pytest.fixture
+    def event(self, monkeypatch: pytest.MonkeyPatch) -> Event:
+        event, set_out = self.Event(), Recorder._set_out
+
+        def late(self: Recorder) -> None:
+            set_out(self)
+            assert self._on_its_way is not None
+            self._on_its_way = *self._on_its_way[:2], event  # type: ignore[assignment]
+
+        monkeypatch.setattr(Recorder, "_set_out", late)
+        return event
+
+    def test_what_arrives_is_of_one_moment(self, event: Event) -> None:
+        recorder = make()
+        recorder.count_pairs(1, full_index())
+        recorder.count_rows("sparse", None)
+        assert recorder.samples() == ([], True)
+        recorder.count_pairs(1, full_index())  # past that moment, on the host and on the device
+        recorder.count_rows("sparse", None)
+        assert recorder.samples() == ([], True)
+        event.arrived = True
+        once = {"rows sparse": 1, "tiles 1": 2, "causal_pairs 1": CAUSAL, "kept_pairs 1": CAUSAL}
+        assert found(recorder, start=False) == once
+        assert recorder.samples(start=False)[1] is False
+        assert found(recorder) == {name: 2 * value for name, value in once.items()}
+
+    def test_an_answer_that_nobody_came_back_for_is_not_the_next_one(self, event: Event) -> None:
+        recorder = make()
+        recorder.count_rows("decode", None)
+        assert recorder.samples() == ([], True)
+        recorder.count_rows("decode", None)
+        event.arrived = True
+        assert found(recorder) == {"rows decode": 2}
+
+
+class TestMicrobatches:
+    """Two builders see the parts of one step, the second a larger number; a row may be cut between them."""
+
+    table = torch.zeros(8, 4, dtype=torch.int32)
+
+    def counted(self, *batches: tuple[int, slice, list[Any]]) -> dict[str, float]:
+        recorder = make()
+        for number, rows, kinds in batches:
+            recorder.count_batch(number, kinds, self.table[rows])
+        return found(recorder)
+
+    def test_a_cut_row_counts_once(self) -> None:
+        step = [(0, slice(0, 3), [DECODE, SPARSE, SPARSE]), (1, slice(2, 4), [SPARSE, SHORT])]
+        assert self.counted(*step) == {"rows decode": 1, "rows sparse": 2, "rows dense too_short": 1}
+        assert self.counted(*step, *step) == {"rows decode": 2, "rows sparse": 4, "rows dense too_short": 2}
+
+    def test_rows_that_are_not_cut(self) -> None:
+        step = [(0, slice(0, 2), [DECODE, SPARSE]), (1, slice(2, 4), [SPARSE, SPARSE])]
+        assert self.counted(*step) == {"rows decode": 1, "rows sparse": 3}
+
+    @pytest.mark.parametrize("parts", [(SHORT, SPARSE), (SPARSE, SHORT), (SPARSE, DECODE), (SPARSE, PADDING)])
+    def test_a_row_is_what_its_sparsest_part_is(self, parts: tuple[Any, Any]) -> None:
+        step = [(i, slice(0, 1), [kind]) for i, kind in enumerate(parts)]
+        assert self.counted(*step, *step) == {"rows sparse": 2}
+
+    def test_a_row_in_three_parts(self) -> None:
+        step = [(i, slice(0, 1), [kind]) for i, kind in enumerate((SHORT, SHORT, SPARSE))]
+        assert self.counted(*step, *step) == {"rows sparse": 2}
+
+    def test_the_next_step_of_the_same_row_counts(self) -> None:
+        assert self.counted((0, slice(0, 1), [SPARSE]), (0, slice(0, 1), [SPARSE])) == {"rows sparse": 2}
+
+
+def test_what_runs_for_no_request_is_not_counted() -> None:
+    recorder = make()
+    with not_counting():
+        with not_counting():
+            recorder.count_batch(0, [DECODE], table := torch.zeros(1, 4))
+        recorder.count_rows("dense", Fallback.TOO_SHORT)
+        recorder.count_pairs(1, full_index(), recorder.lap(1))
+        assert not stats.is_counting()
+    assert found(recorder) == {}
+    recorder.count_batch(0, [DECODE], table)
+    assert found(recorder) == {"rows decode": 1}
+
+
+class TestTime:
+    @pytest.fixture
+    def clock(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        now = [100.0]
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+        return now
+
+    @staticmethod
+    def call(recorder: Recorder, layer: int, clock: list[float], select: float, attend: float) -> None:
+        lap = recorder.lap(layer)
+        lap.begins()
+        clock[0] += select
+        lap.selected()
+        clock[0] += attend
+        lap.attended()
+        clock[0] += 50
+        recorder.count_pairs(layer, full_index(), lap)
+
+    def test_each_layer_has_its_turn(self, clock: list[float]) -> None:
+        recorder = make()
+        for step in range(6):
+            for layer in (1, 5):
+                self.call(recorder, layer, clock, select=layer, attend=10 * layer)
+            samples = {(name, *labels): value for name, labels, value in recorder.samples()[0] if "sampled" in name}
+            assert (not samples) == (step == 0)
+        assert samples == {
+            (name, str(layer), *more): pytest.approx(2 * value)
+            for layer in (1, 5)
+            for name, more, value in (
+                ("sampled_seconds", ("select",), layer),
+                ("sampled_seconds", ("attend",), 10 * layer),
+                ("sampled_causal_pairs", (), CAUSAL),
+            )
+        }
+
+    def test_nothing_waits_for_laps_that_are_still_running(
+        self, clock: list[float], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        over = [False]
+        monkeypatch.setattr(timing.HostEvent, "query", lambda self: over[0])
+        recorder = make()
+        for _ in range(3 * (timing.LAPS + 5)):
+            self.call(recorder, 1, clock, 1, 2)
+        assert not any("sampled" in name for name, *_ in recorder.samples()[0])
+        over[0] = True
+        seconds = {labels[1]: value for name, labels, value in recorder.samples()[0] if name == "sampled_seconds"}
+        assert seconds == pytest.approx({"select": timing.LAPS, "attend": 2 * timing.LAPS})
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    def test_on_a_device(self) -> None:
+        """Counts set out behind the work that they are of, and nothing waits for either."""
+        device = torch.device("cuda", 0)
+        recorder, index = Recorder(device), random_index(random_batch([(0, 200)], 4, 2, 16, 16, device="cuda"), 64, 1.0)
+        recorder.add_layers([1])
+        torch.cuda.synchronize()
+        for _ in range(4):
+            lap = recorder.lap(1)
+            lap.begins()
+            torch.cuda._sleep(100_000_000)
+            lap.selected()
+            lap.attended()
+            recorder.count_pairs(1, index, lap)
+        assert recorder.samples() == ([], True)
+        torch.cuda.synchronize()
+        samples, behind = recorder.samples(start=False)
+        assert not behind
+        assert ("kept_pairs", ["1"], 4 * CAUSAL) in samples
+        samples, _ = recorder.samples()
+        torch.cuda.synchronize()
+        seconds = {labels[1]: s for name, labels, s in recorder.samples(start=False)[0] if name == "sampled_seconds"}
+        assert 0.04 < seconds["select"] < 10
+        assert 0 <= seconds["attend"] < 0.01
+
+
+class TestMore:
+    def test_counters_and_gauges_of_others(self) -> None:
+        recorder = make()
+        recorder.gauge("guard_error", {"layer": 3}, 0.25)
+        recorder.gauge("guard_error", {"layer": 3}, 0.5)
+        recorder.count("guard_checks", {"layer": 3})
+        recorder.count("guard_checks", {"layer": 3}, 2)
+        assert found(recorder) == {"guard_error 3": 0.5, "guard_checks 3": 3}
+
+    @pytest.mark.parametrize(
+        ("name", "labels"), [("guard_mistake", {"layer": 1}), ("guard_checks", {"layer": 1}), ("guard_error", {})]
+    )
+    def test_none_that_is_not_in_the_table(self, name: str, labels: dict[str, int]) -> None:
+        with pytest.raises(ValueError, match=f"given gauge '{name}'"):
+            make().gauge(name, labels, 1.0)

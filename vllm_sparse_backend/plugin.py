@@ -24,6 +24,8 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from vllm_sparse_backend.serving import metrics_hooks
+
     custom = AttentionBackendEnum.CUSTOM
     if custom.is_overridden() and custom.get_path() != BACKEND:
         logger.warning(
@@ -35,6 +37,9 @@ def register() -> None:
     register_backend(custom, BACKEND)
     for name in NAMES:
         AttentionBackendEnum._member_map_[name] = custom
+    problem = metrics_hooks.install()
+    if problem is not None:
+        logger.warning("sparse-prefill: %s", problem)
     platform = type(current_platform)
     _wrap(platform, "check_and_update_config", _checked)
     if current_platform.is_cpu():
@@ -63,7 +68,7 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
 
         original(vllm_config)
         is_part = get_current_vllm_config_or_none() is not None
-        if _is_ours(vllm_config.attention_config.backend) and vllm_config.model_config is not None and not is_part:
+        if is_ours(vllm_config.attention_config.backend) and vllm_config.model_config is not None and not is_part:
             from vllm_sparse_backend.serving.startup import check
 
             check(vllm_config)
@@ -77,14 +82,15 @@ def _selectable(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_attn_backend_cls(
         cls: type, selected_backend: Any, attn_selector_config: Any, *rest: Any, **more: Any
     ) -> str:
-        if _is_ours(selected_backend) and not attn_selector_config.use_mla:
+        if is_ours(selected_backend) and not attn_selector_config.use_mla:
             return BACKEND
         return original(selected_backend, attn_selector_config, *rest, **more)
 
     return get_attn_backend_cls
 
 
-def _is_ours(backend: Any) -> bool:
+def is_ours(backend: Any) -> bool:
+    """Whether a backend that was chosen is this one."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     custom = AttentionBackendEnum.CUSTOM

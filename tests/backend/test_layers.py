@@ -1,6 +1,7 @@
 """Which layers go sparse: with several groups of layers, draft models, and backends that vLLM derives from ours."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,11 +25,14 @@ from tests.backend.served import (
     make_model,
     make_step,
 )
+from vllm_sparse_backend import plugin
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.layers import model_layers
 from vllm_sparse_backend.serving.metadata import SparsePrefillMetadata, SparsePrefillMetadataBuilder
+from vllm_sparse_backend.serving.metrics_hooks import FOR_NO_REQUEST, METHOD, worker_samples
 from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.metrics import METRICS
 from vllm_sparse_backend.settings.reasons import Fallback
 
 MIN_TOKENS = 100
@@ -215,21 +219,12 @@ class TestDerived:
 
 
 class TestCounting:
-    @pytest.fixture
-    def counted(self, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, Any], int]:
-        from vllm_sparse_backend.serving.stats import Recorder
+    @staticmethod
+    def rows(builder: SparsePrefillMetadataBuilder) -> dict[str, float]:
+        samples, _ = builder.recorder.samples()
+        return {" ".join(labels).strip(): count for name, labels, count in samples if name == "rows"}
 
-        rows: dict[tuple[str, Any], int] = {}
-
-        def count(self: Recorder, path: str, reason: Fallback | None, number: int = 1) -> None:
-            rows[path, reason] = rows.get((path, reason), 0) + number
-
-        monkeypatch.setattr(Recorder, "count_rows", count)
-        return rows
-
-    def test_rows_count_once_however_many_groups_see_them(
-        self, configured: Configure, counted: dict[tuple[str, Any], int]
-    ) -> None:
+    def test_rows_count_once_however_many_groups_see_them(self, configured: Configure) -> None:
         config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
         groups = [make_layers(config, [0], per_layer_sliding_window=64), *(make_layers(config, [i]) for i in (1, 2, 3))]
         builders = [make_builder(config, layers) for layers in groups]
@@ -237,23 +232,98 @@ class TestCounting:
         common = make_common([(50, 1), (60, 1), (0, 200), (0, 30), (0, 0)])
         for builder in builders:
             builder.build(0, common)
-        assert counted == {("decode", None): 2, ("sparse", None): 1, ("dense", Fallback.TOO_SHORT): 1}
+        assert self.rows(builders[1]) == {"decode": 2, "sparse": 1, "dense too_short": 1}
 
-    def test_a_batch_made_up_for_a_graph_counts_nothing(
-        self, configured: Configure, counted: dict[tuple[str, Any], int]
-    ) -> None:
+    @pytest.mark.parametrize("call", FOR_NO_REQUEST)
+    def test_what_a_worker_runs_for_no_request_counts_nothing(self, configured: Configure, call: str) -> None:
+        """As vLLM calls its workers: by name, through the wrapper around each of them."""
+        from vllm.v1.serial_utils import run_method
+        from vllm.v1.worker.worker_base import WorkerWrapperBase
+
         config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
-        builder = make_builder(config, make_layers(config, [0]))
-        builder.build_for_cudagraph_capture(make_common([(50, 1)] * 8))
-        assert counted == {}
-        builder.build(0, make_common([(50, 1)] * 8))
-        assert counted == {("decode", None): 8}
+        layers = make_layers(config, [0])
+        builder = make_builder(config, layers)
+        step = make_step(layers[0], [(50, 1), (0, 200)])
 
-    def test_microbatches_have_one_recorder(self, configured: Configure) -> None:
+        def run(*args: int, **more: int) -> tuple[Any, ...]:
+            step.forward(layers[0], builder.build(0, step.common))
+            return args, more
+
+        plugin.register()
+        wrapper = WorkerWrapperBase()
+        wrapper.worker = SimpleNamespace(**{call: run})
+        assert run_method(wrapper, call, (1,), {"two": 2}) == ((1,), {"two": 2})
+        assert builder.recorder.samples() == ([], False)
+        run()
+        assert self.rows(builder) == {"decode": 1, "sparse": 1}
+
+    def test_a_row_that_two_microbatches_share_counts_once(self, configured: Configure) -> None:
+        """Cut up by vLLM itself, in the midst of a row that is sparse in both parts, and of one that is in one."""
+        from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
+
         config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
         (layer,) = layers = make_layers(config, [0])
         first, second = make_builder(config, layers), make_builder(config, layers)
         assert first.recorder is second.recorder is layer.impl.recorder
+        for cut in (151, 51):
+            whole = make_common([(50, 1), (0, 200), (0, 30)])
+            slices = [UBatchSlice(slice(0, 2), slice(0, cut)), UBatchSlice(slice(1, 3), slice(cut, 231))]
+            for builder, part in zip((first, second), split_attn_metadata(slices, whole), strict=True):
+                builder.build(0, part)
+        assert self.rows(first) == {"decode": 2, "sparse": 2, "dense too_short": 2}
+
+    def test_only_the_first_pipeline_stage_counts_rows(
+        self, configured: Configure, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
+        monkeypatch.setattr(config.parallel_config, "pipeline_parallel_size", 2)
+        samples = []
+        for stage in range(2):
+            config.compilation_config.static_forward_context.clear()
+            monkeypatch.setattr(compat, "is_first_stage", lambda config, stage=stage: stage == 0)
+            monkeypatch.setattr(
+                type(config.model_config), "get_layers_start_end_indices", lambda *_, s=stage: (s, s + 1)
+            )
+            (layer,) = layers = make_layers(config, [stage])
+            builder = make_builder(config, layers)
+            step = make_step(layer, [(50, 1), (0, 200)])
+            step.forward(layer, builder.build(0, step.common))
+            told = worker_samples(SimpleNamespace(vllm_config=config, rank=stage))["samples"]
+            samples.append({(name, *labels): value for name, labels, value in told})
+        first, second = samples
+        assert [stage["layers", "torch"] for stage in samples] == [1, 1]
+        assert first["rows", "sparse", ""] == first["rows", "decode", ""] == 1
+        assert not any(name == "rows" for name, *_ in second)
+        assert first["tiles", "0"] == second["tiles", "1"] == 1
+
+    def test_what_a_worker_hands_to_the_server(self, configured: Configure) -> None:
+        import msgspec
+        from vllm.v1.worker.worker_base import WorkerBase
+
+        settings = {"params": {"sink_tokens": 64, "local_tokens": 64}, "dense_layers": [3]}
+        config = configured(method="a_shape", min_tokens=MIN_TOKENS, min_query_tokens=1, **settings)
+        layers = make_layers(config, range(4))
+        builder = make_builder(config, layers)
+        step = make_step(layers[0], [(300, 170)])
+        step.forward(layers[0], builder.build(0, step.common))
+        plugin.register()
+        worker = SimpleNamespace(vllm_config=config, rank=3)
+        told = getattr(WorkerBase, METHOD)(worker)
+        told = msgspec.msgpack.decode(msgspec.msgpack.encode(told))  # as it travels
+        assert (told["rank"], told["behind"]) == (3, False)
+        samples = {(name, *labels): value for name, labels, value in told["samples"]}
+        assert samples["layers", "torch"] == 3
+        assert samples["layers", "dense"] == 1
+        assert samples["rows", "sparse", ""] == 1
+        assert samples["tiles", "0"] == 2
+        assert 0 < samples["kept_pairs", "0"] < samples["causal_pairs", "0"]
+        assert 0 < samples["arena_peak_bytes",] <= samples["arena_bytes",] == layers[0].impl.memory.room.num_bytes
+        assert samples["arena_overflows",] == samples["compilations", "serving"] == 0
+        assert {name for name, *_ in samples} <= set(METRICS)
+
+    def test_a_worker_without_such_layers_has_little_to_tell(self, configured: Configure) -> None:
+        told = worker_samples(SimpleNamespace(vllm_config=configured(method="dense"), rank=0))
+        assert {name for name, *_ in told["samples"]} == {"compilations"}
 
     def test_pairs_and_tiles_of_a_step(self, configured: Configure) -> None:
         config = configured(

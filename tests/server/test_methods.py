@@ -6,7 +6,6 @@ ones. (What the methods should select, their own tests say.)
 """
 
 import math
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import torch
 
 from tests.server import scenario
 from vllm_sparse_backend.demo.model import CONFIG
-from vllm_sparse_backend.demo.run import FLUSH_S, METHOD_PARAMS
+from vllm_sparse_backend.demo.run import METHOD_PARAMS
 from vllm_sparse_backend.demo.scrape import Report, parse
 from vllm_sparse_backend.demo.server import Server, sparse_args
 from vllm_sparse_backend.settings.config import AUTO, SparsePrefillConfig
@@ -110,8 +109,6 @@ def served(small_model: Path, settings: dict[str, Any]) -> Served:
 
 
 def report_of(server: Server) -> Report:
-    time.sleep(FLUSH_S)
-    scenario.ask(server, scenario.prompt(5, seed=0))  # counters are written when the server next steps
     return parse(server.get("/metrics"))
 
 

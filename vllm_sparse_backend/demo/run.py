@@ -40,8 +40,6 @@ METHOD_PARAMS: dict[str, dict[str, float]] = {
     "share_prefill": {"gamma": 0.5, "cluster": 0},  # all heads in one cluster: they share as far as they are alike
     "flex_vertical_slash": {"gamma": 0.5},
 }
-# Counters are written when the server next steps, about once a second at most.
-FLUSH_S = 1.2
 
 
 class DemoError(RuntimeError):
@@ -84,7 +82,7 @@ def run_demo(model: Path | None, method: str, work_dir: Path | None, console: Co
             given += _ask("stock vLLM", stock, console)
     with _started("sparse-prefill", Server(chosen, (*sparse_args(settings), *length)), console) as server:
         given += _ask("sparse-prefill", server, console)
-        report = _read_report(server)
+        report = parse(server.get("/metrics"))
     _show(report, console)
     _show_answers(given, console)
     if problem := report.problem():
@@ -192,20 +190,15 @@ def _judged(one: Given) -> str:
     return f"{escape((one.answer or '').strip())} {verdict}"
 
 
-def _read_report(server: Server) -> Report:
-    time.sleep(FLUSH_S)
-    server.post("/v1/completions", {"model": server.model, "prompt": "def", "max_tokens": 8})
-    return parse(server.get("/metrics"))
-
-
 def _show(report: Report, console: Console) -> None:
     rows = Table(title="Rows (requests in a step) by the way they went")
     for heading in ("path", "reason", "rows"):
         rows.add_column(heading, justify="right" if heading == "rows" else "left")
     for (path, reason), count in sorted(report.rows.items()):
         rows.add_row(path, reason, str(count))
-    layers = Table(title="What the sparse rows computed")
-    for heading in ("layer", "tiles", "kept pairs", "causal pairs", "density"):
+    attention = ", ".join(f"{count} layers by {name}" for name, count in sorted(report.attention.items()))
+    layers = Table(title=f"What the sparse rows computed (attention: {attention})")
+    for heading in ("layer", "tiles", "kept pairs", "causal pairs", "density", "pairs/s"):
         layers.add_column(heading, justify="right")
     for layer, counts in sorted(report.layers.items()):
         layers.add_row(
@@ -214,5 +207,6 @@ def _show(report: Report, console: Console) -> None:
             f"{counts.kept_pairs:,}",
             f"{counts.causal_pairs:,}",
             f"{counts.density:.3f}",
+            f"{counts.pairs_per_s:.1e}" if counts.seconds else "not timed",
         )
     console.print(rows, layers)

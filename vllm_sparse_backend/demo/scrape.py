@@ -1,11 +1,12 @@
-"""Read this backend's counters from the text of a server's /metrics."""
+"""Read what this backend counted from the text of a server's /metrics, all engines together."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
-PREFIX = "sparse_prefill_"
+from vllm_sparse_backend.settings.metrics import PREFIX
 
 
 @dataclass
@@ -13,6 +14,15 @@ class LayerCounts:
     tiles: int = 0
     kept_pairs: int = 0
     causal_pairs: int = 0
+    sampled_causal_pairs: int = 0
+    seconds: Counter[str] = field(default_factory=Counter)
+    """Of the calls that were timed, by part: select and attend."""
+
+    @property
+    def pairs_per_s(self) -> float:
+        """Causal pairs by the time of their selection and attention; not a number where no call was timed."""
+        total = sum(self.seconds.values())
+        return self.sampled_causal_pairs / total if total else float("nan")
 
     @property
     def density(self) -> float:
@@ -22,10 +32,16 @@ class LayerCounts:
 
 @dataclass
 class Report:
-    """Totals since the server started: rows by (path, reason), and counts by layer."""
+    """Totals since the server started."""
 
     rows: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By path and reason."""
     layers: dict[int, LayerCounts] = field(default_factory=dict)
+    attention: Counter[str] = field(default_factory=Counter)
+    """The model's layers by what computes the attention of their prefills."""
+    compilations: Counter[str] = field(default_factory=Counter)
+    """By when: warmup or serving."""
+    arena_overflows: int = 0
 
     def rows_of(self, path: str) -> int:
         return sum(count for (row_path, _), count in self.rows.items() if row_path == path)
@@ -50,12 +66,24 @@ def parse(text: str) -> Report:
         if not family.name.startswith(PREFIX):
             continue
         for sample in family.samples:
-            if not sample.name.endswith("_total"):
-                continue
-            name, value = sample.name.removeprefix(PREFIX).removesuffix("_total"), int(sample.value)
-            if name == "rows":
-                report.rows[sample.labels["path"], sample.labels.get("reason", "")] += value
-            elif name in ("tiles", "kept_pairs", "causal_pairs"):
-                counts = report.layers.setdefault(int(sample.labels["layer"]), LayerCounts())
-                setattr(counts, name, getattr(counts, name) + value)
+            if not sample.name.endswith("_created"):
+                name = sample.name.removeprefix(PREFIX).removesuffix("_total")
+                _add(report, name, sample.labels, sample.value)
     return report
+
+
+def _add(report: Report, name: str, labels: Mapping[str, str], value: float) -> None:
+    if name == "rows":
+        report.rows[labels["path"], labels.get("reason", "")] += int(value)
+    elif name == "layers":
+        report.attention[labels["attention"]] += int(value)
+    elif name == "compilations":
+        report.compilations[labels["when"]] += int(value)
+    elif name == "arena_overflows":
+        report.arena_overflows += int(value)
+    elif name == "sampled_seconds":
+        seconds = report.layers.setdefault(int(labels["layer"]), LayerCounts()).seconds
+        seconds[labels["part"]] += value  # type: ignore[assignment]
+    elif name in ("tiles", "kept_pairs", "causal_pairs", "sampled_causal_pairs"):
+        counts = report.layers.setdefault(int(labels["layer"]), LayerCounts())
+        setattr(counts, name, getattr(counts, name) + int(value))

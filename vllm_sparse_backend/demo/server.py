@@ -112,13 +112,10 @@ class Server:
 
     def _start(self) -> None:
         folder = Path(self._folder.name)
-        counters = folder / "prometheus"  # by these files the engine's counters reach the server's /metrics
-        counters.mkdir()
-        places = {"PROMETHEUS_MULTIPROC_DIR": str(counters), "VLLM_RPC_BASE_PATH": str(folder)}
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 self.command,
-                env=self._env | places,
+                env=self._env | {"VLLM_RPC_BASE_PATH": str(folder)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

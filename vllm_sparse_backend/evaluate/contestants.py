@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from vllm_sparse_backend.bench.endpoint import Endpoint, RequestError
+from vllm_sparse_backend.bench.endpoint import Endpoint
 from vllm_sparse_backend.bench.report import BenchError, Report
 from vllm_sparse_backend.bench.serve import Settings, max_positions
-from vllm_sparse_backend.demo.scrape import PREFIX, parse
+from vllm_sparse_backend.demo.scrape import parse
 from vllm_sparse_backend.demo.server import Server, ServerError, sparse_args
+from vllm_sparse_backend.settings.metrics import PREFIX
 
 Case = dict[str, Any]
 OnCase = Callable[[Case], None]
@@ -164,13 +164,8 @@ def _ask_server(
 
 def _pairs(endpoint: Endpoint) -> tuple[int, int] | None:
     """Kept and causal pairs of a server's sparse rows since its start; None where it does not count them."""
-    if PREFIX not in endpoint.metrics():
+    page = endpoint.metrics()
+    if PREFIX not in page:
         return None
-    # Counters are told once a second, in steps: causal pairs in one, kept ones in the next. These are dense.
-    time.sleep(1.1)
-    try:
-        endpoint.ask([1] * 8, 4)
-    except RequestError:
-        return None
-    layers = parse(endpoint.metrics()).layers.values()
+    layers = parse(page).layers.values()
     return sum(counts.kept_pairs for counts in layers), sum(counts.causal_pairs for counts in layers)

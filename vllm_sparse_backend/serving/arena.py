@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from prometheus_client import Counter
 from vllm.config import VllmConfig
 
 from vllm_sparse_backend.plugin import LOGGER
@@ -29,8 +28,6 @@ from vllm_sparse_kernels.select.base import Method
 from vllm_sparse_kernels.select.width import index_block_tokens
 
 logger = logging.getLogger(LOGGER)
-
-OVERFLOWS = Counter("sparse_prefill_arena_overflows", "Tensors that took other memory than the arena's: a mistake.")
 
 SEVERAL_ROWS_BYTES = 512 << 20
 """Up to here the arena grows for steps of several rows, past what the longest row alone needs."""
@@ -57,7 +54,6 @@ class Arena(Workspace):
                     "with the plan that the log shows at start-up (said once)", error,
                 )  # fmt: skip
             self.overflows += 1
-            OVERFLOWS.inc()
             return torch.empty(shape, dtype=dtype, device=self.device)
 
 

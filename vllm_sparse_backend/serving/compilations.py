@@ -9,17 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from prometheus_client import Counter
-
 from vllm_sparse_backend.plugin import LOGGER
 
 logger = logging.getLogger(LOGGER)
 
-COMPILATIONS = Counter(
-    "sparse_prefill_compilations",
-    "Kernels that were compiled, or read from disk, and when: warmup or serving.",
-    ["when"],
-)
 PACKAGE = "vllm_sparse_kernels"
 
 
@@ -39,7 +32,6 @@ class Listener:
             return
         when = "warmup" if self.warming_up else "serving"
         self.counts[when] += 1
-        COMPILATIONS.labels(when).inc()
         if when == "serving":
             logger.warning(
                 "sparse-prefill: kernel %s was compiled while serving, after warm-up; please report it",
@@ -54,6 +46,14 @@ def listener() -> Listener:
     if not isinstance(knobs.compilation.listener, Listener):
         knobs.compilation.listener = Listener(knobs.compilation.listener)
     return knobs.compilation.listener
+
+
+def counts() -> dict[str, int]:
+    """Compilations of this process by when they were, since it began to listen."""
+    from triton import knobs
+
+    ours = knobs.compilation.listener
+    return ours.counts if isinstance(ours, Listener) else {"warmup": 0, "serving": 0}
 
 
 @contextmanager

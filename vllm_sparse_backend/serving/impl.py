@@ -14,6 +14,7 @@ from vllm_sparse_backend.serving.arena import Memory
 from vllm_sparse_backend.serving.guard import Guard
 from vllm_sparse_backend.serving.stats import Recorder
 from vllm_sparse_backend.serving.step import Delegated, Slab, SparseStep
+from vllm_sparse_backend.serving.timing import NO_LAP, Lap, NoLap
 from vllm_sparse_backend.settings.config import AUTO
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import LayerPlan, methods_by_head
@@ -89,6 +90,13 @@ class SparsePrefillImpl(compat.DelegateImpl):
         if widest_block(self.head_size, shared_bytes(torch.device(compat.DEVICE_TYPE))) is None:
             return Fallback.SHARED_MEMORY
         return None
+
+    @property
+    def attention_name(self) -> str:
+        """What computes the attention of this layer's prefills."""
+        if self.groups is None:
+            return "dense"
+        return "torch" if compat.IS_CPU else self.engine.name
 
     def adopt(
         self,
@@ -172,20 +180,31 @@ class SparsePrefillImpl(compat.DelegateImpl):
         assert self.recorder is not None
         arena = self.memory.arena
         with arena.frame():
-            self.recorder.count_pairs(self.layer, self.select_and_attend(slab, query, cache, output, arena))
+            lap = self.recorder.lap(self.layer)
+            index = self.select_and_attend(slab, query, cache, output, arena, lap)
+            self.recorder.count_pairs(self.layer, index, lap)
 
     def select_and_attend(
-        self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor, workspace: Workspace
+        self,
+        slab: Slab,
+        query: torch.Tensor,
+        cache: PagedCache,
+        output: torch.Tensor,
+        workspace: Workspace,
+        lap: Lap | NoLap = NO_LAP,
     ) -> SparseIndex:
         """The index, which stays in the workspace."""
         assert self.groups is not None
         index = slab.index(self.groups, self.num_heads, self.block_tokens, workspace)
+        lap.begins()
         self.select(query, cache, index)
+        lap.selected()
         if self.check_index:
             index.check()
         attend = reference_attend if compat.IS_CPU else self.engine.attend
         with workspace.frame():
             attend(query, cache, index, output, self.scale * cache.score_scale, options=self.options)
+        lap.attended()
         return index
 
     def select(self, query: torch.Tensor, cache: PagedCache, index: SparseIndex) -> None:

@@ -8,10 +8,9 @@ no chunk size: a row that crosses that border is cut there, its first tokens are
 """
 
 import logging
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from vllm_sparse_backend.serving.arena import Memory, Row
 from vllm_sparse_backend.serving.guard import Guard, pick_queries, row_of
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.layers import ModelLayer, model_layers, refuse_if_none_can
-from vllm_sparse_backend.serving.stats import Recorder
+from vllm_sparse_backend.serving.stats import Recorder, is_counting
 from vllm_sparse_backend.serving.step import (
     Delegated,
     Probe,
@@ -53,6 +52,9 @@ class RowKind:
 
 
 DECODE_ROW = RowKind(DECODE)
+_numbers = count()
+"""Of builders, in the order in which they are made: that of a step's later microbatch comes later."""
+
 PADDING = RowKind("padding")
 """A row without tokens, which fills up a batch to a graph's size."""
 
@@ -76,6 +78,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         self.memory: Memory | None = None
         self.thresholds = Thresholds(None, 0)
         self._counts_rows = False
+        self._number = next(_numbers)
         self._logged: set[Fallback] = set()
         refuse_if_none_can(vllm_config)
         # Builders that vLLM derives from this one cut requests up or lengthen them: what they build stays whole.
@@ -100,7 +103,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
             return
         # One for the worker, whose groups of layers and whose microbatches have builders of their own.
         known = next((impl.recorder for _, impl in layers.values() if impl.recorder is not None), None)
-        self.recorder = known or Recorder(self.device, config.metrics_interval_s, is_first_rank=rank == 0)
+        self.recorder = known or Recorder(self.device, is_first_rank=rank == 0)
         self.recorder.add_layers(self.sparse_layers)
         # Every group sees all rows: that of the first layer that can go sparse counts them.
         first = min(number for number, reason in reasons.items() if reason is None)
@@ -140,14 +143,6 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
 
         warm_up(impls, self.kv_cache_spec, self.device, engine)
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> compat.DelegateMetadata:
-        """A graph is captured over a batch that is made up: its rows are not counted."""
-        counts_rows, self._counts_rows = self._counts_rows, False
-        try:
-            return super().build_for_cudagraph_capture(common_attn_metadata)
-        finally:
-            self._counts_rows = counts_rows
-
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> compat.DelegateMetadata:
@@ -158,7 +153,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
             self.guard.judge_arrived()
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         kinds = self._classify(common_prefix_len, common, starts)
-        self._count(kinds)
+        self._count(kinds, common)
         if not any(kind.path == SPARSE for kind in kinds):
             return super().build(common_prefix_len, common, fast_build)
         dense_lens = self._dense_lens(common, starts, kinds)
@@ -220,15 +215,14 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
             for kind, seq_len, (start, end) in lens
         ]
 
-    def _count(self, kinds: list[RowKind]) -> None:
-        for kind, rows in Counter(kinds).items() if self._counts_rows else ():
-            if kind is PADDING:
-                continue
-            self.recorder.count_rows(kind.path, kind.reason, rows)
-            if kind.reason is not None and kind.reason not in self._logged:
-                self._logged.add(kind.reason)
-                logger.info("sparse-prefill: a row prefills dense: %s (said once)", kind.reason.explain)
-        self.recorder.flush_when_due()
+    def _count(self, kinds: list[RowKind], common: CommonAttentionMetadata) -> None:
+        if not (self._counts_rows and is_counting()):
+            return
+        rows = [(kind.path, kind.reason) for kind in kinds]
+        self.recorder.count_batch(self._number, rows, common.block_table_tensor)
+        for reason in {kind.reason for kind in kinds if kind.reason is not None} - self._logged:
+            self._logged.add(reason)
+            logger.info("sparse-prefill: a row prefills dense: %s (said once)", reason.explain)
 
     def _delegate(
         self, common: CommonAttentionMetadata, starts: list[int], dense_lens: list[int], fast_build: bool

@@ -1,121 +1,195 @@
-"""What ran sparse, for /metrics: counted on the device, read back without waiting, told to Prometheus.
+"""What ran sparse: counted by each worker, on its device where the numbers are there, and pulled by the server.
 
-vLLM's server collects counters of its worker processes where PROMETHEUS_MULTIPROC_DIR is set before it starts.
+Nothing here waits for the device, nor does counting tell anybody: ``metrics_hooks`` has the server ask when somebody
+reads its /metrics. What it then gets is of one moment: host's and device's counts were taken together.
 """
 
-import time
 from collections import Counter as Tally
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
-from prometheus_client import Counter, Gauge
 
+from vllm_sparse_backend.serving.timing import NO_LAP, Lap, NoLap, Timer
+from vllm_sparse_backend.settings.metrics import METRICS
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_kernels import SparseIndex
 from vllm_sparse_kernels.index import causal_pairs
 
-ROWS = Counter(
-    "sparse_prefill_rows", "Rows (one request in one step) by what they ran on, and why dense.", ["path", "reason"]
-)
-TILES = Counter("sparse_prefill_tiles", "Tiles of 128 queries that ran sparse.", ["layer"])
-KEPT_PAIRS = Counter("sparse_prefill_kept_pairs", "(query, key) pairs computed in sparse tiles.", ["layer"])
-CAUSAL_PAIRS = Counter("sparse_prefill_causal_pairs", "(query, key) pairs that dense would compute there.", ["layer"])
-MORE: dict[str, Counter | Gauge] = {
-    "guard_checks": Counter("sparse_prefill_guard_checks", "Times that the online guard checked a layer.", ["layer"]),
-    "guard_trips": Counter("sparse_prefill_guard_trips", "Times that the guard turned a layer dense.", ["layer"]),
-    "guard_error": Gauge(
-        "sparse_prefill_guard_error", "Mean relative error in the guard's last checks.", ["layer"],
-        multiprocess_mode="livemax",
-    ),
-    "guard_dense": Gauge(
-        "sparse_prefill_guard_dense", "Whether the guard keeps the layer dense at present.", ["layer"],
-        multiprocess_mode="livemax",
-    ),
-}  # fmt: skip
-"""What is told as soon as it is known."""
+Sample = tuple[str, list[str], float]
+"""A metric's name, its labels' values, and its own; such things as travel between processes as they are."""
+
+RowKind = tuple[str, Fallback | None]
+"""What a row ran on, and why dense."""
+
+PATHS = ("padding", "decode", "dense", "sparse")
+"""Of two parts of one row, that which comes later here names what the row ran on."""
+
+_dummies = 0
+
+
+@contextmanager
+def not_counting() -> Iterator[None]:
+    """Around what this process's worker does for no request: warm-up, graph capture, steps beside busy ranks."""
+    global _dummies
+    _dummies += 1
+    try:
+        yield
+    finally:
+        _dummies -= 1
+
+
+def is_counting() -> bool:
+    return _dummies == 0
+
+
+class Part(NamedTuple):
+    """The last row of a microbatch: by its place in the block table, and by what this part of it ran on."""
+
+    microbatch: int
+    address: int
+    kind: RowKind
 
 
 class Recorder:
-    """Counts of one worker. Kept pairs stay on the device until a copy of them has arrived on its own.
+    """Counts of one worker.
 
     Of the tensor-parallel ranks, which share a layer's heads, ``is_first_rank`` alone counts what is the same on all.
     """
 
-    def __init__(self, device: torch.device, interval_s: float, is_first_rank: bool = True) -> None:
+    def __init__(self, device: torch.device, is_first_rank: bool = True) -> None:
         self.device = device
-        self._interval_s = interval_s
-        self._is_first_rank = is_first_rank
-        self._due = time.monotonic() + interval_s
+        self.is_first_rank = is_first_rank
         self._places: dict[int, int] = {}
         self._kept = torch.zeros(0, dtype=torch.int64, device=device)
-        self._told: list[int] = []
-        self._rows: Tally[tuple[str, str]] = Tally()
+        self._rows: Tally[RowKind] = Tally()
         self._tiles: Tally[int] = Tally()
         self._causal: Tally[int] = Tally()
-        self._copy: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._more: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._timer = Timer(device)
+        self._last: Part | None = None
+        self._host: torch.Tensor | None = None
+        self._on_its_way: tuple[list[Sample], torch.Tensor, torch.cuda.Event | None] | None = None
+        self._arrived: list[Sample] = []
 
     def add_layers(self, layers: Iterable[int]) -> None:
         """Make room for these layers, if there is none yet; before the first step."""
         for layer in layers:
             self._places.setdefault(layer, len(self._places))
-        new = len(self._places) - len(self._told)
-        self._kept = torch.cat([self._kept, self._kept.new_zeros(new)])
-        self._told += [0] * new
+        self._kept = torch.cat([self._kept, self._kept.new_zeros(len(self._places) - len(self._kept))])
 
     def count_rows(self, path: str, reason: Fallback | None, rows: int = 1) -> None:
-        if self._is_first_rank:
-            self._rows[path, reason.value if reason else ""] += rows
+        if self.is_first_rank and is_counting():
+            self._rows[path, reason] += rows
 
-    def count_pairs(self, layer: int, index: SparseIndex) -> None:
+    def count_batch(self, microbatch: int, kinds: Sequence[RowKind], table: torch.Tensor) -> None:
+        """Count a batch's rows. A row that is cut between two microbatches counts once.
+
+        microbatch: a number that is larger for a step's later ones; kinds: of each row (path, reason); table
+        [num_rows, max_pages]: of all microbatches of a step parts of one tensor, by which such a row is known.
+        """
+        if not (is_counting() and kinds):
+            return
+        first = table.data_ptr()
+        last = first + (len(kinds) - 1) * table.stride(0) * table.element_size()
+        before, rows = self._last, list(kinds)
+        if before is not None and before.microbatch < microbatch and before.address == first:
+            if before.kind[0] != PATHS[0]:
+                self.count_rows(*before.kind, -1)
+            rows[0] = max(before.kind, rows[0], key=lambda kind: PATHS.index(kind[0]))
+        self._last = Part(microbatch, last, rows[-1])
+        for (path, reason), number in Tally(rows).items():
+            if path != PATHS[0]:
+                self.count_rows(path, reason, number)
+
+    def lap(self, layer: int) -> Lap | NoLap:
+        """Times the next call of a layer, where it is that one's turn; ``count_pairs`` takes it back."""
+        if not is_counting():
+            return NO_LAP
+        return self._timer.start(layer, len(self._places))
+
+    def count_pairs(self, layer: int, index: SparseIndex, lap: Lap | NoLap = NO_LAP) -> None:
         """Add one layer's index of this step. Stays on the device."""
+        if not is_counting():
+            return
         self._kept[self._places[layer]] += index.kept_pairs()
-        self._causal[layer] += index.num_heads * causal_pairs(index.rows)
-        if self._is_first_rank:
+        causal = index.num_heads * causal_pairs(index.rows)
+        self._causal[layer] += causal
+        if self.is_first_rank:
             self._tiles[layer] += index.rows.num_tiles
+        if isinstance(lap, Lap):
+            self._timer.stop(lap, causal)
+            self._read_laps()
 
     def count(self, name: str, labels: Mapping[str, object], amount: float = 1) -> None:
-        """Add to one of the counters in ``MORE``."""
-        counter = MORE[name].labels(*map(str, labels.values()))
-        counter.inc(amount)
+        """Add to one of the counters in ``settings.metrics``; labels: all but ``engine`` and ``rank``."""
+        key = _key(name, "counter", labels)
+        self._more[key] = self._more.get(key, 0) + amount
 
     def gauge(self, name: str, labels: Mapping[str, object], value: float) -> None:
-        """Set one of the gauges in ``MORE``."""
-        gauge = MORE[name].labels(*map(str, labels.values()))
-        assert isinstance(gauge, Gauge)
-        gauge.set(value)
+        """Set one of the gauges in ``settings.metrics``; labels: all but ``engine`` and ``rank``."""
+        self._more[_key(name, "gauge", labels)] = value
 
-    def flush_when_due(self) -> None:
-        """Tell Prometheus what has arrived, and once an interval start another copy from the device."""
-        if self._copy is not None and (self._copy[1] is None or self._copy[1].query()):
-            self._tell_pairs(self._copy[0])
-            self._copy = None
-        if self._copy is None and time.monotonic() >= self._due:
-            self._due = time.monotonic() + self._interval_s
-            self._tell_rows()
-            self._start_copy()
+    def samples(self, start: bool = True) -> tuple[list[Sample], bool]:
+        """What was counted up to some moment, and whether a later one's counts are on their way from the device.
 
-    def _tell_rows(self) -> None:
-        for (path, reason), count in self._rows.items():
-            ROWS.labels(path, reason).inc(count)
-        for counter, tally in ((TILES, self._tiles), (CAUSAL_PAIRS, self._causal)):
-            for layer, count in tally.items():
-                counter.labels(str(layer)).inc(count)
-            tally.clear()
-        self._rows.clear()
+        start: have the counts of now set out, unless some are under way. Never waits for them to arrive.
+        """
+        self._arrive()
+        if start and self._on_its_way is None:
+            self._set_out()
+            self._arrive()
+        return self._arrived, self._on_its_way is not None
 
-    def _start_copy(self) -> None:
+    def _set_out(self) -> None:
+        self._read_laps()
+        of_host = self._of_host()
         if self.device.type != "cuda":
-            self._copy = self._kept.clone(), None
+            self._on_its_way = of_host, self._kept.clone(), None
             return
-        host = torch.empty(self._kept.shape, dtype=torch.int64, pin_memory=True)
-        host.copy_(self._kept, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        self._copy = host, arrived
+        if self._host is None or self._host.shape != self._kept.shape:
+            self._host = torch.empty(self._kept.shape, dtype=torch.int64, pin_memory=True)
+        self._host.copy_(self._kept, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._on_its_way = of_host, self._host, event
 
-    def _tell_pairs(self, kept: torch.Tensor) -> None:
-        for layer, place in self._places.items():
-            total = int(kept[place])
-            if total > self._told[place]:
-                KEPT_PAIRS.labels(str(layer)).inc(total - self._told[place])
-                self._told[place] = total
+    def _arrive(self) -> None:
+        if self._on_its_way is None:
+            return
+        of_host, kept, event = self._on_its_way
+        if event is None or event.query():
+            counts = kept.tolist()
+            of_device: list[Sample] = [
+                ("kept_pairs", [str(layer)], counts[place]) for layer, place in self._places.items() if counts[place]
+            ]
+            self._arrived = of_host + of_device
+            self._on_its_way = None
+
+    def _of_host(self) -> list[Sample]:
+        rows: list[Sample] = [
+            ("rows", [path, reason.value if reason else ""], count)
+            for (path, reason), count in self._rows.items()
+            if count
+        ]
+        layers: list[Sample] = [
+            (name, [str(layer)], count)
+            for name, tally in (("tiles", self._tiles), ("causal_pairs", self._causal))
+            for layer, count in tally.items()
+        ]
+        return rows + layers + [(name, list(values), value) for (name, values), value in self._more.items()]
+
+    def _read_laps(self) -> None:
+        for lap in self._timer.read():
+            select, attend = lap.seconds()
+            self.count("sampled_seconds", {"layer": lap.layer, "part": "select"}, select)
+            self.count("sampled_seconds", {"layer": lap.layer, "part": "attend"}, attend)
+            self.count("sampled_causal_pairs", {"layer": lap.layer}, lap.causal_pairs)
+
+
+def _key(name: str, kind: str, labels: Mapping[str, object]) -> tuple[str, tuple[str, ...]]:
+    metric = METRICS.get(name)
+    if metric is None or metric.type != kind or set(metric.labels) != set(labels):
+        raise ValueError(f"Recorder: given {kind} {name!r} with labels {sorted(labels)}, expected one of METRICS")
+    return name, tuple(str(labels[label]) for label in metric.labels)

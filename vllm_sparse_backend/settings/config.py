@@ -91,8 +91,8 @@ class SparsePrefillConfig(BaseModel):
     check_index: StrictBool = False
     """Check each layer's index in each step. It waits for the device every time: for debugging only."""
 
-    metrics_interval_s: Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """Seconds between two reads of the device's counters for /metrics."""
+    metrics_interval_s: Annotated[StrictFloat, Field(gt=0, le=5, allow_inf_nan=False)] = 1.0
+    """Seconds from one question to the workers, for readers of /metrics, to the next at least."""
 
     @field_validator("method")
     @classmethod

@@ -1,0 +1,131 @@
+"""What deploy/ holds, by the tools that read such files: and that it names only what there is."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests import queries, tools
+from vllm_sparse_backend.settings.metrics import METRICS
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+KUBERNETES = DEPLOY / "kubernetes"
+SAMPLES = {metric.sample: metric for metric in METRICS.values()}
+OF_PROMETHEUS = {"instance", "job", "le"}
+QUERIES = {f"docs: {name}": query for name, query in queries.documented_queries().items()}
+QUERIES |= {f"dashboard: {name}": query for name, query in queries.dashboard_queries().items()}
+ALERTS = [
+    rule
+    for group in yaml.safe_load((DEPLOY / "monitoring/alerts.yml").read_text())["groups"]
+    for rule in group["rules"]
+]
+QUERIES |= {f"alert: {rule['alert']}": rule["expr"] for rule in ALERTS}
+
+
+def test_dockerfile() -> None:
+    tools.check("hadolint", DEPLOY / "Dockerfile")
+
+
+@pytest.mark.parametrize("profiles", [[], ["monitoring"]])
+def test_compose(profiles: list[str]) -> None:
+    flags = [flag for profile in profiles for flag in ("--profile", profile)]
+    tools.check("docker-compose", "-f", DEPLOY / "compose.yaml", *flags, "config", "-q", env={"MODEL": "/model"})
+
+
+def test_compose_mounts_what_is_there() -> None:
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    mounted = [volume.split(":") for service in services.values() for volume in service["volumes"]]
+    files = {source: target for source, target, *_ in mounted if source.startswith("./")}
+    assert len(files) == 5
+    for source in files:
+        assert (DEPLOY / source).is_file()
+    provider = yaml.safe_load((DEPLOY / "monitoring/grafana/dashboards.yml").read_text())["providers"][0]
+    assert str(Path(files["./monitoring/grafana/sparse-prefill.json"]).parent) == provider["options"]["path"]
+
+
+def test_prometheus() -> None:
+    tools.check("promtool", "check", "config", DEPLOY / "monitoring/prometheus.yml")
+    (job,) = yaml.safe_load((DEPLOY / "monitoring/prometheus.yml").read_text())["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["vllm:8000"]}]  # the service and its port in compose.yaml
+
+
+def test_every_query_is_promql(tmp_path: Path) -> None:
+    rules = [{"record": f"query:{i}", "expr": query} for i, query in enumerate(QUERIES.values())]
+    (tmp_path / "rules.yml").write_text(json.dumps({"groups": [{"name": "queries", "rules": rules}]}))
+    tools.check("promtool", "check", "rules", tmp_path / "rules.yml")
+
+
+@pytest.mark.parametrize("name", QUERIES)
+def test_queries_name_metrics_and_labels_that_there_are(name: str) -> None:
+    query = QUERIES[name]
+    metrics = [metric for metric in queries.METRIC.findall(query) if not metric.startswith("vllm:")]
+    assert metrics or "vllm:" in query
+    labels = OF_PROMETHEUS.copy()
+    for metric in metrics:
+        labels |= set(SAMPLES[metric].all_labels)
+    used = re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", query)
+    used += [label.strip() for by in re.findall(r"by \(([^)]*)\)", query) for label in by.split(",")]
+    assert set(used) <= labels
+
+
+def test_dashboard() -> None:
+    dashboard = json.loads(queries.DASHBOARD.read_text())
+    variables = {variable["name"] for variable in dashboard["templating"]["list"]}
+    assert set(re.findall(r"\$\{?(\w+)", queries.DASHBOARD.read_text())) == {*variables, "__rate_interval", "__all"}
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    for panel in dashboard["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        assert panel["description"]
+        for label in re.findall(r"\{\{(\w+)\}\}", " ".join(target["legendFormat"] for target in panel["targets"])):
+            assert all(label in target["expr"] or _has(target["expr"], label) for target in panel["targets"])
+
+
+def _has(query: str, label: str) -> bool:
+    """Whether an expression that sums nothing keeps a label of its metric."""
+    return " by (" not in query and all(
+        label in (*SAMPLES[m].all_labels, "instance") for m in queries.METRIC.findall(query)
+    )
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.37"])
+def test_kubernetes(version: str) -> None:
+    tools.check("kubernetes-validate", "--strict", "-k", version, KUBERNETES / "server.yaml")
+
+
+def test_kubernetes_names_fit_together() -> None:
+    service, deployment = yaml.safe_load_all((KUBERNETES / "server.yaml").read_text())
+    monitor = yaml.safe_load((KUBERNETES / "servicemonitor.yaml").read_text())
+    pod = deployment["spec"]["template"]
+    assert deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"] == pod["metadata"]["labels"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    (container,) = pod["spec"]["containers"]
+    ports = {port["name"]: str(port["containerPort"]) for port in container["ports"]}
+    (port,) = service["spec"]["ports"]
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["port"] == port["name"]
+    assert container["args"][container["args"].index("--port") + 1] == ports[port["targetPort"]]
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert container["args"][container["args"].index("--tensor-parallel-size") + 1] == gpus
+    assert {mount["name"] for mount in container["volumeMounts"]} == {v["name"] for v in pod["spec"]["volumes"]}
+    user = str(pod["spec"]["securityContext"]["runAsUser"])
+    assert f"USER {user}\n" in (DEPLOY / "Dockerfile").read_text()
+
+
+def test_production_stack_serves_this_backend() -> None:
+    spec = yaml.safe_load((KUBERNETES / "production-stack.yaml").read_text())["servingEngineSpec"]
+    (model,) = spec["modelSpec"]
+    args = model["vllmConfig"]["extraArgs"]
+    assert args[args.index("--attention-backend") + 1] == "sparse-prefill"
+    json.loads(args[args.index("--additional-config") + 1])
+    assert model["requestGPU"] == model["vllmConfig"]["tensorParallelSize"]
+    assert spec["serviceMonitor"]["enabled"]
+
+
+def test_nothing_sets_a_variable_for_counters() -> None:
+    for path in [*DEPLOY.rglob("*"), ROOT / "Makefile", ROOT / ".ci/run"]:
+        if path.is_file() and path.name != "production-stack.yaml":
+            assert "PROMETHEUS_MULTIPROC_DIR" not in path.read_text(), path

@@ -1,0 +1,257 @@
+"""The server's side of the counters: asking engines, adding up, and standing on /metrics beside what is there."""
+
+import asyncio
+import gzip
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_sparse_backend.serving import metrics_page
+from vllm_sparse_backend.serving.metrics_page import MetricsMiddleware, MetricsPage
+from vllm_sparse_backend.settings.metrics import METRICS
+
+METHOD = "the_method"
+DOCS = Path(__file__).parents[1] / "docs/metrics.md"
+Samples = list[tuple[str, list[str], float]]
+
+
+def worker(rank: int, samples: Samples, behind: bool = False) -> dict[str, Any]:
+    return {"rank": rank, "behind": behind, "samples": samples}
+
+
+class Client:
+    """Of a server: its engines' answers, by number, each a list of workers' answers or a function of ``start``."""
+
+    def __init__(self, engines: dict[int, Any]) -> None:
+        self.engines = engines
+        self.asked: list[tuple[int, bool]] = []
+        core = SimpleNamespace(
+            engine_ranks_managed=list(engines),
+            core_engines=[number.to_bytes(2, "little") for number in engines],
+            _call_utility_async=self._call,
+        )
+        self.engine_core = core
+
+    async def collective_rpc(self, method: str, timeout: float | None, args: tuple[bool]) -> Any:
+        """As vLLM's: of the first engine alone."""
+        return await self._answer(next(iter(self.engines)), method, args)
+
+    async def _call(
+        self, utility: str, method: str, timeout: None, args: tuple[bool], kwargs: None, engine: bytes
+    ) -> Any:
+        assert utility == "collective_rpc"
+        return await self._answer(int.from_bytes(engine, "little"), method, args)
+
+    async def _answer(self, engine: int, method: str, args: tuple[bool]) -> Any:
+        assert method == METHOD
+        self.asked.append((engine, *args))
+        answer = self.engines[engine]
+        return (await answer(*args)) if callable(answer) else answer
+
+
+def open_page(client: Client, interval_s: float = 0.001) -> MetricsPage:
+    page = MetricsPage(METHOD)
+    page.open(client, interval_s)
+    return page
+
+
+def values(text: bytes) -> dict[str, float]:
+    """Samples as they stand on the page, less the prefix."""
+    found = {}
+    for family in text_string_to_metric_families(text.decode()):
+        for sample in family.samples:
+            labels = ",".join(f"{name}={sample.labels[name]}" for name in sorted(sample.labels))
+            found[f"{sample.name.removeprefix('sparse_prefill_')}{{{labels}}}"] = sample.value
+    return found
+
+
+def read(client: Client) -> dict[str, float]:
+    return values(asyncio.run(open_page(client).text()))
+
+
+def test_workers_of_an_engine_add_up_but_for_what_each_has_of_its_own() -> None:
+    first: Samples = [
+        ("kept_pairs", ["3"], 10),
+        ("tiles", ["3"], 2),
+        ("arena_bytes", [], 7),
+        ("rows", ["sparse", ""], 1),
+    ]
+    second: Samples = [("kept_pairs", ["3"], 5), ("kept_pairs", ["4"], 1), ("arena_bytes", [], 8)]
+    client = Client({0: [worker(0, first), worker(1, second)]})
+    assert read(client) == {
+        "kept_pairs_total{engine=0,layer=3}": 15,
+        "kept_pairs_total{engine=0,layer=4}": 1,
+        "tiles_total{engine=0,layer=3}": 2,
+        "rows_total{engine=0,path=sparse,reason=}": 1,
+        "arena_bytes{engine=0,rank=0}": 7,
+        "arena_bytes{engine=0,rank=1}": 8,
+        "up{engine=0}": 1,
+    }
+
+
+def test_every_engine_is_asked_and_bears_its_number() -> None:
+    """``collective_rpc`` of a data-parallel server hands on one engine's answer."""
+    client = Client({2: [worker(0, [("tiles", ["0"], 1)])], 3: [worker(0, [("tiles", ["0"], 4)])]})
+    assert read(client) == {
+        "tiles_total{engine=2,layer=0}": 1, "tiles_total{engine=3,layer=0}": 4, "up{engine=2}": 1, "up{engine=3}": 1,
+    }  # fmt: skip
+    assert sorted(client.asked) == [(2, True), (3, True)]
+
+
+def test_counts_on_their_way_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_page, "LOOKS_S", (0.0, 0.0, 0.0))
+    left = [2]
+
+    async def answer(start: bool) -> list[dict[str, Any]]:
+        left[0] -= 1
+        return [worker(0, [("tiles", ["0"], 9 if left[0] < 0 else 1)], behind=left[0] >= 0)]
+
+    client = Client({0: answer})
+    assert read(client)["tiles_total{engine=0,layer=0}"] == 9
+    assert client.asked == [(0, True), (0, False), (0, False)]
+    left[0] = 100  # a device that is busy for longer: what had arrived before
+    assert read(client)["tiles_total{engine=0,layer=0}"] == 1
+
+
+def test_an_engine_that_does_not_answer_keeps_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_page, "TIMEOUT_S", 0.05)
+    stuck = asyncio.Event()
+    calls = []
+
+    async def second(start: bool) -> list[dict[str, Any]]:
+        calls.append(start)
+        if len(calls) == 2:
+            await stuck.wait()
+        if len(calls) == 3:
+            raise RuntimeError("the engine is dead")
+        return [worker(0, [("tiles", ["0"], len(calls))])]
+
+    async def scrapes() -> list[dict[str, float]]:
+        page = open_page(Client({0: [worker(0, [("tiles", ["0"], 1)])], 1: second}))
+        found = [values(await page.text()) for _ in range(3)]
+        stuck.set()
+        await asyncio.sleep(0)
+        return [*found, values(await page.text()), values(await page.text()), values(await page.text())]
+
+    found = asyncio.run(scrapes())
+    assert [page["up{engine=1}"] for page in found] == [1, 0, 0, 1, 0, 1]
+    assert [page["tiles_total{engine=1,layer=0}"] for page in found] == [1, 1, 1, 2, 2, 4]
+    assert all(page["up{engine=0}"] == 1 for page in found)
+    assert len(calls) == 4  # while an answer was late it was not asked for again
+
+
+def test_readers_share_a_question_and_questions_keep_apart() -> None:
+    client = Client({0: [worker(0, [])]})
+
+    async def scrapes() -> float:
+        page = open_page(client, interval_s=0.1)
+        began = time.monotonic()
+        await asyncio.gather(*[page.text() for _ in range(8)])
+        assert len(client.asked) == 1
+        await page.text()
+        return time.monotonic() - began
+
+    assert asyncio.run(scrapes()) >= 0.1
+    assert len(client.asked) == 2
+
+
+def test_a_reader_that_leaves_takes_nothing_from_the_others() -> None:
+    async def slow(start: bool) -> list[dict[str, Any]]:
+        await asyncio.sleep(0.05)
+        return [worker(0, [("tiles", ["0"], 1)])]
+
+    async def scrapes() -> bytes:
+        page = open_page(Client({0: slow}))
+        first, second = (asyncio.create_task(page.text()) for _ in range(2))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        return await second
+
+    assert "tiles_total{engine=0,layer=0}" in values(asyncio.run(scrapes()))
+
+
+def test_every_metric_can_be_exported_and_is_documented() -> None:
+    """With all of its labels, under the name and of the type that docs/metrics.md gives."""
+    samples: Samples = [(name, ["x"] * len(m.labels), 1) for name, m in METRICS.items() if name != "up"]
+    text = asyncio.run(open_page(Client({0: [worker(0, samples)]})).text()).decode()
+    documented = DOCS.read_text()
+    for metric in METRICS.values():
+        labels = ", ".join(f"`{label}`" for label in metric.all_labels)
+        assert f"| `{metric.sample}` | {metric.type} | {labels} |" in documented
+        assert f"# TYPE {metric.sample} {metric.type}" in text
+    for line in documented.splitlines():
+        if line.startswith("| `sparse_prefill_"):
+            assert line.split("`")[1] in {metric.sample for metric in METRICS.values()}
+
+
+class TestMiddleware:
+    """Around an app that answers as vLLM's does."""
+
+    @staticmethod
+    def app(
+        body: bytes = b"vllm:up 1.0\n", status: int = 200, content_type: bytes = b"text/plain; version=1.0.0"
+    ) -> Callable[..., Any]:
+        async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+            compressed = any(name == b"accept-encoding" for name, _ in scope["headers"])
+            content = gzip.compress(body) if compressed else body
+            headers = [(b"Content-Type", content_type), (b"content-length", str(len(content)).encode())]
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            await send({"type": "http.response.body", "body": content[:5], "more_body": True})
+            await send({"type": "http.response.body", "body": content[5:]})
+
+        return app
+
+    @staticmethod
+    def get(app: Any, path: str = "/metrics", **scope: Any) -> tuple[int, bytes, int]:
+        """Status, body, and the length that the headers state."""
+        sent: list[dict[str, Any]] = []
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        headers = [(b"accept-encoding", b"gzip")]
+        whole = {"type": "http", "method": "GET", "path": path, "headers": headers, **scope}
+        asyncio.run(app(whole, None, send))
+        length = int(dict(sent[0]["headers"])[b"content-length"])
+        return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:]), length
+
+    @pytest.fixture
+    def page(self) -> MetricsPage:
+        return open_page(Client({0: [worker(0, [("tiles", ["0"], 3)])]}))
+
+    @pytest.mark.parametrize(
+        ("path", "scope"),
+        [("/metrics", {}), ("/metrics/", {}), ("/behind/proxy/metrics", {"root_path": "/behind/proxy"})],
+    )
+    def test_our_lines_follow_the_servers_own(self, page: MetricsPage, path: str, scope: dict[str, str]) -> None:
+        status, body, length = self.get(MetricsMiddleware(self.app(), page), path, **scope)
+        assert (status, length) == (200, len(body))
+        assert body.startswith(b"vllm:up 1.0\n# HELP sparse_prefill_tiles_total")
+        assert values(body) == {"vllm:up{}": 1, "tiles_total{engine=0,layer=0}": 3, "up{engine=0}": 1}
+
+    @pytest.mark.parametrize(
+        ("path", "scope"), [("/health", {}), ("/metrics", {"method": "POST"}), ("/v1/metrics", {})]
+    )
+    def test_nothing_else_is_touched(self, page: MetricsPage, path: str, scope: dict[str, str]) -> None:
+        _, body, _ = self.get(MetricsMiddleware(self.app(), page), path, **scope)
+        assert gzip.decompress(body) == b"vllm:up 1.0\n"
+
+    def test_a_server_of_another_backend(self) -> None:
+        _, body, _ = self.get(MetricsMiddleware(self.app(), MetricsPage(METHOD)))
+        assert gzip.decompress(body) == b"vllm:up 1.0\n"
+
+    @pytest.mark.parametrize("answer", [{"status": 401}, {"content_type": b"application/json"}])
+    def test_an_answer_that_is_no_page_of_metrics(self, page: MetricsPage, answer: dict[str, Any]) -> None:
+        status, body, length = self.get(MetricsMiddleware(self.app(**answer), page))
+        assert (status, body, length) == (answer.get("status", 200), b"vllm:up 1.0\n", len(body))
+
+    def test_the_servers_own_metrics_stay_whatever_becomes_of_ours(self) -> None:
+        page = MetricsPage(METHOD)
+        page.open(SimpleNamespace(), 0.001)  # a client as no version of vLLM has it
+        _, body, _ = self.get(MetricsMiddleware(self.app(), page))
+        assert body == b"vllm:up 1.0\n"

@@ -1,0 +1,191 @@
+"""The server's side: asks every engine's workers what they counted, when somebody reads /metrics, and adds it there.
+
+All of a server's processes ask all of its engines, so whichever of them answers says the same. Readers at one time
+share one question, and questions keep ``metrics_interval_s`` apart: a reader who comes earlier waits, and no reader can
+keep an engine busy. An engine that does not answer in time shows with what it said before.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from vllm_sparse_backend.plugin import LOGGER
+from vllm_sparse_backend.settings.metrics import METRICS, PREFIX
+
+logger = logging.getLogger(LOGGER)
+
+TIMEOUT_S = 4.0
+"""For all of the engines' answers. Prometheus itself gives up after 10 seconds."""
+
+LOOKS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+"""So long after one another, workers are asked again whether counts that were on their way have arrived."""
+
+Answers = list[dict[str, Any]]
+"""Of each worker of an engine: ``metrics_hooks.worker_samples``."""
+
+Ask = Callable[[bool], Awaitable[Answers]]
+
+
+class MetricsPage:
+    """The last answers of all engines, and the question that is under way."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+        self.is_open = False
+        self._answers: dict[str, Answers] = {}
+        self._silent: set[str] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._asked: dict[str, asyncio.Task[Answers]] = {}
+        self._due = 0.0
+
+    def open(self, engine_client: Any, interval_s: float) -> None:
+        self._client, self._interval_s, self.is_open = engine_client, interval_s, True
+
+    async def text(self) -> bytes:
+        """What the engines say now, in Prometheus's text format."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._ask_all())
+        await asyncio.shield(self._task)
+        return generate_latest(_Collected(self._families()))
+
+    async def _ask_all(self) -> None:
+        await asyncio.sleep(max(self._due - time.monotonic(), 0))
+        self._due = time.monotonic() + self._interval_s
+        asks = engines_of(self._client, self.method)
+        # An answer that was late last time is still awaited, and nothing else asked for meanwhile.
+        self._asked = {
+            engine: self._asked.get(engine) or asyncio.create_task(_ask_until_arrived(ask))
+            for engine, ask in asks.items()
+        }
+        await asyncio.wait(self._asked.values(), timeout=TIMEOUT_S)
+        failed = {}
+        for engine, task in list(self._asked.items()):
+            if not task.done():
+                failed[engine] = f"no answer after {TIMEOUT_S:.0f} s"
+                continue
+            del self._asked[engine]
+            if (error := task.exception()) is None:
+                self._answers[engine] = task.result()
+            else:
+                failed[engine] = f"{type(error).__name__}: {error}"
+        for engine, why in failed.items():
+            if engine not in self._silent:
+                logger.warning("sparse-prefill: engine %s does not tell its counters: %s", engine, why)
+        self._silent = set(failed)
+        self._answers = {engine: self._answers.get(engine, []) for engine in asks}
+
+    def _families(self) -> Iterator[Metric]:
+        up = {engine: engine not in self._silent for engine in self._answers}
+        totals = {name: dict(total(name, self._answers)) for name in METRICS}
+        totals["up"] = {(engine,): float(is_up) for engine, is_up in up.items()}
+        for name, metric in METRICS.items():
+            if not totals[name]:
+                continue
+            new = CounterMetricFamily if metric.type == "counter" else GaugeMetricFamily
+            family = new(PREFIX + name, metric.help, labels=metric.all_labels)
+            for labels, value in totals[name].items():
+                family.add_metric(labels, value)
+            yield family
+
+
+def total(name: str, answers: Mapping[str, Answers]) -> Mapping[tuple[str, ...], float]:
+    """By its labels' values, a metric of all engines' workers: added up within an engine unless each has its own."""
+    found: dict[tuple[str, ...], float] = {}
+    for engine, workers in answers.items():
+        for worker in workers:
+            own = (str(worker["rank"]),) if METRICS[name].per_rank else ()
+            for sample, labels, value in worker["samples"]:
+                if sample == name:
+                    key = (engine, *own, *labels)
+                    found[key] = found.get(key, 0) + value
+    return found
+
+
+def engines_of(client: Any, method: str) -> dict[str, Ask]:
+    """By its number, how to ask each engine that a server's client knows: all of its workers at once.
+
+    ``collective_rpc`` asks all engines, but hands on what the first one answers.
+    """
+    core = client.engine_core
+    numbers = [str(number) for number in getattr(core, "engine_ranks_managed", [0])]
+    if len(numbers) == 1:
+        return {numbers[0]: lambda start: client.collective_rpc(method, None, (start,))}
+
+    def asking(engine: Any) -> Ask:
+        return lambda start: core._call_utility_async("collective_rpc", method, None, (start,), None, engine=engine)
+
+    return {number: asking(engine) for number, engine in zip(numbers, core.core_engines)}
+
+
+async def _ask_until_arrived(ask: Ask) -> Answers:
+    """Counts on a device set out when they are asked for, and arrive when its work before them is done."""
+    answers = await ask(True)
+    for seconds in LOOKS_S:
+        if not any(worker["behind"] for worker in answers):
+            break
+        await asyncio.sleep(seconds)
+        answers = await ask(False)
+    return answers
+
+
+class _Collected:
+    """What ``generate_latest`` wants of a registry."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+class MetricsMiddleware:
+    """ASGI middleware: adds a page's text to what the app answers to GET /metrics, and touches nothing else.
+
+    vLLM's own text may come from one of several registries, by how many processes serve: here all are alike.
+    """
+
+    def __init__(self, app: Any, page: MetricsPage) -> None:
+        self.app = app
+        self.page = page
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if not (self.page.is_open and _asks_for_metrics(scope)):
+            await self.app(scope, receive, send)
+            return
+        # What comes compressed could not be added to.
+        plain = [(name, value) for name, value in scope["headers"] if name != b"accept-encoding"]
+        start: dict[str, Any] = {}
+        body = bytearray()
+
+        async def collect(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                start.update(message)
+            elif message["type"] == "http.response.body":
+                body.extend(message.get("body", b""))
+
+        await self.app({**scope, "headers": plain}, receive, collect)
+        headers = [(name.lower(), value) for name, value in start.get("headers", ())]
+        if start.get("status") == 200 and dict(headers).get(b"content-type", b"").startswith(b"text/plain"):
+            body.extend(await self._text())
+        headers = [(name, value) for name, value in headers if name != b"content-length"]
+        await send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
+        await send({"type": "http.response.body", "body": bytes(body)})
+
+    async def _text(self) -> bytes:
+        try:
+            return await self.page.text()
+        except Exception:  # whatever it is, vLLM's own metrics are not to go with ours
+            logger.exception("sparse-prefill: no counters on /metrics this time")
+            return b""
+
+
+def _asks_for_metrics(scope: Mapping[str, Any]) -> bool:
+    if scope["type"] != "http" or scope["method"] != "GET":
+        return False
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path.rstrip("/") == "/metrics"

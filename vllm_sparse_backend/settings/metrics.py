@@ -1,0 +1,80 @@
+"""What a server exports on its /metrics: one table for the workers that count, the page, and those who read it.
+
+Names here go without the prefix; a counter's samples end in ``_total``. Every sample has the label ``engine``, as those
+of vLLM itself: the number of the data-parallel engine.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+PREFIX = "sparse_prefill_"
+ENGINE, RANK = "engine", "rank"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric. What an engine's workers count adds up; with ``per_rank`` each worker has a sample of its own."""
+
+    name: str
+    type: Literal["counter", "gauge"]
+    help: str
+    labels: tuple[str, ...] = ()
+    per_rank: bool = False
+
+    @property
+    def sample(self) -> str:
+        """The name that queries use."""
+        return PREFIX + self.name + ("_total" if self.type == "counter" else "")
+
+    @property
+    def all_labels(self) -> tuple[str, ...]:
+        return (ENGINE, *((RANK,) if self.per_rank else ()), *self.labels)
+
+
+_TABLE = (
+    Metric("rows", "counter", "Rows (one request in one step) by what they ran on, and why dense.", ("path", "reason")),
+    Metric("tiles", "counter", "Tiles of 128 queries that ran sparse.", ("layer",)),
+    Metric("kept_pairs", "counter", "(query, key) pairs computed in sparse tiles, of all heads.", ("layer",)),
+    Metric("causal_pairs", "counter", "(query, key) pairs that dense would compute there, of all heads.", ("layer",)),
+    Metric(
+        "sampled_seconds",
+        "counter",
+        "Device time of the calls that were timed, by part: select or attend.",
+        ("layer", "part"),
+    ),
+    Metric(
+        "sampled_causal_pairs",
+        "counter",
+        "(query, key) pairs that dense would compute in the calls that were timed.",
+        ("layer",),
+    ),
+    Metric(
+        "compilations",
+        "counter",
+        "Kernels that were compiled, or read from disk, and when: warmup or serving.",
+        ("when",),
+    ),
+    Metric("arena_overflows", "counter", "Tensors that took other memory than the arena's: a mistake."),
+    Metric("arena_bytes", "gauge", "Memory reserved for selection and attention.", per_rank=True),
+    Metric("arena_peak_bytes", "gauge", "The most of it that was in use at a time.", per_rank=True),
+    Metric("layers", "gauge", "The model's layers by what computes the attention of their prefills.", ("attention",)),
+    Metric("guard_checks", "counter", "Calls whose last queries the guard computed densely and compared.", ("layer",)),
+    Metric("guard_trips", "counter", "Times that the guard turned a layer dense.", ("layer",)),
+    Metric(
+        "guard_error",
+        "gauge",
+        "Mean relative error of the guard's last checks.",
+        ("layer",),
+        per_rank=True,
+    ),
+    Metric(
+        "guard_dense",
+        "gauge",
+        "Whether the guard keeps the layer dense at present: 1 or 0.",
+        ("layer",),
+        per_rank=True,
+    ),
+    Metric("up", "gauge", "Whether the engine answered when these counts were asked for: 1 or 0."),
+)
+
+METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
