@@ -6,7 +6,7 @@ step with decodes, or together with seven others.
 
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -14,7 +14,7 @@ from tests.server import scenario
 from vllm_sparse_backend.demo.model import CONFIG
 from vllm_sparse_backend.demo.run import FLUSH_S
 from vllm_sparse_backend.demo.scrape import Report, parse
-from vllm_sparse_backend.demo.server import Server, sparse_args
+from vllm_sparse_backend.demo.server import Server, ServerError, sparse_args
 from vllm_sparse_backend.settings.reasons import Fallback
 
 pytestmark = pytest.mark.server
@@ -33,17 +33,48 @@ SPARSE = {
 }
 
 
+REFUSED: dict[str, dict[str, Any]] = {
+    "a number": {"vllm_xargs": {"sparse_prefill": 2}},
+    "a level of other servers": {"vllm_xargs": {"sparse_prefill": "fast"}},
+    "a number as text": {"vllm_xargs": {"sparse_prefill": "0"}},
+    "a list": {"vllm_xargs": {"sparse_prefill": [0]}},
+    "a stream": {"vllm_xargs": {"sparse_prefill": "exactly"}, "stream": True},
+    "beams": {"vllm_xargs": {"sparse_prefill": 0}, "use_beam_search": True, "n": 2},
+}
+
+
 class Served(NamedTuple):
     answers: dict[str, scenario.Answer]
     report: Report
 
 
+class Requests(NamedTuple):
+    """What one sparse server answers, one after the other: with its own level, then asked for others over that."""
+
+    own: Served
+    exact: Served
+    named: dict[str, scenario.Answer]
+    refused: dict[str, str]
+
+
 def serve(model: Path, args: tuple[str, ...], env: dict[str, str] | None = None) -> Served:
     with Server(model, (*args, *scenario.SERVER_ARGS), env=env) as server:
-        answers = scenario.run(server)
-        time.sleep(FLUSH_S)
-        scenario.ask(server, scenario.prompt(5, seed=0))  # counters are written when the server next steps
-        return Served(answers, parse(server.get("/metrics")))
+        return run(server)
+
+
+def run(server: Server, **levels: object) -> Served:
+    answers = scenario.run(server, **levels)
+    time.sleep(FLUSH_S)
+    scenario.ask(server, scenario.prompt(5, seed=0))  # counters are written when the server next steps
+    return Served(answers, parse(server.get("/metrics")))
+
+
+def refusal(server: Server, body: dict[str, Any]) -> str:
+    try:
+        answer = server.post("/v1/completions", {"model": server.model, "prompt": [1, 2, 3], "max_tokens": 2, **body})
+    except ServerError as error:
+        return str(error)
+    return f"answered {answer}"
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +88,19 @@ def everything(small_model: Path) -> Served:
 
 
 @pytest.fixture(scope="module")
-def sparse(small_model: Path) -> Served:
-    return serve(small_model, sparse_args(SPARSE))
+def requests(small_model: Path) -> Requests:
+    with Server(small_model, (*sparse_args(SPARSE), *scenario.SERVER_ARGS)) as server:
+        own = run(server)
+        refused = {name: refusal(server, body) for name, body in REFUSED.items()}
+        exact = run(server, level=0, beside=1)
+        prompt = scenario.prompt(3001, seed=1)
+        named = {str(level): scenario.ask(server, prompt, level=level) for level in ("exact", 1)}
+        return Requests(own, exact, named, refused)
+
+
+@pytest.fixture(scope="module")
+def sparse(requests: Requests) -> Served:
+    return requests.own
 
 
 def test_the_scenario_is_what_its_names_say(stock: Served) -> None:
@@ -107,3 +149,53 @@ def test_short_prompts_are_dense_in_sparse_servers(stock: Served, sparse: Served
     for name in ("concurrent: 1", "concurrent: 63"):
         assert sparse.answers[name].token_ids == stock.answers[name].token_ids
         assert sparse.answers[name].logprobs == pytest.approx(stock.answers[name].logprobs, abs=LOGPROB_TOLERANCE)
+
+
+def test_exact_requests_equal_stock_after_any_mix_of_sparse_ones(stock: Served, requests: Requests) -> None:
+    """Over prefixes that sparse requests wrote before, in chunks, eight at once and as many sparse ones beside them."""
+    for name, expected in stock.answers.items():
+        answer = requests.exact.answers[name]
+        assert answer.token_ids == expected.token_ids, name
+        assert answer.logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE), name
+
+
+def test_the_same_requests_at_the_servers_own_level_do_not(stock: Served, requests: Requests) -> None:
+    """So the test above can fail, by a cache that is shared or by a row that goes sparse."""
+    off = ["chunks", "prefix: same prompt", "prefix: other tail", "mixed: prefill 1800", "concurrent: 2600"]
+    for name in off:
+        assert requests.own.answers[name].logprobs != pytest.approx(stock.answers[name].logprobs, abs=1e-3), name
+    for name in ("mixed: prefill 1800", "concurrent: 2600"):
+        beside = requests.exact.answers[f"beside {name}"].logprobs
+        assert beside != pytest.approx(stock.answers[name].logprobs, abs=1e-3), name
+
+
+def test_exact_requests_read_what_is_exact_and_no_more(requests: Requests) -> None:
+    """The first ``min_tokens`` of what sparse requests wrote, and all of what exact ones did."""
+    exact = requests.exact.answers
+    assert exact["chunks"].cached_tokens == MIN_TOKENS
+    assert requests.own.answers["prefix: same prompt"].cached_tokens >= 1900
+    for name in ("prefix: same prompt", "prefix: other tail"):
+        assert exact[name].cached_tokens >= 1900, name
+    assert exact["beside concurrent: 2600"].cached_tokens >= 1900  # the server's own level reads its own
+
+
+def test_levels_by_name(stock: Served, requests: Requests) -> None:
+    expected = stock.answers["chunks"]
+    assert requests.named["exact"].token_ids == expected.token_ids
+    assert requests.named["exact"].logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
+    assert requests.named["1"].logprobs == requests.own.answers["prefix: same prompt"].logprobs
+
+
+def test_rows_of_exact_requests_are_counted_as_such(requests: Requests) -> None:
+    assert ("dense", Fallback.REQUESTED) not in requests.own.report.rows
+    assert requests.exact.report.rows["dense", Fallback.REQUESTED] > 0
+    assert requests.exact.report.rows_of("sparse") > requests.own.report.rows_of("sparse")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_nobody_can_ask_for_is_refused_at_once(requests: Requests, name: str) -> None:
+    said = requests.refused[name]
+    assert "answered 400" in said
+    assert "vllm_xargs sparse_prefill: given" in said
+    if name != "beams":
+        assert "expected one of 0 (exact), 1 (this server's own level), 'exact'" in said

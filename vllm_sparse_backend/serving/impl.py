@@ -4,6 +4,7 @@ The cache has been written when ``forward`` is called. Nothing in ``forward`` wa
 """
 
 import contextlib
+import copy
 from typing import Any
 
 import torch
@@ -69,6 +70,8 @@ class SparsePrefillImpl(compat.DelegateImpl):
         self.recorder: Recorder | None = None
         self.memory: Memory | None = None
         self.engine: Engine = PORTABLE  # until warm-up chooses one
+        self.levels: dict[str, SparsePrefillImpl] = {}
+        self.stays_dense = False  # at this level, though not at another
 
     def reason(self, groups: LayerPlan | None) -> Fallback | None:
         """Why this layer prefills dense, where this is its part of the plan; None if it can go sparse."""
@@ -99,6 +102,15 @@ class SparsePrefillImpl(compat.DelegateImpl):
         self.options = attend_options(methods, device)
         self.dense_last = last_tile_heads(methods, device)
         self.groups = groups
+
+    def at(self, level: str) -> "SparsePrefillImpl":
+        """This layer as rows of that level have it: itself, unless ``add_level`` made another."""
+        return self.levels.get(level, self)
+
+    def add_level(self, level: str) -> "SparsePrefillImpl":
+        """The same layer, to ``adopt`` what another level has it do. To be called before this one adopts anything."""
+        self.levels[level] = copy.copy(self)
+        return self.levels[level]
 
     def reserve(self, vllm_config: VllmConfig, device: torch.device) -> Memory | None:
         """The worker's arena, which the first of its layers to ask for it makes."""
@@ -134,7 +146,7 @@ class SparsePrefillImpl(compat.DelegateImpl):
         if attn_metadata is None:
             self._reserve_in_profile_run(query.device)
         step: SparseStep | None = getattr(attn_metadata, "sparse", None)
-        if step is None or self.groups is None:
+        if step is None or self.groups is None or all(self.at(slab.level).stays_dense for slab in step.slabs):
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
@@ -144,7 +156,7 @@ class SparsePrefillImpl(compat.DelegateImpl):
             super().forward(layer, *part, kv_cache, run.metadata, output[run.tokens], output_scale, output_block_scale)
         cache = compat.paged_cache(kv_cache, self.head_size)
         for slab in step.slabs:
-            self.run(slab, query, cache, output)
+            self.at(slab.level).run(slab, query, cache, output)
         return output
 
     def run(self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor) -> None:
