@@ -1,6 +1,5 @@
-"""Profiles: what a file says, what is refused and in which words, and the files of MInference's search."""
+"""Profiles: what a file says, and what is refused and in which words."""
 
-import json
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from vllm_sparse_backend.settings.profile import (
     Profile,
     Provenance,
     bundled_profiles,
-    import_minference,
     load_profile,
     parse_profile,
 )
@@ -94,9 +92,9 @@ def test_head_goes_before_layer_before_profile() -> None:
     assert (profile.min_tokens, profile.dense_layers) == (1024, (0, 1, 3))
 
 
-def test_bundled_profiles_load_by_name_and_fit_any_model() -> None:
+def test_profiles_for_any_model_load_by_name() -> None:
     assert set(bundled_profiles()) >= {"minference", "streaming"}
-    for name in bundled_profiles():
+    for name in ("minference", "streaming"):
         load_profile(name).check_model(SHAPE)
     assert load_profile("minference").default == make_method("minference", {})
     assert load_profile("streaming").default == make_method("a_shape", {"sink_tokens": 1024, "local_tokens": 4096})
@@ -110,7 +108,7 @@ def test_profile_by_path(tmp_path: Path) -> None:
 
 def test_unknown_profile_names_the_bundled_ones(tmp_path: Path) -> None:
     for missing in ("streeming", str(tmp_path / "none.yaml"), str(tmp_path)):
-        with pytest.raises(ConfigurationError, match=r"no such file; given .* minference, streaming"):
+        with pytest.raises(ConfigurationError, match=r"no such file; given .* minference, .*, streaming"):
             load_profile(missing)
 
 
@@ -358,96 +356,6 @@ def test_every_method_can_stand_in_a_profile(name: str) -> None:
     assert profile.default == make_method(name, {})
 
 
-# MInference's files
-
-
-@pytest.fixture
-def search(tmp_path: Path) -> tuple[list[dict[str, list[Any]]], Path, Path]:
-    """A search's result for a model of 3 layers and 4 heads, where its JSON file goes, and the model's folder."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    layers: list[dict[str, list[Any]]] = [
-        {str(head): ["vertical_and_slash", 1000, 6096, 0.9] for head in range(4)} for _ in range(3)
-    ]
-    layers[1]["2"] = layers[1]["3"] = ["stream_llm", 100, 800, 5]
-    layers[2]["0"] = ["block_sparse", 10, 1, 0.5]
-    layers[2]["3"] = ["vertical_and_slash", 30, 800, 12982]
-    return layers, tmp_path / "best_pattern.json", tmp_path
-
-
-def test_minference_file_becomes_a_profile(search: tuple[Any, Path, Path]) -> None:
-    layers, path, model = search
-    path.write_text(json.dumps(layers))
-    profile = import_minference(path, model)
-    usual = make_method("vertical_slash", {"vertical_tokens": 1000, "slash_tokens": 6096})
-    stream = make_method("a_shape", {"sink_tokens": 100, "local_tokens": 800})
-    few = make_method("vertical_slash", {"vertical_tokens": 30, "slash_tokens": 800})
-    blocks = make_method("block_sparse", {"top_blocks": 100})
-    assert profile.model == ModelShape("M", 3, 4, 4, 16)
-    assert profile.methods_of(0, 4) == (usual,) * 4
-    assert profile.methods_of(1, 4) == (usual, usual, stream, stream)
-    assert profile.methods_of(2, 4) == (blocks, usual, usual, few)
-    assert parse_profile(profile.to_yaml(), "") == profile
-
-
-@pytest.mark.parametrize(
-    ("layer", "head", "entry", "expected"),
-    [
-        (
-            1,
-            "2",
-            ["flex_vertical_and_slash", 1, 2, 0.0],
-            "layer 1, head 2: pattern: given 'flex_vertical_and_slash', exp",
-        ),
-        (1, "2", ["flex_vertical_and_slash", [0.9, 4096], [0.9, 4096], 0.0], "layer 1, head 2: given"),
-        (
-            0,
-            "0",
-            ["stream_llm", 100, 800],
-            "layer 0, head 0: given ['stream_llm', 100, 800], expected [pattern, integer",
-        ),
-        (0, "0", ["stream_llm", "100", 800, 1], "layer 0, head 0: given"),
-        (0, "0", None, "layer 0, head 0: given None"),
-        (2, "1", ["vertical_and_slash", -1, 800, 1], "layer 2, head 1: vertical_tokens: given -1"),
-        (
-            2,
-            "4",
-            ["vertical_and_slash", 1, 800, 1],
-            "layer 2: given heads 0, 1, 2, 3, 4, expected an object with the heads",
-        ),
-        (2, "x", ["vertical_and_slash", 1, 800, 1], "layer 2: given heads 0, 1, 2, 3, x"),
-    ],
-)
-def test_wrong_minference_entry(
-    search: tuple[Any, Path, Path], layer: int, head: str, entry: object, expected: str
-) -> None:
-    layers, path, model = search
-    layers[layer][head] = entry
-    path.write_text(json.dumps(layers))
-    with pytest.raises(ConfigurationError) as caught:
-        import_minference(path, model)
-    assert f"best_pattern.json: {expected}" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("{", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ('[{"0": 1, "0": 2}]', "not JSON: an object has a key twice"),
-        ("{}", "given dict, expected a list of 3 for M with 3 layers"),
-        ("[]", "given 0 layers, expected a list of 3"),
-        ("[1, 2, 3]", "layer 0: given 1, expected an object with the heads 0 to 3"),
-        ("[{}, {}, {}]", "layer 0: given heads none, expected an object with the heads 0 to 3"),
-    ],
-)
-def test_wrong_minference_file(search: tuple[Any, Path, Path], text: str, expected: str) -> None:
-    _, path, model = search
-    path.write_text(text)
-    with pytest.raises(ConfigurationError) as caught:
-        import_minference(path, model)
-    assert f"best_pattern.json: {expected}" in str(caught.value)
-
-
 # Levels
 
 
@@ -473,10 +381,12 @@ provenance:
 def test_levels() -> None:
     profile = parse_profile(LEVELS, "")
     assert profile.level_names == ("exact", "high", "fast")
+    assert profile.methods_of(2, 8)[1] == make_method("dense", {})
     fast, high, exact = (profile.at_level(name) for name in ("fast", "high", "exact"))
     assert [fast.methods_of(2, 8)[1], fast.methods_of(3, 8)[0]] == [make_method("dense", {}), profile.default]
     assert (high.level, high.dense_layers, high.layers) == ("high", (0, 1), {})
     assert (high.default, high.provenance.bounds) == (make_method("vertical_slash", {}), {"output_error": 0.01})
+    assert high.methods_of(2, 8) == (high.default,) * 8
     assert (high.model, high.level_names) == (profile.model, ("exact", "high"))
     assert exact.methods_of(2, 8) == (make_method("dense", {}),) * 8
     assert exact.level_names == ("exact",)

@@ -1,12 +1,19 @@
-"""`sparse-prefill check-profile` and `import-minference`, from the command line."""
+"""`sparse-prefill profile`, from the command line."""
 
 import json
+import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from vllm_sparse_backend.cli import app
+from vllm_sparse_backend.settings import strict_yaml
+from vllm_sparse_backend.settings.methods import make_method
+from vllm_sparse_backend.settings.profile import bundled_profiles
+from vllm_sparse_kernels.select import METHODS
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -25,7 +32,7 @@ PATTERNS = [
 
 
 def run(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
+    return CliRunner().invoke(app, ["profile", *(str(arg) for arg in args)])
 
 
 @pytest.fixture
@@ -44,7 +51,7 @@ def patterns(tmp_path: Path) -> Path:
 
 
 def test_a_bundled_profile_by_name(model: Path) -> None:
-    alone, fitted = run("check-profile", "minference"), run("check-profile", "minference", model)
+    alone, fitted = run("check", "minference"), run("check", "minference", model)
     method = "vertical_slash(vertical_tokens=1000, slash_tokens=6096,"
     assert (alone.exit_code, fitted.exit_code) == (0, 0)
     assert f"every head: {method}" in alone.output
@@ -53,11 +60,12 @@ def test_a_bundled_profile_by_name(model: Path) -> None:
 
 def test_import_then_check(model: Path, patterns: Path, tmp_path: Path) -> None:
     out = tmp_path / "profile.yaml"
-    imported = run("import-minference", patterns, model, out)
+    imported = run("import", patterns, model, out)
     assert imported.exit_code == 0, imported.output
-    checked = run("check-profile", out, model)
+    checked = run("check", out, model)
     assert checked.exit_code == 0, checked.output
-    assert checked.output.splitlines() == imported.output.splitlines()[:-1]
+    assert checked.output.splitlines() == imported.output.splitlines()[:-2]
+    assert imported.output.splitlines()[-2] == "imported from MInference's best_pattern.json"
     for line in (
         "4 of 8 heads: block_sparse(top_blocks=100, per_query_block=True)",
         "3 of 8 heads: vertical_slash(last_queries=64, forced_verticals=30, forced_slashes=100, segment_tokens=None, "
@@ -73,15 +81,15 @@ def test_heads_that_share_are_one_line(model: Path, tmp_path: Path) -> None:
     path.write_text(f"format: 1\nmodel: any\ndefault: {{method: share_prefill}}\nlayers:\n  1: {{heads: {heads}}}\n")
     thresholds = "max_sparsity=0.3, max_distance=0.2, gamma=0.9, gamma_per_tile=False, true_mass=False"
     shared = f"share_prefill({thresholds}, clusters=2, clustered_heads=3)"
-    lines = run("check-profile", path, model).output.splitlines()[1:]
+    lines = run("check", path, model).output.splitlines()[1:]
     assert lines == [f"7 of 8 heads: {shared}", "1 of 8 heads: a_shape(sink_tokens=1024, local_tokens=4096)"]
-    assert "every head: share_prefill(max_sparsity=0.3," in run("check-profile", path).output
+    assert "every head: share_prefill(max_sparsity=0.3," in run("check", path).output
 
 
 def test_sharing_without_clusters_is_refused(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     path.write_text("format: 1\nmodel: any\ndefault: {method: share_prefill}\n")
-    result = run("check-profile", path, model)
+    result = run("check", path, model)
     assert result.exit_code == 1
     assert result.output.startswith(f"{path}: share_prefill: no two heads can share")
 
@@ -89,16 +97,16 @@ def test_sharing_without_clusters_is_refused(model: Path, tmp_path: Path) -> Non
 def test_dense_layers_are_told_apart(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     path.write_text("format: 1\nmodel: any\ndense_layers: [1]\ndefault: {method: a_shape}\n")
-    lines = run("check-profile", path, model).output
+    lines = run("check", path, model).output
     assert "4 of 8 heads: a_shape" in lines
     assert "4 of 8 heads: in dense_layers" in lines
 
 
 def test_a_profile_of_another_model(model: Path, patterns: Path, tmp_path: Path) -> None:
     out = tmp_path / "profile.yaml"
-    run("import-minference", patterns, model, out)
+    run("import", patterns, model, out)
     (model / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": 5}))
-    result = run("check-profile", out, model)
+    result = run("check", out, model)
     assert result.exit_code == 1
     assert "2 layers" in result.output
     assert "5 layers" in result.output
@@ -107,7 +115,7 @@ def test_a_profile_of_another_model(model: Path, patterns: Path, tmp_path: Path)
 def test_import_never_overwrites(model: Path, patterns: Path, tmp_path: Path) -> None:
     out = tmp_path / "profile.yaml"
     out.write_text("mine")
-    result = run("import-minference", patterns, model, out)
+    result = run("import", patterns, model, out)
     assert result.exit_code == 1
     assert result.output.strip() == f"{out}: cannot be written: File exists"
     assert out.read_text() == "mine"
@@ -116,6 +124,126 @@ def test_import_never_overwrites(model: Path, patterns: Path, tmp_path: Path) ->
 def test_what_is_no_profile(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text("format: 1\nmodel: any\ndefault: {method: a_shape, sink: 3}\n")
     for path, says in ((tmp_path / "p.yaml", "sink"), (tmp_path / "none.yaml", "none.yaml")):
-        result = run("check-profile", path)
+        result = run("check", path)
         assert result.exit_code == 1
         assert says in result.output
+
+
+LEVELS = """\
+format: 1
+model: {architecture: LlamaForCausalLM, num_layers: 2, num_heads: 4, num_kv_heads: 2, head_dim: 64}
+level: high
+default: {method: sale, tau: 0.01}
+layers:
+  1: {heads: {0-1: {method: a_shape, sink_tokens: 64, local_tokens: 256}}}
+levels:
+  fast: {dense_layers: [0], default: {method: sale, tau: 0.03}}
+provenance:
+  figures: {density: {0: 0.5, 1: [0.1, 0.2, 0.3, 0.4]}, error: {1: [0.01, 0.03, 0.0, 0.02]}}
+"""
+
+
+@pytest.fixture
+def levelled(tmp_path: Path) -> Path:
+    (path := tmp_path / "levels.yaml").write_text(LEVELS)
+    return path
+
+
+def rows(result: Result) -> list[list[str]]:
+    """The columns of each line, which two blanks part."""
+    return [re.split(r"\s{2,}", line.strip()) for line in result.output.splitlines()]
+
+
+def test_all_levels_are_checked(levelled: Path, model: Path) -> None:
+    lines = run("check", levelled, model).output.splitlines()
+    assert [line.split("(")[0] for line in lines[1:]] == [
+        "level high, 6 of 8 heads: sale",
+        "level high, 2 of 8 heads: a_shape",
+        "level fast, 4 of 8 heads: sale",
+        "level fast, 4 of 8 heads: in dense_layers, always dense",
+    ]
+
+
+def test_show(levelled: Path) -> None:
+    found = rows(run("show", levelled))
+    assert ["layers", "heads by method", "settings", "density", "worst error"] in found
+    assert ["0", "4 sale", "1", "0.5"] in found
+    assert ["1", "2 a_shape, 2 sale", "2", "0.25", "0.03"] in found
+    assert ["6", "sale(tau=0.01)", "0-1"] in found
+    assert ["2", "a_shape(sink_tokens=64, local_tokens=256)", "1"] in found
+    fast = rows(run("show", levelled, "--level", "fast"))
+    assert ["0", "4 dense layer", "1"] in fast
+    assert ["4", "sale(tau=0.03)", "1"] in fast
+    wrong = run("show", levelled, "--level", "exat")
+    assert wrong.exit_code == 1
+    assert "level: given 'exat', expected one of exact, fast, high (did you mean 'exact'?)" in wrong.output
+
+
+def test_pictures(levelled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = pytest.importorskip("matplotlib.image", reason="matplotlib draws pictures")
+    path = tmp_path / "maps.png"
+    result = run("show", levelled, "--png", path)
+    assert f"Written to {path}: method, density, output error" in result.output
+    pixels = image.imread(path)
+    assert pixels.shape[0] < pixels.shape[1]
+    assert len({tuple(pixel) for pixel in pixels.reshape(-1, pixels.shape[2]).round(3).tolist()}) > 6
+    refused = run("show", "minference", "--png", path)
+    assert (refused.exit_code, "fits any model: name one" in refused.output) == (1, True)
+    refused = run("show", levelled, "--png", tmp_path / "none" / "maps.png")
+    assert (refused.exit_code, "cannot be written: No such file" in refused.output) == (1, True)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    refused = run("show", levelled, "--png", path)
+    assert (refused.exit_code, "matplotlib, which is not installed" in refused.output) == (1, True)
+
+
+def test_diff(levelled: Path, model: Path, tmp_path: Path) -> None:
+    assert run("diff", levelled, levelled).exit_code == 0
+    assert run("diff", levelled, levelled).output == ""
+    (other := tmp_path / "other.yaml").write_text(LEVELS.replace("tau: 0.03", "tau: 0.1").replace("{0-1: ", "{1: "))
+    result = run("diff", levelled, other)
+    assert result.exit_code == 1
+    assert rows(result)[1:] == [
+        ["1 heads of layers 1", "a_shape(sink_tokens=64, local_tokens=256)", "sale(tau=0.01)"],
+        ["level fast, 4 heads of layers 1", "sale(tau=0.03)", "sale(tau=0.1)"],
+    ]
+    result = run("diff", levelled, "minference")
+    assert ["levels", "high, fast", "none"] in rows(result)
+    assert run("diff", "minference", "minference").exit_code == 0
+    assert run("diff", "minference", "streaming").exit_code == 2
+    assert rows(run("diff", "minference", "streaming", model))[1][0] == "8 heads of layers 0-1"
+    result = run("diff", levelled, "minference-yi-9b-200k")
+    assert (result.exit_code, "they differ in num_layers, num_heads" in result.output) == (2, True)
+
+
+def test_which_profile_auto_takes(tmp_path: Path, model: Path) -> None:
+    shape = {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": 128}
+    config = SHAPE | shape | {"architectures": ["Qwen2ForCausalLM"], "_name_or_path": "Qwen/Qwen2-7B-Instruct"}
+    (path := tmp_path / "config.json").write_text(json.dumps(config))
+    result = run("check", "auto", path)
+    assert result.output.startswith(
+        "auto: minference-qwen2-7b-instruct: it was made for Qwen/Qwen2-7B-Instruct; others"
+    )
+    result = run("check", "auto", model)
+    assert result.exit_code == 1
+    assert "auto: no profile, the server's default method runs: no bundled profile is for Llama" in result.output
+
+
+def test_schema_takes_what_a_server_takes(levelled: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema checks by schemas")
+    schema = json.loads(run("schema").output)
+    validator = jsonschema.Draft202012Validator(schema)
+    validator.check_schema(schema)
+    for path in (levelled, *bundled_profiles().values()):
+        assert validator.is_valid(as_json(path.read_text()))
+    for name in METHODS:
+        default = make_method(name, {}).shown_fields | {"method": name}
+        assert validator.is_valid({"format": 1, "model": "any", "default": default})
+    wrong = {"tau: 0.03": "tua: 0.03", "level:": "levle:", "{0-1:": "{0-x:", "0.4]": "4]", "sale": "dale"}
+    wrong |= {"num_layers: 2": "num_layers: x", "fast:": "quick:", "format: 1": "format: 2"}
+    for old, new in wrong.items():
+        assert not validator.is_valid(as_json(LEVELS.replace(old, new))), new
+
+
+def as_json(text: str) -> Any:
+    """With texts as keys."""
+    return json.loads(json.dumps(strict_yaml.parse(text, "")))

@@ -1,65 +1,178 @@
-"""`sparse-prefill check-profile` and `sparse-prefill import-minference`."""
+"""`sparse-prefill profile`: look at profiles, compare and check them, and import those of other tools."""
 
+import json
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.settings.model_shape import ModelShape
-    from vllm_sparse_backend.settings.profile import Profile
+    from vllm_sparse_backend.settings.profile import Level, Profile
     from vllm_sparse_kernels.select.base import Method
 
+profile_app = typer.Typer(
+    help="Profiles: which method, with which parameters, each layer and head prefills with.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+PIPED_WIDTH = 10_000
+"""Tables that no terminal shows keep a row on a line."""
+
 MODEL_HELP = "A model folder, or its config.json."
+ProfileName = Annotated[str, typer.Argument(help="Name of a bundled profile, or path of a YAML file.")]
+FittedModel = Annotated[Path | None, typer.Argument(help=f"{MODEL_HELP} The profile must fit it.")]
+LevelOption = Annotated[str | None, typer.Option(help="Show this level: high or fast; by default the profile's own.")]
 
 
-def check_profile(
-    profile: Annotated[str, typer.Argument(help="Name of a bundled profile, or path of a YAML file.")],
-    model: Annotated[Path | None, typer.Argument(help=f"{MODEL_HELP} The profile must fit it.")] = None,
-) -> None:
-    """Check a profile as a server would at its start, and say what it does; exit code 1 if it is not right."""
-    from vllm_sparse_backend.settings.errors import ConfigurationError
-    from vllm_sparse_backend.settings.model_shape import ModelShape
-    from vllm_sparse_backend.settings.profile import load_profile
+@profile_app.command()
+def check(profile: ProfileName, model: FittedModel = None) -> None:
+    """Check a profile as a server would at its start, and say what it does; exit code 1 if it is not right.
 
-    try:
-        loaded = load_profile(profile)
-        shape = loaded.model
-        if model is not None:
-            shape = ModelShape.from_folder(model)
-        if shape is not None:
-            loaded.check_model(shape, profile)
-    except ConfigurationError as error:
-        raise _failure(error) from error
+    `auto` with a model says which bundled profile a server would take.
+    """
+    loaded, shape = _load(profile, model)
     _describe(loaded, shape)
 
 
-def import_minference(
-    patterns: Annotated[Path, typer.Argument(help="A JSON file of MInference's offline search.")],
+@profile_app.command()
+def show(
+    profile: ProfileName,
+    model: FittedModel = None,
+    level: LevelOption = None,
+    png: Annotated[Path | None, typer.Option(help="Draw heat maps of it to this PNG file; needs matplotlib.")] = None,
+) -> None:
+    """Tables of what a profile says: by layer, and by setting; as a picture too."""
+    from vllm_sparse_backend.evaluate import profile_maps, profile_tables
+    from vllm_sparse_backend.settings.errors import ConfigurationError
+
+    loaded, shape = _load(profile, model)
+    if level is not None:
+        try:
+            loaded = loaded.at_level(level)
+        except ValueError as error:
+            raise _failure(f"{profile}: {error}") from None
+    _describe(loaded, shape)
+    if shape is None:
+        if png is not None:
+            raise _failure(f"{profile}: fits any model: name one to draw it for")
+        return
+    _table(
+        ("layers", "heads by method", "settings", "density", "worst error"),
+        [
+            (
+                row.layers,
+                ", ".join(f"{n} {name}" for name, n in row.heads.items()),
+                f"{row.settings}",
+                *_numbers(row[3:]),
+            )
+            for row in profile_tables.layer_rows(loaded, shape)
+        ],
+    )
+    _table(
+        ("heads", "setting", "layers"),
+        [(f"{row.heads}", row.setting, row.layers) for row in profile_tables.setting_rows(loaded, shape)],
+    )
+    if png is not None:
+        try:
+            shown = profile_maps.draw(loaded, shape, png, f"{profile}, {shape}")
+        except ConfigurationError as error:
+            raise _failure(error) from None
+        _print(f"Written to {png}: {', '.join(shown)}")
+
+
+@profile_app.command()
+def diff(
+    first: ProfileName,
+    second: ProfileName,
+    model: FittedModel = None,
+) -> None:
+    """What two profiles say otherwise; exit code 1 if there is anything, 2 if one is not right."""
+    from vllm_sparse_backend.evaluate import profile_tables
+
+    (one, shape), (other, other_shape) = (_load(name, model, code=2) for name in (first, second))
+    shape = shape or other_shape
+    if shape is None:
+        if one == other:
+            return
+        raise _failure("both profiles fit any model: name one to compare them for", code=2)
+    if other_shape is not None and (names := shape.differences(other_shape)):
+        raise _failure(f"they are for other models: {shape}; {other_shape}: they differ in {', '.join(names)}", code=2)
+    found = profile_tables.differences(one, other, shape)
+    if found:
+        _table(("where", first, second), found)
+        raise typer.Exit(1)
+
+
+@profile_app.command("import")
+def import_file(
+    file: Annotated[Path, typer.Argument(help="A file of MInference, SharePrefill, SpargeAttn or SALE.")],
     model: Annotated[Path, typer.Argument(help=MODEL_HELP)],
     out: Annotated[Path, typer.Argument(help="The profile to write; it must not exist yet.")],
 ) -> None:
-    """Turn the result of MInference's own search into a profile."""
-    from vllm_sparse_backend.settings import profile
+    """Turn what another tool saved into a profile; nothing in the file is executed.
+
+    Files that are known: MInference's patterns and SharePrefill's clusters (JSON), SpargeAttn's and SALE's thresholds
+    (torch.save).
+    """
+    from vllm_sparse_backend.foreign import import_profile
     from vllm_sparse_backend.settings.errors import ConfigurationError
 
     try:
-        imported = profile.import_minference(patterns, model)
-        with out.open("x", encoding="utf-8") as file:
-            file.write(imported.to_yaml())
+        imported = import_profile(file, model)
+        if imported.model is not None:
+            imported.check_model(imported.model, str(file))
+        with out.open("x", encoding="utf-8") as target:
+            target.write(imported.to_yaml())
     except ConfigurationError as error:
         raise _failure(error) from error
     except OSError as error:
         raise _failure(f"{out}: cannot be written: {error.strerror}") from error
     _describe(imported, imported.model)
-    _print(f"Written to {out}")
+    _print(f"{imported.provenance.source}\nWritten to {out}")
+
+
+@profile_app.command()
+def schema() -> None:
+    """Print the JSON Schema of profiles, for editors and for other tools that write them."""
+    from vllm_sparse_backend.settings.schema import profile_schema
+
+    typer.echo(json.dumps(profile_schema(), indent=2, ensure_ascii=False))
+
+
+def _load(name: str, model: Path | None, code: int = 1) -> "tuple[Profile, ModelShape | None]":
+    """The profile, and the shape that it is looked at for: the model's, else its own."""
+    from vllm_sparse_backend.settings import auto
+    from vllm_sparse_backend.settings.errors import ConfigurationError
+    from vllm_sparse_backend.settings.model_shape import ModelShape
+    from vllm_sparse_backend.settings.profile import load_profile
+
+    try:
+        shape = ModelShape.from_folder(model) if model is not None else None
+        if name == auto.AUTO and shape is not None:
+            choice = auto.choose(shape)
+            if choice.profile is None:
+                raise _failure(f"auto: no profile, the server's default method runs: {choice.why}", code=code)
+            _print(f"auto: {choice.name}: {choice.why}")
+            return choice.profile, shape
+        loaded = load_profile(name)
+        shape = shape or loaded.model
+        if shape is not None:
+            loaded.check_model(shape, name)
+    except ConfigurationError as error:
+        raise _failure(error, code) from error
+    return loaded, shape
 
 
 def _describe(profile: "Profile", shape: "ModelShape | None") -> None:
-    from vllm_sparse_backend.settings.methods import describe, summarize
+    from vllm_sparse_backend.settings.methods import describe
 
     min_tokens = "the server's" if profile.min_tokens is None else profile.min_tokens
     min_query = "the server's" if profile.min_query_tokens is None else profile.min_query_tokens
@@ -67,27 +180,45 @@ def _describe(profile: "Profile", shape: "ModelShape | None") -> None:
     if shape is None:
         _print(f"every head: {describe(profile.default)}")
         return
-    sparse_layers = [layer for layer in range(shape.num_layers) if layer not in profile.dense_layers]
+    _describe_level(profile, shape, f"level {profile.level}, " if profile.levels else "")
+    for name, level in profile.levels.items():
+        _describe_level(level, shape, f"level {name}, ")
+
+
+def _describe_level(level: "Level", shape: "ModelShape", start: str) -> None:
+    from vllm_sparse_backend.settings.methods import summarize
+
+    sparse_layers = [layer for layer in range(shape.num_layers) if layer not in level.dense_layers]
     heads: dict[Method, list[Method]] = defaultdict(list)
     for layer in sparse_layers:
-        for method in profile.methods_of(layer, shape.num_heads):
+        for method in level.methods_of(layer, shape.num_heads):
             heads[method.alike].append(method)
     total = shape.num_layers * shape.num_heads
     for alike in sorted(heads.values(), key=len, reverse=True):
-        _print(f"{len(alike)} of {total} heads: {summarize(alike)}")
+        _print(f"{start}{len(alike)} of {total} heads: {summarize(alike)}")
     if dense := total - len(sparse_layers) * shape.num_heads:
-        _print(f"{dense} of {total} heads: in dense_layers, always dense")
+        _print(f"{start}{dense} of {total} heads: in dense_layers, always dense")
+
+
+def _numbers(values: Sequence[float | None]) -> list[str]:
+    return ["" if value is None else f"{value:.4g}" for value in values]
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(*(escape(column) for column in columns), box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    Console(width=None if Console().is_terminal else PIPED_WIDTH).print(table, highlight=False)
 
 
 def _print(text: str) -> None:
     Console().print(escape(text), highlight=False, soft_wrap=True)
 
 
-def _failure(error: object) -> typer.Exit:
+def _failure(error: object, code: int = 1) -> typer.Exit:
     Console(stderr=True).print(f"[red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
-    return typer.Exit(1)
+    return typer.Exit(code)
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command()(check_profile)
-    app.command()(import_minference)
+    app.add_typer(profile_app, name="profile")

@@ -81,7 +81,8 @@ def hf_config(vllm_config: VllmConfig) -> dict[str, Any]:
 
 def model_shape(vllm_config: VllmConfig) -> ModelShape:
     """Layers and heads of the model that is served."""
-    return ModelShape.from_config(hf_config(vllm_config), vllm_config.model_config.model)
+    model = vllm_config.model_config.model
+    return ModelShape.from_config({**hf_config(vllm_config), "_name_or_path": model}, model)
 
 
 def tensor_parallel(vllm_config: VllmConfig) -> tuple[int, int]:

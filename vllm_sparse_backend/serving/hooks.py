@@ -113,6 +113,9 @@ def _selectable(original: Function) -> Function:
 
 # --- the front process: what a request asks for ---
 
+SERVERS = ("vllm.entrypoints.openai", "vllm.entrypoints.launchers")
+"""Of these a process has modules that serves over HTTP; in others these would be loaded for nothing."""
+
 BEAM_SEARCHES = (
     ("vllm.entrypoints.openai.completion.protocol", "CompletionRequest"),
     ("vllm.entrypoints.openai.chat_completion.protocol", "ChatCompletionRequest"),
@@ -129,10 +132,16 @@ def install_in_front() -> None:
 
     put_around(InputProcessor, "process_inputs", _marked, ("params",))
     put_around(AsyncLLM, "generate", _checked_at_once, ("sampling_params",))
-    if "vllm.entrypoints.openai.api_server" in sys.modules:
-        for module, name in BEAM_SEARCHES:
-            owner = getattr(importlib.import_module(module), name)
-            put_around(owner, "to_beam_search_params", _without_levels)
+    if any(name.startswith(SERVERS) for name in sys.modules):
+        for path, name in BEAM_SEARCHES:
+            put_around(_found(path, name), "to_beam_search_params", _without_levels)
+
+
+def _found(path: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(path), name)
+    except (ImportError, AttributeError):
+        raise _misfit(f"{path}.{name} is missing") from None
 
 
 def _marked(original: Function) -> Function:

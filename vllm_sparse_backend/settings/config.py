@@ -33,7 +33,8 @@ class SparsePrefillConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     profile: StrictStr | None = None
-    """Name of a bundled profile, or path of a YAML file. Takes the place of ``method`` and ``params``."""
+    """Name of a bundled profile, path of a YAML file, or ``auto``: the bundled one for the model that is served, the
+    default method if there is none. Takes the place of ``method`` and ``params``."""
 
     method: StrictStr = "default"
     """A registered method, or a preset: ``default``, the fastest of what loses nothing measurable, ``minference``,

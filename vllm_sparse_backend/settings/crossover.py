@@ -21,6 +21,7 @@ from pydantic import (
     StrictInt,
     StrictStr,
     ValidationError,
+    WithJsonSchema,
     model_validator,
 )
 
@@ -53,7 +54,8 @@ def _to_token_count(given: object) -> object:
     raise ValueError(unexpected(given, "at least 0" if type(given) is int else f"an integer, or {AUTO!r}"))
 
 
-TokenCount = Annotated[int | Literal["auto"], PlainValidator(_to_token_count)]
+_TOKEN_COUNT_SCHEMA = WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"const": AUTO}]})
+TokenCount = Annotated[int | Literal["auto"], PlainValidator(_to_token_count), _TOKEN_COUNT_SCHEMA]
 """As configurations have it: a number, or ``auto`` for what the table says."""
 
 Count = Annotated[StrictInt, Field(ge=1)]

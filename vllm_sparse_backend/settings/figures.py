@@ -12,10 +12,9 @@ they are written is here: ``Figures.of_heads`` makes them from plain lists, ``ro
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictFloat, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictFloat, WithJsonSchema, field_validator
 
 from vllm_sparse_backend.settings import strict_yaml
 from vllm_sparse_backend.settings.errors import unexpected
@@ -30,10 +29,15 @@ def _as_list(given: object) -> object:
     return given if isinstance(given, list | tuple) else [given]
 
 
+def _schema(**limits: int) -> WithJsonSchema:
+    number = {"type": "number", "minimum": 0, **limits}
+    return WithJsonSchema({"anyOf": [number, {"type": "array", "items": number, "minItems": 1}]})
+
+
 Fraction = Annotated[StrictFloat, Field(ge=0, le=1)]
 Amount = Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)]
-Fractions = Annotated[tuple[Fraction, ...], BeforeValidator(_as_list), Field(min_length=1)]
-Amounts = Annotated[tuple[Amount, ...], BeforeValidator(_as_list), Field(min_length=1)]
+Fractions = Annotated[tuple[Fraction, ...], BeforeValidator(_as_list), Field(min_length=1), _schema(maximum=1)]
+Amounts = Annotated[tuple[Amount, ...], BeforeValidator(_as_list), Field(min_length=1), _schema()]
 
 
 class Figures(BaseModel):
@@ -68,16 +72,10 @@ class Figures(BaseModel):
             data[name] = {format_ranges(numbers): list(values) for values, numbers in alike.items()}
         return Figures.model_validate(data)
 
-    @cached_property
-    def _by_layer(self) -> dict[str, dict[int, tuple[float, ...]]]:
-        return {
-            name: {layer: numbers for layers, numbers in getattr(self, name).items() for layer in layers}
-            for name in Figures.model_fields
-        }
-
     def rows(self, name: str, shape: ModelShape) -> list[list[float] | None]:
         """The numbers of one figure by layer and head; None for a layer without."""
-        layers = (self._by_layer[name].get(layer) for layer in range(shape.num_layers))
+        known = {layer: numbers for layers, numbers in getattr(self, name).items() for layer in layers}
+        layers = (known.get(layer) for layer in range(shape.num_layers))
         return [None if row is None else list(row * shape.num_heads if len(row) == 1 else row) for row in layers]
 
     def out_of_range(self, shape: ModelShape) -> list[str]:

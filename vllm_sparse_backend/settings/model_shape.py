@@ -2,14 +2,14 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from vllm_sparse_backend.settings.errors import ConfigurationError, report, unexpected
-from vllm_sparse_backend.settings.strict_yaml import read_text
+from vllm_sparse_backend.settings.strict_yaml import FlowList, read_text
 
 Count = Annotated[int, Field(ge=1, strict=True)]
 
@@ -28,6 +28,8 @@ class ModelShape:
     """Layers and heads of a whole model, before tensor parallelism splits it.
 
     ``rope_theta`` tells models apart that share a shape and differ in context length; None where it is not known.
+    ``names`` are what models of this shape are called: of several profiles that fit, ``auto`` takes the one that names
+    the model. They are no part of the shape: shapes that differ in them alone are equal.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -38,6 +40,7 @@ class ModelShape:
     num_kv_heads: Count
     head_dim: Count
     rope_theta: Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)] | None = None
+    names: tuple[Annotated[str, Field(strict=True, min_length=1)], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -53,10 +56,16 @@ class ModelShape:
 
     def differences(self, other: Self) -> list[str]:
         """Names of the fields in which the two differ; a rope_theta that one does not know is no difference."""
-        pairs = {field.name: (getattr(self, field.name), getattr(other, field.name)) for field in fields(self)}
+        names = [one.name for one in fields(self) if one.compare]
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
         if None in pairs["rope_theta"]:
             del pairs["rope_theta"]
         return [name for name, (mine, theirs) in pairs.items() if mine != theirs]
+
+    def data(self) -> dict[str, Any]:
+        """As a file has it."""
+        names = {"names": FlowList(self.names)} if self.names else {}
+        return {name: value for name, value in vars(self).items() if value is not None and name != "names"} | names
 
     @staticmethod
     def from_config(config: Mapping[str, Any], source: str = "config.json") -> "ModelShape":
@@ -71,6 +80,8 @@ class ModelShape:
         architectures = config.get("architectures") or text.get("architectures") or []
         found["architecture"] = architectures[0] if isinstance(architectures, list) and architectures else None
         found["rope_theta"] = text.get("rope_theta") or (text.get("rope_parameters") or {}).get("rope_theta")
+        if isinstance(name := text.get("_name_or_path") or config.get("_name_or_path"), str):
+            found["names"] = (name_of_path(name),)
         try:
             return TypeAdapter(ModelShape).validate_python(found)
         except ValidationError as error:
@@ -91,3 +102,15 @@ class ModelShape:
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
     return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def name_of_path(path: str) -> str:
+    """What the model at a path is called: of a folder its name, of a cached repository owner/name, as it is written.
+
+    A hub's name is its own.
+    """
+    parts = [part for part in path.split("/") if part]
+    cached = next((part for part in parts if part.startswith("models--")), None)
+    if cached is not None:
+        return cached.removeprefix("models--").replace("--", "/")
+    return path if len(parts) == 2 and not path.startswith(("/", ".", "~")) else (parts or [path])[-1]

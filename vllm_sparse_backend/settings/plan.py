@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
+from vllm_sparse_backend.settings import auto
 from vllm_sparse_backend.settings.config import OPTION, SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import Crossover, Thresholds, TokenCount, resolve
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
@@ -85,7 +86,13 @@ class Plan:
         not fit the model, or the heads do not divide by ``tp_size``.
         """
         # What was not set matters: then the profile's value counts.
+<<<<<<< HEAD
         key = (config.model_dump_json(exclude_unset=True), shape, tp_rank, tp_size, level)
+||||||| 1176c7c
+        key = (config.model_dump_json(exclude_unset=True), shape, tp_rank, tp_size)
+=======
+        key = (config.model_dump_json(exclude_unset=True), shape, shape.names, tp_rank, tp_size)
+>>>>>>> profiles
         if key not in _plans:
             _plans[key] = _build(config, shape, tp_rank, tp_size, level)
         return _plans[key]
@@ -161,7 +168,13 @@ class Plan:
         ]
 
 
+<<<<<<< HEAD
 _plans: dict[tuple[str, ModelShape, int, int, str], Plan] = {}
+||||||| 1176c7c
+_plans: dict[tuple[str, ModelShape, int, int], Plan] = {}
+=======
+_plans: dict[tuple[str, ModelShape, tuple[str, ...], int, int], Plan] = {}
+>>>>>>> profiles
 
 
 def _build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int, tp_size: int, level: str) -> Plan:
@@ -170,7 +183,7 @@ def _build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int, tp_size
             f"tensor parallelism: given rank {tp_rank} of {tp_size} for {shape.num_heads} query heads, expected a rank "
             "below the size, and a size that divides the heads"
         )
-    profile, source = _profile_of(config)
+    profile, source = _profile_of(config, shape)
     profile.check_model(shape, source if config.profile is not None else f"{OPTION} sparse_prefill.method")
     if level != DEFAULT:
         profile, source = profile.at_level(level), f"{source} at level {level}"
@@ -198,6 +211,7 @@ def _build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int, tp_size
     return Plan(layers, first_given("min_tokens"), first_given("min_query_tokens"), source, shape)
 
 
+<<<<<<< HEAD
 def levels_of(config: SparsePrefillConfig) -> tuple[tuple[str, ...], str | None]:
     """What requests may name, and which of that is the server's own level, where its profile says."""
     profile, _ = _profile_of(config)
@@ -205,14 +219,25 @@ def levels_of(config: SparsePrefillConfig) -> tuple[tuple[str, ...], str | None]
 
 
 def _profile_of(config: SparsePrefillConfig) -> tuple[Profile, str]:
+||||||| 1176c7c
+def _profile_of(config: SparsePrefillConfig) -> tuple[Profile, str]:
+=======
+def _profile_of(config: SparsePrefillConfig, shape: ModelShape) -> tuple[Profile, str]:
+>>>>>>> profiles
     """The profile that is asked for, or one that says the same as ``method`` and ``params``; and its name."""
-    if config.profile is not None:
+    note = ""
+    if config.profile == auto.AUTO:
+        choice = auto.choose(shape)
+        if choice.profile is not None:
+            return choice.profile, f"profile {choice.name} (auto: {choice.why})"
+        note = f" (profile auto: {choice.why})"
+    elif config.profile is not None:
         return load_profile(config.profile, f"{OPTION} sparse_prefill.profile"), f"profile {config.profile}"
     try:
         method = config.uniform_method()
     except ValueError as error:
         raise ConfigurationError(f"{OPTION} sparse_prefill.{error}") from None
-    return Profile.model_validate({"format": 1, "model": ANY_MODEL, "default": method}), f"method {config.method}"
+    return Profile.model_validate({"format": 1, "model": ANY_MODEL, "default": method}), f"method {config.method}{note}"
 
 
 def _group(methods: Sequence[Method], counts: Mapping[Method, int]) -> LayerPlan:

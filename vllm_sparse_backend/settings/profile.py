@@ -3,10 +3,8 @@
 A profile is a YAML file; ``profiles/README.md`` describes its fields. Layers and heads are those of the whole model.
 """
 
-import json
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from functools import cached_property
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -19,6 +17,7 @@ from pydantic import (
     StrictFloat,
     StrictStr,
     ValidationError,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -33,6 +32,8 @@ from vllm_sparse_backend.settings.ranges import DisjointRanges, Ranges, format_r
 from vllm_sparse_kernels.select.base import Method
 
 ANY_MODEL = "any"
+METHOD_MARK = "x-method"
+"""Stands in a JSON Schema for a method with parameters, which ``schema.py`` puts in its place."""
 EXACT = "exact"
 LevelName = Literal["high", "fast"]
 """Bounds on the error, the closest first. ``exact`` is beside them: every head dense, without any profile."""
@@ -48,7 +49,8 @@ def _to_method(given: object) -> Method:
     return make_method(given["method"], {name: value for name, value in given.items() if name != "method"})
 
 
-MethodSpec = Annotated[Method, PlainValidator(_to_method)]
+MethodSpec = Annotated[Method, PlainValidator(_to_method), WithJsonSchema({METHOD_MARK: True})]
+Spec = Callable[[Method], dict[str, Any]]
 Share = Annotated[StrictFloat, Field(ge=0, le=1)]
 
 
@@ -90,13 +92,26 @@ class Level(_Section):
     layers: Annotated[dict[Ranges, LayerProfile], DisjointRanges] = {}
     provenance: Provenance = Provenance()
 
-    @cached_property
-    def _by_layer(self) -> dict[int, LayerProfile]:
-        return {layer: profile for layers, profile in self.layers.items() for layer in layers}
+    @staticmethod
+    def of_heads(methods: Sequence[Sequence[Method]], provenance: Provenance | None = None) -> "Level":
+        """What says of each layer's heads that they have these methods, in as few words as there are.
+
+        Layers all of whose heads are plainly dense become ``dense_layers``, where there are others too.
+        """
+        given = [tuple(layer) for layer in methods]
+        dense = [i for i, layer in enumerate(given) if set(layer) == {make_method("dense", {})}]
+        dense = dense if len(dense) < len(given) else []
+        sparse = {i: layer for i, layer in enumerate(given) if i not in dense}
+        default = _commonest([method for layer in sparse.values() for method in layer])
+        alike: dict[tuple[Method, ...], list[int]] = defaultdict(list)
+        for i, layer in sparse.items():
+            alike[layer].append(i)
+        layers = {tuple(i): _layer_of(layer, default) for layer, i in alike.items() if set(layer) != {default}}
+        return Level(dense_layers=tuple(dense), default=default, layers=layers, provenance=provenance or Provenance())
 
     def methods_of(self, layer: int, num_heads: int) -> tuple[Method, ...]:
         """The method of each of the model's ``num_heads`` query heads in one layer."""
-        profile = self._by_layer.get(layer, LayerProfile())
+        profile = next((one for layers, one in self.layers.items() if layer in layers), LayerProfile())
         methods = [profile.default or self.default] * num_heads
         for heads, method in profile.heads.items():
             for head in heads:
@@ -124,15 +139,15 @@ class Level(_Section):
                 methods[type(method)].append(method.selection)
         return [why for kind, heads in methods.items() if (why := kind.objection(heads)) is not None]
 
-    def _data(self) -> dict[str, Any]:
+    def _data(self, spec: Spec) -> dict[str, Any]:
         """The fields here as a file has them, without those that say nothing."""
         provenance = self.provenance.model_dump(exclude_none=True, exclude={"figures"})
         if self.provenance.figures is not None:
             provenance["figures"] = self.provenance.figures.data()
         data = {
             "dense_layers": _key(self.dense_layers) if self.dense_layers else None,
-            "default": _spec(self.default),
-            "layers": {_key(layers): _layer_data(profile) for layers, profile in self.layers.items()},
+            "default": spec(self.default),
+            "layers": {_key(layers): _layer_data(profile, spec) for layers, profile in self.layers.items()},
             "provenance": provenance,
         }
         return {name: value for name, value in data.items() if value is not None and value != {}}
@@ -191,8 +206,8 @@ class Profile(Level):
         """
         if name not in self.level_names:
             raise ValueError(f"level: {not_one_of(name, self.level_names)}")
-        levels: dict[str, Level] = {EXACT: Level(default=make_method("dense", {})), **self.levels}
-        level = levels.get(name, self)
+        given = next((level for known, level in self.levels.items() if known == name), self)
+        level = Level(default=make_method("dense", {})) if name == EXACT else given
         own = {field: getattr(level, field) for field in Level.model_fields}
         return self.model_copy(update={**own, "level": None if name == EXACT else name, "levels": {}})
 
@@ -212,19 +227,23 @@ class Profile(Level):
         if objections := self._objections(shape):
             raise ConfigurationError(f"{source}: {'; '.join(objections)}")
 
-    def to_yaml(self) -> str:
-        """The profile as a file; loading that gives an equal one."""
-        shape = {name: value for name, value in vars(self.model).items() if value is not None} if self.model else None
-        own = self._data()
+    def to_yaml(self, compact: bool = False) -> str:
+        """The profile as a file; loading that gives an equal one.
+
+        ``compact`` leaves out parameters that have their method's default: shorter, and what the file says changes if
+        a default ever does.
+        """
+        spec = _short_spec if compact else _spec
+        own = self._data(spec)
         provenance = own.pop("provenance", None)
         data = {
             "format": self.format,
-            "model": shape or ANY_MODEL,
+            "model": self.model.data() if self.model else ANY_MODEL,
             "min_tokens": self.min_tokens,
             "min_query_tokens": self.min_query_tokens,
             "level": self.level,
             **own,
-            "levels": {name: level._data() for name, level in self.levels.items()},
+            "levels": {name: level._data(spec) for name, level in self.levels.items()},
             "provenance": provenance,
         }
         return strict_yaml.dump({name: value for name, value in data.items() if value is not None and value != {}})
@@ -261,77 +280,18 @@ def bundled_profiles() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))} if folder else {}
 
 
-# Pattern names of the files in MInference's repository (minference/configs/*.json, as of August 2025).
-_MINFERENCE_PATTERNS: dict[str, Callable[[int, int], dict[str, Any]]] = {
-    "vertical_and_slash": lambda a, b: {"method": "vertical_slash", "vertical_tokens": a, "slash_tokens": b},
-    "stream_llm": lambda a, b: {"method": "a_shape", "sink_tokens": a, "local_tokens": b},
-    "block_sparse": lambda a, b: {"method": "block_sparse", "top_blocks": 100},
-}
+def _commonest(methods: Sequence[Method]) -> Method:
+    """Of equally common ones the first."""
+    return Counter(methods).most_common(1)[0][0]
 
 
-def import_minference(json_path: str | Path, model_config_path: str | Path) -> Profile:
-    """The profile that says the same as a file of MInference's offline search.
-
-    Such a file is a list with one object for each layer, ``{"HEAD": [pattern, a, b, score]}``, heads counted over the
-    whole model:
-
-    * ``vertical_and_slash``: keep the ``a`` heaviest columns (tokens) and the ``b`` heaviest diagonals;
-    * ``stream_llm``: keep the first ``a`` tokens (sink) and a window of ``b`` tokens (local);
-    * ``block_sparse``: the authors' code keeps 100 blocks of 64 keys for each block of queries that it computes at a
-      time, whatever ``a`` and ``b`` say (in their search ``a`` was a ratio, not a count), and so does the profile;
-    * ``score`` is the search's own measure, which changed between its versions: recall in some files, a count of
-      differing outputs in others. It is not kept.
-
-    ``model_config_path`` is the model's folder or config.json: the file itself does not name its model. Raises
-    ``ConfigurationError`` naming file, layer and head where either is not of that form or they do not fit each other.
-    """
-    path = Path(json_path)
-    shape = ModelShape.from_folder(Path(model_config_path))
-    try:
-        layers = json.loads(strict_yaml.read_text(path), object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{path}: not JSON: {error}") from None
-    if not isinstance(layers, list) or len(layers) != shape.num_layers:
-        given = f"{len(layers)} layers" if isinstance(layers, list) else type(layers).__name__
-        raise ConfigurationError(f"{path}: given {given}, expected a list of {shape.num_layers} for {shape}")
-    default = make_method("minference", {})
-    profiles: dict[tuple[int, ...], LayerProfile] = {}
-    for layer, heads in enumerate(layers):
-        methods = _minference_layer(heads, shape, f"{path}: layer {layer}")
-        if others := {method: ids for method, ids in methods.items() if method != default}:
-            profiles[layer,] = LayerProfile(heads={tuple(ids): method for method, ids in others.items()})
-    source = Provenance(source=f"imported from MInference's {path.name}")
-    return Profile(format=1, model=shape, default=default, layers=profiles, provenance=source)
-
-
-def _minference_layer(heads: object, shape: ModelShape, where: str) -> dict[Method, list[int]]:
-    if not isinstance(heads, dict) or set(heads) != {str(head) for head in range(shape.num_heads)}:
-        given = f"heads {', '.join(heads) or 'none'}" if isinstance(heads, dict) else repr(heads)
-        expected = f"an object with the heads 0 to {shape.num_heads - 1} for {shape}"
-        raise ConfigurationError(f"{where}: given {given:.80}, expected {expected}")
-    methods: dict[Method, list[int]] = {}
-    for head in range(shape.num_heads):
-        methods.setdefault(_minference_method(heads[str(head)], f"{where}, head {head}"), []).append(head)
-    return methods
-
-
-def _minference_method(entry: object, where: str) -> Method:
-    match entry:
-        case [str(pattern), int(a), int(b), int() | float()]:
-            if pattern not in _MINFERENCE_PATTERNS:
-                raise ConfigurationError(f"{where}: pattern: {not_one_of(pattern, _MINFERENCE_PATTERNS)}")
-        case _:
-            raise ConfigurationError(f"{where}: {unexpected(entry, '[pattern, integer, integer, score]')}")
-    try:
-        return _to_method(_MINFERENCE_PATTERNS[pattern](a, b))
-    except ValueError as error:
-        raise ConfigurationError(f"{where}: {error}") from None
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(mapping := dict(pairs)) != len(pairs):
-        raise ValueError("an object has a key twice")
-    return mapping
+def _layer_of(methods: Sequence[Method], default: Method) -> LayerProfile:
+    own = None if default in methods else _commonest(methods)
+    heads: dict[Method, list[int]] = defaultdict(list)
+    for head, method in enumerate(methods):
+        if method != (own or default):
+            heads[method].append(head)
+    return LayerProfile(default=own, heads={tuple(ids): method for method, ids in heads.items()})
 
 
 def _key(numbers: tuple[int, ...]) -> int | str:
@@ -342,7 +302,15 @@ def _spec(method: Method) -> dict[str, Any]:
     return strict_yaml.FlowDict(parameters_of(method))
 
 
-def _layer_data(profile: LayerProfile) -> dict[str, Any]:
-    default = {} if profile.default is None else {"default": _spec(profile.default)}
-    heads = {_key(heads): _spec(method) for heads, method in profile.heads.items()}
+def _short_spec(method: Method) -> dict[str, Any]:
+    default = type(method)().shown_fields
+    written = {
+        name: value for name, value in parameters_of(method).items() if name not in default or value != default[name]
+    }
+    return strict_yaml.FlowDict(written)
+
+
+def _layer_data(profile: LayerProfile, spec: Spec) -> dict[str, Any]:
+    default = {} if profile.default is None else {"default": spec(profile.default)}
+    heads = {_key(heads): spec(method) for heads, method in profile.heads.items()}
     return default | ({"heads": heads} if heads else {})

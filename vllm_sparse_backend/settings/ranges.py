@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, WithJsonSchema
 
-MAX_NUMBER = 1 << 20  # so that a slip of the keyboard doesn't fill the memory
+MAX_NUMBER = 1 << 12  # so that a slip of the keyboard doesn't fill the memory
 _PART = re.compile(r"\s*(\d{1,7})\s*(?:-\s*(\d{1,7})\s*)?")
 
 
@@ -58,6 +58,14 @@ def _disjoint(given: object) -> object:
     return given
 
 
-Ranges = Annotated[tuple[int, ...], BeforeValidator(parse_ranges)]
+RANGES_PATTERN = f"^{_PART.pattern}(?:,{_PART.pattern})*$"
+_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "pattern": RANGES_PATTERN},
+        {"type": "integer", "minimum": 0},
+        {"type": "array", "items": {"type": "integer", "minimum": 0}, "uniqueItems": True},
+    ]
+}
+Ranges = Annotated[tuple[int, ...], BeforeValidator(parse_ranges), WithJsonSchema(_SCHEMA)]
 DisjointRanges = BeforeValidator(_disjoint)
 """For a mapping with ``Ranges`` as keys."""

@@ -1,0 +1,300 @@
+"""Foreign files become profiles, or are refused naming the place."""
+
+import json
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.foreign.files import clusters, patterns, sale_thresholds, sparge_state
+from vllm_sparse_backend.foreign import import_profile
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.methods import make_method
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.profile import Profile, parse_profile
+from vllm_sparse_kernels.select.base import Method
+
+DENSE = make_method("dense", {})
+Change = Callable[[Any], object]
+
+
+def methods(profile: Profile) -> list[tuple[Method, ...]]:
+    return [(DENSE,) * 4 if i in profile.dense_layers else profile.methods_of(i, 4) for i in range(3)]
+
+
+def imported(content: Any, model: Path) -> Profile:
+    """Of a file with that content, whose profile is the same once it is written and read again."""
+    profile = import_profile(written(content, model.parent), model)
+    assert profile.model == ModelShape("M", 3, 4, 4, 16)
+    for compact in (False, True):
+        assert parse_profile(text := profile.to_yaml(compact), "") == profile
+        assert parse_profile(text, "").to_yaml(compact) == text
+    return profile
+
+
+def written(content: Any, folder: Path) -> Path:
+    path = folder / "given"
+    if isinstance(content, torch.Tensor) or any(isinstance(one, torch.Tensor) for one in dict(content or {}).values()):
+        torch.save(content, path)
+    else:
+        path.write_text(json.dumps(content))
+    return path
+
+
+def refused(path: Path, model: Path) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        import_profile(path, model)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(f"{path}: ")
+    return message.removeprefix(f"{path}: ")
+
+
+def changed(make: Callable[[], Any], change: Change, model: Path) -> str:
+    """Why it is refused once it has been changed."""
+    content = make()
+    path = model.parent / "given"
+    change(content)
+    if make in (sparge_state, sale_thresholds):
+        torch.save(content, path)
+    else:
+        path.write_text(json.dumps(content))
+    return refused(path, model)
+
+
+# MInference
+
+
+def test_minference(model: Path) -> None:
+    (path := model.parent / "given").write_text(json.dumps(patterns()))
+    profile = import_profile(path, model)
+    usual = make_method("vertical_slash", {"vertical_tokens": 1000, "slash_tokens": 6096})
+    stream = make_method("a_shape", {"sink_tokens": 100, "local_tokens": 800})
+    few = make_method("vertical_slash", {"vertical_tokens": 30, "slash_tokens": 800})
+    blocks = make_method("block_sparse", {"top_blocks": 100})
+    assert methods(profile) == [(usual,) * 4, (usual, usual, stream, stream), (blocks, usual, usual, few)]
+    assert (profile.model, profile.default) == (ModelShape("M", 3, 4, 4, 16), usual)
+    assert parse_profile(profile.to_yaml(), "") == profile
+
+
+def put(layer: int, head: str, entry: object) -> Change:
+    return lambda layers: layers[layer].update({head: entry})
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            put(1, "2", ["flex_vertical_and_slash", 1, 2, 0.0]),
+            "layer 1, head 2: pattern: given 'flex_vertical_and_slash'",
+        ),
+        (put(1, "2", ["flex_vertical_and_slash", [0.9, 4096], [0.9, 4096], 0.0]), "layer 1, head 2: given"),
+        (
+            put(0, "0", ["stream_llm", 100, 800]),
+            "layer 0, head 0: given ['stream_llm', 100, 800], expected [pattern, int",
+        ),
+        (put(0, "0", ["stream_llm", "100", 800, 1]), "layer 0, head 0: given"),
+        (put(0, "0", ["stream_llm", True, 800, 1]), "layer 0, head 0: sink_tokens: given True"),
+        (put(0, "0", None), "layer 0, head 0: given None"),
+        (put(2, "1", ["vertical_and_slash", -1, 800, 1]), "layer 2, head 1: vertical_tokens: given -1"),
+        (put(2, "4", ["vertical_and_slash", 1, 800, 1]), "layer 2: given heads 0, 1, 2, 3, 4, expected an object with"),
+        (put(2, "x", ["vertical_and_slash", 1, 800, 1]), "layer 2: given heads 0, 1, 2, 3, x"),
+        (lambda layers: layers.pop(), "given 2 layers, expected a list of 3 for M with 3 layers"),
+        (lambda layers: layers.__setitem__(0, 1), "layer 0: given 1, expected an object with the heads 0 to 3"),
+        (lambda layers: layers[0].clear(), "layer 0: given heads none, expected an object with the heads 0 to 3"),
+    ],
+)
+def test_wrong_minference_file(change: Change, expected: str, model: Path) -> None:
+    assert expected in changed(patterns, change, model)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{", "neither JSON nor what torch.save writes: "),
+        ("[" * 100_000, "neither JSON nor what torch.save writes: "),
+        ('[{"0": 1, "0": 2}]', "neither JSON nor what torch.save writes: an object has a key twice"),
+        ("{}", "given 0 entries of type dict, expected MInference's patterns, a list of one object for each layer; or"),
+        ("3", "given one value of type int, expected MInference's patterns"),
+        ("", "neither JSON nor what torch.save writes: "),
+    ],
+)
+def test_files_of_no_known_form(text: str, expected: str, model: Path) -> None:
+    (path := model.parent / "given").write_text(text)
+    assert expected in refused(path, model)
+
+
+def test_a_file_that_is_not_there(model: Path) -> None:
+    assert "cannot be read: No such file" in refused(model.parent / "none", model)
+
+
+# SharePrefill
+
+
+def test_share_prefill(model: Path) -> None:
+    profile = imported(clusters(), model)
+    noise, shared = (make_method("share_prefill", {"cluster": n}) for n in (-1, 9))
+    assert methods(profile) == [
+        (noise, shared, noise, noise), (noise, shared, noise, noise), (noise, noise, noise, shared),
+    ]  # fmt: skip
+    assert profile.default == noise
+    assert "1 of its 3 clusters share" in str(profile.provenance.source)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda c: c.pop("shared_clusters"), "given ['clusters'], expected the fields ['clusters', 'shared_clusters']"),
+        (lambda c: c.update(more=1), "given ['clusters', 'more', 'shared_clusters'], expected the fields"),
+        (lambda c: c.update(clusters=[]), "clusters: given [], expected an object of lists of [layer, head]"),
+        (lambda c: c["clusters"].update({"x": []}), "clusters.x: given 'x', expected a number of at most 6 digits"),
+        (lambda c: c["clusters"].update({"09": []}), "clusters.09: given cluster '9' too"),
+        (lambda c: c["clusters"].update({"5": 3}), "clusters.5: given 3, expected a list of [layer, head]"),
+        (lambda c: c["clusters"]["7"].append([3, 0]), "clusters.7.1: given [3, 0], expected [layer, head] of M with 3"),
+        (lambda c: c["clusters"]["7"].append([0, 4]), "clusters.7.1: given [0, 4]"),
+        (lambda c: c["clusters"]["7"].append([-1, 0]), "clusters.7.1: given [-1, 0]"),
+        (lambda c: c["clusters"]["7"].append("00"), "clusters.7.1: given '00'"),
+        (lambda c: c["clusters"]["7"].append([2, 3]), "clusters.7: given layer 2, head 3, as cluster 9 is"),
+        (lambda c: c.update(shared_clusters="9"), "shared_clusters: given '9', expected a list of clusters"),
+        (
+            lambda c: c.update(shared_clusters=["9", "8"]),
+            "shared_clusters.1: given '8', expected the name of a cluster",
+        ),
+        (lambda c: c.update(shared_clusters=[[]]), "shared_clusters.0: given []"),
+    ],
+)
+def test_wrong_share_prefill_file(change: Change, expected: str, model: Path) -> None:
+    assert expected in changed(clusters, change, model)
+
+
+# SpargeAttn
+
+
+def test_sparge_attn(model: Path) -> None:
+    profile = imported(sparge_state(), model)
+
+    def head(tau: float, theta: float, pv: float) -> Method:
+        skipping = {"skip_margin": float(f"{-pv * math.log(2):.7g}"), "skip_whole_steps": True}
+        return make_method("sparge_attn", {"kept_mass": tau, "min_similarity": theta, **skipping})
+
+    first, second, third = head(0.9375, 0.3125, 20), head(0.9688, -0.5, 4.4141), head(0.9, 0.0, 1)
+    assert methods(profile) == [(first, second, DENSE, DENSE), *[(first, second, third, third)] * 2]
+    assert "from base 2 to natural units" in str(profile.provenance.source)
+
+
+def test_sparge_attn_without_what_their_kernels_do_not_use(model: Path) -> None:
+    state = {name: one for name, one in sparge_state().items() if not name.endswith(("is_sparse", "simthreshd2"))}
+    assert DENSE not in methods(imported(state, model))[0]
+
+
+PATH = "model.layers.1.self_attn.inner_attention"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda s: s.pop(f"{PATH}.pvthreshd"), "layer 1: pvthreshd: missing"),
+        (
+            lambda s: s.update({f"{PATH}.cdf": torch.zeros(4)}),
+            f"'{PATH}.cdf': given 'cdf', expected one of cdfthreshd,",
+        ),
+        (lambda s: s.update({3: torch.zeros(4)}), "3: given '', expected one of"),
+        (
+            lambda s: s.update({"layers.3.pvthreshd": torch.ones(4)}),
+            "'layers.3.pvthreshd': expected a layer's number bel",
+        ),
+        (lambda s: s.update({"pvthreshd": torch.ones(4)}), "'pvthreshd': expected a layer's number below 3 in it"),
+        (
+            lambda s: s.update({"x.1.pvthreshd": torch.ones(4)}),
+            "x.1.pvthreshd: given, but layer 1 has pvthreshd already",
+        ),
+        (
+            lambda s: s[f"{PATH}.cdfthreshd"].mul_(2),
+            "layer 1, head 0: cdfthreshd: given 1.875, expected a number from 0",
+        ),
+        (
+            lambda s: s[f"{PATH}.pvthreshd"].zero_(),
+            "layer 1, head 0: pvthreshd: given 0, expected a number from 0 to inf,",
+        ),
+        (
+            lambda s: s[f"{PATH}.simthreshd1"].fill_(-2),
+            "layer 1, head 0: simthreshd1: given -2, expected a number from -1",
+        ),
+        (lambda s: s[f"{PATH}.cdfthreshd"].fill_(math.nan), f"{PATH}.cdfthreshd: given a number that is not finite"),
+        (
+            lambda s: s.update({f"{PATH}.cdfthreshd": torch.ones(5)}),
+            f"{PATH}.cdfthreshd: given a tensor [5], expected [4]",
+        ),
+        (lambda s: s.update({f"{PATH}.cdfthreshd": [1.0]}), f"{PATH}.cdfthreshd: given list, expected a tensor [4]"),
+        (
+            lambda s: s.update({f"{PATH}.cdfthreshd": torch.ones(1, dtype=torch.complex64)}),
+            "a tensor that is not plain",
+        ),
+    ],
+)
+def test_wrong_sparge_attn_file(change: Change, expected: str, model: Path) -> None:
+    assert expected in changed(sparge_state, change, model)
+
+
+# SALE
+
+
+def test_sale(model: Path) -> None:
+    profile = imported(sale_thresholds(), model)
+    taus = [make_method("sale", {"tau": tau}) for tau in (0.008, 0.004, 0.002)]
+    assert methods(profile) == [(*taus, DENSE), (taus[0],) * 4, (DENSE,) * 4]
+    assert profile.dense_layers == (2,)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda t: t.resize_(2, 4), "thresholds [layers, heads]: given a tensor [2, 4], expected [3, 4]"),
+        (lambda t: t[1].fill_(1.5), "layer 1, head 0: tau: given 1.5, expected a number from 0 to 1"),
+        (lambda t: t[2].fill_(-0.1), "layer 2, head 0: tau: given -0.1"),
+        (lambda t: t[0].fill_(math.inf), "thresholds [layers, heads]: given a number that is not finite"),
+    ],
+)
+def test_wrong_sale_file(change: Change, expected: str, model: Path) -> None:
+    assert expected in changed(sale_thresholds, change, model)
+
+
+# Files of torch.save
+
+
+class Runs:
+    """What would write a file if it were unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_nothing_is_executed(model: Path, tmp_path: Path) -> None:
+    trace, path = tmp_path / "executed", tmp_path / "given"
+    torch.save({"model.layers.0.cdfthreshd": Runs(trace)}, path)
+    assert "holds more than tensors, numbers and texts, which is not loaded" in refused(path, model)
+    with path.open("wb") as file:
+        pickle.dump(Runs(trace), file)
+    assert "not UTF-8" in refused(path, model)
+    assert not trace.exists()
+
+
+def test_tensors_that_claim_to_be_huge_are_not_unpacked(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "given"
+    torch.save(torch.zeros(1).expand(1 << 50), path)
+    assert "given a tensor [1125899906842624], expected [3, 4]" in refused(path, model)
+    torch.save(torch.zeros(5_000_000), path)
+    assert "expected at most 16777216" in refused(path, model)
+
+
+def test_a_file_that_was_cut_off(model: Path, tmp_path: Path) -> None:
+    path = written(sparge_state(), tmp_path)
+    path.write_bytes(path.read_bytes()[:-500])
+    assert "not a whole file of torch.save: " in refused(path, model)

@@ -1,0 +1,83 @@
+"""``profile: auto``: which bundled profile a model gets, why, and what runs where there is none."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vllm_sparse_backend.settings.auto import choose
+from vllm_sparse_backend.settings.config import SparsePrefillConfig
+from vllm_sparse_backend.settings.crossover import Thresholds
+from vllm_sparse_backend.settings.methods import make_method
+from vllm_sparse_backend.settings.model_shape import ModelShape, name_of_path
+from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_backend.settings.profile import Profile, Provenance, bundled_profiles
+
+LLAMA = ModelShape("LlamaForCausalLM", 32, 32, 8, 128, 5e5)
+QWEN = ModelShape("Qwen2ForCausalLM", 28, 28, 4, 128, 1e6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "taken", "why"),
+    [
+        (LLAMA, "meta-llama/Llama-3.1-8B-Instruct", "minference-llama-3.1-8b-instruct", "made for meta-llama/Llama"),
+        (LLAMA, "llama-3.1-8b-instruct", "minference-llama-3.1-8b-instruct", "for llama-3.1-8b-instruct; others"),
+        (LLAMA, "my-tune", "minference-llama-3.1-8b-instruct", "and my-tune has its shape: check its answers"),
+        (
+            replace(LLAMA, rope_theta=2.8e9),
+            "gradientai/Llama-3-8B-Instruct-Gradient-1048k",
+            "minference-llama-3-8b-instruct-262k",
+            "it was made for gradientai/Llama-3-8B-Instruct-Gradient-1048k",
+        ),
+        (QWEN, "Qwen2-7B-Instruct", "minference-qwen2-7b-instruct", "it was made for Qwen2-7B-Instruct"),
+        (QWEN, "Qwen2.5-7B-Instruct", "minference-qwen2.5-7b-instruct", "it was made for Qwen2.5-7B-Instruct"),
+        (QWEN, "my-tune", None, "of Qwen/Qwen2-7B-Instruct and of Qwen/Qwen2.5-7B-Instruct: name the profile"),
+        (replace(QWEN, rope_theta=1e7), "x", "minference-qwen2.5-7b-instruct-1m", "and x has its shape"),
+        (replace(QWEN, num_layers=27), "Qwen2-7B-Instruct", None, "no bundled profile is for Qwen2ForCausalLM with 27"),
+    ],
+)  # fmt: skip
+def test_taken_by_shape_and_name(shape: ModelShape, name: str, taken: str | None, why: str) -> None:
+    bundled = {name: path for name, path in bundled_profiles().items() if name.startswith("minference-")}
+    choice = choose(replace(shape, names=(name,)), bundled)
+    assert choice.name == taken
+    assert why in choice.why
+
+
+def test_what_was_calibrated_goes_first(tmp_path: Path) -> None:
+    shape = replace(LLAMA, names=("o/M",))
+    profiles = {name: tmp_path / f"{name}.yaml" for name in ("a", "b")}
+    for name, path in profiles.items():
+        provenance = Provenance(tool_version="0.1.0" if name == "b" else None)
+        profile = Profile(format=1, model=shape, default=make_method("a_shape", {}), provenance=provenance)
+        path.write_text(profile.to_yaml())
+    assert choose(replace(LLAMA, names=("/models/M",)), profiles).name == "b"
+    assert choose(replace(LLAMA, names=("other",)), profiles).name == "b"
+
+
+def test_the_log_says_what_was_taken_and_the_default_runs_where_nothing_was() -> None:
+    config = SparsePrefillConfig(profile="auto")
+    plan = Plan.build(config, replace(QWEN, names=("Qwen2-7B-Instruct",)))
+    assert plan.describe(Thresholds(0, 0))[0].startswith(
+        "sparse prefill with profile minference-qwen2-7b-instruct (auto: it was made for Qwen2-7B-Instruct; others that"
+    )
+    assert plan.methods >= {make_method("vertical_slash", {"vertical_tokens": 3500, "slash_tokens": 100})}
+    plan = Plan.build(config, replace(QWEN, names=("tune",)))  # not the plan of the same shape by another name
+    assert plan.methods == {make_method("default", {})}
+    assert plan.source.startswith("method default (profile auto: tune has the shape of Qwen/Qwen2-7B-Instruct and of")
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("Qwen/Qwen2-7B-Instruct", "Qwen/Qwen2-7B-Instruct"),
+        ("/models/Qwen2-7B-Instruct/", "Qwen2-7B-Instruct"),
+        ("./models/mine", "mine"),
+        ("mine", "mine"),
+        ("/c/hub/models--Qwen--Qwen2-7B-Instruct/snapshots/0123abc", "Qwen/Qwen2-7B-Instruct"),
+        ("/", "/"),
+    ],
+)
+def test_name_of_a_path(path: str, name: str) -> None:
+    assert name_of_path(path) == name
+    config = {"architectures": ["M"], "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}
+    assert ModelShape.from_config(config | {"_name_or_path": path}).names == (name,)
