@@ -9,7 +9,7 @@ from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import Crossover
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.plan import DEFAULT, Plan, layer_by_level, levels_of, methods_by_head
+from vllm_sparse_backend.settings.plan import DEFAULT, Plan, layer_by_level, methods_by_head
 from vllm_sparse_backend.settings.requests import MARK, Choices, Mark, fingerprint
 
 SHAPE = ModelShape(architecture="LlamaForCausalLM", num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32)
@@ -91,8 +91,10 @@ class TestPlans:
         assert plans["fast"].methods == {make_method("a_shape", {})}
         assert [plan.dense_layers for plan in plans.values()] == [(0, 1), (0, 3)]
         assert "at level fast" in plans["fast"].source
-        assert levels_of(config) == (("exact", "high", "fast"), "high")
-        assert levels_of(SparsePrefillConfig()) == (("exact",), None)
+        assert (plans[DEFAULT].level_names, plans[DEFAULT].level) == (("exact", "high", "fast"), "high")
+        plain = Plan.by_level(SparsePrefillConfig(), SHAPE)
+        assert list(plain) == [DEFAULT]
+        assert (plain[DEFAULT].level_names, plain[DEFAULT].level) == (("exact",), None)
 
     def test_a_layer_that_is_dense_at_one_level_keeps_everything_there(self, config: SparsePrefillConfig) -> None:
         plans = Plan.by_level(config, SHAPE, 1, 2).values()

@@ -1,6 +1,6 @@
 """Requests that ask for a level: from what comes in, over the hashes of cached blocks, to the rows of a step."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +38,7 @@ format: 1
 model: {architecture: LlamaForCausalLM, num_layers: 4, num_heads: 4, num_kv_heads: 2, head_dim: 32}
 level: high
 dense_layers: [0, 1]
-default: {method: a_shape, sink_tokens: 64, local_tokens: 128}
+default: {method: a_shape, sink_tokens: 16, local_tokens: 16}
 levels:
   fast:
     dense_layers: [0, 3]
@@ -192,18 +192,24 @@ class TestFront:
 
     def test_a_wrong_one_is_refused_before_anything_streams(self, front: Any) -> None:
         wrong = SamplingParams(extra_args={"sparse_prefill": "fastest"})
-        for call in front.process_inputs, front.generate:
-            with pytest.raises(
-                VLLMValidationError, match="given 'fastest', expected one of 0 .*'exact', 'high', 'fast'"
-            ):
-                call("r" if call == front.process_inputs else "prompt", "prompt", wrong) if (
-                    call == front.process_inputs
-                ) else call("prompt", wrong, "r")
+        for call in (front.process_inputs, "r", "prompt", wrong), (front.generate, "prompt", wrong, "r"):
+            with pytest.raises(VLLMValidationError, match="given 'fastest', expected one of 0 .*, 'high', 'fast'"):
+                call[0](*call[1:])
 
     def test_other_backends_take_what_they_are_given(self, front: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(front.vllm_config.attention_config, "backend", None)
         wrong = SamplingParams(extra_args={"sparse_prefill": "fastest"})
         assert front.process_inputs("r", "prompt", wrong).sampling_params.extra_args == wrong.extra_args
+
+    def test_beams_forget_what_a_request_asks_for_so_it_is_refused(self) -> None:
+        for path, name in hooks.BEAM_SEARCHES:
+            cls = hooks._found(path, name)
+            hooks.put_around(cls, "to_beam_search_params", hooks._without_levels)
+            request = cls.model_construct(vllm_xargs={"sparse_prefill": 0})
+            with pytest.raises(VLLMValidationError, match="vllm_xargs sparse_prefill: given with use_beam_search"):
+                request.to_beam_search_params(5, {})
+        with pytest.raises(ConfigurationError, match=r"protocol\.Gone is missing"):
+            hooks._found(hooks.BEAM_SEARCHES[0][0], "Gone")
 
     def test_vllms_own_are_what_the_hooks_expect(self) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -381,14 +387,14 @@ class TestRows:
         assert slab.rows.tokens == (1 + 200 + 50 + MIN_TOKENS,)
 
     @pytest.fixture
-    def layers(self, levels: Any) -> Iterator[Any]:
+    def layers(self, levels: Any) -> Any:
         made = make_layers(levels, range(4))
-        yield made, make_builder(levels, made)
+        return made, make_builder(levels, made)
 
     def test_each_row_of_a_step_runs_at_its_own_level(self, layers: Any, at_step: Any) -> None:
         """Exact rows as vLLM alone has them, to the bit; others as their level's references, dense layers and all."""
         made, builder = layers
-        rows = {0: "fast", 3: "exact", 4: DEFAULT, 6: "fast"}
+        rows = {0: "fast", 3: "exact", 4: "fast", 6: DEFAULT}
         assert set(rows) == set(SPARSE_ROWS)
         at_step([rows.get(i, "exact") for i in range(len(MIXED))])
         sparse_at = {DEFAULT: (2, 3), "fast": (1, 2)}
@@ -403,7 +409,7 @@ class TestRows:
                     assert torch.equal(out[tokens], dense[tokens]), (number, row)
                     continue
                 groups = layer.impl.at(level).groups
-                expected, index = reference(step, row, groups, layer.impl.scale)
+                expected, _ = reference(step, row, groups, layer.impl.scale)
                 cut = dense_tokens(step, row)
                 torch.testing.assert_close(out[tokens][cut:], expected, **CLOSE)
                 is_dense = torch.allclose(expected, dense[tokens][cut:], atol=1e-5)

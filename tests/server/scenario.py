@@ -35,6 +35,11 @@ def prompt(length: int, seed: int) -> list[int]:
     return [0, *(generator.randrange(2, VOCAB_SIZE) for _ in range(length - 1))]
 
 
+def tail_changed(token_ids: list[int]) -> list[int]:
+    half = len(token_ids) // 2
+    return token_ids[: len(token_ids) - half] + prompt(half + 1, seed=half)[1:]
+
+
 def ask(server: Server, token_ids: list[int], max_tokens: int = 8, level: object = None) -> Answer:
     body: dict[str, Any] = {
         "model": server.model,
@@ -64,7 +69,8 @@ def ask_together(server: Server, requests: Mapping[str, tuple[Any, ...]]) -> dic
 def run(server: Server, level: object = None, beside: object = None) -> dict[str, Answer]:
     """Answers by name, in an order that makes the prefix cache hit where the name says so.
 
-    level: what requests ask for; beside: what copies of those that are sent together ask for, sent along with them.
+    level: what requests ask for; beside: what others ask for, sent along with those that are sent together, which
+    begin as they do.
     """
     shared = prompt(2000, seed=2)
     alone = {
@@ -83,6 +89,6 @@ def run(server: Server, level: object = None, beside: object = None) -> dict[str
     answers = {name: ask(server, token_ids, level=level) for name, token_ids in alone.items()}
     for group in (mixed, concurrent):
         asked = {name: (*request, level) for name, request in group.items()}
-        copies = {f"beside {name}": (*request, beside) for name, request in group.items()}
+        copies = {f"beside {name}": (tail_changed(ids), n, beside) for name, (ids, n) in group.items()}
         answers |= ask_together(server, asked if beside is None else asked | copies)
     return answers

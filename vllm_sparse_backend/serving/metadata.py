@@ -27,7 +27,7 @@ from vllm_sparse_backend.serving.stats import Recorder
 from vllm_sparse_backend.serving.step import Delegated, Slab, SparsePrefillMetadata, SparseStep, own_block_table
 from vllm_sparse_backend.settings.config import load_config
 from vllm_sparse_backend.settings.crossover import Thresholds, load_crossover
-from vllm_sparse_backend.settings.plan import DEFAULT, Plan, layer_by_level, levels_of
+from vllm_sparse_backend.settings.plan import DEFAULT, Plan, layer_by_level
 from vllm_sparse_backend.settings.profile import EXACT
 from vllm_sparse_backend.settings.ranges import format_ranges
 from vllm_sparse_backend.settings.reasons import Fallback
@@ -123,7 +123,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         for level, plan in plans.items():
             for line in plan.describe(self.thresholds[level]):
                 logger.info("sparse-prefill: %s", line)
-        choices = Choices(*levels_of(load_config(self.vllm_config.additional_config)))
+        choices = Choices(plans[DEFAULT].level_names, plans[DEFAULT].level)
         logger.info("sparse-prefill: requests may have in their vllm_xargs %s: %s", FIELD, choices)
         max_len, min_tokens = self.vllm_config.model_config.max_model_len, self.thresholds[DEFAULT].min_tokens
         if min_tokens is not None and max_len <= min_tokens:

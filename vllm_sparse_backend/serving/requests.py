@@ -14,7 +14,7 @@ from vllm_sparse_backend.plugin import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.settings.config import load_config
 from vllm_sparse_backend.settings.crossover import load_crossover
-from vllm_sparse_backend.settings.plan import DEFAULT, Plan, levels_of
+from vllm_sparse_backend.settings.plan import DEFAULT, Plan
 from vllm_sparse_backend.settings.profile import EXACT
 from vllm_sparse_backend.settings.requests import Choices, fingerprint
 
@@ -34,7 +34,7 @@ def choices(vllm_config: VllmConfig) -> Choices:
     """What requests of this server may ask for. Raises ConfigurationError as ``Plan.build`` does."""
     config = load_config(vllm_config.additional_config)
     plans = Plan.by_level(config, compat.model_shape(vllm_config))
-    levels, own = levels_of(config)
+    own = plans[DEFAULT]
     table, device = load_crossover(config.crossover), compat.device_name()
     exact = [tokens for plan in plans.values() if (tokens := plan.exact_tokens(table, device)) is not None]
     connectors = kv_connectors(vllm_config)
@@ -42,7 +42,7 @@ def choices(vllm_config: VllmConfig) -> Choices:
         salts = {level: f"{level}:{fingerprint(plan)}" for level, plan in plans.items()}
     else:
         salts = {level: level for level in (EXACT, *plans) if level != DEFAULT}
-    return Choices(levels, own, min(exact, default=None), salts, _refusal(vllm_config, connectors))
+    return Choices(own.level_names, own.level, min(exact, default=None), salts, _refusal(vllm_config, connectors))
 
 
 def kv_connectors(vllm_config: VllmConfig) -> set[str]:

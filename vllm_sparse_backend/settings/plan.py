@@ -75,6 +75,10 @@ class Plan:
     source: str
     """The profile or method that was asked for."""
     shape: ModelShape
+    level: str | None = None
+    """Its name, where the profile has one for it."""
+    level_names: tuple[str, ...] = (EXACT,)
+    """Those that requests may ask for, of the server's own plan."""
 
     @staticmethod
     def build(
@@ -86,13 +90,7 @@ class Plan:
         not fit the model, or the heads do not divide by ``tp_size``.
         """
         # What was not set matters: then the profile's value counts.
-<<<<<<< HEAD
-        key = (config.model_dump_json(exclude_unset=True), shape, tp_rank, tp_size, level)
-||||||| 1176c7c
-        key = (config.model_dump_json(exclude_unset=True), shape, tp_rank, tp_size)
-=======
-        key = (config.model_dump_json(exclude_unset=True), shape, shape.names, tp_rank, tp_size)
->>>>>>> profiles
+        key = (config.model_dump_json(exclude_unset=True), shape, shape.names, tp_rank, tp_size, level)
         if key not in _plans:
             _plans[key] = _build(config, shape, tp_rank, tp_size, level)
         return _plans[key]
@@ -102,9 +100,9 @@ class Plan:
         config: SparsePrefillConfig, shape: ModelShape, tp_rank: int = 0, tp_size: int = 1
     ) -> dict[str, "Plan"]:
         """The plan of each level that has one, which ``exact`` has not: the server's own first."""
-        profile, _ = _profile_of(config)
-        others = [name for name in profile.level_names if name not in (EXACT, profile.level)]
-        return {level: Plan.build(config, shape, tp_rank, tp_size, level) for level in (DEFAULT, *others)}
+        own = Plan.build(config, shape, tp_rank, tp_size)
+        others = [name for name in own.level_names if name not in (EXACT, own.level)]
+        return {DEFAULT: own} | {name: Plan.build(config, shape, tp_rank, tp_size, name) for name in others}
 
     def layer(self, layer: int) -> LayerPlan | None:
         """Groups of a layer; None if it is to run dense, as do layers past the model's own (a draft model's)."""
@@ -168,13 +166,7 @@ class Plan:
         ]
 
 
-<<<<<<< HEAD
-_plans: dict[tuple[str, ModelShape, int, int, str], Plan] = {}
-||||||| 1176c7c
-_plans: dict[tuple[str, ModelShape, int, int], Plan] = {}
-=======
-_plans: dict[tuple[str, ModelShape, tuple[str, ...], int, int], Plan] = {}
->>>>>>> profiles
+_plans: dict[tuple[str, ModelShape, tuple[str, ...], int, int, str], Plan] = {}
 
 
 def _build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int, tp_size: int, level: str) -> Plan:
@@ -208,22 +200,11 @@ def _build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int, tp_size
         ours: TokenCount = getattr(config, field)
         return ours if theirs is None or field in config.model_fields_set else theirs
 
-    return Plan(layers, first_given("min_tokens"), first_given("min_query_tokens"), source, shape)
+    numbers = first_given("min_tokens"), first_given("min_query_tokens")
+    return Plan(layers, *numbers, source, shape, profile.level, profile.level_names)
 
 
-<<<<<<< HEAD
-def levels_of(config: SparsePrefillConfig) -> tuple[tuple[str, ...], str | None]:
-    """What requests may name, and which of that is the server's own level, where its profile says."""
-    profile, _ = _profile_of(config)
-    return profile.level_names, profile.level
-
-
-def _profile_of(config: SparsePrefillConfig) -> tuple[Profile, str]:
-||||||| 1176c7c
-def _profile_of(config: SparsePrefillConfig) -> tuple[Profile, str]:
-=======
 def _profile_of(config: SparsePrefillConfig, shape: ModelShape) -> tuple[Profile, str]:
->>>>>>> profiles
     """The profile that is asked for, or one that says the same as ``method`` and ``params``; and its name."""
     note = ""
     if config.profile == auto.AUTO:
