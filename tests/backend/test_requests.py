@@ -193,7 +193,7 @@ class TestFront:
     def test_a_wrong_one_is_refused_before_anything_streams(self, front: Any) -> None:
         wrong = SamplingParams(extra_args={"sparse_prefill": "fastest"})
         for call in (front.process_inputs, "r", "prompt", wrong), (front.generate, "prompt", wrong, "r"):
-            with pytest.raises(VLLMValidationError, match="given 'fastest', expected one of 0 .*, 'high', 'fast'"):
+            with pytest.raises(VLLMValidationError, match=r"given 'fastest', expected one of 0 .*, 'high', 'fast'"):
                 call[0](*call[1:])
 
     def test_other_backends_take_what_they_are_given(self, front: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +260,7 @@ class TestStores:
         from vllm_sparse_backend.serving.requests import warn_of_stores
 
         config = served(name, **extra)
-        with pytest.raises(ValueError, match="given 0, but this server keeps keys and values with (LMCache|Example)"):
+        with pytest.raises(ValueError, match=r"given 0, but this server keeps keys and values with (LMC|Exam)"):
             choices(config).mark({"sparse_prefill": 0})
         assert choices(config).mark({"sparse_prefill": 1}).level == DEFAULT
         warn_of_stores(config)
