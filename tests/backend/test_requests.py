@@ -216,8 +216,8 @@ class TestFront:
         from vllm.v1.engine.input_processor import InputProcessor
 
         hooks.install_in_front()
-        assert getattr(AsyncLLM.generate, hooks.MARK)
-        assert getattr(InputProcessor.process_inputs, hooks.MARK)
+        assert getattr(AsyncLLM.generate, hooks.OURS)
+        assert getattr(InputProcessor.process_inputs, hooks.OURS)
 
 
 class TestStores:
@@ -366,10 +366,10 @@ class TestRunners:
         if newer:
             from vllm.v1.worker.gpu.model_runner import GPUModelRunner as Runner
 
-            assert getattr(Runner.prepare_attn, hooks.MARK)
+            assert getattr(Runner.prepare_attn, hooks.OURS)
         else:
             from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner  # type: ignore[assignment]
-        assert getattr(Runner.execute_model, hooks.MARK)
+        assert getattr(Runner.execute_model, hooks.OURS)
 
 
 class TestRows:

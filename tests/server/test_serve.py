@@ -5,6 +5,7 @@ step with decodes, or together with seven others.
 """
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,22 +26,7 @@ MIN_TOKENS = 256
 # Stock vLLM against itself, the same prompts batched differently, gives up to 2.4e-6.
 LOGPROB_TOLERANCE = 2e-5
 EVERYTHING = {"method": "dense", "min_tokens": MIN_TOKENS, "min_query_tokens": 1}
-SPARSE = {
-    "method": "vertical_slash",
-    "min_tokens": MIN_TOKENS,
-    "min_query_tokens": 1,
-    "params": {"vertical_tokens": 64, "slash_tokens": 104},
-}
-
-
-REFUSED: dict[str, dict[str, Any]] = {
-    "a number": {"vllm_xargs": {"sparse_prefill": 2}},
-    "a level of other servers": {"vllm_xargs": {"sparse_prefill": "fast"}},
-    "a number as text": {"vllm_xargs": {"sparse_prefill": "0"}},
-    "a list": {"vllm_xargs": {"sparse_prefill": [0]}},
-    "a stream": {"vllm_xargs": {"sparse_prefill": "exactly"}, "stream": True},
-    "beams": {"vllm_xargs": {"sparse_prefill": 0}, "use_beam_search": True, "n": 2},
-}
+SPARSE = {"profile": str(Path(__file__).with_name("levels.yaml"))}
 
 
 class Served(NamedTuple):
@@ -48,33 +34,15 @@ class Served(NamedTuple):
     report: Report
 
 
-class Requests(NamedTuple):
-    """What one sparse server answers, one after the other: with its own level, then asked for others over that."""
-
-    own: Served
-    exact: Served
-    named: dict[str, scenario.Answer]
-    refused: dict[str, str]
-
-
 def serve(model: Path, args: tuple[str, ...], env: dict[str, str] | None = None) -> Served:
     with Server(model, (*args, *scenario.SERVER_ARGS), env=env) as server:
-        return run(server)
+        return Served(scenario.run(server), counters(server))
 
 
-def run(server: Server, **levels: object) -> Served:
-    answers = scenario.run(server, **levels)
+def counters(server: Server) -> Report:
     time.sleep(FLUSH_S)
     scenario.ask(server, scenario.prompt(5, seed=0))  # counters are written when the server next steps
-    return Served(answers, parse(server.get("/metrics")))
-
-
-def refusal(server: Server, body: dict[str, Any]) -> str:
-    try:
-        answer = server.post("/v1/completions", {"model": server.model, "prompt": [1, 2, 3], "max_tokens": 2, **body})
-    except ServerError as error:
-        return str(error)
-    return f"answered {answer}"
+    return parse(server.get("/metrics"))
 
 
 @pytest.fixture(scope="module")
@@ -88,19 +56,14 @@ def everything(small_model: Path) -> Served:
 
 
 @pytest.fixture(scope="module")
-def requests(small_model: Path) -> Requests:
+def sparse_server(small_model: Path) -> Iterator[tuple[Server, Served]]:
     with Server(small_model, (*sparse_args(SPARSE), *scenario.SERVER_ARGS)) as server:
-        own = run(server)
-        refused = {name: refusal(server, body) for name, body in REFUSED.items()}
-        exact = run(server, level=0, beside=1)
-        prompt = scenario.prompt(3001, seed=1)
-        named = {str(level): scenario.ask(server, prompt, level=level) for level in ("exact", 1)}
-        return Requests(own, exact, named, refused)
+        yield server, Served(scenario.run(server), counters(server))
 
 
 @pytest.fixture(scope="module")
-def sparse(requests: Requests) -> Served:
-    return requests.own
+def sparse(sparse_server: tuple[Server, Served]) -> Served:
+    return sparse_server[1]
 
 
 def test_the_scenario_is_what_its_names_say(stock: Served) -> None:
@@ -151,42 +114,92 @@ def test_short_prompts_are_dense_in_sparse_servers(stock: Served, sparse: Served
         assert sparse.answers[name].logprobs == pytest.approx(stock.answers[name].logprobs, abs=LOGPROB_TOLERANCE)
 
 
+# From here on the sparse server is asked for more: its counters no longer say what ``sparse`` does.
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "a number": {"vllm_xargs": {"sparse_prefill": 2}},
+    "no level": {"vllm_xargs": {"sparse_prefill": "fastest"}},
+    "a number as text": {"vllm_xargs": {"sparse_prefill": "0"}},
+    "a list": {"vllm_xargs": {"sparse_prefill": [0]}},
+    "a stream": {"vllm_xargs": {"sparse_prefill": "exactly"}, "stream": True},
+    "beams": {"vllm_xargs": {"sparse_prefill": 0}, "use_beam_search": True, "n": 2},
+}
+
+
+class Requests(NamedTuple):
+    """What the sparse server answers after all that, asked for other levels than its own."""
+
+    refused: dict[str, str]
+    exact: dict[str, scenario.Answer]
+    """And, beside them, others that begin alike, at the server's own level."""
+    together: dict[str, scenario.Answer]
+    """One prompt at every level, all at once."""
+    again: dict[str, scenario.Answer]
+    report: Report
+
+
+@pytest.fixture(scope="module")
+def requests(sparse_server: tuple[Server, Served]) -> Requests:
+    server, _ = sparse_server
+    refused = {name: refusal(server, body) for name, body in REFUSED.items()}
+    exact = scenario.run(server, level=0, beside=1)
+    named = {str(level): (scenario.prompt(3001, seed=1), 8, level) for level in ("exact", "high", "fast", 1)}
+    together = scenario.ask_together(server, named)
+    return Requests(refused, exact, together, scenario.ask_together(server, named), counters(server))
+
+
+def refusal(server: Server, body: dict[str, Any]) -> str:
+    try:
+        answer = server.post("/v1/completions", {"model": server.model, "prompt": [1, 2, 3], "max_tokens": 2, **body})
+    except ServerError as error:
+        return str(error)
+    return f"answered {answer}"
+
+
 def test_exact_requests_equal_stock_after_any_mix_of_sparse_ones(stock: Served, requests: Requests) -> None:
     """Over prefixes that sparse requests wrote before, in chunks, eight at once and as many sparse ones beside them."""
     for name, expected in stock.answers.items():
-        answer = requests.exact.answers[name]
+        answer = requests.exact[name]
         assert answer.token_ids == expected.token_ids, name
         assert answer.logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE), name
 
 
-def test_the_same_requests_at_the_servers_own_level_do_not(stock: Served, requests: Requests) -> None:
+def test_the_same_requests_at_the_servers_own_level_do_not(stock: Served, sparse: Served) -> None:
     """So the test above can fail, by a cache that is shared or by a row that goes sparse."""
     off = ["chunks", "prefix: same prompt", "prefix: other tail", "mixed: prefill 1800", "concurrent: 2600"]
     for name in off:
-        assert requests.own.answers[name].logprobs != pytest.approx(stock.answers[name].logprobs, abs=1e-3), name
+        assert sparse.answers[name].logprobs != pytest.approx(stock.answers[name].logprobs, abs=1e-3), name
 
 
-def test_exact_requests_read_what_is_exact_and_no_more(requests: Requests) -> None:
+def test_exact_requests_read_what_is_exact_and_no_more(sparse: Served, requests: Requests) -> None:
     """The first ``min_tokens`` of what sparse requests wrote, and all of what exact ones did."""
-    exact = requests.exact.answers
+    exact = requests.exact
     assert exact["chunks"].cached_tokens == MIN_TOKENS
-    assert requests.own.answers["prefix: same prompt"].cached_tokens >= 1900
+    assert sparse.answers["prefix: same prompt"].cached_tokens >= 1900
     for name in ("prefix: same prompt", "prefix: other tail"):
         assert exact[name].cached_tokens >= 1900, name
     assert exact["beside concurrent: 2600"].cached_tokens >= 1280  # the server's own level reads its own
 
 
-def test_levels_by_name(stock: Served, requests: Requests) -> None:
-    expected = stock.answers["chunks"]
-    assert requests.named["exact"].token_ids == expected.token_ids
-    assert requests.named["exact"].logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
-    assert requests.named["1"].logprobs == requests.own.answers["prefix: same prompt"].logprobs
+def test_levels_by_name(stock: Served, sparse: Served, requests: Requests) -> None:
+    """All at once, over one prompt: each reads what its own level wrote, and says what that level says."""
+    for answers, cached_by_fast in (requests.together, MIN_TOKENS), (requests.again, 2944):
+        expected = stock.answers["chunks"]
+        assert answers["exact"].token_ids == expected.token_ids
+        assert answers["exact"].logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
+        own = pytest.approx(sparse.answers["prefix: same prompt"].logprobs, abs=LOGPROB_TOLERANCE)
+        assert answers["1"].logprobs == own
+        assert answers["high"].logprobs == own
+        assert answers["fast"].logprobs != pytest.approx(expected.logprobs, abs=1e-3)
+        assert answers["fast"].logprobs != pytest.approx(answers["high"].logprobs, abs=1e-3)
+        cached = {name: answer.cached_tokens for name, answer in answers.items()}
+        assert cached == {"exact": 2944, "high": 2944, "1": 2944, "fast": cached_by_fast}
 
 
-def test_rows_of_exact_requests_are_counted_as_such(requests: Requests) -> None:
-    assert ("dense", Fallback.REQUESTED) not in requests.own.report.rows
-    assert requests.exact.report.rows["dense", Fallback.REQUESTED] > 0
-    assert requests.exact.report.rows_of("sparse") > requests.own.report.rows_of("sparse")  # those beside them
+def test_rows_of_exact_requests_are_counted_as_such(sparse: Served, requests: Requests) -> None:
+    assert ("dense", Fallback.REQUESTED) not in sparse.report.rows
+    assert requests.report.rows["dense", Fallback.REQUESTED] > 0
+    assert requests.report.rows_of("sparse") > sparse.report.rows_of("sparse")  # those beside them
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -195,4 +208,4 @@ def test_what_nobody_can_ask_for_is_refused_at_once(requests: Requests, name: st
     assert "answered 400" in said
     assert "vllm_xargs sparse_prefill: given" in said
     if name != "beams":
-        assert "expected one of 0 (exact), 1 (this server's own level), 'exact'" in said
+        assert "expected one of 0 (exact), 1 (this server's own level, high), 'exact', 'high', 'fast'" in said

@@ -19,7 +19,7 @@ from vllm_sparse_backend.plugin import BACKEND, is_ours
 from vllm_sparse_backend.settings.errors import ConfigurationError
 
 Function = Callable[..., Any]
-MARK = "sparse_prefill"
+OURS = "sparse_prefill"
 """Attribute of functions that were put around vLLM's."""
 
 
@@ -33,12 +33,12 @@ def put_around(owner: Any, name: str, wrapper: Callable[[Function], Function], e
     function = getattr(owner, name) if is_classmethod else original
     if not callable(function):
         raise _misfit(f"{_path(owner)}.{name} is missing")
-    if getattr(getattr(function, "__func__", function), MARK, False):
+    if getattr(getattr(function, "__func__", function), OURS, False):
         return
     if missing := [parameter for parameter in expects if parameter not in inspect.signature(function).parameters]:
         raise _misfit(f"{_path(owner)}.{name}{inspect.signature(function)} has no {', '.join(missing)}")
     wrapped = functools.wraps(getattr(function, "__func__", function))(wrapper(function))
-    setattr(wrapped, MARK, True)
+    setattr(wrapped, OURS, True)
     setattr(owner, name, classmethod(wrapped) if is_classmethod else wrapped)
 
 
@@ -195,8 +195,6 @@ def _mark_of(vllm_config: Any, extra_args: Mapping[str, Any] | None) -> Any:
         _choices[id(vllm_config)] = vllm_config, choices(vllm_config)
     try:
         return _choices[id(vllm_config)][1].mark(extra_args)
-    except ConfigurationError:
-        raise
     except ValueError as error:
         raise _bad_request(str(error)) from None
 
