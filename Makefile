@@ -8,6 +8,9 @@ INSTALLED := $(VENV)/installed
 MODEL ?=
 METHOD ?=
 
+# Tests at a time; those that start servers run alone.
+JOBS ?= 2
+
 .PHONY: setup demo test lint compile-matrix wheel clean
 .DELETE_ON_ERROR:
 
@@ -22,7 +25,8 @@ demo: $(INSTALLED)
 	@$(BIN)/sparse-prefill demo $(if $(MODEL),--model '$(MODEL)') $(if $(METHOD),--method '$(METHOD)')
 
 test: $(INSTALLED)
-	@$(BIN)/pytest
+	@$(BIN)/pytest -m 'not server' -n $(JOBS) --dist worksteal
+	@$(BIN)/pytest -m server
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff format --check .

@@ -45,7 +45,8 @@ from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.reference.attend import attend as reference_attend
 from vllm_sparse_kernels.reference.attend import step_margins, walk
 from vllm_sparse_kernels.select.base import Method, attend_options
-from vllm_sparse_kernels.testing.by_query import Recalls, recalls_by_query
+from vllm_sparse_kernels.testing.by_query import Recalls
+from vllm_sparse_kernels.testing.oracle import exact_masses
 
 BEGIN, END = "<!-- tables: benchmarks.ablations -->", "<!-- end of ablations -->"
 COLUMNS = ("paper", "what", "density", "skipped", "recall", "worst thousandth", "error of output")
@@ -200,8 +201,8 @@ class Bench:
                     counts = skipped_steps(q, cache, indices[-1], methods, scale)
                     skipped[i] = [a + b for a, b in zip(skipped[i], counts, strict=True)]
                     apart[i] += float((out.float() - dense[tokens]).square().sum(dtype=torch.float64))
-                for found in recalls_by_query(q, cache, indices, scale):
-                    recalls.add(found)
+                for mass in exact_masses(q, cache, chunk, scale, indices):
+                    recalls.add(torch.stack(mass.query_recalls))
             whole = float(dense.square().sum(dtype=torch.float64))
             errors = [sum(pair) for pair in zip(errors, (math.sqrt(x / whole) for x in apart), strict=True)]
         num_layers = len(self.captured.scales)

@@ -8,6 +8,8 @@ import torch
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # other workers have the other cores
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

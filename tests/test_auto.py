@@ -1,5 +1,6 @@
 """``profile: auto``: which bundled profile a model gets, why, and what runs where there is none."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,10 +75,23 @@ def test_the_log_says_what_was_taken_and_the_default_runs_where_nothing_was() ->
         ("./models/mine", "mine"),
         ("mine", "mine"),
         ("/c/hub/models--Qwen--Qwen2-7B-Instruct/snapshots/0123abc", "Qwen/Qwen2-7B-Instruct"),
-        ("/", "/"),
     ],
 )
 def test_name_of_a_path(path: str, name: str) -> None:
     assert name_of_path(path) == name
     config = {"architectures": ["M"], "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}
     assert ModelShape.from_config(config | {"_name_or_path": path}).names == (name,)
+
+
+@pytest.mark.parametrize("path", ["", "/", None, 3])
+def test_no_name(path: object) -> None:
+    config = {"architectures": ["M"], "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}
+    assert ModelShape.from_config(config | {"_name_or_path": path}).names == ()
+
+
+def test_a_folder_names_its_model_as_it_does_on_a_server(tmp_path: Path) -> None:
+    (folder := tmp_path / "Mine").mkdir()
+    config = {"architectures": ["M"], "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}
+    (folder / "config.json").write_text(json.dumps(config | {"_name_or_path": "o/Base"}))
+    assert ModelShape.from_folder(folder).names == ("Mine",)
+    assert ModelShape.from_folder(folder / "config.json").names == ("o/Base",)

@@ -98,6 +98,15 @@ def test_all_wrong_fields_are_named_at_once() -> None:
             {"metrics_interval_s": float("inf")},
             "sparse_prefill.metrics_interval_s: given inf, expected a finite number",
         ),
+        ({"guard": True}, "sparse_prefill.guard: given True, expected a mapping of fields to values"),
+        ({"guard": {"rate": 0}}, "sparse_prefill.guard.rate: given 0, expected more than 0"),
+        ({"guard": {"rate": 1.5}}, "sparse_prefill.guard.rate: given 1.5, expected at most 1"),
+        ({"guard": {"bound": "low"}}, "sparse_prefill.guard.bound: given 'low', expected a number"),
+        (
+            {"guard": {"patience": 0, "recovery": 4}},
+            "sparse_prefill.guard.recovery: unknown field: given 'recovery', expected one of bound, patience, rate, "
+            "recover (did you mean 'recover'?)",
+        ),
         ({"profile": 3}, "sparse_prefill.profile: given 3, expected a text"),
         ({"params": 3}, "sparse_prefill.params: given 3, expected a mapping"),
         ({"profile": "x", "method": "dense"}, "sparse_prefill: given profile 'x' and method, expected one of them"),

@@ -19,8 +19,8 @@ from vllm_sparse_kernels.select.share_prefill import SharePrefill, SharePrefillL
 
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=4, num_heads=8, num_kv_heads=2, head_dim=64)
 DENSE = make_method("dense", {})
-WIDE = make_method("a_shape", {"sink_tokens": 64, "local_tokens": 512})
-NARROW = make_method("a_shape", {"sink_tokens": 64, "local_tokens": 128})
+WIDE = make_method("vertical_slash", {"last_queries": 64})
+NARROW = make_method("vertical_slash", {"last_queries": 16})
 
 Write = Callable[..., str]
 
@@ -39,7 +39,7 @@ def write(tmp_path: Path) -> Write:
 
 
 def test_one_method_for_all_heads() -> None:
-    config = SparsePrefillConfig(method="a_shape", params={"sink_tokens": 64, "local_tokens": 512})
+    config = SparsePrefillConfig(method="vertical_slash", params={"last_queries": 64})
     plan = Plan.build(config, SHAPE)
     assert plan.layers == ((HeadGroup(tuple(range(8)), WIDE),),) * 4
     assert (plan.min_tokens, plan.min_query_tokens) == ("auto", "auto")
@@ -231,7 +231,7 @@ def test_description_says_what_runs_how(write: Write) -> None:
         f"sparse prefill with profile {path}, for rows of more than 4096 tokens, at least 300 of them new",
         "a note",
         "layers 0: dense",
-        "layers 1-3: a_shape (2 settings) on 20 heads of this rank",
+        "layers 1-3: vertical_slash (2 settings) on 20 heads of this rank",
         "layers 2-3: dense() on 4 heads of this rank",
     ]
     config = SparsePrefillConfig(method="a_shape", params={"sink_tokens": 1, "local_tokens": 2})

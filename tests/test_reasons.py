@@ -17,7 +17,8 @@ PROPERTIES = {
     Fallback.SINKS: {"sinks": True},
     Fallback.HEAD_SIZE: {"head_dim": 100},
     Fallback.DTYPE: {"dtype": "float32"},
-    Fallback.QUANTISED_CACHE: {"kv_cache_dtype": "fp8_e4m3"},
+    Fallback.QUANTISED_CACHE: {"kv_cache_dtype": "fp8_e5m2", "reads_fp8": True},
+    Fallback.HEAD_SCALES: {"kv_cache_dtype": "fp8", "reads_fp8": True, "head_scales": True},
     Fallback.PREFILL_CONTEXT_PARALLEL: {"prefill_context_parallel_size": 2},
     Fallback.DECODE_CONTEXT_PARALLEL: {"decode_context_parallel_size": 2},
 }
@@ -43,6 +44,9 @@ def test_property_gives_its_reason(reason: Fallback, properties: dict[str, objec
         {"kv_cache_dtype": "bfloat16"},
         {"dtype": "torch.bfloat16", "kv_cache_dtype": "bfloat16"},
         {"dtype": "float32", "device_type": "cpu"},
+        {"kv_cache_dtype": "fp8_e4m3", "reads_fp8": True},
+        {"kv_cache_dtype": "fp8", "reads_fp8": True, "head_dim": 80},
+        {"head_scales": True},
     ],
 )
 def test_property_that_is_fine(properties: dict[str, object]) -> None:
@@ -51,6 +55,17 @@ def test_property_that_is_fine(properties: dict[str, object]) -> None:
 
 def test_cache_of_another_dtype_than_the_model() -> None:
     assert layer_fallback(head_dim=128, dtype="float16", kv_cache_dtype="bfloat16") is Fallback.QUANTISED_CACHE
+
+
+@pytest.mark.parametrize("changes", [{"reads_fp8": False}, {"head_dim": 16}, {"head_dim": 72}], ids=str)
+def test_fp8_that_no_one_reads_here(changes: dict[str, object]) -> None:
+    fp8 = FITTING | {"kv_cache_dtype": "fp8", "reads_fp8": True}
+    assert layer_fallback(**(fp8 | changes)) is Fallback.QUANTISED_CACHE
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_per_token_head", "int8_per_token_head", "fp8_inc", "turboquant_3bit"])
+def test_other_quantised_caches(name: str) -> None:
+    assert layer_fallback(**FITTING, kv_cache_dtype=name, reads_fp8=True) is Fallback.QUANTISED_CACHE
 
 
 def test_head_dims() -> None:

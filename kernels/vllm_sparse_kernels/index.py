@@ -172,11 +172,15 @@ class SparseIndex:
 
     def kept_pairs(self) -> torch.Tensor:
         """Kept (query, key) pairs of all rows and heads: an int64 scalar on the device, not waited for."""
+        return self.pairs_of_heads().sum()
+
+    def pairs_of_heads(self) -> torch.Tensor:
+        """Kept (query, key) pairs of all rows: int64 [num_heads] on the device, not waited for."""
         length, first = self.rows.tiles[:, 2].long(), self.rows.tiles[:, 3].long()
         num_diagonal = (first + length - 1) // self.block_tokens - first // self.block_tokens + 1
         diagonal_pairs = length * (first % self.block_tokens) + length * (length + 1) // 2
         full_keys = (self.block_counts - num_diagonal) * self.block_tokens + self.stripe_counts
-        return (full_keys * length + diagonal_pairs).sum()
+        return (full_keys * length + diagonal_pairs).sum(1)
 
     # What follows reads the device: for references, tests and debugging only.
 

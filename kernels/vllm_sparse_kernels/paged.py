@@ -2,6 +2,11 @@
 
 A position p of row i lies on page ``block_table[i, p // page_size]`` at offset ``p % page_size``. Kernels resolve that
 with ``key_offsets`` below; the references gather a row's keys whole.
+
+A cache may be in fp8 (e4m3). Its queries are then in fp8 too, and an element stands for itself times a scale: that of
+queries and keys together is for the caller to fold into the softmax's scale, as every method and engine sees q and k in
+products alone; that of values is applied by whoever reads them. Products of q and k are taken in fp8 as they are. What
+is not such a product is computed in fp16, which holds all numbers of e4m3.
 """
 
 from dataclasses import dataclass
@@ -16,6 +21,13 @@ from vllm_sparse_kernels.rows import ceil_div
 SPLIT_TOKENS = 1024
 """Keys that one program adds up for their mean."""
 
+FP8 = torch.float8_e4m3fn
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What means and weights of such elements are kept in: fp16 for fp8, else their own."""
+    return torch.float16 if dtype == FP8 else dtype
+
 
 @dataclass(frozen=True)
 class PagedCache:
@@ -23,6 +35,13 @@ class PagedCache:
 
     keys: torch.Tensor
     values: torch.Tensor
+
+    score_scale: float = 1.0
+    """What q·k of elements counts, the queries' scale times the keys': a caller gives methods and engines the
+    softmax's scale times this."""
+
+    value_scale: float = 1.0
+    """What an element of a value counts: attention multiplies its result by it."""
 
     def __post_init__(self) -> None:
         if self.keys.dim() != 4 or self.keys.shape != self.values.shape:
@@ -89,6 +108,15 @@ def key_offsets(block_table_ptr, positions, mask, page_size, stride_page, stride
     """
     page = tl.load(block_table_ptr + positions // page_size, mask=mask, other=0).to(tl.int64)
     return page * stride_page + tl.where(mask, positions % page_size, 0).to(tl.int64) * stride_token
+
+
+@triton.jit
+def widen(b_x):
+    """fp8 elements as fp16, anything else as it is."""
+    if b_x.dtype == tl.float8e4nv:
+        return b_x.to(tl.float16)
+    else:
+        return b_x
 
 
 @triton.jit

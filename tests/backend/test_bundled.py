@@ -26,6 +26,8 @@ from vllm_sparse_kernels.select.base import Method
 from vllm_sparse_kernels.select.width import index_block_tokens
 
 HEAD_DIM = 32
+LOCAL_HEADS = 4
+"""Of the last tensor-parallel rank."""
 CONTEXT, QUERY = 150, 20
 
 OF_MODELS = [name for name in bundled_profiles() if load_profile(name).model is not None]
@@ -52,15 +54,17 @@ def test_every_layer_adopts_its_part_and_runs_it(
     profile = load_profile(name)
     assert profile.model is not None
     shape = ModelShape(**(vars(profile.model) | {"head_dim": HEAD_DIM}))
-    (path := tmp_path / "tiny.yaml").write_text(profile.model_copy(update={"model": shape}).to_yaml())
+    (path := tmp_path / "tiny.yaml").write_text(profile.model_copy(update={"model": shape}).to_yaml(compact=True))
     config = configured(profile=str(path), min_tokens=0, min_query_tokens=1)
     monkeypatch.setattr(compat, "model_shape", lambda config: shape)
     monkeypatch.setattr(config.model_config, "get_layers_start_end_indices", lambda parallel: (0, shape.num_layers))
-    sizes = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "head_size": HEAD_DIM}
+    size = shape.num_heads // LOCAL_HEADS
+    monkeypatch.setattr(compat, "tensor_parallel", lambda config: (size - 1, size))
+    sizes = {"num_heads": LOCAL_HEADS, "num_kv_heads": 1, "head_size": HEAD_DIM}
     layers = make_layers(config, range(shape.num_layers), **sizes)
     builder = make_builder(config, layers)
     assert builder.sparse_layers == tuple(set(range(shape.num_layers)) - set(profile.dense_layers))
-    methods = [profile.methods_of(layer, shape.num_heads) for layer in range(shape.num_layers)]
+    methods = [profile.methods_of(layer, shape.num_heads)[-LOCAL_HEADS:] for layer in range(shape.num_layers)]
     most = max(builder.sparse_layers, key=lambda layer: len(set(methods[layer])))
     for layer in builder.sparse_layers:
         assert methods_by_head(layers[layer].impl.groups) == list(methods[layer])
@@ -68,3 +72,7 @@ def test_every_layer_adopts_its_part_and_runs_it(
     out = step.forward(layers[most], builder.build(0, step.common))
     wanted = expected(step, methods[most], layers[most].impl.scale)
     torch.testing.assert_close(out, wanted, rtol=0, atol=2e-6)
+
+
+def test_auto_knows_what_the_served_model_is_called(configured: Callable[..., Any]) -> None:
+    assert compat.model_shape(configured(profile="auto")).names == ("default",)

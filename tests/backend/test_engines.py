@@ -176,6 +176,7 @@ def fake_impl(number: int, method: Any) -> Any:
         num_heads=2,
         block_tokens=64,
         scale=0.125,
+        out_dtype=None,
         options=None,
         select=select,
         memory=SimpleNamespace(arena=Workspace(CPU), room=SimpleNamespace(needed=lambda slab: 0, num_bytes=0)),

@@ -109,7 +109,7 @@ def test_settings_that_do_not_fit(config: Any, parts: list[str]) -> None:
     ("config", "reason"),
     [
         (served(llama(), dtype=torch.float32), Fallback.DTYPE),
-        (served(llama(), cache={"cache_dtype": "fp8_e4m3"}), Fallback.QUANTISED_CACHE),
+        (served(llama(), cache={"cache_dtype": "fp8_e4m3"}), Fallback.QUANTISED_CACHE),  # on a CPU
         (served(llama(), parallel={"decode_context_parallel_size": 2}), Fallback.DECODE_CONTEXT_PARALLEL),
         (served(llama(), parallel={"prefill_context_parallel_size": 2}), Fallback.PREFILL_CONTEXT_PARALLEL),
         (served(llama(head_dim=100)), Fallback.HEAD_SIZE),

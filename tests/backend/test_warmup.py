@@ -30,6 +30,7 @@ from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import PagedCache
 from vllm_sparse_kernels.attend import Engine, FlashAttention, portable
+from vllm_sparse_kernels.paged import FP8
 from vllm_sparse_kernels.select import METHODS
 from vllm_sparse_kernels.testing.batches import Batch
 
@@ -85,16 +86,23 @@ def make_spec(page_size: int) -> Any:
     return SimpleNamespace(block_size=page_size, dtype=DTYPE, **sizes)
 
 
-def run_steps(impls: Sequence[SparsePrefillImpl], page_size: int, steps: Steps, device: torch.device) -> None:
-    """As a server does: queries that are a part of a fused projection, the runner's block tables, the cache's views."""
+def run_steps(
+    impls: Sequence[SparsePrefillImpl], page_size: int, steps: Steps, device: torch.device, in_fp8: bool = False
+) -> None:
+    """As a server does: queries that are a part of a fused projection, the runner's block tables, the cache's views.
+
+    In fp8 queries are rounded into a tensor of their own, and results are in bf16.
+    """
     num_heads, num_kv_heads, head_dim = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim
     width = num_heads + 2 * num_kv_heads
     storage = torch.zeros(LONGEST // page_size, page_size, num_kv_heads, 2 * head_dim, dtype=DTYPE, device=device)
-    cache = PagedCache(*storage.split(head_dim, dim=-1))
+    storage = storage.to(FP8) if in_fp8 else storage
+    cache = PagedCache(*storage.split(head_dim, dim=-1), *((0.5, 0.3) if in_fp8 else ()))
     for i, lengths in enumerate(steps):
         num_tokens = sum(query_len for _, query_len in lengths)
         projected = torch.randn(num_tokens, width * head_dim, device=device).to(DTYPE)
         query = projected[:, : num_heads * head_dim].view(num_tokens, num_heads, head_dim)
+        query = query.contiguous().to(FP8) if in_fp8 else query
         num_pages = max(-(-(c + q) // page_size) for c, q in lengths) + i  # no multiple of 16 more often than not
         table = torch.arange(num_pages, dtype=torch.int32, device=device).repeat(len(lengths) + 1, 1)
         memory = impls[0].memory
@@ -102,7 +110,8 @@ def run_steps(impls: Sequence[SparsePrefillImpl], page_size: int, steps: Steps, 
         for slab in memory.room.slabs(rows_of(lengths), own_block_table(table, list(range(1, len(lengths) + 1)))):
             for impl in impls:
                 with memory.arena.frame():
-                    impl.select_and_attend(slab, query, cache, torch.empty_like(query), memory.arena)
+                    out = torch.empty_like(query, dtype=torch.bfloat16 if in_fp8 else None)
+                    impl.select_and_attend(slab, query, cache, out, memory.arena)
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="needs Triton's interpreter, whose kernels need no device")

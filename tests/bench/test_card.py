@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_sparse_backend.bench import card as module
-from vllm_sparse_backend.bench.card import AHEAD_CYCLES, MIN_PASSES, Card
+from vllm_sparse_backend.bench.card import AHEAD_CYCLES, CYCLES_A_MS, MIN_PASSES, Card
 from vllm_sparse_backend.bench.report import BenchError
 from vllm_sparse_kernels.testing.batches import random_batch
 
@@ -17,18 +17,23 @@ class Clock:
 
     def __init__(self) -> None:
         self.ms = 0.0
+        self.launching_ms = 0.0
         self.slept = 0
+        self.waited_ms: list[float] = []
 
-    def takes(self, ms: float):
+    def takes(self, ms: float, host_ms: float = 0.0):
         def run() -> None:
             self.ms += ms
+            self.launching_ms += host_ms
 
         return run
 
     def sleep(self, cycles: int) -> None:
-        assert cycles == AHEAD_CYCLES
-        self.slept += 1
-        self.ms += 10
+        if cycles == AHEAD_CYCLES:
+            self.slept += 1
+        else:
+            self.waited_ms.append(cycles / CYCLES_A_MS)
+        self.ms += cycles / CYCLES_A_MS
 
     def event(self, enable_timing: bool):
         event = SimpleNamespace(at=None)
@@ -44,6 +49,7 @@ def clock(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", clock.event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(module.time, "perf_counter", lambda: clock.ms / 1e3)
+    monkeypatch.setattr(module.time, "thread_time", lambda: clock.launching_ms / 1e3)
     return clock
 
 
@@ -65,6 +71,14 @@ def test_device_time_is_that_of_the_spans_alone(card, clock):
     assert clock.slept == (MIN_PASSES + 2) * 2  # two warm up; each contestant has its turn
     # 70 ms reach the 60 that make a clock steady once, 10 ms six times; the first pass does not know that yet.
     assert len(passes) == 2 + (MIN_PASSES + 1) * (2 + 7)
+
+
+def test_the_host_is_ahead_of_what_takes_it_longer_than_the_device(card, clock):
+    """Else the device would be timed waiting for it; what takes the device longer waits for nothing."""
+    slow, quick = clock.takes(5, host_ms=17), clock.takes(30, host_ms=17)
+    taken = card.spans_ms([[("slow", slow)], [("quick", quick)]], budget_s=0.0)
+    assert taken == {"slow": [pytest.approx(5)] * MIN_PASSES, "quick": [pytest.approx(30)] * MIN_PASSES}
+    assert clock.waited_ms == [pytest.approx(17)] * (MIN_PASSES + 1)  # the first pass knows neither yet
 
 
 def test_a_budget_allows_more_passes_up_to_a_limit(card, clock):

@@ -154,6 +154,20 @@ def test_what_keeps_everything_has_no_error(prompts):
     assert row["output_error"] > 0.01
 
 
+def test_what_fp8_costs_a_method_stands_beside_what_it_costs_dense(prompts):
+    """The stand-in for the card rounds nothing but what it is given: a method that keeps all is off as dense is."""
+    asked, report = Asked("dense"), Report("methods", "a CPU", command="test")
+    plan = asked.plan(HEADS.model(2), ())
+    rounded = [prompt.in_fp8() for prompt in prompts]
+    (row,) = methods.run_methods(
+        CpuCard(), rounded, "in fp8", [(asked, plan)], [100], 200, ["portable"], report, unrounded=prompts
+    )
+    assert "problem" not in row, row
+    assert row["fp8_ratio"] == pytest.approx(1, rel=0.02)
+    assert 0.005 < row["stock_error"] == pytest.approx(row["output_error"], rel=0.02)
+    assert "whole method, dense, in fp8, after 100: error by fp8 over dense's" in report.figures
+
+
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
@@ -191,9 +205,9 @@ def test_a_profile_is_its_kinds_of_methods(tmp_path):
         "format: 1\nmodel: any\ndefault: {method: sale}\n"
         "layers:\n  0:\n    default: {method: a_shape}\n    heads:\n      1-2: {method: sale, tau: 0.1}\n"
     )
-    asked = methods_asked([], str(profile), HEADS.model(3))
+    asked = methods_asked([], [str(profile)], HEADS.model(3))
     assert [str(one) for one in asked] == ["sale", "a_shape"]
-    assert [str(one) for one in methods_asked(["dense"], None, HEADS.model(3))] == ["dense"]
+    assert [str(one) for one in methods_asked(["dense"], [], HEADS.model(3))] == ["dense"]
 
 
 def test_the_ladder():

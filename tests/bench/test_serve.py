@@ -194,6 +194,7 @@ def test_a_load_that_is_more_than_stock_takes():
         ('{"method": "a_shape", "min_tokens": 8192}', "a_shape"),
         ('{"method": "sale", "params": {"tau": 0.1}}', "sale tau=0.1"),
         ("streaming", "streaming"),
+        ('{"guard": {}}', "default with guard"),
     ],
 )
 def test_settings_have_a_short_name(given, shown):

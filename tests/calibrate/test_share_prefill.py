@@ -1,18 +1,22 @@
 """Clustering of heads for SharePrefill: synthetic maps, and each step against its definition."""
 
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
+from vllm_sparse_backend.calibrate import share_prefill as module
 from vllm_sparse_backend.calibrate.share_prefill import (
     MapAutoencoder,
-    attention_map,
+    attention_maps,
     cluster_heads,
+    map_side,
     profile_of,
     representations,
     ward_labels,
 )
+from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import parse_profile
 from vllm_sparse_kernels.select.share_prefill import NOISE, SharePrefill
@@ -36,8 +40,12 @@ def synthetic_maps() -> torch.Tensor:
     return torch.stack(maps).view(4, 8, SIDE, SIDE)
 
 
-def test_heads_of_a_kind_share_a_cluster_across_layers():
-    clusters = cluster_heads(synthetic_maps(), epochs=20)
+@pytest.fixture(scope="module")
+def clusters():
+    return cluster_heads(synthetic_maps(), epochs=20)
+
+
+def test_heads_of_a_kind_share_a_cluster_across_layers(clusters):
     flat = [c for layer in clusters for c in layer]
     kinds = [set(flat[kind:28:3]) for kind in range(3)]
     assert kinds == [{0}, {1}, {2}]
@@ -60,33 +68,82 @@ def test_autoencoder_gives_back_the_shape(side):
         MapAutoencoder(40)
 
 
-def test_ward_is_scipys():
-    hierarchy = pytest.importorskip("scipy.cluster.hierarchy")
-    points = torch.randn(60, 5, generator=torch.Generator().manual_seed(3))
-    tree = hierarchy.linkage(points.numpy(), "ward")
-    for distance in (0.0, 0.5, 2.0, 4.0, 100.0, float("inf")):
-        expected = hierarchy.fcluster(tree, distance, "distance").tolist()
-        first = {label: i for i, label in enumerate(dict.fromkeys(expected))}
-        assert ward_labels(points, distance) == [first[label] for label in expected]
-
-
 def test_ward_by_hand():
-    points = torch.tensor([[0.0], [1.0], [10.0]])
+    points = torch.tensor([[10.0], [0.0], [1.0]])
     assert ward_labels(points, 0.99) == [0, 1, 2]
-    assert ward_labels(points, 1.0) == [0, 0, 1]
+    assert ward_labels(points, 1.0) == [0, 1, 1]
     between = (2 * 2 * 1 / 3) ** 0.5 * 9.5  # sqrt(2 |A| |B| / (|A| + |B|)) between the means
-    assert ward_labels(points, between - 0.01) == [0, 0, 1]
+    assert ward_labels(points, between - 0.01) == [0, 1, 1]
     assert ward_labels(points, between + 0.01) == [0, 0, 0]
+    assert ward_labels(points[:1], 1.0) == [0]
 
 
-def test_attention_map_averages_blocks():
+def test_without_scipy_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.cluster", None)
+    with pytest.raises(
+        ConfigurationError, match=r"clusters need scipy \(pip install 'vllm-sparse-backend\[calibrate\]'\)"
+    ):
+        ward_labels(torch.zeros(2, 1), 1.0)
+
+
+@pytest.mark.parametrize("score_bytes", [1 << 28, 4 * 2 * 64 * 4 * 3, 1])
+def test_attention_maps_average_blocks(monkeypatch, score_bytes):
+    """Whatever is made of a map at a time: all of it, three rows, one."""
+    monkeypatch.setattr(module, "SCORE_BYTES", score_bytes)
     generator = torch.Generator().manual_seed(5)
-    q, k = (torch.randn(70, 8, generator=generator) for _ in range(2))
-    scores = (q[:64] @ k[:64].T * 0.7).masked_fill(~torch.ones(64, 64, dtype=torch.bool).tril(), -torch.inf)
-    expected = scores.softmax(-1).view(16, 4, 16, 4).mean((1, 3))
-    torch.testing.assert_close(attention_map(q, k, 0.7, 16), expected, rtol=1e-5, atol=1e-7)
+    q, k = torch.randn(70, 4, 8, generator=generator), torch.randn(70, 2, 8, generator=generator)
+    found = attention_maps(q, k, 0.7, 16)
+    assert (found.shape, found.dtype) == ((4, 16, 16), torch.float16)
+    future = ~torch.ones(64, 64, dtype=torch.bool).tril()
+    for head in range(4):
+        scores = (q[:64, head] @ k[:64, head // 2].T * 0.7).masked_fill(future, -torch.inf)
+        expected = scores.softmax(-1).view(16, 4, 16, 4).mean((1, 3))
+        torch.testing.assert_close(found[head].float(), expected / expected.max(), rtol=1e-3, atol=1e-6)
     with pytest.raises(ValueError, match="given 70 tokens, expected at least side = 80"):
-        attention_map(q, k, 0.7, 80)
+        attention_maps(q, k, 0.7, 80)
+
+
+def test_maps_are_as_large_as_the_prompt_allows():
+    assert [map_side(n) for n in (1000, 1935, 1936, 131072)] == [992, 1920, 1936, 1936]
+
+
+def test_large_maps_come_in_smaller_batches(monkeypatch):
+    """Training never holds more than ``BATCH_PIXELS``, and no map is left out."""
+    seen = []
+    forward = MapAutoencoder.forward
+    monkeypatch.setattr(MapAutoencoder, "forward", lambda self, x: seen.append(x.shape) or forward(self, x))
+    monkeypatch.setattr(module, "BATCH_PIXELS", 5 * SIDE**2)
+    representations(synthetic_maps().flatten(0, 1)[:12].half(), epochs=1)
+    assert [shape[0] for shape in seen] == [5, 5, 2]
+
+
+def test_maps_that_stay_on_the_host_give_the_same(monkeypatch):
+    maps = synthetic_maps().flatten(0, 1)[:12]
+    held = representations(maps, epochs=2)
+    monkeypatch.setattr(module, "HELD_BYTES", 0)
+    assert torch.equal(representations(maps, epochs=2), held)
+
+
+@pytest.mark.gpu
+def test_the_papers_side_takes_no_more_memory_than_is_said():
+    """Maps of 32,768 tokens of an 8B model's layer; training on eight of them, twice alike."""
+    q, k = (torch.randn(32768, heads, 128, dtype=torch.bfloat16, device="cuda") for heads in (32, 8))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    maps = attention_maps(q, k, 0.1, module.SIDE)
+    assert torch.cuda.max_memory_allocated() - before < 1.3e9
+    assert torch.cuda.memory_allocated() == before
+    assert (maps.shape, maps.dtype, str(maps.device)) == ((32, 1936, 1936), torch.float16, "cpu")
+    del q, k
+    torch.cuda.reset_peak_memory_stats()
+    first, again = (representations(maps[:8], epochs=2, device="cuda") for _ in range(2))
+    assert torch.cuda.max_memory_allocated() < 8.5e9
+    assert torch.equal(first, again)
+
+
+def test_the_scale_and_the_precision_of_maps_do_not_matter(clusters):
+    halved = [(layer / layer.amax((1, 2), keepdim=True)).half() for layer in synthetic_maps()]
+    assert cluster_heads(halved, epochs=20) == clusters
 
 
 def test_profile_names_clustered_heads():

@@ -139,6 +139,8 @@ layers:
 levels:
   fast: {dense_layers: [0], default: {method: sale, tau: 0.03}}
 provenance:
+  bounds: {error: 0.05, worst: 0.4}
+  device: a card
   figures: {density: {0: 0.5, 1: [0.1, 0.2, 0.3, 0.4]}, error: {1: [0.01, 0.03, 0.0, 0.02]}}
 """
 
@@ -168,6 +170,10 @@ def test_show(levelled: Path) -> None:
     found = rows(run("show", levelled))
     assert ["layers", "heads by method", "settings", "density", "worst error"] in found
     assert ["0", "4 sale", "1", "0.5"] in found
+    assert [row for row in found if row[0][:6] in ("bounds", "device")] == [
+        ["bounds: error 0.05, worst 0.4"],
+        ["device: a card"],
+    ]
     assert ["1", "2 a_shape, 2 sale", "2", "0.25", "0.03"] in found
     assert ["6", "sale(tau=0.01)", "0-1"] in found
     assert ["2", "a_shape(sink_tokens=64, local_tokens=256)", "1"] in found

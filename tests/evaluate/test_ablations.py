@@ -13,8 +13,8 @@ from vllm_sparse_backend.evaluate.capture import capture
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_kernels.select.sparge_attn import SpargeAttn
 from vllm_sparse_kernels.testing.batches import random_batch, random_index
-from vllm_sparse_kernels.testing.by_query import Recalls, kept_keys, recalls_by_query
-from vllm_sparse_kernels.testing.oracle import measure
+from vllm_sparse_kernels.testing.by_query import Recalls
+from vllm_sparse_kernels.testing.oracle import exact_masses, kept_keys, measure
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -35,17 +35,17 @@ def test_kept_keys_are_those_of_the_index(batch, block_tokens):
 def test_recall_of_every_query(batch):
     """Against attention under the index's mask, written out; and its mean against the oracle's."""
     indices = [random_index(batch, 64, 0.3, stripes=40), random_index(batch, 128, 0.6)]
-    found = list(recalls_by_query(batch.q, batch.cache, indices, batch.scale))
     rows = batch.rows
-    assert [x.shape for x in found] == [(2, 4, tile.length_tokens) for tile in rows.tile_list]
+    masses = list(exact_masses(batch.q, batch.cache, rows, batch.scale, indices))
+    found = [torch.stack(mass.query_recalls) for mass in masses]
+    assert [x.shape for x in found] == [(2, 4, rows.query_lens[row]) for row in range(rows.num_rows)]
     for row in range(rows.num_rows):
         keys = batch.cache.gather(rows.block_table[row], rows.seq_lens[row])[0].double()
         q = batch.q[rows.tokens[row] : rows.tokens[row] + rows.query_lens[row]].double()
         scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(2, 1)) * batch.scale
         seen = torch.ones_like(scores[0], dtype=torch.bool).tril_(rows.context_lens[row])
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        together = torch.cat(found[rows.tile_starts[row] : rows.tile_starts[row + 1]], -1)
-        for given, index in zip(together, indices):
+        for given, index in zip(found[row], indices):
             expected = (weights * index.to_mask(row)).sum(-1)
             torch.testing.assert_close(given.double(), expected, rtol=0, atol=1e-5)
     everything = torch.cat(found, -1)
@@ -142,7 +142,7 @@ def by_command(captured, tmp_path_factory):
     page, results, rows = folder / "page.md", folder / "results.json", folder / "rows.json"
     page.write_text(f"before\n{ablations.BEGIN}\n{ablations.END}\nafter\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clusters, "cluster_heads", lambda maps: cluster_heads(maps, distance=1e4, epochs=2))
+        patch.setattr(clusters, "cluster_heads", lambda maps, device: cluster_heads(maps, distance=1e4, epochs=2))
         patch.setattr(clusters, "MAP_SIDE", 16)
         patch.setattr(ablations, "SEARCH_STEPS", 1)
         patch.setattr(ablations, "VARIANTS", tuple(small(v) for v in ablations.VARIANTS))

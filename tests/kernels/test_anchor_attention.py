@@ -259,6 +259,29 @@ def test_what_keeps_everything_is_dense_without_stripes(theta, block_tokens):
     assert not index.stripe_counts.any()
 
 
+@pytest.mark.parametrize("beyond", [{}, {"sample_tokens": 64, "whole_blocks": True}], ids=str)
+@pytest.mark.parametrize("reference", [False, True])
+def test_heads_of_one_launch_have_thetas_of_their_own(reference, beyond):
+    """Four heads on two kv heads, in an order of their own: bitwise what each has by itself."""
+    batch = make_batch([(77, 20), (700, 60)], num_heads=4, num_kv_heads=2)
+    heads = [2, 0, 3, 1]
+    settings = [AnchorAttention(theta=theta, step_tiles=1, **beyond) for theta in (3.0, 0.0, math.inf, 3.0)]
+    merged = AnchorAttention.merged(settings)
+    assert list(merged.of_heads(4)) == settings
+    assert merged.alike == settings[0].alike == AnchorAttention(step_tiles=1, **beyond)
+    assert AnchorAttention.merged(settings[:1] * 2) == settings[0]
+    index = run(batch, merged, heads=heads, reference=reference)
+    assert merged.stripe_layout(batch.rows) == settings[0].stripe_layout(batch.rows)
+    densities = []
+    for head, method in zip(heads, settings):
+        alone = run(batch, method, heads=[head], reference=reference)
+        for i_tile in range(batch.rows.num_tiles):
+            assert torch.equal(index.blocks_of(head, i_tile), alone.blocks_of(head, i_tile))
+            assert torch.equal(index.stripes_of(head, i_tile), alone.stripes_of(head, i_tile))
+        densities.append(sum(int(index.tile_keys(head, i).sum()) for i in range(batch.rows.num_tiles)))
+    assert densities[1] < densities[2]
+
+
 def test_short_prompts_are_dense_without_stripes():
     batch = make_batch([(0, 1), (100, 300)])
     assert AnchorAttention().stripe_layout(batch.rows).capacity == 0

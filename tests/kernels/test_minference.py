@@ -339,6 +339,36 @@ def test_what_is_merged():
         VerticalSlash.merged([VerticalSlash(), VerticalSlash(last_queries=17)])
 
 
+@pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
+@pytest.mark.parametrize(
+    "methods",
+    [
+        [AShape(0, 1), AShape(100, 150), AShape(65, 64), AShape(1 << 40, 1 << 40)],
+        [BlockSparse(0), BlockSparse(2), BlockSparse(1), BlockSparse(1 << 40)],
+        [BlockSparse(n, per_query_block=False) for n in (3, 0, 1, 3)],
+    ],
+    ids=["a_shape", "block_sparse", "block_sparse of tiles"],
+)
+def test_patterns_of_one_launch_have_numbers_of_their_own(methods, by_reference):
+    """In an order of their own: the lists that each head has by itself."""
+    batch, heads = random_batch([(300, 130), (0, 65)], 4, 2, 64, 16, F32, DEVICE, gap_tokens=3), [2, 0, 3, 1]
+    merged = type(methods[0]).merged(methods)
+    assert list(merged.of_heads(4)) == methods
+    assert merged.alike == methods[0].alike
+    assert name_of(merged) == name_of(methods[0])
+    assert type(methods[0]).merged(methods[:1] * 2) == methods[0]
+    index = SparseIndex.allocate(batch.rows, 4, 64)
+    ids = torch.tensor(heads, dtype=torch.int32, device=DEVICE)
+    run = METHODS[name_of(merged)].reference if by_reference else type(merged).select
+    run(merged, batch.q, batch.cache, index, ids, batch.scale)
+    found = []
+    for head, one in zip(heads, methods, strict=True):
+        alone = select(one, batch, 64, [head], by_reference)
+        found.append([lists(index, head, i_tile) for i_tile in range(batch.rows.num_tiles)])
+        assert found[-1] == [lists(alone, head, i_tile) for i_tile in range(batch.rows.num_tiles)]
+    assert found[0] != found[1] != found[2]
+
+
 def test_rows_in_slabs_are_the_same(monkeypatch):
     """As many rows at a time as the workspace allows, down to one; and what a slab took is free again after it."""
     batch = random_batch([(0, 65), (201, 130), (9, 1)], 2, 1, 64, 16, F32, DEVICE, gap_tokens=3)

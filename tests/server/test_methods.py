@@ -97,7 +97,9 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def served(small_model: Path, settings: dict[str, Any]) -> Served:
-    with Server(small_model, (*sparse_args(settings | {"check_index": True}), *scenario.SERVER_ARGS)) as server:
+    # A guard that checks every step and trips in none changes nothing.
+    more = {"check_index": True, "guard": {"rate": 1.0, "bound": 1e6}}
+    with Server(small_model, (*sparse_args(settings | more), *scenario.SERVER_ARGS)) as server:
         body = {"model": server.model, "prompt": PROMPT, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
         choice = server.post("/v1/completions", body | {"prompt_logprobs": 0})["choices"][0]
         logprobs = [choice["prompt_logprobs"][i][str(token)]["logprob"] for i, token in enumerate(PROMPT) if i]

@@ -4,7 +4,7 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,15 @@ from vllm_sparse_backend.evaluate.clusters import Clusters, plan_of
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_backend.settings.plan import Plan, layer_plan
 from vllm_sparse_backend.settings.profile import Profile, load_profile
 from vllm_sparse_kernels.select import METHODS, name_of
 from vllm_sparse_kernels.select.base import Method
+from vllm_sparse_kernels.select.dense import Dense
+from vllm_sparse_kernels.select.share_prefill import NOISE, SharePrefill
+
+FURTHEST_CLUSTER = 10_000
+"""More than a model has heads."""
 
 DEFAULT_METHODS = tuple(name for name in METHODS if name != "dense")
 
@@ -85,9 +90,29 @@ def methods_of_profile(name_or_path: str, shape: ModelShape) -> list[Asked]:
     return list(chosen.values())
 
 
-def methods_asked(texts: Sequence[str], profile: str | None, shape: ModelShape) -> list[Asked]:
-    """Those named, those of a profile, or all at their defaults."""
+def plan_of_profile(name_or_path: str, shape: ModelShape, copies: int) -> Plan:
+    """What a profile has each head of such a model do, heads ``copies`` times over; layers it leaves dense are so by
+    the method that keeps all. Clusters of SharePrefill are each copy's own."""
+    profile = load_profile(name_or_path, "--profile")
+    profile.check_model(shape, f"--profile {name_or_path}")
+    layers = []
+    for layer in range(shape.num_layers):
+        dense = layer in profile.dense_layers
+        own = [Dense()] * shape.num_heads if dense else list(profile.methods_of(layer, shape.num_heads))
+        layers.append(layer_plan([_of_copy(method, copy) for copy in range(copies) for method in own]))
+    whole = replace(shape, num_heads=copies * shape.num_heads, num_kv_heads=copies * shape.num_kv_heads)
+    return Plan(tuple(layers), 0, 1, f"profile {name_or_path}", whole)
+
+
+def _of_copy(method: Method, copy: int) -> Method:
+    if isinstance(method, SharePrefill) and method.cluster != NOISE:
+        return replace(method, cluster=method.cluster + copy * FURTHEST_CLUSTER)
+    return method
+
+
+def methods_asked(texts: Sequence[str], profiles: Sequence[str], shape: ModelShape) -> list[Asked]:
+    """Those named, those of profiles, or all at their defaults."""
     asked = [Asked.parse(text) for text in texts]
-    if profile is not None:
+    for profile in profiles:
         asked += methods_of_profile(profile, shape)
     return asked or [Asked(name) for name in DEFAULT_METHODS]

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from vllm_sparse_kernels import SparseIndex
-from vllm_sparse_kernels.reference.attend import step_margins, walk
+from vllm_sparse_kernels.paged import FP8
+from vllm_sparse_kernels.reference.attend import fp8_weights, step_margins, walk
 from vllm_sparse_kernels.testing.batches import Batch
 
 SAMPLED_TILES = 12
 BUDGET = 2.0
-"""A result may be so many times as far from float64 as eager attention in its own dtype is."""
+"""A result may be so many times as far from float64 as eager attention in its own dtype is, its weights rounded to fp8
+where the cache is in fp8."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,13 @@ def check_attention(
         if margin is not None:
             taken = step_margins(scores(torch.float64), steps)[steps] >= margin
         summed = taken if drops else torch.ones_like(taken)
-        truth, rounded = (
-            ((scores(dtype).masked_fill(~summed, -torch.inf).softmax(-1) * taken).to(dtype) @ v.to(dtype)).double()
+        weights = [
+            (scores(dtype).masked_fill(~summed, -torch.inf).softmax(-1) * taken).to(dtype)
             for dtype in (torch.float64, out.dtype)
-        )
+        ]
+        if q.dtype == FP8:
+            weights[1] = fp8_weights(weights[1])
+        truth, rounded = ((p @ v.to(p.dtype)).double() * batch.cache.value_scale for p in weights)
         error = float((out[tokens, head].double() - truth).norm(norm) / truth.norm(norm))
         ours = error if error != error else max(ours, error)  # NaN stays
         if ours != ours:

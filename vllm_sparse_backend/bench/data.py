@@ -1,7 +1,7 @@
 """Prompts to measure on: structured ones of any length, and captured ones; one layer each, on the device, paged."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,7 +11,7 @@ from vllm_sparse_backend.evaluate.quality import PAGE_TOKENS, paged
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_kernels import PagedCache, Rows
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.testing.batches import Batch
+from vllm_sparse_kernels.testing.batches import Batch, in_fp8
 from vllm_sparse_kernels.testing.structured import SEQUENCE, paged_batch, structured
 
 
@@ -51,7 +51,11 @@ class Prompt:
                 f"a chunk of {query_len:,} after {context_len:,}: the prompt has {self.num_tokens:,} tokens"
             )
         rows = Rows((0,), (query_len,), (context_len,), self.whole.rows.block_table)
-        return Batch(self.whole.q[context_len:end], self.whole.cache, rows, self.whole.scale)
+        return replace(self.whole, q=self.whole.q[context_len:end], rows=rows)
+
+    def in_fp8(self) -> "Prompt":
+        """Rounded as a server with --kv-cache-dtype fp8 rounds it whose checkpoint has no scales: all are 1."""
+        return Prompt(in_fp8(self.whole))
 
 
 def without_nan(batch: Batch) -> Batch:

@@ -3,9 +3,13 @@
 A chunk is prefilled after its context through all layers of the data, as a server does it: one pass has one set of
 rows, and its layers follow each other. Times are those of the device, summed over layers. The output's error is that of
 the chunk against FlashAttention's own output, ‖O − Õ‖₂ / ‖O‖₂, mean over layers; its rounding to bf16 is in it.
+
+With a cache in fp8 both run on fp8, and errors are against what each is on the bf16 that was rounded: the output's
+against FlashAttention on bf16, where FlashAttention's own on fp8 stands beside it; and what fp8 alone does to a method,
+against the same method on bf16, selection and all.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, median
@@ -21,7 +25,7 @@ from vllm_sparse_backend.bench.report import Report
 from vllm_sparse_backend.evaluate.quality import fill_index, layer_index
 from vllm_sparse_backend.settings.plan import LayerPlan, Plan, methods_by_head
 from vllm_sparse_kernels import AttendOptions, SparseIndex
-from vllm_sparse_kernels.attend import Engine
+from vllm_sparse_kernels.attend import AttendSpec, Engine, choose
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.select.base import attend_options
 from vllm_sparse_kernels.testing.batches import Batch
@@ -39,6 +43,12 @@ COLUMNS = {
     "times_faster": "times faster",
     "index_mib": "index, MiB",
     "problem": "not timed",
+}
+FP8_COLUMNS = {
+    **COLUMNS,
+    "stock_error": "dense's error",
+    "fp8_error": "error by fp8",
+    "fp8_ratio": "by fp8 ÷ dense's",
 }
 
 
@@ -68,6 +78,10 @@ class Layer:
         with self.index.workspace.frame():
             engine.attend(batch.q, batch.cache, self.index, self.out, batch.scale, options=self.options)
 
+    def engine(self, table: Mapping[str, Engine]) -> Engine:
+        """The one that a server takes for this layer."""
+        return choose(table, AttendSpec.of(self.batch.cache, self.index, self.options)).engine
+
     def refusal(self, engine: Engine) -> str | None:
         """Why an engine cannot attend over this layer's index."""
         return refusal(engine, self.batch.cache, self.index, self.options)
@@ -94,20 +108,25 @@ def run_methods(
     card: Card,
     prompts: Sequence[Prompt],
     data: str,
-    plans: Sequence[tuple[Asked, Plan]],
+    plans: Sequence[tuple[Asked | str, Plan]],
     contexts: Sequence[int],
     query_len: int,
     engines: Sequence[str],
     report: Report,
     budget_s: float = 2.0,
+    unrounded: Sequence[Prompt] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Each method after each context with each engine; yields each case as it is reported."""
+    """Each method after each context with each engine; yields each case as it is reported.
+
+    ``unrounded``: what prompts in fp8 were before.
+    """
     for context_len in contexts:
         chunks = [prompt.chunk(context_len, query_len) for prompt in prompts]
-        dense_outs = [torch.empty_like(chunk.q) for chunk in chunks]
+        dense_outs = [chunk.empty_out() for chunk in chunks]
         dense = [card.dense(chunk, out) for chunk, out in zip(chunks, dense_outs, strict=True)]
         for run in dense:
             run()
+        truths = [_dense_out(card, prompt.chunk(context_len, query_len)) for prompt in unrounded] or dense_outs
         for asked, plan in plans:
             for engine in (card.engines[name] for name in engines):
                 layers = layers_of(prompts, plan, context_len, query_len, engine.name)
@@ -116,7 +135,11 @@ def run_methods(
                 if why := next((w for layer in layers if (w := layer.refusal(engine))), None):
                     row["problem"] = why
                 else:
-                    _measure(card, layers, engine, dense, dense_outs, row, budget_s)
+                    _measure(card, layers, engine, dense, truths, row, budget_s)
+                    if unrounded:
+                        row["stock_error"] = fmean(map(difference, dense_outs, truths))
+                        exact = layers_of(unrounded, plan, context_len, query_len, engine.name)
+                        _add_fp8_error(layers, exact, engine, row)
                 report.add_case(row)
                 if "problem" not in row:
                     first = layers[0]
@@ -125,12 +148,28 @@ def run_methods(
                 yield row
 
 
+def _dense_out(card: Card, batch: Batch) -> torch.Tensor:
+    out = batch.empty_out()
+    card.dense(batch, out)()
+    return out
+
+
+def _add_fp8_error(layers: Sequence[Layer], exact: Sequence[Layer], engine: Engine, row: dict[str, Any]) -> None:
+    """What the cache's rounding does to the whole method; ``layers`` have run, ``exact`` are the same in bf16."""
+    new_step(exact)()
+    for layer in exact:
+        layer.select()
+        layer.attend(engine)
+    row["fp8_error"] = fmean(difference(a.out, b.out) for a, b in zip(layers, exact, strict=True))
+    row["fp8_ratio"] = row["fp8_error"] / row["stock_error"]
+
+
 def _measure(
     card: Card,
     layers: Sequence[Layer],
     engine: Engine,
     dense: Sequence[Run],
-    dense_outs: Sequence[torch.Tensor],
+    truths: Sequence[torch.Tensor],
     row: dict[str, Any],
     budget_s: float,
 ) -> None:
@@ -143,7 +182,7 @@ def _measure(
             checks.append(check_attention(layer.batch, layer.index, layer.out))
     kept = sum(int(layer.index.kept_pairs()) for layer in layers)
     row["density"] = kept / sum(layer.batch.num_heads * causal_pairs(layer.batch.rows) for layer in layers)
-    row["output_error"] = fmean(difference(layer.out, dense) for layer, dense in zip(layers, dense_outs, strict=True))
+    row["output_error"] = fmean(difference(layer.out, truth) for layer, truth in zip(layers, truths, strict=True))
     row["index_mib"] = max(layer.index.workspace.peak_bytes for layer in layers) / 2**20
     if failed := [check for check in checks if not check.passed]:
         row["problem"] = str(failed[0])
@@ -169,3 +208,5 @@ def _add_figures(report: Report, row: dict[str, Any], is_default: bool, dense_na
     report.add_figure(f"{whole}: times faster", row["times_faster"], "ratio", "higher")
     report.add_figure(f"{whole}: density", row["density"], "share", "lower")
     report.add_figure(f"{whole}: output error", row["output_error"], "relative", "lower")
+    if "fp8_ratio" in row:
+        report.add_figure(f"{whole}: error by fp8 over dense's", row["fp8_ratio"], "ratio", "lower")

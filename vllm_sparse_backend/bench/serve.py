@@ -49,7 +49,8 @@ class Settings:
             return "no configuration"
         params = self.values.get("params") or {}
         name = str(self.values.get("method") or self.values.get("profile") or "default")
-        return " ".join([name, *(f"{field}={json.dumps(value)}" for field, value in params.items())])
+        guard = ["with guard"] if self.values.get("guard") is not None else []
+        return " ".join([name, *(f"{field}={json.dumps(value)}" for field, value in params.items()), *guard])
 
 
 @dataclass(frozen=True)

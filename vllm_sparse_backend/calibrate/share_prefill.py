@@ -1,53 +1,93 @@
 """Clusters of heads with alike attention, for SharePrefill (arXiv:2505.19578, section 5.2 and appendices A.4 and C).
 
 Each head's attention on one prompt, pooled to a square map, goes through an autoencoder with 64 latent values; heads
-are clustered hierarchically by these, cut at a distance, and clusters of fewer than five heads are noise.
+are clustered hierarchically by these, cut at a distance, and clusters of fewer than five heads are noise. The three
+thresholds of the method are not searched: they are the paper's, or what the caller gives.
 
 What the paper leaves open, and how it is settled here:
 
+* Maps have the side of the one cluster file in the authors' repository, 1,936, or what a shorter prompt allows.
 * Maps are divided by their largest value, as the decoder ends in a sigmoid.
 * Representations are standardised, each value over all heads.
-* The linkage is Ward's: cut at 40, the distance in the name of the one cluster file in the authors' repository, other
-  linkages of standardised representations would join all heads.
+* The linkage is Ward's: cut at 40, the distance in the name of that file, other linkages of standardised
+  representations would join all heads.
 * Training stops when an epoch has not lowered the loss by a thousandth for 50 epochs.
+
+**Memory.** Maps lie on the host in half precision, 7.5 MB a head at that side: 0.5 GB for 64 heads, 7.7 GB for the
+1,024 of an 8B model (at a side of 512 0.5 GB). Making them takes a layer's queries and keys on the device and about
+1 GB beside. Training takes 1 GB there for the autoencoder of that side and Adam's state, some 5 GB for a batch
+(``BATCH_PIXELS``), and at most 2 GB for maps (``HELD_BYTES``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
+from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import parameters_of
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import Profile
 from vllm_sparse_backend.settings.ranges import format_ranges
+from vllm_sparse_kernels.select.base import Method
 from vllm_sparse_kernels.select.share_prefill import NOISE, SharePrefill
 
 LATENT = 64
 SHRINK = 16
 """Two poolings by 4: what a map's side must be a multiple of."""
 
+SIDE = 1936
+SCORE_BYTES = 1 << 28
+"""Of a layer's float32 scores that are made at a time; what comes of them takes as much three times over."""
+
+BATCH = 64
+BATCH_PIXELS = BATCH * 512 * 512
+"""Of all maps of a batch: larger maps come in smaller batches."""
+
+ONE_CLUSTER = SharePrefill(cluster=0)
+
+HELD_BYTES = 1 << 31
+"""Of maps that stay on the device while they are trained on; where there are more, they come batch by batch."""
+
 Clusters = tuple[tuple[int, ...], ...]
 """Per layer the cluster of each head, −1 for noise."""
 
 
-def attention_map(q: torch.Tensor, k: torch.Tensor, scale: float, side: int) -> torch.Tensor:
-    """Causal attention of one head, averaged over ``side`` × ``side`` blocks of equal width: [side, side] float32.
+def map_side(num_tokens: int) -> int:
+    """The paper's side, or the largest that so many tokens fill."""
+    return min(SIDE, num_tokens // SHRINK * SHRINK)
 
-    q and k are [num_tokens, head_dim], the same tokens; those that do not fill a block at the end are left out.
+
+def attention_maps(q: torch.Tensor, k: torch.Tensor, scale: float, side: int) -> torch.Tensor:
+    """Causal attention of a layer's heads, averaged over ``side`` × ``side`` blocks of equal width.
+
+    q [num_tokens, num_heads, head_dim] and k [num_tokens, num_kv_heads, head_dim], the same tokens; those that do not
+    fill a block at the end are left out. Returns [num_heads, side, side] float16 on the host, each map divided by its
+    largest value.
     """
     width = len(q) // side
     if width == 0:
-        raise ValueError(f"attention_map: given {len(q)} tokens, expected at least side = {side}")
-    q, k = q[: side * width].float(), k[: side * width].float()
-    rows = []
-    for i in range(side):
-        end = (i + 1) * width
-        scores = (q[i * width : end] @ k[:end].T) * scale
-        weights = scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(i * width + 1), -torch.inf)
-        blocks = weights.softmax(-1).mean(0).view(-1, width).mean(1)
-        rows.append(nn.functional.pad(blocks, (0, side - i - 1)))
-    return torch.stack(rows)
+        raise ValueError(f"attention_maps: given {len(q)} tokens, expected at least side = {side}")
+    group = q.shape[1] // k.shape[1]
+    maps = [_group_maps(heads, k[:, i], scale, side, width) for i, heads in enumerate(q.split(group, 1))]
+    return torch.cat(maps)
+
+
+def _group_maps(q: torch.Tensor, k: torch.Tensor, scale: float, side: int, width: int) -> torch.Tensor:
+    """The heads q [num_tokens, group, head_dim] of one kv head."""
+    num_tokens, group = side * width, q.shape[1]
+    queries, keys = q[:num_tokens].transpose(0, 1).float() * scale, k[:num_tokens].float()
+    blocks = max(1, SCORE_BYTES // (4 * group * num_tokens * width))  # rows of the maps at a time
+    maps = queries.new_zeros(group, side, side)
+    for first in range(0, side, blocks):
+        last = min(first + blocks, side)
+        scores = queries[:, first * width : last * width] @ keys[: last * width].T
+        future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu_(first * width + 1)
+        weights = scores.masked_fill_(future, -torch.inf).softmax(-1)
+        maps[:, first:last, :last] = weights.view(group, last - first, width, last, width).mean((2, 4))
+    return (maps / maps.amax((1, 2), keepdim=True)).half().cpu()
 
 
 class MapAutoencoder(nn.Module):
@@ -75,24 +115,35 @@ class MapAutoencoder(nn.Module):
 
 
 def representations(
-    maps: torch.Tensor,
+    maps: Sequence[torch.Tensor] | torch.Tensor,
     epochs: int = 1000,
     learning_rate: float = 1e-3,
     patience: int = 50,
-    batch: int = 64,
     seed: int = 0,
+    device: str | torch.device = "cpu",
 ) -> torch.Tensor:
-    """Latent values [n, 64] of maps [n, side, side], by an autoencoder trained on them. Equal for equal seeds."""
-    images = (maps / maps.amax((1, 2), keepdim=True)).float().unsqueeze(1)
-    with torch.random.fork_rng():
+    """Latent values [n, 64] of n maps [side, side], by an autoencoder trained on them. Equal for equal seeds.
+
+    Maps are brought to ``device``, where training runs, before or batch by batch; they may be of any scale and dtype.
+    """
+    side = maps[0].shape[-1]
+    if len(maps) * maps[0].nbytes <= HELD_BYTES:
+        maps = [one.to(device) for one in maps]
+    batch = max(1, min(BATCH, BATCH_PIXELS // side**2))
+
+    def images(chosen: Iterable[int]) -> torch.Tensor:
+        part = torch.stack([maps[i] for i in chosen]).to(device).float().unsqueeze(1)
+        return part / part.amax((1, 2, 3), keepdim=True)
+
+    with torch.random.fork_rng(), torch.backends.cudnn.flags(enabled=True, deterministic=True):
         torch.manual_seed(seed)
-        model = MapAutoencoder(maps.shape[-1]).to(maps.device)
+        model = MapAutoencoder(side).to(device)
         optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
         best, waited = float("inf"), 0
         for _ in range(epochs):
             total = 0.0
-            for chosen in torch.randperm(len(images)).split(batch):
-                part = images[chosen.to(images.device)]
+            for chosen in torch.randperm(len(maps)).split(batch):
+                part = images(chosen.tolist())
                 loss = nn.functional.mse_loss(model(part), part)
                 optimizer.zero_grad()
                 loss.backward()
@@ -101,42 +152,43 @@ def representations(
             best, waited = (total, 0) if total < best * 0.999 else (best, waited + 1)
             if waited >= patience:
                 break
-    with torch.no_grad():
-        return torch.cat([model.encoder(part) for part in images.split(batch)])
+        with torch.no_grad():
+            return torch.cat([model.encoder(images(part.tolist())) for part in torch.arange(len(maps)).split(batch)])
 
 
 def ward_labels(points: torch.Tensor, distance: float) -> list[int]:
     """Labels of the clusters that Ward's linkage of points [n, d] forms up to ``distance``, by first member."""
-    squared = torch.cdist(points.double(), points.double()).square()
-    squared.fill_diagonal_(torch.inf)
-    sizes = torch.ones(len(points), dtype=torch.float64, device=points.device)
-    members: list[list[int]] = [[i] for i in range(len(points))]
-    for _ in range(len(points) - 1):
-        a, b = sorted(divmod(int(squared.argmin()), len(points)))
-        closest = float(squared[a, b])
-        if closest > distance**2:
-            break
-        # Lance and Williams: how far the union is from every other cluster.
-        joined = (sizes[a] + sizes) * squared[a] + (sizes[b] + sizes) * squared[b] - sizes * closest
-        joined /= sizes[a] + sizes[b] + sizes
-        joined[[a, b]] = torch.inf
-        squared[a], squared[:, a] = joined, joined
-        squared[b], squared[:, b] = torch.inf, torch.inf
-        sizes[a] += sizes[b]
-        members[a] += members[b]
-        members[b] = []
-    clusters = sorted(sorted(m) for m in members if m)
-    label = {point: i for i, cluster in enumerate(clusters) for point in cluster}
-    return [label[i] for i in range(len(points))]
+    if len(points) < 2:
+        return [0] * len(points)
+    hierarchy = _hierarchy()
+    tree = hierarchy.linkage(points.double().cpu().numpy(), "ward")
+    found = hierarchy.fcluster(tree, distance, "distance").tolist()
+    numbers = {label: i for i, label in enumerate(dict.fromkeys(found))}
+    return [numbers[label] for label in found]
 
 
-def cluster_heads(maps: torch.Tensor, distance: float = 10.0, min_heads: int = 5, **training: int | float) -> Clusters:
-    """Clusters of all heads from their maps [num_layers, num_heads, side, side], numbered from 0 by first member.
+def _hierarchy() -> Any:
+    try:
+        from scipy.cluster import hierarchy
+    except ImportError as error:
+        raise ConfigurationError(
+            f"clusters need scipy (pip install 'vllm-sparse-backend[calibrate]'), and it could not be imported: {error}"
+        ) from None
+    return hierarchy
+
+
+def cluster_heads(
+    maps: Sequence[torch.Tensor] | torch.Tensor,
+    distance: float = 10.0,
+    min_heads: int = 5,
+    **training: Any,
+) -> Clusters:
+    """Clusters of all heads from the maps [num_heads, side, side] of each layer, numbered from 0 by first member.
 
     ``training`` goes to ``representations``.
     """
-    num_heads = maps.shape[1]
-    latent = representations(maps.flatten(0, 1), **training)  # type: ignore[arg-type]
+    num_heads = len(maps[0])
+    latent = representations([one for layer in maps for one in layer], **training)
     spread = latent.std(0)
     # A latent value that is the same for all heads says nothing, and must not become noise of unit size.
     standard = (latent - latent.mean(0)) / torch.where(spread > 1e-6 * spread.max(), spread, torch.inf)
@@ -161,3 +213,8 @@ def _by_cluster(heads: Sequence[int], common: dict[str, object]) -> dict[str, ob
         format_ranges(head for head, c in enumerate(heads) if c == cluster): common | {"cluster": cluster}
         for cluster in sorted(set(heads) - {NOISE})
     }
+
+
+def ladder(base: SharePrefill = ONE_CLUSTER) -> tuple[Method, ...]:
+    """γ for all heads alike, all of them in one cluster, the sparsest first."""
+    return tuple(replace(base, gamma=gamma) for gamma in (0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99))

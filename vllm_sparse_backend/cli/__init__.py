@@ -2,7 +2,7 @@
 
 import typer
 
-from vllm_sparse_backend.cli import bench, demo, doctor, eval, profiles
+from vllm_sparse_backend.cli import bench, calibrate, demo, doctor, eval, profiles
 
 app = typer.Typer(
     name="sparse-prefill",
@@ -11,5 +11,5 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for part in (doctor, demo, profiles, bench, eval):
+for part in (doctor, demo, profiles, calibrate, bench, eval):
     part.add_to(app)

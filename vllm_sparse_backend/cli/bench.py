@@ -32,6 +32,9 @@ Png = Annotated[Path | None, typer.Option(help="Picture to draw; needs matplotli
 Engines = Annotated[str | None, typer.Option("--engines", help="Engines by comma; by default all, each where it can.")]
 Model = Annotated[Path | None, typer.Option(help="Model folder whose heads are measured, in place of an 8B model's.")]
 Page = Annotated[int, typer.Option("--page-size", help="Tokens of a page of the cache.")]
+CacheDtype = Annotated[
+    str, typer.Option("--kv-cache-dtype", help="auto, or fp8: of the cache, and of queries then, on H100 and H200.")
+]
 Contexts = Annotated[str, typer.Option(help="Cached tokens before the chunk, by comma.")]
 Chunk = Annotated[int, typer.Option(help="Tokens of a chunk, as --max-num-batched-tokens.")]
 Methods = Annotated[
@@ -85,7 +88,13 @@ def attend(
 @bench.command()
 def methods(
     method: Methods = None,
-    profile: Profile = None,
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A profile, bundled or a file; may be repeated. On a capture it is measured as it is, on structured "
+            "data what most heads of each of its methods have."
+        ),
+    ] = None,
     captured: Annotated[
         Path | None, typer.Option(help="Folder of `bench capture`, in place of structured data.")
     ] = None,
@@ -99,6 +108,7 @@ def methods(
     engines: Engines = None,
     model: Model = None,
     page_size: Page = 128,
+    kv_cache_dtype: CacheDtype = "auto",
     json_path: Json = None,
     results: Results = None,
     png: Png = None,
@@ -106,20 +116,23 @@ def methods(
     """Selection and attention of each method, beside FlashAttention: time, density, error of the output."""
     with _failures():
         from vllm_sparse_backend.bench import data, plots
-        from vllm_sparse_backend.bench.methods import COLUMNS, run_methods
+        from vllm_sparse_backend.bench.methods import COLUMNS, FP8_COLUMNS, run_methods
         from vllm_sparse_backend.bench.report import Report
 
+        is_fp8 = _is_fp8(kv_cache_dtype)
         card, heads, lengths = _card(), _heads(model, page_size), _ints(contexts)
         if captured is not None:
-            prompts, plans, name = _captured(captured, clusters, repeat_heads, method, profile, card)
+            prompts, plans, name = _captured(captured, clusters, repeat_heads, method, profile or (), card)
         else:
             prompts = data.structured_prompts(heads, max(lengths) + chunk, layers, card.device)
-            plans = _plans(method, profile, heads.model(layers), data.structured_clusters(heads, layers))
+            plans = [*_plans(method, profile or (), heads.model(layers), data.structured_clusters(heads, layers))]
             name = "structured"
-        report = Report("methods", card.name, json_path, results)
-        rows = run_methods(card, prompts, name, plans, lengths, chunk, chosen := _engines(engines, card), report)
-        title = f"methods beside {card.dense_name}, {card.name}, {name} data, chunk of {chunk:,}"
-        _show(title, COLUMNS, rows, len(plans) * len(lengths) * len(chosen))
+        report, chosen = Report("methods", card.name, json_path, results), _engines(engines, card)
+        unrounded, columns, dtype = (prompts, FP8_COLUMNS, " in fp8") if is_fp8 else ((), COLUMNS, "")
+        given = [prompt.in_fp8() for prompt in prompts] if is_fp8 else prompts
+        rows = run_methods(card, given, name + dtype, plans, lengths, chunk, chosen, report, unrounded=unrounded)
+        title = f"methods beside {card.dense_name}, {card.name}, {name} data{dtype}, chunk of {chunk:,}"
+        _show(title, columns, rows, len(plans) * len(lengths) * len(chosen))
         if name == "structured":
             _print_oracle(prompts[0])
         for case in report.cases:
@@ -159,7 +172,8 @@ def crossover(
 
         card, heads = _card(), _heads(model, page_size)
         chosen = _engines(engines, card)
-        plans = _plans(method, profile, heads.model(layers), data.structured_clusters(heads, layers))
+        kept = [profile] if profile else []
+        plans = _plans(method, kept, heads.model(layers), data.structured_clusters(heads, layers))
         prompts = data.structured_prompts(heads, longest, layers, card.device)
         rungs = part.ladder(shortest, longest)
         asked = _ints(new_tokens) if new_tokens else [n for n in part.NEW_TOKENS if n <= chunk and n < longest]
@@ -338,22 +352,36 @@ def _engines(given: str | None, card: "Card") -> list[str]:
     return names
 
 
+def _is_fp8(given: str) -> bool:
+    from vllm_sparse_backend.bench.report import BenchError
+    from vllm_sparse_backend.settings.errors import not_one_of
+
+    if given not in (known := ("auto", "fp8")):
+        raise BenchError(f"--kv-cache-dtype: {not_one_of(given, known)}")
+    return given == "fp8"
+
+
 def _plans(
-    texts: Sequence[str] | None, profile: str | None, shape: "ModelShape", clusters: tuple[tuple[int, ...], ...]
+    texts: Sequence[str] | None, profiles: Sequence[str], shape: "ModelShape", clusters: tuple[tuple[int, ...], ...]
 ) -> list[tuple["Asked", "Plan"]]:
     from vllm_sparse_backend.bench.asked import methods_asked
 
-    return [(asked, asked.plan(shape, clusters)) for asked in methods_asked(texts or (), profile, shape)]
+    return [(asked, asked.plan(shape, clusters)) for asked in methods_asked(texts or (), profiles, shape)]
 
 
 def _captured(
-    folder: Path, others: Path | None, num_heads: int, texts: Sequence[str] | None, profile: str | None, card: "Card"
-) -> tuple[list[Any], list[tuple["Asked", "Plan"]], str]:
+    folder: Path,
+    others: Path | None,
+    num_heads: int,
+    texts: Sequence[str] | None,
+    profiles: Sequence[str],
+    card: "Card",
+) -> tuple[list[Any], list[tuple["Asked | str", "Plan"]], str]:
     """(prompts by layer, plans for their heads, name of the model)."""
     from dataclasses import replace
 
     from vllm_sparse_backend.bench import data
-    from vllm_sparse_backend.bench.asked import methods_asked
+    from vllm_sparse_backend.bench.asked import methods_asked, plan_of_profile
     from vllm_sparse_backend.evaluate.capture import Capture
     from vllm_sparse_backend.evaluate.clusters import head_clusters
     from vllm_sparse_kernels.select.share_prefill import NOISE
@@ -364,11 +392,12 @@ def _captured(
         found.shape, num_layers=len(found.scales), num_heads=found.shape.num_heads * copies,
         num_kv_heads=found.shape.num_kv_heads * copies,
     )  # fmt: skip
-    asked, clusters = methods_asked(texts or (), profile, shape), None
+    asked, clusters = methods_asked(texts or (), (), shape) if texts or not profiles else [], None
     if any(one.method == "share_prefill" for one in asked):
         by_layer = head_clusters(Capture.open(others) if others else found, str(card.device))
         clusters = data.repeated_clusters([by_layer[layer] for layer in sorted(found.scales)], copies, NOISE)
-    plans = [(one, one.plan(shape, clusters)) for one in asked]
+    plans: list[tuple[Asked | str, Plan]] = [(one, one.plan(shape, clusters)) for one in asked]
+    plans += [(f"profile {Path(name).stem}", plan_of_profile(name, found.shape, copies)) for name in profiles]
     return data.captured_prompts(found, copies, card.device), plans, found.model
 
 

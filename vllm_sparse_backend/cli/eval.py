@@ -192,7 +192,8 @@ def attention(
         name = torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
         report, sizes = Report("attention", name, json_path, results), _ints(chunks)
         for found in [Capture.open(folder) for folder in captured]:
-            asked = [part.Setting(a.method, dict(a.params)) for a in methods_asked(method or (), profile, found.shape)]
+            named = [profile] if profile else []
+            asked = [part.Setting(a.method, dict(a.params)) for a in methods_asked(method or (), named, found.shape)]
             by_layer = None
             if any(one.method == "share_prefill" for one in asked):
                 by_layer = head_clusters(Capture.open(clusters) if clusters else found, device)

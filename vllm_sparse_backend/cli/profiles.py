@@ -60,6 +60,8 @@ def show(
         except ValueError as error:
             raise _failure(f"{profile}: {error}") from None
     _describe(loaded, shape)
+    for name, value in loaded.provenance.model_dump(exclude_none=True, exclude={"figures"}).items():
+        _print(f"{name}: {_told(value)}")
     if shape is None:
         if png is not None:
             raise _failure(f"{profile}: fits any model: name one to draw it for")
@@ -198,6 +200,12 @@ def _describe_level(level: "Level", shape: "ModelShape", start: str) -> None:
         _print(f"{start}{len(alike)} of {total} heads: {summarize(alike)}")
     if dense := total - len(sparse_layers) * shape.num_heads:
         _print(f"{start}{dense} of {total} heads: in dense_layers, always dense")
+
+
+def _told(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_told(one)}" for name, one in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _numbers(values: Sequence[float | None]) -> list[str]:

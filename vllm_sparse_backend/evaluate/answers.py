@@ -131,21 +131,35 @@ def build_prompt(
         raise BenchError(f"text: given {len(text_ids):,} tokens, expected at least {room:,}")
 
     cuts = [sorted((rng.randint(0, room), rng.randint(0, room))) for _ in names]
-    placed = [(cut[0], 0, i) for i, cut in enumerate(cuts)] + [(cut[1], 1, i) for i, cut in enumerate(cuts)]
+    threads = [(fact.token_ids, question.token_ids) for fact, question in zip(facts, questions)]
+    ids, places = weave(begin_ids, text_ids[:room], threads, cuts)
+    answers = [
+        Answer(name, value, stated + fact.begin, asked + question.begin, asked + question.end)
+        for name, value, fact, question, (stated, asked) in zip(names, values, facts, questions, places)
+    ]
+    return Prompt(ids, tuple(answers))
+
+
+def weave(
+    begin_ids: Sequence[int],
+    text_ids: Sequence[int],
+    threads: Sequence[Sequence[Sequence[int]]],
+    cuts: Sequence[Sequence[int]],
+) -> tuple[list[int], list[list[int]]]:
+    """``begin_ids`` and then the text with other lines in it, and where each of these begins.
+
+    A thread is lines in their order; ``cuts`` has for each of them, rising, before how many tokens of the text.
+    """
+    placed = sorted((cut, step, i) for i, of in enumerate(cuts) for step, cut in enumerate(of))
     ids, at = list(begin_ids), 0
-    stated: dict[int, int] = {}
-    answered: dict[int, tuple[int, int]] = {}
-    for cut, is_question, i in sorted(placed):
+    places = [[0] * len(of) for of in cuts]
+    for cut, step, i in placed:
         ids += text_ids[at:cut]
         at = cut
-        line = questions[i] if is_question else facts[i]
-        if is_question:
-            answered[i] = len(ids) + line.begin, len(ids) + line.end
-        else:
-            stated[i] = len(ids) + line.begin
-        ids += line.token_ids
-    ids += text_ids[at:room]
-    return Prompt(ids, tuple(Answer(names[i], values[i], stated[i], *answered[i]) for i in range(num_facts)))
+        places[i][step] = len(ids)
+        ids += threads[i][step]
+    ids += text_ids[at:]
+    return ids, places
 
 
 @dataclass(frozen=True)

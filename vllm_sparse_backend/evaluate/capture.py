@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,9 +50,15 @@ class Capture:
 
     def read(self, layer: int, device: str | torch.device = "cpu") -> LayerTensors:
         """One of the layers that ``scales`` names."""
-        _, load_file = _safetensors()
+        _, load_file = safetensors_files()
         tensors = load_file(self._path(layer), device=str(device))
         return LayerTensors(tensors["q"], tensors["k"], tensors["v"])
+
+    def add(self, layer: int, tensors: LayerTensors, scale: float) -> None:
+        """Write a layer, its tensors contiguous."""
+        save_file, _ = safetensors_files()
+        save_file(tensors._asdict(), self._path(layer))
+        self.scales[layer] = scale
 
     def _path(self, layer: int) -> Path:
         return self.folder / f"layer-{layer:03}.safetensors"
@@ -74,7 +80,10 @@ class Capture:
     def _write(self) -> None:
         data = dataclasses.asdict(self) | {"format": FORMAT}
         del data["folder"]
-        (self.folder / "capture.json").write_text(json.dumps(data, indent=1))
+        # Put there whole or not at all: a capture that was broken off is none.
+        aside = self.folder / ".capture.json.new"
+        aside.write_text(json.dumps(data, indent=1))
+        aside.replace(self.folder / "capture.json")
 
 
 def capture(
@@ -85,45 +94,81 @@ def capture(
     A capture of the same prompt by a model of that name and shape, which ``folder`` may hold already, is taken as it
     is. Raises ConfigurationError where transformers is missing or no layer has plain causal attention.
     """
-    shape, digest = ModelShape.from_folder(model), prompt_sha256(token_ids)
-    if (folder / "capture.json").is_file():
-        found = Capture.open(folder)
-        if (found.model, found.shape, found.prompt_sha256) == (model.name, shape, digest):
-            return found
+    return next(capture_each(model, [token_ids], [folder], device, dtype))
+
+
+def capture_each(
+    model: Path,
+    prompts: Sequence[Sequence[int]],
+    folders: Sequence[Path],
+    device: str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+) -> Iterator[Capture]:
+    """``capture`` of prompts one after the other. The model is loaded once, and not at all if all are there."""
+    network: Any = None
+    for token_ids, folder in zip(prompts, folders, strict=True):
+        if (made := held_capture(model, token_ids, folder)) is None:
+            network = network or _Network(model, device, dtype)
+            made = begin_capture(model, token_ids, folder)
+            network.run(token_ids, made)
+            finish_capture(made)
+        yield made
+
+
+def held_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture | None:
+    """The capture of this prompt by a model of that name and shape, if ``folder`` holds it."""
+    if not (folder / "capture.json").is_file():
+        return None
+    wanted = (model.name, ModelShape.from_folder(model), prompt_sha256(token_ids))
+    found = Capture.open(folder)
+    return found if (found.model, found.shape, found.prompt_sha256) == wanted else None
+
+
+def begin_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture:
+    """An empty one in ``folder``, whatever that held. Layers are put into it with ``Capture.add``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "capture.json").unlink(missing_ok=True)
-    made = Capture(folder, model.name, shape, len(token_ids), digest, {}, {})
-    _run(model, token_ids, made, device, dtype)
+    shape = ModelShape.from_folder(model)
+    return Capture(folder, model.name, shape, len(token_ids), prompt_sha256(token_ids), {}, {})
+
+
+def finish_capture(made: Capture) -> None:
+    """Say that it is whole. Raises ConfigurationError where it has no layer."""
     if not made.scales:
-        raise ConfigurationError(f"{model}: no layer to capture: {made.left_out or 'none called attention'}")
+        raise ConfigurationError(f"{made.model}: no layer to capture: {made.left_out or 'none called attention'}")
     made._write()
-    return made
 
 
-def _run(model: Path, token_ids: Sequence[int], made: Capture, device: str, dtype: torch.dtype) -> None:
-    transformers = _transformers()
-    save_file, _ = _safetensors()
-    plain = transformers.AttentionInterface()["sdpa"]
+class _Network:
+    """A model of transformers whose layers write down what they attend with. Memory holds one layer's tensors."""
 
-    def record(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *rest: Any,
-        scaling: float | None = None, **more: Any,
-    ) -> Any:  # fmt: skip
-        """query [1, num_heads, num_tokens, head_dim], key and value [1, num_kv_heads, num_tokens, head_dim]."""
-        if why := _not_plain(mask, more):
-            made.left_out[module.layer_idx] = why
-        else:
-            made.scales[module.layer_idx] = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-            parts = zip("qkv", (query, key, value), strict=True)
-            save_file({name: x[0].transpose(0, 1).contiguous() for name, x in parts}, made._path(module.layer_idx))
-        return plain(module, query, key, value, mask, *rest, scaling=scaling, **more)
+    def __init__(self, model: Path, device: str, dtype: torch.dtype) -> None:
+        transformers = _transformers()
+        plain = transformers.AttentionInterface()["sdpa"]
 
-    transformers.AttentionInterface.register(ATTENTION, record)
-    transformers.AttentionMaskInterface.register(ATTENTION, transformers.AttentionMaskInterface()["sdpa"])
-    network = transformers.AutoModelForCausalLM.from_pretrained(model, attn_implementation=ATTENTION, dtype=dtype)
-    network = network.base_model.to(device).eval()  # without the head: nobody asks for logits
-    with torch.inference_mode():
-        network(torch.tensor([list(token_ids)], device=device), use_cache=False)
+        def record(
+            module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *rest: Any,
+            scaling: float | None = None, **more: Any,
+        ) -> Any:  # fmt: skip
+            """query [1, num_heads, num_tokens, head_dim], key and value [1, num_kv_heads, num_tokens, head_dim]."""
+            if why := _not_plain(mask, more):
+                self.made.left_out[module.layer_idx] = why
+            else:
+                scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+                parts = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+                self.made.add(module.layer_idx, LayerTensors(*parts), scale)
+            return plain(module, query, key, value, mask, *rest, scaling=scaling, **more)
+
+        transformers.AttentionInterface.register(ATTENTION, record)
+        transformers.AttentionMaskInterface.register(ATTENTION, transformers.AttentionMaskInterface()["sdpa"])
+        network = transformers.AutoModelForCausalLM.from_pretrained(model, attn_implementation=ATTENTION, dtype=dtype)
+        self.network = network.base_model.to(device).eval()  # without the head: nobody asks for logits
+        self.device = device
+
+    def run(self, token_ids: Sequence[int], made: Capture) -> None:
+        self.made = made
+        with torch.inference_mode():
+            self.network(torch.tensor([list(token_ids)], device=self.device), use_cache=False)
 
 
 def _not_plain(mask: Any, more: dict[str, Any]) -> str | None:
@@ -147,7 +192,7 @@ def read_tokens(model: Path, files: Sequence[Path], length: int, begin_token: bo
     With ``begin_token``, the tokenizer's own begin-of-sequence token comes first, if it has one. Raises
     ConfigurationError if the files do not have as many tokens.
     """
-    tokenizer = _transformers().AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model)
     token_ids: list[int] = []
     for path in files:
         if len(token_ids) >= skip + length:
@@ -157,9 +202,17 @@ def read_tokens(model: Path, files: Sequence[Path], length: int, begin_token: bo
     if len(token_ids) < skip + length:
         given = f"{len(files)} files with {len(token_ids)} tokens"
         raise ConfigurationError(f"text: {unexpected(given, f'at least {skip + length} tokens')}")
-    start = tokenizer.bos_token_id
-    begin = [start] if begin_token and start is not None else []
-    return [*begin, *token_ids[skip:]][:length]
+    return [*(begin_ids(tokenizer) if begin_token else ()), *token_ids[skip:]][:length]
+
+
+def load_tokenizer(model: Path) -> Any:
+    """The tokenizer of a model's folder, by transformers."""
+    return _transformers().AutoTokenizer.from_pretrained(model)
+
+
+def begin_ids(tokenizer: Any) -> list[int]:
+    """The begin-of-sequence token, if it has one: whether or not it adds it, models are trained with it."""
+    return [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
 
 
 def default_text() -> Path:
@@ -193,7 +246,7 @@ def _transformers() -> Any:
     return transformers
 
 
-def _safetensors() -> tuple[Any, Any]:
+def safetensors_files() -> tuple[Any, Any]:
     try:
         from safetensors.torch import load_file, save_file
     except ImportError as error:

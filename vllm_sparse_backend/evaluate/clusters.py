@@ -5,31 +5,31 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from vllm_sparse_backend.calibrate.share_prefill import Clusters, attention_map, cluster_heads, profile_of
+from vllm_sparse_backend.calibrate.share_prefill import Clusters, attention_maps, cluster_heads, profile_of
 from vllm_sparse_backend.evaluate.capture import Capture
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels.select.share_prefill import NOISE, SharePrefill
 
-MAP_SIDE = 64
+MAP_SIDE, MAP_DISTANCE = 64, 10.0
 
 
-def head_clusters(captured: Capture, device: str) -> Clusters:
-    """SharePrefill's clusters from a captured prompt; heads of layers that were not captured are noise."""
-    kept = captured.folder / f"clusters-{captured.model}-{captured.prompt_sha256[:16]}.json"
+def head_clusters(captured: Capture, device: str, side: int = MAP_SIDE, distance: float = MAP_DISTANCE) -> Clusters:
+    """SharePrefill's clusters from a captured prompt; heads of layers that were not captured are noise.
+
+    ``side``: of the maps; ``distance``: up to which heads are joined.
+    """
+    how = "" if (side, distance) == (MAP_SIDE, MAP_DISTANCE) else f"-{side}-{distance:g}"
+    kept = captured.folder / f"clusters-{captured.model}-{captured.prompt_sha256[:16]}{how}.json"
     if kept.is_file():
         return tuple(tuple(heads) for heads in json.loads(kept.read_text()))
-    group = captured.shape.num_heads // captured.shape.num_kv_heads
     layers = sorted(captured.scales)
     maps = []
     for layer in layers:
         q, k, _ = captured.read(layer, device)
-        scale = captured.scales[layer]
-        maps += [attention_map(q[:, h], k[:, h // group], scale, MAP_SIDE) for h in range(captured.shape.num_heads)]
-    found = cluster_heads(torch.stack(maps).view(len(layers), captured.shape.num_heads, MAP_SIDE, MAP_SIDE))
+        maps.append(attention_maps(q, k, captured.scales[layer], side))
+    found = cluster_heads(maps, distance, device=device)
     by_layer = dict(zip(layers, found, strict=True))
     noise = (NOISE,) * captured.shape.num_heads
     clusters = tuple(by_layer.get(layer, noise) for layer in range(captured.shape.num_layers))

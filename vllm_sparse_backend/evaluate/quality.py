@@ -132,14 +132,15 @@ def measure_plans(
     device: str = "cpu",
     bounds: Sequence[int] = (1, 64, 128),
     on_layer: Callable[[], None] = lambda: None,
+    min_tokens: int = 0,
 ) -> Measured:
     """Recall, density and what else is asked for of every plan, on one captured prompt.
 
     On a CUDA device methods select by their kernels, elsewhere by their references, as on a server. ``on_layer`` is
-    called as each layer is done.
+    called as each layer is done. The first ``min_tokens`` positions, which are dense, are not measured.
     """
     measured = Measured(sorted(captured.scales), [Kept() for _ in asked], {n: Bound(n) for n in bounds})
-    chunks = chunk_rows(captured.num_tokens, chunk_tokens, torch.device(device))
+    chunks = chunk_rows(captured.num_tokens, chunk_tokens, torch.device(device), min_tokens)
     # Each plan has rows of its own: their state goes with a pass through the layers.
     rows_of = [[Rows(r.tokens, r.query_lens, r.context_lens, r.block_table) for r in chunks] for _ in asked]
     for layer in measured.layers:
@@ -156,13 +157,16 @@ def measure_plans(
     return measured
 
 
-def chunk_rows(num_tokens: int, chunk_tokens: int, device: torch.device) -> list[Rows]:
-    """The steps in which a server prefills the prompt, its pages in order."""
+def chunk_rows(num_tokens: int, chunk_tokens: int, device: torch.device, min_tokens: int = 0) -> list[Rows]:
+    """The steps in which a server prefills the prompt, its pages in order, less the first ``min_tokens`` positions.
+
+    A chunk that crosses that border is cut in two there.
+    """
     table = torch.arange(ceil_div(num_tokens, PAGE_TOKENS), dtype=torch.int32, device=device)[None]
-    return [
-        Rows((0,), (min(chunk_tokens, num_tokens - start),), (start,), table)
-        for start in range(0, num_tokens, chunk_tokens)
+    spans = [
+        (max(start, min_tokens), min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens)
     ]
+    return [Rows((0,), (end - begin,), (begin,), table) for begin, end in spans if begin < end]
 
 
 @dataclass
@@ -221,7 +225,7 @@ class _Layer:
         one.kept.recall.append(quality.recall.tolist())
         one.kept.density.append(quality.density.tolist())
         if self.dense is not None and one.outputs:
-            dense = self.dense.float()
+            dense = self.dense[self.chunks[0].context_lens[0] :].float()
             one.kept.output_error.append(float((torch.cat(one.outputs).float() - dense).norm() / dense.norm()))
         if one.asked.with_queries:
             one.kept.add_queries(torch.cat(one.recalls, 1))

@@ -4,6 +4,7 @@
 own CPU attention. Our classes derive from them, so keywords that later versions add pass through by inheritance.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_kernels import PagedCache
 from vllm_sparse_kernels.attend import FlashAttention
+from vllm_sparse_kernels.paged import FP8
 
 IS_CPU = current_platform.is_cpu()
 DEVICE_TYPE = "cpu" if IS_CPU else "cuda"
@@ -46,6 +48,9 @@ else:
         FlashAttentionMetadataBuilder as DelegateBuilder,
     )
 
+FP8_STORAGE = torch.uint8
+"""What vLLM calls the dtype of a cache in fp8."""
+
 __all__ = [
     "DEVICE_TYPE",
     "IS_CPU",
@@ -58,6 +63,7 @@ __all__ = [
     "device_memory_bytes",
     "device_name",
     "flash_attention",
+    "has_head_scales",
     "hf_config",
     "host_seq_lens",
     "is_first_stage",
@@ -66,9 +72,11 @@ __all__ = [
     "paged_cache",
     "prefers_bulk_pages",
     "random_cache",
+    "reads_fp8",
     "take_prefix_ranges",
     "tensor_parallel",
     "uniform_decode_graphs",
+    "with_scales",
 ]
 
 
@@ -118,6 +126,20 @@ def prefers_bulk_pages() -> bool:
     return not IS_CPU and current_platform.is_device_capability_family(90)
 
 
+def reads_fp8() -> bool:
+    """Whether caches in fp8 are read here: vLLM's FlashAttention does so on Hopper, and rounds queries to fp8 for it.
+
+    (On Blackwell, too, by its version 4, which does not take the tables that our engine makes.)
+    """
+    return not IS_CPU and current_platform.is_device_capability_family(90)
+
+
+def has_head_scales(vllm_config: VllmConfig) -> bool:
+    """Whether the checkpoint has scales of its own for each head of an fp8 cache."""
+    scheme = getattr(getattr(vllm_config, "quant_config", None), "kv_cache_scheme", None)
+    return isinstance(scheme, dict) and scheme.get("strategy") == "attn_head"
+
+
 def device_name() -> str:
     """The device as tables of measurements name it. Asked of the driver: it starts nothing on the device."""
     return str(current_platform.get_device_name())
@@ -151,7 +173,8 @@ def random_cache(spec: AttentionSpec, num_pages: int, device: torch.device) -> P
         order = DelegateBackend.get_kv_cache_stride_order()
     except (AttributeError, NotImplementedError):  # tokens before heads, as by default
         order = (0, 2, 1, 3)
-    physical = torch.randn([shape[i] for i in order], device=device).to(spec.dtype)
+    dtype = FP8 if spec.dtype == FP8_STORAGE else spec.dtype
+    physical = torch.randn([shape[i] for i in order], device=device).to(dtype)
     keys, values = physical.permute([order.index(i) for i in range(4)]).transpose(1, 2).split(spec.head_size, dim=-1)
     return PagedCache(keys, values)
 
@@ -191,6 +214,8 @@ def take_prefix_ranges(part: DelegateMetadata, whole: DelegateMetadata, rows: sl
 
 def paged_cache(kv_cache: torch.Tensor, head_dim: int) -> PagedCache:
     """vLLM's cache of one layer, [num_pages, num_kv_heads, page_size, 2 · head_dim], as keys and values."""
+    if kv_cache.dtype == FP8_STORAGE:
+        kv_cache = kv_cache.view(FP8)
     if not IS_CPU:
         keys, values = kv_cache.transpose(1, 2).split(head_dim, dim=-1)
         return PagedCache(keys, values)
@@ -200,6 +225,18 @@ def paged_cache(kv_cache: torch.Tensor, head_dim: int) -> PagedCache:
     keys = halves[:, :, 0].view(num_pages, num_kv_heads, head_dim, page_size).permute(0, 3, 1, 2)
     values = halves[:, :, 1].view(num_pages, num_kv_heads, page_size, head_dim).transpose(1, 2)
     return PagedCache(keys, values)
+
+
+def with_scales(cache: PagedCache, layer: Any) -> PagedCache:
+    """The cache with the scales that vLLM has for the layer's queries, keys and values, if it is in fp8.
+
+    Asked for in each step, as they may be loaded anew or, in 0.26, found in the first one. vLLM keeps them on the host
+    too.
+    """
+    if cache.keys.dtype != FP8:
+        return cache
+    scores = float(layer._q_scale_float) * float(layer._k_scale_float)
+    return replace(cache, score_scale=scores, value_scale=float(layer._v_scale_float))
 
 
 def check_cpu_layout(isa: str, spec: AttentionSpec) -> None:

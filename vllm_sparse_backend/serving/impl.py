@@ -12,8 +12,9 @@ from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_co
 
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.arena import Memory
+from vllm_sparse_backend.serving.guard import Guard
 from vllm_sparse_backend.serving.stats import Recorder
-from vllm_sparse_backend.serving.step import Slab, SparseStep
+from vllm_sparse_backend.serving.step import Delegated, Slab, SparseStep
 from vllm_sparse_backend.settings.config import AUTO
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import LayerPlan, methods_by_head
@@ -31,6 +32,9 @@ from vllm_sparse_kernels.select.width import index_block_tokens
 
 class SparsePrefillImpl(compat.DelegateImpl):
     """Attention of one layer. Until ``adopt`` gives it a plan, and where it can't go sparse, it is the delegate."""
+
+    out_dtype: torch.dtype | None = None
+    """Of results, which is not the query's where that is in fp8."""
 
     def __init__(
         self,
@@ -52,6 +56,7 @@ class SparsePrefillImpl(compat.DelegateImpl):
             attn_type, kv_sharing_target_layer_name, sinks, **more,
         )  # fmt: skip
         self.config = config = get_current_vllm_config()
+        self.out_dtype = config.model_config.dtype
         prefill_parallel, decode_parallel = compat.context_parallel_sizes(config)
         self.fallback: Fallback | None = layer_fallback(
             head_dim=head_size,
@@ -62,6 +67,8 @@ class SparsePrefillImpl(compat.DelegateImpl):
             softcap=logits_soft_cap,
             sinks=sinks is not None,
             kv_cache_dtype=kv_cache_dtype,
+            reads_fp8=compat.reads_fp8() and self.supports_quant_query_input,  # else queries come in 16 bits
+            head_scales=compat.has_head_scales(config),
             prefill_context_parallel_size=prefill_parallel,
             decode_context_parallel_size=decode_parallel,
             device_type=compat.DEVICE_TYPE,
@@ -69,6 +76,7 @@ class SparsePrefillImpl(compat.DelegateImpl):
         self.groups: LayerPlan | None = None
         self.recorder: Recorder | None = None
         self.memory: Memory | None = None
+        self.guard: Guard | None = None
         self.engine: Engine = PORTABLE  # until warm-up chooses one
         self.levels: dict[str, SparsePrefillImpl] = {}
         self.stays_dense = False  # at this level, though not at another
@@ -141,22 +149,33 @@ class SparsePrefillImpl(compat.DelegateImpl):
     ) -> torch.Tensor:
         """query and output [num_tokens, num_heads, head_dim]; kv_cache as vLLM's backend has it, already written.
 
-        key and value [num_tokens, num_kv_heads, head_dim], or None where the layer reads another one's cache.
+        Where the cache is in fp8, the query comes in fp8 too, rounded by vLLM's layer; the output never does. key
+        and value [num_tokens, num_kv_heads, head_dim], or None where the layer reads another one's cache.
         """
         if attn_metadata is None:
             self._reserve_in_profile_run(query.device)
+        dense, scales = super().forward, (output_scale, output_block_scale)
         step: SparseStep | None = getattr(attn_metadata, "sparse", None)
         if step is None or self.groups is None or all(self.at(slab.level).stays_dense for slab in step.slabs):
-            return super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-            )
-        for run in step.delegated:
+            return dense(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+
+        def delegate(run: Delegated, out: torch.Tensor) -> None:
             compat.take_prefix_ranges(run.metadata, attn_metadata, run.rows, run.tokens)
             part = (x if x is None else x[run.tokens] for x in (query, key, value))
-            super().forward(layer, *part, kv_cache, run.metadata, output[run.tokens], output_scale, output_block_scale)
-        cache = compat.paged_cache(kv_cache, self.head_size)
-        for slab in step.slabs:
-            self.at(slab.level).run(slab, query, cache, output)
+            dense(layer, *part, kv_cache, run.metadata, out, *scales)
+
+        if not step.is_dense(self.layer) or step.is_probed(self.layer):
+            for run in step.delegated:
+                delegate(run, output[run.tokens])
+            cache = compat.with_scales(compat.paged_cache(kv_cache, self.head_size), layer)
+            for slab in step.slabs:
+                self.at(slab.level).run(slab, query, cache, output)
+        if self.guard is not None and step.probe is not None and step.is_probed(self.layer):
+            sparse = output[step.probe.run.tokens]
+            delegate(step.probe.run, exact := torch.empty_like(sparse))
+            self.guard.compare(self.layer, sparse, exact)
+        if step.is_dense(self.layer):
+            dense(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         return output
 
     def run(self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor) -> None:
@@ -178,16 +197,17 @@ class SparsePrefillImpl(compat.DelegateImpl):
             index.check()
         attend = reference_attend if compat.IS_CPU else self.engine.attend
         with workspace.frame():
-            attend(query, cache, index, output, self.scale, options=self.options)
+            attend(query, cache, index, output, self.scale * cache.score_scale, options=self.options)
         return index
 
     def select(self, query: torch.Tensor, cache: PagedCache, index: SparseIndex) -> None:
         """Fill ``index`` for all heads of this layer."""
+        scale = self.scale * cache.score_scale
         for group, heads in zip(self.groups or (), self.heads, strict=True):
             with index.workspace.frame():
                 if compat.IS_CPU:
-                    METHODS[name_of(group.method)].reference(group.method, query, cache, index, heads, self.scale)
+                    METHODS[name_of(group.method)].reference(group.method, query, cache, index, heads, scale)
                 else:
-                    group.method.select(query, cache, index, heads, self.scale)
+                    group.method.select(query, cache, index, heads, scale)
         if self.dense_last is not None:
             (reference_keep_last_tiles if compat.IS_CPU else keep_last_tiles)(index, self.dense_last)

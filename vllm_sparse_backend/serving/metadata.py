@@ -21,10 +21,18 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm_sparse_backend.plugin import LOGGER
 from vllm_sparse_backend.serving import compat, hooks
 from vllm_sparse_backend.serving.arena import Memory, Row
+from vllm_sparse_backend.serving.guard import Guard, pick_queries, row_of
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.layers import ModelLayer, model_layers, refuse_if_none_can
 from vllm_sparse_backend.serving.stats import Recorder
-from vllm_sparse_backend.serving.step import Delegated, Slab, SparsePrefillMetadata, SparseStep, own_block_table
+from vllm_sparse_backend.serving.step import (
+    Delegated,
+    Probe,
+    Slab,
+    SparsePrefillMetadata,
+    SparseStep,
+    own_block_table,
+)
 from vllm_sparse_backend.settings.config import load_config
 from vllm_sparse_backend.settings.crossover import Thresholds, load_crossover
 from vllm_sparse_backend.settings.plan import DEFAULT, Plan, layer_by_level
@@ -66,6 +74,8 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self.guard: Guard | None = None
+        self.sparse_steps = 0
         self.sparse_layers: tuple[int, ...] = ()
         self.memory: Memory | None = None
         self.thresholds = {DEFAULT: Thresholds(None, 0)}
@@ -103,6 +113,11 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         first = min(number for number, reason in reasons.items() if reason is None)
         self._counts_rows = first in self.sparse_layers and compat.is_first_stage(self.vllm_config)
         self.memory = own[0].impl.reserve(self.vllm_config, self.device)
+        if config.guard is not None:
+            self.guard = next((impl.guard for _, impl in layers.values() if impl.guard is not None), None)
+            self.guard = self.guard or Guard(config.guard, self.recorder, rank)
+            for _, impl in own:
+                impl.guard = self.guard
         impls = []
         for number, impl in own:
             if reasons[number] is None:
@@ -152,6 +167,8 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         common = common_attn_metadata
         if not self.sparse_layers:
             return super().build(common_prefix_len, common, fast_build)
+        if self.guard is not None:
+            self.guard.judge_arrived()
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         kinds = self._classify(common_prefix_len, common, starts)
         self._count(kinds)
@@ -160,10 +177,11 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         dense_lens = self._dense_lens(common, starts, kinds)
         delegated = tuple(self._delegate(common, starts, dense_lens, fast_build))
         slabs = self._slabs(common, starts, dense_lens, kinds)
+        dense_layers, probe = self._guard(common, starts, slabs)
         # Last, as the delegate keeps one persistent buffer for its schedule: the whole batch's must be what stays.
         whole = super().build(common_prefix_len, common, fast_build)
         parts = {f.name: getattr(whole, f.name) for f in fields(whole)}
-        return SparsePrefillMetadata(**parts, sparse=SparseStep(slabs, delegated))
+        return SparsePrefillMetadata(**parts, sparse=SparseStep(slabs, delegated, dense_layers, probe))
 
     def _classify(self, common_prefix_len: int, common: CommonAttentionMetadata, starts: list[int]) -> list[RowKind]:
         """What each row runs on. Rows as short as a decode's are left to the delegate: its graphs may run them."""
@@ -234,13 +252,34 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
     ) -> Iterator[Delegated]:
         """The runs of neighbouring tokens that are not sparse, each with metadata of its own."""
         for rows, tokens in dense_runs(starts, dense_lens):
-            metadata = super().build(0, self._part_of(common, rows, tokens), fast_build)
-            compat.keep_schedule(metadata)
-            yield Delegated(rows, tokens, metadata)
+            yield self._run_of(common, rows, tokens, fast_build)
+
+    def _run_of(
+        self, common: CommonAttentionMetadata, rows: slice, tokens: slice, fast_build: bool = False
+    ) -> Delegated:
+        metadata = super().build(0, self._part_of(common, rows, tokens), fast_build)
+        compat.keep_schedule(metadata)
+        return Delegated(rows, tokens, metadata)
+
+    def _guard(
+        self, common: CommonAttentionMetadata, starts: list[int], slabs: tuple[Slab, ...]
+    ) -> tuple[frozenset[int], Probe | None]:
+        """Layers that the guard keeps dense in this step, and what it wants to be checked."""
+        if self.guard is None:
+            return frozenset(), None
+        dense_layers = self.guard.dense_layers.intersection(self.sparse_layers)
+        number, self.sparse_steps = self.sparse_steps, self.sparse_steps + 1
+        layers = self.guard.due(self.sparse_layers, number)
+        watched = [slab for slab in slabs if slab.level == DEFAULT]  # other levels keep to other bounds
+        if not layers or not watched:
+            return dense_layers, None
+        tokens = pick_queries(number, watched)
+        return dense_layers, Probe(self._run_of(common, row_of(starts, tokens.start), tokens), layers)
 
     def _part_of(self, common: CommonAttentionMetadata, rows: slice, tokens: slice) -> CommonAttentionMetadata:
-        """Some rows of a batch as a batch of their own; of the last of them only the first tokens, where it is cut.
+        """Some rows of a batch as a batch of their own; the first and the last of them may be cut.
 
+        Of the first only the last tokens are left then, over all keys, of the last only the first tokens.
         Made anew from what a delegate reads: a copy would bring along caches and fields that number the whole batch's
         rows or tokens.
         """
@@ -248,6 +287,9 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         start_loc, start_loc_cpu = (
             x[ends] - tokens.start for x in (common.query_start_loc, common.query_start_loc_cpu)
         )
+        if int(start_loc_cpu[0]) < 0:
+            for loc in (start_loc, start_loc_cpu):
+                loc[:1].fill_(0)
         seq_lens, upper_bound = common.seq_lens[rows], common.seq_lens_cpu_upper_bound
         upper_bound = None if upper_bound is None else upper_bound[rows]
         host_seq_lens = compat.host_seq_lens(common)[rows]

@@ -42,6 +42,8 @@ def _server_reason(vllm_config: VllmConfig, shape: ModelShape) -> Fallback | Non
         head_dim=shape.head_dim,
         dtype=str(vllm_config.model_config.dtype),
         kv_cache_dtype="auto" if some_unquantised else str(cache.cache_dtype),
+        reads_fp8=compat.reads_fp8(),
+        head_scales=compat.has_head_scales(vllm_config),
         prefill_context_parallel_size=prefill_parallel,
         decode_context_parallel_size=decode_parallel,
         device_type=compat.DEVICE_TYPE,

@@ -5,10 +5,10 @@ vLLM's server collects counters of its worker processes where PROMETHEUS_MULTIPR
 
 import time
 from collections import Counter as Tally
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_kernels import SparseIndex
@@ -20,6 +20,19 @@ ROWS = Counter(
 TILES = Counter("sparse_prefill_tiles", "Tiles of 128 queries that ran sparse.", ["layer"])
 KEPT_PAIRS = Counter("sparse_prefill_kept_pairs", "(query, key) pairs computed in sparse tiles.", ["layer"])
 CAUSAL_PAIRS = Counter("sparse_prefill_causal_pairs", "(query, key) pairs that dense would compute there.", ["layer"])
+MORE: dict[str, Counter | Gauge] = {
+    "guard_checks": Counter("sparse_prefill_guard_checks", "Times that the online guard checked a layer.", ["layer"]),
+    "guard_trips": Counter("sparse_prefill_guard_trips", "Times that the guard turned a layer dense.", ["layer"]),
+    "guard_error": Gauge(
+        "sparse_prefill_guard_error", "Mean relative error in the guard's last checks.", ["layer"],
+        multiprocess_mode="livemax",
+    ),
+    "guard_dense": Gauge(
+        "sparse_prefill_guard_dense", "Whether the guard keeps the layer dense at present.", ["layer"],
+        multiprocess_mode="livemax",
+    ),
+}  # fmt: skip
+"""What is told as soon as it is known."""
 
 
 class Recorder:
@@ -59,6 +72,17 @@ class Recorder:
         self._causal[layer] += index.num_heads * causal_pairs(index.rows)
         if self._is_first_rank:
             self._tiles[layer] += index.rows.num_tiles
+
+    def count(self, name: str, labels: Mapping[str, object], amount: float = 1) -> None:
+        """Add to one of the counters in ``MORE``."""
+        counter = MORE[name].labels(*map(str, labels.values()))
+        counter.inc(amount)
+
+    def gauge(self, name: str, labels: Mapping[str, object], value: float) -> None:
+        """Set one of the gauges in ``MORE``."""
+        gauge = MORE[name].labels(*map(str, labels.values()))
+        assert isinstance(gauge, Gauge)
+        gauge.set(value)
 
     def flush_when_due(self) -> None:
         """Tell Prometheus what has arrived, and once an interval start another copy from the device."""

@@ -63,12 +63,34 @@ class Slab:
         return self._bytes[key]
 
 
+@dataclass(frozen=True)
+class Probe:
+    """Queries of a sparse row for which some layers of the step are compared with the delegate.
+
+    ``run``: these queries as if they were the whole batch, over all keys that they may see.
+    """
+
+    run: Delegated
+    layers: frozenset[int]
+
+
 @dataclass
 class SparseStep:
-    """The part of a step that prefills sparsely."""
+    """The part of a step that prefills sparsely.
+
+    ``dense_layers``: those that the guard keeps dense by now; they run on the whole batch's metadata.
+    """
 
     slabs: tuple[Slab, ...]
     delegated: tuple[Delegated, ...]
+    dense_layers: frozenset[int] = frozenset()
+    probe: Probe | None = None
+
+    def is_dense(self, layer: int) -> bool:
+        return layer in self.dense_layers
+
+    def is_probed(self, layer: int) -> bool:
+        return self.probe is not None and layer in self.probe.layers
 
 
 @dataclass

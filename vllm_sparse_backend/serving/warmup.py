@@ -73,6 +73,7 @@ def _warm_up_layer(impl: SparsePrefillImpl, cache: PagedCache, table: torch.Tens
         slab = make_slab(rows_of(lengths), own_block_table(table, list(range(len(lengths)))))
         num_tokens = sum(slab.rows.query_lens)
         query = torch.randn(num_tokens, impl.num_heads, cache.head_dim, device=table.device).to(cache.keys.dtype)
+        batch = Batch(query, cache, slab.rows, impl.scale, impl.out_dtype)
         # A server of short requests has a smaller arena than these rows take.
         fits = impl.memory.room.needed(slab) <= impl.memory.room.num_bytes
         workspace = impl.memory.arena if fits else Workspace(table.device)
@@ -80,9 +81,9 @@ def _warm_up_layer(impl: SparsePrefillImpl, cache: PagedCache, table: torch.Tens
             with workspace.frame():
                 index = slab.index(impl.groups, impl.num_heads, impl.block_tokens, workspace)
                 impl.select(query, cache, index)
-                impl.engine = picker.pick(Batch(query, cache, slab.rows, impl.scale), index, impl.options)
+                impl.engine = picker.pick(batch, index, impl.options)
         with workspace.frame():
-            impl.select_and_attend(slab, query, cache, torch.empty_like(query), workspace)
+            impl.select_and_attend(slab, query, cache, batch.empty_out(), workspace)
     return impl.engine
 
 

@@ -27,6 +27,33 @@ KEY = "sparse_prefill"
 OPTION = "--additional-config"
 
 
+class GuardConfig(BaseModel):
+    """The online guard: how often it looks, what it puts up with, for how long. ``docs/guard.md`` says how to choose.
+
+    An error is that of one layer's output for up to 128 queries: ‖O − Õ‖₂ / ‖O‖₂ over the layer's heads on one rank.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rate: Annotated[StrictFloat, Field(gt=0, le=1)] = 0.1
+    """Share of the steps with sparse rows in which a layer is checked; one step in so many, as a whole number."""
+
+    bound: Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)] = 0.3
+    """An error above it counts against the layer."""
+
+    patience: Annotated[StrictInt, Field(ge=1)] = 3
+    """So many checks in a row above ``bound``, and the layer runs dense."""
+
+    recover: Annotated[StrictInt, Field(ge=1)] = 10
+    """So many checks in a row well below ``bound``, and it goes sparse again; each time it has to run dense anew, twice
+    as many."""
+
+    @property
+    def period_steps(self) -> int:
+        """One check of each layer in so many steps."""
+        return max(round(1 / self.rate), 1)
+
+
 class SparsePrefillConfig(BaseModel):
     """One method for every head, or a profile that says which; and when not to go sparse."""
 
@@ -57,6 +84,9 @@ class SparsePrefillConfig(BaseModel):
 
     engine: Literal["auto", "hopper", "flash", "portable"] = AUTO
     """What attention runs on: the fastest engine that can, or the named one, without which the server stops."""
+
+    guard: GuardConfig | None = None
+    """Compare with dense attention now and then, and let layers that are far off run dense: off unless given."""
 
     check_index: StrictBool = False
     """Check each layer's index in each step. It waits for the device every time: for debugging only."""

@@ -49,10 +49,10 @@ class Figures(BaseModel):
     """Kept (query, key) pairs over causal pairs, mean over the prompts."""
 
     error: Annotated[dict[Ranges, Amounts], DisjointRanges] = {}
-    """‖out − dense‖₁ / ‖dense‖₁ of the head's output, the largest of all prompts."""
+    """Mean over queries of ‖o − õ‖₁ / ‖o‖₁, o a query's output under dense attention; on the worst prompt."""
 
     worst_error: Annotated[dict[Ranges, Amounts], DisjointRanges] = {}
-    """The same measure of the worst hundredth of queries."""
+    """What a hundredth of the queries has more of."""
 
     @field_validator("*")
     @classmethod

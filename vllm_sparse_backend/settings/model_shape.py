@@ -80,7 +80,7 @@ class ModelShape:
         architectures = config.get("architectures") or text.get("architectures") or []
         found["architecture"] = architectures[0] if isinstance(architectures, list) and architectures else None
         found["rope_theta"] = text.get("rope_theta") or (text.get("rope_parameters") or {}).get("rope_theta")
-        if isinstance(name := text.get("_name_or_path") or config.get("_name_or_path"), str):
+        if isinstance(name := config.get("_name_or_path"), str) and name.strip("/"):
             found["names"] = (name_of_path(name),)
         try:
             return TypeAdapter(ModelShape).validate_python(found)
@@ -89,7 +89,8 @@ class ModelShape:
 
     @staticmethod
     def from_folder(path: Path) -> "ModelShape":
-        """The shape of a model folder, or of its config.json."""
+        """The shape of a model folder, which names it as it does on a server, or of a config.json, which may itself."""
+        named = {"_name_or_path": str(path.resolve())} if path.is_dir() else {}
         path = path / "config.json" if path.is_dir() else path
         try:
             config = json.loads(read_text(path))
@@ -97,7 +98,7 @@ class ModelShape:
             raise ConfigurationError(f"{path}: not JSON: {error}") from None
         if not isinstance(config, dict):
             raise ConfigurationError(f"{path}: {unexpected(config, 'the mapping of a model configuration')}")
-        return ModelShape.from_config(config, str(path))
+        return ModelShape.from_config({**config, **named}, str(path))
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
@@ -105,12 +106,9 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 
 def name_of_path(path: str) -> str:
-    """What the model at a path is called: of a folder its name, of a cached repository owner/name, as it is written.
-
-    A hub's name is its own.
-    """
+    """What the model at a path is called: of a folder its name, of a hub's repository, cached or not, owner/name."""
     parts = [part for part in path.split("/") if part]
     cached = next((part for part in parts if part.startswith("models--")), None)
     if cached is not None:
         return cached.removeprefix("models--").replace("--", "/")
-    return path if len(parts) == 2 and not path.startswith(("/", ".", "~")) else (parts or [path])[-1]
+    return path if len(parts) == 2 and not path.startswith(("/", ".", "~")) else parts[-1]

@@ -221,6 +221,11 @@ def _profile_of(config: SparsePrefillConfig, shape: ModelShape) -> tuple[Profile
     return Profile.model_validate({"format": 1, "model": ANY_MODEL, "default": method}), f"method {config.method}{note}"
 
 
+def layer_plan(methods: Sequence[Method]) -> LayerPlan:
+    """The groups of a layer whose heads have these methods, where there is no other layer."""
+    return _group(methods, Counter(method.selection for method in methods))
+
+
 def _group(methods: Sequence[Method], counts: Mapping[Method, int]) -> LayerPlan:
     """Heads that select alike, in the order of each group's first head; ``counts``: how many heads have a selection."""
     heads: dict[Method, list[int]] = {}

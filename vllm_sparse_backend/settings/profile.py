@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     PlainValidator,
     StrictFloat,
+    StrictInt,
     StrictStr,
     ValidationError,
     WithJsonSchema,
@@ -82,6 +83,10 @@ class Provenance(_Section):
     """Of what the numbers were taken from."""
     figures: Figures | None = None
     """What calibration measured of each head."""
+    held_out: dict[StrictStr, StrictFloat] | None = None
+    """What the check on prompts that no search has seen found."""
+    seed: StrictInt | None = None
+    versions: dict[StrictStr, StrictStr] | None = None
 
 
 class Level(_Section):

@@ -9,6 +9,12 @@ MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
 DTYPES = ("float16", "bfloat16")
 CPU_DTYPES = (*DTYPES, "float32")
 
+FP8_CACHES = ("fp8", "fp8_e4m3")
+"""vLLM's names of caches in e4m3 with one scale each for a layer's queries, keys and values."""
+
+MIN_FP8_HEAD_DIM, FP8_HEAD_DIM_STEP = 32, 16
+"""Products of fp8 take 32 elements at least, and FlashAttention rows of whole 16 bytes."""
+
 
 class Fallback(StrEnum):
     """A reason to run dense. The value labels counters; ``explain`` says it to people, and what they can do.
@@ -54,7 +60,15 @@ class Fallback(StrEnum):
     QUANTISED_CACHE = (
         "quantised_cache",
         True,
-        "the KV cache is quantised, or of another dtype than the model; use --kv-cache-dtype auto",
+        "the KV cache is quantised in a way that is not read here, or of another dtype than the model; use "
+        f"--kv-cache-dtype auto, or fp8 on an H100 or H200 with a head_dim from {MIN_FP8_HEAD_DIM} on that "
+        f"{FP8_HEAD_DIM_STEP} divides",
+    )
+    HEAD_SCALES = (
+        "head_scales",
+        True,
+        "the checkpoint scales its fp8 KV cache head by head (kv_cache_scheme with strategy attn_head); use a "
+        "checkpoint with one scale for each layer, or --kv-cache-dtype bfloat16",
     )
     MLA = ("mla", True, "multi-head latent attention keeps compressed keys; use a model with plain keys and values")
     PREFILL_CONTEXT_PARALLEL = (
@@ -101,6 +115,12 @@ class Fallback(StrEnum):
         False,
         "the row has fewer than min_query_tokens new tokens past min_tokens; lower that number if sparse still pays",
     )
+    GUARD = (
+        "guard",
+        False,
+        "the online guard measured too large an error of the layer's output; use settings that keep more there, or "
+        "list the layer in dense_layers",
+    )
     NEVER_FASTER = (
         "never_faster",
         False,
@@ -132,6 +152,8 @@ def layer_fallback(
     softcap: float | None = None,
     sinks: bool = False,
     kv_cache_dtype: str = "auto",
+    reads_fp8: bool = False,
+    head_scales: bool = False,
     is_mla: bool = False,
     prefill_context_parallel_size: int = 1,
     decode_context_parallel_size: int = 1,
@@ -139,10 +161,13 @@ def layer_fallback(
 ) -> Fallback | None:
     """Why a layer with these properties can never go sparse, or None if it can.
 
-    ``dtype`` is the queries' ("bfloat16" or "torch.bfloat16"); ``kv_cache_dtype`` is vLLM's option. No window is None
-    or negative, no soft cap None or 0. ``dense_layers`` is the plan's business, not looked at here.
+    ``dtype`` is the queries' ("bfloat16" or "torch.bfloat16"); ``kv_cache_dtype`` is vLLM's option, ``reads_fp8``
+    whether the device reads fp8, ``head_scales`` whether such a cache has scales for each head. No window is None or
+    negative, no soft cap None or 0. ``dense_layers`` is the plan's business, not looked at here.
     """
-    dtype = dtype.removeprefix("torch.")
+    dtype, kv_cache_dtype = dtype.removeprefix("torch."), kv_cache_dtype.removeprefix("torch.")
+    is_fp8 = kv_cache_dtype in FP8_CACHES
+    fp8_fits = reads_fp8 and head_dim >= MIN_FP8_HEAD_DIM and head_dim % FP8_HEAD_DIM_STEP == 0
     checks = {
         Fallback.NOT_DECODER: attn_type != "decoder",
         Fallback.MLA: is_mla,
@@ -152,7 +177,8 @@ def layer_fallback(
         Fallback.SINKS: sinks,
         Fallback.HEAD_SIZE: not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM or head_dim % HEAD_DIM_STEP != 0,
         Fallback.DTYPE: dtype not in (CPU_DTYPES if device_type == "cpu" else DTYPES),
-        Fallback.QUANTISED_CACHE: kv_cache_dtype.removeprefix("torch.") not in ("auto", dtype),
+        Fallback.QUANTISED_CACHE: not fp8_fits if is_fp8 else kv_cache_dtype not in ("auto", dtype),
+        Fallback.HEAD_SCALES: is_fp8 and head_scales,
         Fallback.PREFILL_CONTEXT_PARALLEL: prefill_context_parallel_size > 1,
         Fallback.DECODE_CONTEXT_PARALLEL: decode_context_parallel_size > 1,
     }

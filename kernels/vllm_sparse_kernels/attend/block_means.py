@@ -39,7 +39,7 @@ from triton.compiler.compiler import max_shared_mem
 
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, padded_capacity
-from vllm_sparse_kernels.paged import KeyArgs, PagedCache, key_args, key_offsets
+from vllm_sparse_kernels.paged import KeyArgs, PagedCache, key_args, key_offsets, wide_dtype, widen
 from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE_FIELDS, TILE_TOKENS, Rows
 from vllm_sparse_kernels.workspace import padded_bytes
 
@@ -98,8 +98,10 @@ class ListArgs(NamedTuple):
 class Means(NamedTuple):
     """What the first two launches make. What belongs to heads that do not ask for it is undefined."""
 
-    keys: torch.Tensor  # [num_kv_heads, num_means, head_dim] of the cache's dtype, row after row as Rows.key_starts
-    values: torch.Tensor  # like keys
+    keys: torch.Tensor
+    """[num_kv_heads, num_means, head_dim] of the cache's dtype, or fp16, row after row as Rows.key_starts."""
+
+    values: torch.Tensor  # like keys, scaled as the result is
     dropped: (
         torch.Tensor
     )  # [num_heads, block_capacity · means a block] uint8: keys that a mean stands for, as block_ids
@@ -146,9 +148,10 @@ def make_means(cache: PagedCache, index: SparseIndex, mean_heads: torch.Tensor) 
     rows, widths, room = index.rows, _widths(index), index.workspace.empty
     mean, ratio = widths["MEAN"], widths["BLOCK_N"] // widths["MEAN"]
     shape = (cache.num_kv_heads, rows.key_starts[-1] // mean, cache.head_dim)
+    dtype = wide_dtype(cache.keys.dtype)
     means = Means(
-        room(*shape, dtype=cache.keys.dtype),
-        room(*shape, dtype=cache.keys.dtype),
+        room(*shape, dtype=dtype),
+        room(*shape, dtype=dtype),
         room(index.num_heads, index.block_ids.shape[1] * ratio, dtype=torch.uint8),
         room(index.num_heads, rows.num_tiles, dtype=torch.int32),
     )
@@ -157,8 +160,8 @@ def make_means(cache: PagedCache, index: SparseIndex, mean_heads: torch.Tensor) 
     if longest:
         _means_kernel[(longest, rows.num_rows, cache.num_kv_heads)](
             key_args(cache, rows.block_table), cache.values, rows.row_table, mean_heads, means.keys, means.values,
-            shape[1], HEAD_DIM=cache.head_dim, BLOCK_D=triton.next_power_of_2(cache.head_dim), GROUP=group,
-            HEADS=triton.next_power_of_2(group), MEAN=mean, ROW_FIELDS=ROW_FIELDS,
+            shape[1], cache.value_scale, HEAD_DIM=cache.head_dim, BLOCK_D=triton.next_power_of_2(cache.head_dim),
+            GROUP=group, HEADS=triton.next_power_of_2(group), MEAN=mean, ROW_FIELDS=ROW_FIELDS,
         )  # fmt: skip
     _count_dropped_kernel[(rows.num_tiles, index.num_heads)](
         _list_args(index), mean_heads, means.dropped, means.totals, means.dropped.stride(0), **widths,
@@ -221,7 +224,7 @@ def _tiling(block_d: int, device: torch.device) -> tuple[int, int]:
 
 @triton.jit(do_not_specialize=VARYING)
 def _means_kernel(
-    keys: KeyArgs, values, row_table, mean_heads, mean_keys, mean_values, num_means,
+    keys: KeyArgs, values, row_table, mean_heads, mean_keys, mean_values, num_means, value_scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, MEAN: tl.constexpr,
     ROW_FIELDS: tl.constexpr,
 ):  # fmt: skip
@@ -240,7 +243,7 @@ def _means_kernel(
         b_v = tl.load(values + o_kv, mask=in_head[None, :], other=0.0).to(tl.float32)
         i_mean = i_kv.to(tl.int64) * num_means + tl.load(row_table + i_row * ROW_FIELDS + 3) // MEAN + i_block
         tl.store(mean_keys + i_mean * HEAD_DIM + o_d, tl.sum(b_k, 0) / MEAN, mask=in_head)
-        tl.store(mean_values + i_mean * HEAD_DIM + o_d, tl.sum(b_v, 0) / MEAN, mask=in_head)
+        tl.store(mean_values + i_mean * HEAD_DIM + o_d, tl.sum(b_v, 0) / MEAN * value_scale, mask=in_head)
 
 
 @triton.jit
@@ -317,7 +320,7 @@ def _attend_to_means_kernel(
     q_at = queries.q + o_q[:, None] * queries.stride_token + i_head * queries.stride_head + o_d[None, :]
     out_at = queries.out + o_q[:, None] * queries.stride_out_token + i_head * queries.stride_out_head + o_d[None, :]
     lse_at = lse + i_head.to(tl.int64) * stride_lse + o_q
-    b_q = tl.load(q_at, mask=in_tile[:, None] & in_dim, other=0.0)
+    b_q = widen(tl.load(q_at, mask=in_tile[:, None] & in_dim, other=0.0))
     counts = dropped + i_head.to(tl.int64) * stride_dropped
     counts += tl.load(lists.block_offsets + i_tile) * (BLOCK_N // MEAN)
     start = i_kv.to(tl.int64) * num_means + tl.load(lists.row_table + i_row * ROW_FIELDS + 3) // MEAN

@@ -23,7 +23,7 @@ class AttendSpec:
     """What is known of a layer's attention before the first step."""
 
     device: torch.device
-    dtype: torch.dtype  # of queries, keys and values
+    dtype: torch.dtype  # of queries, keys and values; the result may be of another where that is fp8
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -66,8 +66,10 @@ class AttendSpec:
 class Attend(Protocol):
     """Write softmax(scale · q kᵀ) v over the index's keys into ``out`` for the index's tokens; scale > 0.
 
-    q and out: [num_tokens, num_heads, head_dim] of the cache's dtype, head_dim contiguous. lse: [num_heads, num_tokens]
-    float32, natural logarithm, or None. Tokens outside the index's rows stay untouched. Temporary tensors come from
+    q and out: [num_tokens, num_heads, head_dim] of the cache's dtype, head_dim contiguous; out in 16 bits where that is
+    fp8. ``scale`` takes products of elements to scores (``PagedCache.score_scale`` is in it), the cache's
+    ``value_scale`` multiplies the result. lse: [num_heads, num_tokens] float32, natural logarithm, or None. Tokens
+    outside the index's rows stay untouched. Temporary tensors come from
     ``index.workspace``. Nothing waits for the device. Raises ValueError on shapes that do not fit the index.
     """
 

@@ -16,6 +16,10 @@ table lists what the tile keeps:
 Two kernels of ours stand around the calls: one copies the queries so that a sequence's lie together and writes the
 tables, the other merges and copies back.
 
+A cache in fp8 is read with queries in fp8, by version 3 on Hopper. It rounds weights to fp8 too and writes bf16. The
+scales of queries and keys are in the softmax's scale, that of values is applied by the last kernel: FlashAttention is
+told of none.
+
 What lies past a row's end on its last page must be finite, NaN and infinities show: FlashAttention-3 multiplies values
 there by zero (Dao-AILab/flash-attention, issue 2374). vLLM's own prefill asks as much of its cache.
 """
@@ -33,7 +37,7 @@ from vllm_sparse_kernels.attend.engine import AttendSpec, Engine, check_shapes
 from vllm_sparse_kernels.attend.flash_kernel import finish_kernel, prepare_kernel
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.index import LayerShape, SparseIndex
-from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.paged import FP8, PagedCache
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.workspace import SPARE_BYTES
 
@@ -70,11 +74,12 @@ class FlashAttention:
 
     @staticmethod
     def of_version(version: int, varlen: Callable[..., Any]) -> "FlashAttention":
-        """``varlen``: vLLM's function. Version 3 reads pages of any size, 2 those of 16 tokens and multiples.
+        """``varlen``: vLLM's function. Version 3 reads pages of any size, and fp8; 2 pages of 16 tokens and multiples.
 
         Version 3 reads pages by bulk copies only where it is told of sequences longer than its tile of 128 queries.
         """
-        known = {2: (16, TILE_TOKENS), 3: (1, 2 * TILE_TOKENS)}
+        half = (torch.float16, torch.bfloat16)
+        known = {2: (16, TILE_TOKENS, half), 3: (1, 2 * TILE_TOKENS, (*half, FP8))}
         if version not in known:
             raise ValueError(f"FlashAttention: given version {version}, expected one of {tuple(known)}")
         return FlashAttention(partial(varlen, fa_version=version, num_splits=1), *known[version])
@@ -93,8 +98,9 @@ def refusal(flash: FlashAttention | None, spec: AttendSpec) -> str | None:
         return f"{'the skip of products' if spec.skips else '8-bit scores'}: FlashAttention has no such option"
     if spec.dtype not in flash.dtypes:
         return f"it reads {', '.join(map(str, flash.dtypes))}, not {spec.dtype}"
-    if spec.head_dim % 8 or spec.head_dim > 256:
-        return f"head_dim {spec.head_dim} is no multiple of 8 up to 256"
+    step = 16 if spec.dtype == FP8 else 8
+    if spec.head_dim % step or spec.head_dim > 256:
+        return f"head_dim {spec.head_dim} is no multiple of {step} up to 256"
     unit = gcd(spec.block_tokens, spec.page_size)
     if unit % flash.page_multiple:
         return f"pages of {unit} tokens would be needed, and it reads multiples of {flash.page_multiple}"
@@ -230,7 +236,7 @@ def _attend_part(
             q=sequences.q,
             k=_units(cache.keys, unit, _granule(cache)),
             v=_units(cache.values, unit, _granule(cache)),
-            out=index.workspace.empty(*sequences.q.shape, dtype=sequences.q.dtype),
+            out=index.workspace.empty(*sequences.q.shape, dtype=_result_dtype(cache)),
             cu_seqlens_q=sequences.ends,
             max_seqlen_q=flash.max_seqlen_q,
             seqused_k=keys,
@@ -245,7 +251,7 @@ def _attend_part(
     by_stripes: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if stripe_table is not None:
         by_stripes = call(sequences.stripe_keys, stripe_table, 1, causal=False)
-    finish_kernel[grid](queries, lists, *results, *by_stripes, *varying, **shape)
+    finish_kernel[grid](queries, lists, *results, *by_stripes, cache.value_scale, *varying, **shape)
 
 
 def _parts(index: SparseIndex, cache: PagedCache) -> Iterator[Part]:
@@ -255,7 +261,8 @@ def _parts(index: SparseIndex, cache: PagedCache) -> Iterator[Part]:
     starts, _ = _starts(rows)
     total = sum(rows.query_lens)
     copies = 3 if index.has_stripes else 2
-    bytes_each = copies * TILE_TOKENS * cache.head_dim * cache.keys.itemsize + 4 * sum(_widths(index, cache))
+    bytes_each = copies * TILE_TOKENS * cache.head_dim * _result_dtype(cache).itemsize
+    bytes_each += 4 * sum(_widths(index, cache))
     num_sequences = rows.num_tiles * heads
     at_once = max(1, min(PART_SEQUENCES, PART_BYTES // bytes_each))
     count = ceil_div(num_sequences, ceil_div(num_sequences, at_once))
@@ -284,6 +291,11 @@ def _room(index: SparseIndex, cache: PagedCache, part: Part) -> Sequences:
         room(part.num_sequences) if stripe_width else None,
         room(part.num_sequences, stripe_width) if stripe_width else None,
     )
+
+
+def _result_dtype(cache: PagedCache) -> torch.dtype:
+    """What FlashAttention writes; none of its elements are shorter than the queries'."""
+    return torch.bfloat16 if cache.keys.dtype == FP8 else cache.keys.dtype
 
 
 def _widths(index: SparseIndex, cache: PagedCache) -> tuple[int, int]:

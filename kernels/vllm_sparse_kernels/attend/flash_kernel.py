@@ -95,10 +95,11 @@ def _unit_number(places, pages, i_kv, position, mask):
 
 @triton.jit(do_not_specialize=VARYING)
 def finish_kernel(
-    queries, lists, block_out, block_lse, stripe_out, stripe_lse, first, first_token, num_tiles, num_tokens,
+    queries, lists, block_out, block_lse, stripe_out, stripe_lse, value_scale,
+    first, first_token, num_tiles, num_tokens,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """The sequence's result to where it belongs, that of its single keys merged with it."""
+    """The sequence's result to where it belongs, that of its single keys merged with it, in values' own units."""
     i_head, _, _, _, o_q, o_s, in_tile, _, _, _ = _locate(
         lists, first, first_token, num_tiles, num_tokens, GROUP, ROWS, FIELDS
     )
@@ -115,8 +116,9 @@ def finish_kernel(
         b_weight, b_other_weight = tl.exp(b_lse - b_max), tl.exp(b_other_lse - b_max)
         b_sum = b_weight + b_other_weight
         b_other = tl.where(b_other_weight[:, None] > 0, b_other * (b_other_weight / b_sum)[:, None], 0.0)
-        b_out = (b_out.to(tl.float32) * (b_weight / b_sum)[:, None] + b_other).to(queries.out.dtype.element_ty)
+        b_out = b_out.to(tl.float32) * (b_weight / b_sum)[:, None] + b_other
         b_lse = b_max + tl.log(b_sum)
+    b_out = (b_out.to(tl.float32) * value_scale).to(queries.out.dtype.element_ty)
     o_out = o_q[:, None] * queries.stride_out_token + i_head * queries.stride_out_head + o_d[None, :]
     tl.store(queries.out + o_out, b_out, mask=in_head)
     if queries.lse is not None:

@@ -118,7 +118,9 @@ def attend(
     options: AttendOptions | None = None,
     bulk: bool | None = None,
 ) -> None:
-    """See ``engine.Attend``; fp16 or bf16, fp32 in the interpreter. Without ``options`` it is exact to rounding.
+    """See ``engine.Attend``; fp16, bf16 or fp8, fp32 in the interpreter. Without ``options`` it is exact to rounding.
+
+    Of fp8, products of queries and keys are taken as they are, those with values in fp16.
 
     ``bulk`` asks for or forbids bulk tensor copies; None takes them where they can be had. Raises ValueError where they
     are asked for but cannot be had.
@@ -151,7 +153,7 @@ def attend(
     option_args = _option_args(options, cache, index, bulk)
     block_d = triton.next_power_of_2(head_dim)
     attend_kernel[(rows.num_tiles * num_heads,)](
-        queries, cache_args, *descriptors, matrix, index_args, scale * LOG2_E, *option_args,
+        queries, cache_args, *descriptors, matrix, index_args, scale * LOG2_E, cache.value_scale, *option_args,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
         NUM_HEADS=num_heads,

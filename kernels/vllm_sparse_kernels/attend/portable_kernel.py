@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.attend.smooth_keys import STEP_TOKENS, quantize
-from vllm_sparse_kernels.paged import key_offsets
+from vllm_sparse_kernels.paged import key_offsets, widen
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -34,8 +34,8 @@ def place_blocks_kernel(
 
 @triton.jit
 def attend_kernel(
-    queries, cache, k_matrix, v_matrix, matrix, index, scale, skip_margins, drop_margins, int8_heads, smooth,
-    smooth_matrix,
+    queries, cache, k_matrix, v_matrix, matrix, index, scale, value_scale, skip_margins, drop_margins, int8_heads,
+    smooth, smooth_matrix,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STRIPES: tl.constexpr, FIELDS: tl.constexpr, PRECISION: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -86,7 +86,7 @@ def attend_kernel(
         BLOCK_N, STRIPES, HEAD_DIM, BLOCK_D, PRECISION, AHEAD,
     )  # fmt: skip
 
-    b_out = (b_acc / b_sum[:, None]).to(queries.out.dtype.element_ty)
+    b_out = (b_acc / b_sum[:, None] * value_scale).to(queries.out.dtype.element_ty)
     o_out = o_q[:, None] * queries.stride_out_token + i_head * queries.stride_out_head + o_d[None, :]
     tl.store(queries.out + o_out, b_out, mask=in_head)
     if queries.lse is not None:
@@ -332,6 +332,7 @@ def _fold(b_s, b_v, scale, margin, b_acc, b_max, b_sum, PRECISION: tl.constexpr)
 @triton.jit
 def _add(b_s, b_v, scale, to_skip, b_local, b_max, b_new_max, b_acc, b_sum, PRECISION: tl.constexpr):
     """A step's exponents into the sum and, unless all of its maxima stay under ``to_skip``, its product into acc."""
+    b_v = widen(b_v)
     b_decay = tl.exp2(b_max - b_new_max)
     b_p = tl.exp2(b_s * scale - b_new_max[:, None])
     b_sum = b_sum * b_decay + tl.sum(b_p, 1)

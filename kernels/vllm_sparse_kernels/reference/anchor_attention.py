@@ -30,11 +30,12 @@ def select_anchor_attention(
     rows, ratio = index.rows, q.shape[1] // cache.num_kv_heads
     keys = [cache.gather(rows.block_table[i], rows.seq_lens[i])[0].float() for i in range(rows.num_rows)]
     numbered = enumerate(rows.tile_list)
+    thetas = [one.theta for one in method.of_heads(len(heads))]
     for (row, start), members in groupby(
         numbered, lambda it: (it[1].row, window_start(it[1], method.step_tiles, method.window_tokens))
     ):
         tiles = list(members)
-        for head in heads.tolist():
+        for head, theta in zip(heads.tolist(), thetas):
             k = keys[row][:, head // ratio]
             differences = anchor_differences(
                 [tile for _, tile in tiles],
@@ -46,7 +47,7 @@ def select_anchor_attention(
                 method.sample_tokens,
             )
             # Equation 2; section 3.4: what any tile of the group keeps, all of them keep.
-            kept = INITIAL_TOKENS + (differences <= method.theta).any(0).nonzero().flatten()
+            kept = INITIAL_TOKENS + (differences <= theta).any(0).nonzero().flatten()
             for i_tile, tile in tiles:
                 blocks = torch.zeros(index.num_causal_blocks(tile), dtype=torch.bool, device=q.device)
                 blocks[: INITIAL_TOKENS // index.block_tokens] = True

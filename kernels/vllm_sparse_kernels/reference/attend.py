@@ -13,6 +13,7 @@ after it, which for λ < 0 is the same. They never skip a tile's last two blocks
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -20,7 +21,7 @@ from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.portable import STRIPE_STEP
 from vllm_sparse_kernels.attend.smooth_keys import STEP_TOKENS
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.paged import FP8, PagedCache
 from vllm_sparse_kernels.reference.block_means import attend_to_means
 
 INT8_MAX = 127
@@ -35,10 +36,13 @@ def attend(
     lse: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     options: AttendOptions | None = None,
+    round_weights: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
     """Write softmax(scale · q kᵀ + mask) v of the index's rows into ``out``, and its log-sum-exp into ``lse``.
 
-    q and out are [num_tokens, num_heads, head_dim], lse is [num_heads, num_tokens]; other tokens stay untouched.
+    q and out are [num_tokens, num_heads, head_dim], lse is [num_heads, num_tokens]; other tokens stay untouched. The
+    cache may be in fp8, its scales as in ``engine.Attend``. ``round_weights`` is what becomes of weights [queries,
+    keys] before they meet values.
     """
     mean_heads = None if options is None else options.mean_heads
     if mean_heads is not None and lse is None:
@@ -52,6 +56,7 @@ def attend(
         int8_heads = int8_heads if options.int8_heads is None else options.int8_heads.tolist()
     for row in range(rows.num_rows):
         keys, values = (x.to(dtype) for x in cache.gather(rows.block_table[row], rows.seq_lens[row]))
+        values = values * cache.value_scale
         smooth = smooth_keys(keys) if any(int8_heads) else None
         for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
             tile = rows.tile_list[i_tile]
@@ -73,11 +78,18 @@ def attend(
                     p = scores.softmax(-1) * (near >= margins[head])
                 else:
                     p = scores.softmax(-1)
+                p = p if round_weights is None else round_weights(p)
                 out[tokens, head] = (p @ values[kept, i_kv]).to(out.dtype)
                 if lse is not None:
                     lse[head, tokens] = (scores.logsumexp(-1) + shift).to(lse.dtype)
     if mean_heads is not None and lse is not None:
         attend_to_means(q, cache, index, out, lse, scale, dtype, mean_heads)
+
+
+def fp8_weights(p: torch.Tensor) -> torch.Tensor:
+    """Weights [queries, keys] as FlashAttention-3 rounds them for values in fp8: each query's largest becomes 256."""
+    unit = p.amax(-1, keepdim=True).float() / 256
+    return ((p.float() / unit).to(FP8).float() * unit).to(p.dtype)
 
 
 def walk(index: SparseIndex, head: int, i_tile: int) -> tuple[torch.Tensor, torch.Tensor]:

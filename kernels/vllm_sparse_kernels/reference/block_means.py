@@ -27,6 +27,7 @@ def attend_to_means(
     for row in range(rows.num_rows):
         gathered = cache.gather(rows.block_table[row], rows.seq_lens[row])
         keys, values = (mean_blocks(x.to(dtype), index.block_tokens) for x in gathered)
+        values = values * cache.value_scale
         for i_tile, head in product(range(rows.tile_starts[row], rows.tile_starts[row + 1]), heads):
             dropped, tile = dropped_keys(index, head, i_tile), rows.tile_list[i_tile]
             if not bool(dropped.any()):

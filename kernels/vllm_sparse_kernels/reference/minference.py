@@ -32,8 +32,8 @@ def select_a_shape(
     """Section 3.2: global tokens and a local window."""
     for i_tile, tile in enumerate(index.rows.tile_list):
         keys = torch.arange(tile.last_position + 1, device=q.device)
-        kept = (keys < method.sink_tokens) | (keys > tile.position - method.local_tokens)
-        for head in heads.tolist():
+        for head, own in zip(heads.tolist(), method.of_heads(len(heads)), strict=True):
+            kept = (keys < own.sink_tokens) | (keys > tile.position - own.local_tokens)
             index.set_blocks(head, i_tile, any_of(kept, index.block_tokens))
 
 
@@ -95,10 +95,15 @@ def vertical_slash_sums(last_q: torch.Tensor, keys: torch.Tensor, scale: float) 
 
 
 def keep(sums: torch.Tensor, k: int, forced: int) -> torch.Tensor:
-    """argtopk of Algorithm 2, as flags; the first ``forced`` count as infinite."""
+    """argtopk of Algorithm 2, as flags; the first ``forced`` count as infinite, sums alike in ten bits as equal."""
     sums = sums.clone()
     sums[:forced] = torch.inf
-    return top(sums, k)
+    return top(ten_bits(sums), k)
+
+
+def ten_bits(sums: torch.Tensor) -> torch.Tensor:
+    """Sums >= 0 as integers of their order, those equal whose mantissas are in their first ten bits, or below 2⁻⁵⁷."""
+    return (sums.float().view(torch.int32) >> 13).clamp(min=(127 - 57) << 10)
 
 
 def set_vertical_slash(
@@ -157,9 +162,9 @@ def select_block_sparse(
     for row in range(rows.num_rows):
         keys, _ = cache.gather(rows.block_table[row], rows.seq_lens[row])
         tokens = slice(rows.tokens[row], rows.tokens[row] + rows.query_lens[row])
-        for head in heads.tolist():
+        for head, own in zip(heads.tolist(), method.of_heads(len(heads)), strict=True):
             scores = block_scores(q[tokens, head].float(), keys[:, head // group].float(), scale)
-            kept = tile_blocks(method, scores)
+            kept = tile_blocks(own, scores)
             for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
                 set_block_sparse(kept[i_tile - rows.tile_starts[row]], index, head, i_tile)
 

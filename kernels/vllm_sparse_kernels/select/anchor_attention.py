@@ -54,9 +54,10 @@ The mean queries are rounded to q's dtype for the matrix units, scores and thres
 writes a stretch of a list adds up what is kept before it, so that lists come out sorted and the same every time.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import triton
@@ -64,7 +65,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_sparse_kernels.attend.portable import MatrixArgs, matrix_args, supports_bulk
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
-from vllm_sparse_kernels.paged import PagedCache, key_args
+from vllm_sparse_kernels.paged import PagedCache, key_args, wide_dtype
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.select.anchor_kernels import (
     WORD,
@@ -77,7 +78,7 @@ from vllm_sparse_kernels.select.anchor_kernels import (
     stripes_kernel,
     vote_kernel,
 )
-from vllm_sparse_kernels.select.base import Method, require
+from vllm_sparse_kernels.select.base import Method, PerHead, on_device, require
 from vllm_sparse_kernels.select.footprint import voted_bytes
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS
 from vllm_sparse_kernels.workspace import SPARE_BYTES
@@ -99,6 +100,9 @@ SPLIT_TOKENS = 4096
 """Candidate keys that one program turns into a stretch of a list, ``CHUNK_TOKENS`` at a time."""
 
 CHUNK_TOKENS = 1024
+
+MOST_THETA = 1e30
+"""Stands for infinity, which an anchor of ∞ less it would make no number."""
 
 GROUP_FIELDS = 4
 """Columns of the groups' table on the device: start of the window, first tile, number of tiles, offset."""
@@ -203,6 +207,20 @@ class AnchorAttention(Method):
         require(sampled, "sample_tokens", self.sample_tokens, "0, or a power of two from 1 to 128")
 
     @property
+    def alike(self) -> "AnchorAttention":
+        return AnchorAttention(
+            step_tiles=self.step_tiles,
+            use_anchor=self.use_anchor,
+            window_tokens=self.window_tokens,
+            sample_tokens=self.sample_tokens,
+            whole_blocks=self.whole_blocks,
+        )
+
+    @classmethod
+    def merged(cls, methods: Sequence[Self]) -> Method:
+        return AnchorAttentionLayer.join(methods)
+
+    @property
     def tile_voters(self) -> int:
         """Of a whole tile."""
         return TILE_TOKENS // self.sample_tokens if self.sample_tokens else 1
@@ -235,7 +253,7 @@ class AnchorAttention(Method):
         rows, empty = index.rows, index.workspace.empty
         groups = Groups.of(rows, self.span_tokens, self.window_tokens)
         shape, block_d = (index.num_heads, rows.num_tiles, self.tile_voters), triton.next_power_of_2(cache.head_dim)
-        voters = VoterArgs(empty(*shape, block_d, dtype=q.dtype), empty(*shape))
+        voters = VoterArgs(empty(*shape, block_d, dtype=wide_dtype(q.dtype)), empty(*shape))
         num_words = ceil_div(groups.num_candidates // WORD.value, 16) * 16
         words = empty(index.num_heads, num_words, dtype=torch.int32)
         args = GroupArgs(groups.table, groups.row_starts, words, num_words)
@@ -249,7 +267,7 @@ class AnchorAttention(Method):
         """Equations 1 and 2: what each group keeps, as the words of ``args``."""
         rows, group = index.rows, index.num_heads // cache.num_kv_heads
         block_d = triton.next_power_of_2(cache.head_dim)
-        narrow = block_d * q.element_size() > 256  # bytes of a key, for what fits into shared memory
+        narrow = block_d * wide_dtype(q.dtype).itemsize > 256  # bytes of a key, for what fits into shared memory
         block_n, columns = (64, VOTE_COLUMNS // 2) if narrow else (128, VOTE_COLUMNS)
         matrix, descriptor = _matrix(cache, block_n)
         keys = key_args(cache, rows.block_table[0]), rows.block_table.stride(0), descriptor, matrix
@@ -260,8 +278,9 @@ class AnchorAttention(Method):
             # Two programs on a multiprocessor: one multiplies while the other takes maxima.
             "maxnreg": 128 if descriptor else None,
         }  # fmt: skip
+        thetas = on_device(tuple(min(one.theta, MOST_THETA) for one in self.of_heads(len(heads))), q.device)
         anchor_kernel[(rows.num_tiles, len(heads))](
-            QueryArgs(q, q.stride(0), q.stride(1)), *keys, rows.tiles, heads, voters,
+            QueryArgs(q, q.stride(0), q.stride(1)), *keys, rows.tiles, heads, thetas, voters,
             rows.num_tiles, scale, self.span_tokens, self.window_tokens,
             **shape, USE_ANCHOR=self.use_anchor, SAMPLE=self.sample_tokens, VOTERS=self.tile_voters,
             BLOCK_M=max(self.tile_voters, 16) if self.sample_tokens else TILE_TOKENS, FIELDS=TILE_FIELDS,
@@ -274,7 +293,7 @@ class AnchorAttention(Method):
         splits = max(ceil_div(groups.largest, VOTE_SPLIT), 1)
         vote_kernel[(num_sets * cache.num_kv_heads, splits, rows.num_rows)](
             *keys, args, voters, None if len(heads) == index.num_heads else heads, len(heads),
-            rows.num_tiles, num_sets, scale, self.theta,
+            rows.num_tiles, num_sets, scale,
             **shape, SPLIT=VOTE_SPLIT, COLUMNS=columns, BLOCK_T=block_t, ONE_PASS=group_voters <= block_t,
             VOTERS=self.tile_voters, WHOLE_WORDS=self.whole_blocks, FIELDS=GROUP_FIELDS,
         )  # fmt: skip
@@ -298,6 +317,11 @@ class AnchorAttention(Method):
             INITIAL=INITIAL_TOKENS, INDEX_N=index.block_tokens, SPLIT=SPLIT_TOKENS, CHUNK=CHUNK_TOKENS,
             FIELDS=GROUP_FIELDS,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AnchorAttentionLayer(PerHead, AnchorAttention):
+    """Heads that differ in θ."""
 
 
 def _matrix(cache: PagedCache, block_tokens: int) -> tuple[MatrixArgs | None, TensorDescriptor | None]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.paged import key_offsets
+from vllm_sparse_kernels.paged import key_offsets, widen
 from vllm_sparse_kernels.select.lists import append, tile_blocks
 from vllm_sparse_kernels.select.pooled import is_read
 
@@ -41,12 +41,12 @@ class IndexArgs(NamedTuple):
 
 
 class VoterArgs(NamedTuple):
-    """What the first kernel leaves for the vote; only the selected heads' parts are ever written.
+    """What the first kernel leaves for the vote, each anchor less its head's θ; only selected heads' parts are written.
 
     A tile's voters are its mean query alone, or some of its queries. Those that a short tile lacks have the anchor ∞.
     """
 
-    queries: Any  # [num_heads, num_tiles, voters of a tile, BLOCK_D] of q's dtype
+    queries: Any  # [num_heads, num_tiles, voters of a tile, BLOCK_D] of q's dtype, fp16 where that is fp8
     anchors: Any  # [num_heads, num_tiles, voters of a tile] float32, mean or own x_a
 
 
@@ -62,7 +62,7 @@ class GroupArgs(NamedTuple):
 # Numbers that change from step to step must not be specialised on: a server would compile in the middle of its work.
 @triton.jit(do_not_specialize=["num_tiles", "stride_table"])
 def anchor_kernel(
-    queries, keys, stride_table, k_matrix, matrix, tiles, heads, voters, num_tiles, scale, span, window,
+    queries, keys, stride_table, k_matrix, matrix, tiles, heads, thetas, voters, num_tiles, scale, span, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, INITIAL: tl.constexpr, PAGE: tl.constexpr,
     PRECISION: tl.constexpr, USE_ANCHOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SAMPLE: tl.constexpr, VOTERS: tl.constexpr, FIELDS: tl.constexpr,
@@ -94,7 +94,7 @@ def anchor_kernel(
             b_anchor = tl.where(in_tile, 0.0, float("inf"))
         else:
             is_voter = tl.arange(0, 1) < VOTERS
-            b_mean = (tl.sum(b_q.to(tl.float32), 0) / length).to(b_q.dtype)
+            b_mean = (tl.sum(b_q.to(tl.float32), 0) / length).to(voters.queries.dtype.element_ty)
             tl.store(voters.queries + o_voter[:, None] * BLOCK_D + o_d[None, :], b_mean[None, :])
             b_anchor = tl.zeros([1], tl.float32)
         if USE_ANCHOR:
@@ -107,7 +107,7 @@ def anchor_kernel(
                 b_anchor += b_max * scale
             else:
                 b_anchor += tl.sum(tl.where(in_tile, b_max * scale, 0.0), 0) / length
-        tl.store(voters.anchors + o_voter, b_anchor, mask=is_voter)
+        tl.store(voters.anchors + o_voter, b_anchor - tl.load(thetas + tl.program_id(1)), mask=is_voter)
 
 
 @triton.jit
@@ -151,7 +151,7 @@ def _load_block(
 
 @triton.jit(do_not_specialize=["stride_table", "num_heads", "num_tiles", "num_sets"])
 def vote_kernel(
-    keys, stride_table, k_matrix, matrix, groups, voters, heads, num_heads, num_tiles, num_sets, scale, theta,
+    keys, stride_table, k_matrix, matrix, groups, voters, heads, num_heads, num_tiles, num_sets, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, INITIAL: tl.constexpr, PAGE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_T: tl.constexpr,
     ONE_PASS: tl.constexpr, VOTERS: tl.constexpr, WHOLE_WORDS: tl.constexpr, FIELDS: tl.constexpr,
@@ -193,9 +193,9 @@ def vote_kernel(
                     b_lead = tl.maximum(b_lead, _leads(b_k, b_q, b_anchor, scale, PAIRS, PRECISION))
             b_lead = tl.reshape(b_lead, [BLOCK_N // WORD, WORD, PAIRS])
             if WHOLE_WORDS:
-                b_kept = tl.where(tl.max(b_lead, 1) >= -theta, ALL_KEPT, 0)
+                b_kept = tl.where(tl.max(b_lead, 1) >= 0, ALL_KEPT, 0)
             else:
-                b_kept = tl.sum((b_lead >= -theta).to(tl.int32) << tl.arange(0, WORD)[None, :, None], 1)
+                b_kept = tl.sum((b_lead >= 0).to(tl.int32) << tl.arange(0, WORD)[None, :, None], 1)
             o_word = candidate // WORD + tl.arange(0, BLOCK_N // WORD)
             tl.store(
                 groups.words + b_word[None, :] + o_word[:, None], b_kept,
@@ -227,11 +227,11 @@ def _voters(
 
 @triton.jit
 def _leads(b_k, b_q, b_anchor, scale, PAIRS: tl.constexpr, PRECISION: tl.constexpr):
-    """By how much each key's score passes the anchor of the voter that wants it most, in each pair: [keys, PAIRS].
+    """By how much each key's score passes x_a − θ of the voter that wants it most, in each pair: [keys, PAIRS].
 
-    Less than −θ is too little (equation 2).
+    Less than 0 is too little (equation 2).
     """
-    b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale - b_anchor[None, :]
+    b_s = tl.dot(widen(b_k), tl.trans(b_q), input_precision=PRECISION) * scale - b_anchor[None, :]
     return tl.max(tl.reshape(b_s, [b_k.shape[0], b_q.shape[0] // PAIRS, PAIRS]), 1)
 
 

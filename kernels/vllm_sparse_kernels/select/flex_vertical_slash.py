@@ -55,9 +55,8 @@ from vllm_sparse_kernels.select.lists import append
 from vllm_sparse_kernels.select.query_aware import query_aware_bytes, query_aware_heads, write_query_aware
 from vllm_sparse_kernels.select.radix import (
     CHUNK,
-    COUNT_PASSES,
-    MASS_PASSES,
     MOST_CHUNKS,
+    PASSES,
     UNSPECIALIZED,
     count_digits,
     mass_digits,
@@ -66,8 +65,7 @@ from vllm_sparse_kernels.select.radix import (
     threshold_of,
 )
 
-MASS_PASS = tl.constexpr(MASS_PASSES - 1)
-COUNT_PASS = tl.constexpr(COUNT_PASSES - 1)
+LAST_PASS = tl.constexpr(PASSES - 1)
 
 BAND = 64
 """Queries and keys of the blocks whose diagonals are kept or left."""
@@ -234,12 +232,11 @@ class FlexVerticalSlashLayer(PerHead, FlexVerticalSlash):
 def _threshold(goals, i_job, i_all, num_jobs, chunks, used, length):
     """The least key (``mass_keys``) of a line that is kept."""
     share = tl.load(goals.shares + i_job)
-    threshold = threshold_of(goals.by_mass, MASS_PASS, i_all, num_jobs, chunks, used, share, True)[0].to(tl.int32)
+    threshold = threshold_of(goals.by_mass, LAST_PASS, i_all, num_jobs, chunks, used, share, True)[0].to(tl.int32)
     if goals.least is not None:
         least = tl.minimum(tl.load(goals.least + i_job).to(tl.int32), length)
-        bits = threshold_of(goals.by_count, COUNT_PASS, i_all, num_jobs, chunks, used, least, False)[0]
-        value = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)  # what ordered_bits made these of
-        threshold = tl.minimum(threshold, mass_keys(value))
+        key = threshold_of(goals.by_count, LAST_PASS, i_all, num_jobs, chunks, used, least, False)[0]
+        threshold = tl.minimum(threshold, key.to(tl.int32) - 1)  # load_count_keys are one more
     return threshold
 
 

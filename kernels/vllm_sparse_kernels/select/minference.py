@@ -20,7 +20,9 @@ Deviations from the paper:
 * Diagonal blocks are always kept, beyond the k_b. Equal products: the earliest block first.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import triton
@@ -29,7 +31,7 @@ import triton.language as tl
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_FIELDS
-from vllm_sparse_kernels.select.base import Method, require
+from vllm_sparse_kernels.select.base import Method, PerHead, on_device, require
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, tile_blocks
 from vllm_sparse_kernels.select.pooled import (
     ALIGNED,
@@ -46,6 +48,9 @@ POOL = tl.constexpr(KEY_BLOCK_TOKENS)
 
 PER_TILE = 2
 """Query blocks of a tile."""
+
+MOST = 1 << 24
+"""Tokens or blocks that are told apart: float32, as which heads' numbers travel, has every whole number up to it."""
 
 HELD_BLOCKS = 2048
 """Scores of each of a tile's two rows that stay in registers, those of 131,072 keys."""
@@ -64,21 +69,41 @@ class AShape(Method):
         require(self.sink_tokens >= 0, "sink_tokens", self.sink_tokens, ">= 0")
         require(self.local_tokens >= 1, "local_tokens", self.local_tokens, ">= 1")
 
+    @property
+    def alike(self) -> "AShape":
+        return AShape()
+
+    @classmethod
+    def merged(cls, methods: Sequence[Self]) -> Method:
+        return AShapeLayer.join(methods)
+
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
+        settings = self.of_heads(len(heads))
+        sinks, locals_ = (
+            [min(getattr(one, name), MOST) for one in settings] for name in ("sink_tokens", "local_tokens")
+        )
         _a_shape_kernel[(index.rows.num_tiles, len(heads))](
             heads, index.rows.tiles, index.rows.num_tiles, index.block_counts, index.block_ids,
-            index.block_ids.stride(0), index.block_offsets, self.sink_tokens, self.local_tokens,
+            index.block_ids.stride(0), index.block_offsets, on_device((*sinks, *locals_), heads.device),
             BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, FIELDS=TILE_FIELDS,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tiles", "stride_ids", "sink_tokens", "local_tokens"])
+@dataclass(frozen=True)
+class AShapeLayer(PerHead, AShape):
+    """Heads that differ in how much they keep."""
+
+
+@triton.jit(do_not_specialize=["num_tiles", "stride_ids"])
 def _a_shape_kernel(
-    heads, tiles, num_tiles, block_counts, block_ids, stride_ids, block_offsets, sink_tokens, local_tokens,
+    heads, tiles, num_tiles, block_counts, block_ids, stride_ids, block_offsets, numbers,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
+    """``numbers`` [2, n]: global tokens and local window of each head."""
     i_tile = tl.program_id(0)
     i_head = tl.load(heads + tl.program_id(1)).to(tl.int64)
+    sink_tokens = tl.load(numbers + tl.program_id(1)).to(tl.int32)
+    local_tokens = tl.load(numbers + tl.num_programs(1) + tl.program_id(1)).to(tl.int32)
     num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)[1]
     num_sink = tl.minimum((sink_tokens + BLOCK_N - 1) // BLOCK_N, num_causal)
     oldest = tl.maximum(tl.load(tiles + i_tile * FIELDS + 3) - local_tokens + 1, 0)  # key of the first query's window
@@ -103,6 +128,14 @@ class BlockSparse(Method):
     def __post_init__(self) -> None:
         require(self.top_blocks >= 0, "top_blocks", self.top_blocks, ">= 0")
 
+    @property
+    def alike(self) -> "BlockSparse":
+        return BlockSparse(per_query_block=self.per_query_block)
+
+    @classmethod
+    def merged(cls, methods: Sequence[Self]) -> Method:
+        return BlockSparseLayer.join(methods)
+
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         rows, workspace = index.rows, index.workspace
         slabs = slabs_of(rows, len(heads), cache.num_kv_heads, cache.head_dim, PER_TILE)
@@ -110,6 +143,11 @@ class BlockSparse(Method):
         pool = KeyPool(cache, rows, slabs, heads, q.shape[1], workspace)
         for slab, scores in products_of_slabs(queries, pool, slabs, heads, scale, PER_TILE, workspace):
             write_top_blocks(scores, self, index, slab.first_tile, heads)
+
+
+@dataclass(frozen=True)
+class BlockSparseLayer(PerHead, BlockSparse):
+    """Heads that differ in k_b."""
 
 
 def write_top_blocks(
@@ -121,17 +159,18 @@ def write_top_blocks(
     Overwritten unless ``method.per_query_block``.
     """
     num_entries, num_q, width = scores.shape
+    counts = on_device(tuple(min(one.top_blocks, MOST) for one in method.of_heads(num_entries)), scores.device)
     _top_blocks_kernel[(num_q // PER_TILE, num_entries)](
-        scores, width // ALIGNED.value, method.top_blocks, heads, first_tile, index.rows.tiles, index.rows.num_tiles,
+        scores, width // ALIGNED.value, counts, heads, first_tile, index.rows.tiles, index.rows.num_tiles,
         index.block_counts, index.block_ids, index.block_ids.stride(0), index.block_offsets,
         PER_QUERY_BLOCK=method.per_query_block, BLOCK_N=index.block_tokens, HELD=HELD_BLOCKS, CHUNK=CHUNK_BLOCKS,
         FIELDS=TILE_FIELDS,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["width", "top_blocks", "first_tile", "num_tiles", "stride_ids"])
+@triton.jit(do_not_specialize=["width", "first_tile", "num_tiles", "stride_ids"])
 def _top_blocks_kernel(
-    scores, width, top_blocks, heads, first_tile, tiles, num_tiles,
+    scores, width, counts, heads, first_tile, tiles, num_tiles,
     block_counts, block_ids, stride_ids, block_offsets,
     PER_QUERY_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, HELD: tl.constexpr, CHUNK: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -139,6 +178,7 @@ def _top_blocks_kernel(
     """One tile's list by its two query blocks' rows of scores, each ``width`` · 64, and the diagonal."""
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)
+    top_blocks = tl.load(counts + i_entry).to(tl.int32)
     length = tl.load(tiles + i_tile * FIELDS + 2)
     first = tl.load(tiles + i_tile * FIELDS + 3)
     diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)

@@ -1,9 +1,10 @@
 """Thresholds of long arrays by parallel passes: the k-th largest, and the largest that values with γ of a sum reach.
 
-An array's bits are looked at a digit of 8 at a time, from the highest down. A pass sums, chunk by chunk in as many
-programs, what the values that agree with the threshold in its higher digits weigh, for each next digit: 1 each for the
-k-th largest, the value itself for γ of a sum. The next pass adds up the chunks, in order, and so knows one digit more.
-Nothing goes back to the host, and results are the same however often they are computed.
+Values are sums of weights, never negative, and count as equal if ten bits of the mantissa are: rounding of scores to
+bf16, which has seven, moves them by more. That leaves keys of 16 bits, looked at a digit of 8 at a time. A pass sums,
+chunk by chunk in as many programs, what the values that agree with the threshold in its higher digit weigh, for each
+next digit: 1 each for the k-th largest, the value itself for γ of a sum. The next pass adds up the chunks, in order,
+and so knows one digit more. Nothing goes back to the host, and results are the same however often they are computed.
 
 Arrays are those of ``Sums``: column sums (kind 0) and sums of diagonals or bands (kind 1) of n heads and several rows;
 job i is kind i // n of head i % n.
@@ -18,7 +19,7 @@ import triton.language as tl
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.rows import ROW_FIELDS, ceil_div
 from vllm_sparse_kernels.select.last_queries import Sums, sums_of
-from vllm_sparse_kernels.select.topk import load_bits
+from vllm_sparse_kernels.select.topk import ALIGNED
 
 CHUNK = 4096
 """Values at a time: an array of up to 16 times as many is one chunk a program, longer ones are longer chunks."""
@@ -26,11 +27,10 @@ CHUNK = 4096
 MOST_CHUNKS = tl.constexpr(16)
 DIGITS = tl.constexpr(256)
 
-COUNT_PASSES = 4
-MASS_PASSES = 2
+PASSES = 2
 
 EQUAL_BITS = tl.constexpr(13)
-"""Masses are equal for a threshold if all bits but the lowest 13 of the float agree: to 10 bits of the mantissa."""
+"""Values are equal for a threshold if all bits but the lowest 13 of the float agree: to 10 bits of the mantissa."""
 
 LEAST_KEY = tl.constexpr((127 - 57) << 10)
 """What is below 2⁻⁵⁷ is equal too: 16 bits are left for keys of masses up to 2⁷."""
@@ -63,28 +63,22 @@ def most_chunks(index: SparseIndex, sums: Sums) -> int:
     return max(map(num_chunks, index.rows.seq_lens[sums.first_row : sums.end_row]))
 
 
-def room_for_digits(
-    index: SparseIndex, num_rows: int, num_jobs: int, chunks: int, passes: int, dtype: torch.dtype
-) -> Digits:
+def _room(index: SparseIndex, sums: Sums, dtype: torch.dtype) -> Digits:
+    num_rows, num_jobs, chunks = sums.end_row - sums.first_row, 2 * sums.num_entries, most_chunks(index, sums)
     room = index.workspace.empty
     return Digits(
-        room(passes, num_rows, num_jobs, chunks, DIGITS.value, dtype=dtype),
+        room(PASSES, num_rows, num_jobs, chunks, DIGITS.value, dtype=dtype),
         room(num_rows, num_jobs, chunks, dtype=torch.int32),
-        room(passes, num_rows, num_jobs, dtype=torch.int32),
-        room(passes, num_rows, num_jobs, dtype=dtype),
+        room(PASSES, num_rows, num_jobs, dtype=torch.int32),
+        room(PASSES, num_rows, num_jobs, dtype=dtype),
     )
-
-
-def _room(index: SparseIndex, sums: Sums, passes: int, dtype: torch.dtype) -> Digits:
-    chunks, num_rows = most_chunks(index, sums), sums.end_row - sums.first_row
-    return room_for_digits(index, num_rows, 2 * sums.num_entries, chunks, passes, dtype)
 
 
 def count_digits(index: SparseIndex, sums: Sums, counts: torch.Tensor, forced: torch.Tensor) -> Digits:
     """For the ``counts`` [2 n] float32 largest values of each job, the first ``forced`` [2 n] of it as if infinite."""
-    digits = _room(index, sums, COUNT_PASSES, torch.int32)
+    digits = _room(index, sums, torch.int32)
     rows, chunks = index.rows, digits.weights.shape[3]
-    for i in range(COUNT_PASSES):
+    for i in range(PASSES):
         _count_digits_kernel[(chunks, 2 * sums.num_entries, sums.end_row - sums.first_row)](
             sums.values, rows.row_table, sums.patterns, sums.num_entries, sums.first_row, rows.num_rows, sums.capacity,
             counts, forced, digits, chunks, PASS=i, BAND=sums.band, FIELDS=ROW_FIELDS, CHUNK=CHUNK,
@@ -94,9 +88,9 @@ def count_digits(index: SparseIndex, sums: Sums, counts: torch.Tensor, forced: t
 
 def mass_digits(index: SparseIndex, sums: Sums, shares: torch.Tensor) -> Digits:
     """For the largest values that hold ``shares`` [2 n] float32 of each job's sum; all values for an infinite share."""
-    digits = _room(index, sums, MASS_PASSES, torch.float32)
+    digits = _room(index, sums, torch.float32)
     rows, chunks = index.rows, digits.weights.shape[3]
-    for i in range(MASS_PASSES):
+    for i in range(PASSES):
         _mass_digits_kernel[(chunks, 2 * sums.num_entries, sums.end_row - sums.first_row)](
             sums.values, rows.row_table, sums.patterns, sums.num_entries, sums.first_row, rows.num_rows, sums.capacity,
             shares, digits, chunks, PASS=i, BAND=sums.band, FIELDS=ROW_FIELDS, CHUNK=CHUNK,
@@ -184,28 +178,39 @@ def _count_digits_kernel(
         prefix, left, _, _ = threshold_of(digits, PASS - 1, i_all, num_jobs, chunks, used, goal, False)
         if i_chunk == 0:
             keep_state(digits, PASS, i_all, num_jobs, prefix, left)
-    SHIFT: tl.constexpr = 24 - 8 * PASS
     b_weight = tl.zeros([DIGITS], tl.int32)
     above = 0
     for start in range(first, end, CHUNK):
-        b_bits = load_bits(values + place, start, end, num_forced, CHUNK)
+        b_key = load_count_keys(values + place, start, end, num_forced, CHUNK)
         if PASS == 0:
-            b_weight += tl.histogram((b_bits >> SHIFT).to(tl.int32), DIGITS, mask=b_bits != 0)
+            b_weight += tl.histogram((b_key >> 8).to(tl.int32), DIGITS, mask=b_key != 0)
         else:
-            b_agrees = (b_bits >> (SHIFT + 8) == prefix) & (b_bits != 0)
+            b_agrees = (b_key >> 8 == prefix) & (b_key != 0)
             if tl.max(b_agrees.to(tl.int32), 0) > 0:
-                b_weight += tl.histogram(((b_bits >> SHIFT) & (DIGITS - 1)).to(tl.int32), DIGITS, mask=b_agrees)
-            above += tl.sum((b_bits >> (SHIFT + 8) > prefix).to(tl.int32), 0)
+                b_weight += tl.histogram((b_key & (DIGITS - 1)).to(tl.int32), DIGITS, mask=b_agrees)
+            above += tl.sum((b_key >> 8 > prefix).to(tl.int32), 0)
     store_weights(digits, PASS, i_all, num_jobs, chunks, b_weight)
-    if SHIFT == 0:
+    if PASS > 0:
         tl.store(digits.above + i_all * chunks + i_chunk, above)
 
 
 @triton.jit
 def mass_keys(b_x):
-    """Masses >= 0 as integers of 16 bits in the same order, those equal for a threshold the same."""
+    """Values >= 0 as integers below 2¹⁶ - 1 in the same order, those equal for a threshold the same."""
     b_key = (b_x.to(tl.int32, bitcast=True) >> EQUAL_BITS) - LEAST_KEY
-    return tl.minimum(tl.maximum(b_key, 0), DIGITS * DIGITS - 1)
+    return tl.minimum(tl.maximum(b_key, 0), DIGITS * DIGITS - 2)
+
+
+@triton.jit
+def load_count_keys(row, start, end, forced, CHUNK: tl.constexpr):
+    """``mass_keys`` + 1 of row[start : start + CHUNK]: the most for the row's first ``forced``, 0 from ``end`` on.
+
+    The row must be readable up to ``end`` rounded up to ALIGNED, so that its loads can be wide.
+    """
+    o_n = start + tl.arange(0, CHUNK)
+    b_x = tl.load(row + o_n, mask=o_n < (end + ALIGNED - 1) // ALIGNED * ALIGNED, other=0.0)
+    b_key = tl.where(o_n < forced, DIGITS * DIGITS - 1, mass_keys(b_x) + 1)
+    return tl.where(o_n < end, b_key, 0).to(tl.uint32)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys
+from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, widen
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div
 from vllm_sparse_kernels.select.sale_means import Means, QueryArgs
 from vllm_sparse_kernels.workspace import Workspace
@@ -172,7 +172,7 @@ def _round_keys_kernel(
         o_n = tl.load(piece + 1) + first + tl.arange(0, BLOCK_N)
         slot = tl.load(piece + 3) + first
         o_d = tl.arange(0, BLOCK_D)
-        b_k = load_keys(keys, i_row, i_kv, o_n, seq_len, HEAD_DIM, BLOCK_D)
+        b_k = widen(load_keys(keys, i_row, i_kv, o_n, seq_len, HEAD_DIM, BLOCK_D))
         i_mean = i_row * tl.num_programs(1) + i_kv
         b_mean = tl.load(means.keys + i_mean * BLOCK_D + o_d)
         b_bias = _biases(b_k, b_mean, means.queries, i_mean, GROUP, GROUP_2)
@@ -271,6 +271,7 @@ def _round_queries_kernel(
         begin = local_start(end, sink_tokens, local_tokens)
         where = (keys, i_row, i_kv, position + o_m, end)
         b_lse = _local_lse(b_q, where, begin, sink_tokens, scale, BLOCK_N, HEAD_DIM, BLOCK_D, PRECISION)
+        b_q = widen(b_q)
 
         i_mean = i_row * KV_HEADS + i_kv
         b_mean = tl.load(means.keys + i_mean * BLOCK_D + o_d)

@@ -65,7 +65,7 @@ from vllm_sparse_kernels.select.block_mass import block_masses, num_splits
 from vllm_sparse_kernels.select.flex_vertical_slash import FlexVerticalSlash
 from vllm_sparse_kernels.select.footprint import averaged_bytes
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS
-from vllm_sparse_kernels.select.radix import DIGITS, MASS_PASSES
+from vllm_sparse_kernels.select.radix import DIGITS, PASSES
 from vllm_sparse_kernels.select.share_kernels import FreshArgs, apply_patterns_kernel, decide_kernel, weights_kernel
 
 VERTICAL_SLASH, SHARED, DENSE = 0, 1, 2
@@ -285,10 +285,10 @@ def _weigh(
 ) -> FreshArgs:
     """What Algorithm 2's thresholds follow from, for the rows and clusters that have a new pivot."""
     rows, spans, num_places = index.rows, pivots.spans, len(new_pivots)
-    weights = index.workspace.empty(MASS_PASSES, num_places, rows.num_tiles, DIGITS.value)
+    weights = index.workspace.empty(PASSES, num_places, rows.num_tiles, DIGITS.value)
     share = method.fallback.kernel_share
     fresh = FreshArgs(maps, weights, share, spans.tile_starts, new_pivots, estimates, spans.block_starts)
-    for i in range(MASS_PASSES):
+    for i in range(PASSES):
         weights_kernel[(rows.num_tiles, num_places)](
             fresh, maps.stride(0), rows.num_rows, rows.tiles, index.block_offsets,
             PASS=i, PER_TILE=method.gamma_per_tile, BLOCK_N=index.block_tokens, FIELDS=TILE_FIELDS,

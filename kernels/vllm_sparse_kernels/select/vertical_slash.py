@@ -3,7 +3,7 @@
 Â = softmax of the last 64 queries against all keys. The k_v keys with the largest column sums are kept as stripes
 ("verticals"), the k_s offsets ``query position - key position`` with the largest diagonal sums as blocks ("slashes").
 
-* The sums are those of last_queries.py, the largest are found as radix.py says: exactly.
+* The sums are those of last_queries.py, the largest are found as radix.py says: exactly as many as are asked for.
 * Algorithm 4 merges points and ranges one after the other for each row of blocks. Here the kept slashes become running
   counts: a tile at positions [p, p'] keeps the key block [s, e] iff a kept offset lies in [max(p - e, 0), p' - s], one
   subtraction. The same blocks, and every block of a tile at once.
@@ -19,7 +19,7 @@ Deviations from the paper:
 * The authors' code gives the first 30 columns and the last 100 diagonals infinite sums before it takes the largest, so
   that they count among k_v and k_s; the paper's text does not. ``forced_verticals`` and ``forced_slashes`` follow the
   code, 0 follows the paper. The code also raises k_v to 30 and k_s to 50 where less is asked for; this does not.
-* Equal sums: the earliest key and the nearest diagonal first.
+* Of equal sums, those alike in ten bits of the mantissa (radix.py), the earliest key and the nearest diagonal go first.
 
 Beyond the paper, off unless asked for: ``segment_tokens`` (segments.py).
 """
@@ -40,16 +40,17 @@ from vllm_sparse_kernels.select.last_queries import Sums, last_query_sums, sums_
 from vllm_sparse_kernels.select.lines import MOST_LINES, Lines, slabs_of_rows, write_lines
 from vllm_sparse_kernels.select.radix import (
     CHUNK,
-    COUNT_PASSES,
     DIGITS,
     MOST_CHUNKS,
+    PASSES,
     UNSPECIALIZED,
     count_digits,
+    load_count_keys,
     span_of,
     threshold_of,
 )
 from vllm_sparse_kernels.select.segments import require_segments, segments_of
-from vllm_sparse_kernels.select.topk import kept_in_chunk, load_bits
+from vllm_sparse_kernels.select.topk import kept_in_chunk
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class VerticalSlash(Method):
         _keep_largest_kernel[(chunks, 2 * sums.num_entries, num_rows)](
             sums.values, rows.row_table, sums.num_entries, sums.first_row, rows.num_rows, sums.capacity, counts, first,
             digits, chunks, columns, columns.shape[2], num_columns, upto, FIELDS=ROW_FIELDS, CHUNK=CHUNK,
-            PASS=COUNT_PASSES - 1, num_warps=8, maxnreg=128,
+            PASS=PASSES - 1, num_warps=8, maxnreg=128,
         )  # fmt: skip
         return Lines(columns, num_columns, None, upto)
 
@@ -172,8 +173,8 @@ def _keep_largest_kernel(
     i_list = (tl.program_id(2) * num_entries + i_entry).to(tl.int64)
     slashes = upto + (place - num_entries.to(tl.int64) * capacity)  # of a slash: they come after the columns
     for start in range(first, end, CHUNK):
-        b_bits = load_bits(values + place, start, end, num_forced, CHUNK)
-        b_kept, b_upto, above, ties = kept_in_chunk(b_bits, threshold, num_ties, above, ties)
+        b_key = load_count_keys(values + place, start, end, num_forced, CHUNK)
+        b_kept, b_upto, above, ties = kept_in_chunk(b_key, threshold, num_ties, above, ties)
         o_n = start + tl.arange(0, CHUNK)
         if is_slash:
             tl.store(slashes + o_n, b_upto, mask=o_n < end)

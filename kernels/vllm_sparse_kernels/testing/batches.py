@@ -1,12 +1,12 @@
 """Random batches over a shuffled paged cache whose unused places are poisoned with NaN."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout
-from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.paged import FP8, PagedCache, wide_dtype
 from vllm_sparse_kernels.rows import Rows, ceil_div
 
 
@@ -16,13 +16,17 @@ class Batch:
     cache: PagedCache
     rows: Rows
     scale: float
+    """What takes products of q's and the keys' elements to scores."""
+
+    out_dtype: torch.dtype | None = None
+    """Of attention's result; None: q's, or fp16 where that is fp8."""
 
     @property
     def num_heads(self) -> int:
         return self.q.shape[1]
 
     def empty_out(self) -> torch.Tensor:
-        return torch.full_like(self.q, float("nan"))
+        return torch.full_like(self.q, float("nan"), dtype=self.out_dtype or wide_dtype(self.q.dtype))
 
 
 def shuffled_cache(
@@ -99,6 +103,36 @@ def random_batch(
     contexts, queries = zip(*lengths, strict=True)
     rows = Rows(tuple(tokens), tuple(queries), tuple(contexts), block_table)
     return Batch(q, cache, rows, head_dim**-0.5)
+
+
+def in_fp8(batch: Batch, q_scale: float = 1.0, k_scale: float = 1.0, v_scale: float = 1.0) -> Batch:
+    """The batch rounded to fp8, an element of which counts these scales. NaN stay where they are."""
+
+    def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
+        most = torch.finfo(FP8).max
+        return (x.float() / scale).clamp(-most, most).to(FP8)
+
+    cache = batch.cache
+    keys, values = _side_by_side(rounded(cache.keys, k_scale), rounded(cache.values, v_scale), cache)
+    return Batch(
+        rounded(batch.q, q_scale), PagedCache(keys, values, q_scale * k_scale, v_scale), batch.rows,
+        batch.scale * q_scale * k_scale, None if batch.q.dtype == torch.float32 else batch.q.dtype,
+    )  # fmt: skip
+
+
+def widened(batch: Batch, dtype: torch.dtype = torch.float16) -> Batch:
+    """A batch in fp8 with the same elements, of the same scales, in another dtype."""
+    cache = batch.cache
+    keys, values = _side_by_side(cache.keys.to(dtype), cache.values.to(dtype), cache)
+    return replace(batch, q=batch.q.to(dtype), cache=replace(cache, keys=keys, values=values))
+
+
+def _side_by_side(keys: torch.Tensor, values: torch.Tensor, like: PagedCache) -> tuple[torch.Tensor, ...]:
+    """Copies as halves of one tensor, as in vLLM, NHD or HND as another cache is."""
+    both = torch.stack((keys, values), 3).flatten(3)
+    if like.keys.stride(2) > like.keys.stride(1):
+        both = both.transpose(1, 2).contiguous().transpose(1, 2)
+    return both.split(keys.shape[3], -1)
 
 
 def repaged(batch: Batch, page_size: int, layout: str = "NHD", seed: int = 1) -> Batch:

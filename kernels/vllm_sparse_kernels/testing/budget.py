@@ -10,7 +10,8 @@ import torch
 
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.reference.attend import attend
+from vllm_sparse_kernels.paged import FP8, wide_dtype
+from vllm_sparse_kernels.reference.attend import attend, fp8_weights
 from vllm_sparse_kernels.testing.batches import Batch
 
 
@@ -52,13 +53,20 @@ class Expected:
 def expected_attention(batch: Batch, index: SparseIndex, options: AttendOptions | None = None) -> Expected:
     """The exact attention of a batch over an index, and the budgets of a kernel that computes it in q's dtype.
 
-    ``options``: no approximations, but means of dropped blocks may be asked for.
+    Where that is fp8, weights are rounded to fp8 and results to fp16: engines may do the former, and matrix units keep
+    no more than some 13 bits of a sum of fp8 products. ``options``: no approximations, but means of dropped blocks may
+    be asked for.
     """
     results = []
-    for dtype in (torch.float64, batch.q.dtype):
-        out = torch.full_like(batch.q, float("nan"), dtype=dtype)
+    is_fp8 = batch.q.dtype == FP8  # products of its elements are too large for fp16
+    eager = torch.float32 if is_fp8 else batch.q.dtype
+    for dtype, kept, weights in (
+        (torch.float64, torch.float64, None),
+        (eager, wide_dtype(batch.q.dtype), fp8_weights if is_fp8 else None),
+    ):
+        out = torch.full_like(batch.q, float("nan"), dtype=kept)
         lse = out.new_full((batch.num_heads, len(batch.q)), float("nan"))
-        attend(batch.q, batch.cache, index, out, batch.scale, lse, dtype, options)
+        attend(batch.q, batch.cache, index, out, batch.scale, lse, dtype, options, weights)
         results.append((out, lse))
     (out, lse), (eager_out, eager_lse) = results
     return Expected(out, lse, error_budget(eager_out, out), error_budget(eager_lse, lse))

@@ -72,7 +72,7 @@ def exact_masses(
             tiles = range(first, min(first + SLAB_TILES, end))
             num_keys = rows.tile_list[tiles[-1]].last_position + 1
             masses = torch.zeros(q.shape[1], len(tiles), num_keys, device=q.device)
-            flags = [[_tile_flags(index, i_tile) for i_tile in tiles] for index in indices]
+            flags = [[kept_keys(index, i_tile) for i_tile in tiles] for index in indices]
             starts = [0, *accumulate(rows.tile_list[i_tile].length_tokens for i_tile in tiles)]
             recalls = tuple(torch.empty(q.shape[1], starts[-1], device=q.device) for _ in indices)
             for kv_head in range(cache.num_kv_heads):
@@ -97,13 +97,18 @@ def tile_weights(q: torch.Tensor, keys: torch.Tensor, tile: Tile, heads: slice, 
     return scores.softmax(-1)
 
 
-def _tile_flags(index: SparseIndex, i_tile: int) -> torch.Tensor:
-    """Bool [num_heads, last_position + 1]: keys that the tile keeps, before the causal mask."""
+def kept_keys(index: SparseIndex, i_tile: int) -> torch.Tensor:
+    """Bool [num_heads, last_position + 1]: ``SparseIndex.tile_keys`` of all heads."""
     tile = index.rows.tile_list[i_tile]
+    num_keys = tile.last_position + 1
     blocks = _block_flags(index, range(i_tile, i_tile + 1), index.num_causal_blocks(tile))[:, 0]
-    keys = blocks.repeat_interleave(index.block_tokens, 1)[:, : tile.last_position + 1]
-    for head in range(index.num_heads) if index.has_stripes else ():
-        keys[head, index.stripes_of(head, i_tile)] = True
+    keys = blocks.repeat_interleave(index.block_tokens, 1)[:, :num_keys]
+    if longest := int(index.stripe_counts[:, i_tile].max()):
+        rank = torch.arange(longest, device=keys.device)
+        listed = rank < index.stripe_counts[:, i_tile, None]
+        places = (index.stripe_offsets[:, i_tile, None] + rank).clamp(max=len(index.stripe_positions) - 1)
+        positions = torch.where(listed, index.stripe_positions[places], num_keys).long()
+        keys = F.pad(keys, (0, 1)).scatter_(1, positions, True)[:, :num_keys]
     return keys
 
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_sparse_kernels.attend.flash import FlashAttention
+from vllm_sparse_kernels.paged import FP8
 
 STEP_TOKENS = 128
 
@@ -38,6 +39,10 @@ def paged_varlen(
     assert all(x.dtype == torch.int32 for x in (cu_seqlens_q, seqused_k, block_table)), "int32 expected"
     assert all(x.stride(-1) == 1 for x in (q, k, v, out, block_table)), "the last dimension must be contiguous"
     assert max(lengths) <= max_seqlen_k <= block_table.shape[1] * page_size, "more keys than announced, or than pages"
+    assert q.dtype == k.dtype == v.dtype, "queries, keys and values must be of one dtype"
+    assert out.dtype == (torch.bfloat16 if q.dtype == FP8 else q.dtype), (
+        "the result has q's dtype, bf16 where it is fp8"
+    )
     assert return_softmax_lse
     lse = torch.full((q.shape[1], len(q)), -math.inf, device=q.device)
     group = q.shape[1] // k.shape[2]
@@ -66,4 +71,4 @@ def _padded(x: torch.Tensor) -> torch.Tensor:
     return F.pad(x, (0, 0, 0, 0, 0, -len(x) % STEP_TOKENS))
 
 
-STAND_IN = FlashAttention(paged_varlen, dtypes=(torch.float32, torch.float16, torch.bfloat16))
+STAND_IN = FlashAttention(paged_varlen, dtypes=(torch.float32, torch.float16, torch.bfloat16, FP8))

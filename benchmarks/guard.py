@@ -1,0 +1,213 @@
+"""What the online guard costs beside the attention that it watches, and which errors it would see.
+
+    python -m benchmarks.guard [--captured FOLDER] [--method NAME:FIELD=VALUE] [--results docs/results/production.json]
+
+A check is what the guard does in one layer: FlashAttention for 128 queries over all of their keys (the chunk's last,
+which have most), the comparison of both outputs, and a copy of its sums to the host. It is timed beside FlashAttention
+and beside selection and attention of the whole chunk. The share at a rate is that of the attention alone: a step does
+more than attend, so the share of a step is less. What the host does for it is in the wall time of a check.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from vllm_sparse_backend.bench.card import Card, Run
+from vllm_sparse_backend.bench.data import Heads, captured_prompts, structured_prompts
+from vllm_sparse_backend.bench.methods import Layer, Prompt, layers_of, new_step
+from vllm_sparse_backend.bench.report import BenchError, Report, table_of
+from vllm_sparse_backend.bench.serve import CHUNK_TOKENS
+from vllm_sparse_backend.evaluate.capture import Capture
+from vllm_sparse_backend.serving.guard import PROBE_TOKENS, Guard
+from vllm_sparse_backend.settings.config import GuardConfig, SparsePrefillConfig
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_kernels import Rows
+from vllm_sparse_kernels.testing.batches import Batch
+
+COLUMNS = {
+    "context_len": "after",
+    "engine": "engine",
+    "dense_ms": "dense ms",
+    "sparse_ms": "sparse ms",
+    "check_ms": "check ms",
+    "check_wall_ms": "check, wall ms",
+    "share_of_dense": "check ÷ dense",
+    "share_at_rate": "rate × check ÷ sparse",
+    "error": "error",
+    "worst_layer": "worst layer",
+    "worst_queries": "worst 128",
+    "last_queries": "last 128",
+}
+
+
+class NoCounts:
+    """In place of a recorder."""
+
+    def count(self, name: str, labels: Mapping[str, object], amount: float = 1) -> None:
+        pass
+
+    def gauge(self, name: str, labels: Mapping[str, object], value: float) -> None:
+        pass
+
+
+@dataclass
+class Checked:
+    """A layer of a pass, and a check of its last queries."""
+
+    layer: Layer
+    dense: Run
+    exact: torch.Tensor
+    guard: Guard
+
+    @staticmethod
+    def of(layer: Layer, card: Card, guard: Guard) -> "Checked":
+        rows = layer.batch.rows
+        (query_len,), (context_len,) = rows.query_lens, rows.context_lens
+        number = min(PROBE_TOKENS, query_len)
+        last = Rows((0,), (number,), (context_len + query_len - number,), rows.block_table)
+        batch = Batch(layer.batch.q[-number:], layer.batch.cache, last, layer.batch.scale)
+        exact = torch.empty_like(batch.q)
+        return Checked(layer, card.dense(batch, exact), exact, guard)
+
+    def run(self) -> None:
+        self.dense()
+        self.guard.compare(0, self.layer.out[-len(self.exact) :], self.exact)
+
+
+def run_guard(
+    card: Card,
+    prompts: Sequence[Prompt],
+    plan: Plan,
+    contexts: Sequence[int],
+    query_len: int,
+    name: str,
+    report: Report,
+    budget_s: float = 2.0,
+) -> Iterator[dict[str, Any]]:
+    """A chunk after each context; yields each case as it is reported. ``name``: of method and data."""
+    settings = GuardConfig(bound=1e9)  # nothing trips here
+    for context_len in contexts:
+        engine, layers = _layers(card, prompts, plan, context_len, query_len)
+        outs = [torch.empty_like(layer.out) for layer in layers]
+        dense = [card.dense(layer.batch, out) for layer, out in zip(layers, outs, strict=True)]
+        for run, layer in zip(dense, layers, strict=True):
+            run()
+            layer.select()
+            layer.attend(card.engines[engine])
+        row: dict[str, Any] = {"what": name, "engine": engine, "context_len": context_len, "query_len": query_len}
+        row |= _errors([layer.out for layer in layers], outs)
+        guard = Guard(settings, NoCounts())  # type: ignore[arg-type]
+        checks = [Checked.of(layer, card, guard) for layer in layers]
+        row |= _times(card, engine, dense, checks, budget_s)
+        row["share_of_dense"] = row["check_ms"] / row["dense_ms"]
+        row["share_at_rate"] = settings.rate * row["check_ms"] / row["sparse_ms"]
+        report.add_case(row)
+        figure = f"guard, {name}, after {context_len:,}: share of sparse attention's time at rate {settings.rate:g}"
+        report.add_figure(figure, row["share_at_rate"], "share", "lower")
+        yield row
+
+
+def _layers(
+    card: Card, prompts: Sequence[Prompt], plan: Plan, context_len: int, query_len: int
+) -> tuple[str, list[Layer]]:
+    """The chunk for the engine that a server would take."""
+    for engine in card.engines.values():
+        layers = layers_of(prompts, plan, context_len, query_len, engine.name)
+        if all(layer.refusal(engine) is None for layer in layers):
+            return engine.name, layers
+    raise BenchError("no engine can attend over this plan's index here")
+
+
+def _times(card: Card, engine: str, dense: Sequence[Run], checks: Sequence[Checked], budget_s: float) -> dict[str, Any]:
+    """Per layer."""
+    layers, clear = [check.layer for check in checks], new_step([check.layer for check in checks])
+
+    def sparse(layer: Layer) -> Run:
+        def run() -> None:
+            layer.select()
+            layer.attend(card.engines[engine])
+
+        return run
+
+    def new_pass() -> None:
+        clear()
+        checks[0].guard.judge_arrived()
+
+    contestants = [
+        [("dense", run) for run in dense],
+        [("sparse", sparse(layer)) for layer in layers],
+        [("check", check.run) for check in checks],
+    ]
+    taken = card.spans_ms(contestants, new_pass, budget_s)
+    times = {f"{name}_ms": median(found) / len(layers) for name, found in taken.items()}
+    wall = card.wall_ms({"check": [check.run for check in checks]})["check"]
+    checks[0].guard.judge_arrived()
+    return times | {"check_wall_ms": median(wall)}
+
+
+def _errors(outs: Sequence[torch.Tensor], dense: Sequence[torch.Tensor]) -> dict[str, float]:
+    """Of 128 queries at a time, as the guard has them: means over layers and queries, the worst layer's, the worst."""
+    by_layer = [
+        [
+            float((a.float() - b.float()).norm() / b.float().norm())
+            for a, b in zip(out.split(PROBE_TOKENS), exact.split(PROBE_TOKENS), strict=True)
+        ]
+        for out, exact in zip(outs, dense, strict=True)
+    ]
+    means = [fmean(errors) for errors in by_layer]
+    return {
+        "error": fmean(means),
+        "worst_layer": max(means),
+        "worst_queries": max(map(max, by_layer)),
+        "last_queries": fmean(errors[-1] for errors in by_layer),
+    }
+
+
+def main(
+    captured: Annotated[
+        Path | None, typer.Option(help="Folder of `sparse-prefill bench capture`, in place of structured data.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="NAME or NAME:FIELD=VALUE,FIELD=VALUE; the server's default.")] = "",
+    contexts: Annotated[str, typer.Option(help="Cached tokens before the chunk, by comma.")] = "24576,122880",
+    chunk: Annotated[int, typer.Option(help="Tokens of a chunk.")] = CHUNK_TOKENS,
+    json_path: Annotated[Path | None, typer.Option("--json", help="File for all that was measured.")] = None,
+    results: Annotated[Path | None, typer.Option(help="List of figures to merge this run's into.")] = None,
+) -> None:
+    from vllm_sparse_backend.bench.asked import Asked
+
+    card, lengths, heads = Card(), [int(n) for n in contexts.split(",")], Heads()
+    if captured is None:
+        shape, data = heads.model(2), "structured"
+        prompts = structured_prompts(heads, max(lengths) + chunk, 2, card.device)
+    else:
+        found = Capture.open(captured)
+        copies = max(1, heads.num_heads // found.shape.num_heads)
+        prompts, data = captured_prompts(found, copies, card.device), found.model
+        shape = ModelShape(
+            "Captured", len(prompts), found.shape.num_heads * copies, found.shape.num_kv_heads * copies,
+            found.shape.head_dim,
+        )  # fmt: skip
+    asked = Asked.parse(method) if method else None
+    plan = asked.plan(shape, None) if asked else Plan.build(SparsePrefillConfig(), shape)
+    report = Report("guard", card.name, json_path, results, command_line(captured, method, contexts, chunk))
+    name = f"{asked or 'default'}, {data}"
+    rows = list(run_guard(card, prompts, plan, lengths, chunk, name, report))
+    Console(width=180).print(table_of(f"guard beside {card.dense_name}, {card.name}, {name}", COLUMNS, rows))
+
+
+def command_line(captured: Path | None, method: str, contexts: str, chunk: int) -> str:
+    """The command that measures the same elsewhere."""
+    parts = ["python -m benchmarks.guard", f"--contexts {contexts}", f"--chunk {chunk}"]
+    parts += [f"--captured {captured.name}"] if captured else []
+    return " ".join([*parts, *([f"--method {method}"] if method else [])])
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,172 @@
+"""Caches in fp8 through the backend: vLLM's bytes and scales, who may read them, and what warm-up meets."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from tests.backend.specialised import recorded_keys
+from tests.backend.test_startup import llama, served
+from tests.backend.test_warmup import (
+    HAS_CUDA,
+    SHAPE,
+    closest,
+    make_impls,
+    make_spec,
+    random_steps,
+    run_steps,
+    uncomputed,
+)
+from vllm_sparse_backend.serving import compat, compilations, engines, startup
+from vllm_sparse_backend.serving.arena import make_slab
+from vllm_sparse_backend.serving.impl import SparsePrefillImpl
+from vllm_sparse_backend.serving.warmup import rows_of, warm_up
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.reasons import Fallback
+from vllm_sparse_kernels.attend import FlashAttention
+from vllm_sparse_kernels.paged import FP8
+
+CPU = torch.device("cpu")
+Q_SCALE, K_SCALE, V_SCALE = 0.02, 0.05, 0.3
+PAGE_TOKENS = 16
+
+interpreted = pytest.mark.skipif(HAS_CUDA, reason="needs Triton's interpreter, whose kernels need no device")
+
+
+@pytest.fixture
+def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "IS_CPU", False)
+    monkeypatch.setattr(compat, "DEVICE_TYPE", "cuda")
+    monkeypatch.setattr(compat, "reads_fp8", lambda: True)
+
+
+def scaled_layer(**changes: Any) -> Any:
+    """As much of vLLM's Attention as says what elements of a cache count."""
+    scales = {"_q_scale_float": Q_SCALE, "_k_scale_float": K_SCALE, "_v_scale_float": V_SCALE}
+    return SimpleNamespace(**(scales | changes))
+
+
+def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return (x / scale).clamp(-448, 448).to(FP8)
+
+
+@interpreted
+def test_a_layer_attends_to_what_vllm_has_written(as_on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``forward`` with queries in fp8 and a cache of bytes, against softmax over what they count."""
+    impls = make_impls("dense", {}, CPU)
+    seq_len, query_len, num_pages = 150, 70, 12
+    heads, kv_heads, dim = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(seq_len, n, dim, generator=generator) for n in (heads, kv_heads, kv_heads))
+    q = rounded(q[-query_len:], Q_SCALE)
+    # As vLLM has it: [pages, kv heads, tokens, keys beside values] of bytes, tokens before heads in memory.
+    physical = torch.zeros(num_pages, PAGE_TOKENS, kv_heads, 2 * dim, dtype=torch.uint8)
+    table = torch.randperm(num_pages, generator=generator)[: -(-seq_len // PAGE_TOKENS)].int()
+    positions = torch.arange(seq_len)
+    written = torch.cat((rounded(k, K_SCALE), rounded(v, V_SCALE)), -1).view(torch.uint8)
+    physical[table[positions // PAGE_TOKENS].long(), positions % PAGE_TOKENS] = written
+    slab = make_slab(rows_of([(seq_len - query_len, query_len)]), table[None])
+    out = torch.full((query_len, heads, dim), float("nan"), dtype=torch.float16)
+    impl = impls[0]
+    metadata = SimpleNamespace(sparse=SimpleNamespace(delegated=(), slabs=(slab,)))
+    monkeypatch.setattr(impl.recorder, "count_pairs", lambda *_: None)
+    SparsePrefillImpl.forward(impl, scaled_layer(), q, None, None, physical.transpose(1, 2), metadata, out)
+
+    group = heads // kv_heads
+    exact_q, exact_k, exact_v = (
+        x.float() * scale for x, scale in ((q, Q_SCALE), (rounded(k, K_SCALE), K_SCALE), (rounded(v, V_SCALE), V_SCALE))
+    )
+    scores = torch.einsum("qhd,khd->hqk", exact_q, exact_k.repeat_interleave(group, 1)) * impl.scale
+    scores.masked_fill_(positions > positions[-query_len:, None], -torch.inf)
+    expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), exact_v.repeat_interleave(group, 1))
+    torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=2e-3)
+
+
+def test_other_caches_count_what_they_are(as_on_hopper: None) -> None:
+    cache = compat.paged_cache(torch.zeros(2, 1, 16, 64, dtype=torch.bfloat16), 32)
+    assert compat.with_scales(cache, scaled_layer()) is cache
+
+
+def test_scales_are_read_anew(as_on_hopper: None) -> None:
+    """vLLM may load weights again, and with them scales."""
+    cache = compat.paged_cache(torch.zeros(2, 1, 16, 64, dtype=torch.uint8), 32)
+    assert cache.keys.dtype == cache.values.dtype == FP8
+    one, other = (compat.with_scales(cache, layer) for layer in (scaled_layer(), scaled_layer(_v_scale_float=2.0)))
+    assert (one.score_scale, one.value_scale) == (Q_SCALE * K_SCALE, V_SCALE)
+    assert other.value_scale == 2.0
+
+
+def test_servers_that_read_fp8_start(as_on_hopper: None) -> None:
+    startup.check(served(llama(), cache={"cache_dtype": "fp8"}))
+    startup.check(served(llama(), cache={"cache_dtype": "fp8_e4m3"}))
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "scheme", "reason"),
+    [
+        ("fp8_e5m2", None, Fallback.QUANTISED_CACHE),
+        ("nvfp4", None, Fallback.QUANTISED_CACHE),
+        ("fp8", {"strategy": "attn_head", "num_bits": 8}, Fallback.HEAD_SCALES),
+    ],
+)
+def test_servers_that_do_not_say_why(as_on_hopper: None, cache_dtype: str, scheme: Any, reason: Fallback) -> None:
+    config = served(llama(), cache={"cache_dtype": cache_dtype})
+    config.quant_config = SimpleNamespace(kv_cache_scheme=scheme)
+    with pytest.raises(ConfigurationError) as error:
+        startup.check(config)
+    assert reason.explain in str(error.value)
+
+
+def test_scales_of_a_whole_layer_are_read(as_on_hopper: None) -> None:
+    config = served(llama(), cache={"cache_dtype": "fp8"})
+    config.quant_config = SimpleNamespace(kv_cache_scheme={"strategy": "tensor", "num_bits": 8})
+    startup.check(config)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("method", "params", "engine"),
+    [("sale", {"block_means": True}, "flash"), ("anchor_attention", {}, "flash"), ("vertical_slash", {}, "portable")],
+)
+def test_warm_up_meets_every_kernel(
+    as_on_hopper: None, method: str, params: dict[str, Any], engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(compat, "flash_attention", lambda: FlashAttention.of_version(3, uncomputed))
+    monkeypatch.setattr(engines, "expected_attention", lambda batch, index, options: None)
+    monkeypatch.setattr(engines, "failure", lambda *_: None)
+    impls = make_impls(method, params, CPU, engine=engine)
+    for impl in impls:
+        impl.out_dtype = torch.bfloat16
+    spec = make_spec(128)
+    spec.dtype = torch.uint8
+    with recorded_keys(monkeypatch) as warm:
+        warm_up(impls, spec, CPU, engine)
+    with recorded_keys(monkeypatch) as steps:
+        run_steps(impls, 128, random_steps(seed=5, number=8), CPU, in_fp8=True)
+    assert {impl.engine.name for impl in impls} == {engine}
+    assert any("fp8" in key for _, key in steps)
+    assert not (late := steps - warm), closest(late, warm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["auto", "portable"])
+@pytest.mark.parametrize("method", ["anchor_attention", "sale", "share_prefill", "sparge_attn", "vertical_slash"])
+def test_nothing_compiles_after_warm_up_on_a_gpu(method: str, engine: str) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    device, spec = torch.device("cuda", 0), make_spec(128)
+    spec.dtype = torch.uint8
+    impls = make_impls(method, {"cluster": 0} if method == "share_prefill" else {}, device, engine=engine)
+    for impl in impls:
+        impl.out_dtype = torch.bfloat16
+    with set_current_vllm_config(VllmConfig()):  # FlashAttention's backend asks it for the cache's layout
+        warm_up(impls, spec, device, engine)
+    assert {impl.engine.name for impl in impls} == {"flash" if engine == "auto" else engine}
+    before = dict(compilations.listener().counts)
+    run_steps(impls, 128, random_steps(seed=1, number=40), device, in_fp8=True)
+    torch.cuda.synchronize()
+    assert compilations.listener().counts == before

@@ -1,0 +1,396 @@
+"""The online guard: it sees what sparse attention loses, acts on it after a while, takes it back, and never waits.
+
+Steps are those of one long row after another, made so that queries look either near or far back: A-shape with tiny
+windows is right on the former and starves on the latter.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from vllm.platforms import current_platform
+
+from tests.backend.served import PAGE_TOKENS, Step, make_builder, make_common, make_layers, make_step
+from vllm_sparse_backend.serving import guard as guards
+from vllm_sparse_backend.serving.arena import Row, make_slab
+from vllm_sparse_backend.serving.guard import MOST_DOUBLINGS, RECOVERY_SHARE, Check, Guard, pick_queries
+from vllm_sparse_backend.serving.step import SparseStep
+from vllm_sparse_backend.settings.config import GuardConfig, load_config
+from vllm_sparse_backend.settings.reasons import Fallback
+
+needs_cpu_build = pytest.mark.skipif(not current_platform.is_cpu(), reason="needs vLLM's CPU build")
+
+MIN_TOKENS = 120
+LONG = ((320, 200),)
+MIXED = ((333, 150), (40, 1), (0, 63), (1, 200), (100, 131), (0, 1), (701, 40), (64, 1), (31, 64))
+TINY = {"method": "a_shape", "params": {"sink_tokens": 16, "local_tokens": 64}}
+SETTINGS = [
+    ("a_shape", TINY["params"]),
+    ("share_prefill", {"gamma": 0.5, "cluster": 0, "max_sparsity": 2.0, "max_distance": 2.0}),
+]
+COMMON = {"min_tokens": MIN_TOKENS, "min_query_tokens": 1}
+FAR = slice(140, 144)
+"""Past the block of 128 with A-shape's first keys, and before those around its window."""
+
+
+class Told:
+    """In a recorder's place."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[str, int]] = Counter()
+        self.gauges: dict[tuple[str, int], float] = {}
+
+    def count(self, name: str, labels: dict[str, Any], amount: float = 1) -> None:
+        self.counts[name, labels["layer"]] += amount
+
+    def gauge(self, name: str, labels: dict[str, Any], value: float) -> None:
+        self.gauges[name, labels["layer"]] = value
+
+
+def make_guard(**settings: Any) -> tuple[Guard, Told]:
+    told = Told()
+    return Guard(GuardConfig(**settings), told), told  # type: ignore[arg-type]
+
+
+def see(guard: Guard, layer: int, *errors: float) -> None:
+    """Checks of two heads, each with that error."""
+    for error in errors:
+        dense = torch.ones(3, 2, 8)
+        guard.compare(layer, dense * (1 + error), dense)
+        guard.judge_arrived()
+
+
+class TestWhatIsChecked:
+    @pytest.mark.parametrize(("rate", "period"), [(1.0, 1), (0.1, 10), (0.05, 20), (0.3, 3), (0.7, 1)])
+    def test_each_layer_once_a_period(self, rate: float, period: int) -> None:
+        guard, _ = make_guard(rate=rate)
+        due = [guard.due(range(6), step) for step in range(40 * period)]
+        for start in range(0, len(due), period):
+            assert Counter(layer for layers in due[start : start + period] for layer in layers) == dict.fromkeys(
+                range(6), 1
+            )
+
+    def test_chunks_of_prompts_cannot_fall_in_step_with_it(self) -> None:
+        """Nor do layers with each other: each place of a period is met by each layer, and pairs of layers part."""
+        guard, _ = make_guard()
+        due = [guard.due(range(32), step) for step in range(2000)]
+        steps = {layer: [step for step, layers in enumerate(due) if layer in layers] for layer in range(32)}
+        for layer, found in steps.items():
+            places = Counter(step % 10 for step in found)
+            assert len(places) == 10, layer
+            assert max(places.values()) < 45, layer
+        assert sum(map(len, due)) == 32 * 200
+        assert max(map(len, due)) <= 12
+        assert len({tuple(found) for found in steps.values()}) == 32
+
+    def test_workers_agree(self) -> None:
+        first, second = make_guard()[0], make_guard()[0]
+        assert [first.due(range(8), s) for s in range(99)] == [second.due({*range(8)}, s) for s in range(99)]
+        assert [guards.mixed(i, 5) % 10 for i in range(8)] == [9, 6, 4, 8, 6, 1, 4, 1]
+
+    def test_any_queries_of_any_row(self) -> None:
+        rows = [Row(0, 7, 300, 50), Row(1, 307, 20, 400), Row(2, 400, 128, 0)]
+        slabs = [make_slab(rows[:2]), make_slab(rows[2:])]
+        found = Counter((tokens.start, tokens.stop) for tokens in (pick_queries(s, slabs) for s in range(500)))
+        # Where a row ends within a tile, the tile before lends it queries.
+        assert set(found) == {(7, 135), (135, 263), (179, 307), (307, 327), (400, 528)}
+        assert min(found.values()) > 70
+
+
+class TestJudgement:
+    def test_patience(self, lines: list[str]) -> None:
+        guard, told = make_guard(bound=0.2, patience=3)
+        see(guard, 4, 0.3, 0.3, 0.1, 0.21, 0.3, 0.19, 0.3, 0.3)
+        (started,) = lines
+        assert "checks each layer once in 10 steps with sparse rows" in started
+        assert guard.dense_layers == frozenset()
+        see(guard, 4, 0.4)
+        assert guard.dense_layers == {4}
+        _, line = lines
+        assert "layer 4 runs dense from now on" in line
+        assert Fallback.GUARD.explain in line
+        assert "3 checks in a row, bound 0.2, errors 0.300, 0.300, 0.400" in line
+        see(guard, 4, 0.4, 0.4, 0.4, 0.4)
+        assert len(lines) == 2
+        assert told.counts == {("guard_checks", 4): 13, ("guard_trips", 4): 1}
+        lately = (0.21 + 0.3 + 0.19 + 0.3 + 0.3 + 5 * 0.4) / 10
+        assert told.gauges == {("guard_error", 4): pytest.approx(lately), ("guard_dense", 4): 1}
+
+    def test_layers_are_judged_apart(self) -> None:
+        guard, _ = make_guard(bound=0.2, patience=2)
+        for layer in (1, 2, 1):
+            see(guard, layer, 0.3)
+        assert guard.dense_layers == {1}
+
+    def test_back_with_hysteresis(self, lines: list[str]) -> None:
+        guard, told = make_guard(bound=0.2, patience=1, recover=3)
+        good, between = 0.2 * RECOVERY_SHARE * 0.99, 0.2 * 0.95
+        see(guard, 0, 0.3, good, good, between, good, good)
+        assert guard.dense_layers == {0}
+        see(guard, 0, good)
+        assert guard.dense_layers == frozenset()
+        assert "layer 0 goes sparse again" in lines[-1]
+        assert told.gauges["guard_dense", 0] == 0
+        see(guard, 0, between, between, between)
+        assert guard.dense_layers == frozenset()
+        for trip in range(1, 10):  # each time it takes twice as long
+            see(guard, 0, 0.3)
+            needed = 3 * 2 ** min(trip, MOST_DOUBLINGS)
+            see(guard, 0, *[good] * (needed - 1))
+            assert guard.dense_layers == {0}
+            see(guard, 0, good)
+            assert guard.dense_layers == frozenset()
+        assert len(lines) == 21
+
+    def test_errors_are_of_all_heads_together(self, lines: list[str]) -> None:
+        """Heads with small outputs count for little, as they do in what follows attention; the log names the worst."""
+        guard, told = make_guard(bound=0.05, patience=1)
+        dense = torch.randn(128, 3, 8) * torch.tensor([1.0, 2.0, 0.01])[:, None]
+        sparse = dense + torch.randn_like(dense) * torch.tensor([0.1, 0.1, 0.01])[:, None]
+        guard.compare(7, sparse, dense)
+        guard.judge_arrived()
+        expected = float((sparse - dense).norm() / dense.norm())
+        assert told.gauges["guard_error", 7] == pytest.approx(expected, rel=1e-5)
+        worst = float((sparse - dense)[:, 2].norm() / dense[:, 2].norm())
+        assert f"head 2 had {worst:.2f} in the last" in lines[1]
+
+    def test_what_is_no_number_is_too_much(self) -> None:
+        guard, told = make_guard(patience=2)
+        dense = torch.ones(3, 2, 8)
+        for sparse in (dense * float("nan"), dense * float("inf")):
+            guard.compare(3, sparse, dense)
+        guard.judge_arrived()
+        assert guard.dense_layers == {3}
+        assert told.gauges["guard_error", 3] == 1
+
+    def test_outputs_of_zero(self) -> None:
+        guard, told = make_guard(patience=1)
+        zero = torch.zeros(3, 2, 8)
+        guard.compare(0, zero, zero)
+        guard.judge_arrived()
+        assert told.gauges == {("guard_error", 0): 0, ("guard_dense", 0): 0}
+        guard.compare(0, zero + 1e-3, zero)
+        guard.judge_arrived()
+        assert guard.dense_layers == {0}
+
+
+class TestNothingWaits:
+    def test_comparing_reads_nothing(self) -> None:
+        """Tensors without contents: whatever asked for one would raise."""
+        guard, _ = make_guard()
+        outputs = torch.empty(2, 128, 4, 32, dtype=torch.bfloat16, device="meta")
+        guard.compare(0, *outputs)
+        assert guard._checks[0].sums.shape == (2, 4)
+
+    def test_what_has_not_arrived_is_left_alone(self) -> None:
+        guard, told = make_guard()
+        events = [SimpleNamespace(query=lambda: True), SimpleNamespace(query=lambda: False)]
+        guard._checks += [Check(i, torch.ones(2, 4), event) for i, event in enumerate(events)]  # type: ignore[arg-type]
+        guard._checks.append(Check(2, torch.ones(2, 4), events[0]))  # type: ignore[arg-type]
+        guard.judge_arrived()
+        assert set(told.counts) == {("guard_checks", 0)}
+        events[1].query = lambda: True
+        guard.judge_arrived()
+        assert told.counts == {("guard_checks", layer): 1 for layer in range(3)}
+
+    @needs_cpu_build
+    def test_queries_are_cut_out_of_a_batch_by_lengths_of_the_host(self, configured: Callable[..., Any]) -> None:
+        config = configured(**TINY, **COMMON, guard={})
+        builder = make_builder(config, make_layers(config, [0]))
+        common = make_common(MIXED)
+        on_device = {
+            name: getattr(common, name).to("meta")
+            for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
+        }
+        start = 150 + 1 + 63
+        part = builder._part_of(make_common(MIXED, **on_device), slice(3, 4), slice(start + 30, start + 158))
+        assert part.query_start_loc_cpu.tolist() == [0, 128]
+        assert (part.num_actual_tokens, part.max_query_len, part.max_seq_len) == (128, 128, 159)
+        assert part.seq_lens_cpu_upper_bound.tolist() == [159]
+
+    @pytest.mark.gpu
+    def test_on_a_gpu_torch_sees_no_wait(self) -> None:
+        guard, told = make_guard()
+        sparse, dense = torch.randn(2, 128, 32, 128, dtype=torch.bfloat16, device="cuda")
+        guard.compare(0, sparse, dense)  # what is allocated for the first time may wait
+        torch.cuda.synchronize()
+        guard.judge_arrived()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for layer in range(50):
+                guard.compare(layer, sparse, dense)
+                guard.judge_arrived()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        guard.judge_arrived()
+        expected = float((sparse.double() - dense.double()).norm() / dense.double().norm())
+        found = [told.gauges["guard_error", layer] for layer in range(50)]
+        assert found == [pytest.approx(expected, rel=1e-3)] * 50
+
+
+def look(step: Step, layer: Any, far: bool) -> Step:
+    """The step with queries and keys that make every query of a long row look near, or at a few keys far back."""
+    for row, (context_len, query_len) in enumerate(step.lengths):
+        positions = torch.arange(context_len + query_len).float()
+        angles = positions[:, None] * torch.tensor([0.8 * 0.6**i for i in range(8)])
+        places = torch.cat([angles.cos(), angles.sin()], 1) * 4
+        keys = torch.zeros_like(step.keys[row])
+        keys[:, :, :16] = places[:, None]
+        query = step.query[step.tokens(row)]
+        query *= 0
+        query[:, :, :16] = 0 if far else places[context_len:, None]
+        keys[FAR, :, 20], query[:, :, 20] = 8, 8 if far else 0
+        slots = step.common.block_table_tensor[row, positions.long() // PAGE_TOKENS].long() * PAGE_TOKENS
+        layer.impl.do_kv_cache_update(
+            layer, keys, step.values[row], step.kv_cache, slots + positions.long() % PAGE_TOKENS
+        )
+        step.keys[row] = keys
+    return step
+
+
+def serve(builder: Any, layers: Sequence[Any], step: Step, number: int) -> list[list[bool]]:
+    """So many steps, of which layers that are not looked at are left out; by step, which layers run dense."""
+    dense = []
+    for _ in range(number):
+        metadata = builder.build(0, step.common)
+        dense.append([metadata.sparse.is_dense(layer.impl.layer) for layer in layers])
+        for layer in layers:
+            if metadata.sparse.is_probed(layer.impl.layer):
+                step.forward(layer, metadata)
+    return dense
+
+
+@needs_cpu_build
+class TestForward:
+    def test_errors_reach_the_metrics(self, configured: Callable[..., Any]) -> None:
+        """By the names that the worker's recorder knows."""
+        config = configured(**TINY, **COMMON, guard={"patience": 1})
+        layers = make_layers(config, [0])
+        guard = make_builder(config, layers).guard
+        see(guard, 0, 0.1, 2.0)
+        assert guard.dense_layers == {0}
+
+    def test_off_unless_given(self, configured: Callable[..., Any]) -> None:
+        assert load_config({}).guard is None
+        config = configured(**TINY, **COMMON)
+        layers = make_layers(config, [0])
+        step = make_builder(config, layers).build(0, make_step(layers[0], LONG).common).sparse
+        assert (step.probe, step.dense_layers, layers[0].impl.guard) == (None, frozenset(), None)
+
+    def test_queries_are_compared_with_vllms_attention(
+        self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whichever queries of whichever row: bitwise what the output holds, and what vLLM makes of the whole batch."""
+        config = configured(**TINY, **COMMON, guard={"rate": 1.0})
+        (layer,) = layers = make_layers(config, [2])
+        builder = make_builder(config, layers)
+        step, seen = make_step(layer, MIXED), []
+        monkeypatch.setattr(layer.impl.guard, "compare", lambda *arguments: seen.append(arguments))
+        dense, rows, off = step.delegated(layer, builder), set(), []
+        for _ in range(6):
+            metadata = builder.build(0, step.common)
+            out = step.forward(layer, metadata)
+            tokens, ((number, sparse, exact),) = metadata.sparse.probe.run.tokens, seen
+            assert number == 2
+            assert torch.equal(sparse, out[tokens])
+            torch.testing.assert_close(exact, dense[tokens], rtol=0, atol=2e-6)
+            off.append(float((sparse - exact).norm() / exact.norm()))
+            rows.add(metadata.sparse.probe.run.rows.start)
+            seen.clear()
+        assert max(off) > 0.1
+        assert len(rows) > 1
+        assert rows <= {0, 3, 4, 6}
+
+    @pytest.mark.parametrize(("method", "params"), SETTINGS)
+    def test_outputs_are_what_they_are_without_it(
+        self, configured: Callable[..., Any], method: str, params: dict[str, Any]
+    ) -> None:
+        outputs = []
+        for settings in ({}, {"guard": {"rate": 1.0, "bound": 100.0}}):
+            config = configured(method=method, params=params, **COMMON, **settings)
+            layers = make_layers(config, [0, 1])
+            builder, step = make_builder(config, layers), make_step(layers[0], MIXED)
+            metadata = builder.build(0, step.common)
+            assert (metadata.sparse.probe is not None) == bool(settings)
+            outputs.append([step.forward(layer, metadata) for layer in layers])
+        assert all(torch.equal(without, guarded) for without, guarded in zip(*outputs))
+
+    def test_a_starved_layer_is_caught_and_a_good_one_never_trips(
+        self, configured: Callable[..., Any], tmp_path: Path, lines: list[str]
+    ) -> None:
+        """With default settings, within 100 steps: of two layers on the same queries the one that keeps too little."""
+        profile = tmp_path / "starved.yaml"
+        profile.write_text(
+            "format: 1\nmodel: any\ndefault: {method: vertical_slash, vertical_tokens: 40, slash_tokens: 104}\n"
+            'layers:\n  "1": {default: {method: a_shape, sink_tokens: 16, local_tokens: 64}}\n'
+        )
+        config = configured(profile=str(profile), **COMMON, guard={})
+        layers = good, starved = make_layers(config, [0, 1])
+        builder = make_builder(config, layers)
+        step = look(make_step(good, LONG), good, far=True)
+        told = starved.impl.guard.recorder = Told()
+        dense = serve(builder, layers, step, 100)
+        assert not any(of_good for of_good, _ in dense)
+        caught = [of_starved for _, of_starved in dense].index(True)
+        assert caught <= 40
+        assert [of_starved for _, of_starved in dense] == [False] * caught + [True] * (100 - caught)
+        (line,) = (line for line in lines if "from now on" in line)
+        assert line.startswith("sparse-prefill: layer 1 runs dense")
+        metadata = builder.build(0, step.common)
+        assert torch.equal(step.forward(starved, metadata), step.delegated(starved, builder))
+        assert not torch.equal(step.forward(good, metadata), step.delegated(good, builder))
+        assert told.counts == {("guard_checks", 0): 10, ("guard_checks", 1): 10, ("guard_trips", 1): 1}
+        assert (told.gauges["guard_dense", 0], told.gauges["guard_dense", 1]) == (0, 1)
+        assert told.gauges["guard_error", 0] < 0.1 < 0.5 < told.gauges["guard_error", 1]
+
+    def test_settings_that_fit_the_data_never_trip(self, configured: Callable[..., Any]) -> None:
+        """The same windows that starve on queries that look far."""
+        config = configured(**TINY, **COMMON, guard={"rate": 0.5})
+        (layer,) = layers = make_layers(config, [0])
+        builder = make_builder(config, layers)
+        step = look(make_step(layer, LONG), layer, far=False)
+        assert not any(dense for (dense,) in serve(builder, layers, step, 100))
+        assert not torch.equal(step.forward(layer, builder.build(0, step.common)), step.delegated(layer, builder))
+
+    def test_it_comes_back_as_soon_as_it_would_be_right_again(
+        self, configured: Callable[..., Any], lines: list[str]
+    ) -> None:
+        """While dense its sparse output is measured all the same, and that alone: outputs stay vLLM's."""
+        config = configured(**TINY, **COMMON, guard={"rate": 0.5, "recover": 4})
+        (layer,) = layers = make_layers(config, [0])
+        builder = make_builder(config, layers)
+        far, near = (look(make_step(layer, LONG), layer, far=far) for far in (True, False))
+        assert serve(builder, layers, far, 30)[-1] == [True]
+        exact = near.delegated(layer, builder)
+        steps = []
+        for _ in range(20):
+            metadata = builder.build(0, near.common)
+            steps.append(metadata.sparse.is_dense(0))
+            assert torch.equal(near.forward(layer, metadata), exact) == steps[-1]
+        assert steps == [True] * (back := steps.index(False)) + [False] * (20 - back)
+        assert 6 <= back <= 9
+        assert "layer 0 goes sparse again (4 checks in a row, bound 0.3" in lines[-1]
+
+    def test_steps_without_sparse_rows_are_not_counted(self, configured: Callable[..., Any]) -> None:
+        config = configured(**TINY, **COMMON, guard={"rate": 0.5})
+        builder = make_builder(config, make_layers(config, [0]))
+        for lengths in ([(300, 1)], [(0, 100)], [(0, 400)], [(5, 1)], [(0, 400)]):
+            builder.build(0, make_common(lengths))
+        assert builder.sparse_steps == 2
+
+    def test_groups_of_layers_share_one(self, configured: Callable[..., Any]) -> None:
+        config = configured(**TINY, **COMMON, guard={})
+        layers = make_layers(config, [0, 1])
+        builders = [make_builder(config, [layer]) for layer in layers]
+        assert builders[0].guard is builders[1].guard is layers[0].impl.guard is layers[1].impl.guard
+        builders[0].guard.dense_layers = frozenset({0, 1})
+        steps: list[SparseStep] = [builder.build(0, make_common([(0, 400)])).sparse for builder in builders]
+        assert [step.dense_layers for step in steps] == [{0}, {1}]

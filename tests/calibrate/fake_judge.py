@@ -1,0 +1,54 @@
+"""A judge of heads whose figures are given as functions of the method."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from vllm_sparse_backend.calibrate.measure import Figures
+from vllm_sparse_kernels.select.base import Method
+from vllm_sparse_kernels.select.dense import Dense
+
+Curve = Callable[[Method], Figures]
+
+
+class FakeJudge:
+    """``curves[i]`` says what comes of a method of head i; ``passes`` are the methods of each pass so far."""
+
+    layer = 0
+    timed = True
+
+    def __init__(self, *curves: Curve) -> None:
+        self.curves = curves
+        self.num_heads = len(curves)
+        self.passes: list[list[Method]] = []
+
+    def judge(self, methods: Sequence[Method]) -> list[Figures]:
+        assert len(methods) == self.num_heads
+        self.passes.append(list(methods))
+        return [curve(method) for curve, method in zip(self.curves, methods, strict=True)]
+
+    def judged(self, head: int) -> dict[Method, Figures]:
+        """All that this head was judged under, and what came of it."""
+        return {methods[head]: self.curves[head](methods[head]) for methods in self.passes}
+
+
+def figures(error: float, density: float, worst: float | None = None, time_ms: float | None = None) -> Figures:
+    """Where not given, the worst queries are as the mean, and time is by kept pairs."""
+    worst, time_ms = error if worst is None else worst, density if time_ms is None else time_ms
+    return Figures(error=error, worst=worst, l2=error, density=density, time_ms=time_ms)
+
+
+def of(setting: Callable[[Method], float], error: Callable[[float], float], density: Callable[[float], float]) -> Curve:
+    """Error and density by one number of a method; dense loses nothing."""
+
+    def curve(method: Method) -> Figures:
+        if isinstance(method, Dense):
+            return figures(0.0, 1.0)
+        number = setting(method)
+        return figures(error(number), density(number))
+
+    return curve
+
+
+def most_passes(num_settings: int) -> int:
+    """Of a bisection."""
+    return math.ceil(math.log2(num_settings + 1))

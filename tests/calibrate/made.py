@@ -1,0 +1,64 @@
+"""Captures of structured heads, without a model: of a layer each kind of head has its part."""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_sparse_backend.calibrate.job import Job
+from vllm_sparse_backend.calibrate.judge import Served
+from vllm_sparse_backend.calibrate.prompts import PromptSet
+from vllm_sparse_backend.evaluate.capture import Capture, LayerTensors, begin_capture, finish_capture, held_capture
+from vllm_sparse_kernels.testing.structured import structured
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 32
+
+
+def model_folder(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"], "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class StructuredCapturer:
+    """A ``Capturer`` whose layers are made of the prompt's tokens; ``captured`` are the folders it wrote."""
+
+    def __init__(self, left_out: Sequence[int] = ()) -> None:
+        self.left_out, self.captured = left_out, []
+
+    def __call__(self, model: Path, prompts: Sequence[Sequence[int]], folders: Sequence[Path]) -> list[Capture]:
+        return [self.capture(model, ids, folder) for ids, folder in zip(prompts, folders, strict=True)]
+
+    def capture(self, model: Path, ids: Sequence[int], folder: Path) -> Capture:
+        if (held := held_capture(model, ids, folder)) is not None:
+            return held
+        made = begin_capture(model, ids, folder)
+        for layer in range(LAYERS):
+            if layer in self.left_out:
+                made.left_out[layer] = "a sliding window"
+                continue
+            seed = random.Random(f"{layer}/{ids[:8]}").getrandbits(32)
+            of = structured(len(ids), 0, HEADS, KV_HEADS, HEAD_DIM, seed=seed)
+            made.add(layer, LayerTensors(of.q, of.k, of.v), of.scale)
+        finish_capture(made)
+        self.captured.append(folder.name)
+        return made
+
+
+def random_prompts(count: int, num_tokens: int, seed: int) -> PromptSet:
+    rng = random.Random(seed)
+    return PromptSet(tuple(tuple(rng.randrange(1000) for _ in range(num_tokens)) for _ in range(count)))
+
+
+def make_job(folder: Path, num_tokens: int = 500, num_prompts: int = 1, **changes: object) -> Job:
+    """Of 128-token chunks, the first 100 positions dense; one prompt unless told, and one held out."""
+    fields = {
+        "model": model_folder(folder.parent / "model"), "prompts": random_prompts(num_prompts, num_tokens, 1),
+        "held_out": random_prompts(1, num_tokens, 2), "served": Served(128, 100), "folder": folder,
+        "capturer": StructuredCapturer(),
+    } | changes  # fmt: skip
+    return Job(**fields)

@@ -1,0 +1,104 @@
+"""`sparse-prefill profile best` and its like: from a model's folder to a profile that a server would take."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.calibrate.made import HEADS, LAYERS, make_job, model_folder
+from vllm_sparse_backend.bench.report import write_json
+from vllm_sparse_backend.calibrate.clustered import cluster
+from vllm_sparse_backend.cli import app
+from vllm_sparse_backend.demo.model import bundled_model
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.profile import load_profile
+from vllm_sparse_kernels.select.share_prefill import SharePrefill
+
+NEEDLE = bundled_model()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(4):
+        lines = [f"def part_{i}_{n}(x):\n    return x + {n * 7919}\n" for n in range(80)]
+        (folder / f"{i}.py").write_text("".join(lines))
+    return folder
+
+
+def command(*words: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["profile", *map(str, words)], env={"COLUMNS": "200"})
+    return result.exit_code, " ".join(result.output.split())
+
+
+def test_best_of_a_model_from_its_folder(text, tmp_path):
+    pytest.importorskip("transformers", reason="capturing needs transformers, which comes with vLLM")
+    out = tmp_path / "needle.yaml"
+    words = [
+        "best", NEEDLE, "--out", out, "--text", text, "--kinds", "retrieval", "--tokens", 300, "--count", 1,
+        "--chunk", 128, "--min-tokens", 64, "--device", "cpu", "--ladders", "sparge_attn", "--no-means",
+        "--level", "fast=0.3:1.5", "--seed", 5,
+    ]  # fmt: skip
+    code, said = command(*words)
+    assert code == 0, said
+    assert "fast: error 0.3, worst 1.5; density" in said
+    assert "on held-out prompts: heads within bound" in said
+    assert f"Written to {out}" in said
+    profile = load_profile(out)
+    profile.check_model(ModelShape.from_folder(NEEDLE))
+    assert (profile.level, profile.min_tokens, profile.provenance.seed) == ("fast", 64, 5)
+    assert profile.provenance.density < 1
+    assert not list(tmp_path.glob("*.work/prompts-0"))
+    code, said = command(*words)
+    assert code == 1
+    assert said.endswith(f"--out {out}: exists already: name another file, or delete it")
+    # What was judged is known: the same again takes no capture, and has the same bytes.
+    again = tmp_path / "again.yaml"
+    code, said = command(*words[:3], again, *words[4:], "--work", tmp_path / "needle.work")
+    assert code == 0, said
+    assert again.read_bytes() == out.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["best", "--level", "high=x"], "--level: given 'high=x', expected NAME=ERROR:WORST, such as high=0.05:0.4"),
+        (["best", "--level", "good=1"], "--level good=1: given 'good', expected one of fast, high"),
+        (["best", "--level", "high=0:1"], "--level: given 'high=0:1', expected errors above 0, and each level once"),
+        (["best", "--ladders", "sales"], "--ladders: given 'sales', expected one of"),
+        (["best", "--kinds", "hop"], "--kinds: given 'hop', expected one of hops, repeats, retrieval"),
+        (["best", "--through", "vlm"], "--through: given 'vlm', expected one of transformers, vllm"),
+        (["search", "--tensor-parallel-size", "2"], "--tensor-parallel-size: needs --through vllm"),
+        (["calibrate", "--method", "sage"], "--method: given 'sage', expected one of"),
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be_are_refused_before_anything_runs(words, problem, text, tmp_path):
+    pytest.importorskip("transformers", reason="tokenizers are read with transformers, which comes with vLLM")
+    name, *rest = words
+    given = ("--out", tmp_path / "out.yaml", "--text", text, "--tokens", 1024, "--count", 1, "--device", "cpu")
+    code, said = command(name, NEEDLE, *given, *rest)
+    assert code == 1
+    assert problem in said
+    assert not (tmp_path / "out.yaml").exists()
+
+
+def test_clusters_with_a_threshold_that_holds(tmp_path):
+    job = make_job(tmp_path / "work", num_tokens=300, seed=1)
+    # As a run that was broken off left them: all heads alike.
+    write_json(job.folder / "clusters-16-1000.json", [[0] * HEADS] * LAYERS)
+    profile = cluster(job, max_error=0.9, distance=1000.0, side=16)
+    methods = [method for layer in range(LAYERS) for method in profile.methods_of(layer, HEADS)]
+    assert {type(method) for method in methods} == {SharePrefill}
+    assert {method.cluster for method in methods} == {0}
+    assert {method.gamma for method in methods} == {0.5}  # the least there is holds as much
+    of = profile.provenance
+    assert of.bounds == {"error": 0.9, "distance": 1000.0, "side": 16.0}
+    assert set(of.held_out) == {"error", "density"}
+    assert 0 < of.density < 1
+    again = make_job(tmp_path / "work", num_tokens=300, seed=1)
+    assert cluster(again, max_error=0.9, distance=1000.0, side=16).to_yaml() == profile.to_yaml()
+    assert again.capturer.captured == []
+    with pytest.raises(ConfigurationError, match=r"the least error is .*expected an --error of at least that"):
+        cluster(again, max_error=-1.0, distance=1000.0, side=16)
+    assert model_folder(job.model) == job.model

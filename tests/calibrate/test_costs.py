@@ -1,0 +1,97 @@
+"""What kinds of methods cost: estimates, and measured times of a card that is told what to say."""
+
+import json
+
+import pytest
+
+from tests.calibrate.made import HEADS, make_job
+from vllm_sparse_backend.calibrate.costs import EstimatedCosts, MeasuredCosts, head_ms, share_ms
+from vllm_sparse_backend.calibrate.judge import LayerPrompt, Served
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_kernels.attend import engines
+from vllm_sparse_kernels.select.dense import Dense
+from vllm_sparse_kernels.select.minference import AShape
+from vllm_sparse_kernels.select.sale import Sale
+from vllm_sparse_kernels.select.sparge_attn import SpargeAttn
+
+
+class SayingCard:
+    """Runs selections, whose lists are counted, and says the times it was given; attention is not run."""
+
+    engines = engines()
+
+    def __init__(self, **ms: float) -> None:
+        self.ms, self.asked = ms, []
+
+    def dense(self, batch, out):
+        return lambda: None
+
+    def spans_ms(self, contestants, new_pass, budget_s):
+        new_pass()
+        for name, run in (span for spans in contestants for span in spans):
+            self.asked.append(name)
+            if name in ("select", "alone"):
+                run()
+        return {name: [self.ms[name]] for spans in contestants for name, _ in spans}
+
+
+TIMES = {"select": 5.0, "alone": 2.0, "attend": 9.0, "plain": 1.0, "means": 3.0, "dense": 30.123}
+
+
+@pytest.fixture
+def batches(tmp_path):
+    job = make_job(tmp_path / "work", num_tokens=300)
+    captured = job.capturer(job.model, job.prompts.prompts[:1], [tmp_path / "prompt"])[0]
+    return LayerPrompt.read(captured, 0, Served(128, 100), "cpu").batches
+
+
+def test_measured_costs_are_split_by_heads_and_pairs(batches, tmp_path):
+    costs = MeasuredCosts(SayingCard(**TIMES), tmp_path / "costs.json", {"model": "a"})
+    costs.batches = lambda: batches
+    method = SpargeAttn(kept_mass=1.0)  # every pair
+    cost = costs.of(method)
+    # Three heads more take 3 ms more; of 9 ms attention 1 is a launch's.
+    assert (cost.head_ms, cost.group_ms, cost.full_ms) == (1.0, 1.0, 2.0)
+    assert (costs.layer.base_ms, costs.layer.means_ms, costs.layer.dense_ms) == (1.0, 0.5, 30.1)
+    assert head_ms(costs, method, 0.5) == 2.0
+    assert share_ms(costs, method, 0.5, HEADS) == 2.5
+    asked = len(costs.card.asked)
+    assert costs.of(SpargeAttn(kept_mass=0.2)) == cost  # of the same kind
+    assert len(costs.card.asked) == asked
+    assert costs.of(Dense()).full_ms == 2.0
+
+
+def test_nothing_is_faster_per_pair_than_dense_attention(batches, tmp_path):
+    card = SayingCard(**TIMES)
+    costs = MeasuredCosts(card, tmp_path / "costs.json", {})
+    costs.batches = lambda: batches
+    assert costs.of(Dense()).full_ms == 2.0
+    card.ms["attend"] = 1.1
+    assert costs.of(AShape(64, 128)).full_ms == 2.0
+
+
+def test_costs_are_read_from_their_file(batches, tmp_path):
+    path = tmp_path / "costs.json"
+    first = MeasuredCosts(SayingCard(**TIMES), path, {"model": "a", "device": "x"})
+    first.batches = lambda: batches
+    known = first.of(Sale())
+    again = MeasuredCosts(SayingCard(), path, {"model": "a", "device": "x"})
+    assert (again.of(Sale(tau=0.1)), again.layer) == (known, first.layer)
+    with pytest.raises(RuntimeError, match="need a layer to be measured on"):
+        again.of(AShape())
+    with pytest.raises(ConfigurationError, match="costs of another job, they differ in device"):
+        MeasuredCosts(SayingCard(), path, {"model": "a", "device": "y"})
+    path.write_text(json.dumps({"format": 1, "key": {}}))
+    with pytest.raises(ConfigurationError, match=r"costs\.json: no file of costs"):
+        MeasuredCosts(SayingCard(), path, {})
+
+
+def test_estimates_go_by_pairs_and_known_shares():
+    costs = EstimatedCosts(num_pairs=10**9, num_heads=8, head_dim=128)
+    assert not costs.timed
+    dense, sale, sparge = (share_ms(costs, one, 1.0, 8) for one in (Dense(), Sale(), SpargeAttn()))
+    assert dense == costs.layer.dense_ms / 8
+    assert (sale / dense, sparge / dense) == (pytest.approx(1.22), pytest.approx(1.023))
+    assert share_ms(costs, SpargeAttn(), 0.1, 8) == pytest.approx(0.123 * dense)
+    # One head alone pays for all that a selection takes whatever their number.
+    assert share_ms(costs, Sale(), 0.0, 1) > 2 * share_ms(costs, Sale(), 0.0, 8)

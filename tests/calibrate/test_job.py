@@ -1,0 +1,156 @@
+"""Whole runs on captures of structured heads: what is written, and that a run which is broken off loses nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.calibrate.made import HEADS, LAYERS, StructuredCapturer, make_job, random_prompts
+from vllm_sparse_backend.calibrate import best
+from vllm_sparse_backend.calibrate.job import Job, Tell, run
+from vllm_sparse_backend.calibrate.judge import Served
+from vllm_sparse_backend.calibrate.measure import Bound
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.profile import parse_profile
+from vllm_sparse_kernels.select.dense import Dense
+from vllm_sparse_kernels.select.minference import AShape
+from vllm_sparse_kernels.select.sparge_attn import SpargeAttn
+
+AMONG = [AShape(64, 128), SpargeAttn(kept_mass=0.5), SpargeAttn(kept_mass=0.9)]
+SEARCH = partial(best.search, among=AMONG)
+BOUNDS = {"high": Bound(0.1, 0.6), "fast": Bound(0.4, 3.0)}
+
+
+def profile_of(job: Job) -> str:
+    return run(job, SEARCH, BOUNDS, "a test").to_yaml()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> str:
+    return profile_of(make_job(tmp_path_factory.mktemp("job") / "work", seed=7))
+
+
+def test_a_profile_says_what_was_found_and_on_what(undisturbed, tmp_path):
+    job = make_job(tmp_path / "work", seed=7)
+    profile = parse_profile(undisturbed, "made")
+    assert profile.to_yaml() == undisturbed
+    assert profile.level_names == ("exact", "high", "fast")
+    assert profile.min_tokens is None
+    for name, bound in BOUNDS.items():
+        level = profile.at_level(name)
+        of = level.provenance
+        assert (of.seed, of.device, of.source) == (7, "CPU", "a test")
+        assert of.prompts_sha256 == job.prompts.sha256
+        assert of.bounds == {"error": bound.error, "worst": bound.worst}
+        assert {"torch", "triton", "vllm-sparse-backend"} <= set(of.versions)
+        assert set(of.held_out) >= {"heads_within_bound", "heads_within_1.2_of_it", "most_of_bound", "error"}
+        density, error, worst = (of.figures.rows(x, profile.model) for x in ("density", "error", "worst_error"))
+        kept = 0.0
+        for layer in range(LAYERS):
+            methods = level.methods_of(layer, HEADS)
+            if layer in level.dense_layers:
+                kept += HEADS
+                continue
+            for head, method in enumerate(methods):
+                kept += density[layer][head]
+                assert method in AMONG or method == Dense()
+                assert error[layer][head] <= bound.error
+                assert worst[layer][head] <= bound.worst
+        assert of.density == pytest.approx(kept / (LAYERS * HEADS), rel=1e-3)
+    assert profile.at_level("fast").provenance.density < profile.provenance.density < 1
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_a_run_that_was_stopped_between_layers_goes_on_to_the_same_bytes(undisturbed, tmp_path):
+    capturer = StructuredCapturer()
+
+    def stop() -> None:
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        profile_of(make_job(tmp_path / "work", seed=7, capturer=capturer, tell=Tell(step=stop)))
+    assert capturer.captured == ["prompts-0", "held-out-0"]
+    again = StructuredCapturer()
+    assert profile_of(make_job(tmp_path / "work", seed=7, capturer=again)) == undisturbed
+    assert again.captured == []
+
+
+KILLED = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from tests.calibrate.test_job import make_job, profile_of
+profile_of(make_job(Path({folder!r}), seed=7))
+"""
+
+
+def test_a_run_that_is_killed_goes_on_to_the_same_bytes(undisturbed, tmp_path):
+    """By SIGKILL, once the first layer is on the disk: nothing is done on the way out."""
+    folder = tmp_path / "work"
+    code = KILLED.format(tests=str(Path(__file__).parents[2]), folder=str(folder))
+    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    deadline = time.monotonic() + 120
+    while not (folder / "held-out-layer-000.json").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    known = json.loads((folder / "prompts-layer-000.json").read_text())["judged"]
+    assert len(known) >= len(AMONG)
+    assert profile_of(make_job(folder, seed=7)) == undisturbed
+
+
+def test_a_finished_run_needs_no_captures_to_say_the_same(undisturbed, tmp_path):
+    job = make_job(tmp_path / "work", seed=7)
+    assert profile_of(job) == undisturbed
+    job.clear()
+    assert not list((tmp_path / "work").glob("*/"))
+    again = StructuredCapturer()
+    assert profile_of(make_job(tmp_path / "work", seed=7, capturer=again)) == undisturbed
+    assert again.captured == []
+
+
+def test_a_capture_that_was_broken_off_is_made_anew(undisturbed, tmp_path):
+    job = make_job(tmp_path / "work", seed=7)
+    job.enter()
+    job.captures("prompts")
+    (tmp_path / "work" / "prompts-0" / "capture.json").unlink()
+    (tmp_path / "work" / "prompts-0" / "layer-001.safetensors").write_bytes(b"half")
+    again = StructuredCapturer()
+    assert profile_of(make_job(tmp_path / "work", seed=7, capturer=again)) == undisturbed
+    assert again.captured == ["prompts-0"]
+
+
+def test_a_folder_of_another_job_is_refused(tmp_path):
+    make_job(tmp_path / "work").enter()
+    make_job(tmp_path / "work", seed=3).enter()
+    for name, change in (
+        ("prompts", {"prompts": random_prompts(1, 500, 5)}), ("chunk_tokens", {"served": Served(256, 100)}),
+        ("held_out", {"held_out": random_prompts(1, 501, 2)}),
+    ):  # fmt: skip
+        with pytest.raises(ConfigurationError, match=f"holds another job, which differs in {name}: name another"):
+            make_job(tmp_path / "work", **change).enter()
+    with pytest.raises(ConfigurationError, match="given '100 tokens', expected prompts of more than 100 tokens"):
+        make_job(tmp_path / "other", num_tokens=100).enter()
+
+
+def test_layers_that_never_go_sparse_are_dense_and_have_no_figures(tmp_path):
+    job = make_job(tmp_path / "work", capturer=StructuredCapturer(left_out=(1,)), says_min_tokens=True)
+    profile = run(job, SEARCH, {"fast": BOUNDS["fast"]}, "a test")
+    assert 1 in profile.dense_layers
+    assert profile.provenance.figures.rows("error", profile.model)[1] is None
+    assert (profile.level, profile.levels, profile.min_tokens) == ("fast", {}, 100)
+
+
+def test_nothing_that_holds_is_an_error(tmp_path):
+    job = make_job(tmp_path / "work")
+    with pytest.raises(ConfigurationError, match="no head of any layer holds the bound 1e-09:inf with any setting"):
+        run(job, SEARCH, {"high": Bound(1e-9)}, "a test")

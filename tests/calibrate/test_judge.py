@@ -1,0 +1,125 @@
+"""A layer's figures against dense masks worked out by hand, and what is remembered of them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.calibrate.made import HEADS, make_job
+from vllm_sparse_backend.calibrate.costs import EstimatedCosts, share_ms
+from vllm_sparse_backend.calibrate.judge import CapturedLayer, RememberingJudge, Served
+from vllm_sparse_backend.calibrate.measure import Bound, Figures
+from vllm_sparse_backend.evaluate.quality import chunk_rows
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_kernels.select.dense import Dense
+from vllm_sparse_kernels.select.minference import AShape
+from vllm_sparse_kernels.select.sparge_attn import SpargeAttn
+
+SERVED = Served(128, 100)
+
+
+@pytest.fixture
+def layer(tmp_path):
+    job = make_job(tmp_path / "work", num_tokens=700, num_prompts=2)
+    captures = job.capturer(job.model, job.prompts.prompts, [tmp_path / f"prompt-{i}" for i in range(2)])
+    return captures, CapturedLayer(captures, 1, SERVED, torch.device("cpu"), None)
+
+
+def a_shape_by_hand(captured, method: AShape) -> dict[str, torch.Tensor]:
+    """Per head errors of queries and density, from whole matrices in float64."""
+    q, k, v = (x.double() for x in captured.read(1))
+    num_tokens, group = len(q), q.shape[1] // k.shape[1]
+    seen, kept = (torch.zeros(num_tokens, num_tokens, dtype=torch.bool) for _ in range(2))
+    keys = torch.arange(num_tokens)
+    for rows in chunk_rows(num_tokens, SERVED.chunk_tokens, torch.device("cpu"), SERVED.min_tokens):
+        for tile in rows.tile_list:
+            queries = torch.arange(tile.position, tile.position + tile.length_tokens)
+            near = (keys < method.sink_tokens) | (keys > tile.position - method.local_tokens)
+            # The index has blocks of 128 keys, and those of the diagonal are all there.
+            blocks = torch.nn.functional.pad(near & (keys <= queries[-1]), (0, -num_tokens % 128)).view(-1, 128).any(1)
+            blocks[tile.position // 128 : queries[-1] // 128 + 1] = True
+            causal = keys[None] <= queries[:, None]
+            seen[queries], kept[queries] = causal, causal & blocks.repeat_interleave(128)[:num_tokens]
+    judged = seen.any(1)
+    found = {"errors": [], "density": []}
+    for head in range(q.shape[1]):
+        scores = q[:, head] @ k[:, head // group].T * captured.scales[1]
+        outs = [
+            scores.masked_fill(~mask, -torch.inf)[judged].softmax(-1) @ v[:, head // group] for mask in (seen, kept)
+        ]
+        found["errors"].append((outs[1] - outs[0]).abs().sum(1) / outs[0].abs().sum(1))
+        found["density"].append(kept.sum() / seen.sum())
+    return {name: torch.stack(of).double() for name, of in found.items()}
+
+
+def test_figures_are_those_of_whole_matrices(layer):
+    captures, judged = layer
+    method = AShape(sink_tokens=64, local_tokens=64)
+    outcomes = judged.outcomes([method] * HEADS)
+    by_hand = [a_shape_by_hand(captured, method) for captured in captures]
+    for head, of in enumerate(outcomes):
+        errors = [prompt["errors"][head] for prompt in by_hand]
+        assert len(errors[0]) == 600  # the first hundred positions are dense
+        assert of.error == pytest.approx(max(float(one.mean()) for one in errors), rel=1e-3)
+        # Of 600 queries six have more.
+        assert of.worst == pytest.approx(max(float(one.sort().values[-7]) for one in errors), rel=1e-3)
+        assert of.density == pytest.approx(float(by_hand[0]["density"][head]))
+        assert 0.3 < of.density < 0.9
+    assert max(of.error for of in outcomes) > 0.01
+
+
+def test_each_head_has_its_own_method_and_dense_loses_nothing(layer):
+    _, judged = layer
+    tight, loose = SpargeAttn(kept_mass=0.3), SpargeAttn(kept_mass=0.9)
+    alike, mixed = judged.outcomes([tight] * HEADS), judged.outcomes([tight, Dense(), loose, tight])
+    assert mixed[1].density == 1
+    assert mixed[1].error < 1e-5
+    assert mixed[2].density > alike[2].density
+    # The dense head's blocks are as wide as the others': these are what they were.
+    assert (mixed[0], mixed[3]) == (alike[0], alike[3])
+    assert judged.outcomes([tight] * HEADS) == alike
+
+
+def test_means_are_attended_to(layer):
+    _, judged = layer
+    method = AShape(sink_tokens=64, local_tokens=64)
+    without, means = (judged.outcomes([one] * HEADS) for one in (method, replace(method, block_means=True)))
+    assert [of.density for of in without] == [of.density for of in means]
+    assert all(a.error != b.error for a, b in zip(without, means))
+
+
+def test_a_bound_of_the_worst_queries_bites_where_the_mean_does_not():
+    figures = Figures(error=0.01, worst=0.5, l2=0.02, density=0.1, time_ms=1.0)
+    assert Bound(0.05).holds(figures)
+    assert Bound(0.05, 0.5).holds(figures)
+    assert not Bound(0.05, 0.4).holds(figures)
+    assert not Bound(0.005, 0.9).holds(figures)
+    assert not Bound(0.05).holds(replace(figures, error=float("nan")))
+    assert Bound(0.02, 0.25).share(figures) == 2
+
+
+def test_what_was_judged_is_not_judged_again(layer, tmp_path):
+    _, judged = layer
+    costs = EstimatedCosts(1000, HEADS, 32)
+    path = tmp_path / "layer.json"
+    methods = [SpargeAttn(kept_mass=0.5)] * HEADS
+    first = RememberingJudge(1, HEADS, costs, path, lambda: judged)
+    figures = first.judge(methods)
+    assert figures[0].time_ms == share_ms(costs, methods[0], figures[0].density, HEADS)
+    assert not path.exists()
+    first.save()
+
+    def never() -> CapturedLayer:
+        raise AssertionError("the layer is read")
+
+    again = RememberingJudge(1, HEADS, costs, path, never)
+    assert again.judge(methods) == figures
+    with pytest.raises(AssertionError, match="the layer is read"):
+        again.judge([SpargeAttn(kept_mass=0.6)] * HEADS)
+    with pytest.raises(ValueError, match="given 1 methods, expected one for each of 4 heads"):
+        again.judge(methods[:1])
+    for broken in ("{", json.dumps({"format": 2, "judged": {}}), json.dumps({"format": 1, "judged": {"x": [1]}})):
+        path.write_text(broken)
+        with pytest.raises(ConfigurationError, match=r"layer\.json: not a layer's outcomes"):
+            RememberingJudge(1, HEADS, costs, path, never)

@@ -1,0 +1,123 @@
+"""Prompts that are made of a text, and those of the operator's files."""
+
+import json
+import re
+
+import pytest
+
+from vllm_sparse_backend.calibrate.prompts import KINDS, PromptSet, chosen_kinds, make_prompts, read_prompts
+from vllm_sparse_backend.demo.model import bundled_model
+from vllm_sparse_backend.evaluate.capture import load_tokenizer
+from vllm_sparse_backend.settings.errors import ConfigurationError
+
+pytest.importorskip("transformers", reason="tokenizers are read with transformers, which comes with vLLM")
+NEEDLE = bundled_model()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(8):
+        (folder / f"{i}.py").write_text(
+            "".join(f"def part_{i}_{n}(x):\n    return x + {n * 7919}\n" for n in range(120))
+        )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(text) -> PromptSet:
+    return make_prompts(NEEDLE, text, 2048, 2, seed=3)
+
+
+def test_prompts_are_the_same_for_the_same_seed(text, made):
+    assert [len(ids) for ids in made.prompts] == [2048, 2048]
+    assert made.prompts[0] != made.prompts[1]
+    assert make_prompts(NEEDLE, text, 2048, 2, seed=3) == made
+    other = make_prompts(NEEDLE, text, 2048, 2, seed=4)
+    assert other.sha256 != made.sha256 == PromptSet(made.prompts).sha256
+
+
+def test_questions_stand_inside_with_their_answers(made):
+    tokenizer = load_tokenizer(NEEDLE)
+    for ids in made.prompts:
+        assert ids[0] == tokenizer.bos_token_id
+        whole = tokenizer.decode(ids)
+        facts = dict(re.findall(r"# The magic number of ([a-z ]+) is (\d{7})\.", whole))
+        asked = re.findall(r"# Question: what is the magic number of ([a-z ]+)\? Answer: (\d{7})\.", whole)
+        assert len(facts) == len(asked) == 4
+        for name, value in asked:
+            assert facts[name] == value
+            assert whole.index(f"number of {name} is") < whole.index(f"number of {name}?")
+        hops = dict(re.findall(r"# ([a-z ]+) has the number of ([a-z ]+)\.", whole))
+        first = dict(re.findall(r"# The number of ([a-z ]+) is (\d{7})\.", whole))
+        handed = re.findall(r"# Question: what is the number of ([a-z ]+)\? Answer: (\d{7})\.", whole)
+        assert len(handed) == 2
+        for name, value in handed:
+            for _ in range(3):
+                name = hops[name]
+            assert first[name] == value
+
+
+def test_passages_come_twice_and_only_where_asked_for(text, made):
+    plain = make_prompts(NEEDLE, text, 2048, 1, seed=3, kinds=())
+    repeats = make_prompts(NEEDLE, text, 2048, 1, seed=3, kinds=("repeats",))
+
+    def most_equal(ids: tuple[int, ...]) -> int:
+        seen, most = set(), 0
+        for start in range(len(ids) - 14):
+            piece = ids[start : start + 14]
+            most += piece in seen
+            seen.add(piece)
+        return most
+
+    assert "Question" not in load_tokenizer(NEEDLE).decode(repeats.prompts[0])
+    assert most_equal(repeats.prompts[0]) > most_equal(plain.prompts[0])
+
+
+def test_the_two_parts_have_no_text_in_common(text):
+    tokenizer = load_tokenizer(NEEDLE)
+    parts = [tokenizer.decode(make_prompts(NEEDLE, text, 1024, 2, 0, (), part).prompts[1]) for part in (0, 1)]
+    files = [set(re.findall(r"def part_(\d)_", part)) for part in parts]
+    assert files[0]
+    assert files[1]
+    assert not files[0] & files[1]
+    with pytest.raises(ConfigurationError, match="expected at least 40000000 in either half"):
+        make_prompts(NEEDLE, text, 20_000_000, 1, 0)
+
+
+def test_files_of_prompts_and_chats(tmp_path):
+    tokenizer = load_tokenizer(NEEDLE)
+    (tmp_path / "a.txt").write_text("one two three " * 50)
+    lines = [{"text": "four"}, {"prompt": "five"}, {"messages": [{"role": "user", "content": "six"}]}]
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    found = read_prompts(NEEDLE, [tmp_path / "a.txt", tmp_path / "b.jsonl"], 64)
+    assert [len(ids) for ids in found.prompts[:1]] == [64]
+    assert all(ids[0] == tokenizer.bos_token_id for ids in found.prompts)
+    assert [tokenizer.decode(ids[1:]) for ids in found.prompts[1:3]] == ["four", "five"]
+    assert "six" in tokenizer.decode(found.prompts[3])
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", "not JSON"),
+        ("[1]", r"given \[1\], expected an object with messages"),
+        ('{"text": 3}', "expected an object with messages"),
+        ('{"messages": [3]}', "messages: given 3, expected objects with role and content"),
+    ],
+)
+def test_malformed_lines_are_refused_with_their_place(tmp_path, line, problem):
+    path = tmp_path / "b.jsonl"
+    path.write_text('{"text": "fine"}\n' + line)
+    with pytest.raises(ConfigurationError, match=rf"b\.jsonl:2: .*{problem}"):
+        read_prompts(NEEDLE, [path], 64)
+    with pytest.raises(ConfigurationError, match=r"missing\.txt: cannot be read"):
+        read_prompts(NEEDLE, [tmp_path / "missing.txt"], 64)
+
+
+def test_kinds_by_name():
+    assert chosen_kinds("hops, retrieval") == ("hops", "retrieval")
+    assert chosen_kinds("") == ()
+    with pytest.raises(ConfigurationError, match=r"--kinds: given 'hop', expected one of .*did you mean 'hops'"):
+        chosen_kinds("hop")
+    assert set(KINDS) == {"retrieval", "hops", "repeats"}

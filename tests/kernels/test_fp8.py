@@ -1,0 +1,196 @@
+"""Caches in fp8: every method and engine that reads them, against the same elements in fp16 and the references."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.kernels.test_engines import ENGINES, check, run, same
+from vllm_sparse_kernels.attend import AttendSpec
+from vllm_sparse_kernels.attend.options import AttendOptions
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import FP8, PagedCache
+from vllm_sparse_kernels.reference.attend import attend as reference
+from vllm_sparse_kernels.select import METHODS
+from vllm_sparse_kernels.select.base import Method
+from vllm_sparse_kernels.testing.batches import Batch, in_fp8, random_batch, random_index, repaged, widened
+from vllm_sparse_kernels.testing.budget import expected_attention
+from vllm_sparse_kernels.testing.structured import paged_batch, structured
+
+SCALES = (0.03, 0.05, 0.2)
+"""Of queries, keys and values: elements reach far beyond what fp16 holds products of."""
+
+READS_FP8 = [name for name in ENGINES if name != "hopper"]
+
+METHODS_ASKED = [
+    METHODS[name].parameters(**values)
+    for name, values in (
+        ("anchor_attention", {"step_tiles": 1}),
+        ("anchor_attention", {"step_tiles": 1, "sample_tokens": 32}),
+        ("block_sparse", {"top_blocks": 3}),
+        ("flex_vertical_slash", {"max_distance": 0.2}),
+        ("sale", {}),
+        ("sale", {"channels": "half"}),
+        ("share_prefill", {"cluster": 0, "true_mass": True}),
+        ("sparge_attn", {}),
+        ("vertical_slash", {"vertical_tokens": 40, "slash_tokens": 128}),
+    )
+]
+
+
+def structured_fp8(context_len: int, query_len: int, page_size: int, device: str, heads=(4, 2, 64)) -> Batch:
+    return in_fp8(paged_batch(structured(query_len, context_len, *heads, device=device), page_size), *SCALES)
+
+
+def selected(method: Method, batch: Batch, by_reference: bool = False) -> SparseIndex:
+    """What a method keeps in all heads, found alone: nothing of an earlier selection is at hand."""
+    batch = replace(batch, rows=replace(batch.rows))
+    method = method.merged([method] * batch.num_heads)
+    layout = method.stripe_layout(batch.rows)
+    layouts = dict.fromkeys(range(batch.num_heads), layout) if layout.capacity else None
+    index = SparseIndex.allocate(batch.rows, batch.num_heads, method.block_tokens, layouts)
+    heads = torch.arange(batch.num_heads, dtype=torch.int32, device=batch.q.device)
+    if by_reference:
+        METHODS[name_of_class(method)].reference(method, batch.q, batch.cache, index, heads, batch.scale)
+    else:
+        method.select(batch.q, batch.cache, index, heads, batch.scale)
+    index.check()
+    return index
+
+
+def name_of_class(method: Method) -> str:
+    return next(name for name, entry in METHODS.items() if isinstance(method.alike, entry.parameters))
+
+
+def apart(one: SparseIndex, other: SparseIndex) -> float:
+    """Share of pairs that one of two selections keeps and the other does not."""
+    return float((one.to_mask(0) != other.to_mask(0)).float().mean())
+
+
+@pytest.mark.parametrize("method", METHODS_ASKED, ids=str)
+def test_methods_keep_what_they_keep_of_the_same_elements_in_fp16(method, device):
+    """In the interpreter to the bit; matrix units add up products of fp8 less exactly."""
+    batch = structured_fp8(150, 170, 16, device, (2, 1, 64))
+    kept = selected(method, batch)
+    assert 0.05 < float(kept.density()) < 0.98
+    bound = 0.0 if device == "cpu" else 0.01
+    assert apart(kept, selected(method, widened(batch))) <= bound
+    assert apart(kept, selected(method, batch, by_reference=True)) <= 0.01
+
+
+@pytest.mark.parametrize("engine", READS_FP8)
+@pytest.mark.parametrize(("page_size", "layout", "stripes"), [(16, "NHD", 50), (64, "HND", 0)])
+def test_engines(engine, stripes, page_size, layout, device):
+    lengths = [(200, 90), (0, 63), (0, 1)]
+    batch = random_batch(lengths, 2, 2, 64, page_size, device=device, gap_tokens=3, layout=layout)
+    batch = in_fp8(batch, *SCALES)
+    check(ENGINES[engine], batch, random_index(batch, 64, 0.4, stripes))
+
+
+@pytest.mark.parametrize("engine", READS_FP8)
+def test_a_rows_result_is_the_same_over_other_pages_and_beside_other_rows(engine, device):
+    exact = random_batch([(200, 150), (65, 70)], 2, 1, 64, 16, device=device)
+    batches = [in_fp8(b, *SCALES) for b in (exact, repaged(exact, 64, "HND"))]
+    out, other = (run(ENGINES[engine], b, random_index(b, 64, 0.4, 20)) for b in batches)
+    assert same(out, other)
+
+
+@pytest.mark.parametrize("engine", READS_FP8)
+def test_means_of_dropped_blocks_are_in_the_values_own_units(engine, device):
+    batch = in_fp8(random_batch([(300, 100)], 4, 2, 64, 16, device=device), *SCALES)
+    index = random_index(batch, 64, 0.4, 20)
+    options = AttendOptions(None, None, mean_heads=torch.tensor([1, 0, 1, 1], dtype=torch.uint8, device=device))
+    expected_attention(batch, index, options).assert_close(*run(ENGINES[engine], batch, index, options))
+
+
+def test_eight_bit_scores_and_skips(device):
+    """They round anew, from fp8 as from fp16: results are as far from the reference as there."""
+    batch = in_fp8(random_batch([(300, 100)], 2, 1, 64, 16, device=device), *SCALES)
+    index = random_index(batch, 64, 0.6, 20)
+    options = AttendOptions.of([-3.0, None], [True, False], torch.device(device))
+    found, truth = [], batch.empty_out().float()
+    reference(batch.q, batch.cache, index, truth, batch.scale, options=options)
+    for given in (batch, widened(batch)):
+        found.append(run(ENGINES["portable"], given, index, options)[0].float())
+    assert float((found[0] - truth).abs().max()) <= 1.5 * float((found[1] - truth).abs().max()) + 1e-3
+
+
+def test_scales_are_what_elements_count(device):
+    """By powers of two nothing changes but what elements are called, if none is so small that fp8 holds fewer bits."""
+    exact = random_batch([(100, 130)], 2, 1, 64, 16, device=device)
+    for x in (exact.q, exact.cache.keys, exact.cache.values):
+        x.mul_(4).round_().div_(4)
+    one = in_fp8(exact, 1.0, 1.0, 1.0)
+    other = in_fp8(exact, 0.5, 2.0, 0.25)
+    assert other.cache.score_scale == 1.0
+    assert other.cache.value_scale == 0.25
+    index = random_index(one, 64, 0.5, 20)
+    assert same(*(run(ENGINES["portable"], batch, index) for batch in (one, other)))
+
+
+def test_who_reads_fp8(device):
+    batch = in_fp8(random_batch([(0, 40)], 2, 1, 64, 16, device=device))
+    spec = AttendSpec.of(batch.cache, random_index(batch, 64, 1.0))
+    assert spec.dtype == FP8
+    assert ENGINES["portable"].refusal(spec) is None
+    assert ENGINES["hopper"].refusal(spec) is not None
+    if "flash" in ENGINES:
+        assert "no multiple of 16" in (ENGINES["flash"].refusal(replace(spec, head_dim=72)) or "")
+
+
+def test_a_cache_in_fp8_has_no_scales_unless_told():
+    keys = torch.zeros(1, 16, 1, 32).to(FP8)
+    assert (PagedCache(keys, keys).score_scale, PagedCache(keys, keys).value_scale) == (1.0, 1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("method", METHODS_ASKED, ids=str)
+def test_methods_on_gpu(method, page_size, head_dim):
+    batch = structured_fp8(2047, 1100, page_size, "cuda", (8, 2, head_dim))
+    kept = selected(method, batch)
+    assert apart(kept, selected(method, widened(batch))) <= 0.01
+    assert apart(kept, selected(method, batch, by_reference=True)) <= 0.02
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", READS_FP8)
+@pytest.mark.parametrize("block_tokens", [32, 64, 128])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
+def test_engines_on_gpu(engine, block_tokens, head_dim, dtype):
+    if head_dim == 256 and block_tokens == 128:
+        pytest.skip("no engine has room for two buffers of such blocks")
+    batch = random_batch([(3000, 900), (0, 1), (127, 63), (0, 2049)], 8, 2, head_dim, 128, dtype, "cuda", gap_tokens=3)
+    batch = in_fp8(batch, *SCALES)
+    for stripes in (0, 300):
+        check(ENGINES[engine], batch, random_index(batch, block_tokens, 0.2, stripes))
+
+
+@pytest.mark.gpu
+def test_flash_is_as_far_from_exact_as_flash_attention_itself():
+    """Over an index that keeps everything, with scales that are no powers of two, told to vLLM's function as such."""
+    if "flash" not in ENGINES:
+        pytest.skip("no FlashAttention here")
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    exact = paged_batch(structured(1024, 7168, 8, 2, 128, torch.bfloat16, "cuda"), 128)
+    for side in (exact.cache.keys, exact.cache.values):
+        side.nan_to_num_()
+    batch = in_fp8(exact, *SCALES)
+    index = random_index(batch, 128, 1.0)
+    ours, _ = run(ENGINES["flash"], batch, index)
+    truth = torch.full_like(exact.q, float("nan"), dtype=torch.float32)
+    reference(exact.q, exact.cache, random_index(exact, 128, 1.0), truth, exact.scale)
+    descales = [torch.full((1, 2), scale, device="cuda") for scale in SCALES]
+    rows, stock = batch.rows, torch.empty_like(exact.q)
+    flash_attn_varlen_func(
+        q=batch.q, k=batch.cache.keys, v=batch.cache.values, out=stock,
+        cu_seqlens_q=torch.tensor([0, 1024], dtype=torch.int32, device="cuda"), max_seqlen_q=1024,
+        seqused_k=torch.tensor([8192], dtype=torch.int32, device="cuda"), max_seqlen_k=8192,
+        softmax_scale=exact.scale, causal=True, block_table=rows.block_table[:, :64].contiguous(), fa_version=3,
+        q_descale=descales[0], k_descale=descales[1], v_descale=descales[2],
+    )  # fmt: skip
+    of_ours, of_stock = (float((x.float() - truth).norm() / truth.norm()) for x in (ours, stock))
+    assert of_ours <= 1.05 * of_stock
+    assert float((ours.float() - stock.float()).norm() / truth.norm()) <= 0.5 * of_stock

@@ -1,0 +1,185 @@
+"""One layer of a model on captured prompts, selected and attended as a server on this device would prefill it.
+
+On a CUDA device kernels select, and the engine attends that the server would choose; elsewhere the references do both.
+All that a layer needs lies on the device at a time: queries, keys, values and dense outputs of every prompt, in the
+model's dtype: (2 · heads + 2 · kv heads) · head_dim elements for each token of the prompts, 20 KB for Llama-3.1-8B; of
+one chunk two outputs in float32 and an index; and 4 bytes for each token and head.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from vllm_sparse_backend.bench.data import without_nan
+from vllm_sparse_backend.bench.methods import Layer
+from vllm_sparse_backend.bench.report import write_json
+from vllm_sparse_backend.calibrate.costs import Costs, share_ms
+from vllm_sparse_backend.calibrate.measure import WORST, Figures
+from vllm_sparse_backend.evaluate.capture import Capture
+from vllm_sparse_backend.evaluate.quality import chunk_rows, dense_attention, paged
+from vllm_sparse_backend.settings.config import AUTO
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.methods import parameters_of
+from vllm_sparse_backend.settings.plan import LayerPlan, layer_plan
+from vllm_sparse_kernels import PagedCache
+from vllm_sparse_kernels.attend import Engine
+from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.reference.attend import attend as reference_attend
+from vllm_sparse_kernels.select.base import Method
+from vllm_sparse_kernels.testing.batches import Batch
+
+FORMAT = 1
+
+
+class Outcome(NamedTuple):
+    """``Figures`` of one head without its time."""
+
+    error: float
+    worst: float
+    l2: float
+    density: float
+
+
+@dataclass(frozen=True)
+class Served:
+    """How prompts are prefilled."""
+
+    chunk_tokens: int = 8192
+    min_tokens: int = 0
+    """Positions from which on rows go sparse; those before are dense and not judged."""
+
+
+@dataclass(frozen=True)
+class LayerPrompt:
+    """A layer's part of one prompt, on the device, in the chunks in which a server would prefill it."""
+
+    batches: list[Batch]
+    dense: list[torch.Tensor]
+    """Of each chunk [query_len, num_heads, head_dim]: its output under dense attention."""
+    norms: list[torch.Tensor]
+    """Of each chunk [query_len, num_heads] float32: ‖o‖₁."""
+
+    @staticmethod
+    def read(captured: Capture, layer: int, served: Served, device: torch.device) -> "LayerPrompt":
+        tensors, scale = captured.read(layer, device), captured.scales[layer]
+        cache = PagedCache(paged(tensors.k), paged(tensors.v))
+        rows = chunk_rows(captured.num_tokens, served.chunk_tokens, device, served.min_tokens)
+        whole = dense_attention(tensors, scale)
+        spans = [slice(one.context_lens[0], one.seq_lens[0]) for one in rows]
+        dense = [whole[span] for span in spans]
+        norms = [part.float().abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny) for part in dense]
+        batches = [Batch(tensors.q[span], cache, one, scale) for span, one in zip(spans, rows, strict=True)]
+        without_nan(batches[0])  # of the cache that all of them have
+        return LayerPrompt(batches, dense, norms)
+
+    @property
+    def num_pairs(self) -> int:
+        return sum(causal_pairs(batch.rows) for batch in self.batches)
+
+    def outcome(self, groups: LayerPlan, engines: Mapping[str, Engine] | None) -> torch.Tensor:
+        """[4, num_heads] float64 on the device: an ``Outcome`` of each head. ``engines``: None on a CPU."""
+        errors, squares, pairs = [], [], []
+        for batch, dense, norms in zip(self.batches, self.dense, self.norms, strict=True):
+            # Nothing is kept from pass to pass.
+            batch.rows.state.clear()
+            layer = Layer.of(batch, groups, AUTO)
+            layer.select()
+            if engines is None:
+                reference_attend(batch.q, batch.cache, layer.index, layer.out, batch.scale, options=layer.options)
+            else:
+                layer.attend(layer.engine(engines))
+            off = layer.out.float() - dense.float()
+            errors.append(off.abs().sum(-1) / norms)
+            squares.append(torch.stack((off.square().sum((0, 2)), dense.float().square().sum((0, 2)))).double())
+            pairs.append(layer.index.pairs_of_heads())
+        of_queries = torch.cat(errors)
+        off_squared, whole_squared = torch.stack(squares).sum(0)
+        place = len(of_queries) - 1 - int(WORST * len(of_queries))
+        worst = of_queries.sort(0).values[place]
+        density = torch.stack(pairs).sum(0).double() / self.num_pairs
+        return torch.stack((of_queries.double().mean(0), worst.double(), (off_squared / whole_squared).sqrt(), density))
+
+
+class CapturedLayer:
+    """What methods do to one layer of captured prompts; ``engines`` are those of a CUDA device, None on a CPU."""
+
+    def __init__(
+        self,
+        captures: Sequence[Capture],
+        layer: int,
+        served: Served,
+        device: torch.device,
+        engines: Mapping[str, Engine] | None,
+    ) -> None:
+        self.engines = engines
+        self.prompts = [LayerPrompt.read(captured, layer, served, device) for captured in captures]
+
+    @property
+    def batches(self) -> list[Batch]:
+        """The chunks of the first prompt."""
+        return self.prompts[0].batches
+
+    def outcomes(self, methods: Sequence[Method]) -> list[Outcome]:
+        """Of each head with its method: errors of the prompt where they are largest, density of all prompts."""
+        groups = layer_plan(methods)
+        found = torch.stack([prompt.outcome(groups, self.engines) for prompt in self.prompts])
+        pairs = torch.tensor([prompt.num_pairs for prompt in self.prompts], dtype=torch.float64, device=found.device)
+        density = (found[:, 3] * pairs[:, None]).sum(0) / pairs.sum()
+        rows = torch.cat((found[:, :3].amax(0), density[None])).T.tolist()
+        return [Outcome(*row) for row in rows]
+
+
+class RememberingJudge:
+    """A ``LayerJudge`` that writes down what it has judged, and reads the layer only for what it has not.
+
+    ``path`` holds this layer's outcomes, all of one set of prompts; whoever breaks off loses what came after the last
+    ``save``. Times are not among them: they are the costs'.
+    """
+
+    def __init__(self, layer: int, num_heads: int, costs: Costs, path: Path, read: Callable[[], CapturedLayer]) -> None:
+        self.layer, self.num_heads, self.costs, self.path, self._read = layer, num_heads, costs, path, read
+        self.known: dict[str, list[Outcome]] = {}
+        self.changed = False
+        if path.exists():
+            self.known = _load(path)
+
+    @cached_property
+    def captured(self) -> CapturedLayer:
+        return self._read()
+
+    def judge(self, methods: Sequence[Method]) -> list[Figures]:
+        if len(methods) != self.num_heads:
+            raise ValueError(f"judge: given {len(methods)} methods, expected one for each of {self.num_heads} heads")
+        if (key := _key(methods)) not in self.known:
+            self.known[key] = self.captured.outcomes(methods)
+            self.changed = True
+        return [
+            Figures(*one, time_ms=share_ms(self.costs, method, one.density, self.num_heads))
+            for method, one in zip(methods, self.known[key], strict=True)
+        ]
+
+    def save(self) -> None:
+        if self.changed:
+            write_json(self.path, {"format": FORMAT, "judged": self.known})
+            self.changed = False
+
+
+def _load(path: Path) -> dict[str, list[Outcome]]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] != FORMAT:
+            raise ValueError(f"format: {data['format']}")
+        return {key: [Outcome(*map(float, one)) for one in heads] for key, heads in data["judged"].items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(f"{path}: not a layer's outcomes: {error!r}; delete it") from None
+
+
+def _key(methods: Sequence[Method]) -> str:
+    """All fields of all methods; of equal ones those of one."""
+    each = [parameters_of(method) for method in (methods[:1] if len(set(methods)) == 1 else methods)]
+    return json.dumps(each)

@@ -1,0 +1,179 @@
+"""The online guard: what does sparse attention lose on the prompts that come in, layer by layer?
+
+One in so many steps with sparse rows a layer is checked: up to 128 queries of one row are computed by the delegate too,
+over all keys, and the two outputs are compared. A layer that is too far off several times in a row runs dense from then
+on. It still is checked, its sparse output computed for that alone: so that it has recovered is measured as well.
+
+* **Which queries**: any 128 neighbours among the step's sparse ones, not always a row's last. Methods that estimate
+  from a chunk's last queries are at their best there, and ``dense_last_tile`` runs just these dense.
+* **When**: one step out of every ``period_steps``, which one a hash of the period and the layer says. So neither can
+  the prompts' chunks fall in step with it, nor is a layer left out by chance; and tensor-parallel ranks, which see the
+  same steps, check the same queries.
+* **Ranks judge by themselves**, each its own heads. One may run a layer dense that others run sparsely: no head reads
+  another's, so every rank's output is right, and what ranks exchange after attention is what it always is.
+* **Nothing waits for the device**: sums are copied to the host on their own, and judged in a later step.
+"""
+
+import logging
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from vllm_sparse_backend.plugin import LOGGER
+from vllm_sparse_backend.serving.stats import Recorder
+from vllm_sparse_backend.serving.step import Slab
+from vllm_sparse_backend.settings.config import GuardConfig
+from vllm_sparse_backend.settings.reasons import Fallback
+from vllm_sparse_kernels import TILE_TOKENS
+
+logger = logging.getLogger(LOGGER)
+
+PROBE_TOKENS = TILE_TOKENS
+"""Queries of a check: FlashAttention's own tile, so fewer of them would take as long."""
+
+RECOVERY_SHARE = 0.8
+"""Of the bound: what an error has to stay under for a layer to go sparse again."""
+
+MOST_DOUBLINGS = 6
+"""Of the checks that it takes. A layer at the bound would come and go for ever."""
+
+LATELY = 10
+"""Checks whose mean error is exported."""
+
+
+class Check(NamedTuple):
+    """Sums of one check on their way to the host; None arrived already."""
+
+    layer: int
+    sums: torch.Tensor  # [2, num_heads]: of squared differences, of squared dense outputs
+    arrived: torch.cuda.Event | None
+
+
+@dataclass
+class LayerState:
+    is_dense: bool = False
+    trips: int = 0
+    errors: list[float] = field(default_factory=list)
+    """Of the last checks in a row that speak for a change."""
+    lately: deque[float] = field(default_factory=lambda: deque(maxlen=LATELY))
+
+
+class Guard:
+    """Of one worker. ``dense_layers`` are those that run dense until further notice."""
+
+    def __init__(self, settings: GuardConfig, recorder: Recorder, rank: int = 0) -> None:
+        self.settings, self.recorder = settings, recorder
+        self.dense_layers: frozenset[int] = frozenset()
+        self._where = f" (tensor-parallel rank {rank})" if rank else ""
+        self._states: dict[int, LayerState] = {}
+        self._checks: deque[Check] = deque()
+        if rank == 0:
+            logger.info(
+                "sparse-prefill: the guard checks each layer once in %d steps with sparse rows; a layer with an error "
+                "above %g in %d checks in a row runs dense", settings.period_steps, settings.bound, settings.patience,
+            )  # fmt: skip
+
+    def due(self, layers: Collection[int], step: int) -> frozenset[int]:
+        """Layers to check in the step of that number, of those that have sparse rows."""
+        period, place = divmod(step, self.settings.period_steps)
+        return frozenset(layer for layer in layers if mixed(period, layer) % self.settings.period_steps == place)
+
+    def compare(self, layer: int, sparse: torch.Tensor, dense: torch.Tensor) -> None:
+        """Start a check: the layer's output for the same queries, [num_tokens, num_heads, head_dim] each."""
+        exact = dense.float()
+        sums = torch.stack([(sparse.float() - exact).square().sum((0, 2)), exact.square().sum((0, 2))])
+        if sums.device.type != "cuda":
+            self._checks.append(Check(layer, sums, None))
+            return
+        host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+        host.copy_(sums, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        self._checks.append(Check(layer, host, arrived))
+
+    def judge_arrived(self) -> None:
+        """Draw conclusions from what has arrived; on the host, between steps."""
+        while self._checks and (self._checks[0].arrived is None or self._checks[0].arrived.query()):
+            check = self._checks.popleft()
+            self._judge(check.layer, *relative_errors(check.sums))
+
+    def _judge(self, layer: int, error: float, heads: list[float]) -> None:
+        state = self._states.setdefault(layer, LayerState())
+        bound = self.settings.bound * (RECOVERY_SHARE if state.is_dense else 1)
+        is_good = error <= bound  # NaN is not
+        state.errors = [*state.errors, error] if is_good is state.is_dense else []
+        if len(state.errors) >= self._needed(state):
+            worst = max(range(len(heads)), key=lambda head: (math.isnan(heads[head]), heads[head]))
+            self._change(layer, state, f"head {worst} had {heads[worst]:.2f} in the last")
+        # What is no number counts as 1, as if nothing were left.
+        state.lately.append(error if math.isfinite(error) else 1.0)
+        labels = {"layer": layer}
+        self.recorder.count("guard_checks", labels)
+        self.recorder.gauge("guard_error", labels, sum(state.lately) / len(state.lately))
+        self.recorder.gauge("guard_dense", labels, float(state.is_dense))
+
+    def _needed(self, state: LayerState) -> int:
+        if not state.is_dense:
+            return self.settings.patience
+        return self.settings.recover << min(state.trips - 1, MOST_DOUBLINGS)
+
+    def _change(self, layer: int, state: LayerState, worst: str) -> None:
+        """From sparse to dense, or back."""
+        errors = f"{len(state.errors)} checks in a row, bound {self.settings.bound:g}, errors " + ", ".join(
+            f"{error:.3f}" for error in state.errors[-3:]
+        )
+        state.is_dense, state.errors = not state.is_dense, []
+        if state.is_dense:
+            state.trips += 1
+            self.recorder.count("guard_trips", {"layer": layer})
+            self.dense_layers |= {layer}
+            logger.warning(
+                "sparse-prefill: layer %d runs dense from now on%s: %s (%s; %s)", layer, self._where,
+                Fallback.GUARD.explain, errors, worst,
+            )  # fmt: skip
+        else:
+            self.dense_layers -= {layer}
+            logger.warning("sparse-prefill: layer %d goes sparse again%s (%s)", layer, self._where, errors)
+
+
+def relative_errors(sums: torch.Tensor) -> tuple[float, list[float]]:
+    """‖O − Õ‖₂ / ‖O‖₂ of all heads together, and of each. sums [2, num_heads], on the host."""
+    off, of = sums.double().tolist()
+    return _ratio(sum(off), sum(of)), [_ratio(*head) for head in zip(off, of, strict=True)]
+
+
+def _ratio(off: float, of: float) -> float:
+    if of == 0:
+        return 0.0 if off == 0 else math.inf
+    return math.sqrt(off / of)
+
+
+def pick_queries(step: int, slabs: Sequence[Slab]) -> slice:
+    """Tokens to check in the step of that number: up to 128 that end where a tile does, any tile alike likely."""
+    tiles = [(slab.rows, tile) for slab in slabs for tile in slab.rows.tile_list]
+    rows, tile = tiles[mixed(step) % len(tiles)]
+    end = tile.token + tile.length_tokens
+    return slice(max(rows.tokens[tile.row], end - PROBE_TOKENS), end)
+
+
+def row_of(starts: Sequence[int], token: int) -> slice:
+    """The one row that has a token; starts [num_rows + 1]: each row's first."""
+    row = bisect_right(starts, token) - 1
+    return slice(row, row + 1)
+
+
+def mixed(*numbers: int) -> int:
+    """A hash of integers, the same in every process."""
+    mask = (1 << 64) - 1
+    value = 0
+    for number in numbers:  # splitmix64's steps
+        value = (value + number + 0x9E3779B97F4A7C15) & mask
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+        value ^= value >> 31
+    return value
