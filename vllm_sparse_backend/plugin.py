@@ -7,7 +7,6 @@ worker, which reads its configuration before it loads plugins.
 """
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 LOGGER = "vllm.sparse_prefill"
@@ -21,10 +20,9 @@ NAMES = ("SPARSE_PREFILL", "SPARSE-PREFILL")
 
 def register() -> None:
     """Entry point of the group ``vllm.general_plugins``. Idempotent."""
-    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from vllm_sparse_backend.serving import metrics_hooks
+    from vllm_sparse_backend.serving import hooks, metrics_hooks
 
     custom = AttentionBackendEnum.CUSTOM
     if custom.is_overridden() and custom.get_path() != BACKEND:
@@ -37,56 +35,9 @@ def register() -> None:
     register_backend(custom, BACKEND)
     for name in NAMES:
         AttentionBackendEnum._member_map_[name] = custom
-    problem = metrics_hooks.install()
-    if problem is not None:
+    hooks.install()
+    if (problem := metrics_hooks.install()) is not None:
         logger.warning("sparse-prefill: %s", problem)
-    platform = type(current_platform)
-    _wrap(platform, "check_and_update_config", _checked)
-    if current_platform.is_cpu():
-        _wrap(platform, "get_attn_backend_cls", _selectable)
-
-
-def _wrap(platform: type, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put ``wrapper`` around a class method of vLLM's platform, once."""
-    original = getattr(platform, name)
-    if getattr(original.__func__, "sparse_prefill", False):
-        return
-    wrapped = wrapper(original)
-    wrapped.sparse_prefill = True  # type: ignore[attr-defined]
-    setattr(platform, name, classmethod(wrapped))
-
-
-def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM builds its configuration in the front process: a mistake in ours is told there, before any model loads.
-
-    While it loads, workers derive further ones for its parts (a multimodal model's text stack, a draft model), whose
-    shapes are not the served model's: these are made under a current configuration, and not looked at.
-    """
-
-    def check_and_update_config(cls: type, vllm_config: Any) -> None:
-        from vllm.config import get_current_vllm_config_or_none
-
-        original(vllm_config)
-        is_part = get_current_vllm_config_or_none() is not None
-        if is_ours(vllm_config.attention_config.backend) and vllm_config.model_config is not None and not is_part:
-            from vllm_sparse_backend.serving.startup import check
-
-            check(vllm_config)
-
-    return check_and_update_config
-
-
-def _selectable(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The CPU platform knows one backend and would go on with it whatever was asked for."""
-
-    def get_attn_backend_cls(
-        cls: type, selected_backend: Any, attn_selector_config: Any, *rest: Any, **more: Any
-    ) -> str:
-        if is_ours(selected_backend) and not attn_selector_config.use_mla:
-            return BACKEND
-        return original(selected_backend, attn_selector_config, *rest, **more)
-
-    return get_attn_backend_cls
 
 
 def is_ours(backend: Any) -> bool:

@@ -39,6 +39,7 @@ def served(
         ),
         cache_config=SimpleNamespace(**({"cache_dtype": "auto", "kv_cache_dtype_skip_layers": []} | (cache or {}))),
         parallel_config=SimpleNamespace(**({"tensor_parallel_size": 1} | (parallel or {}))),
+        kv_transfer_config=None,
     )
 
 

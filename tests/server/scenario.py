@@ -4,8 +4,10 @@ Prompts are token ids drawn with a fixed seed. Lengths align with nothing: neith
 """
 
 import random
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from vllm_sparse_backend.demo.model import VOCAB_SIZE
 from vllm_sparse_backend.demo.server import Server
@@ -33,8 +35,13 @@ def prompt(length: int, seed: int) -> list[int]:
     return [0, *(generator.randrange(2, VOCAB_SIZE) for _ in range(length - 1))]
 
 
-def ask(server: Server, token_ids: list[int], max_tokens: int = 8) -> Answer:
-    body = {
+def tail_changed(token_ids: list[int]) -> list[int]:
+    half = len(token_ids) // 2
+    return token_ids[: len(token_ids) - half] + prompt(half + 1, seed=half)[1:]
+
+
+def ask(server: Server, token_ids: list[int], max_tokens: int = 8, level: object = None) -> Answer:
+    body: dict[str, Any] = {
         "model": server.model,
         "prompt": token_ids,
         "max_tokens": max_tokens,
@@ -43,6 +50,8 @@ def ask(server: Server, token_ids: list[int], max_tokens: int = 8) -> Answer:
         "logprobs": 0,
         "return_token_ids": True,
     }
+    if level is not None:
+        body["vllm_xargs"] = {"sparse_prefill": level}
     answer = server.post("/v1/completions", body)
     choice, details = answer["choices"][0], answer["usage"]["prompt_tokens_details"] or {}
     assert len(choice["token_ids"]) == max_tokens
@@ -51,14 +60,18 @@ def ask(server: Server, token_ids: list[int], max_tokens: int = 8) -> Answer:
     )
 
 
-def ask_together(server: Server, requests: dict[str, tuple[list[int], int]]) -> dict[str, Answer]:
-    """Answers to (prompt, max_tokens) by name, all sent at once."""
+def ask_together(server: Server, requests: Mapping[str, tuple[Any, ...]]) -> dict[str, Answer]:
+    """Answers to (prompt, max_tokens, and the level if one is asked for) by name, all sent at once."""
     with ThreadPoolExecutor(len(requests)) as pool:
         return dict(zip(requests, pool.map(lambda request: ask(server, *request), requests.values()), strict=True))
 
 
-def run(server: Server) -> dict[str, Answer]:
-    """Answers by name, in an order that makes the prefix cache hit where the name says so."""
+def run(server: Server, level: object = None, beside: object = None) -> dict[str, Answer]:
+    """Answers by name, in an order that makes the prefix cache hit where the name says so.
+
+    level: what requests ask for; beside: what others ask for, sent along with those that are sent together, which
+    begin as they do.
+    """
     shared = prompt(2000, seed=2)
     alone = {
         "chunks": prompt(3001, seed=1),
@@ -73,5 +86,9 @@ def run(server: Server) -> dict[str, Answer]:
         "mixed: prefill 1301": (prompt(1301, seed=7), 8),
     }
     concurrent = {f"concurrent: {length}": (prompt(length, seed=100 + length), 8) for length in CONCURRENT_LENGTHS}
-    answers = {name: ask(server, token_ids) for name, token_ids in alone.items()}
-    return answers | ask_together(server, mixed) | ask_together(server, concurrent)
+    answers = {name: ask(server, token_ids, level=level) for name, token_ids in alone.items()}
+    for group in (mixed, concurrent):
+        asked = {name: (*request, level) for name, request in group.items()}
+        copies = {f"beside {name}": (tail_changed(ids), n, beside) for name, (ids, n) in group.items()}
+        answers |= ask_together(server, asked if beside is None else asked | copies)
+    return answers

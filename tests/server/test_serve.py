@@ -22,7 +22,7 @@ from tests import queries, tools
 from tests.server import scenario
 from vllm_sparse_backend.demo.model import CONFIG
 from vllm_sparse_backend.demo.scrape import Report, parse
-from vllm_sparse_backend.demo.server import Server, sparse_args
+from vllm_sparse_backend.demo.server import Server, ServerError, sparse_args
 from vllm_sparse_backend.settings.reasons import Fallback
 
 pytestmark = pytest.mark.server
@@ -34,12 +34,7 @@ MIN_TOKENS = 256
 # Stock vLLM against itself, the same prompts batched differently, gives up to 2.4e-6.
 LOGPROB_TOLERANCE = 2e-5
 EVERYTHING = {"method": "dense", "min_tokens": MIN_TOKENS, "min_query_tokens": 1}
-SPARSE = {
-    "method": "vertical_slash",
-    "min_tokens": MIN_TOKENS,
-    "min_query_tokens": 1,
-    "params": {"vertical_tokens": 64, "slash_tokens": 104},
-}
+SPARSE = {"profile": str(Path(__file__).with_name("levels.yaml"))}
 
 
 class Served(NamedTuple):
@@ -58,6 +53,10 @@ def serve(model: Path, args: tuple[str, ...], env: dict[str, str] | None = None)
     with Server(model, (*args, *scenario.SERVER_ARGS), env=env) as server:
         before = server.get("/metrics")
         return Served(scenario.run(server), before, server.get("/metrics"))
+
+
+def counters(server: Server) -> Report:
+    return parse(server.get("/metrics"))
 
 
 @pytest.fixture(scope="module")
@@ -215,3 +214,100 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+# From here on the sparse server is asked for more: its counters no longer say what ``sparse`` does.
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "a number": {"vllm_xargs": {"sparse_prefill": 2}},
+    "no level": {"vllm_xargs": {"sparse_prefill": "fastest"}},
+    "a number as text": {"vllm_xargs": {"sparse_prefill": "0"}},
+    "a list": {"vllm_xargs": {"sparse_prefill": [0]}},
+    "a stream": {"vllm_xargs": {"sparse_prefill": "exactly"}, "stream": True},
+    "beams": {"vllm_xargs": {"sparse_prefill": 0}, "use_beam_search": True, "n": 2},
+}
+
+
+class Requests(NamedTuple):
+    """What the sparse server answers after all that, asked for other levels than its own."""
+
+    refused: dict[str, str]
+    exact: dict[str, scenario.Answer]
+    """And, beside them, others that begin alike, at the server's own level."""
+    together: dict[str, scenario.Answer]
+    """One prompt at every level, all at once."""
+    again: dict[str, scenario.Answer]
+    report: Report
+
+
+@pytest.fixture(scope="module")
+def requests(sparse_server: tuple[Server, Served]) -> Requests:
+    server, _ = sparse_server
+    refused = {name: refusal(server, body) for name, body in REFUSED.items()}
+    exact = scenario.run(server, level=0, beside=1)
+    named = {str(level): (scenario.prompt(3001, seed=1), 8, level) for level in ("exact", "high", "fast", 1)}
+    together = scenario.ask_together(server, named)
+    return Requests(refused, exact, together, scenario.ask_together(server, named), counters(server))
+
+
+def refusal(server: Server, body: dict[str, Any]) -> str:
+    try:
+        answer = server.post("/v1/completions", {"model": server.model, "prompt": [1, 2, 3], "max_tokens": 2, **body})
+    except ServerError as error:
+        return str(error)
+    return f"answered {answer}"
+
+
+def test_exact_requests_equal_stock_after_any_mix_of_sparse_ones(stock: Served, requests: Requests) -> None:
+    """Over prefixes that sparse requests wrote before, in chunks, eight at once and as many sparse ones beside them."""
+    for name, expected in stock.answers.items():
+        answer = requests.exact[name]
+        assert answer.token_ids == expected.token_ids, name
+        assert answer.logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE), name
+
+
+def test_the_same_requests_at_the_servers_own_level_do_not(stock: Served, sparse: Served) -> None:
+    """So the test above can fail, by a cache that is shared or by a row that goes sparse."""
+    off = ["chunks", "prefix: same prompt", "prefix: other tail", "mixed: prefill 1800", "concurrent: 2600"]
+    for name in off:
+        assert sparse.answers[name].logprobs != pytest.approx(stock.answers[name].logprobs, abs=1e-3), name
+
+
+def test_exact_requests_read_what_is_exact_and_no_more(sparse: Served, requests: Requests) -> None:
+    """The first ``min_tokens`` of what sparse requests wrote, and all of what exact ones did."""
+    exact = requests.exact
+    assert exact["chunks"].cached_tokens == MIN_TOKENS
+    assert sparse.answers["prefix: same prompt"].cached_tokens >= 1900
+    for name in ("prefix: same prompt", "prefix: other tail"):
+        assert exact[name].cached_tokens >= 1900, name
+    assert exact["beside concurrent: 2600"].cached_tokens >= 1280  # the server's own level reads its own
+
+
+def test_levels_by_name(stock: Served, sparse: Served, requests: Requests) -> None:
+    """All at once, over one prompt: each reads what its own level wrote, and says what that level says."""
+    for answers, cached_by_fast in (requests.together, MIN_TOKENS), (requests.again, 2944):
+        expected = stock.answers["chunks"]
+        assert answers["exact"].token_ids == expected.token_ids
+        assert answers["exact"].logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
+        own = pytest.approx(sparse.answers["prefix: same prompt"].logprobs, abs=LOGPROB_TOLERANCE)
+        assert answers["1"].logprobs == own
+        assert answers["high"].logprobs == own
+        assert answers["fast"].logprobs != pytest.approx(expected.logprobs, abs=1e-3)
+        assert answers["fast"].logprobs != pytest.approx(answers["high"].logprobs, abs=1e-3)
+        cached = {name: answer.cached_tokens for name, answer in answers.items()}
+        assert cached == {"exact": 2944, "high": 2944, "1": 2944, "fast": cached_by_fast}
+
+
+def test_rows_of_exact_requests_are_counted_as_such(sparse: Served, requests: Requests) -> None:
+    assert ("dense", Fallback.REQUESTED) not in sparse.report.rows
+    assert requests.report.rows["dense", Fallback.REQUESTED] > 0
+    assert requests.report.rows_of("sparse") > sparse.report.rows_of("sparse")  # those beside them
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_nobody_can_ask_for_is_refused_at_once(requests: Requests, name: str) -> None:
+    said = requests.refused[name]
+    assert "answered 400" in said
+    assert "vllm_xargs sparse_prefill: given" in said
+    if name != "beams":
+        assert "expected one of 0 (exact), 1 (this server's own level, high), 'exact', 'high', 'fast'" in said

@@ -74,8 +74,8 @@ class Capture:
             raise ConfigurationError(f"{path}: format: expected {FORMAT}; capture the prompt again")
         scales = {int(layer): scale for layer, scale in data.pop("scales").items()}
         left_out = {int(layer): why for layer, why in data.pop("left_out").items()}
-        fields = data.pop("shape")
-        shape = ModelShape(**{name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()})
+        fields: dict[str, Any] = data.pop("shape")
+        shape = ModelShape(**fields | {"names": tuple(fields.get("names") or ())})
         return Capture(folder, shape=shape, scales=scales, left_out=left_out, **data)
 
     def _write(self) -> None:

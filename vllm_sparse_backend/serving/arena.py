@@ -20,7 +20,7 @@ from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.step import Slab
 from vllm_sparse_backend.settings.config import AUTO, load_config
 from vllm_sparse_backend.settings.crossover import Thresholds, load_crossover
-from vllm_sparse_backend.settings.plan import LayerPlan, Plan, methods_by_head
+from vllm_sparse_backend.settings.plan import DEFAULT, LayerPlan, Plan, layer_by_level, methods_by_head
 from vllm_sparse_kernels import TILE_TOKENS, LayerShape, Rows, SparseIndex, Workspace, shared_bytes, widest_block
 from vllm_sparse_kernels.attend import workspace_bytes
 from vllm_sparse_kernels.rows import ceil_div
@@ -152,12 +152,12 @@ class Room:
         """Whether at least one tile of the row has room, were it the row's last."""
         return self._every_row_fits or self._fits([Row(0, 0, 1, row.context_len + row.query_len - 1)])
 
-    def slabs(self, rows: Sequence[Row], block_table: torch.Tensor) -> tuple[Slab, ...]:
+    def slabs(self, rows: Sequence[Row], block_table: torch.Tensor, level: str = DEFAULT) -> tuple[Slab, ...]:
         """All rows, in order, in as few slabs as have room; each row of them must fit by a tile (``fits``).
 
         block_table [num_rows, max_pages]: the pages of the rows by their number.
         """
-        whole = make_slab(rows, block_table)
+        whole = make_slab(rows, block_table, level)
         is_known = len(rows) == 1 and rows[0].query_len <= self._longest_query
         if is_known or self.needed(whole) <= self.num_bytes:
             return (whole,)
@@ -168,7 +168,7 @@ class Room:
                 packed[-1].append(chunk)
             else:
                 packed.append([chunk])
-        return tuple(make_slab(part, block_table) for part in packed)
+        return tuple(make_slab(part, block_table, level) for part in packed)
 
     def _chunks(self, row: Row) -> list[Row]:
         """The row itself, or as few chunks of it as fit, each alone."""
@@ -183,7 +183,7 @@ class Room:
         return self.needed(make_slab(rows)) <= self.num_bytes
 
 
-def make_slab(rows: Sequence[Row], block_table: torch.Tensor | None = None) -> Slab:
+def make_slab(rows: Sequence[Row], block_table: torch.Tensor | None = None, level: str = DEFAULT) -> Slab:
     """Rows with consecutive numbers as kernels take them; without a block table only to reckon with."""
     if block_table is None:
         block_table = torch.empty(len(rows), 0, dtype=torch.int32)
@@ -195,7 +195,8 @@ def make_slab(rows: Sequence[Row], block_table: torch.Tensor | None = None) -> S
             query_lens=tuple(row.query_len for row in rows),
             context_lens=tuple(row.context_len for row in rows),
             block_table=block_table,
-        )
+        ),
+        level,
     )
 
 
@@ -231,11 +232,13 @@ class Memory:
         config = load_config(vllm_config.additional_config)
         rank, size = compat.tensor_parallel(vllm_config)
         model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-        plan = Plan.build(config, compat.model_shape(vllm_config), rank, size)
-        thresholds = plan.earliest_thresholds(load_crossover(config.crossover), compat.device_name())
+        plans = list(Plan.by_level(config, compat.model_shape(vllm_config), rank, size).values())
+        table, device_name = load_crossover(config.crossover), compat.device_name()
+        each = [plan.earliest_thresholds(table, device_name) for plan in plans]
+        thresholds = min(each, key=lambda one: one.severity)
         max_len = model.max_model_len
         steps = list(largest_steps(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, max_len, thresholds))
-        layers = _needs(vllm_config, plan, device, config.engine)
+        layers = _needs(vllm_config, plans, device, config.engine)
         needed = [max(layer.num_bytes(make_slab(step)) for layer in layers) for step in steps if layers]
         if not needed:
             return None
@@ -252,17 +255,16 @@ class Memory:
         return Memory(Arena(device, buffer), Room(layers, num_bytes, max_len, steps[0][0]))
 
 
-def _needs(vllm_config: VllmConfig, plan: Plan, device: torch.device, engine: str) -> tuple[LayerNeed, ...]:
-    """What each distinct layer of this worker's part of the plan takes; ``engine``: the one that is asked for."""
+def _needs(vllm_config: VllmConfig, plans: Sequence[Plan], device: torch.device, engine: str) -> tuple[LayerNeed, ...]:
+    """What each distinct layer of this worker's part of the plans takes; ``engine``: the one that is asked for."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if widest_block(plan.shape.head_dim, shared_bytes(device)) is None:
+    head_dim = plans[0].shape.head_dim
+    if widest_block(head_dim, shared_bytes(device)) is None:
         return ()
     first, end = model.get_layers_start_end_indices(parallel)
-    layers = {plan.layer(number) for number in range(first, end)} - {None}
+    layers = {groups for number in range(first, end) for groups in layer_by_level(plans, number)}
     num_kv_heads, element_bytes = model.get_num_kv_heads(parallel), model.dtype.itemsize
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     return tuple(
-        LayerNeed.of(groups, num_kv_heads, plan.shape.head_dim, element_bytes, device, engine, step_tokens)
-        for groups in layers
-        if groups is not None
+        LayerNeed.of(groups, num_kv_heads, head_dim, element_bytes, device, engine, step_tokens) for groups in layers
     )

@@ -4,6 +4,7 @@ The cache has been written when ``forward`` is called. Nothing in ``forward`` wa
 """
 
 import contextlib
+import copy
 from typing import Any
 
 import torch
@@ -78,6 +79,8 @@ class SparsePrefillImpl(compat.DelegateImpl):
         self.memory: Memory | None = None
         self.guard: Guard | None = None
         self.engine: Engine = PORTABLE  # until warm-up chooses one
+        self.levels: dict[str, SparsePrefillImpl] = {}
+        self.stays_dense = False  # at this level, though not at another
 
     def reason(self, groups: LayerPlan | None) -> Fallback | None:
         """Why this layer prefills dense, where this is its part of the plan; None if it can go sparse."""
@@ -116,6 +119,15 @@ class SparsePrefillImpl(compat.DelegateImpl):
         self.dense_last = last_tile_heads(methods, device)
         self.groups = groups
 
+    def at(self, level: str) -> "SparsePrefillImpl":
+        """This layer as rows of that level have it: itself, unless ``add_level`` made another."""
+        return self.levels.get(level, self)
+
+    def add_level(self, level: str) -> "SparsePrefillImpl":
+        """The same layer, to ``adopt`` what another level has it do. To be called before this one adopts anything."""
+        self.levels[level] = copy.copy(self)
+        return self.levels[level]
+
     def reserve(self, vllm_config: VllmConfig, device: torch.device) -> Memory | None:
         """The worker's arena, which the first of its layers to ask for it makes."""
         if self.memory is None:
@@ -152,7 +164,7 @@ class SparsePrefillImpl(compat.DelegateImpl):
             self._reserve_in_profile_run(query.device)
         dense, scales = super().forward, (output_scale, output_block_scale)
         step: SparseStep | None = getattr(attn_metadata, "sparse", None)
-        if step is None or self.groups is None:
+        if step is None or self.groups is None or all(self.at(slab.level).stays_dense for slab in step.slabs):
             return dense(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
 
         def delegate(run: Delegated, out: torch.Tensor) -> None:
@@ -165,7 +177,7 @@ class SparsePrefillImpl(compat.DelegateImpl):
                 delegate(run, output[run.tokens])
             cache = compat.with_scales(compat.paged_cache(kv_cache, self.head_size), layer)
             for slab in step.slabs:
-                self.run(slab, query, cache, output)
+                self.at(slab.level).run(slab, query, cache, output)
         if self.guard is not None and step.probe is not None and step.is_probed(self.layer):
             sparse = output[step.probe.run.tokens]
             delegate(step.probe.run, exact := torch.empty_like(sparse))

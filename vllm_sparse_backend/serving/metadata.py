@@ -8,9 +8,10 @@ no chunk size: a row that crosses that border is cut there, its first tokens are
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 from vllm_sparse_backend.plugin import LOGGER
-from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving import compat, hooks
 from vllm_sparse_backend.serving.arena import Memory, Row
 from vllm_sparse_backend.serving.guard import Guard, pick_queries, row_of
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
@@ -34,9 +35,11 @@ from vllm_sparse_backend.serving.step import (
 )
 from vllm_sparse_backend.settings.config import load_config
 from vllm_sparse_backend.settings.crossover import Thresholds, load_crossover
-from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_backend.settings.plan import DEFAULT, Plan, layer_by_level
+from vllm_sparse_backend.settings.profile import EXACT
 from vllm_sparse_backend.settings.ranges import format_ranges
 from vllm_sparse_backend.settings.reasons import Fallback
+from vllm_sparse_backend.settings.requests import FIELD, Choices
 
 logger = logging.getLogger(LOGGER)
 
@@ -49,6 +52,8 @@ class RowKind:
 
     path: str
     reason: Fallback | None = None
+    level: str = DEFAULT
+    """Of a sparse row: what its request asked for."""
 
 
 DECODE_ROW = RowKind(DECODE)
@@ -76,7 +81,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         self.sparse_steps = 0
         self.sparse_layers: tuple[int, ...] = ()
         self.memory: Memory | None = None
-        self.thresholds = Thresholds(None, 0)
+        self.thresholds = {DEFAULT: Thresholds(None, 0)}
         self._counts_rows = False
         self._number = next(_numbers)
         self._logged: set[Fallback] = set()
@@ -91,8 +96,11 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         """Hand each layer of this group its part of the plan, and say at start-up what will run how."""
         config = load_config(self.vllm_config.additional_config)
         rank, size = compat.tensor_parallel(self.vllm_config)
-        plan = Plan.build(config, compat.model_shape(self.vllm_config), rank, size)
-        reasons = {number: impl.reason(plan.layer(number)) for number, impl in layers.values()}
+        plans = Plan.by_level(config, compat.model_shape(self.vllm_config), rank, size)
+        groups = {number: layer_by_level(plans.values(), number) for number, _ in layers.values()}
+        reasons = {
+            number: impl.reason(groups[number][0] if groups[number] else None) for number, impl in layers.values()
+        }
         own = [layers[name] for name in self.layer_names if name in layers]
         for reason in Fallback if rank == 0 else ():
             dense = [number for number, _ in own if reasons[number] is reason]
@@ -116,22 +124,28 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
                 impl.guard = self.guard
         impls = []
         for number, impl in own:
-            groups = plan.layer(number)
-            if reasons[number] is None and groups is not None:
-                impl.adopt(number, groups, self.recorder, self.memory, config.check_index, config.engine)
-                impls.append(impl)
+            if reasons[number] is None:
+                of_levels = [impl, *(impl.add_level(level) for level in plans if level != DEFAULT)]
+                for one, plan, of_level in zip(of_levels, plans.values(), groups[number], strict=True):
+                    one.adopt(number, of_level, self.recorder, self.memory, config.check_index, config.engine)
+                    one.stays_dense = plan.layer(number) is None
+                impls += of_levels
         if self.memory is not None:
             self._make_ready(impls, config.engine)
-        engines = {impl.engine.name for impl in impls}
-        self.thresholds = plan.thresholds(load_crossover(config.crossover), compat.device_name(), engines)
+        table, engines = load_crossover(config.crossover), {impl.engine.name for impl in impls}
+        self.thresholds = {name: plan.thresholds(table, compat.device_name(), engines) for name, plan in plans.items()}
+        hooks.install_in_worker(self.vllm_config)
         if known is None and rank == 0:
-            self._announce(plan)
+            self._announce(plans)
 
-    def _announce(self, plan: Plan) -> None:
-        for line in plan.describe(self.thresholds):
-            logger.info("sparse-prefill: %s", line)
-        max_len = self.vllm_config.model_config.max_model_len
-        if self.thresholds.min_tokens is not None and max_len <= self.thresholds.min_tokens:
+    def _announce(self, plans: Mapping[str, Plan]) -> None:
+        for level, plan in plans.items():
+            for line in plan.describe(self.thresholds[level]):
+                logger.info("sparse-prefill: %s", line)
+        choices = Choices(plans[DEFAULT].level_names, plans[DEFAULT].level)
+        logger.info("sparse-prefill: requests may have in their vllm_xargs %s: %s", FIELD, choices)
+        max_len, min_tokens = self.vllm_config.model_config.max_model_len, self.thresholds[DEFAULT].min_tokens
+        if min_tokens is not None and max_len <= min_tokens:
             logger.warning("sparse-prefill: requests have %d tokens at most: all of them run dense", max_len)
 
     def _make_ready(self, impls: list[SparsePrefillImpl], engine: str) -> None:
@@ -158,7 +172,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
             return super().build(common_prefix_len, common, fast_build)
         dense_lens = self._dense_lens(common, starts, kinds)
         delegated = tuple(self._delegate(common, starts, dense_lens, fast_build))
-        slabs = self._slabs(common, starts, dense_lens)
+        slabs = self._slabs(common, starts, dense_lens, kinds)
         dense_layers, probe = self._guard(common, starts, slabs)
         # Last, as the delegate keeps one persistent buffer for its schedule: the whole batch's must be what stays.
         whole = super().build(common_prefix_len, common, fast_build)
@@ -174,6 +188,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         seq_lens = compat.host_seq_lens(common)
         prefilling = None if common.is_prefilling is None else common.is_prefilling.tolist()
         prefix_lm = common.mm_req_doc_ranges or {}
+        levels = hooks.levels_of_rows(len(query_lens)) or [DEFAULT] * len(query_lens)
         batch_reason = None
         if common.causal is not True:
             batch_reason = Fallback.NON_CAUSAL
@@ -185,33 +200,36 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
                 kinds.append(PADDING)
             elif query_len <= threshold or (prefilling is not None and not prefilling[i]):
                 kinds.append(DECODE_ROW)
+            elif levels[i] == EXACT:
+                kinds.append(RowKind(DENSE, Fallback.REQUESTED))
             elif batch_reason is not None:
                 kinds.append(RowKind(DENSE, batch_reason))
             elif prefix_lm.get(i):
                 kinds.append(RowKind(DENSE, Fallback.PREFIX_LM))
             else:
-                kinds.append(self._by_length(query_len, seq_lens[i]))
+                kinds.append(self._by_length(query_len, seq_lens[i], levels[i]))
         return kinds
 
-    def _by_length(self, query_len: int, seq_len: int) -> RowKind:
-        min_tokens = self.thresholds.min_tokens
+    def _by_length(self, query_len: int, seq_len: int, level: str) -> RowKind:
+        thresholds = self.thresholds[level]
+        min_tokens = thresholds.min_tokens
         if min_tokens is None:
             return RowKind(DENSE, Fallback.NEVER_FASTER)
         if self.memory is None or seq_len <= min_tokens:
             return RowKind(DENSE, Fallback.TOO_SHORT)
         sparse_len = min(query_len, seq_len - min_tokens)
-        if sparse_len < self.thresholds.min_query_tokens:
+        if sparse_len < thresholds.min_query_tokens:
             return RowKind(DENSE, Fallback.SHORT_QUERY)
         if not self.memory.room.fits(Row(0, 0, sparse_len, seq_len - sparse_len)):
             return RowKind(DENSE, Fallback.NO_ROOM)
-        return RowKind(SPARSE)
+        return RowKind(SPARSE, level=level)
 
     def _dense_lens(self, common: CommonAttentionMetadata, starts: list[int], kinds: list[RowKind]) -> list[int]:
         """How many of each row's tokens, from its first on, the delegate takes: of a sparse row those in min_tokens."""
-        min_tokens = self.thresholds.min_tokens or 0
+        first = {level: thresholds.min_tokens or 0 for level, thresholds in self.thresholds.items()}
         lens = zip(kinds, compat.host_seq_lens(common), pairwise(starts), strict=True)
         return [
-            max(min_tokens - (seq_len - (end - start)), 0) if kind.path == SPARSE else end - start
+            max(first[kind.level] - (seq_len - (end - start)), 0) if kind.path == SPARSE else end - start
             for kind, seq_len, (start, end) in lens
         ]
 
@@ -247,9 +265,10 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         dense_layers = self.guard.dense_layers.intersection(self.sparse_layers)
         number, self.sparse_steps = self.sparse_steps, self.sparse_steps + 1
         layers = self.guard.due(self.sparse_layers, number)
-        if not layers:
+        watched = [slab for slab in slabs if slab.level == DEFAULT]  # other levels keep to other bounds
+        if not layers or not watched:
             return dense_layers, None
-        tokens = pick_queries(number, slabs)
+        tokens = pick_queries(number, watched)
         return dense_layers, Probe(self._run_of(common, row_of(starts, tokens.start), tokens), layers)
 
     def _part_of(self, common: CommonAttentionMetadata, rows: slice, tokens: slice) -> CommonAttentionMetadata:
@@ -294,17 +313,26 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
             is_prefilling=None if is_prefilling is None else is_prefilling[rows],
         )
 
-    def _slabs(self, common: CommonAttentionMetadata, starts: list[int], dense_lens: list[int]) -> tuple[Slab, ...]:
-        """What the delegate leaves of the rows, dealt out as they fit into the arena."""
+    def _slabs(
+        self, common: CommonAttentionMetadata, starts: list[int], dense_lens: list[int], kinds: list[RowKind]
+    ) -> tuple[Slab, ...]:
+        """What the delegate leaves of the rows, level by level, dealt out as they fit into the arena."""
         assert self.memory is not None
-        ids: list[int] = []
-        rows: list[Row] = []
-        for i, (start, seq_len) in enumerate(zip(starts, compat.host_seq_lens(common))):
+        ids: dict[str, list[int]] = defaultdict(list)
+        rows: dict[str, list[Row]] = defaultdict(list)
+        for i, (start, seq_len, kind) in enumerate(zip(starts, compat.host_seq_lens(common), kinds)):
             token, end = start + dense_lens[i], starts[i + 1]
             if token < end:
-                rows.append(Row(len(ids), token, end - token, seq_len - (end - token)))
-                ids.append(i)
-        return self.memory.room.slabs(rows, own_block_table(common.block_table_tensor, ids))
+                row = Row(len(ids[kind.level]), token, end - token, seq_len - (end - token))
+                rows[kind.level].append(row)
+                ids[kind.level].append(i)
+        table = common.block_table_tensor
+        slabs = (
+            self.memory.room.slabs(rows[level], own_block_table(table, ids[level]), level)
+            for level in self.thresholds
+            if level in rows
+        )
+        return tuple(chain.from_iterable(slabs))
 
 
 def dense_runs(starts: list[int], dense_lens: list[int]) -> Iterator[tuple[slice, slice]]:

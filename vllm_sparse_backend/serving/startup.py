@@ -4,12 +4,13 @@ from vllm.config import VllmConfig
 
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.engines import refuse_on_cpu
+from vllm_sparse_backend.serving.requests import warn_of_stores
 from vllm_sparse_backend.settings.config import load_config
 from vllm_sparse_backend.settings.crossover import load_crossover
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.modelcheck import layer_reasons
-from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_backend.settings.plan import DEFAULT, Plan
 from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
 
 
@@ -20,7 +21,7 @@ def check(vllm_config: VllmConfig) -> None:
     refuse_on_cpu(config.engine)
     hf_config = compat.hf_config(vllm_config)
     shape = compat.model_shape(vllm_config)
-    plan = Plan.build(config, shape, 0, vllm_config.parallel_config.tensor_parallel_size)
+    plan = Plan.by_level(config, shape, 0, vllm_config.parallel_config.tensor_parallel_size)[DEFAULT]
     # The shape knows older models' names for these.
     reasons = layer_reasons({**hf_config, "num_hidden_layers": shape.num_layers, "head_dim": shape.head_dim})
     everywhere = _server_reason(vllm_config, shape)
@@ -29,6 +30,7 @@ def check(vllm_config: VllmConfig) -> None:
     sparse = [i for i, reason in enumerate(reasons) if reason is None and plan.layer(i) is not None]
     if not sparse:
         raise ConfigurationError(no_layer_message({reason for reason in reasons if reason is not None}))
+    warn_of_stores(vllm_config)
 
 
 def _server_reason(vllm_config: VllmConfig, shape: ModelShape) -> Fallback | None:

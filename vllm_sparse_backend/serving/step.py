@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.settings.plan import LayerPlan, methods_by_head
+from vllm_sparse_backend.settings.plan import DEFAULT, LayerPlan, methods_by_head
 from vllm_sparse_kernels import IndexLayout, LayerShape, Rows, SparseIndex, StripeLayout, Workspace
 from vllm_sparse_kernels.rows import ceil_div, to_device
 from vllm_sparse_kernels.select.base import Method
@@ -34,6 +34,8 @@ class Slab:
     """
 
     rows: Rows
+    level: str = DEFAULT
+    """Of all these rows: what their requests asked for."""
     _layouts: dict[tuple[int, int], tuple[LayerPlan, IndexLayout]] = field(default_factory=dict)
     _stripes: dict[Method, StripeLayout] = field(default_factory=dict)
     _bytes: dict[tuple[Method, int, LayerShape], int] = field(default_factory=dict)

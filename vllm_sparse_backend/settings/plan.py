@@ -6,7 +6,7 @@ query heads, which the plan is about, are split alike in both cases.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -15,12 +15,15 @@ from vllm_sparse_backend.settings import auto
 from vllm_sparse_backend.settings.config import OPTION, SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import Crossover, Thresholds, TokenCount, resolve
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
-from vllm_sparse_backend.settings.methods import summarize
+from vllm_sparse_backend.settings.methods import make_method, summarize
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.profile import ANY_MODEL, Profile, load_profile
+from vllm_sparse_backend.settings.profile import ANY_MODEL, EXACT, Profile, load_profile
 from vllm_sparse_backend.settings.ranges import format_ranges
 from vllm_sparse_kernels.select import name_of
 from vllm_sparse_kernels.select.base import Method
+
+DEFAULT = "default"
+"""The level that rows have whose request asks for none."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,17 @@ class HeadGroup:
 LayerPlan = tuple[HeadGroup, ...]
 
 
+def layer_by_level(plans: Iterable["Plan"], layer: int) -> tuple[LayerPlan, ...]:
+    """One layer's groups at each level; empty where it is dense at all of them.
+
+    Where it is dense at some, its heads keep everything there: rows of several levels may share a step.
+    """
+    each = [plan.layer(layer) for plan in plans]
+    num_heads = max((len(methods_by_head(groups)) for groups in each if groups), default=0)
+    dense = (HeadGroup(tuple(range(num_heads)), make_method("dense", {})),)
+    return tuple(dense if groups is None else groups for groups in each) if num_heads else ()
+
+
 def methods_by_head(groups: LayerPlan) -> list[Method]:
     """Each head's own method, as it was before methods were merged."""
     methods: dict[int, Method] = {}
@@ -61,19 +75,34 @@ class Plan:
     source: str
     """The profile or method that was asked for."""
     shape: ModelShape
+    level: str | None = None
+    """Its name, where the profile has one for it."""
+    level_names: tuple[str, ...] = (EXACT,)
+    """Those that requests may ask for, of the server's own plan."""
 
     @staticmethod
-    def build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int = 0, tp_size: int = 1) -> "Plan":
+    def build(
+        config: SparsePrefillConfig, shape: ModelShape, tp_rank: int = 0, tp_size: int = 1, level: str = DEFAULT
+    ) -> "Plan":
         """The plan of one rank. Equal arguments give the same object: a profile is read once in a process.
 
-        Raises ``ConfigurationError`` where the profile does not fit the model, or the heads do not divide by
-        ``tp_size``.
+        ``level``: the server's own, or another of its profile's. Raises ``ConfigurationError`` where the profile does
+        not fit the model, or the heads do not divide by ``tp_size``.
         """
         # What was not set matters: then the profile's value counts.
-        key = (config.model_dump_json(exclude_unset=True), shape, shape.names, tp_rank, tp_size)
+        key = (config.model_dump_json(exclude_unset=True), shape, shape.names, tp_rank, tp_size, level)
         if key not in _plans:
-            _plans[key] = _build(config, shape, tp_rank, tp_size)
+            _plans[key] = _build(config, shape, tp_rank, tp_size, level)
         return _plans[key]
+
+    @staticmethod
+    def by_level(
+        config: SparsePrefillConfig, shape: ModelShape, tp_rank: int = 0, tp_size: int = 1
+    ) -> dict[str, "Plan"]:
+        """The plan of each level that has one, which ``exact`` has not: the server's own first."""
+        own = Plan.build(config, shape, tp_rank, tp_size)
+        others = [name for name in own.level_names if name not in (EXACT, own.level)]
+        return {DEFAULT: own} | {name: Plan.build(config, shape, tp_rank, tp_size, name) for name in others}
 
     def layer(self, layer: int) -> LayerPlan | None:
         """Groups of a layer; None if it is to run dense, as do layers past the model's own (a draft model's)."""
@@ -99,6 +128,12 @@ class Plan:
         """Those with whichever engine is measured to pay first: what there is to prepare for before one is chosen."""
         each = [self.thresholds(table, device, [engine]) for engine in table.engines(device) or ["any"]]
         return min(each, key=lambda one: one.severity)
+
+    def exact_tokens(self, table: Crossover, device: str) -> int | None:
+        """So many positions of every row are dense on whichever engine; None if all are."""
+        engines = [*table.engines(device), "any other"]
+        each = [self.thresholds(table, device, [engine]).min_tokens for engine in engines]
+        return min((tokens for tokens in each if tokens is not None), default=None)
 
     def describe(self, thresholds: Thresholds) -> list[str]:
         """Lines for the log at start-up: what runs how."""
@@ -131,10 +166,10 @@ class Plan:
         ]
 
 
-_plans: dict[tuple[str, ModelShape, tuple[str, ...], int, int], Plan] = {}
+_plans: dict[tuple[str, ModelShape, tuple[str, ...], int, int, str], Plan] = {}
 
 
-def _build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int, tp_size: int) -> Plan:
+def _build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int, tp_size: int, level: str) -> Plan:
     if not 0 <= tp_rank < tp_size or shape.num_heads % tp_size:
         raise ConfigurationError(
             f"tensor parallelism: given rank {tp_rank} of {tp_size} for {shape.num_heads} query heads, expected a rank "
@@ -142,6 +177,8 @@ def _build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int, tp_size
         )
     profile, source = _profile_of(config, shape)
     profile.check_model(shape, source if config.profile is not None else f"{OPTION} sparse_prefill.method")
+    if level != DEFAULT:
+        profile, source = profile.at_level(level), f"{source} at level {level}"
     if config.dense_layers and config.dense_layers[-1] >= shape.num_layers:
         problem = unexpected(config.dense_layers[-1], f"at most {shape.num_layers - 1}, as the model is {shape}")
         raise ConfigurationError(f"{OPTION} sparse_prefill.dense_layers: {problem}")
@@ -163,7 +200,8 @@ def _build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int, tp_size
         ours: TokenCount = getattr(config, field)
         return ours if theirs is None or field in config.model_fields_set else theirs
 
-    return Plan(layers, first_given("min_tokens"), first_given("min_query_tokens"), source, shape)
+    numbers = first_given("min_tokens"), first_given("min_query_tokens")
+    return Plan(layers, *numbers, source, shape, profile.level, profile.level_names)
 
 
 def _profile_of(config: SparsePrefillConfig, shape: ModelShape) -> tuple[Profile, str]:

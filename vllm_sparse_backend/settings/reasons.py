@@ -131,7 +131,11 @@ class Fallback(StrEnum):
         False,
         "not even one tile of the row fits into the arena, whose size the log states at start-up; use another method",
     )
-    OPT_OUT = ("opt_out", False, "the request switched sparse prefill off; leave that out of the request")
+    REQUESTED = (
+        "requested",
+        False,
+        "the request asked for exact attention (sparse_prefill 0 or exact); leave that out of it to let it go sparse",
+    )
 
 
 STATIC_FALLBACKS = tuple(reason for reason in Fallback if reason.static)

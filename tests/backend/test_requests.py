@@ -1,0 +1,430 @@
+"""Requests that ask for a level: from what comes in, over the hashes of cached blocks, to the rows of a step."""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from vllm.platforms import current_platform
+
+if not current_platform.is_cpu():
+    pytest.skip("needs vLLM's CPU build", allow_module_level=True)
+
+from vllm.config import KVTransferConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core import block_pool, kv_cache_utils
+from vllm.v1.request import Request
+
+from tests.backend.served import make_builder, make_common, make_layers, make_step
+from tests.backend.test_forward import CLOSE, MIN_TOKENS, MIXED, SPARSE_ROWS, dense_tokens, reference
+from vllm_sparse_backend.serving import hooks
+from vllm_sparse_backend.serving.metadata import DECODE, DENSE, SPARSE, RowKind
+from vllm_sparse_backend.serving.requests import choices
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.plan import DEFAULT
+from vllm_sparse_backend.settings.reasons import Fallback
+from vllm_sparse_backend.settings.requests import MARK, Mark
+
+EXACT = Mark("exact", "exact", 100)
+FAST = Mark("fast", "fast", 100)
+BLOCK_TOKENS = 16
+LEVELS = """
+format: 1
+model: {architecture: LlamaForCausalLM, num_layers: 4, num_heads: 4, num_kv_heads: 2, head_dim: 32}
+level: high
+dense_layers: [0, 1]
+default: {method: a_shape, sink_tokens: 16, local_tokens: 16}
+levels:
+  fast:
+    dense_layers: [0, 3]
+    default: {method: block_sparse, top_blocks: 1}
+"""
+
+
+@pytest.fixture
+def levels(configured: Callable[..., Any], tmp_path: Any) -> Any:
+    """A configuration whose profile has two levels, and layers that are dense at none, either and both of them."""
+    (tmp_path / "levels.yaml").write_text(LEVELS)
+    return configured(
+        profile=str(tmp_path / "levels.yaml"), min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True
+    )
+
+
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A function: the level of each row → as if a runner were at a step that has them."""
+
+    def begin(rows: Sequence[str]) -> None:
+        step = hooks.Step({str(i): level for i, level in enumerate(rows) if level != DEFAULT})
+        step.req_ids = lambda: [str(i) for i in range(len(rows))]
+        monkeypatch.setattr(hooks, "_step", step)
+
+    return begin
+
+
+class TestPuttingAround:
+    class Owner:
+        def method(self, number: int) -> int:
+            return number
+
+        @classmethod
+        def of_class(cls, number: int) -> tuple[type, int]:
+            return cls, number
+
+    @staticmethod
+    def doubled(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, number: original(self, 2 * number)
+
+    def test_once(self) -> None:
+        owner = type("Owner", (self.Owner,), {})
+        for _ in range(3):
+            hooks.put_around(owner, "method", self.doubled, ("self", "number"))
+        assert owner().method(3) == 6
+        assert self.Owner().method(3) == 3
+        hooks.put_around(owner, "of_class", lambda original: lambda cls, number: original(number + 1))
+        assert owner.of_class(1) == (owner, 2)
+
+    @pytest.mark.parametrize(
+        ("name", "expects", "said"),
+        [
+            ("gone", (), r"Owner\.gone is missing"),
+            ("method", ("number", "more", "yet"), r"Owner\.method\(self, number: int\) -> int has no more, yet"),
+        ],
+    )
+    def test_what_does_not_fit_is_an_error(self, name: str, expects: Sequence[str], said: str) -> None:
+        with pytest.raises(ConfigurationError, match=rf"vLLM \d.*{said}, expected it as in 0\.26 to 0\.33"):
+            hooks.put_around(self.Owner, name, self.doubled, expects)
+
+
+class TestBlocks:
+    @pytest.fixture(autouse=True, scope="class")
+    def in_core(self) -> None:
+        hooks.install_in_core()
+        kv_cache_utils.init_none_hash(self.hashed)
+
+    @staticmethod
+    def hashed(value: Any) -> bytes:
+        import hashlib
+
+        return hashlib.sha256(repr(value).encode()).digest()
+
+    def blocks(self, mark: Mark | None = None, num_tokens: int = 200, decoded: int = 0, **options: Any) -> list[bytes]:
+        params = SamplingParams(max_tokens=99, extra_args=None if mark is None else mark.write({"other": 1}))
+        hasher = kv_cache_utils.get_request_block_hasher(BLOCK_TOKENS, self.hashed)
+        request = Request("r", list(range(num_tokens)), params, None, block_hasher=hasher, **options)
+        for token in range(num_tokens, num_tokens + decoded):
+            request.append_output_token_ids(token)
+        return list(request.block_hashes)
+
+    def test_levels_share_the_exact_positions_and_nothing_else(self) -> None:
+        """Of the first block that holds more than those, and of all later ones, the hashes are a level's own."""
+        stock, exact, fast = self.blocks(), self.blocks(EXACT), self.blocks(FAST)
+        shared = EXACT.exact_tokens // BLOCK_TOKENS
+        assert len(stock) == 12
+        assert stock[:shared] == exact[:shared] == fast[:shared]
+        assert not {*stock[shared:]} & {*exact[shared:]} | {*stock[shared:]} & {*fast[shared:]}
+        assert not {*exact[shared:]} & {*fast[shared:]}
+        assert self.blocks(EXACT) == exact
+
+    @pytest.mark.parametrize(("exact_tokens", "shared"), [(0, 0), (15, 0), (16, 1), (17, 1), (96, 6), (500, 12)])
+    def test_the_border_lies_anywhere(self, exact_tokens: int, shared: int) -> None:
+        stock, exact = self.blocks(), self.blocks(Mark("exact", "exact", exact_tokens))
+        assert [a == b for a, b in zip(stock, exact, strict=True)] == [True] * shared + [False] * (12 - shared)
+
+    def test_tokens_that_were_generated_too(self) -> None:
+        assert self.blocks(EXACT, 70, decoded=130) == self.blocks(EXACT, 200)
+        assert self.blocks(EXACT, 70, decoded=130) != self.blocks(None, 70, decoded=130)
+
+    def test_a_requests_own_salt_counts_as_ever(self) -> None:
+        salted = self.blocks(EXACT, cache_salt="user")
+        assert not {*salted} & {*self.blocks(EXACT)}
+        assert salted[:6] == self.blocks(cache_salt="user")[:6]
+
+    def test_events_and_hashes_have_the_same_keys(self) -> None:
+        assert block_pool.generate_block_hash_extra_keys is kv_cache_utils.generate_block_hash_extra_keys
+        request = SimpleNamespace(
+            sampling_params=SamplingParams(extra_args=EXACT.write(None)), mm_features=[], lora_request=None,
+            cache_salt=None, prompt_embeds=None,
+        )  # fmt: skip
+        keys = [block_pool.generate_block_hash_extra_keys(request, i, i + 16, 0)[0] for i in range(0, 160, 16)]
+        assert [i for i, key in enumerate(keys) if key] == [6]
+        assert kv_cache_utils.to_event_extra_keys(keys)[6] == ("sparse_prefill=exact",)
+
+
+class TestFront:
+    @pytest.fixture
+    def front(self, levels: Any) -> Any:
+        """A processor of requests and what a server generates with, around nothing."""
+
+        class Front:
+            vllm_config = levels
+
+            def process_inputs(self, request_id: str, prompt: str, params: Any, tasks: Any = ()) -> Any:
+                return SimpleNamespace(sampling_params=params.clone())
+
+            async def generate(self, prompt: str, sampling_params: Any, request_id: str) -> Any:
+                yield sampling_params
+
+        hooks.put_around(Front, "process_inputs", hooks._marked, ("params",))
+        hooks.put_around(Front, "generate", hooks._checked_at_once, ("sampling_params",))
+        hooks._choices.clear()
+        return Front()
+
+    @pytest.mark.parametrize(
+        ("given", "level"), [(0, "exact"), ("fast", "fast"), (1, None), ("high", None), (None, None)]
+    )
+    def test_requests_get_their_mark(self, front: Any, given: Any, level: str | None) -> None:
+        extra_args = {"mine": 1} | ({} if given is None else {"sparse_prefill": given})
+        params = SamplingParams(extra_args=dict(extra_args))
+        done = front.process_inputs("r", "prompt", params).sampling_params
+        expected = None if level is None else Mark(level, level, MIN_TOKENS)
+        assert Mark.of(done.extra_args) == expected
+        assert {key: value for key, value in done.extra_args.items() if key != MARK} == params.extra_args == extra_args
+
+    def test_nobody_else_writes_marks(self, front: Any) -> None:
+        forged = SamplingParams(extra_args={MARK: ["exact", None, 10**6]})
+        assert front.process_inputs("r", "prompt", params=forged).sampling_params.extra_args is None
+
+    def test_a_wrong_one_is_refused_before_anything_streams(self, front: Any) -> None:
+        wrong = SamplingParams(extra_args={"sparse_prefill": "fastest"})
+        for call in (front.process_inputs, "r", "prompt", wrong), (front.generate, "prompt", wrong, "r"):
+            with pytest.raises(VLLMValidationError, match=r"given 'fastest', expected one of 0 .*, 'high', 'fast'"):
+                call[0](*call[1:])
+
+    def test_other_backends_take_what_they_are_given(self, front: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(front.vllm_config.attention_config, "backend", None)
+        wrong = SamplingParams(extra_args={"sparse_prefill": "fastest"})
+        assert front.process_inputs("r", "prompt", wrong).sampling_params.extra_args == wrong.extra_args
+
+    def test_beams_forget_what_a_request_asks_for_so_it_is_refused(self) -> None:
+        for path, name in hooks.BEAM_SEARCHES:
+            cls = hooks._found(path, name)
+            hooks.put_around(cls, "to_beam_search_params", hooks._without_levels)
+            request = cls.model_construct(vllm_xargs={"sparse_prefill": 0})
+            with pytest.raises(VLLMValidationError, match="vllm_xargs sparse_prefill: given with use_beam_search"):
+                request.to_beam_search_params(5, {})
+        with pytest.raises(ConfigurationError, match=r"protocol\.Gone is missing"):
+            hooks._found(hooks.BEAM_SEARCHES[0][0], "Gone")
+
+    def test_vllms_own_are_what_the_hooks_expect(self) -> None:
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.engine.input_processor import InputProcessor
+
+        hooks.install_in_front()
+        assert getattr(AsyncLLM.generate, hooks.OURS)
+        assert getattr(InputProcessor.process_inputs, hooks.OURS)
+
+
+class TestStores:
+    @pytest.fixture
+    def served(self, levels: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+        def with_store(name: str, **extra: Any) -> Any:
+            transfer = KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra)
+            monkeypatch.setattr(levels, "kv_transfer_config", transfer)
+            return levels
+
+        return with_store
+
+    def test_without_one_the_servers_own_level_has_vllms_hashes(self, levels: Any) -> None:
+        assert choices(levels).salts == {"exact": "exact", "fast": "fast"}
+
+    @pytest.mark.parametrize("name", ["OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector"])
+    def test_with_one_by_hashes_exact_requests_have_them(self, served: Callable[..., Any], name: str) -> None:
+        """So whoever shares the store finds there what it would have computed itself."""
+        found = choices(served(name))
+        assert found.refusal is None
+        assert set(found.salts) == {DEFAULT, "fast"}
+        assert len(set(found.salts.values())) == 2
+        assert found.mark(None).salt == found.salts[DEFAULT]
+        assert found.mark({"sparse_prefill": 0}).salt is None
+
+    @pytest.mark.parametrize(
+        ("name", "extra"),
+        [
+            ("LMCacheConnectorV1", {}),
+            ("ExampleConnector", {}),
+            (
+                "MultiConnector",
+                {"connectors": [{"kv_connector": "NixlConnector"}, {"kv_connector": "LMCacheMPConnector"}]},
+            ),
+        ],
+    )
+    def test_with_one_by_tokens_levels_are_refused_and_the_log_says_why(
+        self, served: Callable[..., Any], lines: list[str], name: str, extra: Any
+    ) -> None:
+        from vllm_sparse_backend.serving.requests import warn_of_stores
+
+        config = served(name, **extra)
+        with pytest.raises(ValueError, match=r"given 0, but this server keeps keys and values with (LMC|Exam)"):
+            choices(config).mark({"sparse_prefill": 0})
+        assert choices(config).mark({"sparse_prefill": 1}).level == DEFAULT
+        warn_of_stores(config)
+        assert "by their tokens alone" in lines[0]
+        assert "Give it a store of its own" in lines[0]
+
+    @pytest.mark.parametrize(
+        ("name", "extra"),
+        [("NixlConnector", {}), ("MultiConnector", {"connectors": [{"kv_connector": "NixlPullConnector"}]})],
+    )
+    def test_blocks_that_are_handed_to_one_request_are_no_store(
+        self, served: Callable[..., Any], lines: list[str], name: str, extra: Any
+    ) -> None:
+        from vllm_sparse_backend.serving.requests import warn_of_stores
+
+        config = served(name, **extra)
+        assert choices(config).refusal is None
+        assert choices(config).salts == {"exact": "exact", "fast": "fast"}
+        warn_of_stores(config)
+        assert lines == []
+
+    def test_microbatches_have_no_names_for_their_rows(self, levels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(levels.parallel_config, "enable_dbo", True)
+        with pytest.raises(ValueError, match="given 'fast', but this server splits steps into microbatches"):
+            choices(levels).mark({"sparse_prefill": "fast"})
+
+
+def scheduled(new: dict[str, Mark | None], finished: Sequence[str] = ()) -> Any:
+    """What a step's output of the scheduler says of requests that are new to the worker."""
+    params = {req_id: SamplingParams(extra_args=mark and mark.write(None)) for req_id, mark in new.items()}
+    news = [SimpleNamespace(req_id=req_id, sampling_params=one) for req_id, one in params.items()]
+    return SimpleNamespace(scheduled_new_reqs=news, finished_req_ids={*finished})
+
+
+class TestRunners:
+    @staticmethod
+    def older() -> Any:
+        class Runner:
+            def __init__(self) -> None:
+                self.input_batch = SimpleNamespace(req_ids=[])
+
+            def execute_model(self, scheduler_output: Any, order: Sequence[str], num_rows: int) -> list[str] | None:
+                self.input_batch.req_ids = list(order)
+                return hooks.levels_of_rows(num_rows)
+
+        hooks.put_around(Runner, "execute_model", hooks._known_by_runner, ("scheduler_output",))
+        return Runner()
+
+    @staticmethod
+    def newer() -> Any:
+        class Runner:
+            def execute_model(
+                self, scheduler_output: Any, order: Sequence[str], num_rows: int, dummy_run: bool = False
+            ) -> list[str] | None:
+                if not dummy_run:
+                    self.prepare_attn(SimpleNamespace(req_ids=list(order)))
+                return hooks.levels_of_rows(num_rows)
+
+            def prepare_attn(self, input_batch: Any) -> None:
+                pass
+
+        hooks.put_around(Runner, "execute_model", hooks._known_by_batch, ("scheduler_output",))
+        hooks.put_around(Runner, "prepare_attn", hooks._batch_told, ("input_batch",))
+        return Runner()
+
+    @pytest.fixture(params=["older", "newer"])
+    def runner(self, request: pytest.FixtureRequest) -> Any:
+        return getattr(self, request.param)()
+
+    def test_rows_are_known_by_their_requests_whatever_their_order(self, runner: Any) -> None:
+        both = {"a": EXACT, "b": None, "c": FAST}
+        assert runner.execute_model(scheduled(both), "bca", 4) == [DEFAULT, "fast", "exact", DEFAULT]
+        assert runner.execute_model(scheduled({}), "ac", 2) == ["exact", "fast"]
+        assert runner.execute_model(scheduled({"d": EXACT}, finished="a"), "dcb", 3) == ["exact", "fast", DEFAULT]
+
+    def test_a_name_that_comes_again_is_another_request(self, runner: Any) -> None:
+        """As after an abort, in the very step that tells of it, or when a preempted one is sent to the worker anew."""
+        assert runner.execute_model(scheduled({"a": EXACT}), "a", 1) == ["exact"]
+        assert runner.execute_model(scheduled({"a": FAST}, finished="a"), "a", 1) == ["fast"]
+        assert runner.execute_model(scheduled({"a": FAST}), "a", 1) == ["fast"]
+        assert runner.execute_model(scheduled({"a": None}), "a", 1) is None
+
+    def test_between_steps_nothing_is_known(self, runner: Any) -> None:
+        runner.execute_model(scheduled({"a": EXACT}), "a", 1)
+        assert hooks.levels_of_rows(3) is None
+        other = type(self).older()
+        assert other.execute_model(scheduled({}), "a", 1) is None  # nor by other runners of the process
+
+    def test_a_batch_that_has_not_all_rows_of_its_step_is_an_error(self, runner: Any) -> None:
+        assert runner.execute_model(scheduled({}), "ab", 1) is None
+        with pytest.raises(RuntimeError, match="a batch of 1 rows is built in a step of 2 requests"):
+            runner.execute_model(scheduled({"a": EXACT}), "ab", 1)
+        assert hooks._step is None
+
+    def test_a_dummy_batch_has_nobodys_rows(self) -> None:
+        runner = self.newer()
+        runner.execute_model(scheduled({"a": EXACT}), "a", 1)
+        assert runner.execute_model(scheduled({}), "", 2, dummy_run=True) == [DEFAULT, DEFAULT]
+
+    @pytest.mark.parametrize("newer", [False, True])
+    def test_vllms_own_are_what_the_hooks_expect(self, newer: bool) -> None:
+        hooks.install_in_worker(SimpleNamespace(use_v2_model_runner=newer))
+        if newer:
+            from vllm.v1.worker.gpu.model_runner import GPUModelRunner as Runner
+
+            assert getattr(Runner.prepare_attn, hooks.OURS)
+        else:
+            from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner  # type: ignore[assignment]
+        assert getattr(Runner.execute_model, hooks.OURS)
+
+
+class TestRows:
+    LENGTHS = ((300, 1), (0, 200), (0, 50), (0, 300), (400, 60))
+
+    def test_exact_rows_are_dense_and_say_why(self, configured: Callable[..., Any], at_step: Any) -> None:
+        config = configured(method="a_shape", min_tokens=MIN_TOKENS, min_query_tokens=1)
+        builder = make_builder(config, make_layers(config, [0]))
+        common = make_common(self.LENGTHS)
+        at_step(["exact", "exact", "exact", DEFAULT, "exact"])
+        asked, sparse = RowKind(DENSE, Fallback.REQUESTED), RowKind(SPARSE)
+        starts = common.query_start_loc_cpu.tolist()
+        assert builder._classify(0, common, starts) == [RowKind(DECODE), asked, asked, sparse, asked]
+        (slab,) = builder.build(0, common).sparse.slabs
+        assert slab.rows.tokens == (1 + 200 + 50 + MIN_TOKENS,)
+
+    @pytest.fixture
+    def layers(self, levels: Any) -> Any:
+        made = make_layers(levels, range(4))
+        return made, make_builder(levels, made)
+
+    def test_each_row_of_a_step_runs_at_its_own_level(self, layers: Any, at_step: Any) -> None:
+        """Exact rows as vLLM alone has them, to the bit; others as their level's references, dense layers and all."""
+        made, builder = layers
+        rows = {0: "fast", 3: "exact", 4: "fast", 6: DEFAULT}
+        assert set(rows) == set(SPARSE_ROWS)
+        at_step([rows.get(i, "exact") for i in range(len(MIXED))])
+        sparse_at = {DEFAULT: (2, 3), "fast": (1, 2)}
+        step = make_step(made[0], MIXED)
+        metadata = builder.build(0, step.common)
+        assert [slab.level for slab in metadata.sparse.slabs] == [DEFAULT, "fast"]
+        for number, layer in enumerate(made):
+            dense, out = step.delegated(layer, builder), step.forward(layer, metadata)
+            for row in range(len(MIXED)):
+                tokens, level = step.tokens(row), rows.get(row, "exact")
+                if level == "exact" or (number == 0):
+                    assert torch.equal(out[tokens], dense[tokens]), (number, row)
+                    continue
+                groups = layer.impl.at(level).groups
+                expected, _ = reference(step, row, groups, layer.impl.scale)
+                cut = dense_tokens(step, row)
+                torch.testing.assert_close(out[tokens][cut:], expected, **CLOSE)
+                is_dense = torch.allclose(expected, dense[tokens][cut:], atol=1e-5)
+                assert is_dense == (number not in sparse_at[level]), (number, row)
+
+    def test_a_layer_that_no_row_of_the_step_is_sparse_in_is_vllms(self, layers: Any, at_step: Any) -> None:
+        made, builder = layers
+        at_step(["fast"] * len(MIXED))
+        step = make_step(made[3], MIXED)
+        metadata = builder.build(0, step.common)
+        assert torch.equal(step.forward(made[3], metadata), step.delegated(made[3], builder))
+        assert not torch.allclose(step.forward(made[1], metadata), step.delegated(made[1], builder), atol=1e-2)
+
+    def test_the_arena_has_room_for_every_level(self, layers: Any) -> None:
+        made, _ = layers
+        needs = {need.groups for need in made[0].impl.memory.room.layers}
+        assert needs >= {made[2].impl.groups, made[2].impl.at("fast").groups}
+        assert {type(need.method).__name__ for (need,) in needs} == {"AShape", "BlockSparse", "Dense"}
