@@ -63,7 +63,7 @@ def test_best_of_a_model_from_its_folder(text, tmp_path):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["best", "--level", "high=x"], "--level: given 'high=x', expected NAME=ERROR:WORST, such as high=0.05:0.4"),
+        (["best", "--level", "high=x"], "--level: given 'high=x', expected NAME=ERROR:WORST, such as high=0.1:0.4"),
         (["best", "--level", "good=1"], "--level good=1: given 'good', expected one of fast, high"),
         (["best", "--level", "high=0:1"], "--level: given 'high=0:1', expected errors above 0, and each level once"),
         (["best", "--ladders", "sales"], "--ladders: given 'sales', expected one of"),

@@ -26,12 +26,12 @@ Level = Annotated[
     list[str] | None,
     typer.Option(
         help="NAME=ERROR:WORST, high or fast: the most error of a head's output, on average and at the worst hundredth "
-        "of queries. The first is the profile's own; may be repeated. By default high=0.05:0.4."
+        "of queries. The first is the profile's own; may be repeated. By default high=0.1:0.4."
     ),
 ]
 Margin = Annotated[float, typer.Option(help="Share of a bound that is left to unseen prompts.", min=0.0, max=0.9)]
 
-DEFAULT_LEVELS = ("high=0.05:0.4",)
+DEFAULT_LEVELS = ("high=0.1:0.4",)
 
 
 def job_of(
@@ -207,7 +207,7 @@ def _bounds(levels: list[str] | None) -> dict[str, "Bound"]:
             bound = Bound(float(error), float(worst)) if worst else Bound(float(error))
         except ValueError:
             raise ConfigurationError(
-                f"--level: {unexpected(text, 'NAME=ERROR:WORST, such as high=0.05:0.4')}"
+                f"--level: {unexpected(text, 'NAME=ERROR:WORST, such as high=0.1:0.4')}"
             ) from None
         if name not in get_args(LevelName):
             raise ConfigurationError(f"--level {text}: {not_one_of(name, get_args(LevelName))}")
