@@ -4,6 +4,7 @@ from vllm.config import VllmConfig
 
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.engines import refuse_on_cpu
+from vllm_sparse_backend.serving.refusals import refuse
 from vllm_sparse_backend.settings.config import load_config
 from vllm_sparse_backend.settings.crossover import load_crossover
 from vllm_sparse_backend.settings.errors import ConfigurationError
@@ -18,6 +19,7 @@ def check(vllm_config: VllmConfig) -> None:
     config = load_config(vllm_config.additional_config)
     load_crossover(config.crossover)
     refuse_on_cpu(config.engine)
+    refuse(vllm_config)
     hf_config = compat.hf_config(vllm_config)
     shape = compat.model_shape(vllm_config)
     plan = Plan.build(config, shape, 0, vllm_config.parallel_config.tensor_parallel_size)
