@@ -10,7 +10,16 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
-from transformers import Gemma3Config, GPT2Config, LlamaConfig, LlavaConfig, MambaConfig, PretrainedConfig
+from transformers import (
+    Gemma3Config,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    LlavaConfig,
+    MambaConfig,
+    PretrainedConfig,
+    Qwen3NextConfig,
+)
 
 from vllm_sparse_backend.serving import compat, refusals, startup
 from vllm_sparse_backend.settings.errors import ConfigurationError
@@ -63,8 +72,13 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         served(GPT2Config(architectures=["GPT2LMHeadModel"], n_embd=768, n_layer=12, n_head=12)),
         served(LlavaConfig(architectures=["LlavaForConditionalGeneration"], text_config=llama())),
         served(Gemma3Config(architectures=["Gemma3ForConditionalGeneration"])),
+        served(Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"])),
+        served(Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]), {"dense_layers": [3, 7, 11]}),
     ],
-    ids=["plain", "settings", "4 ranks", "cache like model", "some layers quantised", "GPT-2", "LLaVA", "Gemma 3"],
+    ids=[
+        *("plain", "settings", "4 ranks", "cache like model", "some layers quantised", "GPT-2", "LLaVA", "Gemma 3"),
+        *("hybrid", "some of a hybrid's layers that attend"),
+    ],
 )
 def test_what_can_go_sparse_passes(config: Any) -> None:
     startup.check(config)
@@ -219,6 +233,13 @@ class TestSleepMode:
         segments = [(s["address"], s["address"] + s["total_size"]) for s in pool.snapshot()]
         held = [any(low <= x.data_ptr() < high for low, high in segments) for x in (inside, outside)]
         assert held == [True, False]
+
+
+def test_sinks_in_every_layer_windows_in_some() -> None:
+    with pytest.raises(ConfigurationError, match="no layer of this model") as error:
+        startup.check(served(GptOssConfig(architectures=["GptOssForCausalLM"])))
+    for reason in (Fallback.SINKS, Fallback.SLIDING_WINDOW):
+        assert f"{reason.value}: {reason.explain}" in str(error.value)
 
 
 def test_float32_is_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:

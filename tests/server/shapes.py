@@ -13,6 +13,7 @@ import json
 import os
 import random
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,6 +70,14 @@ def qwen3_next() -> Any:
     return Qwen3NextConfig(**SIZE, **experts, **recurrence, **heads)
 
 
+def lfm2() -> Any:
+    """Attention in every fourth layer, a short convolution in the others."""
+    from transformers import Lfm2Config
+
+    kinds = ["conv"] * 3 + ["full_attention"]
+    return Lfm2Config(**SIZE, layer_types=kinds, block_auto_adjust_ff_dim=False)
+
+
 def gpt_oss() -> Any:
     """Sinks in every layer."""
     from transformers import GptOssConfig
@@ -81,7 +90,8 @@ SHAPES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "windows": (gemma, {}),
     "n-grams": (llama, {"speculative_config": NGRAMS}),
     "experts": (qwen3_moe, {}),
-    "hybrid": (qwen3_next, {}),
+    "hybrid": (qwen3_next, {"dtype": "bfloat16"}),  # its recurrence takes nothing else on a CPU
+    "convolutions": (lfm2, {}),
     "sinks": (gpt_oss, {}),
     "lora": (llama, {"enable_lora": True, "max_lora_rank": 8}),
 }
@@ -151,10 +161,8 @@ def answers(model: Path, lora: Path | None, **more: Any) -> list[list[int]]:
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.lora.request import LoRARequest
 
-    llm = LLM(
-        str(model), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=2048,
-        max_num_batched_tokens=512, gpu_memory_utilization=0.3, seed=0, **more,
-    )  # fmt: skip
+    options = {"dtype": "float32", "max_model_len": 2048, "max_num_batched_tokens": 512, "gpu_memory_utilization": 0.3}
+    llm = LLM(str(model), skip_tokenizer_init=True, enforce_eager=True, seed=0, **(options | more))
     try:
         sampling = SamplingParams(temperature=0, max_tokens=12, detokenize=False, ignore_eos=True)
         requests = [TokensPrompt(prompt_token_ids=one) for one in prompts()]
@@ -181,6 +189,7 @@ def both(name: str, folder: Path) -> dict[str, Any]:
                 told[run] = answers(model, lora, **more, **options)
             told[f"{run} sparse"] = dict(runs)
         except Exception as error:
+            traceback.print_exc()
             told[f"{run} error"] = f"{type(error).__name__}: {error}"
     return told
 
