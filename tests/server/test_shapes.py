@@ -1,6 +1,6 @@
 """Models of other shapes than Llama's, n-grams as drafts, LoRA: stock's tokens, and the layers sparse that can be.
 
-Three of them on every change; `make shapes` (SHAPES=all) runs all, on a CPU without AMX the hybrid too.
+Three of them on every change; `make shapes` (SHAPES=all) runs all.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.shapes import LENGTHS, SETTINGS, SHAPES
+from tests.server.shapes import LENGTHS, OURS, SETTINGS, SHAPES, STOCK
 from vllm_sparse_backend.demo.server import CPU_ENV, OFFLINE
 
 pytestmark = pytest.mark.server
@@ -23,50 +23,62 @@ ALL = os.environ.get("SHAPES") == "all"
 ALWAYS = ("windows", "experts", "n-grams")
 EVERY, FOURTH = {"0", "1", "2", "3"}, {"3"}
 SPARSE_LAYERS = {
-    "windows": FOURTH, "hybrid": FOURTH, "convolutions": FOURTH, "experts": EVERY, "n-grams": EVERY, "lora": EVERY,
+    "windows": FOURTH, "hybrid": FOURTH, "experts": EVERY, "n-grams": EVERY, "lora": EVERY,
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("shapes")
+Lines = dict[str, dict[str, Any]]
+
+
+def run(which: str, folder: Path) -> Lines:
+    """By shape, what one process told."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.server.shapes", str(folder), *(SHAPES if ALL else ALWAYS)]
+    names = [name for name in SHAPES if ALL or name in ALWAYS]
+    command = [sys.executable, "-m", "tests.server.shapes", str(folder), which, *names]
     env |= OFFLINE | CPU_ENV | {"PYTHONPATH": paths}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1200)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
     assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
     return {line["name"]: line for line in lines}
 
 
-def of(told: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
-    if name not in told:
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Lines:
+    return run(STOCK, tmp_path_factory.mktemp("stock"))
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Lines:
+    return run(OURS, tmp_path_factory.mktemp("ours"))
+
+
+def of(lines: Lines, name: str) -> dict[str, Any]:
+    if name not in lines:
         pytest.skip("in `make shapes` only")
-    return told[name]
+    return lines[name]
 
 
 @pytest.mark.parametrize("name", [name for name in SPARSE_LAYERS if name != "hybrid"])
-def test_tokens_are_stocks_and_layers_that_can_ran_sparse(told: dict[str, dict[str, Any]], name: str) -> None:
-    line = of(told, name)
-    assert "ours" in line, line
-    assert line["ours"] == line["stock"]
-    assert len(line["ours"]) == len(LENGTHS)
-    assert set(line["ours sparse"]) == SPARSE_LAYERS[name]
-    assert line["stock sparse"] == {}
+def test_tokens_are_stocks_and_layers_that_can_ran_sparse(stock: Lines, ours: Lines, name: str) -> None:
+    expected, line = of(stock, name), of(ours, name)
+    assert "tokens" in line, line
+    assert line["tokens"] == expected["tokens"]
+    assert len(line["tokens"]) == len(LENGTHS)
+    assert set(line["sparse"]) == SPARSE_LAYERS[name]
+    assert expected["sparse"] == {}
     assert max(LENGTHS) > 512 > SETTINGS["min_tokens"]  # chunks, and rows past the border
 
 
-def test_a_hybrid_ran_sparse_where_it_attends(told: dict[str, dict[str, Any]]) -> None:
+def test_a_hybrid_ran_sparse_where_it_attends(stock: Lines, ours: Lines) -> None:
     """In bfloat16, whose rounding may change a random model's tokens."""
-    line = of(told, "hybrid")
-    if "instruction set 'amx'" in line.get("ours error", ""):
-        pytest.skip(line["ours error"])
-    assert [len(tokens) for tokens in line["ours"]] == [len(tokens) for tokens in line["stock"]]
-    assert set(line["ours sparse"]) == SPARSE_LAYERS["hybrid"]
+    expected, line = of(stock, "hybrid"), of(ours, "hybrid")
+    assert "tokens" in line, line
+    assert [len(tokens) for tokens in line["tokens"]] == [len(tokens) for tokens in expected["tokens"]]
+    assert set(line["sparse"]) == SPARSE_LAYERS["hybrid"]
 
 
-def test_a_model_with_sinks_everywhere_is_refused(told: dict[str, dict[str, Any]]) -> None:
-    error = of(told, "sinks")["ours error"]
+def test_a_model_with_sinks_everywhere_is_refused(ours: Lines) -> None:
+    error = of(ours, "sinks")["error"]
     assert "no layer of this model can prefill sparsely" in error
     assert "sinks: the layer has learnt attention sinks" in error
