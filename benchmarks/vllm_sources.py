@@ -2,9 +2,10 @@
 
     python -m benchmarks.vllm_sources /path/to/vllm-0.33.0 [...]
 
-For a release that no machine at hand can run. Three things, all read from this package's own syntax: every name that it
-imports from vLLM is there; every method of vLLM that it overrides takes no argument that the override would not; and
-every keyword that it builds vLLM's metadata with is a field. TREE holds the folder ``vllm``.
+For a release that no machine at hand can run. Four things, all read from this package's own syntax: every name that it
+imports from vLLM is there; every method of vLLM that it overrides takes no argument that the override would not; every
+function that it puts something around (``put_around``) is there, with the parameters that are expected of it; and every
+keyword that it builds vLLM's metadata with is a field. TREE holds the folder ``vllm``.
 """
 
 import ast
@@ -54,6 +55,7 @@ class Checked:
 
     num_names: int
     num_methods: int
+    num_hooks: int
     num_fields: int
     problems: tuple[str, ...]
 
@@ -75,7 +77,9 @@ def check(tree: Path, package: Path = PACKAGE) -> Checked:
         if field not in fields_of(tree, BUILT[name], name)
     ]
     refused = [problem for _, problem in methods if problem is not None]
-    return Checked(len(names), len(methods), len(fields), (*missing, *refused, *no_fields))
+    hooks = sorted(set(hooked(package)))
+    unfit = [problem for hook in hooks if (problem := hook.problem(tree)) is not None]
+    return Checked(len(names), len(methods), len(hooks), len(fields), (*missing, *refused, *unfit, *no_fields))
 
 
 def imported(package: Path) -> Iterator[tuple[str, str, str]]:
@@ -161,6 +165,54 @@ def not_taken(ours: Function, theirs: Function) -> list[str]:
     return wrong + [arg.arg for arg in other.kwonlyargs if mine.kwarg is None and arg.arg not in keywords]
 
 
+class Hook(NamedTuple):
+    """A function of vLLM's that something is put around: of a class of a module, or of the module where that is ""."""
+
+    where: str
+    module: str
+    owner: str
+    function: str
+    expects: tuple[str, ...]
+
+    def problem(self, tree: Path) -> str | None:
+        path = tree.joinpath(*self.module.split(".")).with_suffix(".py")
+        if not path.is_file():
+            return f"{self.where}: there is no {self.module}"
+        body = parsed(path).body
+        functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+        found = (methods_of(class_of(path, self.owner)) if self.owner else functions).get(self.function)
+        name = ".".join(part for part in (self.module, self.owner, self.function) if part)
+        if found is None:
+            return f"{self.where}: there is no {name}"
+        args = found.args
+        known = {arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs)}
+        lacking = [parameter for parameter in self.expects if parameter not in known]
+        return f"{self.where}: {name} has no {', '.join(lacking)}" if lacking else None
+
+
+def hooked(package: Path) -> Iterator[Hook]:
+    """What stands in calls ``put_around(owner, "function", wrapper, (parameters))``, with owners that are imported."""
+    for path in sorted(package.rglob("*.py")):
+        tree = parsed(path)
+        owners = {
+            alias.asname or alias.name: (node.module or "", alias.name)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
+            for alias in node.names
+        }
+        calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
+        for call in calls:
+            if call.func.id != "put_around" or len(call.args) < 3:  # type: ignore[attr-defined]
+                continue
+            owner, function, _, *expects = call.args
+            if not (isinstance(owner, ast.Name) and owner.id in owners and isinstance(function, ast.Constant)):
+                continue
+            module, name = owners[owner.id]
+            names = [part.value for arg in expects for part in ast.walk(arg) if isinstance(part, ast.Constant)]
+            place = (module, name) if name[:1].isupper() else (f"{module}.{name}", "")
+            yield Hook(str(path.relative_to(package)), *place, str(function.value), tuple(map(str, names)))
+
+
 def built(package: Path) -> Iterator[tuple[str, str, str]]:
     """(file, class, keyword) of what instances of vLLM's classes are made with."""
     for path in sorted(package.rglob("*.py")):
@@ -181,7 +233,10 @@ def main(trees: Annotated[list[Path], typer.Argument(help="Folders that hold vLL
     bad = False
     for tree in trees:
         found = check(tree)
-        print(f"{tree}: {found.num_names} names, {found.num_methods} methods, {found.num_fields} fields: ", end="")
+        counts = (
+            f"{found.num_names} names, {found.num_methods} methods, {found.num_hooks} hooks, {found.num_fields} fields"
+        )
+        print(f"{tree}: {counts}: ", end="")
         print("all there" if not found.problems else "".join(f"\n  {problem}" for problem in found.problems))
         bad = bad or bool(found.problems)
     raise typer.Exit(1 if bad else 0)

@@ -6,6 +6,7 @@ is pointed at our backend and gets two further names. A member of its own would 
 worker, which reads its configuration before it loads plugins.
 """
 
+import functools
 import logging
 import re
 from collections.abc import Callable
@@ -21,22 +22,6 @@ NAMES = ("SPARSE_PREFILL", "SPARSE-PREFILL")
 
 OLDEST, TOO_NEW = (0, 26), (0, 34)
 """Releases of vLLM that this backend is made for: from the one on, before the other. pyproject.toml pins the same."""
-
-
-def register() -> None:
-    """Entry point of the group ``vllm.general_plugins``. Idempotent."""
-    from vllm import __version__ as version
-
-    if (why := unsupported(version)) is not None:
-        logger.error("sparse-prefill is not available: %s", why)
-        return
-    try:
-        _register()
-    except (AttributeError, ImportError) as error:  # a build between releases, or one that was changed
-        logger.error(
-            "sparse-prefill is not available: vLLM %s lacks what it builds on (%s: %s); it is made for the releases %s",
-            version, type(error).__name__, error, _releases(),
-        )  # fmt: skip
 
 
 def unsupported(version: str) -> str | None:
@@ -57,7 +42,30 @@ def _releases() -> str:
     return f"{OLDEST[0]}.{OLDEST[1]} to {TOO_NEW[0]}.{TOO_NEW[1] - 1}"
 
 
-def _register() -> None:
+def _said_where_it_cannot_be(register: Callable[[], None]) -> Callable[[], None]:
+    """Log why the backend is not available in this vLLM: its own error knows only that the flag's value is unknown."""
+
+    @functools.wraps(register)
+    def checked() -> None:
+        from vllm import __version__ as version
+
+        if (why := unsupported(version)) is not None:
+            logger.warning("sparse-prefill is not available: %s", why)
+            return
+        try:
+            register()
+        except (AttributeError, ImportError) as error:  # a build between releases, or one that was changed
+            logger.warning(
+                "sparse-prefill is not available: vLLM %s lacks what it builds on (%s: %s); it is made for the "
+                "releases %s", version, type(error).__name__, error, _releases(),
+            )  # fmt: skip
+
+    return checked
+
+
+@_said_where_it_cannot_be
+def register() -> None:
+    """Entry point of the group ``vllm.general_plugins``. Idempotent."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

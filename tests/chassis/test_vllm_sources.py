@@ -13,6 +13,14 @@ from vllm.config import VllmConfig
 from vllm.v1 import kept
 
 
+def install():
+    from vllm.v1 import kept
+    from vllm.v1.kept import Runner as Other
+
+    put_around(kept, "salted", wrapper)
+    put_around(Other, "step", wrapper, ("batch",))
+
+
 class SparsePrefillImpl(compat.DelegateImpl):
     def forward(self, layer, query, output=None): ...
 
@@ -49,7 +57,7 @@ def made(folder: Path, **changes: tuple[str, str]) -> tuple[Path, Path]:
     }
     texts = {
         "vllm/config/__init__.py": "from vllm.config.vllm import VllmConfig\n",
-        "vllm/v1/kept.py": "",
+        "vllm/v1/kept.py": "def salted(): ...\nclass Runner:\n    def step(self, batch): ...\n",
         BUILT["CommonAttentionMetadata"]: THEIRS,
         **{
             f"vllm/v1/attention/backends/{file}.py": "".join(f"class {name}: ...\n" for name in names)
@@ -66,7 +74,7 @@ def made(folder: Path, **changes: tuple[str, str]) -> tuple[Path, Path]:
 
 def test_a_tree_that_fits(tmp_path: Path) -> None:
     found = check(*made(tmp_path))
-    assert (found.num_names, found.num_fields, found.problems) == (2, 2, ())
+    assert (found.num_names, found.num_hooks, found.num_fields, found.problems) == (3, 2, 2, ())
 
 
 @pytest.mark.parametrize(
@@ -78,12 +86,14 @@ def test_a_tree_that_fits(tmp_path: Path) -> None:
             {"backend": ("query, output=None", "query, scale, output=None")},
             "serving/impl.py: SparsePrefillImpl.forward does not take scale, output of FlashAttentionImpl's",
         ),
+        ({"kept": ("def salted", "def other")}, "serving/impl.py: there is no vllm.v1.kept.salted"),
+        ({"kept": ("batch", "rows")}, "serving/impl.py: vllm.v1.kept.Runner.step has no batch"),
         (
             {"cpu_attn": ("CPUAttentionBackendImpl", "Other")},
             "vllm/v1/attention/backends/cpu_attn.py has no class CPUAttentionBackendImpl",
         ),
     ],
-    ids=["name", "field", "parameter", "class"],
+    ids=["name", "field", "parameter", "hook", "hook's parameter", "class"],
 )
 def test_a_tree_that_lacks_something(tmp_path: Path, changes: dict[str, tuple[str, str]], problem: str) -> None:
     assert any(problem in found for found in check(*made(tmp_path, **changes)).problems)

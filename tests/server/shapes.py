@@ -69,7 +69,7 @@ def qwen3_next() -> Any:
 
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
     recurrence = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    heads = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "shared_expert_intermediate_size": 64}
+    heads = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "shared_expert_intermediate_size": 64}
     return Qwen3NextConfig(**(SIZE | {"head_dim": 80}), **experts, **recurrence, **heads)
 
 
