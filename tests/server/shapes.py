@@ -63,14 +63,16 @@ def qwen3_moe() -> Any:
 def qwen3_next() -> Any:
     """Attention in every fourth layer, a gated recurrence in the others.
 
-    With heads of 80, bfloat16 keys lie as the plugin reads them on CPUs with AMX too.
+    With heads of 80, bfloat16 keys lie as the plugin reads them on CPUs with AMX too; 32 of them are rotated, as vLLM's
+    operation for CPUs takes multiples of 8.
     """
     from transformers import Qwen3NextConfig
 
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
     recurrence = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     heads = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "shared_expert_intermediate_size": 64}
-    return Qwen3NextConfig(**(SIZE | {"head_dim": 80}), **experts, **recurrence, **heads)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.4}
+    return Qwen3NextConfig(**(SIZE | {"head_dim": 80, "rope_parameters": rope}), **experts, **recurrence, **heads)
 
 
 def gpt_oss() -> Any:
