@@ -11,7 +11,7 @@ METHOD ?=
 # Tests at a time; those that start servers run alone.
 JOBS ?= 2
 
-.PHONY: setup demo test lint compile-matrix wheel clean
+.PHONY: setup demo test lint compile-matrix matrix shapes wheel clean
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED)
@@ -36,6 +36,15 @@ lint: $(INSTALLED)
 # What each release of Triton makes of the Hopper kernel; no GPU needed, about ten minutes.
 compile-matrix: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.compile_matrix 3.6.0 3.7.1 3.8.0 3.9.0 --out docs/results/compile_matrix.json
+
+# Servers of several releases of vLLM, on a CPU: an environment of a good GB for each, half an hour; and the newest's sources.
+matrix: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.vllm_matrix 0.26.0 0.28.0 0.30.0 0.32.0 \
+		--out docs/results/matrix.json --markdown docs/compatibility.md
+
+# Small models of other shapes than Llama's; `make test` runs some of them.
+shapes: $(INSTALLED)
+	@SHAPES=all $(BIN)/pytest tests/server/test_shapes.py
 
 wheel: $(INSTALLED)
 	@$(BIN)/python -m pip wheel --disable-pip-version-check -qq --no-deps -w dist .

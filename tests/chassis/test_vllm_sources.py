@@ -1,0 +1,122 @@
+"""`benchmarks.vllm_sources`: what it finds in the vLLM that is installed, and in trees that lack something."""
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from benchmarks.vllm_sources import BUILT, check, defined, not_taken
+
+OURS = """\
+from vllm.config import VllmConfig
+from vllm.v1 import kept
+
+
+def install():
+    from vllm.v1 import kept
+    from vllm.v1.kept import Runner as Other
+
+    put_around(kept, "salted", wrapper)
+    put_around(Other, "step", wrapper, ("batch",))
+
+
+class SparsePrefillImpl(compat.DelegateImpl):
+    def forward(self, layer, query, output=None): ...
+
+
+def part(common):
+    return CommonAttentionMetadata(num_reqs=1, seq_lens=common)
+"""
+THEIRS = """\
+class AttentionImpl:
+    def forward(self, layer, query, output=None): ...
+
+
+class CommonAttentionMetadata:
+    num_reqs: int
+    seq_lens: object
+"""
+
+
+def test_the_installed_vllm_has_all_that_is_used() -> None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs vLLM")
+    found = check(Path(spec.origin).parents[1])
+    assert found.problems == ()
+    assert min(found.num_names, found.num_methods, found.num_fields) >= 10
+
+
+def made(folder: Path, **changes: tuple[str, str]) -> tuple[Path, Path]:
+    """(tree, package) that fit each other, but for texts that are replaced in files of the tree."""
+    tree, package = folder / "tree", folder / "package"
+    derived = {
+        "flash_attn": [f"FlashAttention{part}" for part in ("Backend", "Impl", "MetadataBuilder")],
+        "cpu_attn": [f"CPUAttention{part}" for part in ("Backend", "BackendImpl", "MetadataBuilder")],
+    }
+    texts = {
+        "vllm/config/__init__.py": "from vllm.config.vllm import VllmConfig\n",
+        "vllm/v1/kept.py": "def salted(): ...\nclass Runner:\n    def step(self, batch): ...\n",
+        BUILT["CommonAttentionMetadata"]: THEIRS,
+        **{
+            f"vllm/v1/attention/backends/{file}.py": "".join(f"class {name}: ...\n" for name in names)
+            for file, names in derived.items()
+        },
+    }
+    for path, text in texts.items():
+        (tree / path).parent.mkdir(parents=True, exist_ok=True)
+        (tree / path).write_text(text.replace(*changes.get(Path(path).stem, ("", ""))))
+    (package / "serving").mkdir(parents=True)
+    (package / "serving/impl.py").write_text(OURS)
+    return tree, package
+
+
+def test_a_tree_that_fits(tmp_path: Path) -> None:
+    found = check(*made(tmp_path))
+    assert (found.num_names, found.num_hooks, found.num_fields, found.problems) == (3, 2, 2, ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"__init__": ("import VllmConfig", "import Config")}, "serving/impl.py: vllm.config has no VllmConfig"),
+        ({"backend": ("num_reqs", "num_rows")}, "serving/impl.py: CommonAttentionMetadata has no field num_reqs"),
+        (
+            {"backend": ("query, output=None", "query, scale, output=None")},
+            "serving/impl.py: SparsePrefillImpl.forward does not take scale, output of FlashAttentionImpl's",
+        ),
+        ({"kept": ("def salted", "def other")}, "serving/impl.py: there is no vllm.v1.kept.salted"),
+        ({"kept": ("batch", "rows")}, "serving/impl.py: vllm.v1.kept.Runner.step has no batch"),
+        (
+            {"cpu_attn": ("CPUAttentionBackendImpl", "Other")},
+            "vllm/v1/attention/backends/cpu_attn.py has no class CPUAttentionBackendImpl",
+        ),
+    ],
+    ids=["name", "field", "parameter", "hook", "hook's parameter", "class"],
+)
+def test_a_tree_that_lacks_something(tmp_path: Path, changes: dict[str, tuple[str, str]], problem: str) -> None:
+    assert any(problem in found for found in check(*made(tmp_path, **changes)).problems)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "extra"),
+    [
+        ("(self, a, b)", "(self, a, b)", []),
+        ("(self, a, b, c=0)", "(self, a, b)", []),
+        ("(self, *args, **more)", "(self, a, *, b)", []),
+        ("(self, a, **more)", "(self, a, *, b)", []),
+        ("(self, a)", "(self, a, *, b)", ["b"]),
+        ("(self, b, a)", "(self, a, b)", ["a", "b"]),
+    ],
+)
+def test_parameters(ours: str, theirs: str, extra: list[str]) -> None:
+    functions = [ast.parse(f"def f{text}: ...").body[0] for text in (ours, theirs)]
+    assert all(isinstance(function, ast.FunctionDef) for function in functions)
+    assert not_taken(*functions) == extra  # type: ignore[arg-type]
+
+
+def test_names_that_a_module_binds() -> None:
+    source = "import a.b\nfrom c import d as e\nif f():\n    g, h = 1, 2\n"
+    source += "try:\n    i: int = 3\nexcept E:\n    class J: ...\n"
+    assert list(defined(ast.parse(source).body)) == ["a", "e", "g", "h", "i", "J"]

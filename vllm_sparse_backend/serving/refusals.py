@@ -1,0 +1,86 @@
+"""Options of vLLM that this backend does not run under, told before a model loads, and such as make it slow, told once.
+
+Each was read in vLLM's sources from 0.26 to 0.33; docs/compatibility.md says more of each.
+"""
+
+from typing import Any
+
+from vllm.config import VllmConfig
+
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.settings.errors import ConfigurationError
+
+BULK_TOKENS = 128
+"""The widest block that is copied in one piece, if it lies within a page."""
+
+
+def refuse(vllm_config: VllmConfig) -> None:
+    """Raise ConfigurationError where answers would be wrong, or not what an option promises."""
+    for refusal in (_batch_invariant, _adaptive_verification, _reference_window, _prefix_lm):
+        if (why := refusal(vllm_config)) is not None:
+            raise ConfigurationError(f"--attention-backend sparse-prefill: {why}")
+
+
+def _batch_invariant(_: VllmConfig) -> str | None:
+    if not compat.batch_invariant():
+        return None
+    return (
+        "VLLM_BATCH_INVARIANT is set, and which keys a row keeps depends on the chunks that the scheduler cuts it "
+        "into, which depend on other requests; unset it, or serve without this backend"
+    )
+
+
+def _adaptive_verification(vllm_config: VllmConfig) -> str | None:
+    # It wants graphs whose decodes have any lengths; ours have drafts of one length (compat.uniform_decode_graphs).
+    if not _of(vllm_config, "speculative_config", "enable_adaptive_verification"):
+        return None
+    return (
+        "adaptive verification of drafts needs graphs for decodes of different lengths, which this backend does not "
+        'capture; put "enable_adaptive_verification": false into --speculative-config'
+    )
+
+
+def _reference_window(vllm_config: VllmConfig) -> str | None:
+    if _of(vllm_config, "model_config", "rswa_window") is None:
+        return None
+    return (
+        "the model attends within a reference sliding window (R-SWA), whose prompts' lengths do not reach rows that "
+        "are delegated one by one; serve it without this backend"
+    )
+
+
+def _prefix_lm(vllm_config: VllmConfig) -> str | None:
+    if compat.IS_CPU or not _of(vllm_config, "model_config", "is_mm_prefix_lm"):
+        return None
+    found = compat.flash_attention_version(vllm_config)
+    if found == 4:
+        return None
+    return (
+        "parts of this model's prompts (its images) attend in both directions, which FlashAttention does from version "
+        f"4 on, and vLLM takes version {found} here; serve it without this backend, on vLLM's own choice of one"
+    )
+
+
+def _of(vllm_config: VllmConfig, part: str, field: str) -> Any:
+    """A field that some versions do not have, of a part that may be absent."""
+    return getattr(getattr(vllm_config, part, None), field, None)
+
+
+def slow_path(page_tokens: int, capability: tuple[int, int] | None) -> str | None:
+    """What makes kernels read keys slower than they could, and what to do; None where nothing does.
+
+    page_tokens: of the cache as kernels see it; capability: of the GPU, (9, 0) for Hopper.
+    """
+    if capability is None:
+        return None
+    if capability < (9, 0):
+        return (
+            f"this GPU (compute capability {capability[0]}.{capability[1]}) has no bulk copies: blocks of keys are "
+            "gathered token by token, and no speed-up was measured on such a device"
+        )
+    if page_tokens % BULK_TOKENS:
+        return (
+            f"the cache has pages of {page_tokens} tokens: blocks of {BULK_TOKENS} keys do not lie within them and are "
+            f"read by slower paths; leave --block-size out, or give a multiple of {BULK_TOKENS}"
+        )
+    return None

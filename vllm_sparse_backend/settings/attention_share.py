@@ -1,0 +1,87 @@
+"""How much of a model's prefill is attention, and so the best speed-up of its first token that any method can have.
+
+A forecast from a model's config alone. A prompt of N tokens costs
+
+    linear layers: 2 · (weights that a token is multiplied with) · N
+    attention:     4 · head_dim · query heads · (pairs of query and key), of each layer that attends
+
+floating-point operations: N (N + 1) / 2 pairs, or those within the layer's window. Both are divided by what an H100
+was measured to do in bf16 (docs/performance.md): ``LINEAR_FLOPS`` in linear layers of an 8B model's width, and
+``ATTENTION_FLOPS`` in FlashAttention-3 over vLLM's pages of 16, head_dim 128. Norms, rotary positions, the head that is
+applied to one token, and communication are left out; experts of a MoE model count as if they were dense layers, which
+they are slower than, so that there the best speed-up is overstated; recurrences of linear attention are left out too.
+Another device changes the result only as far as the two rates' ratio is another one there.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.modelcheck import layer_reasons
+from vllm_sparse_backend.settings.reasons import Fallback
+
+LINEAR_FLOPS = 650e12
+ATTENTION_FLOPS = 600e12
+
+LENGTHS_TOKENS = (32_768, 131_072, 1_048_576)
+
+
+@dataclass(frozen=True)
+class PrefillShare:
+    """Seconds on an H100 that one prompt spends in linear layers, in layers that can go sparse, and in dense ones."""
+
+    linear_s: float
+    sparse_s: float
+    dense_s: float
+
+    @property
+    def attention(self) -> float:
+        """Of all seconds, those in attention that can go sparse."""
+        return self.sparse_s / (self.linear_s + self.sparse_s + self.dense_s)
+
+    @property
+    def best_speedup(self) -> float:
+        """Of the time to first token, were sparse attention free."""
+        return 1 / (1 - self.attention)
+
+
+def prefill_share(config: Mapping[str, Any], num_tokens: int) -> PrefillShare:
+    """For a model's config, the text part's, and a prompt of ``num_tokens`` in an empty server.
+
+    Raises ConfigurationError where the config states no heads.
+    """
+    shape = ModelShape.from_config(config)
+    window = config.get("sliding_window") or 0
+    per_pair = 4 * shape.head_dim * shape.num_heads
+    seconds = {"sparse": 0.0, "dense": 0.0}
+    for reason in layer_reasons(config):
+        if reason is not Fallback.NOT_DECODER:
+            pairs = _pairs(num_tokens, window if reason is Fallback.SLIDING_WINDOW else 0)
+            seconds["dense" if reason else "sparse"] += per_pair * pairs / ATTENTION_FLOPS
+    weights = sum(_layer_weights(config, shape, layer) for layer in range(shape.num_layers))
+    return PrefillShare(2 * weights * num_tokens / LINEAR_FLOPS, seconds["sparse"], seconds["dense"])
+
+
+def _pairs(num_tokens: int, window: int) -> float:
+    """Causal pairs of queries and keys, or those of them within a window."""
+    within = min(window or num_tokens, num_tokens)
+    return within * (within + 1) / 2 + (num_tokens - within) * within
+
+
+def _layer_weights(config: Mapping[str, Any], shape: ModelShape, layer: int) -> int:
+    """Weights of one layer that each token is multiplied with: projections, and the experts that it is sent to."""
+    hidden = config.get("hidden_size") or config.get("n_embd") or shape.num_heads * shape.head_dim
+    projections = hidden * shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
+    inner = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
+    experts = config.get("num_experts_per_tok") or 0
+    if experts and layer >= (config.get("first_k_dense_replace") or 0):
+        expert = config.get("moe_intermediate_size") or inner
+        shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * expert
+        inner = experts * expert + shared
+    matrices = 2 if config.get("model_type") in UNGATED_MODELS else 3
+    return projections + matrices * hidden * inner
+
+
+UNGATED_MODELS = {"gpt2", "gpt_neox", "gptj", "opt", "bloom", "mpt", "falcon", "phi", "starcoder2"}
+"""Their feed-forward layers are two matrices; others have a third one as a gate."""
