@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`benchmarks.vllm_matrix`, but for its environments: from a test report to figures, and from figures to the document."""
+"""`benchmarks.vllm_matrix`, but for its environments: from a test report to figures, from figures to the document."""
 
 import json
 from pathlib import Path
