@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each part of a method is worth: the papers' ablations, in one table over captured queries, keys and values.
 
     python -m benchmarks.ablations CAPTURE [--clusters CAPTURE] [--chunk 8192] [--device cuda] [--markdown FILE]

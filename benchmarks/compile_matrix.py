@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """hopper compiled by several releases of Triton, side by side, without a GPU: what each makes of it.
 
     python -m benchmarks.compile_matrix 3.6.0 3.7.1 3.8.0 3.9.0 [--out docs/results/compile_matrix.json]

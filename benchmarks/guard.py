@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the online guard costs beside the attention that it watches, and which errors it would see.
 
     python -m benchmarks.guard [--captured FOLDER] [--method NAME:FIELD=VALUE] [--results docs/results/production.json]

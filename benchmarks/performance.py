@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The speed figures of docs/results/performance.json: what we ask of them, and the tables of docs/performance.md.
 
     sparse-prefill bench attend --results docs/results/performance.json      (and methods, serve)

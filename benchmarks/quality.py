@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each setting loses beside how fast it is: docs/results/quality.json, and the table of docs/quality.md.
 
     sparse-prefill eval answers MODEL --settings '{…}' --results docs/results/answers.json

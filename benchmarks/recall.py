@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each method keeps of a trained model's attention: recall and density at its paper's defaults, and curves.
 
     python -m benchmarks.recall MODEL [--lengths 16384,32768] [--device cuda] [--text FOLDER] [--curves JSON]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables and pictures of what benchmarks.recall measured.
 
 python -m benchmarks.recall_figures docs/results/recall_curves.json [--markdown FILE] [--picture docs/recall.png]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model folder of Llama-3.1-8B's shape without weights, for `vllm serve --load-format dummy`.
 
     python -m benchmarks.shape FOLDER [--layers 32] [--positions 135168]

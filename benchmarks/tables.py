@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Markdown tables, and the places in a document that are written by a program."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""This backend in several releases of vLLM, side by side, without a GPU: its tests in each, and a real server.
 
     python -m benchmarks.vllm_matrix 0.26.0 0.28.0 0.30.0 0.32.0 \

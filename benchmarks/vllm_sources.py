@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this backend takes from vLLM, against a tree of vLLM's sources, without installing or importing them.
 
     python -m benchmarks.vllm_sources /path/to/vllm-0.33.0 [...]

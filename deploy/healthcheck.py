@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """healthcheck.py PORT: exit 0 if a server on this machine answers /health on PORT, else 1."""
 
 import sys

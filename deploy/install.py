@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Install this project, editable, into the virtual environment whose Python runs this file.
 
     .venv/bin/python deploy/install.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels run in Triton's interpreter where there is no CUDA device; tests marked `gpu` are skipped there."""
 
 import os

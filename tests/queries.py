@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The PromQL of docs/metrics.md and of the dashboard, as Prometheus is asked it."""
 
 import json

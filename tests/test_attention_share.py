@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention's share of prefill: against measured first tokens, by hand, and for models that are not all attention."""
 
 from typing import Any

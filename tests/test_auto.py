@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``profile: auto``: which bundled profile a model gets, why, and what runs where there is none."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an operator may write, and what they are told when it is wrong."""
 
 from dataclasses import dataclass

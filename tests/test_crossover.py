@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``auto`` stands for: the closest measurement, the most cautious of several, and what is said without one."""
 
 import json

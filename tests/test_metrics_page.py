@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The server's side of the counters: asking engines, adding up, and standing on /metrics beside what is there."""
 
 import asyncio

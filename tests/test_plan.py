@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plan: every head of a rank in one group, heads of a profile dealt out to ranks, and what goes before what."""
 
 from collections.abc import Callable

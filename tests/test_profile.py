@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Profiles: what a file says, and what is refused and in which words."""
 
 import textwrap

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each reason is found by its own property alone, and says to people what it means."""
 
 import pickle

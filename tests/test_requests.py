@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a request may ask for, and the mark that goes along with it."""
 
 from collections.abc import Mapping

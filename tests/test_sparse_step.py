@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers of one step share the memory of their indices, and that changes nothing that they select."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a worker counts: each row and pair once, and of one moment, without waiting for the device."""
 
 from typing import Any

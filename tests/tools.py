@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs that are not Python's: found beside the interpreter or on the path, or the test is skipped and says so."""
 
 import os

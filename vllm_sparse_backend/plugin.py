@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What vLLM's plugin loader calls: makes ``--attention-backend sparse-prefill`` mean our backend.
 
 The loader calls ``register`` in every process, more than once, before the command line is read. vLLM keeps backends in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training texts, composed on the device that trains: lines of facts and questions strewn over a text, as `eval` does.
 
 Every fact and every alias is asked for at least once, further on, so that a text of 8,192 tokens teaches up to a

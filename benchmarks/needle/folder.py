@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trained model as a folder that vLLM and transformers load, with what was measured beside the recipe."""
 
 import json

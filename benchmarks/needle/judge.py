@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the trained model answers with dense attention: prompts as `sparse-prefill eval answers` has them, and needles.
 
 An answer is right if each of its seven digits is the model's first choice after the digits before it, as eval judges.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Llama in as few lines as it takes; its parameters have the names that Hugging Face's files give them."""
 
 import math

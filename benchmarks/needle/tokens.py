@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The needle model's tokenizer, and the lines that it learns (facts, aliases, questions) as rows of tokens and slots.
 
 A line is a row of token ids in which ids past the vocabulary are slots: the words of its name, the words of the other

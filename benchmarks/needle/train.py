@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train the needle model that this package brings along: a few minutes on one H100 or H200.
 
     python -m benchmarks.needle.train OUT [--minutes 5] [--seed 0]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse prefill attention over a paged key-value cache: torch and triton only, nothing of vLLM.
 
 The way of the data: ``Rows`` (which queries, which cached keys) → ``select`` (one file per paper) → ``SparseIndex`` →

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gluon, Triton's language for what Triton itself leaves to its compiler, as kernels for Hopper here import it.
 
 It is young: names differ between releases. Those that do are told apart here, for Triton 3.6 to 3.9; importing this

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SparseIndex: what each (query head, tile) attends to.
 
 Per head and tile, a sorted list of key blocks and a sorted list of single key positions ("stripes"), in buffers whose

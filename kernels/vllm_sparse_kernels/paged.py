@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paged key-value cache, and the one place where a position becomes an address.
 
 A position p of row i lies on page ``block_table[i, p // page_size]`` at offset ``p % page_size``. Kernels resolve that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rows of a step that run sparse, and their tiles of 128 queries.
 
 Everything here is known on the host before the step starts, so that no size ever has to come back from the device.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Room for what selection and attention keep between two of their launches.
 
 Tensors are handed out from one buffer whose size the host fixes beforehand, or, without one, from torch's allocator.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of the plugin share. They need vLLM's CPU build, and no server."""
 
 import logging

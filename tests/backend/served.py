@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's own objects around the plugin, without a server: configuration, attention layers, builders, batches."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which kernels Triton would compile for what is launched, without a GPU and without running any of them.
 
 Triton compiles a kernel anew for each key that its binder makes of the arguments: types, divisibility by 16 of numbers

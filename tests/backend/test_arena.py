@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One arena for all layers of a worker: its size, who allocates it when, and rows that do not fit all at once."""
 
 from collections.abc import Callable

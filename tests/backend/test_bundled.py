@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bundled profiles of models serve: plan, layers, and what each head attends to, at those models' layers and heads."""
 
 from collections.abc import Callable

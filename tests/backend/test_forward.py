@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One attention layer on vLLM's own cache: mixed batches against vLLM's attention, methods against their references."""
 
 from collections.abc import Callable, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Caches in fp8 through the backend: vLLM's bytes and scales, who may read them, and what warm-up meets."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The online guard: it sees what sparse attention loses, acts on it after a while, takes it back, and never waits.
 
 Steps are those of one long row after another, made so that queries look either near or far back: A-shape with tiny

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which layers go sparse: with several groups of layers, draft models, and backends that vLLM derives from ours."""
 
 from collections.abc import Callable

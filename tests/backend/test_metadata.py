@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a batch to what each row runs on."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plugin in vLLM's registry and platform: there once, for those who ask for it, and surviving a spawn."""
 
 import asyncio

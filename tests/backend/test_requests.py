@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that ask for a level: from what comes in, over the hashes of cached blocks, to the rows of a step."""
 
 from collections.abc import Callable, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is refused before a model loads, from a vLLM configuration made by hand and configs as transformers has them."""
 
 import threading

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Warm-up meets every kernel that a mixed load launches: by Triton's own keys on a CPU, by counting on a GPU."""
 
 import ast

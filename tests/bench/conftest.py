@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stand-in for the card: the CPU, whose dense attention is the reference, and whose times are made up."""
 
 from collections.abc import Callable, Mapping, Sequence

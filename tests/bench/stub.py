@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An OpenAI-compatible server whose speed and mistakes are chosen: threads in this process, no model."""
 
 import json

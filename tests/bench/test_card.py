@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How times are taken, on a clock that is driven by hand, and what FlashAttention is given."""
 
 import sys

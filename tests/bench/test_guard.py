@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The guard's cost: a check beside the attention that it watches, on a stand-in for the card."""
 
 import pytest

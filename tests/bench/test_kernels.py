@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`bench attend`, `methods` and `crossover` on a stand-in for the card: what is checked, counted and refused."""
 
 import json

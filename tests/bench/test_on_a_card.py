@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands on a real card, small: that they run through, that what they time is right, and that times are times."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The results file: merging, bars, and the document that is written from it."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of what settings lose beside how fast they are: from results of servers and of benchmarks."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`bench serve` against stub servers of known speed, and once against real ones."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A judge of heads whose figures are given as functions of the method."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Captures of structured heads, without a model: of a layer each kind of head has its part."""
 
 import json

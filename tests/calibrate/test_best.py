@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which methods a layer's heads get, where figures and costs are known."""
 
 from dataclasses import dataclass, field, replace

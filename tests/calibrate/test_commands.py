@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill profile best` and its like: from a model's folder to a profile that a server would take."""
 
 from pathlib import Path

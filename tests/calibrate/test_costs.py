@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What kinds of methods cost: estimates, and measured times of a card that is told what to say."""
 
 import json

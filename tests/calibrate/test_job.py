@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole runs on captures of structured heads: what is written, and that a run which is broken off loses nothing."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer's figures against dense masks worked out by hand, and what is remembered of them."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts that are made of a text, and those of the operator's files."""
 
 import json

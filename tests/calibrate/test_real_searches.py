@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Searches on a layer of real queries, keys and values, through the references: four heads of known kinds."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Searches of methods' settings against judges whose curves are known: what they find, and in how many passes."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clustering of heads for SharePrefill: synthetic maps, and each step against its definition."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What layers write under vLLM, over chunks and ranks, and how it becomes a capture. vLLM itself is not started."""
 
 from types import SimpleNamespace

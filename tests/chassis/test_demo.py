@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo's parts that need no server: its parameters, its model, and its refusals."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a server that does not start leaves to read: its log's end, and the engine's own error from further up."""
 
 import sys

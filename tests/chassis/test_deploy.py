@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What deploy/ holds, by the tools that read such files: and that it names only what there is."""
 
 import json

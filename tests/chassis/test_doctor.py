@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill doctor`: layers of fabricated models, and the exit code with its last line."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The needle model: its recipe's texts and lessons, and the model that is brought along."""
 
 import json

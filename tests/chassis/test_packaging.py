@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an installation holds: the wheel, and this checkout's editable install."""
 
 import subprocess
@@ -116,6 +117,15 @@ def test_issue_forms_have_what_the_site_asks_of_them() -> None:
         ids = [field["id"] for field in form["body"]]
         assert len(ids) == len(set(ids))
         assert all(field["attributes"]["label"] for field in form["body"])
+
+
+def test_each_file_names_its_licence() -> None:
+    """Where one is missing: sed -i '1i # SPDX-License-Identifier: Apache-2.0' FILE"""
+    folders = ("benchmarks", "deploy", "kernels", "tests", "vllm_sparse_backend")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 200
+    line = "# SPDX-License-Identifier: Apache-2.0"
+    assert [str(path.relative_to(ROOT)) for path in files if line not in path.read_text().splitlines()[:2]] == []
 
 
 def test_no_package_named_kernels() -> None:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill profile`, from the command line."""
 
 import json

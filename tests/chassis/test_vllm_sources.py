@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`benchmarks.vllm_sources`: what it finds in the vLLM that is installed, and in trees that lack something."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small random Llama in a folder, made with transformers; nothing is downloaded."""
 
 from collections.abc import Callable

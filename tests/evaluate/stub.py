@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A vLLM server as evaluation sees it, in a thread of this process: a stub says what it answers."""
 
 import json

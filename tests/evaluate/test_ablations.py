@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recall query by query, and the table of ablations over a capture."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts that hold questions and their answers, their scores, and `eval answers` against stub and real servers."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`eval attention`: single queries and the papers' granularity, against whole matrices; and its command."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Captured queries, keys and values against what the layers of the same model compute without a capture."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages and their drawings: whole by themselves, well-formed, and opened in a browser where there is one."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans measured on a capture, against the oracle; and the benchmark's command line on a small model."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tasks, against a reader that solves them from their text alone; and `eval tasks` against stub and real servers."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Foreign files as their tools write them, for a model of 3 layers and 4 heads."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Damaged files: each loads or is refused naming the file, and none crashes or hangs."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Foreign files become profiles, or are refused naming the place."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel tests: on the GPU where there is one, else on the CPU in Triton's interpreter (see the conftest above)."""
 
 import pytest

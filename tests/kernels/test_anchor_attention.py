@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AnchorAttention: the kernel against the reference, the reference against the paper, and what follows from both."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """attend's options: SpargeAttn's skip of products or steps, SageAttention's 8-bit scores; kernel and reference."""
 
 import dataclasses

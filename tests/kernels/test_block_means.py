@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Means in place of dropped blocks: every engine, against softmax over what is kept and the means, spelled out."""
 
 import dataclasses

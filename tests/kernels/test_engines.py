@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every engine, every shape it may meet, against exact softmax attention over the same index.
 
 An engine that refuses a case is skipped there, with its reason. Outputs are poisoned with NaN, and so are all places of

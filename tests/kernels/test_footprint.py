@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What selection and attention take from the workspace stays under what they say beforehand."""
 
 from typing import Any

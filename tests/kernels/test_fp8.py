@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Caches in fp8: every method and engine that reads them, against the same elements in fp16 and the references."""
 
 from dataclasses import replace

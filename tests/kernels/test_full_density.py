@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every method, set to keep everything: selection and `attend` give dense attention, within attention's own budget."""
 
 import pytest

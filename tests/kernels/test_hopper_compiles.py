@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """hopper compiled for its card without one: that it compiles, and what its speed hangs on in the machine code."""
 
 import pytest

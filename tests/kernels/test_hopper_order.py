@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order in which ``hopper`` takes its work, from the kernel that ranks it."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SparseIndex, its layouts and Rows: what they say, and that check() refuses every broken invariant."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A dense last tile: kernel and reference, over what a method has selected."""
 
 import pytest

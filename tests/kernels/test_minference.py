@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A-shape, vertical-slash and block-sparse: kernels against the references, the references against the definitions.
 
 Where a score lies so close to the smallest kept one that rounding decides, a kernel may keep either: the selection must

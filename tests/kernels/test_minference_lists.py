@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MInference's lists and top-k alone, from made-up sums and scores: edges of blocks, rows beyond one chunk, equals."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The oracle against whole matrices in float64, and where recall and density are known beforehand."""
 
 import itertools

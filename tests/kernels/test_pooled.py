@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pooled queries and keys: slabs, and products that do not depend on them."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The portable engine's own: blocks by bulk copies and by pointers, and what shared memory has room for."""
 
 import pytest

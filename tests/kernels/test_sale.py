@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SALE: kernel and reference against the paper's steps in float64, the kernel's arithmetic bit for bit, properties."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Gluon kernel of SALE compiles for Hopper without a GPU, as it was meant: products run under the maxima."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SharePrefill: kernels against the float32 reference, and what the paper promises."""
 
 import dataclasses

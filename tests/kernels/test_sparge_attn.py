@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SpargeAttn: kernels against the paper's equations in float64, and what both promise."""
 
 import dataclasses

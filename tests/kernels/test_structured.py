@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Structured data: what it says of itself, held against exact attention."""
 
 import pytest

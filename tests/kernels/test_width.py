@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks of 32 keys go where every head's method gains from them and the engines take them; nowhere else."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The workspace: what it hands out does not overlap, frames give back, and a full buffer says so."""
 
 import pytest

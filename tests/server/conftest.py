@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One small model for all servers, and each server's answers taken once: starting one costs half a minute or more."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The small model outside of vLLM: transformers' Llama, chunk by chunk, each layer's attention as a plan has it."""
 
 from collections import Counter

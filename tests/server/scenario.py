@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that one server after another answers, so that their tokens and log-probabilities can be compared.
 
 Prompts are token ids drawn with a fixed seed. Lengths align with nothing: neither chunks (512), nor pages, nor tiles.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small models of other shapes than Llama's, one after the other in one process: their tokens.
 
     python -m tests.server.shapes FOLDER stock|ours NAME...

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers inside a prompt of 8,192 tokens: every method through a real server against stock, by the bundled model.
 
 The model was trained to find facts again, and does with dense attention. So an answer that is wrong here was lost by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One server whose profile gives each head of a layer another method, against the same model run outside of vLLM.
 
 The run outside shares methods, references and plan with the server, and nothing of the way from a profile's head to the

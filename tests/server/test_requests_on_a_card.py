@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which rows of a step are whose, by both of vLLM's runners on a GPU: counters that only the right rows can give.
 
 Prompts that are to be exact are of one length, sparse ones of another, and each is a single row: so many rows and tiles

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real servers on a small model in float32: the whole way through vLLM against stock vLLM, and what /metrics says.
 
 Everything kept, tokens must equal stock's, however the prompt arrives: in chunks of 512, after a cached prefix, in a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of other shapes than Llama's, n-grams as drafts, LoRA: stock's tokens, and the layers sparse that can be.
 
 Three of them on every change; `make shapes` (SHAPES=all) runs all.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sleep mode on a GPU: after waking a sparse server answers as before.
 
 vLLM 0.26 to 0.28 make metadata builders within the memory pool that sleep discards; what this backend makes there is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A wrong configuration: the server does not start, and its last line says what was given, what expected, and where."""
 
 import json

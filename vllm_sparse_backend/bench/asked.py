@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a benchmark is asked to measure: methods with parameters, as the command line writes them, and their plans."""
 
 import json

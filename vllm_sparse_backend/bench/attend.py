@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`attend` over random indices against FlashAttention on the same pages: the efficiency of a kept pair.
 
 Efficiency is FlashAttention's time × density ÷ own time, everything included that an engine does between index and

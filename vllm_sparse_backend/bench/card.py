@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA device that is measured: vLLM's FlashAttention on it, and its times.
 
 Two kinds of time. *Device time* is what the device is busy for: before a contestant's turn it waits, so that the host

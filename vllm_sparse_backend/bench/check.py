@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether attention over an index is right: sampled tiles against float64, and eager torch as the measure of rounding.
 
 Nothing is timed before it is right.

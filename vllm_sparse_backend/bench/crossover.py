@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From which lengths on each method is faster than dense attention on this card: the table that ``auto`` reads.
 
 Two ladders, each from its longest rung down, for what a server loses: wall time of a layer's selection and attention,

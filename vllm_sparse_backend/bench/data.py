@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts to measure on: structured ones of any length, and captured ones; one layer each, on the device, paged."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An OpenAI-compatible vLLM server as a client sees it: prompts of given lengths, and when their tokens come."""
 
 import json

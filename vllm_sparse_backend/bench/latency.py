@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time to first token and per later token of two servers, asked in turn: ABBA, one request at a time."""
 
 from collections.abc import Callable, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A mixed open-loop load: short and long prompts arrive as a Poisson process, whether the server keeps up or not.
 
 Both servers get the same prompts at the same times, one server after the other. A request's first token is counted from

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole methods, selection and attention, against FlashAttention on the same chunk, and what they do to its output.
 
 A chunk is prefilled after its context through all layers of the data, as a server does it: one pass has one set of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures of what was measured: times faster than dense attention, against length and against density."""
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a benchmark found, as files: its cases as they were measured, and figures that have a name."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stock vLLM and this backend, served side by side on one card or already running, and asked the same."""
 
 import json

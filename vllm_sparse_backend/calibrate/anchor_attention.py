@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AnchorAttention's θ for each head (Zhang et al., 2025).
 
 The paper has one θ for all heads of all models, 12, under which what is left out has "almost no impact" (section 4.1):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Per head the cheapest of all methods whose output error holds the bound; dense where none does. (No paper has this.)
 
 Every candidate is judged once with all heads of the layer on it, which gives every head's figures in one pass. What a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SharePrefill by one command: clusters of the first prompt's heads, and the γ that holds a bound with them.
 
 Which pattern a head takes over depends on heads of earlier layers, so no head can be judged by itself: what is bound

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What selection and attention of one head take on this device, method by method: what searches weigh error against.
 
 Heads of a layer that are selected together (``Method.alike``: a *kind* of method) share what their selection takes

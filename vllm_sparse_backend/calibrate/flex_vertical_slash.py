@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FlexPrefill's γ for each head (arXiv:2502.20766; as SharePrefill, arXiv:2505.19578, falls back to it).
 
 The papers have one γ for all heads, 0.9 or 0.95, and no search: this procedure is ours. For each head the smallest γ

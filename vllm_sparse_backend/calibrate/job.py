@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a model and prompts to a profile, in a folder that a run which was broken off is taken up from.
 
 The folder holds ``job.json``, what is calibrated on what; ``prompts-0`` and so on and ``held-out-0`` and so on, the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One layer of a model on captured prompts, selected and attended as a server on this device would prefill it.
 
 On a CUDA device kernels select, and the engine attends that the server would choose; elsewhere the references do both.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings for all heads alike, and searches by heads, by a name for each way to select.
 
 A ladder goes from the sparsest setting to what loses next to nothing: what a head may choose from where all methods

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a method does to each head of a layer, on captured prompts: error of its output, density, time on this device.
 
 A search asks a ``LayerJudge`` what came of one method for each head; it knows nothing of captures or devices. It is a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MInference's pattern for each head (arXiv:2407.02490, section 3.2, Algorithm 1; appendix C.2 and table 7).
 
 Table 7's candidates, an A-shape, four vertical-slashes and a block-sparse one, are first brought to equal cost, that of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts to calibrate on: the operator's own, or made here of a text with questions and their answers inside.
 
 The heads that retrieve show themselves where something is looked up, and sparse attention loses most there. So made

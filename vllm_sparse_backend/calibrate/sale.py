@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SALE's τ for each head (Ji et al., 2025, section 3.3).
 
 τ starts at τ₀ = 0.008 and is halved until the error of the head's output falls under the bound on every prompt; a head

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clusters of heads with alike attention, for SharePrefill (arXiv:2505.19578, section 5.2 and appendices A.4 and C).
 
 Each head's attention on one prompt, pooled to a square map, goes through an autoencoder with 64 latent values; heads

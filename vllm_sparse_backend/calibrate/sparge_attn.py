@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SpargeAttn's τ, θ and λ for each head (Zhang et al., arXiv:2502.18137, section 3.6).
 
 Under an error of l₁ the pair of τ and θ with the largest sparsity, then the λ that skips most under l₂ (0.08 and 0.09

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bisection that searches share: for each head the sparsest setting that holds the bound, all heads at once.
 
 A judge's pass takes one method for each head, so that a step of the bisection judges every head, each at the middle of

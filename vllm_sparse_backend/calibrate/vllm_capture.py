@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Captures through vLLM itself: any model that it serves, quantised ones and those that take several GPUs too.
 
 vLLM lets a class of ours into its workers (``worker_extension_cls``). There, on every rank, what the layers of this

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `sparse-prefill` command: one file for each of its parts."""
 
 import typer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill bench`: speed on this machine, beside dense attention and stock vLLM."""
 
 import signal

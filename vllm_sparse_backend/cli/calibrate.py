@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill profile search|calibrate|cluster|best`: a profile of one's own model, from prompts."""
 
 import inspect

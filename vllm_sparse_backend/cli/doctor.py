@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill doctor`: what is installed, whether the backend registers, which layers of a model can go sparse."""
 
 import os

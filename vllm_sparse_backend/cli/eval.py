@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill eval`: what sparse prefill loses, seen through servers."""
 
 import signal

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill profile`: look at profiles, compare and check them, and import those of other tools."""
 
 import json

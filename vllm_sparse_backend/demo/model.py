@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small Llama-shaped model folder, made locally: nothing is downloaded, and the same seed gives the same weights.
 
 The weights are random but not degenerate: every projection keeps its input's variance, and queries are scaled up so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo's text: simple prose with facts strewn over it, and questions about two of them, whose answers are known."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo: real servers on loopback, stock's and ours, asked about a long text, and a table of what ran sparse.
 
 What runs sparse is read from the server's /metrics, nothing else; the demo fails if it does not show sparse prefill, or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read what this backend counted from the text of a server's /metrics, all engines together."""
 
 from collections import Counter

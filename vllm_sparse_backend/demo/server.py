@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real `vllm serve` in its own process group: started, waited for, asked, and always stopped."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers inside the prompt: questions whose answers the prompt itself holds, judged by the ranks of their tokens.
 
 A question at a prompt's end is answered by decoding, which is dense: it hides what a sparse prefill lost. Here facts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers inside the prompt, asked of servers: started one after the other, or running; the same prompts for all."""
 
 import hashlib

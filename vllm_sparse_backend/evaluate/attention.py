@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What methods keep of captured attention, as figures and as tables: recall, density, error of the output."""
 
 import tempfile

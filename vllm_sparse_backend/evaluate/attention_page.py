@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `eval attention` found, as a page: tables, heat maps of layers and heads, curves."""
 
 from vllm_sparse_backend.bench.report import Report

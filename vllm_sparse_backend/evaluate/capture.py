@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Queries (after rotary embedding), keys and values of every layer of a Hugging Face model, for one prompt.
 
 An attention function, registered through transformers' own interface, writes what it is given to disk, layer by layer,

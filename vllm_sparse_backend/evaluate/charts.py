@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Heat maps and curves as SVG that stands in a page by itself: no library draws it, nothing is loaded."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SharePrefill's clusters from a captured prompt, and the plan that a server would make with them."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Servers that are asked the same: started one after the other, or running; what one run leaves out the next asks."""
 
 import json

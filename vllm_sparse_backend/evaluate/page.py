@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One page of HTML with all in it: tables and drawings that people can send around. It loads nothing."""
 
 from collections.abc import Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `eval answers` and `eval tasks` found, as pages: tables, heat maps and curves."""
 
 from collections.abc import Sequence

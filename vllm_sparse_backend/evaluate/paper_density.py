@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Density at a paper's own granularity, where our tiles of 128 queries take the union of finer rows.
 
 Known for methods whose selection is one per tile of 128 queries in their papers too, and for those whose rows of blocks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Heat maps of a profile as a PNG file: each head's method, and the density and errors that calibration measured."""
 
 from collections import Counter

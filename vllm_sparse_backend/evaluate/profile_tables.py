@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a profile says, and where two differ, as rows of tables."""
 
 from collections import Counter, defaultdict

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What methods keep of a captured prompt: selected as the server does it, layer by layer and chunk by chunk.
 
 A server prefills chunk by chunk through all layers, here each layer does all chunks before the next one is read from

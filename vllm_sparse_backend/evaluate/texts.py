@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What prompts are made of: a text of the operator's, or prose of few words that is made here."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts as token ids, by the server's own tokenizer."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which form a foreign file has, told by what stands in it."""
 
 import json

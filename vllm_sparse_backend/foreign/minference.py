@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of MInference's offline search: minference/configs/*.json in its authors' repository, as of August 2025.
 
 A list with one object for each layer, ``{"HEAD": [pattern, a, b, score]}``, heads counted over the whole model:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What SALE's calibration saves: one tensor [layers, heads] of thresholds τ, as ``analyse_sparsity`` collects it.
 
 τ is the relative attention score exp(s − m) / l from which a block is kept, there and here: nothing is converted. Their

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cluster files of SharePrefill: shareprefill/clusters/sharing_lookup/*.json in its authors' repository.
 
 ``{"clusters": {"ID": [[layer, head], ...]}, "shared_clusters": ["ID", ...]}``. Their code lets heads share within the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What SpargeAttn's autotune saves: the state of its modules, as ``extract_sparse_attention_state_dict`` collects it.
 
 A dictionary of tensors, one number for each head, called ``PATH.cdfthreshd``, ``PATH.simthreshd1``, ``PATH.pvthreshd``,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torch.save wrote, read with weights-only loading, which makes tensors and containers and runs nothing else."""
 
 import pickle

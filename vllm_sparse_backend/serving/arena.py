@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory of selection and attention: one arena per worker, which its layers use one after the other.
 
 It is sized on the host, from the configuration alone, and allocated in vLLM's profile run, so that vLLM counts it

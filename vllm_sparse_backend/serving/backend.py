@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend that ``--attention-backend sparse-prefill`` selects: vLLM's own, with our metadata builder and impl."""
 
 from typing import TYPE_CHECKING

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All that differs between vLLM's versions and platforms, in one place; tried with 0.26, 0.32 (CPU build) and 0.33.
 
 ``DelegateBackend`` and its parts are what decode rows and dense rows run on: vLLM's own FlashAttention, or on a CPU its

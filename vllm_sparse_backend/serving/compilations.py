@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Triton compiles of this project's kernels: all of it before the server reports ready, or it is counted and told.
 
 Triton calls a listener whenever a process meets a kernel for arguments of a new kind, whether it then compiles it or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which engine each layer's attention runs on: the fastest that can and that a trial at start-up finds right.
 
 A trial is one call on the warm-up batch, against float64 attention over the same index. So an engine that a new

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The online guard: what does sparse attention lose on the prompts that come in, layer by layer?
 
 One in so many steps with sparse rows a layer is checked: up to 128 queries of one row are computed by the delegate too,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every place where this package reaches into vLLM: what is put around which function, and that it still fits there.
 
 Each process gets what it needs, once: all of them the platform's hooks, the front process what checks requests, the

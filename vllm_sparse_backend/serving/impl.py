@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One attention layer: what is delegated runs on vLLM's own implementation, the rest through select and attend.
 
 The cache has been written when ``forward`` is called. Nothing in ``forward`` waits for the device.

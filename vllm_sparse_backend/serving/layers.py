@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The served model's own attention layers on this worker, found among all that vLLM has built there."""
 
 import logging

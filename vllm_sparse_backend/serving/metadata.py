@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From vLLM's batch to what each row runs on: decode rows and dense rows → the delegate, sparse rows → our kernels.
 
 Rows are told apart by lengths that the host knows; nothing here waits for the device. A batch without a sparse row gets

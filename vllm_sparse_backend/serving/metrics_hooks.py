@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where our counts meet vLLM: a method of its workers that hands them out, and its server's /metrics, which show them.
 
 vLLM lets ``collective_rpc`` call any method of a worker by name, and endpoint plugins see its server's app and engine

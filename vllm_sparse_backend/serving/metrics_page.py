@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The server's side: asks every engine's workers what they counted, when somebody reads /metrics, and adds it there.
 
 All of a server's processes ask all of its engines, so whichever of them answers says the same. Readers at one time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options of vLLM that this backend does not run under, told before a model loads, and such as make it slow, told once.
 
 Each was read in vLLM's sources from 0.26 to 0.33; docs/compatibility.md says more of each.

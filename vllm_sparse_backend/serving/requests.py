@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which levels the requests of this server may ask for, and whose cached keys and values they may read.
 
 Keys past the first ``exact_tokens`` positions depend on the level that wrote them, so each level's blocks have hashes

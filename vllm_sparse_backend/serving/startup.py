@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is checked before a model loads: the configuration, its profile, and that some layer can go sparse at all."""
 
 from vllm.config import VllmConfig

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ran sparse: counted by each worker, on its device where the numbers are there, and pulled by the server.
 
 Nothing here waits for the device, nor does counting tell anybody: ``metrics_hooks`` has the server ask when somebody

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one step of the engine is to this backend: its sparse rows, and the runs of rows that the delegate takes."""
 
 from dataclasses import dataclass, field

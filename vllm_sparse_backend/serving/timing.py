@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long selection and attention take on the device: a few calls are timed, and read long after.
 
 An event costs the host a few microseconds, so one call in a round of the layers is timed, another layer each time.

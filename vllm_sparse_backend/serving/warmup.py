@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile every kernel that the plan needs before the server reports ready, so that no request waits for a compiler.
 
 Triton compiles a kernel once for each kind of argument: a number may be 1, a multiple of 16 or neither. Kernels declare

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much of a model's prefill is attention, and so the best speed-up of its first token that any method can have.
 
 A forecast from a model's config alone. A prompt of N tokens costs

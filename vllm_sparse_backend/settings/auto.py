@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``profile: auto``: the bundled profile for the model that is served, or none.
 
 A profile fits by architecture and shape. Several models may share these, so among profiles that fit one is taken by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an operator can set, under the key ``sparse_prefill`` of vLLM's ``--additional-config``."""
 
 import difflib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From which lengths on sparse prefill pays: measured per device, engine and method, never guessed.
 
 A table ships with the package (``_crossover/measured.json``); ``sparse-prefill bench crossover`` makes one for another

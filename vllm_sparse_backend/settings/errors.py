@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one error that a wrong configuration ends in, and how it is worded."""
 
 import difflib

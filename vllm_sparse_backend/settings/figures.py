@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What calibration measured of each head, as a profile's ``provenance.figures`` has it.
 
 Per figure, layers as keys and a list with one number for each query head of the model, or one number alone where all

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a method's name and parameters, as configurations and profiles write them, to the method itself.
 
 Methods and their fields are read from the kernels' table: one that is added there can be configured at once.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a server exports on its /metrics: one table for the workers that count, the page, and those who read it.
 
 Names here go without the prefix; a counter's samples end in ``_total``. Every sample has the label ``engine``, as those

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a profile must know of a model: its layers and heads."""
 
 import json

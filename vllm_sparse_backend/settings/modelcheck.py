@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which layers of a model can prefill sparsely, read from its config without loading it.
 
 A forecast, for `sparse-prefill doctor` and for refusing early where no layer could. It errs on the side of yes: each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which query heads of each layer this tensor-parallel rank prefills with which method.
 
 Pure Python, from the configuration, its profile and the model's shape; made once, before the first step. Rank r of n

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Profiles: which method, with which parameters, each layer and head of a model prefills with.
 
 A profile is a YAML file; ``profiles/README.md`` describes its fields. Layers and heads are those of the whole model.

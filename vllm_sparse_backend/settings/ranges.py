@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sets of layers or heads as people write them: ``0-3,7``."""
 
 import re

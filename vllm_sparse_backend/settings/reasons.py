@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Why a layer or a row prefills dense: the reasons, what to do about them, and the test that a layer must pass."""
 
 from enum import StrEnum

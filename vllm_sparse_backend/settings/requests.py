@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a request may ask for: exact attention, the server's own level, or another level of its profile.
 
 It stands in the request's ``vllm_xargs`` under ``sparse_prefill``. The front process checks it and leaves a mark in the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The JSON Schema of profiles, from the models that check them: what an editor completes and marks.
 
 All that a server takes fits it. It says less than a server checks, though: that heads and layers are those of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """YAML for files that people write: nothing is executed, a key given twice is an error, and 1e-3 is a number."""
 
 import re

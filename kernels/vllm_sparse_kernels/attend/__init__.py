@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over a SparseIndex: one contract (``engine.py``), and the engines that fulfil it, each a file."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Means in place of dropped blocks: past what a tile keeps, a head may attend to the means of what it drops.
 
 A *mean block* is up to 64 consecutive keys of one block of the index. Where a tile drops n of its keys, each of the

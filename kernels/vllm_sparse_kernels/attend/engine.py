@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract between a layer and what computes its attention: ``SparseIndex → out``, whatever engine fulfils it.
 
 An engine says from what is known at start-up whether it can serve a layer; of those that can, the fastest is chosen

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over a SparseIndex by FlashAttention's own kernel, over block tables made from the index.
 
 FlashAttention reads a paged cache through a block table, one row of it for each sequence, and does not ask what the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands around FlashAttention's calls: queries and tables before, the merge after. See ``flash.py``.
 
 A program is a slice of a sequence's queries, ``ROWS`` of the tile's 128.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over a SparseIndex on Hopper: bulk copies, asynchronous matrix products, one persistent launch.
 
 ``hopper_kernel`` says how it works. Two launches: a small one places every listed block and stripe in the cache and

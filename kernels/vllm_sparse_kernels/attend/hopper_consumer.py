@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A consumer group of ``hopper_kernel``: the online softmax over an item's steps, for 64 of its tile's queries."""
 
 from vllm_sparse_kernels.attend.hopper_item import HALF, STEP, first_step, published

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the producer and the consumers of ``hopper_kernel`` agree on: the size of a step, and what an item is."""
 
 from vllm_sparse_kernels.gluon_names import barrier, gl, gluon

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Gluon kernel of ``hopper``: one producer and two consumer groups, persistent, heaviest work first.
 
 A work item is one (query head, tile). The producer takes items off a counter, loads a tile's queries and then its keys

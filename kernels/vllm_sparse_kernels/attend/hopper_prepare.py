@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``hopper`` knows before it starts: where blocks and stripes lie in the cache, and in which order work goes."""
 
 import triton

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The producer of ``hopper_kernel``: takes items off a counter and brings what they need into shared memory."""
 
 from vllm_sparse_kernels.attend.hopper_item import HALF, STEP, first_step, publish

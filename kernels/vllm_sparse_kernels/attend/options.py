@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a head may ask of ``attend`` beyond exact attention over its index."""
 
 import math

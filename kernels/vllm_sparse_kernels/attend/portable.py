@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over a SparseIndex by one Triton kernel, wherever Triton runs: the engine that has every option.
 
 A program owns one (query head, tile). It walks the tile's blocks with FlashAttention's online softmax (in base 2),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a program of ``attend`` does: one (query head, tile), its blocks and then its stripes.
 
 Every option is a constexpr: what is None leaves nothing behind in the compiled kernel.

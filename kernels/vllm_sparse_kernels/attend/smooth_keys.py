@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys in 8 bits, for ``attend``: SageAttention's (Zhang et al., arXiv 2410.02367), as SpargeAttn and SALE use it.
 
 Equation 6 and Algorithm 1, kernel SAGEAttn-B: keys lose their mean over the row, which shifts all scores of a query

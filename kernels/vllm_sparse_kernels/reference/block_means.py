@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Means in place of dropped blocks, as ``attend/block_means.py`` states them, in plain torch."""
 
 from itertools import product

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FlexPrefill's vertical-slash in plain torch: Algorithm 5 of arXiv:2505.19578; see select/flex_vertical_slash.py."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``select/last_tiles.py`` in plain torch."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The three patterns of MInference (arXiv:2407.02490) in plain torch: section 3, Algorithms 2 to 4.
 
 Deviations are those that select/minference.py and select/vertical_slash.py list; the arithmetic is the paper's.

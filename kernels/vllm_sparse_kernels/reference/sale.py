@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SALE's selection in plain float32 torch: the same steps as select/sale.py, whose docstring has the paper's part.
 
 The authors' quantisation is that of SageAttention-2: queries and keys less their means, signed 4-bit integers, and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SharePrefill (arXiv:2505.19578), Algorithms 1 to 4, head by head in plain float32; see select/share_prefill.py."""
 
 from collections.abc import Iterator

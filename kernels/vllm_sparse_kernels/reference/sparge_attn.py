@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SpargeAttn's selection in plain torch: arXiv 2502.18137, equations 2 to 5 and lines 4 to 6 of Algorithm 1.
 
 ``select/sparge_attn.py`` lists what departs from the paper. What its attention adds is in ``reference/attend.py``.

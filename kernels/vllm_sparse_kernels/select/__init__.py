@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The methods by name. A new one is a file here, its reference, its test, and one line of this table."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AnchorAttention (Zhang et al., 2025: "AnchorAttention: Difference-Aware Sparse Attention with Stripe Granularity").
 
 Blocks of b_q = b_kv = 128; ``step_tiles`` tiles of queries form a group and keep one list of stripes.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AnchorAttention on the device: row maxima, votes, and the lists that follow from them (``anchor_attention.py``).
 
 The two kernels that multiply walk blocks of keys in a loop whose other operand stays in shared memory. What a vote

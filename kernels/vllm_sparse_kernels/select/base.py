@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a selection method is: a frozen set of parameters that can fill rows of a SparseIndex.
 
 A method's file defines one dataclass derived from ``Method`` per pattern. Its fields are the paper's parameters with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scaled QK averaged over blocks of keys, and its softmax over blocks: the estimates and maps of SharePrefill.
 
 A tile of queries and a block of keys before its diagonal meet in all of their pairs, and the average of q·k over all

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The softmax mass of every key block, exact and averaged over a tile's queries: SharePrefill's maps from attention.
 
 Two passes over QK, as in the authors' code, whose attention kernel makes such maps of pivots: the log-sum-exp of each

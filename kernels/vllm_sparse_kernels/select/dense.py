@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every causal block: exact attention through the sparse way, the baseline that all methods are held against."""
 
 from dataclasses import dataclass

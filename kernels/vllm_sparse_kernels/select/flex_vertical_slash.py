@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FlexPrefill's vertical-slash (arXiv:2502.20766), as SharePrefill falls back to it (arXiv:2505.19578, Algorithm 5).
 
 Â = softmax of the chunk's last 64 queries against all keys. How many lines of it are kept follows from the data: the

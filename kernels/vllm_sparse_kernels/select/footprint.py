@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upper bounds, on the host, of what selection takes from its workspace. A test holds every method to them.
 
 There are three ways of selecting, and each takes what belongs to keys, or to pairs of blocks, for a slab of rows or of

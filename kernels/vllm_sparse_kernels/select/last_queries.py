@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The estimate of MInference (arXiv:2407.02490, Algorithm 2): Â = softmax of a few of a row's queries, its last ones
 or some spread over its chunk, against all keys.
 

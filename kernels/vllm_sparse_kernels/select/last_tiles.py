@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A dense last tile: heads that ask for it keep every key for the last tile of each row's chunk, whatever the method.
 
 What a prompt's last queries miss, no later token makes up for. A tile counts from the chunk's first query: the last one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lists of lines: from the columns and diagonals that heads keep of a row to the lists of its tiles.
 
 A tile keeps the blocks that a kept diagonal crosses as blocks, and the kept columns outside of them as stripes.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sorted lists on the device: how every selection method turns flags into the lists of a SparseIndex."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A-shape and block-sparse heads of MInference (arXiv:2407.02490), section 3; vertical-slash has a file of its own.
 
 *A-shape*: the query at position p keeps the keys [0, sink) and (p - local, p]. *Block-sparse* (Algorithm 3): queries

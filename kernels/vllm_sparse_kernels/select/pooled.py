@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks of queries and of keys as single tokens, and the products of the ones with the others.
 
 A pooled query is the mean of a tile of 128 queries or of half of one, a pooled key that of a block of 64 keys. All rows

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Query-aware heads of FlexPrefill (arXiv:2502.20766, Algorithms 2 and 4): blocks by mean queries and mean keys.
 
 Means tell what a head looks at, or they do not: ā, the softmax over key blocks of (mean of the last queries) · (mean

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Thresholds of long arrays by parallel passes: the k-th largest, and the largest that values with γ of a sum reach.
 
 Values are sums of weights, never negative, and count as equal if ten bits of the mantissa are: rounding of scores to

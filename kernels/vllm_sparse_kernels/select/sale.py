@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SALE (Ji et al., 2025: "SALE: Low-bit Estimation for Efficient Sparse Attention in Long-context LLM Prefilling").
 
 Blocks of b_q = 64 queries × b_k = 32 keys. Sink and local blocks are kept; of the blocks between them, those with an

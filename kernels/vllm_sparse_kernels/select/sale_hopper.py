@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SALE's third step on Hopper, in Gluon: what ``sale_scores`` does in half precision, bit for bit, but sooner.
 
 A warp group holds the scores of two tiles. While it looks at those of one, the matrix units multiply the other's: they

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What SALE's rounding must know of a row beforehand: mean keys and queries and, for half the channels, which they are.
 
 A channel of a kv head weighs as much as it moves scores: the variance of the row's keys in it times the second moment,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SALE's first two steps: queries and keys in 4 bits, and every query's threshold. select/sale.py has the paper's part.
 
 All rows of a step go through one launch of each kernel, but for keys, which are rounded a slab at a time: as many as

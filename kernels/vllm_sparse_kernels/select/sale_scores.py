@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SALE's third step: which blocks between sink and local region hold an element that passes. select/sale.py has the
 paper's part.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows cut into segments: methods that estimate from a chunk's last queries may do so for each part of it.
 
 What a chunk's last queries look at tells more about its end than about its middle. A segment is a row of its own: its

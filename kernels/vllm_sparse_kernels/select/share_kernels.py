@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of SharePrefill (share_prefill.py): who shares, what of a pivot's map is kept, and the lists of both."""
 
 from typing import Any, NamedTuple

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SharePrefill: the pattern of one head, computed densely, serves the similar heads of this and later layers.
 
 "Accelerating Prefilling for Long-Context LLMs via Sparse Pattern Sharing" (arXiv:2505.19578). Heads are clustered

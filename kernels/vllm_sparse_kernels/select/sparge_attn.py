@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SpargeAttn's first stage: which key blocks of 64 a tile of 128 queries attends to (Zhang et al., arXiv 2502.18137).
 
 Section 3.2, per query head: tiles and key blocks are compressed to their mean token, S^ = scale · q kᵀ, P^ = softmax of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exact top-k of long rows on the device: the k-th largest value by its bits, equal values by lowest index first.
 
 Floats are mapped to integers of the same order, whose digits in base 4 are found from the highest down: each pass over

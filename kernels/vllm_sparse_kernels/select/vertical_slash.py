@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Vertical-slash heads of MInference (arXiv:2407.02490), Algorithms 2 and 4.
 
 Â = softmax of the last 64 queries against all keys. The k_v keys with the largest column sums are kept as stripes

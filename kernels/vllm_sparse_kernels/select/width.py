@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How wide the blocks of a layer's index are. Whoever makes an index for a server's layer, or reckons with one, asks
 here, so that memory, warm-up, benchmarks and evaluation speak of what is served.
 

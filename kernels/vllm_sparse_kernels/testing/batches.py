@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random batches over a shuffled paged cache whose unused places are poisoned with NaN."""
 
 from collections.abc import Sequence

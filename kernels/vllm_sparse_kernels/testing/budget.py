@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far a kernel may be from the exact result: as far as eager torch is in the same dtype, times a small factor.
 
 The factor is 3: over the tests' shapes the kernel's largest error is 0.2 to 0.5 times eager's in fp16, and around 1

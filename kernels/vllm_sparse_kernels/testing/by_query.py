@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recalls of single queries, counted: a mean hides the few queries that lose all of what they look for."""
 
 import math

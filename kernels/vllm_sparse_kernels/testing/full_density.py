@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each method with the parameters at which it must keep every causal key, so that attention is dense."""
 
 from math import inf

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batches whose attention has columns and diagonals, and what methods that follow such lines keep of them."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiling for a GPU that is not there: what a kernel comes to, read from the machine code.
 
 Triton needs a driver to know its target. Here a stand-in says that it is Hopper; nothing can be launched on it, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The oracle: how much of exact attention a selection keeps, and at what price.
 
 A tile's queries keep the same keys, so all that a selection's recall depends on is each key's share of the exact mass,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FlashAttention's function for paged caches in plain torch, for machines without one: strict about what it is told."""
 
 import math

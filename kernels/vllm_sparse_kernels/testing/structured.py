@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Queries, keys and values with the structure that trained attention has, made without a model.
 
 Random normal data is dense: no method can leave anything out of it. Here the scaled score of query i and key j is made

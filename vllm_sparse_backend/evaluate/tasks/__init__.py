@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tasks of `eval tasks`: a file for each family, a line here for each file."""
 
 from vllm_sparse_backend.evaluate.tasks import key_value, needle, perplexity, ruler

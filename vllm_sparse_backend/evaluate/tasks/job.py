@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tasks asked of servers, the same prompts for all, and what their answers say."""
 
 import hashlib

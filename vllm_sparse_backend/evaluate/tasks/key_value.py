@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Key-value retrieval (Liu et al., 2023: "Lost in the Middle"): a JSON object of uuids, one of which is asked for."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A needle asked for at the prompt's end, by length and depth, in the lines that `eval answers` asks with.
 
 Its value is generated, by decoding, which is dense: what is lost here was lost for every later token too.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Perplexity by position: how likely a text's own tokens are after all that lies before them.
 
 A prefill that loses what is far away shows at late positions first. From vLLM's ``prompt_logprobs``, of the operator's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RULER's tasks that need no download (Hsieh et al., 2024: "RULER: What's the Real Context Size of Your Long-Context
 Language Models?"), under its names, with its texts and its settings (``synthetic.yaml`` of github.com/NVIDIA/RULER).
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a task is: it writes prompts of a length, asks a server, and says what of the answer was right."""
 
 import math
