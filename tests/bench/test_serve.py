@@ -194,7 +194,7 @@ def test_a_load_that_is_more_than_stock_takes():
         ("{}", "no configuration"),
         ('{"method": "a_shape", "min_tokens": 8192}', "a_shape"),
         ('{"method": "sale", "params": {"tau": 0.1}}', "sale tau=0.1"),
-        ("streaming", "streaming"),
+        ("streaming", "profile streaming"),
         ('{"guard": {}}', "default with guard"),
     ],
 )

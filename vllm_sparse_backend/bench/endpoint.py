@@ -7,7 +7,7 @@ import random
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
@@ -64,28 +64,36 @@ class Endpoint:
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
             raise BenchError(f"{name}: no model server answers at {url}: {error}") from None
 
-    def ask(self, prompt: Sequence[int], max_tokens: int) -> Answer:
-        """Stream an answer of exactly ``max_tokens`` tokens. Raises RequestError on anything else."""
+    def ask(self, prompt: Sequence[int], max_tokens: int, stop_after: int | None = None, **more: Any) -> Answer:
+        """Stream an answer of exactly ``max_tokens`` tokens. Raises RequestError on anything else.
+
+        ``stop_after``: break off, and close the connection, once as many tokens are there. ``more`` goes with the
+        request.
+        """
         body = {
             "model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "stream": True, "temperature": 0,
-            "ignore_eos": True, "logprobs": 1,
+            "ignore_eos": True, "logprobs": 1, **more,
         }  # fmt: skip
+        wanted = max_tokens if stop_after is None else min(stop_after, max_tokens)
         began = time.perf_counter()
         stamps: list[float] = []
         try:
-            for choice in self._stream(body):
+            for choice in (stream := self._stream(body)):
                 for logprob in (choice.get("logprobs") or {}).get("token_logprobs", []):
                     if logprob is None or not -1e4 < logprob <= 1e-6:
                         raise RequestError(f"log-probability {logprob}: not a number that a healthy model gives")
                     stamps.append(time.perf_counter())
-        except (OSError, ValueError) as error:
+                if stop_after is not None and len(stamps) >= wanted:
+                    stream.close()
+                    break
+        except (OSError, ValueError, HTTPException) as error:
             raise RequestError(_said(error)) from None
-        if len(stamps) != max_tokens:
-            raise RequestError(f"{len(stamps)} tokens answered, asked for {max_tokens}")
+        if len(stamps) != wanted and (stop_after is None or len(stamps) < wanted):
+            raise RequestError(f"{len(stamps)} tokens answered, asked for {wanted}")
         later = len(stamps) - 1
         return Answer(stamps[0] - began, (stamps[-1] - stamps[0]) / later if later else None, len(stamps))
 
-    def _stream(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def _stream(self, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         with _DIRECT.open(_post(f"{self.url}/v1/completions", body), timeout=TIMEOUT_S) as answer:
             for line in answer:
                 if not line.startswith(b"data: {"):

@@ -49,7 +49,8 @@ class Settings:
         if not self.values:
             return "no configuration"
         params = self.values.get("params") or {}
-        name = str(self.values.get("method") or self.values.get("profile") or "default")
+        profile = self.values.get("profile")
+        name = f"profile {Path(profile).stem}" if profile else str(self.values.get("method") or "default")
         guard = ["with guard"] if self.values.get("guard") is not None else []
         return " ".join([name, *(f"{field}={json.dumps(value)}" for field, value in params.items()), *guard])
 

@@ -290,6 +290,56 @@ def serve(
         _show_serve(report.cases, png)
 
 
+@bench.command()
+def soak(
+    model: Annotated[Path | None, typer.Argument(help="Model to serve; not needed with --url.")] = None,
+    url: Annotated[str | None, typer.Option(help="A running server with this backend.")] = None,
+    settings: Annotated[str, typer.Option(help="The sparse_prefill object as JSON, or a profile.")] = "{}",
+    seconds: Annotated[float, typer.Option(help="For how long requests are sent.", min=1.0)] = 600.0,
+    clients: Annotated[int, typer.Option(help="Requests under way at a time.", min=1)] = 16,
+    shortest: Annotated[int, typer.Option(help="Tokens of the shortest prompts.", min=1)] = 16,
+    longest: Annotated[int, typer.Option(help="Tokens of the longest.", min=2)] = 131072,
+    levels: Annotated[str, typer.Option(help="Levels that requests ask for, by comma.")] = "0,1",
+    aborts: Annotated[float, typer.Option(help="Share of requests that are broken off.", min=0.0, max=1.0)] = 0.1,
+    text: Annotated[Path | None, typer.Option(help="Text file that prompts are taken from.")] = None,
+    server_args: Annotated[str, typer.Option(help="More arguments for the server, as one text.")] = "",
+    seed: Annotated[int, typer.Option(help="Of lengths, levels and prefixes.")] = 0,
+    json_path: Json = None,
+    results: Results = None,
+) -> None:
+    """Many clients for a long time; exit code 1 if a request fails or the server's memory grows by more than 3 %."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are stopped
+    with _failures():
+        from vllm_sparse_backend.bench import serve as part
+        from vllm_sparse_backend.bench import soak as soaking
+        from vllm_sparse_backend.bench.endpoint import Endpoint, Prompts
+        from vllm_sparse_backend.bench.report import BenchError, Report
+        from vllm_sparse_backend.demo.server import Server, sparse_args
+
+        if (model is None) == (url is None) or shortest > longest:
+            raise BenchError("bench soak: expected a MODEL to serve or --url, and --shortest at most --longest")
+        asked = tuple(int(one) if one in ("0", "1") else one for one in levels.split(","))
+        asking = soaking.Asking(seconds, clients, shortest, longest, (None, *asked), abort_share=aborts, seed=seed)
+        report = Report("soak", part.device_name() if model else str(url), json_path, results)
+        own = text.read_text() if text else None
+        if model is None:
+            endpoint = Endpoint.connect("server", url or "")
+            outcome = soaking.soak(endpoint, asking, Prompts.of(endpoint, own))
+        else:
+            values = part.Settings.parse(settings).values
+            args = part.server_args(model, longest + asking.most_output_tokens + 16, 2 * longest, server_args)
+            with Server(model, (*args, *sparse_args(values))) as server:
+                endpoint = Endpoint.connect("server", server.url)
+                outcome = soaking.soak(endpoint, asking, Prompts.of(endpoint, own), server.resident_bytes)
+        problems = soaking.add_figures(report, asking, outcome)
+        for line in soaking.lines(asking, outcome):
+            _console().print(line, highlight=False)
+        for problem in problems:
+            _console().print(f"[red]{escape(problem)}[/]", highlight=False)
+        if problems:
+            raise typer.Exit(1)
+
+
 def _show_serve(cases: Sequence[dict[str, Any]], png: Path | None) -> None:
     from vllm_sparse_backend.bench import latency, load, plots
     from vllm_sparse_backend.bench.report import table_of

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real `vllm serve` in its own process group: started, waited for, asked, and always stopped."""
 
+import contextlib
 import json
 import os
 import re
@@ -135,6 +136,18 @@ class Server:
             except OSError:
                 time.sleep(0.25)
         raise ServerError(f"{self}\nwas not ready after {self.ready_timeout_s:.0f} s. {self._end_of_log()}")
+
+    def resident_bytes(self) -> int:
+        """Memory of all of its processes; needs psutil, which comes with vLLM."""
+        import psutil
+
+        assert self._process is not None
+        parent = psutil.Process(self._process.pid)
+        total = 0
+        for process in (parent, *parent.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):  # some end while others are asked
+                total += process.memory_info().rss
+        return total
 
     def exit_code(self) -> int | None:
         return self._process.poll() if self._process else None

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What calibrated profiles keep, lose and gain: docs/results/profiles.json, and the table of docs/profiles.md.
+
+    sparse-prefill profile best MODEL --out best-NAME.yaml …          (and search, calibrate, cluster)
+    sparse-prefill eval answers MODEL --settings '{"profile": …}' --results docs/results/answers.json
+    sparse-prefill bench methods --captured FOLDER --profile … --results docs/results/performance.json
+    python -m benchmarks.profiles FILE… [--took FILE=SECONDS] [--work FOLDER] [--markdown docs/profiles.md]
+
+``--work``: the folder of a `profile best` that judged every ladder. Of each ladder it tells what a setting for each
+head keeps, ÷ what one setting for all heads keeps at the same mean error.
+"""
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from benchmarks.performance import CHUNKS, TRAINED, met
+from benchmarks.quality import ANSWERS, NAMED, PERFORMANCE, by_plain_label, load, relative
+from benchmarks.tables import markdown_table, put_between
+from vllm_sparse_backend.bench.report import merge_figures, table_of
+from vllm_sparse_backend.calibrate.ladders import LADDERS
+from vllm_sparse_backend.settings.methods import parameters_of
+from vllm_sparse_backend.settings.profile import Profile, load_profile
+
+RESULTS = Path("docs/results/profiles.json")
+RIGHT, PERPLEXITY = "right answers ÷ stock's", "perplexity ÷ stock's"
+BEST = "best-"
+LEAST_ANSWERS = {True: 0.98, False: 0.95}
+"""Of stock's: of profiles that `best` made, and of others."""
+MOST_PERPLEXITY = 1.01
+LEAST_SPEED = dict(zip(CHUNKS, (3.5, 1.8), strict=True))
+MOST_SECONDS = 480
+MOST_OF_SINGLE = 0.85
+"""Of the density of one setting for all heads, at the same mean error."""
+
+Figures = Mapping[str, Mapping[str, Any]]
+Point = tuple[float, float]
+"""(error, density)."""
+
+
+def figure(
+    name: str, value: float, unit: str, bar: float | None, better: str, device: str, command: str
+) -> dict[str, Any]:
+    return {
+        "name": name, "value": float(f"{value:.4g}"), "unit": unit, "bar": bar, "better": better, "device": device,
+        "command": command,
+    }  # fmt: skip
+
+
+def command_of(profile: Profile) -> str:
+    """What made it, with its bounds; prompts are those of its provenance."""
+    made, bounds = profile.provenance, profile.provenance.bounds or {}
+    if {"error", "worst"} <= bounds.keys():
+        return f"{made.source} --level {profile.level}={bounds['error']:g}:{bounds['worst']:g}"
+    return f"{made.source} --error {bounds['error']:g}" if "error" in bounds else f"{made.source}"
+
+
+def of_profile(name: str, profile: Profile, took_s: float | None) -> Iterator[dict[str, Any]]:
+    """What its own provenance says."""
+    made, about = profile.provenance, f"profile {name}"
+    where = {"device": made.device or "", "command": command_of(profile)}
+    if made.density is not None:
+        yield figure(f"{about}: density on its prompts", made.density, "share", None, "lower", **where)
+    held = made.held_out or {}
+    if (share := held.get("heads_within_1.2_of_it")) is not None:
+        yield figure(f"{about}: sparse heads within 1.2 of the bound, held-out prompts", share, "share", 1.0, "higher",
+                     **where)  # fmt: skip
+    if (error := held.get("error")) is not None:
+        yield figure(
+            f"{about}: mean error of sparse heads, held-out prompts", error, "relative", None, "lower", **where
+        )
+    if took_s is not None:
+        yield figure(f"{about}: made in", took_s, "s", MOST_SECONDS, "lower", **where)
+
+
+def of_answers(names: Sequence[str], answers: Figures) -> Iterator[dict[str, Any]]:
+    shares = relative(answers)
+    for name in names:
+        for tokens, share in shares.get(f"profile {name}", {}).items():
+            source = answers[f"profile {name}, answers inside the prompt, {tokens} tokens, {TRAINED}: right"]
+            where = {"device": source["device"], "command": source["command"]}
+            about, least = f"profile {name}, {tokens} tokens, {TRAINED}", LEAST_ANSWERS[name.startswith(BEST)]
+            yield figure(f"{about}: {RIGHT}", share["right"], "ratio", least, "higher", **where)
+            yield figure(f"{about}: {PERPLEXITY}", share["perplexity"], "ratio", MOST_PERPLEXITY, "lower", **where)
+
+
+def of_speed(names: Sequence[str], performance: Figures) -> Iterator[dict[str, Any]]:
+    for name in names:
+        for after, bar in LEAST_SPEED.items():
+            for what in ("times faster", "density", "output error"):
+                found = performance.get(f"whole method, profile {name}, {TRAINED}, after {after}: {what}")
+                if found is not None:
+                    asked = bar if what == "times faster" and name.startswith(BEST) else None
+                    yield {**found, "bar": asked}
+
+
+def single_density(points: Sequence[Point], error: float) -> float:
+    """What one setting keeps at an error, between the two of a ladder that lie around it; all at none."""
+    ordered = sorted([(0.0, 1.0), *points])
+    place = bisect_left([point[0] for point in ordered], error)
+    if place == len(ordered):
+        return ordered[-1][1]
+    if place == 0:
+        return ordered[0][1]
+    (low, dense), (high, sparse) = ordered[place - 1], ordered[place]
+    return dense + (sparse - dense) * (error - low) / (high - low)
+
+
+def by_head(judged: Sequence[Mapping[str, Any]], keys: Sequence[str], bound: Point) -> tuple[Point, list[Point]]:
+    """(mean error, mean density) with the sparsest setting in each head that holds the bound; and of each single one.
+
+    ``judged``: per layer outcomes (error, worst, l2, density) of each head by setting; ``bound``: of error and worst.
+    """
+    single = [
+        (
+            fmean(one[0] for layer in judged for one in layer[key]),
+            fmean(one[3] for layer in judged for one in layer[key]),
+        )
+        for key in keys
+    ]
+    chosen = []
+    for layer in judged:
+        for heads in zip(*(layer[key] for key in keys)):
+            holding = [(one[3], one[0]) for one in heads if one[0] <= bound[0] and one[1] <= bound[1]]
+            chosen.append(min(holding, default=(1.0, 0.0)))
+    return (fmean(error for _, error in chosen), fmean(density for density, _ in chosen)), single
+
+
+def of_work(folder: Path, bound: Point) -> Iterator[dict[str, Any]]:
+    judged = [json.loads(path.read_text())["judged"] for path in sorted(folder.glob("prompts-layer-*.json"))]
+    device = json.loads((folder / "job.json").read_text())["device"]
+    for name, ladder in LADDERS.items():
+        keys = [key for method in ladder if all((key := json.dumps([parameters_of(method)])) in one for one in judged)]
+        if keys:
+            (error, density), single = by_head(judged, keys, bound)
+            ratio = density / single_density(single, error)
+            command = f"sparse-prefill profile best {TRAINED} --tokens 32768, then benchmarks.profiles --work"
+            yield figure(f"{name}, a setting for each head: density ÷ one setting's at the same error", ratio, "ratio",
+                         MOST_OF_SINGLE, "lower", device, command)  # fmt: skip
+
+
+def table(names: Sequence[str], figures: Figures) -> str:
+    lengths = sorted(
+        {name.split(", ")[1].removesuffix(" tokens") for name in figures if name.endswith(RIGHT)},
+        key=lambda n: int(n.replace(",", "")),
+    )
+
+    def value(name: str, form: str) -> str:
+        return format(figures[name]["value"], form) if name in figures else ""
+
+    rows = []
+    for name in names:
+        about, row = f"profile {name}", [name.removeprefix("calibrated-")]
+        row += [value(f"{about}: made in", ".0f"), value(f"{about}: density on its prompts", ".2f")]
+        for n in lengths:
+            at = f"{about}, {n} tokens, {TRAINED}"
+            row.append(", ".join((value(f"{at}: {RIGHT}", ".2f"), value(f"{at}: {PERPLEXITY}", ".3f"))))
+        rows.append(row)
+    return markdown_table(["", "seconds", "density", *(f"{n} tokens" for n in lengths)], rows)
+
+
+def main(
+    profiles: Annotated[list[Path], typer.Argument(help="Profiles of one model.")],
+    took: Annotated[list[str] | None, typer.Option(help="FILE=SECONDS that a profile took to make.")] = None,
+    work: Annotated[Path | None, typer.Option(help="Folder of a `profile best` with all ladders.")] = None,
+    bound: Annotated[str, typer.Option(help="ERROR:WORST that settings of --work hold.")] = "0.1:0.4",
+    results: Annotated[Path, typer.Option(help="Where figures go.")] = RESULTS,
+    markdown: Annotated[Path | None, typer.Option(help="Document with marks for the table.")] = None,
+) -> None:
+    seconds = {Path(name).stem: float(s) for name, s in (one.split("=") for one in took or ())}
+    error, worst = map(float, bound.split(":"))
+    names = [path.stem for path in profiles]
+    found = [f for path in profiles for f in of_profile(path.stem, load_profile(path), seconds.get(path.stem))]
+    found += of_answers(names, by_plain_label(load(ANSWERS), NAMED))
+    found += of_speed(names, load(PERFORMANCE))
+    found += of_work(work, (error, worst)) if work else ()
+    merge_figures(results, {one["name"]: one for one in found}, keep_bars=False)
+    if markdown is not None:
+        put_between(markdown, "<!-- figures: profiles -->", "<!-- end of figures -->", table(names, load(results)))
+    console = Console(width=150)
+    missed = [one for one in load(results).values() if not met(one)]
+    console.print(table_of("Not met", {"name": "figure", "value": "value", "bar": "asked"}, missed), highlight=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)
