@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of calibrated profiles, and that the document and the profiles say what they do."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import profiles as module
+from benchmarks.performance import TRAINED, met
+from benchmarks.quality import load
+from vllm_sparse_backend.bench.asked import plan_of_profile
+from vllm_sparse_backend.calibrate.ladders import LADDERS
+from vllm_sparse_backend.settings.methods import parameters_of
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.plan import methods_by_head
+from vllm_sparse_backend.settings.profile import bundled_profiles, load_profile
+from vllm_sparse_kernels.select.dense import Dense
+from vllm_sparse_kernels.select.sale import Sale
+
+ROOT = Path(__file__).resolve().parents[2]
+FIGURES = load(ROOT / module.RESULTS)
+MADE = sorted((ROOT / "docs/results/profiles").glob("*.yaml"))
+
+
+def test_one_setting_between_two_of_a_ladder():
+    points = [(0.1, 0.4), (0.3, 0.1)]
+    at = {0.0: 1.0, 0.05: 0.7, 0.1: 0.4, 0.2: 0.25, 0.3: 0.1, 0.5: 0.1}
+    for error, density in at.items():
+        assert module.single_density(points, error) == pytest.approx(density)
+
+
+def test_the_sparsest_setting_of_each_head():
+    """Two heads, two settings: one head holds the bound with both, the other with none by its worst queries."""
+    judged = [{"a": [[0.01, 0.1, 0, 0.8], [0.02, 0.6, 0, 0.6]], "b": [[0.05, 0.3, 0, 0.2], [0.01, 0.5, 0, 0.3]]}]
+    (error, density), single = module.by_head(judged, ["a", "b"], (0.1, 0.4))
+    assert (error, density) == (pytest.approx((0.05 + 0) / 2), pytest.approx((0.2 + 1.0) / 2))
+    assert single == [(pytest.approx(0.015), pytest.approx(0.7)), (pytest.approx(0.03), pytest.approx(0.25))]
+
+
+def test_a_folder_of_outcomes(tmp_path):
+    """Ladders that were not judged are left out."""
+    sale = LADDERS["sale"][:2]
+    keys = [json.dumps([parameters_of(method)]) for method in sale]
+    outcomes = {keys[0]: [[0.05, 0.2, 0, 0.1], [0.2, 0.3, 0, 0.1]], keys[1]: [[0.02, 0.1, 0, 0.5], [0.04, 0.1, 0, 0.5]]}
+    (tmp_path / "prompts-layer-000.json").write_text(json.dumps({"judged": outcomes}))
+    (tmp_path / "job.json").write_text(json.dumps({"device": "a card"}))
+    (found,) = module.of_work(tmp_path, (0.1, 0.4))
+    assert found["name"].startswith("sale, a setting for each head")
+    assert found["value"] == pytest.approx(0.3 / module.single_density([(0.125, 0.1), (0.03, 0.5)], 0.045), rel=1e-3)
+    assert (found["bar"], found["better"], found["device"]) == (0.85, "lower", "a card")
+
+
+def test_the_document_is_written_from_the_figures():
+    text = (ROOT / "docs/profiles.md").read_text(encoding="utf-8")
+    names = ["best-code-lm-29m-128k", *(f"calibrated-{name}" for name in (
+        "minference", "sale", "anchor_attention", "sparge_attn", "flex_vertical_slash", "share_prefill"))]  # fmt: skip
+    assert module.table(names, FIGURES) in text
+    assert {path.stem for path in MADE} == set(names[1:])
+
+
+def test_best_is_what_it_is_said_to_be():
+    """Its bars, all of them: answers, perplexity, speed, time to make, bound on prompts it has not seen."""
+    asked = [f for name, f in FIGURES.items() if "profile best" in name and f["bar"] is not None]
+    assert len(asked) == 2 + 2 * 4 + 2
+    assert [figure["name"] for figure in asked if not met(figure)] == []
+
+
+@pytest.mark.parametrize("path", [*MADE, bundled_profiles()["best-code-lm-29m-128k"]], ids=lambda path: path.stem)
+def test_profiles_that_figures_are_of_say_what_made_them(path):
+    """And load, and are as the tool writes them."""
+    profile = load_profile(path)
+    assert profile.to_yaml(compact=True) == path.read_text(encoding="utf-8")
+    density = FIGURES[f"profile {path.stem}: density on its prompts"]
+    assert profile.provenance.density == pytest.approx(density["value"], abs=1e-4)
+    assert profile.provenance.device == density["device"]
+    assert TRAINED in (profile.model.names if profile.model else ())
+
+
+def test_heads_of_a_profile_are_repeated(tmp_path):
+    """Each copy has the profile's heads in their order; dense layers are there; clusters are each copy's own."""
+    path = tmp_path / "p.yaml"
+    path.write_text(
+        "format: 1\nmodel: any\ndense_layers: [1]\ndefault: {method: sale, tau: 0.1}\n"
+        "layers:\n  0:\n    heads:\n      1: {method: dense}\n      2-3: {method: share_prefill, cluster: 5}\n"
+    )
+    plan = plan_of_profile(str(path), ModelShape("X", 2, 4, 2, 64), 2)
+    first, second = (methods_by_head(groups or ()) for groups in plan.layers)
+    assert first[0] == first[4] == Sale(tau=0.1)
+    assert first[1] == first[5] == Dense()
+    (sharing,) = (group for group in plan.layers[0] or () if 2 in group.heads)
+    assert sharing.heads == (2, 3, 6, 7)
+    own, _, other, _ = sharing.method.clusters
+    assert sharing.method.clusters == (own, own, other, other)
+    assert own == 5 != other
+    assert second == [Dense()] * 8
+    assert (plan.shape.num_heads, plan.shape.num_kv_heads) == (8, 4)
