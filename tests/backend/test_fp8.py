@@ -24,6 +24,7 @@ from tests.backend.test_warmup import (
 from vllm_sparse_backend.serving import compat, compilations, engines, startup
 from vllm_sparse_backend.serving.arena import make_slab
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
+from vllm_sparse_backend.serving.step import SparseStep
 from vllm_sparse_backend.serving.warmup import rows_of, warm_up
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.reasons import Fallback
@@ -72,7 +73,7 @@ def test_a_layer_attends_to_what_vllm_has_written(as_on_hopper: None, monkeypatc
     slab = make_slab(rows_of([(seq_len - query_len, query_len)]), table[None])
     out = torch.full((query_len, heads, dim), float("nan"), dtype=torch.float16)
     impl = impls[0]
-    metadata = SimpleNamespace(sparse=SimpleNamespace(delegated=(), slabs=(slab,)))
+    metadata = SimpleNamespace(sparse=SparseStep(slabs=(slab,), delegated=()))
     monkeypatch.setattr(impl.recorder, "count_pairs", lambda *_: None)
     SparsePrefillImpl.forward(impl, scaled_layer(), q, None, None, physical.transpose(1, 2), metadata, out)
 

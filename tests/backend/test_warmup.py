@@ -76,6 +76,7 @@ def make_impls(
         impl = object.__new__(SparsePrefillImpl)
         impl.num_heads, impl.num_kv_heads, impl.head_size = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim
         impl.scale, impl.fallback, impl.engine = SHAPE.head_dim**-0.5, None, portable.PORTABLE
+        impl.levels, impl.stays_dense, impl.guard = {}, False, None
         impl.adopt(layer, groups or (), Recorder(device), memory, False, engine)
         impls.append(impl)
     return impls

@@ -81,7 +81,8 @@ def test_a_layer_that_does_not_pay_is_dense():
 
 
 def test_no_more_kinds_than_a_layer_may_have():
-    methods = [LOCAL, AShape(128, 512), AShape(256, 512), AShape(512, 512), CLOSE]
+    methods = [LOCAL, FINE, Sale(tau=0.03, sink_tokens=64), Sale(tau=0.03, local_tokens=256), CLOSE]
+    assert len({kind_of(one) for one in methods}) == 5
     heads = [{one: (0.01, 0.1), CLOSE: (0.01, 0.3)} for one in methods[:4]]
     judge = judge_of(Known(), *heads)
     chosen = best.search(judge, Bound(0.05), methods)

@@ -143,7 +143,7 @@ def by_command(captured, tmp_path_factory):
     page, results, rows = folder / "page.md", folder / "results.json", folder / "rows.json"
     page.write_text(f"before\n{ablations.BEGIN}\n{ablations.END}\nafter\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clusters, "cluster_heads", lambda maps, device: cluster_heads(maps, distance=1e4, epochs=2))
+        patch.setattr(clusters, "cluster_heads", lambda maps, distance, **more: cluster_heads(maps, 1e4, epochs=2))
         patch.setattr(clusters, "MAP_SIDE", 16)
         patch.setattr(ablations, "SEARCH_STEPS", 1)
         patch.setattr(ablations, "VARIANTS", tuple(small(v) for v in ablations.VARIANTS))

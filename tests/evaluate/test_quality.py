@@ -129,7 +129,7 @@ def measured_by_command(demo_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("recall")
     with pytest.MonkeyPatch.context() as patch:
         # A few epochs, and a cut that joins most heads: what they are like is not the question here.
-        patch.setattr(clusters, "cluster_heads", lambda maps, device: cluster_heads(maps, distance=40.0, epochs=3))
+        patch.setattr(clusters, "cluster_heads", lambda maps, distance, **more: cluster_heads(maps, 40.0, epochs=3))
         patch.setattr(clusters, "MAP_SIDE", 16)
         ends = {name: [*params[:1], *params[1:][-1:]] for name, params in attention.SWEEPS.items()}
         patch.setattr(attention, "SWEEPS", ends | {"share_prefill": attention.SWEEPS["share_prefill"]})

@@ -16,11 +16,12 @@ from vllm_sparse_kernels.select.share_prefill import NOISE, SharePrefill
 MAP_SIDE, MAP_DISTANCE = 64, 10.0
 
 
-def head_clusters(captured: Capture, device: str, side: int = MAP_SIDE, distance: float = MAP_DISTANCE) -> Clusters:
+def head_clusters(captured: Capture, device: str, side: int | None = None, distance: float | None = None) -> Clusters:
     """SharePrefill's clusters from a captured prompt; heads of layers that were not captured are noise.
 
-    ``side``: of the maps; ``distance``: up to which heads are joined.
+    ``side``: of the maps, ``MAP_SIDE`` unless given; ``distance``: up to which heads are joined, ``MAP_DISTANCE``.
     """
+    side, distance = side or MAP_SIDE, distance or MAP_DISTANCE
     how = "" if (side, distance) == (MAP_SIDE, MAP_DISTANCE) else f"-{side}-{distance:g}"
     kept = captured.folder / f"clusters-{captured.model}-{captured.prompt_sha256[:16]}{how}.json"
     if kept.is_file():
