@@ -3,7 +3,7 @@
 
 import typer
 
-from vllm_sparse_backend.cli import bench, calibrate, demo, doctor, eval, profiles
+from vllm_sparse_backend.cli import bench, calibrate, demo, doctor, eval, profiles, servers
 
 app = typer.Typer(
     name="sparse-prefill",
@@ -12,5 +12,5 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for part in (doctor, demo, profiles, calibrate, bench, eval):
+for part in (doctor, demo, profiles, calibrate, bench, servers, eval):
     part.add_to(app)

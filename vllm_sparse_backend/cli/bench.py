@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill bench`: speed on this machine, beside dense attention and stock vLLM."""
 
-import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -228,141 +227,6 @@ def capture(
         _print(f"{captured.num_tokens:,} tokens of {captured.model} in {folder}: {layers}")
 
 
-@bench.command()
-def serve(
-    model: Annotated[Path | None, typer.Argument(help="Model to serve; not needed where servers run.")] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="The sparse_prefill object as JSON, or a profile; may be repeated. By default nothing is set."
-        ),
-    ] = None,
-    stock_url: Annotated[str | None, typer.Option(help="A running stock server.")] = None,
-    url: Annotated[str | None, typer.Option(help="A running server with this backend.")] = None,
-    lengths: Annotated[str | None, typer.Option(help="Lengths of prompts, by comma; by default 1K to 131K.")] = None,
-    cached: Annotated[int, typer.Option(help="Tokens of a cached prefix for --new; 0 for none.", min=0)] = 0,
-    new: Annotated[str, typer.Option(help="New tokens after the cached prefix, by comma.")] = "20,200,1000",
-    output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=2)] = 64,
-    repeats: Annotated[int, typer.Option(help="Most requests for each length; long ones get fewer.", min=3)] = 21,
-    requests: Annotated[int, typer.Option(help="Requests of the mixed load; 0 for none.", min=0)] = 48,
-    rate: Annotated[
-        float | None, typer.Option(help="Requests a second; by default 1.3 times what stock takes.")
-    ] = None,
-    short: Annotated[str, typer.Option(help="Lengths of the load's short prompts.")] = "1024,2048,4096",
-    long: Annotated[str | None, typer.Option(help="Lengths of its long prompts; by default 32K to 131K.")] = None,
-    long_share: Annotated[float, typer.Option(help="Share of long prompts.", min=0.0, max=1.0)] = 0.25,
-    text: Annotated[Path | None, typer.Option(help="Text file that prompts are taken from.")] = None,
-    kv_tokens: Annotated[int | None, typer.Option(help="Tokens that each server's cache has room for.")] = None,
-    server_args: Annotated[str, typer.Option(help="More arguments for both servers, as one text.")] = "",
-    label: Annotated[str | None, typer.Option(help="Name of what runs at --url.")] = None,
-    json_path: Json = None,
-    results: Results = None,
-    png: Png = None,
-) -> None:
-    """Time to first token and per later token of stock vLLM and this backend, and both under a mixed load."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are stopped
-    with _failures():
-        from vllm_sparse_backend.bench import load
-        from vllm_sparse_backend.bench import serve as part
-        from vllm_sparse_backend.bench.endpoint import Endpoint
-        from vllm_sparse_backend.bench.latency import Length
-        from vllm_sparse_backend.bench.report import BenchError, Report
-
-        running = stock_url is not None or url is not None
-        if running == (model is not None) or (running and None in (stock_url, url)):
-            raise BenchError("bench serve: expected a MODEL to serve, or both --stock-url and --url of running servers")
-        fit = (lambda given: part.fitting(given, model, output_tokens)) if model else list
-        longs = _ints(long) if long else [n for n in fit(part.LENGTHS) if n >= 32768]
-        asked = [Length(n) for n in (_ints(lengths) if lengths else fit(part.LENGTHS))]
-        asked += [Length(n, cached) for n in _ints(new) if cached]
-        mix = None
-        if requests and longs:
-            mix = load.Mix(requests, rate or 1.0, tuple(_ints(short)), tuple(longs), long_share, output_tokens)
-        asking = part.Asking(tuple(asked), output_tokens, repeats, mix, rate, text.read_text() if text else None)
-        report = Report("serve", part.device_name() if model else f"{stock_url}, {url}", json_path, results)
-        if model is not None:
-            ours = [part.Settings.parse(one) for one in settings or ["{}"]]
-            args = part.server_args(model, asking.longest + 16, kv_tokens, server_args)
-            part.serve_and_compare(model, ours, args, asking, report, _print_case)
-        else:
-            servers = Endpoint.connect("stock", stock_url or ""), Endpoint.connect("ours", url or "")
-            part.compare(servers, asking, label or servers[1].model, report, _print_case)
-        _show_serve(report.cases, png)
-
-
-@bench.command()
-def soak(
-    model: Annotated[Path | None, typer.Argument(help="Model to serve; not needed with --url.")] = None,
-    url: Annotated[str | None, typer.Option(help="A running server with this backend.")] = None,
-    settings: Annotated[str, typer.Option(help="The sparse_prefill object as JSON, or a profile.")] = "{}",
-    seconds: Annotated[float, typer.Option(help="For how long requests are sent.", min=1.0)] = 600.0,
-    clients: Annotated[int, typer.Option(help="Requests under way at a time.", min=1)] = 16,
-    shortest: Annotated[int, typer.Option(help="Tokens of the shortest prompts.", min=1)] = 16,
-    longest: Annotated[int, typer.Option(help="Tokens of the longest.", min=2)] = 131072,
-    levels: Annotated[str, typer.Option(help="Levels that requests ask for, by comma.")] = "0,1",
-    aborts: Annotated[float, typer.Option(help="Share of requests that are broken off.", min=0.0, max=1.0)] = 0.1,
-    text: Annotated[Path | None, typer.Option(help="Text file that prompts are taken from.")] = None,
-    server_args: Annotated[str, typer.Option(help="More arguments for the server, as one text.")] = "",
-    seed: Annotated[int, typer.Option(help="Of lengths, levels and prefixes.")] = 0,
-    json_path: Json = None,
-    results: Results = None,
-) -> None:
-    """Many clients for a long time; exit code 1 if a request fails or the server's memory grows by more than 3 %."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are stopped
-    with _failures():
-        from vllm_sparse_backend.bench import serve as part
-        from vllm_sparse_backend.bench import soak as soaking
-        from vllm_sparse_backend.bench.endpoint import Endpoint, Prompts
-        from vllm_sparse_backend.bench.report import BenchError, Report
-        from vllm_sparse_backend.demo.server import Server, sparse_args
-
-        if (model is None) == (url is None) or shortest > longest:
-            raise BenchError("bench soak: expected a MODEL to serve or --url, and --shortest at most --longest")
-        asked = tuple(int(one) if one in ("0", "1") else one for one in levels.split(","))
-        asking = soaking.Asking(seconds, clients, shortest, longest, (None, *asked), abort_share=aborts, seed=seed)
-        report = Report("soak", part.device_name() if model else str(url), json_path, results)
-        own = text.read_text() if text else None
-        if model is None:
-            endpoint = Endpoint.connect("server", url or "")
-            outcome = soaking.soak(endpoint, asking, Prompts.of(endpoint, own))
-        else:
-            values = part.Settings.parse(settings).values
-            args = part.server_args(model, longest + asking.most_output_tokens + 16, 2 * longest, server_args)
-            with Server(model, (*args, *sparse_args(values))) as server:
-                endpoint = Endpoint.connect("server", server.url)
-                outcome = soaking.soak(endpoint, asking, Prompts.of(endpoint, own), server.resident_bytes)
-        problems = soaking.add_figures(report, asking, outcome)
-        for line in soaking.lines(asking, outcome):
-            _console().print(line, highlight=False)
-        for problem in problems:
-            _console().print(f"[red]{escape(problem)}[/]", highlight=False)
-        if problems:
-            raise typer.Exit(1)
-
-
-def _show_serve(cases: Sequence[dict[str, Any]], png: Path | None) -> None:
-    from vllm_sparse_backend.bench import latency, load, plots
-    from vllm_sparse_backend.bench.report import table_of
-
-    console = _console()
-    for name in dict.fromkeys(case["label"] for case in cases):
-        of = [case for case in cases if case["label"] == name]
-        console.print(table_of(f"{name}: one request at a time", latency.COLUMNS, _part(of, "latency")))
-        if mixed := _part(of, "load"):
-            caption = f"{mixed[0]['rate']:.2f} requests a second arrive on average, whether they are answered or not"
-            console.print(table_of(f"{name}: mixed load", load.COLUMNS, mixed, caption))
-    for case in cases:
-        for said in case.get("said", ()):
-            console.print(f"[red]failed[/] {case['label']}, {case.get('case', case.get('server'))}: {escape(said)}")
-    whole = [case for case in _part(cases, "latency") if not case["cached_tokens"]]
-    _draw(png, plots.Panel("first token", "tokens", "times sooner than stock",
-                           plots.series_of(whole, "new_tokens", "times_sooner", "label")))  # fmt: skip
-
-
-def _part(cases: Iterable[dict[str, Any]], part: str) -> list[dict[str, Any]]:
-    return [case for case in cases if case["part"] == part]
-
-
 @contextmanager
 def _failures() -> Iterator[None]:
     """What an operator can mend is one red line, not a traceback."""
@@ -466,14 +330,6 @@ def _show(title: str, columns: Mapping[str, str], rows: Iterable[dict[str, Any]]
             told = [f"{heading} {cell(row[key])}" for key, heading in columns.items() if row.get(key) is not None]
             progress.console.print(escape(", ".join(told)), highlight=False, soft_wrap=True)
     _console().print(table_of(title, columns, shown))
-
-
-def _print_case(case: Mapping[str, Any]) -> None:
-    from vllm_sparse_backend.bench.report import cell
-
-    hidden = {"answers", "requests", "said", "part"}
-    told = [f"{key} {cell(value)}" for key, value in case.items() if key not in hidden and value is not None]
-    _print(", ".join(told))
 
 
 def _print_oracle(prompt: Any) -> None:
