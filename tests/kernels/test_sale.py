@@ -182,6 +182,7 @@ CASES = [
     ([(477, 300), (0, 63), (801, 1)], 4, 2, 128, 16, 32, "HND", Sale(0.3, channels="half")),
     ([(633, 130), (129, 1), (255, 2)], 6, 2, 96, 64, 64, "NHD", Sale(0.4, channels="half")),
     ([(900, 70)], 8, 1, 256, 32, 32, "NHD", Sale(0.4, channels="half")),
+    ([(633, 300), (0, 70)], 4, 2, 64, 16, 32, "NHD", Sale(0.3, channels="half")),
     ([(500, 130)], 1, 1, 32, 16, 32, "NHD", Sale(0.2, channels="half")),
 ]
 # On a GPU every case runs in every type; the interpreter is slow, and takes them by turns.

@@ -231,10 +231,15 @@ def _kept(b_x, means, i_mean, channels, i_kv, BLOCK_D: tl.constexpr, KEPT_D: tl.
     if KEPT_D == BLOCK_D:
         return b_x.to(tl.float32), tl.load(means + i_mean * BLOCK_D + tl.arange(0, BLOCK_D))
     else:
-        b_channels = tl.load(channels + i_kv * KEPT_D + tl.arange(0, KEPT_D))
+        # Products of 32 columns were assembled with a wrong descriptor (ptxas of Triton 3.6): none is narrower than 64.
+        COLUMNS: tl.constexpr = KEPT_D if KEPT_D > 64 else 64
+        o_c = tl.arange(0, COLUMNS)
+        b_columns = tl.load(channels + i_kv * KEPT_D + o_c, mask=o_c < KEPT_D, other=-1)
         # A product with zeros and ones, of which one in each column, moves elements and changes none.
-        b_ones = (tl.arange(0, BLOCK_D)[:, None] == b_channels[None, :]).to(b_x.dtype)
+        b_ones = (tl.arange(0, BLOCK_D)[:, None] == b_columns[None, :]).to(b_x.dtype)
         b_kept = tl.dot(b_x, b_ones, input_precision="ieee")
+        b_kept = tl.sum(tl.reshape(b_kept, [b_x.shape[0], COLUMNS // KEPT_D, KEPT_D]), 1)
+        b_channels = tl.load(channels + i_kv * KEPT_D + tl.arange(0, KEPT_D))
         return b_kept, tl.load(means + i_mean * BLOCK_D + b_channels)
 
 
