@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from vllm_sparse_backend.identity import RELEASES
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_kernels import PagedCache
 from vllm_sparse_kernels.attend import FlashAttention
@@ -239,7 +240,7 @@ def host_seq_lens(common: CommonAttentionMetadata) -> list[int]:
         return common.seq_lens[: common.num_reqs].tolist()
     raise RuntimeError(
         "sparse-prefill: vLLM handed over no sequence lengths on the host (seq_lens_cpu_upper_bound is None); expected "
-        "vLLM 0.26 to 0.33"
+        f"vLLM {RELEASES}"
     )
 
 

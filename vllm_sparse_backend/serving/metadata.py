@@ -19,13 +19,14 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from vllm_sparse_backend.plugin import LOGGER
+from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat, hooks
 from vllm_sparse_backend.serving.arena import Memory, Row
 from vllm_sparse_backend.serving.guard import Guard, pick_queries, row_of
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.layers import ModelLayer, model_layers, refuse_if_none_can
 from vllm_sparse_backend.serving.refusals import slow_path
+from vllm_sparse_backend.serving.row_levels import levels_of_rows
 from vllm_sparse_backend.serving.stats import Recorder, is_counting
 from vllm_sparse_backend.serving.step import (
     Delegated,
@@ -195,7 +196,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         seq_lens = compat.host_seq_lens(common)
         prefilling = None if common.is_prefilling is None else common.is_prefilling.tolist()
         prefix_lm = common.mm_req_doc_ranges or {}
-        levels = hooks.levels_of_rows(len(query_lens)) or [DEFAULT] * len(query_lens)
+        levels = levels_of_rows(len(query_lens)) or [DEFAULT] * len(query_lens)
         batch_reason = None
         if common.causal is not True:
             batch_reason = Fallback.NON_CAUSAL

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ran sparse: counted by each worker, on its device where the numbers are there, and pulled by the server.
 
-Nothing here waits for the device, nor does counting tell anybody: ``metrics_hooks`` has the server ask when somebody
+Nothing here waits for the device, nor does counting tell anybody: ``metrics_page`` has the server ask when somebody
 reads its /metrics. What it then gets is of one moment: host's and device's counts were taken together.
 """
 

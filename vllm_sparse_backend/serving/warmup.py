@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_sparse_backend.plugin import LOGGER
+from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.arena import Row, make_slab
 from vllm_sparse_backend.serving.compilations import warming_up
