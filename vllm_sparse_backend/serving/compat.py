@@ -52,10 +52,14 @@ else:
         FlashAttentionMetadataBuilder as DelegateBuilder,
     )
 
+BULK_PAGE_TOKENS = 128
+"""The widest block of keys that is copied in one piece, if it lies within a page."""
+
 FP8_STORAGE = torch.uint8
 """What vLLM calls the dtype of a cache in fp8."""
 
 __all__ = [
+    "BULK_PAGE_TOKENS",
     "DEVICE_TYPE",
     "IS_CPU",
     "DelegateBackend",

@@ -38,7 +38,8 @@ class MetricsPage:
     """The last answers of all engines, and the question that is under way."""
 
     def __init__(self) -> None:
-        self.is_open = False
+        self._client: Any = None
+        self._interval_s = 0.0
         self._answers: dict[str, Answers] = {}
         self._silent: set[str] = set()
         self._task: asyncio.Task[None] | None = None
@@ -46,7 +47,12 @@ class MetricsPage:
         self._due = 0.0
 
     def open(self, engine_client: Any, interval_s: float) -> None:
-        self._client, self._interval_s, self.is_open = engine_client, interval_s, True
+        self._client, self._interval_s = engine_client, interval_s
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this server's engines have something to say."""
+        return self._client is not None
 
     async def text(self) -> bytes:
         """What the engines say now, in Prometheus's text format."""
