@@ -79,7 +79,7 @@ def slow_path(page_tokens: int, capability: tuple[int, int] | None) -> str | Non
         )
     if page_tokens % BULK_PAGE_TOKENS:
         return (
-            f"the cache has pages of {page_tokens} tokens: blocks of {BULK_PAGE_TOKENS} keys do not lie within them and "
-            f"are read by slower paths; leave --block-size out, or give a multiple of {BULK_PAGE_TOKENS}"
+            f"the cache has pages of {page_tokens} tokens: blocks of {BULK_PAGE_TOKENS} keys do not lie within them "
+            f"and are read by slower paths; leave --block-size out, or give a multiple of {BULK_PAGE_TOKENS}"
         )
     return None
