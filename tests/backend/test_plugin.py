@@ -72,12 +72,12 @@ class TestMetrics:
         """vLLM's own loader of endpoint plugins, and with ours."""
         from vllm import plugins
 
-        from vllm_sparse_backend.serving import metrics_hooks
+        from vllm_sparse_backend.serving import hooks
 
         own = getattr(plugins.load_endpoint_plugins, "__wrapped__", plugins.load_endpoint_plugins)
         monkeypatch.setattr(plugins, "load_endpoint_plugins", own)
         for _ in range(2):
-            assert metrics_hooks.install() is None
+            assert hooks.install_counters() is None
         assert plugins.load_endpoint_plugins.__wrapped__ is own
         return plugins.load_endpoint_plugins
 
@@ -88,12 +88,21 @@ class TestMetrics:
         assert isinstance(one, EndpointPlugin)
         assert one.page is not other.page  # each of its own app
 
+    def test_without_a_place_for_it_there_is_a_line_and_a_server(
+        self, untouched: type, lines: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delattr("vllm.plugins.load_endpoint_plugins")
+        plugin.register()
+        assert [line for line in lines if "vllm.plugins.load_endpoint_plugins is missing" in line] == lines
+        assert "no counters on /metrics" in lines[0]
+        assert AttentionConfig(backend="sparse-prefill").backend is CUSTOM
+
     def test_others_stay(self, loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         theirs = object()
         monkeypatch.setattr(loaded, "__wrapped__", lambda *args: [theirs])
-        from vllm_sparse_backend.serving.metrics_hooks import _with_ours
+        from vllm_sparse_backend.serving.hooks import _with_our_endpoint
 
-        assert _with_ours(loaded.__wrapped__)(("generate",))[0] is theirs
+        assert _with_our_endpoint(loaded.__wrapped__)(("generate",))[0] is theirs
 
     @pytest.mark.parametrize("backend", ["sparse-prefill", None])
     def test_only_servers_of_this_backend_have_a_page(self, untouched: type, loaded: Any, backend: str | None) -> None:
@@ -215,6 +224,14 @@ class TestRegistration:
         plugin.register()
         (line,) = lines
         assert "lacks what it builds on (ImportError: cannot import name 'register_backend'" in line
+
+    def test_a_build_that_its_hooks_do_not_fit(self, untouched: type, lines: list[str]) -> None:
+        """It must not end the servers of other backends, which load the plugin too."""
+        setattr(untouched, "check_and_update_config", None)  # noqa: B010
+        plugin.register()
+        (line,) = lines
+        assert "check_and_update_config is missing, expected it as in 0.26 to 0.33" in line
+        assert not {*plugin.NAMES} & {*registry.AttentionBackendEnum._member_map_}
 
     def test_log_lines_are_below_vllms_logger(self) -> None:
         """The only one that vLLM's logging configuration shows."""

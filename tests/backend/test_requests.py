@@ -23,7 +23,7 @@ from vllm.v1.request import Request
 
 from tests.backend.served import make_builder, make_common, make_layers, make_step
 from tests.backend.test_forward import CLOSE, MIN_TOKENS, MIXED, SPARSE_ROWS, dense_tokens, reference
-from vllm_sparse_backend.serving import hooks
+from vllm_sparse_backend.serving import hooks, requests, row_levels
 from vllm_sparse_backend.serving.metadata import DECODE, DENSE, SPARSE, RowKind
 from vllm_sparse_backend.serving.requests import choices
 from vllm_sparse_backend.settings.errors import ConfigurationError
@@ -61,9 +61,9 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A function: the level of each row → as if a runner were at a step that has them."""
 
     def begin(rows: Sequence[str]) -> None:
-        step = hooks.Step({str(i): level for i, level in enumerate(rows) if level != DEFAULT})
+        step = row_levels.Step({str(i): level for i, level in enumerate(rows) if level != DEFAULT})
         step.req_ids = lambda: [str(i) for i in range(len(rows))]
-        monkeypatch.setattr(hooks, "_step", step)
+        monkeypatch.setattr(row_levels, "_step", step)
 
     return begin
 
@@ -173,7 +173,7 @@ class TestFront:
 
         hooks.put_around(Front, "process_inputs", hooks._marked, ("params",))
         hooks.put_around(Front, "generate", hooks._checked_at_once, ("sampling_params",))
-        hooks._choices.clear()
+        requests._choices.clear()
         return Front()
 
     @pytest.mark.parametrize(
@@ -203,14 +203,15 @@ class TestFront:
         assert front.process_inputs("r", "prompt", wrong).sampling_params.extra_args == wrong.extra_args
 
     def test_beams_forget_what_a_request_asks_for_so_it_is_refused(self) -> None:
-        for path, name in hooks.BEAM_SEARCHES:
-            cls = hooks._found(path, name)
-            hooks.put_around(cls, "to_beam_search_params", hooks._without_levels)
+        searched = [hook for hook in hooks.HOOKS if hook.where == hooks.SERVER]
+        hooks._install(hooks.SERVER)
+        assert len(searched) == 4
+        for cls in (hooks.owner_of(hook.module, hook.owner) for hook in searched):
             request = cls.model_construct(vllm_xargs={"sparse_prefill": 0})
             with pytest.raises(VLLMValidationError, match="vllm_xargs sparse_prefill: given with use_beam_search"):
                 request.to_beam_search_params(5, {})
         with pytest.raises(ConfigurationError, match=r"protocol\.Gone is missing"):
-            hooks._found(hooks.BEAM_SEARCHES[0][0], "Gone")
+            hooks.owner_of(searched[0].module, "Gone")
 
     def test_vllms_own_are_what_the_hooks_expect(self) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -305,7 +306,7 @@ class TestRunners:
 
             def execute_model(self, scheduler_output: Any, order: Sequence[str], num_rows: int) -> list[str] | None:
                 self.input_batch.req_ids = list(order)
-                return hooks.levels_of_rows(num_rows)
+                return row_levels.levels_of_rows(num_rows)
 
         hooks.put_around(Runner, "execute_model", hooks._known_by_runner, ("scheduler_output",))
         return Runner()
@@ -318,7 +319,7 @@ class TestRunners:
             ) -> list[str] | None:
                 if not dummy_run:
                     self.prepare_attn(SimpleNamespace(req_ids=list(order)))
-                return hooks.levels_of_rows(num_rows)
+                return row_levels.levels_of_rows(num_rows)
 
             def prepare_attn(self, input_batch: Any) -> None:
                 pass
@@ -346,7 +347,7 @@ class TestRunners:
 
     def test_between_steps_nothing_is_known(self, runner: Any) -> None:
         runner.execute_model(scheduled({"a": EXACT}), "a", 1)
-        assert hooks.levels_of_rows(3) is None
+        assert row_levels.levels_of_rows(3) is None
         other = type(self).older()
         assert other.execute_model(scheduled({}), "a", 1) is None  # nor by other runners of the process
 
@@ -354,7 +355,7 @@ class TestRunners:
         assert runner.execute_model(scheduled({}), "ab", 1) is None
         with pytest.raises(RuntimeError, match="a batch of 1 rows is built in a step of 2 requests"):
             runner.execute_model(scheduled({"a": EXACT}), "ab", 1)
-        assert hooks._step is None
+        assert row_levels._step is None
 
     def test_a_dummy_batch_has_nobodys_rows(self) -> None:
         runner = self.newer()

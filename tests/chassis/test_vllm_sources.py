@@ -7,19 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.vllm_sources import BUILT, check, defined, not_taken
+from benchmarks.vllm_sources import BEGIN, BUILT, END, Checked, as_markdown, check, defined, not_taken
+from vllm_sparse_backend.serving.hooks import EVERY, HOOKS, Hook, Part
 
 OURS = """\
 from vllm.config import VllmConfig
 from vllm.v1 import kept
-
-
-def install():
-    from vllm.v1 import kept
-    from vllm.v1.kept import Runner as Other
-
-    put_around(kept, "salted", wrapper)
-    put_around(Other, "step", wrapper, ("batch",))
 
 
 class SparsePrefillImpl(compat.DelegateImpl):
@@ -46,11 +39,12 @@ def test_the_installed_vllm_has_all_that_is_used() -> None:
         pytest.skip("needs vLLM")
     found = check(Path(spec.origin).parents[1])
     assert found.problems == ()
-    assert min(found.num_names, found.num_methods, found.num_fields) >= 10
+    assert found.num_hooks == len(HOOKS)
+    assert min(found.num_names, found.num_methods, found.num_hooks, found.num_fields) >= 10
 
 
-def made(folder: Path, **changes: tuple[str, str]) -> tuple[Path, Path]:
-    """(tree, package) that fit each other, but for texts that are replaced in files of the tree."""
+def made_and_checked(folder: Path, **changes: tuple[str, str]) -> Checked:
+    """A tree and a package that fit each other, but for texts that are replaced in files of the tree."""
     tree, package = folder / "tree", folder / "package"
     derived = {
         "flash_attn": [f"FlashAttention{part}" for part in ("Backend", "Impl", "MetadataBuilder")],
@@ -58,7 +52,7 @@ def made(folder: Path, **changes: tuple[str, str]) -> tuple[Path, Path]:
     }
     texts = {
         "vllm/config/__init__.py": "from vllm.config.vllm import VllmConfig\n",
-        "vllm/v1/kept.py": "def salted(): ...\nclass Runner:\n    def step(self, batch): ...\n",
+        "vllm/v1/kept.py": "def salted(): ...\nclass Runner:\n    rows: int\n    def step(self, batch): ...\n",
         BUILT["CommonAttentionMetadata"]: THEIRS,
         **{
             f"vllm/v1/attention/backends/{file}.py": "".join(f"class {name}: ...\n" for name in names)
@@ -70,12 +64,16 @@ def made(folder: Path, **changes: tuple[str, str]) -> tuple[Path, Path]:
         (tree / path).write_text(text.replace(*changes.get(Path(path).stem, ("", ""))))
     (package / "serving").mkdir(parents=True)
     (package / "serving/impl.py").write_text(OURS)
-    return tree, package
+    hooks = [
+        Hook(EVERY, "vllm.v1.kept", "", "salted", (), lambda original: original, "a function"),
+        Hook(EVERY, "vllm.v1.kept", "Runner", "step", ("batch",), lambda original: original, "a method"),
+    ]
+    return check(tree, package, hooks, [Part(EVERY, "vllm.v1.kept", "Runner", ("step", "rows"))])
 
 
 def test_a_tree_that_fits(tmp_path: Path) -> None:
-    found = check(*made(tmp_path))
-    assert (found.num_names, found.num_hooks, found.num_fields, found.problems) == (3, 2, 2, ())
+    found = made_and_checked(tmp_path)
+    assert (found.num_names, found.num_hooks, found.num_fields, found.problems) == (2, 2, 2, ())
 
 
 @pytest.mark.parametrize(
@@ -87,17 +85,25 @@ def test_a_tree_that_fits(tmp_path: Path) -> None:
             {"backend": ("query, output=None", "query, scale, output=None")},
             "serving/impl.py: SparsePrefillImpl.forward does not take scale, output of FlashAttentionImpl's",
         ),
-        ({"kept": ("def salted", "def other")}, "serving/impl.py: there is no vllm.v1.kept.salted"),
-        ({"kept": ("batch", "rows")}, "serving/impl.py: vllm.v1.kept.Runner.step has no batch"),
+        ({"kept": ("def salted", "def other")}, "there is no vllm.v1.kept.salted"),
+        ({"kept": ("batch", "lot")}, "vllm.v1.kept.Runner.step has no batch"),
+        ({"kept": ("rows:", "lines:")}, "vllm.v1.kept.Runner has no rows"),
+        ({"kept": ("class Runner", "class Other")}, "there is no vllm.v1.kept.Runner.step"),
         (
             {"cpu_attn": ("CPUAttentionBackendImpl", "Other")},
             "vllm/v1/attention/backends/cpu_attn.py has no class CPUAttentionBackendImpl",
         ),
     ],
-    ids=["name", "field", "parameter", "hook", "hook's parameter", "class"],
+    ids=["name", "field", "parameter", "hook", "hook's parameter", "part", "hook's class", "class"],
 )
 def test_a_tree_that_lacks_something(tmp_path: Path, changes: dict[str, tuple[str, str]], problem: str) -> None:
-    assert any(problem in found for found in check(*made(tmp_path, **changes)).problems)
+    assert any(problem in found for found in made_and_checked(tmp_path, **changes).problems)
+
+
+def test_the_document_has_every_hook() -> None:
+    """As ``python -m benchmarks.vllm_sources --markdown docs/compatibility.md`` writes it."""
+    text = (Path(__file__).parents[2] / "docs/compatibility.md").read_text()
+    assert text.split(BEGIN)[1].split(END)[0].strip() == as_markdown()
 
 
 @pytest.mark.parametrize(

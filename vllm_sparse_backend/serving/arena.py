@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from vllm.config import VllmConfig
 
-from vllm_sparse_backend.plugin import LOGGER
+from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.step import Slab
 from vllm_sparse_backend.settings.config import AUTO, load_config

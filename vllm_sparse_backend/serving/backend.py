@@ -3,13 +3,11 @@
 
 from typing import TYPE_CHECKING
 
-from vllm_sparse_backend.serving.compat import DelegateBackend, prefers_bulk_pages
+from vllm_sparse_backend.serving.compat import BULK_PAGE_TOKENS, DelegateBackend, prefers_bulk_pages
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.serving.impl import SparsePrefillImpl
     from vllm_sparse_backend.serving.metadata import SparsePrefillMetadataBuilder
-
-BULK_PAGE_TOKENS = 128
 
 
 class SparsePrefillBackend(DelegateBackend):

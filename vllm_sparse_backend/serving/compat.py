@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from vllm_sparse_backend.identity import RELEASES
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_kernels import PagedCache
 from vllm_sparse_kernels.attend import FlashAttention
@@ -51,10 +52,14 @@ else:
         FlashAttentionMetadataBuilder as DelegateBuilder,
     )
 
+BULK_PAGE_TOKENS = 128
+"""The widest block of keys that is copied in one piece, if it lies within a page."""
+
 FP8_STORAGE = torch.uint8
 """What vLLM calls the dtype of a cache in fp8."""
 
 __all__ = [
+    "BULK_PAGE_TOKENS",
     "DEVICE_TYPE",
     "IS_CPU",
     "DelegateBackend",
@@ -239,7 +244,7 @@ def host_seq_lens(common: CommonAttentionMetadata) -> list[int]:
         return common.seq_lens[: common.num_reqs].tolist()
     raise RuntimeError(
         "sparse-prefill: vLLM handed over no sequence lengths on the host (seq_lens_cpu_upper_bound is None); expected "
-        "vLLM 0.26 to 0.33"
+        f"vLLM {RELEASES}"
     )
 
 

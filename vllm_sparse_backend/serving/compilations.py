@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_sparse_backend.plugin import LOGGER
+from vllm_sparse_backend.identity import LOGGER
 
 logger = logging.getLogger(LOGGER)
 

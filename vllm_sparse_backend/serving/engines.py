@@ -6,12 +6,11 @@ compiler or driver breaks costs speed, never a server, and never a wrong answer.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
-from vllm_sparse_backend.plugin import LOGGER
+from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.settings.config import AUTO
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
@@ -123,8 +122,3 @@ def usual_attention(shape: ModelShape | None = None) -> AttendSpec | None:
         device, torch.bfloat16, num_heads, num_kv_heads, head_dim, page_size,
         (page_size * stride_token, stride_token, 2 * head_dim), block_tokens, has_stripes=True,
     )  # fmt: skip
-
-
-def by_layer(impls: Iterable[Any]) -> dict[int, Engine]:
-    """The engines of layers that go sparse."""
-    return {impl.layer: impl.engine for impl in impls if impl.groups is not None}

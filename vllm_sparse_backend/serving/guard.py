@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_sparse_backend.plugin import LOGGER
+from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.stats import Recorder
 from vllm_sparse_backend.serving.step import Slab
 from vllm_sparse_backend.settings.config import GuardConfig

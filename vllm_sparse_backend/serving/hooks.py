@@ -1,80 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every place where this package reaches into vLLM: what is put around which function, and that it still fits there.
+"""Every place where this package reaches into vLLM. ``HOOKS``, below the functions that it names, is the table of them.
 
-Each process gets what it needs, once: all of them the platform's hooks, the front process what checks requests, the
-engine's core what hashes cached blocks, workers what tells whose rows a step has. A function that is no longer what a
-hook expects, as a later vLLM may have it, ends the start with an error that names it: a request must never be run at
-another level than it asked for.
+Each process gets what it needs, once. A function that is no longer what a hook expects, as a later vLLM may have it,
+ends the start with an error that names it: a request must never be run at another level than it asked for. Only for
+``COUNTERS`` it is a warning, as a server without our lines on /metrics still answers right.
+
+Nothing of this package is imported here that imports vLLM: plugins are loaded before vLLM knows its platform.
 """
 
 import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from vllm_sparse_backend.plugin import BACKEND, is_ours
+from vllm_sparse_backend.identity import BACKEND, RELEASES, is_ours
 from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.metrics import WORKER_METHOD
 
 Function = Callable[..., Any]
-OURS = "sparse_prefill"
-"""Attribute of functions that were put around vLLM's."""
 
+EVERY = "every process"
+ON_CPU = "every process, on a CPU"
+COUNTERS = "every process, for /metrics"
+FRONT = "the front process"
+SERVER = "the front process of a server"
+CORE = "the engine's core"
+WORKER = "workers"
+OLDER = "workers with the older runner"
+NEWER = "workers with Model Runner V2"
 
-def put_around(owner: Any, name: str, wrapper: Callable[[Function], Function], expects: Sequence[str] = ()) -> None:
-    """Replace ``owner.name`` by ``wrapper`` of it, once. ``expects``: parameters that it must have.
+FOR_NO_REQUEST = (
+    "determine_available_memory",
+    "compile_or_warm_up_model",
+    "elastic_ep_execute",
+    "execute_dummy_batch",
+)
+"""Calls to a worker that run the model for no request. What these count is not counted.
 
-    A class method is handed to ``wrapper`` bound. Raises ConfigurationError where vLLM has no such function.
-    """
-    original = inspect.getattr_static(owner, name, None)
-    is_classmethod = isinstance(original, classmethod)
-    function = getattr(owner, name) if is_classmethod else original
-    if not callable(function):
-        raise _misfit(f"{_path(owner)}.{name} is missing")
-    if getattr(getattr(function, "__func__", function), OURS, False):
-        return
-    if missing := [parameter for parameter in expects if parameter not in inspect.signature(function).parameters]:
-        raise _misfit(f"{_path(owner)}.{name}{inspect.signature(function)} has no {', '.join(missing)}")
-    wrapped = functools.wraps(getattr(function, "__func__", function))(wrapper(function))
-    setattr(wrapped, OURS, True)
-    setattr(owner, name, classmethod(wrapped) if is_classmethod else wrapped)
-
-
-def _path(owner: Any) -> str:
-    return owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__qualname__}"
-
-
-def _misfit(what: str) -> ConfigurationError:
-    from vllm import __version__
-
-    return ConfigurationError(
-        f"sparse-prefill: vLLM {__version__}'s {what}, expected it as in 0.26 to 0.33; use one of these versions"
-    )
-
-
-def _expect_fields(owner: Any, *names: str) -> None:
-    known = {f.name for f in fields(owner)} if is_dataclass(owner) else set()
-    if missing := [name for name in names if name not in known]:
-        raise _misfit(f"{_path(owner)} has no {', '.join(missing)}")
+The last is what ranks without requests do beside busy ones. Steps for requests come by other ways, and not by the same
+one from every executor.
+"""
 
 
 # --- every process: the platform ---
-
-
-def install() -> None:
-    """What every process needs, whatever backend is chosen."""
-    from vllm.platforms import current_platform
-
-    platform = type(current_platform)
-    put_around(platform, "check_and_update_config", _checked)
-    if current_platform.is_cpu():
-        put_around(platform, "get_attn_backend_cls", _selectable)
-    if "vllm.v1.engine.core" in sys.modules:
-        with suppress(ConfigurationError):  # the front process has refused to start if this backend was asked for
-            install_in_core()
 
 
 def _checked(original: Function) -> Function:
@@ -112,48 +84,62 @@ def _selectable(original: Function) -> Function:
     return get_attn_backend_cls
 
 
+# --- every process: counters ---
+
+
+def _with_our_endpoint(original: Function) -> Function:
+    """Endpoint plugins see a server's app and its engine client.
+
+    From an entry point vLLM loads them only where VLLM_PLUGINS names them, as they may open routes to strangers. Ours
+    opens none, it adds lines to a page that is there; so it comes with the backend, and needs no variable.
+    """
+
+    def load_endpoint_plugins(*args: Any, **kwargs: Any) -> list[Any]:
+        from vllm_sparse_backend.serving.metrics_page import MetricsEndpoint
+
+        return [*original(*args, **kwargs), MetricsEndpoint()]
+
+    return load_endpoint_plugins
+
+
+def _counting(original: Function) -> Function:
+    """The wrapper around every worker passes calls by name on to it, from ``collective_rpc`` and from the engine."""
+
+    def __getattr__(self: Any, attr: str) -> Any:
+        if attr == WORKER_METHOD:
+            from vllm_sparse_backend.serving.samples import worker_samples
+
+            return functools.partial(worker_samples, self.worker)
+        found = original(self, attr)
+        return _uncounted(found) if attr in FOR_NO_REQUEST else found
+
+    return __getattr__
+
+
+def _uncounted(method: Function) -> Function:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        from vllm_sparse_backend.serving.stats import not_counting
+
+        with not_counting():
+            return method(*args, **kwargs)
+
+    return call
+
+
 # --- the front process: what a request asks for ---
-
-SERVERS = ("vllm.entrypoints.openai", "vllm.entrypoints.launchers")
-"""Of these a process has modules that serves over HTTP; in others these would be loaded for nothing."""
-
-BEAM_SEARCHES = (
-    ("vllm.entrypoints.openai.completion.protocol", "CompletionRequest"),
-    ("vllm.entrypoints.openai.chat_completion.protocol", "ChatCompletionRequest"),
-    ("vllm.entrypoints.speech_to_text.transcription.protocol", "TranscriptionRequest"),
-    ("vllm.entrypoints.speech_to_text.translation.protocol", "TranslationRequest"),
-)
-"""Requests that may be searched by beams, for which vLLM forgets their ``vllm_xargs``."""
-
-
-def install_in_front() -> None:
-    """Check what requests ask for where they come in, and mark them for the processes that they go on to."""
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.input_processor import InputProcessor
-
-    put_around(InputProcessor, "process_inputs", _marked, ("params",))
-    put_around(AsyncLLM, "generate", _checked_at_once, ("sampling_params",))
-    if any(name.startswith(SERVERS) for name in sys.modules):
-        for path, name in BEAM_SEARCHES:
-            put_around(_found(path, name), "to_beam_search_params", _without_levels)
-
-
-def _found(path: str, name: str) -> Any:
-    try:
-        return getattr(importlib.import_module(path), name)
-    except (ImportError, AttributeError):
-        raise _misfit(f"{path}.{name} is missing") from None
 
 
 def _marked(original: Function) -> Function:
-    """Each request comes through here, however it came in."""
+    """Each request comes through here, however it came in, and goes on to the other processes with its mark."""
     signature = inspect.signature(original)
 
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_ours(self.vllm_config.attention_config.backend):
             return original(self, *args, **kwargs)
-        params = signature.bind(self, *args, **kwargs).arguments["params"]
-        mark = _mark_of(self.vllm_config, getattr(params, "extra_args", None))
+        from vllm_sparse_backend.serving.requests import mark_of
+
+        mark = mark_of(self.vllm_config, signature.bind(self, *args, **kwargs).arguments["params"])
         request = original(self, *args, **kwargs)
         if request.sampling_params is not None:
             request.sampling_params.extra_args = mark.write(request.sampling_params.extra_args)
@@ -168,8 +154,9 @@ def _checked_at_once(original: Function) -> Function:
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_ours(self.vllm_config.attention_config.backend):
-            params = signature.bind(self, *args, **kwargs).arguments["sampling_params"]
-            _mark_of(self.vllm_config, getattr(params, "extra_args", None))
+            from vllm_sparse_backend.serving.requests import mark_of
+
+            mark_of(self.vllm_config, signature.bind(self, *args, **kwargs).arguments["sampling_params"])
         return original(self, *args, **kwargs)
 
     return generate
@@ -177,48 +164,183 @@ def _checked_at_once(original: Function) -> Function:
 
 def _without_levels(original: Function) -> Function:
     def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_sparse_backend.settings.requests import FIELD
+        from vllm_sparse_backend.serving.requests import refuse_beams
 
-        if FIELD in (self.vllm_xargs or {}):
-            raise _bad_request(f"vllm_xargs {FIELD}: given with use_beam_search, for which it is not to be had")
+        refuse_beams(self.vllm_xargs)
         return original(self, *args, **kwargs)
 
     return to_beam_search_params
 
 
-_choices: dict[int, tuple[Any, Any]] = {}  # by id of the configuration, which is kept so that no other gets its id
-
-
-def _mark_of(vllm_config: Any, extra_args: Mapping[str, Any] | None) -> Any:
-    from vllm_sparse_backend.serving.requests import choices
-
-    if id(vllm_config) not in _choices:
-        _choices[id(vllm_config)] = vllm_config, choices(vllm_config)
-    try:
-        return _choices[id(vllm_config)][1].mark(extra_args)
-    except ValueError as error:
-        raise _bad_request(str(error)) from None
-
-
-def _bad_request(message: str) -> ValueError:
-    from vllm.exceptions import VLLMValidationError
-
-    return VLLMValidationError(message, parameter="vllm_xargs")
-
-
 # --- the engine's core: which cached blocks a request may read ---
 
 
+def _salted(original: Function) -> Function:
+    """Hashes go on from block to block: what is in that of the first block past the exact positions is in all later."""
+    from vllm_sparse_backend.settings.requests import Mark
+
+    def generate_block_hash_extra_keys(
+        request: Any, start_token_idx: int, end_token_idx: int, *rest: Any
+    ) -> tuple[tuple[Any, ...] | None, Any]:
+        keys, next_mm_idx = original(request, start_token_idx, end_token_idx, *rest)
+        mark = Mark.of(getattr(request.sampling_params, "extra_args", None))
+        key = None if mark is None else mark.key(start_token_idx, end_token_idx)
+        return keys if key is None else (*(keys or ()), key), next_mm_idx
+
+    return generate_block_hash_extra_keys
+
+
+# --- workers: whose rows a step has ---
+
+
+def _known_by_runner(original: Function) -> Function:
+    """The older runner: it keeps one batch, whose order is final when metadata is built."""
+
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm_sparse_backend.serving.row_levels import at_step, name_rows
+
+        with at_step(self, scheduler_output):
+            name_rows(lambda: self.input_batch.req_ids)
+            return original(self, scheduler_output, *args, **kwargs)
+
+    return execute_model
+
+
+def _known_by_batch(original: Function) -> Function:
+    """Model Runner V2: each step has a batch of its own. A dummy run's never comes to ``prepare_attn``."""
+
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm_sparse_backend.serving.row_levels import at_step
+
+        with at_step(self, scheduler_output):
+            return original(self, scheduler_output, *args, **kwargs)
+
+    return execute_model
+
+
+def _batch_told(original: Function) -> Function:
+    def prepare_attn(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm_sparse_backend.serving.row_levels import name_rows
+
+        name_rows(lambda: input_batch.req_ids)
+        return original(self, input_batch, *args, **kwargs)
+
+    return prepare_attn
+
+
+# --- the table ---
+
+
+class Hook(NamedTuple):
+    """A function of vLLM's that something is put around: of a class, or of the module itself where ``owner`` is ""."""
+
+    where: str
+    module: str
+    owner: str
+    function: str
+    expects: tuple[str, ...]
+    """Parameters that it must have."""
+    wrapper: Callable[[Function], Function]
+    why: str
+
+
+class Part(NamedTuple):
+    """Something of vLLM's that wrappers read: a class, and the fields or methods that it must have."""
+
+    where: str
+    module: str
+    owner: str
+    names: tuple[str, ...]
+
+
+_BLOCK = ("request", "start_token_idx", "end_token_idx")
+_SPOKEN, _OPENAI = "vllm.entrypoints.speech_to_text", "vllm.entrypoints.openai"
+_NO_BEAMS = "beam search forgets vllm_xargs: such requests get status 400"
+
+# fmt: off
+HOOKS = (
+    Hook(EVERY, "vllm.platforms", "current_platform", "check_and_update_config", ("vllm_config",), _checked,
+         "the configuration is checked before a model loads; then the front process and the core get their hooks"),
+    Hook(ON_CPU, "vllm.platforms", "current_platform", "get_attn_backend_cls",
+         ("selected_backend", "attn_selector_config"), _selectable, "a CPU runs the backend that was asked for"),
+    Hook(COUNTERS, "vllm.plugins", "", "load_endpoint_plugins", (), _with_our_endpoint,
+         "the server's /metrics shows our counters"),
+    Hook(COUNTERS, "vllm.v1.worker.worker_base", "WorkerWrapperBase", "__getattr__", ("attr",), _counting,
+         "workers hand out their counts, and count nothing that runs for no request"),
+    Hook(FRONT, "vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", ("params",), _marked,
+         "each request is checked, and marked with its level for the processes that it goes on to"),
+    Hook(FRONT, "vllm.v1.engine.async_llm", "AsyncLLM", "generate", ("sampling_params",), _checked_at_once,
+         "a stream's request is refused before its answer begins"),
+    Hook(SERVER, f"{_OPENAI}.completion.protocol", "CompletionRequest", "to_beam_search_params", (), _without_levels,
+         _NO_BEAMS),
+    Hook(SERVER, f"{_OPENAI}.chat_completion.protocol", "ChatCompletionRequest", "to_beam_search_params", (),
+         _without_levels, _NO_BEAMS),
+    Hook(SERVER, f"{_SPOKEN}.transcription.protocol", "TranscriptionRequest", "to_beam_search_params", (),
+         _without_levels, _NO_BEAMS),
+    Hook(SERVER, f"{_SPOKEN}.translation.protocol", "TranslationRequest", "to_beam_search_params", (),
+         _without_levels, _NO_BEAMS),
+    Hook(CORE, "vllm.v1.core.kv_cache_utils", "", "generate_block_hash_extra_keys", _BLOCK, _salted,
+         "cached blocks past the exact positions are found by requests of their own level alone"),
+    Hook(OLDER, "vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "execute_model", ("scheduler_output",),
+         _known_by_runner, "the rows of a step are known by their requests, and these by their levels"),
+    Hook(NEWER, "vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "execute_model", ("scheduler_output",),
+         _known_by_batch, "the requests of a step are known by their levels"),
+    Hook(NEWER, "vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "prepare_attn", ("input_batch",), _batch_told,
+         "the rows of a step are known by their requests"),
+)
+PARTS = (
+    Part(WORKER, "vllm.v1.core.sched.output", "NewRequestData", ("req_id", "sampling_params")),
+    Part(WORKER, "vllm.v1.core.sched.output", "SchedulerOutput", ("scheduled_new_reqs", "finished_req_ids")),
+    Part(WORKER, "vllm.v1.worker.gpu_worker", "Worker", FOR_NO_REQUEST),
+    Part(OLDER, "vllm.v1.worker.gpu_input_batch", "InputBatch", ("req_ids",)),
+    Part(NEWER, "vllm.v1.worker.gpu.input_batch", "InputBatch", ("req_ids",)),
+)
+# fmt: on
+
+
+# --- putting them in, process by process ---
+
+_SERVING = ("vllm.entrypoints.openai", "vllm.entrypoints.launchers")
+"""Of these a process has modules that serves over HTTP; in others requests' classes would be loaded for nothing."""
+
+
+def install() -> None:
+    """What every process needs, whatever backend is chosen."""
+    from vllm.platforms import current_platform
+
+    _install(EVERY)
+    if current_platform.is_cpu():
+        _install(ON_CPU)
+    if "vllm.v1.engine.core" in sys.modules:
+        with suppress(ConfigurationError):  # the front process has refused to start if this backend was asked for
+            install_in_core()
+
+
+def install_counters() -> str | None:
+    """What every process needs for /metrics; why there are no counters, where vLLM has changed."""
+    try:
+        _install(COUNTERS)
+    except ConfigurationError as error:
+        return f"{error}; no counters on /metrics"
+    return None
+
+
+def install_in_front() -> None:
+    """Check what requests ask for where they come in, and mark them for the processes that they go on to."""
+    _install(FRONT)
+    if any(name.startswith(_SERVING) for name in sys.modules):
+        _install(SERVER)
+
+
 def install_in_core() -> None:
-    """Let the hash of the first block past the exact positions tell levels apart: hashes go on from block to block."""
+    """Let hashes of cached blocks tell levels apart, in all modules that have the function by name."""
     from vllm.v1.core import block_pool, kv_cache_utils
 
     name = "generate_block_hash_extra_keys"
-    expects = ("request", "start_token_idx", "end_token_idx")
     hasher = kv_cache_utils.get_request_block_hasher(16, repr)
     if name not in hasher.__code__.co_names:
         raise _misfit(f"{kv_cache_utils.__name__}.get_request_block_hasher does not call {name}")
-    put_around(kv_cache_utils, name, _salted, expects)
+    _install(CORE)
     for module in (block_pool, *_that_have(name)):
         setattr(module, name, getattr(kv_cache_utils, name))
 
@@ -230,120 +352,65 @@ def _that_have(name: str) -> Iterator[Any]:
             yield module
 
 
-def _salted(original: Function) -> Function:
-    from vllm_sparse_backend.settings.requests import FIELD, Mark
-
-    def generate_block_hash_extra_keys(
-        request: Any, start_token_idx: int, end_token_idx: int, *rest: Any
-    ) -> tuple[tuple[Any, ...] | None, Any]:
-        keys, next_mm_idx = original(request, start_token_idx, end_token_idx, *rest)
-        mark = Mark.of(getattr(request.sampling_params, "extra_args", None))
-        if mark is not None and mark.salt is not None and start_token_idx <= mark.exact_tokens < end_token_idx:
-            keys = (*(keys or ()), (FIELD, f"{FIELD}={mark.salt}"))
-        return keys, next_mm_idx
-
-    return generate_block_hash_extra_keys
-
-
-# --- workers: whose rows a step has ---
-
-
-class Step:
-    """The step that a worker's runner is at: the levels of its requests, and the order of the rows, once known."""
-
-    def __init__(self, levels: Mapping[str, str]) -> None:
-        self.levels = levels
-        self.req_ids: Callable[[], Sequence[str]] = tuple
-
-    def of_rows(self, num_rows: int) -> list[str] | None:
-        """The level of each row, by padding rows ``default``; None where all have that."""
-        from vllm_sparse_backend.settings.plan import DEFAULT
-
-        if not self.levels:
-            return None
-        rows = [self.levels.get(req_id, DEFAULT) for req_id in self.req_ids()]
-        if len(rows) > num_rows:
-            raise RuntimeError(
-                f"sparse-prefill: a batch of {num_rows} rows is built in a step of {len(rows)} requests: nothing tells "
-                "whose rows they are; please report it with the server's options"
-            )
-        return rows + [DEFAULT] * (num_rows - len(rows))
-
-
-_step: Step | None = None
-
-
-def levels_of_rows(num_rows: int) -> list[str] | None:
-    """The level that each row of the batch at hand was asked to have; None where all have the server's own."""
-    return None if _step is None else _step.of_rows(num_rows)
-
-
 def install_in_worker(vllm_config: Any) -> None:
     """Learn from the runner what requests ask for and which rows are theirs, on every rank and pipeline stage."""
-    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-
-    _expect_fields(NewRequestData, "req_id", "sampling_params")
-    _expect_fields(SchedulerOutput, "scheduled_new_reqs", "finished_req_ids")
-    if vllm_config.use_v2_model_runner:
-        from vllm.v1.worker.gpu.input_batch import InputBatch
-        from vllm.v1.worker.gpu.model_runner import GPUModelRunner as NewerRunner
-
-        _expect_fields(InputBatch, "req_ids")
-        put_around(NewerRunner, "execute_model", _known_by_batch, ("scheduler_output",))
-        put_around(NewerRunner, "prepare_attn", _batch_told, ("input_batch",))
-    else:
-        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-        put_around(GPUModelRunner, "execute_model", _known_by_runner, ("scheduler_output",))
+    _install(WORKER)
+    _install(NEWER if vllm_config.use_v2_model_runner else OLDER)
 
 
-@contextmanager
-def _at_step(runner: Any, scheduler_output: Any) -> Iterator[Step]:
-    """Keep the runner's record of levels, and make it known while the step runs."""
-    global _step
-    from vllm_sparse_backend.settings.requests import Mark
+def _install(where: str) -> None:
+    """Put in the hooks of a kind of process. Raises ConfigurationError where vLLM is not what they expect."""
+    for part in PARTS:
+        if part.where == where:
+            owner = owner_of(part.module, part.owner)
+            known = {f.name for f in fields(owner)} if is_dataclass(owner) else {*dir(owner)}
+            if missing := [name for name in part.names if name not in known]:
+                raise _misfit(f"{_path(owner)} has no {', '.join(missing)}")
+    for hook in HOOKS:
+        if hook.where == where:
+            put_around(owner_of(hook.module, hook.owner), hook.function, hook.wrapper, hook.expects)
 
-    levels: dict[str, str] = runner.__dict__.setdefault("sparse_prefill_levels", {})
-    for req_id in scheduler_output.finished_req_ids:
-        levels.pop(req_id, None)
-    for new in scheduler_output.scheduled_new_reqs:
-        mark = Mark.of(getattr(new.sampling_params, "extra_args", None))
-        if mark is None:
-            levels.pop(new.req_id, None)
-        else:
-            levels[new.req_id] = mark.level
-    before, _step = _step, Step(levels)
+
+def owner_of(module: str, name: str) -> Any:
+    """A class or a module of vLLM's; an object, as the platform is, stands for its class."""
     try:
-        yield _step
-    finally:
-        _step = before
+        owner = importlib.import_module(module)
+        owner = getattr(owner, name) if name else owner
+    except (ImportError, AttributeError):
+        raise _misfit(f"{module}.{name} is missing") from None
+    return owner if inspect.isclass(owner) or inspect.ismodule(owner) else type(owner)
 
 
-def _known_by_runner(original: Function) -> Function:
-    """The older runner: it keeps one batch, whose order is final when metadata is built."""
-
-    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        with _at_step(self, scheduler_output) as step:
-            step.req_ids = lambda: self.input_batch.req_ids
-            return original(self, scheduler_output, *args, **kwargs)
-
-    return execute_model
+OURS = "sparse_prefill"
+"""Attribute of functions that were put around vLLM's."""
 
 
-def _known_by_batch(original: Function) -> Function:
-    """Model Runner V2: each step has a batch of its own. A dummy run's never comes to ``prepare_attn``."""
+def put_around(owner: Any, name: str, wrapper: Callable[[Function], Function], expects: Sequence[str] = ()) -> None:
+    """Replace ``owner.name`` by ``wrapper`` of it, once. ``expects``: parameters that it must have.
 
-    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        with _at_step(self, scheduler_output):
-            return original(self, scheduler_output, *args, **kwargs)
+    A class method is handed to ``wrapper`` bound. Raises ConfigurationError where vLLM has no such function.
+    """
+    original = inspect.getattr_static(owner, name, None)
+    is_classmethod = isinstance(original, classmethod)
+    function = getattr(owner, name) if is_classmethod else original
+    if not callable(function):
+        raise _misfit(f"{_path(owner)}.{name} is missing")
+    if getattr(getattr(function, "__func__", function), OURS, False):
+        return
+    if missing := [parameter for parameter in expects if parameter not in inspect.signature(function).parameters]:
+        raise _misfit(f"{_path(owner)}.{name}{inspect.signature(function)} has no {', '.join(missing)}")
+    wrapped = functools.wraps(getattr(function, "__func__", function))(wrapper(function))
+    setattr(wrapped, OURS, True)
+    setattr(owner, name, classmethod(wrapped) if is_classmethod else wrapped)
 
-    return execute_model
+
+def _path(owner: Any) -> str:
+    return owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__qualname__}"
 
 
-def _batch_told(original: Function) -> Function:
-    def prepare_attn(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if _step is not None:
-            _step.req_ids = lambda: input_batch.req_ids
-        return original(self, input_batch, *args, **kwargs)
+def _misfit(what: str) -> ConfigurationError:
+    from vllm import __version__
 
-    return prepare_attn
+    return ConfigurationError(
+        f"sparse-prefill: vLLM {__version__}'s {what}, expected it as in {RELEASES}; use one of these versions"
+    )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_sparse_backend.plugin import BACKEND, LOGGER
+from vllm_sparse_backend.identity import BACKEND, LOGGER
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.startup import no_layer_message
 from vllm_sparse_backend.settings.errors import ConfigurationError

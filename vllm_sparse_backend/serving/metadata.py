@@ -18,15 +18,17 @@ from typing import Any, ClassVar
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_sparse_backend.plugin import LOGGER
+from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat, hooks
 from vllm_sparse_backend.serving.arena import Memory, Row
 from vllm_sparse_backend.serving.guard import Guard, pick_queries, row_of
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.layers import ModelLayer, model_layers, refuse_if_none_can
 from vllm_sparse_backend.serving.refusals import slow_path
-from vllm_sparse_backend.serving.stats import Recorder, is_counting
+from vllm_sparse_backend.serving.row_levels import levels_of_rows
+from vllm_sparse_backend.serving.stats import DECODE, DENSE, PADDING, SPARSE, Recorder, is_counting
 from vllm_sparse_backend.serving.step import (
     Delegated,
     Probe,
@@ -45,8 +47,6 @@ from vllm_sparse_backend.settings.requests import FIELD, Choices
 
 logger = logging.getLogger(LOGGER)
 
-SPARSE, DENSE, DECODE = "sparse", "dense", "decode"
-
 
 @dataclass(frozen=True)
 class RowKind:
@@ -59,11 +59,11 @@ class RowKind:
 
 
 DECODE_ROW = RowKind(DECODE)
+PADDING_ROW = RowKind(PADDING)
+"""A row without tokens, which fills up a batch to a graph's size."""
+
 _numbers = count()
 """Of builders, in the order in which they are made: that of a step's later microbatch comes later."""
-
-PADDING = RowKind("padding")
-"""A row without tokens, which fills up a batch to a graph's size."""
 
 
 class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
@@ -76,7 +76,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         return compat.uniform_decode_graphs(super().get_cudagraph_support(*args, **kwargs))
 
     def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
@@ -191,11 +191,11 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         threshold = self.reorder_batch_threshold or 1
         query_lens = [end - start for start, end in pairwise(starts)]
         if common.max_query_len <= threshold:
-            return [DECODE_ROW if query_len else PADDING for query_len in query_lens]
+            return [DECODE_ROW if query_len else PADDING_ROW for query_len in query_lens]
         seq_lens = compat.host_seq_lens(common)
         prefilling = None if common.is_prefilling is None else common.is_prefilling.tolist()
         prefix_lm = common.mm_req_doc_ranges or {}
-        levels = hooks.levels_of_rows(len(query_lens)) or [DEFAULT] * len(query_lens)
+        levels = levels_of_rows(len(query_lens)) or [DEFAULT] * len(query_lens)
         batch_reason = None
         if common.causal is not True:
             batch_reason = Fallback.NON_CAUSAL
@@ -204,7 +204,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         kinds = []
         for i, query_len in enumerate(query_lens):
             if query_len == 0:
-                kinds.append(PADDING)
+                kinds.append(PADDING_ROW)
             elif query_len <= threshold or (prefilling is not None and not prefilling[i]):
                 kinds.append(DECODE_ROW)
             elif levels[i] == EXACT:

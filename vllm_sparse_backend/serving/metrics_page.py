@@ -9,14 +9,16 @@ keep an engine busy. An engine that does not answer in time shows with what it s
 import asyncio
 import logging
 import time
+from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from vllm_sparse_backend.plugin import LOGGER
-from vllm_sparse_backend.settings.metrics import METRICS, PREFIX
+from vllm_sparse_backend.identity import LOGGER, is_ours
+from vllm_sparse_backend.settings.config import load_config
+from vllm_sparse_backend.settings.metrics import METRICS, PREFIX, WORKER_METHOD
 
 logger = logging.getLogger(LOGGER)
 
@@ -27,7 +29,7 @@ LOOKS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 """So long after one another, workers are asked again whether counts that were on their way have arrived."""
 
 Answers = list[dict[str, Any]]
-"""Of each worker of an engine: ``metrics_hooks.worker_samples``."""
+"""Of each worker of an engine: ``samples.worker_samples``."""
 
 Ask = Callable[[bool], Awaitable[Answers]]
 
@@ -35,9 +37,9 @@ Ask = Callable[[bool], Awaitable[Answers]]
 class MetricsPage:
     """The last answers of all engines, and the question that is under way."""
 
-    def __init__(self, method: str) -> None:
-        self.method = method
-        self.is_open = False
+    def __init__(self) -> None:
+        self._client: Any = None
+        self._interval_s = 0.0
         self._answers: dict[str, Answers] = {}
         self._silent: set[str] = set()
         self._task: asyncio.Task[None] | None = None
@@ -45,7 +47,12 @@ class MetricsPage:
         self._due = 0.0
 
     def open(self, engine_client: Any, interval_s: float) -> None:
-        self._client, self._interval_s, self.is_open = engine_client, interval_s, True
+        self._client, self._interval_s = engine_client, interval_s
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this server's engines have something to say."""
+        return self._client is not None
 
     async def text(self) -> bytes:
         """What the engines say now, in Prometheus's text format."""
@@ -57,7 +64,7 @@ class MetricsPage:
     async def _ask_all(self) -> None:
         await asyncio.sleep(max(self._due - time.monotonic(), 0))
         self._due = time.monotonic() + self._interval_s
-        asks = engines_of(self._client, self.method)
+        asks = engines_of(self._client)
         # An answer that was late last time is still awaited, and nothing else asked for meanwhile.
         self._asked = {
             engine: self._asked.get(engine) or asyncio.create_task(_ask_until_arrived(ask))
@@ -107,7 +114,7 @@ def total(name: str, answers: Mapping[str, Answers]) -> Mapping[tuple[str, ...],
     return found
 
 
-def engines_of(client: Any, method: str) -> dict[str, Ask]:
+def engines_of(client: Any) -> dict[str, Ask]:
     """By its number, how to ask each engine that a server's client knows: all of its workers at once.
 
     ``collective_rpc`` asks all engines, but hands on what the first one answers.
@@ -115,10 +122,12 @@ def engines_of(client: Any, method: str) -> dict[str, Ask]:
     core = client.engine_core
     numbers = [str(number) for number in getattr(core, "engine_ranks_managed", [0])]
     if len(numbers) == 1:
-        return {numbers[0]: lambda start: client.collective_rpc(method, None, (start,))}
+        return {numbers[0]: lambda start: client.collective_rpc(WORKER_METHOD, None, (start,))}
 
     def asking(engine: Any) -> Ask:
-        return lambda start: core._call_utility_async("collective_rpc", method, None, (start,), None, engine=engine)
+        return lambda start: core._call_utility_async(
+            "collective_rpc", WORKER_METHOD, None, (start,), None, engine=engine
+        )
 
     return {number: asking(engine) for number, engine in zip(numbers, core.core_engines)}
 
@@ -190,3 +199,21 @@ def _asks_for_metrics(scope: Mapping[str, Any]) -> bool:
         return False
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     return path.rstrip("/") == "/metrics"
+
+
+class MetricsEndpoint:
+    """An endpoint plugin as vLLM defines it, of each app that a server process builds."""
+
+    name = "sparse_prefill"
+    required_tasks = None
+
+    def __init__(self) -> None:
+        self.page = MetricsPage()
+
+    def attach_router(self, app: Any) -> None:
+        app.add_middleware(MetricsMiddleware, page=self.page)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        config = getattr(engine_client, "vllm_config", None)
+        if config is not None and is_ours(config.attention_config.backend):
+            self.page.open(engine_client, load_config(config.additional_config).metrics_interval_s)

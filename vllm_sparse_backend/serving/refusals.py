@@ -9,10 +9,8 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.compat import BULK_PAGE_TOKENS
 from vllm_sparse_backend.settings.errors import ConfigurationError
-
-BULK_TOKENS = 128
-"""The widest block that is copied in one piece, if it lies within a page."""
 
 
 def refuse(vllm_config: VllmConfig) -> None:
@@ -79,9 +77,9 @@ def slow_path(page_tokens: int, capability: tuple[int, int] | None) -> str | Non
             f"this GPU (compute capability {capability[0]}.{capability[1]}) has no bulk copies: blocks of keys are "
             "gathered token by token, and no speed-up was measured on such a device"
         )
-    if page_tokens % BULK_TOKENS:
+    if page_tokens % BULK_PAGE_TOKENS:
         return (
-            f"the cache has pages of {page_tokens} tokens: blocks of {BULK_TOKENS} keys do not lie within them and are "
-            f"read by slower paths; leave --block-size out, or give a multiple of {BULK_TOKENS}"
+            f"the cache has pages of {page_tokens} tokens: blocks of {BULK_PAGE_TOKENS} keys do not lie within them "
+            f"and are read by slower paths; leave --block-size out, or give a multiple of {BULK_PAGE_TOKENS}"
         )
     return None

@@ -8,16 +8,19 @@ there under vLLM's own hashes is exact, whoever wrote it, and what a level wrote
 """
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 
-from vllm_sparse_backend.plugin import LOGGER
+from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.settings.config import load_config
 from vllm_sparse_backend.settings.crossover import load_crossover
 from vllm_sparse_backend.settings.plan import DEFAULT, Plan
 from vllm_sparse_backend.settings.profile import EXACT
-from vllm_sparse_backend.settings.requests import Choices, fingerprint
+from vllm_sparse_backend.settings.requests import FIELD, Choices, Mark, fingerprint
 
 logger = logging.getLogger(LOGGER)
 
@@ -44,6 +47,26 @@ def choices(vllm_config: VllmConfig) -> Choices:
     else:
         salts = {level: level for level in (EXACT, *plans) if level != DEFAULT}
     return Choices(own.level_names, own.level, min(exact, default=None), salts, _refusal(vllm_config, connectors))
+
+
+_choices: dict[int, tuple[VllmConfig, Choices]] = {}  # by id of the configuration, kept so that no other gets its id
+
+
+def mark_of(vllm_config: VllmConfig, params: Any) -> Mark:
+    """What a request gets; params: of sampling, or of pooling. Raises what vLLM answers with status 400."""
+    if id(vllm_config) not in _choices:
+        _choices[id(vllm_config)] = vllm_config, choices(vllm_config)
+    try:
+        return _choices[id(vllm_config)][1].mark(getattr(params, "extra_args", None))
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+
+
+def refuse_beams(vllm_xargs: Mapping[str, Any] | None) -> None:
+    """Raise what vLLM answers with status 400 where a request that is searched by beams asks for a level."""
+    if FIELD in (vllm_xargs or {}):
+        message = f"vllm_xargs {FIELD}: given with use_beam_search, for which it is not to be had"
+        raise VLLMValidationError(message, parameter="vllm_xargs")
 
 
 def kv_connectors(vllm_config: VllmConfig) -> set[str]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ran sparse: counted by each worker, on its device where the numbers are there, and pulled by the server.
 
-Nothing here waits for the device, nor does counting tell anybody: ``metrics_hooks`` has the server ask when somebody
+Nothing here waits for the device, nor does counting tell anybody: ``metrics_page`` has the server ask when somebody
 reads its /metrics. What it then gets is of one moment: host's and device's counts were taken together.
 """
 
@@ -21,10 +21,10 @@ from vllm_sparse_kernels.index import causal_pairs
 Sample = tuple[str, list[str], float]
 """A metric's name, its labels' values, and its own; such things as travel between processes as they are."""
 
-RowKind = tuple[str, Fallback | None]
+Way = tuple[str, Fallback | None]
 """What a row ran on, and why dense."""
 
-PATHS = ("padding", "decode", "dense", "sparse")
+PADDING, DECODE, DENSE, SPARSE = PATHS = ("padding", "decode", "dense", "sparse")
 """Of two parts of one row, that which comes later here names what the row ran on."""
 
 _dummies = 0
@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
     microbatch: int
     address: int
-    kind: RowKind
+    kind: Way
 
 
 class Recorder:
@@ -64,7 +64,7 @@ class Recorder:
         self.is_first_rank = is_first_rank
         self._places: dict[int, int] = {}
         self._kept = torch.zeros(0, dtype=torch.int64, device=device)
-        self._rows: Tally[RowKind] = Tally()
+        self._rows: Tally[Way] = Tally()
         self._tiles: Tally[int] = Tally()
         self._causal: Tally[int] = Tally()
         self._more: dict[tuple[str, tuple[str, ...]], float] = {}
@@ -84,7 +84,7 @@ class Recorder:
         if self.is_first_rank and is_counting():
             self._rows[path, reason] += rows
 
-    def count_batch(self, microbatch: int, kinds: Sequence[RowKind], table: torch.Tensor) -> None:
+    def count_batch(self, microbatch: int, kinds: Sequence[Way], table: torch.Tensor) -> None:
         """Count a batch's rows. A row that is cut between two microbatches counts once.
 
         microbatch: a number that is larger for a step's later ones; kinds: of each row (path, reason); table
@@ -96,12 +96,12 @@ class Recorder:
         last = first + (len(kinds) - 1) * table.stride(0) * table.element_size()
         before, rows = self._last, list(kinds)
         if before is not None and before.microbatch < microbatch and before.address == first:
-            if before.kind[0] != PATHS[0]:
+            if before.kind[0] != PADDING:
                 self.count_rows(*before.kind, -1)
             rows[0] = max(before.kind, rows[0], key=lambda kind: PATHS.index(kind[0]))
         self._last = Part(microbatch, last, rows[-1])
         for (path, reason), number in Tally(rows).items():
-            if path != PATHS[0]:
+            if path != PADDING:
                 self.count_rows(path, reason, number)
 
     def lap(self, layer: int) -> Lap | NoLap:

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_sparse_backend.plugin import LOGGER
+from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.arena import Row, make_slab
 from vllm_sparse_backend.serving.compilations import warming_up
-from vllm_sparse_backend.serving.engines import EnginePicker, by_layer
+from vllm_sparse_backend.serving.engines import EnginePicker
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.step import own_block_table
 from vllm_sparse_backend.settings.config import AUTO
@@ -62,7 +62,7 @@ def warm_up(impls: Sequence[SparsePrefillImpl], spec: AttentionSpec, device: tor
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # vLLM is about to take what is left for its own cache
-    picker.report(by_layer(impls))
+    picker.report({impl.layer: impl.engine for impl in impls if impl.groups is not None})
     logger.info("sparse-prefill: kernels of %d plans ready after %.1f s", len(done), time.monotonic() - start)
 
 

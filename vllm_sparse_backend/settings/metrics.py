@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 PREFIX = "sparse_prefill_"
+WORKER_METHOD = "sparse_prefill_samples"
+"""What the server calls its workers' counts by: vLLM's ``collective_rpc`` takes any name."""
+
 ENGINE, RANK = "engine", "rank"
 
 

@@ -93,13 +93,18 @@ class ModelShape:
         """The shape of a model folder, which names it as it does on a server, or of a config.json, which may itself."""
         named = {"_name_or_path": str(path.resolve())} if path.is_dir() else {}
         path = path / "config.json" if path.is_dir() else path
-        try:
-            config = json.loads(read_text(path))
-        except ValueError as error:
-            raise ConfigurationError(f"{path}: not JSON: {error}") from None
-        if not isinstance(config, dict):
-            raise ConfigurationError(f"{path}: {unexpected(config, 'the mapping of a model configuration')}")
-        return ModelShape.from_config({**config, **named}, str(path))
+        return ModelShape.from_config({**read_config_json(path), **named}, str(path))
+
+
+def read_config_json(path: Path) -> dict[str, Any]:
+    """What a model's config.json holds, as it stands there. Raises ``ConfigurationError`` where that is no mapping."""
+    try:
+        config = json.loads(read_text(path))
+    except ValueError as error:
+        raise ConfigurationError(f"{path}: not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigurationError(f"{path}: {unexpected(config, 'the mapping of a model configuration')}")
+    return config
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:

@@ -5,12 +5,12 @@ A forecast, for `sparse-prefill doctor` and for refusing early where no layer co
 layer is asked again when vLLM has built it.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.settings.model_shape import read_config_json
 from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
 
 WINDOWED_KINDS = {"sliding_attention", "local_attention", "chunked_attention"}
@@ -30,11 +30,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigurationError(f"MODEL: {unexpected(str(folder), 'a model folder with a config.json in it')}")
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigurationError(f"{path}: not JSON: {error}") from error
-    config = _with_defaults(folder) or config
+    given = read_config_json(path)
+    config = _with_defaults(folder) or given
     text = config.get("text_config") or config
     if not isinstance(text.get("num_hidden_layers"), int):
         raise ConfigurationError(

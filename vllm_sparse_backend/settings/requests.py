@@ -28,6 +28,12 @@ class Mark:
     """Goes into the hash of the block that holds position ``exact_tokens``, and so into those of all later ones."""
     exact_tokens: int = 0
 
+    def key(self, start_token_idx: int, end_token_idx: int) -> tuple[str, str] | None:
+        """What goes into the hash of this block of the request; None unless it is the one that tells levels apart."""
+        if self.salt is None or not start_token_idx <= self.exact_tokens < end_token_idx:
+            return None
+        return FIELD, f"{FIELD}={self.salt}"
+
     @staticmethod
     def of(extra_args: Mapping[str, Any] | None) -> "Mark | None":
         """The mark in a request's ``extra_args``; None where it has the server's own level and no salt."""

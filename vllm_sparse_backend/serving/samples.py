@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one worker counted, as it hands it to the server that asks."""
+
+from typing import Any
+
+from vllm_sparse_backend.serving import compat, compilations
+from vllm_sparse_backend.serving.layers import model_layers
+
+
+def worker_samples(worker: Any, start: bool = True) -> dict[str, Any]:
+    """What this worker counted, for ``MetricsPage``: samples, and whether newer ones are on their way.
+
+    Of things that msgpack knows, as it passes between processes. start: see ``Recorder.samples``.
+    """
+    impls = [impl for _, impl in model_layers(worker.vllm_config).values()]
+    recorder = next((impl.recorder for impl in impls if impl.recorder is not None), None)
+    samples, behind = ([], False) if recorder is None else recorder.samples(start)
+    samples = list(samples)
+    memory = next((impl.memory for impl in impls if impl.memory is not None), None)
+    if memory is not None:
+        samples += [
+            ("arena_bytes", [], memory.room.num_bytes),
+            ("arena_peak_bytes", [], memory.arena.peak_bytes),
+            ("arena_overflows", [], memory.arena.overflows),
+        ]
+    if compat.tensor_parallel(worker.vllm_config)[0] == 0:
+        names = [impl.attention_name for impl in impls]
+        samples += [("layers", [name], names.count(name)) for name in dict.fromkeys(names)]
+    samples += [("compilations", [when], count) for when, count in compilations.counts().items()]
+    return {"rank": worker.rank, "behind": behind, "samples": samples}
