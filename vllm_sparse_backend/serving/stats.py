@@ -80,7 +80,7 @@ class Recorder:
         for layer in layers:
             self._places.setdefault(layer, len(self._places))
         self._kept = torch.cat([self._kept, self._kept.new_zeros(len(self._places) - len(self._kept))])
-        self._kept_of = dict(zip(self._places, self._kept.unbind()))
+        self._kept_of = {layer: self._kept[place] for layer, place in self._places.items()}
 
     def count_rows(self, path: str, reason: Fallback | None, rows: int = 1) -> None:
         if self.is_first_rank and is_counting():
