@@ -41,6 +41,9 @@ AUDIT_TOKENS = 3
 MORE_TOKENS = 76
 """By so many the audit's prompts pass a border: a number that is no multiple of pages and tiles."""
 
+LOOKS = 3
+"""At a page that has not all counters: an engine may be late for once."""
+
 IDLE_TIMEOUT_S = 120.0
 QUIET_S = 10.0
 """Longer than any step takes."""
@@ -103,8 +106,11 @@ class Look:
     @staticmethod
     def at(server: Endpoint) -> "Look":
         """Raises BenchError where the server has none of our counters, or not all of its engines answered."""
-        text = server.metrics()
-        report = parse(text)
+        for _ in range(LOOKS):
+            report = parse(text := server.metrics())
+            if report.engines["answered"] and not report.engines["silent"]:
+                break
+            time.sleep(1.0)
         if not report.engines["answered"] or report.engines["silent"]:
             what = (
                 f"{report.engines['silent']} engines that did not answer" if report.engines else "no counters of ours"

@@ -214,27 +214,30 @@ def soak_and_check(
     """Raises BenchError where the server has none of our counters, before anything is sent."""
     before = Look.at(server)
     outcome = soak(server, asking, prompts, resident_bytes)
-    wait_until_idle(server)
-    after = Look.at(server)
-    done = Checked(outcome, before, after, bounds(asking, outcome, before, after, served))
-    done.problems += outcome.errors[:MOST_SHOWN]
+    done = Checked(outcome, before, before, [], problems=outcome.errors[:MOST_SHOWN])
     if not outcome.num_requests:
         done.problems.append("no request was sent")
-    done.problems += [str(bound) for bound in done.bounds if not bound.holds]
-    if served is not None:
-        try:
-            done.audit = audit(server, served, prompts, asking.levels, asking.longest)
-        except RequestError as error:
-            done.problems.append(str(error))
-        else:
-            done.problems += done.audit.differences[:MOST_SHOWN]
-        done.after = Look.at(server)
-    done.problems += done.after.faults()
     for what, samples in (("server's", outcome.resident_bytes), ("devices'", outcome.device_bytes)):
         grown = growth(samples, asking.seconds)
         if grown is not None and grown > MOST_GROWTH and asking.seconds >= LEAST_S_TO_GROW:
             done.problems.append(f"the {what} memory grew by {grown:.2%}, expected at most {MOST_GROWTH:.0%}")
+    try:
+        _look_at_counters(server, asking, prompts, served, done)
+    except (BenchError, RequestError) as error:  # what was seen until then is worth telling
+        done.problems.append(str(error))
+    done.problems += done.after.faults()
     return done
+
+
+def _look_at_counters(server: Endpoint, asking: Asking, prompts: Prompts, served: Served | None, done: Checked) -> None:
+    wait_until_idle(server)
+    done.after = Look.at(server)
+    done.bounds = bounds(asking, done.outcome, done.before, done.after, served)
+    done.problems += [str(bound) for bound in done.bounds if not bound.holds]
+    if served is not None:
+        done.audit = audit(server, served, prompts, asking.levels, asking.longest)
+        done.problems += done.audit.differences[:MOST_SHOWN]
+        done.after = Look.at(server)
 
 
 def served_by(server: Endpoint, settings: Mapping[str, Any], model: Path | None, chunk_tokens: int) -> Served:
