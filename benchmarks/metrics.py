@@ -27,9 +27,10 @@ from vllm_sparse_backend.bench.data import Heads, structured_prompts
 from vllm_sparse_backend.bench.methods import Layer, Prompt, layers_of, new_step
 from vllm_sparse_backend.bench.report import BenchError, Report, table_of
 from vllm_sparse_backend.bench.serve import CHUNK_TOKENS
-from vllm_sparse_backend.serving.stats import Recorder, RowKind
+from vllm_sparse_backend.serving.stats import Recorder
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_kernels.attend import Engine
 
 COLUMNS = {
@@ -129,16 +130,12 @@ def run_prefill(
 def run_decodes(card: Card, step_ms: float, report: Report) -> dict[str, Any]:
     """A step of ``DECODES`` requests."""
     recorder = Recorder(card.device)
-    table, kinds = torch.zeros(DECODES, 8, dtype=torch.int32, device=card.device), [("decode", None)] * DECODES
+    table = torch.zeros(DECODES, 8, dtype=torch.int32, device=card.device)
+    kinds: list[tuple[str, Fallback | None]] = [("decode", None)] * DECODES
     row: dict[str, Any] = {"what": f"{DECODES} decodes", "step_ms": step_ms, "device_us": 0.0}
-    row["host_us"] = host_us(card, lambda: recorder.count_batch(0, _rows(kinds), table))
+    row["host_us"] = host_us(card, lambda: recorder.count_batch(0, kinds, table))
     _report(report, row, f"metrics, a step of {DECODES} decodes")
     return row
-
-
-def _rows(kinds: Sequence[RowKind]) -> list[RowKind]:
-    """A list of its own for each step, as the metadata's builder makes one."""
-    return list(kinds)
 
 
 def _report(report: Report, row: dict[str, Any], about: str) -> None:

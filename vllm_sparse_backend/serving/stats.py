@@ -63,8 +63,8 @@ class Recorder:
         self.device = device
         self.is_first_rank = is_first_rank
         self._places: dict[int, int] = {}
-        self._kept = torch.zeros(0, dtype=torch.int64, device=device)
         self._kept_of: dict[int, torch.Tensor] = {}
+        self._kept = torch.zeros(0, dtype=torch.int64, device=device)
         self._rows: Tally[RowKind] = Tally()
         self._tiles: Tally[int] = Tally()
         self._causal: Tally[int] = Tally()
