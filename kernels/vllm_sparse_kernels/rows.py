@@ -73,6 +73,7 @@ class Rows:
     """What a method keeps from layer to layer of this pass, under a key of its own. It never outlives the step."""
 
     _block_capacities: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _masked_pairs: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.query_lens), len(self.context_lens), self.block_table.shape[0]}
@@ -126,11 +127,27 @@ class Rows:
             self._block_capacities[block_tokens] = capacities
         return self._block_capacities[block_tokens]
 
+    def masked_pairs(self, block_tokens: int) -> int:
+        """(query, key) pairs of all tiles' diagonal blocks, of one head, that a causal mask forbids."""
+        if block_tokens not in self._masked_pairs:
+            self._masked_pairs[block_tokens] = sum(
+                # The first query may see one key of its own block past the keys before it, each later one one more.
+                tile.length_tokens * (ceil_div(tile.last_position + 1, block_tokens) * block_tokens - tile.position)
+                - tile.length_tokens * (tile.length_tokens + 1) // 2
+                for tile in self.tile_list
+            )
+        return self._masked_pairs[block_tokens]
+
     @cached_property
     def tiles(self) -> torch.Tensor:
         """[num_tiles, 4] int32 on the device: row, first token in q, number of queries, position of the first query."""
         flat = [v for t in self.tile_list for v in (t.row, t.token, t.length_tokens, t.position)]
         return to_device(flat, torch.int32, self.device).view(-1, TILE_FIELDS)
+
+    @cached_property
+    def tile_lengths(self) -> torch.Tensor:
+        """[num_tiles] int32 on the device: number of queries, part of ``tiles``."""
+        return self.tiles[:, 2]
 
     @cached_property
     def row_ends(self) -> torch.Tensor:

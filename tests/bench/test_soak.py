@@ -1,18 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the soak sends, and what it makes of answers, against a stub."""
+"""What the soak sends, and what it makes of answers and counters, against a stub."""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.shape import make_shape
 from tests.bench.stub import Stub, running
+from vllm_sparse_backend.bench import counters as counting
 from vllm_sparse_backend.bench import soak as module
+from vllm_sparse_backend.bench.counters import Bound, Counts, Sent, Served, wait_until_idle
 from vllm_sparse_backend.bench.endpoint import Endpoint, Prompts
-from vllm_sparse_backend.bench.report import Report
-from vllm_sparse_backend.bench.soak import Asking, Client, Outcome, add_figures, lines, soak
+from vllm_sparse_backend.bench.report import BenchError, Report
+from vllm_sparse_backend.bench.soak import Asking, Client, add_figures, growth, lines, soak_and_check
+
+SETTINGS = {"method": "a_shape", "min_tokens": 256, "min_query_tokens": 64, "dense_layers": [1]}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return Served.of(SETTINGS, make_shape(tmp_path_factory.mktemp("shape"), 3, 4096), "a card", {"hopper"}, 512)
+
+
+class CountingStub(Stub):
+    """Counts what is expected of requests that come one at a time, and shows it; ``off``: and so much besides."""
+
+    def __init__(self, served: Served, off: str = "") -> None:
+        super().__init__("ours", [], lambda length: 0.001)
+        self.served, self.off, self.counts = served, off, Counts()
+
+    def answer(self, body: dict[str, Any], send: Any) -> None:
+        level = body.get("vllm_xargs", {}).get("sparse_prefill")
+        with self.lock:
+            self.counts.add(self.served.expected(Sent(len(body["prompt"]), body["max_tokens"], level)))
+            self.counts.tiles[2] += self.off == "tiles"
+            self.counts.rows["decode", ""] += 1000 * (self.off == "rows")
+        super().answer(body, send)
+
+    def metrics(self) -> str:
+        with self.lock:
+            found = [("up", "", 1), ("layers", 'attention="hopper"', 2), ("layers", 'attention="dense"', 1)]
+            found += [("compilations_total", 'when="serving"', int(self.off == "compiled"))]
+            found += [("guard_trips_total", 'layer="0"', int(self.off == "tripped"))]
+            found += [("device_bytes", 'rank="0"', 10**9)] * (self.off != "cpu")
+            for (path, reason), count in self.counts.rows.items():
+                found.append(("rows_total", f'path="{path}",reason="{reason}"', count))
+            for name, tally in (("tiles", self.counts.tiles), ("causal_pairs", self.counts.causal_pairs)):
+                found += [(f"{name}_total", f'layer="{layer}"', count) for layer, count in tally.items()]
+        return "".join(f"sparse_prefill_{name}{{{labels}}} {value}\n" for name, labels, value in found)
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(module, "SAMPLE_S", 0.05)
+    monkeypatch.setattr(module, "SCRAPE_S", 0.1)
 
 
 def requests(seed: int, count: int = 400):
@@ -37,20 +79,25 @@ def test_requests_are_of_all_kinds_and_alike_for_a_seed():
 
 
 def test_faults_are_told_and_counted(tmp_path):
-    """Prompts of some lengths are answered with an error, with too few tokens, or not at all."""
+    """Prompts of some lengths are answered with an error, too few tokens, what is no number, or not at all."""
     log: list[tuple[str, list[int]]] = []
-    faults = {0: "error", 1: "short", 2: "refuse"}
+    faults = {0: "error", 1: "short", 2: "refuse", 3: "nan"}
     with running(Stub("ours", log, lambda length: 0.001, fault=lambda length: faults.get(length % 10))) as url:
         endpoint = Endpoint.connect("ours", url)
         asking = Asking(1.0, clients=3, shortest=8, longest=64, abort_share=0.0, most_output_tokens=4)
-        outcome = soak(endpoint, asking, Prompts(range(3000)), lambda: 1000)
+        done = soak_and_check(endpoint, asking, Prompts(range(3000)), lambda: 1000)
+    outcome = done.outcome
     assert outcome.num_requests == len(log) + sum("400" in error for error in outcome.errors)
-    expected = sum(len(prompt) % 10 in (0, 1) for _, prompt in log)
+    expected = sum(len(prompt) % 10 in (0, 1, 3) for _, prompt in log)
     assert len([error for error in outcome.errors if "400" not in error]) == expected > 0
-    assert outcome.growth(1.0) == 0
+    assert any("log-probability nan" in error for error in outcome.errors)
+    assert growth(outcome.resident_bytes, 1.0) == 0
+    assert outcome.device_bytes == []
     report = Report("soak", "here", None, tmp_path / "figures.json")
-    assert add_figures(report, asking, outcome) == outcome.errors[: module.MOST_SHOWN]
-    assert f"{len(outcome.errors)} errors" in lines(asking, outcome)[0]
+    add_figures(report, asking, done)
+    assert done.problems == outcome.errors[: module.MOST_SHOWN]
+    assert done.bounds == []  # who knows what came of those that failed
+    assert f"{len(outcome.errors)} errors" in lines(asking, done)[0]
 
 
 def test_broken_off_requests_close_their_connection():
@@ -61,12 +108,106 @@ def test_broken_off_requests_close_their_connection():
         assert endpoint.ask([1] * 20, 1, stop_after=2).tokens == 1
 
 
-def test_memory_that_grows(tmp_path):
-    outcome = Outcome(resident_bytes=[(float(i), 500 if i < 25 else 1000 + i) for i in range(101)])
-    outcome.asked["None"] = 1
-    assert outcome.growth(100.0) == pytest.approx(1081 / 1043.5 - 1, abs=1e-3)
-    report = Report("soak", "here", None, tmp_path / "figures.json")
-    (problem,) = add_figures(report, Asking(100.0, 1, 1, 2), outcome)
-    assert "memory grew by 3." in problem
-    assert Outcome().growth(100.0) is None
-    assert add_figures(report, Asking(100.0, 1, 1, 2), Outcome()) == ["no request was sent"]
+def test_memory_that_grows():
+    samples = [(float(i), 500 if i < 25 else 1000 + i) for i in range(101)]
+    assert growth(samples, 100.0) == pytest.approx(1081 / 1043.5 - 1, abs=1e-3)
+    assert growth([], 100.0) is None
+
+
+class TestCounters:
+    """Against a server that counts, rightly or not."""
+
+    ASKING = Asking(1.0, clients=3, shortest=8, longest=2000, levels=(None, 0, 1), most_output_tokens=4)
+
+    def checked(self, stub: Stub, served: Served | None) -> module.Checked:
+        with running(stub) as url:
+            return soak_and_check(Endpoint.connect("ours", url), self.ASKING, Prompts(range(3000)), None, served)
+
+    def test_that_fit(self, served: Served, tmp_path: Path) -> None:
+        stub = CountingStub(served)
+        done = self.checked(stub, served)
+        assert done.problems == []
+        assert done.audit is not None
+        assert done.audit.num_requests == 12
+        assert done.audit.counted.tiles.keys() == {0, 2}  # layer 1 is dense
+        assert {reason for _, reason in done.audit.counted.rows} == {"", "requested", "too_short", "short_query"}
+        assert len(done.bounds) == 4
+        assert {taken for _, taken in done.outcome.device_bytes} == {10**9}
+        report = Report("soak", "here", None, tmp_path / "figures.json")
+        add_figures(report, self.ASKING, done, "a stub")
+        figures = {name.partition(" s: ")[2]: figure for name, figure in report.figures.items()}
+        assert (figures["errors"]["value"], figures["errors"]["bar"]) == (0, 0)
+        audited = figures["counters that differ from what was sent, in the audit"]
+        assert (audited["value"], audited["bar"]) == (0, 0)
+        assert "growth of the memory of its devices" in figures
+        assert any("0 counters differ" in line for line in lines(self.ASKING, done))
+
+    def test_that_are_off(self, served: Served) -> None:
+        (tiles, *_) = self.checked(CountingStub(served, "tiles"), served).problems
+        assert tiles.startswith("audit at level None: tiles 2: counted 20, expected 16")
+        (rows, *_) = self.checked(CountingStub(served, "rows"), None).problems
+        assert rows.startswith("decode rows: ")
+
+    def test_what_must_never_happen(self, served: Served) -> None:
+        assert self.checked(CountingStub(served, "compiled"), None).problems == [
+            "kernels compiled while serving: 1, expected none"
+        ]
+        assert self.checked(CountingStub(served, "tripped"), None).problems == [
+            "layers that the guard turned dense: 1, expected none"
+        ]
+
+    def test_servers_of_others_are_refused(self, served: Served) -> None:
+        with pytest.raises(BenchError, match=r"no counters of ours; expected a server with --attention-backend"):
+            self.checked(Stub("stock", [], lambda length: 0.001), None)
+        stub = CountingStub(served)
+        stub.metrics = lambda: "sparse_prefill_up 0\n"  # type: ignore[method-assign]
+        with pytest.raises(BenchError, match=r"1 engines that did not answer"):
+            self.checked(stub, None)
+
+    def test_a_server_that_does_not_come_to_rest(self, monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+        stub = CountingStub(served)
+        busy = "vllm:num_requests_running 2\n"
+        stub.metrics = lambda: busy + f'sparse_prefill_rows_total{{path="decode"}} {next(number)}\n'  # type: ignore[method-assign]
+        number = iter(range(1000))
+        with running(stub) as url:
+            endpoint = Endpoint.connect("ours", url)
+            with pytest.raises(BenchError, match=r"still at work 1 s after"):
+                wait_until_idle(endpoint, 1.0)
+            monkeypatch.setattr(counting, "QUIET_S", 0.3)
+            number = iter([5] * 1000)
+            wait_until_idle(endpoint, 5.0)  # it says that it is at work, and counts nothing: a client has gone
+
+
+class TestExpected:
+    """By hand: chunks of 512, 256 tokens dense, at least 64 new ones."""
+
+    def test_chunks_of_a_prompt(self, served: Served) -> None:
+        counts = served.expected(Sent(1100, 3))
+        assert counts.rows == {("sparse", ""): 3, ("decode", ""): 2}
+        assert counts.tiles == {0: 2 + 4 + 1, 2: 2 + 4 + 1}
+        assert counts.causal_pairs[0] == 32 * sum(range(257, 1101)) == counts.causal_pairs[2]
+        assert served.most_pairs(1100, None) == counts.causal_pairs[0]
+
+    @pytest.mark.parametrize(
+        ("sent", "cached", "rows"),
+        [
+            (Sent(256, 1), 0, {("dense", "too_short"): 1}),
+            (Sent(319, 1), 0, {("dense", "short_query"): 1}),
+            (Sent(320, 1), 0, {("sparse", ""): 1}),
+            (Sent(1, 2), 0, {("decode", ""): 2}),
+            (Sent(513, 1), 0, {("sparse", ""): 1, ("decode", ""): 1}),
+            (Sent(1100, 1, 0), 0, {("dense", "requested"): 3}),
+            (Sent(1100, 1, 1), 1088, {("dense", "short_query"): 1}),
+            (Sent(1100, 1, "exact"), 592, {("dense", "requested"): 1}),
+            (Sent(1100, 1), 560, {("sparse", ""): 1, ("dense", "short_query"): 1}),
+        ],
+    )
+    def test_rows(self, served: Served, sent: Sent, cached: int, rows: dict[tuple[str, str], int]) -> None:
+        assert served.expected(sent, cached).rows == rows
+
+    def test_levels_and_bounds(self, served: Served) -> None:
+        assert served.most_pairs(5000, 0) == served.most_pairs(256, 1) == 0
+        assert served.dense_layers() == 1
+        assert not Bound("rows", 5, 6).holds
+        assert not Bound("rows", 5, 0, 4).holds
+        assert Bound("rows", 5, 5, 5).holds

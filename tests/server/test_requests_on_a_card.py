@@ -27,7 +27,7 @@ SETTINGS = {
     "min_query_tokens": 1,
 }
 ARGS = ("--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-batched-tokens", "32768")
-DETAILS = ("--gpu-memory-utilization", "0.3", "--enable-prompt-tokens-details")
+DETAILS = ("--gpu-memory-utilization", "0.1", "--enable-prompt-tokens-details")
 
 
 @pytest.mark.parametrize("runner", ["0", "1"], ids=["the older runner", "Model Runner V2"])

@@ -2,6 +2,7 @@
 """A server under many clients: all lengths and levels, shared prefixes, requests that are broken off, little cache.
 
 A minute here; SOAK_S=600 in the environment, or ``sparse-prefill bench soak``, goes on for longer.
+After it, known requests come one at a time, and the server's counters have to be what follows from these.
 """
 
 import os
@@ -11,8 +12,8 @@ import pytest
 
 from tests.server import scenario
 from vllm_sparse_backend.bench.endpoint import Endpoint, Prompts
-from vllm_sparse_backend.bench.soak import MOST_GROWTH, Asking, soak
-from vllm_sparse_backend.demo.scrape import parse
+from vllm_sparse_backend.bench.report import Report
+from vllm_sparse_backend.bench.soak import Asking, add_figures, growth, lines, served_by, soak_and_check
 from vllm_sparse_backend.demo.server import Server, sparse_args
 from vllm_sparse_backend.settings.reasons import Fallback
 
@@ -22,21 +23,35 @@ SECONDS = float(os.environ.get("SOAK_S", "60"))
 SPARSE = {"profile": str(Path(__file__).with_name("levels.yaml")), "guard": {"rate": 1.0, "bound": 1e6}}
 
 
-def test_all_is_answered_and_memory_stays(small_model: Path) -> None:
+def test_all_is_answered_memory_stays_and_counters_fit(small_model: Path) -> None:
     # A cache of some 12,000 tokens for eight requests of up to 3,000: blocks run out, and requests are preempted.
     args = (*scenario.SERVER_ARGS, "--kv-cache-memory-bytes", str(24 << 20))
     with Server(small_model, (*sparse_args(SPARSE), *args)) as server:
         endpoint = Endpoint.connect("sparse", server.url)
         prompts = Prompts(scenario.prompt(8000, seed=9))
         asking = Asking(SECONDS, clients=8, shortest=1, longest=3000, levels=(None, 0, 1, "fast"), abort_share=0.2)
-        outcome = soak(endpoint, asking, prompts, server.resident_bytes)
-        report = parse(server.get("/metrics"))
-    assert outcome.errors == []
+        served = served_by(endpoint, SPARSE, small_model, scenario.CHUNK_TOKENS)
+        done = soak_and_check(endpoint, asking, prompts, server.resident_bytes, served)
+    print(*lines(asking, done), sep="\n")
+    assert done.problems == []
+    outcome, report = done.outcome, done.after.report
     assert set(outcome.asked) == {"None", "0", "1", "fast"}
     assert outcome.num_requests > 50
     assert outcome.broken_off > 5
     assert report.rows_of("sparse") > 20
     assert report.rows["dense", Fallback.REQUESTED] > 20
-    if SECONDS >= 300:  # less is mostly what a server takes in its first minutes
-        assert (growth := outcome.growth(SECONDS)) is not None
-        assert growth <= MOST_GROWTH
+    assert report.guard_checks > 0
+    assert (growth(outcome.resident_bytes, SECONDS) is not None, outcome.device_bytes) == (True, [])
+    assert len(done.bounds) == 4
+    # Of the audit, all kinds of rows, and what was cached; one layer has tiles of its own, as a level leaves it dense.
+    audit = done.audit
+    assert audit is not None
+    assert {path for path, _ in audit.counted.rows} == {"sparse", "dense", "decode"}
+    assert {Fallback.REQUESTED, Fallback.TOO_SHORT} <= {reason for _, reason in audit.counted.rows}
+    assert audit.cached_tokens > 1000
+    assert audit.counted.tiles[0] > audit.counted.tiles[1] > 0
+    figures = Report("soak", "here")
+    add_figures(figures, asking, done)
+    held = {name: figure["bar"] for name, figure in figures.figures.items() if figure["bar"] is not None}
+    assert len(held) >= 5
+    assert all(figures.figures[name]["value"] <= bar for name, bar in held.items())

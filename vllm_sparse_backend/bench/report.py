@@ -49,9 +49,14 @@ class Report:
         self.cases.append({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in case.items()})
         self._write()
 
-    def add_figure(self, name: str, value: float, unit: str, better: Literal["higher", "lower"]) -> None:
-        """A figure of that name; a second one of the same name takes the first one's place."""
-        values = (name, float(f"{value:.4g}"), unit, None, better, self.device, self.command)
+    def add_figure(
+        self, name: str, value: float, unit: str, better: Literal["higher", "lower"], bar: float | None = None
+    ) -> None:
+        """A figure of that name; a second one of the same name takes the first one's place.
+
+        bar: what is expected of it, for a results file that has none for it yet.
+        """
+        values = (name, float(f"{value:.4g}"), unit, bar, better, self.device, self.command)
         self.figures[name] = dict(zip(FIELDS, values, strict=True))
         self._write()
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many clients for a long time: requests of all lengths and levels, over shared prefixes, some of them broken off.
 
-Nothing is timed here. What is looked at is whether every request is answered as asked, and whether the server's memory
-stays what it is.
+Nothing is timed here. What is looked at is whether every request is answered as asked, with a number for each token's
+log-probability; whether the memory of the server and of its devices stays what it is; whether its counters say that
+anything happened that must never happen; and whether they fit what was sent (``bench.counters``): within bounds under
+load, and to the last unit in an audit after it.
 """
 
 import math
@@ -10,19 +12,31 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+from vllm_sparse_backend.bench.counters import Audit, Bound, Look, Served, audit, wait_until_idle
 from vllm_sparse_backend.bench.endpoint import Endpoint, Prompts, RequestError
-from vllm_sparse_backend.bench.report import Report
+from vllm_sparse_backend.bench.report import BenchError, Report
+from vllm_sparse_backend.bench.serve import device_name
+from vllm_sparse_backend.demo.scrape import parse
+from vllm_sparse_backend.settings.profile import EXACT
+from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_backend.settings.requests import FIELD
 
 SAMPLE_S = 1.0
 """Between two looks at the server's memory."""
 
+SCRAPE_S = 5.0
+"""Between two at its /metrics, which have what its devices hold. Workers answer these between two steps."""
+
 MOST_GROWTH = 0.03
+LEAST_S_TO_GROW = 300.0
+"""Growth is told of shorter soaks, and not held against them: it is mostly what a server takes in its first minutes."""
+
 MOST_SHOWN = 10
 
 WARM_SHARE = 0.25
@@ -48,27 +62,55 @@ class Asking:
     seed: int = 0
 
 
+Samples = list[tuple[float, int]]
+"""(seconds since the beginning, bytes)."""
+
+
 @dataclass
 class Outcome:
-    """What came of it. ``resident_bytes``: (seconds since the beginning, the server's memory) each ``SAMPLE_S``."""
+    """What came of it."""
 
     asked: Counter[str] = field(default_factory=Counter)
     """By level, as requests have it."""
     broken_off: int = 0
     tokens: int = 0
+    """Of prompts and answers."""
+    output_asked: int = 0
+    output_received: int = 0
+    """Tokens of answers. Between the two is what the server made of those that were broken off."""
+    exact_alone: int = 0
+    """Exact requests that begin like no other, so that no cache has any of them, of 64 tokens or more."""
+    by_length: Counter[tuple[int, str]] = field(default_factory=Counter)
+    """Prompts by length and level."""
     errors: list[str] = field(default_factory=list)
-    resident_bytes: list[tuple[float, int]] = field(default_factory=list)
+    resident_bytes: Samples = field(default_factory=list)
+    """Of the server's processes, each ``SAMPLE_S``."""
+    device_bytes: Samples = field(default_factory=list)
+    """What its workers hold of their devices, each ``SCRAPE_S``; none where they run on CPUs."""
 
     @property
     def num_requests(self) -> int:
         return sum(self.asked.values())
 
-    def growth(self, seconds: float) -> float | None:
-        """By how much memory grew from the first half to the second, once warm: medians; None of too few samples."""
-        warm = [(at, taken) for at, taken in self.resident_bytes if at >= WARM_SHARE * seconds]
-        middle = (1 + WARM_SHARE) / 2 * seconds
-        early, late = ([taken for at, taken in warm if (at >= middle) == is_late] for is_late in (False, True))
-        return median(late) / median(early) - 1 if early and late else None
+    def add(self, request: "Request", error: str | None, received: int) -> None:
+        self.asked[str(request.level)] += 1
+        self.broken_off += request.stop_after is not None
+        self.by_length[len(request.prompt), str(request.level)] += 1
+        if error is not None:
+            self.errors.append(f"{len(request.prompt)} tokens at level {request.level}: {error}")
+            return
+        self.tokens += len(request.prompt) + received
+        self.output_asked += request.output_tokens
+        self.output_received += received
+        self.exact_alone += request.level in (0, EXACT) and not request.shared_tokens and len(request.prompt) >= 64
+
+
+def growth(samples: Samples, seconds: float) -> float | None:
+    """By how much memory grew from the first half to the second, once warm: medians; None of too few samples."""
+    warm = [(at, taken) for at, taken in samples if at >= WARM_SHARE * seconds]
+    middle = (1 + WARM_SHARE) / 2 * seconds
+    early, late = ([taken for at, taken in warm if (at >= middle) == is_late] for is_late in (False, True))
+    return median(late) / median(early) - 1 if early and late else None
 
 
 @dataclass(frozen=True)
@@ -77,6 +119,8 @@ class Request:
     output_tokens: int
     level: object
     stop_after: int | None
+    shared_tokens: int = 0
+    """So many of the prompt's first are those of a shared prefix."""
 
 
 class Client:
@@ -96,7 +140,7 @@ class Client:
         output = drawn.randint(1, asking.most_output_tokens)
         stop_after = drawn.randint(1, 2) if drawn.random() < asking.abort_share else None
         prompt = prefix + self.prompts.take(length - len(prefix))
-        return Request(prompt, output, drawn.choice(asking.levels), stop_after)
+        return Request(prompt, output, drawn.choice(asking.levels), stop_after, len(prefix))
 
 
 def soak(
@@ -115,60 +159,182 @@ def soak(
         while time.monotonic() - began < asking.seconds:
             with lock:
                 request = client.next()
-            error, tokens = _send(server, request)
+            error, received = _send(server, request)
             with lock:
-                outcome.asked[str(request.level)] += 1
-                outcome.broken_off += request.stop_after is not None
-                outcome.tokens += tokens
-                outcome.errors += [f"{len(request.prompt)} tokens at level {request.level}: {error}"] * (
-                    error is not None
-                )
+                outcome.add(request, error, received)
 
     clients = [Client(asking, prefixes, prompts, i) for i in range(asking.clients)]
     threads = [threading.Thread(target=run, args=(client,), daemon=True) for client in clients]
     for thread in threads:
         thread.start()
+    scraped = -math.inf
     while any(thread.is_alive() for thread in threads):
+        now = time.monotonic() - began
         if resident_bytes is not None:
-            outcome.resident_bytes.append((time.monotonic() - began, resident_bytes()))
+            outcome.resident_bytes.append((now, resident_bytes()))
+        if now - scraped >= SCRAPE_S:
+            scraped = now
+            if held := parse(server.metrics()).device_bytes:
+                outcome.device_bytes.append((now, held))
         on_second(outcome)
         time.sleep(SAMPLE_S)
     return outcome
 
 
 def _send(server: Endpoint, request: Request) -> tuple[str | None, int]:
-    """(what went wrong, tokens of the prompt and of its answer)."""
+    """(what went wrong, tokens of the answer)."""
     more: dict[str, Any] = {} if request.level is None else {"vllm_xargs": {FIELD: request.level}}
     try:
         answer = server.ask(request.prompt, request.output_tokens, request.stop_after, **more)
     except RequestError as error:
         return str(error), 0
-    return None, len(request.prompt) + answer.tokens
+    return None, answer.tokens
 
 
-def lines(asking: Asking, outcome: Outcome) -> list[str]:
+@dataclass
+class Checked:
+    """A soak, and what the server's counters say of it. ``problems``: why it did not pass, if so."""
+
+    outcome: Outcome
+    before: Look
+    after: Look
+    bounds: list[Bound]
+    audit: Audit | None = None
+    """None where it is not known what the server was started with, or a request failed."""
+    problems: list[str] = field(default_factory=list)
+
+
+def soak_and_check(
+    server: Endpoint,
+    asking: Asking,
+    prompts: Prompts,
+    resident_bytes: Callable[[], int] | None = None,
+    served: Served | None = None,
+) -> Checked:
+    """Raises BenchError where the server has none of our counters, before anything is sent."""
+    before = Look.at(server)
+    outcome = soak(server, asking, prompts, resident_bytes)
+    done = Checked(outcome, before, before, [], problems=outcome.errors[:MOST_SHOWN])
+    if not outcome.num_requests:
+        done.problems.append("no request was sent")
+    for what, samples in (("server's", outcome.resident_bytes), ("devices'", outcome.device_bytes)):
+        grown = growth(samples, asking.seconds)
+        if grown is not None and grown > MOST_GROWTH and asking.seconds >= LEAST_S_TO_GROW:
+            done.problems.append(f"the {what} memory grew by {grown:.2%}, expected at most {MOST_GROWTH:.0%}")
+    try:
+        _look_at_counters(server, asking, prompts, served, done)
+    except (BenchError, RequestError) as error:  # what was seen until then is worth telling
+        done.problems.append(str(error))
+    done.problems += done.after.faults()
+    return done
+
+
+def _look_at_counters(server: Endpoint, asking: Asking, prompts: Prompts, served: Served | None, done: Checked) -> None:
+    wait_until_idle(server)
+    done.after = Look.at(server)
+    done.bounds = bounds(asking, done.outcome, done.before, done.after, served)
+    done.problems += [str(bound) for bound in done.bounds if not bound.holds]
+    if served is not None:
+        done.audit = audit(server, served, prompts, asking.levels, asking.longest)
+        done.problems += done.audit.differences[:MOST_SHOWN]
+        done.after = Look.at(server)
+
+
+def served_by(server: Endpoint, settings: Mapping[str, Any], model: Path | None, chunk_tokens: int) -> Served:
+    """What a server was started with. ``model``: the folder that it serves; None for what it says itself.
+
+    Raises BenchError where that is no folder on this machine.
+    """
+    folder = model or Path(server.root or server.model)
+    if not folder.is_dir():
+        raise BenchError(
+            f"{server.url} serves {folder}: expected a folder here, for the audit; or leave out --settings"
+        )
+    engines = Look.at(server).report.attention
+    return Served.of(settings, folder, device_name(), engines, chunk_tokens)
+
+
+def bounds(asking: Asking, outcome: Outcome, before: Look, after: Look, served: Served | None = None) -> list[Bound]:
+    """What counters must lie between, whatever chunks prompts were cut into. Of answered requests only.
+
+    Each token that a client received came from a row of its own, and all but a request's first from a decode's, unless
+    the request was preempted and computed anew. The server may have made more of what was broken off, and a prompt's
+    single last token counts as a decode.
+    """
+    if outcome.errors:
+        return []
+    counted, preempted = after.counts.since(before.counts), after.preemptions - before.preemptions
+    alone = outcome.output_received - outcome.num_requests
+    found = [
+        Bound("rows", sum(counted.rows.values()), outcome.output_received),
+        Bound("decode rows", counted.rows_of("decode"), alone - preempted, outcome.output_asked + preempted),
+        Bound("rows that are dense as requested", counted.rows["dense", Fallback.REQUESTED], outcome.exact_alone),
+    ]
+    if served is not None:
+        levels = {str(level): level for level in asking.levels}
+        once = [(served.most_pairs(n, levels[level]), times) for (n, level), times in outcome.by_length.items()]
+        longest = asking.longest + asking.most_output_tokens
+        again = preempted * max(served.most_pairs(longest, level) for level in asking.levels)
+        most = sum(pairs * times for pairs, times in once) + again
+        found.append(Bound("causal pairs of a layer", max(counted.causal_pairs.values(), default=0), 0, most))
+    return found
+
+
+def lines(asking: Asking, done: Checked) -> list[str]:
     """What came of it, for people."""
+    outcome = done.outcome
     by_level = ", ".join(f"{level}: {count}" for level, count in sorted(outcome.asked.items()))
     said = [
         f"{outcome.num_requests} requests of {asking.clients} clients in {asking.seconds:g} s, by level {by_level}; "
-        f"{outcome.broken_off} broken off; {outcome.tokens} tokens; {len(outcome.errors)} errors"
+        f"{outcome.broken_off} broken off; {outcome.tokens} tokens; {len(outcome.errors)} errors; "
+        f"{done.after.preemptions - done.before.preemptions} preemptions"
     ]
-    if (growth := outcome.growth(asking.seconds)) is not None:
-        said.append(f"the server's memory grew by {growth:.2%}, to {outcome.resident_bytes[-1][1] / 1e9:.2f} GB")
+    for what, samples in (("server's", outcome.resident_bytes), ("devices'", outcome.device_bytes)):
+        if (grown := growth(samples, asking.seconds)) is not None:
+            said.append(f"the {what} memory grew by {grown:.2%}, to {samples[-1][1] / 1e9:.2f} GB")
+    if not outcome.device_bytes:
+        said.append("no memory of devices: the server's workers have none to tell of")
+    report = done.after.report
+    rows = ", ".join(f"{' '.join(kind).strip()} {count:,}" for kind, count in sorted(report.rows.items()))
+    said.append(f"rows: {rows}; density of the sparse ones {report.density:.3f}")
+    said.append(
+        f"compilations: {report.compilations['warmup']} at start-up, {report.compilations['serving']} while serving; "
+        f"past the arena: {report.arena_overflows}; guard: {report.guard_checks} checks, {report.guard_trips} trips"
+    )
+    said += [f"within bounds: {bound}" for bound in done.bounds if bound.holds]
+    if done.audit is not None:
+        counted = done.audit.counted
+        said.append(
+            f"audit: {done.audit.num_requests} requests one at a time, {done.audit.cached_tokens:,} of their tokens "
+            f"cached; {sum(counted.rows.values()):,} rows, {sum(counted.tiles.values()):,} tiles and "
+            f"{sum(counted.causal_pairs.values()):,} pairs counted; {len(done.audit.differences)} counters differ from "
+            "what was sent"
+        )
     return said
 
 
-def add_figures(report: Report, asking: Asking, outcome: Outcome) -> list[str]:
-    """As figures of a results file; what is wrong, where something is."""
-    about = f"soak, {asking.clients} clients, {asking.shortest:,} to {asking.longest:,} tokens, {asking.seconds:g} s"
-    report.add_case({"part": "soak", "requests": outcome.num_requests, "errors": outcome.errors[:MOST_SHOWN]})
+def add_figures(report: Report, asking: Asking, done: Checked, label: str = "") -> None:
+    """As figures of a results file. ``label``: what the server was."""
+    outcome, counters = done.outcome, done.after.report
+    what = f"soak, {label}, " if label else "soak, "
+    about = f"{what}{asking.clients} clients, {asking.shortest:,} to {asking.longest:,} tokens, {asking.seconds:g} s"
+    report.add_case({"part": "soak", "about": about, "said": lines(asking, done), "problems": done.problems})
     report.add_figure(f"{about}: requests", outcome.num_requests, "requests", "higher")
-    report.add_figure(f"{about}: errors", len(outcome.errors), "requests", "lower")
-    problems = list(outcome.errors[:MOST_SHOWN])
-    if not outcome.num_requests:
-        problems.append("no request was sent")
-    if (growth := outcome.growth(asking.seconds)) is not None:
-        report.add_figure(f"{about}: growth of the server's memory", growth, "share", "lower")
-        if growth > MOST_GROWTH:
-            problems.append(f"the server's memory grew by {growth:.2%}, expected at most {MOST_GROWTH:.0%}")
-    return problems
+    report.add_figure(f"{about}: errors", len(outcome.errors), "requests", "lower", 0)
+    for of, samples in (("the server", outcome.resident_bytes), ("its devices", outcome.device_bytes)):
+        if (grown := growth(samples, asking.seconds)) is not None:
+            bar = MOST_GROWTH if asking.seconds >= LEAST_S_TO_GROW else None
+            report.add_figure(f"{about}: growth of the memory of {of}", grown, "share", "lower", bar)
+    report.add_figure(f"{about}: compilations while serving", counters.compilations["serving"], "kernels", "lower", 0)
+    report.add_figure(f"{about}: tensors past the arena", counters.arena_overflows, "tensors", "lower", 0)
+    if counters.guard_checks:
+        report.add_figure(f"{about}: guard's checks", counters.guard_checks, "checks", "higher")
+        report.add_figure(f"{about}: guard's trips", counters.guard_trips, "trips", "lower", 0)
+    broken = sum(not bound.holds for bound in done.bounds)
+    if done.bounds:
+        report.add_figure(f"{about}: counters out of bounds", broken, "counters", "lower", 0)
+    if done.audit is not None:
+        off = len(done.audit.differences)
+        report.add_figure(
+            f"{about}: counters that differ from what was sent, in the audit", off, "counters", "lower", 0
+        )

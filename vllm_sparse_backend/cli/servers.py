@@ -4,6 +4,7 @@
 import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,20 +80,32 @@ def serve(
 def soak(
     model: Annotated[Path | None, typer.Argument(help="Model to serve; not needed with --url.")] = None,
     url: Annotated[str | None, typer.Option(help="A running server with this backend.")] = None,
-    settings: Annotated[str, typer.Option(help="The sparse_prefill object as JSON, or a profile.")] = "{}",
+    settings: Annotated[
+        str | None,
+        typer.Option(
+            help="The sparse_prefill object as JSON, or a profile; with --url what the server was started with, for "
+            "the audit of its counters, which is left out without."
+        ),
+    ] = None,
     seconds: Annotated[float, typer.Option(help="For how long requests are sent.", min=1.0)] = 600.0,
     clients: Annotated[int, typer.Option(help="Requests under way at a time.", min=1)] = 16,
     shortest: Annotated[int, typer.Option(help="Tokens of the shortest prompts.", min=1)] = 16,
     longest: Annotated[int, typer.Option(help="Tokens of the longest.", min=2)] = 131072,
     levels: Annotated[str, typer.Option(help="Levels that requests ask for, by comma.")] = "0,1",
     aborts: Annotated[float, typer.Option(help="Share of requests that are broken off.", min=0.0, max=1.0)] = 0.1,
+    chunk: Annotated[int, typer.Option(help="The server's --max-num-batched-tokens.", min=128)] = 8192,
     text: Annotated[Path | None, typer.Option(help="Text file that prompts are taken from.")] = None,
     server_args: Annotated[str, typer.Option(help="More arguments for the server, as one text.")] = "",
     seed: Annotated[int, typer.Option(help="Of lengths, levels and prefixes.")] = 0,
     json_path: Json = None,
     results: Results = None,
 ) -> None:
-    """Many clients for a long time; exit code 1 if a request fails or the server's memory grows by more than 3 %."""
+    """Many clients for a long time, then an audit of the counters.
+
+    Exit code 1 if a request fails or has a log-probability that is no number, memory of the server or its devices grows
+    by more than 3 %, a kernel is compiled, a tensor misses the arena, the guard trips, or counters do not fit what was
+    sent.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are stopped
     with _failures():
         from vllm_sparse_backend.bench import serve as part
@@ -106,22 +119,24 @@ def soak(
         asked = tuple(int(one) if one in ("0", "1") else one for one in levels.split(","))
         asking = soaking.Asking(seconds, clients, shortest, longest, (None, *asked), abort_share=aborts, seed=seed)
         report = Report("soak", part.device_name() if model else str(url), json_path, results)
-        own = text.read_text() if text else None
-        if model is None:
-            endpoint = Endpoint.connect("server", url or "")
-            outcome = soaking.soak(endpoint, asking, Prompts.of(endpoint, own))
-        else:
-            values = part.Settings.parse(settings).values
-            args = part.server_args(model, longest + asking.most_output_tokens + 16, 2 * longest, server_args)
-            with Server(model, (*args, *sparse_args(values))) as server:
-                endpoint = Endpoint.connect("server", server.url)
-                outcome = soaking.soak(endpoint, asking, Prompts.of(endpoint, own), server.resident_bytes)
-        problems = soaking.add_figures(report, asking, outcome)
-        for line in soaking.lines(asking, outcome):
+        own = part.Settings.parse(settings or "{}")
+        with ExitStack() as stack:
+            resident_bytes = None
+            if model is not None:
+                more = f"--max-num-batched-tokens {chunk} {server_args}"
+                args = part.server_args(model, longest + asking.most_output_tokens + 16, 2 * longest, more)
+                server = stack.enter_context(Server(model, (*args, *sparse_args(own.values))))
+                resident_bytes = server.resident_bytes
+            endpoint = Endpoint.connect("server", server.url if model else url or "")
+            served = soaking.served_by(endpoint, own.values, model, chunk) if model or settings else None
+            prompts = Prompts.of(endpoint, text.read_text() if text else None)
+            done = soaking.soak_and_check(endpoint, asking, prompts, resident_bytes, served)
+        soaking.add_figures(report, asking, done, f"{Path(model or endpoint.model).name}, {own}")
+        for line in soaking.lines(asking, done):
             _console().print(line, highlight=False)
-        for problem in problems:
+        for problem in done.problems:
             _console().print(f"[red]{escape(problem)}[/]", highlight=False)
-        if problems:
+        if done.problems:
             raise typer.Exit(1)
 
 

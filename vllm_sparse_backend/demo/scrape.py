@@ -43,9 +43,21 @@ class Report:
     compilations: Counter[str] = field(default_factory=Counter)
     """By when: warmup or serving."""
     arena_overflows: int = 0
+    guard_checks: int = 0
+    guard_trips: int = 0
+    device_bytes: int = 0
+    """What all workers hold of their devices; 0 where they run on CPUs."""
+    engines: Counter[str] = field(default_factory=Counter)
+    """By what they did when they were asked: answered or silent. None at all where the server has no such counters."""
 
     def rows_of(self, path: str) -> int:
         return sum(count for (row_path, _), count in self.rows.items() if row_path == path)
+
+    @property
+    def density(self) -> float:
+        """Of all layers together; not a number where nothing was computed sparsely."""
+        causal = sum(counts.causal_pairs for counts in self.layers.values())
+        return sum(counts.kept_pairs for counts in self.layers.values()) / causal if causal else float("nan")
 
     def problem(self) -> str | None:
         """Why these counts do not show a sparse prefill, or None if they do."""
@@ -73,6 +85,12 @@ def parse(text: str) -> Report:
     return report
 
 
+def total(text: str, name: str) -> float:
+    """The sum of a metric's samples of exactly that name, such as one of vLLM's own; 0 where there is none."""
+    families = text_string_to_metric_families(text)
+    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+
+
 def _add(report: Report, name: str, labels: Mapping[str, str], value: float) -> None:
     if name == "rows":
         report.rows[labels["path"], labels.get("reason", "")] += int(value)
@@ -80,8 +98,10 @@ def _add(report: Report, name: str, labels: Mapping[str, str], value: float) -> 
         report.attention[labels["attention"]] += int(value)
     elif name == "compilations":
         report.compilations[labels["when"]] += int(value)
-    elif name == "arena_overflows":
-        report.arena_overflows += int(value)
+    elif name == "up":
+        report.engines["answered" if value else "silent"] += 1
+    elif name in ("arena_overflows", "guard_checks", "guard_trips", "device_bytes"):
+        setattr(report, name, getattr(report, name) + int(value))
     elif name == "sampled_seconds":
         seconds = report.layers.setdefault(int(labels["layer"]), LayerCounts()).seconds
         seconds[labels["part"]] += value  # type: ignore[assignment]

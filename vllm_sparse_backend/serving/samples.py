@@ -3,6 +3,8 @@
 
 from typing import Any
 
+import torch
+
 from vllm_sparse_backend.serving import compat, compilations
 from vllm_sparse_backend.serving.layers import model_layers
 
@@ -23,6 +25,8 @@ def worker_samples(worker: Any, start: bool = True) -> dict[str, Any]:
             ("arena_peak_bytes", [], memory.arena.peak_bytes),
             ("arena_overflows", [], memory.arena.overflows),
         ]
+        if memory.arena.device.type == "cuda":
+            samples.append(("device_bytes", [], torch.cuda.memory_reserved(memory.arena.device)))
     if compat.tensor_parallel(worker.vllm_config)[0] == 0:
         names = [impl.attention_name for impl in impls]
         samples += [("layers", [name], names.count(name)) for name in dict.fromkeys(names)]

@@ -63,6 +63,7 @@ class Recorder:
         self.device = device
         self.is_first_rank = is_first_rank
         self._places: dict[int, int] = {}
+        self._kept_of: dict[int, torch.Tensor] = {}
         self._kept = torch.zeros(0, dtype=torch.int64, device=device)
         self._rows: Tally[Way] = Tally()
         self._tiles: Tally[int] = Tally()
@@ -79,6 +80,7 @@ class Recorder:
         for layer in layers:
             self._places.setdefault(layer, len(self._places))
         self._kept = torch.cat([self._kept, self._kept.new_zeros(len(self._places) - len(self._kept))])
+        self._kept_of = {layer: self._kept[place] for layer, place in self._places.items()}
 
     def count_rows(self, path: str, reason: Fallback | None, rows: int = 1) -> None:
         if self.is_first_rank and is_counting():
@@ -114,7 +116,7 @@ class Recorder:
         """Add one layer's index of this step. Stays on the device."""
         if not is_counting():
             return
-        self._kept[self._places[layer]] += index.kept_pairs()
+        self._kept_of[layer].add_(index.kept_pairs())
         causal = index.num_heads * causal_pairs(index.rows)
         self._causal[layer] += causal
         if self.is_first_rank:

@@ -61,6 +61,7 @@ _TABLE = (
     Metric("arena_overflows", "counter", "Tensors that took other memory than the arena's: a mistake."),
     Metric("arena_bytes", "gauge", "Memory reserved for selection and attention.", per_rank=True),
     Metric("arena_peak_bytes", "gauge", "The most of it that was in use at a time.", per_rank=True),
+    Metric("device_bytes", "gauge", "Memory of the device that the worker holds, not counting drivers.", per_rank=True),
     Metric("layers", "gauge", "The model's layers by what computes the attention of their prefills.", ("attention",)),
     Metric("guard_checks", "counter", "Calls whose last queries the guard computed densely and compared.", ("layer",)),
     Metric("guard_trips", "counter", "Times that the guard turned a layer dense.", ("layer",)),

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What counting costs beside the step that is counted.
+
+    python -m benchmarks.metrics [--method NAME:FIELD=VALUE] [--results docs/results/production.json]
+
+A step is a chunk's selection, attention and projections in each layer of an 8B model; its norms, its sampling and what
+the engine does between steps are left out, so the shares are above those of a server. What counting takes is timed for
+itself: on the device, and on the host, where it is hidden as long as the device is the slower of the two. Beside that
+the rows of each step are counted on the host: of a step of decodes nothing else is. Its length is that of reading an 8B
+model's weights once, at the speed that this card copies memory.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from benchmarks.shape import SHAPE
+from vllm_sparse_backend.bench.asked import Asked
+from vllm_sparse_backend.bench.card import Card, Run
+from vllm_sparse_backend.bench.data import Heads, structured_prompts
+from vllm_sparse_backend.bench.methods import Layer, Prompt, layers_of, new_step
+from vllm_sparse_backend.bench.report import BenchError, Report, table_of
+from vllm_sparse_backend.bench.serve import CHUNK_TOKENS
+from vllm_sparse_backend.serving.stats import Recorder
+from vllm_sparse_backend.settings.config import SparsePrefillConfig
+from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_backend.settings.reasons import Fallback
+from vllm_sparse_kernels.attend import Engine
+
+COLUMNS = {
+    "what": "step",
+    "engine": "engine",
+    "layer_ms": "a layer of it, ms",
+    "step_ms": "whole, ms",
+    "device_us": "counting, device, µs",
+    "host_us": "host, µs",
+    "share_of_device": "device's share of the step",
+    "share_of_host": "host's",
+}
+
+NUM_LAYERS = 32
+DECODES = 256
+HOST_CALLS = 100
+WEIGHT_BYTES = 16e9
+"""Of an 8B model in 16 bits."""
+
+
+def host_us(card: Card, run: Run, calls: int = HOST_CALLS) -> float:
+    """Of the host alone, per call: what is launched is waited for between samples, and not timed."""
+    taken = []
+    for _ in range(7):
+        card.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            run()
+        taken.append((time.perf_counter() - began) / calls)
+    card.synchronize()
+    return median(taken) * 1e6
+
+
+def projections(heads: Heads, tokens: int, device: torch.device, hidden: int, inner: int) -> list[Run]:
+    """A layer's matrix products, of random weights."""
+    wide = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+    sizes = [(hidden, wide), (heads.num_heads * heads.head_dim, hidden), (hidden, 2 * inner), (inner, hidden)]
+
+    def product(rows: int, columns: int) -> Run:
+        x = torch.randn(tokens, rows, device=device, dtype=heads.dtype)
+        weight = torch.randn(rows, columns, device=device, dtype=heads.dtype)
+        return lambda: x @ weight
+
+    return [product(*size) for size in sizes]
+
+
+def counting(recorder: Recorder, number: int, layer: Layer) -> Run:
+    """All that counts a layer's call in a server: its turn of the timer's, and its pairs."""
+
+    def run() -> None:
+        lap = recorder.lap(number)
+        lap.begins()
+        lap.selected()
+        lap.attended()
+        recorder.count_pairs(number, layer.index, lap)
+
+    return run
+
+
+def sparse(layer: Layer, engine: Engine) -> Run:
+    def run() -> None:
+        layer.select()
+        layer.attend(engine)
+
+    return run
+
+
+def run_prefill(
+    card: Card,
+    prompts: Sequence[Prompt],
+    plan: Plan,
+    context_len: int,
+    query_len: int,
+    products: Sequence[Run],
+    name: str,
+    report: Report,
+    budget_s: float = 2.0,
+) -> dict[str, Any]:
+    """A chunk after a context. ``name``: of the method."""
+    engine, layers = _layers(card, prompts, plan, context_len, query_len)
+    recorder = Recorder(card.device)
+    recorder.add_layers(range(len(layers)))
+    counts = [counting(recorder, number, layer) for number, layer in enumerate(layers)]
+    step = [sparse(layer, engine) for layer in layers] + [run for run in products for _ in layers]
+    spans = [[("layer", run) for run in step], [("count", run) for run in counts]]
+    taken = {name: median(ms) / len(layers) for name, ms in card.spans_ms(spans, new_step(layers), budget_s).items()}
+    table = torch.zeros(1, 8, dtype=torch.int32, device=card.device)
+    rows_us = host_us(card, lambda: recorder.count_batch(0, [("sparse", None)], table))
+    row: dict[str, Any] = {"what": f"{query_len:,} tokens after {context_len:,}", "engine": engine.name}
+    row |= {"layer_ms": taken["layer"], "step_ms": taken["layer"] * NUM_LAYERS}
+    row["device_us"] = 1e3 * NUM_LAYERS * taken["count"]
+    row["host_us"] = rows_us + NUM_LAYERS * median(host_us(card, run) for run in counts)
+    _report(report, row, f"metrics, {name}, after {context_len:,}")
+    return row
+
+
+def run_decodes(card: Card, step_ms: float, report: Report) -> dict[str, Any]:
+    """A step of ``DECODES`` requests."""
+    recorder = Recorder(card.device)
+    table = torch.zeros(DECODES, 8, dtype=torch.int32, device=card.device)
+    kinds: list[tuple[str, Fallback | None]] = [("decode", None)] * DECODES
+    row: dict[str, Any] = {"what": f"{DECODES} decodes", "step_ms": step_ms, "device_us": 0.0}
+    row["host_us"] = host_us(card, lambda: recorder.count_batch(0, kinds, table))
+    _report(report, row, f"metrics, a step of {DECODES} decodes")
+    return row
+
+
+def _report(report: Report, row: dict[str, Any], about: str) -> None:
+    row["share_of_device"] = row["device_us"] / 1e3 / row["step_ms"]
+    row["share_of_host"] = row["host_us"] / 1e3 / row["step_ms"]
+    report.add_case(row)
+    report.add_figure(f"{about}: device's share of a step", row["share_of_device"], "share", "lower", 0.005)
+    report.add_figure(f"{about}: host's share of a step", row["share_of_host"], "share", "lower", 0.005)
+
+
+def _layers(
+    card: Card, prompts: Sequence[Prompt], plan: Plan, context_len: int, query_len: int
+) -> tuple[Engine, list[Layer]]:
+    """The chunk for the engine that a server would take, selected."""
+    for engine in card.engines.values():
+        layers = layers_of(prompts, plan, context_len, query_len, engine.name)
+        if all(layer.refusal(engine) is None for layer in layers):
+            for layer in layers:
+                layer.select()
+            return engine, layers
+    raise BenchError("no engine can attend over this plan's index here")
+
+
+def copied_ms(card: Card, num_bytes: float) -> float:
+    """How long this card takes to read so much memory: half of what copying a GiB reads and writes."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=card.device)
+    target = torch.empty_like(source)
+    ms = median(card.spans_ms([[("copy", lambda: target.copy_(source))]], budget_s=0.5)["copy"])
+    return ms / 2 * num_bytes / source.numel()
+
+
+def main(
+    method: Annotated[str, typer.Option(help="NAME or NAME:FIELD=VALUE,FIELD=VALUE; the server's default.")] = "",
+    contexts: Annotated[str, typer.Option(help="Cached tokens before the chunk, by comma.")] = "24576,122880",
+    chunk: Annotated[int, typer.Option(help="Tokens of a chunk.")] = CHUNK_TOKENS,
+    json_path: Annotated[Path | None, typer.Option("--json", help="File for all that was measured.")] = None,
+    results: Annotated[Path | None, typer.Option(help="List of figures to merge this run's into.")] = None,
+) -> None:
+    card, lengths, heads = Card(), [int(n) for n in contexts.split(",")], Heads()
+    prompts, shape = structured_prompts(heads, max(lengths) + chunk, 2, card.device), heads.model(2)
+    asked = Asked.parse(method) if method else None
+    plan = asked.plan(shape, None) if asked else Plan.build(SparsePrefillConfig(), shape)
+    command = f"python -m benchmarks.metrics --contexts {contexts} --chunk {chunk}"
+    report = Report("metrics", card.name, json_path, results, command + (f" --method {method}" if method else ""))
+    products = projections(heads, chunk, card.device, SHAPE["hidden_size"], SHAPE["intermediate_size"])
+    name = f"{asked or 'default'}"
+    rows = [run_prefill(card, prompts, plan, length, chunk, products, name, report) for length in lengths]
+    rows.append(run_decodes(card, copied_ms(card, WEIGHT_BYTES), report))
+    Console(width=180).print(table_of(f"counting beside what is counted, {card.name}", COLUMNS, rows))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism on two cards beside one: the same answers, and as much of a speed-up.
+
+    python -m benchmarks.tensor_parallel ANSWERING SHAPE --text FOLDER [--results docs/results/production.json]
+
+ANSWERING is a model that answers questions within its prompts: served with one card and with two, both with this
+backend. Sums over heads are made in another order on two cards, so tokens may differ; how many answers are right is
+compared. SHAPE is served with dummy weights by stock vLLM and by this backend, on one card and on two: how much sooner
+the first token comes, beside stock with as many cards. All servers start at once, and are asked one after the other.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+
+from vllm_sparse_backend.bench.report import BenchError, Report
+from vllm_sparse_backend.bench.serve import Settings, device_name, kv_bytes
+from vllm_sparse_backend.demo.server import Server, sparse_args
+
+CLI = [sys.executable, "-m", "vllm_sparse_backend.cli"]
+SPARE_TOKENS = 2048
+CARDS = (1, 2)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A server on the first so many cards; ``settings`` None for stock."""
+
+    model: Path
+    cards: int
+    settings: Settings | None
+    tokens: int
+    """Of its longest request, the answer included."""
+    more: tuple[str, ...] = ()
+
+    def server(self) -> Server:
+        args = [
+            "--tensor-parallel-size", str(self.cards), "--max-model-len", str(self.tokens), "--max-num-batched-tokens",
+            "8192", "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes",
+            str(kv_bytes(self.model, self.tokens + SPARE_TOKENS) // self.cards), *self.more,
+        ]  # fmt: skip
+        if self.settings is not None:
+            args += sparse_args(self.settings.values)
+        return Server(self.model, args, env={"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(self.cards)))})
+
+
+def run(command: Sequence[str], timeout_s: float) -> None:
+    """One of our own commands, which says itself what goes wrong."""
+    print(time.strftime("%T"), *command[len(CLI) :], flush=True)
+    if (code := subprocess.run(command, timeout=timeout_s, check=False).returncode) != 0:
+        print(f"exit code {code}", flush=True)
+
+
+def cases_of(path: Path) -> list[dict[str, Any]]:
+    """What a command of ours measured; nothing where it failed before it had a case."""
+    return list(json.loads(path.read_text(encoding="utf-8"))["cases"]) if path.exists() else []
+
+
+def compare_answers(urls: dict[int, str], text: Path, lengths: str, prompts: int, folder: Path, report: Report) -> None:
+    from vllm_sparse_backend.evaluate.asking import summaries
+
+    found, servers = folder / "answers.json", []
+    for cards, url in urls.items():
+        servers += ["--url", url, "--label", f"TP {cards}"]
+    asked = ["--lengths", lengths, "--prompts", str(prompts), "--text", str(text), "--json", str(found)]
+    run([*CLI, "eval", "answers", *servers, *asked], 180)
+    labels = [f"TP {cards}" for cards in urls]
+    rows = summaries(cases_of(found), labels, [int(n) for n in lengths.split(",")])
+    for row in rows:
+        report.add_case({key: row[key] for key in ("label", "tokens", "answers", "perplexity", "density", "failed")})
+        about = f"{row['label']}, {row['tokens']:,} tokens: right answers of {row['asked']}"
+        if row["asked"]:
+            report.add_figure(about, row["right"], "answers", "higher")
+    for one, two in zip(rows[::2], rows[1::2], strict=True):
+        about = f"TP 2, {two['tokens']:,} tokens: right answers ÷ TP 1's"
+        if one["right"] and not one["failed"] + two["failed"]:
+            report.add_figure(about, two["right"] / one["right"], "ratio", "higher", 1)
+
+
+def compare_speed(
+    urls: dict[tuple[int, bool], str], settings: Settings, length: int, folder: Path, report: Report
+) -> None:
+    sooner: dict[int, float] = {}
+    for cards in CARDS:
+        found = folder / f"serve-{cards}.json"
+        where = ["--stock-url", urls[cards, False], "--url", urls[cards, True], "--label", f"{settings}, TP {cards}"]
+        asked = ["--lengths", str(length), "--output-tokens", "8", "--repeats", "3", "--requests", "0"]
+        run([*CLI, "bench", "serve", *where, *asked, "--json", str(found)], 120)
+        for case in cases_of(found):
+            report.add_case(case)
+            if case["part"] == "latency" and "times_sooner" in case:
+                sooner[cards] = case["times_sooner"]
+                about = f"{settings}, TP {cards}, {length:,} tokens: first token, times sooner than stock's, TP {cards}"
+                report.add_figure(about, case["times_sooner"], "ratio", "higher")
+    if len(sooner) == len(CARDS):
+        about = f"{settings}, TP 2, {length:,} tokens: times sooner than stock ÷ TP 1's"
+        report.add_figure(about, sooner[2] / sooner[1], "ratio", "higher", 0.9)
+
+
+def _end(servers: Iterable[Server]) -> None:
+    """At once, whatever is under way: a server outlives what started it, and some may be starting yet."""
+    for server in servers:
+        server.stop()
+    os._exit(143)
+
+
+def main(
+    answering: Annotated[Path, typer.Argument(help="Model folder whose answers are compared.")],
+    shape: Annotated[Path, typer.Argument(help="Model folder that is timed, with dummy weights.")],
+    text: Annotated[Path, typer.Option(help="Text file, or folder of *.py and *.md, that questions are put into.")],
+    answers_settings: Annotated[str, typer.Option(help="For the answers: JSON, or a profile.")] = (
+        '{"min_tokens": 2048, "min_query_tokens": 1}'
+    ),
+    speed_settings: Annotated[str, typer.Option(help="For the speed.")] = '{"method": "a_shape"}',
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompts with questions, by comma.")] = "32000,130000",
+    prompts: Annotated[int, typer.Option(help="Prompts of each.", min=1)] = 2,
+    length: Annotated[int, typer.Option(help="Tokens of the prompts that are timed.")] = 131072,
+    json_path: Annotated[Path | None, typer.Option("--json", help="File for all that was measured.")] = None,
+    results: Annotated[Path | None, typer.Option(help="List of figures to merge this run's into.")] = None,
+) -> None:
+    longest = max(int(n) for n in lengths.split(","))
+    speed, answers = Settings.parse(speed_settings), Settings.parse(answers_settings)
+    wanted = {("answers", cards, True): Wanted(answering, cards, answers, longest + 1) for cards in CARDS}
+    for cards in CARDS:
+        for ours in (False, True):
+            of = speed if ours else None
+            wanted["speed", cards, ours] = Wanted(shape, cards, of, length + 16, ("--load-format", "dummy"))
+    command = f"python -m benchmarks.tensor_parallel {answering.name} {shape.name} --text {text.name}"
+    command += f" --lengths {lengths} --prompts {prompts} --length {length}"
+    report = Report("tensor parallelism", f"2 × {device_name()}", json_path, results, command)
+    with ExitStack() as stack, ThreadPoolExecutor(len(wanted)) as pool, TemporaryDirectory() as folder:
+        servers = {name: one.server() for name, one in wanted.items()}
+        signal.signal(signal.SIGTERM, lambda *_: _end(servers.values()))
+        starting = {name: pool.submit(stack.enter_context, server) for name, server in servers.items()}
+
+        def urls_of(what: str) -> dict[tuple[int, bool], str]:
+            """Of these servers, once all of them are up. Raises BenchError where one is not."""
+            for (of, cards, ours), future in starting.items():
+                if of == what and (error := future.exception()) is not None:
+                    raise BenchError(f"{what}, TP {cards}, {'ours' if ours else 'stock'}: {error}")
+            return {(cards, ours): servers[of, cards, ours].url for of, cards, ours in servers if of == what}
+
+        failed = []
+        for part in ("answers", "speed"):
+            try:
+                urls = urls_of(part)
+                print(time.strftime("%T"), f"servers for {part} are up", flush=True)
+                if part == "answers":
+                    compare_answers(
+                        {cards: urls[cards, True] for cards in CARDS}, text, lengths, prompts, Path(folder), report
+                    )
+                else:
+                    compare_speed(urls, speed, length, Path(folder), report)
+            except (BenchError, subprocess.TimeoutExpired) as error:
+                failed.append(str(error))
+                print(error, flush=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
