@@ -16,7 +16,7 @@ from tests.bench.stub import Stub, running
 from vllm_sparse_backend.bench import latency, load, serve
 from vllm_sparse_backend.bench.endpoint import Endpoint, Prompts, RequestError
 from vllm_sparse_backend.bench.latency import Length
-from vllm_sparse_backend.bench.report import BenchError
+from vllm_sparse_backend.bench.report import BenchError, Report
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.demo.model import CONFIG, make_model
 
@@ -66,9 +66,12 @@ def test_running_servers_are_compared(pair, log, tmp_path):
         "vllm serve, a_shape, 40 tokens: per output token, times faster",
         "vllm serve, a_shape, mixed load: p99 of short requests' first token, times sooner",
         "vllm serve, a_shape, mixed load: throughput, times stock's",
+        "vllm serve, a_shape, mixed load: density of its sparse rows",
+        "vllm serve, a_shape, 40 tokens: density of its sparse rows",
         "vllm serve, a_shape: density of its sparse rows",
     } <= names
-    assert written["cases"][-1]["density"] == 0.25
+    assert all(case["density"] == 0.25 for case in [*cases.values(), mixed[1], written["cases"][-1]])
+    assert mixed[0]["density"] is None  # stock's
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     # Asked in turn, ABBA, each the same prompts; no prompt twice; a cached prefix goes before its question.
     of_900 = [(name, tuple(prompt)) for name, prompt in log if len(prompt) == 900]
@@ -76,6 +79,42 @@ def test_running_servers_are_compared(pair, log, tmp_path):
     assert all(count == 2 for count in Counter(prompt for _, prompt in of_900).values())
     at = next(i for i, (_, prompt) in enumerate(log) if len(prompt) == 320)
     assert log[at - 1][1] == log[at][1][:300]
+
+
+def test_levels_of_one_server_are_compared_each(pair, log, tmp_path):
+    stock, ours = pair()
+    files = ("--json", tmp_path / "all.json", "--results", tmp_path / "results.json")
+    lengths = ("--lengths", "40,900", "--cached", 300, "--new", 20, "--repeats", 2, "--output-tokens", 2)
+    mixed = ("--requests", 4, "--clients", 3, "--short", 30, "--long", 500)
+    levels = ("--level", "half", "--level", "tenth")
+    result = run("--stock-url", stock, "--url", ours, *levels, *lengths, *mixed, *files)
+    assert result.exit_code == 0, result.output
+    cases = json.loads((tmp_path / "all.json").read_text())["cases"]
+    for label, density in (("half", 0.5), ("tenth", 0.1)):
+        own = [case for case in cases if case["label"] == label]
+        assert [case["part"] for case in own] == ["latency"] * 3 + ["load", "load", "density"]
+        assert [case["density"] for case in own] == [density] * 3 + [None, density, density]
+        assert all(2 < case["times_sooner"] < 6 for case in own[:3])
+    figures = {row["name"]: row["value"] for row in json.loads((tmp_path / "results.json").read_text())}
+    assert figures["vllm serve, tenth, 900 tokens: density of its sparse rows"] == 0.1
+    assert figures["vllm serve, half, mixed load of 3 clients: throughput, times stock's"] > 1.5
+    # One prompt to all of them in turn, there and back; stock once, however many levels.
+    of_900 = [name for name, prompt in log if len(prompt) == 900]
+    assert of_900 == ["stock", "half", "tenth", "tenth", "half", "stock", "stock", "half", "tenth"]
+    assert len({tuple(prompt) for _, prompt in log if len(prompt) == 900}) == 3
+    # A level's questions come after its own prefix: another level's is none of its own.
+    at = [i for i, (_, prompt) in enumerate(log) if len(prompt) == 320]
+    assert all(log[i - 1] == (log[i][0], log[i][1][:300]) for i in at)
+    assert "3 clients, each of which sends the next" in result.output
+
+
+def test_a_level_that_the_server_lacks_is_refused_before_anything_is_measured(pair, log):
+    stock, ours = pair()
+    result = run("--stock-url", stock, "--url", ours, "--level", "half", "--level", "third", "--lengths", "40")
+    assert result.exit_code == 1
+    assert "level 'third': answered 400: " in result.stderr
+    assert "expected one of half, tenth" in result.stderr
+    assert len(log) == 1  # which asked for the other level
 
 
 @pytest.mark.parametrize("fault", ["short", "nan", "error", "refuse"])
@@ -172,6 +211,32 @@ def test_an_open_loop_counts_from_when_a_request_was_due(log):
     waits = sorted(one.first_token_s for one in served)
     assert waits[0] < 0.15
     assert waits[-1] > 0.25
+
+
+def test_a_closed_loop_has_so_many_requests_under_way(log):
+    """Seven requests of three clients, 30 ms each, one after the other: a client waits for two others at most."""
+    stub = Stub("stock", log, lambda n: 0.03)
+    with running(stub) as url:
+        arrivals = [load.Arrival(60.0 * i, 20, 1, False) for i in range(7)]
+        server = Endpoint.connect("stock", url)
+        served = load.play_closed(server, arrivals, [[i] * 20 for i in range(7)], clients=3)
+    assert stub.most_at_once == 3
+    assert [one.error for one in served] == [None] * 7
+    assert sorted(prompt[0] for _, prompt in log) == list(range(7))
+    assert max(one.first_token_s for one in served) < 0.15
+    assert served[6].arrival.at_s > 0.05
+    assert load.summary("stock", "x", served)["span_s"] > 0.2
+
+
+def test_long_prompts_are_asked_fewer_times_and_warmed_up_with_shorter_ones(log):
+    assert [latency.repeats_of(Length(n), 21) for n in (1000, 20_000, 131_072)] == [21, 10, 3]
+    assert latency.repeats_of(Length(131_072), 2) == 2
+    with ExitStack() as stack:
+        urls = [stack.enter_context(running(Stub(name, log, lambda n: 0))) for name in ("stock", "ours")]
+        stock, ours = (Endpoint.connect(name, url) for name, url in zip(("stock", "ours"), urls, strict=True))
+        report, prompts = Report("serve", "x"), Prompts(list(range(2000)))
+        latency.compare(stock, {"ours": ours}, [Length(40_000)], prompts, 1, 1, report, lambda case: None)
+    assert [len(prompt) for _, prompt in log] == [32_768, 32_768, 40_000, 40_000]
 
 
 @pytest.mark.parametrize("q", [0.0, 0.5, 0.9, 0.99, 1.0])

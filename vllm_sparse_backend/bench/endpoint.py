@@ -8,12 +8,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from http.client import HTTPException
 from typing import Any
 
 from vllm_sparse_backend.bench.report import BenchError
 from vllm_sparse_backend.demo.model import project_text
+from vllm_sparse_backend.settings.requests import FIELD
 
 # Loopback must not go through a proxy of the environment.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -50,6 +51,17 @@ class Endpoint:
     model: str
     root: str | None = None
     """What the server loaded, a folder or a name, where it says so."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Goes with every streamed request."""
+
+    def at_level(self, level: int | str) -> "Endpoint":
+        """The same server, asked for that level. Raises BenchError where it has none of that name."""
+        asked = replace(self, extra={"vllm_xargs": {FIELD: level}})
+        try:
+            asked.ask([1] * 16, 1)
+        except RequestError as error:
+            raise BenchError(f"{self.name}: level {level!r}: {error}") from None
+        return asked
 
     @staticmethod
     def connect(name: str, url: str) -> "Endpoint":
@@ -72,7 +84,7 @@ class Endpoint:
         """
         body = {
             "model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "stream": True, "temperature": 0,
-            "ignore_eos": True, "logprobs": 1, **more,
+            "ignore_eos": True, "logprobs": 1, **self.extra, **more,
         }  # fmt: skip
         wanted = max_tokens if stop_after is None else min(stop_after, max_tokens)
         began = time.perf_counter()
