@@ -86,7 +86,10 @@ def rows_over_document(
     ask(list(document))
     others = [threading.Thread(target=ask, args=(prompts.take(len(document)),)) for _ in range(meanwhile)]
     own = [threading.Thread(target=ask, args=([*document, *prompts.take(new_tokens)],)) for _ in range(rows)]
-    for thread in [*others, *own]:
+    for thread in others:
+        thread.start()
+    time.sleep(0.5)  # they are to be first
+    for thread in own:
         thread.start()
     for thread in [*others, *own]:
         thread.join()

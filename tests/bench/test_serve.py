@@ -86,8 +86,8 @@ def test_levels_of_one_server_are_compared_each(pair, log, tmp_path):
     files = ("--json", tmp_path / "all.json", "--results", tmp_path / "results.json")
     lengths = ("--lengths", "40,900", "--cached", 300, "--new", 20, "--repeats", 2, "--output-tokens", 2)
     mixed = ("--requests", 4, "--clients", 3, "--short", 30, "--long", 500)
-    levels = ("--level", "half", "--level", "tenth")
-    result = run("--stock-url", stock, "--url", ours, *levels, *lengths, *mixed, *files)
+    servers = ("--stock-url", stock, "--url", ours, "--level", "half", "--level", "tenth")
+    result = run(*servers, *lengths, *mixed, *files)
     assert result.exit_code == 0, result.output
     cases = json.loads((tmp_path / "all.json").read_text())["cases"]
     for label, density in (("half", 0.5), ("tenth", 0.1)):
@@ -106,6 +106,54 @@ def test_levels_of_one_server_are_compared_each(pair, log, tmp_path):
     at = [i for i, (_, prompt) in enumerate(log) if len(prompt) == 320]
     assert all(log[i - 1] == (log[i][0], log[i][1][:300]) for i in at)
     assert "3 clients, each of which sends the next" in result.output
+    run(*servers, "--lengths", "", *mixed, "--json", tmp_path / "load.json")
+    cases = json.loads((tmp_path / "load.json").read_text())["cases"]
+    assert [case["part"] for case in cases] == ["load"] * 4 + ["density"] * 2
+
+
+def test_servers_that_do_not_fit_side_by_side_are_asked_the_same(log, tmp_path, monkeypatch):
+    """Stand-ins for servers that count how many of them run at a time."""
+    up = []
+
+    class OneServer:
+        def __init__(self, model, args):
+            self.is_ours = "sparse-prefill" in args
+
+        def __enter__(self):
+            name, first_s = ("ours", 0.02) if self.is_ours else ("stock", 0.08)
+            self.running = running(Stub(name, log, lambda n: first_s))
+            self.url = self.running.__enter__()
+            up.append(self)
+            assert len(up) == 1
+            return self
+
+        def __exit__(self, *error):
+            up.remove(self)
+            self.running.__exit__(*error)
+
+    monkeypatch.setattr(serve, "Server", OneServer)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    lengths = ("--lengths", "40,900", "--repeats", 2, "--output-tokens", 2, "--requests", 0)
+    settings = ("--settings", '{"method": "a_shape"}', "--settings", "streaming")
+    result = run(tmp_path, "--apart", *settings, *lengths, "--json", tmp_path / "all.json")
+    assert result.exit_code == 0, result.output
+    cases = json.loads((tmp_path / "all.json").read_text())["cases"]
+    assert [(case["label"], case.get("case")) for case in cases] == [
+        (label, case) for label in ("a_shape", "profile streaming") for case in ("40 tokens", "900 tokens", None)
+    ]
+    assert all(2 < case["times_sooner"] < 6 for case in cases if case["part"] == "latency")
+    assert {case["density"] for case in cases} == {0.25}
+    asked = [tuple(prompt) for _, prompt in log]
+    assert asked == asked[:6] * 3
+    result = run(tmp_path, "--apart", *lengths, "--label", "mine", "--json", tmp_path / "named.json")
+    assert {case["label"] for case in json.loads((tmp_path / "named.json").read_text())["cases"]} == {"mine"}
+    for wrong, says in (
+        (["--apart"], "expected a MODEL and --requests 0"),
+        ([*settings, "--label", "x"], "expected one"),
+    ):
+        result = run(tmp_path, *wrong)
+        assert result.exit_code == 1
+        assert says in result.stderr
 
 
 def test_a_level_that_the_server_lacks_is_refused_before_anything_is_measured(pair, log):
@@ -149,7 +197,7 @@ def test_what_failed_is_reported_and_not_counted(pair, tmp_path, fault):
 def test_some_failures_leave_the_medians_of_the_others():
     answers = [latency.Answer(x, 0.01, 4) for x in (0.1, 0.3, 0.2)]
     stock, ours = latency.Taken(answers), latency.Taken(answers[:1], ["refused", "refused"])
-    case = latency.case_of("x", Length(40), 3, stock, ours)
+    case = latency.case_of("x", Length(40), stock, ours)
     assert (case["stock_first_s"], case["ours_first_s"], case["failures"]) == (0.2, 0.1, 2)
     assert case["times_sooner"] == pytest.approx(2)
     assert case["said"] == ["ours: refused", "ours: refused"]
@@ -289,15 +337,25 @@ def test_servers_get_room_for_what_is_asked(tmp_path, monkeypatch):
 
 @pytest.mark.server
 def test_real_servers(tmp_path: Path):
-    """Two small servers: both answer everything, and the counters show that ours ran sparse."""
-    model = make_model(tmp_path / "model")
-    settings = {"method": "a_shape", "min_tokens": 1024, "params": {"sink_tokens": 128, "local_tokens": 256}}
+    """Two small servers: both answer everything, and the counters show what each level kept."""
+    model, profile = make_model(tmp_path / "model"), tmp_path / "levels.yaml"
+    profile.write_text(
+        "format: 1\nmodel: any\nmin_tokens: 1024\nlevel: narrow\n"
+        "default: {method: a_shape, sink_tokens: 128, local_tokens: 256}\n"
+        "levels: {wide: {default: {method: a_shape, sink_tokens: 512, local_tokens: 512}}}\n"
+    )
     lengths = ("--lengths", "100,2500", "--repeats", 3, "--output-tokens", 2, "--json", tmp_path / "all.json")
     mixed = ("--requests", 3, "--rate", 5, "--short", 100, "--long", 1500)
-    result = run(model, "--settings", json.dumps(settings), *lengths, *mixed)
+    result = run(model, "--settings", profile, "--level", "narrow", "--level", "wide", *lengths, *mixed)
     assert result.exit_code == 0, result.output
     cases = json.loads((tmp_path / "all.json").read_text())["cases"]
-    assert [case["part"] for case in cases] == ["latency", "latency", "load", "load", "density"]
     assert sum(case.get("failures", 0) for case in cases) == 0
-    assert all(case["times_sooner"] > 0 for case in cases[:2])
-    assert 0 < cases[-1]["density"] < 0.7
+    kept = []
+    for label in ("narrow", "wide"):
+        own = [case for case in cases if case["label"] == label]
+        assert [case["part"] for case in own] == ["latency", "latency", "load", "load", "density"]
+        assert all(case["times_sooner"] > 0 for case in own[:2])
+        assert own[0]["density"] is None  # too short to be sparse
+        kept.append(own[1]["density"])
+        assert 0 < own[-1]["density"] < 1
+    assert 0 < kept[0] < 0.6 < kept[1] < 0.8

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time to first token and per later token of servers, asked in turn: ABBA, one request at a time."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -73,31 +73,47 @@ def compare(
     report: Report,
     on_case: Callable[[dict[str, Any]], None],
 ) -> list[dict[str, Any]]:
-    """Stock and, by label, what is compared with it, each prompt of all of them in turn, there and back.
-
-    A length that no request of one of two was answered of gets no ratio.
-    """
+    """Stock and, by label, what is compared with it, all in turn. A length that either never answered gets no ratio."""
     cases = []
+    servers = [stock, *ours.values()]
+    for length, (of_stock, *of_ours) in ask_in_turn(servers, lengths, prompts, output_tokens, most_repeats):
+        cases += report_cases(length, of_stock, dict(zip(ours, of_ours, strict=True)), report, on_case)
+    return cases
+
+
+def ask_in_turn(
+    servers: Sequence[Endpoint], lengths: Sequence[Length], prompts: Prompts, output_tokens: int, most_repeats: int
+) -> Iterator[tuple[Length, list[Taken]]]:
+    """Each prompt of all servers, there and back. Prompts depend on what was taken of ``prompts`` before, no more."""
     prefixes = {n: prompts.take(n) for n in {length.cached_tokens for length in lengths} if n}
     for length in lengths:
-        repeats = repeats_of(length, most_repeats)
-        of_stock, taken = Taken(), {label: Taken() for label in ours}
-        asked = [(stock, of_stock), *((ours[label], taken[label]) for label in ours)]
+        asked = [(server, Taken()) for server in servers]
         prefix = prefixes.get(length.cached_tokens, [])
-        for i in range(-1, repeats):  # the first warms up
+        for i in range(-1, repeats_of(length, most_repeats)):  # the first warms up
             prompt = prefix + prompts.take(length.new_tokens if i >= 0 else min(length.new_tokens, MOST_TO_WARM_UP))
-            for server, its in asked if i % 2 else asked[::-1]:
-                is_counted = i == 0 and server is not stock
-                before = Pairs.of(server) if is_counted else Pairs()
-                _ask(server, prefix, prompt, output_tokens, its, timed=i >= 0)
-                if is_counted:
-                    its.pairs = Pairs.of(server) - before
-        for label, its in taken.items():
-            case = case_of(label, length, repeats, of_stock, its)
-            report.add_case(case)
-            _add_figures(report, label, length, case)
-            cases.append(case)
-            on_case(case)
+            for server, taken in asked if i % 2 else asked[::-1]:
+                before = Pairs.of(server) if i == 0 else Pairs()
+                _ask(server, prefix, prompt, output_tokens, taken, timed=i >= 0)
+                if i == 0:
+                    taken.pairs = Pairs.of(server) - before
+        yield length, [taken for _, taken in asked]
+
+
+def report_cases(
+    length: Length,
+    of_stock: Taken,
+    ours: Mapping[str, Taken],
+    report: Report,
+    on_case: Callable[[dict[str, Any]], None],
+) -> list[dict[str, Any]]:
+    """Cases and figures of one length, by label."""
+    cases = []
+    for label, taken in ours.items():
+        case = case_of(label, length, of_stock, taken)
+        report.add_case(case)
+        _add_figures(report, label, length, case)
+        cases.append(case)
+        on_case(case)
     return cases
 
 
@@ -113,10 +129,10 @@ def _ask(server: Endpoint, prefix: list[int], prompt: list[int], output_tokens: 
         taken.answers.append(answer)
 
 
-def case_of(label: str, length: Length, repeats: int, stock: Taken, ours: Taken) -> dict[str, Any]:
+def case_of(label: str, length: Length, stock: Taken, ours: Taken) -> dict[str, Any]:
     case: dict[str, Any] = {
         "part": "latency", "label": label, "case": str(length), "new_tokens": length.new_tokens,
-        "cached_tokens": length.cached_tokens, "repeats": repeats,
+        "cached_tokens": length.cached_tokens, "repeats": len(ours.answers),
         "stock_first_s": stock.first_s, "ours_first_s": ours.first_s,
         "stock_token_ms": None if stock.token_s is None else stock.token_s * 1e3,
         "ours_token_ms": None if ours.token_s is None else ours.token_s * 1e3,

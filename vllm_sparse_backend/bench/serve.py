@@ -36,18 +36,22 @@ class Settings:
     """One configuration of this backend: the object under ``sparse_prefill``."""
 
     values: Mapping[str, Any]
+    name: str | None = None
+    """In place of what the values say."""
 
     @staticmethod
-    def parse(text: str) -> "Settings":
+    def parse(text: str, name: str | None = None) -> "Settings":
         """From JSON, or the name or path of a profile. Raises BenchError naming what is wrong."""
         try:
             values = json.loads(text) if text.lstrip().startswith("{") else {"profile": text}
             load_config({KEY: values})
         except (ValueError, ConfigurationError) as error:
             raise BenchError(f"--settings {text!r}: {error}") from None
-        return Settings(values)
+        return Settings(values, name)
 
     def __str__(self) -> str:
+        if self.name is not None:
+            return self.name
         if not self.values:
             return "no configuration"
         params = self.values.get("params") or {}
@@ -135,9 +139,48 @@ def serve_and_compare(
         for one in settings:
             with _started(Server(model, (*args, *sparse_args(one.values))), starting.result) as ours:
                 on_case({"started": str(one), "command": str(ours)})
-                label = None if levels and len(settings) == 1 else str(one)
-                asked = of_levels(Endpoint.connect("ours", ours.url), label, levels)
+                asked = of_levels(Endpoint.connect("ours", ours.url), _label(one, settings, levels), levels)
                 compare(Endpoint.connect("stock", stock.url), asked, asking, report, on_case)
+
+
+def serve_apart(
+    model: Path,
+    settings: Sequence[Settings],
+    levels: Sequence[int | str],
+    args: Sequence[str],
+    asking: Asking,
+    report: Report,
+    on_case: OnCase,
+) -> None:
+    """The same where a card has no room for two: stock, then each configuration, alone. No mixed load.
+
+    Raises BenchError and ServerError.
+    """
+
+    def ask(server: Endpoint, asked: Mapping[str, Endpoint]) -> dict[Length, list[latency.Taken]]:
+        prompts = Prompts.of(server, asking.text)  # as the others get them
+        answers = (asking.output_tokens, asking.most_repeats)
+        return dict(latency.ask_in_turn(list(asked.values()), asking.lengths, prompts, *answers))
+
+    with _started(Server(model, args), lambda: None) as server:
+        stock = Endpoint.connect("stock", server.url)
+        of_stock = ask(stock, {"stock": stock})
+    for one in settings:
+        with _started(Server(model, (*args, *sparse_args(one.values))), lambda: None) as server:
+            on_case({"started": str(one), "command": str(server)})
+            ours = Endpoint.connect("ours", server.url)
+            asked = of_levels(ours, _label(one, settings, levels), levels)
+            cases = []
+            for length, taken in ask(ours, asked).items():
+                by_label = dict(zip(asked, taken, strict=True))
+                cases += latency.report_cases(length, of_stock[length][0], by_label, report, on_case)
+            for label in asked:
+                _add_density(label, [case for case in cases if case["label"] == label], report, on_case)
+
+
+def _label(one: Settings, settings: Sequence[Settings], levels: Sequence[int | str]) -> str | None:
+    """What levels of a configuration are labelled with besides: nothing where there is no other."""
+    return None if levels and len(settings) == 1 and one.name is None else str(one)
 
 
 @contextmanager

@@ -28,7 +28,9 @@ def serve(
         list[str] | None,
         typer.Option(help="Level that requests ask for, compared with stock by itself; may be repeated."),
     ] = None,
-    lengths: Annotated[str | None, typer.Option(help="Lengths of prompts, by comma; by default 1K to 131K.")] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Lengths of prompts, by comma; by default 1K to 131K, '' for none.")
+    ] = None,
     cached: Annotated[int, typer.Option(help="Tokens of a cached prefix for --new; 0 for none.", min=0)] = 0,
     new: Annotated[str, typer.Option(help="New tokens after the cached prefix, by comma.")] = "20,200,1000",
     output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=2)] = 64,
@@ -46,7 +48,12 @@ def serve(
     text: Annotated[Path | None, typer.Option(help="Text file that prompts are taken from.")] = None,
     kv_tokens: Annotated[int | None, typer.Option(help="Tokens that each server's cache has room for.")] = None,
     server_args: Annotated[str, typer.Option(help="More arguments for both servers, as one text.")] = "",
-    label: Annotated[str | None, typer.Option(help="Name of what runs at --url.")] = None,
+    apart: Annotated[
+        bool, typer.Option("--apart", help="One server at a time, where a card has no room for two; no mixed load.")
+    ] = False,
+    label: Annotated[
+        str | None, typer.Option(help="Name of what is compared, in place of what its settings say.")
+    ] = None,
     json_path: Json = None,
     results: Results = None,
     png: Png = None,
@@ -63,9 +70,13 @@ def serve(
         running = stock_url is not None or url is not None
         if running == (model is not None) or (running and None in (stock_url, url)):
             raise BenchError("bench serve: expected a MODEL to serve, or both --stock-url and --url of running servers")
+        if label and len(settings or ()) > 1:
+            raise BenchError(f"--label: given {label!r} with {len(settings or ())} --settings, expected one")
+        if apart and (running or requests):
+            raise BenchError("--apart: given with running servers or a mixed load, expected a MODEL and --requests 0")
         fit = (lambda given: part.fitting(given, model, output_tokens)) if model else list
         longs = _ints(long) if long else [n for n in fit(part.LENGTHS) if n >= 32768]
-        asked = [Length(n) for n in (_ints(lengths) if lengths else fit(part.LENGTHS))]
+        asked = [Length(n) for n in (fit(part.LENGTHS) if lengths is None else _ints(lengths))]
         asked += [Length(n, cached) for n in _ints(new) if cached]
         mix = None
         if requests and longs:
@@ -76,9 +87,10 @@ def serve(
         urls = [one for one in (stock_url, url) if one is not None]
         report = Report("serve", part.device_name(*urls), json_path, results)
         if model is not None:
-            ours = [part.Settings.parse(one) for one in settings or ["{}"]]
+            ours = [part.Settings.parse(one, label) for one in settings or ["{}"]]
             args = part.server_args(model, asking.longest + 16, kv_tokens, server_args)
-            part.serve_and_compare(model, ours, levels, args, asking, report, _print_case)
+            start = part.serve_apart if apart else part.serve_and_compare
+            start(model, ours, levels, args, asking, report, _print_case)
         else:
             stock, server = Endpoint.connect("stock", stock_url or ""), Endpoint.connect("ours", url or "")
             part.compare(stock, part.of_levels(server, label, levels), asking, report, _print_case)
