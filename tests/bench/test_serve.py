@@ -207,7 +207,7 @@ def test_first_token_is_the_servers(pair):
     _, ours = pair(token_s=0.03)
     answer = Endpoint.connect("ours", ours).ask([5] * 50, 4)
     assert 0.02 <= answer.first_token_s < 0.2
-    assert 0.03 <= answer.per_token_s < 0.1
+    assert 0.03 <= answer.per_token_s <= answer.slowest_s < 0.2
     assert answer.tokens == 4
 
 

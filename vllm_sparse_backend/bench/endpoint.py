@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from http.client import HTTPException
+from itertools import pairwise
 from typing import Any
 
 from vllm_sparse_backend.bench.report import BenchError
@@ -33,6 +34,8 @@ class Answer:
     per_token_s: float | None
     """Mean of the later tokens; None where there are none."""
     tokens: int
+    slowest_s: float | None = None
+    """The longest wait for one of the later tokens."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +105,9 @@ class Endpoint:
             raise RequestError(_said(error)) from None
         if len(stamps) != wanted and (stop_after is None or len(stamps) < wanted):
             raise RequestError(f"{len(stamps)} tokens answered, asked for {wanted}")
-        later = len(stamps) - 1
-        return Answer(stamps[0] - began, (stamps[-1] - stamps[0]) / later if later else None, len(stamps))
+        if not (waits := [after - before for before, after in pairwise(stamps)]):
+            return Answer(stamps[0] - began, None, 1)
+        return Answer(stamps[0] - began, sum(waits) / len(waits), len(stamps), max(waits))
 
     def _stream(self, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         with _DIRECT.open(_post(f"{self.url}/v1/completions", body), timeout=TIMEOUT_S) as answer:

@@ -140,7 +140,7 @@ def case_of(label: str, length: Length, stock: Taken, ours: Taken) -> dict[str, 
         "failures": len(stock.failures) + len(ours.failures),
         "said": [*(f"stock: {said}" for said in stock.failures), *(f"ours: {said}" for said in ours.failures)][:10],
         "answers": {
-            name: [(answer.first_token_s, answer.per_token_s) for answer in taken.answers]
+            name: [(answer.first_token_s, answer.per_token_s, answer.slowest_s) for answer in taken.answers]
             for name, taken in (("stock", stock), ("ours", ours))
         },
     }  # fmt: skip
