@@ -394,7 +394,15 @@ def test_levels() -> None:
     assert parse_profile(HEADER, "").level_names == ("exact",)
     with pytest.raises(ValueError, match=r"level: given 'high', expected one of exact, fast"):
         fast.at_level("high")
-    for one in (profile, fast, high, exact):
+    named = parse_profile(
+        LEVELS.replace("level: fast", "level: a_shape").replace(
+            "  high:", "  own-2:\n    default: {method: sale}\n  high:"
+        ),
+        "",
+    )
+    assert named.level_names == ("exact", "high", "a_shape", "own-2")  # bounds first, then the profile's own order
+    assert named.at_level("own-2").default == make_method("sale", {})
+    for one in (profile, fast, high, exact, named):
         again = parse_profile(one.to_yaml(), "")
         assert again == one
         assert again.to_yaml() == one.to_yaml()
@@ -403,10 +411,11 @@ def test_levels() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("level: fast", "level: quick", "level: given 'quick', expected 'high' or 'fast'"),
-        ("level: fast\n", "", "level: missing, expected one of high, fast, as levels are given"),
+        ("level: fast", "level: Quick", "level: given 'Quick', expected a name of small letters, digits, '_', '.' and"),
+        ("level: fast\n", "", "level: missing, expected a name such as high, as levels are given"),
         ("level: fast", "level: high", "levels.high: given, but high is the profile's own level"),
-        ("  high:", "  exact:", "levels.exact: given 'exact', expected 'high' or 'fast'"),
+        ("  high:", "  exact:", "such as high or fast, other than exact and default"),
+        ("  high:", "  1:", "given 1, expected a name of small letters"),
         ("dense_layers: 0-1", "dense_layers: 0-6", "levels.high.dense_layers: given 6, expected at most 5"),
         ("dense_layers: 0-1", "dense_layer: 0-1", "levels.high.dense_layer: unknown field: given 'dense_layer'"),
         ("dense_layers: 0-1", "min_tokens: 3", "levels.high.min_tokens: unknown field"),

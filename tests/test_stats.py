@@ -154,6 +154,14 @@ class TestMicrobatches:
         step = [(i, slice(0, 1), [kind]) for i, kind in enumerate((SHORT, SHORT, SPARSE))]
         assert self.counted(*step, *step) == {"rows sparse": 2}
 
+    def test_a_step_of_decodes_alone_lies_between(self) -> None:
+        """The first row of a later microbatch is then no rest of a row of an earlier step."""
+        recorder = make()
+        recorder.count_batch(0, [SPARSE], self.table[:1])
+        recorder.count_decodes(3)
+        recorder.count_batch(1, [SPARSE], self.table[:1])
+        assert found(recorder) == {"rows decode": 3, "rows sparse": 2}
+
     def test_the_next_step_of_the_same_row_counts(self) -> None:
         assert self.counted((0, slice(0, 1), [SPARSE]), (0, slice(0, 1), [SPARSE])) == {"rows sparse": 2}
 
@@ -163,6 +171,7 @@ def test_what_runs_for_no_request_is_not_counted() -> None:
     with not_counting():
         with not_counting():
             recorder.count_batch(0, [DECODE], table := torch.zeros(1, 4))
+            recorder.count_decodes(2)
         recorder.count_rows("dense", Fallback.TOO_SHORT)
         recorder.count_pairs(1, full_index(), recorder.lap(1))
         assert not stats.is_counting()

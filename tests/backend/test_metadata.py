@@ -151,6 +151,15 @@ class TestMetadata:
             same = [f.name for f in dataclasses.fields(expected) if f.name != "scheduler_metadata"]
             assert all(getattr(metadata, name) is getattr(expected, name) for name in same)
 
+    @pytest.mark.parametrize("lengths", [[(300, 1)], [(300, 1)] * 5 + [(0, 0)] * 3])
+    def test_decodes_alone_are_counted_and_not_looked_at(
+        self, builder: SparsePrefillMetadataBuilder, monkeypatch: pytest.MonkeyPatch, lengths: list[tuple[int, int]]
+    ) -> None:
+        monkeypatch.setattr(SparsePrefillMetadataBuilder, "_classify", None)
+        common = make_common(lengths)
+        assert type(builder.build(0, common)) is compat.DelegateMetadata
+        assert builder.recorder.samples()[0] == [("rows", [DECODE, ""], sum(q for _, q in lengths))]
+
     def test_with_one_it_is_the_delegates_of_the_whole_and_the_sparse_part(
         self, builder: SparsePrefillMetadataBuilder
     ) -> None:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests that ask for a level: from what comes in, over the hashes of cached blocks, to the rows of a step."""
 
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,13 +25,14 @@ from vllm.v1.request import Request
 
 from tests.backend.served import make_builder, make_common, make_layers, make_step
 from tests.backend.test_forward import CLOSE, MIN_TOKENS, MIXED, SPARSE_ROWS, dense_tokens, reference
-from vllm_sparse_backend.serving import hooks, requests, row_levels
-from vllm_sparse_backend.serving.metadata import DECODE, DENSE, SPARSE, RowKind
+from vllm_sparse_backend.serving import compat, hooks, requests, row_levels
+from vllm_sparse_backend.serving.metadata import DECODE, DENSE, SPARSE, RowKind, SparsePrefillMetadataBuilder
 from vllm_sparse_backend.serving.requests import choices
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_backend.settings.requests import MARK, Mark
+from vllm_sparse_kernels.attend import PORTABLE
 
 EXACT = Mark("exact", "exact", 100)
 FAST = Mark("fast", "fast", 100)
@@ -424,6 +427,33 @@ class TestRows:
         metadata = builder.build(0, step.common)
         assert torch.equal(step.forward(made[3], metadata), step.delegated(made[3], builder))
         assert not torch.allclose(step.forward(made[1], metadata), step.delegated(made[1], builder), atol=1e-2)
+
+    def test_each_level_is_sparse_from_where_its_own_engine_pays(
+        self, configured: Callable[..., Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As on a server of its own: what another level's engine is measured to take says nothing of it."""
+        (tmp_path / "levels.yaml").write_text(LEVELS)
+        entry = {"device": compat.device_name(), "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "vllm": "",
+                 "triton": "", "date": ""}  # fmt: skip
+        measured = {("portable", "a_shape"): 100, ("portable", "block_sparse"): 700, ("flash", "block_sparse"): 300,
+                    ("flash", "a_shape"): 900}  # fmt: skip
+        entries = [
+            entry | {"engine": engine, "method": method, "min_tokens": tokens, "min_query_tokens": tokens // 10}
+            for (engine, method), tokens in measured.items()
+        ]
+        (tmp_path / "crossover.json").write_text(json.dumps({"format": 1, "entries": entries}))
+        config = configured(profile=str(tmp_path / "levels.yaml"), crossover=str(tmp_path / "crossover.json"))
+
+        def make_ready(self: Any, impls: Any, engine: str) -> None:
+            for impl in impls:
+                name = type(impl.groups[0].method).__name__
+                impl.engine = replace(PORTABLE, name="flash" if name == "BlockSparse" else "portable")
+
+        monkeypatch.setattr(SparsePrefillMetadataBuilder, "_make_ready", make_ready)
+        found = make_builder(config, make_layers(config, [1, 2, 3])[1:2]).thresholds
+        assert {level: (one.min_tokens, one.min_query_tokens) for level, one in found.items()} == {
+            DEFAULT: (100, 10), "fast": (300, 30)
+        }  # fmt: skip
 
     def test_the_arena_has_room_for_every_level(self, layers: Any) -> None:
         made, _ = layers

@@ -32,6 +32,7 @@ SOME = [
     figure("vllm serve, no configuration, 32,768 tokens: first token, times sooner", 1.01),
     figure("vllm serve, sale tau=0.1, 20 new after 102,400 cached: per output token, times faster", 0.9),
     figure("vllm serve, a_shape, mixed load: throughput, times stock's", 1.6),
+    figure("vllm serve, a_shape, mixed load of 8 clients: throughput, times stock's", 1.6),
     figure("what nobody expected", 3),
 ]
 
@@ -101,6 +102,7 @@ def test_bars_are_those_of_the_table():
 
 def test_benchmarks_use_the_names_that_have_bars():
     """What the commands report at the shapes of the bars, by their own code."""
+    from benchmarks.levels import levels_profile
     from benchmarks.performance import fixed_bars
     from vllm_sparse_backend.bench.asked import Asked
     from vllm_sparse_backend.bench.attend import cases_of
@@ -124,13 +126,25 @@ def test_benchmarks_use_the_names_that_have_bars():
     made |= set(report.figures)
     lengths = [Length(n) for n in (1024, 4096, 8192, 16384, 32768, 65536, 131072)]
     lengths += [Length(n, 102400) for n in (20, 200, 1000)]
-    labels = [Settings({})]
-    labels += [Settings({"method": n}) for n in ("a_shape", "dense", "sale", "anchor_attention", "sparge_attn")]
-    labels += [Settings({"method": "flex_vertical_slash"})]
-    labels += [Settings({"method": "share_prefill", "params": {"cluster": 0}})]
+    labels = [str(Settings({})), *levels_profile().level_names]
     made |= {f"vllm serve, {label}, {length}: first token, times sooner" for label in labels for length in lengths}
     asked_for = {name for name, _ in fixed_bars() if "mixed load" not in name}
     assert asked_for <= made, asked_for - made
+
+
+def test_profiles_for_benchmarks_fit_the_model_that_they_are_for():
+    from benchmarks.levels import LEVELS, levels_profile, varied_profile
+    from benchmarks.shape import SHAPE
+    from vllm_sparse_backend.settings.model_shape import ModelShape
+    from vllm_sparse_backend.settings.profile import parse_profile
+
+    shape = ModelShape.from_config(SHAPE | {"num_hidden_layers": 32})
+    for profile in (levels := levels_profile(), varied := varied_profile()):
+        profile.check_model(shape)
+        assert parse_profile(profile.to_yaml(compact=True), "") == profile
+    assert set(levels.level_names) > set(LEVELS)
+    own = [method for layer in range(32) for method in varied.methods_of(layer, 32)]
+    assert len(set(own)) == len(own) == 1024
 
 
 def test_the_document_is_written_from_the_results(tmp_path):
@@ -148,7 +162,7 @@ def test_the_document_is_written_from_the_results(tmp_path):
     for _ in range(2):
         result = CliRunner().invoke(app, [str(x) for pair in paths.items() for x in pair], catch_exceptions=False)
         assert result.exit_code == 0, result.output
-    assert "11 figures, 4 not met" in result.output
+    assert "12 figures, 4 not met" in result.output
     assert json.loads(results.read_text())[0]["bar"] == 0.87
     text = document.read_text()
     assert "| engine | after | blocks of | 0.08 |" in text

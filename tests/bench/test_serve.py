@@ -16,7 +16,7 @@ from tests.bench.stub import Stub, running
 from vllm_sparse_backend.bench import latency, load, serve
 from vllm_sparse_backend.bench.endpoint import Endpoint, Prompts, RequestError
 from vllm_sparse_backend.bench.latency import Length
-from vllm_sparse_backend.bench.report import BenchError
+from vllm_sparse_backend.bench.report import BenchError, Report
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.demo.model import CONFIG, make_model
 
@@ -66,9 +66,12 @@ def test_running_servers_are_compared(pair, log, tmp_path):
         "vllm serve, a_shape, 40 tokens: per output token, times faster",
         "vllm serve, a_shape, mixed load: p99 of short requests' first token, times sooner",
         "vllm serve, a_shape, mixed load: throughput, times stock's",
+        "vllm serve, a_shape, mixed load: density of its sparse rows",
+        "vllm serve, a_shape, 40 tokens: density of its sparse rows",
         "vllm serve, a_shape: density of its sparse rows",
     } <= names
-    assert written["cases"][-1]["density"] == 0.25
+    assert all(case["density"] == 0.25 for case in [*cases.values(), mixed[1], written["cases"][-1]])
+    assert mixed[0]["density"] is None  # stock's
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     # Asked in turn, ABBA, each the same prompts; no prompt twice; a cached prefix goes before its question.
     of_900 = [(name, tuple(prompt)) for name, prompt in log if len(prompt) == 900]
@@ -76,6 +79,90 @@ def test_running_servers_are_compared(pair, log, tmp_path):
     assert all(count == 2 for count in Counter(prompt for _, prompt in of_900).values())
     at = next(i for i, (_, prompt) in enumerate(log) if len(prompt) == 320)
     assert log[at - 1][1] == log[at][1][:300]
+
+
+def test_levels_of_one_server_are_compared_each(pair, log, tmp_path):
+    stock, ours = pair()
+    files = ("--json", tmp_path / "all.json", "--results", tmp_path / "results.json")
+    lengths = ("--lengths", "40,900", "--cached", 300, "--new", 20, "--repeats", 2, "--output-tokens", 2)
+    mixed = ("--requests", 4, "--clients", 3, "--short", 30, "--long", 500)
+    servers = ("--stock-url", stock, "--url", ours, "--level", "half", "--level", "tenth")
+    result = run(*servers, *lengths, *mixed, *files)
+    assert result.exit_code == 0, result.output
+    cases = json.loads((tmp_path / "all.json").read_text())["cases"]
+    for label, density in (("half", 0.5), ("tenth", 0.1)):
+        own = [case for case in cases if case["label"] == label]
+        assert [case["part"] for case in own] == ["latency"] * 3 + ["load", "load", "density"]
+        assert [case["density"] for case in own] == [density] * 3 + [None, density, density]
+        assert all(2 < case["times_sooner"] < 6 for case in own[:3])
+    figures = {row["name"]: row["value"] for row in json.loads((tmp_path / "results.json").read_text())}
+    assert figures["vllm serve, tenth, 900 tokens: density of its sparse rows"] == 0.1
+    assert figures["vllm serve, half, mixed load of 3 clients: throughput, times stock's"] > 1.5
+    # One prompt to all of them in turn, there and back; stock once, however many levels.
+    of_900 = [name for name, prompt in log if len(prompt) == 900]
+    assert of_900 == ["stock", "half", "tenth", "tenth", "half", "stock", "stock", "half", "tenth"]
+    assert len({tuple(prompt) for _, prompt in log if len(prompt) == 900}) == 3
+    # A level's questions come after its own prefix: another level's is none of its own.
+    at = [i for i, (_, prompt) in enumerate(log) if len(prompt) == 320]
+    assert all(log[i - 1] == (log[i][0], log[i][1][:300]) for i in at)
+    assert "3 clients, each of which sends the next" in result.output
+    run(*servers, "--lengths", "", *mixed, "--json", tmp_path / "load.json")
+    cases = json.loads((tmp_path / "load.json").read_text())["cases"]
+    assert [case["part"] for case in cases] == ["load"] * 4 + ["density"] * 2
+
+
+def test_servers_that_do_not_fit_side_by_side_are_asked_the_same(log, tmp_path, monkeypatch):
+    """Stand-ins for servers that count how many of them run at a time."""
+    up = []
+
+    class OneServer:
+        def __init__(self, model, args):
+            self.is_ours = "sparse-prefill" in args
+
+        def __enter__(self):
+            name, first_s = ("ours", 0.02) if self.is_ours else ("stock", 0.08)
+            self.running = running(Stub(name, log, lambda n: first_s))
+            self.url = self.running.__enter__()
+            up.append(self)
+            assert len(up) == 1
+            return self
+
+        def __exit__(self, *error):
+            up.remove(self)
+            self.running.__exit__(*error)
+
+    monkeypatch.setattr(serve, "Server", OneServer)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    lengths = ("--lengths", "40,900", "--repeats", 2, "--output-tokens", 2, "--requests", 0)
+    settings = ("--settings", '{"method": "a_shape"}', "--settings", "streaming")
+    result = run(tmp_path, "--apart", *settings, *lengths, "--json", tmp_path / "all.json")
+    assert result.exit_code == 0, result.output
+    cases = json.loads((tmp_path / "all.json").read_text())["cases"]
+    assert [(case["label"], case.get("case")) for case in cases] == [
+        (label, case) for label in ("a_shape", "profile streaming") for case in ("40 tokens", "900 tokens", None)
+    ]
+    assert all(2 < case["times_sooner"] < 6 for case in cases if case["part"] == "latency")
+    assert {case["density"] for case in cases} == {0.25}
+    asked = [tuple(prompt) for _, prompt in log]
+    assert asked == asked[:6] * 3
+    result = run(tmp_path, "--apart", *lengths, "--label", "mine", "--json", tmp_path / "named.json")
+    assert {case["label"] for case in json.loads((tmp_path / "named.json").read_text())["cases"]} == {"mine"}
+    for wrong, says in (
+        (["--apart"], "expected a MODEL and --requests 0"),
+        ([*settings, "--label", "x"], "expected one"),
+    ):
+        result = run(tmp_path, *wrong)
+        assert result.exit_code == 1
+        assert says in result.stderr
+
+
+def test_a_level_that_the_server_lacks_is_refused_before_anything_is_measured(pair, log):
+    stock, ours = pair()
+    result = run("--stock-url", stock, "--url", ours, "--level", "half", "--level", "third", "--lengths", "40")
+    assert result.exit_code == 1
+    assert "level 'third': answered 400: " in result.stderr
+    assert "expected one of half, tenth" in result.stderr
+    assert len(log) == 1  # which asked for the other level
 
 
 @pytest.mark.parametrize("fault", ["short", "nan", "error", "refuse"])
@@ -110,7 +197,7 @@ def test_what_failed_is_reported_and_not_counted(pair, tmp_path, fault):
 def test_some_failures_leave_the_medians_of_the_others():
     answers = [latency.Answer(x, 0.01, 4) for x in (0.1, 0.3, 0.2)]
     stock, ours = latency.Taken(answers), latency.Taken(answers[:1], ["refused", "refused"])
-    case = latency.case_of("x", Length(40), 3, stock, ours)
+    case = latency.case_of("x", Length(40), stock, ours)
     assert (case["stock_first_s"], case["ours_first_s"], case["failures"]) == (0.2, 0.1, 2)
     assert case["times_sooner"] == pytest.approx(2)
     assert case["said"] == ["ours: refused", "ours: refused"]
@@ -120,7 +207,7 @@ def test_first_token_is_the_servers(pair):
     _, ours = pair(token_s=0.03)
     answer = Endpoint.connect("ours", ours).ask([5] * 50, 4)
     assert 0.02 <= answer.first_token_s < 0.2
-    assert 0.03 <= answer.per_token_s < 0.1
+    assert 0.03 <= answer.per_token_s <= answer.slowest_s < 0.2
     assert answer.tokens == 4
 
 
@@ -174,6 +261,32 @@ def test_an_open_loop_counts_from_when_a_request_was_due(log):
     assert waits[-1] > 0.25
 
 
+def test_a_closed_loop_has_so_many_requests_under_way(log):
+    """Seven requests of three clients, 30 ms each, one after the other: a client waits for two others at most."""
+    stub = Stub("stock", log, lambda n: 0.03)
+    with running(stub) as url:
+        arrivals = [load.Arrival(60.0 * i, 20, 1, False) for i in range(7)]
+        server = Endpoint.connect("stock", url)
+        served = load.play_closed(server, arrivals, [[i] * 20 for i in range(7)], clients=3)
+    assert stub.most_at_once == 3
+    assert [one.error for one in served] == [None] * 7
+    assert sorted(prompt[0] for _, prompt in log) == list(range(7))
+    assert max(one.first_token_s for one in served) < 0.15
+    assert served[6].arrival.at_s > 0.05
+    assert load.summary("stock", "x", served)["span_s"] > 0.2
+
+
+def test_long_prompts_are_asked_fewer_times_and_warmed_up_with_shorter_ones(log):
+    assert [latency.repeats_of(Length(n), 21) for n in (1000, 20_000, 131_072)] == [21, 10, 3]
+    assert latency.repeats_of(Length(131_072), 2) == 2
+    with ExitStack() as stack:
+        urls = [stack.enter_context(running(Stub(name, log, lambda n: 0))) for name in ("stock", "ours")]
+        stock, ours = (Endpoint.connect(name, url) for name, url in zip(("stock", "ours"), urls, strict=True))
+        report, prompts = Report("serve", "x"), Prompts(list(range(2000)))
+        latency.compare(stock, {"ours": ours}, [Length(40_000)], prompts, 1, 1, report, lambda case: None)
+    assert [len(prompt) for _, prompt in log] == [32_768, 32_768, 40_000, 40_000]
+
+
 @pytest.mark.parametrize("q", [0.0, 0.5, 0.9, 0.99, 1.0])
 @pytest.mark.parametrize("count", [1, 2, 7, 100])
 def test_quantiles(q, count):
@@ -224,15 +337,25 @@ def test_servers_get_room_for_what_is_asked(tmp_path, monkeypatch):
 
 @pytest.mark.server
 def test_real_servers(tmp_path: Path):
-    """Two small servers: both answer everything, and the counters show that ours ran sparse."""
-    model = make_model(tmp_path / "model")
-    settings = {"method": "a_shape", "min_tokens": 1024, "params": {"sink_tokens": 128, "local_tokens": 256}}
+    """Two small servers: both answer everything, and the counters show what each level kept."""
+    model, profile = make_model(tmp_path / "model"), tmp_path / "levels.yaml"
+    profile.write_text(
+        "format: 1\nmodel: any\nmin_tokens: 1024\nlevel: narrow\n"
+        "default: {method: a_shape, sink_tokens: 128, local_tokens: 256}\n"
+        "levels: {wide: {default: {method: a_shape, sink_tokens: 512, local_tokens: 512}}}\n"
+    )
     lengths = ("--lengths", "100,2500", "--repeats", 3, "--output-tokens", 2, "--json", tmp_path / "all.json")
     mixed = ("--requests", 3, "--rate", 5, "--short", 100, "--long", 1500)
-    result = run(model, "--settings", json.dumps(settings), *lengths, *mixed)
+    result = run(model, "--settings", profile, "--level", "narrow", "--level", "wide", *lengths, *mixed)
     assert result.exit_code == 0, result.output
     cases = json.loads((tmp_path / "all.json").read_text())["cases"]
-    assert [case["part"] for case in cases] == ["latency", "latency", "load", "load", "density"]
     assert sum(case.get("failures", 0) for case in cases) == 0
-    assert all(case["times_sooner"] > 0 for case in cases[:2])
-    assert 0 < cases[-1]["density"] < 0.7
+    kept = []
+    for label in ("narrow", "wide"):
+        own = [case for case in cases if case["label"] == label]
+        assert [case["part"] for case in own] == ["latency", "latency", "load", "load", "density"]
+        assert all(case["times_sooner"] > 0 for case in own[:2])
+        assert own[0]["density"] is None  # too short to be sparse
+        kept.append(own[1]["density"])
+        assert 0 < own[-1]["density"] < 1
+    assert 0 < kept[0] < 0.6 < kept[1] < 0.8

@@ -8,12 +8,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from http.client import HTTPException
+from itertools import pairwise
 from typing import Any
 
 from vllm_sparse_backend.bench.report import BenchError
 from vllm_sparse_backend.demo.model import project_text
+from vllm_sparse_backend.settings.requests import FIELD
 
 # Loopback must not go through a proxy of the environment.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -32,6 +34,8 @@ class Answer:
     per_token_s: float | None
     """Mean of the later tokens; None where there are none."""
     tokens: int
+    slowest_s: float | None = None
+    """The longest wait for one of the later tokens."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,17 @@ class Endpoint:
     model: str
     root: str | None = None
     """What the server loaded, a folder or a name, where it says so."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Goes with every streamed request."""
+
+    def at_level(self, level: int | str) -> "Endpoint":
+        """The same server, asked for that level. Raises BenchError where it has none of that name."""
+        asked = replace(self, extra={"vllm_xargs": {FIELD: level}})
+        try:
+            asked.ask([1] * 16, 1)
+        except RequestError as error:
+            raise BenchError(f"{self.name}: level {level!r}: {error}") from None
+        return asked
 
     @staticmethod
     def connect(name: str, url: str) -> "Endpoint":
@@ -72,7 +87,7 @@ class Endpoint:
         """
         body = {
             "model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "stream": True, "temperature": 0,
-            "ignore_eos": True, "logprobs": 1, **more,
+            "ignore_eos": True, "logprobs": 1, **self.extra, **more,
         }  # fmt: skip
         wanted = max_tokens if stop_after is None else min(stop_after, max_tokens)
         began = time.perf_counter()
@@ -90,8 +105,9 @@ class Endpoint:
             raise RequestError(_said(error)) from None
         if len(stamps) != wanted and (stop_after is None or len(stamps) < wanted):
             raise RequestError(f"{len(stamps)} tokens answered, asked for {wanted}")
-        later = len(stamps) - 1
-        return Answer(stamps[0] - began, (stamps[-1] - stamps[0]) / later if later else None, len(stamps))
+        if not (waits := [after - before for before, after in pairwise(stamps)]):
+            return Answer(stamps[0] - began, None, 1)
+        return Answer(stamps[0] - began, sum(waits) / len(waits), len(stamps), max(waits))
 
     def _stream(self, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         with _DIRECT.open(_post(f"{self.url}/v1/completions", body), timeout=TIMEOUT_S) as answer:

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixed open-loop load: short and long prompts arrive as a Poisson process, whether the server keeps up or not.
+"""A mixed load of short and long prompts, in an open loop, or of so many clients in a closed one.
 
-Both servers get the same prompts at the same times, one server after the other. A request's first token is counted from
-when it was to arrive, so that a client that starts late hides nothing. Throughput is prompt and answer tokens of
-answered requests, over the time from the first arrival to the last answer; it compares where the load is more than
-stock can take.
+Open: they arrive as a Poisson process, whether the server keeps up or not. A request's first token is counted from when
+it was to arrive, so that a client that starts late hides nothing. Closed: each client sends the next one as soon as its
+last one is answered. Either way all servers get the same prompts in the same order, one server after the other.
+Throughput is prompt and answer tokens of answered requests, over the time from the first arrival to the last answer; in
+an open loop it compares where the load is more than stock can take.
 """
 
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_sparse_backend.bench.endpoint import Endpoint, Prompts, RequestError
+from vllm_sparse_backend.bench.pairs import Pairs
 from vllm_sparse_backend.bench.report import Report
 
 COLUMNS = {
@@ -27,6 +29,7 @@ COLUMNS = {
     "long_p50_s": "long: p50, s",
     "long_p99_s": "p99",
     "span_s": "took, s",
+    "density": "density",
 }
 
 
@@ -49,6 +52,11 @@ class Mix:
     long_share: float = 0.25
     output_tokens: int = 64
     seed: int = 0
+    clients: int | None = None
+    """So many, in a closed loop, where ``rate`` says nothing; None for an open one."""
+
+    def __str__(self) -> str:
+        return "mixed load" if self.clients is None else f"mixed load of {self.clients} clients"
 
     def arrivals(self) -> list[Arrival]:
         """The same for the same seed. At least one is long and one short, where there are two."""
@@ -80,14 +88,7 @@ def play(server: Endpoint, arrivals: Sequence[Arrival], prompts: Sequence[Sequen
     began = time.perf_counter()
 
     def one(i: int) -> None:
-        arrival, sent = arrivals[i], time.perf_counter() - began
-        try:
-            answer = server.ask(prompts[i], arrival.output_tokens)
-        except RequestError as error:
-            served[i] = Served(arrival, None, time.perf_counter() - began, str(error))
-            return
-        first = sent - arrival.at_s + answer.first_token_s
-        served[i] = Served(arrival, first, time.perf_counter() - began)
+        served[i] = _serve(server, arrivals[i], prompts[i], began)
 
     threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(len(arrivals))]
     for arrival, thread in zip(arrivals, threads, strict=True):
@@ -96,6 +97,40 @@ def play(server: Endpoint, arrivals: Sequence[Arrival], prompts: Sequence[Sequen
     for thread in threads:
         thread.join()
     return [one for one in served if one is not None]
+
+
+def play_closed(
+    server: Endpoint, arrivals: Sequence[Arrival], prompts: Sequence[Sequence[int]], clients: int
+) -> list[Served]:
+    """Let so many clients take one request after the other, each when its last one is answered, whenever due."""
+    served: list[Served | None] = [None] * len(arrivals)
+    began, numbers = time.perf_counter(), iter(range(len(arrivals)))
+    lock = threading.Lock()
+
+    def run() -> None:
+        while True:
+            with lock:
+                i = next(numbers, None)
+            if i is None:
+                return
+            arrival = replace(arrivals[i], at_s=time.perf_counter() - began)
+            served[i] = _serve(server, arrival, prompts[i], began)
+
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [one for one in served if one is not None]
+
+
+def _serve(server: Endpoint, arrival: Arrival, prompt: Sequence[int], began: float) -> Served:
+    sent = time.perf_counter() - began
+    try:
+        answer = server.ask(prompt, arrival.output_tokens)
+    except RequestError as error:
+        return Served(arrival, None, time.perf_counter() - began, str(error))
+    return Served(arrival, sent - arrival.at_s + answer.first_token_s, time.perf_counter() - began)
 
 
 def quantile(values: Sequence[float], q: float) -> float | None:
@@ -144,28 +179,41 @@ def saturating_rate(mix_lengths: Sequence[tuple[float, int]], first_s: dict[int,
 
 
 def run_load(
-    servers: Sequence[Endpoint],
+    stock: Endpoint,
+    ours: Mapping[str, Endpoint],
     mix: Mix,
     prompts: Prompts,
     report: Report,
-    label: str,
     on_case: Callable[[dict[str, Any]], None],
 ) -> list[dict[str, Any]]:
-    """Play the load to each server, stock first; ratios only where no request failed anywhere."""
+    """Play the load to stock and then, by label, to each other; ratios only where no request of the two failed."""
     arrivals = mix.arrivals()
-    cases = []
     texts = [prompts.take(arrival.prompt_tokens) for arrival in arrivals]
-    for server in servers:
-        case = summary(server.name, label, play(server, arrivals, texts)) | {"rate": mix.rate}
-        report.add_case(case)
-        cases.append(case)
-        on_case(case)
-    _add_figures(report, label, *cases)
+
+    def case_of(server: Endpoint, label: str) -> dict[str, Any]:
+        before = Pairs.of(server)
+        if mix.clients is None:
+            served = play(server, arrivals, texts)
+        else:
+            served = play_closed(server, arrivals, texts, mix.clients)
+        counted = Pairs.of(server) - before
+        how = {"rate": mix.rate} if mix.clients is None else {"clients": mix.clients}
+        pairs = {"density": counted.density, "kept_pairs": counted.kept, "causal_pairs": counted.causal}
+        return summary(server.name, label, served) | how | pairs
+
+    of_stock = case_of(stock, "")
+    cases = []
+    for label, server in ours.items():
+        pair = [of_stock | {"label": label}, case_of(server, label)]
+        for case in pair:
+            report.add_case(case)
+            on_case(case)
+        cases += pair
+        _add_figures(report, f"vllm serve, {label}, {mix}", *pair)
     return cases
 
 
-def _add_figures(report: Report, label: str, stock: dict[str, Any], ours: dict[str, Any]) -> None:
-    about = f"vllm serve, {label}, mixed load"
+def _add_figures(report: Report, about: str, stock: dict[str, Any], ours: dict[str, Any]) -> None:
     if stock["failures"] or ours["failures"]:
         return
     for key, what in (("short_p99_s", "p99"), ("short_p50_s", "p50")):
@@ -175,3 +223,5 @@ def _add_figures(report: Report, label: str, stock: dict[str, Any], ours: dict[s
     if stock["tokens_per_s"] and ours["tokens_per_s"]:
         ratio = ours["tokens_per_s"] / stock["tokens_per_s"]
         report.add_figure(f"{about}: throughput, times stock's", ratio, "ratio", "higher")
+    if ours["density"] is not None:
+        report.add_figure(f"{about}: density of its sparse rows", ours["density"], "share", "lower")

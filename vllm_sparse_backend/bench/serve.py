@@ -10,12 +10,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from vllm_sparse_backend.bench import latency, load
 from vllm_sparse_backend.bench.endpoint import Endpoint, Prompts
 from vllm_sparse_backend.bench.latency import Length
+from vllm_sparse_backend.bench.pairs import Pairs
 from vllm_sparse_backend.bench.report import BenchError, Report
-from vllm_sparse_backend.demo.scrape import parse
 from vllm_sparse_backend.demo.server import Server, ServerError, has_cuda, sparse_args
 from vllm_sparse_backend.settings.config import KEY, load_config
 from vllm_sparse_backend.settings.errors import ConfigurationError
@@ -27,6 +28,7 @@ OnCase = Callable[[dict[str, Any]], None]
 LENGTHS = (1024, 8192, 32768, 65536, 131072)
 CHUNK_TOKENS = 8192
 SPARE_TOKENS = 2048
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -34,18 +36,22 @@ class Settings:
     """One configuration of this backend: the object under ``sparse_prefill``."""
 
     values: Mapping[str, Any]
+    name: str | None = None
+    """In place of what the values say."""
 
     @staticmethod
-    def parse(text: str) -> "Settings":
+    def parse(text: str, name: str | None = None) -> "Settings":
         """From JSON, or the name or path of a profile. Raises BenchError naming what is wrong."""
         try:
             values = json.loads(text) if text.lstrip().startswith("{") else {"profile": text}
             load_config({KEY: values})
         except (ValueError, ConfigurationError) as error:
             raise BenchError(f"--settings {text!r}: {error}") from None
-        return Settings(values)
+        return Settings(values, name)
 
     def __str__(self) -> str:
+        if self.name is not None:
+            return self.name
         if not self.values:
             return "no configuration"
         params = self.values.get("params") or {}
@@ -115,17 +121,66 @@ def kv_bytes(model: Path, tokens: int) -> int:
 
 
 def serve_and_compare(
-    model: Path, settings: Sequence[Settings], args: Sequence[str], asking: Asking, report: Report, on_case: OnCase
+    model: Path,
+    settings: Sequence[Settings],
+    levels: Sequence[int | str],
+    args: Sequence[str],
+    asking: Asking,
+    report: Report,
+    on_case: OnCase,
 ) -> None:
-    """Start stock once and each configuration after the other beside it, and ask. Raises BenchError and ServerError."""
+    """Start stock once and each configuration after the other beside it, and ask, at each level where some are named.
+
+    Raises BenchError and ServerError.
+    """
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         stock = Server(model, args)
         starting = pool.submit(stack.enter_context, stock)
         for one in settings:
             with _started(Server(model, (*args, *sparse_args(one.values))), starting.result) as ours:
                 on_case({"started": str(one), "command": str(ours)})
-                servers = Endpoint.connect("stock", stock.url), Endpoint.connect("ours", ours.url)
-                compare(servers, asking, str(one), report, on_case)
+                asked = of_levels(Endpoint.connect("ours", ours.url), _label(one, settings, levels), levels)
+                compare(Endpoint.connect("stock", stock.url), asked, asking, report, on_case)
+
+
+def serve_apart(
+    model: Path,
+    settings: Sequence[Settings],
+    levels: Sequence[int | str],
+    args: Sequence[str],
+    asking: Asking,
+    report: Report,
+    on_case: OnCase,
+) -> None:
+    """The same where a card has no room for two: stock, then each configuration, alone. No mixed load.
+
+    Raises BenchError and ServerError.
+    """
+
+    def ask(server: Endpoint, asked: Mapping[str, Endpoint]) -> dict[Length, list[latency.Taken]]:
+        prompts = Prompts.of(server, asking.text)  # as the others get them
+        answers = (asking.output_tokens, asking.most_repeats)
+        return dict(latency.ask_in_turn(list(asked.values()), asking.lengths, prompts, *answers))
+
+    with _started(Server(model, args), lambda: None) as server:
+        stock = Endpoint.connect("stock", server.url)
+        of_stock = ask(stock, {"stock": stock})
+    for one in settings:
+        with _started(Server(model, (*args, *sparse_args(one.values))), lambda: None) as server:
+            on_case({"started": str(one), "command": str(server)})
+            ours = Endpoint.connect("ours", server.url)
+            asked = of_levels(ours, _label(one, settings, levels), levels)
+            cases = []
+            for length, taken in ask(ours, asked).items():
+                by_label = dict(zip(asked, taken, strict=True))
+                cases += latency.report_cases(length, of_stock[length][0], by_label, report, on_case)
+            for label in asked:
+                _add_density(label, [case for case in cases if case["label"] == label], report, on_case)
+
+
+def _label(one: Settings, settings: Sequence[Settings], levels: Sequence[int | str]) -> str | None:
+    """What levels of a configuration are labelled with besides: nothing where there is no other."""
+    return None if levels and len(settings) == 1 and one.name is None else str(one)
 
 
 @contextmanager
@@ -139,19 +194,25 @@ def _started(server: Server, others: Callable[[], object]) -> Iterator[Server]:
         raise BenchError(str(error)) from error
 
 
-def compare(servers: tuple[Endpoint, Endpoint], asking: Asking, label: str, report: Report, on_case: OnCase) -> None:
-    """Latencies, then the mixed load, of stock and ours."""
-    stock, _ = servers
+def compare(stock: Endpoint, ours: Mapping[str, Endpoint], asking: Asking, report: Report, on_case: OnCase) -> None:
+    """Latencies, then the mixed load, of stock and, by label, of each of ours."""
     prompts = Prompts.of(stock, asking.text)
-    cases = latency.compare(
-        servers, asking.lengths, prompts, asking.output_tokens, asking.most_repeats, report, label, on_case
-    )
+    lengths, answers = asking.lengths, (asking.output_tokens, asking.most_repeats)
+    cases = latency.compare(stock, ours, lengths, prompts, *answers, report, on_case)
     if asking.mix is not None:
         mix = asking.mix
-        if asking.rate is None:
+        if asking.rate is None and mix.clients is None:
             mix = _saturating(mix, cases)
-        load.run_load(servers, mix, prompts, report, label, on_case)
-    _add_density(servers[1], prompts, label, report, on_case)
+        cases += load.run_load(stock, ours, mix, prompts, report, on_case)
+    for label in ours:
+        _add_density(label, [case for case in cases if case["label"] == label], report, on_case)
+
+
+def of_levels(server: Endpoint, label: str | None, levels: Sequence[int | str]) -> dict[str, Endpoint]:
+    """The server at each level, labelled by it, or as it is where none is named. ``label`` goes before, if given."""
+    if not levels:
+        return {label or server.model: server}
+    return {" ".join([*([label] if label else []), str(level)]): server.at_level(level) for level in levels}
 
 
 def _saturating(mix: load.Mix, cases: Sequence[Mapping[str, Any]]) -> load.Mix:
@@ -167,20 +228,19 @@ def _saturating(mix: load.Mix, cases: Sequence[Mapping[str, Any]]) -> load.Mix:
     return load.Mix(**{**vars(mix), "rate": rate})
 
 
-def _add_density(ours: Endpoint, prompts: Prompts, label: str, report: Report, on_case: OnCase) -> None:
-    """What the server counted of its sparse rows, where it counts."""
-    layers = parse(ours.metrics()).layers.values()
-    causal = sum(counts.causal_pairs for counts in layers)
-    case: dict[str, Any] = {"part": "density", "label": label, "density": None}
-    if causal:
-        case["density"] = sum(counts.kept_pairs for counts in layers) / causal
-        report.add_figure(f"vllm serve, {label}: density of its sparse rows", case["density"], "share", "lower")
-    report.add_case(case)
+def _add_density(label: str, cases: Sequence[Mapping[str, Any]], report: Report, on_case: OnCase) -> None:
+    """Of all sparse rows that were counted: a request of each length, and the mixed load."""
+    counted = sum((Pairs(case["kept_pairs"], case["causal_pairs"]) for case in cases), Pairs())
+    if (density := counted.density) is not None:
+        report.add_figure(f"vllm serve, {label}: density of its sparse rows", density, "share", "lower")
+    report.add_case(case := {"part": "density", "label": label, "density": density})
     on_case(case)
 
 
-def device_name() -> str:
-    """Of the machine that serves: its card, or its number of CPUs."""
+def device_name(*urls: str) -> str:
+    """Of the machine that serves: its card, or its number of CPUs; of servers that run elsewhere, their addresses."""
+    if any(urlsplit(url).hostname not in LOOPBACK for url in urls):
+        return ", ".join(urls)
     if has_cuda():
         import torch
 

@@ -194,11 +194,9 @@ def _report(profile: "Profile", num_heads: int, out: Path) -> None:
 
 
 def _bounds(levels: list[str] | None) -> dict[str, "Bound"]:
-    from typing import get_args
-
     from vllm_sparse_backend.calibrate.measure import Bound
     from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of, unexpected
-    from vllm_sparse_backend.settings.profile import LevelName
+    from vllm_sparse_backend.settings.profile import BOUNDS
 
     found: dict[str, Bound] = {}
     for text in levels or DEFAULT_LEVELS:
@@ -208,8 +206,8 @@ def _bounds(levels: list[str] | None) -> dict[str, "Bound"]:
             bound = Bound(float(error), float(worst)) if worst else Bound(float(error))
         except ValueError:
             raise ConfigurationError(f"--level: {unexpected(text, 'NAME=ERROR:WORST, such as high=0.1:0.4')}") from None
-        if name not in get_args(LevelName):
-            raise ConfigurationError(f"--level {text}: {not_one_of(name, get_args(LevelName))}")
+        if name not in BOUNDS:
+            raise ConfigurationError(f"--level {text}: {not_one_of(name, BOUNDS)}")
         if not (bound.error > 0 and bound.worst > 0) or name in found:
             raise ConfigurationError(f"--level: {unexpected(text, 'errors above 0, and each level once')}")
         found[name] = bound

@@ -25,14 +25,23 @@ def serve(
     ] = None,
     stock_url: Annotated[str | None, typer.Option(help="A running stock server.")] = None,
     url: Annotated[str | None, typer.Option(help="A running server with this backend.")] = None,
-    lengths: Annotated[str | None, typer.Option(help="Lengths of prompts, by comma; by default 1K to 131K.")] = None,
+    level: Annotated[
+        list[str] | None,
+        typer.Option(help="Level that requests ask for, compared with stock by itself; may be repeated."),
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Lengths of prompts, by comma; by default 1K to 131K, '' for none.")
+    ] = None,
     cached: Annotated[int, typer.Option(help="Tokens of a cached prefix for --new; 0 for none.", min=0)] = 0,
     new: Annotated[str, typer.Option(help="New tokens after the cached prefix, by comma.")] = "20,200,1000",
     output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=2)] = 64,
-    repeats: Annotated[int, typer.Option(help="Most requests for each length; long ones get fewer.", min=3)] = 21,
+    repeats: Annotated[int, typer.Option(help="Most requests for each length; long ones get fewer.", min=1)] = 21,
     requests: Annotated[int, typer.Option(help="Requests of the mixed load; 0 for none.", min=0)] = 48,
     rate: Annotated[
         float | None, typer.Option(help="Requests a second; by default 1.3 times what stock takes.")
+    ] = None,
+    clients: Annotated[
+        int | None, typer.Option(help="Send the load by so many clients, each when its last is answered.", min=1)
     ] = None,
     short: Annotated[str, typer.Option(help="Lengths of the load's short prompts.")] = "1024,2048,4096",
     long: Annotated[str | None, typer.Option(help="Lengths of its long prompts; by default 32K to 131K.")] = None,
@@ -40,7 +49,12 @@ def serve(
     text: Annotated[Path | None, typer.Option(help="Text file that prompts are taken from.")] = None,
     kv_tokens: Annotated[int | None, typer.Option(help="Tokens that each server's cache has room for.")] = None,
     server_args: Annotated[str, typer.Option(help="More arguments for both servers, as one text.")] = "",
-    label: Annotated[str | None, typer.Option(help="Name of what runs at --url.")] = None,
+    apart: Annotated[
+        bool, typer.Option("--apart", help="One server at a time, where a card has no room for two; no mixed load.")
+    ] = False,
+    label: Annotated[
+        str | None, typer.Option(help="Name of what is compared, in place of what its settings say.")
+    ] = None,
     json_path: Json = None,
     results: Results = None,
     png: Png = None,
@@ -57,22 +71,30 @@ def serve(
         running = stock_url is not None or url is not None
         if running == (model is not None) or (running and None in (stock_url, url)):
             raise BenchError("bench serve: expected a MODEL to serve, or both --stock-url and --url of running servers")
+        if label and len(settings or ()) > 1:
+            raise BenchError(f"--label: given {label!r} with {len(settings or ())} --settings, expected one")
+        if apart and (running or requests):
+            raise BenchError("--apart: given with running servers or a mixed load, expected a MODEL and --requests 0")
         fit = (lambda given: part.fitting(given, model, output_tokens)) if model else list
         longs = _ints(long) if long else [n for n in fit(part.LENGTHS) if n >= 32768]
-        asked = [Length(n) for n in (_ints(lengths) if lengths else fit(part.LENGTHS))]
+        asked = [Length(n) for n in (fit(part.LENGTHS) if lengths is None else _ints(lengths))]
         asked += [Length(n, cached) for n in _ints(new) if cached]
         mix = None
         if requests and longs:
-            mix = load.Mix(requests, rate or 1.0, tuple(_ints(short)), tuple(longs), long_share, output_tokens)
+            lengths_of_load = tuple(_ints(short)), tuple(longs)
+            mix = load.Mix(requests, rate or 1.0, *lengths_of_load, long_share, output_tokens, clients=clients)
+        levels = [_level(one) for one in level or ()]
         asking = part.Asking(tuple(asked), output_tokens, repeats, mix, rate, text.read_text() if text else None)
-        report = Report("serve", part.device_name() if model else f"{stock_url}, {url}", json_path, results)
+        urls = [one for one in (stock_url, url) if one is not None]
+        report = Report("serve", part.device_name(*urls), json_path, results)
         if model is not None:
-            ours = [part.Settings.parse(one) for one in settings or ["{}"]]
+            ours = [part.Settings.parse(one, label) for one in settings or ["{}"]]
             args = part.server_args(model, asking.longest + 16, kv_tokens, server_args)
-            part.serve_and_compare(model, ours, args, asking, report, _print_case)
+            start = part.serve_apart if apart else part.serve_and_compare
+            start(model, ours, levels, args, asking, report, _print_case)
         else:
-            servers = Endpoint.connect("stock", stock_url or ""), Endpoint.connect("ours", url or "")
-            part.compare(servers, asking, label or servers[1].model, report, _print_case)
+            stock, server = Endpoint.connect("stock", stock_url or ""), Endpoint.connect("ours", url or "")
+            part.compare(stock, part.of_levels(server, label, levels), asking, report, _print_case)
         _show_serve(report.cases, png)
 
 
@@ -116,9 +138,9 @@ def soak(
 
         if (model is None) == (url is None) or shortest > longest:
             raise BenchError("bench soak: expected a MODEL to serve or --url, and --shortest at most --longest")
-        asked = tuple(int(one) if one in ("0", "1") else one for one in levels.split(","))
+        asked = tuple(_level(one) for one in levels.split(","))
         asking = soaking.Asking(seconds, clients, shortest, longest, (None, *asked), abort_share=aborts, seed=seed)
-        report = Report("soak", part.device_name() if model else str(url), json_path, results)
+        report = Report("soak", part.device_name(*([url] if url else [])), json_path, results)
         own = part.Settings.parse(settings or "{}")
         with ExitStack() as stack:
             resident_bytes = None
@@ -140,6 +162,11 @@ def soak(
             raise typer.Exit(1)
 
 
+def _level(text: str) -> int | str:
+    """As requests have it."""
+    return int(text) if text in ("0", "1") else text
+
+
 def _show_serve(cases: Sequence[dict[str, Any]], png: Path | None) -> None:
     from vllm_sparse_backend.bench import latency, load, plots
     from vllm_sparse_backend.bench.report import table_of
@@ -149,7 +176,11 @@ def _show_serve(cases: Sequence[dict[str, Any]], png: Path | None) -> None:
         of = [case for case in cases if case["label"] == name]
         console.print(table_of(f"{name}: one request at a time", latency.COLUMNS, _part(of, "latency")))
         if mixed := _part(of, "load"):
-            caption = f"{mixed[0]['rate']:.2f} requests a second arrive on average, whether they are answered or not"
+            if (clients := mixed[0].get("clients")) is not None:
+                caption = f"{clients} clients, each of which sends the next request when its last one is answered"
+            else:
+                rate = f"{mixed[0]['rate']:.2f} requests a second"
+                caption = f"{rate} arrive on average, whether they are answered or not"
             console.print(table_of(f"{name}: mixed load", load.COLUMNS, mixed, caption))
     for case in cases:
         for said in case.get("said", ()):
@@ -166,7 +197,7 @@ def _part(cases: Iterable[dict[str, Any]], part: str) -> list[dict[str, Any]]:
 def _print_case(case: Mapping[str, Any]) -> None:
     from vllm_sparse_backend.bench.report import cell
 
-    hidden = {"answers", "requests", "said", "part"}
+    hidden = {"answers", "requests", "said", "part", "kept_pairs", "causal_pairs"}
     told = [f"{key} {cell(value)}" for key, value in case.items() if key not in hidden and value is not None]
     _print(", ".join(told))
 

@@ -135,8 +135,10 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
                 impls += of_levels
         if self.memory is not None:
             self._make_ready(impls, config.engine)
-        table, engines = load_crossover(config.crossover), {impl.engine.name for impl in impls}
-        self.thresholds = {name: plan.thresholds(table, compat.device_name(), engines) for name, plan in plans.items()}
+        table, device_name = load_crossover(config.crossover), compat.device_name()
+        for level, plan in plans.items():
+            engines = {impl.at(level).engine.name for number, impl in own if reasons[number] is None}
+            self.thresholds[level] = plan.thresholds(table, device_name, engines)
         hooks.install_in_worker(self.vllm_config)
         if known is None and rank == 0:
             self._announce(plans)
@@ -172,6 +174,10 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
             return super().build(common_prefix_len, common, fast_build)
         if self.guard is not None:
             self.guard.judge_arrived()
+        if common.max_query_len <= 1:  # every output token comes through here: no row is looked at
+            if self._counts_rows:
+                self.recorder.count_decodes(int(common.query_start_loc_cpu[common.num_reqs]))
+            return super().build(common_prefix_len, common, fast_build)
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         kinds = self._classify(common_prefix_len, common, starts)
         self._count(kinds, common)

@@ -4,11 +4,12 @@
 A profile is a YAML file; ``profiles/README.md`` describes its fields. Layers and heads are those of the whole model.
 """
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -37,8 +38,20 @@ ANY_MODEL = "any"
 METHOD_MARK = "x-method"
 """Stands in a JSON Schema for a method with parameters, which ``schema.py`` puts in its place."""
 EXACT = "exact"
-LevelName = Literal["high", "fast"]
-"""Bounds on the error, the closest first. ``exact`` is beside them: every head dense, without any profile."""
+BOUNDS = ("high", "fast")
+"""Levels that calibration makes: bounds on the error, the closest first."""
+OTHERS = (EXACT, "default")
+"""What every server has without any profile: every head dense, and the server's own level."""
+
+
+def _to_level_name(given: object) -> str:
+    if isinstance(given, str) and re.fullmatch("[a-z][a-z0-9_.-]*", given) and given not in OTHERS:
+        return given
+    expected = f"a name of small letters, digits, '_', '.' and '-', such as {' or '.join(BOUNDS)}"
+    raise ValueError(unexpected(given, f"{expected}, other than {' and '.join(OTHERS)}"))
+
+
+LevelName = Annotated[str, PlainValidator(_to_level_name), WithJsonSchema({"type": "string"})]
 
 
 def _to_method(given: object) -> Method:
@@ -170,7 +183,7 @@ class Profile(Level):
     level: LevelName | None = None
     """Which bound the profile's own default, layers and dense_layers hold; None where nobody says."""
     levels: dict[LevelName, Level] = {}
-    """Other bounds, and what holds them. A request may name them."""
+    """Other bounds, and what holds them, or other settings to compare. A request may name them."""
 
     @field_validator("model", mode="before")
     @classmethod
@@ -187,7 +200,7 @@ class Profile(Level):
                 f"levels.{self.level}: given, but {self.level} is the profile's own level, expected another"
             )
         if self.levels and self.level is None:
-            problems.append(f"level: missing, expected one of {', '.join(get_args(LevelName))}, as levels are given")
+            problems.append(f"level: missing, expected a name such as {BOUNDS[0]}, as levels are given")
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -202,8 +215,9 @@ class Profile(Level):
 
     @property
     def level_names(self) -> tuple[str, ...]:
-        """What a request may name: exact, which every server has, then the profile's levels, closest bound first."""
-        return EXACT, *(name for name in get_args(LevelName) if name == self.level or name in self.levels)
+        """What a request may name: exact, which every server has, bounds, the closest first, then other levels."""
+        own = [name for name in (self.level, *self.levels) if name is not None]
+        return EXACT, *(name for name in BOUNDS if name in own), *(name for name in own if name not in BOUNDS)
 
     def at_level(self, name: str) -> "Profile":
         """A profile that has the named level as its own, and no other. ``exact``: every head dense.
