@@ -212,13 +212,13 @@ def _bounds(levels: list[str] | None) -> dict[str, "Bound"]:
     for text in levels or DEFAULT_LEVELS:
         name, _, rest = text.partition("=")
         try:
-            given = [float(number) for number in rest.split(":")]
-            bound = Bound(*given[:3], **({"mean": given[3]} if len(given) == 4 else {}))
-        except (ValueError, TypeError):
+            given = dict(zip(("error", "worst", "rare", "mean"), map(float, rest.split(":")), strict=False))
+            bound = Bound(**given)
+        except ValueError:
             raise ConfigurationError(f"--level: {unexpected(text, 'NAME=ERROR:WORST, such as high=0.1:0.4')}") from None
         if name not in get_args(LevelName):
             raise ConfigurationError(f"--level {text}: {not_one_of(name, get_args(LevelName))}")
-        if not all(number > 0 for number in given) or len(given) > 4 or name in found:
+        if not all(number > 0 for number in given.values()) or rest.count(":") > 3 or name in found:
             raise ConfigurationError(f"--level: {unexpected(text, 'errors above 0, and each level once')}")
         found[name] = bound
     return found
