@@ -2,6 +2,7 @@
 """`sparse-prefill profile search|calibrate|cluster|best`: a profile of one's own model, from prompts."""
 
 import inspect
+import math
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -212,13 +213,14 @@ def _bounds(levels: list[str] | None) -> dict[str, "Bound"]:
     for text in levels or DEFAULT_LEVELS:
         name, _, rest = text.partition("=")
         try:
-            given = dict(zip(("error", "worst", "rare", "mean"), map(float, rest.split(":")), strict=False))
-            bound = Bound(**given)
+            given = [float(number) for number in rest.split(":")]
+            error, worst, rare, mean = [*given, *[math.inf] * 3][:4]
+            bound = Bound(error, worst, rare, mean)
         except ValueError:
             raise ConfigurationError(f"--level: {unexpected(text, 'NAME=ERROR:WORST, such as high=0.1:0.4')}") from None
         if name not in get_args(LevelName):
             raise ConfigurationError(f"--level {text}: {not_one_of(name, get_args(LevelName))}")
-        if not all(number > 0 for number in given.values()) or rest.count(":") > 3 or name in found:
+        if not all(number > 0 for number in given) or len(given) > 4 or name in found:
             raise ConfigurationError(f"--level: {unexpected(text, 'errors above 0, and each level once')}")
         found[name] = bound
     return found
@@ -275,8 +277,6 @@ def calibrate(
 
     Where a level bounds the mean of all heads too, heads choose among all settings of the method, beyond its paper.
     """
-    import math
-
     from vllm_sparse_backend.calibrate import balanced
     from vllm_sparse_backend.calibrate.costs import PairCosts
     from vllm_sparse_backend.calibrate.job import run
