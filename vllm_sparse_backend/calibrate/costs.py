@@ -44,8 +44,8 @@ SELECTION_SHARES = {
 
 MEANS_SHARE = 0.02
 MEANS_PAIRS = 1 / 64
-"""The share of all pairs that means are, one for a block of 64 keys. (``MeasuredCosts`` sees their time, at 32,768 tokens
-on an H200 0.06 of dense attention's.)"""
+"""The share of all pairs that means are, one for a block of 64 keys. (``MeasuredCosts`` sees their time: after 32,768
+tokens on an H200 0.06 of dense attention's.)"""
 PAIR_MS = 7.6e-10
 """FlashAttention-3 on an H200, head_dim 128."""
 
