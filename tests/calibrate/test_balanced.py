@@ -79,7 +79,7 @@ def test_a_profile_of_a_bounded_mean(tmp_path):
     """It keeps less than one whose heads each hold that mean, and holds the bounds of single heads."""
     job = make_job(tmp_path / "work", num_tokens=300)
     among = [AShape(64, 128), *AMONG[1:]]
-    bounds = {"high": Bound(0.5, 3.0, 4.0, mean=0.03), "fast": Bound(0.5, 3.0, 4.0, mean=0.1)}
+    bounds = {"high": Bound(0.5, 3.0, 4.0, mean=0.005), "fast": Bound(0.5, 3.0, 4.0, mean=0.1)}
     profile = run(job, balanced.search_of(job, among, bounds, PairCosts(HEADS)), bounds, "a test")
     for name, bound in bounds.items():
         level = profile.at_level(name)

@@ -67,7 +67,7 @@ def test_figures_are_those_of_whole_matrices(layer):
         assert of.worst == pytest.approx(max(float(one.sort().values[-7]) for one in errors), rel=1e-3)
         assert of.rare == pytest.approx(max(float(one.max()) for one in errors), rel=1e-3)
         most, other = sorted((float(one.mean()) for one in errors), reverse=True)
-        assert of.unseen_error == pytest.approx(most**2 / other, rel=1e-3)
+        assert of.unseen_error == pytest.approx(2 * most - other, rel=1e-3)
         assert of.figures(1.0).unseen == (of.unseen_error, of.unseen_worst, of.unseen_rare)
         assert of.density == pytest.approx(float(by_hand[0]["density"][head]))
         assert 0.3 < of.density < 0.9
@@ -118,12 +118,10 @@ def test_a_bound_of_unseen_prompts_is_of_what_they_may_have():
 
 
 def test_what_unseen_prompts_may_have_is_told_by_leaving_one_out():
-    """The prompt with most has half as much again as the next; as much; nothing has any."""
+    """The prompt with most lies 0.1 beyond the next; has as much; nothing has any."""
     prompts = torch.tensor([[0.1, 0.2, 0.0], [0.3, 0.2, 0.0], [0.2, 0.1, 0.0]], dtype=torch.float64)
-    assert unseen(prompts).tolist() == pytest.approx([0.45, 0.2, 0.0])
+    assert unseen(prompts).tolist() == pytest.approx([0.4, 0.2, 0.0])
     assert unseen(prompts[:1]).tolist() == prompts[0].tolist()
-    only_one = torch.tensor([[0.1], [0.0]], dtype=torch.float64)
-    assert unseen(only_one).item() > 1e6  # nothing can be said of the next
 
 
 def test_what_was_judged_is_not_judged_again(layer, tmp_path):

@@ -147,8 +147,7 @@ class CapturedLayer:
 def unseen(errors: torch.Tensor) -> torch.Tensor:
     """``Figures.unseen`` of what prompts have, along the first dimension; of a single one what it has."""
     ordered = errors.sort(0).values
-    most, following = ordered[-1], ordered[max(0, len(ordered) - 2)]
-    return most * (most / following.clamp(min=torch.finfo(errors.dtype).tiny))
+    return 2 * ordered[-1] - ordered[max(0, len(ordered) - 2)]
 
 
 class RememberingJudge:

@@ -50,7 +50,7 @@ class Figures:
     same kind of method (``costs.py``)."""
     unseen: Errors | None = None
     """What a prompt that was not seen may have, by leave-one-out: as far beyond these prompts as the one with most lies
-    beyond the others, most² ÷ next; of a single prompt what that has."""
+    beyond the others; of a single prompt what that has."""
 
 
 @dataclass(frozen=True)
