@@ -29,6 +29,7 @@ from benchmarks.performance import CHUNKS, TRAINED, met
 from benchmarks.quality import ANSWERS, NAMED, PERFORMANCE, by_plain_label, load, relative
 from benchmarks.tables import markdown_table, put_between
 from vllm_sparse_backend.bench.report import merge_figures, table_of
+from vllm_sparse_backend.calibrate.job import SLACK
 from vllm_sparse_backend.calibrate.ladders import LADDERS, settings_of
 from vllm_sparse_backend.settings.methods import parameters_of
 from vllm_sparse_backend.settings.profile import Profile, load_profile
@@ -82,6 +83,9 @@ def of_profile(name: str, profile: Profile, took_s: float | None) -> Iterator[di
         yield figure(
             f"{about}: mean error of sparse heads, held-out prompts", error, "relative", None, "lower", **where
         )
+    if (share := held.get("mean_of_bound")) is not None:
+        yield figure(f"{about}: mean error of all heads ÷ its bound, held-out prompts", share, "ratio", SLACK, "lower",
+                     **where)  # fmt: skip
     if took_s is not None:
         yield figure(f"{about}: made in", took_s, "s", MOST_SECONDS, "lower", **where)
 
@@ -139,6 +143,19 @@ def by_head(judged: Sequence[Mapping[str, Any]], keys: Sequence[str], bound: Poi
     return (fmean(error for _, error in chosen), fmean(density for density, _ in chosen)), single
 
 
+def sparsest_for_all(judged: Sequence[Mapping[str, Any]], keys: Sequence[str], limits: Mapping[int, float]) -> float:
+    """Mean density of the sparsest setting whose outcomes are in the limits in every head; 1 where none is."""
+    heads_of = ([head for layer in judged for head in layer[key]] for key in keys)
+    return min(
+        (
+            fmean(head[3] for head in heads)
+            for heads in heads_of
+            if all(head[i] <= limit for head in heads for i, limit in limits.items())
+        ),
+        default=1.0,
+    )
+
+
 def of_work(folder: Path, bound: Point) -> Iterator[dict[str, Any]]:
     judged = [json.loads(path.read_text())["judged"] for path in sorted(folder.glob("prompts-layer-*.json"))]
     device = json.loads((folder / "job.json").read_text())["device"]
@@ -148,8 +165,12 @@ def of_work(folder: Path, bound: Point) -> Iterator[dict[str, Any]]:
             (error, density), single = by_head(judged, keys, bound)
             ratio = density / single_density(single, error)
             command = f"sparse-prefill profile best {TRAINED} --tokens 32768, then benchmarks.profiles --work"
-            yield figure(f"{name}, a setting for each head: density ÷ one setting's at the same error", ratio, "ratio",
-                         MOST_OF_SINGLE, "lower", device, command)  # fmt: skip
+            about = f"{name}, a setting for each head: density ÷"
+            yield figure(f"{about} one setting's at the same error", ratio, "ratio", MOST_OF_SINGLE, "lower", device,
+                         command)  # fmt: skip
+            alone = density / sparsest_for_all(judged, keys, {0: bound[0], 1: bound[1]})
+            yield figure(f"{about} one setting's that holds the bound in every head", alone, "ratio", MOST_OF_SINGLE,
+                         "lower", device, command)  # fmt: skip
 
 
 def mean_error(profile: Profile) -> float:
@@ -175,29 +196,23 @@ def against_one_setting(name: str, profile: Profile, folder: Path) -> Iterator[d
     judged = [json.loads(path.read_text())["judged"] for path in sorted(folder.glob("prompts-layer-*.json"))]
     made, method = profile.provenance, str(profile.provenance.source).split()[-1]
     bounds = made.bounds or {}
-    limits = [bounds.get(kind, float("inf")) for kind in ("error", "worst", "rare")]
+    limits = {i: bounds[kind] for i, kind in {0: "error", 1: "worst", 4: "rare"}.items() if kind in bounds}
 
-    def outcomes(settings: Sequence[Method]) -> list[list[Sequence[float]]]:
-        """Of each setting that every layer knows, all heads'."""
+    def known(settings: Sequence[Method]) -> list[str]:
         keys = [json.dumps([parameters_of(one)]) for one in settings]
-        return [[head for one in judged for head in one[key]] for key in keys if all(key in one for one in judged)]
+        return [key for key in keys if all(key in one for one in judged)]
 
     def at_same_error(settings: Sequence[Method]) -> float:
-        points = [(fmean(h[0] for h in heads), fmean(h[3] for h in heads)) for heads in outcomes(settings)]
+        points = by_head(judged, known(settings), (0.0, 0.0))[1]
         return single_density(frontier(points), mean_error(profile))
 
     every = settings_of(method)
-    holding = [
-        fmean(head[3] for head in heads)
-        for heads in outcomes(every)
-        if all(head[i] <= limit for head in heads for i, limit in zip((0, 1, 4), limits, strict=True))
-    ]
     where = {"device": made.device or "", "command": command_of(profile)}
     about = f"profile {name}: density ÷ that of one setting"
     for what, single in (
         (f"of {method}'s own ladder, same mean error", at_same_error(LADDERS[method])),
         ("of all that heads chose from, same mean error", at_same_error(every)),
-        ("that holds its bounds in every head", min(holding, default=1.0)),
+        ("that holds its bounds in every head", sparsest_for_all(judged, known(every), limits)),
     ):
         ratio = (made.density or 1.0) / single
         yield figure(f"{about} {what}", ratio, "ratio", MOST_OF_SINGLE, "lower", **where)

@@ -46,7 +46,9 @@ def test_a_folder_of_outcomes(tmp_path):
     outcomes = {keys[0]: [[0.05, 0.2, 0, 0.1], [0.2, 0.3, 0, 0.1]], keys[1]: [[0.02, 0.1, 0, 0.5], [0.04, 0.1, 0, 0.5]]}
     (tmp_path / "prompts-layer-000.json").write_text(json.dumps({"judged": outcomes}))
     (tmp_path / "job.json").write_text(json.dumps({"device": "a card"}))
-    (found,) = module.of_work(tmp_path, (0.1, 0.4))
+    found, alone = module.of_work(tmp_path, (0.1, 0.4))
+    assert alone["name"] == "sale, a setting for each head: density ÷ one setting's that holds the bound in every head"
+    assert alone["value"] == pytest.approx(0.3 / 0.5)  # the sparser one does not, in one head
     assert found["name"].startswith("sale, a setting for each head")
     assert found["value"] == pytest.approx(0.3 / module.single_density([(0.125, 0.1), (0.03, 0.5)], 0.045), rel=1e-3)
     assert (found["bar"], found["better"], found["device"]) == (0.85, "lower", "a card")
