@@ -44,11 +44,10 @@ def halved(ladder: Sequence[Method]) -> list[Method]:
     """A setting more between two that differ in one number."""
     found = list(ladder[:1])
     for before, one in pairwise(ladder):
-        differing = {f.name: (getattr(before, f.name), getattr(one, f.name)) for f in fields(one)}
-        differing = {name: pair for name, pair in differing.items() if pair[0] != pair[1]}
-        if len(differing) == 1 and all(isinstance(x, float) for (pair,) in [differing.values()] for x in pair):
-            ((name, pair),) = differing.items()
-            found.append(replace(one, **{name: round(sum(pair) / 2, 6)}))
+        differing = [field.name for field in fields(one) if getattr(before, field.name) != getattr(one, field.name)]
+        ends = [getattr(method, differing[0]) for method in (before, one)]
+        if len(differing) == 1 and isinstance(ends[0], float):
+            found.append(replace(one, **{differing[0]: round(sum(ends) / 2, 6)}))
         found.append(one)
     return found
 
