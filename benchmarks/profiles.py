@@ -4,10 +4,15 @@
     sparse-prefill profile best MODEL --out best-NAME.yaml …          (and search, calibrate, cluster)
     sparse-prefill eval answers MODEL --settings '{"profile": …}' --results docs/results/answers.json
     sparse-prefill bench methods --captured FOLDER --profile … --results docs/results/performance.json
-    python -m benchmarks.profiles FILE… [--took FILE=SECONDS] [--work FOLDER] [--markdown docs/profiles.md]
+    python -m benchmarks.profiles FILE… [--took FILE=SECONDS] [--work FOLDER] [--against FILE=FOLDER]
+        [--markdown docs/profiles.md]
 
 ``--work``: the folder of a `profile best` that judged every ladder. Of each ladder it tells what a setting for each
 head keeps, ÷ what one setting for all heads keeps at the same mean error.
+
+``--against``: the folder that a `profile calibrate` with a bound of the mean left. It tells what the profile keeps ÷
+what one setting for all heads keeps on the same prompts: of the method's own ladder, at the same mean error; of all
+settings that heads chose from, at the same mean error; and the sparsest of these that holds its bounds in every head.
 """
 
 import json
@@ -24,9 +29,11 @@ from benchmarks.performance import CHUNKS, TRAINED, met
 from benchmarks.quality import ANSWERS, NAMED, PERFORMANCE, by_plain_label, load, relative
 from benchmarks.tables import markdown_table, put_between
 from vllm_sparse_backend.bench.report import merge_figures, table_of
-from vllm_sparse_backend.calibrate.ladders import LADDERS
+from vllm_sparse_backend.calibrate.job import SLACK
+from vllm_sparse_backend.calibrate.ladders import LADDERS, settings_of
 from vllm_sparse_backend.settings.methods import parameters_of
 from vllm_sparse_backend.settings.profile import Profile, load_profile
+from vllm_sparse_kernels.select.base import Method
 
 RESULTS = Path("docs/results/profiles.json")
 RIGHT, PERPLEXITY = "right answers ÷ stock's", "perplexity ÷ stock's"
@@ -57,7 +64,8 @@ def command_of(profile: Profile) -> str:
     """What made it, with its bounds; prompts are those of its provenance."""
     made, bounds = profile.provenance, profile.provenance.bounds or {}
     if {"error", "worst"} <= bounds.keys():
-        return f"{made.source} --level {profile.level}={bounds['error']:g}:{bounds['worst']:g}"
+        numbers = ":".join(f"{bounds[kind]:g}" for kind in ("error", "worst", "rare", "mean") if kind in bounds)
+        return f"{made.source} --level {profile.level}={numbers}"
     return f"{made.source} --error {bounds['error']:g}" if "error" in bounds else f"{made.source}"
 
 
@@ -75,6 +83,9 @@ def of_profile(name: str, profile: Profile, took_s: float | None) -> Iterator[di
         yield figure(
             f"{about}: mean error of sparse heads, held-out prompts", error, "relative", None, "lower", **where
         )
+    if (share := held.get("mean_of_bound")) is not None:
+        yield figure(f"{about}: mean error of all heads ÷ its bound, held-out prompts", share, "ratio", SLACK, "lower",
+                     **where)  # fmt: skip
     if took_s is not None:
         yield figure(f"{about}: made in", took_s, "s", MOST_SECONDS, "lower", **where)
 
@@ -132,6 +143,19 @@ def by_head(judged: Sequence[Mapping[str, Any]], keys: Sequence[str], bound: Poi
     return (fmean(error for _, error in chosen), fmean(density for density, _ in chosen)), single
 
 
+def sparsest_for_all(judged: Sequence[Mapping[str, Any]], keys: Sequence[str], limits: Mapping[int, float]) -> float:
+    """Mean density of the sparsest setting whose outcomes are in the limits in every head; 1 where none is."""
+    heads_of = ([head for layer in judged for head in layer[key]] for key in keys)
+    return min(
+        (
+            fmean(head[3] for head in heads)
+            for heads in heads_of
+            if all(head[i] <= limit for head in heads for i, limit in limits.items())
+        ),
+        default=1.0,
+    )
+
+
 def of_work(folder: Path, bound: Point) -> Iterator[dict[str, Any]]:
     judged = [json.loads(path.read_text())["judged"] for path in sorted(folder.glob("prompts-layer-*.json"))]
     device = json.loads((folder / "job.json").read_text())["device"]
@@ -141,8 +165,59 @@ def of_work(folder: Path, bound: Point) -> Iterator[dict[str, Any]]:
             (error, density), single = by_head(judged, keys, bound)
             ratio = density / single_density(single, error)
             command = f"sparse-prefill profile best {TRAINED} --tokens 32768, then benchmarks.profiles --work"
-            yield figure(f"{name}, a setting for each head: density ÷ one setting's at the same error", ratio, "ratio",
-                         MOST_OF_SINGLE, "lower", device, command)  # fmt: skip
+            about = f"{name}, a setting for each head: density ÷"
+            yield figure(f"{about} one setting's at the same error", ratio, "ratio", MOST_OF_SINGLE, "lower", device,
+                         command)  # fmt: skip
+            alone = density / sparsest_for_all(judged, keys, {0: bound[0], 1: bound[1]})
+            yield figure(f"{about} one setting's that holds the bound in every head", alone, "ratio", MOST_OF_SINGLE,
+                         "lower", device, command)  # fmt: skip
+
+
+def mean_error(profile: Profile) -> float:
+    """Over all heads on the profile's own prompts, dense ones included."""
+    assert profile.model is not None
+    assert profile.provenance.figures is not None
+    heads = profile.model.num_heads
+    rows = profile.provenance.figures.rows("error", profile.model)
+    return fmean(error for row in rows for error in row or [0.0] * heads)
+
+
+def frontier(points: Sequence[Point]) -> list[Point]:
+    """Of all settings those that none undercuts in both error and density."""
+    found: list[Point] = []
+    for point in sorted(points):
+        if not found or point[1] < found[-1][1]:
+            found.append(point)
+    return found
+
+
+def against_one_setting(name: str, profile: Profile, folder: Path) -> Iterator[dict[str, Any]]:
+    """What a calibrated profile keeps ÷ what one setting for all heads does: see the module's docstring."""
+    judged = [json.loads(path.read_text())["judged"] for path in sorted(folder.glob("prompts-layer-*.json"))]
+    made, method = profile.provenance, str(profile.provenance.source).split()[-1]
+    bounds = made.bounds or {}
+    limits = {i: bounds[kind] for i, kind in {0: "error", 1: "worst", 4: "rare"}.items() if kind in bounds}
+
+    def known(settings: Sequence[Method]) -> list[str]:
+        keys = [json.dumps([parameters_of(one)]) for one in settings]
+        return [key for key in keys if all(key in one for one in judged)]
+
+    def at_same_error(settings: Sequence[Method]) -> float:
+        points = by_head(judged, known(settings), (0.0, 0.0))[1]
+        return single_density(frontier(points), mean_error(profile))
+
+    every = settings_of(method)
+    where = {"device": made.device or "", "command": command_of(profile)}
+    about = f"profile {name}: density ÷ that of one setting"
+    for what, single in (
+        (f"of {method}'s own ladder, same mean error", at_same_error(LADDERS[method])),
+        ("of all that heads chose from, same mean error", at_same_error(every)),
+        ("that holds its bounds in every head", sparsest_for_all(judged, known(every), limits)),
+    ):
+        ratio = (made.density or 1.0) / single
+        yield figure(f"{about} {what}", ratio, "ratio", MOST_OF_SINGLE, "lower", **where)
+    yield figure(f"profile {name}: mean error of all heads on its prompts", mean_error(profile), "relative", None,
+                 "lower", **where)  # fmt: skip
 
 
 def table(names: Sequence[str], figures: Figures) -> str:
@@ -170,6 +245,7 @@ def main(
     took: Annotated[list[str] | None, typer.Option(help="FILE=SECONDS that a profile took to make.")] = None,
     work: Annotated[Path | None, typer.Option(help="Folder of a `profile best` with all ladders.")] = None,
     bound: Annotated[str, typer.Option(help="ERROR:WORST that settings of --work hold.")] = "0.1:0.4",
+    against: Annotated[list[str] | None, typer.Option(help="FILE=FOLDER that a calibration left.")] = None,
     results: Annotated[Path, typer.Option(help="Where figures go.")] = RESULTS,
     markdown: Annotated[Path | None, typer.Option(help="Document with marks for the table.")] = None,
 ) -> None:
@@ -180,6 +256,8 @@ def main(
     found += of_answers(names, by_plain_label(load(ANSWERS), NAMED))
     found += of_speed(names, load(PERFORMANCE))
     found += of_work(work, (error, worst)) if work else ()
+    for name, folder in (one.split("=", 1) for one in against or ()):
+        found += against_one_setting(Path(name).stem, load_profile(Path(name)), Path(folder))
     merge_figures(results, {one["name"]: one for one in found}, keep_bars=False)
     if markdown is not None:
         put_between(markdown, "<!-- figures: profiles -->", "<!-- end of figures -->", table(names, load(results)))

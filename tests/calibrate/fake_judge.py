@@ -35,7 +35,7 @@ class FakeJudge:
 def figures(error: float, density: float, worst: float | None = None, time_ms: float | None = None) -> Figures:
     """Where not given, the worst queries are as the mean, and time is by kept pairs."""
     worst, time_ms = error if worst is None else worst, density if time_ms is None else time_ms
-    return Figures(error=error, worst=worst, l2=error, density=density, time_ms=time_ms)
+    return Figures(error=error, worst=worst, rare=worst, l2=error, density=density, time_ms=time_ms)
 
 
 def of(setting: Callable[[Method], float], error: Callable[[float], float], density: Callable[[float], float]) -> Curve:

@@ -148,5 +148,5 @@ def test_layers_that_never_go_sparse_are_dense_and_have_no_figures(tmp_path):
 
 def test_nothing_that_holds_is_an_error(tmp_path):
     job = make_job(tmp_path / "work")
-    with pytest.raises(ConfigurationError, match="no head of any layer holds the bound 1e-09:inf with any setting"):
+    with pytest.raises(ConfigurationError, match="no head of any layer holds the bound 1e-09 with any setting"):
         run(job, SEARCH, {"high": Bound(1e-9)}, "a test")

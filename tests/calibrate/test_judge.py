@@ -9,8 +9,8 @@ import torch
 
 from tests.calibrate.made import HEADS, make_job
 from vllm_sparse_backend.calibrate.costs import EstimatedCosts, share_ms
-from vllm_sparse_backend.calibrate.judge import CapturedLayer, RememberingJudge, Served
-from vllm_sparse_backend.calibrate.measure import Bound, Figures
+from vllm_sparse_backend.calibrate.judge import CapturedLayer, RememberingJudge, Served, unseen
+from vllm_sparse_backend.calibrate.measure import Bound, Errors, Figures
 from vllm_sparse_backend.evaluate.quality import chunk_rows
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_kernels.select.dense import Dense
@@ -63,8 +63,12 @@ def test_figures_are_those_of_whole_matrices(layer):
         errors = [prompt["errors"][head] for prompt in by_hand]
         assert len(errors[0]) == 600  # the first hundred positions are dense
         assert of.error == pytest.approx(max(float(one.mean()) for one in errors), rel=1e-3)
-        # Of 600 queries six have more.
+        # Of 600 queries six have more, and of a thousandth none.
         assert of.worst == pytest.approx(max(float(one.sort().values[-7]) for one in errors), rel=1e-3)
+        assert of.rare == pytest.approx(max(float(one.max()) for one in errors), rel=1e-3)
+        most, other = sorted((float(one.mean()) for one in errors), reverse=True)
+        assert of.unseen_error == pytest.approx(2 * most - other, rel=1e-3)
+        assert of.figures(1.0).unseen == (of.unseen_error, of.unseen_worst, of.unseen_rare)
         assert of.density == pytest.approx(float(by_hand[0]["density"][head]))
         assert 0.3 < of.density < 0.9
     assert max(of.error for of in outcomes) > 0.01
@@ -91,13 +95,33 @@ def test_means_are_attended_to(layer):
 
 
 def test_a_bound_of_the_worst_queries_bites_where_the_mean_does_not():
-    figures = Figures(error=0.01, worst=0.5, l2=0.02, density=0.1, time_ms=1.0)
+    figures = Figures(error=0.01, worst=0.5, rare=0.9, l2=0.02, density=0.1, time_ms=1.0)
     assert Bound(0.05).holds(figures)
     assert Bound(0.05, 0.5).holds(figures)
     assert not Bound(0.05, 0.4).holds(figures)
     assert not Bound(0.005, 0.9).holds(figures)
     assert not Bound(0.05).holds(replace(figures, error=float("nan")))
     assert Bound(0.02, 0.25).share(figures) == 2
+    assert not Bound(0.05, 0.6, 0.8).holds(figures)
+    assert Bound(0.05, 1.0, 0.3).share(figures) == 3
+    assert Bound(0.05, 0.6, 0.9, mean=0.001).holds(figures)  # which is not a head's matter
+    assert Bound(0.05, 0.6, 0.8, mean=0.01).numbers == {"error": 0.05, "worst": 0.6, "rare": 0.8, "mean": 0.01}
+
+
+def test_a_bound_of_unseen_prompts_is_of_what_they_may_have():
+    figures = Figures(error=0.01, worst=0.5, rare=0.9, l2=0.02, density=0.1, time_ms=1.0, unseen=Errors(0.01, 0.6, 0.9))
+    bound = Bound(0.05, 0.55)
+    assert bound.holds(figures)
+    assert not bound.less(0.0, unseen=True).holds(figures)
+    assert Bound(0.05, 0.6, unseen=True).holds(figures)
+    assert Bound(0.1, 0.8, 1.0, 0.2).less(0.5, True) == Bound(0.05, 0.4, 0.5, 0.1, True)
+
+
+def test_what_unseen_prompts_may_have_is_told_by_leaving_one_out():
+    """The prompt with most lies 0.1 beyond the next; has as much; nothing has any."""
+    prompts = torch.tensor([[0.1, 0.2, 0.0], [0.3, 0.2, 0.0], [0.2, 0.1, 0.0]], dtype=torch.float64)
+    assert unseen(prompts).tolist() == pytest.approx([0.4, 0.2, 0.0])
+    assert unseen(prompts[:1]).tolist() == prompts[0].tolist()
 
 
 def test_what_was_judged_is_not_judged_again(layer, tmp_path):
@@ -120,7 +144,7 @@ def test_what_was_judged_is_not_judged_again(layer, tmp_path):
         again.judge([SpargeAttn(kept_mass=0.6)] * HEADS)
     with pytest.raises(ValueError, match="given 1 methods, expected one for each of 4 heads"):
         again.judge(methods[:1])
-    for broken in ("{", json.dumps({"format": 2, "judged": {}}), json.dumps({"format": 1, "judged": {"x": [1]}})):
+    for broken in ("{", json.dumps({"format": 1, "judged": {}}), json.dumps({"format": 2, "judged": {"x": [1]}})):
         path.write_text(broken)
         with pytest.raises(ConfigurationError, match=r"layer\.json: not a layer's outcomes"):
             RememberingJudge(1, HEADS, costs, path, never)

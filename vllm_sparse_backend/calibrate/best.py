@@ -9,11 +9,17 @@ cheapest settings take least time together. If dense attention of the whole laye
 Methods of a layer share an index whose blocks are as wide as all of them allow (``select/width.py``), and what one
 keeps in narrower blocks is less than it was judged by. So the choice is judged as a whole, and what does not hold the
 bound there is struck out, until all hold.
+
+A bound of the mean over all heads (``Bound.mean``) is kept to by a price of error. Under it heads take what costs least
+in time and error together; at one price for all of them no other choice of the same mean error costs less (heads then
+have equal slopes: Lagrange). ``price_of`` finds the least price at which the mean holds.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
+from statistics import fmean
 
 from vllm_sparse_backend.calibrate.costs import Costs, head_ms, kind_of
 from vllm_sparse_backend.calibrate.ladders import LADDERS
@@ -23,6 +29,9 @@ from vllm_sparse_kernels.select.dense import Dense
 
 MOST_KINDS = 3
 """Of sparse methods in a layer: each has a selection of its own."""
+
+PRICE_STEPS = 40
+"""Of a bisection between a thousandth and a million times what a dense head takes."""
 
 MOST_ROUNDS = 8
 """Of choices for a layer; heads that hold the bound in none of them are dense."""
@@ -38,29 +47,69 @@ def candidates(with_means: bool = True, ladders: Sequence[str] = tuple(LADDERS))
     return plain + [replace(method, block_means=True) for method in plain if with_means]
 
 
-def search(judge: LayerJudge, bound: Bound, among: Sequence[Method] | None = None) -> list[Method]:
-    """One method for each head of the layer; ``among``: ``candidates`` unless given."""
-    figures = {method: judge.judge([method] * judge.num_heads) for method in among or candidates()}
-    holding: list[dict[Method, Figures]] = [
-        {method: of[head] for method, of in figures.items() if bound.holds(of[head])} for head in range(judge.num_heads)
-    ]
+def search(
+    judge: LayerJudge,
+    bound: Bound,
+    among: Sequence[Method] | None = None,
+    costs: Costs | None = None,
+    price: float = 0.0,
+) -> list[Method]:
+    """One method for each head of the layer; ``among``: ``candidates`` unless given.
+
+    ``costs``: the judge's unless given. ``price``: what an error of 1 is worth, in the unit of costs.
+    """
+    costs = costs or judge.costs
+    held = holding(judged(judge, among or candidates()), bound)
     for _ in range(MOST_ROUNDS):
-        chosen = choose(holding, judge.costs)
+        chosen = choose(held, costs, price)
         if all(isinstance(method, Dense) for method in chosen):
             return chosen
         failing = [head for head, of in enumerate(judge.judge(chosen)) if not bound.holds(of)]
         if not failing:
             return chosen
         for head in failing:
-            del holding[head][chosen[head]]
+            del held[head][chosen[head]]
     return [Dense() if head in failing else method for head, method in enumerate(chosen)]
 
 
-def choose(holding: Sequence[Mapping[Method, Figures]], costs: Costs) -> list[Method]:
-    """The methods that take the layer least time, of those that each head may have; every head may be dense."""
+def judged(judge: LayerJudge, among: Sequence[Method]) -> dict[Method, list[Figures]]:
+    """What comes of each where all heads of the layer have it."""
+    return {method: judge.judge([method] * judge.num_heads) for method in among}
+
+
+def holding(figures: Mapping[Method, Sequence[Figures]], bound: Bound) -> list[dict[Method, Figures]]:
+    """Of each head the methods that hold the bound."""
+    num_heads = len(next(iter(figures.values())))
+    return [{method: of[head] for method, of in figures.items() if bound.holds(of[head])} for head in range(num_heads)]
+
+
+def price_of(layers: Sequence[Sequence[Mapping[Method, Figures]]], costs: Costs, most_mean: float) -> float:
+    """The least price of error at which heads that choose by it have a mean error of at most ``most_mean``.
+
+    ``layers``: ``holding`` of every layer. 0 where what is cheapest holds it.
+    """
+
+    def holds(price: float) -> bool:
+        errors = []
+        for heads in layers:
+            chosen = zip(heads, choose(heads, costs, price), strict=True)
+            errors += [of[method].error if method in of else 0.0 for of, method in chosen]
+        return fmean(errors) <= most_mean
+
+    if math.isinf(most_mean) or holds(0.0):
+        return 0.0
+    low, high = (costs.layer.dense_ms / len(layers[0]) * times for times in (1e-3, 1e6))
+    for _ in range(PRICE_STEPS):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def choose(holding: Sequence[Mapping[Method, Figures]], costs: Costs, price: float = 0.0) -> list[Method]:
+    """The methods that cost the layer least, of those that each head may have; every head may be dense."""
     dense: Method = Dense()
     dense_ms = head_ms(costs, dense, 1.0)
-    cheapest = [_cheapest_of_kinds(may, costs) for may in holding]
+    cheapest = [_cheapest_of_kinds(may, costs, price) for may in holding]
     group_ms = {kind: costs.of(kind).group_ms for of in cheapest for kind in of}
     base_ms = costs.layer.base_ms
     best_ms, best = costs.layer.dense_ms, [dense] * len(holding)
@@ -82,11 +131,11 @@ def _ms(timed: tuple[float, Method]) -> float:
     return timed[0]
 
 
-def _cheapest_of_kinds(may: Mapping[Method, Figures], costs: Costs) -> dict[Method, tuple[float, Method]]:
-    """By kind the time of its cheapest setting, and that."""
+def _cheapest_of_kinds(may: Mapping[Method, Figures], costs: Costs, price: float) -> dict[Method, tuple[float, Method]]:
+    """By kind what its cheapest setting costs, error included, and that."""
     found: dict[Method, tuple[float, Method]] = {}
     for method, figures in may.items():
-        timed = head_ms(costs, method, figures.density), method
+        timed = head_ms(costs, method, figures.density) + price * figures.error, method
         kind = kind_of(method)
         if kind not in found or timed[0] < found[kind][0]:
             found[kind] = timed

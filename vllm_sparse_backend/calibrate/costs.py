@@ -43,6 +43,9 @@ SELECTION_SHARES = {
 """Of the time of dense attention, where nothing is measured."""
 
 MEANS_SHARE = 0.02
+MEANS_PAIRS = 1 / 64
+"""The share of all pairs that means are, one for a block of 64 keys. (``MeasuredCosts`` sees their time: after 32,768
+tokens on an H200 0.06 of dense attention's.)"""
 PAIR_MS = 7.6e-10
 """FlashAttention-3 on an H200, head_dim 128."""
 
@@ -120,6 +123,22 @@ class EstimatedCosts:
     @property
     def layer(self) -> LayerCost:
         return LayerCost(0.0, MEANS_SHARE * self.full_ms, self.num_heads * self.full_ms)
+
+
+class PairCosts:
+    """Nothing but kept pairs, as shares of all: for searches of what is sparsest, on no device in particular."""
+
+    timed = False
+
+    def __init__(self, num_heads: int) -> None:
+        self.num_heads = num_heads
+
+    def of(self, method: Method) -> Cost:
+        return Cost(0.0, 0.0, 1.0)
+
+    @property
+    def layer(self) -> LayerCost:
+        return LayerCost(0.0, MEANS_PAIRS, float(self.num_heads))
 
 
 class MeasuredCosts:

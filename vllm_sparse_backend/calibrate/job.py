@@ -206,7 +206,7 @@ def _capture_here(
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found for one bound: methods by layer and head, and what came of them."""
+    """What a search found for one bound: methods by layer and head of the whole model, and what came of them."""
 
     bound: Bound
     methods: list[list[Method]]
@@ -226,6 +226,7 @@ class Found:
         if not sparse:
             return {}
         shares = [self.bound.share(of) for of in sparse]
+        every = sum(map(len, self.methods))
         figures = {
             "heads_within_bound": sum(share <= 1 for share in shares) / len(shares),
             "heads_within_1.2_of_it": sum(share <= SLACK for share in shares) / len(shares),
@@ -234,6 +235,8 @@ class Found:
             "worst_error": sum(of.worst for of in sparse) / len(sparse),
             "error_of_bound": sum(of.error for of in sparse) / len(sparse) / self.bound.error,
         }
+        if math.isfinite(self.bound.mean):
+            figures["mean_of_bound"] = sum(of.error for of in sparse) / every / self.bound.mean
         return {name: float(f"{value:.4g}") for name, value in figures.items()}
 
     @property
@@ -244,11 +247,14 @@ class Found:
         return (sum(heads) + whole - len(heads)) / whole
 
 
-def run(job: Job, search: Search, bounds: Mapping[str, Bound], source: str, margin: float = 0.0) -> Profile:
+def run(
+    job: Job, search: Search, bounds: Mapping[str, Bound], source: str, margin: float = 0.0, unseen: bool = False
+) -> Profile:
     """The profile that a search finds, with a level for each bound, checked on the held-out prompts.
 
-    ``margin``: the share of a bound that searches leave to what prompts they have not seen may have more. Raises
-    ConfigurationError where no head of any layer holds the first bound.
+    ``margin``: the share of a bound that searches leave to what prompts they have not seen may have more; ``unseen``:
+    whether they leave what the prompts tell of that too (``Bound.unseen``). Raises ConfigurationError where no head of
+    any layer holds the first bound.
     """
     job.enter()
     found = {name: Found(bound, [], [], []) for name, bound in bounds.items()}
@@ -258,7 +264,7 @@ def run(job: Job, search: Search, bounds: Mapping[str, Bound], source: str, marg
         if layer in layers:
             judge, check = job.judge(layer), job.judge(layer, "held-out")
             for one in found.values():
-                methods = search(judge, Bound(one.bound.error * (1 - margin), one.bound.worst * (1 - margin)))
+                methods = search(judge, one.bound.less(margin, unseen))
                 one.methods.append(methods)
                 one.figures.append(_of_sparse(judge, methods))
                 judge.save()
@@ -286,7 +292,7 @@ def profile_of(job: Job, found: Mapping[str, Found], source: str) -> Profile:
         if any(not isinstance(method, Dense) for layer in one.methods for method in layer)
     }
     if not levels:
-        bounds = ", ".join(f"{one.bound.error:g}:{one.bound.worst:g}" for one in found.values())
+        bounds = ", ".join(":".join(f"{x:g}" for x in one.bound.numbers.values()) for one in found.values())
         raise ConfigurationError(
             f"{source}: no head of any layer holds the bound {bounds} with any setting and pays: expected a larger "
             "--level, or longer prompts"
@@ -301,14 +307,13 @@ def profile_of(job: Job, found: Mapping[str, Found], source: str) -> Profile:
 
 
 def provenance_of(job: Job, found: Found, source: str) -> Provenance:
-    bounds = {name: value for name, value in asdict(found.bound).items() if math.isfinite(value)}
     rows: dict[str, profile_figures.PerHead] = {
         name: [[getattr(of, of_name) for of in layer] if layer else None for layer in found.figures]
         for name, of_name in (("density", "density"), ("error", "error"), ("worst_error", "worst"))
     }
     return given_provenance(job, source).model_copy(
         update={
-            "bounds": bounds,
+            "bounds": found.bound.numbers,
             "density": float(f"{found.density:.4g}"),
             "figures": profile_figures.Figures.of_heads(**rows),
             "held_out": found.summary(),

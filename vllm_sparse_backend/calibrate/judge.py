@@ -20,7 +20,7 @@ from vllm_sparse_backend.bench.data import without_nan
 from vllm_sparse_backend.bench.methods import Layer
 from vllm_sparse_backend.bench.report import write_json
 from vllm_sparse_backend.calibrate.costs import Costs, share_ms
-from vllm_sparse_backend.calibrate.measure import WORST, Figures
+from vllm_sparse_backend.calibrate.measure import RARE, WORST, Errors, Figures
 from vllm_sparse_backend.evaluate.capture import Capture
 from vllm_sparse_backend.evaluate.quality import chunk_rows, dense_attention, paged
 from vllm_sparse_backend.settings.config import AUTO
@@ -34,7 +34,7 @@ from vllm_sparse_kernels.reference.attend import attend as reference_attend
 from vllm_sparse_kernels.select.base import Method
 from vllm_sparse_kernels.testing.batches import Batch
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Outcome(NamedTuple):
@@ -44,6 +44,14 @@ class Outcome(NamedTuple):
     worst: float
     l2: float
     density: float
+    rare: float
+    unseen_error: float
+    unseen_worst: float
+    unseen_rare: float
+
+    def figures(self, time_ms: float) -> Figures:
+        unseen = Errors(self.unseen_error, self.unseen_worst, self.unseen_rare)
+        return Figures(self.error, self.worst, self.rare, self.l2, self.density, time_ms, unseen)
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,7 @@ class LayerPrompt:
         return sum(causal_pairs(batch.rows) for batch in self.batches)
 
     def outcome(self, groups: LayerPlan, engines: Mapping[str, Engine] | None) -> torch.Tensor:
-        """[4, num_heads] float64 on the device: an ``Outcome`` of each head. ``engines``: None on a CPU."""
+        """[5, num_heads] float64 on the device: what an ``Outcome`` has of one prompt. ``engines``: None on a CPU."""
         errors, squares, pairs = [], [], []
         for batch, dense, norms in zip(self.batches, self.dense, self.norms, strict=True):
             # Nothing is kept from pass to pass.
@@ -100,10 +108,11 @@ class LayerPrompt:
             pairs.append(layer.index.pairs_of_heads())
         of_queries = torch.cat(errors)
         off_squared, whole_squared = torch.stack(squares).sum(0)
-        place = len(of_queries) - 1 - int(WORST * len(of_queries))
-        worst = of_queries.sort(0).values[place]
+        ordered = of_queries.sort(0).values
+        worst, rare = (ordered[len(ordered) - 1 - int(share * len(ordered))].double() for share in (WORST, RARE))
         density = torch.stack(pairs).sum(0).double() / self.num_pairs
-        return torch.stack((of_queries.double().mean(0), worst.double(), (off_squared / whole_squared).sqrt(), density))
+        l2 = (off_squared / whole_squared).sqrt()
+        return torch.stack((of_queries.double().mean(0), worst, l2, density, rare))
 
 
 class CapturedLayer:
@@ -130,9 +139,15 @@ class CapturedLayer:
         groups = layer_plan(methods)
         found = torch.stack([prompt.outcome(groups, self.engines) for prompt in self.prompts])
         pairs = torch.tensor([prompt.num_pairs for prompt in self.prompts], dtype=torch.float64, device=found.device)
-        density = (found[:, 3] * pairs[:, None]).sum(0) / pairs.sum()
-        rows = torch.cat((found[:, :3].amax(0), density[None])).T.tolist()
-        return [Outcome(*row) for row in rows]
+        most = found.amax(0)
+        most[3] = (found[:, 3] * pairs[:, None]).sum(0) / pairs.sum()
+        return [Outcome(*row) for row in torch.cat((most, unseen(found[:, [0, 1, 4]]))).T.tolist()]
+
+
+def unseen(errors: torch.Tensor) -> torch.Tensor:
+    """``Figures.unseen`` of what prompts have, along the first dimension; of a single one what it has."""
+    ordered = errors.sort(0).values
+    return 2 * ordered[-1] - ordered[max(0, len(ordered) - 2)]
 
 
 class RememberingJudge:
@@ -160,7 +175,7 @@ class RememberingJudge:
             self.known[key] = self.captured.outcomes(methods)
             self.changed = True
         return [
-            Figures(*one, time_ms=share_ms(self.costs, method, one.density, self.num_heads))
+            one.figures(share_ms(self.costs, method, one.density, self.num_heads))
             for method, one in zip(methods, self.known[key], strict=True)
         ]
 

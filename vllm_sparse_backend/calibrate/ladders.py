@@ -9,8 +9,10 @@ goes beyond its paper, or is an option of it. SharePrefill is not among them: it
 layers too, so that no layer can be judged by itself (``share_prefill.ladder``).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
+from itertools import pairwise
 from types import MappingProxyType
 
 from vllm_sparse_backend.calibrate import anchor_attention, flex_vertical_slash, minference, sale, sparge_attn
@@ -30,6 +32,25 @@ LADDERS: Mapping[str, tuple[Method, ...]] = MappingProxyType({
     "flex_vertical_slash": flex_vertical_slash.ladder(),
     "flex_vertical_slash+spread": flex_vertical_slash.ladder(flex_vertical_slash.SPREAD),
 })  # fmt: skip
+
+
+def settings_of(method: str) -> list[Method]:
+    """What a method's heads may choose from together: all its ladders, by halved steps, without and with means."""
+    plain = [one for name, ladder in LADDERS.items() if name.split("+")[0] == method for one in halved(ladder)]
+    return plain + [replace(one, block_means=True) for one in plain]
+
+
+def halved(ladder: Sequence[Method]) -> list[Method]:
+    """A setting more between two that differ in one number."""
+    found = list(ladder[:1])
+    for before, one in pairwise(ladder):
+        differing = [field.name for field in fields(one) if getattr(before, field.name) != getattr(one, field.name)]
+        ends = [getattr(method, differing[0]) for method in (before, one)]
+        if len(differing) == 1 and isinstance(ends[0], float):
+            found.append(replace(one, **{differing[0]: round(sum(ends) / 2, 6)}))
+        found.append(one)
+    return found
+
 
 SEARCHES: Mapping[str, Callable[[LayerJudge, Bound], list[Method]]] = MappingProxyType({
     "minference": minference.search,

@@ -38,7 +38,7 @@ THETAS = tuple(step / 16 for step in range(16))
 MARGINS = tuple(-step / 10 for step in range(1, 351))
 """λ in natural units, the one that skips most first. The code's range, 0 to 50 in base 2, ends where these do."""
 
-LADDER = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995)
+LADDER = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998)
 
 
 def search(
@@ -54,7 +54,7 @@ def search(
 
     Ten passes for each θ, and nine for λ.
     """
-    first = Bound(bound.error * FIRST_SHARE, bound.worst * FIRST_SHARE) if skipping else bound
+    first = bound.less(1 - FIRST_SHARE, bound.unseen) if skipping else bound
     found = _pairs(judge, first, base, thetas, least_sparsity)
     methods = [sparse_enough(found.get(head), least_sparsity) for head in range(judge.num_heads)]
     return _with_margins(judge, bound, methods) if skipping else methods

@@ -2,6 +2,7 @@
 """`sparse-prefill profile search|calibrate|cluster|best`: a profile of one's own model, from prompts."""
 
 import inspect
+import math
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -26,11 +27,19 @@ if TYPE_CHECKING:
 Level = Annotated[
     list[str] | None,
     typer.Option(
-        help="NAME=ERROR:WORST, high or fast: the most error of a head's output, on average and at the worst hundredth "
-        "of queries. The first is the profile's own; may be repeated. By default high=0.1:0.4."
+        help="NAME=ERROR[:WORST[:RARE[:MEAN]]], high or fast: the most error of a head's output, on average, at the "
+        "worst hundredth of queries and at the worst thousandth; and the most that all heads have on average, which is "
+        "spent where it saves most. The first is the profile's own; may be repeated. By default high=0.1:0.4."
     ),
 ]
 Margin = Annotated[float, typer.Option(help="Share of a bound that is left to unseen prompts.", min=0.0, max=0.9)]
+
+Unseen = Annotated[
+    bool,
+    typer.Option(
+        help="Leave unseen prompts as much more as the one with the most error has over the others, per head."
+    ),
+]
 
 DEFAULT_LEVELS = ("high=0.1:0.4",)
 
@@ -201,14 +210,15 @@ def _bounds(levels: list[str] | None) -> dict[str, "Bound"]:
     found: dict[str, Bound] = {}
     for text in levels or DEFAULT_LEVELS:
         name, _, rest = text.partition("=")
-        error, _, worst = rest.partition(":")
         try:
-            bound = Bound(float(error), float(worst)) if worst else Bound(float(error))
+            given = [float(number) for number in rest.split(":")]
+            error, worst, rare, mean = [*given, *[math.inf] * 3][:4]
+            bound = Bound(error, worst, rare, mean)
         except ValueError:
             raise ConfigurationError(f"--level: {unexpected(text, 'NAME=ERROR:WORST, such as high=0.1:0.4')}") from None
         if name not in BOUNDS:
             raise ConfigurationError(f"--level {text}: {not_one_of(name, BOUNDS)}")
-        if not (bound.error > 0 and bound.worst > 0) or name in found:
+        if not all(number > 0 for number in given) or len(given) > 4 or name in found:
             raise ConfigurationError(f"--level: {unexpected(text, 'errors above 0, and each level once')}")
         found[name] = bound
     return found
@@ -218,6 +228,7 @@ def best(
     job: "Job",
     level: Level = None,
     margin: Margin = 0.1,
+    unseen: Unseen = True,
     ladders: Annotated[
         str | None,
         typer.Option(help="Names of settings to choose from, by comma, such as sale or sale+half; else all."),
@@ -225,8 +236,7 @@ def best(
     no_means: Annotated[bool, typer.Option("--no-means", help="Leave out means in place of dropped blocks.")] = False,
 ) -> "Profile":
     """Per head the cheapest of all methods, in time on this device, whose output error holds the bound; else dense."""
-    from functools import partial
-
+    from vllm_sparse_backend.calibrate import balanced
     from vllm_sparse_backend.calibrate import best as part
     from vllm_sparse_backend.calibrate.job import run
     from vllm_sparse_backend.calibrate.ladders import LADDERS
@@ -237,15 +247,16 @@ def best(
         if name not in LADDERS:
             raise ConfigurationError(f"--ladders: {not_one_of(name, LADDERS)}")
     among = part.candidates(not no_means, names)
-    return run(job, partial(part.search, among=among), _bounds(level), "sparse-prefill profile best", margin)
+    bounds = _bounds(level)
+    return run(job, balanced.search_of(job, among, bounds), bounds, "sparse-prefill profile best", margin, unseen)
 
 
-def search(job: "Job", level: Level = None, margin: Margin = 0.1) -> "Profile":
+def search(job: "Job", level: Level = None, margin: Margin = 0.1, unseen: Unseen = True) -> "Profile":
     """MInference's pattern for each head: candidates of equal measured cost, the one with the least error of output."""
     from vllm_sparse_backend.calibrate import minference
     from vllm_sparse_backend.calibrate.job import run
 
-    return run(job, minference.search, _bounds(level), "sparse-prefill profile search", margin)
+    return run(job, minference.search, _bounds(level), "sparse-prefill profile search", margin, unseen)
 
 
 def calibrate(
@@ -258,16 +269,29 @@ def calibrate(
     ],
     level: Level = None,
     margin: Margin = 0.1,
+    unseen: Unseen = True,
 ) -> "Profile":
-    """One method's threshold for each head, as sparse as the bound allows; heads that hold none are dense."""
+    """One method's threshold for each head, as sparse as the bound allows; heads that hold none are dense.
+
+    Where a level bounds the mean of all heads too, heads choose among all settings of the method, beyond its paper.
+    """
+    from vllm_sparse_backend.calibrate import balanced
+    from vllm_sparse_backend.calibrate.costs import PairCosts
     from vllm_sparse_backend.calibrate.job import run
-    from vllm_sparse_backend.calibrate.ladders import SEARCHES
+    from vllm_sparse_backend.calibrate.ladders import SEARCHES, settings_of
     from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
 
     if method not in SEARCHES:
         raise ConfigurationError(f"--method: {not_one_of(method, SEARCHES)}")
-    source = f"sparse-prefill profile calibrate --method {method}"
-    return run(job, SEARCHES[method], _bounds(level), source, margin)
+    source, bounds = f"sparse-prefill profile calibrate --method {method}", _bounds(level)
+    bounded = {name for name, bound in bounds.items() if math.isfinite(bound.mean)}
+    if bounded and (bounded != set(bounds) or not (among := settings_of(method))):
+        raise ConfigurationError(
+            f"--level, --method {method}: a bound of the mean of all heads is for all levels or none, and for methods "
+            "by their plain names"
+        )
+    search = balanced.search_of(job, among, bounds, PairCosts(job.shape.num_heads)) if bounded else SEARCHES[method]
+    return run(job, search, bounds, source, margin, unseen)
 
 
 def cluster(
