@@ -19,8 +19,8 @@ who shares depends on clusters, never on γ (``select/share_prefill.py``), and n
 Passes over a layer: 15 in the survey, 7 where no head has a cluster; at most two for each head to settle, though hardly
 ever more than two in all, and as many again for each cluster that is dissolved there; one of the held-out prompts.
 
-**Memory** is that of clustering (``share_prefill.py``), and after it that of one layer (``judge.py``) and of what layers
-hand on (``flow.py``).
+**Memory** is that of clustering (``share_prefill.py``), and after it that of one layer (``judge.py``) and of what is
+handed on (``flow.py``).
 
 The clusters that are found, and all outcomes, lie in the job's folder: a run that was broken off goes on from them, and
 ends with the same bytes. (A server on several tensor-parallel ranks shares within each rank only; what is judged here
