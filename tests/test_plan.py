@@ -112,19 +112,24 @@ def clusters_of(plan: Plan, layer: int) -> tuple[int, ...]:
 
 def test_heads_that_share_are_one_group_that_knows_their_clusters(write: Write) -> None:
     layers = {
-        (0,): LayerProfile(heads={(0, 3): share(7), (1,): DENSE, (2,): share(7, gamma=0.95), (5,): share(2)}),
-        (3,): LayerProfile(heads={(4,): share(2), (6,): share(7, gamma=0.95)}),
+        (0,): LayerProfile(heads={(0, 3): share(7), (1,): DENSE, (2,): share(7, true_mass=True), (5,): share(2)}),
+        (2,): LayerProfile(heads={(3,): share(2, gamma=0.8)}),
+        (3,): LayerProfile(heads={(4,): share(2), (6,): share(7, true_mass=True)}),
     }
     plan = Plan.build(SparsePrefillConfig(profile=write(default=share(), layers=layers)), SHAPE)
     assert plan.layer(0) == (
         HeadGroup((0, 3, 4, 5, 6, 7), SharePrefillLayer(clusters=(7, 7, -1, 2, -1, -1))),
         HeadGroup((1,), DENSE),
-        HeadGroup((2,), SharePrefillLayer(gamma=0.95, clusters=(7,))),
+        HeadGroup((2,), SharePrefillLayer(true_mass=True, clusters=(7,))),
     )
     assert clusters_of(plan, 1) == (-1,) * 8
+    gammas = (0.9, 0.9, 0.9, 0.8, 0.9, 0.9, 0.9, 0.9)
+    assert plan.layer(2) == (
+        HeadGroup(tuple(range(8)), SharePrefillLayer(clusters=(-1, -1, -1, 2, -1, -1, -1, -1), gammas=gammas)),
+    )
     assert plan.layer(3) == (
         HeadGroup((0, 1, 2, 3, 4, 5, 7), SharePrefillLayer(clusters=(-1, -1, -1, -1, 2, -1, -1))),
-        HeadGroup((6,), SharePrefillLayer(gamma=0.95, clusters=(7,))),
+        HeadGroup((6,), SharePrefillLayer(true_mass=True, clusters=(7,))),
     )
 
 
@@ -160,7 +165,8 @@ def test_description_counts_the_clusters_of_this_rank(write: Write) -> None:
     described = [
         Plan.build(SparsePrefillConfig(profile=path), SHAPE, rank, 2).describe(Thresholds(0, 0))[1:] for rank in (0, 1)
     ]
-    thresholds = "max_sparsity=0.3, max_distance=0.2, gamma=0.9, gamma_per_tile=False, true_mass=False"
+    thresholds = "max_sparsity=0.3, max_distance=0.2, gamma=0.9, gamma_per_tile=False, true_mass=False, "
+    thresholds += "last_queries=64, estimating='last'"
     assert described == [
         [f"layers 0-3: share_prefill({thresholds}, clusters=2, clustered_heads=7) on 16 heads of this rank"],
         [f"layers 0-3: share_prefill({thresholds}, clusters=1, clustered_heads=4) on 16 heads of this rank"],

@@ -4,6 +4,7 @@
 import math
 from collections.abc import Callable, Sequence
 
+from vllm_sparse_backend.calibrate.costs import EstimatedCosts
 from vllm_sparse_backend.calibrate.measure import Figures
 from vllm_sparse_kernels.select.base import Method
 from vllm_sparse_kernels.select.dense import Dense
@@ -16,6 +17,7 @@ class FakeJudge:
 
     layer = 0
     timed = True
+    costs = EstimatedCosts(1, 1, 64)
 
     def __init__(self, *curves: Curve) -> None:
         self.curves = curves

@@ -6,6 +6,8 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from vllm_sparse_backend.calibrate.job import Job
 from vllm_sparse_backend.calibrate.judge import Served
 from vllm_sparse_backend.calibrate.prompts import PromptSet
@@ -42,12 +44,31 @@ class StructuredCapturer:
             if layer in self.left_out:
                 made.left_out[layer] = "a sliding window"
                 continue
-            seed = random.Random(f"{layer}/{ids[:8]}").getrandbits(32)
-            of = structured(len(ids), 0, HEADS, KV_HEADS, HEAD_DIM, seed=seed)
-            made.add(layer, LayerTensors(of.q, of.k, of.v), of.scale)
+            made.add(layer, *self.layer(len(ids), random.Random(f"{layer}/{ids[:8]}").getrandbits(32)))
         finish_capture(made)
         self.captured.append(folder.name)
         return made
+
+    def layer(self, num_tokens: int, seed: int) -> tuple[LayerTensors, float]:
+        of = structured(num_tokens, 0, HEADS, KV_HEADS, HEAD_DIM, seed=seed)
+        return LayerTensors(of.q, of.k, of.v), of.scale
+
+
+class TopicCapturer(StructuredCapturer):
+    """All heads but each layer's last look at one of the first four blocks of 128 keys, each tile of queries at another
+    one: a pattern that no lines have. The last head looks at every second key."""
+
+    def layer(self, num_tokens: int, seed: int) -> tuple[LayerTensors, float]:
+        generator = torch.Generator().manual_seed(seed)
+        wanted = torch.randint(4, (num_tokens // 128 + 1,), generator=torch.Generator().manual_seed(num_tokens))
+        tokens = torch.arange(num_tokens)
+        axes = torch.eye(HEAD_DIM)
+        q, k, v = (torch.randn(num_tokens, n, HEAD_DIM, generator=generator) for n in (HEADS, KV_HEADS, KV_HEADS))
+        q, k = 0.1 * q, 0.1 * k
+        k += (8 * axes[(tokens // 128).clamp(max=4)] + 4 * (tokens % 2)[:, None] * axes[9])[:, None]
+        q[:, :-1] += axes[wanted[tokens // 128]][:, None]
+        q[:, -1] += axes[9]
+        return LayerTensors(q, k, v), 1.0
 
 
 def random_prompts(count: int, num_tokens: int, seed: int) -> PromptSet:

@@ -6,15 +6,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.calibrate.made import HEADS, LAYERS, make_job, model_folder
-from vllm_sparse_backend.bench.report import write_json
-from vllm_sparse_backend.calibrate.clustered import cluster
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.demo.model import bundled_model
-from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import load_profile
-from vllm_sparse_kernels.select.share_prefill import SharePrefill
 
 NEEDLE = bundled_model()
 
@@ -75,6 +70,8 @@ def test_best_of_a_model_from_its_folder(text, tmp_path):
         (["best", "--through", "vlm"], "--through: given 'vlm', expected one of transformers, vllm"),
         (["search", "--tensor-parallel-size", "2"], "--tensor-parallel-size: needs --through vllm"),
         (["calibrate", "--method", "sage"], "--method: given 'sage', expected one of"),
+        (["cluster", "--method", "share"], "--method: given 'share', expected one of share_prefill"),
+        (["cluster", "--level", "high=x"], "--level: given 'high=x', expected NAME=ERROR:WORST, such as high=0.1:0.4"),
     ],
 )  # fmt: skip
 def test_options_that_cannot_be_are_refused_before_anything_runs(words, problem, text, tmp_path):
@@ -85,24 +82,3 @@ def test_options_that_cannot_be_are_refused_before_anything_runs(words, problem,
     assert code == 1
     assert problem in said
     assert not (tmp_path / "out.yaml").exists()
-
-
-def test_clusters_with_a_threshold_that_holds(tmp_path):
-    job = make_job(tmp_path / "work", num_tokens=300, seed=1)
-    # As a run that was broken off left them: all heads alike.
-    write_json(job.folder / "clusters-16-1000.json", [[0] * HEADS] * LAYERS)
-    profile = cluster(job, max_error=0.9, distance=1000.0, side=16)
-    methods = [method for layer in range(LAYERS) for method in profile.methods_of(layer, HEADS)]
-    assert {type(method) for method in methods} == {SharePrefill}
-    assert {method.cluster for method in methods} == {0}
-    assert {method.gamma for method in methods} == {0.5}  # the least there is holds as much
-    of = profile.provenance
-    assert of.bounds == {"error": 0.9, "distance": 1000.0, "side": 16.0}
-    assert set(of.held_out) == {"error", "density"}
-    assert 0 < of.density < 1
-    again = make_job(tmp_path / "work", num_tokens=300, seed=1)
-    assert cluster(again, max_error=0.9, distance=1000.0, side=16).to_yaml() == profile.to_yaml()
-    assert again.capturer.captured == []
-    with pytest.raises(ConfigurationError, match=r"the least error is .*expected an --error of at least that"):
-        cluster(again, max_error=-1.0, distance=1000.0, side=16)
-    assert model_folder(job.model) == job.model

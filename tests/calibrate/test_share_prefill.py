@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clustering of heads for SharePrefill: synthetic maps, and each step against its definition."""
+"""SharePrefill: clusters of synthetic maps, and the search for each head's γ, each step against its definition."""
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.calibrate.fake_judge import FakeJudge, figures, most_passes
+from tests.calibrate.made import HEADS, LAYERS, TopicCapturer, make_job
+from vllm_sparse_backend.bench.report import write_json
+from vllm_sparse_backend.calibrate import clustered
 from vllm_sparse_backend.calibrate import share_prefill as module
+from vllm_sparse_backend.calibrate.clustered import Choice, cluster, settle_layer, survey_layer, worth
+from vllm_sparse_backend.calibrate.flex_vertical_slash import GAMMAS
+from vllm_sparse_backend.calibrate.job import Job, Tell
+from vllm_sparse_backend.calibrate.judge import Served
+from vllm_sparse_backend.calibrate.measure import Bound, Figures
 from vllm_sparse_backend.calibrate.share_prefill import (
     MapAutoencoder,
     attention_maps,
@@ -17,9 +27,14 @@ from vllm_sparse_backend.calibrate.share_prefill import (
     representations,
     ward_labels,
 )
+from vllm_sparse_backend.evaluate.quality import Asked, measure_plans
+from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.profile import parse_profile
+from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_backend.settings.profile import Profile, parse_profile
+from vllm_sparse_kernels.select.base import Method
+from vllm_sparse_kernels.select.dense import Dense
 from vllm_sparse_kernels.select.share_prefill import NOISE, SharePrefill
 
 SIDE = 16
@@ -156,3 +171,176 @@ def test_profile_names_clustered_heads():
     for layer, heads in enumerate(clusters):
         expected = tuple(replace(method, cluster=c) for c in heads)
         assert profile.methods_of(layer, 4) == expected
+
+
+# The search for each head's γ
+
+BASE = SharePrefill(max_sparsity=0.9, max_distance=0.3)
+"""Thresholds under which the heads of ``TopicCapturer`` share."""
+
+BOUND = Bound(0.1, 0.6)
+
+
+def own(gamma: float) -> SharePrefill:
+    return SharePrefill(gamma=gamma)
+
+
+def head(alone: float, shared: float | None = None):
+    """A curve: error just below 0.1 at γ ``alone`` by itself and at ``shared`` as a member, where None is a pivot.
+
+    Density is γ, and as a member half of it.
+    """
+
+    def curve(method: Method) -> Figures:
+        if isinstance(method, Dense) or (method.cluster != NOISE and shared is None):
+            return figures(0.0, 1.0)
+        if method.cluster == NOISE:
+            return figures(0.09999 * (1 - method.gamma) / (1 - alone), method.gamma)
+        return figures(0.09999 * (1 - method.gamma) / (1 - shared), method.gamma / 2)
+
+    return curve
+
+
+def test_survey_asks_each_head_by_itself_and_in_its_cluster():
+    judge = FakeJudge(head(0.8), head(0.7, 0.9), head(0.6, 0.99), head(0.5), head(0.9995, 0.8), head(0.3, 0.95))
+    clusters = (0, 0, 0, NOISE, 1, 1)
+    choices = survey_layer(judge, BOUND, SharePrefill(), clusters)
+    assert [one.own for one in choices] == [own(0.8), own(0.7), own(0.6), own(0.5), Dense(), own(0.3)]
+    assert [one.is_pivot for one in choices] == [True] + [False] * 5
+    members = [own(0.8), own(0.9), own(0.99), None, own(0.8), None]  # the last keeps less by itself
+    assert [one.shared for one in choices] == [
+        method and replace(method, cluster=cluster) for method, cluster in zip(members, clusters, strict=True)
+    ]
+    densities = [-0.2, 0.7 - 0.45, 0.6 - 0.495, 0, 0.6, 0]
+    assert [one.saved for one in choices] == pytest.approx(densities)
+    # Nobody is ever judged in another's cluster, and a member's cluster is judged with all of its members.
+    for methods in judge.passes:
+        assert tuple(method.cluster for method in methods) in (clusters, (NOISE,) * 6)
+    assert len(judge.passes) == 2 * most_passes(len(GAMMAS)) + 1 == 15
+    without = FakeJudge(head(0.8), head(0.7))
+    survey_layer(without, BOUND, SharePrefill(), (NOISE, NOISE))
+    assert len(without.passes) <= 7
+
+
+def test_pivots_that_hold_no_lines_have_the_largest_gamma():
+    (one,) = survey_layer(FakeJudge(head(0.9995)), BOUND, SharePrefill(), (3,))
+    assert (one.own, one.shared) == (Dense(), SharePrefill(gamma=GAMMAS[-1], cluster=3))
+
+
+def choice(cluster: int, own_density: float, shared_density: float | None = None, pivot: bool = False) -> Choice:
+    shared = SharePrefill(cluster=cluster) if shared_density is not None else None
+    return Choice(own(0.5), own_density, cluster, shared, shared_density or 1.0, pivot)
+
+
+def test_clusters_are_dissolved_where_pivots_cost_more_than_others_save():
+    """Over all layers; and where nobody would be left to share with."""
+    pays = [choice(0, 0.5, 1.0, True), choice(0, 0.5, 0.2)], [choice(0, 0.5, 0.3)]
+    costs = [choice(1, 0.5, 1.0, True), choice(1, 0.5, 0.2)], [choice(1, 0.5, 0.4)]
+    alone = [choice(2, 0.5, 0.2), choice(2, 0.5)], [choice(2, 0.5)]
+    pivots = [choice(3, 1.0, 1.0, True), choice(3, 1.0, 1.0, True)], []
+    never = [choice(4, 0.5, 0.5), choice(NOISE, 0.5)], [choice(4, 0.25, 0.25)]
+    layers = [[one for of in (pays, costs, alone, pivots, never) for one in of[layer]] for layer in range(2)]
+    assert worth(layers) == {0, 4}
+    assert [one.within({0}).cluster for one in layers[0]] == [0, 0] + [NOISE] * 8
+
+
+def test_heads_that_do_not_hold_leave_their_cluster_then_go_dense():
+    """One that held only while another was a member, and another that holds nowhere."""
+    member = SharePrefill(cluster=0)
+    judge = FakeJudge(*[lambda method: figures(0.0, 1.0)] * 3)
+
+    def judged(methods):
+        judge.passes.append(list(methods))
+        together = methods[0] == methods[1] == member
+        errors = [0.2 if methods[0] != Dense() else 0.0, 0.0 if together or methods[1] == own(0.5) else 0.3, 0.05]
+        return [figures(error, 0.5) for error in errors]
+
+    judge.judge = judged
+    chosen = settle_layer(judge, BOUND, [member] * 3, [own(0.4), own(0.5), own(0.6)])
+    assert chosen == [Dense(), own(0.5), member]
+    assert judge.passes[-1] == chosen
+    assert len(judge.passes) == 3 <= 2 * 3 + 1
+
+
+def sharing_job(folder: Path, **changes: object) -> Job:
+    """Heads that a pattern fits and no lines; all of them in one cluster, as an earlier run left it."""
+    fields = {"num_tokens": 1300, "seed": 1, "capturer": TopicCapturer(), "served": Served(512, 512)} | changes
+    job = make_job(folder, **fields)
+    write_json(folder / "clusters-16-1000.json", [[0] * HEADS] * LAYERS)
+    return job
+
+
+def searched(job: Job, **bounds: Bound) -> Profile:
+    return cluster(job, bounds or {"high": BOUND}, 1000.0, 16, margin=0.1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(clustered, "BASES", {"share_prefill": BASE})
+        folder = tmp_path_factory.mktemp("shared")
+        job = sharing_job(folder / "work")
+        return folder / "work", job, searched(job)
+
+
+@pytest.fixture
+def base(monkeypatch):
+    monkeypatch.setattr(clustered, "BASES", {"share_prefill": BASE})
+
+
+def test_the_profile_that_is_written_was_judged_as_a_whole(undisturbed, tmp_path):
+    """A server's plan of it keeps, layer after layer, what the profile says; and every head holds the bound."""
+    _, job, profile = undisturbed
+    of = profile.provenance
+    assert of.bounds == {"error": 0.1, "worst": 0.6, "distance": 1000.0, "side": 16.0}
+    assert of.held_out["heads_within_bound"] == 1
+    methods = [profile.methods_of(layer, HEADS) for layer in range(LAYERS)]
+    members = [[isinstance(one, SharePrefill) and one.cluster == 0 for one in layer] for layer in methods]
+    assert members == [[True] * (HEADS - 1) + [False]] * LAYERS
+    density, error, worst = (of.figures.rows(name, profile.model) for name in ("density", "error", "worst_error"))
+    assert density[0][0] == 1  # the pivot, whose pattern the second layer takes too
+    assert max(density[0][1:3] + density[1][:3]) < 0.5
+    assert max(map(max, error)) <= 0.09
+    assert max(map(max, worst)) <= 0.54
+    path = tmp_path / "p.yaml"
+    path.write_text(profile.to_yaml())
+    plan = Plan.build(SparsePrefillConfig(profile=str(path)), job.shape)
+    measured = measure_plans(job.captures("prompts")[0], [Asked(plan)], 512, "cpu", (), min_tokens=512)
+    for found, said in zip(measured.kept[0].density, density, strict=True):
+        assert found == pytest.approx(said, rel=1e-3)
+
+
+def test_a_search_that_was_stopped_anywhere_goes_on_to_the_same_bytes(undisturbed, base, tmp_path):
+    class Stopped(Exception):
+        pass
+
+    _, _, profile = undisturbed
+    steps = iter((1, 2, None))
+
+    def after(count: int | None) -> Tell:
+        left = iter(range(count or 0))
+
+        def step() -> None:
+            if count is not None and next(left, None) is None:
+                raise Stopped
+
+        return Tell(step=step)
+
+    for count in steps:
+        job = sharing_job(tmp_path / "work", tell=after(count))
+        if count is None:
+            assert searched(job).to_yaml() == profile.to_yaml()
+        else:
+            with pytest.raises(Stopped):
+                searched(job)
+    # What is known needs no captures.
+    job.clear()
+    again = sharing_job(tmp_path / "work")
+    assert searched(again).to_yaml() == profile.to_yaml()
+    assert again.capturer.captured == []
+
+
+def test_where_nothing_gains_by_sharing_another_command_is_named(undisturbed, base):
+    folder, _, _ = undisturbed
+    with pytest.raises(ConfigurationError, match="without that SharePrefill is flex_vertical_slash: expected a larger"):
+        searched(sharing_job(folder), high=Bound(1e-9))

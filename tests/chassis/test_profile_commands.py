@@ -80,7 +80,8 @@ def test_heads_that_share_are_one_line(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     heads = "{0-1: {method: share_prefill, cluster: 2}, 2: {method: a_shape}, 3: {method: share_prefill, cluster: 5}}"
     path.write_text(f"format: 1\nmodel: any\ndefault: {{method: share_prefill}}\nlayers:\n  1: {{heads: {heads}}}\n")
-    thresholds = "max_sparsity=0.3, max_distance=0.2, gamma=0.9, gamma_per_tile=False, true_mass=False"
+    thresholds = "max_sparsity=0.3, max_distance=0.2, gamma=0.9, gamma_per_tile=False, true_mass=False, "
+    thresholds += "last_queries=64, estimating='last'"
     shared = f"share_prefill({thresholds}, clusters=2, clustered_heads=3)"
     lines = run("check", path, model).output.splitlines()[1:]
     assert lines == [f"7 of 8 heads: {shared}", "1 of 8 heads: a_shape(sink_tokens=1024, local_tokens=4096)"]

@@ -54,6 +54,10 @@ def small_batch(lengths=((203, 140),), num_heads=3) -> Batch:
     return batch
 
 
+def int32(values: list) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
 def next_layer(batch: Batch) -> Batch:
     """The same rows and keys with slightly other queries."""
     noise = torch.randn(batch.q.shape, generator=torch.Generator().manual_seed(1)).to(batch.q)
@@ -87,17 +91,23 @@ def check_distances(batches: list[Batch], methods: list[SharePrefillLayer], bloc
 
 def check_layers(batches: list[Batch], methods: list[SharePrefillLayer], block_tokens: int) -> None:
     """Kernels against the reference through the layers of one forward pass."""
+    passes = [dataclasses.replace(batches[0].rows) for _ in range(2)]
     for batch, method in zip(batches, methods, strict=True):
         index = selected(method, batch, block_tokens)
         index.check()
         bounds = [
             kept_keys(
-                selected(dataclasses.replace(method, gamma=gamma), batch, block_tokens, reference=select_share_prefill),
+                selected(changed, dataclasses.replace(batch, rows=rows), block_tokens, reference=select_share_prefill),
                 range(batch.num_heads),
             )
-            for gamma in (method.gamma - MARGIN, method.gamma + MARGIN)
+            for rows, changed in zip(passes, (shifted(method, -MARGIN), shifted(method, MARGIN)), strict=True)
         ]
         assert_between(kept_keys(index, range(batch.num_heads)), *bounds)
+
+
+def shifted(method: SharePrefillLayer, by: float) -> SharePrefillLayer:
+    """With another γ, of each head where they differ."""
+    return dataclasses.replace(method, gamma=method.gamma + by, gammas=tuple(gamma + by for gamma in method.gammas))
 
 
 def is_dense(index: SparseIndex, head: int, row: int) -> bool:
@@ -155,7 +165,10 @@ def test_averages_are_those_of_all_pairs(block_tokens):
             one = estimate(batch, row, head, block_tokens)
             distance = js_distance(one, torch.full_like(one, 1 / len(one)))
             assert float(sparsity[place, row]) == pytest.approx(distance, abs=1e-4)
-    maps = averages.maps(torch.tensor([[1, -1]], dtype=torch.int32, device=DEVICE))[0].double()
+    maps = torch.full((3, index.block_ids.shape[1]), float("nan"), device=DEVICE)
+    averages.maps(int32([[1, -1]]), maps, int32([2]))
+    assert maps[:2].isnan().all()
+    maps = maps[2].double()
     keys, _ = batch.cache.gather(batch.rows.block_table[0], 473)
     weights = block_average_map(batch.q[:140, 0].double(), keys[:, 0].double() * batch.scale, index, 0)
     expected = torch.cat(weights)
@@ -170,6 +183,18 @@ def test_other_maps_keep_what_the_reference_keeps(maps, case, dtype):
     batch.q.mul_(0.5)
     batches = [batch, next_layer(batch)][: len(clusters)]
     methods = [layer_of(c, 0.25, 0.1, **maps) for c in clusters]
+    check_distances(batches, methods, block_tokens)
+    check_layers(batches, methods, block_tokens)
+
+
+@pytest.mark.parametrize("case", CASES[1:2], ids=str)
+def test_heads_that_differ_in_gamma_keep_what_the_reference_keeps(case):
+    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, clusters = case
+    batch = lined_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, torch.float32, layout=layout)
+    batch.q.mul_(0.5)
+    more = {"estimating": "spread", "last_queries": 30}
+    heads = [[SharePrefill(0.25, 0.1, 0.6 + 0.09 * i, c, **more) for i, c in enumerate(layer)] for layer in clusters]
+    batches, methods = [batch, next_layer(batch)], [SharePrefill.merged(layer) for layer in heads]
     check_distances(batches, methods, block_tokens)
     check_layers(batches, methods, block_tokens)
 
@@ -200,7 +225,10 @@ def test_masses_are_those_of_softmax(block_tokens, dtype):
     heads = torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)
     places = torch.tensor([[1, -1, 0], [-1, 0, -1]], dtype=torch.int32, device=DEVICE)[:, : len(lengths)].contiguous()
     index.workspace.buffer = torch.full((1 << 20,), 0xFF, dtype=torch.uint8, device=DEVICE)  # NaN
-    found = block_masses(batch.q, batch.cache, index, heads, batch.scale, places)
+    found = torch.full((4, index.block_ids.shape[1]), float("nan"), device=DEVICE)
+    block_masses(batch.q, batch.cache, index, heads, batch.scale, places, found, int32([3, 1]))
+    assert found[[0, 2]].isnan().all()
+    found = found[[3, 1]]
     bounds = [*index.block_offsets[list(batch.rows.tile_starts[:-1])].tolist(), found.shape[1]]
     for job, of_rows in enumerate(places.tolist()):
         for row, place in enumerate(of_rows):
@@ -312,6 +340,45 @@ def test_gamma_of_one_keeps_everything(reference, maps):
     assert selected(method, batch, 64, reference=reference).density() == 1
 
 
+@pytest.mark.parametrize(
+    ("reference", "maps"), [(None, MAPS[3]), *((select_share_prefill, maps) for maps in (MAPS[0], MAPS[3]))], ids=str
+)
+def test_each_head_takes_what_its_own_gamma_holds(maps, reference):
+    """Heads that differ in γ share with each other, in this layer and in the next, each as if it were all heads' γ."""
+    batch = small_batch(((130, 140),), num_heads=4)
+    batch.q[:, 2] = batch.q[:, 0]
+    gammas, clusters = (0.6, 0.6, 0.9, 0.9), (0, 0, 0, NOISE)
+    alike = {
+        gamma: [selected(layer_of(clusters, 0.9, 1e-6, gamma, **maps), b, 64, reference=reference) for b in (a, a)]
+        for gamma in set(gammas)
+        for a in [dataclasses.replace(batch, rows=dataclasses.replace(batch.rows))]
+    }
+    heads = [SharePrefill(0.9, 1e-6, gamma, c, **maps) for gamma, c in zip(gammas, clusters, strict=True)]
+    method = SharePrefill.merged(heads)
+    for layer in range(2):
+        index = selected(method, batch, 64, reference=reference)
+        assert is_dense(index, 0, 0) == (layer == 0)
+        assert not is_dense(index, 1, 0)
+        assert all(equal_lists(index, i, alike[gamma][layer], i) for i, gamma in enumerate(gammas))
+    assert not equal_lists(index, 1, index, 2)
+
+
+@pytest.mark.parametrize("reference", [None, select_share_prefill], ids=["kernels", "reference"])
+def test_lines_may_come_from_queries_all_over_the_chunk(reference):
+    """Those of flex_vertical_slash with the same options; what is shared stays what it was."""
+    batch = small_batch()
+    plain, spread = (
+        selected(layer_of((0, 0, NOISE), 0.9, 1e-6, 0.6, **options), one, 64, reference=reference)
+        for options in ({}, {"estimating": "spread", "last_queries": 8})
+        for one in [dataclasses.replace(batch, rows=dataclasses.replace(batch.rows))]
+    )
+    flex = FlexVerticalSlash(0.6, estimating="spread", last_queries=8)
+    lines = selected(flex, batch, 64, reference=reference and select_flex_vertical_slash)
+    assert equal_lists(spread, 2, lines, 2)
+    assert not equal_lists(spread, 2, plain, 2)
+    assert all(equal_lists(spread, head, plain, head) for head in (0, 1))
+
+
 def test_distance():
     a, b = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.0, 0.0, 1.0])
     assert js_distance(a, a) == 0
@@ -329,7 +396,12 @@ def test_heads_of_a_layer_are_merged():
     assert merged.alike == heads[0].alike
     assert name_of(merged) == "share_prefill"
     with pytest.raises(ValueError, match=r"^methods: "):
-        SharePrefill.merged([SharePrefill(), SharePrefill(gamma=0.95)])
+        SharePrefill.merged([SharePrefill(), SharePrefill(max_distance=0.1)])
+    differing = SharePrefill.merged([SharePrefill(gamma=gamma, cluster=3) for gamma in (0.8, 0.95)])
+    assert differing == SharePrefillLayer(clusters=(3, 3), gammas=(0.8, 0.95))
+    assert differing.alike == merged.alike
+    assert SharePrefill.summary([differing])["gamma"] == "0.8 to 0.95"
+    assert SharePrefill(gamma=0.8, cluster=3).alone == SharePrefill(gamma=0.8)
     batch = small_batch(((0, 5),))
     for method in (SharePrefill(cluster=3), SharePrefillLayer(clusters=(3, 3))):
         with pytest.raises(ValueError, match=r"^clusters?: "):
@@ -339,17 +411,19 @@ def test_heads_of_a_layer_are_merged():
 def test_a_model_whose_heads_can_share_nothing_is_objected_to():
     """Sharing takes two heads of one cluster under equal thresholds, which must be above 0."""
     a, b = SharePrefill(cluster=0), SharePrefill(cluster=1)
-    noise, other = SharePrefill(), SharePrefill(gamma=0.95, cluster=0)
+    noise, other = SharePrefill(), SharePrefill(max_distance=0.3, cluster=0)
     for heads in ([noise] * 3, [a, b, noise], [a, other], [SharePrefill(max_distance=0.0, cluster=0)] * 2):
         objection = SharePrefill.objection(heads)
         assert objection is not None
         assert "flex_vertical_slash" in objection
     assert SharePrefill.objection([a, b, noise, a]) is None
+    assert SharePrefill.objection([a, SharePrefill(gamma=0.95, cluster=0)]) is None
 
 
 def test_summary_counts_clusters_over_layers():
     layers = [SharePrefill.merged([SharePrefill(cluster=c) for c in heads]) for heads in ((0, NOISE, 3), (3, 3, 1))]
     thresholds = {"max_sparsity": 0.3, "max_distance": 0.2, "gamma": 0.9} | dict.fromkeys(MAPS[3], False)
+    thresholds |= {"last_queries": 64, "estimating": "last"}
     assert SharePrefill.summary(layers) == thresholds | {"clusters": 3, "clustered_heads": 5}
     assert SharePrefill.summary([SharePrefill()]) == thresholds | {"clusters": 0, "clustered_heads": 0}
 
@@ -363,6 +437,9 @@ def test_summary_counts_clusters_over_layers():
         ("gamma", 1.1),
         ("cluster", -2),
         ("clusters", (0, -2)),
+        ("gammas", (0.5,)),
+        ("last_queries", 0),
+        ("estimating", "first"),
     ],
 )
 def test_parameters_out_of_range(field, value):

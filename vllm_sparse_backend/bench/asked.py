@@ -6,6 +6,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +97,12 @@ def plan_of_profile(name_or_path: str, shape: ModelShape, copies: int) -> Plan:
     the method that keeps all. Clusters of SharePrefill are each copy's own."""
     profile = load_profile(name_or_path, "--profile")
     profile.check_model(shape, f"--profile {name_or_path}")
-    layers = []
+    every: list[list[Method]] = []
     for layer in range(shape.num_layers):
         dense = layer in profile.dense_layers
         own = [Dense()] * shape.num_heads if dense else list(profile.methods_of(layer, shape.num_heads))
-        layers.append(layer_plan([_of_copy(method, copy) for copy in range(copies) for method in own]))
+        every.append([_of_copy(method, copy) for copy in range(copies) for method in own])
+    layers = [layer_plan(of, chain.from_iterable(every[:i] + every[i + 1 :])) for i, of in enumerate(every)]
     whole = replace(shape, num_heads=copies * shape.num_heads, num_kv_heads=copies * shape.num_kv_heads)
     return Plan(tuple(layers), 0, 1, f"profile {name_or_path}", whole)
 

@@ -1,98 +1,250 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SharePrefill by one command: clusters of the first prompt's heads, and the γ that holds a bound with them.
+"""SharePrefill by one command: clusters of the first prompt's heads, and for each head the γ that holds a bound.
 
-Which pattern a head takes over depends on heads of earlier layers, so no head can be judged by itself: what is bound
-here is the error of whole layers, ‖O − Õ‖₂ / ‖O‖₂, mean over layers, on the prompt where it is largest; and γ, the one
-of the thresholds that costs, is the same for all heads. The paper's δ and τ stay.
+The paper (arXiv:2505.19578) has one γ for all heads, and its clusters hold wherever heads are alike. What follows is
+ours; its δ and τ stay. Which pattern a head takes over depends on heads of its own and of earlier layers, so the model
+is judged as a whole, layers in order, each with what those before have left (``flow.py``). Two things make that short:
+who shares depends on clusters, never on γ (``select/share_prefill.py``), and nothing depends on later layers.
+
+1. *Survey*, with all clusters as they were found. Each head is asked for the least γ of its own vertical-slash that
+   holds the bound, then, as a member of its cluster, for the least γ of whatever it does there; both by bisection, all
+   heads of a layer at a time. Members that are dense whatever their γ are pivots.
+2. *Choice.* A head leaves its cluster if it does not hold the bound there or keeps no less than by itself. A cluster is
+   dissolved if its pivots cost more than its other heads save. Pivots have the γ of their own lines, which they take in
+   prompts where they are none. By itself a head is dense where no γ holds or less than a tenth is left out.
+3. *Settling.* The whole model is judged as chosen. In each layer, before the next one, heads that do not hold the bound
+   leave their cluster, and those that still do not become dense, until all hold; a cluster that is left with one member
+   is dissolved and all judged again. The last pass of each layer is over the very profile that is written.
+
+Passes over a layer: 15 in the survey, 7 where no head has a cluster; at most two for each head to settle, though hardly
+ever more than two in all, and as many again for each cluster that is dissolved there; one of the held-out prompts.
+
+**Memory** is that of clustering (``share_prefill.py``), and after it that of one layer (``judge.py``) and of what is
+handed on (``flow.py``).
+
+The clusters that are found, and all outcomes, lie in the job's folder: a run that was broken off goes on from them, and
+ends with the same bytes. (A server on several tensor-parallel ranks shares within each rank only; what is judged here
+is one rank's.)
 """
 
 import json
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, TypeVar
 
 from vllm_sparse_backend.bench.report import write_json
-from vllm_sparse_backend.calibrate import share_prefill
-from vllm_sparse_backend.calibrate.job import Job, given_provenance
-from vllm_sparse_backend.evaluate.capture import Capture
-from vllm_sparse_backend.evaluate.clusters import head_clusters, plan_of
-from vllm_sparse_backend.evaluate.quality import Asked, measure_plans
+from vllm_sparse_backend.calibrate.flex_vertical_slash import GAMMAS
+from vllm_sparse_backend.calibrate.flow import Flow
+from vllm_sparse_backend.calibrate.job import Found, Job, profile_of
+from vllm_sparse_backend.calibrate.measure import Bound, Figures, LayerJudge
+from vllm_sparse_backend.calibrate.share_prefill import BASES, Clusters, map_side
+from vllm_sparse_backend.calibrate.sparsest import LEAST_SPARSITY, for_all, sparse_enough, sparsest
+from vllm_sparse_backend.evaluate.clusters import head_clusters
 from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.profile import Profile
+from vllm_sparse_backend.settings.profile import Level, Profile
+from vllm_sparse_kernels.select.base import Method
+from vllm_sparse_kernels.select.dense import Dense
 from vllm_sparse_kernels.select.share_prefill import NOISE, SharePrefill
 
-SOURCE = "sparse-prefill profile cluster"
+COMMAND = "sparse-prefill profile cluster"
+
+Written = TypeVar("Written", bound=Level)
 
 
-class Whole(NamedTuple):
-    """Of all layers under one γ."""
+@dataclass(frozen=True)
+class Choice:
+    """What one head may do, and the density of each."""
 
-    error: float
-    density: float
+    own: Method
+    """By itself."""
+    own_density: float
+    cluster: int = NOISE
+    shared: Method | None = None
+    """In its cluster, if it holds the bound there and keeps no more than by itself; always where it is a pivot."""
+    shared_density: float = 1.0
+    is_pivot: bool = False
+
+    @property
+    def saved(self) -> float:
+        """Share of the pairs; a pivot's is a cost."""
+        return self.own_density - self.shared_density if self.shared else 0.0
+
+    def within(self, clusters: Set[int]) -> Method:
+        """What it does if these clusters are left."""
+        return self.shared if self.shared and self.cluster in clusters else self.own
 
 
-def cluster(job: Job, max_error: float, distance: float, side: int | None = None) -> Profile:
-    """``distance``: where the hierarchy of heads is cut. ``side``: of the maps; the paper's, or what a prompt allows.
+class InClusters:
+    """A judge of heads as members of their clusters, whatever cluster is asked about."""
 
-    Raises ConfigurationError where no cluster has two heads, or the bound holds with no γ.
+    def __init__(self, judge: LayerJudge, clusters: Sequence[int]) -> None:
+        self.judged, self.clusters = judge, clusters
+        self.layer, self.num_heads, self.costs = judge.layer, judge.num_heads, judge.costs
+
+    def judge(self, methods: Sequence[Method]) -> list[Figures]:
+        return self.judged.judge([_member(one, of) for one, of in zip(methods, self.clusters, strict=True)])
+
+
+def cluster(
+    job: Job,
+    bounds: Mapping[str, Bound],
+    distance: float,
+    side: int | None = None,
+    method: str = "share_prefill",
+    margin: float = 0.0,
+) -> Profile:
+    """The profile, with a level for each bound; ``margin`` is the share of them that is left to unseen prompts.
+
+    ``distance``: where the hierarchy of heads is cut. ``side``: of the maps; the paper's, or what a prompt allows.
+    ``method``: a name of ``BASES``. Raises ConfigurationError where no two heads gain by sharing, or no head of any
+    layer holds a bound.
     """
     job.enter()
-    side = side or share_prefill.map_side(min(map(len, job.prompts.prompts)))
+    side = side or map_side(min(map(len, job.prompts.prompts)))
+    job.tell.say("clusters")
     clusters = _remembered(
         job, f"clusters-{side}-{distance:g}",
         lambda: head_clusters(job.captures("prompts")[0], job.device, side, distance),
     )  # fmt: skip
-    found = tuple(tuple(heads) for heads in clusters)
-    settings = [replace(one, cluster=NOISE) for one in share_prefill.ladder() if isinstance(one, SharePrefill)]
-    job.tell.begin("prompts", len(job.prompts.prompts) + len(job.held_out.prompts))
-    measure = partial(_measure, job, found, f"clusters-{side}-{distance:g}")
-    on_prompts = measure(settings, "prompts")
-    holding = [i for i, of in enumerate(on_prompts) if of.error <= max_error]
-    if not holding:
-        least = min(of.error for of in on_prompts)
-        raise ConfigurationError(f"{SOURCE}: the least error is {least:.3g}: expected an --error of at least that")
-    chosen = min(holding, key=lambda i: on_prompts[i].density)
-    held_out = measure([settings[chosen]], "held-out")[0]
-    profile = share_prefill.profile_of(found, job.shape, settings[chosen])
-    provenance = given_provenance(job, SOURCE).model_copy(
-        update={
-            "bounds": {"error": max_error, "distance": distance, "side": float(side)},
-            "density": float(f"{on_prompts[chosen].density:.4g}"),
-            "held_out": {name: float(f"{value:.4g}") for name, value in held_out._asdict().items()},
-        }
-    )
-    profile = profile.model_copy(update={"provenance": provenance})
-    profile.check_model(job.shape, SOURCE)
+    job.tell.begin("layers", (len(job.layers) + job.shape.num_layers + 2) * len(bounds))
+    found = {name: _search(job, BASES[method], clusters, bound, margin) for name, bound in bounds.items()}
+    profile = profile_of(job, found, COMMAND if method == "share_prefill" else f"{COMMAND} --method {method}")
+    levels = {name: _with_cut(level, distance, side) for name, level in profile.levels.items()}
+    profile = _with_cut(profile.model_copy(update={"levels": levels}), distance, side)
+    profile.check_model(job.shape, COMMAND)
     return profile
 
 
-def _measure(
-    job: Job, clusters: share_prefill.Clusters, name: str, settings: Sequence[SharePrefill], kind: str
-) -> list[Whole]:
-    """Of each setting: the error of the prompt where it is largest, mean density."""
-
-    def make() -> list[list[Whole]]:
-        return [_on_prompt(job, captured, clusters, settings) for captured in job.captures(kind)]
-
-    gammas = "-".join(f"{one.gamma:g}" for one in settings)
-    prompts = [[Whole(*of) for of in prompt] for prompt in _remembered(job, f"{kind}-{name}-{gammas}", make)]
-    each = list(zip(*prompts, strict=True))
-    return [Whole(max(of.error for of in one), sum(of.density for of in one) / len(one)) for one in each]
+def _with_cut(level: Written, distance: float, side: int) -> Written:
+    bounds = (level.provenance.bounds or {}) | {"distance": distance, "side": float(side)}
+    return level.model_copy(update={"provenance": level.provenance.model_copy(update={"bounds": bounds})})
 
 
-def _on_prompt(
-    job: Job, captured: Capture, clusters: share_prefill.Clusters, settings: Sequence[SharePrefill]
-) -> list[Whole]:
-    with tempfile.TemporaryDirectory() as aside:
-        params = [{"gamma": one.gamma} for one in settings]
-        plans = [plan_of("share_prefill", of, job.shape, clusters, Path(aside)) for of in params]
-    asked = [Asked(plan, with_output=True) for plan in plans]
-    measured = measure_plans(captured, asked, job.served.chunk_tokens, job.device, (), min_tokens=job.served.min_tokens)
+def _search(job: Job, base: SharePrefill, clusters: Clusters, bound: Bound, margin: float) -> Found:
+    company = [_member(base, number) for number in sorted({*chain.from_iterable(clusters)} - {NOISE})]
+    within = replace(bound, error=bound.error * (1 - margin), worst=bound.worst * (1 - margin))
+    choices = _survey(job, Flow(job, "prompts", company), base, clusters, within)
+    left = worth(choices)
+    while True:
+        methods = _settle(job, Flow(job, "prompts", company), choices, left, within)
+        members = Counter(chain.from_iterable(map(clusters_of, methods)))
+        if left <= {number for number, count in members.items() if count > 1}:
+            break
+        left = {number for number in left if members[number] > 1}
+    if not left:
+        raise ConfigurationError(
+            f"{COMMAND}: no two heads keep less by sharing within the bound, and without that SharePrefill is "
+            "flex_vertical_slash: expected a larger --level, or --distance, or profile calibrate --method "
+            "flex_vertical_slash"
+        )
+    figures = (_figures(job, Flow(job, kind, company), methods) for kind in ("prompts", "held-out"))
+    return Found(bound, methods, *figures)
+
+
+def _survey(job: Job, flow: Flow, base: SharePrefill, clusters: Clusters, bound: Bound) -> list[list[Choice]]:
+    choices = []
+    for layer in range(job.shape.num_layers):
+        if layer not in job.layers:
+            choices.append([Choice(Dense(), 1.0)] * job.shape.num_heads)
+            flow.add([Dense()] * job.shape.num_heads)
+            continue
+        judge = flow.judge()
+        choices.append(survey_layer(judge, bound, base, clusters[layer]))
+        judge.save()
+        flow.add([_member(base, number) for number in clusters[layer]])
+        job.tell.step()
+    return choices
+
+
+def survey_layer(judge: LayerJudge, bound: Bound, base: SharePrefill, clusters: Sequence[int]) -> list[Choice]:
+    """What each head may do; ``clusters`` has the cluster of each."""
+    ladder = [replace(base, gamma=gamma, cluster=NOISE) for gamma in GAMMAS]
+    alone = sparsest(judge, bound, for_all(judge, ladder))
+    choices = []
+    for head, number in enumerate(clusters):
+        own = sparse_enough(alone[head], LEAST_SPARSITY)
+        choices.append(Choice(own, 1.0 if isinstance(own, Dense) else alone[head].figures.density, number))
+    if set(clusters) == {NOISE}:
+        return choices
+    members = InClusters(judge, clusters)
+    sparsest_figures = members.judge(ladder[:1] * judge.num_heads)
+    together = sparsest(members, bound, for_all(judge, ladder))
+    for head, number in enumerate(clusters):
+        if number == NOISE:
+            continue
+        one = choices[head]
+        if sparsest_figures[head].density > 1 - LEAST_SPARSITY:
+            pivot = _member(ladder[-1] if isinstance(one.own, Dense) else one.own, number)
+            choices[head] = replace(one, shared=pivot, is_pivot=True)
+            continue
+        method, density = sparse_enough(together[head], LEAST_SPARSITY), together[head].figures.density
+        if not isinstance(method, Dense) and density <= one.own_density:
+            choices[head] = replace(one, shared=_member(method, number), shared_density=density)
+    return choices
+
+
+def worth(choices: Sequence[Sequence[Choice]]) -> set[int]:
+    """Clusters of two heads and more, not all pivots, that cost nothing: where nothing is ever shared, nothing does."""
+    members: dict[int, list[Choice]] = defaultdict(list)
+    for one in chain.from_iterable(choices):
+        if one.shared:
+            members[one.cluster].append(one)
+    return {
+        number
+        for number, heads in members.items()
+        if len(heads) > 1 and not all(one.is_pivot for one in heads) and sum(one.saved for one in heads) >= 0
+    }
+
+
+def _settle(
+    job: Job, flow: Flow, choices: Sequence[Sequence[Choice]], left: Set[int], bound: Bound
+) -> list[list[Method]]:
+    for of_layer in choices:
+        judge, methods = flow.judge(), [one.within(left) for one in of_layer]
+        if not all(isinstance(one, Dense) for one in methods):
+            methods = settle_layer(judge, bound, methods, [one.own for one in of_layer])
+            judge.save()
+        flow.add(methods)
+        job.tell.step()
+    return flow.chosen
+
+
+def settle_layer(judge: LayerJudge, bound: Bound, methods: Sequence[Method], own: Sequence[Method]) -> list[Method]:
+    """``methods``, or for heads that do not hold the bound with them ``own``, or dense where they still do not."""
+    chosen = list(methods)
+    while True:
+        figures = judge.judge(chosen)
+        failing = [i for i, one in enumerate(chosen) if not isinstance(one, Dense) and not bound.holds(figures[i])]
+        if not failing:
+            return chosen
+        for head in failing:
+            chosen[head] = Dense() if chosen[head] == own[head] else own[head]
+
+
+def _figures(job: Job, flow: Flow, methods: Sequence[Sequence[Method]]) -> list[list[Figures] | None]:
+    found: list[list[Figures] | None] = []
+    for of_layer in methods:
+        if all(isinstance(one, Dense) for one in of_layer):
+            found.append(None)
+        else:
+            judge = flow.judge()
+            found.append(judge.judge(of_layer))
+            judge.save()
+        flow.add(of_layer)
     job.tell.step()
-    return [Whole(kept.mean_error, kept.mean_density) for kept in measured.kept]
+    return found
+
+
+def clusters_of(methods: Sequence[Method]) -> list[int]:
+    """Those that heads are members of, once for each member."""
+    return [one.cluster for one in methods if isinstance(one, SharePrefill) and one.cluster != NOISE]
+
+
+def _member(method: Method, cluster: int) -> Method:
+    assert isinstance(method, SharePrefill)
+    return replace(method, cluster=cluster)
 
 
 def _remembered(job: Job, name: str, make: Callable[[], Any]) -> Any:

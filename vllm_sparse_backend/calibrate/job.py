@@ -33,6 +33,7 @@ from vllm_sparse_backend.settings import figures as profile_figures
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import Level, Profile, Provenance
+from vllm_sparse_kernels.attend import Engine
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.select.base import Method
 from vllm_sparse_kernels.select.dense import Dense
@@ -140,6 +141,11 @@ class Job:
 
         return Card()
 
+    @property
+    def engines(self) -> Mapping[str, Engine] | None:
+        """Those of a CUDA device."""
+        return None if self._card is None else dict(self._card.engines)
+
     def captures(self, kind: str) -> list[Capture]:
         """Of ``prompts`` or of ``held-out``: what is missing of either is captured now, with one load of the model."""
         if not self._captured:
@@ -173,8 +179,7 @@ class Job:
         device = torch.device(self.device)
 
         def read() -> CapturedLayer:
-            engines = None if self._card is None else self._card.engines
-            return CapturedLayer(self.captures(kind), layer, self.served, device, engines)
+            return CapturedLayer(self.captures(kind), layer, self.served, device, self.engines)
 
         path = self.folder / f"{kind}-layer-{layer:03}.json"
         judge = RememberingJudge(layer, self.shape.num_heads, self.costs, path, read)

@@ -7,12 +7,13 @@ model's dtype: (2 · heads + 2 · kv heads) · head_dim elements for each token 
 one chunk two outputs in float32 and an index; and 4 bytes for each token and head.
 """
 
+import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,6 +36,10 @@ from vllm_sparse_kernels.select.base import Method
 from vllm_sparse_kernels.testing.batches import Batch
 
 FORMAT = 2
+
+
+State = dict[Hashable, Any]
+"""``Rows.state`` of a chunk: what methods keep from layer to layer."""
 
 
 class Outcome(NamedTuple):
@@ -72,6 +77,8 @@ class LayerPrompt:
     """Of each chunk [query_len, num_heads, head_dim]: its output under dense attention."""
     norms: list[torch.Tensor]
     """Of each chunk [query_len, num_heads] float32: ‖o‖₁."""
+    before: Sequence[State] = field(default=(), kw_only=True)
+    """Of each chunk, what the layers before have left; nothing unless given."""
 
     @staticmethod
     def read(captured: Capture, layer: int, served: Served, device: torch.device) -> "LayerPrompt":
@@ -90,12 +97,26 @@ class LayerPrompt:
     def num_pairs(self) -> int:
         return sum(causal_pairs(batch.rows) for batch in self.batches)
 
+    def _begin(self, chunk: int) -> None:
+        """Nothing is kept from pass to pass."""
+        state = self.batches[chunk].rows.state
+        state.clear()
+        state.update(copy.deepcopy(self.before[chunk]) if self.before else {})
+
+    def after(self, groups: LayerPlan) -> list[State]:
+        """Of each chunk, what this layer leaves to the next."""
+        states = []
+        for i, batch in enumerate(self.batches):
+            self._begin(i)
+            Layer.of(batch, groups, AUTO).select()
+            states.append(dict(batch.rows.state))
+        return states
+
     def outcome(self, groups: LayerPlan, engines: Mapping[str, Engine] | None) -> torch.Tensor:
         """[5, num_heads] float64 on the device: what an ``Outcome`` has of one prompt. ``engines``: None on a CPU."""
         errors, squares, pairs = [], [], []
-        for batch, dense, norms in zip(self.batches, self.dense, self.norms, strict=True):
-            # Nothing is kept from pass to pass.
-            batch.rows.state.clear()
+        for i, (batch, dense, norms) in enumerate(zip(self.batches, self.dense, self.norms, strict=True)):
+            self._begin(i)
             layer = Layer.of(batch, groups, AUTO)
             layer.select()
             if engines is None:
@@ -116,7 +137,11 @@ class LayerPrompt:
 
 
 class CapturedLayer:
-    """What methods do to one layer of captured prompts; ``engines`` are those of a CUDA device, None on a CPU."""
+    """What methods do to one layer of captured prompts; ``engines`` are those of a CUDA device, None on a CPU.
+
+    ``before``: of each prompt's chunks, what the layers before have left; nothing unless given. ``others``: methods of
+    heads of other layers.
+    """
 
     def __init__(
         self,
@@ -125,18 +150,27 @@ class CapturedLayer:
         served: Served,
         device: torch.device,
         engines: Mapping[str, Engine] | None,
+        before: Sequence[Sequence[State]] = (),
+        others: Sequence[Method] = (),
     ) -> None:
-        self.engines = engines
+        self.engines, self.others = engines, tuple(others)
         self.prompts = [LayerPrompt.read(captured, layer, served, device) for captured in captures]
+        if before:
+            self.prompts = [replace(one, before=of) for one, of in zip(self.prompts, before, strict=True)]
 
     @property
     def batches(self) -> list[Batch]:
         """The chunks of the first prompt."""
         return self.prompts[0].batches
 
+    def after(self, methods: Sequence[Method]) -> list[list[State]]:
+        """Of each prompt's chunks, what the layer leaves to the next if its heads have these methods."""
+        groups = layer_plan(methods, self.others)
+        return [prompt.after(groups) for prompt in self.prompts]
+
     def outcomes(self, methods: Sequence[Method]) -> list[Outcome]:
         """Of each head with its method: errors of the prompt where they are largest, density of all prompts."""
-        groups = layer_plan(methods)
+        groups = layer_plan(methods, self.others)
         found = torch.stack([prompt.outcome(groups, self.engines) for prompt in self.prompts])
         pairs = torch.tensor([prompt.num_pairs for prompt in self.prompts], dtype=torch.float64, device=found.device)
         most = found.amax(0)

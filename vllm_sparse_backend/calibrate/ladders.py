@@ -6,7 +6,7 @@ compete, and what a search is held against, which is the single setting of its m
 
 Names of ``METHODS``, and ``minference`` for its three patterns, are what their papers have; what a name with ``+`` adds
 goes beyond its paper, or is an option of it. SharePrefill is not among them: its heads depend on other heads, of other
-layers too, so that no layer can be judged by itself (``share_prefill.ladder``).
+layers too, so that no layer can be judged by itself (``clustered.py``).
 """
 
 from collections.abc import Callable, Mapping, Sequence

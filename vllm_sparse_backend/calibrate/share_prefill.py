@@ -2,8 +2,8 @@
 """Clusters of heads with alike attention, for SharePrefill (arXiv:2505.19578, section 5.2 and appendices A.4 and C).
 
 Each head's attention on one prompt, pooled to a square map, goes through an autoencoder with 64 latent values; heads
-are clustered hierarchically by these, cut at a distance, and clusters of fewer than five heads are noise. The three
-thresholds of the method are not searched: they are the paper's, or what the caller gives.
+are clustered hierarchically by these, cut at a distance, and clusters of fewer than five heads are noise. What is made
+of them for a profile, ``clustered.py`` has.
 
 What the paper leaves open, and how it is settled here:
 
@@ -20,8 +20,8 @@ What the paper leaves open, and how it is settled here:
 (``BATCH_PIXELS``), and at most 2 GB for maps (``HELD_BYTES``).
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ from vllm_sparse_backend.settings.methods import parameters_of
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import Profile
 from vllm_sparse_backend.settings.ranges import format_ranges
-from vllm_sparse_kernels.select.base import Method
 from vllm_sparse_kernels.select.share_prefill import NOISE, SharePrefill
 
 LATENT = 64
@@ -47,7 +46,11 @@ BATCH = 64
 BATCH_PIXELS = BATCH * 512 * 512
 """Of all maps of a batch: larger maps come in smaller batches."""
 
-ONE_CLUSTER = SharePrefill(cluster=0)
+BASES: Mapping[str, SharePrefill] = MappingProxyType({
+    "share_prefill": SharePrefill(),
+    "share_prefill+spread": SharePrefill(estimating="spread", last_queries=256),
+})  # fmt: skip
+"""By name what all heads have but for γ and cluster. What a name with ``+`` adds goes beyond the paper."""
 
 HELD_BYTES = 1 << 31
 """Of maps that stay on the device while they are trained on; where there are more, they come batch by batch."""
@@ -214,8 +217,3 @@ def _by_cluster(heads: Sequence[int], common: dict[str, object]) -> dict[str, ob
         format_ranges(head for head, c in enumerate(heads) if c == cluster): common | {"cluster": cluster}
         for cluster in sorted(set(heads) - {NOISE})
     }
-
-
-def ladder(base: SharePrefill = ONE_CLUSTER) -> tuple[Method, ...]:
-    """γ for all heads alike, all of them in one cluster, the sparsest first."""
-    return tuple(replace(base, gamma=gamma) for gamma in (0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99))

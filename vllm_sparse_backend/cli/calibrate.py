@@ -296,21 +296,24 @@ def calibrate(
 
 def cluster(
     job: "Job",
-    error: Annotated[
-        float,
-        typer.Option(
-            help="The most error of layers' outputs, mean over layers: γ is the least that holds it.", min=0.0
-        ),
-    ] = 0.1,
+    level: Level = None,
+    margin: Margin = 0.1,
+    method: Annotated[
+        str, typer.Option(help="share_prefill, or share_prefill+spread, whose lines queries all over a chunk estimate.")
+    ] = "share_prefill",
     distance: Annotated[float, typer.Option(help="Up to which heads are joined; 40 in the authors' file.")] = 10.0,
     side: Annotated[
         int | None, typer.Option(help="Of the maps that heads are told by; the paper's 1,936, or what prompts allow.")
     ] = None,
 ) -> "Profile":
-    """SharePrefill's clusters of heads with alike attention, and the γ that holds a bound with them."""
+    """SharePrefill: clusters of heads with alike attention, and the least γ of each head that holds a bound there."""
     from vllm_sparse_backend.calibrate import clustered
+    from vllm_sparse_backend.calibrate.share_prefill import BASES
+    from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
 
-    return clustered.cluster(job, error, distance, side)
+    if method not in BASES:
+        raise ConfigurationError(f"--method: {not_one_of(method, BASES)}")
+    return clustered.cluster(job, _bounds(level), distance, side, method, margin)
 
 
 for _command in (best, search, calibrate, cluster):

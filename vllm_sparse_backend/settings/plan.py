@@ -191,7 +191,7 @@ def _build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int, tp_size
     methods = [
         () if layer in dense else profile.methods_of(layer, shape.num_heads)[own] for layer in range(shape.num_layers)
     ]
-    counts = Counter(method.selection for method in chain.from_iterable(methods))
+    counts = Counter(method.selection.company for method in chain.from_iterable(methods))
     known: dict[LayerPlan, LayerPlan] = {}  # layers that are alike have one object, by which they are known then
     groups = (_group(of_layer, counts) for of_layer in methods)
     layers = tuple(known.setdefault(of_layer, of_layer) or None for of_layer in groups)
@@ -222,16 +222,16 @@ def _profile_of(config: SparsePrefillConfig, shape: ModelShape) -> tuple[Profile
     return Profile.model_validate({"format": 1, "model": ANY_MODEL, "default": method}), f"method {config.method}{note}"
 
 
-def layer_plan(methods: Sequence[Method]) -> LayerPlan:
-    """The groups of a layer whose heads have these methods, where there is no other layer."""
-    return _group(methods, Counter(method.selection for method in methods))
+def layer_plan(methods: Sequence[Method], others: Iterable[Method] = ()) -> LayerPlan:
+    """The groups of a layer whose heads have these methods; ``others`` are those of heads of other layers."""
+    return _group(methods, Counter(method.selection.company for method in (*methods, *others)))
 
 
 def _group(methods: Sequence[Method], counts: Mapping[Method, int]) -> LayerPlan:
-    """Heads that select alike, in the order of each group's first head; ``counts``: how many heads have a selection."""
+    """Heads that select alike, in the order of each group's first head; ``counts``: how many heads are company."""
     heads: dict[Method, list[int]] = {}
     selections = [method.selection for method in methods]
-    selections = [one if counts[one] > 1 else one.alone for one in selections]
+    selections = [one if counts[one.company] > 1 else one.alone for one in selections]
     for head, selection in enumerate(selections):
         heads.setdefault(selection.alike, []).append(head)
     return tuple(

@@ -18,10 +18,10 @@ NOISE = -1
 
 
 class Pivot(NamedTuple):
-    """An entry of the paper's pivotal_pattern_dict: ã and M, the latter as kept blocks per tile of the row."""
+    """An entry of the paper's pivotal_pattern_dict: ã, and in place of M the map per tile of the row that it is of."""
 
     last_row: torch.Tensor
-    kept: list[torch.Tensor]
+    weights: list[torch.Tensor]
 
 
 def select_share_prefill(
@@ -41,7 +41,7 @@ def select_share_prefill(
     for row in range(rows.num_rows):
         keys = cache.gather(rows.block_table[row], rows.seq_lens[row])[0].float() * scale
         queries = q[rows.tokens[row] : rows.tokens[row] + rows.query_lens[row]].float()
-        for head, cluster in zip(heads.tolist(), clusters, strict=True):
+        for head, cluster, gamma in zip(heads.tolist(), clusters, method.gammas_of_heads, strict=True):
             head_keys = keys[:, head // group]
             last_row = block_average(queries[-TILE_TOKENS:, head], head_keys, index.block_tokens).softmax(-1)
             pivot = pivots.get((row, cluster))
@@ -49,10 +49,10 @@ def select_share_prefill(
             if pattern == "dense":
                 map_of = block_mass_map if method.true_mass else block_average_map
                 weights = map_of(queries[:, head], head_keys, index, row)
-                pivots[row, cluster] = Pivot(last_row, pivotal_pattern(weights, method.gamma, method.gamma_per_tile))
+                pivots[row, cluster] = Pivot(last_row, weights)
                 set_pattern([torch.ones_like(w, dtype=torch.bool) for w in weights], index, row, head)
             elif pattern == "shared" and pivot is not None:
-                set_pattern(pivot.kept, index, row, head)
+                set_pattern(pivotal_pattern(pivot.weights, gamma, method.gamma_per_tile), index, row, head)
 
 
 def set_pattern(kept: list[torch.Tensor], index: SparseIndex, row: int, head: int) -> None:

@@ -101,8 +101,13 @@ class Method(ABC):
         return False
 
     @property
+    def company(self) -> "Method":
+        """Equal for methods whose heads are not ``alone``."""
+        return self
+
+    @property
     def alone(self) -> "Method":
-        """What a head does instead if no other head of its rank, in any layer, has an equal method."""
+        """What a head does instead if no other head of its rank, in any layer, has an equal ``company``."""
         return self
 
     @classmethod

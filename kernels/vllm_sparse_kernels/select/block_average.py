@@ -59,9 +59,10 @@ class JobArgs(NamedTuple):
     """Which (head, tile) pairs are scored, and where the scores of a tile's key blocks go.
 
     Job j scores head ``heads[j]``, or ``heads[places[j, row]]`` where places are given: none if that is −1, nor where
-    ``clusters[j]``, if given, is below 0. ``scores`` of all query heads with the blocks before the diagonal are taken
-    where they are given, else made from mean keys. ``sparsity`` [jobs, num_rows] takes the distance to the uniform
-    distribution, if it is asked for.
+    ``clusters[j]``, if given, is below 0. What is written goes to row ``out_rows[j]`` of ``out``, or j where these are
+    not given. ``scores`` of all query heads with the blocks before the diagonal are taken where they are given, else
+    made from mean keys. ``sparsity`` [jobs, num_rows] takes the distance to the uniform distribution, if it is asked
+    for.
     """
 
     heads: Any
@@ -69,6 +70,7 @@ class JobArgs(NamedTuple):
     places: Any
     tiles: Any
     out: Any
+    out_rows: Any
     out_offsets: Any
     scores: Any
     sparsity: Any
@@ -115,21 +117,22 @@ class BlockAverages:
         out = self.index.workspace.empty(len(self.heads), self.spans.num_blocks)
         sparsity = self.index.workspace.empty(len(self.heads), self.index.rows.num_rows)
         tiles, starts = self.spans.last_tiles, self.spans.block_starts
-        self._average(JobArgs(self.heads, self.clusters, None, tiles, out, starts, self.scores, sparsity))
+        self._average(JobArgs(self.heads, self.clusters, None, tiles, out, None, starts, self.scores, sparsity))
         return out, sparsity
 
-    def maps(self, places: torch.Tensor) -> torch.Tensor:
-        """[jobs, block_capacity] float32, laid out as block_ids: all tiles of the heads at ``places`` (Ã).
+    def maps(self, places: torch.Tensor, out: torch.Tensor, out_rows: torch.Tensor) -> None:
+        """Of all tiles of the heads at ``places`` (Ã), into out [.., block_capacity] float32, laid out as block_ids.
 
-        places [jobs, num_rows] int32 point into ``heads``; where one is −1, nothing is computed.
+        places [jobs, num_rows] int32 point into ``heads``; where one is −1, nothing is computed. out_rows [jobs] int32.
         """
         index = self.index
-        out = index.workspace.empty(len(places), index.block_ids.shape[1])
-        self._average(JobArgs(self.heads, None, places, index.rows.tiles, out, index.block_offsets, None, None))
-        return out
+        self._average(
+            JobArgs(self.heads, None, places, index.rows.tiles, out, out_rows, index.block_offsets, None, None)
+        )
 
     def _average(self, jobs: JobArgs) -> None:
-        _averages_kernel[(len(jobs.tiles), len(jobs.out))](
+        num_jobs = len(jobs.heads if jobs.places is None else jobs.places)
+        _averages_kernel[(len(jobs.tiles), num_jobs)](
             self.queries, self.keys, jobs, self.index.rows.num_rows, jobs.out.stride(0), self.spans.num_blocks,
             self.mean_keys, self.spans.block_starts, **self.options, BLOCK_N=self.index.block_tokens,
             GROUP=self.group, BLOCK_M=TILE_TOKENS, CHUNK=max(16, 16384 // self.options["BLOCK_D"]),
@@ -243,7 +246,10 @@ def _averages_kernel(
     o_d = tl.arange(0, BLOCK_D)
     b_q = load_queries(queries, i_head, token, length, BLOCK_M, HEAD_DIM, BLOCK_D)
     start_block = tl.load(block_starts + i_row)
-    out = jobs.out + i_job.to(tl.int64) * stride_out + tl.load(jobs.out_offsets + i_tile)
+    i_out = i_job
+    if jobs.out_rows is not None:
+        i_out = tl.load(jobs.out_rows + i_job)
+    out = jobs.out + i_out.to(tl.int64) * stride_out + tl.load(jobs.out_offsets + i_tile)
 
     peak, total = float("-inf"), 0.0
     if jobs.scores is not None:

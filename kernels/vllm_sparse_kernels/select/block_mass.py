@@ -26,12 +26,13 @@ SPLIT_KEYS = tl.constexpr(2048)
 
 
 class MassArgs(NamedTuple):
-    """Job j is about head ``heads[places[j, row]]``: none if the place is −1."""
+    """Job j is about head ``heads[places[j, row]]``: none if the place is −1. Its masses go to row ``out_rows[j]``."""
 
     heads: Any
     places: Any
     tiles: Any
     out: Any
+    out_rows: Any
     out_offsets: Any
     partial: Any
 
@@ -42,22 +43,29 @@ def num_splits(rows: Rows) -> int:
 
 
 def block_masses(
-    q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float, places: torch.Tensor
-) -> torch.Tensor:
-    """[jobs, block_capacity] float32, laid out as block_ids: of all tiles of the heads at ``places``.
+    q: torch.Tensor,
+    cache: PagedCache,
+    index: SparseIndex,
+    heads: torch.Tensor,
+    scale: float,
+    places: torch.Tensor,
+    out: torch.Tensor,
+    out_rows: torch.Tensor,
+) -> None:
+    """Of all tiles of the heads at ``places``, into out [.., block_capacity] float32, laid out as block_ids.
 
-    places [jobs, num_rows] int32 point into ``heads``; where one is −1, nothing is computed. Each tile's masses sum
-    to 1.
+    places [jobs, num_rows] int32 point into ``heads``; where one is −1, nothing is computed. out_rows [jobs] int32.
+    Each tile's masses sum to 1.
     """
     rows, room, num_jobs = index.rows, index.workspace.empty, len(places)
     splits, group, head_dim = num_splits(rows), q.shape[1] // cache.num_kv_heads, cache.head_dim
-    out = room(num_jobs, index.block_ids.shape[1])
     with index.workspace.frame():
         partial = room(num_jobs, rows.num_tiles, splits, TILE_TOKENS)
         grid = (rows.num_tiles, splits, num_jobs)
         arguments = (
             QueryArgs(q, q.stride(0), q.stride(1), scale * LOG2_E), key_args(cache, rows.block_table),
-            MassArgs(heads, places, rows.tiles, out, index.block_offsets, partial), rows.num_rows, out.stride(0),
+            MassArgs(heads, places, rows.tiles, out, out_rows, index.block_offsets, partial),
+            rows.num_rows, out.stride(0),
         )  # fmt: skip
         is_float32, block_d = q.dtype == torch.float32, triton.next_power_of_2(head_dim)
         options = {
@@ -75,7 +83,6 @@ def block_masses(
         options |= {"num_stages": 2} if is_float32 else {"num_stages": 3, "maxnreg": 128}
         _tile_lse_kernel[grid](*arguments, **options)
         _masses_kernel[grid](*arguments, **options)
-    return out
 
 
 @triton.jit
@@ -183,7 +190,8 @@ def _masses_kernel(
     first = tl.load(jobs.tiles + i_tile * FIELDS + 3)
     b_lse = _joined_lse(jobs, i_tile, splits, length, BLOCK_M)
     b_q = load_queries(queries, i_head, token, length, BLOCK_M, HEAD_DIM, BLOCK_D)
-    target = jobs.out + i_job.to(tl.int64) * stride_out + tl.load(jobs.out_offsets + i_tile)
+    i_out = tl.load(jobs.out_rows + i_job).to(tl.int64)
+    target = jobs.out + i_out * stride_out + tl.load(jobs.out_offsets + i_tile)
     for i in tl.static_range(2):
         for start in range(begin if i == 0 else whole, whole if i == 0 else end, STEP):
             b_s = _scores(

@@ -58,15 +58,14 @@ def pooled_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
 
 
 def averaged_bytes(rows: Rows, shape: LayerShape, num_selected: int, num_splits: int) -> int:
-    """SharePrefill: mean keys and last queries of all rows, scores of theirs, maps of pivots, of which each selected
-    head may be one, with histograms, and with ``num_splits`` above 0 sums of queries over splits of keys."""
-    width = shape.block_tokens
-    blocks, pairs = sum(ceil_div(n, width) for n in rows.seq_lens), sum(rows.block_capacities(width))
+    """SharePrefill: mean keys and last queries of all rows, scores of theirs, each selected head's histograms of its
+    pivot's map, and with ``num_splits`` above 0 sums of queries over splits of keys. (Maps are the step's own.)"""
+    blocks = sum(ceil_div(n, shape.block_tokens) for n in rows.seq_lens)
     means = 4 * shape.head_dim * (shape.num_kv_heads * blocks + shape.num_heads * rows.num_rows)
     scores = 4 * blocks * (shape.num_heads + num_selected)
     decisions = 16 * num_selected * rows.num_rows
-    maps = num_selected * (4 * (pairs + 16) + 4 * rows.num_tiles * max(num_splits * TILE_TOKENS, 2 * 256))
-    return means + scores + decisions + maps + SPARE_BYTES
+    of_tiles = num_selected * 4 * rows.num_tiles * max(num_splits * TILE_TOKENS, 2 * 256)
+    return means + scores + decisions + of_tiles + SPARE_BYTES
 
 
 def mean_key_bytes(seq_len: int, shape: LayerShape) -> int:

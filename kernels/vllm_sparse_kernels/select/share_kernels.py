@@ -11,17 +11,20 @@ from vllm_sparse_kernels.select.lists import append, tile_blocks
 from vllm_sparse_kernels.select.radix import DIGITS, mass_keys, masses_by_digit, next_digit
 
 
-class FreshArgs(NamedTuple):
-    """What this layer's new pivots are known by. ``weights`` [passes, clusters of the layer, num_tiles, 256]: a tile's
-    masses by the next digit of their keys (radix.py), of which ``share`` is kept."""
+class MapArgs(NamedTuple):
+    """What heads take of their pivots' maps, which lie by ``slots`` [clusters of the layer].
+
+    ``weights`` [passes, heads, num_tiles, 256]: a tile's masses by the next digit of their keys (radix.py), of which
+    ``shares`` [heads] is kept.
+    """
 
     maps: Any
+    slots: Any
+    places: Any
+    patterns: Any
     weights: Any
-    share: float
+    shares: Any
     tile_starts: Any
-    new_pivots: Any
-    estimates: Any
-    block_starts: Any
 
 
 @triton.jit(do_not_specialize=["stride", "stride_last", "num_heads", "num_rows"])
@@ -67,13 +70,20 @@ def decide_kernel(
 
 
 @triton.jit
-def _joined_weights(fresh, i_pass, place, num_places, num_tiles, i_row, i_tile, PER_TILE: tl.constexpr):
+def _map_of(args, stride_map, i, offset):
+    """(the cluster's slot, its pivot's map from ``offset`` on)."""
+    slot = tl.load(args.slots + tl.load(args.places + i)).to(tl.int64)
+    return slot, args.maps + slot * stride_map + offset
+
+
+@triton.jit
+def _joined_weights(args, i_pass, i, num_heads, num_tiles, i_row, i_tile, PER_TILE: tl.constexpr):
     """Weights [256] of one pass: a tile's own, or those of all tiles of its row, in order."""
     first, end = i_tile, i_tile + 1
     if not PER_TILE:
-        first, end = tl.load(fresh.tile_starts + i_row), tl.load(fresh.tile_starts + i_row + 1)
+        first, end = tl.load(args.tile_starts + i_row), tl.load(args.tile_starts + i_row + 1)
     o_digit = tl.arange(0, DIGITS)
-    source = fresh.weights + (i_pass * num_places + place).to(tl.int64) * num_tiles * DIGITS
+    source = args.weights + (i_pass * num_heads + i).to(tl.int64) * num_tiles * DIGITS
     b_sum = tl.zeros([DIGITS], tl.float32)
     for start in range(first, end, 16):
         o_t = start + tl.arange(0, 16)
@@ -84,86 +94,71 @@ def _joined_weights(fresh, i_pass, place, num_places, num_tiles, i_row, i_tile, 
 
 
 @triton.jit
-def _first_digit(fresh, place, num_places, num_tiles, i_row, i_tile, PER_TILE: tl.constexpr):
+def _first_digit(args, i, num_heads, num_tiles, i_row, i_tile, PER_TILE: tl.constexpr):
     """(the threshold's upper digit, the mass that is left to be reached by the lower one)."""
-    b_weight = _joined_weights(fresh, 0, place, num_places, num_tiles, i_row, i_tile, PER_TILE)
-    return next_digit(b_weight, fresh.share * tl.sum(b_weight, 0))
+    b_weight = _joined_weights(args, 0, i, num_heads, num_tiles, i_row, i_tile, PER_TILE)
+    return next_digit(b_weight, tl.load(args.shares + i) * tl.sum(b_weight, 0))
 
 
 @triton.jit(do_not_specialize=["stride_map", "num_rows"])
 def weights_kernel(
-    fresh, stride_map, num_rows, tiles, block_offsets,
-    PASS: tl.constexpr, PER_TILE: tl.constexpr, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr,
+    args, stride_map, num_rows, tiles, block_offsets,
+    PASS: tl.constexpr, PER_TILE: tl.constexpr, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """A pass of radix.py over one tile's part of the map of a cluster that has a new pivot."""
-    i_tile, place = tl.program_id(0), tl.program_id(1)
-    num_tiles, num_places = tl.num_programs(0), tl.num_programs(1)
+    """A pass of radix.py over one tile's part of the map that one head takes its pattern from."""
+    i_tile, i = tl.program_id(0), tl.program_id(1)
+    num_tiles, num_heads = tl.num_programs(0), tl.num_programs(1)
     i_row = tl.load(tiles + i_tile * FIELDS)
-    if tl.load(fresh.new_pivots + place * num_rows + i_row) < 0:
+    if tl.load(args.patterns + i * num_rows + i_row) != SHARED:
         return
     prefix = tl.full([], 0, tl.uint32)
     if PASS > 0:
-        prefix = _first_digit(fresh, place, num_places, num_tiles, i_row, i_tile, PER_TILE)[0].to(tl.uint32)
+        prefix = _first_digit(args, i, num_heads, num_tiles, i_row, i_tile, PER_TILE)[0].to(tl.uint32)
     _, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
-    values = fresh.maps + place.to(tl.int64) * stride_map + tl.load(block_offsets + i_tile)
+    _, values = _map_of(args, stride_map, i, tl.load(block_offsets + i_tile))
     b_weight = masses_by_digit(values, 0, num_causal, prefix, PASS)
-    target = fresh.weights + ((PASS * num_places + place).to(tl.int64) * num_tiles + i_tile) * DIGITS
+    target = args.weights + ((PASS * num_heads + i).to(tl.int64) * num_tiles + i_tile) * DIGITS
     tl.store(target + tl.arange(0, DIGITS), b_weight)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_rows", "stride_map", "stride_estimate", "stride_last", "stride_kept", "stride_ids", "num_tiles",
-        "num_places",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["stride_map", "num_rows", "stride_estimate", "stride_last", "stride_ids", "num_tiles"])
 def apply_patterns_kernel(
-    patterns, num_rows, places, slots, fresh, stride_map, stride_estimate,
-    exists, last_rows, stride_last, kept, stride_kept, heads, tiles, rows,
-    block_offsets, block_counts, block_ids, stride_ids, stripe_counts, num_tiles, num_places,
+    args, stride_map, num_rows, estimates, stride_estimate, exists, last_rows, stride_last, block_starts,
+    heads, tiles, rows, block_offsets, block_counts, block_ids, stride_ids, stripe_counts, num_tiles,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, PER_TILE: tl.constexpr, FIELDS: tl.constexpr,
     ROW_FIELDS: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    i_tile, i = tl.program_id(0), tl.program_id(1)
+    """The list of one (tile, head) that shares or is the pivot."""
+    i_tile, i, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     i_row = tl.load(tiles + i_tile * FIELDS)
-    pattern = tl.load(patterns + i * num_rows + i_row)
+    pattern = tl.load(args.patterns + i * num_rows + i_row)
     if (pattern != SHARED) & (pattern != DENSE):
         return
     i_head = tl.load(heads + i).to(tl.int64)
-    place = tl.load(places + i)
-    slot = tl.load(slots + place).to(tl.int64)
     diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
     start = tl.load(block_offsets + i_tile)
-    flags = kept + slot * stride_kept + start
+    slot, values = _map_of(args, stride_map, i, start)
     target = block_ids + i_head * stride_ids + start
-    is_fresh = tl.load(fresh.new_pivots + place * num_rows + i_row) >= 0
-    values = fresh.maps + place.to(tl.int64) * stride_map + start
     threshold = 0
-    if is_fresh:
-        high, left = _first_digit(fresh, place, num_places, num_tiles, i_row, i_tile, PER_TILE)
-        b_weight = _joined_weights(fresh, 1, place, num_places, num_tiles, i_row, i_tile, PER_TILE)
+    if pattern == SHARED:
+        high, left = _first_digit(args, i, num_heads, num_tiles, i_row, i_tile, PER_TILE)
+        b_weight = _joined_weights(args, 1, i, num_heads, num_tiles, i_row, i_tile, PER_TILE)
         threshold = high * DIGITS + next_digit(b_weight, left)[0]
     count = 0
     for first in range(0, num_causal, CHUNK):
         o_n = first + tl.arange(0, CHUNK)
         causal = o_n < num_causal
-        if is_fresh:
-            b_kept = mass_keys(tl.load(values + o_n, mask=causal, other=0.0)) >= threshold
-        else:
-            b_kept = tl.load(flags + o_n, mask=causal, other=0) != 0
-        if pattern == DENSE:
-            tl.store(flags + o_n, b_kept.to(tl.uint8), mask=causal)
-            b_kept = causal
-        count = append(target, count, o_n, causal & (b_kept | (o_n >= diagonal)))
+        b_kept = mass_keys(tl.load(values + o_n, mask=causal, other=0.0)) >= threshold
+        count = append(target, count, o_n, causal & (b_kept | (o_n >= diagonal) | (pattern == DENSE)))
     tl.store(block_counts + i_head * num_tiles + i_tile, count)
     tl.store(stripe_counts + i_head * num_tiles + i_tile, 0)
 
     # The pivot's last tile, which ends where the row does, keeps the estimate.
     end = tl.load(tiles + i_tile * FIELDS + 3) + tl.load(tiles + i_tile * FIELDS + 2)
     if (pattern == DENSE) & (end == tl.load(rows + i_row * ROW_FIELDS + 2)):
-        begin = tl.load(fresh.block_starts + i_row)
+        begin = tl.load(block_starts + i_row)
         for first in range(0, num_causal, CHUNK):
             o_n = first + tl.arange(0, CHUNK)
-            b_a = tl.load(fresh.estimates + i.to(tl.int64) * stride_estimate + begin + o_n, mask=o_n < num_causal)
+            b_a = tl.load(estimates + i.to(tl.int64) * stride_estimate + begin + o_n, mask=o_n < num_causal)
             tl.store(last_rows + slot * stride_last + begin + o_n, b_a, mask=o_n < num_causal)
         tl.store(exists + slot * num_rows + i_row, 1)

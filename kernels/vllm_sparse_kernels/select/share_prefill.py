@@ -22,6 +22,8 @@ How this reads the paper:
 * The map's rows are tiles of 128 queries, its columns blocks of ``index.block_tokens`` keys. The estimate takes the
   chunk's last 128 queries, for pivots too, so that equal heads have equal estimates at any chunk length.
 * JSD is taken with the natural logarithm, as in the authors' code. Blocks tied at the threshold are all kept.
+* A head that shares takes the pivot's map rather than its pattern: what γ of it holds, by its own γ where heads differ
+  in that (the paper's do not). So no γ decides who shares, and one head's changes no other's.
 * With δ = 0 or τ = 0 nothing could be shared, and no pivot is computed. sqrt(JSD) never exceeds 0.83 = √ln 2: with
   δ = 1.01, the paper's most accurate row (table 2: 39.35 against 39.05 for 1.18 times the latency), no head is too
   sparse to share.
@@ -40,6 +42,9 @@ recall → density, and the recall of the worst tile of any head: averages 0.864
 0.874 → 0.163, 0.20; ``true_mass`` 0.910 → 0.154, 0.69; both 0.926 → 0.190, 0.90. Averages reach a recall of 0.916 with
 γ = 0.95, at 0.201.
 
+Beyond the paper, and off by default, vertical-slash's lines may come from queries spread over the chunk
+(``estimating``, as in flex_vertical_slash.py). Who shares is decided by its last queries all the same.
+
 Left out: that code compares heads by sums of true mass over columns and diagonals, has no δ, makes heads whose estimate
 from pooled keys is good query-aware (FlexPrefill), shares only where vertical-slash would hold less than 0.9 of the
 pivot's mass, and adds each head's best columns and diagonals, 1,024 keys, to the pattern that it takes.
@@ -48,11 +53,12 @@ Who shares is known before vertical-slash looks at any key. What it does for a h
 query heads share, ends there; query heads that share keys are stacked, so that one of them costs what all do.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import lru_cache
-from typing import Self, TypeVar
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Literal, Self, TypeVar
 
 import torch
 import triton
@@ -60,14 +66,14 @@ import triton
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS, Rows, to_device
-from vllm_sparse_kernels.select.base import Method, require
+from vllm_sparse_kernels.select.base import Method, on_device, require
 from vllm_sparse_kernels.select.block_average import BlockAverages, Spans
 from vllm_sparse_kernels.select.block_mass import block_masses, num_splits
 from vllm_sparse_kernels.select.flex_vertical_slash import FlexVerticalSlash
 from vllm_sparse_kernels.select.footprint import averaged_bytes
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS
 from vllm_sparse_kernels.select.radix import DIGITS, PASSES
-from vllm_sparse_kernels.select.share_kernels import FreshArgs, apply_patterns_kernel, decide_kernel, weights_kernel
+from vllm_sparse_kernels.select.share_kernels import MapArgs, apply_patterns_kernel, decide_kernel, weights_kernel
 
 VERTICAL_SLASH, SHARED, DENSE = 0, 1, 2
 """What a head of a row attends to: its own vertical-slash lines, its cluster's pattern, or everything (the pivot)."""
@@ -92,31 +98,44 @@ class SharePrefill(Method):
     gamma_per_tile: bool = False  # γ of each tile's mass, as in the authors' code; else of the whole map's
     true_mass: bool = False  # pivots' maps from the exact mass of blocks, as in the authors' code
 
+    last_queries: int = 64
+    """Queries that vertical-slash's lines are estimated from."""
+
+    estimating: Literal["last", "spread"] = "last"
+    """Beyond the paper, ``spread``: of as many queries as ``last_queries`` says, but spread evenly over the chunk."""
+
     def __post_init__(self) -> None:
         require(self.max_sparsity >= 0, "max_sparsity", self.max_sparsity, "a number >= 0 (δ)")
         require(self.max_distance >= 0, "max_distance", self.max_distance, "a number >= 0 (τ)")
         require(0 < self.gamma <= 1, "gamma", self.gamma, "a share in (0, 1] (γ)")
         require(self.cluster >= NOISE, "cluster", self.cluster, f"a cluster's number >= 0, or {NOISE} for noise")
+        FlexVerticalSlash(last_queries=self.last_queries, estimating=self.estimating)  # which refuses what cannot be
 
     @property
     def alike(self) -> "SharePrefill":
-        fields = {name: value for name, value in asdict(self).items() if name not in ("cluster", "clusters")}
-        return SharePrefill(**fields)
+        own = ("cluster", "clusters", "gamma", "gammas")
+        return SharePrefill(**{name: value for name, value in asdict(self).items() if name not in own})
+
+    @property
+    def company(self) -> "SharePrefill":
+        return replace(self.alike, cluster=self.cluster)
 
     @classmethod
     def merged(cls, methods: Sequence[Self]) -> "SharePrefillLayer":
-        first, clusters = methods[0].alike, tuple(m.cluster for m in methods)
-        require(all(m.alike == first for m in methods), "methods", methods, "equal thresholds")
-        return SharePrefillLayer(**asdict(first), clusters=clusters)
+        first, clusters = asdict(methods[0].alike), tuple(m.cluster for m in methods)
+        require(len({m.alike for m in methods}) == 1, "methods", methods, "equal thresholds, but for γ")
+        gammas = tuple(m.gamma for m in methods)
+        own = {"gamma": gammas[0]} if len(set(gammas)) == 1 else {"gammas": gammas}
+        return SharePrefillLayer(**first | own, clusters=clusters)
 
     @property
     def alone(self) -> "SharePrefill":
         """Noise: the only head of its cluster would be a pivot, computed densely, whose pattern nobody takes."""
-        return self.alike
+        return replace(self, cluster=NOISE)
 
     @classmethod
     def objection(cls, methods: Sequence[Self]) -> str | None:
-        members = Counter(m for m in methods if m.shares(m.clusters_of_heads))
+        members = Counter(m.company for m in methods if m.shares(m.clusters_of_heads))
         if any(count > 1 for count in members.values()):
             return None
         return (
@@ -127,6 +146,8 @@ class SharePrefill(Method):
     @classmethod
     def summary(cls, methods: Sequence[Self]) -> dict[str, object]:
         fields = {name: value for name, value in methods[0].alike.shown_fields.items() if name != "cluster"}
+        gammas = {gamma for m in methods for gamma in m.gammas_of_heads}
+        fields["gamma"] = gammas.pop() if len(gammas) == 1 else f"{min(gammas):g} to {max(gammas):g}"
         members = Counter(c for m in methods for c in m.clusters_of_heads if c != NOISE)
         return fields | {"clusters": len(members), "clustered_heads": members.total()}
 
@@ -136,8 +157,17 @@ class SharePrefill(Method):
         return (self.cluster,)
 
     @property
+    def gammas_of_heads(self) -> tuple[float, ...]:
+        """γ of each head that this method is for; one, where all have the same."""
+        return (self.gamma,)
+
+    @cached_property
     def fallback(self) -> FlexVerticalSlash:
-        return FlexVerticalSlash(gamma=self.gamma)
+        """Vertical-slash of the same heads."""
+        lines = FlexVerticalSlash(last_queries=self.last_queries, estimating=self.estimating)
+        merged = FlexVerticalSlash.merged([replace(lines, gamma=gamma) for gamma in self.gammas_of_heads])
+        assert isinstance(merged, FlexVerticalSlash)
+        return merged
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
         return self.fallback.stripe_layout(rows)
@@ -166,17 +196,26 @@ class SharePrefillLayer(SharePrefill):
     """All heads of a layer that share by the same thresholds.
 
     ``clusters[i]`` is the cluster of the i-th head that ``select`` is given; a cluster has the same id in all layers.
+    ``gammas[i]`` is its γ, where they differ; else there are none.
     """
 
     clusters: tuple[int, ...] = ()
+    gammas: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        expected = f"none, or one of each of the {len(self.clusters)} heads, in (0, 1]"
+        fits = len(self.gammas) in (0, len(self.clusters)) and all(0 < gamma <= 1 for gamma in self.gammas)
+        require(fits, "gammas", self.gammas, expected)
         require(min(self.clusters, default=0) >= NOISE, "clusters", self.clusters, f"ids >= 0, or {NOISE} for noise")
 
     @property
     def clusters_of_heads(self) -> tuple[int, ...]:
         return self.clusters
+
+    @property
+    def gammas_of_heads(self) -> tuple[float, ...]:
+        return self.gammas or (self.gamma,) * len(self.clusters)
 
     def clusters_of(self, heads: torch.Tensor) -> tuple[int, ...]:
         expected = f"one id for each of the {len(heads)} heads"
@@ -206,11 +245,11 @@ class SharePrefillLayer(SharePrefill):
                 estimates, sparsity = averages.estimates()
                 new_pivots = _decide(self, pivots, index, estimates, sparsity, places, slots, patterns)
                 if self.true_mass:
-                    maps = block_masses(q, cache, index, heads, scale, new_pivots)
+                    block_masses(q, cache, index, heads, scale, new_pivots, pivots.maps, slots)
                 else:
-                    maps = averages.maps(new_pivots)
-                fresh = _weigh(self, pivots, index, maps, new_pivots, estimates)
-                _apply_patterns(self, pivots, index, heads, fresh, patterns, places, slots)
+                    averages.maps(new_pivots, pivots.maps, slots)
+                maps = _weigh(self, pivots, index, patterns, places, slots)
+                _apply_patterns(self, pivots, index, heads, maps, estimates)
             self.fallback.select_where(q, cache, index, heads, scale, patterns)
 
 
@@ -228,18 +267,18 @@ class Pivots:
         device = index.rows.device
         self.exists = torch.empty(0, index.rows.num_rows, dtype=torch.int32, device=device)
         self.last_rows = torch.empty(0, self.spans.num_blocks, dtype=torch.float32, device=device)  # ã
-        self.kept = torch.empty(0, index.block_ids.shape[1], dtype=torch.uint8, device=device)  # M, as block_ids
+        self.maps = torch.empty(0, index.block_ids.shape[1], dtype=torch.float32, device=device)  # Ã, as block_ids
 
     def slots_of(self, clusters: list[int], index: SparseIndex) -> tuple[int, ...]:
         """The slots of ``clusters``, making room for the new ones. Host and device both know without asking."""
-        given, expected = (index.block_ids.shape[1], index.block_tokens), (self.kept.shape[1], self.spans.block_tokens)
+        given, expected = (index.block_ids.shape[1], index.block_tokens), (self.maps.shape[1], self.spans.block_tokens)
         require(given == expected, "index", given, f"the capacity and block size of the layers before: {expected}")
         num_before = len(self.slots)
         for cluster in clusters:
             self.slots.setdefault(cluster, len(self.slots))
         if num_new := len(self.slots) - num_before:
-            self.exists, self.last_rows, self.kept = (
-                _with_room(x, num_new) for x in (self.exists, self.last_rows, self.kept)
+            self.exists, self.last_rows, self.maps = (
+                _with_room(x, num_new) for x in (self.exists, self.last_rows, self.maps)
             )
         return tuple(self.slots[c] for c in clusters)
 
@@ -280,21 +319,22 @@ def _weigh(
     method: SharePrefill,
     pivots: Pivots,
     index: SparseIndex,
-    maps: torch.Tensor,
-    new_pivots: torch.Tensor,
-    estimates: torch.Tensor,
-) -> FreshArgs:
-    """What Algorithm 2's thresholds follow from, for the rows and clusters that have a new pivot."""
-    rows, spans, num_places = index.rows, pivots.spans, len(new_pivots)
-    weights = index.workspace.empty(PASSES, num_places, rows.num_tiles, DIGITS.value)
-    share = method.fallback.kernel_share
-    fresh = FreshArgs(maps, weights, share, spans.tile_starts, new_pivots, estimates, spans.block_starts)
+    patterns: torch.Tensor,
+    places: torch.Tensor,
+    slots: torch.Tensor,
+) -> MapArgs:
+    """What Algorithm 2's thresholds follow from, for the heads and rows that share."""
+    rows, num_heads = index.rows, len(patterns)
+    weights = index.workspace.empty(PASSES, num_heads, rows.num_tiles, DIGITS.value)
+    # As in FlexVerticalSlash: values of zero are kept only for a share that cannot be reached.
+    shares = on_device(tuple(gamma if gamma < 1 else math.inf for gamma in method.gammas_of_heads), rows.device)
+    maps = MapArgs(pivots.maps, slots, places, patterns, weights, shares, pivots.spans.tile_starts)
     for i in range(PASSES):
-        weights_kernel[(rows.num_tiles, num_places)](
-            fresh, maps.stride(0), rows.num_rows, rows.tiles, index.block_offsets,
-            PASS=i, PER_TILE=method.gamma_per_tile, BLOCK_N=index.block_tokens, FIELDS=TILE_FIELDS,
+        weights_kernel[(rows.num_tiles, num_heads)](
+            maps, pivots.maps.stride(0), rows.num_rows, rows.tiles, index.block_offsets,
+            PASS=i, PER_TILE=method.gamma_per_tile, BLOCK_N=index.block_tokens, FIELDS=TILE_FIELDS, SHARED=SHARED,
         )  # fmt: skip
-    return fresh
+    return maps
 
 
 def _apply_patterns(
@@ -302,18 +342,16 @@ def _apply_patterns(
     pivots: Pivots,
     index: SparseIndex,
     heads: torch.Tensor,
-    fresh: FreshArgs,
-    patterns: torch.Tensor,
-    places: torch.Tensor,
-    slots: torch.Tensor,
+    maps: MapArgs,
+    estimates: torch.Tensor,
 ) -> None:
-    """Write the lists of shared and dense heads, and keep the new pivots' patterns M and estimates ã."""
+    """Write the lists of shared and dense heads, and keep the new pivots' estimates ã."""
     rows = index.rows
     apply_patterns_kernel[(rows.num_tiles, len(heads))](
-        patterns, rows.num_rows, places, slots, fresh, fresh.maps.stride(0), fresh.estimates.stride(0),
-        pivots.exists, pivots.last_rows, pivots.last_rows.stride(0), pivots.kept, pivots.kept.stride(0),
+        maps, pivots.maps.stride(0), rows.num_rows, estimates, estimates.stride(0),
+        pivots.exists, pivots.last_rows, pivots.last_rows.stride(0), pivots.spans.block_starts,
         heads, rows.tiles, rows.row_table,
         index.block_offsets, index.block_counts, index.block_ids, index.block_ids.stride(0), index.stripe_counts,
-        rows.num_tiles, len(slots), BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS,
+        rows.num_tiles, BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS,
         PER_TILE=method.gamma_per_tile, FIELDS=TILE_FIELDS, ROW_FIELDS=ROW_FIELDS, SHARED=SHARED, DENSE=DENSE,
     )  # fmt: skip
