@@ -28,6 +28,7 @@ is one rank's.)
 """
 
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -94,8 +95,10 @@ def cluster(
     side: int | None = None,
     method: str = "share_prefill",
     margin: float = 0.0,
+    unseen: bool = False,
 ) -> Profile:
-    """The profile, with a level for each bound; ``margin`` is the share of them that is left to unseen prompts.
+    """The profile, with a level for each bound; ``margin`` is the share of them that is left to unseen prompts, and
+    ``unseen`` whether they are left what the prompts tell of that too (``Bound.unseen``).
 
     ``distance``: where the hierarchy of heads is cut. ``side``: of the maps; the paper's, or what a prompt allows.
     ``method``: a name of ``BASES``. Raises ConfigurationError where no two heads gain by sharing, or no head of any
@@ -109,7 +112,11 @@ def cluster(
         lambda: head_clusters(job.captures("prompts")[0], job.device, side, distance),
     )  # fmt: skip
     job.tell.begin("layers", (len(job.layers) + job.shape.num_layers + 2) * len(bounds))
-    found = {name: _search(job, BASES[method], clusters, bound, margin) for name, bound in bounds.items()}
+    if any(math.isfinite(bound.mean) for bound in bounds.values()):
+        raise ConfigurationError(f"{COMMAND}: --level: a bound of the mean of all heads is for other commands")
+    found = {
+        name: _search(job, BASES[method], clusters, bound, bound.less(margin, unseen)) for name, bound in bounds.items()
+    }
     profile = profile_of(job, found, COMMAND if method == "share_prefill" else f"{COMMAND} --method {method}")
     levels = {name: _with_cut(level, distance, side) for name, level in profile.levels.items()}
     profile = _with_cut(profile.model_copy(update={"levels": levels}), distance, side)
@@ -122,9 +129,8 @@ def _with_cut(level: Written, distance: float, side: int) -> Written:
     return level.model_copy(update={"provenance": level.provenance.model_copy(update={"bounds": bounds})})
 
 
-def _search(job: Job, base: SharePrefill, clusters: Clusters, bound: Bound, margin: float) -> Found:
+def _search(job: Job, base: SharePrefill, clusters: Clusters, bound: Bound, within: Bound) -> Found:
     company = [_member(base, number) for number in sorted({*chain.from_iterable(clusters)} - {NOISE})]
-    within = replace(bound, error=bound.error * (1 - margin), worst=bound.worst * (1 - margin))
     choices = _survey(job, Flow(job, "prompts", company), base, clusters, within)
     left = worth(choices)
     while True:

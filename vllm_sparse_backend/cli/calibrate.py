@@ -298,6 +298,7 @@ def cluster(
     job: "Job",
     level: Level = None,
     margin: Margin = 0.1,
+    unseen: Unseen = True,
     method: Annotated[
         str, typer.Option(help="share_prefill, or share_prefill+spread, whose lines queries all over a chunk estimate.")
     ] = "share_prefill",
@@ -313,7 +314,7 @@ def cluster(
 
     if method not in BASES:
         raise ConfigurationError(f"--method: {not_one_of(method, BASES)}")
-    return clustered.cluster(job, _bounds(level), distance, side, method, margin)
+    return clustered.cluster(job, _bounds(level), distance, side, method, margin, unseen)
 
 
 for _command in (best, search, calibrate, cluster):
