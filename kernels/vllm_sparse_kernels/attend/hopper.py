@@ -36,6 +36,9 @@ queries. (Three steps and one tile, tried at 128: 1 to 2 % faster where most is 
 as the next item's queries come late.)
 """
 
+TURNS = False
+"""Whether the two consumer groups queue their products in turn."""
+
 BLOCKS = (32, 64, 128)
 """Widths of an index's blocks."""
 
@@ -207,7 +210,7 @@ def _launch(
     hopper_kernel[(min(num_tiles * num_heads, _num_multiprocessors(q.device)),)](
         queries, keys, values, out_args, cache_args, place_args, index_args, lists, counter, num_tiles,
         scale * LOG2_E, **_shape(cache, index), D=head_dim, STAGES=STAGES[head_dim], STRIPES=index.has_stripes,
-        num_warps=4,
+        TURNS=TURNS, num_warps=4,
     )  # fmt: skip
 
 
