@@ -39,6 +39,9 @@ as the next item's queries come late.)
 TURNS = False
 """Whether the two consumer groups queue their products in turn."""
 
+RANKING = {"RANKED": 4, "OTHERS": 2048}
+"""Items that one program puts in order, and how many they are compared with at a time: all of a long prompt's chunk."""
+
 BLOCKS = (32, 64, 128)
 """Widths of an index's blocks."""
 
@@ -173,7 +176,7 @@ def _prepare(cache: PagedCache, matrix: MatrixArgs, index: SparseIndex) -> tuple
     )  # fmt: skip
     prepare_kernel[(num_items,)](
         index_args, cache_args, rows.num_tiles, matrix.rows_per_page, counter, *lists, **_shape(cache, index),
-        CHUNK=512, RANKED=8,
+        CHUNK=512, **RANKING,
     )  # fmt: skip
     return cache_args, index_args, lists, counter
 
