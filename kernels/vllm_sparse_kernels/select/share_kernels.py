@@ -93,7 +93,7 @@ def _first_digit(fresh, place, num_places, num_tiles, i_row, i_tile, PER_TILE: t
 @triton.jit(do_not_specialize=["stride_map", "num_rows"])
 def weights_kernel(
     fresh, stride_map, num_rows, tiles, block_offsets,
-    PASS: tl.constexpr, PER_TILE: tl.constexpr, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr,
+    PASS: tl.constexpr, PER_TILE: tl.constexpr, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """A pass of radix.py over one tile's part of the map of a cluster that has a new pivot."""
     i_tile, place = tl.program_id(0), tl.program_id(1)
@@ -106,7 +106,7 @@ def weights_kernel(
         prefix = _first_digit(fresh, place, num_places, num_tiles, i_row, i_tile, PER_TILE)[0].to(tl.uint32)
     _, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
     values = fresh.maps + place.to(tl.int64) * stride_map + tl.load(block_offsets + i_tile)
-    b_weight = masses_by_digit(values, 0, num_causal, prefix, PASS)
+    b_weight = masses_by_digit(values, 0, num_causal, prefix, PASS, CHUNK)
     target = fresh.weights + ((PASS * num_places + place).to(tl.int64) * num_tiles + i_tile) * DIGITS
     tl.store(target + tl.arange(0, DIGITS), b_weight)
 

@@ -292,7 +292,7 @@ def _weigh(
     for i in range(PASSES):
         weights_kernel[(rows.num_tiles, num_places)](
             fresh, maps.stride(0), rows.num_rows, rows.tiles, index.block_offsets,
-            PASS=i, PER_TILE=method.gamma_per_tile, BLOCK_N=index.block_tokens, FIELDS=TILE_FIELDS,
+            PASS=i, PER_TILE=method.gamma_per_tile, BLOCK_N=index.block_tokens, FIELDS=TILE_FIELDS, CHUNK=CHUNK_BLOCKS,
         )  # fmt: skip
     return fresh
 
