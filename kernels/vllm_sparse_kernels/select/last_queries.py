@@ -237,22 +237,54 @@ def _load_queries(
 
 
 @triton.jit
+def _parts(first, end, tiles_end, all_see, seq_len, BAND: tl.constexpr):
+    """Where tiles [first, end) begin whose keys all queries see, and where these end: most of them, with no mask."""
+    begin = tl.minimum(tl.maximum((tiles_end - all_see + LAST - 1) // LAST, first), end)
+    if BAND > 1:
+        return begin, end
+    else:
+        return begin, tl.minimum(tl.maximum(seq_len // LAST, begin), end)  # one may begin before the row does
+
+
+@triton.jit
+def _load_tile(
+    args, table, i_kv, start, seq_len,
+    WHOLE: tl.constexpr, BAND: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """The key tile from ``start`` on; 0 where the row has no key, as it may unless the tile is WHOLE.
+
+    Tiles that are counted from position 0 lie within a page each, which is looked up once.
+    """
+    o_t, o_d = tl.arange(0, LAST), tl.arange(0, BLOCK_D)
+    k = args.k + i_kv.to(tl.int64) * args.stride_kv_head
+    in_row = (start + o_t >= 0) & (start + o_t < seq_len)
+    if BAND > 1 and PAGE % BAND == 0:
+        k += tl.load(table + start // PAGE).to(tl.int64) * args.stride_page + start % PAGE * args.stride_key
+        k_tile = k + (o_t * args.stride_key)[:, None] + o_d[None, :]
+    else:
+        k_tile = k + key_offsets(table, start + o_t, in_row, PAGE, args.stride_page, args.stride_key)[:, None]
+        k_tile += o_d[None, :]
+    if WHOLE and HEAD_DIM == BLOCK_D:
+        return tl.load(k_tile)
+    elif WHOLE:
+        return tl.load(k_tile, mask=(o_d < HEAD_DIM)[None, :], other=0.0)
+    else:
+        return tl.load(k_tile, mask=in_row[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
 def _scores(
-    b_q, b_position, all_see, args, table, i_kv, start, seq_len,
+    b_q, b_position, args, table, i_kv, start, seq_len, WHOLE: tl.constexpr, BAND: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Unscaled scores of queries at ``b_position`` on the key tile from ``start`` on, -inf where they may not look.
 
-    All queries see the keys before ``all_see``.
+    All queries see a tile that is WHOLE.
     """
-    o_n = start + tl.arange(0, LAST)
-    o_d = tl.arange(0, BLOCK_D)
-    in_row = (o_n >= 0) & (o_n < seq_len)
-    o_k = key_offsets(table, o_n, in_row, PAGE, args.stride_page, args.stride_key)
-    o_k += i_kv.to(tl.int64) * args.stride_kv_head
-    b_k = tl.load(args.k + o_k[:, None] + o_d[None, :], mask=in_row[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
+    b_k = _load_tile(args, table, i_kv, start, seq_len, WHOLE, BAND, HEAD_DIM, BLOCK_D, PAGE)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    if (start + LAST > all_see) | (start < 0):
+    if not WHOLE:
+        o_n = start + tl.arange(0, LAST)
         b_seen = (o_n[None, :] <= b_position[:, None]) & (o_n >= 0)[None, :]
         b_s = tl.where(b_seen, b_s, float("-inf"))
     return b_s
@@ -282,13 +314,19 @@ def _split_lse_kernel(
     table = args.block_table + i_row.to(tl.int64) * stride_table
     b_max = tl.full([MEMBERS * QUERIES], float("-inf"), tl.float32)
     b_sum = tl.zeros([MEMBERS * QUERIES], tl.float32)
-    for i_tile in range(first, end):
-        start = tiles_end - (i_tile + 1) * LAST
-        b_s = _scores(b_q, b_position, all_see, args, table, i_kv, start, seq_len, HEAD_DIM, BLOCK_D, PAGE, PRECISION)
-        b_new = tl.maximum(b_max, tl.max(b_s, 1) * args.scale)
-        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)  # rows that are no query may see no key
-        b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.exp2(b_s * args.scale - b_shift[:, None]), 1)
-        b_max = b_new
+    whole, whole_end = _parts(first, end, tiles_end, all_see, seq_len, BAND)
+    for i in tl.static_range(2 if BAND > 1 else 3):
+        for i_tile in range(
+            first if i == 0 else (whole if i == 1 else whole_end), whole if i == 0 else (whole_end if i == 1 else end)
+        ):
+            b_s = _scores(
+                b_q, b_position, args, table, i_kv, tiles_end - (i_tile + 1) * LAST, seq_len, i == 1, BAND,
+                HEAD_DIM, BLOCK_D, PAGE, PRECISION,
+            )  # fmt: skip
+            b_new = tl.maximum(b_max, tl.max(b_s, 1) * args.scale)
+            b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)  # rows that are no query may see no key
+            b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.exp2(b_s * args.scale - b_shift[:, None]), 1)
+            b_max = b_new
     b_place = _of_rows(b_place, MEMBERS, QUERIES)
     o_partial = (tl.program_id(2) * args.num_entries + b_place) * args.most_splits + i_split
     target = args.partial + o_partial.to(tl.int64) * QUERIES + _row_queries(MEMBERS, QUERIES)
@@ -354,25 +392,32 @@ def _sums_kernel(
         b_listed = _of_rows(listed.to(tl.int32), MEMBERS, QUERIES) != 0
     else:
         b_before = tl.zeros([MEMBERS, 8, 8, 2, 2, 2], tl.float32)
-    for i_tile in range(first, end if BAND > 1 else end + 1):
-        start = tiles_end - (i_tile + 1) * LAST
-        b_s = _scores(b_q, b_position, all_see, args, table, i_kv, start, seq_len, HEAD_DIM, BLOCK_D, PAGE, PRECISION)
-        b_p = tl.exp2(b_s * args.scale - b_lse[:, None])
-        o_n = start + o_t
-        b_column = tl.sum(tl.sum(tl.reshape(b_p, [QUERIES // 16, MEMBERS, 16, LAST]), 0), 1)
-        own = (o_n >= tl.maximum(tiles_end - end * LAST, 0)) & (o_n < seq_len)
-        tl.store(columns[:, None] + o_n[None, :], b_column, mask=listed[:, None] & own[None, :])
-        if BAND > 1:
-            tl.store(by_block + start // BAND * QUERIES, tl.sum(b_p, 1), mask=b_listed)
-        else:
-            b_own, b_rest = _diagonals(b_p, MEMBERS, 0), _diagonals(b_p, MEMBERS, -8)
-            b_done = _turned(b_before + b_rest, MEMBERS)
-            o_slash = (i_tile - 1) * LAST + tl.arange(0, 8)[:, None] + 8 * tl.arange(0, 8)[None, :]
-            tl.store(
-                lines[:, None, None] + o_slash[None, :, :], b_done,
-                mask=listed[:, None, None] & ((o_slash >= first * LAST) & (o_slash < seq_len))[None, :, :],
-            )  # fmt: skip
-            b_before = b_own
+    stop = end if BAND > 1 else end + 1
+    whole, whole_end = _parts(first, stop, tiles_end, all_see, seq_len, BAND)
+    for i in tl.static_range(2 if BAND > 1 else 3):
+        for i_tile in range(
+            first if i == 0 else (whole if i == 1 else whole_end), whole if i == 0 else (whole_end if i == 1 else stop)
+        ):
+            start = tiles_end - (i_tile + 1) * LAST
+            b_s = _scores(
+                b_q, b_position, args, table, i_kv, start, seq_len, i == 1, BAND, HEAD_DIM, BLOCK_D, PAGE, PRECISION
+            )
+            b_p = tl.exp2(b_s * args.scale - b_lse[:, None])
+            o_n = start + o_t
+            b_column = tl.sum(tl.sum(tl.reshape(b_p, [QUERIES // 16, MEMBERS, 16, LAST]), 0), 1)
+            own = (o_n >= tl.maximum(tiles_end - end * LAST, 0)) & (o_n < seq_len)
+            tl.store(columns[:, None] + o_n[None, :], b_column, mask=listed[:, None] & own[None, :])
+            if BAND > 1:
+                tl.store(by_block + start // BAND * QUERIES, tl.sum(b_p, 1), mask=b_listed)
+            else:
+                b_own, b_rest = _diagonals(b_p, MEMBERS, 0), _diagonals(b_p, MEMBERS, -8)
+                b_done = _turned(b_before + b_rest, MEMBERS)
+                o_slash = (i_tile - 1) * LAST + tl.arange(0, 8)[:, None] + 8 * tl.arange(0, 8)[None, :]
+                tl.store(
+                    lines[:, None, None] + o_slash[None, :, :], b_done,
+                    mask=listed[:, None, None] & ((o_slash >= first * LAST) & (o_slash < seq_len))[None, :, :],
+                )  # fmt: skip
+                b_before = b_own
 
 
 @triton.jit

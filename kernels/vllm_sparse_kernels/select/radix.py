@@ -4,8 +4,9 @@
 Values are sums of weights, never negative, and count as equal if ten bits of the mantissa are: rounding of scores to
 bf16, which has seven, moves them by more. That leaves keys of 16 bits, looked at a digit of 8 at a time. A pass sums,
 chunk by chunk in as many programs, what the values that agree with the threshold in its higher digit weigh, for each
-next digit: 1 each for the k-th largest, the value itself for γ of a sum. The next pass adds up the chunks, in order,
-and so knows one digit more. Nothing goes back to the host, and results are the same however often they are computed.
+next digit: 1 each for the k-th largest, the value itself for γ of a sum, to the bits that count. The next pass adds up
+the chunks, in order, and so knows one digit more. Nothing goes back to the host, and results are the same however often
+they are computed.
 
 Arrays are those of ``Sums``: column sums (kind 0) and sums of diagonals or bands (kind 1) of n heads and several rows;
 job i is kind i // n of head i % n.
@@ -32,6 +33,9 @@ PASSES = 2
 
 EQUAL_BITS = tl.constexpr(13)
 """Values are equal for a threshold if all bits but the lowest 13 of the float agree: to 10 bits of the mantissa."""
+
+HALF_EQUAL = tl.constexpr(1 << 12)
+"""Half of what those bits hold."""
 
 LEAST_KEY = tl.constexpr((127 - 57) << 10)
 """What is below 2⁻⁵⁷ is equal too: 16 bits are left for keys of masses up to 2⁷."""
@@ -236,16 +240,24 @@ def _mass_digits_kernel(
         prefix, left, _, _ = threshold_of(digits, PASS - 1, i_all, num_jobs, chunks, used, share, True)
         if i_chunk == 0:
             keep_state(digits, PASS, i_all, num_jobs, prefix, left)
-    b_weight = masses_by_digit(values + place, first, end, prefix, PASS)
+    b_weight = masses_by_digit(values + place, first, end, prefix, PASS, CHUNK)
     store_weights(digits, PASS, i_all, num_jobs, chunks, b_weight)
 
 
 @triton.jit
-def masses_by_digit(row, first, end, prefix, PASS: tl.constexpr):
-    """Masses row[first : end] summed by the next digit of their keys, those that agree with ``prefix``: [256].
+def masses_by_digit(row, first, end, prefix, PASS: tl.constexpr, CHUNK: tl.constexpr):
+    """Masses row[first : end] summed by the next digit of their keys, those that agree with ``prefix``: [256]."""
+    if PASS == 0:
+        return _masses_by_high_digit(row, first, end)
+    else:
+        return _masses_by_low_digit(row, first, end, prefix.to(tl.int32), CHUNK)
 
-    A product of matrices, one the masses where the upper half of a digit is i, the other 1 where its lower half is j.
-    Masses are split in two parts that TF32 holds.
+
+@triton.jit
+def _masses_by_high_digit(row, first, end):
+    """A product of matrices: one the masses where the upper half of a digit is i, the other 1 where the lower is j.
+
+    Masses are rounded to TF32's ten bits of the mantissa, up as often as down.
     """
     WARPS: tl.constexpr = 4
     WIDTH: tl.constexpr = 64
@@ -254,13 +266,23 @@ def masses_by_digit(row, first, end, prefix, PASS: tl.constexpr):
     b_sum = tl.zeros([WARPS, 16, 16], tl.float32)
     for start in range(first, end, WARPS * WIDTH):
         b_x = tl.load(row + start + o, mask=start + o < end, other=0.0)
-        b_key = mass_keys(b_x)
-        b_digit = b_key >> 8
-        if PASS > 0:
-            b_digit = tl.where(b_digit == prefix.to(tl.int32), b_key & (DIGITS - 1), -1)
-        b_high = (b_x.to(tl.int32, bitcast=True) >> EQUAL_BITS << EQUAL_BITS).to(tl.float32, bitcast=True)
+        b_digit = mass_keys(b_x) >> 8
+        b_round = (b_x.to(tl.int32, bitcast=True) + HALF_EQUAL) >> EQUAL_BITS << EQUAL_BITS
         b_is = (b_digit >> 4)[:, None, :] == o_half[None, :, None]
         b_low = ((b_digit & 15)[:, :, None] == o_half[None, None, :]).to(tl.float32)
-        b_sum = tl.dot(tl.where(b_is, b_high[:, None, :], 0.0), b_low, b_sum, input_precision="tf32")
-        b_sum = tl.dot(tl.where(b_is, (b_x - b_high)[:, None, :], 0.0), b_low, b_sum, input_precision="tf32")
+        b_mass = tl.where(b_is, b_round.to(tl.float32, bitcast=True)[:, None, :], 0.0)
+        b_sum = tl.dot(b_mass, b_low, b_sum, input_precision="tf32")
     return tl.reshape(tl.sum(b_sum, 0), [DIGITS])
+
+
+@triton.jit
+def _masses_by_low_digit(row, first, end, prefix, CHUNK: tl.constexpr):
+    """Masses of one key are alike in ten bits of the mantissa: their number times the middle of these."""
+    b_count = tl.zeros([DIGITS], tl.int32)
+    for start in range(first, end, CHUNK):
+        o_n = start + tl.arange(0, CHUNK)
+        b_key = mass_keys(tl.load(row + o_n, mask=o_n < end, other=0.0))
+        b_count += tl.histogram(b_key & (DIGITS - 1), DIGITS, mask=(b_key >> 8 == prefix) & (o_n < end))
+    b_key = prefix * DIGITS + tl.arange(0, DIGITS)
+    b_middle = ((b_key + LEAST_KEY) << EQUAL_BITS) + HALF_EQUAL
+    return tl.where(b_key > 0, b_count.to(tl.float32) * b_middle.to(tl.float32, bitcast=True), 0.0)

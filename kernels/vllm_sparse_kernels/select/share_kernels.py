@@ -103,7 +103,8 @@ def _first_digit(args, i, num_heads, num_tiles, i_row, i_tile, PER_TILE: tl.cons
 @triton.jit(do_not_specialize=["stride_map", "num_rows"])
 def weights_kernel(
     args, stride_map, num_rows, tiles, block_offsets,
-    PASS: tl.constexpr, PER_TILE: tl.constexpr, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, SHARED: tl.constexpr,
+    PASS: tl.constexpr, PER_TILE: tl.constexpr, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
     """A pass of radix.py over one tile's part of the map that one head takes its pattern from."""
     i_tile, i = tl.program_id(0), tl.program_id(1)
@@ -116,7 +117,7 @@ def weights_kernel(
         prefix = _first_digit(args, i, num_heads, num_tiles, i_row, i_tile, PER_TILE)[0].to(tl.uint32)
     _, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
     _, values = _map_of(args, stride_map, i, tl.load(block_offsets + i_tile))
-    b_weight = masses_by_digit(values, 0, num_causal, prefix, PASS)
+    b_weight = masses_by_digit(values, 0, num_causal, prefix, PASS, CHUNK)
     target = args.weights + ((PASS * num_heads + i).to(tl.int64) * num_tiles + i_tile) * DIGITS
     tl.store(target + tl.arange(0, DIGITS), b_weight)
 

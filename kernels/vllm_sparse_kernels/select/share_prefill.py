@@ -332,7 +332,8 @@ def _weigh(
     for i in range(PASSES):
         weights_kernel[(rows.num_tiles, num_heads)](
             maps, pivots.maps.stride(0), rows.num_rows, rows.tiles, index.block_offsets,
-            PASS=i, PER_TILE=method.gamma_per_tile, BLOCK_N=index.block_tokens, FIELDS=TILE_FIELDS, SHARED=SHARED,
+            PASS=i, PER_TILE=method.gamma_per_tile, BLOCK_N=index.block_tokens, FIELDS=TILE_FIELDS, CHUNK=CHUNK_BLOCKS,
+            SHARED=SHARED,
         )  # fmt: skip
     return maps
 
