@@ -138,8 +138,8 @@ def shipped_table(settings: Sequence[Setting]) -> str:
             kept = [s.density[LONGEST] for s in tried if LONGEST in s.density]
             reach = f", which keep up to {max(kept):.2f} of the pairs of {LONGEST} tokens," if kept else ""
             missing.append(
-                f"**{paper} has none** of those tried below a density of {MOST_DENSITY}: of {len(tried)} settings{reach}\n"
-                f"the best, `{best.label}`, keeps {best.least_right:.2f} of the answers."
+                f"**{paper} has none** of those tried below a density of {MOST_DENSITY}: of {len(tried)} settings"
+                f"{reach}\nthe best, `{best.label}`, keeps {best.least_right:.2f} of the answers."
             )
     head = ["paper", "`sparse_prefill`", "setting", "answers, least", "perplexity, most"]
     head += [f"density, {n}" for n in (LENGTHS[1], LONGEST)] + [f"after {after}" for after in CHUNKS[::-1]]
@@ -169,7 +169,8 @@ def draw(settings: Sequence[Setting], picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(DRAWN), figsize=(11.2, 5), sharey=True, squeeze=False, layout="constrained")
+    figure, panels = pyplot.subplots(1, len(DRAWN), figsize=(12.6, 5), sharey=True, squeeze=False, layout="constrained")
+    named: set[str] = set()
     for panel, tokens in zip(panels[0], DRAWN, strict=True):
         for method, (color, marker) in STYLES.items():
             points = sorted((s.density[tokens], s.right[tokens], " " not in s.label) for s in settings
@@ -177,7 +178,8 @@ def draw(settings: Sequence[Setting], picture: Path) -> None:
             if not points:
                 continue
             best = [point for i, point in enumerate(points) if all(point[1] > other[1] for other in points[:i])]
-            label = method if tokens == DRAWN[-1] else None
+            label = method if method not in named else None
+            named.add(method)
             panel.plot([p[0] for p in best], [p[1] for p in best], color=color, linewidth=1.3)
             panel.plot([p[0] for p in points], [p[1] for p in points], color=color, marker=marker, linestyle="",
                        markersize=4.5, label=label)  # fmt: skip
@@ -190,7 +192,7 @@ def draw(settings: Sequence[Setting], picture: Path) -> None:
         panel.set_xticks([0.02, 0.05, 0.1, 0.2, 0.5, 1.0], ["0.02", "0.05", "0.1", "0.2", "0.5", "1"])
         panel.grid(alpha=0.25)
     panels[0][0].set_ylabel("right answers inside the prompt ÷ stock's")
-    panels[0][-1].legend(loc="lower right", fontsize=8, title="large marks: the paper's default", title_fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8, title="large: the paper's default", title_fontsize=8)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
