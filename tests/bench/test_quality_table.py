@@ -117,7 +117,7 @@ def test_the_cheapest_setting_that_keeps_enough_is_shipped(tmp_path):
     assert frontier.shipped([faithful, cheap, setting("sparge_attn", 1.0, 1.0, 0.01)])["SpargeAttn"] is cheap
     table = frontier.shipped_table([faithful, cheap, *others])
     assert '`{"profile": "sparge_attn-answers"}`' in table
-    assert "**SALE has none** of those tried below a density of 0.8: of 1 settings, which keep up to 0.02" in table
+    assert "**SALE has none** of those tried below a density of 0.8: of 1 setting, which keep up to 0.02" in table
     (tmp_path / "sale-answers.yaml").touch()
     (tmp_path / "mine.yaml").touch()
     frontier.write_profiles([faithful, cheap, *others], tmp_path)
