@@ -139,8 +139,8 @@ def shipped_table(settings: Sequence[Setting]) -> str:
             reach = f", which keep up to {max(kept):.2f} of the pairs of {LONGEST} tokens" if kept else ""
             missing.append(
                 f"**{paper} has none** of those tried below a density of {MOST_DENSITY}: of {len(tried)} "
-                f"setting{'s' * (len(tried) > 1)}{reach},\nthe best, `{best.label}`, keeps {best.least_right:.2f} of the "
-                "answers."
+                f"setting{'s' * (len(tried) > 1)}{reach},\nthe best, `{best.label}`, keeps "
+                f"{best.least_right:.2f} of the answers."
             )
     head = ["paper", "`sparse_prefill`", "setting", "answers, least", "perplexity, most"]
     head += [f"density, {n}" for n in (LENGTHS[1], LONGEST)] + [f"after {after}" for after in CHUNKS[::-1]]
