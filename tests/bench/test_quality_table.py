@@ -9,7 +9,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import densities, frontier, quality
+from benchmarks import densities, frontier, means, quality
 from vllm_sparse_backend.bench.report import BenchError
 from vllm_sparse_backend.evaluate.capture import Capture, LayerTensors
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
@@ -182,6 +182,18 @@ def test_density_of_a_prompts_beginning_is_that_of_the_shorter_prompt(tmp_path):
     # Blocks of 64 at least, for tiles of 128 queries that begin at 256, 300, and after each 128.
     least = sum(64 + min(64, q + 1) for q in range(256, 700)) / sum(q + 1 for q in range(256, 700))
     assert least < longer[0] < 0.9
+
+
+def test_means_help_where_what_was_dropped_is_alike(tmp_path):
+    shape = ModelShape(architecture="LlamaForCausalLM", num_layers=1, num_heads=2, num_kv_heads=1, head_dim=64)
+    found = Capture(tmp_path, "m", shape, 600, "", {}, {})
+    torch.manual_seed(0)
+    q, k, v = torch.randn(600, 2, 64), 0.1 * torch.randn(600, 1, 64), 1 + 0.1 * torch.randn(600, 1, 64)
+    v[:300] = -v[:300]  # a window alone sees nothing of these
+    found.add(0, LayerTensors(q, k, v), 0.125)
+    (ratio,), (density,) = means.ratios(found, "a_shape", {"sink_tokens": 64, "local_tokens": 64}, "cpu")
+    assert 0 < ratio < 0.3
+    assert 0 < density < 1
 
 
 def test_settings_are_those_of_the_commands(tmp_path):
