@@ -26,7 +26,7 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	@$(BIN)/pytest -m 'not server' -n $(JOBS) --dist worksteal
-	@$(BIN)/pytest -m server
+	@$(BIN)/pytest -m server --durations=12 --durations-min=10
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff format --check .

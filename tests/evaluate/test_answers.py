@@ -8,16 +8,19 @@ import random
 import re
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.evaluate.stub import Words, entry, running
-from vllm_sparse_backend.bench.endpoint import RequestError
-from vllm_sparse_backend.bench.report import BenchError
+from vllm_sparse_backend.bench.endpoint import Endpoint, RequestError
+from vllm_sparse_backend.bench.report import BenchError, Report
 from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.demo.model import make_model
+from vllm_sparse_backend.demo.model import BUNDLED, make_model
+from vllm_sparse_backend.demo.server import ServerError
+from vllm_sparse_backend.evaluate import contestants
 from vllm_sparse_backend.evaluate.answers import (
     NAMES,
     Answer,
@@ -31,6 +34,7 @@ from vllm_sparse_backend.evaluate.answers import (
     score,
     standard_error,
 )
+from vllm_sparse_backend.evaluate.asking import Asking
 from vllm_sparse_backend.evaluate.texts import prose, read_text
 from vllm_sparse_backend.evaluate.tokens import first_tokens
 
@@ -332,6 +336,81 @@ def test_no_more_requests_at_a_time_than_asked_for(tmp_path: Path, concurrency: 
         assert run(*command, "--json", out).exit_code == 0
     assert stub.most_busy == concurrency
     assert [case["prompt"] for case in json.loads(out.read_text())["cases"]] == list(range(8))
+
+
+def test_servers_are_asked_as_many_at_a_time_as_asked_for_with_the_same_result(folder: Path) -> None:
+    stubs = [Stub(lambda distance: 1), Stub(lambda distance: 2 if distance >= 1024 else 1), Stub(lambda distance: 1)]
+    together: list[int] = []
+    for stub in stubs:
+        stub.encode = stubs[0].encode
+        stub.fault = lambda n: together.append(1 + sum(one.busy for one in stubs))  # itself is no longer
+    with ExitStack() as stack:
+        urls = [stack.enter_context(running(stub, folder)) for stub in stubs]
+        named = [part for name, url in zip("abc", urls) for part in ("--url", url, "--label", name)]
+        found = []
+        for jobs in (1, 2):
+            out = folder / f"{jobs}.json"
+            together.clear()
+            assert run(*named, *LENGTHS, "--json", out, "--jobs", jobs).exit_code == 0
+            assert max(together) == jobs
+            cases = json.loads(out.read_text())["cases"]
+            found.append(sorted((c["label"], c["tokens"], c["prompt"], c["sha256"], str(c["answers"])) for c in cases))
+    assert len(found[0]) == 3 * 4
+    assert found[0] == found[1]
+
+
+def test_a_server_that_fails_ends_all_and_stops_those_that_were_started(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = threading.Event()
+
+    class Slow:
+        """Starts for as long as nobody stops it."""
+
+        def __init__(self, *args: object, **more: object) -> None:
+            pass
+
+        def __enter__(self) -> None:
+            assert stopped.wait(30)
+            raise ServerError("stopped")
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def stop(self) -> None:
+            stopped.set()
+
+    monkeypatch.setattr(contestants, "Server", Slow)
+    slow = contestants.Contestant.served("slow", folder, (), "")
+
+    def fail() -> Endpoint:
+        raise BenchError("no server answers")
+
+    failing = contestants.Contestant("failing", "m", "", fail)
+    asked = Asking.about(None, [2000], 1, facts=2, seed=0, first_token="", templates=Templates())
+    with pytest.raises(BenchError, match="no server answers"):
+        contestants.ask_all([slow, failing], asked, "", Report("answers", "CPU"), 1, lambda case: None, jobs=2)
+    assert stopped.is_set()
+
+
+def test_servers_side_by_side_on_a_card_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def arguments(extra: str, jobs: int) -> tuple[str, ...]:
+        given: list[tuple[str, ...]] = []
+        monkeypatch.setattr(contestants.Contestant, "served", lambda label, model, args, what: given.append(args))
+        contestants.started(BUNDLED, [], True, 4096, extra, jobs, concurrency=2)
+        return given[0]
+
+    monkeypatch.setattr(contestants, "has_cuda", lambda: True)
+    assert arguments("--seed 1", 1) == ("--max-model-len", "4097", "--seed", "1")
+    share = (
+        "--gpu-memory-utilization",
+        "0.225",
+        "--kv-cache-memory-bytes",
+        str(2 * 2 * 5 * 2 * 64 * 2 * (4096 + 2048)),
+    )
+    assert arguments("--seed 1", 4) == ("--max-model-len", "4097", *share, "--seed", "1")
+    monkeypatch.setattr(contestants, "has_cuda", lambda: False)
+    assert arguments("", 4) == ("--max-model-len", "4097")
 
 
 def test_a_file_of_another_server_under_the_same_name_is_refused(folder: Path) -> None:

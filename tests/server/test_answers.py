@@ -6,7 +6,6 @@ what a method left out, or by what this backend made of it.
 """
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -57,14 +56,9 @@ def rows() -> dict[str, dict[str, Any]]:
     chosen = [Settings.parse(json.dumps(one)) for one in (*map(settings_of, PARAMS), STARVED)]
     served = contestants.started(BUNDLED, chosen, stock=True, longest=TOKENS, extra="")
     asked = asking.Asking.about(None, [TOKENS], PROMPTS, facts=FACTS, seed=0, first_token=None, templates=Templates())
-
-    def ask(one: contestants.Contestant) -> list[contestants.Case]:
-        report = Report("answers", "CPU")
-        contestants.ask_all([one], asked, "", report, 1, lambda case: None)
-        return report.cases
-
-    with ThreadPoolExecutor(2) as pool:
-        cases = [case for of_one in pool.map(ask, served) for case in of_one]
+    report = Report("answers", "CPU")
+    contestants.ask_all(served, asked, "", report, 1, lambda case: None, jobs=2)
+    cases = report.cases
     of_prompts = [case for case in cases if case["part"] == "prompt"]
     assert [case["error"] for case in of_prompts] == [None] * PROMPTS * len(served)
     assert len({case["sha256"] for case in of_prompts}) == PROMPTS  # the same for all

@@ -51,6 +51,9 @@ FirstToken = Annotated[
 Concurrency = Annotated[
     int, typer.Option(help="Requests at a time; with more than one, chunks may differ from server to server.", min=1)
 ]
+Jobs = Annotated[
+    int, typer.Option(help="Servers at a time; on a card each gets its share of the memory, unless told.", min=1)
+]
 ServerArgs = Annotated[str, typer.Option(help="More arguments for all servers, as one text.")]
 Html = Annotated[Path | None, typer.Option(help="Page to write, with tables and drawings, that needs nothing else.")]
 
@@ -73,6 +76,7 @@ def answers(
     question: QuestionLine = None,
     first_token: FirstToken = None,
     concurrency: Concurrency = 1,
+    jobs: Jobs = 1,
     server_args: ServerArgs = "",
     json_path: Json = None,
     results: Results = None,
@@ -95,8 +99,8 @@ def answers(
             templates=_templates(fact, question),
         )  # fmt: skip
         contestants, report = _contestants("answers", model, settings, no_stock, url, label, asking.longest,
-                                           server_args, json_path, results)  # fmt: skip
-        _ask(contestants, asking, asking.key(contestants[0].model, server_args), report, concurrency, _answered)
+                                           server_args, jobs, concurrency, json_path, results)  # fmt: skip
+        _ask(contestants, asking, asking.key(contestants[0].model, server_args), report, concurrency, jobs, _answered)
         rows = part.summaries(report.cases, [one.label for one in contestants], asking.lengths)
         part.add_figures(report, rows, contestants[0].model)
         _show_answers(rows)
@@ -127,6 +131,7 @@ def tasks(
     chat: Annotated[bool, typer.Option("--chat", help="Ask as a user in a chat, by the model's own template.")] = False,
     first_token: FirstToken = None,
     concurrency: Concurrency = 1,
+    jobs: Jobs = 1,
     server_args: ServerArgs = "",
     json_path: Json = None,
     results: Results = None,
@@ -148,8 +153,8 @@ def tasks(
             seed=seed, templates=_templates(fact, question), chat=chat, first_token=first_token,
         )  # fmt: skip
         contestants, report = _contestants("tasks", model, settings, no_stock, url, label, job.longest,
-                                           server_args, json_path, results)  # fmt: skip
-        _ask(contestants, job, job.key(contestants[0].model, server_args), report, concurrency, _task_answered)
+                                           server_args, jobs, concurrency, json_path, results)  # fmt: skip
+        _ask(contestants, job, job.key(contestants[0].model, server_args), report, concurrency, jobs, _task_answered)
         labels, name = [one.label for one in contestants], contestants[0].model
         rows, perplexities = part.summaries(report.cases, labels), part.perplexities(report.cases, labels)
         part.add_figures(report, rows, perplexities, name)
@@ -229,6 +234,8 @@ def _contestants(
     label: list[str] | None,
     longest: int,
     server_args: str,
+    jobs: int,
+    concurrency: int,
     json_path: Path | None,
     results: Path | None,
 ) -> tuple[list["Contestant"], "Report"]:
@@ -243,9 +250,8 @@ def _contestants(
         raise BenchError(f"--label: given {len(label)}, expected one for each of {len(url or ())} --url")
     if model is not None:
         chosen = [Settings.parse(one) for one in settings or ["{}"]]
-        return started(model, chosen, not no_stock, longest, server_args), Report(
-            name, device_name(), json_path, results
-        )
+        served = started(model, chosen, not no_stock, longest, server_args, jobs, concurrency)
+        return served, Report(name, device_name(), json_path, results)
     names: list[str | None] = list(label) if label else [None] * len(url or ())
     running = [Contestant.running(one, at) for one, at in zip(names, url or ())]
     return running, Report(name, ", ".join(url or ()), json_path, results)
@@ -257,6 +263,7 @@ def _ask(
     key: str,
     report: "Report",
     concurrency: int,
+    jobs: int,
     answered: Callable[[dict[str, Any]], str],
 ) -> None:
     """What the report's file does not hold yet, under a bar; ``answered`` says what came of a request."""
@@ -276,7 +283,7 @@ def _ask(
             line = f"{case['label']}, {what}{case['tokens']:,} tokens, prompt {case['prompt'] + 1}: {said}"
             console.print(escape(line), highlight=False, soft_wrap=True)
 
-        ask_all(contestants, job, key, report, concurrency, tell)
+        ask_all(contestants, job, key, report, concurrency, tell, jobs)
 
 
 @contextmanager

@@ -1,27 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that are asked the same: started one after the other, or running; what one run leaves out the next asks."""
+"""Servers that are asked the same: started, one or several at a time, or running; what one run leaves the next asks."""
 
 import json
 import os
 import shlex
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event, Lock, Thread
 from typing import Any, Protocol
 
 from vllm_sparse_backend.bench.endpoint import Endpoint
 from vllm_sparse_backend.bench.report import BenchError, Report
-from vllm_sparse_backend.bench.serve import Settings, max_positions
+from vllm_sparse_backend.bench.serve import SPARE_TOKENS, Settings, kv_bytes, max_positions
 from vllm_sparse_backend.demo.scrape import parse
-from vllm_sparse_backend.demo.server import Server, ServerError, sparse_args
+from vllm_sparse_backend.demo.server import Server, ServerError, has_cuda, sparse_args
 from vllm_sparse_backend.settings.metrics import PREFIX
 
 Case = dict[str, Any]
 OnCase = Callable[[Case], None]
 At = tuple[Hashable, ...]
 """Which request of a job: values of the job's ``fields``."""
+Ask = Callable[[Endpoint, At], Case]
+
+MEMORY = 0.9
+"""Share of a card that servers beside each other have together."""
 
 
 class Job(Protocol):
@@ -37,12 +42,16 @@ class Job(Protocol):
     def sample(self, endpoint: Endpoint) -> object:
         """Equal for servers that make the same prompts."""
 
-    def build(self, endpoint: Endpoint) -> Callable[[Endpoint, At], Case]:
+    def build(self, endpoint: Endpoint) -> Ask:
         """Asks a server one of the requests.
 
         A request that fails, or is not answered whole, has its ``error`` in the case, and no answer; ``error`` is None
         otherwise. Raises BenchError where the prompts cannot be made at all.
         """
+
+
+_started: set[Server] = set()
+"""Those that this process has started, and not yet stopped."""
 
 
 @dataclass(frozen=True)
@@ -69,22 +78,42 @@ class Contestant:
         def start() -> Iterator[Endpoint]:
             # A long prompt needs more than the cache that a server on a CPU gets otherwise.
             env = {name: os.environ[name] for name in ("VLLM_CPU_KVCACHE_SPACE",) if name in os.environ}
+            server = Server(model, args, env=env)
+            _started.add(server)
             try:
-                with Server(model, args, env=env) as server:
+                with server:
                     yield Endpoint.connect(label, server.url)
             except ServerError as error:
                 raise BenchError(f"{label}: {error}") from error
+            finally:
+                _started.discard(server)
 
         return Contestant(label, model.name, what, start)
 
 
-def started(model: Path, settings: Sequence[Settings], stock: bool, longest: int, extra: str) -> list[Contestant]:
-    """Stock and each of the settings, served on this machine, one at a time."""
+def started(
+    model: Path,
+    settings: Sequence[Settings],
+    stock: bool,
+    longest: int,
+    extra: str,
+    jobs: int = 1,
+    concurrency: int = 1,
+) -> list[Contestant]:
+    """Stock and each of the settings, served on this machine, ``jobs`` at a time.
+
+    Beside others on a card, each has its share of the memory, and a cache for as many requests as it is asked at a
+    time: vLLM, which sizes a cache by what is free, would count what others take and give back. ``extra`` goes before.
+    """
     if (most := max_positions(model)) is not None and longest >= most:
         raise BenchError(
             f"{model} has {most:,} positions, expected prompts to be shorter, and {longest:,} were asked for"
         )
-    args = ("--max-model-len", str(longest + 1), *shlex.split(extra))
+    args: tuple[str, ...] = ("--max-model-len", str(longest + 1))
+    if jobs > 1 and has_cuda():
+        cache = kv_bytes(model, concurrency * (longest + SPARE_TOKENS))
+        args += ("--gpu-memory-utilization", f"{MEMORY / jobs:.3f}", "--kv-cache-memory-bytes", str(cache))
+    args += tuple(shlex.split(extra))
     labels, whole = [str(one) for one in settings], [json.dumps(dict(one.values)) for one in settings]
     # Those that differ in more than their parameters have their whole text for a name.
     labels = [text if labels.count(name) > 1 else name for name, text in zip(labels, whole)]
@@ -113,45 +142,104 @@ def resume(report: Report, path: Path | None, key: str, contestants: Sequence[Co
 
 
 def ask_all(
-    contestants: Sequence[Contestant], job: Job, key: str, report: Report, concurrency: int, on_case: OnCase
+    contestants: Sequence[Contestant],
+    job: Job,
+    key: str,
+    report: Report,
+    concurrency: int,
+    on_case: OnCase,
+    jobs: int = 1,
 ) -> None:
-    """A case for each contestant and request that the report does not hold yet. Raises BenchError."""
+    """A case for each contestant and request that the report does not hold yet; ``jobs`` servers at a time.
+
+    Raises BenchError, and stops the servers that it started.
+    """
     if len({one.label for one in contestants}) < len(contestants):
         raise BenchError(f"labels {', '.join(one.label for one in contestants)}: expected each of them once")
-    ask: Callable[[Endpoint, At], Case] | None = None
-    sample: object = None
+    todo: dict[str, list[At]] = {}
     for one in contestants:
         held = {tuple(case.get(name) for name in job.fields) for case in report.cases if case["label"] == one.label}
-        todo = [at for at in job.wanted if at not in held]
-        if not todo:
-            continue
+        todo[one.label] = [at for at in job.wanted if at not in held]
+    made, adding, over = _Made(job), Lock(), Event()
+
+    def add(case: Case) -> None:
+        with adding:
+            if over.is_set():
+                return  # of a server that was stopped
+            report.add_case(case)
+            if case["part"] == "prompt":
+                on_case(case)
+
+    def ask(one: Contestant) -> None:
         with one.open() as endpoint:
-            if ask is None:
-                ask, sample = job.build(endpoint), job.sample(endpoint)
-            elif job.sample(endpoint) != sample:
-                raise BenchError(f"{one.label}: its tokenizer is another than the first server's: prompts would differ")
             base = {"key": key, "label": one.label, "what": one.what}
-            _ask_server(endpoint, ask, todo, job.fields, base, report, concurrency, on_case)
+            _ask_server(endpoint, made.ask_for(one, endpoint), todo[one.label], job.fields, base, add, concurrency)
+
+    _each((one for one in contestants if todo[one.label]), ask, jobs, over)
+
+
+class _Made:
+    """The prompts of a job, made with the first server that is ready, and the same for all."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._lock = job, Lock()
+        self._ask: Ask | None = None
+        self._sample: object = None
+
+    def ask_for(self, one: Contestant, endpoint: Endpoint) -> Ask:
+        with self._lock:
+            if self._ask is None:
+                self._ask, self._sample = self._job.build(endpoint), self._job.sample(endpoint)
+            elif self._job.sample(endpoint) != self._sample:
+                raise BenchError(f"{one.label}: its tokenizer is another than the first server's: prompts would differ")
+            return self._ask
+
+
+def _each(contestants: Iterable[Contestant], ask: Callable[[Contestant], None], jobs: int, over: Event) -> None:
+    """``ask`` for each, ``jobs`` at a time, in their order. What one of them raises ends all; then it is ``over``.
+
+    Threads are daemons, and servers are stopped from here: who breaks off does not wait for prompts of minutes.
+    """
+    chosen, failed = [*contestants], list[BaseException]()
+    waiting = iter(chosen)
+
+    def work() -> None:
+        while not over.is_set() and (one := next(waiting, None)) is not None:
+            try:
+                ask(one)
+            except BaseException as error:
+                failed.append(error)
+                over.set()
+
+    threads = [Thread(target=work, daemon=True) for _ in range(min(jobs, len(chosen)))]
+    try:
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads) and not over.wait(0.1):
+            pass
+    finally:
+        over.set()
+        for server in [*_started]:
+            server.stop()
+    if failed:
+        raise failed[0]
 
 
 def _ask_server(
     endpoint: Endpoint,
-    ask: Callable[[Endpoint, At], Case],
+    ask: Ask,
     todo: Sequence[At],
     fields: Sequence[str],
     base: Mapping[str, Any],
-    report: Report,
+    add: OnCase,
     concurrency: int,
-    on_case: OnCase,
 ) -> None:
     """A case for each of the requests, and one for the density of all; each with ``base``."""
     before = _pairs(endpoint)
     pool = ThreadPoolExecutor(concurrency)
     try:
         for at, case in zip(todo, pool.map(lambda at: ask(endpoint, at), todo)):
-            case = {"part": "prompt", **base, **dict(zip(fields, at)), **case}
-            report.add_case(case)
-            on_case(case)
+            add({"part": "prompt", **base, **dict(zip(fields, at)), **case})
     finally:
         # Who breaks off does not wait for prompts of minutes: they end with the server.
         pool.shutdown(wait=False, cancel_futures=True)
@@ -160,7 +248,7 @@ def _ask_server(
         kept, causal = after[0] - before[0], after[1] - before[1]
         # None where nothing ran sparse: all prompts may lie within min_tokens.
         density = kept / causal if causal else None
-        report.add_case({"part": "density", **base, **dict.fromkeys(fields), "density": density})
+        add({"part": "density", **base, **dict.fromkeys(fields), "density": density})
 
 
 def _pairs(endpoint: Endpoint) -> tuple[int, int] | None:
