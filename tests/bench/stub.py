@@ -9,9 +9,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-METRICS = """# TYPE sparse_prefill_up gauge
-sparse_prefill_up{engine="0"} 1
-# TYPE sparse_prefill_kept_pairs counter
+METRICS = """# TYPE sparse_prefill_kept_pairs counter
 sparse_prefill_kept_pairs_total{layer="0"} 25
 # TYPE sparse_prefill_causal_pairs counter
 sparse_prefill_causal_pairs_total{layer="0"} 100
@@ -31,9 +29,6 @@ class Stub:
     ) -> None:
         self.name, self.log, self.first_s, self.token_s, self.fault = name, log, first_s, token_s, fault
         self.lock = threading.Lock()
-
-    def metrics(self) -> str:
-        return METRICS if self.name == "ours" else ""
 
     def answer(self, body: dict[str, Any], send: Callable[[bytes], None]) -> None:
         prompt = body["prompt"]
@@ -69,7 +64,7 @@ def running(stub: Stub) -> Iterator[str]:
 
         def do_GET(self) -> None:
             if self.path == "/metrics":
-                self.reply(stub.metrics().encode(), "text/plain")
+                self.reply(METRICS.encode() if stub.name == "ours" else b"", "text/plain")
             else:
                 self.reply(json.dumps({"data": [{"id": "stub-model"}]}).encode())
 
