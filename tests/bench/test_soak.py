@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the soak sends, and what it makes of answers and counters, against a stub."""
 
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from tests.bench.stub import Stub, running
 from vllm_sparse_backend.bench import counters as counting
 from vllm_sparse_backend.bench import soak as module
 from vllm_sparse_backend.bench.counters import Bound, Counts, Sent, Served, wait_until_idle
-from vllm_sparse_backend.bench.endpoint import Endpoint, Prompts
+from vllm_sparse_backend.bench.endpoint import Answer, Endpoint, Prompts
 from vllm_sparse_backend.bench.report import BenchError, Report
 from vllm_sparse_backend.bench.soak import Asking, Client, add_figures, growth, lines, soak_and_check
 
@@ -23,27 +26,32 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     return Served.of(SETTINGS, make_shape(tmp_path_factory.mktemp("shape"), 3, 4096), "a card", {"hopper"}, 512)
 
 
-class CountingStub(Stub):
-    """Counts what is expected of requests that come one at a time, and shows it; ``off``: and so much besides."""
+class CountingServer:
+    """In place of an Endpoint: answers, counts what is expected of requests that come one at a time, and shows it.
+
+    ``off``: and what else.
+    """
+
+    url = "http://here"
 
     def __init__(self, served: Served, off: str = "") -> None:
-        super().__init__("ours", [], lambda length: 0.001)
-        self.served, self.off, self.counts = served, off, Counts()
+        self.served, self.off, self.counts, self.lock = served, off, Counts(), threading.Lock()
 
-    def answer(self, body: dict[str, Any], send: Any) -> None:
-        level = body.get("vllm_xargs", {}).get("sparse_prefill")
+    def ask(self, prompt: list[int], max_tokens: int, stop_after: int | None = None, **more: Any) -> Answer:
+        level = more.get("vllm_xargs", {}).get("sparse_prefill")
+        time.sleep(0.001)
         with self.lock:
-            self.counts.add(self.served.expected(Sent(len(body["prompt"]), body["max_tokens"], level)))
+            self.counts.add(self.served.expected(Sent(len(prompt), max_tokens, level)))
             self.counts.tiles[2] += self.off == "tiles"
             self.counts.rows["decode", ""] += 1000 * (self.off == "rows")
-        super().answer(body, send)
+        return Answer(0.001, None, max_tokens if stop_after is None else min(stop_after, max_tokens))
 
     def metrics(self) -> str:
         with self.lock:
             found = [("up", "", 1), ("layers", 'attention="hopper"', 2), ("layers", 'attention="dense"', 1)]
             found += [("compilations_total", 'when="serving"', int(self.off == "compiled"))]
             found += [("guard_trips_total", 'layer="0"', int(self.off == "tripped"))]
-            found += [("device_bytes", 'rank="0"', 10**9)] * (self.off != "cpu")
+            found += [("device_bytes", 'rank="0"', 10**9)]
             for (path, reason), count in self.counts.rows.items():
                 found.append(("rows_total", f'path="{path}",reason="{reason}"', count))
             for name, tally in (("tiles", self.counts.tiles), ("causal_pairs", self.counts.causal_pairs)):
@@ -78,8 +86,9 @@ def test_requests_are_of_all_kinds_and_alike_for_a_seed():
     assert 0.3 < shared / len(drawn) < 0.7
 
 
-def test_faults_are_told_and_counted(tmp_path):
+def test_faults_are_told_and_counted(tmp_path, monkeypatch):
     """Prompts of some lengths are answered with an error, too few tokens, what is no number, or not at all."""
+    monkeypatch.setattr(Endpoint, "metrics", lambda endpoint: "sparse_prefill_up 1\n")
     log: list[tuple[str, list[int]]] = []
     faults = {0: "error", 1: "short", 2: "refuse", 3: "nan"}
     with running(Stub("ours", log, lambda length: 0.001, fault=lambda length: faults.get(length % 10))) as url:
@@ -119,13 +128,11 @@ class TestCounters:
 
     ASKING = Asking(1.0, clients=3, shortest=8, longest=2000, levels=(None, 0, 1), most_output_tokens=4)
 
-    def checked(self, stub: Stub, served: Served | None) -> module.Checked:
-        with running(stub) as url:
-            return soak_and_check(Endpoint.connect("ours", url), self.ASKING, Prompts(range(3000)), None, served)
+    def checked(self, server: CountingServer, served: Served | None) -> module.Checked:
+        return soak_and_check(server, self.ASKING, Prompts(range(3000)), None, served)  # type: ignore[arg-type]
 
     def test_that_fit(self, served: Served, tmp_path: Path) -> None:
-        stub = CountingStub(served)
-        done = self.checked(stub, served)
+        done = self.checked(CountingServer(served), served)
         assert done.problems == []
         assert done.audit is not None
         assert done.audit.num_requests == 12
@@ -143,39 +150,51 @@ class TestCounters:
         assert any("0 counters differ" in line for line in lines(self.ASKING, done))
 
     def test_that_are_off(self, served: Served) -> None:
-        (tiles, *_) = self.checked(CountingStub(served, "tiles"), served).problems
+        (tiles, *_) = self.checked(CountingServer(served, "tiles"), served).problems
         assert tiles.startswith("audit at level None: tiles 2: counted 20, expected 16")
-        (rows, *_) = self.checked(CountingStub(served, "rows"), None).problems
+        (rows, *_) = self.checked(CountingServer(served, "rows"), None).problems
         assert rows.startswith("decode rows: ")
 
     def test_what_must_never_happen(self, served: Served) -> None:
-        assert self.checked(CountingStub(served, "compiled"), None).problems == [
+        assert self.checked(CountingServer(served, "compiled"), None).problems == [
             "kernels compiled while serving: 1, expected none"
         ]
-        assert self.checked(CountingStub(served, "tripped"), None).problems == [
+        assert self.checked(CountingServer(served, "tripped"), None).problems == [
             "layers that the guard turned dense: 1, expected none"
         ]
 
-    def test_servers_of_others_are_refused(self, served: Served) -> None:
+    @staticmethod
+    def showing(served: Served, page: Callable[[], str]) -> CountingServer:
+        server = CountingServer(served)
+        server.metrics = page  # type: ignore[method-assign]
+        return server
+
+    def test_servers_of_others_are_refused(self, monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+        monkeypatch.setattr(counting, "LOOKS", 1)
         with pytest.raises(BenchError, match=r"no counters of ours; expected a server with --attention-backend"):
-            self.checked(Stub("stock", [], lambda length: 0.001), None)
-        stub = CountingStub(served)
-        stub.metrics = lambda: "sparse_prefill_up 0\n"  # type: ignore[method-assign]
+            self.checked(self.showing(served, lambda: ""), None)
         with pytest.raises(BenchError, match=r"1 engines that did not answer"):
-            self.checked(stub, None)
+            self.checked(self.showing(served, lambda: "sparse_prefill_up 0\n"), None)
 
     def test_a_server_that_does_not_come_to_rest(self, monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
-        stub = CountingStub(served)
-        busy = "vllm:num_requests_running 2\n"
-        stub.metrics = lambda: busy + f'sparse_prefill_rows_total{{path="decode"}} {next(number)}\n'  # type: ignore[method-assign]
-        number = iter(range(1000))
-        with running(stub) as url:
-            endpoint = Endpoint.connect("ours", url)
-            with pytest.raises(BenchError, match=r"still at work 1 s after"):
-                wait_until_idle(endpoint, 1.0)
-            monkeypatch.setattr(counting, "QUIET_S", 0.3)
-            number = iter([5] * 1000)
-            wait_until_idle(endpoint, 5.0)  # it says that it is at work, and counts nothing: a client has gone
+        """It says that it is at work; whether it is, its rows tell: a client may have gone unnoticed."""
+        busy, rows = "vllm:num_requests_running 2\n", iter(range(1000))
+        counts = self.showing(served, lambda: f'{busy}sparse_prefill_rows_total{{path="decode"}} {next(rows)}\n')
+        with pytest.raises(BenchError, match=r"still at work 1 s after"):
+            wait_until_idle(counts, 1.0)  # type: ignore[arg-type]
+        monkeypatch.setattr(counting, "QUIET_S", 0.3)
+        wait_until_idle(self.showing(served, lambda: busy), 5.0)  # type: ignore[arg-type]
+
+    def test_what_was_seen_is_told_where_counters_are_lost(
+        self, monkeypatch: pytest.MonkeyPatch, served: Served
+    ) -> None:
+        monkeypatch.setattr(counting, "LOOKS", 1)
+        server = CountingServer(served)
+        pages = iter([server.metrics()])
+        done = self.checked(self.showing(served, lambda: next(pages, "vllm:none 1\n")), served)
+        assert done.outcome.num_requests > 10
+        assert [problem.partition(": ")[2][:20] for problem in done.problems] == ["no counters of ours;"]
+        assert lines(self.ASKING, done)
 
 
 class TestExpected:
