@@ -27,7 +27,6 @@ from vllm_sparse_backend.bench.soak import Asking, Client
 from vllm_sparse_backend.demo.scrape import parse
 from vllm_sparse_backend.settings.metrics import PREFIX
 
-
 MOST_S = 180.0
 """So long random steps may take."""
 
