@@ -27,6 +27,9 @@ from vllm_sparse_backend.bench.soak import Asking, Client
 from vllm_sparse_backend.demo.scrape import parse
 from vllm_sparse_backend.settings.metrics import PREFIX
 
+MOST_S = 180.0
+"""So long random steps may take."""
+
 
 def steps_of(page: str) -> int:
     """How many steps the server's engines have made, by vLLM's own metrics."""
@@ -60,7 +63,11 @@ def random_steps(server: Endpoint, prompts: Prompts, steps: int, clients: int, l
     before = steps_of(server.metrics())
     for thread in threads:
         thread.start()
+    began = time.monotonic()
     while steps_of(server.metrics()) - before < steps and len(errors) < clients:
+        if time.monotonic() - began > MOST_S:
+            errors.append(f"{steps_of(server.metrics()) - before} steps in {MOST_S:.0f} s, expected {steps}")
+            break
         time.sleep(0.5)
     is_over.set()
     for thread in threads:

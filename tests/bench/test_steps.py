@@ -78,6 +78,13 @@ def test_requests_that_fail_are_said(tmp_path):
     assert json.loads((tmp_path / "all.json").read_text())["figures"][3]["value"] == 12
 
 
+def test_random_requests_end_where_nothing_counts_steps(monkeypatch):
+    monkeypatch.setattr(steps, "MOST_S", 0.6)
+    with running(Stub("ours", [], lambda n: 0.01)) as url:
+        errors = steps.random_steps(Endpoint.connect("ours", url), steps.Prompts(list(range(2000))), 10, 2, 50)
+    assert errors == ["0 steps in 1 s, expected 10"]
+
+
 def test_random_requests_end_where_all_clients_fail():
     with running(Stub("ours", [], lambda n: 0, fault=lambda length: "refuse")) as url:
         server = Endpoint.connect("ours", url)

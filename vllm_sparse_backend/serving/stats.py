@@ -90,7 +90,7 @@ class Recorder:
         """Count a batch of rows of one token each, none of which can be cut between two microbatches."""
         if is_counting():
             self._last = None
-            self.count_rows(PATHS[1], None, rows)
+            self.count_rows(DECODE, None, rows)
 
     def count_batch(self, microbatch: int, kinds: Sequence[Way], table: torch.Tensor) -> None:
         """Count a batch's rows. A row that is cut between two microbatches counts once.
