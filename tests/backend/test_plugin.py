@@ -121,7 +121,6 @@ class TestMetrics:
         from fastapi import FastAPI
         from fastapi.testclient import TestClient
         from vllm.entrypoints.serve.instrumentator.metrics import attach_router
-        from vllm.plugins.endpoint_plugins.interface import attach_endpoint_plugins, init_endpoint_plugins_state
 
         if processes > 1:
             monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))  # as vLLM does
@@ -138,8 +137,9 @@ class TestMetrics:
         )
         app = FastAPI()
         attach_router(app)
-        attach_endpoint_plugins(app, ("generate",))
-        asyncio.run(init_endpoint_plugins_state(client, app.state, Namespace()))
+        (endpoint,) = loaded(("generate",))
+        endpoint.attach_router(app)
+        asyncio.run(endpoint.init_state(client, app.state, Namespace()))
         with TestClient(app) as http:
             assert http.get("/health").status_code == 404
             for path in ("/metrics", "/metrics/"):
