@@ -118,7 +118,8 @@ def vertical_slash_bounds(method: VerticalSlash, batch: Batch, row: int, head: i
     q, keys = row_parts(batch, row, head)
     q = q[-method.last_queries :]
     size = float((q.abs() @ keys.abs().T).max()) * batch.scale
-    relative = UNIT * (2 * (q.shape[1] + 4) * size + len(keys) + 64 + 8)
+    # Sums alike in ten bits of the mantissa count as equal.
+    relative = UNIT * (2 * (q.shape[1] + 4) * size + len(keys) + 64 + 8) + 2.0**-11
     bounds = []
     for sums, k, forced in zip(
         reference.vertical_slash_sums(q, keys, batch.scale),
