@@ -82,15 +82,12 @@ def step_figures(code: "Code") -> dict[str, int]:  # type: ignore[name-defined] 
     """What the speed of hopper hangs on."""
     begins = [i for i, line in enumerate(code.sass) if re.search(WAIT_SCORES, line)]
     ends = [i for i, line in enumerate(code.sass) if re.search(WAIT_VALUES, line)]
-    waits = [(begin, next(end for end in ends if end > begin)) for begin in begins]
-    written = [span for span in waits if code.count("STG.*", *span)]  # beside an item's first scores
-    steps = [span for span in waits if span not in written]
+    steps = [(begin, next(end for end in ends if end > begin)) for begin in begins]
     return {
         "registers": code.registers,
         "shared_bytes": code.shared_bytes,
         "instructions": len(code.sass),
         "overlapped_steps": len(steps),
-        "overlapped_writes": len(written),
         "fewest_exponents_beside": min((code.count(r"MUFU\.EX2", *step) for step in steps), default=0),
         "spills_within_steps": sum(code.count("STL|LDL", *step) for step in steps),
         "spills": code.count("STL|LDL"),

@@ -20,7 +20,6 @@ def test_softmax_runs_beside_the_product_with_values(table: dict[str, dict[str, 
     figures = table[case]
     assert figures["overlapped_steps"] >= 4  # two consumers, the masked loop and the plain one
     assert figures["fewest_exponents_beside"] >= 64  # [64, 128] scores on 128 threads
-    assert figures["overlapped_writes"] == 2  # of each consumer, beside the next item's first scores
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -36,12 +36,6 @@ queries. (Three steps and one tile, tried at 128: 1 to 2 % faster where most is 
 as the next item's queries come late.)
 """
 
-TURNS = False
-"""Whether the two consumer groups queue their products in turn."""
-
-RANKING = {"RANKED": 4, "OTHERS": 2048}
-"""Items that one program puts in order, and how many they are compared with at a time: all of a long prompt's chunk."""
-
 BLOCKS = (32, 64, 128)
 """Widths of an index's blocks."""
 
@@ -176,7 +170,7 @@ def _prepare(cache: PagedCache, matrix: MatrixArgs, index: SparseIndex) -> tuple
     )  # fmt: skip
     prepare_kernel[(num_items,)](
         index_args, cache_args, rows.num_tiles, matrix.rows_per_page, counter, *lists, **_shape(cache, index),
-        CHUNK=512, **RANKING,
+        CHUNK=512, RANKED=8,
     )  # fmt: skip
     return cache_args, index_args, lists, counter
 
@@ -213,7 +207,7 @@ def _launch(
     hopper_kernel[(min(num_tiles * num_heads, _num_multiprocessors(q.device)),)](
         queries, keys, values, out_args, cache_args, place_args, index_args, lists, counter, num_tiles,
         scale * LOG2_E, **_shape(cache, index), D=head_dim, STAGES=STAGES[head_dim], STRIPES=index.has_stripes,
-        TURNS=TURNS, num_warps=4,
+        num_warps=4,
     )  # fmt: skip
 
 

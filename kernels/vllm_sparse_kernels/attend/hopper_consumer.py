@@ -17,12 +17,9 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def consume(
-    out, scale, buffers, barriers, W: gl.constexpr, SHAPE: gl.constexpr, STRIPES: gl.constexpr, TURNS: gl.constexpr
+    out, scale, buffers, barriers, W: gl.constexpr, SHAPE: gl.constexpr, STRIPES: gl.constexpr
 ):  # fmt: skip
-    """Queries [64 W, 64 W + 64) of every item's tile.
-
-    An item's first scores are multiplied beside the last product of the item before, and while that is written out.
-    """
+    """Queries [64 W, 64 W + 64) of every item's tile."""
     BLOCK_N: gl.constexpr = SHAPE[1]
     D: gl.constexpr = SHAPE[2]
     BLOCKS: gl.constexpr = STEP // BLOCK_N
@@ -31,16 +28,12 @@ def consume(
     STAGES: gl.constexpr = SHAPE[3]
     q_tiles, k_steps, v_steps, items = buffers
     q_full, q_empty = barriers[0], barriers[1]
-    kv = (k_steps, v_steps, barriers[2], barriers[3], barriers[4], barriers[5], barriers[7])
-    k_full, k_empty, v_full, v_empty, turns = barriers[2], barriers[3], barriers[4], barriers[5], barriers[7]
-    zero = gl.zeros([HALF, STEP], gl.float32, s_layout)
+    kv = (k_steps, v_steps, barriers[2], barriers[3], barriers[4], barriers[5])
+    k_full = barriers[2]
+    k_empty = barriers[3]
     i_item, i_step = gl.to_tensor(0), gl.to_tensor(0)
     mbarrier.wait(q_full.index(0), 0)
     i_head = published(items, 0, 0)
-    mbarrier.wait(k_full.index(0), 0)
-    s_token = warpgroup_mma(q_tiles.index(W), k_steps.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
-    b_s = warpgroup_mma_wait(0, deps=(s_token,))
-    mbarrier.arrive(k_empty.index(0), count=1)
     while i_head >= 0:
         slot = i_item % 2
         q = q_tiles.index(slot * 2 + W)
@@ -58,6 +51,12 @@ def consume(
             last += (num_stripes + STEP - 1) // STEP
         diagonal = (last_block, num_diagonal, first + W * HALF)
 
+        stage = i_step % STAGES
+        mbarrier.wait(k_full.index(stage), i_step // STAGES & 1)
+        zero = gl.zeros([HALF, STEP], gl.float32, s_layout)
+        b_s = warpgroup_mma(q, k_steps.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        b_s = warpgroup_mma_wait(0, deps=(b_s,))
+        mbarrier.arrive(k_empty.index(stage), count=1)
         b_s = _mask_diagonal(b_s, rest, diagonal, BLOCK_N)
         b_max = gl.max(b_s, 1) * scale
         b_p = gl.exp2(b_s * scale - _finite(b_max)[:, None])
@@ -70,87 +69,50 @@ def consume(
         for i in range(1, num_masked):
             where = (rest + i * BLOCKS, diagonal)
             b_p, b_acc, b_max, b_sum = _step(
-                q, kv, i_step, last, scale, where, b_p, b_acc, b_max, b_sum, "diagonal", False, STAGES, BLOCK_N,
-                W, TURNS,
-            )  # fmt: skip
+                q, kv, i_step, last, scale, where, b_p, b_acc, b_max, b_sum, "diagonal", False, STAGES, BLOCK_N
+            )
             i_step += 1
         for _ in range(num_masked, num_steps):
             b_p, b_acc, b_max, b_sum = _step(
-                q, kv, i_step, last, scale, None, b_p, b_acc, b_max, b_sum, None, False, STAGES, BLOCK_N, W, TURNS
+                q, kv, i_step, last, scale, None, b_p, b_acc, b_max, b_sum, None, False, STAGES, BLOCK_N
             )
             i_step += 1
         if STRIPES:
             for _ in range(num_stripes // STEP):
                 b_p, b_acc, b_max, b_sum = _step(
-                    q, kv, i_step, last, scale, None, b_p, b_acc, b_max, b_sum, None, True, STAGES, BLOCK_N,
-                    W, TURNS,
-                )  # fmt: skip
+                    q, kv, i_step, last, scale, None, b_p, b_acc, b_max, b_sum, None, True, STAGES, BLOCK_N
+                )
                 i_step += 1
             if num_stripes % STEP != 0:
                 b_p, b_acc, b_max, b_sum = _step(
                     q, kv, i_step, last, scale, num_stripes % STEP, b_p, b_acc, b_max, b_sum,
-                    "stripes", True, STAGES, BLOCK_N, W, TURNS,
+                    "stripes", True, STAGES, BLOCK_N,
                 )  # fmt: skip
                 i_step += 1
         mbarrier.arrive(q_empty.index(slot), count=1)
-
-        # Past the last item the scores are of whatever there is, and of no use.
-        before, stage = (i_step - 1) % STAGES, i_step % STAGES
+        b_acc = _last_product(kv, i_step - 1, b_p, b_acc, STRIPES, STAGES)
+        _write(out, i_head, token + W * HALF, length - W * HALF, b_acc, b_max, b_sum, D)
         i_item += 1
         mbarrier.wait(q_full.index(i_item % 2), i_item // 2 & 1)
-        i_next = published(items, i_item % 2, 0)
-        mbarrier.wait(k_full.index(stage), i_step // STAGES & 1, pred=i_next >= 0)
-        mbarrier.wait(v_full.index(before), (i_step - 1) // STAGES & 1)
-        if STRIPES:
-            fence_async_shared()
-        _take_turn(turns, i_step, W, TURNS)
-        acc_token = warpgroup_mma(b_p, v_steps.index(before), b_acc, is_async=True)
-        q_next = q_tiles.index(i_item % 2 * 2 + W)
-        s_token = warpgroup_mma(q_next, k_steps.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-        _pass_turn(turns, W, TURNS)
-        b_acc = warpgroup_mma_wait(1, deps=(acc_token,))
-        mbarrier.arrive(v_empty.index(before), count=1)
-        _write(out, i_head, token + W * HALF, length - W * HALF, b_acc, b_max, b_sum, D)
-        # Waiting once more keeps the assembler from waiting for the scores above all of that.
-        mbarrier.wait(k_full.index(stage), i_step // STAGES & 1, pred=i_next >= 0)
-        b_s = warpgroup_mma_wait(0, deps=(s_token,))
-        mbarrier.arrive(k_empty.index(stage), count=1, pred=i_next >= 0)
-        i_head = i_next
-
-
-@gluon.jit
-def _take_turn(turns, i_step, W: gl.constexpr, TURNS: gl.constexpr):
-    """With TURNS the consumers queue their products in turn, the first one first: one's softmax runs beside the
-    products of the other. Step 0 of a program takes no turn.
-    """
-    if TURNS:
-        mbarrier.wait(turns.index(W), (i_step - 1 & 1) ^ (1 - W))
-
-
-@gluon.jit
-def _pass_turn(turns, W: gl.constexpr, TURNS: gl.constexpr):
-    if TURNS:
-        mbarrier.arrive(turns.index(1 - W), count=1)
+        i_head = published(items, i_item % 2, 0)
 
 
 @gluon.jit
 def _step(
     q, kv, i_step, last, scale, where, b_p, b_acc, b_max, b_sum, MASK: gl.constexpr, GATHERED: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, W: gl.constexpr, TURNS: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Scores of this step beside the product of the step before; this step's keys have arrived."""
-    k_steps, v_steps, k_full, k_empty, v_full, v_empty, turns = kv
+    k_steps, v_steps, k_full, k_empty, v_full, v_empty = kv
     stage, before = i_step % STAGES, (i_step - 1) % STAGES
     if GATHERED:
         fence_async_shared()
     zero = gl.zeros([HALF, STEP], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16]))
-    _take_turn(turns, i_step, W, TURNS)
     s_token = warpgroup_mma(q, k_steps.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), (i_step - 1) // STAGES & 1)
     if GATHERED:
         fence_async_shared()
     acc_token = warpgroup_mma(b_p, v_steps.index(before), b_acc, is_async=True)
-    _pass_turn(turns, W, TURNS)
     b_s = warpgroup_mma_wait(1, deps=(s_token,))
     mbarrier.arrive(k_empty.index(stage), count=1)
     if MASK == "diagonal":
@@ -192,6 +154,19 @@ def _mask_diagonal(b_s, to_end, diagonal, BLOCK_N: gl.constexpr):
     b_key = (last_block - b_before_last) * BLOCK_N + o_n % BLOCK_N
     b_key = gl.where(b_before_last < num_diagonal, b_key, 0)
     return gl.where(b_key[None, :] <= (first + o_m)[:, None], b_s, MINUS_INFINITY)
+
+
+@gluon.jit
+def _last_product(kv, i_step, b_p, b_acc, STRIPES: gl.constexpr, STAGES: gl.constexpr):
+    _, v_steps, _, _, v_full, v_empty = kv
+    stage = i_step % STAGES
+    mbarrier.wait(v_full.index(stage), i_step // STAGES & 1)
+    if STRIPES:
+        fence_async_shared()
+    token = warpgroup_mma(b_p, v_steps.index(stage), b_acc, is_async=True)
+    b_acc = warpgroup_mma_wait(0, deps=(token,))
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    return b_acc
 
 
 @gluon.jit

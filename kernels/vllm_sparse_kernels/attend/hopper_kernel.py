@@ -28,7 +28,7 @@ from vllm_sparse_kernels.gluon_names import barrier, fence_async_shared, gl, glu
 def hopper_kernel(
     q_desc, k_desc, v_desc, out, cache, matrix, index, lists, counter, num_tiles, scale,
     NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    FIELDS: gl.constexpr, STRIPES: gl.constexpr, TURNS: gl.constexpr,
+    FIELDS: gl.constexpr, STRIPES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     PARTS: gl.constexpr = D // HALF
@@ -55,10 +55,9 @@ def hopper_kernel(
     v_full = _barriers(STAGES, 1)
     v_empty = _barriers(STAGES, 2)
     mended = _barriers(1, 1)
-    turns = _barriers(2, 1)
     fence_async_shared()
     barrier()
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, mended, turns)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, mended)
     consumed = (q_halves, k_steps, v_steps, items)
     produced = (q_tiles, k_pieces, v_pieces, items)
     # Gathering takes a warp group of producers; registers are handed out by groups, 512 a thread for all three.
@@ -67,8 +66,8 @@ def hopper_kernel(
     REGISTERS: gl.constexpr = 40 if STRIPES else 24
     gl.warp_specialize(
         [
-            (consume, (out, scale, consumed, barriers, 0, SHAPE, STRIPES, TURNS)),
-            (consume, (out, scale, consumed, barriers, 1, SHAPE, STRIPES, TURNS)),
+            (consume, (out, scale, consumed, barriers, 0, SHAPE, STRIPES)),
+            (consume, (out, scale, consumed, barriers, 1, SHAPE, STRIPES)),
             (
                 produce,
                 (

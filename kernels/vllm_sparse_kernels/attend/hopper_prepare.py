@@ -12,14 +12,14 @@ MOST_HEADS = tl.constexpr(1 << 16)
 def prepare_kernel(
     index, cache, num_tiles, rows_per_page, counter, places, stripe_places, order,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, RANKED: tl.constexpr,
-    OTHERS: tl.constexpr, FIELDS: tl.constexpr,
+    FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One (head, tile): where its blocks and stripes lie in the cache seen as a matrix. The first programs also put
     the work in order, and zero the counter.
     """
     i_item = tl.program_id(0)
     if i_item * RANKED < num_tiles * NUM_HEADS:
-        _rank_items(index, i_item * RANKED, num_tiles, order, NUM_HEADS, GROUP, BLOCK_N, OTHERS, RANKED)
+        _rank_items(index, i_item * RANKED, num_tiles, order, NUM_HEADS, GROUP, BLOCK_N, CHUNK, RANKED)
     if i_item == 0:
         tl.store(counter, 0)
     i_head, i_tile = _item_in_order(i_item, index, num_tiles, GROUP)

@@ -25,8 +25,7 @@ def produce(
 ):  # fmt: skip
     """Takes items off the counter and loads what they need, until none is left.
 
-    What the next item is has been looked up by the time that its turn comes: four loads, each for the next one, of
-    which the first two are an item ahead.
+    What the next item is has been looked up by the time that its turn comes: three loads, each for the next one.
     """
     NUM_HEADS: gl.constexpr = SHAPE[0]
     BLOCK_N: gl.constexpr = SHAPE[1]
@@ -39,14 +38,12 @@ def produce(
     i_item, i_step, num_mended = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     rank = gl.program_id(0)
     following = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
-    entry = gl.load(order + rank)
-    i_head, i_tile, token, length, first, num_blocks, num_stripes, o_list, row_end = _item(
-        index, entry, num_tiles, NUM_HEADS, FIELDS
+    i_head, i_tile, token, length, first, num_blocks, num_stripes = _item(
+        index, order, rank, num_tiles, NUM_HEADS, FIELDS
     )
     while rank < num_tiles * NUM_HEADS:
         rank = following
         following = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
-        entry = gl.load(order + rank, mask=rank < num_tiles * NUM_HEADS, other=0)  # past the last one, any
         i_kv = i_head // GROUP
         slot = i_item % 2
         mbarrier.wait(q_empty.index(slot), (i_item // 2 & 1) ^ 1)
@@ -58,9 +55,10 @@ def produce(
                 target = q_tiles.index((slot * 2 + half) * (D // HALF) + part)
                 bulk_load(q_desc, [token + half * HALF, column + part * HALF], q_full.index(slot), target)
 
-        listed = places + i_head.to(gl.int64) * index.stride_blocks + o_list
+        listed = places + i_head.to(gl.int64) * index.stride_blocks + gl.load(index.block_offsets + i_tile)
         offset, column = i_kv * matrix.rows_per_head, i_kv * matrix.columns_per_head
         # Past the row's end the cache holds anything, NaN too, and 0 · NaN would still be NaN.
+        row_end = gl.load(index.seq_lens + gl.load(index.tiles + i_tile * FIELDS))
         tail = row_end - (first + length - 1) // BLOCK_N * BLOCK_N
         mends = tail < BLOCK_N
         where = (listed, num_blocks, offset, column)
@@ -78,8 +76,8 @@ def produce(
             sources = (cache.k + o_head, cache.v + o_head, cache.stride_token)
             i_step = _gather_steps(sources, listed, num_stripes, loaded, i_step, SHAPE)
         i_item += 1
-        i_head, i_tile, token, length, first, num_blocks, num_stripes, o_list, row_end = _item(
-            index, entry, num_tiles, NUM_HEADS, FIELDS
+        i_head, i_tile, token, length, first, num_blocks, num_stripes = _item(
+            index, order, rank, num_tiles, NUM_HEADS, FIELDS
         )
     slot = i_item % 2
     mbarrier.wait(q_empty.index(slot), (i_item // 2 & 1) ^ 1)
@@ -89,15 +87,15 @@ def produce(
 
 
 @gluon.jit
-def _item(index, entry, num_tiles, NUM_HEADS: gl.constexpr, FIELDS: gl.constexpr):
-    """What an entry of the order stands for."""
+def _item(index, order, rank, num_tiles, NUM_HEADS: gl.constexpr, FIELDS: gl.constexpr):
+    """What a rank of the order stands for; past the last one, anything."""
+    entry = gl.load(order + rank, mask=rank < num_tiles * NUM_HEADS, other=0)
     i_head, i_tile = entry % NUM_HEADS, entry // NUM_HEADS
     fields = index.tiles + i_tile * FIELDS
-    i_row, token, length, first = gl.load(fields), gl.load(fields + 1), gl.load(fields + 2), gl.load(fields + 3)
+    token, length, first = gl.load(fields + 1), gl.load(fields + 2), gl.load(fields + 3)
     num_blocks = gl.load(index.block_counts + i_head * num_tiles + i_tile)
     num_stripes = gl.load(index.stripe_counts + i_head * num_tiles + i_tile)
-    o_list = gl.load(index.block_offsets + i_tile)
-    return i_head, i_tile, token, length, first, num_blocks, num_stripes, o_list, gl.load(index.seq_lens + i_row)
+    return i_head, i_tile, token, length, first, num_blocks, num_stripes
 
 
 @gluon.jit
