@@ -349,6 +349,19 @@ def test_a_row_does_not_depend_on_fifteen_others(engine, stripes):
     independent(engine, batch, random_index(batch, 64, 0.3, stripes=stripes), (0, 7, 15))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("stripes", [0, 200])
+def test_the_same_however_often(engine, stripes):
+    """Races show once in a thousand launches, and the sooner the more items differ in length."""
+    batch = random_batch([(32768, 8192), (5000, 777)], 8, 2, 128, 128, torch.bfloat16, "cuda")
+    index, few = (random_index(batch, 64, density, stripes, seed) for seed, density in enumerate((0.1, 0.003)))
+    for of_index, of_few in ((index.block_counts, few.block_counts), (index.block_ids, few.block_ids)):
+        of_index[1::2] = of_few[1::2]
+    expected = run(engine, batch, index)
+    assert not any(x.isnan().any() for x in expected)
+    assert all(same(run(engine, batch, index), expected) for _ in range(2000))
+
+
 class TestFlash:
     def test_parts_change_nothing(self, device, monkeypatch):
         """Sequences that run a few at a time, cut within a kv head, a tile and a group of heads."""
