@@ -26,6 +26,6 @@ def dashboard_queries() -> dict[str, str]:
 
 def documented_queries() -> dict[str, str]:
     """Of the table of questions in docs/metrics.md. A bar within a table's cell is escaped."""
-    rows = (ROOT / "docs/metrics.md").read_text().partition("## Queries")[2].splitlines()
+    rows = (ROOT / "docs/metrics.md").read_text().partition("## Queries")[2].partition("\n## ")[0].splitlines()
     cells = [re.split(r"(?<!\\)\|", row) for row in rows if row.startswith("| ") and "`" in row]
     return {question.strip(): query.strip().strip("`").replace("\\|", "|") for _, question, query, _ in cells}

@@ -341,7 +341,9 @@ def test_gamma_of_one_keeps_everything(reference, maps):
 
 
 @pytest.mark.parametrize(
-    ("reference", "maps"), [(None, MAPS[3]), *((select_share_prefill, maps) for maps in (MAPS[0], MAPS[3]))], ids=str
+    ("reference", "maps"),
+    [(None, MAPS[3]), *((select_share_prefill, maps) for maps in (MAPS[0], MAPS[3]))],
+    ids=["kernels", "reference", "reference by tile, true mass"],
 )
 def test_each_head_takes_what_its_own_gamma_holds(maps, reference):
     """Heads that differ in γ share with each other, in this layer and in the next, each as if it were all heads' γ."""
