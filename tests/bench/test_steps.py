@@ -28,17 +28,18 @@ sparse_prefill_arena_peak_bytes{{engine="0",rank="0"}} 1.5e+08
 """
 
 
-def run(page: str, tmp_path, log, **of_stub):
+def run(page: str, tmp_path, log, first_s=lambda n: 0.005, **of_stub):
     app = typer.Typer()
     app.command()(steps.main)
     args = ("--rows", "12x32", "--document", "600", "--steps", "20", "--clients", "4", "--longest", "300")
-    with running(stub := Stub("ours", log, lambda n: 0.005, metrics=page, **of_stub)) as url:
+    with running(stub := Stub("ours", log, first_s, metrics=page, **of_stub)) as url:
         given = [url, *args, "--json", str(tmp_path / "all.json")]
         return stub, CliRunner().invoke(app, given, catch_exceptions=False)
 
 
 def test_what_a_server_holds(tmp_path):
-    stub, result = run(PAGE, tmp_path, log := [])
+    # Rows over the document take so long that a busy machine, too, has sent all before the first are answered.
+    stub, result = run(PAGE, tmp_path, log := [], lambda n: 0.1 if n == 632 else 0.005)
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "all.json").read_text())
     about = "a server of 1,024 different heads, 12 rows of 32 tokens after 600 cached"

@@ -43,15 +43,19 @@ BOUNDS = ("high", "fast")
 OTHERS = (EXACT, "default")
 """What every server has without any profile: every head dense, and the server's own level."""
 
+LEVEL_NAME = "[a-z][a-z0-9_.-]*"
+
 
 def _to_level_name(given: object) -> str:
-    if isinstance(given, str) and re.fullmatch("[a-z][a-z0-9_.-]*", given) and given not in OTHERS:
+    if isinstance(given, str) and re.fullmatch(LEVEL_NAME, given) and given not in OTHERS:
         return given
     expected = f"a name of small letters, digits, '_', '.' and '-', such as {' or '.join(BOUNDS)}"
     raise ValueError(unexpected(given, f"{expected}, other than {' and '.join(OTHERS)}"))
 
 
-LevelName = Annotated[str, PlainValidator(_to_level_name), WithJsonSchema({"type": "string"})]
+# Within allOf, as pydantic makes of a key's pattern one that other keys need not have.
+_NAME_SCHEMA = {"type": "string", "allOf": [{"pattern": f"^{LEVEL_NAME}$"}, {"not": {"enum": list(OTHERS)}}]}
+LevelName = Annotated[str, PlainValidator(_to_level_name), WithJsonSchema(_NAME_SCHEMA)]
 
 
 def _to_method(given: object) -> Method:
