@@ -30,7 +30,6 @@ from vllm_sparse_backend.bench.serve import CHUNK_TOKENS
 from vllm_sparse_backend.serving.stats import Recorder
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.plan import Plan
-from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_kernels.attend import Engine
 
 COLUMNS = {
@@ -130,10 +129,8 @@ def run_prefill(
 def run_decodes(card: Card, step_ms: float, report: Report) -> dict[str, Any]:
     """A step of ``DECODES`` requests."""
     recorder = Recorder(card.device)
-    table = torch.zeros(DECODES, 8, dtype=torch.int32, device=card.device)
-    kinds: list[tuple[str, Fallback | None]] = [("decode", None)] * DECODES
     row: dict[str, Any] = {"what": f"{DECODES} decodes", "step_ms": step_ms, "device_us": 0.0}
-    row["host_us"] = host_us(card, lambda: recorder.count_batch(0, kinds, table))
+    row["host_us"] = host_us(card, lambda: recorder.count_decodes(DECODES))
     _report(report, row, f"metrics, a step of {DECODES} decodes")
     return row
 

@@ -171,20 +171,26 @@ class SparseIndex:
         """From this block on every block of the tile holds a key that one of its queries may not see."""
         return tile.position // self.block_tokens
 
-    def kept_pairs(self) -> torch.Tensor:
-        """Kept (query, key) pairs of all rows and heads: an int64 scalar on the device, not waited for.
+    @property
+    def masked_pairs(self) -> int:
+        """(query, key) pairs of all rows' and heads' listed blocks that the causal mask forbids; known to the host."""
+        return self.num_heads * self.rows.masked_pairs(self.block_tokens)
 
-        A server counts them in each layer of each step, so this is few launches: what the causal mask takes off a
-        tile's diagonal blocks is the same for all heads, and known to the host.
-        """
-        return self._listed_pairs().sum(dtype=torch.int64) - self.num_heads * self.rows.masked_pairs(self.block_tokens)
+    def kept_pairs(self) -> torch.Tensor:
+        """Kept (query, key) pairs of all rows and heads: an int64 scalar on the device, not waited for."""
+        return self.listed_pairs().sum() - self.masked_pairs
 
     def pairs_of_heads(self) -> torch.Tensor:
         """Kept (query, key) pairs of all rows: int64 [num_heads] on the device, not waited for."""
-        return self._listed_pairs().sum(1, dtype=torch.int64) - self.rows.masked_pairs(self.block_tokens)
+        return self.listed_pairs().sum(1) - self.rows.masked_pairs(self.block_tokens)
 
-    def _listed_pairs(self) -> torch.Tensor:
-        """[num_heads, num_tiles] int32: a tile's queries times the keys of its blocks and stripes, masked or not."""
+    def listed_pairs(self) -> torch.Tensor:
+        """[num_heads, num_tiles] int32: a tile's queries times the keys of its blocks and stripes, masked or not.
+
+        A server counts them in each layer of each step, so this is few launches.
+        """
+        if not self.has_stripes:
+            return self.block_counts * self.rows.block_pairs(self.block_tokens)
         keys = torch.add(self.stripe_counts, self.block_counts, alpha=self.block_tokens)
         return keys.mul_(self.rows.tile_lengths)
 

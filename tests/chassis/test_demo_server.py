@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a server that does not start leaves to read: its log's end, and the engine's own error from further up."""
 
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
-from vllm_sparse_backend.demo.server import Server, ServerError, root_cause
+from vllm_sparse_backend.demo.server import Server, ServerError, reserve_port, root_cause
 
 RAISED = "ValueError: To serve at least one request, 0.08 GiB KV cache is needed"
 LOG = f"""\
@@ -55,3 +56,26 @@ def test_the_message_ends_with_the_engines_own_error(tmp_path: Path) -> None:
 
 def test_the_message_ends_with_the_log_where_the_engine_said_nothing(tmp_path: Path) -> None:
     assert str(start(ENDS, tmp_path)).endswith(f"The end of its log:\n{ENDS.rstrip()}")
+
+
+def test_a_reserved_port_is_nobody_elses_but_the_servers() -> None:
+    held = [reserve_port() for _ in range(200)]
+    ports = {one.getsockname()[1] for one in held}
+    assert len(ports) == len(held)
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(held[0].getsockname())  # it does not say that it would share
+    for one in held[:3]:
+        address = one.getsockname()
+        with socket.create_server(address) as server, socket.create_connection(address) as client:  # as vLLM listens
+            with server.accept()[0] as got:
+                got.sendall(b"x")
+            assert client.recv(1) == b"x"
+    for one in held:
+        one.close()
+
+
+def test_a_servers_port_is_free_again_once_it_is_stopped(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    server.stop()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", server.port))

@@ -218,6 +218,7 @@ class Stub:
         self.rank, self.fault, self.kept_of_100 = rank, fault, kept_of_100
         self.encode = Words()
         self.prompts: list[list[int]] = []
+        self.levels: list[object] = []
         self.tokenizes, self.pause_s, self.api_key = True, 0.05, None
         self.busy, self.most_busy, self.lock = 0, 0, threading.Lock()
 
@@ -248,6 +249,7 @@ class Stub:
         assert (body["max_tokens"], body["prompt_logprobs"], body["temperature"]) == (1, 1, 0)
         fault = self.fault(len(self.prompts))
         self.prompts.append(body["prompt"])
+        self.levels.append(body.get("vllm_xargs", {}).get("sparse_prefill"))
         found = self.prompt_logprobs(body["prompt"])
         if fault == "refuse":
             return 400, {"error": "prompt too long"}
@@ -411,6 +413,26 @@ def test_servers_side_by_side_on_a_card_share_its_memory(monkeypatch: pytest.Mon
     assert arguments("--seed 1", 4) == ("--max-model-len", "4097", *share, "--seed", "1")
     monkeypatch.setattr(contestants, "has_cuda", lambda: False)
     assert arguments("", 4) == ("--max-model-len", "4097")
+
+
+def test_levels_are_asked_of_one_server_each_by_itself(folder: Path) -> None:
+    """The same prompts for all, one level after the other: else a server's counters would mix their densities."""
+    stock, ours, out = Stub(lambda distance: 1), Stub(lambda distance: 1, kept_of_100=25), folder / "all.json"
+    ours.encode = stock.encode  # tokens have the same ids
+    with running(stock) as first, running(ours) as second:
+        given = ("--url", first, "--label", "stock", "--url", second, "--label", "ours", *LENGTHS, "--json", out)
+        levels = ("--level", "high", "--level", "0")
+        result = run(*given, *levels, "--jobs", "2")
+        assert result.exit_code == 0, result.output
+        number = len(stock.prompts)
+        assert stock.levels == [None] * number  # it has none
+        assert ours.levels == ["high"] * number + [0] * number
+        assert ours.prompts == 2 * stock.prompts
+        cases = json.loads(out.read_text())["cases"]
+        assert {case["label"] for case in cases} == {"stock", "ours high", "ours 0"}
+        assert {c["density"] for c in cases if c["part"] == "density"} == {0.25}
+        assert run(*given, *levels, "--level", "fast").exit_code == 0  # only that is not there yet
+        assert ours.levels == ["high"] * number + [0] * number + ["fast"] * number
 
 
 def test_a_file_of_another_server_under_the_same_name_is_refused(folder: Path) -> None:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers inside a prompt of 8,192 tokens: every method through a real server against stock, by the bundled model.
+"""Answers inside a prompt of 8,192 tokens: every method, a level of a real server, against stock, by the bundled model.
 
 The model was trained to find facts again, and does with dense attention. So an answer that is wrong here was lost by
 what a method left out, or by what this backend made of it.
 """
 
-import json
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from vllm_sparse_backend.bench.report import Report
 from vllm_sparse_backend.bench.serve import Settings
@@ -20,7 +20,7 @@ from vllm_sparse_kernels.select import METHODS
 
 pytestmark = [
     pytest.mark.server,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="starts ten servers for what `sparse-prefill eval` measures"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="asks servers for what `sparse-prefill eval` measures"),
 ]
 pytest.importorskip("vllm")
 
@@ -38,31 +38,31 @@ PARAMS: dict[str, dict[str, Any]] = {name: {} for name in METHODS if name != "de
 γ of 0.95 answers 153 of 160, of 0.98 158, of 0.99 all; vertical-slash as it ships keeps all of so short a prompt.
 Those that ``CANNOT_FIND`` facts leave the layer that finds them dense: what they do to the other layers is judged.
 """
-STARVED = {"method": "a_shape", "params": {"sink_tokens": 128, "local_tokens": 512}, **STARTS}
+STARVED = {"default": {"method": "a_shape", "sink_tokens": 128, "local_tokens": 512}}
 
 
-def settings_of(name: str) -> dict[str, Any]:
+def level_of(name: str) -> dict[str, Any]:
     dense = {"dense_layers": [FINDING_LAYER]} if name in CANNOT_FIND else {}
-    return {"method": name, "params": PARAMS[name], **STARTS, **dense}
-
-
-def label_of(settings: dict[str, Any]) -> str:
-    return str(Settings(settings))
+    return {"default": {"method": name, **PARAMS[name]}, **dense}
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[str, dict[str, Any]]:
-    """By label: answers right of those asked, and the density. Two servers at a time: most of each is vLLM's import."""
-    chosen = [Settings.parse(json.dumps(one)) for one in (*map(settings_of, PARAMS), STARVED)]
-    served = contestants.started(BUNDLED, chosen, stock=True, longest=TOKENS, extra="")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """By level, and "stock": answers right of those asked, and the density. Each method is a level of one server."""
+    levels = {name: level_of(name) for name in PARAMS}
+    profile = tmp_path_factory.mktemp("answers") / "all.yaml"
+    own = {"format": 1, "model": "any", "level": "starved", **STARTS, **STARVED}
+    profile.write_text(yaml.safe_dump(own | {"levels": levels}))
+    names, settings = ["starved", *levels], [Settings.parse(str(profile))]
+    served = contestants.started(BUNDLED, settings, stock=True, longest=TOKENS, extra="", levels=names)
     asked = asking.Asking.about(None, [TOKENS], PROMPTS, facts=FACTS, seed=0, first_token=None, templates=Templates())
     report = Report("answers", "CPU")
     contestants.ask_all(served, asked, "", report, 1, lambda case: None, jobs=2)
-    cases = report.cases
-    of_prompts = [case for case in cases if case["part"] == "prompt"]
-    assert [case["error"] for case in of_prompts] == [None] * PROMPTS * len(served)
+    of_prompts = [case for case in report.cases if case["part"] == "prompt"]
+    assert [case["error"] for case in of_prompts] == [None] * PROMPTS * (1 + len(names))
     assert len({case["sha256"] for case in of_prompts}) == PROMPTS  # the same for all
-    return {row["label"]: row for row in asking.summaries(cases, [one.label for one in served], [TOKENS])}
+    found = asking.summaries(report.cases, [one.label for one in served], [TOKENS])
+    return dict(zip(["stock", *names], found, strict=True))
 
 
 def test_dense_attention_finds_the_facts(rows: dict[str, dict[str, Any]]) -> None:
@@ -72,11 +72,11 @@ def test_dense_attention_finds_the_facts(rows: dict[str, dict[str, Any]]) -> Non
 
 @pytest.mark.parametrize("name", PARAMS)
 def test_a_method_answers_as_dense_attention_does(rows: dict[str, dict[str, Any]], name: str) -> None:
-    row = rows[label_of(settings_of(name))]
+    row = rows[name]
     assert 100 * row["share"] >= 100 * rows["stock"]["share"] - POINTS
     assert 0 < row["density"] < 1
 
 
 def test_a_starved_method_falls_below(rows: dict[str, dict[str, Any]]) -> None:
     """So the test above can fail."""
-    assert 100 * rows[label_of(STARVED)]["share"] < 100 * rows["stock"]["share"] - 10 * POINTS
+    assert 100 * rows["starved"]["share"] < 100 * rows["stock"]["share"] - 10 * POINTS

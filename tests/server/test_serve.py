@@ -7,7 +7,6 @@ step with decodes, or together with seven others.
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -23,7 +22,7 @@ from tests import queries, tools
 from tests.server import scenario
 from vllm_sparse_backend.demo.model import CONFIG
 from vllm_sparse_backend.demo.scrape import Report, parse
-from vllm_sparse_backend.demo.server import Server, ServerError, sparse_args
+from vllm_sparse_backend.demo.server import Server, ServerError, reserve_port, sparse_args
 from vllm_sparse_backend.settings.reasons import Fallback
 
 pytestmark = pytest.mark.server
@@ -160,7 +159,8 @@ class TestPrometheus:
         config["scrape_configs"][0]["static_configs"][0]["targets"] = [sparse_server[0].url.removeprefix("http://")]
         shutil.copy(ROOT / "deploy/monitoring/alerts.yml", folder)
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-        port = _free_port()
+        held = reserve_port()
+        port = held.getsockname()[1]
         command = [
             tools.find("prometheus"), "--config.file", folder / "prometheus.yml",
             "--storage.tsdb.path", folder / "data", "--web.listen-address", f"127.0.0.1:{port}",
@@ -183,6 +183,7 @@ class TestPrometheus:
         finally:
             process.terminate()
             process.wait()
+            held.close()
 
     def test_it_holds_what_the_page_says(self, query: Callable[[str], list[dict[str, Any]]], sparse: Served) -> None:
         (up,) = query("sparse_prefill_up")
@@ -209,12 +210,6 @@ def _answers(ask: Callable[[str], list[dict[str, Any]]], expression: str) -> boo
         return bool(ask(expression))
     except OSError:  # it does not listen yet
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # From here on the sparse server is asked for more: its counters no longer say what ``sparse`` does.

@@ -55,7 +55,7 @@ class Endpoint:
     root: str | None = None
     """What the server loaded, a folder or a name, where it says so."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Goes with every streamed request."""
+    """Goes with every request for a completion."""
 
     def at_level(self, level: int | str) -> "Endpoint":
         """The same server, asked for that level. Raises BenchError where it has none of that name."""
@@ -127,6 +127,7 @@ class Endpoint:
         """
         body = {
             "model": self.model, "prompt": list(prompt), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1,
+            **self.extra,
         }  # fmt: skip
         try:
             with _DIRECT.open(_post(f"{self.url}/v1/completions", body), timeout=TIMEOUT_S) as got:
@@ -145,7 +146,8 @@ class Endpoint:
         ``more`` goes with the request. Raises RequestError on anything but an answer that ended by itself or at
         ``max_tokens``.
         """
-        body = {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "seed": 0, **more}
+        body = {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "seed": 0}
+        body |= {**self.extra, **more}
         if chat:
             body["messages"] = [{"role": "user", "content": prompt}]
         else:

@@ -354,6 +354,11 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+def _level(text: str) -> int | str:
+    """As requests have it."""
+    return int(text) if text in ("0", "1") else text
+
+
 def _ints(text: str) -> list[int]:
     return [int(number) for number in _numbers(text, int, "whole numbers")]
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vllm_sparse_backend.cli.bench import Json, Methods, Profile, Results, _console, _failures, _ints
+from vllm_sparse_backend.cli.bench import Json, Methods, Profile, Results, _console, _failures, _ints, _level
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.bench.report import Report
@@ -41,6 +41,10 @@ SparseSettings = Annotated[
     list[str] | None,
     typer.Option(help="The sparse_prefill object as JSON, or a profile; may be repeated. By default nothing is set."),
 ]
+Levels = Annotated[
+    list[str] | None,
+    typer.Option("--level", help="Level that requests ask servers with this backend for; may be repeated."),
+]
 NoStock = Annotated[bool, typer.Option("--no-stock", help="Leave stock vLLM out.")]
 Lengths = Annotated[str, typer.Option(help="Tokens of a prompt, by comma.")]
 Fact = Annotated[str | None, typer.Option(help="Line that states a fact, with {name} and {value}.")]
@@ -62,6 +66,7 @@ Html = Annotated[Path | None, typer.Option(help="Page to write, with tables and 
 def answers(
     model: ServedModel = None,
     settings: SparseSettings = None,
+    level: Levels = None,
     no_stock: NoStock = False,
     url: Url = None,
     label: Label = None,
@@ -98,7 +103,7 @@ def answers(
             text, _ints(lengths), prompts, facts=facts, seed=seed, first_token=first_token,
             templates=_templates(fact, question),
         )  # fmt: skip
-        contestants, report = _contestants("answers", model, settings, no_stock, url, label, asking.longest,
+        contestants, report = _contestants("answers", model, settings, level, no_stock, url, label, asking.longest,
                                            server_args, jobs, concurrency, json_path, results)  # fmt: skip
         _ask(contestants, asking, asking.key(contestants[0].model, server_args), report, concurrency, jobs, _answered)
         rows = part.summaries(report.cases, [one.label for one in contestants], asking.lengths)
@@ -111,6 +116,7 @@ def answers(
 def tasks(
     model: ServedModel = None,
     settings: SparseSettings = None,
+    level: Levels = None,
     no_stock: NoStock = False,
     url: Url = None,
     label: Label = None,
@@ -152,7 +158,7 @@ def tasks(
             tasks, _ints(lengths), prompts, text,
             seed=seed, templates=_templates(fact, question), chat=chat, first_token=first_token,
         )  # fmt: skip
-        contestants, report = _contestants("tasks", model, settings, no_stock, url, label, job.longest,
+        contestants, report = _contestants("tasks", model, settings, level, no_stock, url, label, job.longest,
                                            server_args, jobs, concurrency, json_path, results)  # fmt: skip
         _ask(contestants, job, job.key(contestants[0].model, server_args), report, concurrency, jobs, _task_answered)
         labels, name = [one.label for one in contestants], contestants[0].model
@@ -229,6 +235,7 @@ def _contestants(
     name: str,
     model: Path | None,
     settings: list[str] | None,
+    level: list[str] | None,
     no_stock: bool,
     url: list[str] | None,
     label: list[str] | None,
@@ -248,12 +255,13 @@ def _contestants(
         raise BenchError(f"eval {name}: expected a MODEL to serve, or --url of running servers")
     if label and len(label) != len(url or ()):
         raise BenchError(f"--label: given {len(label)}, expected one for each of {len(url or ())} --url")
+    levels = [_level(one) for one in level or ()]
     if model is not None:
         chosen = [Settings.parse(one) for one in settings or ["{}"]]
-        served = started(model, chosen, not no_stock, longest, server_args, jobs, concurrency)
+        served = started(model, chosen, not no_stock, longest, server_args, jobs, concurrency, levels)
         return served, Report(name, device_name(), json_path, results)
     names: list[str | None] = list(label) if label else [None] * len(url or ())
-    running = [Contestant.running(one, at) for one, at in zip(names, url or ())]
+    running = [one for name, at in zip(names, url or ()) for one in Contestant.running(name, at, levels)]
     return running, Report(name, ", ".join(url or ()), json_path, results)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from vllm_sparse_backend.cli.bench import Json, Png, Results, _console, _draw, _failures, _ints, _print, bench
+from vllm_sparse_backend.cli.bench import Json, Png, Results, _console, _draw, _failures, _ints, _level, _print, bench
 
 
 @bench.command()
@@ -160,11 +160,6 @@ def soak(
             _console().print(f"[red]{escape(problem)}[/]", highlight=False)
         if done.problems:
             raise typer.Exit(1)
-
-
-def _level(text: str) -> int | str:
-    """As requests have it."""
-    return int(text) if text in ("0", "1") else text
 
 
 def _show_serve(cases: Sequence[dict[str, Any]], png: Path | None) -> None:

@@ -81,7 +81,8 @@ class Server:
     ) -> None:
         self.model = str(Path(model).resolve()) if Path(model).exists() else str(model)
         self.ready_timeout_s = ready_timeout_s
-        self.port = _free_port()
+        self._port = reserve_port()
+        self.port: int = self._port.getsockname()[1]
         on_cpu = not has_cuda()
         device_args = CPU_ARGS if on_cpu else ()
         address = ("--host", "127.0.0.1", "--port", str(self.port))
@@ -189,6 +190,7 @@ class Server:
             finally:
                 _kill_group(process.pid)
                 process.wait()
+        self._port.close()
         self._folder.cleanup()
 
 
@@ -199,10 +201,16 @@ def _kill_group(group: int) -> None:
         return  # all of it had gone already
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def reserve_port() -> socket.socket:
+    """Holds a port of loopback until it is closed: nobody is given that one, but a server that is told to listen may.
+
+    A port that was only found to be free may be gone minutes later, when a server has imported what it needs.
+    """
+    held = socket.socket()
+    # Two that both say so may share a port as long as one of them at most listens, which this one never does.
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def _vllm() -> list[str]:

@@ -4,10 +4,11 @@
 import json
 import os
 import shlex
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any, Protocol
@@ -56,7 +57,7 @@ _started: set[Server] = set()
 
 @dataclass(frozen=True)
 class Contestant:
-    """One server to ask; ``open`` starts it, or finds it running."""
+    """One server to ask, or a level of it; ``open`` starts it, or finds it running. Its levels share one ``open``."""
 
     label: str
     model: str
@@ -64,13 +65,25 @@ class Contestant:
     what: str
     """Its address or its settings, whole: what a label leaves out."""
     open: Callable[[], AbstractContextManager[Endpoint]] = field(compare=False)
+    level: int | str | None = None
+    """What its requests ask for; None if nothing."""
+
+    def at(self, levels: Sequence[int | str]) -> "list[Contestant]":
+        """The server at each of the levels; itself where none is named."""
+        at = [
+            replace(self, label=f"{self.label} {level}", what=f"{self.what}, level {level}", level=level)
+            for level in levels
+        ]
+        return at or [self]
 
     @staticmethod
-    def running(label: str | None, url: str) -> "Contestant":
+    def running(label: str | None, url: str, levels: Sequence[int | str] = ()) -> "list[Contestant]":
+        """A server at each of the levels, if it is one of this backend."""
         endpoint = Endpoint.connect(label or url, url)
-        return Contestant(
+        found = Contestant(
             label or endpoint.model, Path(endpoint.model).name, endpoint.url, lambda: nullcontext(endpoint)
         )
+        return found.at(levels) if PREFIX in endpoint.metrics() else [found]
 
     @staticmethod
     def served(label: str, model: Path, args: Sequence[str], what: str) -> "Contestant":
@@ -99,8 +112,9 @@ def started(
     extra: str,
     jobs: int = 1,
     concurrency: int = 1,
+    levels: Sequence[int | str] = (),
 ) -> list[Contestant]:
-    """Stock and each of the settings, served on this machine, ``jobs`` at a time.
+    """Stock, and each of the settings at each of the levels, served on this machine, ``jobs`` servers at a time.
 
     Beside others on a card, each has its share of the memory, and a cache for as many requests as it is asked at a
     time: vLLM, which sizes a cache by what is free, would count what others take and give back. ``extra`` goes before.
@@ -119,7 +133,7 @@ def started(
     labels = [text if labels.count(name) > 1 else name for name, text in zip(labels, whole)]
     found = [Contestant.served("stock", model, args, "stock")] if stock else []
     for name, text, one in zip(labels, whole, settings):
-        found.append(Contestant.served(name, model, (*args, *sparse_args(one.values)), text))
+        found += Contestant.served(name, model, (*args, *sparse_args(one.values)), text).at(levels)
     return found
 
 
@@ -170,12 +184,15 @@ def ask_all(
             if case["part"] == "prompt":
                 on_case(case)
 
-    def ask(one: Contestant) -> None:
-        with one.open() as endpoint:
-            base = {"key": key, "label": one.label, "what": one.what}
-            _ask_server(endpoint, made.ask_for(one, endpoint), todo[one.label], job.fields, base, add, concurrency)
+    def ask(server: Sequence[Contestant]) -> None:
+        with server[0].open() as endpoint:
+            for one in server:
+                at_level = endpoint if one.level is None else endpoint.at_level(one.level)
+                base = {"key": key, "label": one.label, "what": one.what}
+                _ask_server(at_level, made.ask_for(one, endpoint), todo[one.label], job.fields, base, add, concurrency)
 
-    _each((one for one in contestants if todo[one.label]), ask, jobs, over)
+    waiting = [one for one in contestants if todo[one.label]]
+    _each([[*server] for _, server in groupby(waiting, key=lambda one: one.open)], ask, jobs, over)
 
 
 class _Made:
@@ -195,13 +212,14 @@ class _Made:
             return self._ask
 
 
-def _each(contestants: Iterable[Contestant], ask: Callable[[Contestant], None], jobs: int, over: Event) -> None:
+def _each(
+    servers: Sequence[Sequence[Contestant]], ask: Callable[[Sequence[Contestant]], None], jobs: int, over: Event
+) -> None:
     """``ask`` for each, ``jobs`` at a time, in their order. What one of them raises ends all; then it is ``over``.
 
     Threads are daemons, and servers are stopped from here: who breaks off does not wait for prompts of minutes.
     """
-    chosen, failed = [*contestants], list[BaseException]()
-    waiting = iter(chosen)
+    waiting, failed = iter(servers), list[BaseException]()
 
     def work() -> None:
         while not over.is_set() and (one := next(waiting, None)) is not None:
@@ -211,7 +229,7 @@ def _each(contestants: Iterable[Contestant], ask: Callable[[Contestant], None], 
                 failed.append(error)
                 over.set()
 
-    threads = [Thread(target=work, daemon=True) for _ in range(min(jobs, len(chosen)))]
+    threads = [Thread(target=work, daemon=True) for _ in range(min(jobs, len(servers)))]
     try:
         for thread in threads:
             thread.start()

@@ -53,6 +53,15 @@ class Part(NamedTuple):
     kind: Way
 
 
+class OnItsWay(NamedTuple):
+    """Counts of one moment; the device's are there once the event has passed."""
+
+    of_host: list[Sample]
+    masked: Mapping[int, int]
+    listed: torch.Tensor
+    event: torch.cuda.Event | None
+
+
 class Recorder:
     """Counts of one worker.
 
@@ -63,24 +72,25 @@ class Recorder:
         self.device = device
         self.is_first_rank = is_first_rank
         self._places: dict[int, int] = {}
-        self._kept_of: dict[int, torch.Tensor] = {}
-        self._kept = torch.zeros(0, dtype=torch.int64, device=device)
+        self._listed_of: dict[int, torch.Tensor] = {}
+        self._listed = torch.zeros(0, dtype=torch.int64, device=device)
         self._rows: Tally[Way] = Tally()
         self._tiles: Tally[int] = Tally()
         self._causal: Tally[int] = Tally()
+        self._masked: Tally[int] = Tally()
         self._more: dict[tuple[str, tuple[str, ...]], float] = {}
         self._timer = Timer(device)
         self._last: Part | None = None
         self._host: torch.Tensor | None = None
-        self._on_its_way: tuple[list[Sample], torch.Tensor, torch.cuda.Event | None] | None = None
+        self._on_its_way: OnItsWay | None = None
         self._arrived: list[Sample] = []
 
     def add_layers(self, layers: Iterable[int]) -> None:
         """Make room for these layers, if there is none yet; before the first step."""
         for layer in layers:
             self._places.setdefault(layer, len(self._places))
-        self._kept = torch.cat([self._kept, self._kept.new_zeros(len(self._places) - len(self._kept))])
-        self._kept_of = {layer: self._kept[place] for layer, place in self._places.items()}
+        self._listed = torch.cat([self._listed, self._listed.new_zeros(len(self._places) - len(self._listed))])
+        self._listed_of = {layer: self._listed[place] for layer, place in self._places.items()}
 
     def count_rows(self, path: str, reason: Fallback | None, rows: int = 1) -> None:
         if self.is_first_rank and is_counting():
@@ -122,7 +132,8 @@ class Recorder:
         """Add one layer's index of this step. Stays on the device."""
         if not is_counting():
             return
-        self._kept_of[layer].add_(index.kept_pairs())
+        self._listed_of[layer].add_(index.listed_pairs().sum())
+        self._masked[layer] += index.masked_pairs
         causal = index.num_heads * causal_pairs(index.rows)
         self._causal[layer] += causal
         if self.is_first_rank:
@@ -153,25 +164,25 @@ class Recorder:
 
     def _set_out(self) -> None:
         self._read_laps()
-        of_host = self._of_host()
+        of_host, masked = self._of_host(), dict(self._masked)
         if self.device.type != "cuda":
-            self._on_its_way = of_host, self._kept.clone(), None
+            self._on_its_way = OnItsWay(of_host, masked, self._listed.clone(), None)
             return
-        if self._host is None or self._host.shape != self._kept.shape:
-            self._host = torch.empty(self._kept.shape, dtype=torch.int64, pin_memory=True)
-        self._host.copy_(self._kept, non_blocking=True)
+        if self._host is None or self._host.shape != self._listed.shape:
+            self._host = torch.empty(self._listed.shape, dtype=torch.int64, pin_memory=True)
+        self._host.copy_(self._listed, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._on_its_way = of_host, self._host, event
+        self._on_its_way = OnItsWay(of_host, masked, self._host, event)
 
     def _arrive(self) -> None:
         if self._on_its_way is None:
             return
-        of_host, kept, event = self._on_its_way
+        of_host, masked, listed, event = self._on_its_way
         if event is None or event.query():
-            counts = kept.tolist()
+            counts = listed.tolist()
             of_device: list[Sample] = [
-                ("kept_pairs", [str(layer)], counts[place]) for layer, place in self._places.items() if counts[place]
+                ("kept_pairs", [str(layer)], counts[self._places[layer]] - pairs) for layer, pairs in masked.items()
             ]
             self._arrived = of_host + of_device
             self._on_its_way = None
