@@ -97,7 +97,7 @@ class TestOnItsWay:
         def late(self: Recorder) -> None:
             set_out(self)
             assert self._on_its_way is not None
-            self._on_its_way = *self._on_its_way[:2], event  # type: ignore[assignment]
+            self._on_its_way = self._on_its_way._replace(event=event)  # type: ignore[arg-type]
 
         monkeypatch.setattr(Recorder, "_set_out", late)
         return event

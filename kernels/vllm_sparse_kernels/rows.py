@@ -147,8 +147,8 @@ class Rows:
 
     @cached_property
     def tile_lengths(self) -> torch.Tensor:
-        """[num_tiles] int32 on the device: number of queries, part of ``tiles``."""
-        return self.tiles[:, 2]
+        """[num_tiles] int32 on the device: number of queries, a column of ``tiles``."""
+        return self.tiles[:, 2].contiguous()
 
     def block_pairs(self, block_tokens: int) -> torch.Tensor:
         """[num_tiles] int32 on the device: (query, key) pairs of a tile and one block, masked or not."""

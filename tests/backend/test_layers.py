@@ -343,7 +343,8 @@ class TestCounting:
         impl.select(step.query, cache, index)
         kept = sum(int(index.to_mask(row).sum()) for row in range(2))
         recorder = builder.recorder
-        assert recorder._kept.tolist() == [kept, kept]
+        counted = {labels[0]: count for name, labels, count in recorder.samples()[0] if name == "kept_pairs"}
+        assert counted == {"0": kept, "1": kept}
         assert dict(recorder._tiles) == {0: 3, 1: 3}  # the first 100 positions are dense
         causal = 100 * 100 + 100 * 101 // 2 + 170 * 300 + 170 * 171 // 2
         assert dict(recorder._causal) == dict.fromkeys((0, 1), 4 * causal)
