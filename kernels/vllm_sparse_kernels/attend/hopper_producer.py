@@ -117,9 +117,9 @@ def _load_first_step(k_desc, v_desc, loaded, i_step, where, tail, parity, SHAPE:
         mended = barriers[6]
         stage, empty = i_step % STAGES, (i_step // STAGES & 1) ^ 1
         found = _places(where, num_blocks - rest, SHAPE)
-        mbarrier.wait(k_empty.index(stage), empty)
+        _wait_for_room(k_empty.index(stage), empty)
         _load_blocks(k_desc, found, k_full.index(stage), k_pieces, stage, SHAPE)
-        mbarrier.wait(v_empty.index(stage), empty)
+        _wait_for_room(v_empty.index(stage), empty)
         _load_blocks(v_desc, found, mended.index(0), v_pieces, stage, SHAPE)
         mbarrier.wait(mended.index(0), parity)
         _clear_rows(v_pieces, stage, (rest - 1) * BLOCK_N + tail, D)
@@ -134,10 +134,20 @@ def _load_step(k_desc, v_desc, loaded, i_step, where, begin, SHAPE: gl.constexpr
     k_full, k_empty, v_full, v_empty = barriers[2], barriers[3], barriers[4], barriers[5]
     stage, empty = i_step % STAGES, (i_step // STAGES & 1) ^ 1
     found = _places(where, begin, SHAPE)
-    mbarrier.wait(k_empty.index(stage), empty)
+    _wait_for_room(k_empty.index(stage), empty)
     _load_blocks(k_desc, found, k_full.index(stage), k_pieces, stage, SHAPE)
-    mbarrier.wait(v_empty.index(stage), empty)
+    _wait_for_room(v_empty.index(stage), empty)
     _load_blocks(v_desc, found, v_full.index(stage), v_pieces, stage, SHAPE)
+
+
+@gluon.jit
+def _wait_for_room(empty, parity):
+    """One warp asks for the copies that follow. Were another of the group still to look at this barrier once they have
+    been used, it would find the next phase, and wait for ever: so all look before any goes on.
+    """
+    mbarrier.wait(empty, parity)
+    if gl.num_warps() > 1:
+        barrier()
 
 
 @gluon.jit
