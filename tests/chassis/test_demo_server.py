@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a server that does not start leaves to read: its log's end, and the engine's own error from further up."""
 
+import json
 import socket
 import sys
 from pathlib import Path
 
 import pytest
 
-from vllm_sparse_backend.demo.server import Server, ServerError, reserve_port, root_cause
+from vllm_sparse_backend.demo.server import Server, ServerError, reserve_port, root_cause, sparse_args
 
 RAISED = "ValueError: To serve at least one request, 0.08 GiB KV cache is needed"
 LOG = f"""\
@@ -79,3 +80,14 @@ def test_a_servers_port_is_free_again_once_it_is_stopped(tmp_path: Path) -> None
     server.stop()
     with socket.socket() as other:
         other.bind(("127.0.0.1", server.port))
+
+
+def test_files_are_found_from_the_servers_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.yaml").write_text("a profile")
+    monkeypatch.chdir(tmp_path)
+
+    def given(**settings: object) -> object:
+        return json.loads(sparse_args(settings)[-1])["sparse_prefill"]
+
+    assert given(profile="mine.yaml", min_tokens=5) == {"profile": str(tmp_path / "mine.yaml"), "min_tokens": 5}
+    assert given(profile="streaming", crossover=None) == {"profile": "streaming", "crossover": None}

@@ -27,6 +27,9 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1
 CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 CPU_ARGS = ("--gpu-memory-utilization", "0.3", "--dtype", "float32", "--enforce-eager")
 STOP_TIMEOUT_S = 30.0
+FILES = ("profile", "crossover")
+"""Settings that may be paths."""
+
 _ENGINE_ERROR = re.compile(
     r"^\((?:EngineCore|Worker|VllmWorker)\S* pid=\d+\) (?:ERROR \S+ \S+ \[\S+\] )?"
     r"((?:[a-zA-Z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt): \S.*)$",
@@ -52,7 +55,12 @@ def has_cuda() -> bool:
 
 
 def sparse_args(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Arguments of `vllm serve` that select this backend with ``settings`` (the ``sparse_prefill`` object)."""
+    """Arguments of `vllm serve` that select this backend with ``settings`` (the ``sparse_prefill`` object).
+
+    Files that it names, from here on, are found from the server's own folder too.
+    """
+    files = {name: Path(settings[name]) for name in FILES if settings.get(name)}
+    settings = {**settings, **{name: str(path.resolve()) for name, path in files.items() if path.is_file()}}
     return (
         "--attention-backend",
         "sparse-prefill",
