@@ -28,15 +28,16 @@ def run(
     density: float,
     seed: int,
     instead: warps.Fault | None = None,
+    head_dim: int = 64,
 ) -> None:
-    batch = random_batch(LENGTHS, 2, 1, 64, block_tokens, torch.float16, seed=seed)
+    batch = random_batch(LENGTHS, 2, 1, head_dim, block_tokens, torch.float16, seed=seed)
     index = random_index(batch, block_tokens, density, stripes, seed=seed)
     matrix = matrix_args(batch.cache)
     assert matrix is not None
     monkeypatch.setattr(hopper, "hopper_kernel", warps.Kernel(hopper.hopper_kernel, seed, instead))
     monkeypatch.setattr(hopper, "TensorDescriptor", warps.Matrix)
     monkeypatch.setattr(hopper, "_num_multiprocessors", lambda device: 2)
-    monkeypatch.setattr(hopper, "STAGES", {64: 2})
+    monkeypatch.setattr(hopper, "STAGES", {head_dim: 2})
     out, expected = batch.empty_out(), batch.empty_out()
     hopper.run(batch.q, batch.cache, matrix, index, out, batch.scale)
     monkeypatch.undo()
@@ -46,13 +47,13 @@ def run(
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
-    ("block_tokens", "stripes", "density"),
-    [(128, 0, 0.3), (64, 0, 0.3), (32, 0, 0.0), (64, 140, 0.3), (128, 20, 0.0)],
+    ("block_tokens", "stripes", "density", "head_dim"),
+    [(128, 0, 0.3, 64), (64, 0, 0.3, 128), (32, 0, 0.0, 64), (64, 140, 0.3, 64), (128, 20, 0.0, 128)],
 )
 def test_any_schedule_gives_the_result(
-    monkeypatch: pytest.MonkeyPatch, block_tokens: int, stripes: int, density: float, seed: int
+    monkeypatch: pytest.MonkeyPatch, block_tokens: int, stripes: int, density: float, head_dim: int, seed: int
 ) -> None:
-    run(monkeypatch, block_tokens, stripes, density, seed)
+    run(monkeypatch, block_tokens, stripes, density, seed, head_dim=head_dim)
 
 
 def run_all(monkeypatch: pytest.MonkeyPatch, stripes: int, fault: warps.Fault) -> None:

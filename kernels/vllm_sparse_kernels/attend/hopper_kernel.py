@@ -13,6 +13,10 @@ An item's steps run from the diagonal backwards, then through the stripes:
     block steps       all queries see all keys
     stripe steps      the last one, where it is not full, masked
 
+One thread of a group arrives at a barrier for all four warps, and all four wait. So before a group hands anything back,
+something must have held its warps together since they looked at it: consumers' products do, each needs all four; a
+group of producers meets after each wait for room. A test runs these functions under schedules that delay single warps.
+
 ptxas likes to hoist the wait for P·V above all exponents of the step, which undoes the overlap. Waiting for the next
 step's keys between the two keeps it where it stands, with every Triton from 3.6 to 3.9; a test reads it off the SASS.
 3.8.0 alone, in fp16, has the products run one after the other (right, but slower): ``make compile-matrix`` shows it.
