@@ -162,14 +162,32 @@ class TestJudgement:
         worst = float((sparse - dense)[:, 2].norm() / dense[:, 2].norm())
         assert f"head 2 had {worst:.2f} in the last" in lines[1]
 
-    def test_what_is_no_number_is_too_much(self) -> None:
-        guard, told = make_guard(patience=2)
+    @pytest.mark.parametrize("number", ["nan", "inf"])
+    def test_what_is_no_number_is_too_much_at_once(self, number: str, lines: list[str]) -> None:
+        guard, told = make_guard(patience=3, recover=2)
         dense = torch.ones(3, 2, 8)
-        for sparse in (dense * float("nan"), dense * float("inf")):
-            guard.compare(3, sparse, dense)
+        sparse = dense.clone()
+        sparse[1, 1, 5] = float(number)
+        guard.compare(3, sparse, dense)
         guard.judge_arrived()
         assert guard.dense_layers == {3}
         assert told.gauges["guard_error", 3] == 1
+        assert f"errors {number}" in lines[-1]
+        assert f"head 1 had {number}" in lines[-1]
+        for _ in range(2):
+            guard.compare(3, dense, dense)
+        guard.judge_arrived()
+        assert guard.dense_layers == frozenset()
+
+    def test_what_was_no_number_before_the_layer_is_not_its_fault(self) -> None:
+        guard, told = make_guard(patience=1)
+        dense = torch.ones(3, 2, 8)
+        dense[2, 0, 0] = float("nan")
+        for sparse in (dense, dense * float("nan"), torch.ones(3, 2, 8)):
+            guard.compare(3, sparse, dense)
+        guard.judge_arrived()
+        assert guard.dense_layers == frozenset()
+        assert (told.counts, told.gauges) == ({("guard_checks", 3): 3}, {})
 
     def test_outputs_of_zero(self) -> None:
         guard, told = make_guard(patience=1)

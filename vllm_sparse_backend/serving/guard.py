@@ -3,7 +3,8 @@
 
 One in so many steps with sparse rows a layer is checked: up to 128 queries of one row are computed by the delegate too,
 over all keys, and the two outputs are compared. A layer that is too far off several times in a row runs dense from then
-on. It still is checked, its sparse output computed for that alone: so that it has recovered is measured as well.
+on, and at once where its output is no number, which is no loss but a fault. It still is checked, its sparse output
+computed for that alone: so that it has recovered is measured as well.
 
 * **Which queries**: any 128 neighbours among the step's sparse ones, not always a row's last. Methods that estimate
   from a chunk's last queries are at their best there, and ``dense_last_tile`` runs just these dense.
@@ -101,20 +102,23 @@ class Guard:
         """Draw conclusions from what has arrived; on the host, between steps."""
         while self._checks and (self._checks[0].arrived is None or self._checks[0].arrived.query()):
             check = self._checks.popleft()
-            self._judge(check.layer, *relative_errors(check.sums))
+            self.recorder.count("guard_checks", {"layer": check.layer})
+            # Where the dense output is no number either, what came into the layer was none: no fault of this one.
+            if bool(check.sums[1].isfinite().all()):
+                self._judge(check.layer, *relative_errors(check.sums))
 
     def _judge(self, layer: int, error: float, heads: list[float]) -> None:
         state = self._states.setdefault(layer, LayerState())
         bound = self.settings.bound * (RECOVERY_SHARE if state.is_dense else 1)
         is_good = error <= bound  # NaN is not
         state.errors = [*state.errors, error] if is_good is state.is_dense else []
-        if len(state.errors) >= self._needed(state):
+        is_fault = not math.isfinite(error) and not state.is_dense
+        if is_fault or len(state.errors) >= self._needed(state):
             worst = max(range(len(heads)), key=lambda head: (math.isnan(heads[head]), heads[head]))
             self._change(layer, state, f"head {worst} had {heads[worst]:.2f} in the last")
         # What is no number counts as 1, as if nothing were left.
         state.lately.append(error if math.isfinite(error) else 1.0)
         labels = {"layer": layer}
-        self.recorder.count("guard_checks", labels)
         self.recorder.gauge("guard_error", labels, sum(state.lately) / len(state.lately))
         self.recorder.gauge("guard_dense", labels, float(state.is_dense))
 
