@@ -134,15 +134,39 @@ def cell_of(figures: Figures) -> Cell:
     return cell
 
 
-def pivot(figures: Figures, pattern: str, headings: Sequence[str]) -> str:
-    """A table of the figures whose whole names fit; of the pattern's groups, the last is the column, others the row."""
+def pivot(figures: Figures, pattern: str, headings: Mapping[str, str]) -> str:
+    """A table of the figures whose whole names fit; of the pattern's groups, the last is the column, others the row.
+
+    ``headings``: of the groups that make a row, each with what it stands for where a name leaves it out. One that says
+    nothing in any row is left out.
+    """
     found = [match for name in figures if (match := re.fullmatch(pattern, name))]
     columns = list(dict.fromkeys(match.groups()[-1] for match in found))
-    rows = dict.fromkeys(match.groups()[:-1] for match in found)
+    keys = dict.fromkeys(match.groups()[:-1] for match in found)
     cell = cell_of(figures)
     at = {match.groups(): cell(match[0]) for match in found}
-    body = [[*(part or "" for part in row), *(at.get((*row, column), "") for column in columns)] for row in rows]
-    return markdown_table([*headings, *columns], body) if body else "Not measured yet."
+    place = _places([key[0] or "" for key in keys])
+    rows = sorted(keys, key=lambda key: (place[key[0] or ""], *map(_by_number, key[1:])))
+    labels = [[part or default for part, default in zip(row, headings.values(), strict=True)] for row in rows]
+    shown = [i for i in range(len(headings)) if any(label[i] for label in labels)]
+    body = [
+        [*(label[i] for i in shown), *(at.get((*row, column), "") for column in columns)]
+        for row, label in zip(rows, labels, strict=True)
+    ]
+    return markdown_table([*(list(headings)[i] for i in shown), *columns], body) if body else "Not measured yet."
+
+
+def _places(names: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Where names stand that begin with the same word: together, and else in their order."""
+    order = list(dict.fromkeys(names))
+    words = [name.split(" ")[0] for name in order]
+    return {name: (words.index(word), i) for i, (name, word) in enumerate(zip(order, words, strict=True))}
+
+
+def _by_number(text: str | None) -> tuple[bool, int, str]:
+    """Prompts by length, those after a cached prefix last; other texts by themselves."""
+    number = re.match(r"[\d,]+", text or "")
+    return "cached" in (text or ""), int(number[0].replace(",", "")) if number else 0, text or ""
 
 
 def whole_table(figures: Figures, data: str) -> str:
@@ -152,7 +176,8 @@ def whole_table(figures: Figures, data: str) -> str:
     columns = list(dict.fromkeys(match[2] for match in found))
     cell = cell_of(figures)
     rows = []
-    for method in dict.fromkeys(match[1] for match in found):
+    methods = [match[1] for match in found]
+    for method in sorted(set(methods), key=_places(methods).__getitem__):
         row = [method]
         for after in columns:
             about = f"whole method, {method}, {data}, after {after}"
@@ -169,27 +194,29 @@ def sections(figures: Figures) -> dict[str, str]:
     tables = {
         "attend": pivot(
             figures, r"attend(?:, (\w+))?, chunk after ([\d,]+), blocks of (\d+), density ([\d.]+): efficiency",
-            ("engine", "after", "blocks of"),
+            {"engine": "", "after": "", "blocks of": ""},
         ),
         "stripes": pivot(figures, r"attend(?:, (\w+))?(?:, chunk after ([\d,]+))?, stripes ([\d,]+): efficiency",
-                         ("engine", "after")),
+                         {"engine": "", "after": ""}),
         "selection": pivot(
             figures, r"selection, ([^,]+)(?:, ([^,]+))?, chunk after ([\d,]+): share of FlashAttention-\d",
-            ("method", "data"),
+            {"method": "", "data": "structured"},
         ),
         "structured": whole_table(figures, "structured"),
         "captured": whole_table(figures, TRAINED),
         "first token": pivot(
             figures,
             served + r"(first token(?:, times sooner)?|density of its sparse rows)",
-            ("configuration", "prompt"),
+            {"configuration": "", "prompt": ""},
         ),
-        "output token": pivot(figures, served + r"(per output token, times faster)", ("configuration", "prompt")),
+        "output token": pivot(
+            figures, served + r"(per output token, times faster)", {"configuration": "", "prompt": ""}
+        ),
         "load": pivot(
-            figures, r"vllm serve, (.+), mixed load(?: of (\d+) clients)?: (.+)", ("configuration", "clients")
+            figures, r"vllm serve, (.+), mixed load(?: of (\d+) clients)?: (.+)", {"configuration": "", "clients": ""}
         ),
     }  # fmt: skip
-    others = [f for name, f in figures.items() if not _is_shown(name)]
+    others = [f for name, f in figures.items() if not _is_shown(name, figures)]
     rows = [[f["name"], f"{f['value']:.4g}", f["unit"], "" if f["bar"] is None else f"{f['bar']:g}"] for f in others]
     tables["others"] = markdown_table(("figure", "value", "unit", "asked"), rows) if rows else "None."
     commands = dict.fromkeys((f["device"], f["command"]) for f in figures.values())
@@ -198,8 +225,11 @@ def sections(figures: Figures) -> dict[str, str]:
     return tables
 
 
-def _is_shown(name: str) -> bool:
-    """Whether one of the tables above has this figure."""
+def _is_shown(name: str, figures: Figures) -> bool:
+    """Whether one of the tables above has this figure, or the same of one length."""
+    whole = re.fullmatch(r"vllm serve, (.+): (density of its sparse rows)", name)
+    if whole and any(re.fullmatch(rf"vllm serve, {re.escape(whole[1])}, .+: {whole[2]}", other) for other in figures):
+        return True
     patterns = (
         r"attend.*: efficiency",
         r"selection, .*: share of FlashAttention-\d",

@@ -10,6 +10,7 @@ import yaml
 
 from tests import queries, tools
 from vllm_sparse_backend.settings.metrics import METRICS
+from vllm_sparse_backend.settings.reasons import ROW_FALLBACKS, Fallback
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -70,6 +71,14 @@ def test_queries_name_metrics_and_labels_that_there_are(name: str) -> None:
     used = re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", query)
     used += [label.strip() for by in re.findall(r"by \(([^)]*)\)", query) for label in by.split(",")]
     assert set(used) <= labels
+
+
+def test_operators_are_told_of_every_alert_and_reason() -> None:
+    text = (ROOT / "docs/operations.md").read_text()
+    for name in [rule["alert"] for rule in ALERTS] + [r.value for r in ROW_FALLBACKS if r is not Fallback.GUARD]:
+        assert f"`{name}`" in text, name
+    assert set(re.findall(r"SparsePrefill\w+", text)) <= {rule["alert"] for rule in ALERTS}
+    assert {m for m in queries.METRIC.findall(text) if not m.startswith("vllm:")} <= set(SAMPLES)
 
 
 def test_dashboard() -> None:

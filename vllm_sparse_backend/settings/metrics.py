@@ -63,7 +63,9 @@ _TABLE = (
     Metric("arena_peak_bytes", "gauge", "The most of it that was in use at a time.", per_rank=True),
     Metric("device_bytes", "gauge", "Memory of the device that the worker holds, not counting drivers.", per_rank=True),
     Metric("layers", "gauge", "The model's layers by what computes the attention of their prefills.", ("attention",)),
-    Metric("guard_checks", "counter", "Calls whose last queries the guard computed densely and compared.", ("layer",)),
+    Metric(
+        "guard_checks", "counter", "Calls of which the guard computed some queries densely and compared.", ("layer",)
+    ),
     Metric("guard_trips", "counter", "Times that the guard turned a layer dense.", ("layer",)),
     Metric(
         "guard_error",
