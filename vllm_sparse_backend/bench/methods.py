@@ -114,7 +114,6 @@ def run_methods(
     query_len: int,
     engines: Sequence[str],
     report: Report,
-    budget_s: float = 2.0,
     unrounded: Sequence[Prompt] = (),
 ) -> Iterator[dict[str, Any]]:
     """Each method after each context with each engine; yields each case as it is reported.
@@ -136,7 +135,7 @@ def run_methods(
                 if why := next((w for layer in layers if (w := layer.refusal(engine))), None):
                     row["problem"] = why
                 else:
-                    _measure(card, layers, engine, dense, truths, row, budget_s)
+                    _measure(card, layers, engine, dense, truths, row)
                     if unrounded:
                         row["stock_error"] = fmean(map(difference, dense_outs, truths))
                         exact = layers_of(unrounded, plan, context_len, query_len, engine.name)
@@ -172,7 +171,6 @@ def _measure(
     dense: Sequence[Run],
     truths: Sequence[torch.Tensor],
     row: dict[str, Any],
-    budget_s: float,
 ) -> None:
     new_step(layers)()
     checks: list[Check] = []
@@ -189,7 +187,7 @@ def _measure(
         row["problem"] = str(failed[0])
         return
     ours = [span for layer in layers for span in (("select", layer.select), ("attend", partial(layer.attend, engine)))]
-    taken = card.spans_ms([[("dense", run) for run in dense], ours], new_step(layers), budget_s)
+    taken = card.spans_ms([[("dense", run) for run in dense], ours], new_step(layers))
     dense_ms, select_ms, attend_ms = (median(taken[name]) / len(layers) for name in ("dense", "select", "attend"))
     whole_ms = median(s + a for s, a in zip(taken["select"], taken["attend"], strict=True)) / len(layers)
     row |= {"dense_ms": dense_ms, "select_ms": select_ms, "attend_ms": attend_ms, "whole_ms": whole_ms}
