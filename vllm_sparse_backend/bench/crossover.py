@@ -120,21 +120,17 @@ def _rung(
 
 
 def _measure(card: Card, layers: Sequence[Layer], engine: Engine, row: dict[str, Any]) -> None:
-    def whole(layer: Layer) -> None:
-        layer.select()
-        layer.attend(engine)
-
     new_step(layers)()
     for layer in layers:
         if why := layer.refusal(engine):
             row["problem"] = why
             return
-        whole(layer)
+        layer.run(engine)
         if layer.options is None and not (check := check_attention(layer.batch, layer.index, layer.out)).passed:
             row["problem"] = str(check)
             return
     dense: list[Run] = [card.dense(layer.batch, layer.batch.empty_out()) for layer in layers]
-    ours: list[Run] = [partial(whole, layer) for layer in layers]
+    ours: list[Run] = [partial(layer.run, engine) for layer in layers]
     ours[0] = _in_order(new_step(layers), ours[0])
     taken = card.wall_ms({"dense": dense * STEPS, "ours": ours * STEPS}, PASSES_S)
     row["dense_ms"], row["ms"] = median(taken["dense"]), median(taken["ours"])

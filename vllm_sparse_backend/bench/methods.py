@@ -79,6 +79,10 @@ class Layer:
         with self.index.workspace.frame():
             engine.attend(batch.q, batch.cache, self.index, self.out, batch.scale, options=self.options)
 
+    def run(self, engine: Engine) -> None:
+        self.select()
+        self.attend(engine)
+
     def engine(self, table: Mapping[str, Engine]) -> Engine:
         """The one that a server takes for this layer."""
         return choose(table, AttendSpec.of(self.batch.cache, self.index, self.options)).engine
@@ -158,8 +162,7 @@ def _add_fp8_error(layers: Sequence[Layer], exact: Sequence[Layer], engine: Engi
     """What the cache's rounding does to the whole method; ``layers`` have run, ``exact`` are the same in bf16."""
     new_step(exact)()
     for layer in exact:
-        layer.select()
-        layer.attend(engine)
+        layer.run(engine)
     row["fp8_error"] = fmean(difference(a.out, b.out) for a, b in zip(layers, exact, strict=True))
     row["fp8_ratio"] = row["fp8_error"] / row["stock_error"]
 
@@ -175,8 +178,7 @@ def _measure(
     new_step(layers)()
     checks: list[Check] = []
     for layer in layers:
-        layer.select()
-        layer.attend(engine)
+        layer.run(engine)
         if layer.options is None:  # with options the result is an approximation, by more than rounding
             checks.append(check_attention(layer.batch, layer.index, layer.out))
     kept = sum(int(layer.index.kept_pairs()) for layer in layers)
