@@ -127,7 +127,7 @@ def import_file(
     Files that are known: MInference's patterns and SharePrefill's clusters (JSON), SpargeAttn's and SALE's thresholds
     (torch.save).
     """
-    from vllm_sparse_backend.foreign import import_profile
+    from vllm_sparse_backend.foreign.detect import import_profile
     from vllm_sparse_backend.settings.errors import ConfigurationError
 
     try:
