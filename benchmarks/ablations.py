@@ -31,11 +31,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.recall import CLUSTER_TOKENS, split
+from benchmarks.recall import CLUSTER_TOKENS
 from benchmarks.recall_figures import length_name
 from benchmarks.tables import markdown_table, put_between
 from vllm_sparse_backend.bench.report import Report
 from vllm_sparse_backend.calibrate.share_prefill import Clusters
+from vllm_sparse_backend.cli.common import split
 from vllm_sparse_backend.evaluate.capture import Capture, capture, default_text, read_tokens, text_files
 from vllm_sparse_backend.evaluate.clusters import head_clusters, plan_of
 from vllm_sparse_backend.evaluate.quality import chunk_rows, dense_attention, paged, select_layer
@@ -165,7 +166,7 @@ class Bench:
 
     def rows(self) -> list[Rows]:
         """Of all chunks, with a state of their own: that of one pass through the layers."""
-        return [Rows(r.tokens, r.query_lens, r.context_lens, r.block_table) for r in self.chunks]
+        return [replace(rows) for rows in self.chunks]
 
     def densities(self, variants: Sequence[Variant]) -> list[float]:
         """Kept pairs over causal pairs, by selecting alone."""

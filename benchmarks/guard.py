@@ -11,6 +11,7 @@ more than attend, so the share of a step is less. What the host does for it is i
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Annotated, Any
@@ -19,17 +20,19 @@ import torch
 import typer
 from rich.console import Console
 
-from vllm_sparse_backend.bench.card import Card, Run
+from benchmarks.chunks import layers_served, plan_asked
+from vllm_sparse_backend.bench.card import Card, Run, Span
 from vllm_sparse_backend.bench.data import Heads, captured_prompts, structured_prompts
-from vllm_sparse_backend.bench.methods import Layer, Prompt, layers_of, new_step
-from vllm_sparse_backend.bench.report import BenchError, Report, table_of
+from vllm_sparse_backend.bench.methods import Layer, Prompt, new_step
+from vllm_sparse_backend.bench.report import Report, table_of
 from vllm_sparse_backend.bench.serve import CHUNK_TOKENS
 from vllm_sparse_backend.evaluate.capture import Capture
 from vllm_sparse_backend.serving.guard import PROBE_TOKENS, Guard
-from vllm_sparse_backend.settings.config import GuardConfig, SparsePrefillConfig
+from vllm_sparse_backend.settings.config import GuardConfig
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import Rows
+from vllm_sparse_kernels.attend import Engine
 from vllm_sparse_kernels.testing.batches import Batch
 
 COLUMNS = {
@@ -95,14 +98,13 @@ def run_guard(
     """A chunk after each context; yields each case as it is reported. ``name``: of method and data."""
     settings = GuardConfig(bound=1e9)  # nothing trips here
     for context_len in contexts:
-        engine, layers = _layers(card, prompts, plan, context_len, query_len)
+        engine, layers = layers_served(card, prompts, plan, context_len, query_len)
         outs = [torch.empty_like(layer.out) for layer in layers]
         dense = [card.dense(layer.batch, out) for layer, out in zip(layers, outs, strict=True)]
         for run, layer in zip(dense, layers, strict=True):
             run()
-            layer.select()
-            layer.attend(card.engines[engine])
-        row: dict[str, Any] = {"what": name, "engine": engine, "context_len": context_len, "query_len": query_len}
+            layer.run(engine)
+        row: dict[str, Any] = {"what": name, "engine": engine.name, "context_len": context_len, "query_len": query_len}
         row |= _errors([layer.out for layer in layers], outs)
         guard = Guard(settings, NoCounts())  # type: ignore[arg-type]
         checks = [Checked.of(layer, card, guard) for layer in layers]
@@ -115,35 +117,19 @@ def run_guard(
         yield row
 
 
-def _layers(
-    card: Card, prompts: Sequence[Prompt], plan: Plan, context_len: int, query_len: int
-) -> tuple[str, list[Layer]]:
-    """The chunk for the engine that a server would take."""
-    for engine in card.engines.values():
-        layers = layers_of(prompts, plan, context_len, query_len, engine.name)
-        if all(layer.refusal(engine) is None for layer in layers):
-            return engine.name, layers
-    raise BenchError("no engine can attend over this plan's index here")
-
-
-def _times(card: Card, engine: str, dense: Sequence[Run], checks: Sequence[Checked], budget_s: float) -> dict[str, Any]:
+def _times(
+    card: Card, engine: Engine, dense: Sequence[Run], checks: Sequence[Checked], budget_s: float
+) -> dict[str, Any]:
     """Per layer."""
     layers, clear = [check.layer for check in checks], new_step([check.layer for check in checks])
-
-    def sparse(layer: Layer) -> Run:
-        def run() -> None:
-            layer.select()
-            layer.attend(card.engines[engine])
-
-        return run
 
     def new_pass() -> None:
         clear()
         checks[0].guard.judge_arrived()
 
-    contestants = [
+    contestants: list[list[Span]] = [
         [("dense", run) for run in dense],
-        [("sparse", sparse(layer)) for layer in layers],
+        [("sparse", partial(layer.run, engine)) for layer in layers],
         [("check", check.run) for check in checks],
     ]
     taken = card.spans_ms(contestants, new_pass, budget_s)
@@ -181,8 +167,6 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="File for all that was measured.")] = None,
     results: Annotated[Path | None, typer.Option(help="List of figures to merge this run's into.")] = None,
 ) -> None:
-    from vllm_sparse_backend.bench.asked import Asked
-
     card, lengths, heads = Card(), [int(n) for n in contexts.split(",")], Heads()
     if captured is None:
         shape, data = heads.model(2), "structured"
@@ -195,10 +179,9 @@ def main(
             "Captured", len(prompts), found.shape.num_heads * copies, found.shape.num_kv_heads * copies,
             found.shape.head_dim,
         )  # fmt: skip
-    asked = Asked.parse(method) if method else None
-    plan = asked.plan(shape, None) if asked else Plan.build(SparsePrefillConfig(), shape)
+    asked, plan = plan_asked(method, shape)
     report = Report("guard", card.name, json_path, results, command_line(captured, method, contexts, chunk))
-    name = f"{asked or 'default'}, {data}"
+    name = f"{asked}, {data}"
     rows = list(run_guard(card, prompts, plan, lengths, chunk, name, report))
     Console(width=180).print(table_of(f"guard beside {card.dense_name}, {card.name}, {name}", COLUMNS, rows))
 

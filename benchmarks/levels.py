@@ -61,7 +61,7 @@ def levels_profile() -> Profile:
     )
 
 
-def varied_profile(min_tokens: int = 4096, min_query_tokens: int = 16) -> Profile:
+def varied_profile() -> Profile:
     """No two heads of the model alike. Rows of a few tokens are sparse too: what a step can need is what is tried."""
     shape = ModelShape.from_config(SHAPE | {"num_hidden_layers": 32})
     heads = [
@@ -69,8 +69,9 @@ def varied_profile(min_tokens: int = 4096, min_query_tokens: int = 16) -> Profil
         for layer in range(shape.num_layers)
     ]
     level = Level.of_heads(heads)
-    numbers = {"min_tokens": min_tokens, "min_query_tokens": min_query_tokens}
-    return Profile(format=1, model=shape, default=level.default, layers=level.layers, **numbers)  # type: ignore[arg-type]
+    return Profile(
+        format=1, model=shape, default=level.default, layers=level.layers, min_tokens=4096, min_query_tokens=16
+    )
 
 
 def varied_method(number: int) -> Method:

@@ -12,6 +12,7 @@ model's weights once, at the speed that this card copies memory.
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -20,17 +21,15 @@ import torch
 import typer
 from rich.console import Console
 
+from benchmarks.chunks import layers_served, plan_asked
 from benchmarks.shape import SHAPE
-from vllm_sparse_backend.bench.asked import Asked
 from vllm_sparse_backend.bench.card import Card, Run
 from vllm_sparse_backend.bench.data import Heads, structured_prompts
-from vllm_sparse_backend.bench.methods import Layer, Prompt, layers_of, new_step
-from vllm_sparse_backend.bench.report import BenchError, Report, table_of
+from vllm_sparse_backend.bench.methods import Layer, Prompt, new_step
+from vllm_sparse_backend.bench.report import Report, table_of
 from vllm_sparse_backend.bench.serve import CHUNK_TOKENS
 from vllm_sparse_backend.serving.stats import Recorder
-from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.plan import Plan
-from vllm_sparse_kernels.attend import Engine
 
 COLUMNS = {
     "what": "step",
@@ -50,15 +49,15 @@ WEIGHT_BYTES = 16e9
 """Of an 8B model in 16 bits."""
 
 
-def host_us(card: Card, run: Run, calls: int = HOST_CALLS) -> float:
+def host_us(card: Card, run: Run) -> float:
     """Of the host alone, per call: what is launched is waited for between samples, and not timed."""
     taken = []
     for _ in range(7):
         card.synchronize()
         began = time.perf_counter()
-        for _ in range(calls):
+        for _ in range(HOST_CALLS):
             run()
-        taken.append((time.perf_counter() - began) / calls)
+        taken.append((time.perf_counter() - began) / HOST_CALLS)
     card.synchronize()
     return median(taken) * 1e6
 
@@ -89,14 +88,6 @@ def counting(recorder: Recorder, number: int, layer: Layer) -> Run:
     return run
 
 
-def sparse(layer: Layer, engine: Engine) -> Run:
-    def run() -> None:
-        layer.select()
-        layer.attend(engine)
-
-    return run
-
-
 def run_prefill(
     card: Card,
     prompts: Sequence[Prompt],
@@ -109,11 +100,13 @@ def run_prefill(
     budget_s: float = 2.0,
 ) -> dict[str, Any]:
     """A chunk after a context. ``name``: of the method."""
-    engine, layers = _layers(card, prompts, plan, context_len, query_len)
+    engine, layers = layers_served(card, prompts, plan, context_len, query_len)
+    for layer in layers:
+        layer.select()
     recorder = Recorder(card.device)
     recorder.add_layers(range(len(layers)))
     counts = [counting(recorder, number, layer) for number, layer in enumerate(layers)]
-    step = [sparse(layer, engine) for layer in layers] + [run for run in products for _ in layers]
+    step = [partial(layer.run, engine) for layer in layers] + [run for run in products for _ in layers]
     spans = [[("layer", run) for run in step], [("count", run) for run in counts]]
     taken = {name: median(ms) / len(layers) for name, ms in card.spans_ms(spans, new_step(layers), budget_s).items()}
     table = torch.zeros(1, 8, dtype=torch.int32, device=card.device)
@@ -143,19 +136,6 @@ def _report(report: Report, row: dict[str, Any], about: str) -> None:
     report.add_figure(f"{about}: host's share of a step", row["share_of_host"], "share", "lower", 0.005)
 
 
-def _layers(
-    card: Card, prompts: Sequence[Prompt], plan: Plan, context_len: int, query_len: int
-) -> tuple[Engine, list[Layer]]:
-    """The chunk for the engine that a server would take, selected."""
-    for engine in card.engines.values():
-        layers = layers_of(prompts, plan, context_len, query_len, engine.name)
-        if all(layer.refusal(engine) is None for layer in layers):
-            for layer in layers:
-                layer.select()
-            return engine, layers
-    raise BenchError("no engine can attend over this plan's index here")
-
-
 def copied_ms(card: Card, num_bytes: float) -> float:
     """How long this card takes to read so much memory: half of what copying a GiB reads and writes."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device=card.device)
@@ -172,13 +152,11 @@ def main(
     results: Annotated[Path | None, typer.Option(help="List of figures to merge this run's into.")] = None,
 ) -> None:
     card, lengths, heads = Card(), [int(n) for n in contexts.split(",")], Heads()
-    prompts, shape = structured_prompts(heads, max(lengths) + chunk, 2, card.device), heads.model(2)
-    asked = Asked.parse(method) if method else None
-    plan = asked.plan(shape, None) if asked else Plan.build(SparsePrefillConfig(), shape)
+    prompts = structured_prompts(heads, max(lengths) + chunk, 2, card.device)
+    name, plan = plan_asked(method, heads.model(2))
     command = f"python -m benchmarks.metrics --contexts {contexts} --chunk {chunk}"
     report = Report("metrics", card.name, json_path, results, command + (f" --method {method}" if method else ""))
     products = projections(heads, chunk, card.device, SHAPE["hidden_size"], SHAPE["intermediate_size"])
-    name = f"{asked or 'default'}"
     rows = [run_prefill(card, prompts, plan, length, chunk, products, name, report) for length in lengths]
     rows.append(run_decodes(card, copied_ms(card, WEIGHT_BYTES), report))
     Console(width=180).print(table_of(f"counting beside what is counted, {card.name}", COLUMNS, rows))

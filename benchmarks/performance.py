@@ -19,7 +19,7 @@ from rich.console import Console
 from benchmarks.tables import markdown_table, put_between
 from vllm_sparse_backend.bench.report import merge_figures, read_figures, table_of
 
-RESULTS, DOCUMENT = Path("docs/results/performance.json"), Path("docs/performance.md")
+RESULTS = Path("docs/results/performance.json")
 
 Figures = Mapping[str, Mapping[str, Any]]
 

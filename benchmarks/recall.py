@@ -22,6 +22,7 @@ import typer
 
 from benchmarks import recall_figures
 from vllm_sparse_backend.bench.report import Report
+from vllm_sparse_backend.cli.common import split
 from vllm_sparse_backend.evaluate.attention import Figures, Setting, add_figures, measure, swept
 from vllm_sparse_backend.evaluate.capture import capture, default_text, read_tokens, text_files
 from vllm_sparse_backend.evaluate.clusters import head_clusters
@@ -38,10 +39,6 @@ def merge(path: Path, figures: Figures) -> None:
     prompts = [old for old in prompts if [old[key] for key in ("model", "num_tokens", "chunk_tokens")] != same]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([*prompts, figures]) + "\n")
-
-
-def split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def main(

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from vllm_sparse_backend.settings.reasons import ROW_FALLBACKS, STATIC_FALLBACKS, Fallback, layer_fallback
+from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
 
 FITTING = {"head_dim": 128, "dtype": "bfloat16"}
 # What makes each of the reasons that a layer's properties can give.
@@ -25,9 +25,13 @@ PROPERTIES = {
 }
 
 
-def test_every_other_static_reason_comes_from_a_property() -> None:
+def test_every_other_reason_comes_from_a_property() -> None:
     of_the_plan_or_device = {Fallback.DENSE_LAYER, Fallback.OTHER_HEADS, Fallback.SHARED_MEMORY}
-    assert set(PROPERTIES) == set(STATIC_FALLBACKS) - of_the_plan_or_device
+    of_a_row = {
+        Fallback.NON_CAUSAL, Fallback.PREFIX_LM, Fallback.CASCADE, Fallback.TOO_SHORT, Fallback.SHORT_QUERY,
+        Fallback.GUARD, Fallback.NEVER_FASTER, Fallback.NO_ROOM, Fallback.REQUESTED,
+    }  # fmt: skip
+    assert set(PROPERTIES) == set(Fallback) - of_the_plan_or_device - of_a_row
 
 
 @pytest.mark.parametrize(("reason", "properties"), PROPERTIES.items())
@@ -75,9 +79,7 @@ def test_head_dims() -> None:
     assert {64, 96, 128, 256} <= set(taken)
 
 
-def test_reasons_speak_and_are_static_or_per_row() -> None:
-    assert set(STATIC_FALLBACKS) | set(ROW_FALLBACKS) == set(Fallback)
-    assert not set(STATIC_FALLBACKS) & set(ROW_FALLBACKS)
+def test_reasons_speak() -> None:
     explanations = {reason.explain for reason in Fallback}
     assert len(explanations) == len(Fallback)
     for reason in Fallback:

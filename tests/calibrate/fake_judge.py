@@ -16,7 +16,6 @@ class FakeJudge:
     """``curves[i]`` says what comes of a method of head i; ``passes`` are the methods of each pass so far."""
 
     layer = 0
-    timed = True
     costs = EstimatedCosts(1, 1, 64)
 
     def __init__(self, *curves: Curve) -> None:

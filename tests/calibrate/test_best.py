@@ -30,7 +30,6 @@ class Known:
 
     kinds: dict[str, tuple[float, float]] = field(default_factory=dict)
     layer: LayerCost = LAYER
-    timed: bool = False
 
     def of(self, method: Method) -> Cost:
         return Cost(*self.kinds.get(name_of(method.selection), (0.0, 0.0)), full_ms=10.0)

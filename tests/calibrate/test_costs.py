@@ -89,7 +89,6 @@ def test_costs_are_read_from_their_file(batches, tmp_path):
 
 def test_estimates_go_by_pairs_and_known_shares():
     costs = EstimatedCosts(num_pairs=10**9, num_heads=8, head_dim=128)
-    assert not costs.timed
     dense, sale, sparge = (share_ms(costs, one, 1.0, 8) for one in (Dense(), Sale(), SpargeAttn()))
     assert dense == costs.layer.dense_ms / 8
     assert (sale / dense, sparge / dense) == (pytest.approx(1.22), pytest.approx(1.023))

@@ -78,7 +78,7 @@ SEARCHES = {
     "anchor_attention": lambda judge: anchor_attention.search(judge, BOUND, SAMPLED),
     "flex_vertical_slash": lambda judge: flex_vertical_slash.search(judge, BOUND, flex_vertical_slash.SPREAD),
     "minference": lambda judge: minference.search(judge, BOUND, MINFERENCE),
-    "sale": lambda judge: sale.search(judge, BOUND, first_tau=0.256, least_sparsity=0.1),
+    "sale": lambda judge: sale.search(judge, BOUND, first_tau=0.256),
     "sparge_attn": lambda judge: sparge_attn.search(judge, BOUND, thetas=(0.0,), skipping=True),
 }
 PATTERNS = {"a_shape", "block_sparse", "vertical_slash"}
@@ -91,7 +91,9 @@ def test_what_a_search_returns_holds_the_bound(judge, name):
     assert {name_of(method) for method in found} <= (PATTERNS if name == "minference" else {name}) | {"dense"}
     assert all(BOUND.holds(seen) for seen in together)
     assert together[HEADS.index("sink")].density < 0.8
-    assert isinstance(found[HEADS.index("diffuse")], Dense)
+    diffuse = HEADS.index("diffuse")
+    assert together[diffuse].density > 0.9
+    assert isinstance(found[diffuse], Dense) or name == "sale"  # which asks for no sparsity
 
 
 @pytest.mark.parametrize("name", LADDERS)

@@ -38,9 +38,7 @@ def page() -> Page:
     )
     cells = heat_map(["1,000", "2,000"], ["0 %", "10 %"], [[0.0, 1.0], [None, 0.5]], [["0/4", "4/4"], ["", "2/4"]],
                      x="depth", y="tokens")  # fmt: skip
-    lines = curves(
-        {"a & b": [(1024, 1.0), (8192, 2.0)], "none": []}, x="tokens", y="perplexity", log_x=True, line_at=1.0
-    )
+    lines = curves({"a & b": [(1024, 1.0), (8192, 2.0)], "none": []}, x="tokens", y="perplexity", log_x=True)
     made.figures({"heat": cells, "lines": lines, "empty": ""})
     made.failures(["b, vt: <refused>"])
     return made

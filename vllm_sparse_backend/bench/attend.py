@@ -26,6 +26,9 @@ from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_inde
 NUM_INPUTS = 2
 """Inputs that are timed in turn, so that none is found in a cache."""
 
+PASSES_S = 1.0
+"""For so long a case is measured."""
+
 SAGE_ATTENTION_L1 = 0.021
 """Relative L1 error of SageAttention's 8-bit scores on normal data (its table 9): what they may have here."""
 
@@ -85,7 +88,6 @@ def run_attend(
     engines: Sequence[str],
     report: Report,
     with_options: bool = False,
-    budget_s: float = 1.0,
 ) -> Iterator[dict[str, Any]]:
     """Measure case by case; yields each as it is reported."""
     batches: list[Batch] = []
@@ -97,9 +99,9 @@ def run_attend(
             batches += [_batch(heads, made_for, seed, card.device) for seed in range(NUM_INPUTS)]
         indices = [random_index(batch, case.block_tokens, case.density, case.stripes) for batch in batches]
         for engine in engines:
-            yield _measure(card, case, batches, indices, card.engines[engine], report, budget_s)
+            yield _measure(card, case, batches, indices, card.engines[engine], report)
         if with_options and not case.stripes:
-            yield from _measure_options(card, case, batches[0], indices[0], report, budget_s)
+            yield from _measure_options(card, case, batches[0], indices[0], report)
 
 
 def _batch(heads: Heads, lengths: tuple[int, int], seed: int, device: torch.device) -> Batch:
@@ -114,7 +116,6 @@ def _measure(
     indices: Sequence[SparseIndex],
     engine: Engine,
     report: Report,
-    budget_s: float,
 ) -> dict[str, Any]:
     row: dict[str, Any] = {
         "engine": engine.name, "context_len": case.context_len, "query_len": case.query_len,
@@ -143,7 +144,7 @@ def _measure(
         report.add_case(row)
         return row
     own: list[Span] = [("ours", partial(ours, i)) for i in range(len(batches))]
-    taken = card.spans_ms([[("dense", run) for run in dense], own], budget_s=budget_s)
+    taken = card.spans_ms([[("dense", run) for run in dense], own], budget_s=PASSES_S)
     row["dense_ms"], row["ms"] = (median(taken[name]) / len(batches) for name in ("dense", "ours"))
     row["times_faster"] = row["dense_ms"] / row["ms"]
     row["efficiency"] = row["times_faster"] * row["density"]
@@ -175,7 +176,7 @@ most that skipping can save."""
 
 
 def _measure_options(
-    card: Card, case: Case, batch: Batch, index: SparseIndex, report: Report, budget_s: float
+    card: Card, case: Case, batch: Batch, index: SparseIndex, report: Report
 ) -> Iterator[dict[str, Any]]:
     """What each option makes of the time that the portable engine takes without."""
     run, out = PORTABLE.attend, batch.empty_out()
@@ -202,7 +203,7 @@ def _measure_options(
         if not (check.error <= SAGE_ATTENTION_L1 if int8 else check.passed):
             row["problem"] = f"relative L1 error {check.error:.3g}" if int8 else str(check)
         else:
-            taken = card.spans_ms([[("plain", plain)], [("ours", with_option)]], budget_s=budget_s)
+            taken = card.spans_ms([[("plain", plain)], [("ours", with_option)]], budget_s=PASSES_S)
             plain_ms, row["ms"] = median(taken["plain"]), median(taken["ours"])
             name = f"attend, {case.name}, {option}: times faster than without"
             report.add_figure(name, plain_ms / row["ms"], "ratio", "higher")

@@ -32,6 +32,9 @@ MARGIN = 1.03
 STEPS = 2
 """Steps of a pass: the more follow each other, the less waiting for the last of them counts."""
 
+PASSES_S = 0.25
+"""For so long a rung is measured."""
+
 FORMAT = 1
 NEW_TOKENS = (20, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -88,7 +91,6 @@ def run_crossover(
     chunk_tokens: int,
     report: Report,
     margin: float = MARGIN,
-    budget_s: float = 0.25,
 ) -> Iterator[dict[str, Any]]:
     """Measures each method with each engine; yields each rung as it is reported, and after them ``{"entry": …}``."""
     longest = min(prompt.num_tokens for prompt in prompts)
@@ -98,43 +100,39 @@ def run_crossover(
     after_prefix = {n: (longest, n) for n in new_tokens}
     for asked, plan in plans:
         for engine in engines:
-            measure = partial(_rung, card, prompts, asked, plan, card.engines[engine], report, budget_s)
+            measure = partial(_rung, card, prompts, asked, plan, card.engines[engine], report)
             least = yield from climb_down(last_chunks, partial(measure, "min_tokens"), margin)
             least_new = yield from climb_down(after_prefix, partial(measure, "min_query_tokens"), margin)
             yield {"entry": entry_of(card, heads, asked, engine, least, least_new, report.command)}
 
 
 def _rung(
-    card: Card, prompts: Sequence[Prompt], asked: Asked, plan: Plan, engine: Engine, report: Report, budget_s: float,
+    card: Card, prompts: Sequence[Prompt], asked: Asked, plan: Plan, engine: Engine, report: Report,
     which: str, seq_len: int, query_len: int,
 ) -> dict[str, Any]:  # fmt: skip
     """The last ``query_len`` tokens of ``seq_len``, measured and reported."""
     row: dict[str, Any] = {"method": str(asked), "engine": engine.name, "ladder": which}
     row |= {"seq_len": seq_len, "query_len": query_len}
     layers = layers_of(prompts, plan, seq_len - query_len, query_len, engine.name)
-    _measure(card, layers, engine, row, budget_s)
+    _measure(card, layers, engine, row)
     report.add_case(row)
     return row
 
 
-def _measure(card: Card, layers: Sequence[Layer], engine: Engine, row: dict[str, Any], budget_s: float) -> None:
-    def whole(layer: Layer) -> None:
-        layer.select()
-        layer.attend(engine)
-
+def _measure(card: Card, layers: Sequence[Layer], engine: Engine, row: dict[str, Any]) -> None:
     new_step(layers)()
     for layer in layers:
         if why := layer.refusal(engine):
             row["problem"] = why
             return
-        whole(layer)
+        layer.run(engine)
         if layer.options is None and not (check := check_attention(layer.batch, layer.index, layer.out)).passed:
             row["problem"] = str(check)
             return
     dense: list[Run] = [card.dense(layer.batch, layer.batch.empty_out()) for layer in layers]
-    ours: list[Run] = [partial(whole, layer) for layer in layers]
+    ours: list[Run] = [partial(layer.run, engine) for layer in layers]
     ours[0] = _in_order(new_step(layers), ours[0])
-    taken = card.wall_ms({"dense": dense * STEPS, "ours": ours * STEPS}, budget_s)
+    taken = card.wall_ms({"dense": dense * STEPS, "ours": ours * STEPS}, PASSES_S)
     row["dense_ms"], row["ms"] = median(taken["dense"]), median(taken["ours"])
     row["times_faster"] = row["dense_ms"] / row["ms"]
 

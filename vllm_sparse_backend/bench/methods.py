@@ -79,6 +79,10 @@ class Layer:
         with self.index.workspace.frame():
             engine.attend(batch.q, batch.cache, self.index, self.out, batch.scale, options=self.options)
 
+    def run(self, engine: Engine) -> None:
+        self.select()
+        self.attend(engine)
+
     def engine(self, table: Mapping[str, Engine]) -> Engine:
         """The one that a server takes for this layer."""
         return choose(table, AttendSpec.of(self.batch.cache, self.index, self.options)).engine
@@ -114,7 +118,6 @@ def run_methods(
     query_len: int,
     engines: Sequence[str],
     report: Report,
-    budget_s: float = 2.0,
     unrounded: Sequence[Prompt] = (),
 ) -> Iterator[dict[str, Any]]:
     """Each method after each context with each engine; yields each case as it is reported.
@@ -136,7 +139,7 @@ def run_methods(
                 if why := next((w for layer in layers if (w := layer.refusal(engine))), None):
                     row["problem"] = why
                 else:
-                    _measure(card, layers, engine, dense, truths, row, budget_s)
+                    _measure(card, layers, engine, dense, truths, row)
                     if unrounded:
                         row["stock_error"] = fmean(map(difference, dense_outs, truths))
                         exact = layers_of(unrounded, plan, context_len, query_len, engine.name)
@@ -159,8 +162,7 @@ def _add_fp8_error(layers: Sequence[Layer], exact: Sequence[Layer], engine: Engi
     """What the cache's rounding does to the whole method; ``layers`` have run, ``exact`` are the same in bf16."""
     new_step(exact)()
     for layer in exact:
-        layer.select()
-        layer.attend(engine)
+        layer.run(engine)
     row["fp8_error"] = fmean(difference(a.out, b.out) for a, b in zip(layers, exact, strict=True))
     row["fp8_ratio"] = row["fp8_error"] / row["stock_error"]
 
@@ -172,13 +174,11 @@ def _measure(
     dense: Sequence[Run],
     truths: Sequence[torch.Tensor],
     row: dict[str, Any],
-    budget_s: float,
 ) -> None:
     new_step(layers)()
     checks: list[Check] = []
     for layer in layers:
-        layer.select()
-        layer.attend(engine)
+        layer.run(engine)
         if layer.options is None:  # with options the result is an approximation, by more than rounding
             checks.append(check_attention(layer.batch, layer.index, layer.out))
     kept = sum(int(layer.index.kept_pairs()) for layer in layers)
@@ -189,7 +189,7 @@ def _measure(
         row["problem"] = str(failed[0])
         return
     ours = [span for layer in layers for span in (("select", layer.select), ("attend", partial(layer.attend, engine)))]
-    taken = card.spans_ms([[("dense", run) for run in dense], ours], new_step(layers), budget_s)
+    taken = card.spans_ms([[("dense", run) for run in dense], ours], new_step(layers))
     dense_ms, select_ms, attend_ms = (median(taken[name]) / len(layers) for name in ("dense", "select", "attend"))
     whole_ms = median(s + a for s, a in zip(taken["select"], taken["attend"], strict=True)) / len(layers)
     row |= {"dense_ms": dense_ms, "select_ms": select_ms, "attend_ms": attend_ms, "whole_ms": whole_ms}

@@ -17,7 +17,12 @@ class Pairs:
     @staticmethod
     def of(server: Endpoint) -> "Pairs":
         """All since it started; none where it does not count."""
-        layers = parse(server.metrics()).layers.values()
+        return Pairs.on_page(server.metrics())
+
+    @staticmethod
+    def on_page(text: str) -> "Pairs":
+        """Of a /metrics page."""
+        layers = parse(text).layers.values()
         return Pairs(sum(one.kept_pairs for one in layers), sum(one.causal_pairs for one in layers))
 
     @property

@@ -148,7 +148,6 @@ def soak(
     asking: Asking,
     prompts: Prompts,
     resident_bytes: Callable[[], int] | None = None,
-    on_second: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Outcome:
     """Let all clients send until the time is up, and wait for the last answers."""
     outcome, lock = Outcome(), threading.Lock()
@@ -176,7 +175,6 @@ def soak(
             scraped = now
             if held := parse(server.metrics()).device_bytes:
                 outcome.device_bytes.append((now, held))
-        on_second(outcome)
         time.sleep(SAMPLE_S)
     return outcome
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from vllm_sparse_backend.calibrate.measure import Bound, LayerJudge
-from vllm_sparse_backend.calibrate.sparsest import LEAST_SPARSITY, for_all, sparse_enough, sparsest
+from vllm_sparse_backend.calibrate.sparsest import for_all, sparse_enough, sparsest
 from vllm_sparse_kernels.select.anchor_attention import AnchorAttention
 from vllm_sparse_kernels.select.base import Method
 
@@ -35,20 +35,14 @@ def thetas(base: AnchorAttention) -> Sequence[float]:
     return SAMPLED_THETAS if base.sample_tokens else THETAS
 
 
-def search(
-    judge: LayerJudge,
-    bound: Bound,
-    base: AnchorAttention = PAPER,
-    *,
-    least_sparsity: float = LEAST_SPARSITY,
-) -> list[Method]:
+def search(judge: LayerJudge, bound: Bound, base: AnchorAttention = PAPER) -> list[Method]:
     """One method for each head: ``base`` with the least of ``thetas(base)`` that holds the bound, or dense.
 
     Four passes.
     """
     settings = [replace(base, theta=theta) for theta in thetas(base)]
     found = sparsest(judge, bound, for_all(judge, settings))
-    return [sparse_enough(found[head], least_sparsity) for head in range(judge.num_heads)]
+    return [sparse_enough(found[head]) for head in range(judge.num_heads)]
 
 
 def ladder(base: AnchorAttention = PAPER) -> tuple[Method, ...]:

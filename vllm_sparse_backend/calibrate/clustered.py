@@ -170,7 +170,7 @@ def survey_layer(judge: LayerJudge, bound: Bound, base: SharePrefill, clusters: 
     alone = sparsest(judge, bound, for_all(judge, ladder))
     choices = []
     for head, number in enumerate(clusters):
-        own = sparse_enough(alone[head], LEAST_SPARSITY)
+        own = sparse_enough(alone[head])
         choices.append(Choice(own, 1.0 if isinstance(own, Dense) else alone[head].figures.density, number))
     if set(clusters) == {NOISE}:
         return choices
@@ -185,7 +185,7 @@ def survey_layer(judge: LayerJudge, bound: Bound, base: SharePrefill, clusters: 
             pivot = _member(ladder[-1] if isinstance(one.own, Dense) else one.own, number)
             choices[head] = replace(one, shared=pivot, is_pivot=True)
             continue
-        method, density = sparse_enough(together[head], LEAST_SPARSITY), together[head].figures.density
+        method, density = sparse_enough(together[head]), together[head].figures.density
         if not isinstance(method, Dense) and density <= one.own_density:
             choices[head] = replace(one, shared=_member(method, number), shared_density=density)
     return choices

@@ -75,10 +75,6 @@ class LayerCost:
 
 
 class Costs(Protocol):
-    @property
-    def timed(self) -> bool:
-        """Whether these are measured on this device."""
-
     def of(self, method: Method) -> Cost: ...
 
     @property
@@ -109,7 +105,6 @@ class EstimatedCosts:
     """Causal pairs of one head."""
     num_heads: int
     head_dim: int
-    timed: bool = False
 
     @property
     def full_ms(self) -> float:
@@ -128,8 +123,6 @@ class EstimatedCosts:
 class PairCosts:
     """Nothing but kept pairs, as shares of all: for searches of what is sparsest, on no device in particular."""
 
-    timed = False
-
     def __init__(self, num_heads: int) -> None:
         self.num_heads = num_heads
 
@@ -147,8 +140,6 @@ class MeasuredCosts:
     ``batches`` gives a layer's served chunks, its heads ``copies`` times over: costs are one copy's. ``key``
     says what they are of: a file with another one is refused.
     """
-
-    timed = True
 
     def __init__(self, card: "Card", path: Path, key: Mapping[str, Any], copies: int = 1) -> None:
         self.card, self.path, self.key, self.copies = card, path, dict(key), copies

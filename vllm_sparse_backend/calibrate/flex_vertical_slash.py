@@ -12,7 +12,7 @@ queries all over the chunk, without which the heads that retrieve keep what its 
 from dataclasses import replace
 
 from vllm_sparse_backend.calibrate.measure import Bound, LayerJudge
-from vllm_sparse_backend.calibrate.sparsest import LEAST_SPARSITY, for_all, sparse_enough, sparsest
+from vllm_sparse_backend.calibrate.sparsest import for_all, sparse_enough, sparsest
 from vllm_sparse_kernels.select.base import Method
 from vllm_sparse_kernels.select.flex_vertical_slash import FlexVerticalSlash
 
@@ -25,17 +25,11 @@ GAMMAS = (*(percent / 100 for percent in range(30, 100)), 0.995, 0.998, 0.999)
 LADDER = (0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 0.995)
 
 
-def search(
-    judge: LayerJudge,
-    bound: Bound,
-    base: FlexVerticalSlash = PAPER,
-    *,
-    least_sparsity: float = LEAST_SPARSITY,
-) -> list[Method]:
+def search(judge: LayerJudge, bound: Bound, base: FlexVerticalSlash = PAPER) -> list[Method]:
     """One method for each head: ``base`` with the least of ``GAMMAS`` that holds the bound, or dense. Seven passes."""
     settings = [replace(base, gamma=gamma) for gamma in GAMMAS]
     found = sparsest(judge, bound, for_all(judge, settings))
-    return [sparse_enough(found[head], least_sparsity) for head in range(judge.num_heads)]
+    return [sparse_enough(found[head]) for head in range(judge.num_heads)]
 
 
 def ladder(base: FlexVerticalSlash = PAPER) -> tuple[Method, ...]:

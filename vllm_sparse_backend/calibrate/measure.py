@@ -95,7 +95,7 @@ class LayerJudge(Protocol):
     layer: int
     num_heads: int
     costs: Costs
-    """What kinds of methods take on this device; ``costs.timed`` says whether that is measured or an estimate."""
+    """What kinds of methods take on this device."""
 
     def judge(self, methods: Sequence[Method]) -> list[Figures]:
         """What comes of one method for each head. All heads are selected and attended in one pass of each chunk."""

@@ -8,12 +8,9 @@ Where this departs from the paper: it bounds ‖O − Õ‖₁ / N, in units of 
 Here a head's error is relative to its output, and the worst hundredth of queries has a bound of its own (``Figures``,
 ``Bound``).
 
-Beyond the paper, if the caller asks:
-
-* ``first_tau`` above 0.008. On most heads of a trained model τ = 0.1 answers as dense attention does and keeps half of
-  what 0.008 keeps (docs/quality.md). It is the paper's own halving, from further up: 0.256 takes five passes more.
-* ``ratio`` between one half and 1: finer steps, as many more of them.
-* ``least_sparsity``: heads that leave out less run dense, which needs no selection.
+Beyond the paper, if the caller asks: ``first_tau`` above 0.008. On most heads of a trained model τ = 0.1 answers as
+dense attention does and keeps half of what 0.008 keeps (docs/quality.md). It is the paper's own halving, from further
+up: 0.256 takes five passes more.
 
 Heads differ in τ within one launch; the other parameters are those of ``base`` for all.
 """
@@ -21,8 +18,9 @@ Heads differ in τ within one launch; the other parameters are those of ``base``
 from dataclasses import replace
 
 from vllm_sparse_backend.calibrate.measure import Bound, LayerJudge
-from vllm_sparse_backend.calibrate.sparsest import Judged, judge_all, sparse_enough
+from vllm_sparse_backend.calibrate.sparsest import judge_all
 from vllm_sparse_kernels.select.base import Method, require
+from vllm_sparse_kernels.select.dense import Dense
 from vllm_sparse_kernels.select.sale import Sale
 
 PAPER = Sale()
@@ -35,32 +33,23 @@ BEYOND_TAU = 0.256
 """0.008 · 2⁵: as ``first_tau`` the widest search that ends on the paper's own τs."""
 
 
-def search(
-    judge: LayerJudge,
-    bound: Bound,
-    base: Sale = PAPER,
-    *,
-    first_tau: float = FIRST_TAU,
-    ratio: float = 0.5,
-    least_sparsity: float = 0.0,
-) -> list[Method]:
-    """One method for each head: the largest τ of first_tau, first_tau · ratio, … that holds the bound, or dense.
+def search(judge: LayerJudge, bound: Bound, base: Sale = PAPER, *, first_tau: float = FIRST_TAU) -> list[Method]:
+    """One method for each head: the largest τ of first_tau, first_tau / 2, … that holds the bound, or dense.
 
-    Raises ValueError for a ``first_tau`` outside (0.0001, 1) or a ``ratio`` outside (0, 1).
+    Raises ValueError for a ``first_tau`` outside (0.0001, 1).
     """
     require(LEAST_TAU < first_tau < 1, "first_tau", first_tau, f"a number in ({LEAST_TAU}, 1)")
-    require(0 < ratio < 1, "ratio", ratio, "a number in (0, 1)")
-    found: dict[int, Judged] = {}
+    found: dict[int, Method] = {}
     tau = first_tau
     while len(found) < judge.num_heads and tau > LEAST_TAU:
         method = replace(base, tau=tau)
         # Heads that are done repeat what they have: of all that is judged the cheapest.
-        methods = [found[head].method if head in found else method for head in range(judge.num_heads)]
+        methods = [found.get(head, method) for head in range(judge.num_heads)]
         for head, judged in enumerate(judge_all(judge, bound, methods)):
             if judged.holds:
-                found.setdefault(head, judged)
-        tau *= ratio
-    return [sparse_enough(found.get(head), least_sparsity) for head in range(judge.num_heads)]
+                found.setdefault(head, judged.method)
+        tau /= 2
+    return [found.get(head, Dense()) for head in range(judge.num_heads)]
 
 
 def ladder(base: Sale = PAPER) -> tuple[Method, ...]:

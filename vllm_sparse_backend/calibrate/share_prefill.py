@@ -52,6 +52,9 @@ BASES: Mapping[str, SharePrefill] = MappingProxyType({
 })  # fmt: skip
 """By name what all heads have but for γ and cluster. What a name with ``+`` adds goes beyond the paper."""
 
+MIN_HEADS = 5
+"""Of a cluster: heads of smaller ones are noise."""
+
 HELD_BYTES = 1 << 31
 """Of maps that stay on the device while they are trained on; where there are more, they come batch by batch."""
 
@@ -184,7 +187,6 @@ def _hierarchy() -> Any:
 def cluster_heads(
     maps: Sequence[torch.Tensor] | torch.Tensor,
     distance: float = 10.0,
-    min_heads: int = 5,
     **training: Any,
 ) -> Clusters:
     """Clusters of all heads from the maps [num_heads, side, side] of each layer, numbered from 0 by first member.
@@ -197,7 +199,7 @@ def cluster_heads(
     # A latent value that is the same for all heads says nothing, and must not become noise of unit size.
     standard = (latent - latent.mean(0)) / torch.where(spread > 1e-6 * spread.max(), spread, torch.inf)
     labels = ward_labels(standard, distance)
-    large = [label for label in dict.fromkeys(labels) if labels.count(label) >= min_heads]
+    large = [label for label in dict.fromkeys(labels) if labels.count(label) >= MIN_HEADS]
     ids = {label: i for i, label in enumerate(large)}
     flat = [ids.get(label, NOISE) for label in labels]
     return tuple(tuple(flat[i : i + num_heads]) for i in range(0, len(flat), num_heads))

@@ -48,21 +48,18 @@ def search(
     *,
     thetas: Sequence[float] = THETAS,
     skipping: bool = False,
-    least_sparsity: float = LEAST_SPARSITY,
 ) -> list[Method]:
     """One method for each head: ``base`` with the τ and θ, and with ``skipping`` the λ, that leave out most; or dense.
 
     Ten passes for each θ, and nine for λ.
     """
     first = bound.less(1 - FIRST_SHARE, bound.unseen) if skipping else bound
-    found = _pairs(judge, first, base, thetas, least_sparsity)
-    methods = [sparse_enough(found.get(head), least_sparsity) for head in range(judge.num_heads)]
+    found = _pairs(judge, first, base, thetas)
+    methods = [sparse_enough(found.get(head)) for head in range(judge.num_heads)]
     return _with_margins(judge, bound, methods) if skipping else methods
 
 
-def _pairs(
-    judge: LayerJudge, bound: Bound, base: SpargeAttn, thetas: Sequence[float], least_sparsity: float
-) -> dict[int, Judged]:
+def _pairs(judge: LayerJudge, bound: Bound, base: SpargeAttn, thetas: Sequence[float]) -> dict[int, Judged]:
     """Of each head the sparsest pair of τ and θ, where one holds."""
     found: dict[int, Judged] = {}
     heads = set(range(judge.num_heads))
@@ -71,7 +68,7 @@ def _pairs(
         for head, judged in sparsest(judge, bound, dict.fromkeys(sorted(heads), at_theta)).items():
             if judged.holds and (head not in found or judged.sparsity > found[head].sparsity):
                 found[head] = judged
-            if judged.sparsity < least_sparsity:
+            if judged.sparsity < LEAST_SPARSITY:
                 heads.remove(head)  # higher θs keep still more
         if not heads:
             break

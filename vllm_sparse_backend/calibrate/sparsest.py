@@ -65,6 +65,6 @@ def for_all(judge: LayerJudge, ladder: Sequence[Method]) -> dict[int, Sequence[M
     return dict.fromkeys(range(judge.num_heads), ladder)
 
 
-def sparse_enough(judged: Judged | None, least_sparsity: float) -> Method:
-    """The method if it holds and leaves out as much, else dense."""
-    return judged.method if judged and judged.holds and judged.sparsity >= least_sparsity else Dense()
+def sparse_enough(judged: Judged | None) -> Method:
+    """The method if it holds and leaves out ``LEAST_SPARSITY``, else dense."""
+    return judged.method if judged and judged.holds and judged.sparsity >= LEAST_SPARSITY else Dense()

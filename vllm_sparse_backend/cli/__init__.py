@@ -12,5 +12,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for part in (doctor, demo, profiles, calibrate, bench, servers, eval):
-    part.add_to(app)
+app.command()(doctor.doctor)
+app.command()(demo.demo)
+app.add_typer(profiles.profile_app, name="profile")
+app.add_typer(bench.bench, name="bench")
+app.add_typer(eval.evaluate, name="eval")
+for command in calibrate.COMMANDS:
+    profiles.profile_app.command()(command)
+for command in (servers.serve, servers.soak):
+    bench.bench.command()(command)

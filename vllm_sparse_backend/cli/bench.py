@@ -1,16 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill bench`: speed on this machine, beside dense attention and stock vLLM."""
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from vllm_sparse_backend.cli.common import (
+    Json,
+    Methods,
+    Png,
+    Profile,
+    Results,
+    bar,
+    draw,
+    failures,
+    ints,
+    numbers,
+    say,
+    split,
+    wide_console,
+)
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.bench.asked import Asked
@@ -26,9 +38,6 @@ bench = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Json = Annotated[Path | None, typer.Option("--json", help="File for all that was measured, with device and versions.")]
-Results = Annotated[Path | None, typer.Option(help="List of figures, as in docs/results, to merge this run's into.")]
-Png = Annotated[Path | None, typer.Option(help="Picture to draw; needs matplotlib.")]
 Engines = Annotated[str | None, typer.Option("--engines", help="Engines by comma; by default all, each where it can.")]
 Model = Annotated[Path | None, typer.Option(help="Model folder whose heads are measured, in place of an 8B model's.")]
 Page = Annotated[int, typer.Option("--page-size", help="Tokens of a page of the cache.")]
@@ -37,11 +46,6 @@ CacheDtype = Annotated[
 ]
 Contexts = Annotated[str, typer.Option(help="Cached tokens before the chunk, by comma.")]
 Chunk = Annotated[int, typer.Option(help="Tokens of a chunk, as --max-num-batched-tokens.")]
-Methods = Annotated[
-    list[str] | None,
-    typer.Option("--method", help="NAME or NAME:FIELD=VALUE,FIELD=VALUE; may be repeated. By default all."),
-]
-Profile = Annotated[str | None, typer.Option(help="Profile whose methods are measured: a bundled name, or a file.")]
 
 
 @bench.command()
@@ -60,15 +64,15 @@ def attend(
     png: Png = None,
 ) -> None:
     """Attention over random indices: what a kept pair costs, beside FlashAttention on the same card."""
-    with _failures():
+    with failures():
         from vllm_sparse_backend.bench import plots
         from vllm_sparse_backend.bench.attend import COLUMNS, cases_of, run_attend
         from vllm_sparse_backend.bench.report import Report
 
         card, heads = _card(), _heads(model, page_size)
         chosen = _engines(engines, card)
-        numbers = _numbers(densities, float, "numbers")
-        cases = cases_of(_ints(contexts), chunk, _ints(blocks), numbers, _ints(stripes))
+        shares = numbers(densities, float, "numbers")
+        cases = cases_of(ints(contexts), chunk, ints(blocks), shares, ints(stripes))
         report = Report("attend", card.name, json_path, results)
         title = f"attend beside {card.dense_name}, {card.name}, {heads}"
         rows = run_attend(card, heads, cases, chosen, report, options)
@@ -76,7 +80,7 @@ def attend(
         plain = [case for case in report.cases if "option" not in case and not case["stripes"]]
         for case in plain:
             case["series"] = f"{case['engine']}, after {case['context_len']:,}, blocks of {case['block_tokens']}"
-        _draw(
+        draw(
             png,
             plots.Panel("attend", "density", f"times faster than {card.dense_name}",
                         plots.series_of(plain, "density", "times_faster", "series")),
@@ -114,13 +118,13 @@ def methods(
     png: Png = None,
 ) -> None:
     """Selection and attention of each method, beside FlashAttention: time, density, error of the output."""
-    with _failures():
+    with failures():
         from vllm_sparse_backend.bench import data, plots
         from vllm_sparse_backend.bench.methods import COLUMNS, FP8_COLUMNS, run_methods
         from vllm_sparse_backend.bench.report import Report
 
         is_fp8 = _is_fp8(kv_cache_dtype)
-        card, heads, lengths = _card(), _heads(model, page_size), _ints(contexts)
+        card, heads, lengths = _card(), _heads(model, page_size), ints(contexts)
         if captured is not None:
             prompts, plans, name = _captured(captured, clusters, repeat_heads, method, profile or (), card)
         else:
@@ -140,7 +144,7 @@ def methods(
         faster = f"times faster than {card.dense_name}"
         by_length = plots.series_of(report.cases, "tokens", "times_faster", "method", "engine")
         by_density = plots.series_of(report.cases, "density", "times_faster", "method", "engine")
-        _draw(
+        draw(
             png,
             plots.Panel(f"{name} data", "tokens", faster, by_length),
             plots.Panel(f"{name} data", "density", faster, by_density),
@@ -165,7 +169,7 @@ def crossover(
     png: Png = None,
 ) -> None:
     """From which lengths on each method is faster than dense attention here: the table that `auto` reads."""
-    with _failures():
+    with failures():
         from vllm_sparse_backend.bench import crossover as part
         from vllm_sparse_backend.bench import data, plots
         from vllm_sparse_backend.bench.report import Report, table_of
@@ -176,7 +180,7 @@ def crossover(
         plans = _plans(method, kept, heads.model(layers), data.structured_clusters(heads, layers))
         prompts = data.structured_prompts(heads, longest, layers, card.device)
         rungs = part.ladder(shortest, longest)
-        asked = _ints(new_tokens) if new_tokens else [n for n in part.NEW_TOKENS if n <= chunk and n < longest]
+        asked = ints(new_tokens) if new_tokens else [n for n in part.NEW_TOKENS if n <= chunk and n < longest]
         report = Report("crossover", card.name, json_path)
         entries: list[dict[str, Any]] = []
 
@@ -192,13 +196,13 @@ def crossover(
                 yield row
 
         _show(f"crossover, {card.name}, {heads}", part.COLUMNS, rows(), None)
-        _console().print(table_of(f"in {table}; empty: never faster", part.ENTRY_COLUMNS, entries))
+        wide_console().print(table_of(f"in {table}; empty: never faster", part.ENTRY_COLUMNS, entries))
         faster = f"times faster than {card.dense_name}"
         ladders = ("min_tokens", "min_query_tokens")
         of = {name: [case for case in report.cases if case["ladder"] == name] for name in ladders}
         by_length = plots.series_of(of["min_tokens"], "seq_len", "times_faster", "method", "engine")
         by_new = plots.series_of(of["min_query_tokens"], "query_len", "times_faster", "method", "engine")
-        _draw(
+        draw(
             png,
             plots.Panel("last chunk of a row", "tokens", faster, by_length),
             plots.Panel(f"{longest:,} tokens in all", "tokens that are new", faster, by_new),
@@ -216,7 +220,7 @@ def capture(
     skip: Annotated[int, typer.Option(help="Tokens of the text to leave out before the prompt.", min=0)] = 0,
 ) -> None:
     """Write down queries, keys and values of a model on a text, for `bench methods --captured`."""
-    with _failures():
+    with failures():
         from vllm_sparse_backend.demo.server import has_cuda
         from vllm_sparse_backend.evaluate.capture import capture as run
         from vllm_sparse_backend.evaluate.capture import default_text, read_tokens, text_files
@@ -224,21 +228,7 @@ def capture(
         ids = read_tokens(model, text_files(text or default_text()), tokens, skip=skip)
         captured = run(model, ids, folder, "cuda" if has_cuda() else "cpu")
         layers = f"{len(captured.scales)} layers" + (f", left out: {captured.left_out}" if captured.left_out else "")
-        _print(f"{captured.num_tokens:,} tokens of {captured.model} in {folder}: {layers}")
-
-
-@contextmanager
-def _failures() -> Iterator[None]:
-    """What an operator can mend is one red line, not a traceback."""
-    from vllm_sparse_backend.bench.report import BenchError
-    from vllm_sparse_backend.demo.server import ServerError
-    from vllm_sparse_backend.settings.errors import ConfigurationError
-
-    try:
-        yield
-    except (BenchError, ConfigurationError, ServerError) as error:
-        Console(stderr=True).print(f"[red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
+        say(f"{captured.num_tokens:,} tokens of {captured.model} in {folder}: {layers}")
 
 
 def _card() -> "Card":
@@ -261,7 +251,7 @@ def _engines(given: str | None, card: "Card") -> list[str]:
     from vllm_sparse_backend.bench.report import BenchError
     from vllm_sparse_backend.settings.errors import not_one_of
 
-    names = _split(given) if given else list(card.engines)
+    names = split(given) if given else list(card.engines)
     if unknown := [name for name in names if name not in card.engines]:
         raise BenchError(f"--engines: {not_one_of(unknown[0], card.engines)}")
     return names
@@ -321,15 +311,13 @@ def _show(title: str, columns: Mapping[str, str], rows: Iterable[dict[str, Any]]
     from vllm_sparse_backend.bench.report import cell, table_of
 
     shown = []
-    parts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*parts, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(title.split(",")[0], total=total)
+    with bar(title.split(",")[0], total) as (console, advance):
         for row in rows:
             shown.append(row)
-            progress.advance(task)
+            advance()
             told = [f"{heading} {cell(row[key])}" for key, heading in columns.items() if row.get(key) is not None]
-            progress.console.print(escape(", ".join(told)), highlight=False, soft_wrap=True)
-    _console().print(table_of(title, columns, shown))
+            console.print(escape(", ".join(told)), highlight=False, soft_wrap=True)
+    wide_console().print(table_of(title, columns, shown))
 
 
 def _print_oracle(prompt: Any) -> None:
@@ -339,47 +327,4 @@ def _print_oracle(prompt: Any) -> None:
     k, v = batch.cache.gather(batch.rows.block_table[0], prompt.num_tokens)
     density = oracle_density(Structured(batch.q, k, v, 0, ()))
     spread = ", ".join(f"{q:g}: {float(density.quantile(q)):.4f}" for q in (0.1, 0.5, 0.9, 1.0))
-    _print(f"95 % of the mass could be held at a density of {float(density.mean()):.3f} (heads' quantiles {spread})")
-
-
-def _draw(png: Path | None, *panels: Any) -> None:
-    if png is not None:
-        from vllm_sparse_backend.bench.plots import draw
-
-        draw(png, panels)
-        _print(f"Drawn in {png}")
-
-
-def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _level(text: str) -> int | str:
-    """As requests have it."""
-    return int(text) if text in ("0", "1") else text
-
-
-def _ints(text: str) -> list[int]:
-    return [int(number) for number in _numbers(text, int, "whole numbers")]
-
-
-def _numbers(text: str, kind: type[int] | type[float], expected: str) -> list[float]:
-    from vllm_sparse_backend.bench.report import BenchError
-
-    try:
-        return [kind(part) for part in _split(text)]
-    except ValueError:
-        raise BenchError(f"given {text!r}, expected {expected}, with commas between") from None
-
-
-def _console() -> Console:
-    """Wide enough for a table where there is no terminal to fit into."""
-    return Console(width=None if sys.stdout.isatty() else 180)
-
-
-def _print(text: str) -> None:
-    Console().print(escape(text), highlight=False, soft_wrap=True)
-
-
-def add_to(app: typer.Typer) -> None:
-    app.add_typer(bench, name="bench")
+    say(f"95 % of the mass could be held at a density of {float(density.mean()):.3f} (heads' quantiles {spread})")

@@ -3,8 +3,6 @@
 
 import inspect
 import math
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from vllm_sparse_backend.cli.bench import _failures
-from vllm_sparse_backend.cli.profiles import profile_app
+from vllm_sparse_backend.cli.common import exit_on_sigterm, failures
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.calibrate.job import Capturer, Job, Tell
@@ -149,10 +146,9 @@ def _with_job(run: Callable[..., "Profile"]) -> Callable[..., None]:
     shared = [p for name, p in inspect.signature(job_of).parameters.items() if name != "tell"]
 
     def command(**given: Any) -> None:
-        # Who stops the command leaves whole files: those of GPUs and of vLLM's workers are closed on the way out.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        exit_on_sigterm()
         mine = {p.name: given.pop(p.name) for p in own}
-        with _failures(), _progress() as tell:
+        with failures(), _progress() as tell:
             profile = run(job := job_of(**given, tell=tell), **mine)
             _write(profile, given["out"])
             if not given["keep_captures"]:
@@ -317,9 +313,5 @@ def cluster(
     return clustered.cluster(job, _bounds(level), distance, side, method, margin, unseen)
 
 
-for _command in (best, search, calibrate, cluster):
-    profile_app.command()(_with_job(_command))
-
-
-def add_to(app: typer.Typer) -> None:
-    """Nothing: these are commands of ``profile``, which is added already."""
+COMMANDS = tuple(_with_job(run) for run in (best, search, calibrate, cluster))
+"""Of ``sparse-prefill profile``."""

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill demo`."""
 
-import signal
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+from vllm_sparse_backend.cli.common import exit_on_sigterm
 
 
 def demo(
@@ -27,14 +27,9 @@ def demo(
 
     if method not in run.METHOD_PARAMS:
         raise typer.BadParameter(f"{method!r}; expected one of {', '.join(run.METHOD_PARAMS)}", param_hint="--method")
-    # A SIGTERM must reach the `finally` that stops the server.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    exit_on_sigterm()
     try:
         run.run_demo(model, method, work_dir, Console())
     except (run.DemoError, ServerError, ConfigurationError) as error:
         Console(stderr=True).print(f"[red]The demo failed.[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command()(demo)

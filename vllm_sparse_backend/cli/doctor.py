@@ -240,7 +240,3 @@ def spans(numbers: list[int]) -> str:
         else:
             parts.append([number, number])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command()(doctor)

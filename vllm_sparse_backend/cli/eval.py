@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill eval`: what sparse prefill loses, seen through servers."""
 
-import signal
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vllm_sparse_backend.cli.bench import Json, Methods, Profile, Results, _console, _failures, _ints, _level
+from vllm_sparse_backend.cli.common import (
+    Json,
+    Methods,
+    Profile,
+    Results,
+    bar,
+    exit_on_sigterm,
+    failures,
+    ints,
+    level_of,
+    wide_console,
+)
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.bench.report import Report
@@ -94,13 +100,13 @@ def answers(
     is dense, and hide what prefill lost. Prompts are the same for all servers and begin apart, and vLLM takes nothing
     from its prefix cache for such requests. With --json FILE of an earlier run, what that holds is not asked again.
     """
-    _stop_servers_on_sigterm()
-    with _failures():
+    exit_on_sigterm()
+    with failures():
         from vllm_sparse_backend.evaluate import asking as part
         from vllm_sparse_backend.evaluate import pages
 
         asking = part.Asking.about(
-            text, _ints(lengths), prompts, facts=facts, seed=seed, first_token=first_token,
+            text, ints(lengths), prompts, facts=facts, seed=seed, first_token=first_token,
             templates=_templates(fact, question),
         )  # fmt: skip
         contestants, report = _contestants("answers", model, settings, level, no_stock, url, label, asking.longest,
@@ -149,13 +155,13 @@ def tasks(
     can be asked, but for perplexity, which needs vLLM's prompt_logprobs. A request that fails is reported, and never
     counted. With --json FILE of an earlier run, what that holds is not asked again.
     """
-    _stop_servers_on_sigterm()
-    with _failures():
+    exit_on_sigterm()
+    with failures():
         from vllm_sparse_backend.evaluate import pages
         from vllm_sparse_backend.evaluate.tasks import job as part
 
         job = part.TaskJob.about(
-            tasks, _ints(lengths), prompts, text,
+            tasks, ints(lengths), prompts, text,
             seed=seed, templates=_templates(fact, question), chat=chat, first_token=first_token,
         )  # fmt: skip
         contestants, report = _contestants("tasks", model, settings, level, no_stock, url, label, job.longest,
@@ -190,7 +196,7 @@ def attention(
     Methods select on captured queries and keys as the server does, chunk by chunk, and are held against exact
     attention, layer by layer: errors of earlier layers do not add up here.
     """
-    with _failures():
+    with failures():
         import torch
 
         from vllm_sparse_backend.bench.asked import methods_asked
@@ -202,7 +208,7 @@ def attention(
 
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         name = torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
-        report, sizes = Report("attention", name, json_path, results), _ints(chunks)
+        report, sizes = Report("attention", name, json_path, results), ints(chunks)
         for found in [Capture.open(folder) for folder in captured]:
             named = [profile] if profile else []
             asked = [part.Setting(a.method, dict(a.params)) for a in methods_asked(method or (), named, found.shape)]
@@ -210,7 +216,7 @@ def attention(
             if any(one.method == "share_prefill" for one in asked):
                 by_layer = head_clusters(Capture.open(clusters) if clusters else found, device)
             for size in dict.fromkeys(size or found.num_tokens for size in sizes):
-                with _bar("layers", len(found.scales)) as (_, advance):
+                with bar("layers", len(found.scales)) as (_, advance):
                     settings = part.swept(asked) if sweep else asked
                     figures = part.measure(found, settings, by_layer, size, device, queries=True, on_layer=advance)
                 report.add_case(figures)
@@ -218,10 +224,6 @@ def attention(
                 _show_attention(figures)
         _show_chunks(report.cases)
         _finish(report, html, lambda: attention_page(report))
-
-
-def _stop_servers_on_sigterm() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def _templates(fact: str | None, question: str | None) -> "Templates":
@@ -255,7 +257,7 @@ def _contestants(
         raise BenchError(f"eval {name}: expected a MODEL to serve, or --url of running servers")
     if label and len(label) != len(url or ()):
         raise BenchError(f"--label: given {len(label)}, expected one for each of {len(url or ())} --url")
-    levels = [_level(one) for one in level or ()]
+    levels = [level_of(one) for one in level or ()]
     if model is not None:
         chosen = [Settings.parse(one) for one in settings or ["{}"]]
         served = started(model, chosen, not no_stock, longest, server_args, jobs, concurrency, levels)
@@ -282,7 +284,7 @@ def _ask(
     held = sum(
         case["label"] in labels and tuple(case.get(name) for name in job.fields) in wanted for case in report.cases
     )
-    with _bar("prompts", len(contestants) * len(wanted), held) as (console, advance):
+    with bar("prompts", len(contestants) * len(wanted), held) as (console, advance):
 
         def tell(case: dict[str, Any]) -> None:
             advance()
@@ -292,15 +294,6 @@ def _ask(
             console.print(escape(line), highlight=False, soft_wrap=True)
 
         ask_all(contestants, job, key, report, concurrency, tell, jobs)
-
-
-@contextmanager
-def _bar(of: str, total: int, done: int = 0) -> Iterator[tuple[Console, Callable[[], None]]]:
-    """A bar on stderr: what prints above it, and what moves it on by one."""
-    parts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*parts, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(of, total=total, completed=done)
-        yield progress.console, lambda: progress.advance(task)
 
 
 def _answered(case: dict[str, Any]) -> str:
@@ -319,7 +312,7 @@ def _finish(report: "Report", html: Path | None, page: Callable[[], "Page"]) -> 
     """The page, and what failed: a run with failures ends with 1."""
     from vllm_sparse_backend.evaluate.pages import failures
 
-    console = _console()
+    console = wide_console()
     if html is not None:
         page().write(html)
         console.print(f"Written to {html}", highlight=False, soft_wrap=True)
@@ -338,7 +331,7 @@ def _show_answers(rows: list[dict[str, Any]]) -> None:
     from vllm_sparse_backend.bench.report import table_of
     from vllm_sparse_backend.evaluate import asking as part
 
-    console = _console()
+    console = wide_console()
     caption = "right: all tokens of the answer rank first; perplexity: of all tokens but answers'"
     told = [row | {"perplexity": _fine(row["perplexity"])} for row in rows]
     console.print(table_of("Answers inside the prompt", part.COLUMNS, told, caption))
@@ -350,7 +343,7 @@ def _show_tasks(rows: list[dict[str, Any]], perplexities: list[dict[str, Any]]) 
     from vllm_sparse_backend.bench.report import table_of
     from vllm_sparse_backend.evaluate.tasks import job as part
 
-    console = _console()
+    console = wide_console()
     if rows:
         caption = "found: texts that the answers should hold and do; less the first's: on prompts that both answered"
         console.print(table_of("Tasks", part.COLUMNS, rows, caption))
@@ -363,7 +356,7 @@ def _show_attention(figures: dict[str, Any]) -> None:
     from vllm_sparse_backend.bench.report import table_of
     from vllm_sparse_backend.evaluate import attention as part
 
-    console, rows = _console(), part.table_rows(figures)
+    console, rows = wide_console(), part.table_rows(figures)
     title = f"{figures['model']}, {part.length_name(figures)}"
     if rows:
         caption = f"{part.EXPLAINED} {part.QUERIES_EXPLAINED}"
@@ -377,8 +370,4 @@ def _show_chunks(all_figures: Sequence[dict[str, Any]]) -> None:
     from vllm_sparse_backend.evaluate import attention as part
 
     for title, rows in part.chunk_tables(all_figures).items():
-        _console().print(table_of(title, {name: name for name in rows[0]}, rows))
-
-
-def add_to(app: typer.Typer) -> None:
-    app.add_typer(evaluate, name="eval")
+        wide_console().print(table_of(title, {name: name for name in rows[0]}, rows))

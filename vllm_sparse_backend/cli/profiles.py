@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vllm_sparse_backend.cli.common import failure, say
+
 if TYPE_CHECKING:
     from vllm_sparse_backend.settings.model_shape import ModelShape
     from vllm_sparse_backend.settings.profile import Level, Profile
@@ -59,13 +61,13 @@ def show(
         try:
             loaded = loaded.at_level(level)
         except ValueError as error:
-            raise _failure(f"{profile}: {error}") from None
+            raise failure(f"{profile}: {error}") from None
     _describe(loaded, shape)
     for name, value in loaded.provenance.model_dump(exclude_none=True, exclude={"figures"}).items():
-        _print(f"{name}: {_told(value)}")
+        say(f"{name}: {_told(value)}")
     if shape is None:
         if png is not None:
-            raise _failure(f"{profile}: fits any model: name one to draw it for")
+            raise failure(f"{profile}: fits any model: name one to draw it for")
         return
     _table(
         ("layers", "heads by method", "settings", "density", "worst error"),
@@ -87,8 +89,8 @@ def show(
         try:
             shown = profile_maps.draw(loaded, shape, png, f"{profile}, {shape}")
         except ConfigurationError as error:
-            raise _failure(error) from None
-        _print(f"Written to {png}: {', '.join(shown)}")
+            raise failure(error) from None
+        say(f"Written to {png}: {', '.join(shown)}")
 
 
 @profile_app.command()
@@ -105,9 +107,9 @@ def diff(
     if shape is None:
         if one == other:
             return
-        raise _failure("both profiles fit any model: name one to compare them for", code=2)
+        raise failure("both profiles fit any model: name one to compare them for", code=2)
     if other_shape is not None and (names := shape.differences(other_shape)):
-        raise _failure(f"they are for other models: {shape}; {other_shape}: they differ in {', '.join(names)}", code=2)
+        raise failure(f"they are for other models: {shape}; {other_shape}: they differ in {', '.join(names)}", code=2)
     found = profile_tables.differences(one, other, shape)
     if found:
         _table(("where", first, second), found)
@@ -125,7 +127,7 @@ def import_file(
     Files that are known: MInference's patterns and SharePrefill's clusters (JSON), SpargeAttn's and SALE's thresholds
     (torch.save).
     """
-    from vllm_sparse_backend.foreign import import_profile
+    from vllm_sparse_backend.foreign.detect import import_profile
     from vllm_sparse_backend.settings.errors import ConfigurationError
 
     try:
@@ -135,11 +137,11 @@ def import_file(
         with out.open("x", encoding="utf-8") as target:
             target.write(imported.to_yaml())
     except ConfigurationError as error:
-        raise _failure(error) from error
+        raise failure(error) from error
     except OSError as error:
-        raise _failure(f"{out}: cannot be written: {error.strerror}") from error
+        raise failure(f"{out}: cannot be written: {error.strerror}") from error
     _describe(imported, imported.model)
-    _print(f"{imported.provenance.source}\nWritten to {out}")
+    say(f"{imported.provenance.source}\nWritten to {out}")
 
 
 @profile_app.command()
@@ -162,15 +164,15 @@ def _load(name: str, model: Path | None, code: int = 1) -> "tuple[Profile, Model
         if name == auto.AUTO and shape is not None:
             choice = auto.choose(shape)
             if choice.profile is None:
-                raise _failure(f"auto: no profile, the server's default method runs: {choice.why}", code=code)
-            _print(f"auto: {choice.name}: {choice.why}")
+                raise failure(f"auto: no profile, the server's default method runs: {choice.why}", code=code)
+            say(f"auto: {choice.name}: {choice.why}")
             return choice.profile, shape
         loaded = load_profile(name)
         shape = shape or loaded.model
         if shape is not None:
             loaded.check_model(shape, name)
     except ConfigurationError as error:
-        raise _failure(error, code) from error
+        raise failure(error, code) from error
     return loaded, shape
 
 
@@ -179,9 +181,9 @@ def _describe(profile: "Profile", shape: "ModelShape | None") -> None:
 
     min_tokens = "the server's" if profile.min_tokens is None else profile.min_tokens
     min_query = "the server's" if profile.min_query_tokens is None else profile.min_query_tokens
-    _print(f"for {profile.model or 'any model'}; min_tokens {min_tokens}, min_query_tokens {min_query}")
+    say(f"for {profile.model or 'any model'}; min_tokens {min_tokens}, min_query_tokens {min_query}")
     if shape is None:
-        _print(f"every head: {describe(profile.default)}")
+        say(f"every head: {describe(profile.default)}")
         return
     _describe_level(profile, shape, f"level {profile.level}, " if profile.levels else "")
     for name, level in profile.levels.items():
@@ -198,9 +200,9 @@ def _describe_level(level: "Level", shape: "ModelShape", start: str) -> None:
             heads[method.alike].append(method)
     total = shape.num_layers * shape.num_heads
     for alike in sorted(heads.values(), key=len, reverse=True):
-        _print(f"{start}{len(alike)} of {total} heads: {summarize(alike)}")
+        say(f"{start}{len(alike)} of {total} heads: {summarize(alike)}")
     if dense := total - len(sparse_layers) * shape.num_heads:
-        _print(f"{start}{dense} of {total} heads: in dense_layers, always dense")
+        say(f"{start}{dense} of {total} heads: in dense_layers, always dense")
 
 
 def _told(value: object) -> str:
@@ -218,16 +220,3 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
     Console(width=None if Console().is_terminal else PIPED_WIDTH).print(table, highlight=False)
-
-
-def _print(text: str) -> None:
-    Console().print(escape(text), highlight=False, soft_wrap=True)
-
-
-def _failure(error: object, code: int = 1) -> typer.Exit:
-    Console(stderr=True).print(f"[red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
-    return typer.Exit(code)
-
-
-def add_to(app: typer.Typer) -> None:
-    app.add_typer(profile_app, name="profile")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill bench serve` and `soak`: whole servers, beside stock vLLM's and under many clients."""
 
-import signal
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,10 +9,20 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from vllm_sparse_backend.cli.bench import Json, Png, Results, _console, _draw, _failures, _ints, _level, _print, bench
+from vllm_sparse_backend.cli.common import (
+    Json,
+    Png,
+    Results,
+    draw,
+    exit_on_sigterm,
+    failures,
+    ints,
+    level_of,
+    say,
+    wide_console,
+)
 
 
-@bench.command()
 def serve(
     model: Annotated[Path | None, typer.Argument(help="Model to serve; not needed where servers run.")] = None,
     settings: Annotated[
@@ -60,8 +68,8 @@ def serve(
     png: Png = None,
 ) -> None:
     """Time to first token and per later token of stock vLLM and this backend, and both under a mixed load."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are stopped
-    with _failures():
+    exit_on_sigterm()
+    with failures():
         from vllm_sparse_backend.bench import load
         from vllm_sparse_backend.bench import serve as part
         from vllm_sparse_backend.bench.endpoint import Endpoint
@@ -76,14 +84,14 @@ def serve(
         if apart and (running or requests):
             raise BenchError("--apart: given with running servers or a mixed load, expected a MODEL and --requests 0")
         fit = (lambda given: part.fitting(given, model, output_tokens)) if model else list
-        longs = _ints(long) if long else [n for n in fit(part.LENGTHS) if n >= 32768]
-        asked = [Length(n) for n in (fit(part.LENGTHS) if lengths is None else _ints(lengths))]
-        asked += [Length(n, cached) for n in _ints(new) if cached]
+        longs = ints(long) if long else [n for n in fit(part.LENGTHS) if n >= 32768]
+        asked = [Length(n) for n in (fit(part.LENGTHS) if lengths is None else ints(lengths))]
+        asked += [Length(n, cached) for n in ints(new) if cached]
         mix = None
         if requests and longs:
-            lengths_of_load = tuple(_ints(short)), tuple(longs)
+            lengths_of_load = tuple(ints(short)), tuple(longs)
             mix = load.Mix(requests, rate or 1.0, *lengths_of_load, long_share, output_tokens, clients=clients)
-        levels = [_level(one) for one in level or ()]
+        levels = [level_of(one) for one in level or ()]
         asking = part.Asking(tuple(asked), output_tokens, repeats, mix, rate, text.read_text() if text else None)
         urls = [one for one in (stock_url, url) if one is not None]
         report = Report("serve", part.device_name(*urls), json_path, results)
@@ -98,7 +106,6 @@ def serve(
         _show_serve(report.cases, png)
 
 
-@bench.command()
 def soak(
     model: Annotated[Path | None, typer.Argument(help="Model to serve; not needed with --url.")] = None,
     url: Annotated[str | None, typer.Option(help="A running server with this backend.")] = None,
@@ -128,8 +135,8 @@ def soak(
     by more than 3 %, a kernel is compiled, a tensor misses the arena, the guard trips, or counters do not fit what was
     sent.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are stopped
-    with _failures():
+    exit_on_sigterm()
+    with failures():
         from vllm_sparse_backend.bench import serve as part
         from vllm_sparse_backend.bench import soak as soaking
         from vllm_sparse_backend.bench.endpoint import Endpoint, Prompts
@@ -138,7 +145,7 @@ def soak(
 
         if (model is None) == (url is None) or shortest > longest:
             raise BenchError("bench soak: expected a MODEL to serve or --url, and --shortest at most --longest")
-        asked = tuple(_level(one) for one in levels.split(","))
+        asked = tuple(level_of(one) for one in levels.split(","))
         asking = soaking.Asking(seconds, clients, shortest, longest, (None, *asked), abort_share=aborts, seed=seed)
         report = Report("soak", part.device_name(*([url] if url else [])), json_path, results)
         own = part.Settings.parse(settings or "{}")
@@ -155,9 +162,9 @@ def soak(
             done = soaking.soak_and_check(endpoint, asking, prompts, resident_bytes, served)
         soaking.add_figures(report, asking, done, f"{Path(model or endpoint.model).name}, {own}")
         for line in soaking.lines(asking, done):
-            _console().print(line, highlight=False)
+            wide_console().print(line, highlight=False)
         for problem in done.problems:
-            _console().print(f"[red]{escape(problem)}[/]", highlight=False)
+            wide_console().print(f"[red]{escape(problem)}[/]", highlight=False)
         if done.problems:
             raise typer.Exit(1)
 
@@ -166,7 +173,7 @@ def _show_serve(cases: Sequence[dict[str, Any]], png: Path | None) -> None:
     from vllm_sparse_backend.bench import latency, load, plots
     from vllm_sparse_backend.bench.report import table_of
 
-    console = _console()
+    console = wide_console()
     for name in dict.fromkeys(case["label"] for case in cases):
         of = [case for case in cases if case["label"] == name]
         console.print(table_of(f"{name}: one request at a time", latency.COLUMNS, _part(of, "latency")))
@@ -181,7 +188,7 @@ def _show_serve(cases: Sequence[dict[str, Any]], png: Path | None) -> None:
         for said in case.get("said", ()):
             console.print(f"[red]failed[/] {case['label']}, {case.get('case', case.get('server'))}: {escape(said)}")
     whole = [case for case in _part(cases, "latency") if not case["cached_tokens"]]
-    _draw(png, plots.Panel("first token", "tokens", "times sooner than stock",
+    draw(png, plots.Panel("first token", "tokens", "times sooner than stock",
                            plots.series_of(whole, "new_tokens", "times_sooner", "label")))  # fmt: skip
 
 
@@ -194,8 +201,4 @@ def _print_case(case: Mapping[str, Any]) -> None:
 
     hidden = {"answers", "requests", "said", "part", "kept_pairs", "causal_pairs"}
     told = [f"{key} {cell(value)}" for key, value in case.items() if key not in hidden and value is not None]
-    _print(", ".join(told))
-
-
-def add_to(app: typer.Typer) -> None:
-    """Nothing: these are commands of ``bench``, which is added already."""
+    say(", ".join(told))

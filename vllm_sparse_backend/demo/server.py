@@ -161,8 +161,8 @@ class Server:
     def exit_code(self) -> int | None:
         return self._process.poll() if self._process else None
 
-    def tail(self, lines: int = 60) -> str:
-        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+    def tail(self) -> str:
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-60:])
 
     def _end_of_log(self) -> str:
         """An engine's error often stands before the last lines, which other processes fill as they end."""

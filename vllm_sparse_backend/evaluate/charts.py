@@ -21,12 +21,10 @@ def heat_map(
     *,
     x: str,
     y: str,
-    low: float = 0.0,
-    high: float = 1.0,
 ) -> str:
     """A cell for each row and column; what it is ``told`` stands in it where there is room, and in its tooltip.
 
-    A value of None is a gap.
+    A value of 0 is darkest, of 1 brightest, and None a gap.
     """
     widest = max((len(text) for of in told for text in of), default=0)
     width = max(22.0, _CHAR * max([*map(len, columns), widest if widest <= 9 else 0]) + 8)
@@ -41,7 +39,7 @@ def heat_map(
         for j, value in enumerate(values[i]):
             if value is None:
                 continue
-            share = min(1.0, max(0.0, (value - low) / (high - low))) if high > low else 1.0
+            share = min(1.0, max(0.0, value))
             place = f'x="{left + width * j:.1f}" y="{top + height * i}" width="{width - 1:.1f}" height="{height - 1}"'
             hint = escape(f"{name}, {columns[j]}: {told[i][j] or format(value, '.4g')}")
             parts.append(f'<rect {place} fill="{_color(share)}"><title>{hint}</title></rect>')
@@ -58,7 +56,7 @@ def _color(share: float) -> str:
     return "#" + "".join(f"{part:02x}" for part in mixed)
 
 
-def curves(series: Series, *, x: str, y: str, log_x: bool = False, line_at: float | None = None) -> str:
+def curves(series: Series, *, x: str, y: str, log_x: bool = False) -> str:
     """A line for each of the series, with a legend; empty where no series has a point."""
     series = {name: [p for p in of if not log_x or p[0] > 0] for name, of in series.items()}
     series = {name: of for name, of in series.items() if of}
@@ -67,7 +65,7 @@ def curves(series: Series, *, x: str, y: str, log_x: bool = False, line_at: floa
         return ""
     left, top, width, height = 64.0, 12.0, 430.0, 260.0
     across = _Axis([p[0] for p in points], log_x)
-    up = _Axis([p[1] for p in points] + ([] if line_at is None else [line_at]), False)
+    up = _Axis([p[1] for p in points], False)
     parts = []
     for value in across.ticks:
         place = left + width * across.place(value)
@@ -78,9 +76,6 @@ def curves(series: Series, *, x: str, y: str, log_x: bool = False, line_at: floa
     for value in up.ticks:
         place = top + height * (1 - up.place(value))
         parts += [_line(left, place, left + width, place, "#ddd"), _text(left - 6, place + 4, _short(value), "end")]
-    if line_at is not None:
-        place = top + height * (1 - up.place(line_at))
-        parts.append(_line(left, place, left + width, place, "#000", ' stroke-dasharray="4 3"'))
     parts += [_text(left + width / 2, top + height + 36, x, "middle"), _text(12, top + height / 2, y, turn=True)]
     for i, (name, of) in enumerate(series.items()):
         places = [(left + width * across.place(a), top + height * (1 - up.place(b))) for a, b in sorted(of)]

@@ -14,9 +14,9 @@ from threading import Event, Lock, Thread
 from typing import Any, Protocol
 
 from vllm_sparse_backend.bench.endpoint import Endpoint
+from vllm_sparse_backend.bench.pairs import Pairs
 from vllm_sparse_backend.bench.report import BenchError, Report
 from vllm_sparse_backend.bench.serve import SPARE_TOKENS, Settings, kv_bytes, max_positions
-from vllm_sparse_backend.demo.scrape import parse
 from vllm_sparse_backend.demo.server import Server, ServerError, has_cuda, sparse_args
 from vllm_sparse_backend.settings.metrics import PREFIX
 
@@ -253,7 +253,7 @@ def _ask_server(
     concurrency: int,
 ) -> None:
     """A case for each of the requests, and one for the density of all; each with ``base``."""
-    before = _pairs(endpoint)
+    before = endpoint.metrics()
     pool = ThreadPoolExecutor(concurrency)
     try:
         for at, case in zip(todo, pool.map(lambda at: ask(endpoint, at), todo)):
@@ -261,18 +261,7 @@ def _ask_server(
     finally:
         # Who breaks off does not wait for prompts of minutes: they end with the server.
         pool.shutdown(wait=False, cancel_futures=True)
-    after = _pairs(endpoint)
-    if before is not None and after is not None:
-        kept, causal = after[0] - before[0], after[1] - before[1]
-        # None where nothing ran sparse: all prompts may lie within min_tokens.
-        density = kept / causal if causal else None
-        add({"part": "density", **base, **dict.fromkeys(fields), "density": density})
-
-
-def _pairs(endpoint: Endpoint) -> tuple[int, int] | None:
-    """Kept and causal pairs of a server's sparse rows since its start; None where it does not count them."""
-    page = endpoint.metrics()
-    if PREFIX not in page:
-        return None
-    layers = parse(page).layers.values()
-    return sum(counts.kept_pairs for counts in layers), sum(counts.causal_pairs for counts in layers)
+    after = endpoint.metrics()
+    if PREFIX in before and PREFIX in after:  # it counts pairs
+        counted = Pairs.on_page(after) - Pairs.on_page(before)
+        add({"part": "density", **base, **dict.fromkeys(fields), "density": counted.density})

@@ -8,7 +8,7 @@ disk. That is the same: a method keeps nothing from one chunk to the next, and w
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -143,7 +143,7 @@ def measure_plans(
     measured = Measured(sorted(captured.scales), [Kept() for _ in asked], {n: Bound(n) for n in bounds})
     chunks = chunk_rows(captured.num_tokens, chunk_tokens, torch.device(device), min_tokens)
     # Each plan has rows of its own: their state goes with a pass through the layers.
-    rows_of = [[Rows(r.tokens, r.query_lens, r.context_lens, r.block_table) for r in chunks] for _ in asked]
+    rows_of = [[replace(rows) for rows in chunks] for _ in asked]
     for layer in measured.layers:
         tensors, scale = captured.read(layer, device), captured.scales[layer]
         step = _Layer(tensors, scale, chunks, any(a.with_output for a in asked))

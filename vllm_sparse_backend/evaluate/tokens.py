@@ -7,14 +7,17 @@ from pathlib import Path
 from vllm_sparse_backend.bench.endpoint import Endpoint
 from vllm_sparse_backend.bench.report import BenchError
 
+MOST_CHARS = 200_000
+"""Of one request to tokenize."""
 
-def tokenize(endpoint: Endpoint, text: str, chars: int = 200_000) -> list[int]:
+
+def tokenize(endpoint: Endpoint, text: str) -> list[int]:
     """In pieces that end with a line."""
     ids: list[int] = []
     while text:
-        cut = text.rfind("\n", 0, chars) + 1 if len(text) > chars else len(text)
-        ids += endpoint.tokenize(text[: cut or chars], special=False)
-        text = text[cut or chars :]
+        cut = text.rfind("\n", 0, MOST_CHARS) + 1 if len(text) > MOST_CHARS else len(text)
+        ids += endpoint.tokenize(text[: cut or MOST_CHARS], special=False)
+        text = text[cut or MOST_CHARS :]
     return ids
 
 

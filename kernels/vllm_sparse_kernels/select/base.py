@@ -37,7 +37,7 @@ class Method(ABC):
     """Attend to the means of dropped blocks too (``attend/block_means.py``)."""
 
     dense_last_tile: bool = field(default=False, kw_only=True)
-    """Keep every key for the last tile of each chunk, of 1 to 128 queries (``lists.keep_last_tiles``)."""
+    """Keep every key for the last tile of each chunk, of 1 to 128 queries (``last_tiles.py``)."""
 
     block_tokens: ClassVar[int] = 64
     """Widest block of an index that keeps the method's selection as narrow as it is; 128 runs faster on Hopper."""

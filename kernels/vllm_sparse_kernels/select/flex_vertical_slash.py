@@ -50,7 +50,8 @@ from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE_TOKENS, Rows, ceil_div
 from vllm_sparse_kernels.select.base import Method, PerHead, on_device, require
-from vllm_sparse_kernels.select.last_queries import MOST_QUERIES, Sums, last_query_sums, sums_of
+from vllm_sparse_kernels.select.last_queries import MOST_QUERIES, Sums, last_query_sums
+from vllm_sparse_kernels.select.last_query_kernels import sums_of
 from vllm_sparse_kernels.select.lines import MOST_LINES, Lines, slabs_of_rows, write_lines
 from vllm_sparse_kernels.select.lists import append
 from vllm_sparse_kernels.select.query_aware import query_aware_bytes, query_aware_heads, write_query_aware

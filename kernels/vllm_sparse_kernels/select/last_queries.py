@@ -6,41 +6,28 @@ What is kept of Â are its column sums, and its sums over diagonals: of keys, on
 twice, the first time for the log-sum-exp of each query, the second for the sums, so that Â itself is never stored.
 Query heads that share keys are stacked and share what is read. All sums have a fixed order, and how a row's keys are
 split among programs depends on its own length and on the number of heads alone.
-
-*Diagonals of blocks*: the block of a query's position less that of a key's. Key tiles are the blocks; what each query
-gives to each of them is written down, and a second kernel sums it up. Any queries will do.
-
-*Diagonals of keys*, one by one, are those of a row's last 64 queries. Key tiles are counted from the row's end: tile j
-holds the 64 positions before ``seq_len - 64 j``. Then entry (r, c) of its part of Â, a 64 x 64 matrix, lies on diagonal
-64 j + r - c.
-
-How these are summed without moving Â from thread to thread. Stacked rows are ordered 16 queries of each head in
-turn: the matrix instruction gives rows in sixteens to the warps, so that with a warp for each head a thread of it holds
-entries (8 A + g, 8 J + c) of one head's tile, all 64 pairs of A and J, and one g and two c. Entries of equal A - J are
-summed within the thread, which leaves one value for eight of them; only these go from lane to lane, each c to the lane
-of g - c.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import PagedCache, key_offsets
+from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ROW_FIELDS, ceil_div
+from vllm_sparse_kernels.select.last_query_kernels import (
+    LAST,
+    LastArgs,
+    block_diagonals_kernel,
+    split_lse_kernel,
+    sums_kernel,
+)
 
 LOG2_E = 1.4426950408889634
 
-LAST = tl.constexpr(64)
-"""Keys of a tile of Â, and the most queries where diagonals are summed one by one."""
-
 MOST_QUERIES = 256
 """The most queries where diagonals of blocks are summed: as many rows as a program stacks."""
-
-UNSPECIALIZED = ("stride_table", "num_rows", "first_row", "capacity")
-"""Kernel arguments that change from step to step: they shall not call for new variants of a kernel."""
 
 QUERY_BYTES = 64 * 1024
 """Stacked queries of one program, at most; those of one head may be more."""
@@ -64,32 +51,6 @@ class Sums(NamedTuple):
     first_row: int
     end_row: int
     by_block: torch.Tensor | None = None
-
-
-class LastArgs(NamedTuple):
-    """What both passes over the keys read, less what differs from step to step.
-
-    ``patterns`` [n, num_rows] int32 or None: no sums where it is not 0.
-    """
-
-    q: Any
-    stride_token: int
-    stride_head: int
-    k: Any
-    stride_page: int
-    stride_key: int
-    stride_kv_head: int
-    block_table: Any
-    rows: Any
-    heads: Any
-    num_entries: int
-    last_queries: int
-    patterns: Any
-    partial: Any
-    by_block: Any
-    most_splits: int
-    least_tiles: int
-    scale: float
 
 
 def last_query_sums(
@@ -117,11 +78,8 @@ def last_query_sums(
     capacity = step.key_starts[end_row] - step.key_starts[first_row]
     group, block_d = q.shape[1] // cache.num_kv_heads, triton.next_power_of_2(cache.head_dim)
     num_queries = max(LAST.value, triton.next_power_of_2(last_queries))
-    members = min(
-        triton.next_power_of_2(group),
-        MOST_QUERIES // num_queries,
-        max(1, QUERY_BYTES // (num_queries * block_d * q.element_size())),
-    )
+    bytes_a_head = num_queries * block_d * q.element_size()
+    members = min(triton.next_power_of_2(group), MOST_QUERIES // num_queries, max(1, QUERY_BYTES // bytes_a_head))
     stacks = cache.num_kv_heads * ceil_div(group, members)
     # Some 512 programs for a long row, fewer where a program would be shorter than what it begins with.
     most_splits, least_tiles = max(64, min(256, 512 // stacks)), max(4, min(16, 2 * stacks))
@@ -137,364 +95,32 @@ def last_query_sums(
     )  # fmt: skip
     where = (step.block_table.stride(0), step.num_rows, first_row)
     options = {
-        "GROUP": group,
-        "MEMBERS": members,
-        "QUERIES": num_queries,
-        "SPREAD": spread,
-        "BAND": band,
-        "HEAD_DIM": cache.head_dim,
-        "BLOCK_D": block_d,
-        "PAGE": cache.page_size,
-        "ENTRIES": triton.next_power_of_2(num_entries),
-        "FIELDS": ROW_FIELDS,
+        "GROUP": group, "MEMBERS": members, "QUERIES": num_queries, "SPREAD": spread, "BAND": band,
+        "HEAD_DIM": cache.head_dim, "BLOCK_D": block_d, "PAGE": cache.page_size,
+        "ENTRIES": triton.next_power_of_2(num_entries), "FIELDS": ROW_FIELDS,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-    }
+    }  # fmt: skip
     grid = (num_splits, stacks, num_rows)
     num_warps = members * num_queries // LAST.value
-    num_stages = 3 if members * num_queries * block_d * q.element_size() <= QUERY_BYTES else 2
+    num_stages = 3 if members * bytes_a_head <= QUERY_BYTES else 2
     # Two programs on a multiprocessor at a time: one's exponentials hide behind the other's products.
     warps = {"num_warps": 4} if num_warps == 1 else {"num_warps": 8, "maxnreg": 128}
-    _split_lse_kernel[grid](args, *where, **options, **warps, num_stages=num_stages)
-    _sums_kernel[grid](args, *where, capacity, values, **options, num_warps=num_warps, num_stages=num_stages)
+    split_lse_kernel[grid](args, *where, **options, **warps, num_stages=num_stages)
+    sums_kernel[grid](args, *where, capacity, values, **options, num_warps=num_warps, num_stages=num_stages)
     sums = Sums(values, patterns, capacity, num_entries, band, first_row, end_row, by_block)
     if by_block is not None:
-        block = 4096 // num_queries
-        _block_diagonals_kernel[(ceil_div(most_tiles, block), num_entries, num_rows)](
-            by_block, values, step.row_table, patterns, num_entries, first_row, step.num_rows, capacity, last_queries,
-            QUERIES=num_queries, SPREAD=spread, BAND=band, FIELDS=ROW_FIELDS, BLOCK=block,
-        )  # fmt: skip
+        _sum_block_diagonals(sums, by_block, index, most_tiles, last_queries, spread)
     return sums
 
 
-@triton.jit
-def _query_places(b_query, query_len, last_queries, QUERIES: tl.constexpr, SPREAD: tl.constexpr):
-    """Places in the chunk of the queries that the estimate is made from, the last QUERIES of these; < 0: there is none.
-
-    The last is the chunk's last.
-    """
-    count = tl.minimum(last_queries, query_len)
-    b_i = b_query - (QUERIES - count)
-    if SPREAD:
-        return tl.where(b_i < 0, -1, (b_i + 1) * query_len // count - 1)
-    else:
-        return tl.where(b_i < 0, -1, query_len - count + b_i)
-
-
-@triton.jit
-def _stack(args, i_kv, i_part, i_row, num_rows, GROUP: tl.constexpr, MEMBERS: tl.constexpr, ENTRIES: tl.constexpr):
-    """Places in ``heads`` of the query heads of this program [MEMBERS], -1 where there is nothing to do."""
-    b_member = i_part * MEMBERS + tl.arange(0, MEMBERS)
-    o_entry = tl.arange(0, ENTRIES)
-    listed = o_entry < args.num_entries
-    if args.patterns is not None:
-        listed = listed & (tl.load(args.patterns + o_entry * num_rows + i_row, mask=listed, other=1) == 0)
-    b_listed = tl.load(args.heads + o_entry, mask=listed, other=-1)
-    b_same = (b_listed[None, :] == (i_kv * GROUP + b_member)[:, None]) & (b_member < GROUP)[:, None]
-    return tl.max(tl.where(b_same, o_entry[None, :], -1), 1)
-
-
-@triton.jit
-def _of_rows(b_member, MEMBERS: tl.constexpr, QUERIES: tl.constexpr):
-    """A value of each stacked head for each stacked row: [MEMBERS] → [MEMBERS · QUERIES]."""
-    b_value = tl.broadcast_to(b_member[None, :, None], [QUERIES // 16, MEMBERS, 16])
-    return tl.reshape(b_value, [MEMBERS * QUERIES])
-
-
-@triton.jit
-def _row_queries(MEMBERS: tl.constexpr, QUERIES: tl.constexpr):
-    """Which of the last queries each stacked row is: 16 of each head in turn."""
-    o = tl.arange(0, MEMBERS * QUERIES)
-    return o // (MEMBERS * 16) * 16 + o % 16
-
-
-@triton.jit
-def _lengths(args, i_row, FIELDS: tl.constexpr):
-    row = args.rows + i_row * FIELDS
-    return tl.load(row), tl.load(row + 1), tl.load(row + 2)
-
-
-@triton.jit
-def _split_tiles(args, seq_len, i_split):
-    """(first tile, end, number of tiles of the row, number of splits) of a split of a row's keys."""
-    num_tiles = (seq_len + LAST - 1) // LAST
-    tiles = tl.maximum(args.least_tiles, (num_tiles + args.most_splits - 1) // args.most_splits)
-    return (
-        i_split * tiles, tl.minimum((i_split + 1) * tiles, num_tiles), num_tiles, (num_tiles + tiles - 1) // tiles
+def _sum_block_diagonals(
+    sums: Sums, by_block: torch.Tensor, index: SparseIndex, most_tiles: int, last_queries: int, spread: bool
+) -> None:
+    """From what each query gives to each block; ``most_tiles``: blocks of the longest row."""
+    num_queries = by_block.shape[2]
+    block = 4096 // num_queries
+    block_diagonals_kernel[(ceil_div(most_tiles, block), sums.num_entries, sums.end_row - sums.first_row)](
+        by_block, sums.values, index.rows.row_table, sums.patterns, sums.num_entries, sums.first_row,
+        index.rows.num_rows, sums.capacity, last_queries,
+        QUERIES=num_queries, SPREAD=spread, BAND=sums.band, FIELDS=ROW_FIELDS, BLOCK=block,
     )  # fmt: skip
-
-
-@triton.jit
-def _load_queries(
-    args, b_place, b_query, i_kv, i_part, token,
-    GROUP: tl.constexpr, MEMBERS: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Stacked queries at ``b_query`` of the chunk; rows that are none, or of no listed head, are 0."""
-    b_head = i_kv * GROUP + i_part * MEMBERS + tl.arange(0, MEMBERS * QUERIES) // 16 % MEMBERS
-    o_d = tl.arange(0, BLOCK_D)
-    o_q = (token + b_query).to(tl.int64) * args.stride_token + b_head * args.stride_head
-    in_q = ((b_query >= 0) & (_of_rows(b_place, MEMBERS, QUERIES) >= 0))[:, None] & (o_d < HEAD_DIM)[None, :]
-    return tl.load(args.q + o_q[:, None] + o_d[None, :], mask=in_q, other=0.0)
-
-
-@triton.jit
-def _parts(first, end, tiles_end, all_see, seq_len, BAND: tl.constexpr):
-    """Where tiles [first, end) begin whose keys all queries see, and where these end: most of them, with no mask."""
-    begin = tl.minimum(tl.maximum((tiles_end - all_see + LAST - 1) // LAST, first), end)
-    if BAND > 1:
-        return begin, end
-    else:
-        return begin, tl.minimum(tl.maximum(seq_len // LAST, begin), end)  # one may begin before the row does
-
-
-@triton.jit
-def _load_tile(
-    args, table, i_kv, start, seq_len,
-    WHOLE: tl.constexpr, BAND: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-):  # fmt: skip
-    """The key tile from ``start`` on; 0 where the row has no key, as it may unless the tile is WHOLE.
-
-    Tiles that are counted from position 0 lie within a page each, which is looked up once.
-    """
-    o_t, o_d = tl.arange(0, LAST), tl.arange(0, BLOCK_D)
-    k = args.k + i_kv.to(tl.int64) * args.stride_kv_head
-    in_row = (start + o_t >= 0) & (start + o_t < seq_len)
-    if BAND > 1 and PAGE % BAND == 0:
-        k += tl.load(table + start // PAGE).to(tl.int64) * args.stride_page + start % PAGE * args.stride_key
-        k_tile = k + (o_t * args.stride_key)[:, None] + o_d[None, :]
-    else:
-        k_tile = k + key_offsets(table, start + o_t, in_row, PAGE, args.stride_page, args.stride_key)[:, None]
-        k_tile += o_d[None, :]
-    if WHOLE and HEAD_DIM == BLOCK_D:
-        return tl.load(k_tile)
-    elif WHOLE:
-        return tl.load(k_tile, mask=(o_d < HEAD_DIM)[None, :], other=0.0)
-    else:
-        return tl.load(k_tile, mask=in_row[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
-
-
-@triton.jit
-def _scores(
-    b_q, b_position, args, table, i_kv, start, seq_len, WHOLE: tl.constexpr, BAND: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Unscaled scores of queries at ``b_position`` on the key tile from ``start`` on, -inf where they may not look.
-
-    All queries see a tile that is WHOLE.
-    """
-    b_k = _load_tile(args, table, i_kv, start, seq_len, WHOLE, BAND, HEAD_DIM, BLOCK_D, PAGE)
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    if not WHOLE:
-        o_n = start + tl.arange(0, LAST)
-        b_seen = (o_n[None, :] <= b_position[:, None]) & (o_n >= 0)[None, :]
-        b_s = tl.where(b_seen, b_s, float("-inf"))
-    return b_s
-
-
-@triton.jit(do_not_specialize=UNSPECIALIZED)
-def _split_lse_kernel(
-    args, stride_table, num_rows, first_row,
-    GROUP: tl.constexpr, MEMBERS: tl.constexpr, QUERIES: tl.constexpr, SPREAD: tl.constexpr, BAND: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr, FIELDS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """partial[row, entry, split, query]: log-sum-exp in base 2 of one query over one split of the keys."""
-    PARTS: tl.constexpr = (GROUP + MEMBERS - 1) // MEMBERS
-    i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
-    i_row = first_row + tl.program_id(2)
-    token, query_len, seq_len = _lengths(args, i_row, FIELDS)
-    b_place = _stack(args, i_kv, i_part, i_row, num_rows, GROUP, MEMBERS, ENTRIES)
-    first, end, num_tiles, _ = _split_tiles(args, seq_len, i_split)
-    if (tl.max(b_place, 0) < 0) | (first >= end):
-        return
-    b_query = _query_places(_row_queries(MEMBERS, QUERIES), query_len, args.last_queries, QUERIES, SPREAD)
-    b_q = _load_queries(args, b_place, b_query, i_kv, i_part, token, GROUP, MEMBERS, QUERIES, HEAD_DIM, BLOCK_D)
-    b_position = tl.where(b_query >= 0, seq_len - query_len + b_query, -1)
-    all_see = seq_len - query_len + tl.min(tl.where(b_query >= 0, b_query, query_len), 0) + 1
-    tiles_end = num_tiles * LAST if BAND > 1 else seq_len  # from where tiles are counted
-    table = args.block_table + i_row.to(tl.int64) * stride_table
-    b_max = tl.full([MEMBERS * QUERIES], float("-inf"), tl.float32)
-    b_sum = tl.zeros([MEMBERS * QUERIES], tl.float32)
-    whole, whole_end = _parts(first, end, tiles_end, all_see, seq_len, BAND)
-    for i in tl.static_range(2 if BAND > 1 else 3):
-        for i_tile in range(
-            first if i == 0 else (whole if i == 1 else whole_end), whole if i == 0 else (whole_end if i == 1 else end)
-        ):
-            b_s = _scores(
-                b_q, b_position, args, table, i_kv, tiles_end - (i_tile + 1) * LAST, seq_len, i == 1, BAND,
-                HEAD_DIM, BLOCK_D, PAGE, PRECISION,
-            )  # fmt: skip
-            b_new = tl.maximum(b_max, tl.max(b_s, 1) * args.scale)
-            b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)  # rows that are no query may see no key
-            b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.exp2(b_s * args.scale - b_shift[:, None]), 1)
-            b_max = b_new
-    b_place = _of_rows(b_place, MEMBERS, QUERIES)
-    o_partial = (tl.program_id(2) * args.num_entries + b_place) * args.most_splits + i_split
-    target = args.partial + o_partial.to(tl.int64) * QUERIES + _row_queries(MEMBERS, QUERIES)
-    tl.store(target, b_max + tl.log2(b_sum), mask=b_place >= 0)
-
-
-@triton.jit
-def _joined_lse(args, b_place, b_query, num_splits, MEMBERS: tl.constexpr, QUERIES: tl.constexpr, SPLITS: tl.constexpr):
-    """Splits joined, in order, for each stacked row; +inf, of which no weight is left, where it is no query."""
-    b_place, o_r = _of_rows(b_place, MEMBERS, QUERIES), _row_queries(MEMBERS, QUERIES)
-    valid = (b_place >= 0) & (b_query >= 0)
-    o_first = (tl.program_id(2) * args.num_entries + b_place).to(tl.int64) * args.most_splits * QUERIES + o_r
-    b_max = tl.full([MEMBERS * QUERIES], float("-inf"), tl.float32)
-    b_sum = tl.zeros([MEMBERS * QUERIES], tl.float32)
-    for start in range(0, num_splits, SPLITS):
-        o_split = start + tl.arange(0, SPLITS)
-        inside = valid[:, None] & (o_split < num_splits)[None, :]
-        b_lse = tl.load(args.partial + o_first[:, None] + o_split[None, :] * QUERIES, mask=inside, other=float("-inf"))
-        b_new = tl.maximum(b_max, tl.max(b_lse, 1))
-        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.exp2(b_lse - b_shift[:, None]), 1)
-        b_max = b_new
-    return tl.where(valid, b_max + tl.log2(b_sum), float("inf"))
-
-
-@triton.jit(do_not_specialize=UNSPECIALIZED)
-def _sums_kernel(
-    args, stride_table, num_rows, first_row, capacity, values,
-    GROUP: tl.constexpr, MEMBERS: tl.constexpr, QUERIES: tl.constexpr, SPREAD: tl.constexpr, BAND: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr, FIELDS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Column sums of the program's key tiles; and what each query gives to them, or the sums of diagonals.
-
-    Tile j holds a part of the diagonals ``[64 j, 64 j + 64)`` and the rest of the 64 before: one tile more than the
-    program's own is read for these.
-    """
-    PARTS: tl.constexpr = (GROUP + MEMBERS - 1) // MEMBERS
-    i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
-    i_row = first_row + tl.program_id(2)
-    token, query_len, seq_len = _lengths(args, i_row, FIELDS)
-    b_place = _stack(args, i_kv, i_part, i_row, num_rows, GROUP, MEMBERS, ENTRIES)
-    first, end, num_tiles, num_splits = _split_tiles(args, seq_len, i_split)
-    if (tl.max(b_place, 0) < 0) | (first >= end):
-        return
-    b_query = _query_places(_row_queries(MEMBERS, QUERIES), query_len, args.last_queries, QUERIES, SPREAD)
-    b_q = _load_queries(args, b_place, b_query, i_kv, i_part, token, GROUP, MEMBERS, QUERIES, HEAD_DIM, BLOCK_D)
-    b_position = tl.where(b_query >= 0, seq_len - query_len + b_query, -1)
-    all_see = seq_len - query_len + tl.min(tl.where(b_query >= 0, b_query, query_len), 0) + 1
-    tiles_end = num_tiles * LAST if BAND > 1 else seq_len  # from where tiles are counted
-    b_lse = _joined_lse(args, b_place, b_query, num_splits, MEMBERS, QUERIES, 16)
-    table = args.block_table + i_row.to(tl.int64) * stride_table
-
-    begin = tl.load(args.rows + i_row * FIELDS + 3) - tl.load(args.rows + first_row * FIELDS + 3)
-    b_entry = tl.maximum(b_place, 0).to(tl.int64)
-    columns = values + (b_entry * capacity + begin)
-    lines = columns + tl.cast(args.num_entries, tl.int64) * capacity
-    listed = b_place >= 0
-    o_t = tl.arange(0, LAST)
-    if BAND > 1:
-        b_first = _of_rows((b_entry * capacity + begin) // BAND, MEMBERS, QUERIES)
-        by_block = args.by_block + b_first * QUERIES + _row_queries(MEMBERS, QUERIES)
-        b_listed = _of_rows(listed.to(tl.int32), MEMBERS, QUERIES) != 0
-    else:
-        b_before = tl.zeros([MEMBERS, 8, 8, 2, 2, 2], tl.float32)
-    stop = end if BAND > 1 else end + 1
-    whole, whole_end = _parts(first, stop, tiles_end, all_see, seq_len, BAND)
-    for i in tl.static_range(2 if BAND > 1 else 3):
-        for i_tile in range(
-            first if i == 0 else (whole if i == 1 else whole_end), whole if i == 0 else (whole_end if i == 1 else stop)
-        ):
-            start = tiles_end - (i_tile + 1) * LAST
-            b_s = _scores(
-                b_q, b_position, args, table, i_kv, start, seq_len, i == 1, BAND, HEAD_DIM, BLOCK_D, PAGE, PRECISION
-            )
-            b_p = tl.exp2(b_s * args.scale - b_lse[:, None])
-            o_n = start + o_t
-            b_column = tl.sum(tl.sum(tl.reshape(b_p, [QUERIES // 16, MEMBERS, 16, LAST]), 0), 1)
-            own = (o_n >= tl.maximum(tiles_end - end * LAST, 0)) & (o_n < seq_len)
-            tl.store(columns[:, None] + o_n[None, :], b_column, mask=listed[:, None] & own[None, :])
-            if BAND > 1:
-                tl.store(by_block + start // BAND * QUERIES, tl.sum(b_p, 1), mask=b_listed)
-            else:
-                b_own, b_rest = _diagonals(b_p, MEMBERS, 0), _diagonals(b_p, MEMBERS, -8)
-                b_done = _turned(b_before + b_rest, MEMBERS)
-                o_slash = (i_tile - 1) * LAST + tl.arange(0, 8)[:, None] + 8 * tl.arange(0, 8)[None, :]
-                tl.store(
-                    lines[:, None, None] + o_slash[None, :, :], b_done,
-                    mask=listed[:, None, None] & ((o_slash >= first * LAST) & (o_slash < seq_len))[None, :, :],
-                )  # fmt: skip
-                b_before = b_own
-
-
-@triton.jit
-def _diagonals(b_p, MEMBERS: tl.constexpr, FIRST: tl.constexpr):
-    """Entries on the diagonals [8 FIRST, 8 FIRST + 64), summed over A - J: [MEMBERS, g, c, 2, 2, 2], the last the
-    digits of which eight diagonals."""
-    b_x = tl.reshape(b_p, [4, MEMBERS, 2, 8, 8, 8])
-    b_x = tl.reshape(tl.permute(b_x, (1, 3, 5, 0, 2, 4)), [MEMBERS, 8, 8, 64])
-    return tl.join(
-        tl.join(
-            tl.join(_eight(b_x, FIRST + 0), _eight(b_x, FIRST + 4)),
-            tl.join(_eight(b_x, FIRST + 2), _eight(b_x, FIRST + 6)),
-        ),
-        tl.join(
-            tl.join(_eight(b_x, FIRST + 1), _eight(b_x, FIRST + 5)),
-            tl.join(_eight(b_x, FIRST + 3), _eight(b_x, FIRST + 7)),
-        ),
-    )
-
-
-@triton.jit
-def _eight(b_x, i: tl.constexpr):
-    """Entries (8 A + g, 8 J + c) of [.., g, c, 8 A + J] on the diagonals [8 i, 8 i + 8), summed over A - J."""
-    o_g, o_c = tl.arange(0, 8)[None, :, None], tl.arange(0, 8)[None, None, :]
-    return tl.where(o_g >= o_c, _apart(b_x, i), _apart(b_x, i + 1))
-
-
-@triton.jit
-def _apart(b_x, i: tl.constexpr):
-    """The sum of the entries of [.., 8 A + J] with A - J = i."""
-    o = tl.arange(0, 64)
-    return tl.sum(tl.where((o // 8 - o % 8 == i)[None, None, None, :], b_x, -0.0), 3)
-
-
-@triton.jit
-def _turned(b_x, MEMBERS: tl.constexpr):
-    """[MEMBERS, g, c, 2, 2, 2] → [MEMBERS, g - c mod 8, 8]: summed over equal g - c mod 8."""
-    b_x = tl.reshape(b_x, [MEMBERS, 8, 8, 8])
-    b_source = (tl.arange(0, 8)[:, None] - tl.arange(0, 8)[None, :]) & 7
-    b_source = tl.broadcast_to(b_source[None, :, :, None], [MEMBERS, 8, 8, 8])
-    return tl.sum(tl.gather(b_x, b_source, 2), 1)
-
-
-@triton.jit(do_not_specialize=[*UNSPECIALIZED, "num_entries", "last_queries"])
-def _block_diagonals_kernel(
-    by_block, values, rows, patterns, num_entries, first_row, num_rows, capacity, last_queries,
-    QUERIES: tl.constexpr, SPREAD: tl.constexpr, BAND: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """BLOCK diagonals of blocks: on diagonal d lies the block d before that of a query's own position."""
-    i_entry, i_row = tl.program_id(1), first_row + tl.program_id(2)
-    place, length = sums_of(rows, patterns, 1, i_entry, num_entries, i_row, first_row, num_rows, capacity, BAND, FIELDS)
-    o_d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if tl.program_id(0) * BLOCK < length:
-        query_len, seq_len = tl.load(rows + i_row * FIELDS + 1), tl.load(rows + i_row * FIELDS + 2)
-        o_r = tl.arange(0, QUERIES)
-        b_query = _query_places(o_r, query_len, last_queries, QUERIES, SPREAD)
-        b_block = ((seq_len - query_len + b_query) // BAND)[None, :] - o_d[:, None]
-        source = by_block + (place - num_entries.to(tl.int64) * capacity) * QUERIES
-        there = (b_query >= 0)[None, :] & (b_block >= 0)
-        b_x = tl.load(source + b_block * QUERIES + o_r[None, :], mask=there, other=0.0)
-        tl.store(values + place + o_d, tl.sum(b_x, 1), mask=o_d < length)
-
-
-@triton.jit
-def sums_of(
-    rows, patterns, i_kind, i_entry, num_entries, i_row, first_row, num_rows, capacity,
-    BAND: tl.constexpr, FIELDS: tl.constexpr,
-):  # fmt: skip
-    """(where the sums of one entry and row begin in ``values``, of columns, kind 0, or of lines, kind 1; their number).
-
-    There are none where ``patterns`` is not 0.
-    """
-    width = tl.where(i_kind == 0, 1, BAND)
-    start = tl.load(rows + i_row * FIELDS + 3) - tl.load(rows + first_row * FIELDS + 3)
-    length = (tl.load(rows + i_row * FIELDS + 2) + width - 1) // width
-    if patterns is not None:
-        length = tl.where(tl.load(patterns + i_entry * num_rows + i_row) == 0, length, 0)
-    first = (i_kind * num_entries).to(tl.int64) * capacity  # lines come after the columns of all entries
-    place = first + (i_entry.to(tl.int64) * capacity + start) // width
-    return place, length

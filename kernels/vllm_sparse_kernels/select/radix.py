@@ -20,7 +20,8 @@ import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.rows import ROW_FIELDS, ceil_div
-from vllm_sparse_kernels.select.last_queries import Sums, sums_of
+from vllm_sparse_kernels.select.last_queries import Sums
+from vllm_sparse_kernels.select.last_query_kernels import sums_of
 from vllm_sparse_kernels.select.topk import ALIGNED
 
 CHUNK = 4096

@@ -53,7 +53,6 @@ Who shares is known before vertical-slash looks at any key. What it does for a h
 query heads share, ends there; query heads that share keys are stacked, so that one of them costs what all do.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -326,8 +325,7 @@ def _weigh(
     """What Algorithm 2's thresholds follow from, for the heads and rows that share."""
     rows, num_heads = index.rows, len(patterns)
     weights = index.workspace.empty(PASSES, num_heads, rows.num_tiles, DIGITS.value)
-    # As in FlexVerticalSlash: values of zero are kept only for a share that cannot be reached.
-    shares = on_device(tuple(gamma if gamma < 1 else math.inf for gamma in method.gammas_of_heads), rows.device)
+    shares = on_device(tuple(one.kernel_share for one in method.fallback.of_heads(num_heads)), rows.device)
     maps = MapArgs(pivots.maps, slots, places, patterns, weights, shares, pivots.spans.tile_starts)
     for i in range(PASSES):
         weights_kernel[(rows.num_tiles, num_heads)](

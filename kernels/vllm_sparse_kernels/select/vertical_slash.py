@@ -37,7 +37,8 @@ from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ROW_FIELDS, Rows
 from vllm_sparse_kernels.select.base import Method, PerHead, on_device, require
-from vllm_sparse_kernels.select.last_queries import Sums, last_query_sums, sums_of
+from vllm_sparse_kernels.select.last_queries import Sums, last_query_sums
+from vllm_sparse_kernels.select.last_query_kernels import sums_of
 from vllm_sparse_kernels.select.lines import MOST_LINES, Lines, slabs_of_rows, write_lines
 from vllm_sparse_kernels.select.radix import (
     CHUNK,

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What commands share: options, how they read lists and levels, and what they print."""
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+Json = Annotated[Path | None, typer.Option("--json", help="File for all that was measured, with device and versions.")]
+Results = Annotated[Path | None, typer.Option(help="List of figures, as in docs/results, to merge this run's into.")]
+Png = Annotated[Path | None, typer.Option(help="Picture to draw; needs matplotlib.")]
+Methods = Annotated[
+    list[str] | None,
+    typer.Option("--method", help="NAME or NAME:FIELD=VALUE,FIELD=VALUE; may be repeated. By default all."),
+]
+Profile = Annotated[str | None, typer.Option(help="Profile whose methods are measured: a bundled name, or a file.")]
+
+
+@contextmanager
+def failures() -> Iterator[None]:
+    """What an operator can mend is one red line, not a traceback."""
+    from vllm_sparse_backend.bench.report import BenchError
+    from vllm_sparse_backend.demo.server import ServerError
+    from vllm_sparse_backend.settings.errors import ConfigurationError
+
+    try:
+        yield
+    except (BenchError, ConfigurationError, ServerError) as error:
+        raise failure(error) from error
+
+
+def failure(error: object, code: int = 1) -> typer.Exit:
+    """Says it in red; to be raised."""
+    Console(stderr=True).print(f"[red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
+    return typer.Exit(code)
+
+
+def exit_on_sigterm() -> None:
+    """As an exception, so that what must be stopped or closed is: servers, GPUs, vLLM's workers."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
+def wide_console() -> Console:
+    """Wide enough for a table where there is no terminal to fit into."""
+    return Console(width=None if sys.stdout.isatty() else 180)
+
+
+def say(text: str) -> None:
+    Console().print(escape(text), highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def bar(of: str, total: int | None, done: int = 0) -> Iterator[tuple[Console, Callable[[], None]]]:
+    """A bar on stderr: what prints above it, and what moves it on by one."""
+    parts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*parts, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(of, total=total, completed=done)
+        yield progress.console, lambda: progress.advance(task)
+
+
+def draw(png: Path | None, *panels: Any) -> None:
+    if png is not None:
+        from vllm_sparse_backend.bench import plots
+
+        plots.draw(png, panels)
+        say(f"Drawn in {png}")
+
+
+def split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def level_of(text: str) -> int | str:
+    """As requests have it."""
+    return int(text) if text in ("0", "1") else text
+
+
+def ints(text: str) -> list[int]:
+    return [int(number) for number in numbers(text, int, "whole numbers")]
+
+
+def numbers(text: str, kind: type[int] | type[float], expected: str) -> list[float]:
+    from vllm_sparse_backend.bench.report import BenchError
+
+    try:
+        return [kind(part) for part in split(text)]
+    except ValueError:
+        raise BenchError(f"given {text!r}, expected {expected}, with commas between") from None
