@@ -12,9 +12,9 @@ if not HAS_CUDA:
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # other workers have the other cores
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.interpreter import prepare_once_a_launch
+    from tests.interpreter import save_what_is_thrown_away
 
-    prepare_once_a_launch()
+    save_what_is_thrown_away()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's interpreter, with its language prepared once a launch rather than at every call of a device function.
+"""Triton's interpreter without the work whose results it throws away: more than half of the time of our kernel tests.
 
-To interpret a kernel is to replace the functions of ``triton.language`` for as long as the kernel runs. Triton does so
-at its launch and again, with nothing left to replace, at each call of a function within it: a third of the time of our
-kernel tests. What is computed, and every check of it, stays Triton's.
+* To interpret a kernel is to replace the functions of ``triton.language`` for as long as the kernel runs. Triton does
+  so at its launch and again, with nothing left to replace, at each call of a function within it.
+* Every sum, difference and product of integers is computed in 64 bits too, to be asserted equal: but nothing is
+  asserted unless ``options.debug`` is set, and the interpreter has no way to set it.
+
+What kernels compute, and every check of it that is made, stays Triton's.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -39,6 +43,8 @@ class _Prepared:
             self.scopes.popitem()[1].restore()
 
 
-def prepare_once_a_launch() -> None:
-    if not isinstance(interpreter._patch_lang, _Prepared):
-        interpreter._patch_lang = _Prepared(interpreter._patch_lang)
+def save_what_is_thrown_away() -> None:
+    builder = interpreter.interpreter_builder
+    interpreter._patch_lang = _Prepared(interpreter._patch_lang)
+    if not builder.options.debug:
+        builder.options = replace(builder.options, sanitize_overflow=False)
