@@ -11,6 +11,10 @@ if not HAS_CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # other workers have the other cores
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.interpreter import save_what_is_thrown_away
+
+    save_what_is_thrown_away()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our savings in Triton's interpreter: the language is prepared once a launch, and afterwards is what it was."""
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.errors import InterpreterError
+
+if torch.cuda.is_available():
+    pytest.skip("needs Triton's interpreter, whose kernels need no device", allow_module_level=True)
+
+
+@triton.jit
+def _doubled(b):
+    return b + b
+
+
+@triton.jit
+def _total_kernel(numbers, totals, LIMIT: tl.constexpr):
+    b = _doubled(_doubled(tl.load(numbers + tl.arange(0, 4))))
+    tl.static_assert(tl.program_id(0) < LIMIT)
+    tl.store(totals + tl.program_id(0), tl.sum(b))
+
+
+def language() -> dict[tuple[str, str], Any]:
+    owners = (tl, tl.core, tl.math, tl.tensor)
+    return {(owner.__name__, name): member for owner in owners for name, member in vars(owner).items()}
+
+
+def test_the_language_is_prepared_once_a_launch_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch, prepared = interpreter._patch_lang, []
+    prepare = patch.prepare
+
+    def counted(function):
+        prepared.append(function)
+        return prepare(function)
+
+    monkeypatch.setattr(patch, "prepare", counted)
+    before = language()
+    numbers, totals = torch.tensor([1, 2, 3, 2**30], dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    _total_kernel[(8,)](numbers, totals, 8)
+    assert totals.tolist() == [24] * 8  # 2**32 wraps around, as on a GPU
+    assert 1 <= len(prepared) <= 3  # for what the kernel, `_doubled` and `tl.sum` each name of the language
+    assert before.items() <= language().items()
+    with pytest.raises(InterpreterError):
+        _total_kernel[(8,)](numbers, totals, 5)
+    assert before.items() <= language().items()
