@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from vllm_sparse_backend.settings import requests
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import Crossover
 from vllm_sparse_backend.settings.methods import make_method
@@ -115,13 +116,18 @@ class TestPlans:
         lengths = [plan.thresholds(table, "card", [engine]).min_tokens for engine in engines]
         assert all(length is None or length >= 2048 for length in lengths)
 
-    def test_a_fingerprint_is_that_of_what_is_computed(self, config: SparsePrefillConfig) -> None:
+    def test_a_fingerprint_is_that_of_what_is_computed(
+        self, config: SparsePrefillConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         plans = Plan.by_level(config, SHAPE)
         assert len({fingerprint(plan) for plan in plans.values()}) == 2
         again = SparsePrefillConfig(profile=config.profile, check_index=True)
         assert fingerprint(Plan.build(again, SHAPE)) == fingerprint(plans[DEFAULT])
         later = SparsePrefillConfig(profile=config.profile, min_tokens=512)
-        assert fingerprint(Plan.build(later, SHAPE)) != fingerprint(plans[DEFAULT])
+        before = fingerprint(plans[DEFAULT])
+        assert fingerprint(Plan.build(later, SHAPE)) != before
+        monkeypatch.setattr(requests, "package_version", lambda name: "another")
+        assert fingerprint(plans[DEFAULT]) != before
 
 
 def entry(engine: str, tokens: int | None) -> dict[str, Any]:

@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this backend is called within vLLM, and the releases of vLLM that it is made for."""
+"""What this backend is called, its version, and the releases of vLLM that it is made for."""
 
+from functools import lru_cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+PACKAGE = "vllm-sparse-backend"
 
 LOGGER = "vllm.sparse_prefill"
 """Below vLLM's own logger, the only one that its logging shows: other names' lines are lost under WARNING."""
@@ -21,3 +26,17 @@ def is_ours(backend: Any) -> bool:
 
     custom = AttentionBackendEnum.CUSTOM
     return backend is custom and custom.is_overridden() and custom.get_path() == BACKEND
+
+
+@lru_cache
+def package_version(name: str) -> str:
+    """A package's version; of one that is on the path without having been installed, what it says itself."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        pass
+    try:
+        own = import_module(f"{name}.version" if name == "vllm" else name.replace("-", "_"))
+        return str(getattr(own, "__version__", "from its sources"))
+    except Exception:  # whatever a package raises that is there in part
+        return "not installed"

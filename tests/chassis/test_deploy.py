@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from tests import queries, tools
+from tests.test_reasons import OF_A_ROW
 from vllm_sparse_backend.settings.metrics import METRICS
-from vllm_sparse_backend.settings.reasons import ROW_FALLBACKS, Fallback
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -75,7 +75,7 @@ def test_queries_name_metrics_and_labels_that_there_are(name: str) -> None:
 
 def test_operators_are_told_of_every_alert_and_reason() -> None:
     text = (ROOT / "docs/operations.md").read_text()
-    for name in [rule["alert"] for rule in ALERTS] + [r.value for r in ROW_FALLBACKS if r is not Fallback.GUARD]:
+    for name in [rule["alert"] for rule in ALERTS] + [reason.value for reason in OF_A_ROW]:
         assert f"`{name}`" in text, name
     assert set(re.findall(r"SparsePrefill\w+", text)) <= {rule["alert"] for rule in ALERTS}
     assert {m for m in queries.METRIC.findall(text) if not m.startswith("vllm:")} <= set(SAMPLES)

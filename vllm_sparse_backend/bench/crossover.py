@@ -24,7 +24,8 @@ from vllm_sparse_backend.bench.card import Card, Run
 from vllm_sparse_backend.bench.check import check_attention
 from vllm_sparse_backend.bench.data import Heads, Prompt
 from vllm_sparse_backend.bench.methods import Layer, layers_of, new_step
-from vllm_sparse_backend.bench.report import BenchError, Report, package_version, write_json
+from vllm_sparse_backend.bench.report import BenchError, Report, write_json
+from vllm_sparse_backend.identity import package_version
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels.attend import Engine
 

@@ -7,13 +7,12 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from functools import lru_cache
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.table import Table
+
+from vllm_sparse_backend.identity import PACKAGE, package_version
 
 FORMAT = 1
 FIELDS = ("name", "value", "unit", "bar", "better", "device", "command")
@@ -124,7 +123,7 @@ def write_json(path: Path, data: object) -> None:
 def versions() -> dict[str, str]:
     """Of what decides about speed."""
     found = {}
-    for name in ("vllm-sparse-backend", "vllm", "torch", "triton"):
+    for name in (PACKAGE, "vllm", "torch", "triton"):
         found[name] = package_version(name)
     try:
         import torch
@@ -134,20 +133,6 @@ def versions() -> dict[str, str]:
     except ImportError:
         pass
     return found
-
-
-@lru_cache
-def package_version(name: str) -> str:
-    """A package's version; of one that is on the path without having been installed, what it says itself."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        pass
-    try:
-        own = import_module(f"{name}.version" if name == "vllm" else name.replace("-", "_"))
-        return str(getattr(own, "__version__", "from its sources"))
-    except Exception:  # whatever a package raises that is there in part
-        return "not installed"
 
 
 def table_of(

@@ -22,13 +22,14 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_sparse_backend.bench.report import package_version, versions, write_json
+from vllm_sparse_backend.bench.report import versions, write_json
 from vllm_sparse_backend.calibrate.costs import Costs, EstimatedCosts, MeasuredCosts, with_copies
 from vllm_sparse_backend.calibrate.judge import CapturedLayer, RememberingJudge, Served
 from vllm_sparse_backend.calibrate.measure import Bound, Figures, LayerJudge
 from vllm_sparse_backend.calibrate.prompts import PromptSet
 from vllm_sparse_backend.evaluate.capture import Capture, capture_each
 from vllm_sparse_backend.evaluate.quality import chunk_rows
+from vllm_sparse_backend.identity import PACKAGE, package_version
 from vllm_sparse_backend.settings import figures as profile_figures
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -329,7 +330,7 @@ def provenance_of(job: Job, found: Found, source: str) -> Provenance:
 def given_provenance(job: Job, source: str) -> Provenance:
     """What is known before anything is searched."""
     return Provenance(
-        tool_version=package_version("vllm-sparse-backend"),
+        tool_version=package_version(PACKAGE),
         prompts_sha256=job.prompts.sha256,
         device=job.device_name,
         source=source,

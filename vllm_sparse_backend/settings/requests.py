@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_sparse_backend.identity import PACKAGE, package_version
 from vllm_sparse_backend.settings.errors import unexpected
 from vllm_sparse_backend.settings.plan import DEFAULT, Plan
 from vllm_sparse_backend.settings.profile import EXACT
@@ -88,6 +89,9 @@ class Choices:
 
 
 def fingerprint(plan: Plan) -> str:
-    """Tells apart what writes keys and values past the exact positions: every layer's and head's method, and when."""
-    parts = (plan.layers, plan.min_tokens, plan.min_query_tokens, plan.shape)
+    """Tells apart what writes keys and values past the exact positions: every layer's and head's method, and when.
+
+    The package's version, too, as another may keep other keys at the same settings.
+    """
+    parts = (plan.layers, plan.min_tokens, plan.min_query_tokens, plan.shape, package_version(PACKAGE))
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
