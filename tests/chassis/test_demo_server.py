@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_sparse_backend.demo.server import Server, ServerError, reserve_port, root_cause, sparse_args
+from vllm_sparse_backend.demo import server as server_module
+from vllm_sparse_backend.demo.server import CPU_CACHE, Server, ServerError, reserve_port, root_cause, sparse_args
 
 RAISED = "ValueError: To serve at least one request, 0.08 GiB KV cache is needed"
 LOG = f"""\
@@ -91,3 +92,14 @@ def test_files_are_found_from_the_servers_folder_too(tmp_path: Path, monkeypatch
 
     assert given(profile="mine.yaml", min_tokens=5) == {"profile": str(tmp_path / "mine.yaml"), "min_tokens": 5}
     assert given(profile="streaming", crossover=None) == {"profile": "streaming", "crossover": None}
+
+
+@pytest.mark.parametrize("args", [(), ("--kv-cache-memory-bytes", "50331648")])
+def test_a_cache_that_is_asked_for_is_not_overruled(
+    args: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CPU_CACHE, "3")
+    monkeypatch.setattr(server_module, "has_cuda", lambda: False)
+    server = Server(tmp_path, args)
+    assert server._env.get(CPU_CACHE) == (None if args else "1")
+    server.stop()

@@ -25,7 +25,7 @@ SPARSE = {"profile": str(Path(__file__).with_name("levels.yaml")), "guard": {"ra
 
 def test_all_is_answered_memory_stays_and_counters_fit(small_model: Path) -> None:
     # A cache of some 12,000 tokens for eight requests of up to 3,000: blocks run out, and requests are preempted.
-    args = (*scenario.SERVER_ARGS, "--kv-cache-memory-bytes", str(24 << 20))
+    args = (*scenario.SERVER_ARGS, "--kv-cache-memory-bytes", str(48 << 20))
     with Server(small_model, (*sparse_args(SPARSE), *args)) as server:
         endpoint = Endpoint.connect("sparse", server.url)
         prompts = Prompts(scenario.prompt(8000, seed=9))

@@ -23,8 +23,11 @@ from typing import Any, Self
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
+"""In GiB; where it is set, vLLM does not look at ``--kv-cache-memory-bytes``."""
+
 # The default share of memory fails on CPU, and a small cache keeps a test machine usable.
-CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+CPU_ENV = {CPU_CACHE: "1"}
 CPU_ARGS = ("--gpu-memory-utilization", "0.3", "--dtype", "float32", "--enforce-eager")
 STOP_TIMEOUT_S = 30.0
 FILES = ("profile", "crossover")
@@ -97,9 +100,10 @@ class Server:
         self.command = [*_vllm(), "serve", self.model, *address, *args, *device_args]
         self._folder = tempfile.TemporaryDirectory(prefix="sparse-prefill-")
         self.log_path = log_path or Path(self._folder.name) / "server.log"
-        # Triton's interpreter, which tests switch on for kernels, is not for a server.
-        inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        self._env = inherited | OFFLINE | (CPU_ENV if on_cpu else {}) | dict(env or {})
+        self._env = {**os.environ, **OFFLINE, **(CPU_ENV if on_cpu else {}), **(env or {})}
+        self._env.pop("TRITON_INTERPRET", None)  # tests switch it on, for kernels
+        if "--kv-cache-memory-bytes" in args:
+            self._env.pop(CPU_CACHE, None)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
