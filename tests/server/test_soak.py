@@ -13,7 +13,7 @@ import pytest
 from tests.server import scenario
 from vllm_sparse_backend.bench.endpoint import Endpoint, Prompts
 from vllm_sparse_backend.bench.report import Report
-from vllm_sparse_backend.bench.soak import Asking, add_figures, growth, lines, served_by, soak_and_check
+from vllm_sparse_backend.bench.soak import SERVER_ENV, Asking, add_figures, growth, lines, served_by, soak_and_check
 from vllm_sparse_backend.demo.server import Server, sparse_args
 from vllm_sparse_backend.settings.reasons import Fallback
 
@@ -26,7 +26,7 @@ SPARSE = {"profile": str(Path(__file__).with_name("levels.yaml")), "guard": {"ra
 def test_all_is_answered_memory_stays_and_counters_fit(small_model: Path) -> None:
     # A cache of some 12,000 tokens for eight requests of up to 3,000: blocks run out, and requests are preempted.
     args = (*scenario.SERVER_ARGS, "--kv-cache-memory-bytes", str(48 << 20))
-    with Server(small_model, (*sparse_args(SPARSE), *args)) as server:
+    with Server(small_model, (*sparse_args(SPARSE), *args), env=SERVER_ENV) as server:
         endpoint = Endpoint.connect("sparse", server.url)
         prompts = Prompts(scenario.prompt(8000, seed=9))
         asking = Asking(SECONDS, clients=8, shortest=1, longest=3000, levels=(None, 0, 1, "fast"), abort_share=0.2)

@@ -154,7 +154,7 @@ def soak(
             if model is not None:
                 more = f"--max-num-batched-tokens {chunk} {server_args}"
                 args = part.server_args(model, longest + asking.most_output_tokens + 16, 2 * longest, more)
-                server = stack.enter_context(Server(model, (*args, *sparse_args(own.values))))
+                server = stack.enter_context(Server(model, (*args, *sparse_args(own.values)), env=soaking.SERVER_ENV))
                 resident_bytes = server.resident_bytes
             endpoint = Endpoint.connect("server", server.url if model else url or "")
             served = soaking.served_by(endpoint, own.values, model, chunk) if model or settings else None

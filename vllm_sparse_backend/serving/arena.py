@@ -248,6 +248,8 @@ class Memory:
         # In inference mode, as in the profile run, it would be a tensor that nothing outside may write to.
         with torch.inference_mode(False):
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            if device.type == "cpu":
+                buffer.zero_()  # a host would take its pages one by one, while serving
         if rank == 0:
             logger.info(
                 "sparse-prefill: an arena of %d MiB for selection and attention; the longest row takes %d, the largest "
