@@ -94,7 +94,7 @@ def test_files_are_found_from_the_servers_folder_too(tmp_path: Path, monkeypatch
     assert given(profile="streaming", crossover=None) == {"profile": "streaming", "crossover": None}
 
 
-@pytest.mark.parametrize("args", [(), ("--kv-cache-memory-bytes", "50331648")])
+@pytest.mark.parametrize("args", [(), ("--kv-cache-memory-bytes", "50331648"), ("--kv-cache-memory-bytes=5",)])
 def test_a_cache_that_is_asked_for_is_not_overruled(
     args: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

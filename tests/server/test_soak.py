@@ -24,7 +24,7 @@ SPARSE = {"profile": str(Path(__file__).with_name("levels.yaml")), "guard": {"ra
 
 
 def test_all_is_answered_memory_stays_and_counters_fit(small_model: Path) -> None:
-    # A cache of some 12,000 tokens for eight requests of up to 3,000: blocks run out, and requests are preempted.
+    # A cache of some 12,000 tokens for eight requests of up to 3,000: not all have room at a time.
     args = (*scenario.SERVER_ARGS, "--kv-cache-memory-bytes", str(48 << 20))
     with Server(small_model, (*sparse_args(SPARSE), *args), env=SERVER_ENV) as server:
         endpoint = Endpoint.connect("sparse", server.url)

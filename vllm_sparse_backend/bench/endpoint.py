@@ -146,8 +146,7 @@ class Endpoint:
         ``more`` goes with the request. Raises RequestError on anything but an answer that ended by itself or at
         ``max_tokens``.
         """
-        body = {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "seed": 0}
-        body |= {**self.extra, **more}
+        body = {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "seed": 0, **self.extra, **more}
         if chat:
             body["messages"] = [{"role": "user", "content": prompt}]
         else:

@@ -40,8 +40,8 @@ LEAST_S_TO_GROW = 300.0
 MOST_SHOWN = 10
 
 SERVER_ENV = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8"}
-"""For servers that are started for it: on a CPU torch keeps a compiled product for each of the last 1,024 shapes, and
-stock vLLM's memory too grows for ten minutes before it has them."""
+"""For servers that are started for it: on a CPU torch keeps a compiled product for each of the last 1,024 shapes, which
+as memory looks like a leak for minutes."""
 
 WARM_SHARE = 0.25
 """Of the time, after which memory is expected to stay: caches, buffers and threads are there by then."""

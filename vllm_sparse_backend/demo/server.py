@@ -102,7 +102,7 @@ class Server:
         self.log_path = log_path or Path(self._folder.name) / "server.log"
         self._env = {**os.environ, **OFFLINE, **(CPU_ENV if on_cpu else {}), **(env or {})}
         self._env.pop("TRITON_INTERPRET", None)  # tests switch it on, for kernels
-        if "--kv-cache-memory-bytes" in args:
+        if any(arg.partition("=")[0] == "--kv-cache-memory-bytes" for arg in args):
             self._env.pop(CPU_CACHE, None)
         self._process: subprocess.Popen[bytes] | None = None
 
