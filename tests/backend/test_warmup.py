@@ -50,6 +50,10 @@ CASES = [(name, params) for name in METHODS for params in PARAMS.get(name, [{}])
 Steps = Sequence[Sequence[tuple[int, int]]]
 
 
+# Steps of one token, of whole sixteens, of neither; with and without room for stripes.
+SINGLE: Steps = [[(4097, n)] for n in (1, 160, 129)] + [[(0, n)] for n in (1, 32, 65)]
+
+
 def random_steps(seed: int, number: int) -> Steps:
     """Steps of 1 to 64 rows of (context_len, query_len): odd chunks, prefix hits, single tokens."""
     generator = random.Random(seed)
@@ -154,7 +158,7 @@ class TestKeys:
         with recorded_keys(monkeypatch) as warm:
             warm_up(impls, make_spec(page_size), self.CPU, engine)
         with recorded_keys(monkeypatch) as served:
-            run_steps(impls, page_size, random_steps(seed=page_size, number=12), self.CPU)
+            run_steps(impls, page_size, [*random_steps(seed=page_size, number=12), *SINGLE], self.CPU)
         assert {"portable": "attend_kernel", "flash": "finish_kernel"}[engine] in {name for name, _ in served}
         assert not (late := served - warm), closest(late, warm)
 

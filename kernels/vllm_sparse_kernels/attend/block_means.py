@@ -41,11 +41,16 @@ from triton.compiler.compiler import max_shared_mem
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, padded_capacity
 from vllm_sparse_kernels.paged import KeyArgs, PagedCache, key_args, key_offsets, wide_dtype, widen
-from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE_FIELDS, TILE_TOKENS, Rows
+from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE_FIELDS, TILE_TOKENS, Rows, ceil_div
 from vllm_sparse_kernels.workspace import padded_bytes
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+LSE_ALIGN = 16
+"""Log-sum-exps' rows are whole multiples of it: engines take them by tuples of arguments, whose integers Triton
+specializes whatever it is told, by 1 and by whole sixteens.
+"""
 
 VARYING = ("num_means", "stride_dropped", "stride_lse")
 """Kernel arguments that change from step to step: they shall not call for new variants of a kernel."""
@@ -184,13 +189,17 @@ def workspace_bytes(rows: Rows, shape: LayerShape, step_tokens: int) -> int:
         2 * means
         + padded_bytes(shape.num_heads, num_blocks, dtype=torch.uint8)
         + padded_bytes(shape.num_heads, rows.num_tiles, dtype=torch.int32)
-        + padded_bytes(shape.num_heads, max(step_tokens, end_of_rows(rows)))
+        + padded_bytes(shape.num_heads, max(_aligned(step_tokens), lse_columns(rows)))
     )
 
 
-def end_of_rows(rows: Rows) -> int:
-    """Tokens of q up to the last that belongs to a row."""
-    return max(token + query_len for token, query_len in zip(rows.tokens, rows.query_lens, strict=True))
+def lse_columns(rows: Rows) -> int:
+    """Tokens of q up to the last that belongs to a row, in whole ``LSE_ALIGN``."""
+    return _aligned(max(token + query_len for token, query_len in zip(rows.tokens, rows.query_lens, strict=True)))
+
+
+def _aligned(num_tokens: int) -> int:
+    return ceil_div(num_tokens, LSE_ALIGN) * LSE_ALIGN
 
 
 def _list_args(index: SparseIndex) -> ListArgs:

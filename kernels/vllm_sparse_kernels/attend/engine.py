@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from vllm_sparse_kernels.attend.block_means import attend_to_means, end_of_rows, over_index
+from vllm_sparse_kernels.attend.block_means import attend_to_means, lse_columns, over_index
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
@@ -115,7 +115,7 @@ class Engine:
         workspace = index.workspace
         with workspace.frame():
             if lse is None:
-                lse = workspace.empty(index.num_heads, end_of_rows(index.rows))
+                lse = workspace.empty(index.num_heads, lse_columns(index.rows))
             with workspace.frame():
                 self.over_index(q, cache, index, out, scale, lse, options=over_index(options))
             attend_to_means(q, cache, index, out, lse, scale, options.mean_heads)
