@@ -4,7 +4,8 @@
 Two ladders, each from its longest rung down, for what a server loses: wall time of a layer's selection and attention,
 launches by the host included, against FlashAttention's.
 
-* ``min_tokens``: rows of so many tokens, whose last chunk, 8,192 tokens or the whole row, is prefilled.
+* ``min_tokens``: what follows so many tokens, half a chunk (4,096), or as many again where that is less. So many are
+  dense in every row, and what a row has of its chunk after them is half of it in the mean.
 * ``min_query_tokens``: so many new tokens after a long cached prefix.
 
 A rung counts if sparse is faster by ``MARGIN``, and so are all longer ones. null: not even at the longest.
@@ -43,7 +44,7 @@ COLUMNS = {
     "method": "method",
     "engine": "engine",
     "ladder": "ladder",
-    "seq_len": "tokens",
+    "context_len": "after",
     "query_len": "new",
     "dense_ms": "dense ms",
     "ms": "ms",
@@ -95,14 +96,16 @@ def run_crossover(
 ) -> Iterator[dict[str, Any]]:
     """Measures each method with each engine; yields each rung as it is reported, and after them ``{"entry": …}``."""
     longest = min(prompt.num_tokens for prompt in prompts)
-    if max(rungs) > longest or max(new_tokens) >= longest:
-        raise BenchError(f"crossover: {max(*rungs, *new_tokens):,} tokens of a prompt of {longest:,}")
-    last_chunks = {n: (n, min(n, chunk_tokens)) for n in rungs}
+    after_dense = {
+        n: (n + query_len, query_len) for n in rungs if n + (query_len := min(n, chunk_tokens // 2)) <= longest
+    }
+    if not after_dense or max(new_tokens) >= longest:
+        raise BenchError(f"crossover: {max(2 * min(rungs), *new_tokens):,} tokens of a prompt of {longest:,}")
     after_prefix = {n: (longest, n) for n in new_tokens}
     for asked, plan in plans:
         for engine in engines:
             measure = partial(_rung, card, prompts, asked, plan, card.engines[engine], report)
-            least = yield from climb_down(last_chunks, partial(measure, "min_tokens"), margin)
+            least = yield from climb_down(after_dense, partial(measure, "min_tokens"), margin)
             least_new = yield from climb_down(after_prefix, partial(measure, "min_query_tokens"), margin)
             yield {"entry": entry_of(card, heads, asked, engine, least, least_new, report.command)}
 
@@ -113,7 +116,7 @@ def _rung(
 ) -> dict[str, Any]:  # fmt: skip
     """The last ``query_len`` tokens of ``seq_len``, measured and reported."""
     row: dict[str, Any] = {"method": str(asked), "engine": engine.name, "ladder": which}
-    row |= {"seq_len": seq_len, "query_len": query_len}
+    row |= {"context_len": seq_len - query_len, "query_len": query_len}
     layers = layers_of(prompts, plan, seq_len - query_len, query_len, engine.name)
     _measure(card, layers, engine, row)
     report.add_case(row)

@@ -157,7 +157,7 @@ def crossover(
     profile: Profile = None,
     table: Annotated[Path, typer.Option(help="Table to write, or to merge into.")] = Path("crossover.json"),
     longest: Annotated[int, typer.Option(help="Tokens of the longest prompt that is tried.")] = 131072,
-    shortest: Annotated[int, typer.Option(help="Tokens of the shortest.")] = 2048,
+    shortest: Annotated[int, typer.Option(help="Least tokens that min_tokens could be.")] = 2048,
     new_tokens: Annotated[str | None, typer.Option(help="New tokens after a cached prefix, by comma.")] = None,
     chunk: Chunk = 8192,
     margin: Annotated[float, typer.Option(help="How many times faster sparse must be.")] = 1.03,
@@ -200,11 +200,11 @@ def crossover(
         faster = f"times faster than {card.dense_name}"
         ladders = ("min_tokens", "min_query_tokens")
         of = {name: [case for case in report.cases if case["ladder"] == name] for name in ladders}
-        by_length = plots.series_of(of["min_tokens"], "seq_len", "times_faster", "method", "engine")
+        by_length = plots.series_of(of["min_tokens"], "context_len", "times_faster", "method", "engine")
         by_new = plots.series_of(of["min_query_tokens"], "query_len", "times_faster", "method", "engine")
         draw(
             png,
-            plots.Panel("last chunk of a row", "tokens", faster, by_length),
+            plots.Panel("half a chunk after so many tokens", "tokens", faster, by_length),
             plots.Panel(f"{longest:,} tokens in all", "tokens that are new", faster, by_new),
         )
 
