@@ -105,10 +105,11 @@ class BlockAverages:
         _mean_queries_kernel[(num_heads, num_rows)](
             self.queries, spans.last_tiles, mean_queries, **self.options, BLOCK_M=TILE_TOKENS
         )
-        _mean_keys_kernel[(spans.max_blocks, num_rows, num_kv_heads)](
+        _mean_keys_kernel[(num_kv_heads, spans.max_blocks, num_rows)](
             self.keys, heads, clusters, len(heads), spans.last_tiles, spans.block_starts, spans.num_blocks,
             mean_queries, num_rows, self.mean_keys, self.scores, **self.options, BLOCK_N=index.block_tokens,
             GROUP=self.group, MEMBERS=triton.next_power_of_2(self.group), ENTRIES=triton.next_power_of_2(len(heads)),
+            num_warps=2,
         )  # fmt: skip
 
     def estimates(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,9 +136,9 @@ class BlockAverages:
         _averages_kernel[(len(jobs.tiles), num_jobs)](
             self.queries, self.keys, jobs, self.index.rows.num_rows, jobs.out.stride(0), self.spans.num_blocks,
             self.mean_keys, self.spans.block_starts, **self.options, BLOCK_N=self.index.block_tokens,
-            GROUP=self.group, BLOCK_M=TILE_TOKENS, CHUNK=max(16, 16384 // self.options["BLOCK_D"]),
+            GROUP=self.group, BLOCK_M=TILE_TOKENS, CHUNK=max(16, 65536 // self.options["BLOCK_D"]),
             CHUNK_KEYS=32 if self.is_float32 else min(64, self.index.block_tokens), CHUNK_BLOCKS=CHUNK_BLOCKS,
-            PRECISION="ieee" if self.is_float32 else "tf32", num_warps=8,
+            PRECISION="ieee" if self.is_float32 else "tf32", num_warps=16,
         )  # fmt: skip
 
 
@@ -164,7 +165,8 @@ def _mean_keys_kernel(
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """The mean key of every block of every row, a row's last one may be short; and its products with mean queries."""
-    i_block, i_row, i_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    # Kv heads side by side: in vLLM's usual layout those of a token lie beside each other.
+    i_kv, i_block, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(last_tiles + i_row * FIELDS + 2) + tl.load(last_tiles + i_row * FIELDS + 3)
     if i_block * BLOCK_N >= seq_len:
         return

@@ -121,8 +121,8 @@ def _splits(num_blocks: int) -> int:
 
 
 def _warps(head_dim: int) -> int:
-    """64 tokens are held in registers, as float32: 64 of them a thread."""
-    return max(4, triton.next_power_of_2(head_dim) // 32)
+    """As few as hold 64 tokens in registers: the fewer there are to sum over, the less they wait for each other."""
+    return max(2, triton.next_power_of_2(head_dim) // 64)
 
 
 def pool_queries(
@@ -201,7 +201,8 @@ class KeyPool:
             0 if self.sums is None else self.sums.shape[1],
             self.heads, 0 if self.heads is None else len(self.heads), *results,
             **self._shape, GROUP=self.num_heads // num_kv_heads, PAGE=self.cache.page_size, BLOCK=KEY_BLOCK_TOKENS,
-            SPLIT=SPLIT_BLOCKS, HEADS=128, FIELDS=ROW_FIELDS, num_warps=_warps(self.cache.head_dim),
+            SPLIT=SPLIT_BLOCKS, HEADS=128, FIELDS=ROW_FIELDS, STAGES=3 if results[2] is None else 2,
+            num_warps=_warps(self.cache.head_dim),
         )  # fmt: skip
 
 
@@ -294,7 +295,7 @@ def _pool_keys_kernel(
     keys, stride_table, row_table, first_row, num_blocks, num_splits, heads, num_heads,
     means, sums, similarity, centers,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr, HEADS: tl.constexpr, FIELDS: tl.constexpr,
+    SPLIT: tl.constexpr, HEADS: tl.constexpr, FIELDS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """SPLIT blocks of one kv head of one row: whichever of means, their sum and similarity there is room for.
 
@@ -321,7 +322,7 @@ def _pool_keys_kernel(
             o_center = (i_row * tl.num_programs(0) + i_kv) * HEAD_DIM
             b_center = tl.load(centers + o_center + o_d, mask=in_d, other=0.0)
         b_sum = tl.zeros([BLOCK_D], tl.float32)
-        for start in tl.range(begin, tl.minimum(begin + SPLIT * BLOCK, seq_len), BLOCK, num_stages=3):
+        for start in tl.range(begin, tl.minimum(begin + SPLIT * BLOCK, seq_len), BLOCK, num_stages=STAGES):
             o_n = start + tl.arange(0, BLOCK)
             in_row = o_n < seq_len
             o_k = _block_offsets(table, start, o_n, in_row, keys, PAGE, BLOCK)

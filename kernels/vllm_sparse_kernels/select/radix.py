@@ -241,27 +241,26 @@ def _mass_digits_kernel(
         prefix, left, _, _ = threshold_of(digits, PASS - 1, i_all, num_jobs, chunks, used, share, True)
         if i_chunk == 0:
             keep_state(digits, PASS, i_all, num_jobs, prefix, left)
-    b_weight = masses_by_digit(values + place, first, end, prefix, PASS, CHUNK)
+    b_weight = masses_by_digit(values + place, first, end, prefix, PASS, CHUNK, 128)
     store_weights(digits, PASS, i_all, num_jobs, chunks, b_weight)
 
 
 @triton.jit
-def masses_by_digit(row, first, end, prefix, PASS: tl.constexpr, CHUNK: tl.constexpr):
+def masses_by_digit(row, first, end, prefix, PASS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
     """Masses row[first : end] summed by the next digit of their keys, those that agree with ``prefix``: [256]."""
     if PASS == 0:
-        return _masses_by_high_digit(row, first, end)
+        return _masses_by_high_digit(row, first, end, WIDTH)
     else:
         return _masses_by_low_digit(row, first, end, prefix.to(tl.int32), CHUNK)
 
 
 @triton.jit
-def _masses_by_high_digit(row, first, end):
+def _masses_by_high_digit(row, first, end, WIDTH: tl.constexpr):
     """A product of matrices: one the masses where the upper half of a digit is i, the other 1 where the lower is j.
 
     Masses are rounded to TF32's ten bits of the mantissa, up as often as down.
     """
     WARPS: tl.constexpr = 4
-    WIDTH: tl.constexpr = 64
     o = tl.arange(0, WARPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     o_half = tl.arange(0, 16)
     b_sum = tl.zeros([WARPS, 16, 16], tl.float32)

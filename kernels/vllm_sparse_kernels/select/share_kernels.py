@@ -117,7 +117,7 @@ def weights_kernel(
         prefix = _first_digit(args, i, num_heads, num_tiles, i_row, i_tile, PER_TILE)[0].to(tl.uint32)
     _, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
     _, values = _map_of(args, stride_map, i, tl.load(block_offsets + i_tile))
-    b_weight = masses_by_digit(values, 0, num_causal, prefix, PASS, CHUNK)
+    b_weight = masses_by_digit(values, 0, num_causal, prefix, PASS, CHUNK, 64)
     target = args.weights + ((PASS * num_heads + i).to(tl.int64) * num_tiles + i_tile) * DIGITS
     tl.store(target + tl.arange(0, DIGITS), b_weight)
 
