@@ -91,7 +91,23 @@ def step_figures(code: "Code") -> dict[str, int]:  # type: ignore[name-defined] 
         "fewest_exponents_beside": min((code.count(r"MUFU\.EX2", *step) for step in steps), default=0),
         "spills_within_steps": sum(code.count("STL|LDL", *step) for step in steps),
         "spills": code.count("STL|LDL"),
+        "hasty_arrivals": hasty_arrivals(code.sass),
     }
+
+
+def hasty_arrivals(sass: Sequence[str]) -> int:
+    """Times that one thread hands shared memory back when its own warp's products are done, but perhaps no other's.
+
+    Each warp waits for its own part of a product; Triton has all of them meet before the thread arrives, but not where
+    it finds a barrier close by that stands before the wait.
+    """
+    last, found = "", 0
+    for line in sass:
+        if re.search(r"BAR\.SYNC|WARPGROUP\.DEPBAR", line):
+            last = line
+        elif "SYNCS.ARRIVE" in line:
+            found += "DEPBAR" in last
+    return found
 
 
 def figures_with(cases: Sequence[str], release: Path | None = None) -> dict[str, dict[str, int]]:
@@ -112,6 +128,7 @@ def as_results(table: dict[str, dict[str, dict[str, int]]]) -> list[dict[str, ob
     shown = {
         "fewest_exponents_beside": ("exponents beside the product with values", "instructions", 64, "higher"),
         "spills_within_steps": ("spills within a step", "instructions", 0, "lower"),
+        "hasty_arrivals": ("arrivals with no meeting of warps since their products", "instructions", 0, "lower"),
         "variants": ("variants of both kernels for three batches", "kernels", 2, "lower"),
         "instructions": ("size", "instructions", None, "lower"),
     }

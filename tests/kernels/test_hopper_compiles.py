@@ -28,6 +28,12 @@ def test_nothing_spills_within_a_step(table: dict[str, dict[str, int]], case: st
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_nothing_is_handed_back_before_all_warps_are_done(table: dict[str, dict[str, int]], case: str) -> None:
+    """A copy would write over what the last warp's product still reads."""
+    assert table[case]["hasty_arrivals"] == 0
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_it_fits_the_card(table: dict[str, dict[str, int]], case: str) -> None:
     assert table[case]["shared_bytes"] <= 227 << 10
     assert table[case]["registers"] == 168  # three warp groups share 65,536
