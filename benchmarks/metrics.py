@@ -5,9 +5,10 @@
 
 A step is a chunk's selection, attention and projections in each layer of an 8B model; its norms, its sampling and what
 the engine does between steps are left out, so the shares are above those of a server. What counting takes is timed for
-itself: on the device, and on the host, where it is hidden as long as the device is the slower of the two. Beside that
-the rows of each step are counted on the host: of a step of decodes nothing else is. Its length is that of reading an 8B
-model's weights once, at the speed that this card copies memory.
+itself, on the device and on the host, and so is what the host takes to launch the step: the slower of the two decides
+how long a step is, and so by how much counting lengthens it. Beside that the rows of each step are counted on the host:
+of a step of decodes nothing else is. Its length is that of reading an 8B model's weights once, at the speed that this
+card copies memory; the host is taken to be the slower one there.
 """
 
 import time
@@ -36,28 +37,32 @@ COLUMNS = {
     "engine": "engine",
     "layer_ms": "a layer of it, ms",
     "step_ms": "whole, ms",
+    "launched_ms": "launched in, ms",
     "device_us": "counting, device, µs",
     "host_us": "host, µs",
     "share_of_device": "device's share of the step",
     "share_of_host": "host's",
+    "longer": "a step gets longer by",
 }
 
 NUM_LAYERS = 32
 DECODES = 256
 HOST_CALLS = 100
+LAUNCH_CALLS = 5
+"""Calls of many launches: with more, the host would wait for room in the queue of these."""
 WEIGHT_BYTES = 16e9
 """Of an 8B model in 16 bits."""
 
 
-def host_us(card: Card, run: Run) -> float:
+def host_us(card: Card, run: Run, calls: int = HOST_CALLS) -> float:
     """Of the host alone, per call: what is launched is waited for between samples, and not timed."""
     taken = []
     for _ in range(7):
         card.synchronize()
         began = time.perf_counter()
-        for _ in range(HOST_CALLS):
+        for _ in range(calls):
             run()
-        taken.append((time.perf_counter() - began) / HOST_CALLS)
+        taken.append((time.perf_counter() - began) / calls)
     card.synchronize()
     return median(taken) * 1e6
 
@@ -115,6 +120,8 @@ def run_prefill(
     row |= {"layer_ms": taken["layer"], "step_ms": taken["layer"] * NUM_LAYERS}
     row["device_us"] = 1e3 * NUM_LAYERS * taken["count"]
     row["host_us"] = rows_us + NUM_LAYERS * median(host_us(card, run) for run in counts)
+    launched_us = sum(host_us(card, run, LAUNCH_CALLS) for run in step) / len(layers)
+    row["launched_ms"] = launched_us / 1e3 * NUM_LAYERS
     _report(report, row, f"metrics, {name}, after {context_len:,}")
     return row
 
@@ -122,7 +129,7 @@ def run_prefill(
 def run_decodes(card: Card, step_ms: float, report: Report) -> dict[str, Any]:
     """A step of ``DECODES`` requests."""
     recorder = Recorder(card.device)
-    row: dict[str, Any] = {"what": f"{DECODES} decodes", "step_ms": step_ms, "device_us": 0.0}
+    row: dict[str, Any] = {"what": f"{DECODES} decodes", "step_ms": step_ms, "launched_ms": step_ms, "device_us": 0.0}
     row["host_us"] = host_us(card, lambda: recorder.count_decodes(DECODES))
     _report(report, row, f"metrics, a step of {DECODES} decodes")
     return row
@@ -131,9 +138,13 @@ def run_decodes(card: Card, step_ms: float, report: Report) -> dict[str, Any]:
 def _report(report: Report, row: dict[str, Any], about: str) -> None:
     row["share_of_device"] = row["device_us"] / 1e3 / row["step_ms"]
     row["share_of_host"] = row["host_us"] / 1e3 / row["step_ms"]
+    without = max(row["step_ms"], row["launched_ms"])
+    counted = max(row["step_ms"] + row["device_us"] / 1e3, row["launched_ms"] + row["host_us"] / 1e3)
+    row["longer"] = counted / without - 1
     report.add_case(row)
     report.add_figure(f"{about}: device's share of a step", row["share_of_device"], "share", "lower", 0.005)
     report.add_figure(f"{about}: host's share of a step", row["share_of_host"], "share", "lower", 0.005)
+    report.add_figure(f"{about}: what a step gets longer by", row["longer"], "share", "lower", 0.005)
 
 
 def copied_ms(card: Card, num_bytes: float) -> float:

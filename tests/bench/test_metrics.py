@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("vllm", reason="counters are a part of what runs in vLLM")
 
-from benchmarks.metrics import DECODES, NUM_LAYERS, projections, run_decodes, run_prefill
+from benchmarks.metrics import DECODES, NUM_LAYERS, _report, projections, run_decodes, run_prefill
 from tests.bench.conftest import HEADS, CpuCard
 from vllm_sparse_backend.bench.asked import Asked
 from vllm_sparse_backend.bench.data import structured_prompts
@@ -37,7 +37,19 @@ def test_counting_beside_a_layer() -> None:
     assert bars == {
         "metrics, a_shape, after 400: device's share of a step": 0.005,
         "metrics, a_shape, after 400: host's share of a step": 0.005,
+        "metrics, a_shape, after 400: what a step gets longer by": 0.005,
     }
+    slower = max(row["step_ms"], row["launched_ms"])
+    assert 0 < row["longer"] < 1.001 * max(row["device_us"], row["host_us"]) / 1e3 / slower
+
+
+@pytest.mark.parametrize(
+    ("launched_ms", "longer"), [(1.0, 0.02), (99.5, 0.035), (200.0, 0.02)], ids=["device", "between", "host"]
+)
+def test_the_slower_one_decides(launched_ms: float, longer: float) -> None:
+    row = {"step_ms": 100.0, "launched_ms": launched_ms, "device_us": 2000.0, "host_us": 4000.0}
+    _report(Report("metrics", "here"), row, "a step")
+    assert row["longer"] == pytest.approx(longer)
 
 
 def test_a_step_of_decodes() -> None:
