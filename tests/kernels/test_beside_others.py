@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``hopper`` beside other processes on its card: each launch gives what the first one gave.
+"""Kernels with barriers of their own beside other processes on a card: each launch gives what the first one gave.
 
 A card that several processes share takes a kernel off its multiprocessors and puts it back, and its warps then go on in
 an order of their own. On an H200 this found what neither a process alone nor schedules on the host (``warps``) did: two
@@ -10,6 +10,7 @@ launch of seventy; the loop as it is in none of 600,000.
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ import torch
 
 from vllm_sparse_kernels.attend import hopper, portable
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_index
+from vllm_sparse_kernels.select.sale import Sale
+from vllm_sparse_kernels.testing.batches import random_batch, random_index
+from vllm_sparse_kernels.testing.structured import paged_batch, structured
 
 PROCESSES = 4
 SECONDS = 30
@@ -37,37 +40,53 @@ CASES: list[tuple[list[tuple[int, int]], int, float, int]] = [
 
 
 class Launches:
-    """One case, launched over and over into an output that holds NaN before."""
+    """Something that is launched over and over, and what it wrote the first time."""
 
-    def __init__(self, lengths: list[tuple[int, int]], block_tokens: int, density: float, stripes: int) -> None:
-        self.batch: Batch = random_batch(lengths, 32, 8, 128, 128, torch.bfloat16, "cuda")
-        self.index: SparseIndex = random_index(self.batch, block_tokens, density, stripes)
-        self.out = self.batch.empty_out()
+    def __init__(self, launch: Callable[[], torch.Tensor]) -> None:
+        self.launch = launch
+        self.first = launch().clone()
         self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-        self.launch()
-        self.first = self.out.clone()
-
-    def launch(self) -> None:
-        self.out.fill_(float("nan"))
-        with self.index.workspace.frame():
-            hopper.attend(self.batch.q, self.batch.cache, self.index, self.out, self.batch.scale)
 
     def compare(self) -> None:
-        self.launch()
-        self.wrong += (self.out.view(torch.int16) != self.first.view(torch.int16)).any()
+        self.wrong += (self.launch().view(torch.int16) != self.first.view(torch.int16)).any()
 
-    def check_first(self) -> None:
-        expected = self.batch.empty_out()
-        with self.index.workspace.frame():
-            portable.attend(self.batch.q, self.batch.cache, self.index, expected, self.batch.scale)
-        torch.testing.assert_close(self.first, expected, rtol=2e-2, atol=2e-2)
+
+def attention(lengths: list[tuple[int, int]], block_tokens: int, density: float, stripes: int) -> Launches:
+    """Into an output that holds NaN before; the first one right."""
+    batch = random_batch(lengths, 32, 8, 128, 128, torch.bfloat16, "cuda")
+    index = random_index(batch, block_tokens, density, stripes)
+    out, expected = batch.empty_out(), batch.empty_out()
+
+    def launch() -> torch.Tensor:
+        out.fill_(float("nan"))
+        with index.workspace.frame():
+            hopper.attend(batch.q, batch.cache, index, out, batch.scale)
+        return out
+
+    launches = Launches(launch)
+    with index.workspace.frame():
+        portable.attend(batch.q, batch.cache, index, expected, batch.scale)
+    torch.testing.assert_close(launches.first, expected, rtol=2e-2, atol=2e-2)
+    return launches
+
+
+def selection(context_len: int, query_len: int) -> Launches:
+    """By SALE, whose scores come from the other kernel with barriers of its own: how many blocks each tile keeps."""
+    batch = paged_batch(structured(query_len, context_len, 32, 8, 128, torch.bfloat16, "cuda"), 128)
+    index = SparseIndex.allocate(batch.rows, batch.num_heads, 32)
+    heads = torch.arange(batch.num_heads, dtype=torch.int32, device="cuda")
+
+    def launch() -> torch.Tensor:
+        with index.workspace.frame():
+            Sale(tau=0.03).select(batch.q, batch.cache, index, heads, batch.scale)
+        return index.block_counts
+
+    return Launches(launch)
 
 
 def launch_for(seconds: float) -> list[int]:
     """How often each case's result was another than its first."""
-    cases = [Launches(*case) for case in CASES]
-    for case in cases:
-        case.check_first()
+    cases = [*(attention(*case) for case in CASES), selection(30_000, 4096)]
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         for case in cases * 10:
@@ -84,7 +103,7 @@ def test_processes_that_share_a_card_do_not_change_each_others_results() -> None
     root = Path(__file__).parents[2]
     processes = [subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) for _ in range(PROCESSES)]
     told = [process.communicate(timeout=SECONDS + 240)[0].strip() for process in processes]
-    assert told == [str([0] * len(CASES))] * PROCESSES
+    assert told == [str([0] * (len(CASES) + 1))] * PROCESSES
 
 
 if __name__ == "__main__":
