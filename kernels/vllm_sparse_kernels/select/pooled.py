@@ -193,15 +193,22 @@ class KeyPool:
     def _shape(self) -> dict[str, int]:
         return {"HEAD_DIM": self.cache.head_dim, "BLOCK_D": triton.next_power_of_2(self.cache.head_dim)}
 
-    def _launch(self, slab: Slab, *results: torch.Tensor | None) -> None:
+    def _launch(
+        self,
+        slab: Slab,
+        means: torch.Tensor | None,
+        sums: torch.Tensor | None,
+        similarity: torch.Tensor | None,
+        centers: torch.Tensor | None,
+    ) -> None:
         num_kv_heads = self.cache.num_kv_heads
         _pool_keys_kernel[(num_kv_heads, _splits(slab.max_blocks), slab.end_row - slab.first_row)](
             key_args(self.cache, self.rows.block_table[0]), self.rows.block_table.stride(0),
             row_table(self.rows), slab.first_row, slab.num_blocks,
             0 if self.sums is None else self.sums.shape[1],
-            self.heads, 0 if self.heads is None else len(self.heads), *results,
+            self.heads, 0 if self.heads is None else len(self.heads), means, sums, similarity, centers,
             **self._shape, GROUP=self.num_heads // num_kv_heads, PAGE=self.cache.page_size, BLOCK=KEY_BLOCK_TOKENS,
-            SPLIT=SPLIT_BLOCKS, HEADS=128, FIELDS=ROW_FIELDS, STAGES=3 if results[2] is None else 2,
+            SPLIT=SPLIT_BLOCKS, HEADS=128, FIELDS=ROW_FIELDS, STAGES=3 if similarity is None else 2,
             num_warps=_warps(self.cache.head_dim),
         )  # fmt: skip
 
