@@ -258,8 +258,8 @@ def masses_by_digit(row, first, end, prefix, PASS: tl.constexpr, CHUNK: tl.const
 def _masses_by_high_digit(row, first, end, WIDTH: tl.constexpr):
     """A product of matrices: one the masses where the upper half of a digit is i, the other 1 where the lower is j.
 
-    Masses are rounded to TF32's ten bits of the mantissa, up as often as down. WIDTH: values a warp takes at a time, the
-    more the longer the row.
+    Masses are rounded to TF32's ten bits of the mantissa, up as often as down. WIDTH: values a warp takes at a time,
+    more for long rows.
     """
     WARPS: tl.constexpr = 4
     o = tl.arange(0, WARPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
