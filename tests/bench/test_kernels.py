@@ -277,6 +277,18 @@ def test_the_table_is_what_servers_read(card, tmp_path):
     assert "not a crossover table of format 1" in result.stderr
 
 
+def test_lengths_are_tried_by_half_a_chunk_after_them(card, tmp_path):
+    """As long as the prompt has as much, and by no more than what lies before."""
+    path = tmp_path / "cases.json"
+    result = run("crossover", "--method", "a_shape", "--longest", 256, "--shortest", 48, "--new-tokens", 20,
+                 "--chunk", 128, "--layers", 1, "--table", tmp_path / "t.json", "--json", path)  # fmt: skip
+    assert result.exit_code == 0, result.output
+    tried = [case for case in json.loads(path.read_text())["cases"] if case["ladder"] == "min_tokens"]
+    assert [(case["context_len"], case["query_len"]) for case in tried] == [
+        (192, 64), (128, 64), (96, 64), (64, 64), (48, 48)
+    ]  # fmt: skip
+
+
 def test_a_card_that_is_not_faster_gets_null(card, tmp_path):
     card.ms = lambda name: 2.0
     result = run("crossover", "--method", "a_shape", "--longest", 256, "--shortest", 128, "--new-tokens", 20,

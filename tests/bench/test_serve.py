@@ -309,6 +309,7 @@ def test_a_load_that_is_more_than_stock_takes():
         ('{"method": "sale", "params": {"tau": 0.1}}', "sale tau=0.1"),
         ("streaming", "profile streaming"),
         ('{"guard": {}}', "default with guard"),
+        ('{"profile": "minference-llama-3.1-8b-instruct"}', "profile minference-llama-3.1-8b-instruct"),
     ],
 )
 def test_settings_have_a_short_name(given, shown):

@@ -22,6 +22,7 @@ from vllm_sparse_backend.settings.config import KEY, load_config
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.modelcheck import read_config
+from vllm_sparse_backend.settings.profile import name_of_profile
 
 OnCase = Callable[[dict[str, Any]], None]
 
@@ -56,7 +57,7 @@ class Settings:
             return "no configuration"
         params = self.values.get("params") or {}
         profile = self.values.get("profile")
-        name = f"profile {Path(profile).stem}" if profile else str(self.values.get("method") or "default")
+        name = f"profile {name_of_profile(profile)}" if profile else str(self.values.get("method") or "default")
         guard = ["with guard"] if self.values.get("guard") is not None else []
         return " ".join([name, *(f"{field}={json.dumps(value)}" for field, value in params.items()), *guard])
 

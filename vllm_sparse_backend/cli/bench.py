@@ -289,6 +289,7 @@ def _captured(
     from vllm_sparse_backend.bench.asked import methods_asked, plan_of_profile
     from vllm_sparse_backend.evaluate.capture import Capture
     from vllm_sparse_backend.evaluate.clusters import head_clusters
+    from vllm_sparse_backend.settings.profile import name_of_profile
     from vllm_sparse_kernels.select.share_prefill import NOISE
 
     found = Capture.open(folder)
@@ -302,7 +303,7 @@ def _captured(
         by_layer = head_clusters(Capture.open(others) if others else found, str(card.device))
         clusters = data.repeated_clusters([by_layer[layer] for layer in sorted(found.scales)], copies, NOISE)
     plans: list[tuple[Asked | str, Plan]] = [(one, one.plan(shape, clusters)) for one in asked]
-    plans += [(f"profile {Path(name).stem}", plan_of_profile(name, found.shape, copies)) for name in profiles]
+    plans += [(f"profile {name_of_profile(name)}", plan_of_profile(name, found.shape, copies)) for name in profiles]
     return data.captured_prompts(found, copies, card.device), plans, found.model
 
 

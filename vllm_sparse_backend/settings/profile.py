@@ -304,6 +304,11 @@ def bundled_profiles() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))} if folder else {}
 
 
+def name_of_profile(given: str) -> str:
+    """What results call a profile that is given by its name, which may have dots, or by its path."""
+    return Path(given).name.removesuffix(".yaml")
+
+
 def _commonest(methods: Sequence[Method]) -> Method:
     """Of equally common ones the first."""
     return Counter(methods).most_common(1)[0][0]

@@ -206,7 +206,6 @@ class FlexVerticalSlash(Method):
             "BLOCK_N": index.block_tokens,
             "CHUNK": CHUNK,
             "FIELDS": ROW_FIELDS,
-            "num_warps": 4,
         }
         _count_lines_kernel[grid](*where, **options)
         _keep_lines_kernel[grid](
