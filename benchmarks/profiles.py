@@ -8,16 +8,18 @@
         [--markdown docs/profiles.md]
 
 ``--work``: the folder of a `profile best` that judged every ladder. Of each ladder it tells what a setting for each
-head keeps, ÷ what one setting for all heads keeps at the same mean error.
+head keeps, ÷ what one setting for all heads keeps at the same mean error. No profile is made so.
 
-``--against``: the folder that a `profile calibrate` with a bound of the mean left. It tells what the profile keeps ÷
-what one setting for all heads keeps on the same prompts: of the method's own ladder, at the same mean error; of all
-settings that heads chose from, at the same mean error; and the sparsest of these that holds its bounds in every head.
+``--against``: the folder of a calibration in which ``benchmarks.one_setting`` has left its file. It tells what the
+profile keeps ÷ what one setting for all heads keeps on the same prompts: of the paper's own settings, at the same mean
+error; of all that heads can choose from, at the same mean error; and the sparsest of these that holds its bounds in
+every head.
 """
 
 import json
+import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -25,15 +27,15 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from benchmarks.one_setting import FILE
 from benchmarks.performance import CHUNKS, TRAINED, met
 from benchmarks.quality import ANSWERS, NAMED, PERFORMANCE, by_plain_label, load, relative
 from benchmarks.tables import markdown_table, put_between
 from vllm_sparse_backend.bench.report import merge_figures, table_of
 from vllm_sparse_backend.calibrate.job import SLACK
-from vllm_sparse_backend.calibrate.ladders import LADDERS, settings_of
+from vllm_sparse_backend.calibrate.ladders import LADDERS
 from vllm_sparse_backend.settings.methods import parameters_of
 from vllm_sparse_backend.settings.profile import Profile, load_profile
-from vllm_sparse_kernels.select.base import Method
 
 RESULTS = Path("docs/results/profiles.json")
 RIGHT, PERPLEXITY = "right answers ÷ stock's", "perplexity ÷ stock's"
@@ -49,6 +51,9 @@ MOST_OF_SINGLE = 0.85
 Figures = Mapping[str, Mapping[str, Any]]
 Point = tuple[float, float]
 """(error, density)."""
+
+Head = Sequence[float]
+"""(error, worst, rare, density)."""
 
 
 def figure(
@@ -143,14 +148,13 @@ def by_head(judged: Sequence[Mapping[str, Any]], keys: Sequence[str], bound: Poi
     return (fmean(error for _, error in chosen), fmean(density for density, _ in chosen)), single
 
 
-def sparsest_for_all(judged: Sequence[Mapping[str, Any]], keys: Sequence[str], limits: Mapping[int, float]) -> float:
-    """Mean density of the sparsest setting whose outcomes are in the limits in every head; 1 where none is."""
-    heads_of = ([head for layer in judged for head in layer[key]] for key in keys)
+def sparsest_for_all(settings: Iterable[Sequence[Head]], most: Head) -> float:
+    """Mean density of the sparsest setting whose outcomes are at most ``most`` in every head; 1 where none is."""
     return min(
         (
-            fmean(head[3] for head in heads)
-            for heads in heads_of
-            if all(head[i] <= limit for head in heads for i, limit in limits.items())
+            fmean(head[-1] for head in heads)
+            for heads in settings
+            if all(found <= limit for head in heads for found, limit in zip(head, most, strict=True))
         ),
         default=1.0,
     )
@@ -166,11 +170,11 @@ def of_work(folder: Path, bound: Point) -> Iterator[dict[str, Any]]:
             ratio = density / single_density(single, error)
             command = f"sparse-prefill profile best {TRAINED} --tokens 32768, then benchmarks.profiles --work"
             about = f"{name}, a setting for each head: density ÷"
-            yield figure(f"{about} one setting's at the same error", ratio, "ratio", MOST_OF_SINGLE, "lower", device,
-                         command)  # fmt: skip
-            alone = density / sparsest_for_all(judged, keys, {0: bound[0], 1: bound[1]})
-            yield figure(f"{about} one setting's that holds the bound in every head", alone, "ratio", MOST_OF_SINGLE,
-                         "lower", device, command)  # fmt: skip
+            yield figure(f"{about} one setting's at the same error", ratio, "ratio", None, "lower", device, command)
+            heads = ([(one[0], one[1], 0.0, one[3]) for layer in judged for one in layer[key]] for key in keys)
+            alone = density / sparsest_for_all(heads, (*bound, math.inf, math.inf))
+            yield figure(f"{about} one setting's that holds the bound in every head", alone, "ratio", None, "lower",
+                         device, command)  # fmt: skip
 
 
 def mean_error(profile: Profile) -> float:
@@ -193,29 +197,24 @@ def frontier(points: Sequence[Point]) -> list[Point]:
 
 def against_one_setting(name: str, profile: Profile, folder: Path) -> Iterator[dict[str, Any]]:
     """What a calibrated profile keeps ÷ what one setting for all heads does: see the module's docstring."""
-    judged = [json.loads(path.read_text())["judged"] for path in sorted(folder.glob("prompts-layer-*.json"))]
-    made, method = profile.provenance, str(profile.provenance.source).split()[-1]
+    found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    own, every = ([one["heads"] for one in found[kind]] for kind in ("own", "every"))
+    made = profile.provenance
     bounds = made.bounds or {}
-    limits = {i: bounds[kind] for i, kind in {0: "error", 1: "worst", 4: "rare"}.items() if kind in bounds}
+    most = (*(bounds.get(kind, math.inf) for kind in ("error", "worst", "rare")), math.inf)
 
-    def known(settings: Sequence[Method]) -> list[str]:
-        keys = [json.dumps([parameters_of(one)]) for one in settings]
-        return [key for key in keys if all(key in one for one in judged)]
-
-    def at_same_error(settings: Sequence[Method]) -> float:
-        points = by_head(judged, known(settings), (0.0, 0.0))[1]
+    def at_same_error(settings: Sequence[Sequence[Head]]) -> float:
+        points = [(fmean(head[0] for head in heads), fmean(head[-1] for head in heads)) for heads in settings]
         return single_density(frontier(points), mean_error(profile))
 
-    every = settings_of(method)
     where = {"device": made.device or "", "command": command_of(profile)}
     about = f"profile {name}: density ÷ that of one setting"
-    for what, single in (
-        (f"of {method}'s own ladder, same mean error", at_same_error(LADDERS[method])),
-        ("of all that heads chose from, same mean error", at_same_error(every)),
-        ("that holds its bounds in every head", sparsest_for_all(judged, known(every), limits)),
+    for what, single, bar in (
+        ("of its paper, same mean error", at_same_error(own), MOST_OF_SINGLE),
+        ("of all that heads can choose from, same mean error", at_same_error(every), None),
+        ("that holds its bounds in every head", sparsest_for_all(every, most), MOST_OF_SINGLE),
     ):
-        ratio = (made.density or 1.0) / single
-        yield figure(f"{about} {what}", ratio, "ratio", MOST_OF_SINGLE, "lower", **where)
+        yield figure(f"{about} {what}", (made.density or 1.0) / single, "ratio", bar, "lower", **where)
     yield figure(f"profile {name}: mean error of all heads on its prompts", mean_error(profile), "relative", None,
                  "lower", **where)  # fmt: skip
 

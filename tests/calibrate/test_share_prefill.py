@@ -227,9 +227,33 @@ def test_pivots_that_hold_no_lines_have_the_largest_gamma():
     assert (one.own, one.shared) == (Dense(), SharePrefill(gamma=GAMMAS[-1], cluster=3))
 
 
-def choice(cluster: int, own_density: float, shared_density: float | None = None, pivot: bool = False) -> Choice:
-    shared = SharePrefill(cluster=cluster) if shared_density is not None else None
-    return Choice(own(0.5), own_density, cluster, shared, shared_density or 1.0, pivot)
+def test_a_price_of_error_takes_the_gamma_that_costs_least():
+    """Error 0.5 (1 - γ) for a density of γ² at a price of 3: least at γ = 0.75, and so for half of both as a member."""
+
+    def curve(method: Method) -> Figures:
+        part = 1.0 if method.cluster == NOISE else 0.5
+        return figures(part * 0.5 * (1 - method.gamma), part * method.gamma**2)
+
+    def steep(method: Method) -> Figures:
+        return figures(2 * (1 - method.gamma), 0.9 * method.gamma)
+
+    judge = FakeJudge(curve, curve, steep)
+    choices = survey_layer(judge, Bound(1.0, 1.0), SharePrefill(), (NOISE, 2, NOISE), 3.0)
+    assert [one.own for one in choices] == [own(0.75), own(0.75), own(0.998)]
+    assert [one.shared for one in choices] == [None, SharePrefill(gamma=0.75, cluster=2), None]
+    assert choices[1].own_cost == pytest.approx(0.75**2 + 3 * 0.125)
+    assert choices[1].shared_cost == pytest.approx(choices[1].own_cost / 2)
+    assert (choices[1].own_error, choices[1].shared_error) == pytest.approx((0.125, 0.0625))
+    assert [choices[1].error_within(clusters) for clusters in ({2}, set())] == pytest.approx([0.0625, 0.125])
+    # What costs more than all pairs do is not worth it, and what does not hold the bound cannot be had.
+    assert survey_layer(judge, Bound(1.0, 1.0), SharePrefill(), (NOISE,) * 3, 1e4)[2].own == Dense()
+    held = survey_layer(judge, Bound(0.1, 1.0), SharePrefill(), (NOISE,) * 3, 3.0)
+    assert held[0].own == own(0.8)
+
+
+def choice(cluster: int, own_cost: float, shared_cost: float | None = None, pivot: bool = False) -> Choice:
+    shared = SharePrefill(cluster=cluster) if shared_cost is not None else None
+    return Choice(own(0.5), own_cost, cluster, shared, shared_cost or 1.0, pivot)
 
 
 def test_clusters_are_dissolved_where_pivots_cost_more_than_others_save():
@@ -308,6 +332,23 @@ def test_the_profile_that_is_written_was_judged_as_a_whole(undisturbed, tmp_path
     measured = measure_plans(job.captures("prompts")[0], [Asked(plan)], 512, "cpu", (), min_tokens=512)
     for found, said in zip(measured.kept[0].density, density, strict=True):
         assert found == pytest.approx(said, rel=1e-3)
+
+
+def test_the_mean_of_all_heads_is_held_where_it_is_bounded(undisturbed, base):
+    """It binds: with the bound for each head alone there is more."""
+    folder = undisturbed[0]
+
+    def mean(profile):
+        rows = profile.provenance.figures.rows("error", profile.model)
+        return sum(map(sum, rows)) / (LAYERS * HEADS)
+
+    loose = searched(sharing_job(folder), high=Bound(0.1, 0.6, mean=1.0))
+    most = mean(loose) / 2
+    bounded = searched(sharing_job(folder), high=Bound(0.1, 0.6, mean=most))
+    assert mean(bounded) <= 0.9 * most < mean(loose)
+    assert bounded.provenance.bounds["mean"] == pytest.approx(most)
+    assert loose.provenance.density < bounded.provenance.density < 1
+    assert any(one.cluster != NOISE for layer in range(LAYERS) for one in bounded.methods_of(layer, HEADS))
 
 
 def test_a_search_that_was_stopped_anywhere_goes_on_to_the_same_bytes(undisturbed, base, tmp_path):

@@ -16,7 +16,7 @@ have equal slopes: Lagrange). ``price_of`` finds the least price at which the me
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from statistics import fmean
@@ -31,7 +31,7 @@ MOST_KINDS = 3
 """Of sparse methods in a layer: each has a selection of its own."""
 
 PRICE_STEPS = 40
-"""Of a bisection between a thousandth and a million times what a dense head takes."""
+"""Of a bisection between a thousandth and a million times what a dense head costs."""
 
 MOST_ROUNDS = 8
 """Of choices for a layer; heads that hold the bound in none of them are dense."""
@@ -96,9 +96,14 @@ def price_of(layers: Sequence[Sequence[Mapping[Method, Figures]]], costs: Costs,
             errors += [of[method].error if method in of else 0.0 for of, method in chosen]
         return fmean(errors) <= most_mean
 
-    if math.isinf(most_mean) or holds(0.0):
+    return 0.0 if math.isinf(most_mean) else least_price(holds, costs.layer.dense_ms / len(layers[0]))
+
+
+def least_price(holds: Callable[[float], bool], dense: float) -> float:
+    """The least price of error that holds, 0 if that does; ``dense``: what a dense head costs."""
+    if holds(0.0):
         return 0.0
-    low, high = (costs.layer.dense_ms / len(layers[0]) * times for times in (1e-3, 1e6))
+    low, high = 1e-3 * dense, 1e6 * dense
     for _ in range(PRICE_STEPS):
         middle = math.sqrt(low * high)
         low, high = (low, middle) if holds(middle) else (middle, high)

@@ -8,7 +8,9 @@ who shares depends on clusters, never on γ (``select/share_prefill.py``), and n
 
 1. *Survey*, with all clusters as they were found. Each head is asked for the least γ of its own vertical-slash that
    holds the bound, then, as a member of its cluster, for the least γ of whatever it does there; both by bisection, all
-   heads of a layer at a time. Members that are dense whatever their γ are pivots.
+   heads of a layer at a time. Members that are dense whatever their γ are pivots. Under a bound of the mean of all
+   heads every head is asked for all of ``PRICED_GAMMAS`` instead, and takes the γ at which pairs and error, at one
+   price for the whole model, cost least (``best.py``); what it saves is counted so too.
 2. *Choice.* A head leaves its cluster if it does not hold the bound there or keeps no less than by itself. A cluster is
    dissolved if its pivots cost more than its other heads save. Pivots have the γ of their own lines, which they take in
    prompts where they are none. By itself a head is dense where no γ holds or less than a tenth is left out.
@@ -16,8 +18,9 @@ who shares depends on clusters, never on γ (``select/share_prefill.py``), and n
    leave their cluster, and those that still do not become dense, until all hold; a cluster that is left with one member
    is dissolved and all judged again. The last pass of each layer is over the very profile that is written.
 
-Passes over a layer: 15 in the survey, 7 where no head has a cluster; at most two for each head to settle, though hardly
-ever more than two in all, and as many again for each cluster that is dissolved there; one of the held-out prompts.
+Passes over a layer: 15 in the survey, 7 where no head has a cluster (33 and 16 under a bound of the mean); at most two
+for each head to settle, though hardly ever more than two in all, and as many again for each cluster that is dissolved
+there; one of the held-out prompts.
 
 **Memory** is that of clustering (``share_prefill.py``), and after it that of one layer (``judge.py``) and of what is
 handed on (``flow.py``).
@@ -33,15 +36,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain
+from statistics import fmean
 from typing import Any, TypeVar
 
 from vllm_sparse_backend.bench.report import write_json
+from vllm_sparse_backend.calibrate.best import least_price
 from vllm_sparse_backend.calibrate.flex_vertical_slash import GAMMAS
 from vllm_sparse_backend.calibrate.flow import Flow
 from vllm_sparse_backend.calibrate.job import Found, Job, profile_of
 from vllm_sparse_backend.calibrate.measure import Bound, Figures, LayerJudge
 from vllm_sparse_backend.calibrate.share_prefill import BASES, Clusters, map_side
-from vllm_sparse_backend.calibrate.sparsest import LEAST_SPARSITY, for_all, sparse_enough, sparsest
+from vllm_sparse_backend.calibrate.sparsest import LEAST_SPARSITY, Judged, cheapest, for_all, sparse_enough, sparsest
 from vllm_sparse_backend.evaluate.clusters import head_clusters
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.profile import Level, Profile
@@ -51,30 +56,40 @@ from vllm_sparse_kernels.select.share_prefill import NOISE, SharePrefill
 
 COMMAND = "sparse-prefill profile cluster"
 
+PRICED_GAMMAS = (
+    0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.875, 0.9, 0.925, 0.95, 0.965, 0.98, 0.985, 0.99, 0.995, 0.998
+)  # fmt: skip
+"""What heads choose from under a bound of the mean."""
+
 Written = TypeVar("Written", bound=Level)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What one head may do, and the density of each."""
+    """What one head may do; of each the share of pairs that it keeps, with what its error costs, and that error."""
 
     own: Method
     """By itself."""
-    own_density: float
+    own_cost: float
     cluster: int = NOISE
     shared: Method | None = None
-    """In its cluster, if it holds the bound there and keeps no more than by itself; always where it is a pivot."""
-    shared_density: float = 1.0
+    """In its cluster, if it holds the bound there and costs no more than by itself; always where it is a pivot."""
+    shared_cost: float = 1.0
     is_pivot: bool = False
+    own_error: float = 0.0
+    shared_error: float = 0.0
 
     @property
     def saved(self) -> float:
-        """Share of the pairs; a pivot's is a cost."""
-        return self.own_density - self.shared_density if self.shared else 0.0
+        """A pivot's is a cost."""
+        return self.own_cost - self.shared_cost if self.shared else 0.0
 
     def within(self, clusters: Set[int]) -> Method:
         """What it does if these clusters are left."""
         return self.shared if self.shared and self.cluster in clusters else self.own
+
+    def error_within(self, clusters: Set[int]) -> float:
+        return self.shared_error if self.shared and self.cluster in clusters else self.own_error
 
 
 class InClusters:
@@ -112,8 +127,6 @@ def cluster(
         lambda: head_clusters(job.captures("prompts")[0], job.device, side, distance),
     )  # fmt: skip
     job.tell.begin("layers", (len(job.layers) + job.shape.num_layers + 2) * len(bounds))
-    if any(math.isfinite(bound.mean) for bound in bounds.values()):
-        raise ConfigurationError(f"{COMMAND}: --level: a bound of the mean of all heads is for other commands")
     found = {
         name: _search(job, BASES[method], clusters, bound, bound.less(margin, unseen)) for name, bound in bounds.items()
     }
@@ -130,8 +143,17 @@ def _with_cut(level: Written, distance: float, side: int) -> Written:
 
 
 def _search(job: Job, base: SharePrefill, clusters: Clusters, bound: Bound, within: Bound) -> Found:
-    company = [_member(base, number) for number in sorted({*chain.from_iterable(clusters)} - {NOISE})]
-    choices = _survey(job, Flow(job, "prompts", company), base, clusters, within)
+    company = company_of(base, clusters)
+
+    def survey(price: float | None) -> list[list[Choice]]:
+        return _survey(job, Flow(job, "prompts", company), base, clusters, within, price)
+
+    def holds(price: float) -> bool:
+        surveyed = survey(price)
+        left = worth(surveyed)
+        return fmean(one.error_within(left) for one in chain.from_iterable(surveyed)) <= within.mean
+
+    choices = survey(least_price(holds, 1.0) if math.isfinite(within.mean) else None)
     left = worth(choices)
     while True:
         methods = _settle(job, Flow(job, "prompts", company), choices, left, within)
@@ -149,7 +171,9 @@ def _search(job: Job, base: SharePrefill, clusters: Clusters, bound: Bound, with
     return Found(bound, methods, *figures)
 
 
-def _survey(job: Job, flow: Flow, base: SharePrefill, clusters: Clusters, bound: Bound) -> list[list[Choice]]:
+def _survey(
+    job: Job, flow: Flow, base: SharePrefill, clusters: Clusters, bound: Bound, price: float | None
+) -> list[list[Choice]]:
     choices = []
     for layer in range(job.shape.num_layers):
         if layer not in job.layers:
@@ -157,38 +181,56 @@ def _survey(job: Job, flow: Flow, base: SharePrefill, clusters: Clusters, bound:
             flow.add([Dense()] * job.shape.num_heads)
             continue
         judge = flow.judge()
-        choices.append(survey_layer(judge, bound, base, clusters[layer]))
+        choices.append(survey_layer(judge, bound, base, clusters[layer], price))
+        is_new = judge.changed  # a price is looked for among what was judged once
         judge.save()
         flow.add([_member(base, number) for number in clusters[layer]])
-        job.tell.step()
+        if is_new:
+            job.tell.step()
     return choices
 
 
-def survey_layer(judge: LayerJudge, bound: Bound, base: SharePrefill, clusters: Sequence[int]) -> list[Choice]:
-    """What each head may do; ``clusters`` has the cluster of each."""
-    ladder = [replace(base, gamma=gamma, cluster=NOISE) for gamma in GAMMAS]
-    alone = sparsest(judge, bound, for_all(judge, ladder))
+def survey_layer(
+    judge: LayerJudge, bound: Bound, base: SharePrefill, clusters: Sequence[int], price: float | None = None
+) -> list[Choice]:
+    """What each head may do; ``clusters`` has the cluster of each. ``price``: of an error of 1 in shares of the pairs,
+    or None, where the least γ that holds the bound is taken whatever its error."""
+    ladder = [replace(base, gamma=gamma, cluster=NOISE) for gamma in (GAMMAS if price is None else PRICED_GAMMAS)]
+
+    def asked(judge: LayerJudge) -> dict[int, Judged]:
+        if price is None:
+            return sparsest(judge, bound, for_all(judge, ladder))
+        return cheapest(judge, bound, ladder, price)
+
     choices = []
-    for head, number in enumerate(clusters):
-        own = sparse_enough(alone[head])
-        choices.append(Choice(own, 1.0 if isinstance(own, Dense) else alone[head].figures.density, number))
+    for head, one in asked(judge).items():
+        own, cost = sparse_enough(one), _cost(one.figures, price)
+        if isinstance(own, Dense) or cost > 1:
+            choices.append(Choice(Dense(), 1.0, clusters[head]))
+        else:
+            choices.append(Choice(own, cost, clusters[head], own_error=one.figures.error))
     if set(clusters) == {NOISE}:
         return choices
     members = InClusters(judge, clusters)
     sparsest_figures = members.judge(ladder[:1] * judge.num_heads)
-    together = sparsest(members, bound, for_all(judge, ladder))
+    together = asked(members)
     for head, number in enumerate(clusters):
         if number == NOISE:
             continue
-        one = choices[head]
+        choice = choices[head]
         if sparsest_figures[head].density > 1 - LEAST_SPARSITY:
-            pivot = _member(ladder[-1] if isinstance(one.own, Dense) else one.own, number)
-            choices[head] = replace(one, shared=pivot, is_pivot=True)
+            pivot = _member(ladder[-1] if isinstance(choice.own, Dense) else choice.own, number)
+            choices[head] = replace(choice, shared=pivot, is_pivot=True)
             continue
-        method, density = sparse_enough(together[head]), together[head].figures.density
-        if not isinstance(method, Dense) and density <= one.own_density:
-            choices[head] = replace(one, shared=_member(method, number), shared_density=density)
+        method, figures = sparse_enough(together[head]), together[head].figures
+        if not isinstance(method, Dense) and (cost := _cost(figures, price)) <= choice.own_cost:
+            member = _member(method, number)
+            choices[head] = replace(choice, shared=member, shared_cost=cost, shared_error=figures.error)
     return choices
+
+
+def _cost(figures: Figures, price: float | None) -> float:
+    return figures.density + (price or 0.0) * figures.error
 
 
 def worth(choices: Sequence[Sequence[Choice]]) -> set[int]:
@@ -243,12 +285,17 @@ def _figures(job: Job, flow: Flow, methods: Sequence[Sequence[Method]]) -> list[
     return found
 
 
+def company_of(base: SharePrefill, clusters: Clusters) -> list[SharePrefill]:
+    """A member of each cluster: what other heads of the model may have."""
+    return [_member(base, number) for number in sorted({*chain.from_iterable(clusters)} - {NOISE})]
+
+
 def clusters_of(methods: Sequence[Method]) -> list[int]:
     """Those that heads are members of, once for each member."""
     return [one.cluster for one in methods if isinstance(one, SharePrefill) and one.cluster != NOISE]
 
 
-def _member(method: Method, cluster: int) -> Method:
+def _member(method: Method, cluster: int) -> SharePrefill:
     assert isinstance(method, SharePrefill)
     return replace(method, cluster=cluster)
 

@@ -60,6 +60,17 @@ def sparsest(judge: LayerJudge, bound: Bound, ladders: Mapping[int, Sequence[Met
     return found
 
 
+def cheapest(judge: LayerJudge, bound: Bound, ladder: Sequence[Method], price: float) -> dict[int, Judged]:
+    """For each head the setting that holds the bound at which its density, and its error at a price, come to least;
+    where none holds it, the last one. As many passes as there are settings."""
+    passes = [judge_all(judge, bound, [setting] * judge.num_heads) for setting in ladder]
+    found = {}
+    for head, of_head in enumerate(zip(*passes, strict=True)):
+        holding = [one for one in of_head if one.holds]
+        found[head] = min(holding, key=lambda one: one.figures.density + price * one.figures.error, default=of_head[-1])
+    return found
+
+
 def for_all(judge: LayerJudge, ladder: Sequence[Method]) -> dict[int, Sequence[Method]]:
     """One ladder for every head."""
     return dict.fromkeys(range(judge.num_heads), ladder)
