@@ -16,7 +16,7 @@ from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.portable import LOG2_E, MatrixArgs, matrix_args
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, padded_capacity
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import TILE_FIELDS, Rows
+from vllm_sparse_kernels.rows import TILE_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.workspace import padded_bytes
 
 try:
@@ -35,6 +35,9 @@ STAGES = {64: 4, 128: 2}
 queries. (Three steps and one tile, tried at 128: 1 to 2 % faster where most is kept, 2 to 4 % slower where little is,
 as the next item's queries come late.)
 """
+
+RANKING = {"RANKED": 4, "OTHERS": 1024}
+"""Items that a program puts in order, and how many others it compares them with at a time."""
 
 BLOCKS = (32, 64, 128)
 """Widths of an index's blocks."""
@@ -168,9 +171,9 @@ def _prepare(cache: PagedCache, matrix: MatrixArgs, index: SparseIndex) -> tuple
         index.block_counts, index.block_ids, index.block_offsets, index.block_ids.stride(0),
         index.stripe_counts, index.stripe_positions, index.stripe_offsets, rows.row_ends,
     )  # fmt: skip
-    prepare_kernel[(num_items,)](
+    prepare_kernel[(ceil_div(num_items, RANKING["RANKED"]) + num_items,)](
         index_args, cache_args, rows.num_tiles, matrix.rows_per_page, counter, *lists, **_shape(cache, index),
-        CHUNK=512, RANKED=8,
+        CHUNK=512, **RANKING,
     )  # fmt: skip
     return cache_args, index_args, lists, counter
 

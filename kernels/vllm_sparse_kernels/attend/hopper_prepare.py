@@ -12,16 +12,19 @@ MOST_HEADS = tl.constexpr(1 << 16)
 def prepare_kernel(
     index, cache, num_tiles, rows_per_page, counter, places, stripe_places, order,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, RANKED: tl.constexpr,
-    FIELDS: tl.constexpr,
+    OTHERS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """One (head, tile): where its blocks and stripes lie in the cache seen as a matrix. The first programs also put
-    the work in order, and zero the counter.
+    """The first programs put the work in order, RANKED items each, and zero the counter. Each of the others finds where
+    blocks and stripes of one (head, tile) lie in the cache seen as a matrix.
     """
-    i_item = tl.program_id(0)
-    if i_item * RANKED < num_tiles * NUM_HEADS:
-        _rank_items(index, i_item * RANKED, num_tiles, order, NUM_HEADS, GROUP, BLOCK_N, CHUNK, RANKED)
-    if i_item == 0:
-        tl.store(counter, 0)
+    num_rankers = (num_tiles * NUM_HEADS + RANKED - 1) // RANKED
+    i_item = tl.program_id(0) - num_rankers
+    if i_item < 0:
+        begin = tl.program_id(0) * RANKED
+        _rank_items(index, begin, num_tiles, order, NUM_HEADS, GROUP, BLOCK_N, RANKED, OTHERS)
+        if begin == 0:
+            tl.store(counter, 0)
+        return
     i_head, i_tile = _item_in_order(i_item, index, num_tiles, GROUP)
     o_count = i_head * num_tiles + i_tile
     table = cache.block_table + tl.load(index.tiles + i_tile * FIELDS).to(tl.int64) * cache.stride_table
@@ -49,7 +52,7 @@ def prepare_kernel(
 @triton.jit
 def _rank_items(
     index, begin, num_tiles, order,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, RANKED: tl.constexpr,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, RANKED: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
     """Work goes by kv head, so that the keys of one kv head stay in the L2 cache while their readers run, and within it
     by falling number of keys. All items of a kv head walk from the diagonal backwards; what runs side by side is then
@@ -58,9 +61,9 @@ def _rank_items(
     twice the mean goes before all, by falling powers of two: nothing heavy is left for the end.
     """
     num_items = num_tiles * NUM_HEADS
-    b_total = tl.zeros([CHUNK], tl.float32)
-    for start in range(0, num_items, CHUNK):
-        o_item = start + tl.arange(0, CHUNK)
+    b_total = tl.zeros([OTHERS], tl.float32)
+    for start in range(0, num_items, OTHERS):
+        o_item = start + tl.arange(0, OTHERS)
         b_total += _keys(index, o_item, o_item < num_items, BLOCK_N)
     scale = num_items / tl.sum(b_total, 0)
     o_own = begin + tl.arange(0, RANKED)
@@ -69,8 +72,8 @@ def _rank_items(
     b_keys = _keys(index, b_head * num_tiles + b_tile, in_items, BLOCK_N)
     b_first = _first_by(b_keys, b_head // GROUP, scale)
     b_rank = tl.zeros([RANKED], tl.int32)
-    for start in range(0, num_items, CHUNK):
-        o_item = start + tl.arange(0, CHUNK)
+    for start in range(0, num_items, OTHERS):
+        o_item = start + tl.arange(0, OTHERS)
         valid = o_item < num_items
         b_other_head, b_other_tile = _item_in_order(tl.where(valid, o_item, 0), index, num_tiles, GROUP)
         b_other_keys = _keys(index, b_other_head * num_tiles + b_other_tile, valid, BLOCK_N)
