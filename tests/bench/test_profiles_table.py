@@ -56,7 +56,7 @@ def test_a_folder_of_outcomes(tmp_path):
 def test_a_calibrated_profile_against_one_setting(tmp_path):
     """Two layers of two heads: of single settings one is undercut, and one alone holds the bounds in every head."""
     own = [[(0.09, 0.3, 0.8, 0.1)] * 4, [(0.05, 0.3, 0.6, 0.4), (0.05, 0.9, 0.6, 0.4)] * 2, [(0.06, 0.3, 0.6, 0.5)] * 4]
-    every = [*own, [(0.03, 0.2, 0.5, 0.4)] * 4]
+    every = [*own, [(0.03, 0.2, 0.5, 0.4)] * 4, [(0.06, 0.2, 0.5, 0.2)] * 4]
     found = {kind: [{"setting": {}, "heads": heads} for heads in of] for kind, of in (("own", own), ("every", every))}
     (tmp_path / "one-setting.json").write_text(json.dumps(found))
     path = tmp_path / "p.yaml"
@@ -71,8 +71,8 @@ def test_a_calibrated_profile_against_one_setting(tmp_path):
     assert module.mean_error(profile) == pytest.approx(0.05)  # the second layer is dense
     paper, chosen, bound, mean = module.against_one_setting("p", profile, tmp_path)
     assert paper["value"] == pytest.approx(0.3 / 0.4)
-    assert chosen["value"] == pytest.approx(0.3 / 0.3, rel=1e-3)  # a third of the way from means to the first
-    assert bound["value"] == pytest.approx(0.3 / 0.4)  # with means; the third keeps more
+    assert chosen["value"] == pytest.approx(0.3 / (0.4 - 2 / 3 * 0.2), rel=1e-3)  # two thirds from means to the last
+    assert bound["value"] == pytest.approx(0.3 / 0.4)  # with means; the last has a mean error of 0.06
     assert mean["value"] == pytest.approx(0.05)
     assert paper["name"] == "profile p: density ÷ that of one setting of its paper, same mean error"
     assert [one["bar"] for one in (paper, chosen, bound)] == [0.85, None, 0.85]
