@@ -130,6 +130,29 @@ def load_keys(keys, i_row, i_kv, o_n, end, HEAD_DIM: tl.constexpr, BLOCK_D: tl.c
     return tl.load(base + o_k[:, None] + o_d[None, :], mask=(o_n < end)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
 
 
+@triton.jit
+def block_offsets(table, start, o_n, in_row, keys, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """``key_offsets`` of BLOCK keys from ``start`` on, looked up once where pages are made of whole blocks."""
+    if PAGE % BLOCK == 0:
+        page = tl.load(table + start // PAGE).to(tl.int64)
+        return page * keys.stride_page + (start % PAGE + o_n - start).to(tl.int64) * keys.stride_token
+    else:
+        return key_offsets(table, o_n, in_row, PAGE, keys.stride_page, keys.stride_token)
+
+
+@triton.jit
+def load_block(
+    keys, i_row, i_kv, start, end,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """``load_keys`` of BLOCK keys from ``start`` on, a multiple of BLOCK."""
+    o_n, o_d = start + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    table = keys.block_table + tl.cast(i_row, tl.int64) * keys.stride_table
+    o_k = block_offsets(table, start, o_n, o_n < end, keys, PAGE, BLOCK)
+    base = keys.k + i_kv.to(tl.int64) * keys.stride_head
+    return tl.load(base + o_k[:, None] + o_d[None, :], mask=(o_n < end)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
+
+
 def key_means(cache: PagedCache, block_table: torch.Tensor, row: int, seq_len: int) -> torch.Tensor:
     """Mean of one row's first ``seq_len`` keys: [num_kv_heads, head_dim padded to a power of two] float32."""
     block_d, num_splits = triton.next_power_of_2(cache.head_dim), ceil_div(seq_len, SPLIT_TOKENS)
