@@ -131,26 +131,20 @@ def load_keys(keys, i_row, i_kv, o_n, end, HEAD_DIM: tl.constexpr, BLOCK_D: tl.c
 
 
 @triton.jit
-def block_offsets(table, start, o_n, in_row, keys, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """``key_offsets`` of BLOCK keys from ``start`` on, looked up once where pages are made of whole blocks."""
-    if PAGE % BLOCK == 0:
-        page = tl.load(table + start // PAGE).to(tl.int64)
-        return page * keys.stride_page + (start % PAGE + o_n - start).to(tl.int64) * keys.stride_token
-    else:
-        return key_offsets(table, o_n, in_row, PAGE, keys.stride_page, keys.stride_token)
-
-
-@triton.jit
 def load_block(
     keys, i_row, i_kv, start, end,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """``load_keys`` of BLOCK keys from ``start`` on, a multiple of BLOCK."""
-    o_n, o_d = start + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
-    table = keys.block_table + tl.cast(i_row, tl.int64) * keys.stride_table
-    o_k = block_offsets(table, start, o_n, o_n < end, keys, PAGE, BLOCK)
-    base = keys.k + i_kv.to(tl.int64) * keys.stride_head
-    return tl.load(base + o_k[:, None] + o_d[None, :], mask=(o_n < end)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
+    """``load_keys`` of BLOCK keys from ``start`` on, a multiple of BLOCK: those of a page by one address."""
+    o_n, o_d = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    mask = (start + o_n < end)[:, None] & (o_d < HEAD_DIM)[None, :]
+    if PAGE % BLOCK == 0:
+        page = tl.load(keys.block_table + tl.cast(i_row, tl.int64) * keys.stride_table + start // PAGE).to(tl.int64)
+        base = keys.k + i_kv.to(tl.int64) * keys.stride_head + page * keys.stride_page
+        base += start % PAGE * keys.stride_token
+        return tl.load(base + (o_n * keys.stride_token)[:, None] + o_d[None, :], mask=mask, other=0.0)
+    else:
+        return load_keys(keys, i_row, i_kv, start + o_n, end, HEAD_DIM, BLOCK_D)
 
 
 def key_means(cache: PagedCache, block_table: torch.Tensor, row: int, seq_len: int) -> torch.Tensor:

@@ -14,17 +14,17 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import PagedCache, key_args, load_block
+from vllm_sparse_kernels.paged import PagedCache, key_args, load_block, widen
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div, to_device
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, tile_blocks
 
-KEY_BLOCKS = 2
+KEY_BLOCKS = 1
 """Blocks of keys that one program averages, one after the other."""
 
-KEY_STAGES = 2
-"""Blocks that it has under way at a time."""
+KEY_STAGES = 1
+"""Above 1, how far ahead it loads them."""
 
-KEY_WARPS = 2
+KEY_WARPS = 4
 
 
 class Spans(NamedTuple):
@@ -82,7 +82,9 @@ class BlockAverages:
         clusters: torch.Tensor | None = None,
     ) -> None:
         self.queries = QueryArgs(q, q.stride(0), q.stride(1), scale)
-        self.keys = key_args(cache, index.rows.block_table)
+        keys = key_args(cache, index.rows.block_table)
+        # Known when it is compiled, a page's keys are loaded by one address.
+        self.keys = keys._replace(stride_token=tl.constexpr(keys.stride_token))
         self.index, self.heads, self.clusters, self.spans = index, heads, clusters, spans
         num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
         group, is_float32 = num_heads // num_kv_heads, q.dtype == torch.float32
@@ -171,23 +173,34 @@ def _mean_keys_kernel(
     i_kv, i_row = tl.program_id(0).to(tl.int64), tl.program_id(2)
     begin, first = tl.program_id(1) * (BLOCKS * BLOCK_N), tl.load(last_tiles + i_row * FIELDS + 3)
     seq_len = first + tl.load(last_tiles + i_row * FIELDS + 2)
-    if begin >= seq_len:
-        return
+    wanted = begin < seq_len
     if clusters is not None:
-        if _place_of(i_kv, heads, clusters, num_entries, GROUP, ENTRIES) < 0:
-            return
+        wanted &= _place_of(i_kv, heads, clusters, num_entries, GROUP, ENTRIES) >= 0
+    if not wanted:
+        return
     o_d, o_g = tl.arange(0, BLOCK_D), tl.arange(0, MEMBERS)
     o_head = i_kv * GROUP + o_g
     in_q = (o_g < GROUP)[:, None] & (o_d < HEAD_DIM)[None, :]
-    b_q = tl.load(mean_queries + (o_head * num_rows + i_row)[:, None] * HEAD_DIM + o_d[None, :], mask=in_q, other=0.0)
+    o_q = (o_head * num_rows + i_row)[:, None] * HEAD_DIM + o_d[None, :]
     first_block = tl.load(block_starts + i_row)
     for start in tl.range(begin, tl.minimum(begin + BLOCKS * BLOCK_N, seq_len), BLOCK_N, num_stages=STAGES):
         b_k = load_block(keys, i_row, i_kv, start, seq_len, PAGE, BLOCK_N, HEAD_DIM, BLOCK_D)
-        b_mean = tl.sum(b_k.to(tl.float32), 0) / tl.minimum(seq_len - start, BLOCK_N)
+        b_q = tl.load(mean_queries + o_q, mask=in_q, other=0.0)
+        b_mean = _sum_of(b_k) / tl.minimum(seq_len - start, BLOCK_N)
         i_out = first_block + start // BLOCK_N
         tl.store(mean_keys + (i_kv * num_blocks + i_out) * HEAD_DIM + o_d, b_mean, mask=o_d < HEAD_DIM)
         b_s = tl.sum(b_q * b_mean[None, :], 1)
         tl.store(scores + o_head * num_blocks + i_out, b_s, mask=o_g < tl.where(start + BLOCK_N <= first, GROUP, 0))
+
+
+@triton.jit
+def _sum_of(b_k):
+    """Of keys [n, D] the sum, in float32: [D]. What a product of matrices with ones does in far fewer instructions."""
+    if b_k.dtype == tl.float32:
+        return tl.sum(b_k, 0)
+    else:
+        b_x = widen(b_k)
+        return tl.max(tl.dot(tl.full([16, b_x.shape[0]], 1.0, b_x.dtype), b_x), 0)  # 16 times the same
 
 
 @triton.jit(do_not_specialize=["num_blocks"])

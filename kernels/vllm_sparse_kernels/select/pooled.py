@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.paged import PagedCache, block_offsets, key_args
+from vllm_sparse_kernels.paged import PagedCache, key_args, key_offsets
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.workspace import Workspace
 
@@ -332,7 +332,7 @@ def _pool_keys_kernel(
         for start in tl.range(begin, tl.minimum(begin + SPLIT * BLOCK, seq_len), BLOCK, num_stages=STAGES):
             o_n = start + tl.arange(0, BLOCK)
             in_row = o_n < seq_len
-            o_k = block_offsets(table, start, o_n, in_row, keys, PAGE, BLOCK)
+            o_k = _block_offsets(table, start, o_n, in_row, keys, PAGE, BLOCK)
             mask = in_row[:, None] & in_d[None, :]
             b_k = tl.load(base + o_k[:, None] + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
             count = tl.minimum(seq_len - start, BLOCK).to(tl.float32)
@@ -349,6 +349,16 @@ def _pool_keys_kernel(
             first_split = tl.load(row + 2) - tl.load(row_table + first_row * FIELDS + 2)
             o_split = i_kv.to(tl.int64) * num_splits + first_split + i_split
             tl.store(sums + o_split * HEAD_DIM + o_d, b_sum, mask=in_d)
+
+
+@triton.jit
+def _block_offsets(table, start, o_n, in_row, keys, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """``key_offsets`` of a block of keys, looked up once where pages are made of whole blocks."""
+    if PAGE % BLOCK == 0:
+        page = tl.load(table + start // PAGE).to(tl.int64)
+        return page * keys.stride_page + (start % PAGE + o_n - start).to(tl.int64) * keys.stride_token
+    else:
+        return key_offsets(table, o_n, in_row, PAGE, keys.stride_page, keys.stride_token)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

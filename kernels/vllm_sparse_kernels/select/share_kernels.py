@@ -10,7 +10,7 @@ from vllm_sparse_kernels.select.block_average import average_tile, divergence
 from vllm_sparse_kernels.select.lists import append, tile_blocks
 from vllm_sparse_kernels.select.radix import DIGITS, add_by_high_digit, mass_keys, masses_by_digit, next_digit
 
-TILES_AT_ONCE = tl.constexpr(32)
+TILES_AT_ONCE = tl.constexpr(64)
 """Tiles whose weights are under way at a time where those of a row are added up."""
 
 
@@ -211,9 +211,9 @@ def _weigh_by_high_digit(
     maps, slot, out, first_tile, end_tile, most, num_tiles, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """The first pass of radix.py over a group of tiles. Eight rows of masses are summed at a time, several a tile."""
+    """The first pass of radix.py over a group of tiles, 1,024 masses at a time: a row of these for each warp."""
     PARTS: tl.constexpr = 8 // TILES if TILES < 8 else 1
-    WIDTH: tl.constexpr = 64
+    WIDTH: tl.constexpr = 1024 // (TILES * PARTS)
     o_part = tl.arange(0, TILES * PARTS)
     b_tile = first_tile + o_part // PARTS
     b_last = tl.load(maps.tiles + b_tile * FIELDS + 3, mask=b_tile < end_tile, other=-1)

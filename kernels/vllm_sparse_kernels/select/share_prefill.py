@@ -89,7 +89,7 @@ VERTICAL_SLASH, SHARED, DENSE = 0, 1, 2
 NOISE = -1
 """Cluster id of heads that are like no other."""
 
-MAP_TILES = 4
+MAP_TILES = 2
 """Tiles of a new pivot that one program makes the map of: a power of two, at most 16."""
 
 MAP_WARPS = 8
