@@ -139,7 +139,8 @@ def load_block(
     o_n, o_d = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     mask = (start + o_n < end)[:, None] & (o_d < HEAD_DIM)[None, :]
     if PAGE % BLOCK == 0:
-        page = tl.load(keys.block_table + tl.cast(i_row, tl.int64) * keys.stride_table + start // PAGE).to(tl.int64)
+        table = keys.block_table + tl.cast(i_row, tl.int64) * keys.stride_table
+        page = tl.load(table + start // PAGE, mask=start < end, other=0).to(tl.int64)
         base = keys.k + i_kv.to(tl.int64) * keys.stride_head + page * keys.stride_page
         base += start % PAGE * keys.stride_token
         return tl.load(base + (o_n * keys.stride_token)[:, None] + o_d[None, :], mask=mask, other=0.0)

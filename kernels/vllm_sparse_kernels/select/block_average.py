@@ -260,19 +260,20 @@ def average_tile(
     i_row, token = tl.load(tiles + i_tile * FIELDS), tl.load(tiles + i_tile * FIELDS + 1)
     length, first = tl.load(tiles + i_tile * FIELDS + 2), tl.load(tiles + i_tile * FIELDS + 3)
     diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
+    i_kv, o_m = i_head // GROUP, tl.arange(0, BLOCK_M)
+    # Keys are under way before queries are waited for, and the next ones before products of these.
+    b_k = load_block(keys, i_row, i_kv, diagonal * BLOCK_N, first + length, PAGE, CHUNK_KEYS, HEAD_DIM, BLOCK_D)
     b_q = load_queries(queries, i_head, token, length, BLOCK_M, HEAD_DIM, BLOCK_D)
-    o_m = tl.arange(0, BLOCK_M)
-    for i_block in tl.range(diagonal, num_causal, num_stages=1):
-        b_sum = tl.zeros([BLOCK_M], tl.float32)
-        for part in tl.static_range(0, BLOCK_N, CHUNK_KEYS):
-            start = i_block * BLOCK_N + part
-            b_k = load_block(
-                keys, i_row, i_head // GROUP, start, first + length, PAGE, CHUNK_KEYS, HEAD_DIM, BLOCK_D
-            )
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-            seen = (start + tl.arange(0, CHUNK_KEYS)[None, :] <= first + o_m[:, None]) & (o_m < length)[:, None]
-            b_sum += tl.sum(tl.where(seen, b_s, 0.0), 1)
-        b_seen = tl.minimum(tl.maximum(first + 1 - i_block * BLOCK_N + o_m, 0), BLOCK_N)
-        num_pairs = tl.sum(tl.where(o_m < length, b_seen, 0), 0)
-        tl.store(out + i_block, tl.sum(b_sum, 0) / num_pairs * queries.scale)
+    b_sum = tl.zeros([BLOCK_M], tl.float32)
+    for start in tl.range(diagonal * BLOCK_N, num_causal * BLOCK_N, CHUNK_KEYS, num_stages=1):
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        end = start + CHUNK_KEYS
+        b_k = load_block(keys, i_row, i_kv, end, first + length, PAGE, CHUNK_KEYS, HEAD_DIM, BLOCK_D)
+        seen = (start + tl.arange(0, CHUNK_KEYS)[None, :] <= first + o_m[:, None]) & (o_m < length)[:, None]
+        b_sum += tl.sum(tl.where(seen, b_s, 0.0), 1)
+        if end % BLOCK_N == 0:
+            b_pairs = tl.minimum(tl.maximum(first + 1 + BLOCK_N - end + o_m, 0), BLOCK_N)
+            num_pairs = tl.sum(tl.where(o_m < length, b_pairs, 0), 0)
+            tl.store(out + end // BLOCK_N - 1, tl.sum(b_sum, 0) / num_pairs * queries.scale)
+            b_sum = tl.zeros([BLOCK_M], tl.float32)
     return tl.sum(b_q.to(tl.float32), 0) * (queries.scale / length)

@@ -168,7 +168,9 @@ def _make_map(
         b_q = tl.where((o_r == i_tile - first_tile)[:, None], b_mean[None, :], b_q)
         diagonal, most = tile_blocks(maps.tiles, i_tile, BLOCK_N, FIELDS)
 
-    # Blocks before the diagonal.
+    # Blocks before the diagonal. Three products in TF32 come to one in float32 (what Triton makes of "tf32x3" is the
+    # same, with twice the instructions for the parts).
+    b_q_high = _upper_bits(b_q)
     BLOCKS: tl.constexpr = 16384 // BLOCK_D
     b_tile = first_tile + o_r
     b_first = tl.load(maps.tiles + b_tile * FIELDS + 3, mask=b_tile < end_tile, other=0)
@@ -178,7 +180,10 @@ def _make_map(
         o_n = start + tl.arange(0, BLOCKS)
         in_keys = (o_n < diagonal)[:, None] & (o_d < HEAD_DIM)[None, :]
         b_k = tl.load(means + o_n[:, None] * HEAD_DIM + o_d[None, :], mask=in_keys, other=0.0)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3")
+        b_k_high = _upper_bits(b_k)
+        b_s = tl.dot(b_q - b_q_high, tl.trans(b_k_high), input_precision="tf32")
+        b_s = tl.dot(b_q_high, tl.trans(b_k - b_k_high), b_s, input_precision="tf32")
+        b_s = tl.dot(b_q_high, tl.trans(b_k_high), b_s, input_precision="tf32")
         tl.store(b_row[:, None] + o_n[None, :], b_s, mask=o_n[None, :] < (b_first // BLOCK_N)[:, None])
 
     tl.debug_barrier()
@@ -204,6 +209,12 @@ def _make_map(
 
     tl.debug_barrier()
     _weigh_by_high_digit(maps, slot, out, first_tile, end_tile, most, num_tiles, FIELDS, BLOCK_N, TILES)
+
+
+@triton.jit
+def _upper_bits(b_x):
+    """What TF32 holds of float32; what is left, the same holds to the last bits but two."""
+    return (b_x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
 
 
 @triton.jit
