@@ -131,12 +131,15 @@ class BlockAverages:
 
 
 @triton.jit
-def _place_of(i_head, heads, clusters, num_entries, GROUP: tl.constexpr, ENTRIES: tl.constexpr):
-    """The last place in ``heads``, of those with a cluster, of one of the GROUP heads from ``i_head`` · GROUP on."""
-    o_e = tl.arange(0, ENTRIES)
-    b_head = tl.load(heads + o_e, mask=o_e < num_entries, other=-GROUP)
-    b_cluster = tl.load(clusters + o_e, mask=o_e < num_entries, other=-1)
-    return tl.max(tl.where((b_head // GROUP == i_head) & (b_cluster >= 0), o_e, -1), 0)
+def _is_asked(i_group, heads, clusters, num_entries, GROUP: tl.constexpr, ENTRIES: tl.constexpr):
+    """Whether any of the GROUP heads from ``i_group`` · GROUP on is in a cluster."""
+    if clusters is None:
+        return True
+    else:
+        o_e = tl.arange(0, ENTRIES)
+        b_head = tl.load(heads + o_e, mask=o_e < num_entries, other=-GROUP)
+        b_cluster = tl.load(clusters + o_e, mask=o_e < num_entries, other=-1)
+        return tl.max(((b_head // GROUP == i_group) & (b_cluster >= 0)).to(tl.int32), 0) > 0
 
 
 @triton.jit(do_not_specialize=["num_entries", "num_blocks"])
@@ -148,9 +151,8 @@ def _last_queries_kernel(
 ):  # fmt: skip
     """The scaled mean of the last queries of one (head, row), and their scores with the diagonal blocks."""
     i_head, i_row = tl.program_id(0), tl.program_id(1)
-    if clusters is not None:
-        if _place_of(i_head, heads, clusters, num_entries, 1, ENTRIES) < 0:
-            return
+    if not _is_asked(i_head, heads, clusters, num_entries, 1, ENTRIES):
+        return
     b_mean = average_tile(
         queries, keys, last_tiles, i_row, i_head, scores + i_head * num_blocks + tl.load(block_starts + i_row),
         HEAD_DIM, BLOCK_D, FIELDS, BLOCK_N, PAGE, GROUP, BLOCK_M, CHUNK_KEYS, PRECISION,
@@ -173,10 +175,7 @@ def _mean_keys_kernel(
     i_kv, i_row = tl.program_id(0).to(tl.int64), tl.program_id(2)
     begin, first = tl.program_id(1) * (BLOCKS * BLOCK_N), tl.load(last_tiles + i_row * FIELDS + 3)
     seq_len = first + tl.load(last_tiles + i_row * FIELDS + 2)
-    wanted = begin < seq_len
-    if clusters is not None:
-        wanted &= _place_of(i_kv, heads, clusters, num_entries, GROUP, ENTRIES) >= 0
-    if not wanted:
+    if (begin >= seq_len) | (not _is_asked(i_kv, heads, clusters, num_entries, GROUP, ENTRIES)):
         return
     o_d, o_g = tl.arange(0, BLOCK_D), tl.arange(0, MEMBERS)
     o_head = i_kv * GROUP + o_g
@@ -207,9 +206,11 @@ def _sum_of(b_k):
 def _estimates_kernel(heads, clusters, scores, block_starts, num_blocks, out, sparsity, CHUNK: tl.constexpr):
     """Softmax over the blocks of one (head, row)."""
     i, i_row, num_rows = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    cluster = 0
     if clusters is not None:
-        if tl.load(clusters + i) < 0:
-            return
+        cluster = tl.load(clusters + i)
+    if cluster < 0:
+        return
     start = tl.load(block_starts + i_row)
     count = (tl.load(block_starts + i_row + 1) - start).to(tl.int32)
     scores += tl.load(heads + i) * num_blocks + start

@@ -242,9 +242,7 @@ def _weigh_by_high_digit(
 
 
 @triton.jit(do_not_specialize=["stride_map", "num_rows", "num_tiles"])
-def weigh_kernel(
-    maps, slots, new_pivots, stride_map, num_rows, num_tiles, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def weigh_kernel(maps, slots, new_pivots, stride_map, num_rows, num_tiles, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr):
     """The weights of the maps of new pivots, one (tile, cluster) a program, where maps come without."""
     i_tile, place = tl.program_id(0), tl.program_id(1)
     if tl.load(new_pivots + place * num_rows + tl.load(maps.tiles + i_tile * FIELDS)) >= 0:
