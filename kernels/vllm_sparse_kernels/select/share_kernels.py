@@ -155,7 +155,8 @@ def _make_map(
 
     Scores stand in its place until their sum is known.
     """
-    ROWS: tl.constexpr = 16  # of a product of matrices, at least
+    WARPS: tl.constexpr = 8
+    ROWS: tl.constexpr = 8  # a product of matrices has no fewer
     o_r, o_d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     out = maps.maps + slot * stride_map
     b_q = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -168,47 +169,53 @@ def _make_map(
         b_q = tl.where((o_r == i_tile - first_tile)[:, None], b_mean[None, :], b_q)
         diagonal, most = tile_blocks(maps.tiles, i_tile, BLOCK_N, FIELDS)
 
-    # Blocks before the diagonal. Three products in TF32 come to one in float32 (what Triton makes of "tf32x3" is the
-    # same, with twice the instructions for the parts).
+    # Blocks before the diagonal, 16 for each warp. Three products in TF32 come to one in float32 (what Triton makes of
+    # "tf32x3" is the same, with twice the instructions for the parts).
+    b_q = tl.broadcast_to(tl.trans(b_q)[None, :, :], [WARPS, BLOCK_D, ROWS])
     b_q_high = _upper_bits(b_q)
-    BLOCKS: tl.constexpr = 16384 // BLOCK_D
-    b_tile = first_tile + o_r
-    b_first = tl.load(maps.tiles + b_tile * FIELDS + 3, mask=b_tile < end_tile, other=0)
-    b_row = out + tl.load(maps.block_offsets + b_tile, mask=b_tile < end_tile, other=0)
+    b_q_low = b_q - b_q_high
+    b_row, b_diagonal, _ = _places(maps, out, first_tile + o_r, end_tile, FIELDS, BLOCK_N)
     means = maps.mean_keys + ((i_head // GROUP) * num_blocks + start_block) * HEAD_DIM
-    for start in range(0, diagonal, BLOCKS):
-        o_n = start + tl.arange(0, BLOCKS)
-        in_keys = (o_n < diagonal)[:, None] & (o_d < HEAD_DIM)[None, :]
-        b_k = tl.load(means + o_n[:, None] * HEAD_DIM + o_d[None, :], mask=in_keys, other=0.0)
+    o_b = (tl.arange(0, WARPS)[:, None] * 16 + tl.arange(0, 16)[None, :])[:, :, None]
+    o_k = o_b * HEAD_DIM + o_d[None, None, :]
+    for start in tl.range(0, diagonal, WARPS * 16, num_stages=3 if BLOCK_D <= 128 else 2):
+        in_keys = (o_b < diagonal - start) & (o_d < HEAD_DIM)[None, None, :]
+        b_k = tl.load(means + start * HEAD_DIM + o_k, mask=in_keys, other=0.0)
         b_k_high = _upper_bits(b_k)
-        b_s = tl.dot(b_q - b_q_high, tl.trans(b_k_high), input_precision="tf32")
-        b_s = tl.dot(b_q_high, tl.trans(b_k - b_k_high), b_s, input_precision="tf32")
-        b_s = tl.dot(b_q_high, tl.trans(b_k_high), b_s, input_precision="tf32")
-        tl.store(b_row[:, None] + o_n[None, :], b_s, mask=o_n[None, :] < (b_first // BLOCK_N)[:, None])
+        b_s = tl.dot(b_k_high, b_q_low, input_precision="tf32")
+        b_s = tl.dot(b_k - b_k_high, b_q_high, b_s, input_precision="tf32")
+        b_s = tl.dot(b_k_high, b_q_high, b_s, input_precision="tf32")
+        tl.store((b_row + start)[None, None, :] + o_b, b_s, mask=o_b < (b_diagonal - start)[None, None, :])
 
     tl.debug_barrier()
-    b_tile = first_tile + tl.arange(0, TILES)
-    b_last = tl.load(maps.tiles + b_tile * FIELDS + 3, mask=b_tile < end_tile, other=-1)
-    b_last += tl.load(maps.tiles + b_tile * FIELDS + 2, mask=b_tile < end_tile, other=0) - 1
-    b_end = tl.where(b_tile < end_tile, b_last // BLOCK_N + 1, 0)
-    b_row = out + tl.load(maps.block_offsets + b_tile, mask=b_tile < end_tile, other=0)
+    b_row, _, b_end = _places(maps, out, first_tile + tl.arange(0, TILES), end_tile, FIELDS, BLOCK_N)
     b_peak, b_total = tl.full([TILES], float("-inf"), tl.float32), tl.zeros([TILES], tl.float32)
     for start in range(0, most, CHUNK):
         o_n = start + tl.arange(0, CHUNK)
         b_s = tl.load(b_row[:, None] + o_n[None, :], mask=o_n[None, :] < b_end[:, None], other=float("-inf"))
         b_higher = tl.maximum(b_peak, tl.max(b_s, 1))
-        b_shift = tl.where(b_tile < end_tile, b_higher, 0.0)
+        b_shift = tl.where(b_end > 0, b_higher, 0.0)
         b_total = b_total * tl.exp(b_peak - b_shift) + tl.sum(tl.exp(b_s - b_shift[:, None]), 1)
         b_peak = b_higher
-    b_total = tl.where(b_tile < end_tile, b_total, 1.0)
     for start in range(0, most, CHUNK):
         o_n = start + tl.arange(0, CHUNK)
         causal = o_n[None, :] < b_end[:, None]
         b_s = tl.load(b_row[:, None] + o_n[None, :], mask=causal, other=0.0)
-        tl.store(b_row[:, None] + o_n[None, :], tl.exp(b_s - b_peak[:, None]) / b_total[:, None], mask=causal)
+        b_p = tl.exp(b_s - b_peak[:, None]) / b_total[:, None]
+        tl.store(b_row[:, None] + o_n[None, :], b_p, mask=causal)
 
     tl.debug_barrier()
     _weigh_by_high_digit(maps, slot, out, first_tile, end_tile, most, num_tiles, FIELDS, BLOCK_N, TILES)
+
+
+@triton.jit
+def _places(maps, out, b_tile, end_tile, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of tiles where their maps begin, their first diagonal blocks, numbers of causal ones: none from ``end_tile`` on."""
+    here = b_tile < end_tile
+    b_first = tl.load(maps.tiles + b_tile * FIELDS + 3, mask=here, other=0)
+    b_last = b_first + tl.load(maps.tiles + b_tile * FIELDS + 2, mask=here, other=0) - 1
+    b_row = out + tl.load(maps.block_offsets + b_tile, mask=here, other=0)
+    return b_row, b_first // BLOCK_N, tl.where(here, b_last // BLOCK_N + 1, 0)
 
 
 @triton.jit
@@ -226,11 +233,7 @@ def _weigh_by_high_digit(
     PARTS: tl.constexpr = 8 // TILES if TILES < 8 else 1
     WIDTH: tl.constexpr = 1024 // (TILES * PARTS)
     o_part = tl.arange(0, TILES * PARTS)
-    b_tile = first_tile + o_part // PARTS
-    b_last = tl.load(maps.tiles + b_tile * FIELDS + 3, mask=b_tile < end_tile, other=-1)
-    b_last += tl.load(maps.tiles + b_tile * FIELDS + 2, mask=b_tile < end_tile, other=0) - 1
-    b_end = tl.where(b_tile < end_tile, b_last // BLOCK_N + 1, 0)
-    b_row = out + tl.load(maps.block_offsets + b_tile, mask=b_tile < end_tile, other=0)
+    b_row, _, b_end = _places(maps, out, first_tile + o_part // PARTS, end_tile, FIELDS, BLOCK_N)
     b_sum = tl.zeros([TILES * PARTS, 16, 16], tl.float32)
     for start in range(0, most, PARTS * WIDTH):
         o_n = start + (o_part % PARTS * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]

@@ -90,9 +90,8 @@ NOISE = -1
 """Cluster id of heads that are like no other."""
 
 MAP_TILES = 2
-"""Tiles of a new pivot that one program makes the map of: a power of two, at most 16."""
-
-MAP_WARPS = 8
+"""Tiles of a new pivot that one program makes the map of: a power of two, at most 8. Fewer are done sooner, and read
+all mean keys more often."""
 
 WEIGHT_WARPS = 8
 """Of programs that add up the weights of a row's tiles."""
@@ -342,7 +341,7 @@ def _decide(
         method.max_sparsity, method.max_distance, None if method.true_mass else _new_map_args(pivots, index, averages),
         num_map_programs, groups, pivots.spans.num_blocks, pivots.maps.stride(0), index.rows.num_tiles,
         HEADS=triton.next_power_of_2(num_heads), CHUNK=CHUNK_BLOCKS, SHARED=SHARED, DENSE=DENSE,
-        **averages.tile_options, TILES=MAP_TILES, num_warps=MAP_WARPS,
+        **averages.tile_options, TILES=MAP_TILES, num_warps=8,
     )  # fmt: skip
     return estimates, new_pivots
 
