@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of SharePrefill (share_prefill.py): who shares, what of a pivot's map is kept, and the lists of both."""
+"""Kernels of SharePrefill (share_prefill.py): who shares, the maps of new pivots, what of them is kept, and the lists.
+
+Few heads are new pivots: their maps are made by few programs, and what counts is how soon these are done. Hence they
+are in the launch of the decisions, and what does not depend on who shares, the first pass of radix.py, is done there.
+"""
 
 from typing import Any, NamedTuple
 
@@ -210,7 +214,7 @@ def _make_map(
 
 @triton.jit
 def _places(maps, out, b_tile, end_tile, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of tiles where their maps begin, their first diagonal blocks, numbers of causal ones: none from ``end_tile`` on."""
+    """Of tiles before ``end_tile`` where their maps begin, their first diagonal block and number of causal ones."""
     here = b_tile < end_tile
     b_first = tl.load(maps.tiles + b_tile * FIELDS + 3, mask=here, other=0)
     b_last = b_first + tl.load(maps.tiles + b_tile * FIELDS + 2, mask=here, other=0) - 1
