@@ -36,8 +36,6 @@ class NewMapArgs(NamedTuple):
     """What maps of new pivots are made from, those ``BlockAverages`` has; where they go, and their weights by the
     upper digit of their keys."""
 
-    queries: Any
-    keys: Any
     mean_keys: Any
     heads: Any
     tiles: Any
@@ -87,13 +85,13 @@ def _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS: tl.
 )  # fmt: skip
 def decide_kernel(
     args, stride, stride_last, num_heads, num_rows, max_sparsity, max_distance,
-    maps, num_map_programs, groups, num_blocks, stride_map, num_tiles,
+    queries, keys, maps, num_map_programs, groups, num_blocks, stride_map, num_tiles,
     HEADS: tl.constexpr, CHUNK: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
-    TILES: tl.constexpr,
+    TILES: tl.constexpr, MAPS: tl.constexpr,
 ):  # fmt: skip
-    """Who shares, one (head, row) a program; before these, with ``maps``, the maps of new pivots, one (cluster, group
+    """Who shares, one (head, row) a program; before these, with MAPS, the maps of new pivots, one (cluster, group
     of TILES tiles, row) a program. These do not wait for the decisions: they find the pivot themselves."""
     i, i_row = tl.program_id(0), tl.program_id(1)
     if i >= num_map_programs:
@@ -101,14 +99,14 @@ def decide_kernel(
             args, stride, stride_last, i - num_map_programs, i_row, num_heads, num_rows, max_sparsity, max_distance,
             HEADS, CHUNK, SHARED, DENSE,
         )  # fmt: skip
-    elif maps is not None:
+    elif MAPS:
         place = i // groups
         known, pivot, _ = _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS)
         first_tile = tl.load(maps.tile_starts + i_row) + i % groups * TILES
         end_tile = tl.minimum(tl.load(maps.tile_starts + i_row + 1), first_tile + TILES)
         if (first_tile < end_tile) & (not known) & (pivot < HEADS):
             _make_map(
-                maps, tl.load(args.slots + place).to(tl.int64), tl.load(maps.heads + pivot).to(tl.int64),
+                queries, keys, maps, tl.load(args.slots + place).to(tl.int64), tl.load(maps.heads + pivot).to(tl.int64),
                 tl.load(args.block_starts + i_row), first_tile, end_tile, num_blocks, stride_map, num_tiles,
                 CHUNK, HEAD_DIM, BLOCK_D, FIELDS, BLOCK_N, PAGE, GROUP, BLOCK_M, CHUNK_KEYS, PRECISION, TILES,
             )  # fmt: skip
@@ -150,7 +148,7 @@ def _decide(
 
 @triton.jit
 def _make_map(
-    maps, slot, i_head, start_block, first_tile, end_tile, num_blocks, stride_map, num_tiles,
+    queries, keys, maps, slot, i_head, start_block, first_tile, end_tile, num_blocks, stride_map, num_tiles,
     CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
     TILES: tl.constexpr,
@@ -167,7 +165,7 @@ def _make_map(
     diagonal, most = 0, 0  # of the last tile
     for i_tile in tl.range(first_tile, end_tile, num_stages=1):
         b_mean = average_tile(
-            maps.queries, maps.keys, maps.tiles, i_tile, i_head, out + tl.load(maps.block_offsets + i_tile),
+            queries, keys, maps.tiles, i_tile, i_head, out + tl.load(maps.block_offsets + i_tile),
             HEAD_DIM, BLOCK_D, FIELDS, BLOCK_N, PAGE, GROUP, BLOCK_M, CHUNK_KEYS, PRECISION,
         )  # fmt: skip
         b_q = tl.where((o_r == i_tile - first_tile)[:, None], b_mean[None, :], b_q)

@@ -338,18 +338,19 @@ def _decide(
     num_map_programs = 0 if method.true_mass else len(slots) * groups
     decide_kernel[(num_map_programs + num_heads, num_rows)](
         args, estimates.stride(0), pivots.last_rows.stride(0), num_heads, num_rows,
-        method.max_sparsity, method.max_distance, None if method.true_mass else _new_map_args(pivots, index, averages),
-        num_map_programs, groups, pivots.spans.num_blocks, pivots.maps.stride(0), index.rows.num_tiles,
+        method.max_sparsity, method.max_distance, averages.queries, averages.keys,
+        _new_map_args(pivots, index, averages), num_map_programs, groups, pivots.spans.num_blocks,
+        pivots.maps.stride(0), index.rows.num_tiles,
         HEADS=triton.next_power_of_2(num_heads), CHUNK=CHUNK_BLOCKS, SHARED=SHARED, DENSE=DENSE,
-        **averages.tile_options, TILES=MAP_TILES, num_warps=8,
+        **averages.tile_options, TILES=MAP_TILES, MAPS=not method.true_mass, num_warps=8,
     )  # fmt: skip
     return estimates, new_pivots
 
 
 def _new_map_args(pivots: Pivots, index: SparseIndex, averages: BlockAverages) -> NewMapArgs:
     return NewMapArgs(
-        averages.queries, averages.keys, averages.mean_keys, averages.heads, index.rows.tiles, pivots.spans.tile_starts,
-        index.block_offsets, pivots.maps, pivots.weights,
+        averages.mean_keys, averages.heads, index.rows.tiles, pivots.spans.tile_starts, index.block_offsets,
+        pivots.maps, pivots.weights,
     )  # fmt: skip
 
 
