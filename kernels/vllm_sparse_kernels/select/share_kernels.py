@@ -18,6 +18,10 @@ TILES_AT_ONCE = tl.constexpr(64)
 """Tiles whose weights are under way at a time where those of a row are added up."""
 
 
+MASSES_AT_ONCE = tl.constexpr(512)
+"""Of a group of tiles, where these are summed by their digits: each takes 128 bytes of shared memory."""
+
+
 class DecideArgs(NamedTuple):
     """What Algorithm 3 decides from, and where that goes: see ``_decide`` in share_prefill.py."""
 
@@ -231,9 +235,9 @@ def _weigh_by_high_digit(
     maps, slot, out, first_tile, end_tile, most, num_tiles, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """The first pass of radix.py over a group of tiles, 1,024 masses at a time: a row of these for each warp."""
+    """The first pass of radix.py over a group of tiles: as many rows of masses at a time as there are warps."""
     PARTS: tl.constexpr = 8 // TILES if TILES < 8 else 1
-    WIDTH: tl.constexpr = 1024 // (TILES * PARTS)
+    WIDTH: tl.constexpr = MASSES_AT_ONCE // (TILES * PARTS)
     o_part = tl.arange(0, TILES * PARTS)
     b_row, _, b_end = _places(maps, out, first_tile + o_part // PARTS, end_tile, FIELDS, BLOCK_N)
     b_sum = tl.zeros([TILES * PARTS, 16, 16], tl.float32)
