@@ -14,7 +14,7 @@ from vllm_sparse_kernels.select.block_average import average_tile, divergence
 from vllm_sparse_kernels.select.lists import append, tile_blocks
 from vllm_sparse_kernels.select.radix import DIGITS, add_by_high_digit, mass_keys, masses_by_digit, next_digit
 
-TILES_AT_ONCE = tl.constexpr(64)
+TILES_AT_ONCE = tl.constexpr(32)
 """Tiles whose weights are under way at a time where those of a row are added up."""
 
 
@@ -263,6 +263,17 @@ def weigh_kernel(maps, slots, new_pivots, stride_map, num_rows, num_tiles, FIELD
 
 
 @triton.jit
+def _ranked_head(args, i_row, num_rows, BOTH: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr):
+    """The place of the program's head, −1 for none: its number on axis 1 is that among those which share, or with BOTH
+    among those and pivots. So they begin at once, and programs that have nothing to do end behind them."""
+    o_h = tl.arange(0, HEADS)
+    b_pattern = tl.load(args.patterns + o_h * num_rows + i_row, mask=o_h < tl.num_programs(1), other=0)
+    b_in = (b_pattern != 0) if BOTH else (b_pattern == SHARED)
+    b_in = b_in.to(tl.int32)
+    return tl.max(tl.where((b_in > 0) & (tl.cumsum(b_in, 0) == tl.program_id(1) + 1), o_h, -1), 0)
+
+
+@triton.jit
 def _joined(weights, tile_starts, i_row, i_tile, PER_TILE: tl.constexpr):
     """Weights [256] of a tile, or of all tiles of its row, in order."""
     o_digit = tl.arange(0, DIGITS)
@@ -281,12 +292,14 @@ def _joined(weights, tile_starts, i_row, i_tile, PER_TILE: tl.constexpr):
 @triton.jit(do_not_specialize=["stride_map", "num_rows"])
 def low_weights_kernel(
     args, stride_map, num_rows, tiles, block_offsets,
-    PER_TILE: tl.constexpr, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr, SHARED: tl.constexpr,
+    PER_TILE: tl.constexpr, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
     """The second pass of radix.py over one tile's part of the map that one head takes its pattern from."""
-    i_tile, i, num_tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    i_tile, num_tiles = tl.program_id(0), tl.num_programs(0)
     i_row = tl.load(tiles + i_tile * FIELDS)
-    if tl.load(args.patterns + i * num_rows + i_row) != SHARED:
+    i = _ranked_head(args, i_row, num_rows, False, HEADS, SHARED)
+    if i < 0:
         return
     slot = tl.load(args.slots + tl.load(args.places + i)).to(tl.int64)
     b_weight = _joined(args.high_weights + slot * num_tiles * DIGITS, args.tile_starts, i_row, i_tile, PER_TILE)
@@ -305,14 +318,15 @@ def apply_patterns_kernel(
     args, stride_map, num_rows, estimates, stride_estimate, exists, last_rows, stride_last, block_starts,
     heads, tiles, rows, block_offsets, block_counts, block_ids, stride_ids, stripe_counts, num_tiles,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, PER_TILE: tl.constexpr, FIELDS: tl.constexpr,
-    ROW_FIELDS: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
+    ROW_FIELDS: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """The list of one (tile, head) that shares or is the pivot."""
-    i_tile, i = tl.program_id(0), tl.program_id(1)
+    i_tile = tl.program_id(0)
     i_row = tl.load(tiles + i_tile * FIELDS)
-    pattern = tl.load(args.patterns + i * num_rows + i_row)
-    if (pattern != SHARED) & (pattern != DENSE):
+    i = _ranked_head(args, i_row, num_rows, True, HEADS, SHARED)
+    if i < 0:
         return
+    pattern = tl.load(args.patterns + i * num_rows + i_row)
     i_head = tl.load(heads + i).to(tl.int64)
     diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
     start = tl.load(block_offsets + i_tile)

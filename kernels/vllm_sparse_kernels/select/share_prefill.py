@@ -93,7 +93,7 @@ MAP_TILES = 2
 """Tiles of a new pivot that one program makes the map of: a power of two, at most 8. Fewer are done sooner, and read
 all mean keys more often."""
 
-WEIGHT_WARPS = 8
+WEIGHT_WARPS = 4
 """Of programs that add up the weights of a row's tiles."""
 
 State = TypeVar("State")
@@ -385,7 +385,7 @@ def _weigh(
     low_weights_kernel[(rows.num_tiles, num_heads)](
         maps, pivots.maps.stride(0), rows.num_rows, rows.tiles, index.block_offsets,
         PER_TILE=method.gamma_per_tile, BLOCK_N=index.block_tokens, FIELDS=TILE_FIELDS, CHUNK=CHUNK_BLOCKS,
-        SHARED=SHARED, num_warps=WEIGHT_WARPS,
+        HEADS=triton.next_power_of_2(num_heads), SHARED=SHARED, num_warps=WEIGHT_WARPS,
     )  # fmt: skip
     return maps
 
@@ -406,6 +406,6 @@ def _apply_patterns(
         heads, rows.tiles, rows.row_table,
         index.block_offsets, index.block_counts, index.block_ids, index.block_ids.stride(0), index.stripe_counts,
         rows.num_tiles, BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS,
-        PER_TILE=method.gamma_per_tile, FIELDS=TILE_FIELDS, ROW_FIELDS=ROW_FIELDS, SHARED=SHARED, DENSE=DENSE,
-        num_warps=WEIGHT_WARPS,
+        PER_TILE=method.gamma_per_tile, FIELDS=TILE_FIELDS, ROW_FIELDS=ROW_FIELDS,
+        HEADS=triton.next_power_of_2(len(heads)), SHARED=SHARED, DENSE=DENSE, num_warps=WEIGHT_WARPS,
     )  # fmt: skip
