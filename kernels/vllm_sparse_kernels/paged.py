@@ -130,6 +130,24 @@ def load_keys(keys, i_row, i_kv, o_n, end, HEAD_DIM: tl.constexpr, BLOCK_D: tl.c
     return tl.load(base + o_k[:, None] + o_d[None, :], mask=(o_n < end)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
 
 
+@triton.jit
+def load_block(
+    keys, i_row, i_kv, start, end,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """``load_keys`` of BLOCK keys from ``start`` on, a multiple of BLOCK: those of a page by one address."""
+    o_n, o_d = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    mask = (start + o_n < end)[:, None] & (o_d < HEAD_DIM)[None, :]
+    if PAGE % BLOCK == 0:
+        table = keys.block_table + tl.cast(i_row, tl.int64) * keys.stride_table
+        page = tl.load(table + start // PAGE, mask=start < end, other=0).to(tl.int64)
+        base = keys.k + i_kv.to(tl.int64) * keys.stride_head + page * keys.stride_page
+        base += start % PAGE * keys.stride_token
+        return tl.load(base + (o_n * keys.stride_token)[:, None] + o_d[None, :], mask=mask, other=0.0)
+    else:
+        return load_keys(keys, i_row, i_kv, start + o_n, end, HEAD_DIM, BLOCK_D)
+
+
 def key_means(cache: PagedCache, block_table: torch.Tensor, row: int, seq_len: int) -> torch.Tensor:
     """Mean of one row's first ``seq_len`` keys: [num_kv_heads, head_dim padded to a power of two] float32."""
     block_d, num_splits = triton.next_power_of_2(cache.head_dim), ceil_div(seq_len, SPLIT_TOKENS)

@@ -16,11 +16,12 @@ from vllm_sparse_kernels.reference.share_prefill import (
     js_distance,
     select_share_prefill,
 )
-from vllm_sparse_kernels.select import name_of
+from vllm_sparse_kernels.select import name_of, share_prefill
 from vllm_sparse_kernels.select.block_average import BlockAverages, Spans
 from vllm_sparse_kernels.select.block_mass import block_masses
 from vllm_sparse_kernels.select.flex_vertical_slash import FlexVerticalSlash
-from vllm_sparse_kernels.select.share_prefill import NOISE, SharePrefill, SharePrefillLayer
+from vllm_sparse_kernels.select.radix import EQUAL_BITS, LEAST_KEY
+from vllm_sparse_kernels.select.share_prefill import DENSE, NOISE, Pivots, SharePrefill, SharePrefillLayer, _decide
 from vllm_sparse_kernels.testing.batches import Batch
 from vllm_sparse_kernels.testing.lined import DEVICE, assert_between, kept_keys, lined_batch, selected, single_row
 
@@ -151,7 +152,7 @@ def test_kernels_keep_what_the_reference_keeps(case, dtype):
 
 @pytest.mark.parametrize("block_tokens", [64, 128])
 def test_averages_are_those_of_all_pairs(block_tokens):
-    """Estimates and maps, exact to float32: (mean q) · (mean k) before the diagonal, causal pairs on it."""
+    """Estimates, exact to float32: (mean q) · (mean k) before the diagonal, causal pairs on it."""
     batch = lined_batch([(333, 140), (5, 3)], 2, 1, 64, 16, gap_tokens=1)
     index = SparseIndex.allocate(batch.rows, 2, block_tokens)
     heads = torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)
@@ -165,14 +166,46 @@ def test_averages_are_those_of_all_pairs(block_tokens):
             one = estimate(batch, row, head, block_tokens)
             distance = js_distance(one, torch.full_like(one, 1 / len(one)))
             assert float(sparsity[place, row]) == pytest.approx(distance, abs=1e-4)
-    maps = torch.full((3, index.block_ids.shape[1]), float("nan"), device=DEVICE)
-    averages.maps(int32([[1, -1]]), maps, int32([2]))
-    assert maps[:2].isnan().all()
-    maps = maps[2].double()
-    keys, _ = batch.cache.gather(batch.rows.block_table[0], 473)
-    weights = block_average_map(batch.q[:140, 0].double(), keys[:, 0].double() * batch.scale, index, 0)
-    expected = torch.cat(weights)
-    torch.testing.assert_close(maps[: len(expected)], expected, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 8])
+def test_maps_are_averages_of_all_pairs(monkeypatch, tiles):
+    """To float32, of new pivots alone, and their weights are those of the first pass over each tile."""
+    monkeypatch.setattr(share_prefill, "MAP_TILES", tiles)
+    batch = lined_batch([(333, 650), (5, 3)], 3, 1, 64, 16, gap_tokens=1)
+    index, heads = SparseIndex.allocate(batch.rows, 3, 64), int32([1, 0, 2])
+    places, pivots, method = int32([0, NOISE, 1]), Pivots(index), layer_of((4, NOISE, 7), 0.9)
+    slots = int32(pivots.slots_of([7, 4], index)).flip(0)
+    for x in (pivots.maps, pivots.weights):
+        x.fill_(float("nan"))
+    pivots.exists[1, 1] = 1
+    averages = BlockAverages(batch.q, batch.cache, index, heads, batch.scale, pivots.spans, places)
+    patterns = int32([[9, 9]] * 3)
+    _, new_pivots = _decide(method, pivots, index, averages, places, slots, patterns)
+    assert new_pivots.tolist() == [[0, -1], [2, 2]]
+    assert patterns[[0, 2], 0].tolist() == [DENSE, DENSE]
+    for head, slot in ((1, 1), (2, 0)):
+        for row in (0, 1):
+            tiles_of_row = range(batch.rows.tile_starts[row], batch.rows.tile_starts[row + 1])
+            offsets = index.block_offsets[list(tiles_of_row)].tolist()
+            if (head, row) == (1, 1):
+                assert pivots.maps[slot, offsets[0] :].isnan().all()
+                assert pivots.weights[slot, list(tiles_of_row)].isnan().all()
+                continue
+            keys, _ = batch.cache.gather(batch.rows.block_table[row], batch.rows.seq_lens[row])
+            begin, end = batch.rows.tokens[row], batch.rows.tokens[row] + batch.rows.query_lens[row]
+            queries = batch.q[begin:end, head].double()
+            weights = block_average_map(queries, keys[:, 0].double() * batch.scale, index, row)
+            for tile, offset, expected in zip(tiles_of_row, offsets, weights, strict=True):
+                found = pivots.maps[slot, offset : offset + len(expected)]
+                torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-9)
+                digits = mass_keys_of(found) >> 8
+                sums = torch.zeros(256, device=DEVICE).index_add(0, digits, found)
+                torch.testing.assert_close(pivots.weights[slot, tile], sums, rtol=1e-3, atol=0)
+
+
+def mass_keys_of(masses: torch.Tensor) -> torch.Tensor:
+    return ((masses.view(torch.int32) >> EQUAL_BITS.value) - LEAST_KEY.value).clamp(0, 256 * 256 - 2)
 
 
 @pytest.mark.parametrize("dtype", SOME_DTYPES, ids=str)

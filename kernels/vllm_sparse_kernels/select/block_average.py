@@ -2,9 +2,9 @@
 """Scaled QK averaged over blocks of keys, and its softmax over blocks: the estimates and maps of SharePrefill.
 
 A tile of queries and a block of keys before its diagonal meet in all of their pairs, and the average of q·k over all
-pairs is (mean q) · (mean k): nothing but means is needed. Blocks on the diagonal, at most three a tile, are averaged
-over the pairs that the causal mask leaves, pair by pair. Keys are read once, by the programs that average them: these
-score the last queries of a key head's query heads too.
+pairs is (mean q) · (mean k): nothing but means is needed. Blocks on the diagonal, few of each tile, are averaged over
+the pairs that the causal mask leaves, pair by pair. Keys are read once, by the programs that average them: these score
+the last queries of a key head's query heads too. Maps follow in share_kernels.py, once it is known of which heads.
 """
 
 from typing import Any, NamedTuple
@@ -14,9 +14,17 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys
+from vllm_sparse_kernels.paged import PagedCache, key_args, load_block, widen
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div, to_device
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, tile_blocks
+
+KEY_BLOCKS = 1
+"""Blocks of keys that one program averages, one after the other."""
+
+KEY_STAGES = 1
+"""Above 1, how far ahead it loads them."""
+
+KEY_WARPS = 4
 
 
 class Spans(NamedTuple):
@@ -55,31 +63,12 @@ class QueryArgs(NamedTuple):
     scale: float
 
 
-class JobArgs(NamedTuple):
-    """Which (head, tile) pairs are scored, and where the scores of a tile's key blocks go.
-
-    Job j scores head ``heads[j]``, or ``heads[places[j, row]]`` where places are given: none if that is −1, nor where
-    ``clusters[j]``, if given, is below 0. What is written goes to row ``out_rows[j]`` of ``out``, or j where these are
-    not given. ``scores`` of all query heads with the blocks before the diagonal are taken where they are given, else
-    made from mean keys. ``sparsity`` [jobs, num_rows] takes the distance to the uniform distribution, if it is asked
-    for.
-    """
-
-    heads: Any
-    clusters: Any
-    places: Any
-    tiles: Any
-    out: Any
-    out_rows: Any
-    out_offsets: Any
-    scores: Any
-    sparsity: Any
-
-
 class BlockAverages:
-    """Softmax over blocks of block-averaged scaled QK, for the (head, tile) pairs that are asked for.
+    """What softmaxes over blocks of block-averaged scaled QK are made from, and those of each head's last queries.
 
-    With ``clusters`` [heads] int32 only heads where it is not below 0 can be; key heads that have none are not read.
+    ``mean_keys`` [kv heads, all rows' key blocks, head_dim] float32 of the blocks before a row's last tile, and
+    ``scores`` [query heads, all rows' key blocks] of the last queries. With ``clusters`` [heads] int32 only of heads
+    where it is not below 0; key heads that have none of these are not read.
     """
 
     def __init__(
@@ -93,98 +82,153 @@ class BlockAverages:
         clusters: torch.Tensor | None = None,
     ) -> None:
         self.queries = QueryArgs(q, q.stride(0), q.stride(1), scale)
-        self.keys = key_args(cache, index.rows.block_table)
+        keys = key_args(cache, index.rows.block_table)
+        # Known when it is compiled, a page's keys are loaded by one address.
+        self.keys = keys._replace(stride_token=tl.constexpr(keys.stride_token))
         self.index, self.heads, self.clusters, self.spans = index, heads, clusters, spans
         num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
-        self.options = {"HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "FIELDS": TILE_FIELDS}
-        self.group, self.is_float32 = num_heads // num_kv_heads, q.dtype == torch.float32
+        group, is_float32 = num_heads // num_kv_heads, q.dtype == torch.float32
+        options = {
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": triton.next_power_of_2(head_dim),
+            "FIELDS": TILE_FIELDS,
+            "BLOCK_N": index.block_tokens,
+            "PAGE": cache.page_size,
+            "GROUP": group,
+        }
+        of_tiles = {
+            "BLOCK_M": TILE_TOKENS,
+            "CHUNK_KEYS": 32 if is_float32 else index.block_tokens,
+            "PRECISION": "ieee" if is_float32 else "tf32",
+        }
+        self.tile_options = options | of_tiles
         room, num_rows = index.workspace.empty, index.rows.num_rows
         self.mean_keys = room(num_kv_heads, spans.num_blocks, head_dim)
         self.scores = room(num_heads, spans.num_blocks)
         mean_queries = room(num_heads, num_rows, head_dim)
-        _mean_queries_kernel[(num_heads, num_rows)](
-            self.queries, spans.last_tiles, mean_queries, **self.options, BLOCK_M=TILE_TOKENS
-        )
-        _mean_keys_kernel[(num_kv_heads, spans.max_blocks, num_rows)](
+        entries = {"ENTRIES": triton.next_power_of_2(len(heads))}
+        _last_queries_kernel[(num_heads, num_rows)](
+            self.queries, self.keys, heads, clusters, len(heads), spans.last_tiles, spans.block_starts,
+            spans.num_blocks, mean_queries, self.scores, **self.tile_options, **entries, num_warps=8,
+        )  # fmt: skip
+        _mean_keys_kernel[(num_kv_heads, ceil_div(spans.max_blocks, KEY_BLOCKS), num_rows)](
             self.keys, heads, clusters, len(heads), spans.last_tiles, spans.block_starts, spans.num_blocks,
-            mean_queries, num_rows, self.mean_keys, self.scores, **self.options, BLOCK_N=index.block_tokens,
-            GROUP=self.group, MEMBERS=triton.next_power_of_2(self.group), ENTRIES=triton.next_power_of_2(len(heads)),
-            num_warps=2,
+            mean_queries, num_rows, self.mean_keys, self.scores, **options, **entries,
+            MEMBERS=triton.next_power_of_2(group), BLOCKS=KEY_BLOCKS, STAGES=KEY_STAGES, num_warps=KEY_WARPS,
         )  # fmt: skip
 
     def estimates(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Every head's last queries: [heads, all rows' key blocks] (â), and sqrt(JSD) of each to the uniform
         distribution (d_sparse), [heads, num_rows]; float32."""
-        out = self.index.workspace.empty(len(self.heads), self.spans.num_blocks)
-        sparsity = self.index.workspace.empty(len(self.heads), self.index.rows.num_rows)
-        tiles, starts = self.spans.last_tiles, self.spans.block_starts
-        self._average(JobArgs(self.heads, self.clusters, None, tiles, out, None, starts, self.scores, sparsity))
-        return out, sparsity
-
-    def maps(self, places: torch.Tensor, out: torch.Tensor, out_rows: torch.Tensor) -> None:
-        """Of all tiles of the heads at ``places`` (Ã), into out [.., block_capacity] float32, laid out as block_ids.
-
-        places [jobs, num_rows] int32 point into ``heads``; where one is −1, nothing is computed. out_rows [jobs] int32.
-        """
-        index = self.index
-        self._average(
-            JobArgs(self.heads, None, places, index.rows.tiles, out, out_rows, index.block_offsets, None, None)
-        )
-
-    def _average(self, jobs: JobArgs) -> None:
-        num_jobs = len(jobs.heads if jobs.places is None else jobs.places)
-        _averages_kernel[(len(jobs.tiles), num_jobs)](
-            self.queries, self.keys, jobs, self.index.rows.num_rows, jobs.out.stride(0), self.spans.num_blocks,
-            self.mean_keys, self.spans.block_starts, **self.options, BLOCK_N=self.index.block_tokens,
-            GROUP=self.group, BLOCK_M=TILE_TOKENS, CHUNK=max(16, 65536 // self.options["BLOCK_D"]),
-            CHUNK_KEYS=32 if self.is_float32 else min(64, self.index.block_tokens), CHUNK_BLOCKS=CHUNK_BLOCKS,
-            PRECISION="ieee" if self.is_float32 else "tf32", num_warps=16,
+        num_heads, num_rows = len(self.heads), self.index.rows.num_rows
+        out = self.index.workspace.empty(num_heads, self.spans.num_blocks)
+        sparsity = self.index.workspace.empty(num_heads, num_rows)
+        _estimates_kernel[(num_heads, num_rows)](
+            self.heads, self.clusters, self.scores, self.spans.block_starts, self.spans.num_blocks, out, sparsity,
+            CHUNK=CHUNK_BLOCKS,
         )  # fmt: skip
+        return out, sparsity
 
 
 @triton.jit
-def _mean_queries_kernel(
-    queries, last_tiles, mean_queries,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_M: tl.constexpr,
+def _is_asked(i_group, heads, clusters, num_entries, GROUP: tl.constexpr, ENTRIES: tl.constexpr):
+    """Whether any of the GROUP heads from ``i_group`` · GROUP on is in a cluster."""
+    if clusters is None:
+        return True
+    else:
+        o_e = tl.arange(0, ENTRIES)
+        b_head = tl.load(heads + o_e, mask=o_e < num_entries, other=-GROUP)
+        b_cluster = tl.load(clusters + o_e, mask=o_e < num_entries, other=-1)
+        return tl.max(((b_head // GROUP == i_group) & (b_cluster >= 0)).to(tl.int32), 0) > 0
+
+
+@triton.jit(do_not_specialize=["num_entries", "num_blocks"])
+def _last_queries_kernel(
+    queries, keys, heads, clusters, num_entries, last_tiles, block_starts, num_blocks, mean_queries, scores,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """The scaled mean of the last queries of one (head, row)."""
+    """The scaled mean of the last queries of one (head, row), and their scores with the diagonal blocks."""
     i_head, i_row = tl.program_id(0), tl.program_id(1)
-    token, length = tl.load(last_tiles + i_row * FIELDS + 1), tl.load(last_tiles + i_row * FIELDS + 2)
-    b_q = load_queries(queries, i_head, token, length, BLOCK_M, HEAD_DIM, BLOCK_D)
-    b_mean = tl.sum(b_q.to(tl.float32), 0) * (queries.scale / length)
+    if not _is_asked(i_head, heads, clusters, num_entries, 1, ENTRIES):
+        return
+    b_mean = average_tile(
+        queries, keys, last_tiles, i_row, i_head, scores + i_head * num_blocks + tl.load(block_starts + i_row),
+        HEAD_DIM, BLOCK_D, FIELDS, BLOCK_N, PAGE, GROUP, BLOCK_M, CHUNK_KEYS, PRECISION,
+    )  # fmt: skip
     o_d = tl.arange(0, BLOCK_D)
     target = mean_queries + (i_head * tl.num_programs(1) + i_row) * HEAD_DIM
     tl.store(target + o_d, b_mean, mask=o_d < HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_rows"])
+@triton.jit(do_not_specialize=["num_entries", "num_blocks", "num_rows"])
 def _mean_keys_kernel(
     keys, heads, clusters, num_entries, last_tiles, block_starts, num_blocks, mean_queries, num_rows,
     mean_keys, scores,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr, MEMBERS: tl.constexpr, ENTRIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, ENTRIES: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The mean key of every block of every row, a row's last one may be short; and its products with mean queries."""
+    """The mean keys of BLOCKS blocks of one (kv head, row), and the products with mean queries of those before the
+    diagonal. A row's last block may be short."""
     # Kv heads side by side: in vLLM's usual layout those of a token lie beside each other.
-    i_kv, i_block, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    seq_len = tl.load(last_tiles + i_row * FIELDS + 2) + tl.load(last_tiles + i_row * FIELDS + 3)
-    if i_block * BLOCK_N >= seq_len:
+    i_kv, i_row = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    begin, first = tl.program_id(1) * (BLOCKS * BLOCK_N), tl.load(last_tiles + i_row * FIELDS + 3)
+    seq_len = first + tl.load(last_tiles + i_row * FIELDS + 2)
+    if (begin >= seq_len) | (not _is_asked(i_kv, heads, clusters, num_entries, GROUP, ENTRIES)):
         return
-    if clusters is not None:
-        o_e = tl.arange(0, ENTRIES)
-        b_head = tl.load(heads + o_e, mask=o_e < num_entries, other=-1)
-        b_cluster = tl.load(clusters + o_e, mask=o_e < num_entries, other=-1)
-        if tl.max(tl.where(b_head // GROUP == i_kv, b_cluster, -1), 0) < 0:
-            return
-    o_n, o_d, o_g = i_block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, MEMBERS)
+    o_d, o_g = tl.arange(0, BLOCK_D), tl.arange(0, MEMBERS)
     o_head = i_kv * GROUP + o_g
     in_q = (o_g < GROUP)[:, None] & (o_d < HEAD_DIM)[None, :]
-    b_q = tl.load(mean_queries + (o_head * num_rows + i_row)[:, None] * HEAD_DIM + o_d[None, :], mask=in_q, other=0.0)
-    b_k = load_keys(keys, i_row, i_kv, o_n, seq_len, HEAD_DIM, BLOCK_D)
-    b_mean = tl.sum(b_k.to(tl.float32), 0) / tl.minimum(seq_len - i_block * BLOCK_N, BLOCK_N)
-    i_out = tl.load(block_starts + i_row) + i_block
-    tl.store(mean_keys + (i_kv * num_blocks + i_out) * HEAD_DIM + o_d, b_mean, mask=o_d < HEAD_DIM)
-    tl.store(scores + o_head * num_blocks + i_out, tl.sum(b_q * b_mean[None, :], 1), mask=o_g < GROUP)
+    o_q = (o_head * num_rows + i_row)[:, None] * HEAD_DIM + o_d[None, :]
+    first_block = tl.load(block_starts + i_row)
+    for start in tl.range(begin, tl.minimum(begin + BLOCKS * BLOCK_N, seq_len), BLOCK_N, num_stages=STAGES):
+        b_k = load_block(keys, i_row, i_kv, start, seq_len, PAGE, BLOCK_N, HEAD_DIM, BLOCK_D)
+        b_q = tl.load(mean_queries + o_q, mask=in_q, other=0.0)
+        b_mean = _sum_of(b_k) / tl.minimum(seq_len - start, BLOCK_N)
+        i_out = first_block + start // BLOCK_N
+        tl.store(mean_keys + (i_kv * num_blocks + i_out) * HEAD_DIM + o_d, b_mean, mask=o_d < HEAD_DIM)
+        b_s = tl.sum(b_q * b_mean[None, :], 1)
+        tl.store(scores + o_head * num_blocks + i_out, b_s, mask=o_g < tl.where(start + BLOCK_N <= first, GROUP, 0))
+
+
+@triton.jit
+def _sum_of(b_k):
+    """Of keys [n, D] the sum, in float32: [D]. What a product of matrices with ones does in far fewer instructions."""
+    if b_k.dtype == tl.float32:
+        return tl.sum(b_k, 0)
+    else:
+        b_x = widen(b_k)
+        return tl.max(tl.dot(tl.full([16, b_x.shape[0]], 1.0, b_x.dtype), b_x), 0)  # 16 times the same
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _estimates_kernel(heads, clusters, scores, block_starts, num_blocks, out, sparsity, CHUNK: tl.constexpr):
+    """Softmax over the blocks of one (head, row)."""
+    i, i_row, num_rows = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    cluster = 0
+    if clusters is not None:
+        cluster = tl.load(clusters + i)
+    if cluster < 0:
+        return
+    start = tl.load(block_starts + i_row)
+    count = (tl.load(block_starts + i_row + 1) - start).to(tl.int32)
+    scores += tl.load(heads + i) * num_blocks + start
+    out += i * num_blocks + start
+    peak, total = float("-inf"), 0.0
+    for first in range(0, count, CHUNK):
+        o_n = first + tl.arange(0, CHUNK)
+        b_s = tl.load(scores + o_n, mask=o_n < count, other=float("-inf"))
+        higher = tl.maximum(peak, tl.max(b_s, 0))
+        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(b_s - higher), 0)
+        peak = higher
+    b_apart = tl.zeros([CHUNK], tl.float32)
+    for first in range(0, count, CHUNK):
+        o_n = first + tl.arange(0, CHUNK)
+        b_p = tl.exp(tl.load(scores + o_n, mask=o_n < count, other=float("-inf")) - peak) / total
+        tl.store(out + o_n, b_p, mask=o_n < count)
+        b_apart += divergence(b_p, tl.where(o_n < count, 1.0 / count, 0.0))
+    tl.store(sparsity + i * num_rows + i_row, tl.sqrt(tl.maximum(tl.sum(b_apart, 0), 0.0)))
 
 
 @triton.jit
@@ -199,15 +243,6 @@ def load_queries(queries, i_head, token, length, BLOCK_M: tl.constexpr, HEAD_DIM
 
 
 @triton.jit
-def head_of(heads, places, num_rows, i_job, i_row):
-    """The query head that job ``i_job`` is about in a row, or −1."""
-    place = i_job
-    if places is not None:
-        place = tl.load(places + i_job * num_rows + i_row)
-    return tl.load(heads + place, mask=place >= 0, other=-1)
-
-
-@triton.jit
 def divergence(b_a, b_b):
     """Terms of JSD(a‖b), elementwise, natural logarithm; 0 · log 0 is 0."""
     b_m = (b_a + b_b) * 0.5
@@ -217,93 +252,29 @@ def divergence(b_a, b_b):
 
 
 @triton.jit
-def _keep_scores(out, b_s, o_n, end, peak, total):
-    """Store scores of blocks before ``end``; (their maximum, sum of exponentials relative to it), those before told."""
-    tl.store(out + o_n, b_s, mask=o_n < end)
-    b_s = tl.where(o_n < end, b_s, float("-inf"))
-    higher = tl.maximum(peak, tl.max(b_s, 0))
-    return higher, total * tl.exp(peak - higher) + tl.sum(tl.exp(b_s - higher), 0)
-
-
-@triton.jit(do_not_specialize=["num_rows", "stride_out", "num_blocks"])
-def _averages_kernel(
-    queries, keys, jobs, num_rows, stride_out, num_blocks, mean_keys, block_starts,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, CHUNK_KEYS: tl.constexpr, CHUNK_BLOCKS: tl.constexpr,
-    PRECISION: tl.constexpr,
+def average_tile(
+    queries, keys, tiles, i_tile, i_head, out,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over the causal blocks of one (tile, head). Scores stand in its place until their sum is known."""
-    i_tile, i_job = tl.program_id(0), tl.program_id(1)
-    i_row = tl.load(jobs.tiles + i_tile * FIELDS)
-    i_head = head_of(jobs.heads, jobs.places, num_rows, i_job, i_row).to(tl.int64)
-    if jobs.clusters is not None:
-        i_head = tl.where(tl.load(jobs.clusters + i_job) < 0, -1, i_head)
-    if i_head < 0:
-        return
-    i_kv = i_head // GROUP
-    token = tl.load(jobs.tiles + i_tile * FIELDS + 1)
-    length = tl.load(jobs.tiles + i_tile * FIELDS + 2)
-    first = tl.load(jobs.tiles + i_tile * FIELDS + 3)
-    diagonal, num_causal = tile_blocks(jobs.tiles, i_tile, BLOCK_N, FIELDS)
-    o_d = tl.arange(0, BLOCK_D)
+    """The scaled mean query [BLOCK_D] of a tile; its scores with its diagonal blocks go to ``out``, by block."""
+    i_row, token = tl.load(tiles + i_tile * FIELDS), tl.load(tiles + i_tile * FIELDS + 1)
+    length, first = tl.load(tiles + i_tile * FIELDS + 2), tl.load(tiles + i_tile * FIELDS + 3)
+    diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
+    i_kv, o_m = i_head // GROUP, tl.arange(0, BLOCK_M)
+    # Keys are under way before queries are waited for, and the next ones before products of these.
+    b_k = load_block(keys, i_row, i_kv, diagonal * BLOCK_N, first + length, PAGE, CHUNK_KEYS, HEAD_DIM, BLOCK_D)
     b_q = load_queries(queries, i_head, token, length, BLOCK_M, HEAD_DIM, BLOCK_D)
-    start_block = tl.load(block_starts + i_row)
-    i_out = i_job
-    if jobs.out_rows is not None:
-        i_out = tl.load(jobs.out_rows + i_job)
-    out = jobs.out + i_out.to(tl.int64) * stride_out + tl.load(jobs.out_offsets + i_tile)
-
-    peak, total = float("-inf"), 0.0
-    if jobs.scores is not None:
-        scores = jobs.scores + i_head * num_blocks + start_block
-        for start in range(0, diagonal, CHUNK_BLOCKS):
-            o_n = start + tl.arange(0, CHUNK_BLOCKS)
-            b_s = tl.load(scores + o_n, mask=o_n < diagonal, other=0.0)
-            peak, total = _keep_scores(out, b_s, o_n, diagonal, peak, total)
-    else:
-        b_mean = tl.sum(b_q.to(tl.float32), 0) * (queries.scale / length)
-        means = mean_keys + (i_kv * num_blocks + start_block) * HEAD_DIM
-        for start in range(0, diagonal, CHUNK):
-            o_n = start + tl.arange(0, CHUNK)
-            in_keys = (o_n < diagonal)[:, None] & (o_d < HEAD_DIM)[None, :]
-            b_k = tl.load(means + o_n[:, None] * HEAD_DIM + o_d[None, :], mask=in_keys, other=0.0)
-            peak, total = _keep_scores(out, tl.sum(b_k * b_mean[None, :], 1), o_n, diagonal, peak, total)
-    for i_block in range(diagonal, num_causal):
-        score = _causal_mean(
-            b_q, keys, i_row, i_kv, i_block, first, length,
-            HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_M, CHUNK_KEYS, PRECISION,
-        ) * queries.scale  # fmt: skip
-        tl.store(out + i_block, score)
-        higher = tl.maximum(peak, score)
-        total = total * tl.exp(peak - higher) + tl.exp(score - higher)
-        peak = higher
-    tl.debug_barrier()
-    b_apart = tl.zeros([CHUNK_BLOCKS], tl.float32)
-    for start in range(0, num_causal, CHUNK_BLOCKS):
-        o_n = start + tl.arange(0, CHUNK_BLOCKS)
-        causal = o_n < num_causal
-        b_p = tl.exp(tl.load(out + o_n, mask=causal, other=float("-inf")) - peak) / total
-        tl.store(out + o_n, b_p, mask=causal)
-        if jobs.sparsity is not None:
-            b_apart += divergence(b_p, tl.where(causal, 1.0 / num_causal, 0.0))
-    if jobs.sparsity is not None:
-        tl.store(jobs.sparsity + i_job * num_rows + i_row, tl.sqrt(tl.maximum(tl.sum(b_apart, 0), 0.0)))
-
-
-@triton.jit
-def _causal_mean(
-    b_q, keys, i_row, i_kv, i_block, first, length,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The mean of q·k over the pairs of a tile and a block that the causal mask leaves."""
-    total = 0.0
-    count = 0
-    for start in range(0, BLOCK_N, CHUNK):
-        o_m, o_n = tl.arange(0, BLOCK_M), i_block * BLOCK_N + start + tl.arange(0, CHUNK)
-        b_k = load_keys(keys, i_row, i_kv, o_n, first + length, HEAD_DIM, BLOCK_D)
+    b_sum = tl.zeros([BLOCK_M], tl.float32)
+    for start in tl.range(diagonal * BLOCK_N, num_causal * BLOCK_N, CHUNK_KEYS, num_stages=1):
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        seen = (o_n[None, :] <= first + o_m[:, None]) & (o_m < length)[:, None]
-        total += tl.sum(tl.where(seen, b_s, 0.0))
-        count += tl.sum(seen.to(tl.int32))
-    return total / count
+        end = start + CHUNK_KEYS
+        b_k = load_block(keys, i_row, i_kv, end, first + length, PAGE, CHUNK_KEYS, HEAD_DIM, BLOCK_D)
+        seen = (start + tl.arange(0, CHUNK_KEYS)[None, :] <= first + o_m[:, None]) & (o_m < length)[:, None]
+        b_sum += tl.sum(tl.where(seen, b_s, 0.0), 1)
+        if end % BLOCK_N == 0:
+            b_pairs = tl.minimum(tl.maximum(first + 1 + BLOCK_N - end + o_m, 0), BLOCK_N)
+            num_pairs = tl.sum(tl.where(o_m < length, b_pairs, 0), 0)
+            tl.store(out + end // BLOCK_N - 1, tl.sum(b_sum, 0) / num_pairs * queries.scale)
+            b_sum = tl.zeros([BLOCK_M], tl.float32)
+    return tl.sum(b_q.to(tl.float32), 0) * (queries.scale / length)

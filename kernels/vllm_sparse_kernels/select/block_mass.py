@@ -15,7 +15,7 @@ import triton.language as tl
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div
-from vllm_sparse_kernels.select.block_average import QueryArgs, head_of, load_queries
+from vllm_sparse_kernels.select.block_average import QueryArgs, load_queries
 
 LOG2_E = 1.4426950408889634
 
@@ -86,6 +86,13 @@ def block_masses(
 
 
 @triton.jit
+def _head_of(heads, places, num_rows, i_job, i_row):
+    """The query head that job ``i_job`` is about in a row, or −1."""
+    place = tl.load(places + i_job * num_rows + i_row)
+    return tl.load(heads + place, mask=place >= 0, other=-1)
+
+
+@triton.jit
 def _split(tiles, i_tile, STEP: tl.constexpr, FIELDS: tl.constexpr):
     """(first key of the program's split, its end, where keys begin that not all queries see, number of splits)."""
     first = tl.load(tiles + i_tile * FIELDS + 3)
@@ -128,7 +135,7 @@ def _tile_lse_kernel(
     """The log-sum-exp of each query of one (tile, job) over one split of its keys."""
     i_tile, i_job = tl.program_id(0), tl.program_id(2)
     i_row = tl.load(jobs.tiles + i_tile * FIELDS)
-    i_head = head_of(jobs.heads, jobs.places, num_rows, i_job, i_row).to(tl.int64)
+    i_head = _head_of(jobs.heads, jobs.places, num_rows, i_job, i_row).to(tl.int64)
     begin, end, whole, _ = _split(jobs.tiles, i_tile, STEP, FIELDS)
     if (i_head < 0) | (begin >= end):
         return
@@ -182,7 +189,7 @@ def _masses_kernel(
     """The masses of the blocks of one split of one (tile, job)."""
     i_tile, i_job = tl.program_id(0), tl.program_id(2)
     i_row = tl.load(jobs.tiles + i_tile * FIELDS)
-    i_head = head_of(jobs.heads, jobs.places, num_rows, i_job, i_row).to(tl.int64)
+    i_head = _head_of(jobs.heads, jobs.places, num_rows, i_job, i_row).to(tl.int64)
     begin, end, whole, splits = _split(jobs.tiles, i_tile, STEP, FIELDS)
     if (i_head < 0) | (begin >= end):
         return

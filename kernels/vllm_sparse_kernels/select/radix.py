@@ -256,24 +256,29 @@ def masses_by_digit(row, first, end, prefix, PASS: tl.constexpr, CHUNK: tl.const
 
 @triton.jit
 def _masses_by_high_digit(row, first, end, WIDTH: tl.constexpr):
-    """A product of matrices: one the masses where the upper half of a digit is i, the other 1 where the lower is j.
-
-    Masses are rounded to TF32's ten bits of the mantissa, up as often as down. WIDTH: values a warp takes at a time,
-    more for long rows.
-    """
+    """WIDTH: values a warp takes at a time, more for long rows."""
     WARPS: tl.constexpr = 4
     o = tl.arange(0, WARPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    o_half = tl.arange(0, 16)
     b_sum = tl.zeros([WARPS, 16, 16], tl.float32)
     for start in range(first, end, WARPS * WIDTH):
-        b_x = tl.load(row + start + o, mask=start + o < end, other=0.0)
-        b_digit = mass_keys(b_x) >> 8
-        b_round = (b_x.to(tl.int32, bitcast=True) + HALF_EQUAL) >> EQUAL_BITS << EQUAL_BITS
-        b_is = (b_digit >> 4)[:, None, :] == o_half[None, :, None]
-        b_low = ((b_digit & 15)[:, :, None] == o_half[None, None, :]).to(tl.float32)
-        b_mass = tl.where(b_is, b_round.to(tl.float32, bitcast=True)[:, None, :], 0.0)
-        b_sum = tl.dot(b_mass, b_low, b_sum, input_precision="tf32")
+        b_sum = add_by_high_digit(b_sum, tl.load(row + start + o, mask=start + o < end, other=0.0))
     return tl.reshape(tl.sum(b_sum, 0), [DIGITS])
+
+
+@triton.jit
+def add_by_high_digit(b_sum, b_x):
+    """Sums [n, 16, 16] by the halves of a digit, with those of masses [n, WIDTH], row by row, added.
+
+    A product of matrices: one the masses where the upper half of a digit is i, the other 1 where the lower is j. Masses
+    are rounded to TF32's ten bits of the mantissa, up as often as down.
+    """
+    o_half = tl.arange(0, 16)
+    b_digit = mass_keys(b_x) >> 8
+    b_round = (b_x.to(tl.int32, bitcast=True) + HALF_EQUAL) >> EQUAL_BITS << EQUAL_BITS
+    b_is = (b_digit >> 4)[:, None, :] == o_half[None, :, None]
+    b_low = ((b_digit & 15)[:, :, None] == o_half[None, None, :]).to(tl.float32)
+    b_mass = tl.where(b_is, b_round.to(tl.float32, bitcast=True)[:, None, :], 0.0)
+    return tl.dot(b_mass, b_low, b_sum, input_precision="tf32")
 
 
 @triton.jit

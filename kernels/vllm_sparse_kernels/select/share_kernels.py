@@ -1,63 +1,144 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of SharePrefill (share_prefill.py): who shares, what of a pivot's map is kept, and the lists of both."""
+"""Kernels of SharePrefill (share_prefill.py): who shares, the maps of new pivots, what of them is kept, and the lists.
+
+Few heads are new pivots: their maps are made by few programs, and what counts is how soon these are done. Hence they
+are in the launch of the decisions, and what does not depend on who shares, the first pass of radix.py, is done there.
+"""
 
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.select.block_average import divergence
+from vllm_sparse_kernels.select.block_average import average_tile, divergence
 from vllm_sparse_kernels.select.lists import append, tile_blocks
-from vllm_sparse_kernels.select.radix import DIGITS, mass_keys, masses_by_digit, next_digit
+from vllm_sparse_kernels.select.radix import DIGITS, add_by_high_digit, mass_keys, masses_by_digit, next_digit
+
+TILES_AT_ONCE = tl.constexpr(32)
+"""Tiles whose weights are under way at a time where those of a row are added up."""
+
+
+MASSES_AT_ONCE = tl.constexpr(512)
+"""Of a group of tiles, where these are summed by their digits: each takes 128 bytes of shared memory."""
+
+
+class DecideArgs(NamedTuple):
+    """What Algorithm 3 decides from, and where that goes: see ``_decide`` in share_prefill.py."""
+
+    estimates: Any
+    sparsity: Any
+    places: Any
+    slots: Any
+    exists: Any
+    last_rows: Any
+    block_starts: Any
+    patterns: Any
+    new_pivots: Any
+
+
+class NewMapArgs(NamedTuple):
+    """What maps of new pivots are made from, those ``BlockAverages`` has; where they go, and their weights by the
+    upper digit of their keys."""
+
+    mean_keys: Any
+    heads: Any
+    tiles: Any
+    tile_starts: Any
+    block_offsets: Any
+    maps: Any
+    weights: Any
 
 
 class MapArgs(NamedTuple):
     """What heads take of their pivots' maps, which lie by ``slots`` [clusters of the layer].
 
-    ``weights`` [passes, heads, num_tiles, 256]: a tile's masses by the next digit of their keys (radix.py), of which
-    ``shares`` [heads] is kept.
+    Of these ``shares`` [heads] is kept. A tile's masses by a digit of their keys (radix.py): ``high_weights`` [slots,
+    num_tiles, 256] by the upper one, kept with the maps; ``low_weights`` [heads, num_tiles, 256] by the lower one where
+    the upper is the threshold's, ``high`` [heads, num_tiles], which leaves the masses ``left`` to be reached.
     """
 
     maps: Any
     slots: Any
     places: Any
     patterns: Any
-    weights: Any
+    high_weights: Any
+    low_weights: Any
+    high: Any
+    left: Any
     shares: Any
     tile_starts: Any
 
 
-@triton.jit(do_not_specialize=["stride", "stride_last", "num_heads", "num_rows"])
+@triton.jit
+def _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS: tl.constexpr):
+    """(whether the cluster has a pivot, else the place in heads of the one it gets, HEADS if it gets none; its first
+    head). The pivot is the first that is not too sparse."""
+    known = tl.load(args.exists + tl.load(args.slots + place).to(tl.int64) * num_rows + i_row)
+    o_h = tl.arange(0, HEADS)
+    b_same = tl.load(args.places + o_h, mask=o_h < num_heads, other=-1) == place
+    b_sparsity = tl.load(args.sparsity + o_h * num_rows + i_row, mask=b_same, other=float("inf"))
+    pivot = tl.min(tl.where(b_sparsity < max_sparsity, o_h, HEADS), 0)
+    return known != 0, pivot, tl.min(tl.where(b_same, o_h, HEADS), 0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride", "stride_last", "num_heads", "num_rows", "num_map_programs", "groups", "num_blocks", "stride_map",
+        "num_tiles",
+    ]
+)  # fmt: skip
 def decide_kernel(
-    estimates, stride, sparsity, places, slots, exists, last_rows, stride_last, block_starts, patterns, new_pivots,
-    num_heads, num_rows, max_sparsity, max_distance,
+    args, stride, stride_last, num_heads, num_rows, max_sparsity, max_distance,
+    queries, keys, maps, num_map_programs, groups, num_blocks, stride_map, num_tiles,
+    HEADS: tl.constexpr, CHUNK: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    TILES: tl.constexpr, MAPS: tl.constexpr,
+):  # fmt: skip
+    """Who shares, one (head, row) a program; before these, with MAPS, the maps of new pivots, one (cluster, group
+    of TILES tiles, row) a program. These do not wait for the decisions: they find the pivot themselves."""
+    i, i_row = tl.program_id(0), tl.program_id(1)
+    if i >= num_map_programs:
+        _decide(
+            args, stride, stride_last, i - num_map_programs, i_row, num_heads, num_rows, max_sparsity, max_distance,
+            HEADS, CHUNK, SHARED, DENSE,
+        )  # fmt: skip
+    elif MAPS:
+        place = i // groups
+        known, pivot, _ = _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS)
+        first_tile = tl.load(maps.tile_starts + i_row) + i % groups * TILES
+        end_tile = tl.minimum(tl.load(maps.tile_starts + i_row + 1), first_tile + TILES)
+        if (first_tile < end_tile) & (not known) & (pivot < HEADS):
+            _make_map(
+                queries, keys, maps, tl.load(args.slots + place).to(tl.int64), tl.load(maps.heads + pivot).to(tl.int64),
+                tl.load(args.block_starts + i_row), first_tile, end_tile, num_blocks, stride_map, num_tiles,
+                CHUNK, HEAD_DIM, BLOCK_D, FIELDS, BLOCK_N, PAGE, GROUP, BLOCK_M, CHUNK_KEYS, PRECISION, TILES,
+            )  # fmt: skip
+
+
+@triton.jit
+def _decide(
+    args, stride, stride_last, i, i_row, num_heads, num_rows, max_sparsity, max_distance,
     HEADS: tl.constexpr, CHUNK: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    """One (head, row). Where a cluster has no pivot yet, its first head that is not too sparse becomes it."""
-    i, i_row = tl.program_id(0), tl.program_id(1)
-    place = tl.load(places + i)
+    """Where a cluster has no pivot yet, its first head that is not too sparse becomes it."""
+    place = tl.load(args.places + i)
     pattern = 0
     if place >= 0:
-        slot = tl.load(slots + place).to(tl.int64)
-        known = tl.load(exists + slot * num_rows + i_row)
-        o_h = tl.arange(0, HEADS)
-        b_same = tl.load(places + o_h, mask=o_h < num_heads, other=-1) == place
-        b_sparsity = tl.load(sparsity + o_h * num_rows + i_row, mask=b_same, other=float("inf"))
-        pivot = tl.min(tl.where(b_sparsity < max_sparsity, o_h, HEADS), 0)
-        if tl.min(tl.where(b_same, o_h, HEADS), 0) == i:
-            is_new = (known == 0) & (pivot < HEADS)
-            tl.store(new_pivots + place * num_rows + i_row, tl.where(is_new, pivot, -1))
-        if tl.load(sparsity + i * num_rows + i_row) < max_sparsity:
-            if (pivot == i) & (known == 0):
+        known, pivot, first_head = _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS)
+        if first_head == i:
+            tl.store(args.new_pivots + place * num_rows + i_row, tl.where(known | (pivot == HEADS), -1, pivot))
+        if tl.load(args.sparsity + i * num_rows + i_row) < max_sparsity:
+            if (pivot == i) & (not known):
                 pattern = DENSE
             else:
-                start = tl.load(block_starts + i_row)
-                num_blocks = (tl.load(block_starts + i_row + 1) - start).to(tl.int32)
-                num_fresh = tl.where(known == 0, num_blocks, 0)  # the pivot's estimate: this layer's, or stored
+                start = tl.load(args.block_starts + i_row)
+                num_blocks = (tl.load(args.block_starts + i_row + 1) - start).to(tl.int32)
+                num_fresh = tl.where(known, 0, num_blocks)  # the pivot's estimate: this layer's, or stored
                 num_stored = num_blocks - num_fresh
-                mine = estimates + i.to(tl.int64) * stride + start
-                fresh = estimates + pivot.to(tl.int64) * stride + start
-                stored = last_rows + slot * stride_last + start
+                mine = args.estimates + i.to(tl.int64) * stride + start
+                fresh = args.estimates + pivot.to(tl.int64) * stride + start
+                stored = args.last_rows + tl.load(args.slots + place).to(tl.int64) * stride_last + start
                 b_sum = tl.zeros([CHUNK], tl.float32)
                 for first in range(0, num_blocks, CHUNK):
                     o_n = first + tl.arange(0, CHUNK)
@@ -66,60 +147,170 @@ def decide_kernel(
                     b_sum += divergence(tl.load(mine + o_n, mask=o_n < num_blocks, other=0.0), b_pivot)
                 if tl.sqrt(tl.maximum(tl.sum(b_sum, 0), 0.0)) < max_distance:
                     pattern = SHARED
-    tl.store(patterns + i * num_rows + i_row, pattern)
+    tl.store(args.patterns + i * num_rows + i_row, pattern)
 
 
 @triton.jit
-def _map_of(args, stride_map, i, offset):
-    """(the cluster's slot, its pivot's map from ``offset`` on)."""
-    slot = tl.load(args.slots + tl.load(args.places + i)).to(tl.int64)
-    return slot, args.maps + slot * stride_map + offset
+def _make_map(
+    queries, keys, maps, slot, i_head, start_block, first_tile, end_tile, num_blocks, stride_map, num_tiles,
+    CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """Softmax over the causal blocks of a group of tiles of one head, and its weights by the upper digit.
+
+    Scores stand in its place until their sum is known.
+    """
+    WARPS: tl.constexpr = 8
+    ROWS: tl.constexpr = 8  # a product of matrices has no fewer
+    o_r, o_d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    out = maps.maps + slot * stride_map
+    b_q = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    diagonal, most = 0, 0  # of the last tile
+    for i_tile in tl.range(first_tile, end_tile, num_stages=1):
+        b_mean = average_tile(
+            queries, keys, maps.tiles, i_tile, i_head, out + tl.load(maps.block_offsets + i_tile),
+            HEAD_DIM, BLOCK_D, FIELDS, BLOCK_N, PAGE, GROUP, BLOCK_M, CHUNK_KEYS, PRECISION,
+        )  # fmt: skip
+        b_q = tl.where((o_r == i_tile - first_tile)[:, None], b_mean[None, :], b_q)
+        diagonal, most = tile_blocks(maps.tiles, i_tile, BLOCK_N, FIELDS)
+
+    # Blocks before the diagonal, 16 for each warp. Three products in TF32 come to one in float32 (what Triton makes of
+    # "tf32x3" is the same, with twice the instructions for the parts).
+    b_q = tl.broadcast_to(tl.trans(b_q)[None, :, :], [WARPS, BLOCK_D, ROWS])
+    b_q_high = _upper_bits(b_q)
+    b_q_low = b_q - b_q_high
+    b_row, b_diagonal, _ = _places(maps, out, first_tile + o_r, end_tile, FIELDS, BLOCK_N)
+    means = maps.mean_keys + ((i_head // GROUP) * num_blocks + start_block) * HEAD_DIM
+    o_b = (tl.arange(0, WARPS)[:, None] * 16 + tl.arange(0, 16)[None, :])[:, :, None]
+    o_k = o_b * HEAD_DIM + o_d[None, None, :]
+    for start in tl.range(0, diagonal, WARPS * 16, num_stages=3 if BLOCK_D <= 128 else 2):
+        in_keys = (o_b < diagonal - start) & (o_d < HEAD_DIM)[None, None, :]
+        b_k = tl.load(means + start * HEAD_DIM + o_k, mask=in_keys, other=0.0)
+        b_k_high = _upper_bits(b_k)
+        b_s = tl.dot(b_k_high, b_q_low, input_precision="tf32")
+        b_s = tl.dot(b_k - b_k_high, b_q_high, b_s, input_precision="tf32")
+        b_s = tl.dot(b_k_high, b_q_high, b_s, input_precision="tf32")
+        tl.store((b_row + start)[None, None, :] + o_b, b_s, mask=o_b < (b_diagonal - start)[None, None, :])
+
+    tl.debug_barrier()
+    b_row, _, b_end = _places(maps, out, first_tile + tl.arange(0, TILES), end_tile, FIELDS, BLOCK_N)
+    b_peak, b_total = tl.full([TILES], float("-inf"), tl.float32), tl.zeros([TILES], tl.float32)
+    for start in range(0, most, CHUNK):
+        o_n = start + tl.arange(0, CHUNK)
+        b_s = tl.load(b_row[:, None] + o_n[None, :], mask=o_n[None, :] < b_end[:, None], other=float("-inf"))
+        b_higher = tl.maximum(b_peak, tl.max(b_s, 1))
+        b_shift = tl.where(b_end > 0, b_higher, 0.0)
+        b_total = b_total * tl.exp(b_peak - b_shift) + tl.sum(tl.exp(b_s - b_shift[:, None]), 1)
+        b_peak = b_higher
+    for start in range(0, most, CHUNK):
+        o_n = start + tl.arange(0, CHUNK)
+        causal = o_n[None, :] < b_end[:, None]
+        b_s = tl.load(b_row[:, None] + o_n[None, :], mask=causal, other=0.0)
+        b_p = tl.exp(b_s - b_peak[:, None]) / b_total[:, None]
+        tl.store(b_row[:, None] + o_n[None, :], b_p, mask=causal)
+
+    tl.debug_barrier()
+    _weigh_by_high_digit(maps, slot, out, first_tile, end_tile, most, num_tiles, FIELDS, BLOCK_N, TILES)
 
 
 @triton.jit
-def _joined_weights(args, i_pass, i, num_heads, num_tiles, i_row, i_tile, PER_TILE: tl.constexpr):
-    """Weights [256] of one pass: a tile's own, or those of all tiles of its row, in order."""
-    first, end = i_tile, i_tile + 1
-    if not PER_TILE:
-        first, end = tl.load(args.tile_starts + i_row), tl.load(args.tile_starts + i_row + 1)
-    o_digit = tl.arange(0, DIGITS)
-    source = args.weights + (i_pass * num_heads + i).to(tl.int64) * num_tiles * DIGITS
-    b_sum = tl.zeros([DIGITS], tl.float32)
-    for start in range(first, end, 16):
-        o_t = start + tl.arange(0, 16)
-        b_sum += tl.sum(
-            tl.load(source + o_t[:, None] * DIGITS + o_digit[None, :], mask=(o_t < end)[:, None], other=0.0), 0
+def _places(maps, out, b_tile, end_tile, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of tiles before ``end_tile`` where their maps begin, their first diagonal block and number of causal ones."""
+    here = b_tile < end_tile
+    b_first = tl.load(maps.tiles + b_tile * FIELDS + 3, mask=here, other=0)
+    b_last = b_first + tl.load(maps.tiles + b_tile * FIELDS + 2, mask=here, other=0) - 1
+    b_row = out + tl.load(maps.block_offsets + b_tile, mask=here, other=0)
+    return b_row, b_first // BLOCK_N, tl.where(here, b_last // BLOCK_N + 1, 0)
+
+
+@triton.jit
+def _upper_bits(b_x):
+    """What TF32 holds of float32; what is left, the same holds to the last bits but two."""
+    return (b_x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weigh_by_high_digit(
+    maps, slot, out, first_tile, end_tile, most, num_tiles, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """The first pass of radix.py over a group of tiles: as many rows of masses at a time as there are warps."""
+    PARTS: tl.constexpr = 8 // TILES if TILES < 8 else 1
+    WIDTH: tl.constexpr = MASSES_AT_ONCE // (TILES * PARTS)
+    o_part = tl.arange(0, TILES * PARTS)
+    b_row, _, b_end = _places(maps, out, first_tile + o_part // PARTS, end_tile, FIELDS, BLOCK_N)
+    b_sum = tl.zeros([TILES * PARTS, 16, 16], tl.float32)
+    for start in range(0, most, PARTS * WIDTH):
+        o_n = start + (o_part % PARTS * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
+        b_sum = add_by_high_digit(b_sum, tl.load(b_row[:, None] + o_n, mask=o_n < b_end[:, None], other=0.0))
+    b_weight = tl.sum(tl.reshape(b_sum, [TILES, PARTS, DIGITS]), 1)
+    o_tile, o_digit = first_tile + tl.arange(0, TILES), tl.arange(0, DIGITS)
+    target = maps.weights + (slot * num_tiles + o_tile)[:, None] * DIGITS + o_digit[None, :]
+    tl.store(target, b_weight, mask=(o_tile < end_tile)[:, None])
+
+
+@triton.jit(do_not_specialize=["stride_map", "num_rows", "num_tiles"])
+def weigh_kernel(maps, slots, new_pivots, stride_map, num_rows, num_tiles, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The weights of the maps of new pivots, one (tile, cluster) a program, where maps come without."""
+    i_tile, place = tl.program_id(0), tl.program_id(1)
+    if tl.load(new_pivots + place * num_rows + tl.load(maps.tiles + i_tile * FIELDS)) >= 0:
+        slot = tl.load(slots + place).to(tl.int64)
+        _, num_causal = tile_blocks(maps.tiles, i_tile, BLOCK_N, FIELDS)
+        _weigh_by_high_digit(
+            maps, slot, maps.maps + slot * stride_map, i_tile, i_tile + 1, num_causal, num_tiles, FIELDS, BLOCK_N, 1
         )
-    return b_sum
 
 
 @triton.jit
-def _first_digit(args, i, num_heads, num_tiles, i_row, i_tile, PER_TILE: tl.constexpr):
-    """(the threshold's upper digit, the mass that is left to be reached by the lower one)."""
-    b_weight = _joined_weights(args, 0, i, num_heads, num_tiles, i_row, i_tile, PER_TILE)
-    return next_digit(b_weight, tl.load(args.shares + i) * tl.sum(b_weight, 0))
+def _ranked_head(args, i_row, num_rows, BOTH: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr):
+    """The place of the program's head, −1 for none: its number on axis 1 is that among those which share, or with BOTH
+    among those and pivots. So they begin at once, and programs that have nothing to do end behind them."""
+    o_h = tl.arange(0, HEADS)
+    b_pattern = tl.load(args.patterns + o_h * num_rows + i_row, mask=o_h < tl.num_programs(1), other=0)
+    b_in = (b_pattern != 0) if BOTH else (b_pattern == SHARED)
+    b_in = b_in.to(tl.int32)
+    return tl.max(tl.where((b_in > 0) & (tl.cumsum(b_in, 0) == tl.program_id(1) + 1), o_h, -1), 0)
+
+
+@triton.jit
+def _joined(weights, tile_starts, i_row, i_tile, PER_TILE: tl.constexpr):
+    """Weights [256] of a tile, or of all tiles of its row, in order."""
+    o_digit = tl.arange(0, DIGITS)
+    if PER_TILE:
+        return tl.load(weights + i_tile * DIGITS + o_digit)
+    else:
+        end = tl.load(tile_starts + i_row + 1)
+        b_sum = tl.zeros([DIGITS], tl.float32)
+        for start in range(tl.load(tile_starts + i_row), end, TILES_AT_ONCE):
+            o_t = start + tl.arange(0, TILES_AT_ONCE)
+            o_w = o_t[:, None] * DIGITS + o_digit[None, :]
+            b_sum += tl.sum(tl.load(weights + o_w, mask=(o_t < end)[:, None], other=0.0), 0)
+        return b_sum
 
 
 @triton.jit(do_not_specialize=["stride_map", "num_rows"])
-def weights_kernel(
+def low_weights_kernel(
     args, stride_map, num_rows, tiles, block_offsets,
-    PASS: tl.constexpr, PER_TILE: tl.constexpr, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
+    PER_TILE: tl.constexpr, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
     SHARED: tl.constexpr,
 ):  # fmt: skip
-    """A pass of radix.py over one tile's part of the map that one head takes its pattern from."""
-    i_tile, i = tl.program_id(0), tl.program_id(1)
-    num_tiles, num_heads = tl.num_programs(0), tl.num_programs(1)
+    """The second pass of radix.py over one tile's part of the map that one head takes its pattern from."""
+    i_tile, num_tiles = tl.program_id(0), tl.num_programs(0)
     i_row = tl.load(tiles + i_tile * FIELDS)
-    if tl.load(args.patterns + i * num_rows + i_row) != SHARED:
+    i = _ranked_head(args, i_row, num_rows, False, HEADS, SHARED)
+    if i < 0:
         return
-    prefix = tl.full([], 0, tl.uint32)
-    if PASS > 0:
-        prefix = _first_digit(args, i, num_heads, num_tiles, i_row, i_tile, PER_TILE)[0].to(tl.uint32)
+    slot = tl.load(args.slots + tl.load(args.places + i)).to(tl.int64)
+    b_weight = _joined(args.high_weights + slot * num_tiles * DIGITS, args.tile_starts, i_row, i_tile, PER_TILE)
+    high, left = next_digit(b_weight, tl.load(args.shares + i) * tl.sum(b_weight, 0))
     _, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
-    _, values = _map_of(args, stride_map, i, tl.load(block_offsets + i_tile))
-    b_weight = masses_by_digit(values, 0, num_causal, prefix, PASS, CHUNK, 64)
-    target = args.weights + ((PASS * num_heads + i).to(tl.int64) * num_tiles + i_tile) * DIGITS
-    tl.store(target + tl.arange(0, DIGITS), b_weight)
+    values = args.maps + slot * stride_map + tl.load(block_offsets + i_tile)
+    b_weight = masses_by_digit(values, 0, num_causal, high, 1, CHUNK, 64)
+    i_out = i.to(tl.int64) * num_tiles + i_tile
+    tl.store(args.low_weights + i_out * DIGITS + tl.arange(0, DIGITS), b_weight)
+    tl.store(args.high + i_out, high)
+    tl.store(args.left + i_out, left)
 
 
 @triton.jit(do_not_specialize=["stride_map", "num_rows", "stride_estimate", "stride_last", "stride_ids", "num_tiles"])
@@ -127,23 +318,26 @@ def apply_patterns_kernel(
     args, stride_map, num_rows, estimates, stride_estimate, exists, last_rows, stride_last, block_starts,
     heads, tiles, rows, block_offsets, block_counts, block_ids, stride_ids, stripe_counts, num_tiles,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, PER_TILE: tl.constexpr, FIELDS: tl.constexpr,
-    ROW_FIELDS: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
+    ROW_FIELDS: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """The list of one (tile, head) that shares or is the pivot."""
-    i_tile, i, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    i_tile = tl.program_id(0)
     i_row = tl.load(tiles + i_tile * FIELDS)
-    pattern = tl.load(args.patterns + i * num_rows + i_row)
-    if (pattern != SHARED) & (pattern != DENSE):
+    i = _ranked_head(args, i_row, num_rows, True, HEADS, SHARED)
+    if i < 0:
         return
+    pattern = tl.load(args.patterns + i * num_rows + i_row)
     i_head = tl.load(heads + i).to(tl.int64)
     diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
     start = tl.load(block_offsets + i_tile)
-    slot, values = _map_of(args, stride_map, i, start)
+    slot = tl.load(args.slots + tl.load(args.places + i)).to(tl.int64)
+    values = args.maps + slot * stride_map + start
     target = block_ids + i_head * stride_ids + start
     threshold = 0
     if pattern == SHARED:
-        high, left = _first_digit(args, i, num_heads, num_tiles, i_row, i_tile, PER_TILE)
-        b_weight = _joined_weights(args, 1, i, num_heads, num_tiles, i_row, i_tile, PER_TILE)
+        i_entry = i.to(tl.int64) * num_tiles
+        high, left = tl.load(args.high + i_entry + i_tile), tl.load(args.left + i_entry + i_tile)
+        b_weight = _joined(args.low_weights + i_entry * DIGITS, args.tile_starts, i_row, i_tile, PER_TILE)
         threshold = high * DIGITS + next_digit(b_weight, left)[0]
     count = 0
     for first in range(0, num_causal, CHUNK):

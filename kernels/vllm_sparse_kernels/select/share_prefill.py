@@ -57,6 +57,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Literal, Self, TypeVar
 
 import torch
@@ -64,21 +65,36 @@ import triton
 
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS, Rows, to_device
+from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.select.base import Method, on_device, require
 from vllm_sparse_kernels.select.block_average import BlockAverages, Spans
 from vllm_sparse_kernels.select.block_mass import block_masses, num_splits
 from vllm_sparse_kernels.select.flex_vertical_slash import FlexVerticalSlash
 from vllm_sparse_kernels.select.footprint import averaged_bytes
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS
-from vllm_sparse_kernels.select.radix import DIGITS, PASSES
-from vllm_sparse_kernels.select.share_kernels import MapArgs, apply_patterns_kernel, decide_kernel, weights_kernel
+from vllm_sparse_kernels.select.radix import DIGITS
+from vllm_sparse_kernels.select.share_kernels import (
+    DecideArgs,
+    MapArgs,
+    NewMapArgs,
+    apply_patterns_kernel,
+    decide_kernel,
+    low_weights_kernel,
+    weigh_kernel,
+)
 
 VERTICAL_SLASH, SHARED, DENSE = 0, 1, 2
 """What a head of a row attends to: its own vertical-slash lines, its cluster's pattern, or everything (the pivot)."""
 
 NOISE = -1
 """Cluster id of heads that are like no other."""
+
+MAP_TILES = 2
+"""Tiles of a new pivot that one program makes the map of: a power of two, at most 8. Fewer are done sooner, and read
+all mean keys more often."""
+
+WEIGHT_WARPS = 4
+"""Of programs that add up the weights of a row's tiles."""
 
 State = TypeVar("State")
 
@@ -241,12 +257,10 @@ class SharePrefillLayer(SharePrefill):
             patterns = index.workspace.empty(len(heads), index.rows.num_rows, dtype=torch.int32)
             with index.workspace.frame():
                 averages = BlockAverages(q, cache, index, heads, scale, pivots.spans, places)
-                estimates, sparsity = averages.estimates()
-                new_pivots = _decide(self, pivots, index, estimates, sparsity, places, slots, patterns)
+                estimates, new_pivots = _decide(self, pivots, index, averages, places, slots, patterns)
                 if self.true_mass:
                     block_masses(q, cache, index, heads, scale, new_pivots, pivots.maps, slots)
-                else:
-                    averages.maps(new_pivots, pivots.maps, slots)
+                    _weigh_masses(pivots, index, averages, slots, new_pivots)
                 maps = _weigh(self, pivots, index, patterns, places, slots)
                 _apply_patterns(self, pivots, index, heads, maps, estimates)
             self.fallback.select_where(q, cache, index, heads, scale, patterns)
@@ -258,60 +272,97 @@ def _on_device(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 class Pivots:
-    """The pivots of one forward pass, by slot and row. A cluster gets its slot in the first layer that has it."""
+    """The pivots of one forward pass, by slot and row. A cluster gets its slot in the first layer that has it.
+
+    They are beside the workspace, as later layers read them: a map has 4 bytes a (tile, block) and 1 KiB a tile. Room
+    is made for twice as many clusters at a time, so that few layers wait for a copy.
+    """
 
     def __init__(self, index: SparseIndex) -> None:
         self.spans = Spans.of(index)
         self.slots: dict[int, int] = {}
-        device = index.rows.device
+        device, num_tiles = index.rows.device, index.rows.num_tiles
         self.exists = torch.empty(0, index.rows.num_rows, dtype=torch.int32, device=device)
         self.last_rows = torch.empty(0, self.spans.num_blocks, dtype=torch.float32, device=device)  # ã
         self.maps = torch.empty(0, index.block_ids.shape[1], dtype=torch.float32, device=device)  # Ã, as block_ids
+        self.weights = torch.empty(0, num_tiles, DIGITS.value, dtype=torch.float32, device=device)  # of its high digits
 
     def slots_of(self, clusters: list[int], index: SparseIndex) -> tuple[int, ...]:
         """The slots of ``clusters``, making room for the new ones. Host and device both know without asking."""
         given, expected = (index.block_ids.shape[1], index.block_tokens), (self.maps.shape[1], self.spans.block_tokens)
         require(given == expected, "index", given, f"the capacity and block size of the layers before: {expected}")
-        num_before = len(self.slots)
         for cluster in clusters:
             self.slots.setdefault(cluster, len(self.slots))
-        if num_new := len(self.slots) - num_before:
-            self.exists, self.last_rows, self.maps = (
-                _with_room(x, num_new) for x in (self.exists, self.last_rows, self.maps)
+        if len(self.slots) > len(self.exists):
+            room = triton.next_power_of_2(len(self.slots))
+            before, self.exists = self.exists, self.exists.new_zeros(room, self.exists.shape[1])
+            self.exists[: len(before)] = before
+            self.last_rows, self.maps, self.weights = (
+                _with_room(x, room) for x in (self.last_rows, self.maps, self.weights)
             )
         return tuple(self.slots[c] for c in clusters)
 
 
-def _with_room(kept: torch.Tensor, num_new: int) -> torch.Tensor:
-    """As many zeroed rows more."""
-    new = kept.new_zeros(num_new, kept.shape[1])
-    return torch.cat((kept, new)) if len(kept) else new
+def _with_room(kept: torch.Tensor, number: int) -> torch.Tensor:
+    """The same with undefined rows behind it, ``number`` in all."""
+    new = kept.new_empty(number, *kept.shape[1:])
+    if len(kept):
+        new[: len(kept)] = kept
+    return new
 
 
 def _decide(
     method: SharePrefill,
     pivots: Pivots,
     index: SparseIndex,
-    estimates: torch.Tensor,
-    sparsity: torch.Tensor,
+    averages: BlockAverages,
     places: torch.Tensor,
     slots: torch.Tensor,
     patterns: torch.Tensor,
-) -> torch.Tensor:
-    """Algorithm 3: fill patterns [heads, num_rows] int32; returns new pivots [clusters of the layer, num_rows] int32.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Algorithm 3: fill patterns [heads, num_rows] int32; returns heads' estimates and new pivots [clusters of the
+    layer, num_rows] int32. Unless these are to have true masses, their maps are made.
 
     places [heads] is each head's cluster among those of the layer, slots [clusters of the layer] their slots in
     ``pivots``. A new pivot is named by its place in heads; −1 if a cluster gets none here.
     """
+    estimates, sparsity = averages.estimates()
     num_heads, num_rows = sparsity.shape
     new_pivots = index.workspace.empty(len(slots), num_rows, dtype=torch.int32)
-    decide_kernel[(num_heads, num_rows)](
-        estimates, estimates.stride(0), sparsity, places, slots,
-        pivots.exists, pivots.last_rows, pivots.last_rows.stride(0), pivots.spans.block_starts, patterns, new_pivots,
-        num_heads, num_rows, method.max_sparsity, method.max_distance,
-        HEADS=triton.next_power_of_2(num_heads), CHUNK=CHUNK_BLOCKS, SHARED=SHARED, DENSE=DENSE,
+    args = DecideArgs(
+        estimates, sparsity, places, slots, pivots.exists, pivots.last_rows, pivots.spans.block_starts, patterns,
+        new_pivots,
     )  # fmt: skip
-    return new_pivots
+    most_tiles = max(end - start for start, end in pairwise(index.rows.tile_starts))
+    groups = ceil_div(most_tiles, MAP_TILES)
+    num_map_programs = 0 if method.true_mass else len(slots) * groups
+    decide_kernel[(num_map_programs + num_heads, num_rows)](
+        args, estimates.stride(0), pivots.last_rows.stride(0), num_heads, num_rows,
+        method.max_sparsity, method.max_distance, averages.queries, averages.keys,
+        _new_map_args(pivots, index, averages), num_map_programs, groups, pivots.spans.num_blocks,
+        pivots.maps.stride(0), index.rows.num_tiles,
+        HEADS=triton.next_power_of_2(num_heads), CHUNK=CHUNK_BLOCKS, SHARED=SHARED, DENSE=DENSE,
+        **averages.tile_options, TILES=MAP_TILES, MAPS=not method.true_mass, num_warps=8,
+    )  # fmt: skip
+    return estimates, new_pivots
+
+
+def _new_map_args(pivots: Pivots, index: SparseIndex, averages: BlockAverages) -> NewMapArgs:
+    return NewMapArgs(
+        averages.mean_keys, averages.heads, index.rows.tiles, pivots.spans.tile_starts, index.block_offsets,
+        pivots.maps, pivots.weights,
+    )  # fmt: skip
+
+
+def _weigh_masses(
+    pivots: Pivots, index: SparseIndex, averages: BlockAverages, slots: torch.Tensor, new_pivots: torch.Tensor
+) -> None:
+    """The first pass of Algorithm 2's thresholds over the new maps, which is the same for all heads and layers."""
+    rows = index.rows
+    weigh_kernel[(rows.num_tiles, len(slots))](
+        _new_map_args(pivots, index, averages), slots, new_pivots, pivots.maps.stride(0), rows.num_rows,
+        rows.num_tiles, FIELDS=TILE_FIELDS, BLOCK_N=index.block_tokens, num_warps=8,
+    )  # fmt: skip
 
 
 def _weigh(
@@ -323,16 +374,19 @@ def _weigh(
     slots: torch.Tensor,
 ) -> MapArgs:
     """What Algorithm 2's thresholds follow from, for the heads and rows that share."""
-    rows, num_heads = index.rows, len(patterns)
-    weights = index.workspace.empty(PASSES, num_heads, rows.num_tiles, DIGITS.value)
-    shares = on_device(tuple(one.kernel_share for one in method.fallback.of_heads(num_heads)), rows.device)
-    maps = MapArgs(pivots.maps, slots, places, patterns, weights, shares, pivots.spans.tile_starts)
-    for i in range(PASSES):
-        weights_kernel[(rows.num_tiles, num_heads)](
-            maps, pivots.maps.stride(0), rows.num_rows, rows.tiles, index.block_offsets,
-            PASS=i, PER_TILE=method.gamma_per_tile, BLOCK_N=index.block_tokens, FIELDS=TILE_FIELDS, CHUNK=CHUNK_BLOCKS,
-            SHARED=SHARED,
-        )  # fmt: skip
+    rows, room, num_heads = index.rows, index.workspace.empty, len(patterns)
+    maps = MapArgs(
+        pivots.maps, slots, places, patterns, pivots.weights,
+        room(num_heads, rows.num_tiles, DIGITS.value), room(num_heads, rows.num_tiles, dtype=torch.int32),
+        room(num_heads, rows.num_tiles),
+        on_device(tuple(one.kernel_share for one in method.fallback.of_heads(num_heads)), rows.device),
+        pivots.spans.tile_starts,
+    )  # fmt: skip
+    low_weights_kernel[(rows.num_tiles, num_heads)](
+        maps, pivots.maps.stride(0), rows.num_rows, rows.tiles, index.block_offsets,
+        PER_TILE=method.gamma_per_tile, BLOCK_N=index.block_tokens, FIELDS=TILE_FIELDS, CHUNK=CHUNK_BLOCKS,
+        HEADS=triton.next_power_of_2(num_heads), SHARED=SHARED, num_warps=WEIGHT_WARPS,
+    )  # fmt: skip
     return maps
 
 
@@ -352,5 +406,6 @@ def _apply_patterns(
         heads, rows.tiles, rows.row_table,
         index.block_offsets, index.block_counts, index.block_ids, index.block_ids.stride(0), index.stripe_counts,
         rows.num_tiles, BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS,
-        PER_TILE=method.gamma_per_tile, FIELDS=TILE_FIELDS, ROW_FIELDS=ROW_FIELDS, SHARED=SHARED, DENSE=DENSE,
+        PER_TILE=method.gamma_per_tile, FIELDS=TILE_FIELDS, ROW_FIELDS=ROW_FIELDS,
+        HEADS=triton.next_power_of_2(len(heads)), SHARED=SHARED, DENSE=DENSE, num_warps=WEIGHT_WARPS,
     )  # fmt: skip
