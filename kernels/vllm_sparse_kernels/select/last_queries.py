@@ -32,6 +32,17 @@ MOST_QUERIES = 256
 QUERY_BYTES = 64 * 1024
 """Stacked queries of one program, at most; those of one head may be more."""
 
+PROGRAMS = 264
+"""Programs for a long row: as many as an H200 runs at a time, two on each multiprocessor. Each begins by loading what
+it needs, which in a second wave of programs nothing would hide."""
+
+LSE = {"num_warps": 8, "maxnreg": 128, "LANES": 4}
+"""Two programs on a multiprocessor at a time: one's exponentials hide behind the other's products."""
+
+SUMS = {"num_warps": 4, "JOINED": 64}
+"""One group of warps, as the matrix instruction has it, with a warp for each of four stacked heads: columns are summed
+within it. Two programs at a time as well. JOINED: splits whose log-sum-exp is loaded at a time."""
+
 
 class Sums(NamedTuple):
     """Sums of Â over the rows [first_row, end_row) of a step, for n heads; kernels find them by ``sums_of``.
@@ -81,8 +92,8 @@ def last_query_sums(
     bytes_a_head = num_queries * block_d * q.element_size()
     members = min(triton.next_power_of_2(group), MOST_QUERIES // num_queries, max(1, QUERY_BYTES // bytes_a_head))
     stacks = cache.num_kv_heads * ceil_div(group, members)
-    # Some 512 programs for a long row, fewer where a program would be shorter than what it begins with.
-    most_splits, least_tiles = max(64, min(256, 512 // stacks)), max(4, min(16, 2 * stacks))
+    # Fewer programs where one would be shorter than what it begins with.
+    most_splits, least_tiles = max(PROGRAMS // 8, min(256, PROGRAMS // stacks)), max(4, min(16, 2 * stacks))
     most_tiles = ceil_div(max(step.seq_lens[first_row:end_row]), LAST.value)
     num_splits = ceil_div(most_tiles, max(least_tiles, ceil_div(most_tiles, most_splits)))
 
@@ -101,16 +112,16 @@ def last_query_sums(
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }  # fmt: skip
     grid = (num_splits, stacks, num_rows)
-    num_warps = members * num_queries // LAST.value
     num_stages = 3 if members * bytes_a_head <= QUERY_BYTES else 2
-    # Two programs on a multiprocessor at a time: one's exponentials hide behind the other's products.
-    warps = {"num_warps": 4} if num_warps == 1 else {"num_warps": 8, "maxnreg": 128}
-    split_lse_kernel[grid](args, *where, **options, **warps, num_stages=num_stages)
-    sums_kernel[grid](args, *where, capacity, values, **options, num_warps=num_warps, num_stages=num_stages)
-    sums = Sums(values, patterns, capacity, num_entries, band, first_row, end_row, by_block)
+    lse = LSE if members * num_queries > LAST.value else {**LSE, "num_warps": 4, "maxnreg": None}
+    # Diagonals of keys are summed within a warp: one for each head.
+    sums = SUMS if band > 1 else {**SUMS, "num_warps": members}
+    split_lse_kernel[grid](args, *where, **options, **{"num_stages": num_stages, **lse})
+    sums_kernel[grid](args, *where, capacity, values, **options, **{"num_stages": num_stages, **sums})
+    result = Sums(values, patterns, capacity, num_entries, band, first_row, end_row, by_block)
     if by_block is not None:
-        _sum_block_diagonals(sums, by_block, index, most_tiles, last_queries, spread)
-    return sums
+        _sum_block_diagonals(result, by_block, index, most_tiles, last_queries, spread)
+    return result
 
 
 def _sum_block_diagonals(

@@ -136,19 +136,32 @@ def _parts(first, end, tiles_end, all_see, seq_len, BAND: tl.constexpr):
 
 
 @triton.jit
+def _page(table, start, BAND: tl.constexpr, PAGE: tl.constexpr):
+    """The page of the key tile from ``start`` on, where tiles lie within one; of the first tile before position 0.
+
+    Loops look it up a tile ahead, in a register: were it part of what a tile's copy waits for, the copy could not
+    start until the tile before was done with.
+    """
+    if BAND > 1 and PAGE % BAND == 0:
+        return tl.load(table + tl.maximum(start, 0) // PAGE)
+    else:
+        return 0
+
+
+@triton.jit
 def _load_tile(
-    args, table, i_kv, start, seq_len,
+    args, table, page, i_kv, start, seq_len,
     WHOLE: tl.constexpr, BAND: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """The key tile from ``start`` on; 0 where the row has no key, as it may unless the tile is WHOLE.
 
-    Tiles that are counted from position 0 lie within a page each, which is looked up once.
+    Tiles that are counted from position 0 may lie within a page each, then ``page``.
     """
     o_t, o_d = tl.arange(0, LAST), tl.arange(0, BLOCK_D)
     k = args.k + i_kv.to(tl.int64) * args.stride_kv_head
     in_row = (start + o_t >= 0) & (start + o_t < seq_len)
     if BAND > 1 and PAGE % BAND == 0:
-        k += tl.load(table + start // PAGE).to(tl.int64) * args.stride_page + start % PAGE * args.stride_key
+        k += page.to(tl.int64) * args.stride_page + start % PAGE * args.stride_key
         k_tile = k + (o_t * args.stride_key)[:, None] + o_d[None, :]
     else:
         k_tile = k + key_offsets(table, start + o_t, in_row, PAGE, args.stride_page, args.stride_key)[:, None]
@@ -163,14 +176,14 @@ def _load_tile(
 
 @triton.jit
 def _scores(
-    b_q, b_position, args, table, i_kv, start, seq_len, WHOLE: tl.constexpr, BAND: tl.constexpr,
+    b_q, b_position, args, table, page, i_kv, start, seq_len, WHOLE: tl.constexpr, BAND: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Unscaled scores of queries at ``b_position`` on the key tile from ``start`` on, -inf where they may not look.
 
     All queries see a tile that is WHOLE.
     """
-    b_k = _load_tile(args, table, i_kv, start, seq_len, WHOLE, BAND, HEAD_DIM, BLOCK_D, PAGE)
+    b_k = _load_tile(args, table, page, i_kv, start, seq_len, WHOLE, BAND, HEAD_DIM, BLOCK_D, PAGE)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     if not WHOLE:
         o_n = start + tl.arange(0, LAST)
@@ -184,9 +197,13 @@ def split_lse_kernel(
     args, stride_table, num_rows, first_row,
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, QUERIES: tl.constexpr, SPREAD: tl.constexpr, BAND: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr, FIELDS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """partial[row, entry, split, query]: log-sum-exp in base 2 of one query over one split of the keys."""
+    """partial[row, entry, split, query]: log-sum-exp in base 2 of one query over one split of the keys.
+
+    A row's scores lie in LANES threads, pairs of keys in turn. Each of these keeps the largest and the sum of its own,
+    which are joined at the end: until then nothing goes from thread to thread.
+    """
     PARTS: tl.constexpr = (GROUP + MEMBERS - 1) // MEMBERS
     i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     i_row = first_row + tl.program_id(2)
@@ -201,25 +218,32 @@ def split_lse_kernel(
     all_see = seq_len - query_len + tl.min(tl.where(b_query >= 0, b_query, query_len), 0) + 1
     tiles_end = num_tiles * LAST if BAND > 1 else seq_len  # from where tiles are counted
     table = args.block_table + i_row.to(tl.int64) * stride_table
-    b_max = tl.full([MEMBERS * QUERIES], float("-inf"), tl.float32)
-    b_sum = tl.zeros([MEMBERS * QUERIES], tl.float32)
+    b_max = tl.full([MEMBERS * QUERIES, LANES], float("-inf"), tl.float32)
+    b_sum = tl.zeros([MEMBERS * QUERIES, LANES], tl.float32)
     whole, whole_end = _parts(first, end, tiles_end, all_see, seq_len, BAND)
     for i in tl.static_range(2 if BAND > 1 else 3):
-        for i_tile in range(
-            first if i == 0 else (whole if i == 1 else whole_end), whole if i == 0 else (whole_end if i == 1 else end)
-        ):
+        part = first if i == 0 else (whole if i == 1 else whole_end)
+        page = _page(table, tiles_end - (part + 1) * LAST, BAND, PAGE)
+        for i_tile in range(part, whole if i == 0 else (whole_end if i == 1 else end)):
+            start = tiles_end - (i_tile + 1) * LAST
             b_s = _scores(
-                b_q, b_position, args, table, i_kv, tiles_end - (i_tile + 1) * LAST, seq_len, i == 1, BAND,
-                HEAD_DIM, BLOCK_D, PAGE, PRECISION,
+                b_q, b_position, args, table, page, i_kv, start, seq_len, i == 1, BAND, HEAD_DIM, BLOCK_D, PAGE,
+                PRECISION,
             )  # fmt: skip
-            b_new = tl.maximum(b_max, tl.max(b_s, 1) * args.scale)
-            b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)  # rows that are no query may see no key
-            b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.exp2(b_s * args.scale - b_shift[:, None]), 1)
+            page = _page(table, start - LAST, BAND, PAGE)
+            b_s = tl.reshape(b_s, [MEMBERS * QUERIES, LAST // (2 * LANES), LANES, 2])
+            b_new = tl.maximum(b_max, tl.max(tl.max(b_s, 3), 1) * args.scale)
+            b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)  # of what no key was seen
+            b_p = tl.exp2(b_s * args.scale - b_shift[:, None, :, None])
+            b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.sum(b_p, 3), 1)
             b_max = b_new
     b_place = _of_rows(b_place, MEMBERS, QUERIES)
     o_partial = (tl.program_id(2) * args.num_entries + b_place) * args.most_splits + i_split
     target = args.partial + o_partial.to(tl.int64) * QUERIES + _row_queries(MEMBERS, QUERIES)
-    tl.store(target, b_max + tl.log2(b_sum), mask=b_place >= 0)
+    b_most = tl.max(b_max, 1)
+    b_shift = tl.where(b_most == float("-inf"), 0.0, b_most)
+    b_total = tl.sum(b_sum * tl.exp2(b_max - b_shift[:, None]), 1)
+    tl.store(target, b_most + tl.log2(b_total), mask=b_place >= 0)
 
 
 @triton.jit
@@ -246,7 +270,7 @@ def sums_kernel(
     args, stride_table, num_rows, first_row, capacity, values,
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, QUERIES: tl.constexpr, SPREAD: tl.constexpr, BAND: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr, FIELDS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
     """Column sums of the program's key tiles; and what each query gives to them, or the sums of diagonals.
 
@@ -266,7 +290,7 @@ def sums_kernel(
     b_position = tl.where(b_query >= 0, seq_len - query_len + b_query, -1)
     all_see = seq_len - query_len + tl.min(tl.where(b_query >= 0, b_query, query_len), 0) + 1
     tiles_end = num_tiles * LAST if BAND > 1 else seq_len  # from where tiles are counted
-    b_lse = _joined_lse(args, b_place, b_query, num_splits, MEMBERS, QUERIES, 16)
+    b_lse = _joined_lse(args, b_place, b_query, num_splits, MEMBERS, QUERIES, JOINED)
     table = args.block_table + i_row.to(tl.int64) * stride_table
 
     begin = tl.load(args.rows + i_row * FIELDS + 3) - tl.load(args.rows + first_row * FIELDS + 3)
@@ -284,13 +308,15 @@ def sums_kernel(
     stop = end if BAND > 1 else end + 1
     whole, whole_end = _parts(first, stop, tiles_end, all_see, seq_len, BAND)
     for i in tl.static_range(2 if BAND > 1 else 3):
-        for i_tile in range(
-            first if i == 0 else (whole if i == 1 else whole_end), whole if i == 0 else (whole_end if i == 1 else stop)
-        ):
+        part = first if i == 0 else (whole if i == 1 else whole_end)
+        page = _page(table, tiles_end - (part + 1) * LAST, BAND, PAGE)
+        for i_tile in range(part, whole if i == 0 else (whole_end if i == 1 else stop)):
             start = tiles_end - (i_tile + 1) * LAST
             b_s = _scores(
-                b_q, b_position, args, table, i_kv, start, seq_len, i == 1, BAND, HEAD_DIM, BLOCK_D, PAGE, PRECISION
-            )
+                b_q, b_position, args, table, page, i_kv, start, seq_len, i == 1, BAND, HEAD_DIM, BLOCK_D, PAGE,
+                PRECISION,
+            )  # fmt: skip
+            page = _page(table, start - LAST, BAND, PAGE)
             b_p = tl.exp2(b_s * args.scale - b_lse[:, None])
             o_n = start + o_t
             b_column = tl.sum(tl.sum(tl.reshape(b_p, [QUERIES // 16, MEMBERS, 16, LAST]), 0), 1)
