@@ -36,12 +36,11 @@ PROGRAMS = 264
 """Programs for a long row: as many as an H200 runs at a time, two on each multiprocessor. Each begins by loading what
 it needs, which in a second wave of programs nothing would hide."""
 
-LSE = {"num_warps": 8, "maxnreg": 128, "LANES": 4}
-"""Two programs on a multiprocessor at a time: one's exponentials hide behind the other's products."""
+LANES = 4
+"""Threads that a row of the matrix instruction's result lies in."""
 
-SUMS = {"num_warps": 4, "JOINED": 64}
-"""One group of warps, as the matrix instruction has it, with a warp for each of four stacked heads: columns are summed
-within it. Two programs at a time as well. JOINED: splits whose log-sum-exp is loaded at a time."""
+JOINED = 64
+"""Splits whose log-sum-exps are loaded at a time."""
 
 
 class Sums(NamedTuple):
@@ -112,16 +111,22 @@ def last_query_sums(
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }  # fmt: skip
     grid = (num_splits, stacks, num_rows)
-    num_stages = 3 if members * bytes_a_head <= QUERY_BYTES else 2
-    lse = LSE if members * num_queries > LAST.value else {**LSE, "num_warps": 4, "maxnreg": None}
-    # Diagonals of keys are summed within a warp: one for each head.
-    sums = SUMS if band > 1 else {**SUMS, "num_warps": members}
-    split_lse_kernel[grid](args, *where, **options, **{"num_stages": num_stages, **lse})
-    sums_kernel[grid](args, *where, capacity, values, **options, **{"num_stages": num_stages, **sums})
-    result = Sums(values, patterns, capacity, num_entries, band, first_row, end_row, by_block)
+    stacked, num_stages = members * num_queries, 3 if members * bytes_a_head <= QUERY_BYTES else 2
+    # Two programs on a multiprocessor at a time, as one's exponentials hide behind the other's products: of many warps
+    # with few registers in the one pass; in the other of one group, with a warp for each of four stacked heads, within
+    # which columns are summed. Diagonals of keys always are summed within a warp.
+    lse_registers = 64 if stacked > LAST.value and q.dtype != torch.float32 else None
+    split_lse_kernel[grid](
+        args, *where, **options, LANES=LANES, num_warps=stacked // 16, maxnreg=lse_registers, num_stages=num_stages
+    )
+    sums_kernel[grid](
+        args, *where, capacity, values, **options, JOINED=JOINED, num_warps=4 if band > 1 else members,
+        num_stages=num_stages,
+    )  # fmt: skip
+    sums = Sums(values, patterns, capacity, num_entries, band, first_row, end_row, by_block)
     if by_block is not None:
-        _sum_block_diagonals(result, by_block, index, most_tiles, last_queries, spread)
-    return result
+        _sum_block_diagonals(sums, by_block, index, most_tiles, last_queries, spread)
+    return sums
 
 
 def _sum_block_diagonals(
