@@ -13,6 +13,7 @@ all. SharePrefill has one γ and all clusters that were found, its layers in ord
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +32,7 @@ from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
 from vllm_sparse_backend.settings.methods import parameters_of
 from vllm_sparse_kernels.select.base import Method
 from vllm_sparse_kernels.select.dense import Dense
+from vllm_sparse_kernels.select.share_prefill import SharePrefill
 
 FILE = "one-setting.json"
 PATTERNS = ("a_shape", "vertical_slash", "block_sparse")
@@ -57,19 +59,18 @@ def judged(job: Job, among: Sequence[Method]) -> Iterator[list[list[Figures] | N
         judge.save()
 
 
-def shared(job: Job, clusters: Clusters) -> Iterator[tuple[Method, list[list[Figures] | None]]]:
+def shared(job: Job, clusters: Clusters, base: SharePrefill) -> Iterator[tuple[Method, list[list[Figures] | None]]]:
     """By γ, the same of SharePrefill."""
-    base = BASES["share_prefill"]
     for gamma in PRICED_GAMMAS:
         flow, found = Flow(job, "prompts", company_of(base, clusters)), list[list[Figures] | None]()
         for layer, numbers in enumerate(clusters):
-            members = [type(base)(gamma=gamma, cluster=number) for number in numbers]
+            members = [replace(base, gamma=gamma, cluster=number) for number in numbers]
             judge = flow.judge() if layer in job.layers else None
             found.append(judge.judge(members) if judge else None)
             if judge:
                 judge.save()
             flow.add(members if judge else [Dense()] * job.shape.num_heads)
-        yield type(base)(gamma=gamma), found
+        yield replace(base, gamma=gamma), found
 
 
 def outcome(setting: Method, layers: Sequence[Sequence[Figures] | None], num_heads: int) -> dict[str, Any]:
@@ -89,7 +90,11 @@ def measure(job: Job, method: str) -> dict[str, Any]:
                 f"{job.folder}: has {len(files)} files of clusters, expected a `profile cluster`'s"
             )
         clusters = json.loads(files[0].read_text(encoding="utf-8"))
-        own = every = [outcome(setting, found, num_heads) for setting, found in shared(job, clusters)]
+        by_base = {
+            name: [outcome(setting, found, num_heads) for setting, found in shared(job, clusters, base)]
+            for name, base in BASES.items()
+        }
+        own, every = by_base[method], [one for of in by_base.values() for one in of]
     else:
         own, every = (
             [outcome(one, found, num_heads) for one, found in zip(among, judged(job, among), strict=True)]

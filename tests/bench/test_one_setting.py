@@ -38,7 +38,8 @@ def test_one_gamma_with_all_clusters(tmp_path, monkeypatch):
         measure(job, "share_prefill")
     write_json(tmp_path / "work" / "clusters-16-10.json", [[0, 0, 0, NOISE]] * LAYERS)
     found = measure(job, "share_prefill")
-    assert found["own"] == found["every"]
+    assert found["own"] == found["every"][:2]
+    assert [one["setting"].get("estimating", "last") for one in found["every"]] == ["last", "last", "spread", "spread"]
     less, more = (one["heads"] for one in found["own"])
     assert len(less) == LAYERS * HEADS
     assert sum(head[3] for head in less) < sum(head[3] for head in more) <= len(more)
