@@ -215,13 +215,7 @@ def _estimates_kernel(heads, clusters, scores, block_starts, num_blocks, out, sp
     count = (tl.load(block_starts + i_row + 1) - start).to(tl.int32)
     scores += tl.load(heads + i) * num_blocks + start
     out += i * num_blocks + start
-    peak, total = float("-inf"), 0.0
-    for first in range(0, count, CHUNK):
-        o_n = first + tl.arange(0, CHUNK)
-        b_s = tl.load(scores + o_n, mask=o_n < count, other=float("-inf"))
-        higher = tl.maximum(peak, tl.max(b_s, 0))
-        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(b_s - higher), 0)
-        peak = higher
+    peak, total = softmax_sums(scores, count, CHUNK)
     b_apart = tl.zeros([CHUNK], tl.float32)
     for first in range(0, count, CHUNK):
         o_n = first + tl.arange(0, CHUNK)
@@ -229,6 +223,19 @@ def _estimates_kernel(heads, clusters, scores, block_starts, num_blocks, out, sp
         tl.store(out + o_n, b_p, mask=o_n < count)
         b_apart += divergence(b_p, tl.where(o_n < count, 1.0 / count, 0.0))
     tl.store(sparsity + i * num_rows + i_row, tl.sqrt(tl.maximum(tl.sum(b_apart, 0), 0.0)))
+
+
+@triton.jit
+def softmax_sums(scores, count, CHUNK: tl.constexpr):
+    """The largest of ``count`` scores, and the sum of exp(score - largest)."""
+    peak, total = float("-inf"), 0.0
+    for first in range(0, count, CHUNK):
+        o_n = first + tl.arange(0, CHUNK)
+        b_s = tl.load(scores + o_n, mask=o_n < count, other=float("-inf"))
+        higher = tl.maximum(peak, tl.max(b_s, 0))
+        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(b_s - higher), 0)
+        peak = higher
+    return peak, total
 
 
 @triton.jit
