@@ -90,7 +90,7 @@ class BlockAverages:
         }
         of_tiles = {
             "BLOCK_M": TILE_TOKENS,
-            "CHUNK_KEYS": 32 if is_float32 else index.block_tokens,
+            "CHUNK_KEYS": 16 if is_float32 else index.block_tokens,
             "PRECISION": "ieee" if is_float32 else "tf32",
         }
         self.tile_options = options | of_tiles
