@@ -16,7 +16,7 @@ from vllm_sparse_kernels.reference.share_prefill import (
     js_distance,
     select_share_prefill,
 )
-from vllm_sparse_kernels.select import name_of, share_prefill
+from vllm_sparse_kernels.select import name_of
 from vllm_sparse_kernels.select.block_average import BlockAverages, Spans
 from vllm_sparse_kernels.select.block_mass import block_masses
 from vllm_sparse_kernels.select.flex_vertical_slash import FlexVerticalSlash
@@ -168,10 +168,8 @@ def test_averages_are_those_of_all_pairs(block_tokens):
             assert float(sparsity[place, row]) == pytest.approx(distance, abs=1e-4)
 
 
-@pytest.mark.parametrize("tiles", [1, 2, 8])
-def test_maps_are_averages_of_all_pairs(monkeypatch, tiles):
+def test_maps_are_averages_of_all_pairs():
     """To float32, of new pivots alone, and their weights are those of the first pass over each tile."""
-    monkeypatch.setattr(share_prefill, "MAP_TILES", tiles)
     batch = lined_batch([(333, 650), (5, 3)], 3, 1, 64, 16, gap_tokens=1)
     index, heads = SparseIndex.allocate(batch.rows, 3, 64), int32([1, 0, 2])
     places, pivots, method = int32([0, NOISE, 1]), Pivots(index), layer_of((4, NOISE, 7), 0.9)

@@ -18,14 +18,6 @@ from vllm_sparse_kernels.paged import PagedCache, key_args, load_block, widen
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div, to_device
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, tile_blocks
 
-KEY_BLOCKS = 1
-"""Blocks of keys that one program averages, one after the other."""
-
-KEY_STAGES = 1
-"""Above 1, how far ahead it loads them."""
-
-KEY_WARPS = 4
-
 
 class Spans(NamedTuple):
     """Per row: its key blocks among those of all rows, its tiles, and its last queries as a tile."""
@@ -98,7 +90,7 @@ class BlockAverages:
         }
         of_tiles = {
             "BLOCK_M": TILE_TOKENS,
-            "CHUNK_KEYS": 32 if is_float32 else index.block_tokens,
+            "CHUNK_KEYS": 16 if is_float32 else index.block_tokens,
             "PRECISION": "ieee" if is_float32 else "tf32",
         }
         self.tile_options = options | of_tiles
@@ -111,10 +103,10 @@ class BlockAverages:
             self.queries, self.keys, heads, clusters, len(heads), spans.last_tiles, spans.block_starts,
             spans.num_blocks, mean_queries, self.scores, **self.tile_options, **entries, num_warps=8,
         )  # fmt: skip
-        _mean_keys_kernel[(num_kv_heads, ceil_div(spans.max_blocks, KEY_BLOCKS), num_rows)](
+        _mean_keys_kernel[(num_kv_heads, spans.max_blocks, num_rows)](
             self.keys, heads, clusters, len(heads), spans.last_tiles, spans.block_starts, spans.num_blocks,
             mean_queries, num_rows, self.mean_keys, self.scores, **options, **entries,
-            MEMBERS=triton.next_power_of_2(group), BLOCKS=KEY_BLOCKS, STAGES=KEY_STAGES, num_warps=KEY_WARPS,
+            MEMBERS=triton.next_power_of_2(group),
         )  # fmt: skip
 
     def estimates(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,29 +159,27 @@ def _mean_keys_kernel(
     keys, heads, clusters, num_entries, last_tiles, block_starts, num_blocks, mean_queries, num_rows,
     mean_keys, scores,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
-    GROUP: tl.constexpr, MEMBERS: tl.constexpr, ENTRIES: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """The mean keys of BLOCKS blocks of one (kv head, row), and the products with mean queries of those before the
-    diagonal. A row's last block may be short."""
+    """The mean key of one (kv head, block, row), and its products with mean queries if it is before the diagonal. A
+    row's last block may be short."""
     # Kv heads side by side: in vLLM's usual layout those of a token lie beside each other.
     i_kv, i_row = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    begin, first = tl.program_id(1) * (BLOCKS * BLOCK_N), tl.load(last_tiles + i_row * FIELDS + 3)
+    is_asked = _is_asked(i_kv, heads, clusters, num_entries, GROUP, ENTRIES)
+    start, first = tl.program_id(1) * BLOCK_N, tl.load(last_tiles + i_row * FIELDS + 3)
     seq_len = first + tl.load(last_tiles + i_row * FIELDS + 2)
-    if (begin >= seq_len) | (not _is_asked(i_kv, heads, clusters, num_entries, GROUP, ENTRIES)):
-        return
     o_d, o_g = tl.arange(0, BLOCK_D), tl.arange(0, MEMBERS)
-    o_head = i_kv * GROUP + o_g
-    in_q = (o_g < GROUP)[:, None] & (o_d < HEAD_DIM)[None, :]
+    o_head, i_out = i_kv * GROUP + o_g, tl.load(block_starts + i_row) + tl.program_id(1)
     o_q = (o_head * num_rows + i_row)[:, None] * HEAD_DIM + o_d[None, :]
-    first_block = tl.load(block_starts + i_row)
-    for start in tl.range(begin, tl.minimum(begin + BLOCKS * BLOCK_N, seq_len), BLOCK_N, num_stages=STAGES):
-        b_k = load_block(keys, i_row, i_kv, start, seq_len, PAGE, BLOCK_N, HEAD_DIM, BLOCK_D)
-        b_q = tl.load(mean_queries + o_q, mask=in_q, other=0.0)
-        b_mean = _sum_of(b_k) / tl.minimum(seq_len - start, BLOCK_N)
-        i_out = first_block + start // BLOCK_N
-        tl.store(mean_keys + (i_kv * num_blocks + i_out) * HEAD_DIM + o_d, b_mean, mask=o_d < HEAD_DIM)
-        b_s = tl.sum(b_q * b_mean[None, :], 1)
-        tl.store(scores + o_head * num_blocks + i_out, b_s, mask=o_g < tl.where(start + BLOCK_N <= first, GROUP, 0))
+    # Loaded first, as it takes shared memory that keys take over: so all of these are under way before one is awaited.
+    b_q = tl.load(mean_queries + o_q, mask=(o_g < GROUP)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
+    if (start >= seq_len) | (not is_asked):
+        return
+    b_k = load_block(keys, i_row, i_kv, start, seq_len, PAGE, BLOCK_N, HEAD_DIM, BLOCK_D)
+    b_mean = _sum_of(b_k) / tl.minimum(seq_len - start, BLOCK_N)
+    tl.store(mean_keys + (i_kv * num_blocks + i_out) * HEAD_DIM + o_d, b_mean, mask=o_d < HEAD_DIM)
+    b_s = tl.sum(b_q * b_mean[None, :], 1)
+    tl.store(scores + o_head * num_blocks + i_out, b_s, mask=o_g < tl.where(start + BLOCK_N <= first, GROUP, 0))
 
 
 @triton.jit
@@ -215,13 +205,7 @@ def _estimates_kernel(heads, clusters, scores, block_starts, num_blocks, out, sp
     count = (tl.load(block_starts + i_row + 1) - start).to(tl.int32)
     scores += tl.load(heads + i) * num_blocks + start
     out += i * num_blocks + start
-    peak, total = float("-inf"), 0.0
-    for first in range(0, count, CHUNK):
-        o_n = first + tl.arange(0, CHUNK)
-        b_s = tl.load(scores + o_n, mask=o_n < count, other=float("-inf"))
-        higher = tl.maximum(peak, tl.max(b_s, 0))
-        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(b_s - higher), 0)
-        peak = higher
+    peak, total = softmax_sums(scores, count, CHUNK)
     b_apart = tl.zeros([CHUNK], tl.float32)
     for first in range(0, count, CHUNK):
         o_n = first + tl.arange(0, CHUNK)
@@ -229,6 +213,19 @@ def _estimates_kernel(heads, clusters, scores, block_starts, num_blocks, out, sp
         tl.store(out + o_n, b_p, mask=o_n < count)
         b_apart += divergence(b_p, tl.where(o_n < count, 1.0 / count, 0.0))
     tl.store(sparsity + i * num_rows + i_row, tl.sqrt(tl.maximum(tl.sum(b_apart, 0), 0.0)))
+
+
+@triton.jit
+def softmax_sums(scores, count, CHUNK: tl.constexpr):
+    """The largest of ``count`` scores, and the sum of exp(score - largest)."""
+    peak, total = float("-inf"), 0.0
+    for first in range(0, count, CHUNK):
+        o_n = first + tl.arange(0, CHUNK)
+        b_s = tl.load(scores + o_n, mask=o_n < count, other=float("-inf"))
+        higher = tl.maximum(peak, tl.max(b_s, 0))
+        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(b_s - higher), 0)
+        peak = higher
+    return peak, total
 
 
 @triton.jit

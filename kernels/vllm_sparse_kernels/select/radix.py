@@ -249,15 +249,14 @@ def _mass_digits_kernel(
 def masses_by_digit(row, first, end, prefix, PASS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
     """Masses row[first : end] summed by the next digit of their keys, those that agree with ``prefix``: [256]."""
     if PASS == 0:
-        return _masses_by_high_digit(row, first, end, WIDTH)
+        return masses_by_high_digit(row, first, end, 4, WIDTH)
     else:
         return _masses_by_low_digit(row, first, end, prefix.to(tl.int32), CHUNK)
 
 
 @triton.jit
-def _masses_by_high_digit(row, first, end, WIDTH: tl.constexpr):
-    """WIDTH: values a warp takes at a time, more for long rows."""
-    WARPS: tl.constexpr = 4
+def masses_by_high_digit(row, first, end, WARPS: tl.constexpr, WIDTH: tl.constexpr):
+    """The first pass over one row. WIDTH: values a warp takes at a time, more for long rows."""
     o = tl.arange(0, WARPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     b_sum = tl.zeros([WARPS, 16, 16], tl.float32)
     for start in range(first, end, WARPS * WIDTH):

@@ -10,16 +10,15 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.select.block_average import average_tile, divergence
+from vllm_sparse_kernels.select.block_average import average_tile, divergence, softmax_sums
 from vllm_sparse_kernels.select.lists import append, tile_blocks
-from vllm_sparse_kernels.select.radix import DIGITS, add_by_high_digit, mass_keys, masses_by_digit, next_digit
+from vllm_sparse_kernels.select.radix import DIGITS, mass_keys, masses_by_digit, masses_by_high_digit, next_digit
 
 TILES_AT_ONCE = tl.constexpr(32)
 """Tiles whose weights are under way at a time where those of a row are added up."""
 
-
-MASSES_AT_ONCE = tl.constexpr(512)
-"""Of a group of tiles, where these are summed by their digits: each takes 128 bytes of shared memory."""
+MEANS_AT_ONCE = tl.constexpr(128)
+"""Mean keys that meet a mean query at a time, with as many or twice as many under way."""
 
 
 class DecideArgs(NamedTuple):
@@ -83,20 +82,20 @@ def _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS: tl.
 
 @triton.jit(
     do_not_specialize=[
-        "stride", "stride_last", "num_heads", "num_rows", "num_map_programs", "groups", "num_blocks", "stride_map",
+        "stride", "stride_last", "num_heads", "num_rows", "num_map_programs", "most_tiles", "num_blocks", "stride_map",
         "num_tiles",
     ]
 )  # fmt: skip
 def decide_kernel(
     args, stride, stride_last, num_heads, num_rows, max_sparsity, max_distance,
-    queries, keys, maps, num_map_programs, groups, num_blocks, stride_map, num_tiles,
+    queries, keys, maps, num_map_programs, most_tiles, num_blocks, stride_map, num_tiles,
     HEADS: tl.constexpr, CHUNK: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
-    TILES: tl.constexpr, MAPS: tl.constexpr,
+    MAPS: tl.constexpr,
 ):  # fmt: skip
-    """Who shares, one (head, row) a program; before these, with MAPS, the maps of new pivots, one (cluster, group
-    of TILES tiles, row) a program. These do not wait for the decisions: they find the pivot themselves."""
+    """Who shares, one (head, row) a program; before these, with MAPS, the maps of new pivots, one (cluster, tile,
+    row) a program, for ``most_tiles`` of a row. These do not wait for the decisions: they find the pivot themselves."""
     i, i_row = tl.program_id(0), tl.program_id(1)
     if i >= num_map_programs:
         _decide(
@@ -104,15 +103,14 @@ def decide_kernel(
             HEADS, CHUNK, SHARED, DENSE,
         )  # fmt: skip
     elif MAPS:
-        place = i // groups
+        place = i // most_tiles
         known, pivot, _ = _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS)
-        first_tile = tl.load(maps.tile_starts + i_row) + i % groups * TILES
-        end_tile = tl.minimum(tl.load(maps.tile_starts + i_row + 1), first_tile + TILES)
-        if (first_tile < end_tile) & (not known) & (pivot < HEADS):
+        i_tile = tl.load(maps.tile_starts + i_row) + i % most_tiles
+        if (i_tile < tl.load(maps.tile_starts + i_row + 1)) & (not known) & (pivot < HEADS):
             _make_map(
                 queries, keys, maps, tl.load(args.slots + place).to(tl.int64), tl.load(maps.heads + pivot).to(tl.int64),
-                tl.load(args.block_starts + i_row), first_tile, end_tile, num_blocks, stride_map, num_tiles,
-                CHUNK, HEAD_DIM, BLOCK_D, FIELDS, BLOCK_N, PAGE, GROUP, BLOCK_M, CHUNK_KEYS, PRECISION, TILES,
+                tl.load(args.block_starts + i_row), i_tile, num_blocks, stride_map, num_tiles,
+                CHUNK, HEAD_DIM, BLOCK_D, FIELDS, BLOCK_N, PAGE, GROUP, BLOCK_M, CHUNK_KEYS, PRECISION,
             )  # fmt: skip
 
 
@@ -152,102 +150,45 @@ def _decide(
 
 @triton.jit
 def _make_map(
-    queries, keys, maps, slot, i_head, start_block, first_tile, end_tile, num_blocks, stride_map, num_tiles,
+    queries, keys, maps, slot, i_head, start_block, i_tile, num_blocks, stride_map, num_tiles,
     CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
-    TILES: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over the causal blocks of a group of tiles of one head, and its weights by the upper digit.
+    """Softmax over the causal blocks of one (tile, head), and its weights by the upper digit.
 
     Scores stand in its place until their sum is known.
     """
-    WARPS: tl.constexpr = 8
-    ROWS: tl.constexpr = 8  # a product of matrices has no fewer
-    o_r, o_d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    out = maps.maps + slot * stride_map
-    b_q = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    diagonal, most = 0, 0  # of the last tile
-    for i_tile in tl.range(first_tile, end_tile, num_stages=1):
-        b_mean = average_tile(
-            queries, keys, maps.tiles, i_tile, i_head, out + tl.load(maps.block_offsets + i_tile),
-            HEAD_DIM, BLOCK_D, FIELDS, BLOCK_N, PAGE, GROUP, BLOCK_M, CHUNK_KEYS, PRECISION,
-        )  # fmt: skip
-        b_q = tl.where((o_r == i_tile - first_tile)[:, None], b_mean[None, :], b_q)
-        diagonal, most = tile_blocks(maps.tiles, i_tile, BLOCK_N, FIELDS)
-
-    # Blocks before the diagonal, 16 for each warp. Three products in TF32 come to one in float32 (what Triton makes of
-    # "tf32x3" is the same, with twice the instructions for the parts).
-    b_q = tl.broadcast_to(tl.trans(b_q)[None, :, :], [WARPS, BLOCK_D, ROWS])
-    b_q_high = _upper_bits(b_q)
-    b_q_low = b_q - b_q_high
-    b_row, b_diagonal, _ = _places(maps, out, first_tile + o_r, end_tile, FIELDS, BLOCK_N)
+    row = maps.maps + slot * stride_map + tl.load(maps.block_offsets + i_tile)
+    diagonal, num_causal = tile_blocks(maps.tiles, i_tile, BLOCK_N, FIELDS)
+    b_q = average_tile(
+        queries, keys, maps.tiles, i_tile, i_head, row,
+        HEAD_DIM, BLOCK_D, FIELDS, BLOCK_N, PAGE, GROUP, BLOCK_M, CHUNK_KEYS, PRECISION,
+    )  # fmt: skip
     means = maps.mean_keys + ((i_head // GROUP) * num_blocks + start_block) * HEAD_DIM
-    o_b = (tl.arange(0, WARPS)[:, None] * 16 + tl.arange(0, 16)[None, :])[:, :, None]
-    o_k = o_b * HEAD_DIM + o_d[None, None, :]
-    for start in tl.range(0, diagonal, WARPS * 16, num_stages=3 if BLOCK_D <= 128 else 2):
-        in_keys = (o_b < diagonal - start) & (o_d < HEAD_DIM)[None, None, :]
-        b_k = tl.load(means + start * HEAD_DIM + o_k, mask=in_keys, other=0.0)
-        b_k_high = _upper_bits(b_k)
-        b_s = tl.dot(b_k_high, b_q_low, input_precision="tf32")
-        b_s = tl.dot(b_k - b_k_high, b_q_high, b_s, input_precision="tf32")
-        b_s = tl.dot(b_k_high, b_q_high, b_s, input_precision="tf32")
-        tl.store((b_row + start)[None, None, :] + o_b, b_s, mask=o_b < (b_diagonal - start)[None, None, :])
+    o_d = tl.arange(0, BLOCK_D)
+    # Of one query: tensor cores, which take 8, need more instructions for a product that comes to float32.
+    for start in tl.range(0, diagonal, MEANS_AT_ONCE, num_stages=3 if BLOCK_D <= 128 else 2):
+        o_n = start + tl.arange(0, MEANS_AT_ONCE)
+        in_keys = (o_n < diagonal)[:, None] & (o_d < HEAD_DIM)[None, :]
+        b_k = tl.load(means + o_n[:, None] * HEAD_DIM + o_d[None, :], mask=in_keys, other=0.0)
+        tl.store(row + o_n, tl.sum(b_k * b_q[None, :], 1), mask=o_n < diagonal)
 
     tl.debug_barrier()
-    b_row, _, b_end = _places(maps, out, first_tile + tl.arange(0, TILES), end_tile, FIELDS, BLOCK_N)
-    b_peak, b_total = tl.full([TILES], float("-inf"), tl.float32), tl.zeros([TILES], tl.float32)
-    for start in range(0, most, CHUNK):
+    peak, total = softmax_sums(row, num_causal, CHUNK)
+    for start in range(0, num_causal, CHUNK):
         o_n = start + tl.arange(0, CHUNK)
-        b_s = tl.load(b_row[:, None] + o_n[None, :], mask=o_n[None, :] < b_end[:, None], other=float("-inf"))
-        b_higher = tl.maximum(b_peak, tl.max(b_s, 1))
-        b_shift = tl.where(b_end > 0, b_higher, 0.0)
-        b_total = b_total * tl.exp(b_peak - b_shift) + tl.sum(tl.exp(b_s - b_shift[:, None]), 1)
-        b_peak = b_higher
-    for start in range(0, most, CHUNK):
-        o_n = start + tl.arange(0, CHUNK)
-        causal = o_n[None, :] < b_end[:, None]
-        b_s = tl.load(b_row[:, None] + o_n[None, :], mask=causal, other=0.0)
-        b_p = tl.exp(b_s - b_peak[:, None]) / b_total[:, None]
-        tl.store(b_row[:, None] + o_n[None, :], b_p, mask=causal)
+        b_s = tl.load(row + o_n, mask=o_n < num_causal, other=float("-inf"))
+        tl.store(row + o_n, tl.exp(b_s - peak) / total, mask=o_n < num_causal)
 
     tl.debug_barrier()
-    _weigh_by_high_digit(maps, slot, out, first_tile, end_tile, most, num_tiles, FIELDS, BLOCK_N, TILES)
+    _weigh_tile(maps, slot, row, i_tile, num_causal, num_tiles)
 
 
 @triton.jit
-def _places(maps, out, b_tile, end_tile, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of tiles before ``end_tile`` where their maps begin, their first diagonal block and number of causal ones."""
-    here = b_tile < end_tile
-    b_first = tl.load(maps.tiles + b_tile * FIELDS + 3, mask=here, other=0)
-    b_last = b_first + tl.load(maps.tiles + b_tile * FIELDS + 2, mask=here, other=0) - 1
-    b_row = out + tl.load(maps.block_offsets + b_tile, mask=here, other=0)
-    return b_row, b_first // BLOCK_N, tl.where(here, b_last // BLOCK_N + 1, 0)
-
-
-@triton.jit
-def _upper_bits(b_x):
-    """What TF32 holds of float32; what is left, the same holds to the last bits but two."""
-    return (b_x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _weigh_by_high_digit(
-    maps, slot, out, first_tile, end_tile, most, num_tiles, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr,
-    TILES: tl.constexpr,
-):  # fmt: skip
-    """The first pass of radix.py over a group of tiles: as many rows of masses at a time as there are warps."""
-    PARTS: tl.constexpr = 8 // TILES if TILES < 8 else 1
-    WIDTH: tl.constexpr = MASSES_AT_ONCE // (TILES * PARTS)
-    o_part = tl.arange(0, TILES * PARTS)
-    b_row, _, b_end = _places(maps, out, first_tile + o_part // PARTS, end_tile, FIELDS, BLOCK_N)
-    b_sum = tl.zeros([TILES * PARTS, 16, 16], tl.float32)
-    for start in range(0, most, PARTS * WIDTH):
-        o_n = start + (o_part % PARTS * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
-        b_sum = add_by_high_digit(b_sum, tl.load(b_row[:, None] + o_n, mask=o_n < b_end[:, None], other=0.0))
-    b_weight = tl.sum(tl.reshape(b_sum, [TILES, PARTS, DIGITS]), 1)
-    o_tile, o_digit = first_tile + tl.arange(0, TILES), tl.arange(0, DIGITS)
-    target = maps.weights + (slot * num_tiles + o_tile)[:, None] * DIGITS + o_digit[None, :]
-    tl.store(target, b_weight, mask=(o_tile < end_tile)[:, None])
+def _weigh_tile(maps, slot, row, i_tile, num_causal, num_tiles):
+    """The first pass of radix.py over one tile's map, by 8 warps."""
+    b_weight = masses_by_high_digit(row, 0, num_causal, 8, 64)
+    tl.store(maps.weights + (slot * num_tiles + i_tile) * DIGITS + tl.arange(0, DIGITS), b_weight)
 
 
 @triton.jit(do_not_specialize=["stride_map", "num_rows", "num_tiles"])
@@ -257,9 +198,8 @@ def weigh_kernel(maps, slots, new_pivots, stride_map, num_rows, num_tiles, FIELD
     if tl.load(new_pivots + place * num_rows + tl.load(maps.tiles + i_tile * FIELDS)) >= 0:
         slot = tl.load(slots + place).to(tl.int64)
         _, num_causal = tile_blocks(maps.tiles, i_tile, BLOCK_N, FIELDS)
-        _weigh_by_high_digit(
-            maps, slot, maps.maps + slot * stride_map, i_tile, i_tile + 1, num_causal, num_tiles, FIELDS, BLOCK_N, 1
-        )
+        row = maps.maps + slot * stride_map + tl.load(maps.block_offsets + i_tile)
+        _weigh_tile(maps, slot, row, i_tile, num_causal, num_tiles)
 
 
 @triton.jit

@@ -65,7 +65,7 @@ import triton
 
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS, Rows, to_device
 from vllm_sparse_kernels.select.base import Method, on_device, require
 from vllm_sparse_kernels.select.block_average import BlockAverages, Spans
 from vllm_sparse_kernels.select.block_mass import block_masses, num_splits
@@ -88,13 +88,6 @@ VERTICAL_SLASH, SHARED, DENSE = 0, 1, 2
 
 NOISE = -1
 """Cluster id of heads that are like no other."""
-
-MAP_TILES = 2
-"""Tiles of a new pivot that one program makes the map of: a power of two, at most 8. Fewer are done sooner, and read
-all mean keys more often."""
-
-WEIGHT_WARPS = 4
-"""Of programs that add up the weights of a row's tiles."""
 
 State = TypeVar("State")
 
@@ -334,15 +327,14 @@ def _decide(
         new_pivots,
     )  # fmt: skip
     most_tiles = max(end - start for start, end in pairwise(index.rows.tile_starts))
-    groups = ceil_div(most_tiles, MAP_TILES)
-    num_map_programs = 0 if method.true_mass else len(slots) * groups
+    num_map_programs = 0 if method.true_mass else len(slots) * most_tiles
     decide_kernel[(num_map_programs + num_heads, num_rows)](
         args, estimates.stride(0), pivots.last_rows.stride(0), num_heads, num_rows,
         method.max_sparsity, method.max_distance, averages.queries, averages.keys,
-        _new_map_args(pivots, index, averages), num_map_programs, groups, pivots.spans.num_blocks,
+        _new_map_args(pivots, index, averages), num_map_programs, most_tiles, pivots.spans.num_blocks,
         pivots.maps.stride(0), index.rows.num_tiles,
         HEADS=triton.next_power_of_2(num_heads), CHUNK=CHUNK_BLOCKS, SHARED=SHARED, DENSE=DENSE,
-        **averages.tile_options, TILES=MAP_TILES, MAPS=not method.true_mass, num_warps=8,
+        **averages.tile_options, MAPS=not method.true_mass, num_warps=8,
     )  # fmt: skip
     return estimates, new_pivots
 
@@ -385,7 +377,7 @@ def _weigh(
     low_weights_kernel[(rows.num_tiles, num_heads)](
         maps, pivots.maps.stride(0), rows.num_rows, rows.tiles, index.block_offsets,
         PER_TILE=method.gamma_per_tile, BLOCK_N=index.block_tokens, FIELDS=TILE_FIELDS, CHUNK=CHUNK_BLOCKS,
-        HEADS=triton.next_power_of_2(num_heads), SHARED=SHARED, num_warps=WEIGHT_WARPS,
+        HEADS=triton.next_power_of_2(num_heads), SHARED=SHARED,
     )  # fmt: skip
     return maps
 
@@ -407,5 +399,5 @@ def _apply_patterns(
         index.block_offsets, index.block_counts, index.block_ids, index.block_ids.stride(0), index.stripe_counts,
         rows.num_tiles, BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS,
         PER_TILE=method.gamma_per_tile, FIELDS=TILE_FIELDS, ROW_FIELDS=ROW_FIELDS,
-        HEADS=triton.next_power_of_2(len(heads)), SHARED=SHARED, DENSE=DENSE, num_warps=WEIGHT_WARPS,
+        HEADS=triton.next_power_of_2(len(heads)), SHARED=SHARED, DENSE=DENSE,
     )  # fmt: skip
