@@ -35,8 +35,12 @@ LADDERS: Mapping[str, tuple[Method, ...]] = MappingProxyType({
 
 
 def settings_of(method: str) -> list[Method]:
-    """What a method's heads may choose from together: all its ladders, by halved steps, without and with means."""
-    plain = [one for name, ladder in LADDERS.items() if name.split("+")[0] == method for one in halved(ladder)]
+    """What a method's heads may choose from together: all its ladders, by halved steps, without and with means.
+
+    By a name with ``+`` from that ladder alone.
+    """
+    ladders = [of for name, of in LADDERS.items() if method in (name, name.split("+")[0])]
+    plain = [one for ladder in ladders for one in halved(ladder)]
     return plain + [replace(one, block_means=True) for one in plain]
 
 

@@ -283,8 +283,8 @@ def calibrate(
     bounded = {name for name, bound in bounds.items() if math.isfinite(bound.mean)}
     if bounded and (bounded != set(bounds) or not (among := settings_of(method))):
         raise ConfigurationError(
-            f"--level, --method {method}: a bound of the mean of all heads is for all levels or none, and for methods "
-            "by their plain names"
+            f"--level, --method {method}: a bound of the mean of all heads is for all levels or none, and for "
+            f"{', '.join(name for name in SEARCHES if settings_of(name))}"
         )
     search = balanced.search_of(job, among, bounds, PairCosts(job.shape.num_heads)) if bounded else SEARCHES[method]
     return run(job, search, bounds, source, margin, unseen)
