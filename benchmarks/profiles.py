@@ -12,8 +12,8 @@ head keeps, ÷ what one setting for all heads keeps at the same mean error. No p
 
 ``--against``: the folder of a calibration in which ``benchmarks.one_setting`` has left its file. It tells what the
 profile keeps ÷ what one setting for all heads keeps on the same prompts: of the paper's own settings, at the same mean
-error; of all that heads can choose from, at the same mean error; and the sparsest of these that holds its bounds, in
-every head and on average.
+error, and of these the sparsest that holds its bounds, in every head and on average; and of all settings that heads can
+choose from, at the same mean error.
 """
 
 import json
@@ -200,7 +200,8 @@ def against_one_setting(name: str, profile: Profile, folder: Path) -> Iterator[d
     own, every = ([one["heads"] for one in found[kind]] for kind in ("own", "every"))
     made = profile.provenance
     bounds = made.bounds or {}
-    most = (*(bounds.get(kind, math.inf) for kind in ("error", "worst", "rare")), math.inf)
+    *most, most_mean = (bounds.get(kind, math.inf) for kind in ("error", "worst", "rare", "mean"))
+    most.append(math.inf)  # of densities
 
     def at_same_error(settings: Sequence[Sequence[Head]]) -> float:
         points = [(fmean(head[0] for head in heads), fmean(head[-1] for head in heads)) for heads in settings]
@@ -210,8 +211,8 @@ def against_one_setting(name: str, profile: Profile, folder: Path) -> Iterator[d
     about = f"profile {name}: density ÷ that of one setting"
     for what, single, bar in (
         ("of its paper, same mean error", at_same_error(own), MOST_OF_SINGLE),
+        ("of its paper that holds its bounds", sparsest_for_all(own, most, most_mean), MOST_OF_SINGLE),
         ("of all that heads can choose from, same mean error", at_same_error(every), None),
-        ("that holds its bounds", sparsest_for_all(every, most, bounds.get("mean", math.inf)), MOST_OF_SINGLE),
     ):
         yield figure(f"{about} {what}", (made.density or 1.0) / single, "ratio", bar, "lower", **where)
     yield figure(f"profile {name}: mean error of all heads on its prompts", mean_error(profile), "relative", None,

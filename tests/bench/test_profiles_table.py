@@ -69,13 +69,13 @@ def test_a_calibrated_profile_against_one_setting(tmp_path):
     )
     profile = load_profile(path)
     assert module.mean_error(profile) == pytest.approx(0.05)  # the second layer is dense
-    paper, chosen, bound, mean = module.against_one_setting("p", profile, tmp_path)
+    paper, bound, chosen, mean = module.against_one_setting("p", profile, tmp_path)
     assert paper["value"] == pytest.approx(0.3 / 0.4)
     assert chosen["value"] == pytest.approx(0.3 / (0.4 - 2 / 3 * 0.2), rel=1e-3)  # two thirds from means to the last
-    assert bound["value"] == pytest.approx(0.3 / 0.4)  # with means; the last has a mean error of 0.06
+    assert bound["value"] == pytest.approx(0.3)  # the third has a mean error of 0.06, and then there is none
     assert mean["value"] == pytest.approx(0.05)
     assert paper["name"] == "profile p: density ÷ that of one setting of its paper, same mean error"
-    assert [one["bar"] for one in (paper, chosen, bound)] == [0.85, None, 0.85]
+    assert [one["bar"] for one in (paper, bound, chosen)] == [0.85, 0.85, None]
     assert paper["command"].endswith("--method sparge_attn --level high=0.15:0.6:0.7:0.05")
 
 

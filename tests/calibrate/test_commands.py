@@ -63,7 +63,7 @@ def test_best_of_a_model_from_its_folder(text, tmp_path):
         (["best", "--level", "good=1"], "--level good=1: given 'good', expected one of fast, high"),
         (["best", "--level", "high=0:1"], "--level: given 'high=0:1', expected errors above 0, and each level once"),
         (["best", "--level", "high=0.1:1:1:0.1:1"], "given 'high=0.1:1:1:0.1:1', expected errors above 0"),
-        (["calibrate", "--method", "sale+wide", "--level", "high=0.1:1:1:0.1"], "and for sparge_attn, sale, sale+half, anch"),
+        (["calibrate", "--method", "sale+wide", "--level", "high=0.1:1:1:0.1"], "none, and for sparge_attn, sale"),
         (["calibrate", "--method", "sale", "--level", "high=1:1:1:1", "--level", "fast=1"], "for all levels or none"),
         (["best", "--ladders", "sales"], "--ladders: given 'sales', expected one of"),
         (["best", "--kinds", "hop"], "--kinds: given 'hop', expected one of hops, repeats, retrieval"),
