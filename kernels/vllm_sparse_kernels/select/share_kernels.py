@@ -42,7 +42,6 @@ class NewMapArgs(NamedTuple):
     mean_keys: Any
     heads: Any
     tiles: Any
-    tile_starts: Any
     block_offsets: Any
     maps: Any
     weights: Any
@@ -82,31 +81,32 @@ def _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS: tl.
 
 @triton.jit(
     do_not_specialize=[
-        "stride", "stride_last", "num_heads", "num_rows", "num_map_programs", "most_tiles", "num_blocks", "stride_map",
+        "stride", "stride_last", "num_heads", "num_rows", "num_map_programs", "num_blocks", "stride_map",
         "num_tiles",
     ]
 )  # fmt: skip
 def decide_kernel(
     args, stride, stride_last, num_heads, num_rows, max_sparsity, max_distance,
-    queries, keys, maps, num_map_programs, most_tiles, num_blocks, stride_map, num_tiles,
+    queries, keys, maps, num_map_programs, num_blocks, stride_map, num_tiles,
     HEADS: tl.constexpr, CHUNK: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
     MAPS: tl.constexpr,
 ):  # fmt: skip
-    """Who shares, one (head, row) a program; before these, with MAPS, the maps of new pivots, one (cluster, tile,
-    row) a program, for ``most_tiles`` of a row. These do not wait for the decisions: they find the pivot themselves."""
-    i, i_row = tl.program_id(0), tl.program_id(1)
+    """Who shares, one (head, row) a program; before these, with MAPS, the maps of new pivots, one (cluster, tile) a
+    program. These do not wait for the decisions: they find the pivot themselves."""
+    i = tl.program_id(0)
     if i >= num_map_programs:
+        i_entry = i - num_map_programs
         _decide(
-            args, stride, stride_last, i - num_map_programs, i_row, num_heads, num_rows, max_sparsity, max_distance,
-            HEADS, CHUNK, SHARED, DENSE,
+            args, stride, stride_last, i_entry % num_heads, i_entry // num_heads, num_heads, num_rows, max_sparsity,
+            max_distance, HEADS, CHUNK, SHARED, DENSE,
         )  # fmt: skip
     elif MAPS:
-        place = i // most_tiles
+        place, i_tile = i // num_tiles, i % num_tiles
+        i_row = tl.load(maps.tiles + i_tile * FIELDS)
         known, pivot, _ = _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS)
-        i_tile = tl.load(maps.tile_starts + i_row) + i % most_tiles
-        if (i_tile < tl.load(maps.tile_starts + i_row + 1)) & (not known) & (pivot < HEADS):
+        if (not known) & (pivot < HEADS):
             _make_map(
                 queries, keys, maps, tl.load(args.slots + place).to(tl.int64), tl.load(maps.heads + pivot).to(tl.int64),
                 tl.load(args.block_starts + i_row), i_tile, num_blocks, stride_map, num_tiles,

@@ -57,7 +57,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from typing import Literal, Self, TypeVar
 
 import torch
@@ -326,12 +325,11 @@ def _decide(
         estimates, sparsity, places, slots, pivots.exists, pivots.last_rows, pivots.spans.block_starts, patterns,
         new_pivots,
     )  # fmt: skip
-    most_tiles = max(end - start for start, end in pairwise(index.rows.tile_starts))
-    num_map_programs = 0 if method.true_mass else len(slots) * most_tiles
-    decide_kernel[(num_map_programs + num_heads, num_rows)](
+    num_map_programs = 0 if method.true_mass else len(slots) * index.rows.num_tiles
+    decide_kernel[(num_map_programs + num_heads * num_rows,)](
         args, estimates.stride(0), pivots.last_rows.stride(0), num_heads, num_rows,
         method.max_sparsity, method.max_distance, averages.queries, averages.keys,
-        _new_map_args(pivots, index, averages), num_map_programs, most_tiles, pivots.spans.num_blocks,
+        _new_map_args(pivots, index, averages), num_map_programs, pivots.spans.num_blocks,
         pivots.maps.stride(0), index.rows.num_tiles,
         HEADS=triton.next_power_of_2(num_heads), CHUNK=CHUNK_BLOCKS, SHARED=SHARED, DENSE=DENSE,
         **averages.tile_options, MAPS=not method.true_mass, num_warps=8,
@@ -341,8 +339,7 @@ def _decide(
 
 def _new_map_args(pivots: Pivots, index: SparseIndex, averages: BlockAverages) -> NewMapArgs:
     return NewMapArgs(
-        averages.mean_keys, averages.heads, index.rows.tiles, pivots.spans.tile_starts, index.block_offsets,
-        pivots.maps, pivots.weights,
+        averages.mean_keys, averages.heads, index.rows.tiles, index.block_offsets, pivots.maps, pivots.weights,
     )  # fmt: skip
 
 
