@@ -8,12 +8,11 @@
         [--markdown docs/profiles.md]
 
 ``--work``: the folder of a `profile best` that judged every ladder. Of each ladder it tells what a setting for each
-head keeps, ÷ what one setting for all heads keeps at the same mean error. No profile is made so.
+head keeps, ÷ what one setting for all heads keeps at the same mean error.
 
 ``--against``: the folder of a calibration in which ``benchmarks.one_setting`` has left its file. It tells what the
-profile keeps ÷ what one setting for all heads keeps on the same prompts: of the paper's own settings, at the same mean
-error, and of these the sparsest that holds its bounds, in every head and on average; and of all settings that heads can
-choose from, at the same mean error.
+profile keeps ÷ what one setting for all heads keeps on the same prompts: of the paper's own settings and of all that
+heads can choose from, at the same mean error, and the sparsest that holds its bounds, in every head and on average.
 """
 
 import json
@@ -169,11 +168,12 @@ def of_work(folder: Path, bound: Point) -> Iterator[dict[str, Any]]:
             ratio = density / single_density(single, error)
             command = f"sparse-prefill profile best {TRAINED} --tokens 32768, then benchmarks.profiles --work"
             about = f"{name}, a setting for each head: density ÷"
-            yield figure(f"{about} one setting's at the same error", ratio, "ratio", None, "lower", device, command)
+            yield figure(f"{about} one setting's at the same error", ratio, "ratio", MOST_OF_SINGLE, "lower", device,
+                         command)  # fmt: skip
             heads = ([(one[0], one[1], 0.0, one[3]) for layer in judged for one in layer[key]] for key in keys)
             alone = density / sparsest_for_all(heads, (*bound, math.inf, math.inf))
-            yield figure(f"{about} one setting's that holds the bound in every head", alone, "ratio", None, "lower",
-                         device, command)  # fmt: skip
+            yield figure(f"{about} one setting's that holds the bound in every head", alone, "ratio", MOST_OF_SINGLE,
+                         "lower", device, command)  # fmt: skip
 
 
 def mean_error(profile: Profile) -> float:
@@ -209,12 +209,13 @@ def against_one_setting(name: str, profile: Profile, folder: Path) -> Iterator[d
 
     where = {"device": made.device or "", "command": command_of(profile)}
     about = f"profile {name}: density ÷ that of one setting"
-    for what, single, bar in (
-        ("of its paper, same mean error", at_same_error(own), MOST_OF_SINGLE),
-        ("of its paper that holds its bounds", sparsest_for_all(own, most, most_mean), MOST_OF_SINGLE),
-        ("of all that heads can choose from, same mean error", at_same_error(every), None),
-    ):
-        yield figure(f"{about} {what}", (made.density or 1.0) / single, "ratio", bar, "lower", **where)
+    for whose, settings in (("of its paper", own), ("of all that heads can choose from", every)):
+        for what, single in (
+            (", same mean error", at_same_error(settings)),
+            (" that holds its bounds", sparsest_for_all(settings, most, most_mean)),
+        ):
+            ratio = (made.density or 1.0) / single
+            yield figure(f"{about} {whose}{what}", ratio, "ratio", MOST_OF_SINGLE, "lower", **where)
     yield figure(f"profile {name}: mean error of all heads on its prompts", mean_error(profile), "relative", None,
                  "lower", **where)  # fmt: skip
 

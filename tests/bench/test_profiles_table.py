@@ -50,7 +50,7 @@ def test_a_folder_of_outcomes(tmp_path):
     assert alone["value"] == pytest.approx(0.3 / 0.5)  # the sparser one does not, in one head
     assert found["name"].startswith("sale, a setting for each head")
     assert found["value"] == pytest.approx(0.3 / module.single_density([(0.125, 0.1), (0.03, 0.5)], 0.045), rel=1e-3)
-    assert (found["bar"], found["better"], found["device"]) == (None, "lower", "a card")
+    assert (found["bar"], found["better"], found["device"]) == (0.85, "lower", "a card")
 
 
 def test_a_calibrated_profile_against_one_setting(tmp_path):
@@ -69,13 +69,14 @@ def test_a_calibrated_profile_against_one_setting(tmp_path):
     )
     profile = load_profile(path)
     assert module.mean_error(profile) == pytest.approx(0.05)  # the second layer is dense
-    paper, bound, chosen, mean = module.against_one_setting("p", profile, tmp_path)
+    paper, held, chosen, held_chosen, mean = module.against_one_setting("p", profile, tmp_path)
     assert paper["value"] == pytest.approx(0.3 / 0.4)
     assert chosen["value"] == pytest.approx(0.3 / (0.4 - 2 / 3 * 0.2), rel=1e-3)  # two thirds from means to the last
-    assert bound["value"] == pytest.approx(0.3)  # the third has a mean error of 0.06, and then there is none
+    assert held["value"] == pytest.approx(0.3)  # the third has a mean error of 0.06, and then there is none
+    assert held_chosen["value"] == pytest.approx(0.3 / 0.4)  # with means; the last has a mean error of 0.06
     assert mean["value"] == pytest.approx(0.05)
     assert paper["name"] == "profile p: density ÷ that of one setting of its paper, same mean error"
-    assert [one["bar"] for one in (paper, bound, chosen)] == [0.85, 0.85, None]
+    assert {one["bar"] for one in (paper, held, chosen, held_chosen)} == {0.85}
     assert paper["command"].endswith("--method sparge_attn --level high=0.15:0.6:0.7:0.05")
 
 
