@@ -5,7 +5,7 @@
     python -m benchmarks.performance [--results FILE] [--markdown docs/performance.md]
 
 Writes each figure's bar into the results, says which are not met, and puts the figures between the marks of the
-document.
+document. What was measured on an H100 besides has no bars: they are asked of one card.
 """
 
 import re
@@ -20,6 +20,7 @@ from benchmarks.tables import markdown_table, put_between
 from vllm_sparse_backend.bench.report import merge_figures, read_figures, table_of
 
 RESULTS = Path("docs/results/performance.json")
+H100 = Path("docs/results/performance_h100.json")
 
 Figures = Mapping[str, Mapping[str, Any]]
 
@@ -188,8 +189,26 @@ def whole_table(figures: Figures, data: str) -> str:
     return markdown_table(headings, rows) if rows else "Not measured yet."
 
 
-def sections(figures: Figures) -> dict[str, str]:
-    """Each section of the document, by its mark; every figure is in one."""
+RATIO = r"(.+): (efficiency|share of FlashAttention-\d|(?:first token, |per output token, )?times (?:faster|sooner))"
+
+
+def beside_table(figures: Figures, others: Figures) -> str:
+    """Ratios of another card that these figures have too, and those commands."""
+    names = [name for name in others if name in figures and re.fullmatch(RATIO, name)]
+    if not names:
+        return "Not measured yet."
+    devices = [of[names[0]]["device"] for of in (figures, others)]
+    rows = [[name, *(f"{of[name]['value']:.3g}" for of in (figures, others))] for name in names]
+    return f"{markdown_table(['', *devices], rows)}\n\n{commands_of(others)}"
+
+
+def commands_of(figures: Figures) -> str:
+    commands = dict.fromkeys((f["device"], f["command"]) for f in figures.values())
+    return "\n".join(f"* {device}: `{command}`" for device, command in commands) or "Not measured yet."
+
+
+def sections(figures: Figures, elsewhere: Figures) -> dict[str, str]:
+    """Each section of the document, by its mark; every figure is in one. ``elsewhere``: of another card."""
     served = r"vllm serve, (.+), ([\d,]+ (?:tokens|new after [\d,]+ cached)): "
     tables = {
         "attend": pivot(
@@ -219,9 +238,8 @@ def sections(figures: Figures) -> dict[str, str]:
     others = [f for name, f in figures.items() if not _is_shown(name, figures)]
     rows = [[f["name"], f"{f['value']:.4g}", f["unit"], "" if f["bar"] is None else f"{f['bar']:g}"] for f in others]
     tables["others"] = markdown_table(("figure", "value", "unit", "asked"), rows) if rows else "None."
-    commands = dict.fromkeys((f["device"], f["command"]) for f in figures.values())
-    listed = [f"* {device}: `{command}`" for device, command in commands]
-    tables["commands"] = "\n".join(listed) or "Not measured yet."
+    tables["beside"] = beside_table(figures, elsewhere)
+    tables["commands"] = commands_of(figures)
     return tables
 
 
@@ -259,7 +277,8 @@ def main(
     if figures:
         merge_figures(results, figures, keep_bars=False)
     if markdown is not None:
-        for mark, body in sections(figures).items():
+        elsewhere = read_figures(H100) if H100.exists() else []
+        for mark, body in sections(figures, {row["name"]: row for row in elsewhere}).items():
             put_between(markdown, f"<!-- figures: {mark} -->", "<!-- end of figures -->", body)
     columns = {"name": "figure", "value": "value", "bar": "asked"}
     missed = [figure for figure in figures.values() if not met(figure)]

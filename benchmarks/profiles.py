@@ -17,6 +17,7 @@ heads can choose from, at the same mean error, and the sparsest that holds its b
 
 import json
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -68,8 +69,8 @@ def command_of(profile: Profile) -> str:
     """What made it, with its bounds; prompts are those of its provenance."""
     made, bounds = profile.provenance, profile.provenance.bounds or {}
     if {"error", "worst"} <= bounds.keys():
-        numbers = ":".join(f"{bounds[kind]:g}" for kind in ("error", "worst", "rare", "mean") if kind in bounds)
-        return f"{made.source} --level {profile.level}={numbers}"
+        numbers = ":".join(f"{bounds.get(kind, math.inf):g}" for kind in ("error", "worst", "rare", "mean"))
+        return f"{made.source} --level {profile.level}={re.sub('(:inf)+$', '', numbers)}"
     return f"{made.source} --error {bounds['error']:g}" if "error" in bounds else f"{made.source}"
 
 
@@ -226,6 +227,8 @@ def table(names: Sequence[str], figures: Figures) -> str:
         key=lambda n: int(n.replace(",", "")),
     )
 
+    lengths_after = list(reversed(LEAST_SPEED))
+
     def value(name: str, form: str) -> str:
         return format(figures[name]["value"], form) if name in figures else ""
 
@@ -236,8 +239,11 @@ def table(names: Sequence[str], figures: Figures) -> str:
         for n in lengths:
             at = f"{about}, {n} tokens, {TRAINED}"
             row.append(", ".join((value(f"{at}: {RIGHT}", ".2f"), value(f"{at}: {PERPLEXITY}", ".3f"))))
+        speeds = [value(f"whole method, {about}, {TRAINED}, after {n}: times faster", ".1f") for n in lengths_after]
+        row += [f"{speed}×" if speed else "not measured" for speed in speeds]
         rows.append(row)
-    return markdown_table(["", "seconds", "density", *(f"{n} tokens" for n in lengths)], rows)
+    headings = ["", "made in, s", "density", *(f"{n} tokens" for n in lengths), *(f"after {n}" for n in lengths_after)]
+    return markdown_table(headings, rows)
 
 
 def main(

@@ -18,11 +18,13 @@ from vllm_sparse_backend.bench.check import Check, check_attention
 from vllm_sparse_backend.bench.report import BenchError, Report
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.evaluate.capture import Capture
+from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_kernels.attend import PORTABLE, Engine
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.reference.attend import attend as reference
+from vllm_sparse_kernels.select import METHODS
 from vllm_sparse_kernels.testing.batches import random_batch, random_index
 from vllm_sparse_kernels.testing.lined import DEVICE
 from vllm_sparse_kernels.testing.structured import structured
@@ -209,6 +211,13 @@ def test_a_profile_is_its_kinds_of_methods(tmp_path):
     asked = methods_asked([], [str(profile)], HEADS.model(3))
     assert [str(one) for one in asked] == ["sale", "a_shape"]
     assert [str(one) for one in methods_asked(["dense"], [], HEADS.model(3))] == ["dense"]
+
+
+def test_unless_told_all_methods_and_what_a_server_runs_unless_told():
+    """An operator's table of crossovers is to hold what `auto` looks for on a server without configuration."""
+    every = methods_asked([], [], HEADS.model(3))
+    assert {str(one) for one in every if not one.params} == {name for name in METHODS if name != "dense"}
+    assert [make_method(one.method, dict(one.params)) for one in every if one.params] == [make_method("default", {})]
 
 
 def test_the_ladder():

@@ -78,6 +78,13 @@ def test_a_calibrated_profile_against_one_setting(tmp_path):
     assert paper["name"] == "profile p: density ÷ that of one setting of its paper, same mean error"
     assert {one["bar"] for one in (paper, held, chosen, held_chosen)} == {0.85}
     assert paper["command"].endswith("--method sparge_attn --level high=0.15:0.6:0.7:0.05")
+    for bounds, level in (
+        ({"error": 0.1, "worst": 0.4}, "0.1:0.4"),
+        ({"error": 0.1, "worst": 0.4, "rare": 0.8}, "0.1:0.4:0.8"),
+        ({"error": 0.1, "worst": 0.4, "mean": 0.05}, "0.1:0.4:inf:0.05"),
+    ):
+        other = profile.model_copy(update={"provenance": profile.provenance.model_copy(update={"bounds": bounds})})
+        assert module.command_of(other).endswith(f" --level high={level}")
 
 
 def test_the_document_is_written_from_the_figures():

@@ -44,7 +44,7 @@ class CountingServer:
             self.counts.add(self.served.expected(Sent(len(prompt), max_tokens, level)))
             self.counts.tiles[2] += self.off == "tiles"
             self.counts.rows["decode", ""] += 1000 * (self.off == "rows")
-        return Answer(0.001, None, max_tokens if stop_after is None else min(stop_after, max_tokens))
+        return Answer(0.001, max_tokens if stop_after is None else min(stop_after, max_tokens))
 
     def metrics(self) -> str:
         with self.lock:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SALE: kernel and reference against the paper's steps in float64, the kernel's arithmetic bit for bit, properties."""
+"""SALE: kernel and reference against the paper's steps in float64, properties."""
 
 import math
 from dataclasses import replace
@@ -9,163 +9,29 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_sparse_kernels.index import SparseIndex
+from tests.kernels.sale_cases import (
+    DEVICE,
+    POISON,
+    assert_agrees,
+    channels_of,
+    definition,
+    keys_of,
+    make_batch,
+    regions,
+    rounded_by_kernels,
+    run,
+)
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.reference.sale import paper_blocks, paper_density
-from vllm_sparse_kernels.rows import Rows, ceil_div
-from vllm_sparse_kernels.select import METHODS, sale_means, sale_rounding, sale_scores
+from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.select import sale as module
+from vllm_sparse_kernels.select import sale_means, sale_scores
 from vllm_sparse_kernels.select.sale import Sale
-from vllm_sparse_kernels.select.sale_rounding import Regions, RoundedKeys, RoundedQueries, Selected
 from vllm_sparse_kernels.testing.batches import Batch, random_batch
 from vllm_sparse_kernels.workspace import Workspace
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter cannot multiply bf16 matrices.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
-# Hopper's own type and everybody's. A GPU tests the one that it takes.
-INTEGERS = [torch.int8, torch.float8_e4m3fn] if DEVICE == "cpu" else [module.integer_dtype(torch.device(DEVICE))]
-POISON = -7
-ROUNDING = 1e-4
-"""How far from a half, in steps, a value may lie that float32 rounds the other way."""
-ERROR = 1e-4
-"""Of a score and of the threshold in float32, in units of the softmax's exponent."""
-
-
-def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, dtype=torch.float32, **kwargs) -> Batch:
-    """Queries and keys about a mean of their own: what smoothing takes away."""
-    batch = random_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, DEVICE, gap_tokens=3, **kwargs)
-    generator = torch.Generator(DEVICE).manual_seed(1)
-    for x in (batch.q, batch.cache.keys):
-        x.add_(torch.randn(x.shape[-2:], generator=generator, device=DEVICE).to(dtype))
-    return batch
-
-
-def run(batch: Batch, method: Sale, block_tokens=64, heads=None, reference=False, rows=None) -> SparseIndex:
-    """The selection of ``heads`` (all unless told) in an index poisoned beforehand."""
-    heads = list(range(batch.num_heads)) if heads is None else heads
-    index = SparseIndex.allocate(rows or batch.rows, batch.num_heads, block_tokens)
-    for tensor in (index.block_counts, index.block_ids, index.stripe_counts):
-        tensor.fill_(POISON)
-    select = METHODS["sale"].reference if reference else Sale.select
-    on_device = torch.tensor(heads, dtype=torch.int32, device=DEVICE)
-    select(method, batch.q, batch.cache, index, on_device, batch.scale)
-    if len(heads) == batch.num_heads:
-        index.check()
-    return index
-
-
-def keys_of(batch: Batch, row: int, head: int) -> torch.Tensor:
-    keys, _ = batch.cache.gather(batch.rows.block_table[row], batch.rows.seq_lens[row])
-    return keys[:, head // (batch.num_heads // batch.cache.num_kv_heads)].double()
-
-
-def regions(method: Sale, position: int, length: int) -> list[tuple[slice, int, int]]:
-    """Per 64-query block of a tile at ``position``: its queries, its local region's begin, its causal 32-key blocks."""
-    blocks = []
-    for first in range(0, length, 64):
-        queries = slice(first, min(first + 64, length))
-        num_blocks = ceil_div(position + queries.stop, 32)
-        middle = num_blocks * 32 - method.sink_tokens
-        segments = middle // 128
-        while segments > 0 and middle - segments * 128 < method.local_tokens:
-            segments -= 1
-        blocks.append((queries, method.sink_tokens + max(segments, 0) * 128, num_blocks))
-    return blocks
-
-
-def rounded(x: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[n, d] in 1/7 of the largest magnitude of equal ``groups``; these steps; how many values are near a half."""
-    largest = torch.zeros(int(groups.max()) + 1, dtype=x.dtype, device=x.device)
-    largest = largest.scatter_reduce(0, groups, x.abs().amax(1), "amax")
-    steps = (largest / 7)[groups]
-    in_steps = x / steps[:, None].clamp_min(1e-30)
-    near = ((in_steps - in_steps.floor() - 0.5).abs() < ROUNDING).sum(1)
-    return in_steps.round() * steps[:, None], steps, near
-
-
-def channels_of(batch: Batch, method: Sale, row: int, head: int) -> list[int]:
-    """Channels that are multiplied: all, or the half that holds most of the energy, by a sort in plain Python."""
-    head_dim, group = batch.cache.head_dim, batch.num_heads // batch.cache.num_kv_heads
-    if method.channels == "all" or head_dim <= 32:
-        return list(range(head_dim))
-    q = batch.q[batch.rows.tokens[row] :][: batch.rows.query_lens[row], head // group * group :][:, :group].double()
-    k = keys_of(batch, row, head)
-    energy = (k - k.mean(0)).square().mean(0) * (q - q.mean(0)).square().mean(0).sum(0)
-    heaviest = sorted(range(head_dim), key=lambda d: -float(energy[d]))
-    return sorted(heaviest[: {64: 32, 96: 64, 128: 64, 256: 128}[head_dim]])
-
-
-def compared_as(integers: torch.dtype, fits: bool = True) -> torch.dtype:
-    """What the kernel compares scores in that fit half precision or do not."""
-    half = fits and integers == torch.float8_e4m3fn and module.adds_up_in_half(torch.device(DEVICE))
-    return torch.float16 if half else torch.float32
-
-
-def definition(batch: Batch, method: Sale, row: int, head: int):
-    """The paper's steps in float64. Per tile: (surely, maybe) kept, bool [64-query blocks, causal 32-key blocks].
-
-    The two differ where float32 could decide otherwise: by its error, and by integers that round the other way.
-    """
-    rows, scale = batch.rows, batch.scale
-    k = keys_of(batch, row, head)
-    q = batch.q[rows.tokens[row] : rows.tokens[row] + rows.query_lens[row], head].double()
-    j = torch.arange(len(k), device=DEVICE)
-    smooth_k, smooth_q = k - k.mean(0), q - q.mean(0)
-    kept_d = channels_of(batch, method, row, head)
-    left_out = [d for d in range(k.shape[1]) if d not in kept_d]
-    k4, k_steps, k_near = rounded(smooth_k[:, kept_d], j // 32 * 4 + j % 8 // 2)
-    q4, q_steps, q_near = rounded(smooth_q[:, kept_d], torch.arange(len(q), device=DEVICE))
-    deviation = (smooth_q[:, left_out] ** 2 @ (smooth_k[:, left_out] ** 2).mean(0)).sqrt()
-    for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
-        tile = rows.tile_list[i_tile]
-        blocks = regions(method, tile.position, tile.length_tokens)
-        kept = torch.ones(2, len(blocks), blocks[-1][2], dtype=torch.bool, device=DEVICE)
-        for i, (queries, local, num_blocks) in enumerate(blocks):
-            first = tile.token - rows.tokens[row]
-            mine, end = slice(first + queries.start, first + queries.stop), tile.position + queries.stop
-            exact = q[mine] @ k[:end].T * scale
-            exact.masked_fill_(j[:end] > j[end - len(exact) : end, None], -torch.inf)
-            sink_local = exact[:, (j[:end] < method.sink_tokens) | (j[:end] >= local)]
-            m = sink_local.amax(1, keepdim=True)
-            l = (sink_local - m).exp().sum(1, keepdim=True)  # noqa: E741
-            middle = slice(method.sink_tokens, local)
-            product, bias = q4[mine] @ k4[middle].T, smooth_k[middle] @ q.mean(0)
-            estimate = product + bias + (q[mine] @ k.mean(0))[:, None]
-            half = compared_as(module.integer_dtype(q.device)) == torch.float16
-            error = ERROR + half * scale * (2**-11 * (product + bias).abs() + 2**-10 * bias.abs())
-            error = error + scale * 7 * q_steps[mine, None] * k_steps[middle] * (q_near[mine, None] + k_near[middle])
-            for which, sign in enumerate((-1, 1)):
-                lowered = estimate + deviation[mine, None]
-                passed = (lowered * scale + sign * error - m).exp() / l >= method.tau
-                kept[which, i, method.sink_tokens // 32 : local // 32] = passed.any(0).view(-1, 32).any(1)
-                kept[which, i, num_blocks:] = False
-        yield i_tile, kept[0], kept[1]
-
-
-def assert_agrees(batch: Batch, method: Sale, index: SparseIndex) -> None:
-    """Every block that the paper's steps surely keep is kept, and none that they surely do not."""
-    kept = total = undecided = 0
-    fine = index.block_tokens // 32
-    for row in range(batch.rows.num_rows):
-        for head in range(batch.num_heads):
-            for i_tile, surely, maybe in definition(batch, method, row, head):
-                tile = batch.rows.tile_list[i_tile]
-                ours = torch.zeros(index.num_causal_blocks(tile), dtype=torch.bool, device=DEVICE)
-                ours[index.blocks_of(head, i_tile)] = True
-                surely, maybe = (
-                    torch.nn.functional.pad(x.any(0), (0, len(ours) * fine - x.shape[1])).view(-1, fine).any(1)
-                    for x in (surely, maybe)
-                )
-                diagonal = index.first_diagonal_block(tile)
-                assert bool(ours[surely].all()), f"head {head}, tile {i_tile}: lacks {(surely & ~ours).nonzero()}"
-                extra = (ours & ~maybe)[:diagonal]
-                assert not bool(extra.any()), f"head {head}, tile {i_tile}: {extra.nonzero()} are not to be kept"
-                kept, total = kept + int(ours.sum()), total + len(ours)
-                undecided += int((surely != maybe).sum())
-    assert undecided <= 3 + 0.03 * total, f"{undecided} of {total} blocks prove nothing"
-    assert total < 100 or 0.1 < kept / total < 0.9, f"{kept} of {total}: this data tells little"
-
 
 # lengths, heads, kv heads, head_dim, page size, block_tokens, physical layout, method
 CASES = [
@@ -211,165 +77,6 @@ def test_reference_agrees_with_the_paper(case):
         sum(int(x.sum()) for x in ours.values())
         / sum(b[2] for t in batch.rows.tile_list for b in regions(method, t.position, t.length_tokens)) / num_heads
     )  # fmt: skip
-
-
-def selected_heads(method: Sale, batch: Batch) -> Selected:
-    """All of them."""
-    heads = torch.arange(batch.num_heads, dtype=torch.int32, device=DEVICE)
-    return Selected(heads, torch.full((len(heads),), math.log(method.tau), device=DEVICE), len(heads))
-
-
-def rounded_by_kernels(method: Sale, batch: Batch) -> tuple[RoundedQueries, RoundedKeys]:
-    """All rows, whose keys fit one slab."""
-    q, cache, rows, room = batch.q, batch.cache, batch.rows, Workspace(torch.device(DEVICE))
-    dtype, selected = module.integer_dtype(q.device), selected_heads(method, batch)
-    regions = Regions(method.sink_tokens, method.local_tokens)
-    kept_d = sale_means.kept_channels(cache.head_dim, method.channels == "half")
-    means = sale_means.row_means(q, cache, rows, kept_d, room)
-    queries = sale_rounding.round_queries(q, cache, rows, means, selected, regions, batch.scale, kept_d, dtype, room)
-    (slab,) = module.slabs_of_rows(method, rows)
-    num_keys = sum(module.tested_keys(method, rows))
-    keys = sale_rounding.room_for_keys(selected.num_selected, cache.num_kv_heads, num_keys, kept_d, dtype, room)
-    group = batch.num_heads // cache.num_kv_heads
-    sale_rounding.round_keys(cache, rows, means, selected, group, slab.pieces, slab.longest, keys)
-    return queries, keys
-
-
-def rounded_row(q, k, thresholds, biases, integers) -> tuple[RoundedQueries, RoundedKeys]:
-    """Queries [heads, n, d] and keys [kv heads, m, d] that are integers; all steps are 1."""
-    largest = biases.abs().unflatten(1, (-1, 64)).amax(2)
-    squares = q.float().square().sum(2), k.float().square().sum(2).unflatten(1, (-1, 64)).amax(2)
-    ones = torch.ones_like(thresholds)
-    steps = torch.ones(len(k), k.shape[1] // 8, device=DEVICE)
-    queries = RoundedQueries(q.to(integers), thresholds, ones, squares[0], q.shape[1])
-    return queries, RoundedKeys(k.to(integers), steps, biases, biases.half(), squares[1], largest, k.shape[1])
-
-
-def flags_of(queries: RoundedQueries, keys: RoundedKeys, group: int, dtype: torch.dtype) -> torch.Tensor:
-    """Bool [heads, queries, 32-key blocks]: an element passes, by the kernel's arithmetic, operation by operation."""
-    products = queries.integers.float() @ keys.integers.float().repeat_interleave(group, 0).mT
-    steps, bias = queries.inverse_steps[:, :, None].to(dtype), keys.biases[:, None, :].to(dtype)
-    if DEVICE == "cuda":  # one rounding: a fused multiply-add
-        scores = (products.double() + steps.double() * bias.double()).to(dtype)
-    else:
-        scores = products.to(dtype) + steps * bias
-    largest = scores.float().unflatten(2, (-1, 4, 4, 2)).amax((3, 5))
-    steps = keys.steps.repeat_interleave(group, 0).unflatten(1, (-1, 4))
-    return (largest * steps[:, None] >= queries.thresholds[:, :, None, None]).any(3)
-
-
-def flags_twice(
-    method: Sale, queries, keys, batch: Batch, block_tokens: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel says of row 0, and what its arithmetic, done over, says: uint8 in the layout of block_ids."""
-    index = SparseIndex.allocate(batch.rows, batch.num_heads, block_tokens)
-    group = batch.num_heads // batch.cache.num_kv_heads
-    ours = torch.ones(batch.num_heads, index.block_ids.shape[1], dtype=torch.uint8, device=DEVICE)
-    expected = ours.clone()
-    (slab,) = module.slabs_of_rows(method, batch.rows)
-    selected, always = selected_heads(method, batch), Regions(method.sink_tokens, method.local_tokens)
-    half = keys.integers.dtype == torch.float8_e4m3fn and module.adds_up_in_half(torch.device(DEVICE))
-    sale_scores.first_flags(ours, index, selected, always)
-    sale_scores.flag_blocks(queries, keys, ours, index, selected, always, group, slab.pairs, slab.longest, half)
-    passed = flags_of(queries, keys, group, dtype)
-    for i_tile, tile in enumerate(batch.rows.tile_list):
-        fine = passed[:, i_tile * 128 : (i_tile + 1) * 128].any(1)
-        fine = fine.unflatten(1, (-1, block_tokens // 32)).any(2)
-        start = int(index.block_offsets[i_tile])
-        begin = ceil_div(method.sink_tokens, block_tokens)
-        end = regions(method, tile.position, tile.length_tokens)[0][1] // block_tokens
-        expected[:, start + begin : start + end] = fine[:, begin:end]
-    return ours, expected
-
-
-@pytest.mark.parametrize(("tau", "mean"), [(0.3, 0), (0.2, 4), (0.2, 60)])
-@pytest.mark.parametrize("integers", INTEGERS, ids=str)
-def test_on_the_same_integers_flags_are_equal_bit_for_bit(integers, tau, mean, monkeypatch):
-    """In half precision, but where means are so large that biases leave its range."""
-    monkeypatch.setattr(module, "integer_dtype", lambda device: integers)
-    batch = make_batch([(1300, 260)], num_heads=2)
-    generator = torch.Generator(DEVICE).manual_seed(2)
-    batch.q.add_(mean * torch.randn(64, generator=generator, device=DEVICE))
-    method = Sale(tau)
-    queries, keys = rounded_by_kernels(method, batch)
-    assert queries.integers.dtype == integers
-    assert float(queries.integers.float().abs().max()) == float(keys.integers.float().abs().max()) == 7
-    largest = float((queries.inverse_steps.amax(1) * keys.biases[:, :1500].abs().amax(1)).min())
-    assert (largest > 2048) == (mean == 60)
-    ours, expected = flags_twice(method, queries, keys, batch, 64, compared_as(integers, mean < 60))
-    assert torch.equal(ours, expected)
-    assert 0.1 < ours.float().mean() < 0.9
-
-
-@pytest.mark.parametrize("integers", INTEGERS, ids=str)
-def test_what_a_row_may_reach_is_stored_beside_its_integers(integers, monkeypatch):
-    monkeypatch.setattr(module, "integer_dtype", lambda device: integers)
-    batch = make_batch([(300, 260)], num_heads=2)
-    queries, keys = rounded_by_kernels(Sale(), batch)
-    again = rounded_row(*(x.integers.float() for x in (queries, keys)), queries.thresholds, keys.biases, integers)
-    for x, y in zip((queries.squares, *keys[3:6]), (again[0].squares, *again[1][3:6]), strict=True):
-        assert torch.equal(x, y)
-    assert bool((queries.inverse_steps[:, 260:] == 0).all())
-
-
-@pytest.mark.parametrize("integers", INTEGERS, ids=str)
-@pytest.mark.parametrize("block_tokens", [32, 64, 128])
-def test_scores_and_thresholds_below_zero(integers, block_tokens):
-    """Biases that fall from key to key: in one tile blocks fail and pass at scores that are all negative."""
-    batch = random_batch([(1300, 260)], 1, 1, 64, 64, torch.float32, DEVICE)
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    q = torch.randint(-3, 4, (1, 384, 64), generator=generator, device=DEVICE)
-    k = torch.randint(-7, 8, (1, 1664, 64), generator=generator, device=DEVICE)
-    thresholds = torch.full((1, 384), -600.0, device=DEVICE)
-    thresholds[:, 100:] = 200.0
-    thresholds[:, 260:] = torch.inf
-    biases = -1.2 * torch.arange(1664.0, device=DEVICE)[None] - 50
-    row = rounded_row(q, k, thresholds, biases, integers)
-    ours, expected = flags_twice(Sale(0.5), *row, batch, block_tokens, compared_as(integers))
-    assert torch.equal(ours, expected)
-    assert 0 in ours[:, : 1300 // block_tokens]
-
-
-@pytest.mark.parametrize(("head_dim", "largest"), [(256, 7), (128, 4)])
-@pytest.mark.parametrize("integers", INTEGERS, ids=str)
-def test_sums_of_the_largest_integers_are_exact(integers, head_dim, largest):
-    """Thresholds that a single key just reaches, and others that it misses by one, at sums up to 12,544 and 2,048."""
-    batch = random_batch([(700, 130)], 1, 1, head_dim, 64, torch.float32, DEVICE)
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    q = torch.randint(0, 2, (1, 256, head_dim), generator=generator, device=DEVICE) * 2 * largest - largest
-    k = torch.randint(-largest, largest + 1, (1, 896, head_dim), generator=generator, device=DEVICE)
-    for query in range(130):
-        k[0, 37 + 4 * query] = q[0, query]
-        k[0, 37 + 4 * query, : query % 5] -= q[0, query, : query % 5].sign()  # sums of 12544, 12537, …
-    thresholds = (q.float() @ k.float().mT)[:, :, :600].amax(2)
-    assert thresholds[:, :130].min() == largest * (largest * head_dim - 4)
-    thresholds[:, 1::2] += 1
-    thresholds[:, 130:] = torch.inf
-    zeros = torch.zeros(1, 896, device=DEVICE)
-    # Of integers there are no roundings to tell apart, in half precision where it has all of them.
-    row = rounded_row(q, k, thresholds, zeros, integers)
-    ours, expected = flags_twice(Sale(0.5), *row, batch, 64, torch.float32)
-    assert torch.equal(ours, expected)
-    assert 0 in ours
-
-
-@pytest.mark.parametrize(
-    ("bias", "sevens", "fits"), [(0, 0, True), (-2048, 27, True), (-2050, 0, False), (0, 28, False)]
-)
-@pytest.mark.parametrize("integers", INTEGERS, ids=str)
-def test_half_precision_is_used_within_its_range_alone(integers, bias, sevens, fits):
-    """It has no number between 1,000 and 1,000.5: there a score of 1,000.3 reaches a threshold of 1,000.4."""
-    batch = random_batch([(700, 130)], 1, 1, 64, 64, torch.float32, DEVICE)
-    q, k = torch.zeros(1, 256, 64, device=DEVICE), torch.zeros(1, 896, 64, device=DEVICE)
-    q[0, 129, :sevens] = 7  # 27 · 49 · 64 · 49 < 2,048², 28 · 49 · 64 · 49 is more
-    k[0, 400] = -7
-    biases = torch.zeros(1, 896, device=DEVICE)
-    biases[0, 150], biases[0, 330] = 1000.3, bias
-    row = rounded_row(q, k, torch.full((1, 256), 1000.4, device=DEVICE), biases, integers)
-    dtype = compared_as(integers, fits)
-    ours, expected = flags_twice(Sale(0.5), *row, batch, 64, dtype)
-    assert torch.equal(ours, expected)
-    assert int(ours[0, 150 // 64]) == (dtype == torch.float16)
 
 
 @pytest.mark.parametrize("reference", [False, True])
@@ -523,31 +230,6 @@ def test_rows_in_slabs_select_what_they_select_together(monkeypatch):
     for head, i_tile in product(range(4), range(batch.rows.num_tiles)):
         assert torch.equal(apart.blocks_of(head, i_tile), together.blocks_of(head, i_tile))
     assert 0.1 < together.density() < 0.9
-
-
-def test_slabs_hold_every_key_once_and_cut_rows_at_spans_alone():
-    num_keys = [1280, 0, 128, 640, 3072, 256]
-    slabs = sale_rounding.slabs_of(num_keys, 1024, 512)
-    seen = [[] for _ in num_keys]
-    for slab in slabs:
-        assert slab[0].start == 0
-        assert all(one.start + one.num_keys == other.start for one, other in pairwise(slab))
-        assert 0 < slab[-1].start + slab[-1].num_keys <= 1024
-        for piece in slab:
-            assert piece.begin % 512 == 0
-            seen[piece.row] += range(piece.begin, piece.begin + piece.num_keys)
-    assert seen == [list(range(n)) for n in num_keys]
-
-
-def test_memory_does_not_grow_with_the_number_of_cached_tokens():
-    """256 rows of 32 new tokens over a document of 131,072: below half a gigabyte but for the index itself."""
-    rows = Rows(tuple(range(0, 8192, 32)), (32,) * 256, (131_072 - 32,) * 256, torch.zeros(256, 1, dtype=torch.int32))
-    assert sum(module.tested_keys(Sale(), rows)) == 256 * 130_944
-    slabs = module.slabs_of_rows(Sale(), rows)
-    assert len(slabs) == 256
-    room = Workspace(torch.device("meta"))
-    sale_rounding.room_for_keys(32, 8, module.SLAB_TOKENS, 128, torch.int8, room)
-    assert room.peak_bytes < 165e6
 
 
 def test_pages_and_layout_do_not_matter():

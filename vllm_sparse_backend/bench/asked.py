@@ -114,8 +114,9 @@ def _of_copy(method: Method, copy: int) -> Method:
 
 
 def methods_asked(texts: Sequence[str], profiles: Sequence[str], shape: ModelShape) -> list[Asked]:
-    """Those named, those of profiles, or all at their defaults."""
+    """Those named, those of profiles, or all at their defaults and what a server does that is told nothing."""
     asked = [Asked.parse(text) for text in texts]
     for profile in profiles:
         asked += methods_of_profile(profile, shape)
-    return asked or [Asked(name) for name in DEFAULT_METHODS]
+    every = [*(Asked(name) for name in DEFAULT_METHODS), Asked.of(make_method("default", {}))]
+    return asked or list(dict.fromkeys(every))

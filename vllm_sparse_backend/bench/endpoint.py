@@ -31,11 +31,9 @@ class RequestError(RuntimeError):
 class Answer:
     first_token_s: float
     """From sending the request to its first streamed token."""
-    per_token_s: float | None
-    """Mean of the later tokens; None where there are none."""
     tokens: int
-    slowest_s: float | None = None
-    """The longest wait for one of the later tokens."""
+    waits_s: tuple[float, ...] = ()
+    """For each of the later tokens, after the one before."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +88,11 @@ class Endpoint:
             "ignore_eos": True, "logprobs": 1, **self.extra, **more,
         }  # fmt: skip
         wanted = max_tokens if stop_after is None else min(stop_after, max_tokens)
+        request = _post(f"{self.url}/v1/completions", body)  # as text: that of a long prompt takes a while
         began = time.perf_counter()
         stamps: list[float] = []
         try:
-            for choice in (stream := self._stream(body)):
+            for choice in (stream := self._stream(request)):
                 for logprob in (choice.get("logprobs") or {}).get("token_logprobs", []):
                     if logprob is None or not -1e4 < logprob <= 1e-6:
                         raise RequestError(f"log-probability {logprob}: not a number that a healthy model gives")
@@ -105,12 +104,11 @@ class Endpoint:
             raise RequestError(_said(error)) from None
         if len(stamps) != wanted and (stop_after is None or len(stamps) < wanted):
             raise RequestError(f"{len(stamps)} tokens answered, asked for {wanted}")
-        if not (waits := [after - before for before, after in pairwise(stamps)]):
-            return Answer(stamps[0] - began, None, 1)
-        return Answer(stamps[0] - began, sum(waits) / len(waits), len(stamps), max(waits))
+        waits = tuple(after - before for before, after in pairwise(stamps))
+        return Answer(stamps[0] - began, len(stamps), waits)
 
-    def _stream(self, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
-        with _DIRECT.open(_post(f"{self.url}/v1/completions", body), timeout=TIMEOUT_S) as answer:
+    def _stream(self, request: urllib.request.Request) -> Generator[dict[str, Any], None, None]:
+        with _DIRECT.open(request, timeout=TIMEOUT_S) as answer:
             for line in answer:
                 if not line.startswith(b"data: {"):
                     continue

@@ -20,6 +20,8 @@ COLUMNS = {
     "stock_token_ms": "stock: per later token, ms",
     "ours_token_ms": "ours",
     "token_ratio": "stock ÷ ours",
+    "stock_paused_s": "stock: paused a request, s",
+    "ours_paused_s": "ours",
     "failures": "failed",
 }
 
@@ -53,9 +55,21 @@ class Taken:
         return median(answer.first_token_s for answer in self.answers) if self.answers else None
 
     @property
+    def waits_s(self) -> list[float]:
+        """For all later tokens of all answers."""
+        return [wait for answer in self.answers for wait in answer.waits_s]
+
+    @property
     def token_s(self) -> float | None:
-        later = [answer.per_token_s for answer in self.answers if answer.per_token_s is not None]
-        return median(later) if later else None
+        """What a later token takes: the median of all. A mean is made by the few for which a whole server pauses."""
+        return median(self.waits_s) if self.waits_s else None
+
+    @property
+    def paused_s(self) -> float | None:
+        """For how long a request's later tokens paused, in the mean: what waits were longer than ten of the median."""
+        if (usual := self.token_s) is None:
+            return None
+        return sum(wait for wait in self.waits_s if wait > 10 * usual) / len(self.answers)
 
 
 def repeats_of(length: Length, most: int) -> int:
@@ -136,11 +150,12 @@ def case_of(label: str, length: Length, stock: Taken, ours: Taken) -> dict[str, 
         "stock_first_s": stock.first_s, "ours_first_s": ours.first_s,
         "stock_token_ms": None if stock.token_s is None else stock.token_s * 1e3,
         "ours_token_ms": None if ours.token_s is None else ours.token_s * 1e3,
+        "stock_paused_s": stock.paused_s, "ours_paused_s": ours.paused_s,
         "density": ours.pairs.density, "kept_pairs": ours.pairs.kept, "causal_pairs": ours.pairs.causal,
         "failures": len(stock.failures) + len(ours.failures),
         "said": [*(f"stock: {said}" for said in stock.failures), *(f"ours: {said}" for said in ours.failures)][:10],
         "answers": {
-            name: [(answer.first_token_s, answer.per_token_s, answer.slowest_s) for answer in taken.answers]
+            name: [(answer.first_token_s, answer.waits_s) for answer in taken.answers]
             for name, taken in (("stock", stock), ("ours", ours))
         },
     }  # fmt: skip

@@ -18,7 +18,10 @@ Results = Annotated[Path | None, typer.Option(help="List of figures, as in docs/
 Png = Annotated[Path | None, typer.Option(help="Picture to draw; needs matplotlib.")]
 Methods = Annotated[
     list[str] | None,
-    typer.Option("--method", help="NAME or NAME:FIELD=VALUE,FIELD=VALUE; may be repeated. By default all."),
+    typer.Option(
+        "--method",
+        help="NAME or NAME:FIELD=VALUE,FIELD=VALUE; may be repeated. By default all, and a server's default.",
+    ),
 ]
 Profile = Annotated[str | None, typer.Option(help="Profile whose methods are measured: a bundled name, or a file.")]
 

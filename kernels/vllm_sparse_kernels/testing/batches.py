@@ -106,6 +106,14 @@ def random_batch(
     return Batch(q, cache, rows, head_dim**-0.5)
 
 
+def on_device(batch: Batch, device: str) -> Batch:
+    """The same batch there: numbers that are drawn on the host are the same for every device."""
+    rows, cache = batch.rows, batch.cache
+    keys, values = _side_by_side(cache.keys.to(device), cache.values.to(device), cache)
+    moved = Rows(rows.tokens, rows.query_lens, rows.context_lens, rows.block_table.to(device))
+    return replace(batch, q=batch.q.to(device), cache=replace(cache, keys=keys, values=values), rows=moved)
+
+
 def in_fp8(batch: Batch, q_scale: float = 1.0, k_scale: float = 1.0, v_scale: float = 1.0) -> Batch:
     """The batch rounded to fp8, an element of which counts these scales. NaN stay where they are."""
 
