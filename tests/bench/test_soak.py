@@ -16,7 +16,7 @@ from vllm_sparse_backend.bench import soak as module
 from vllm_sparse_backend.bench.counters import Bound, Counts, Sent, Served, wait_until_idle
 from vllm_sparse_backend.bench.endpoint import Answer, Endpoint, Prompts
 from vllm_sparse_backend.bench.report import BenchError, Report
-from vllm_sparse_backend.bench.soak import Asking, Client, add_figures, growth, lines, soak_and_check
+from vllm_sparse_backend.bench.soak import Asking, Client, add_figures, growth, lines, soak, soak_and_check
 
 SETTINGS = {"method": "a_shape", "min_tokens": 256, "min_query_tokens": 64, "dense_layers": [1]}
 
@@ -120,7 +120,23 @@ def test_broken_off_requests_close_their_connection():
 def test_memory_that_grows():
     samples = [(float(i), 500 if i < 25 else 1000 + i) for i in range(101)]
     assert growth(samples, 100.0) == pytest.approx(1081 / 1043.5 - 1, abs=1e-3)
+    # Looks that are missing, whenever that is, leave others to compare.
+    assert growth(samples[:26] + samples[80:], 100.0) == pytest.approx(1095.5 / 1085 - 1, abs=1e-3)
+    assert growth(samples[:80], 100.0) == pytest.approx(1065.5 / 1038 - 1, abs=1e-3)
+    assert growth(samples[:26], 100.0) is None
     assert growth([], 100.0) is None
+
+
+def test_memory_is_looked_at_while_counters_are_awaited(served: Served) -> None:
+    class Slow(CountingServer):
+        def metrics(self) -> str:
+            time.sleep(0.8)
+            return super().metrics()
+
+    asking = Asking(1.0, clients=2, shortest=8, longest=64)
+    outcome = soak(Slow(served), asking, Prompts(range(3000)), lambda: 1000)  # type: ignore[arg-type]
+    assert growth(outcome.resident_bytes, 1.0) == 0
+    assert len(outcome.device_bytes) <= 2 < 8 < len(outcome.resident_bytes)
 
 
 class TestCounters:

@@ -13,7 +13,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -110,11 +112,10 @@ class Outcome:
 
 
 def growth(samples: Samples, seconds: float) -> float | None:
-    """By how much memory grew from the first half to the second, once warm: medians; None of too few samples."""
-    warm = [(at, taken) for at, taken in samples if at >= WARM_SHARE * seconds]
-    middle = (1 + WARM_SHARE) / 2 * seconds
-    early, late = ([taken for at, taken in warm if (at >= middle) == is_late] for is_late in (False, True))
-    return median(late) / median(early) - 1 if early and late else None
+    """By how much memory grew, once warm, from the first half of the looks to the second: medians; None of too few."""
+    warm = [taken for at, taken in samples if at >= WARM_SHARE * seconds]
+    half = len(warm) // 2
+    return median(warm[half:]) / median(warm[:half]) - 1 if half else None
 
 
 @dataclass(frozen=True)
@@ -170,17 +171,31 @@ def soak(
     threads = [threading.Thread(target=run, args=(client,), daemon=True) for client in clients]
     for thread in threads:
         thread.start()
-    scraped = -math.inf
-    while any(thread.is_alive() for thread in threads):
-        now = time.monotonic() - began
-        if resident_bytes is not None:
-            outcome.resident_bytes.append((now, resident_bytes()))
-        if now - scraped >= SCRAPE_S:
-            scraped = now
-            if held := parse(server.metrics()).device_bytes:
-                outcome.device_bytes.append((now, held))
-        time.sleep(SAMPLE_S)
+    over = threading.Event()
+    watches = [(outcome.device_bytes, SCRAPE_S, lambda: parse(server.metrics()).device_bytes)]
+    if resident_bytes is not None:
+        watches.append((outcome.resident_bytes, SAMPLE_S, resident_bytes))
+    # Each has a thread of its own: an answer that is long in coming, as /metrics may be, does not keep the other.
+    with ThreadPoolExecutor(len(watches)) as pool:
+        looks = [pool.submit(_watch, samples, look, every_s, began, over) for samples, every_s, look in watches]
+        try:
+            for thread in threads:
+                thread.join()
+        finally:
+            over.set()
+    for looked in looks:
+        looked.result()
     return outcome
+
+
+def _watch(samples: Samples, look: Callable[[], int], every_s: float, began: float, over: threading.Event) -> None:
+    """Looks until it is over; 0 is nothing to tell of."""
+    while True:
+        now = time.monotonic() - began
+        if held := look():
+            samples.append((now, held))
+        if over.wait(every_s):
+            return
 
 
 def _send(server: Endpoint, request: Request) -> tuple[str | None, int]:
@@ -292,8 +307,12 @@ def lines(asking: Asking, done: Checked) -> list[str]:
         f"{done.after.preemptions - done.before.preemptions} preemptions"
     ]
     for what, samples in (("server's", outcome.resident_bytes), ("devices'", outcome.device_bytes)):
-        if (grown := growth(samples, asking.seconds)) is not None:
-            said.append(f"the {what} memory grew by {grown:.2%}, to {samples[-1][1] / 1e9:.2f} GB")
+        if samples:
+            apart = max((after - before for (before, _), (after, _) in pairwise(samples)), default=0.0)
+            looks = f"{len(samples)} looks at most {apart:.0f} s apart"
+            grown = growth(samples, asking.seconds)
+            by = "is not known to have grown" if grown is None else f"grew by {grown:.2%}"
+            said.append(f"the {what} memory {by}, to {samples[-1][1] / 1e9:.2f} GB; {looks}")
     if not outcome.device_bytes:
         said.append("no memory of devices: the server's workers have none to tell of")
     report = done.after.report
