@@ -113,6 +113,32 @@ def test_several_methods_take_the_largest_of_theirs(tmp_path: Path) -> None:
     assert with_heads("sale").min_tokens is None
 
 
+def test_all_ranks_go_sparse_from_the_same_lengths_on(tmp_path: Path) -> None:
+    """Else a block that all levels share would be sparse in the heads of one rank and exact in those of another."""
+    measured = table(entry(9000, 700), entry(4000, 900, method="sparge_attn"))
+    fields: dict[str, Any] = {"format": 1, "model": "any", "default": {"method": "sparge_attn"}}
+    layers = {(1,): LayerProfile.model_validate({"heads": {"3": {"method": "a_shape"}}})}
+    path = tmp_path / "profile.yaml"
+    path.write_text(Profile.model_validate(fields | {"layers": layers}).to_yaml())
+    config = SparsePrefillConfig(profile=str(path))
+    ranks = [Plan.build(config, SHAPE, rank, 4) for rank in range(4)]
+    assert {plan.thresholds(measured, CARD, ["flash"]) for plan in ranks} == {Thresholds(9000, 900)}
+    assert {plan.exact_tokens(measured, CARD) for plan in ranks} == {
+        Plan.build(config, SHAPE).exact_tokens(measured, CARD)
+    }
+
+
+def test_a_dense_head_beside_others_needs_no_measurement(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"format": 1, "model": "any", "default": {"method": "a_shape"}}
+    layers = {(1,): LayerProfile.model_validate({"heads": {"3": {"method": "dense"}}})}
+    path = tmp_path / "profile.yaml"
+    path.write_text(Profile.model_validate(fields | {"layers": layers}).to_yaml())
+    plan = Plan.build(SparsePrefillConfig(profile=str(path)), SHAPE)
+    assert plan.thresholds(table(entry(9000, 700)), CARD, ["flash"]) == Thresholds(9000, 700)
+    alone = Plan.build(SparsePrefillConfig(method="dense"), SHAPE).thresholds(table(), CARD, ["flash"])
+    assert (alone.min_tokens, len(alone.notes)) == (UNMEASURED_MIN_TOKENS, 1)
+
+
 def test_layers_with_different_engines_take_the_strictest() -> None:
     measured = table(entry(9000, 700), entry(20000, 100, engine="portable"))
     assert resolved(measured, ("flash", "portable")) == Thresholds(20000, 100)

@@ -10,6 +10,8 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
 if torch.cuda.is_available():
     pytest.skip("engines are chosen in Triton's interpreter here", allow_module_level=True)
 
@@ -157,7 +159,7 @@ def test_warm_up_gives_layers_their_engines(asked: str, monkeypatch: pytest.Monk
     methods = [AShape(64, 64), VerticalSlash(40, 100), AShape(64, 64)]
     impls: list[Any] = [fake_impl(number, method) for number, method in enumerate(methods)]
     impls.append(SimpleNamespace(groups=None, engine=PORTABLE))
-    spec = SimpleNamespace(block_size=32, head_size=64, num_kv_heads=1, dtype=torch.float32)
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
     warmup.warm_up(impls, spec, CPU, asked)
     names = [impl.engine.name for impl in impls]
     assert names == (["flash", "portable", "flash", "portable"] if asked == "auto" else ["portable"] * 4)

@@ -143,8 +143,7 @@ def test_warm_up_meets_every_kernel(
     impls = make_impls(method, params, CPU, engine=engine)
     for impl in impls:
         impl.out_dtype = torch.bfloat16
-    spec = make_spec(128)
-    spec.dtype = torch.uint8
+    spec = make_spec(128, torch.uint8)
     with recorded_keys(monkeypatch) as warm:
         warm_up(impls, spec, CPU, engine)
     with recorded_keys(monkeypatch) as steps:
@@ -160,8 +159,7 @@ def test_warm_up_meets_every_kernel(
 def test_nothing_compiles_after_warm_up_on_a_gpu(method: str, engine: str) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
 
-    device, spec = torch.device("cuda", 0), make_spec(128)
-    spec.dtype = torch.uint8
+    device, spec = torch.device("cuda", 0), make_spec(128, torch.uint8)
     impls = make_impls(method, {"cluster": 0} if method == "share_prefill" else {}, device, engine=engine)
     for impl in impls:
         impl.out_dtype = torch.bfloat16

@@ -143,7 +143,7 @@ class TestMetrics:
         with TestClient(app) as http:
             assert http.get("/health").status_code == 404
             for path in ("/metrics", "/metrics/"):
-                response = http.get(path, headers={"accept-encoding": "gzip"})
+                response = http.get(path, headers={"accept-encoding": "gzip", "accept": "application/openmetrics-text"})
                 assert response.status_code == 200
                 assert ("python_info{" in response.text) == (processes == 1)
                 lines = [line for line in response.text.splitlines() if line.startswith("sparse_prefill")]

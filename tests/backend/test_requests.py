@@ -274,6 +274,16 @@ class TestStores:
         assert "by their tokens alone" in lines[0]
         assert "Give it a store of its own" in lines[0]
 
+    @pytest.mark.parametrize(("backend", "by_token"), [("native", []), ("lmcache", ["LMCacheMPConnector"])])
+    def test_offloading_is_known_before_vllm_names_its_connector(
+        self, levels: Any, monkeypatch: pytest.MonkeyPatch, backend: str, by_token: list[str]
+    ) -> None:
+        monkeypatch.setattr(levels.cache_config, "kv_offloading_size", 4.0)
+        monkeypatch.setattr(levels.cache_config, "kv_offloading_backend", backend)
+        assert levels.kv_transfer_config is None
+        assert requests.stores_by_token(levels) == by_token
+        assert (DEFAULT in choices(levels).salts) == (not by_token)
+
     @pytest.mark.parametrize(
         ("name", "extra"),
         [("NixlConnector", {}), ("MultiConnector", {"connectors": [{"kv_connector": "NixlPullConnector"}]})],
@@ -349,6 +359,10 @@ class TestRunners:
         assert runner.execute_model(scheduled({"a": FAST}, finished="a"), "a", 1) == ["fast"]
         assert runner.execute_model(scheduled({"a": FAST}), "a", 1) == ["fast"]
         assert runner.execute_model(scheduled({"a": None}), "a", 1) is None
+
+    def test_a_salt_alone_is_no_level(self, runner: Any) -> None:
+        """As all requests have one next to a store by hashes: rows of steps in microbatches have no names there."""
+        assert runner.execute_model(scheduled({"a": Mark(DEFAULT, "salt", 100), "b": None}), "ab", 1) is None
 
     def test_between_steps_nothing_is_known(self, runner: Any) -> None:
         runner.execute_model(scheduled({"a": EXACT}), "a", 1)

@@ -144,6 +144,7 @@ def test_no_layer_can(config: Any, reason: Fallback) -> None:
     assert f"({reason.value}: {reason.explain})" in str(error.value)
 
 
+STORE = SimpleNamespace(kv_connector="OffloadingConnector", kv_connector_extra_config={})
 ADAPTIVE = SimpleNamespace(enable_adaptive_verification=True)
 
 
@@ -154,8 +155,12 @@ ADAPTIVE = SimpleNamespace(enable_adaptive_verification=True)
         ({"speculative_config": ADAPTIVE}, '"enable_adaptive_verification": false into --speculative-config'),
         ({"model_config.rswa_window": 128}, "reference sliding window"),
         ({"model_config.is_mm_prefix_lm": True}, "from version 4 on, and vLLM takes version 3 here"),
+        (
+            {"model_config.runner_type": "pooling", "kv_transfer_config": STORE},
+            "by which OffloadingConnector would tell what they write",
+        ),
     ],
-    ids=["batch invariance", "adaptive verification", "R-SWA", "prefix-LM on FlashAttention-3"],
+    ids=["batch invariance", "adaptive verification", "R-SWA", "prefix-LM on FlashAttention-3", "pooling and a store"],
 )
 def test_options_that_are_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], says: str) -> None:
     monkeypatch.setattr(compat, "batch_invariant", lambda: not changes)
@@ -183,6 +188,14 @@ def test_batch_invariance_is_asked_of_vllms_own_variable(monkeypatch: pytest.Mon
     assert not compat.batch_invariant()
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert compat.batch_invariant()
+
+
+def test_a_front_process_that_passes_our_hooks_by_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(ConfigurationError, match=r"VLLM_USE_RUST_FRONTEND is set, .* unset it, or serve without"):
+        startup.check(served(llama()))
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "0")
+    startup.check(served(llama()))
 
 
 def test_the_backend_answers_no_where_vllm_asks_itself() -> None:

@@ -4,6 +4,7 @@
 import ast
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from triton.runtime.jit import JITFunction
 pytest.importorskip("vllm", reason="needs vLLM")
 
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.backend.specialised import HOPPER, Key, recorded_keys
 from vllm_sparse_backend.serving import compat, compilations, engines, warmup
@@ -86,9 +88,10 @@ def make_impls(
     return impls
 
 
-def make_spec(page_size: int) -> Any:
-    sizes = {"num_kv_heads": SHAPE.num_kv_heads, "head_size": SHAPE.head_dim}
-    return SimpleNamespace(block_size=page_size, dtype=DTYPE, **sizes)
+def make_spec(page_size: int, dtype: torch.dtype = DTYPE) -> FullAttentionSpec:
+    return FullAttentionSpec(
+        block_size=page_size, num_kv_heads=SHAPE.num_kv_heads, head_size=SHAPE.head_dim, dtype=dtype
+    )
 
 
 def run_steps(
@@ -299,3 +302,29 @@ class TestListener:
 
 def store_kernel(out, n):
     tl.store(out, n)
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 1, 2, 3), (1, 0, 2, 3)])
+def test_the_trials_cache_lies_as_the_servers_will(order: tuple[int, ...]) -> None:
+    spec = make_spec(16)
+    heads, head_dim = SHAPE.num_kv_heads, SHAPE.head_dim
+    cache = compat.random_cache(spec, 3, torch.device("cpu"), order)
+    assert cache.keys.shape == cache.values.shape == (3, 16, heads, head_dim)
+    whole = torch.empty([(3, heads, 16, 2 * head_dim)[i] for i in order]).permute([order.index(i) for i in range(4)])
+    page, head, token, _ = whole.stride()
+    assert cache.strides == (page, token, head)
+    assert not bool(cache.keys.isnan().any())
+
+
+def test_pages_that_are_padded_to_those_of_other_layers_are_in_the_trial() -> None:
+    spec = replace(make_spec(16), page_size_padded=3 * make_spec(16).page_size_bytes)
+    plain, padded = (compat.random_cache(one, 3, torch.device("cpu")) for one in (make_spec(16), spec))
+    assert padded.strides == (3 * plain.strides[0], *plain.strides[1:])
+
+
+def test_the_order_is_vllms() -> None:
+    config = VllmConfig()
+    assert compat.page_order(config) == compat.TOKENS_FIRST
+    if hasattr(config.cache_config, "kv_cache_layout"):
+        config.cache_config.kv_cache_layout = "LBHNC"
+        assert compat.page_order(config) == (0, 1, 2, 3)

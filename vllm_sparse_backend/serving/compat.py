@@ -5,7 +5,8 @@
 own CPU attention. Our classes derive from them, so keywords that later versions add pass through by inheritance.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -55,6 +56,9 @@ else:
 BULK_PAGE_TOKENS = 128
 """The widest block of keys that is copied in one piece, if it lies within a page."""
 
+TOKENS_FIRST = (0, 2, 1, 3)
+"""The usual order in memory: pages, their tokens, the heads of these."""
+
 FP8_STORAGE = torch.uint8
 """What vLLM calls the dtype of a cache in fp8."""
 
@@ -81,10 +85,12 @@ __all__ = [
     "keep_schedule",
     "model_shape",
     "outside_memory_pool",
+    "page_order",
     "paged_cache",
     "prefers_bulk_pages",
     "random_cache",
     "reads_fp8",
+    "rust_frontend",
     "take_prefix_ranges",
     "tensor_parallel",
     "uniform_decode_graphs",
@@ -202,6 +208,13 @@ def batch_invariant() -> bool:
     return bool(envs.VLLM_BATCH_INVARIANT)
 
 
+def rust_frontend() -> bool:
+    """Whether requests come in by the front process in Rust (VLLM_USE_RUST_FRONTEND, from 0.30 on)."""
+    from vllm import envs
+
+    return bool(getattr(envs, "VLLM_USE_RUST_FRONTEND", False))
+
+
 def outside_memory_pool(vllm_config: VllmConfig, device: torch.device, make: Callable[[], T]) -> T:
     """What ``make`` returns, with its tensors where sleep mode leaves them alone.
 
@@ -223,15 +236,27 @@ def outside_memory_pool(vllm_config: VllmConfig, device: torch.device, make: Cal
         return thread.submit(on_its_own_thread).result()
 
 
-def random_cache(spec: AttentionSpec, num_pages: int, device: torch.device) -> PagedCache:
-    """Normal keys and values, laid out as vLLM lays out the cache of a layer."""
-    shape = (num_pages, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
+def page_order(vllm_config: VllmConfig) -> tuple[int, ...]:
+    """In which order (pages, heads, tokens, elements) lie in memory. From 0.30 on the engine's core settles it."""
+    if getattr(vllm_config.cache_config, "kv_cache_layout", None) is not None:
+        return tuple(vllm_config.cache_config.get_resolved_kv_cache_layout().layer_view_order)
     try:
-        order = DelegateBackend.get_kv_cache_stride_order()
-    except (AttributeError, NotImplementedError):  # tokens before heads, as by default
-        order = (0, 2, 1, 3)
+        return tuple(DelegateBackend.get_kv_cache_stride_order())
+    except (AttributeError, NotImplementedError):
+        return TOKENS_FIRST
+
+
+def random_cache(
+    spec: AttentionSpec, num_pages: int, device: torch.device, order: Sequence[int] = TOKENS_FIRST
+) -> PagedCache:
+    """Normal keys and values, laid out as vLLM lays out the cache of a layer: see ``page_order``."""
+    shape = (num_pages, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
     dtype = FP8 if spec.dtype == FP8_STORAGE else spec.dtype
-    physical = torch.randn([shape[i] for i in order], device=device).to(dtype)
+    sizes = [shape[i] for i in order]
+    # Pages that are whole in memory may be padded to the size of other layers' pages.
+    elements = spec.page_size_bytes // dtype.itemsize if order[0] == 0 else math.prod(sizes[1:])
+    numbers = torch.randn(sizes[0], elements, device=device).to(dtype)
+    physical = numbers[:, : math.prod(sizes[1:])].unflatten(1, sizes[1:])
     keys, values = physical.permute([order.index(i) for i in range(4)]).transpose(1, 2).split(spec.head_size, dim=-1)
     return PagedCache(keys, values)
 

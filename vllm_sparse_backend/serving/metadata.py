@@ -164,7 +164,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         if slow is not None and slow not in self._warned:  # once for a worker, whose groups have builders of their own
             self._warned.add(slow)
             logger.warning("sparse-prefill: %s", slow)
-        warm_up(impls, self.kv_cache_spec, self.device, engine)
+        warm_up(impls, self.kv_cache_spec, self.device, engine, compat.page_order(self.vllm_config))
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

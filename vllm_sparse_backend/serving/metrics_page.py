@@ -167,8 +167,8 @@ class MetricsMiddleware:
         if not (self.page.is_open and _asks_for_metrics(scope)):
             await self.app(scope, receive, send)
             return
-        # What comes compressed could not be added to.
-        plain = [(name, value) for name, value in scope["headers"] if name != b"accept-encoding"]
+        # What comes compressed, or in another format, could not be added to.
+        plain = [(name, value) for name, value in scope["headers"] if name not in (b"accept", b"accept-encoding")]
         start: dict[str, Any] = {}
         body = bytearray()
 

@@ -10,12 +10,20 @@ from vllm.config import VllmConfig
 
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.compat import BULK_PAGE_TOKENS
+from vllm_sparse_backend.serving.requests import BY_BLOCK_HASH, kv_connectors
 from vllm_sparse_backend.settings.errors import ConfigurationError
 
 
 def refuse(vllm_config: VllmConfig) -> None:
     """Raise ConfigurationError where answers would be wrong, or not what an option promises."""
-    for refusal in (_batch_invariant, _adaptive_verification, _reference_window, _prefix_lm):
+    for refusal in (
+        _batch_invariant,
+        _adaptive_verification,
+        _reference_window,
+        _prefix_lm,
+        _rust_frontend,
+        _pooled_store,
+    ):
         if (why := refusal(vllm_config)) is not None:
             raise ConfigurationError(f"--attention-backend sparse-prefill: {why}")
 
@@ -57,6 +65,25 @@ def _prefix_lm(vllm_config: VllmConfig) -> str | None:
     return (
         "parts of this model's prompts (its images) attend in both directions, which FlashAttention does from version "
         f"4 on, and vLLM takes version {found} here; serve it without this backend, on vLLM's own choice of one"
+    )
+
+
+def _rust_frontend(_: VllmConfig) -> str | None:
+    if not compat.rust_frontend():
+        return None
+    return (
+        "VLLM_USE_RUST_FRONTEND is set, and this backend finds what a request asks for, and shows its counters, in the "
+        "front process in Python; unset it, or serve without this backend"
+    )
+
+
+def _pooled_store(vllm_config: VllmConfig) -> str | None:
+    stores = kv_connectors(vllm_config) & BY_BLOCK_HASH
+    if not stores or _of(vllm_config, "model_config", "runner_type") != "pooling":
+        return None
+    return (
+        f"requests for pooling have no hashes of their own, by which {', '.join(sorted(stores))} would tell what they "
+        "write from exact keys and values; serve it without that store, or without this backend"
     )
 
 

@@ -70,7 +70,10 @@ def refuse_beams(vllm_xargs: Mapping[str, Any] | None) -> None:
 
 
 def kv_connectors(vllm_config: VllmConfig) -> set[str]:
-    """Names of the KV connectors that the server was given."""
+    """Names of the KV connectors that the server was given, or will be for its offloading, which vLLM adds late."""
+    if getattr(vllm_config.cache_config, "kv_offloading_size", None) is not None:
+        native = vllm_config.cache_config.kv_offloading_backend == "native"
+        return {"OffloadingConnector" if native else "LMCacheMPConnector"}
     transfer = vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_connector is None:
         return set()

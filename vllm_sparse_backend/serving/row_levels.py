@@ -52,7 +52,7 @@ def at_step(runner: Any, scheduler_output: Any) -> Iterator[None]:
         levels.pop(req_id, None)
     for new in scheduler_output.scheduled_new_reqs:
         mark = Mark.of(getattr(new.sampling_params, "extra_args", None))
-        if mark is None:
+        if mark is None or mark.level == DEFAULT:  # the latter has a salt alone
             levels.pop(new.req_id, None)
         else:
             levels[new.req_id] = mark.level

@@ -40,15 +40,22 @@ not, lengths that 16 divides and others, and 1.
 """
 
 
-def warm_up(impls: Sequence[SparsePrefillImpl], spec: AttentionSpec, device: torch.device, engine: str = AUTO) -> None:
-    """Run select and attend of each distinct plan over a small cache laid out as vLLM's.
+def warm_up(
+    impls: Sequence[SparsePrefillImpl],
+    spec: AttentionSpec,
+    device: torch.device,
+    engine: str = AUTO,
+    order: Sequence[int] = compat.TOKENS_FIRST,
+) -> None:
+    """Run select and attend of each distinct plan over a small cache laid out as vLLM's (``order``: its
+    ``compat.page_order``).
 
     ``engine``: the one that the configuration asks for. Raises ConfigurationError where it cannot be had.
     """
     start = time.monotonic()
     longest = max(context_len + query_len for batch in BATCHES for context_len, query_len in batch)
     num_pages = ceil_div(longest, spec.block_size)
-    cache = compat.random_cache(spec, num_pages, device)
+    cache = compat.random_cache(spec, num_pages, device, order)
     table = torch.arange(num_pages, dtype=torch.int32, device=device).repeat(max(map(len, BATCHES)), 1)
     picker = EnginePicker(engine)
     done: dict[LayerPlan, Engine] = {}

@@ -29,7 +29,7 @@ from pydantic import (
 from vllm_sparse_backend.settings.errors import ConfigurationError, report, unexpected
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.strict_yaml import read_text
-from vllm_sparse_kernels.select import name_of
+from vllm_sparse_kernels.select import Dense, name_of
 from vllm_sparse_kernels.select.base import Method
 
 AUTO: Literal["auto"] = "auto"
@@ -160,9 +160,12 @@ def resolve(
 ) -> Thresholds:
     """Numbers in place of ``auto``: the largest that the table has for any of ``methods`` on this device.
 
-    ``shape``: (num_heads, num_kv_heads, head_dim) of a layer.
+    ``shape``: (num_heads, num_kv_heads, head_dim) of a layer. Heads that keep everything need no measurement beside
+    others that do not: no length makes them pay.
     """
     found = {method: table.find(device, engine, method, shape) for method in methods}
+    if not all(isinstance(method, Dense) for method in found):
+        found = {method: entries for method, entries in found.items() if entries or not isinstance(method, Dense)}
     entries = [entry for of_method in found.values() for entry in of_method]
     unmeasured = sorted({name_of(method) for method, of_method in found.items() if not of_method})
     never = sorted({entry.method for entry in entries if not entry.pays})

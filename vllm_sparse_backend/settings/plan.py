@@ -9,7 +9,6 @@ query heads, which the plan is about, are split alike in both cases.
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import chain
 
 from vllm_sparse_backend.settings import auto
@@ -80,6 +79,9 @@ class Plan:
     """Its name, where the profile has one for it."""
     level_names: tuple[str, ...] = (EXACT,)
     """Those that requests may ask for, of the server's own plan."""
+    methods: frozenset[Method] = frozenset()
+    """Of all heads of the model, those of other ranks too. What goes by them, such as the positions that every row
+    computes densely, must be the same on all ranks: else a block that all levels share is sparse in some heads."""
 
     @staticmethod
     def build(
@@ -112,11 +114,6 @@ class Plan:
     @property
     def dense_layers(self) -> tuple[int, ...]:
         return tuple(i for i, groups in enumerate(self.layers) if groups is None)
-
-    @cached_property
-    def methods(self) -> frozenset[Method]:
-        """The methods of all heads, each as the configuration states it."""
-        return frozenset(method for groups in set(self.layers) if groups for method in methods_by_head(groups))
 
     def thresholds(self, table: Crossover, device: str, engines: Collection[str]) -> Thresholds:
         """From which lengths on rows go sparse, on this device and with these engines, each of which some layer has."""
@@ -202,7 +199,13 @@ def _build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int, tp_size
         return ours if theirs is None or field in config.model_fields_set else theirs
 
     numbers = first_given("min_tokens"), first_given("min_query_tokens")
-    return Plan(layers, *numbers, source, shape, profile.level, profile.level_names)
+    whole = Plan.build(config, shape, level=level).methods if tp_size > 1 else _methods(layers)
+    return Plan(layers, *numbers, source, shape, profile.level, profile.level_names, whole)
+
+
+def _methods(layers: Iterable[LayerPlan | None]) -> frozenset[Method]:
+    """The methods of all heads, each as the configuration states it."""
+    return frozenset(method for groups in set(layers) if groups for method in methods_by_head(groups))
 
 
 def _profile_of(config: SparsePrefillConfig, shape: ModelShape) -> tuple[Profile, str]:
