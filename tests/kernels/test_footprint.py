@@ -54,7 +54,7 @@ def peaks(name: str, values: dict[str, Any], batch: Batch, block_tokens: int) ->
     merged, rows = method.merged(methods), batch.rows
     layout, workspace = method.stripe_layout(rows), Workspace(rows.device)
     index = SparseIndex.allocate(rows, num_heads, block_tokens, dict.fromkeys(range(num_heads), layout), workspace)
-    shape = LayerShape(num_heads, num_kv_heads, DIM, block_tokens, batch.q.element_size())
+    shape = LayerShape(num_heads, num_kv_heads, batch.cache.head_dim, block_tokens, batch.q.element_size())
     found = [(workspace.peak_bytes, SparseIndex.bytes_for(rows, num_heads, block_tokens, num_heads * layout.capacity))]
 
     def taken() -> int:
@@ -88,13 +88,14 @@ def uncomputed(*, q: torch.Tensor, out: torch.Tensor, **arguments: Any) -> tuple
 FLASH = flash_engine(FlashAttention.of_version(3, uncomputed))
 
 
-def without_data(lengths: list[tuple[int, int]]) -> Batch:
-    """Rows over a cache of one page, as nothing is read."""
-    batch = random_batch([(0, 1)], HEADS, KV_HEADS, DIM, 64, torch.float16)
+def without_data(lengths: list[tuple[int, int]], shape: tuple[int, int, int] = (HEADS, KV_HEADS, DIM)) -> Batch:
+    """Rows over a cache of one page, as nothing is read; ``shape``: heads, kv heads, head_dim."""
+    batch = random_batch([(0, 1)], *shape, 64, torch.float16)
     contexts, queries = zip(*lengths, strict=True)
     tokens = tuple(sum(queries[:i]) for i in range(len(queries)))
     rows = Rows(tokens, queries, contexts, torch.zeros(len(lengths), 16, dtype=torch.int32))
-    return Batch(torch.zeros(sum(queries), HEADS, DIM, dtype=torch.float16), batch.cache, rows, batch.scale)
+    q = torch.zeros(sum(queries), shape[0], shape[2], dtype=torch.float16)
+    return Batch(q, batch.cache, rows, batch.scale)
 
 
 @pytest.mark.usefixtures("no_kernels")
@@ -107,6 +108,29 @@ def test_nothing_takes_more_than_it_announces(name: str, values: dict[str, Any],
             assert taken <= announced
 
     check()
+
+
+@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.parametrize(
+    ("name", "values", "shape", "lengths"),
+    [
+        # Rows that share a slab because the longest one, with which fewer would fit, comes after them.
+        ("flex_vertical_slash", {"last_queries": 256}, (8, 1, 128), [(320_000, 64), (320_000, 64), (439_000, 128)]),
+        ("share_prefill", {"cluster": 0, "last_queries": 256}, (8, 1, 96), [(320_000, 64)] * 2 + [(439_000, 128)]),
+        # More columns than are usual.
+        ("vertical_slash", {"vertical_tokens": 900_000}, (64, 8, 64), [(978_846, 128)]),
+        ("flex_vertical_slash", {"max_stripes": 1 << 20, "last_queries": 256}, (64, 8, 64), [(978_846, 128)]),
+        # Tiles of shorter rows, whose products are as wide as the longest row's.
+        ("block_sparse", {}, (8, 1, 256), [(259_579, 7715), (846_330, 7073), (635_180, 2732)]),
+    ],
+    ids=str,
+)
+def test_nor_where_rows_differ_much(
+    name: str, values: dict[str, Any], shape: tuple[int, int, int], lengths: list[tuple[int, int]]
+) -> None:
+    width = METHODS[name].parameters.block_tokens
+    for taken, announced in peaks(name, values, without_data(lengths, shape), width):
+        assert taken <= announced
 
 
 @pytest.mark.parametrize(("name", "values", "block_tokens"), CASES, ids=str)

@@ -25,7 +25,8 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.reference import minference as reference
 from vllm_sparse_kernels.reference.flex_vertical_slash import block_diagonals, softmax_of
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.select import lines, name_of
+from vllm_sparse_kernels.select import last_queries, lines, name_of
+from vllm_sparse_kernels.select.flex_vertical_slash import FlexVerticalSlash
 from vllm_sparse_kernels.select.last_queries import last_query_sums
 from vllm_sparse_kernels.select.vertical_slash import VerticalSlash, VerticalSlashLayer
 from vllm_sparse_kernels.testing.batches import Batch, random_batch
@@ -157,6 +158,17 @@ def test_what_is_merged():
         VerticalSlash.merged([VerticalSlash(), VerticalSlash(last_queries=17)])
 
 
+@pytest.mark.parametrize("method", [VerticalSlash(30, 10, 64, 0, 0), FlexVerticalSlash(0.5)], ids=name_of)
+def test_a_longer_row_that_is_split_less_takes_nothing_from_a_shorter_one(monkeypatch, method):
+    """33 tiles of keys make 7 splits of 5 where 32 make 8 of 4: the shorter row has the most."""
+    monkeypatch.setattr(last_queries, "PROGRAMS", 16)
+    batch = random_batch([(1984, 64), (2048, 64)], 2, 2, 64, 64, F32, DEVICE)
+    rows = batch.rows
+    first = Rows(rows.tokens[:1], rows.query_lens[:1], rows.context_lens[:1], rows.block_table[:1])
+    alone, beside = select(method, dataclasses.replace(batch, rows=first), 64), select(method, batch, 64)
+    assert [lists(beside, head, 0) for head in range(2)] == [lists(alone, head, 0) for head in range(2)]
+
+
 def test_rows_in_slabs_are_the_same(monkeypatch):
     """As many rows at a time as the workspace allows, down to one; and what a slab took is free again after it."""
     batch = random_batch([(0, 65), (201, 130), (9, 1)], 2, 1, 64, 16, F32, DEVICE, gap_tokens=3)
@@ -165,7 +177,7 @@ def test_rows_in_slabs_are_the_same(monkeypatch):
     for num_bytes, slabs in ((0, [(0, 1), (1, 2), (2, 3)]), (2 * 4096 * 2 * lines.KEY_BYTES, [(0, 2), (2, 3)])):
         monkeypatch.setattr(lines, "SLAB_BYTES", num_bytes)
         index = select(method, batch, 64)
-        assert list(lines.slabs_of_rows(index, 2)) == slabs
+        assert list(lines.slabs_of_rows(index.rows, 2)) == slabs
         assert all_lists(index) == all_lists(together)
         assert index.workspace.peak_bytes < together.workspace.peak_bytes
         most = max(end - first for first, end in slabs) * 4096 * 2 * lines.KEY_BYTES

@@ -50,6 +50,7 @@ from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE_TOKENS, Rows, ceil_div
 from vllm_sparse_kernels.select.base import Method, PerHead, on_device, require
+from vllm_sparse_kernels.select.footprint import most_bytes
 from vllm_sparse_kernels.select.last_queries import MOST_QUERIES, Sums, last_query_sums
 from vllm_sparse_kernels.select.last_query_kernels import sums_of
 from vllm_sparse_kernels.select.lines import MOST_LINES, Lines, slabs_of_rows, write_lines
@@ -142,7 +143,8 @@ class FlexVerticalSlash(Method):
         return StripeLayout(tuple(offsets), total)
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        lines = super().workspace_bytes(rows, shape, num_selected, stripe_capacity)
+        num_columns = max(self.stripes_of_row(rows, row) for row in range(rows.num_rows))
+        lines = most_bytes(rows, shape, num_selected, stripe_capacity, num_columns)
         return lines + (query_aware_bytes(rows, num_selected) if self.max_distance > 0 else 0)
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
@@ -168,7 +170,7 @@ class FlexVerticalSlash(Method):
         With ``means``, what ``write_query_aware`` returned, less those that are query-aware.
         """
         spread = self.estimating == "spread"
-        for rows in slabs_of_rows(index, len(heads)):
+        for rows in slabs_of_rows(index.rows, len(heads)):
             with index.workspace.frame():
                 sums = last_query_sums(q, cache, index, rows, heads, scale, self.last_queries, BAND, patterns, spread)
                 if means is not None:

@@ -5,10 +5,13 @@ There are three ways of selecting, and each takes what belongs to keys, or to pa
 keys at a time, so that long steps need little more than short ones. Everything here is in bytes.
 """
 
+from collections.abc import Sequence
+
 from triton import next_power_of_2
 
 from vllm_sparse_kernels.index import LayerShape
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
+from vllm_sparse_kernels.select.lines import slabs_of_rows
 from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 SLAB_BYTES = 128 << 20
@@ -17,10 +20,12 @@ SLAB_BYTES = 128 << 20
 SLAB_KEYS = 1 << 17
 
 
-def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-    """Enough for any of the methods below that selects ``num_selected`` heads; ``stripe_capacity``: of one of them."""
+def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int, num_columns: int = 0) -> int:
+    """Enough for any of the methods below that selects ``num_selected`` heads; ``stripe_capacity``: of one of them;
+    ``num_columns``: that vertical-slash keeps of a row at most.
+    """
     ways = (
-        line_bytes(rows, num_selected),
+        line_bytes(rows, num_selected, num_columns),
         rounded_bytes(rows, shape, num_selected),
         pooled_bytes(rows, shape, num_selected),
         voted_bytes(rows, shape, stripe_capacity),
@@ -28,12 +33,16 @@ def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity
     return max(ways) + SPARE_BYTES
 
 
-def line_bytes(rows: Rows, num_selected: int) -> int:
-    """Vertical-slash: sums by key and by distance, counts of what is kept, and for each row histograms of the sums."""
-    longest = max(rows.seq_lens) + 64
-    rows_at_once = min(rows.num_rows, max(1, SLAB_BYTES // (20 * num_selected * longest)))
-    row_head = (64 << 10) + (14 << 10) * min(16, ceil_div(longest, 4096)) + 4 * min(longest, 8192)
-    return rows_at_once * (num_selected * (21 * longest + row_head) + (512 << 10))
+def line_bytes(rows: Rows, num_selected: int, num_columns: int) -> int:
+    """Vertical-slash: sums by key and by distance, counts of what is kept, and for each row histograms of the sums and
+    the columns that are kept."""
+
+    def of_slab(seq_lens: Sequence[int]) -> int:
+        num_rows, longest = len(seq_lens), max(seq_lens)
+        row_head = (64 << 10) + (14 << 10) * min(16, ceil_div(longest, 4096)) + 4 * min(longest, num_columns)
+        return num_selected * (21 * (sum(seq_lens) + 64 * num_rows) + num_rows * row_head) + num_rows * (512 << 10)
+
+    return max(of_slab(rows.seq_lens[first:end]) for first, end in slabs_of_rows(rows, num_selected))
 
 
 def rounded_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
@@ -50,11 +59,11 @@ def rounded_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
 
 def pooled_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
     """SpargeAttn and block-sparse: mean queries of half tiles, a slab's mean keys of 64 and products, flags."""
-    pairs = rows.block_capacities(64)
-    products = min(8 * num_selected * sum(pairs), max(SLAB_BYTES, 8 * num_selected * (max(pairs) + 64)))
+    of_tile = 8 * num_selected * 64 * ceil_div(max(rows.seq_lens), 64 * 64)  # as wide as the longest row's
+    products = min(rows.num_tiles * of_tile, max(SLAB_BYTES, of_tile))
     of_rows = [mean_key_bytes(n, shape) for n in rows.seq_lens]
     means = min(sum(of_rows), max(SLAB_BYTES, *of_rows)) + 8 * num_selected * rows.num_tiles * (shape.head_dim + 1)
-    return products + means + 2 * num_selected * sum(pairs)
+    return products + means + 2 * num_selected * sum(rows.block_capacities(64))
 
 
 def averaged_bytes(rows: Rows, shape: LayerShape, num_selected: int, num_splits: int) -> int:

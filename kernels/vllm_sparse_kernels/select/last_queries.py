@@ -93,8 +93,9 @@ def last_query_sums(
     stacks = cache.num_kv_heads * ceil_div(group, members)
     # Fewer programs where one would be shorter than what it begins with.
     most_splits, least_tiles = max(PROGRAMS // 8, min(256, PROGRAMS // stacks)), max(4, min(16, 2 * stacks))
-    most_tiles = ceil_div(max(step.seq_lens[first_row:end_row]), LAST.value)
-    num_splits = ceil_div(most_tiles, max(least_tiles, ceil_div(most_tiles, most_splits)))
+    num_tiles = [ceil_div(seq_len, LAST.value) for seq_len in step.seq_lens[first_row:end_row]]
+    # The longest row's splits may be longer, and so fewer than a shorter one's.
+    num_splits = max(ceil_div(n, max(least_tiles, ceil_div(n, most_splits))) for n in num_tiles)
 
     values = room(num_entries * (capacity + capacity // band))
     partial = room(num_rows, num_entries, most_splits, num_queries)
@@ -125,7 +126,7 @@ def last_query_sums(
     )  # fmt: skip
     sums = Sums(values, patterns, capacity, num_entries, band, first_row, end_row, by_block)
     if by_block is not None:
-        _sum_block_diagonals(sums, by_block, index, most_tiles, last_queries, spread)
+        _sum_block_diagonals(sums, by_block, index, max(num_tiles), last_queries, spread)
     return sums
 
 

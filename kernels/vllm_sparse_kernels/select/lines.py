@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS, ceil_div
+from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, tile_blocks
 
 SLAB_BYTES = 128 << 20
@@ -39,15 +39,15 @@ class Lines(NamedTuple):
     bands_upto: Any  # [n, capacity / band] int32: how many bands are kept up to and with each
 
 
-def slabs_of_rows(index: SparseIndex, num_heads: int) -> Iterator[tuple[int, int]]:
+def slabs_of_rows(rows: Rows, num_heads: int) -> Iterator[tuple[int, int]]:
     """Rows that are selected together, [first, end): as many as SLAB_BYTES hold, one at least."""
     first, longest = 0, 0
-    for row, seq_len in enumerate(index.rows.seq_lens):
+    for row, seq_len in enumerate(rows.seq_lens):
         longest = max(longest, ceil_div(seq_len, 4096) * 4096)
         if row > first and (row + 1 - first) * longest * num_heads * KEY_BYTES > SLAB_BYTES:
             yield first, row
             first, longest = row, ceil_div(seq_len, 4096) * 4096
-    yield first, index.rows.num_rows
+    yield first, rows.num_rows
 
 
 def write_lines(

@@ -37,6 +37,7 @@ from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ROW_FIELDS, Rows
 from vllm_sparse_kernels.select.base import Method, PerHead, on_device, require
+from vllm_sparse_kernels.select.footprint import most_bytes
 from vllm_sparse_kernels.select.last_queries import Sums, last_query_sums
 from vllm_sparse_kernels.select.last_query_kernels import sums_of
 from vllm_sparse_kernels.select.lines import MOST_LINES, Lines, slabs_of_rows, write_lines
@@ -92,13 +93,12 @@ class VerticalSlash(Method):
         return StripeLayout.per_tile(rows, self.vertical_tokens)
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        return super().workspace_bytes(
-            segments_of(rows, self.segment_tokens).rows, shape, num_selected, stripe_capacity
-        )
+        rows = segments_of(rows, self.segment_tokens).rows
+        return most_bytes(rows, shape, num_selected, stripe_capacity, self.vertical_tokens)
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         index = replace(index, rows=segments_of(index.rows, self.segment_tokens).rows)
-        for rows in slabs_of_rows(index, len(heads)):
+        for rows in slabs_of_rows(index.rows, len(heads)):
             with index.workspace.frame():
                 sums = last_query_sums(q, cache, index, rows, heads, scale, self.last_queries, band=1)
                 write_lines(index, rows, heads, self.keep_largest(sums, index), band=1)
