@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from vllm_sparse_backend.settings.attention_share import ATTENTION_FLOPS, LINEAR_FLOPS, prefill_share
+from vllm_sparse_backend.settings.errors import ConfigurationError
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -38,6 +39,13 @@ def test_by_hand() -> None:
     assert share.sparse_s == pytest.approx(4 * 16 * 2 * 6 / ATTENTION_FLOPS)
     assert share.linear_s == pytest.approx(2 * (32 * 16 * (2 + 1 + 1 + 2) + 3 * 32 * 10) * 3 / LINEAR_FLOPS)
     assert share.dense_s == 0
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "intermediate_size", "num_experts_per_tok", "n_shared_experts"])
+@pytest.mark.parametrize("given", ["4096", [4096, 8192], -1, 10**400], ids=["text", "list", "negative", "huge"])
+def test_widths_that_are_not_one_number(field: str, given: Any) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^M/config\.json: {field}: given .*, expected one number"):
+        prefill_share(LLAMA_8B | {"head_dim": 128, field: given}, 8192, "M/config.json")
 
 
 def test_windows_stay_and_cost_what_is_within_them() -> None:

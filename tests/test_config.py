@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from vllm_sparse_backend.settings.config import SparsePrefillConfig, load_config
+from vllm_sparse_backend.settings.config import GuardConfig, SparsePrefillConfig, load_config
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import PRESETS, make_method, method_names, parameters_of
+from vllm_sparse_backend.settings.ranges import MOST_COUNT
 from vllm_sparse_kernels.select import METHODS, Registered, name_of
 from vllm_sparse_kernels.select.base import Method, require
 
@@ -101,7 +102,12 @@ def test_all_wrong_fields_are_named_at_once() -> None:
             "sparse_prefill.metrics_interval_s: given inf, expected a finite number",
         ),
         ({"guard": True}, "sparse_prefill.guard: given True, expected a mapping of fields to values"),
-        ({"guard": {"rate": 0}}, "sparse_prefill.guard.rate: given 0, expected more than 0"),
+        ({"min_tokens": 10**20}, f"sparse_prefill.min_tokens: given {10**20}, expected at least 0, and at most"),
+        ({"min_query_tokens": 1 << 31}, "sparse_prefill.min_query_tokens: given 2147483648, expected at least 0, and"),
+        ({"guard": {"rate": 0}}, "sparse_prefill.guard.rate: given 0, expected at least 1e-06"),
+        ({"guard": {"rate": 1e-320}}, "sparse_prefill.guard.rate: given 1e-320, expected at least 1e-06"),
+        ({"guard": {"patience": 10**20}}, f"sparse_prefill.guard.patience: given {10**20}, expected at most"),
+        ({"guard": {"recover": 10**20}}, f"sparse_prefill.guard.recover: given {10**20}, expected at most"),
         ({"guard": {"rate": 1.5}}, "sparse_prefill.guard.rate: given 1.5, expected at most 1"),
         ({"guard": {"bound": "low"}}, "sparse_prefill.guard.bound: given 'low', expected a number"),
         (
@@ -155,6 +161,19 @@ def test_every_parameter_refuses_a_value_of_another_kind(name: str) -> None:
         for wrong in ({"a": 1}, {1, 2}):
             with pytest.raises(ValueError, match=f"^{field}: given "):
                 make_method(name, {field: wrong})
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_no_parameter_is_more_than_kernels_count(name: str) -> None:
+    for field, default in parameters_of(make_method(name, {})).items():
+        if type(default) is int:
+            for wrong in (MOST_COUNT + 128, 10**20):
+                with pytest.raises(ValueError, match=f"^{field}: given {wrong}, expected at most {MOST_COUNT}"):
+                    make_method(name, {field: wrong})
+
+
+def test_lowest_rate_of_the_guard() -> None:
+    assert GuardConfig(rate=1e-6).period_steps == 1_000_000
 
 
 def test_presets_stand_for_methods() -> None:

@@ -175,6 +175,7 @@ def test_the_configuration_goes_before_the_profile(
         ('{"format": 1}', "entries: missing"),
         ("[", "Invalid JSON"),
         (json.dumps({"format": 1, "entries": [entry(-1)]}), "entries.0.min_tokens: given -1, expected at least 0"),
+        (json.dumps({"format": 1, "entries": [entry(1 << 31)]}), "entries.0.min_tokens: given 2147483648, expected at"),
         (json.dumps({"format": 1, "entries": [entry(1, speed=3)]}), "entries.0.speed: unknown field"),
         (json.dumps({"format": 1, "entries": [entry(1, params={"sink": 3})]}), "sink: unknown parameter of a_shape"),
         (json.dumps({"format": 1, "entries": [entry(1, method="none")]}), "method: given 'none'"),

@@ -230,6 +230,13 @@ def test_what_cannot_be_planned(config: dict[str, Any], parallel: tuple[int, int
         Plan.build(SparsePrefillConfig(**config, **method), SHAPE, *parallel)
 
 
+def test_layers_that_a_profile_keeps_dense_are_laid_to_it_alone(write: Write) -> None:
+    path = write(dense_layers=[0, 1, 2, 3])
+    with pytest.raises(ConfigurationError) as caught:
+        Plan.build(SparsePrefillConfig(profile=path), SHAPE)
+    assert str(caught.value) == f"dense_layers of profile {path} name all 4 layers, expected fewer"
+
+
 def test_description_says_what_runs_how(write: Write) -> None:
     layers = {(2, 3): LayerProfile(heads={(0, 1): DENSE, (2,): NARROW})}
     path = write(layers=layers, dense_layers=[0], min_tokens=4096)

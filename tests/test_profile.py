@@ -288,6 +288,26 @@ def test_model_config_that_says_too_little(tmp_path: Path) -> None:
         ModelShape.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"text_config": "abc"}, "text_config: given 'abc', expected a mapping"),
+        ({"rope_parameters": [1]}, r"rope_parameters: given \[1\], expected a mapping"),
+        ({"num_hidden_layers": 10**20}, f"num_layers: given {10**20}, expected at most 4096"),
+        ({"num_attention_heads": "4"}, "num_heads: given '4', expected an integer"),
+    ],
+)
+def test_model_config_with_values_of_another_kind(changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^M/config\.json: {expected}"):
+        ModelShape.from_config(CONFIG | changes, "M/config.json")
+
+
+def test_model_config_that_is_nested_too_deep(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigurationError, match=r"config\.json: not JSON"):
+        ModelShape.from_folder(tmp_path)
+
+
 # Written and read again
 
 

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_sparse_backend.bench.report import BenchError, Report, command_of, merge_figures, read_figures
+from vllm_sparse_backend.cli import app
 
 ROOT = Path(__file__).parents[2]
 
@@ -188,3 +189,23 @@ def test_the_document_in_the_repository_is_up_to_date(tmp_path):
     for mark, body in performance.sections(figures, others).items():
         put_between(document, f"<!-- figures: {mark} -->", "<!-- end of figures -->", body)
     assert document.read_text() == (ROOT / "docs/performance.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "problem"),
+    [
+        ("--json", "missing/x.json", "expected a file in a folder that is there"),
+        ("--results", "folder", "expected a file in a folder that is there"),
+        ("--png", "x.foo", "expected a name that ends with one of .png"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, option, name, problem):
+    (tmp_path / "folder").mkdir()
+    result = CliRunner().invoke(app, ["bench", "attend", option, str(tmp_path / name)], env={"COLUMNS": "300"})
+    assert (result.exit_code, problem in " ".join(result.output.split())) == (2, True), result.output
+
+
+def test_a_file_of_no_results_is_found_out_at_the_start(tmp_path):
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(BenchError, match="not a results file"):
+        Report("attend", "a card", results_path=tmp_path / "x.json")

@@ -165,13 +165,80 @@ def test_a_level_that_the_server_lacks_is_refused_before_anything_is_measured(pa
     assert len(log) == 1  # which asked for the other level
 
 
+SERVERS = ("--stock-url", "http://127.0.0.1:9", "--url", "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--lengths", "-5"), "--lengths: given '-5', expected whole numbers above 0"),
+        (("--lengths", "0"), "--lengths: given '0'"),
+        (("--lengths", "a"), "--lengths: given 'a'"),
+        (("--short", ""), "--short: given ''"),
+        (("--long", ","), "--long: given ','"),
+        (("--cached", 300, "--new", ""), "--new: given ''"),
+        (("--rate", -1), "--rate: given -1, expected a number above 0"),
+        (("--rate", 0), "--rate: given 0"),
+        (("--lengths", "", "--requests", 0), "nothing to ask: expected --lengths"),
+        (("--lengths", ""), "--rate: not given, expected it, --clients, or --lengths"),
+        (("--text", "none"), "--text: given 'none', expected a text file: No such file"),
+        (("--text", "."), "--text: given '.', expected a text file: Is a directory"),
+        (
+            ("--settings", "{}", "--kv-tokens", 9, "--server-args", "--seed 7"),
+            "--settings, --kv-tokens, --server-args: given with running servers, expected only with a MODEL",
+        ),
+    ],
+)
+def test_what_cannot_be_asked_is_said_before_servers_are_looked_for(given, said):
+    result = run(*SERVERS, *given)
+    assert result.exit_code == 1
+    assert said in result.stderr
+
+
+class TestModelWithoutPositions:
+    """For long prompts: it has 16,384."""
+
+    @pytest.fixture
+    def run(self, tmp_path, monkeypatch):
+        """Runs the command, and has what it would ask of servers in place of them."""
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+        monkeypatch.setattr(serve, "serve_and_compare", lambda *args: self.asked.append(args[4]))
+        self.asked = []
+        return lambda *args: run(tmp_path, *args)
+
+    @pytest.mark.parametrize("given", [("--requests", 4), ("--clients", 2), ("--rate", 3)])
+    def test_a_load_that_was_asked_for_is_not_left_out(self, run, given):
+        result = run(*given)
+        assert result.exit_code == 1
+        assert f"{given[0]} {given[1]}" in result.stderr
+        assert "no positions for a prompt of 32,768 tokens and its answer, expected --long" in result.stderr
+        assert run(*given, "--long", 9000, "--lengths", 40).exit_code == 0
+        assert self.asked[0].mix.long_lengths == (9000,)
+
+    def test_one_by_default_is_left_out_with_a_word(self, run):
+        result = run()
+        assert (result.exit_code, self.asked[0].mix) == (0, None)
+        assert "No mixed load: the model has no positions for a prompt of 32,768 tokens" in result.output
+        assert "No mixed load" not in run("--requests", 0).output
+
+    def test_nothing_to_ask(self, run):
+        result = run("--lengths", "")
+        assert result.exit_code == 1
+        assert "nothing to ask" in result.stderr
+
+    def test_arguments_with_an_open_quote(self, run):
+        result = run("--server-args", "--x 'unclosed")
+        assert result.exit_code == 1
+        assert '--server-args: given "--x \'unclosed", expected arguments as a shell takes them' in result.stderr
+
+
 @pytest.mark.parametrize("fault", ["short", "nan", "error", "refuse"])
 def test_what_failed_is_reported_and_not_counted(pair, tmp_path, fault):
     stock, ours = pair(fault=lambda length: fault if length > 400 else None)
     lengths = ("--lengths", "40,900", "--repeats", 3, "--output-tokens", 2, "--json", tmp_path / "all.json")
     mixed = ("--requests", 4, "--rate", 200, "--short", 30, "--long", 500)
     result = run("--stock-url", stock, "--url", ours, *lengths, *mixed)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1, result.output
     written = json.loads((tmp_path / "all.json").read_text())
     good, bad = (case for case in written["cases"] if case["part"] == "latency")
     assert good["failures"] == 0
@@ -331,24 +398,30 @@ def test_settings_have_a_short_name(given, shown):
     assert str(serve.Settings.parse(given)) == shown
 
 
-@pytest.mark.parametrize("given", ['{"method": "sales"}', '{"min_token": 1}', "{"])
+@pytest.mark.parametrize(
+    "given", ['{"method": "sales"}', '{"min_token": 1}', "{", "[1]", "none.yaml", '{"profile": "none"}']
+)
 def test_settings_that_a_server_would_refuse_are_refused_before_it_starts(given):
     with pytest.raises(BenchError, match="--settings"):
         serve.Settings.parse(given)
 
 
+def test_a_profile_that_the_server_chooses_is_left_to_it():
+    assert serve.Settings.parse('{"profile": "auto"}').values == {"profile": "auto"}
+
+
 def test_servers_get_room_for_what_is_asked(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert serve.fitting([1024, 16320, 16321], tmp_path, 64) == [1024, 16320]
-    assert serve.server_args(tmp_path, 9000, None, "--seed 7") == ("--max-model-len", "9000", "--seed", "7") or (
+    assert serve.server_args(tmp_path, 9000, None, ("--seed", "7")) == ("--max-model-len", "9000", "--seed", "7") or (
         torch.cuda.is_available()
     )
     monkeypatch.setattr(serve, "has_cuda", lambda: True)
-    args = serve.server_args(tmp_path, 9000, 10_000, "")
+    args = serve.server_args(tmp_path, 9000, 10_000, ())
     kv_bytes = 10_000 * 2 * 2 * 4 * 2 * 64  # keys and values of two bytes, 4 layers, 2 kv heads of 64
     assert args[args.index("--kv-cache-memory-bytes") + 1] == str(kv_bytes)
     with pytest.raises(BenchError, match=r"has 16,384 positions, and 20,000 were asked for"):
-        serve.server_args(tmp_path, 20_000, None, "")
+        serve.server_args(tmp_path, 20_000, None, ())
 
 
 @pytest.mark.server

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks.shape import make_shape
 from tests.bench.stub import Stub, running
@@ -18,6 +19,7 @@ from vllm_sparse_backend.bench.counters import Bound, Counts, Sent, Served, wait
 from vllm_sparse_backend.bench.endpoint import Answer, Endpoint, Prompts
 from vllm_sparse_backend.bench.report import BenchError, Report
 from vllm_sparse_backend.bench.soak import Asking, Client, add_figures, growth, lines, soak, soak_and_check
+from vllm_sparse_backend.cli import app
 
 SETTINGS = {"method": "a_shape", "min_tokens": 256, "min_query_tokens": 64, "dense_layers": [1]}
 
@@ -145,6 +147,37 @@ def test_memory_is_looked_at_while_counters_are_awaited(served: Served) -> None:
     outcome = soak(Slow(served), asking, Prompts(range(3000)), resident_bytes)  # type: ignore[arg-type]
     assert growth(outcome.resident_bytes, 1.0) == 0
     assert {taken for _, taken in outcome.device_bytes} == {10**9}
+
+
+class TestCommand:
+    @staticmethod
+    def run(*args: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["bench", "soak", *args], catch_exceptions=False)
+        return result.exit_code, result.stderr
+
+    @pytest.mark.parametrize(("given", "asked"), [("", ()), ("0,,1", (0, 1)), ("0, fast", (0, "fast"))])
+    def test_levels_are_those_that_are_named(
+        self, monkeypatch: pytest.MonkeyPatch, given: str, asked: tuple[object, ...]
+    ) -> None:
+        def stop(server: Endpoint, asking: Asking, *_: object) -> None:
+            raise BenchError(f"asks for {asking.levels}")
+
+        monkeypatch.setattr(module, "soak_and_check", stop)
+        with running(Stub("ours", [], lambda length: 0.0)) as url:
+            assert self.run("--url", url, "--levels", given) == (1, f"asks for {(None, *asked)}\n")
+
+    @pytest.mark.parametrize(
+        ("args", "said"),
+        [
+            (("--text", "none"), "--text: given 'none', expected a text file"),
+            (("--text", "."), "--text: given '.', expected a text file"),
+            (("--server-args", "--seed 7"), "--server-args: given with running servers"),
+        ],
+    )
+    def test_wrong_options_are_told(self, args: tuple[str, ...], said: str) -> None:
+        code, told = self.run("--url", "http://127.0.0.1:9", *args)
+        assert code == 1
+        assert said in told
 
 
 class TestCounters:

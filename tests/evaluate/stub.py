@@ -11,6 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Protocol
 
+FACT = re.compile(r"# The magic number of ([a-z ]+) is (\d{7})\.")
+QUESTION = re.compile(r"# Question: what is the magic number of ([a-z ]+)\? Answer: (\d{7})\.")
+
 
 class Words:
     """A tokenizer that is exact both ways; ``digits`` of a number make one token, with a space before it or without."""

@@ -5,7 +5,9 @@ import json
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.evaluate.capture import Capture, capture, prompt_sha256, read_tokens, text_files
 from vllm_sparse_backend.evaluate.quality import dense_attention
 from vllm_sparse_backend.settings.errors import ConfigurationError
@@ -88,6 +90,30 @@ def test_no_capture_and_another_format_are_errors(llama, prompt, tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 0}))
     with pytest.raises(ConfigurationError, match="format: expected 1"):
         Capture.open(tmp_path)
+
+
+def test_a_capture_that_is_damaged_is_an_error(llama, prompt, tmp_path):
+    captured = capture(llama(), prompt, tmp_path)
+    (tmp_path / "layer-000.safetensors").unlink()
+    with pytest.raises(ConfigurationError, match=r"layer-000\.safetensors: missing; capture the prompt again"):
+        captured.read(0)
+    path = tmp_path / "capture.json"
+    for text in ("[]", "{", json.dumps(json.loads(path.read_text()) | {"scales": 3})):
+        path.write_text(text)
+        with pytest.raises(ConfigurationError, match="not what a capture writes"):
+            Capture.open(tmp_path)
+
+
+def test_nothing_is_fetched_and_no_prompt_is_longer_than_the_model(llama, tmp_path):
+    """Before a text is read or a folder made."""
+    capturing = ["bench", "capture", "--text", str(tmp_path / "text.txt")]
+    for model, tokens, problem in (
+        ("meta-llama/Llama-3.1-8B", 100, "expected a model folder with a config.json in it"),
+        (str(llama()), 10_000_000, "--tokens: given 10000000, expected at most"),
+    ):
+        result = CliRunner().invoke(app, [*capturing, model, str(tmp_path / "made"), "--tokens", str(tokens)])
+        assert (result.exit_code, problem in " ".join(result.output.split())) == (1, True), result.output
+        assert not (tmp_path / "made").exists()
 
 
 def test_prompts_are_stretches_of_the_text(demo_model, tmp_path):

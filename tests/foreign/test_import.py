@@ -283,7 +283,7 @@ def test_nothing_is_executed(model: Path, tmp_path: Path) -> None:
     assert "holds more than tensors, numbers and texts, which is not loaded" in refused(path, model)
     with path.open("wb") as file:
         pickle.dump(Runs(trace), file)
-    assert "not UTF-8" in refused(path, model)
+    assert "given a pickle" in refused(path, model)
     assert not trace.exists()
 
 
@@ -293,6 +293,13 @@ def test_tensors_that_claim_to_be_huge_are_not_unpacked(model: Path, tmp_path: P
     assert "given a tensor [1125899906842624], expected [3, 4]" in refused(path, model)
     torch.save(torch.zeros(5_000_000), path)
     assert "expected at most 16777216" in refused(path, model)
+
+
+def test_a_file_of_an_old_torch(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "given"
+    torch.save(sale_thresholds(), path, _use_new_zipfile_serialization=False)
+    assert "as torch.save wrote them before torch 1.6" in (message := refused(path, model))
+    assert "save it again with a recent torch" in message
 
 
 def test_a_file_that_was_cut_off(model: Path, tmp_path: Path) -> None:

@@ -18,11 +18,12 @@ from vllm_sparse_backend.bench.latency import Length
 from vllm_sparse_backend.bench.pairs import Pairs
 from vllm_sparse_backend.bench.report import BenchError, Report
 from vllm_sparse_backend.demo.server import Server, ServerError, has_cuda, sparse_args
+from vllm_sparse_backend.settings.auto import AUTO
 from vllm_sparse_backend.settings.config import KEY, load_config
-from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.modelcheck import read_config
-from vllm_sparse_backend.settings.profile import name_of_profile
+from vllm_sparse_backend.settings.profile import load_profile, name_of_profile
 
 OnCase = Callable[[dict[str, Any]], None]
 
@@ -44,8 +45,10 @@ class Settings:
     def parse(text: str, name: str | None = None) -> "Settings":
         """From JSON, or the name or path of a profile. Raises BenchError naming what is wrong."""
         try:
-            values = json.loads(text) if text.lstrip().startswith("{") else {"profile": text}
-            load_config({KEY: values})
+            values = _object_or_profile(text)
+            profile = load_config({KEY: values}).profile
+            if profile is not None and profile != AUTO:
+                load_profile(profile)  # a server would find out when others have been asked for an hour
         except (ValueError, ConfigurationError) as error:
             raise BenchError(f"--settings {text!r}: {error}") from None
         return Settings(values, name)
@@ -62,6 +65,18 @@ class Settings:
         return " ".join([name, *(f"{field}={json.dumps(value)}" for field, value in params.items()), *guard])
 
 
+def _object_or_profile(text: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except ValueError:
+        if text.lstrip().startswith("{"):
+            raise
+        return {"profile": text}
+    if not isinstance(values, dict):
+        raise ValueError(unexpected(values, "an object, or the name or path of a profile"))
+    return values
+
+
 @dataclass(frozen=True)
 class Asking:
     """What is asked of each pair of servers."""
@@ -73,6 +88,13 @@ class Asking:
     rate: float | None
     """Requests a second of the mix; None for more than stock can take, from the times of the lengths."""
     text: str | None
+
+    def __post_init__(self) -> None:
+        if not self.lengths and self.mix is None:
+            raise BenchError("nothing to ask: expected --lengths that fit the model, --cached, or a mixed load")
+        open_loop = self.mix is not None and self.mix.clients is None
+        if open_loop and self.rate is None and all(length.cached_tokens for length in self.lengths):
+            raise BenchError("--rate: not given, expected it, --clients, or --lengths whose times it is made from")
 
     @property
     def longest(self) -> int:
@@ -101,7 +123,15 @@ def max_positions(model: Path) -> int | None:
     return int(found) if found else None
 
 
-def server_args(model: Path, longest: int, kv_tokens: int | None, extra: str) -> tuple[str, ...]:
+def split_args(text: str) -> tuple[str, ...]:
+    """What --server-args holds."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise BenchError(f"--server-args: given {text!r}, expected arguments as a shell takes them: {error}") from None
+
+
+def server_args(model: Path, longest: int, kv_tokens: int | None, extra: Sequence[str]) -> tuple[str, ...]:
     """Arguments of both servers; on a card, with as much cache as is asked for, so that two fit side by side."""
     if (most := max_positions(model)) is not None and longest > most:
         raise BenchError(f"{model} has {most:,} positions, and {longest:,} were asked for, answers included")
@@ -109,7 +139,7 @@ def server_args(model: Path, longest: int, kv_tokens: int | None, extra: str) ->
     if has_cuda():
         args += ("--max-num-batched-tokens", str(CHUNK_TOKENS), "--gpu-memory-utilization", "0.3")
         args += ("--kv-cache-memory-bytes", str(kv_bytes(model, kv_tokens or longest + SPARE_TOKENS)))
-    return (*args, *shlex.split(extra))
+    return (*args, *extra)
 
 
 def kv_bytes(model: Path, tokens: int) -> int:

@@ -223,8 +223,9 @@ def capture(
     with failures():
         from vllm_sparse_backend.demo.server import has_cuda
         from vllm_sparse_backend.evaluate.capture import capture as run
-        from vllm_sparse_backend.evaluate.capture import default_text, read_tokens, text_files
+        from vllm_sparse_backend.evaluate.capture import default_text, read_tokens, require_model, text_files
 
+        require_model(model, tokens)
         ids = read_tokens(model, text_files(text or default_text()), tokens, skip=skip)
         captured = run(model, ids, folder, "cuda" if has_cuda() else "cpu")
         layers = f"{len(captured.scales)} layers" + (f", left out: {captured.left_out}" if captured.left_out else "")

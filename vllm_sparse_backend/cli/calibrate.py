@@ -90,11 +90,14 @@ def job_of(
     from vllm_sparse_backend.calibrate.job import Job, Tell
     from vllm_sparse_backend.calibrate.judge import Served
     from vllm_sparse_backend.calibrate.prompts import chosen_kinds, make_prompts, read_prompts
-    from vllm_sparse_backend.evaluate.capture import default_text
+    from vllm_sparse_backend.evaluate.capture import default_text, require_model
     from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
 
     if out.exists():
         raise ConfigurationError(f"--out {out}: exists already: name another file, or delete it")
+    if not out.absolute().parent.is_dir():
+        raise ConfigurationError(f"--out {out}: there is no folder {out.parent}: make it first")
+    require_model(model, tokens)
     if through not in ("transformers", "vllm"):
         raise ConfigurationError(f"--through: {not_one_of(through, ('transformers', 'vllm'))}")
     if tensor_parallel_size > 1 and through != "vllm":

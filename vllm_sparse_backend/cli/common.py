@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What commands share: options, how they read lists and levels, and what they print."""
 
+import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,9 +14,30 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-Json = Annotated[Path | None, typer.Option("--json", help="File for all that was measured, with device and versions.")]
-Results = Annotated[Path | None, typer.Option(help="List of figures, as in docs/results, to merge this run's into.")]
-Png = Annotated[Path | None, typer.Option(help="Picture to draw; needs matplotlib.")]
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def output(path: Path | None) -> Path | None:
+    """An option's check: what cannot be written is found out before anything is measured."""
+    if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+        raise typer.BadParameter(f"given {path}, expected a file in a folder that is there and can be written to")
+    return path
+
+
+def _picture(path: Path | None) -> Path | None:
+    if path is not None and path.suffix not in PICTURES:
+        raise typer.BadParameter(f"given {path}, expected a name that ends with one of {', '.join(PICTURES)}")
+    return output(path)
+
+
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", help="File for all that was measured, with device and versions.", callback=output),
+]
+Results = Annotated[
+    Path | None, typer.Option(help="List of figures, as in docs/results, to merge this run's into.", callback=output)
+]
+Png = Annotated[Path | None, typer.Option(help="Picture to draw; needs matplotlib.", callback=_picture)]
 Methods = Annotated[
     list[str] | None,
     typer.Option(
@@ -83,6 +105,34 @@ def split(text: str) -> list[str]:
 def level_of(text: str) -> int | str:
     """As requests have it."""
     return int(text) if text in ("0", "1") else text
+
+
+def token_counts(option: str, text: str, or_none: bool = False) -> list[int]:
+    """Whole numbers above 0. ``or_none``: an empty text is none of them."""
+    from vllm_sparse_backend.bench.report import BenchError
+
+    parts = split(text)
+    if all(part.isdecimal() and int(part) > 0 for part in parts) and (parts or or_none):
+        return [int(part) for part in parts]
+    raise BenchError(f"{option}: given {text!r}, expected whole numbers above 0, with commas between")
+
+
+def text_of(path: Path | None) -> str | None:
+    """What --text names, if it is given."""
+    from vllm_sparse_backend.bench.report import BenchError
+
+    try:
+        return None if path is None else path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise BenchError(f"--text: given {str(path)!r}, expected a text file: {error.strerror}") from None
+
+
+def refuse_without_model(given: Mapping[str, object]) -> None:
+    """Options by name, of those that say how servers are started: where servers run already, they would do nothing."""
+    from vllm_sparse_backend.bench.report import BenchError
+
+    if names := [name for name, value in given.items() if value]:
+        raise BenchError(f"{', '.join(names)}: given with running servers, expected only with a MODEL to serve")
 
 
 def ints(text: str) -> list[int]:

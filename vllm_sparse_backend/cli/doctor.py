@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -28,7 +28,8 @@ class Finding:
 
 def doctor(
     model: Annotated[
-        Path | None, typer.Argument(help="A model folder, to see which of its layers can go sparse.")
+        Path | None,
+        typer.Argument(help="A model folder, or its config.json, to see which of its layers can go sparse."),
     ] = None,
 ) -> None:
     """Look at this installation; exit code 1 if sparse prefill cannot work here."""
@@ -141,7 +142,7 @@ def _delegate() -> Iterator[Finding]:
         yield Finding("ok", "dense rows and decodes", f"vLLM's FlashAttention {found}")
 
 
-def attention(folder: Path | None) -> Iterator[Finding]:
+def attention(model: Path | None) -> Iterator[Finding]:
     """The engine that a model's layers would run on: keys in blocks and single ones, bfloat16, vLLM's usual cache.
 
     A forecast: a server tries the engine on its warm-up batch, and goes on to the next where that fails.
@@ -155,7 +156,7 @@ def attention(folder: Path | None) -> Iterator[Finding]:
     try:
         from vllm_sparse_backend.serving import compat, engines
 
-        shape = None if folder is None else ModelShape.from_folder(folder)
+        shape = None if model is None else ModelShape.from_folder(model)
     except ConfigurationError:
         return  # said of the model's layers
     except Exception as error:  # whatever vLLM raises
@@ -191,12 +192,12 @@ def counters() -> Iterator[Finding]:
         yield Finding("note", "counters", problem)
 
 
-def model_layers(folder: Path) -> Iterator[Finding]:
+def model_layers(model: Path) -> Iterator[Finding]:
     from vllm_sparse_backend.settings import modelcheck
     from vllm_sparse_backend.settings.errors import ConfigurationError
 
     try:
-        reasons = modelcheck.layer_reasons(modelcheck.read_config(folder))
+        reasons = modelcheck.layer_reasons(config_of(model))
     except ConfigurationError as error:
         yield Finding("bad", "model", str(error))
         return
@@ -208,19 +209,20 @@ def model_layers(folder: Path) -> Iterator[Finding]:
         else:
             yield Finding("note", f"always dense ({reason})", f"{where}: {reason.explain}")
     if all(reasons):
-        yield Finding("bad", "model", f"no layer of {folder} can go sparse; serve it without this backend")
+        yield Finding("bad", "model", f"no layer of {model} can go sparse; serve it without this backend")
     else:
-        yield from best_speedups(folder)
+        yield from best_speedups(model)
 
 
-def best_speedups(folder: Path) -> Iterator[Finding]:
+def best_speedups(model: Path) -> Iterator[Finding]:
     """What is to be won at all: whatever a method leaves out, linear layers stay."""
-    from vllm_sparse_backend.settings import attention_share, modelcheck
+    from vllm_sparse_backend.settings import attention_share
     from vllm_sparse_backend.settings.errors import ConfigurationError
+    from vllm_sparse_backend.settings.model_shape import config_file
 
-    config = modelcheck.read_config(folder)
+    config, source = config_of(model), str(config_file(model))
     try:
-        shares = {n: attention_share.prefill_share(config, n) for n in attention_share.LENGTHS_TOKENS}
+        shares = {n: attention_share.prefill_share(config, n, source) for n in attention_share.LENGTHS_TOKENS}
     except ConfigurationError as error:
         yield Finding("note", "attention's share of prefill", f"cannot be told: {error}")
         return
@@ -229,6 +231,13 @@ def best_speedups(folder: Path) -> Iterator[Finding]:
     longest = config.get("max_position_embeddings")
     if isinstance(longest, int) and longest < min(shares):
         yield Finding("note", "length", f"the model is made for {longest:,} tokens, where less is to be won")
+
+
+def config_of(model: Path) -> dict[str, Any]:
+    """Of a model folder, or of its config.json."""
+    from vllm_sparse_backend.settings import modelcheck
+
+    return modelcheck.read_config_file(model) if model.is_file() else modelcheck.read_config(model)
 
 
 def spans(numbers: list[int]) -> str:

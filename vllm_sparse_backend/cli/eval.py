@@ -18,6 +18,9 @@ from vllm_sparse_backend.cli.common import (
     failures,
     ints,
     level_of,
+    output,
+    refuse_without_model,
+    token_counts,
     wide_console,
 )
 
@@ -65,7 +68,10 @@ Jobs = Annotated[
     int, typer.Option(help="Servers at a time; on a card each gets its share of the memory, unless told.", min=1)
 ]
 ServerArgs = Annotated[str, typer.Option(help="More arguments for all servers, as one text.")]
-Html = Annotated[Path | None, typer.Option(help="Page to write, with tables and drawings, that needs nothing else.")]
+Html = Annotated[
+    Path | None,
+    typer.Option(help="Page to write, with tables and drawings, that needs nothing else.", callback=output),
+]
 
 
 @evaluate.command()
@@ -106,7 +112,7 @@ def answers(
         from vllm_sparse_backend.evaluate import pages
 
         asking = part.Asking.about(
-            text, ints(lengths), prompts, facts=facts, seed=seed, first_token=first_token,
+            text, token_counts("--lengths", lengths), prompts, facts=facts, seed=seed, first_token=first_token,
             templates=_templates(fact, question),
         )  # fmt: skip
         contestants, report = _contestants("answers", model, settings, level, no_stock, url, label, asking.longest,
@@ -161,7 +167,7 @@ def tasks(
         from vllm_sparse_backend.evaluate.tasks import job as part
 
         job = part.TaskJob.about(
-            tasks, ints(lengths), prompts, text,
+            tasks, token_counts("--lengths", lengths), prompts, text,
             seed=seed, templates=_templates(fact, question), chat=chat, first_token=first_token,
         )  # fmt: skip
         contestants, report = _contestants("tasks", model, settings, level, no_stock, url, label, job.longest,
@@ -255,6 +261,8 @@ def _contestants(
 
     if (model is None) == (not url):
         raise BenchError(f"eval {name}: expected a MODEL to serve, or --url of running servers")
+    if model is None:
+        refuse_without_model({"--settings": settings, "--no-stock": no_stock, "--server-args": server_args})
     if label and len(label) != len(url or ()):
         raise BenchError(f"--label: given {len(label)}, expected one for each of {len(url or ())} --url")
     levels = [level_of(one) for one in level or ()]

@@ -41,7 +41,16 @@ def check(profile: ProfileName, model: FittedModel = None) -> None:
 
     `auto` with a model says which bundled profile a server would take.
     """
+    from vllm_sparse_backend.settings.config import SparsePrefillConfig
+    from vllm_sparse_backend.settings.errors import ConfigurationError
+    from vllm_sparse_backend.settings.plan import Plan
+
     loaded, shape = _load(profile, model)
+    if shape is not None:
+        try:
+            Plan.by_level(SparsePrefillConfig(profile=profile), shape)  # what a server does, on one rank
+        except ConfigurationError as error:
+            raise failure(error) from error
     _describe(loaded, shape)
 
 

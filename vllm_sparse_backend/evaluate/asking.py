@@ -68,7 +68,9 @@ class Asking:
 
     @cached_property
     def source(self) -> str:
-        return self.text if self.text is not None else prose(2 * self.longest, self.seed)
+        """A word of prose is a token at least: there are as many as stretches that begin apart take."""
+        words = max(2 * self.longest, self.longest + 16 * self.prompts)
+        return self.text if self.text is not None else prose(words, self.seed)
 
     def key(self, *context: object) -> str:
         """Equal where the prompts are, and what they are asked in (``context``)."""

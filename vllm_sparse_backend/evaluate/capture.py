@@ -21,6 +21,7 @@ import torch
 
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.modelcheck import read_config
 
 ATTENTION = "sparse_prefill_capture"
 FORMAT = 1
@@ -50,8 +51,10 @@ class Capture:
     """Per other layer, why it is not there."""
 
     def read(self, layer: int, device: str | torch.device = "cpu") -> LayerTensors:
-        """One of the layers that ``scales`` names."""
+        """One of the layers that ``scales`` names. Raises ConfigurationError where its file is gone."""
         _, load_file = safetensors_files()
+        if not self._path(layer).is_file():
+            raise ConfigurationError(f"{self._path(layer)}: missing; capture the prompt again")
         tensors = load_file(self._path(layer), device=str(device))
         return LayerTensors(tensors["q"], tensors["k"], tensors["v"])
 
@@ -70,14 +73,19 @@ class Capture:
         path = folder / "capture.json"
         if not path.is_file():
             raise ConfigurationError(f"{folder}: no capture there, as capture.json is missing")
-        data = json.loads(path.read_text())
-        if data.pop("format", None) != FORMAT:
-            raise ConfigurationError(f"{path}: format: expected {FORMAT}; capture the prompt again")
-        scales = {int(layer): scale for layer, scale in data.pop("scales").items()}
-        left_out = {int(layer): why for layer, why in data.pop("left_out").items()}
-        fields: dict[str, Any] = data.pop("shape")
-        shape = ModelShape(**fields | {"names": tuple(fields.get("names") or ())})
-        return Capture(folder, shape=shape, scales=scales, left_out=left_out, **data)
+        try:
+            data = json.loads(path.read_text())
+            if data.pop("format", None) != FORMAT:
+                raise ConfigurationError(f"{path}: format: expected {FORMAT}; capture the prompt again")
+            scales = {int(layer): scale for layer, scale in data.pop("scales").items()}
+            left_out = {int(layer): why for layer, why in data.pop("left_out").items()}
+            fields: dict[str, Any] = data.pop("shape")
+            shape = ModelShape(**fields | {"names": tuple(fields.get("names") or ())})
+            return Capture(folder, shape=shape, scales=scales, left_out=left_out, **data)
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise ConfigurationError(
+                f"{path}: not what a capture writes ({error!r}); capture the prompt again"
+            ) from None
 
     def _write(self) -> None:
         data = dataclasses.asdict(self) | {"format": FORMAT}
@@ -115,6 +123,15 @@ def capture_each(
             network.run(token_ids, made)
             finish_capture(made)
         yield made
+
+
+def require_model(model: Path, num_tokens: int) -> None:
+    """Raise ConfigurationError where ``model`` is no folder here (nothing is fetched), or has fewer positions."""
+    config = read_config(model)
+    stretched = (config.get("rope_scaling") or config.get("rope_parameters") or {}).get("factor")
+    most = config.get("max_position_embeddings")
+    if isinstance(most, int) and num_tokens > most and not stretched:
+        raise ConfigurationError(f"--tokens: {unexpected(num_tokens, f'at most {most}, the positions of {model}')}")
 
 
 def held_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture | None:
@@ -163,7 +180,9 @@ class _Network:
 
         transformers.AttentionInterface.register(ATTENTION, record)
         transformers.AttentionMaskInterface.register(ATTENTION, transformers.AttentionMaskInterface()["sdpa"])
-        network = transformers.AutoModelForCausalLM.from_pretrained(model, attn_implementation=ATTENTION, dtype=dtype)
+        network = transformers.AutoModelForCausalLM.from_pretrained(
+            model, attn_implementation=ATTENTION, dtype=dtype, local_files_only=True
+        )
         self.network = network.base_model.to(device).eval()  # without the head: nobody asks for logits
         self.device = device
 
@@ -209,7 +228,7 @@ def read_tokens(model: Path, files: Sequence[Path], length: int, begin_token: bo
 
 def load_tokenizer(model: Path) -> Any:
     """The tokenizer of a model's folder, by transformers."""
-    return _transformers().AutoTokenizer.from_pretrained(model)
+    return _transformers().AutoTokenizer.from_pretrained(model, local_files_only=True)
 
 
 def begin_ids(tokenizer: Any) -> list[int]:

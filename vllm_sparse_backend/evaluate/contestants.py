@@ -3,7 +3,6 @@
 
 import json
 import os
-import shlex
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +15,8 @@ from typing import Any, Protocol
 from vllm_sparse_backend.bench.endpoint import Endpoint
 from vllm_sparse_backend.bench.pairs import Pairs
 from vllm_sparse_backend.bench.report import BenchError, Report
-from vllm_sparse_backend.bench.serve import SPARE_TOKENS, Settings, kv_bytes, max_positions
+from vllm_sparse_backend.bench.serve import SPARE_TOKENS, Settings, kv_bytes, max_positions, split_args
+from vllm_sparse_backend.demo.scrape import parse
 from vllm_sparse_backend.demo.server import Server, ServerError, has_cuda, sparse_args
 from vllm_sparse_backend.settings.metrics import PREFIX
 
@@ -127,7 +127,7 @@ def started(
     if jobs > 1 and has_cuda():
         cache = kv_bytes(model, concurrency * (longest + SPARE_TOKENS))
         args += ("--gpu-memory-utilization", f"{MEMORY / jobs:.3f}", "--kv-cache-memory-bytes", str(cache))
-    args += tuple(shlex.split(extra))
+    args += split_args(extra)
     labels, whole = [str(one) for one in settings], [json.dumps(dict(one.values)) for one in settings]
     # Those that differ in more than their parameters have their whole text for a name.
     labels = [text if labels.count(name) > 1 else name for name, text in zip(labels, whole)]
@@ -252,7 +252,7 @@ def _ask_server(
     add: OnCase,
     concurrency: int,
 ) -> None:
-    """A case for each of the requests, and one for the density of all; each with ``base``."""
+    """A case for each of the requests, and one for the density of all and why rows were dense; each with ``base``."""
     before = endpoint.metrics()
     pool = ThreadPoolExecutor(concurrency)
     try:
@@ -264,4 +264,6 @@ def _ask_server(
     after = endpoint.metrics()
     if PREFIX in before and PREFIX in after:  # it counts pairs
         counted = Pairs.on_page(after) - Pairs.on_page(before)
-        add({"part": "density", **base, **dict.fromkeys(fields), "density": counted.density})
+        rows = parse(after).rows - parse(before).rows
+        dense = {reason: count for (path, reason), count in rows.items() if path == "dense"}
+        add({"part": "density", **base, **dict.fromkeys(fields), "density": counted.density, "dense_rows": dense})

@@ -10,20 +10,30 @@ from vllm_sparse_backend.evaluate.charts import curves, heat_map
 from vllm_sparse_backend.evaluate.contestants import Case
 from vllm_sparse_backend.evaluate.page import Page
 from vllm_sparse_backend.evaluate.tasks import job
+from vllm_sparse_backend.settings.reasons import Fallback
 
 
 def failures(cases: Sequence[Case]) -> list[str]:
     """A line for each failed request, and for each server that ran nothing sparse."""
     lines = []
+    sparse = {case["label"] for case in cases if case.get("density") is not None}  # in this run or an earlier one
     for case in cases:
-        if case.get("part") == "density" and case["density"] is None:
-            why = "prompts within min_tokens are dense (the server's log says how many those are)"
-            lines.append(f"{case['label']}: no request ran sparse: {why}")
+        if case.get("part") == "density" and case["label"] not in sparse:
+            lines.append(f"{case['label']}: no request ran sparse: {_why_dense(case, cases)}")
         elif case.get("error"):
             task = f"{case['task']}, " if "task" in case else ""
             where = f"{case['label']}, {task}{case['tokens']:,} tokens, prompt {case['prompt'] + 1}"
             lines.append(f"failed, and not counted: {where}: {case['error']}")
     return lines
+
+
+def _why_dense(density: Case, cases: Sequence[Case]) -> str:
+    """What the server counted its rows as; where there were none, why there were none."""
+    if rows := density.get("dense_rows"):
+        explained = {one.value: one.explain for one in Fallback}
+        return "; ".join(f"{explained.get(why, why)} (dense rows: {count:,})" for why, count in rows.items())
+    own = [case for case in cases if case["part"] == "prompt" and case["label"] == density["label"]]
+    return "all of its requests failed" if all(case.get("error") for case in own) else "the server's log says why"
 
 
 def answers_page(model: str, rows: Sequence[Case], report: Report) -> Page:

@@ -56,6 +56,11 @@ def import_profile(path: str | Path, model: str | Path) -> Profile:
 def _read(path: Path) -> tuple[Any, tuple[Form, ...]]:
     if torch_file.is_one(path):
         return torch_file.read(path), TORCH_FORMS
+    if torch_file.is_old(path):
+        raise ConfigurationError(
+            f"{path}: given a pickle, as torch.save wrote them before torch 1.6, expected a zip archive, as it writes "
+            "now; save it again with a recent torch"
+        )
     try:
         return json.loads(strict_yaml.read_text(path), object_pairs_hook=_unique_keys), JSON_FORMS
     except (ValueError, RecursionError) as error:

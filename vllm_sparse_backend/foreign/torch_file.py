@@ -12,13 +12,24 @@ MAX_BYTES = 16 << 20
 """Hundred times what thresholds of 80 layers and 64 heads take."""
 
 _MAGIC = b"PK\x03\x04"
+_OLD_MAGIC = b"\x80"
+"""Of a pickle; no text in UTF-8 begins so."""
 
 
 def is_one(path: Path) -> bool:
     """Whether a file begins as those of torch 1.6 and later do, a zip archive; False where it cannot be read."""
+    return _begins(path, _MAGIC)
+
+
+def is_old(path: Path) -> bool:
+    """Whether a file begins as those of torch before 1.6 do, a row of pickles."""
+    return _begins(path, _OLD_MAGIC)
+
+
+def _begins(path: Path, magic: bytes) -> bool:
     try:
         with path.open("rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
+            return file.read(len(magic)) == magic
     except OSError:
         return False
 

@@ -18,8 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.modelcheck import layer_reasons
+from vllm_sparse_backend.settings.ranges import MOST_COUNT
 from vllm_sparse_backend.settings.reasons import Fallback
 
 LINEAR_FLOPS = 650e12
@@ -47,12 +49,12 @@ class PrefillShare:
         return 1 / (1 - self.attention)
 
 
-def prefill_share(config: Mapping[str, Any], num_tokens: int) -> PrefillShare:
+def prefill_share(config: Mapping[str, Any], num_tokens: int, source: str = "config.json") -> PrefillShare:
     """For a model's config, the text part's, and a prompt of ``num_tokens`` in an empty server.
 
-    Raises ConfigurationError where the config states no heads.
+    Raises ConfigurationError naming ``source`` where the config states no heads, or a width that is not one number.
     """
-    shape = ModelShape.from_config(config)
+    shape = ModelShape.from_config(config, source)
     window = config.get("sliding_window") or 0
     per_pair = 4 * shape.head_dim * shape.num_heads
     seconds = {"sparse": 0.0, "dense": 0.0}
@@ -60,7 +62,9 @@ def prefill_share(config: Mapping[str, Any], num_tokens: int) -> PrefillShare:
         if reason is not Fallback.NOT_DECODER:
             pairs = _pairs(num_tokens, window if reason is Fallback.SLIDING_WINDOW else 0)
             seconds["dense" if reason else "sparse"] += per_pair * pairs / ATTENTION_FLOPS
-    weights = sum(_layer_weights(config, shape, layer) for layer in range(shape.num_layers))
+    widths = _widths(config, source)
+    matrices = 2 if config.get("model_type") in UNGATED_MODELS else 3
+    weights = sum(_layer_weights(widths, matrices, shape, layer) for layer in range(shape.num_layers))
     return PrefillShare(2 * weights * num_tokens / LINEAR_FLOPS, seconds["sparse"], seconds["dense"])
 
 
@@ -70,19 +74,33 @@ def _pairs(num_tokens: int, window: int) -> float:
     return within * (within + 1) / 2 + (num_tokens - within) * within
 
 
-def _layer_weights(config: Mapping[str, Any], shape: ModelShape, layer: int) -> int:
+def _widths(config: Mapping[str, Any], source: str) -> dict[str, int]:
+    """What the config states of layers' widths and experts, 0 where it says nothing."""
+    widths = {name: config.get(name) or 0 for name in WIDTHS}
+    for name, given in widths.items():
+        if type(given) is not int or not 0 <= given <= MOST_COUNT:  # some models have a list of one for each layer
+            expected = f"one number for all layers, at most {MOST_COUNT}"
+            raise ConfigurationError(f"{source}: {name}: {unexpected(given, expected)}")
+    return widths
+
+
+def _layer_weights(widths: Mapping[str, int], matrices: int, shape: ModelShape, layer: int) -> int:
     """Weights of one layer that each token is multiplied with: projections, and the experts that it is sent to."""
-    hidden = config.get("hidden_size") or config.get("n_embd") or shape.num_heads * shape.head_dim
+    hidden = widths["hidden_size"] or widths["n_embd"] or shape.num_heads * shape.head_dim
     projections = hidden * shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
-    inner = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
-    experts = config.get("num_experts_per_tok") or 0
-    if experts and layer >= (config.get("first_k_dense_replace") or 0):
-        expert = config.get("moe_intermediate_size") or inner
-        shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * expert
+    inner = widths["intermediate_size"] or widths["n_inner"] or 4 * hidden
+    experts = widths["num_experts_per_tok"]
+    if experts and layer >= widths["first_k_dense_replace"]:
+        expert = widths["moe_intermediate_size"] or inner
+        shared = widths["shared_expert_intermediate_size"] or widths["n_shared_experts"] * expert
         inner = experts * expert + shared
-    matrices = 2 if config.get("model_type") in UNGATED_MODELS else 3
     return projections + matrices * hidden * inner
 
+
+WIDTHS = (
+    *("hidden_size", "n_embd", "intermediate_size", "n_inner", "num_experts_per_tok", "first_k_dense_replace"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts"),
+)
 
 UNGATED_MODELS = {"gpt2", "gpt_neox", "gptj", "opt", "bloom", "mpt", "falcon", "phi", "starcoder2"}
 """Their feed-forward layers are two matrices; others have a third one as a gate."""

@@ -22,6 +22,7 @@ from pydantic import (
 from vllm_sparse_backend.settings.crossover import AUTO, TokenCount
 from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of, report, unexpected
 from vllm_sparse_backend.settings.methods import make_method, method_names
+from vllm_sparse_backend.settings.ranges import MOST_COUNT
 from vllm_sparse_kernels.select.base import Method
 
 KEY = "sparse_prefill"
@@ -36,16 +37,16 @@ class GuardConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    rate: Annotated[StrictFloat, Field(gt=0, le=1)] = 0.1
+    rate: Annotated[StrictFloat, Field(ge=1e-6, le=1)] = 0.1
     """Share of the steps with sparse rows in which a layer is checked; one step in so many, as a whole number."""
 
     bound: Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)] = 0.3
     """An error above it counts against the layer."""
 
-    patience: Annotated[StrictInt, Field(ge=1)] = 3
+    patience: Annotated[StrictInt, Field(ge=1, le=MOST_COUNT)] = 3
     """So many checks in a row above ``bound``, and the layer runs dense."""
 
-    recover: Annotated[StrictInt, Field(ge=1)] = 10
+    recover: Annotated[StrictInt, Field(ge=1, le=MOST_COUNT)] = 10
     """So many checks in a row well below ``bound``, and it goes sparse again; each time it has to run dense anew, twice
     as many."""
 

@@ -28,6 +28,7 @@ from pydantic import (
 
 from vllm_sparse_backend.settings.errors import ConfigurationError, report, unexpected
 from vllm_sparse_backend.settings.methods import make_method
+from vllm_sparse_backend.settings.ranges import MOST_COUNT
 from vllm_sparse_backend.settings.strict_yaml import read_text
 from vllm_sparse_kernels.select import Dense, name_of
 from vllm_sparse_kernels.select.base import Method
@@ -50,17 +51,22 @@ SHIPPED = "_crossover/measured.json"
 
 
 def _to_token_count(given: object) -> object:
-    if given == AUTO or (type(given) is int and given >= 0):
+    if given == AUTO:
         return given
-    raise ValueError(unexpected(given, "at least 0" if type(given) is int else f"an integer, or {AUTO!r}"))
+    if type(given) is not int:
+        raise ValueError(unexpected(given, f"an integer, or {AUTO!r}"))
+    if not 0 <= given <= MOST_COUNT:
+        raise ValueError(unexpected(given, f"at least 0, and at most {MOST_COUNT}"))
+    return given
 
 
-_TOKEN_COUNT_SCHEMA = WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"const": AUTO}]})
+_NUMBER_SCHEMA = {"type": "integer", "minimum": 0, "maximum": MOST_COUNT}
+_TOKEN_COUNT_SCHEMA = WithJsonSchema({"anyOf": [_NUMBER_SCHEMA, {"const": AUTO}]})
 TokenCount = Annotated[int | Literal["auto"], PlainValidator(_to_token_count), _TOKEN_COUNT_SCHEMA]
 """As configurations have it: a number, or ``auto`` for what the table says."""
 
 Count = Annotated[StrictInt, Field(ge=1)]
-Tokens = Annotated[StrictInt, Field(ge=0)]
+Tokens = Annotated[StrictInt, Field(ge=0, le=MOST_COUNT)]
 
 
 class Entry(BaseModel):

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from vllm_sparse_backend.settings.errors import not_one_of, reason_of, unexpected
+from vllm_sparse_backend.settings.ranges import MOST_COUNT
 from vllm_sparse_kernels.select import METHODS, name_of
 from vllm_sparse_kernels.select.base import Method
 
@@ -53,6 +54,9 @@ def make_method(name: object, params: Mapping[str, Any]) -> Method:
         try:
             # Through JSON, as strict types then still let a list be a tuple.
             values[field] = adapters[field].validate_json(json.dumps(given), strict=True)
+            # Methods state their own lowest values; none has a use for more than kernels can count.
+            if isinstance(values[field], int) and values[field] > MOST_COUNT:
+                problems.append(f"{field}: {unexpected(given, f'at most {MOST_COUNT}')}")
         except ValidationError as error:
             problems.append(f"{field}: {reason_of(error.errors()[0])}")
         except (TypeError, ValueError):

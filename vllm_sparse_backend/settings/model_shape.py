@@ -10,9 +10,10 @@ from typing import Annotated, Any, Self
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from vllm_sparse_backend.settings.errors import ConfigurationError, report, unexpected
+from vllm_sparse_backend.settings.ranges import MAX_NUMBER
 from vllm_sparse_backend.settings.strict_yaml import FlowList, read_text
 
-Count = Annotated[int, Field(ge=1, strict=True)]
+Count = Annotated[int, Field(ge=1, le=MAX_NUMBER, strict=True)]
 
 # Where a model's config.json has each number; the later names are those of older remote-code models.
 _CONFIG_NAMES = {
@@ -71,7 +72,7 @@ class ModelShape:
     @staticmethod
     def from_config(config: Mapping[str, Any], source: str = "config.json") -> "ModelShape":
         """The shape that a model's config.json states; of a multimodal model, that of its text part."""
-        text = config.get("text_config") or config
+        text = text_part(config, source)
         found = {field: _first(text, names) for field, names in _CONFIG_NAMES.items()}
         hidden_size, num_heads = found.pop("hidden_size"), found["num_heads"]
         if found["num_kv_heads"] is None:
@@ -80,7 +81,7 @@ class ModelShape:
             found["head_dim"] = hidden_size // num_heads
         architectures = config.get("architectures") or text.get("architectures") or []
         found["architecture"] = architectures[0] if isinstance(architectures, list) and architectures else None
-        found["rope_theta"] = text.get("rope_theta") or (text.get("rope_parameters") or {}).get("rope_theta")
+        found["rope_theta"] = text.get("rope_theta") or _mapping(text, "rope_parameters", source).get("rope_theta")
         if isinstance(name := config.get("_name_or_path"), str) and name.strip("/"):
             found["names"] = (name_of_path(name),)
         try:
@@ -92,19 +93,42 @@ class ModelShape:
     def from_folder(path: Path) -> "ModelShape":
         """The shape of a model folder, which names it as it does on a server, or of a config.json, which may itself."""
         named = {"_name_or_path": str(path.resolve())} if path.is_dir() else {}
-        path = path / "config.json" if path.is_dir() else path
-        return ModelShape.from_config({**read_config_json(path), **named}, str(path))
+        file = config_file(path)
+        return ModelShape.from_config({**read_config_json(file), **named}, str(file))
+
+
+def config_file(model: Path) -> Path:
+    """The config.json of a model folder; a file is taken for one."""
+    return model / "config.json" if model.is_dir() else model
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
     """What a model's config.json holds, as it stands there. Raises ``ConfigurationError`` where that is no mapping."""
     try:
         config = json.loads(read_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path}: not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ConfigurationError(f"{path}: {unexpected(config, 'the mapping of a model configuration')}")
     return config
+
+
+def text_part(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """Of a multimodal model's config the text part, of any other the config itself."""
+    return _mapping(config, "text_config", source) or config
+
+
+def usual_numbers(text: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config's text part states of layers and heads, under the names that most models have."""
+    found = {names[0]: _first(text, names) for names in _CONFIG_NAMES.values()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _mapping(config: Mapping[str, Any], name: str, source: str) -> Mapping[str, Any]:
+    given = config.get(name) or {}
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(f"{source}: {name}: {unexpected(given, 'a mapping of fields to values')}")
+    return given
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:

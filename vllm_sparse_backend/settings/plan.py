@@ -182,7 +182,8 @@ def _build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int, tp_size
         raise ConfigurationError(f"{OPTION} sparse_prefill.dense_layers: {problem}")
     dense = {*config.dense_layers, *profile.dense_layers}
     if len(dense) == shape.num_layers:
-        raise ConfigurationError(f"dense_layers of {OPTION} and {source} name all {len(dense)} layers, expected fewer")
+        where = f"{OPTION} and {source}" if config.dense_layers else source
+        raise ConfigurationError(f"dense_layers of {where} name all {len(dense)} layers, expected fewer")
     num_local = shape.num_heads // tp_size
     own = slice(tp_rank * num_local, (tp_rank + 1) * num_local)
     methods = [

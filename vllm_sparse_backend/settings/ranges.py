@@ -8,6 +8,8 @@ from typing import Annotated
 from pydantic import BeforeValidator, WithJsonSchema
 
 MAX_NUMBER = 1 << 12  # so that a slip of the keyboard doesn't fill the memory
+MOST_COUNT = 1 << 30
+"""Of tokens, queries, blocks and whatever else settings count: kernels do so in 32 bits, where two of these add up."""
 _PART = re.compile(r"\s*(\d{1,7})\s*(?:-\s*(\d{1,7})\s*)?")
 
 

@@ -57,7 +57,7 @@ def chosen_tasks(text: str) -> tuple[str, ...]:
         elif name in TASKS:
             found[name] = None
         else:
-            raise BenchError(f"--tasks: {not_one_of(name, [*FAMILIES, *TASKS])}")
+            raise BenchError(f"--tasks: {not_one_of(name, {*FAMILIES, *TASKS})}")
     if not found:
         raise BenchError(f"--tasks: given {text!r}, expected names of tasks, with commas between")
     return tuple(found)
