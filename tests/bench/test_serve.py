@@ -179,6 +179,8 @@ SERVERS = ("--stock-url", "http://127.0.0.1:9", "--url", "http://127.0.0.1:9")
         (("--cached", 300, "--new", ""), "--new: given ''"),
         (("--rate", -1), "--rate: given -1, expected a number above 0"),
         (("--rate", 0), "--rate: given 0"),
+        (("--rate", 2, "--clients", 3), "--rate, --clients: given both, expected one"),
+        (("--clients", 3, "--requests", 0), "--rate, --clients: given with --requests 0"),
         (("--lengths", "", "--requests", 0), "nothing to ask: expected --lengths"),
         (("--lengths", ""), "--rate: not given, expected it, --clients, or --lengths"),
         (("--text", "none"), "--text: given 'none', expected a text file: No such file"),

@@ -141,7 +141,11 @@ def _mix(
 
     if rate is not None and not rate > 0:
         raise BenchError(f"--rate: given {rate:g}, expected a number above 0")
+    if rate is not None and clients is not None:
+        raise BenchError("--rate, --clients: given both, expected one: clients ask when their last request is answered")
     if requests == 0:
+        if rate is not None or clients is not None:
+            raise BenchError("--rate, --clients: given with --requests 0, expected a mixed load to send so")
         return None
     if not longs:
         why = f"the model has no positions for a prompt of {LONG_TOKENS:,} tokens and its answer"

@@ -117,7 +117,7 @@ def _default_work_dir() -> Path:
 
 
 def _max_model_len(model: Path) -> int:
-    longest = read_config(model).get("max_position_embeddings", MAX_MODEL_LEN)
+    longest = read_config(model).get("max_position_embeddings") or MAX_MODEL_LEN
     needed = PROMPT_TOKENS + 512
     if longest < needed:
         raise DemoError(f"{model}: max_position_embeddings is {longest}, and the demo's prompts need {needed}.")
