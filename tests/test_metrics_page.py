@@ -94,6 +94,20 @@ def test_workers_of_an_engine_add_up_but_for_what_each_has_of_its_own() -> None:
     }
 
 
+@pytest.mark.parametrize("first_counts", [True, False], ids=["", "a first stage without a layer that can go sparse"])
+def test_rows_are_those_of_the_first_pipeline_stage_that_counts_any(first_counts: bool) -> None:
+    stages: list[Samples] = [
+        [("rows", ["sparse", ""], 3), ("rows", ["decode", ""], 9)] if first_counts else [("arena_overflows", [], 0)],
+        [],  # another tensor-parallel rank
+        [("rows", ["sparse", ""], 2), ("rows", ["decode", ""], 8), ("tiles", ["5"], 2)],
+    ]
+    workers = [worker(rank, samples) for rank, samples in enumerate(stages)]
+    found = read(Client({0: workers[::-1]}))
+    assert found["rows_total{engine=0,path=sparse,reason=}"] == (3 if first_counts else 2)
+    assert found["rows_total{engine=0,path=decode,reason=}"] == (9 if first_counts else 8)
+    assert found["tiles_total{engine=0,layer=5}"] == 2
+
+
 def test_every_engine_is_asked_and_bears_its_number() -> None:
     """``collective_rpc`` of a data-parallel server hands on one engine's answer."""
     client = Client({2: [worker(0, [("tiles", ["0"], 1)])], 3: [worker(0, [("tiles", ["0"], 4)])]})

@@ -80,7 +80,6 @@ class TestGroups:
         config = configured()
         layers = make_layers(config, range(4), per_layer_sliding_window=64)
         monkeypatch.setattr(config.parallel_config, "pipeline_parallel_size", 2)
-        monkeypatch.setattr(compat, "is_first_stage", lambda config: True)
         assert stays_dense(make_builder(config, layers))
         assert any("no layer of this model can prefill sparsely" in line for line in lines)
 
@@ -271,15 +270,15 @@ class TestCounting:
                 builder.build(0, part)
         assert self.rows(first) == {"decode": 2, "sparse": 2, "dense too_short": 2}
 
-    def test_only_the_first_pipeline_stage_counts_rows(
+    def test_every_pipeline_stage_counts_rows_and_its_own_layers(
         self, configured: Configure, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """The page takes the rows of one of them (tests/test_metrics_page.py)."""
         config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
         monkeypatch.setattr(config.parallel_config, "pipeline_parallel_size", 2)
         samples = []
         for stage in range(2):
             config.compilation_config.static_forward_context.clear()
-            monkeypatch.setattr(compat, "is_first_stage", lambda config, stage=stage: stage == 0)
             monkeypatch.setattr(
                 type(config.model_config), "get_layers_start_end_indices", lambda *_, s=stage: (s, s + 1)
             )
@@ -291,8 +290,8 @@ class TestCounting:
             samples.append({(name, *labels): value for name, labels, value in told})
         first, second = samples
         assert [stage["layers", "torch"] for stage in samples] == [1, 1]
-        assert first["rows", "sparse", ""] == first["rows", "decode", ""] == 1
-        assert not any(name == "rows" for name, *_ in second)
+        for stage in samples:
+            assert stage["rows", "sparse", ""] == stage["rows", "decode", ""] == 1
         assert first["tiles", "0"] == second["tiles", "1"] == 1
 
     def test_what_a_worker_hands_to_the_server(self, configured: Configure) -> None:

@@ -81,7 +81,6 @@ __all__ = [
     "has_head_scales",
     "hf_config",
     "host_seq_lens",
-    "is_first_stage",
     "keep_schedule",
     "model_shape",
     "outside_memory_pool",
@@ -118,13 +117,6 @@ def tensor_parallel(vllm_config: VllmConfig) -> tuple[int, int]:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     return get_tensor_model_parallel_rank(), vllm_config.parallel_config.tensor_parallel_size
-
-
-def is_first_stage(vllm_config: VllmConfig) -> bool:
-    """Whether this worker has the model's first layers."""
-    from vllm.distributed.parallel_state import get_pp_group
-
-    return vllm_config.parallel_config.pipeline_parallel_size == 1 or bool(get_pp_group().is_first_rank)
 
 
 def context_parallel_sizes(vllm_config: VllmConfig) -> tuple[int, int]:

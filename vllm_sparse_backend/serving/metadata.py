@@ -116,9 +116,9 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         known = next((impl.recorder for _, impl in layers.values() if impl.recorder is not None), None)
         self.recorder = known or Recorder(self.device, is_first_rank=rank == 0)
         self.recorder.add_layers(self.sparse_layers)
-        # Every group sees all rows: that of the first layer that can go sparse counts them.
+        # Every group sees all rows: that of the worker's first layer that can go sparse counts them.
         first = min(number for number, reason in reasons.items() if reason is None)
-        self._counts_rows = first in self.sparse_layers and compat.is_first_stage(self.vllm_config)
+        self._counts_rows = first in self.sparse_layers
         self.memory = own[0].impl.reserve(self.vllm_config, self.device)
         if config.guard is not None:
             self.guard = next((impl.guard for _, impl in layers.values() if impl.guard is not None), None)

@@ -102,16 +102,25 @@ class MetricsPage:
 
 
 def total(name: str, answers: Mapping[str, Answers]) -> Mapping[tuple[str, ...], float]:
-    """By its labels' values, a metric of all engines' workers: added up within an engine unless each has its own."""
+    """By its labels' values, a metric of all engines' workers: added up within an engine, or as ``Metric`` says."""
     found: dict[tuple[str, ...], float] = {}
     for engine, workers in answers.items():
-        for worker in workers:
+        for worker in _speakers(name, workers):
             own = (str(worker["rank"]),) if METRICS[name].per_rank else ()
             for sample, labels, value in worker["samples"]:
                 if sample == name:
                     key = (engine, *own, *labels)
                     found[key] = found.get(key, 0) + value
     return found
+
+
+def _speakers(name: str, workers: Answers) -> Answers:
+    """Those whose samples count. Every pipeline stage with a layer that can go sparse sees all rows: of these the first
+    is taken, which sees each row before later ones do."""
+    if not METRICS[name].seen_by_all:
+        return workers
+    with_some = [worker for worker in workers if any(sample == name for sample, _, _ in worker["samples"])]
+    return sorted(with_some, key=lambda worker: int(worker["rank"]))[:1]
 
 
 def engines_of(client: Any) -> dict[str, Ask]:

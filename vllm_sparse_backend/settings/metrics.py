@@ -17,13 +17,17 @@ ENGINE, RANK = "engine", "rank"
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. What an engine's workers count adds up; with ``per_rank`` each worker has a sample of its own."""
+    """One metric. What an engine's workers count adds up; with ``per_rank`` each worker has a sample of its own.
+
+    ``seen_by_all``: workers that have samples at all count the same things, so that one speaks for them.
+    """
 
     name: str
     type: Literal["counter", "gauge"]
     help: str
     labels: tuple[str, ...] = ()
     per_rank: bool = False
+    seen_by_all: bool = False
 
     @property
     def sample(self) -> str:
@@ -36,7 +40,13 @@ class Metric:
 
 
 _TABLE = (
-    Metric("rows", "counter", "Rows (one request in one step) by what they ran on, and why dense.", ("path", "reason")),
+    Metric(
+        "rows",
+        "counter",
+        "Rows (one request in one step) by what they ran on, and why dense.",
+        ("path", "reason"),
+        seen_by_all=True,
+    ),
     Metric("tiles", "counter", "Tiles of 128 queries that ran sparse.", ("layer",)),
     Metric("kept_pairs", "counter", "(query, key) pairs computed in sparse tiles, of all heads.", ("layer",)),
     Metric("causal_pairs", "counter", "(query, key) pairs that dense would compute there, of all heads.", ("layer",)),
