@@ -90,7 +90,9 @@ def main(
     asked: dict[str, tuple[Plan, int]] = {}
     for settings in [*settings_asked(answers), *map(Settings.parse, more or ())]:
         try:
-            asked[str(settings)] = plan_asked(settings, found)
+            # Those that differ in more than their parameters have their whole text for a name.
+            name = json.dumps(dict(settings.values)) if str(settings) in asked else str(settings)
+            asked[name] = plan_asked(settings, found)
         except ConfigurationError as error:
             print(f"{settings} left out: {error}")
     for length in map(int, lengths.split(",")):

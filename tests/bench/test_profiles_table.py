@@ -131,3 +131,5 @@ def test_heads_of_a_profile_are_repeated(tmp_path):
     assert own == 5 != other
     assert second == [Dense()] * 8
     assert (plan.shape.num_heads, plan.shape.num_kv_heads) == (8, 4)
+    captured = plan_of_profile(str(path), ModelShape("X", 2, 4, 2, 64), 2, [1])  # the other layer never goes sparse
+    assert [methods_by_head(groups or ()) for groups in captured.layers] == [second]

@@ -450,3 +450,13 @@ def test_real_servers(tmp_path: Path):
         kept.append(own[1]["density"])
         assert 0 < own[-1]["density"] < 1
     assert 0 < kept[0] < 0.6 < kept[1] < 0.8
+
+
+def test_levels_find_nothing_that_another_level_left_in_the_cache(monkeypatch):
+    """Their first blocks are one another's, and each is asked the same prompts."""
+    asked: list[dict] = []
+    monkeypatch.setattr(Endpoint, "ask", lambda self, *_: asked.append(dict(self.extra)))
+    server = Endpoint("ours", "http://127.0.0.1:9", "m")
+    found = serve.of_levels(server, None, ["high", 0])
+    assert [one["cache_salt"] for one in asked] == ["level high", "level 0"]
+    assert [one.extra["vllm_xargs"] for one in found.values()] == [{"sparse_prefill": "high"}, {"sparse_prefill": 0}]

@@ -110,3 +110,11 @@ def test_candidates_are_of_every_method_with_means_and_without():
     }  # fmt: skip
     assert means == plain + [replace(one, block_means=True) for one in plain]
     assert len(set(means)) == len(means)
+
+
+def test_a_head_that_even_dense_does_not_serve_stays_dense():
+    """Its outputs are no numbers, say: other heads still get what holds."""
+    judge = judge_of(Known(), {CHEAP: (0.01, 0.3)}, {})
+    lost = judge.curves[1]
+    judge.curves = (judge.curves[0], lambda m: figures(float("nan"), 1.0) if isinstance(m, Dense) else lost(m))
+    assert best.search(judge, Bound(0.05), AMONG) == [CHEAP, Dense()]

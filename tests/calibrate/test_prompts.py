@@ -122,3 +122,10 @@ def test_kinds_by_name():
     with pytest.raises(ConfigurationError, match=r"--kinds: given 'hop', expected one of .*did you mean 'hops'"):
         chosen_kinds("hop")
     assert set(KINDS) == {"retrieval", "hops", "repeats"}
+
+
+def test_a_line_ends_where_jsonl_says(tmp_path):
+    """Not within a string, which may hold what else Unicode takes for a line's end."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "one\u2028two\u0085three"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert len(read_prompts(NEEDLE, [path], 64).prompts) == 1

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.evaluate.capture import Capture, capture, prompt_sha256, read_tokens, text_files
+from vllm_sparse_backend.evaluate.capture import Capture, capture, held_capture, prompt_sha256, read_tokens, text_files
 from vllm_sparse_backend.evaluate.quality import dense_attention
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -65,6 +65,16 @@ def test_a_capture_is_found_again_and_never_anothers(llama, prompt, tmp_path):
     other = capture(folder, prompt[:100], tmp_path)
     assert (other.num_tokens, other.prompt_sha256) == (100, prompt_sha256(prompt[:100]))
     assert len(other.read(0).q) == 100
+
+
+def test_a_model_that_was_trained_on_is_captured_anew(llama, prompt, tmp_path):
+    folder = llama()
+    capture(folder, prompt, tmp_path)
+    assert held_capture(folder, prompt, tmp_path) is not None
+    (weights,) = folder.glob("*.safetensors")
+    *kept, last = weights.read_bytes()
+    weights.write_bytes(bytes([*kept, last ^ 1]))
+    assert held_capture(folder, prompt, tmp_path) is None
 
 
 def test_layers_that_never_go_sparse_are_left_out(tmp_path):

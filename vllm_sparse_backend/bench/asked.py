@@ -92,18 +92,23 @@ def methods_of_profile(name_or_path: str, shape: ModelShape) -> list[Asked]:
     return list(chosen.values())
 
 
-def plan_of_profile(name_or_path: str, shape: ModelShape, copies: int) -> Plan:
+def plan_of_profile(name_or_path: str, shape: ModelShape, copies: int, captured: Sequence[int] | None = None) -> Plan:
     """What a profile has each head of such a model do, heads ``copies`` times over; layers it leaves dense are so by
-    the method that keeps all. Clusters of SharePrefill are each copy's own."""
+    the method that keeps all. Clusters of SharePrefill are each copy's own.
+
+    ``captured``: the layers that the plan is of, all of them unless given.
+    """
     profile = load_profile(name_or_path, "--profile")
     profile.check_model(shape, f"--profile {name_or_path}")
     every: list[list[Method]] = []
-    for layer in range(shape.num_layers):
+    numbers = range(shape.num_layers) if captured is None else captured
+    for layer in numbers:
         dense = layer in profile.dense_layers
         own = [Dense()] * shape.num_heads if dense else list(profile.methods_of(layer, shape.num_heads))
         every.append([_of_copy(method, copy) for copy in range(copies) for method in own])
     layers = [layer_plan(of, chain.from_iterable(every[:i] + every[i + 1 :])) for i, of in enumerate(every)]
-    whole = replace(shape, num_heads=copies * shape.num_heads, num_kv_heads=copies * shape.num_kv_heads)
+    num_heads, num_kv_heads = copies * shape.num_heads, copies * shape.num_kv_heads
+    whole = replace(shape, num_layers=len(numbers), num_heads=num_heads, num_kv_heads=num_kv_heads)
     return Plan(tuple(layers), 0, 1, f"profile {name_or_path}", whole)
 
 

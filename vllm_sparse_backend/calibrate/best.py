@@ -64,7 +64,11 @@ def search(
         chosen = choose(held, costs, price)
         if all(isinstance(method, Dense) for method in chosen):
             return chosen
-        failing = [head for head, of in enumerate(judge.judge(chosen)) if not bound.holds(of)]
+        outcome = zip(chosen, judge.judge(chosen), strict=True)
+        # Dense is all there is where even it misses the bound, as it does where an output is no number.
+        failing = [
+            head for head, (method, of) in enumerate(outcome) if not (isinstance(method, Dense) or bound.holds(of))
+        ]
         if not failing:
             return chosen
         for head in failing:

@@ -27,7 +27,7 @@ from vllm_sparse_backend.calibrate.costs import Costs, EstimatedCosts, MeasuredC
 from vllm_sparse_backend.calibrate.judge import CapturedLayer, RememberingJudge, Served
 from vllm_sparse_backend.calibrate.measure import Bound, Figures, LayerJudge
 from vllm_sparse_backend.calibrate.prompts import PromptSet
-from vllm_sparse_backend.evaluate.capture import Capture, capture_each
+from vllm_sparse_backend.evaluate.capture import Capture, capture_each, weights_sha256
 from vllm_sparse_backend.evaluate.quality import chunk_rows
 from vllm_sparse_backend.identity import PACKAGE, package_version
 from vllm_sparse_backend.settings import figures as profile_figures
@@ -97,8 +97,10 @@ class Job:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What outcomes and costs depend on, as JSON has it."""
+        through = "transformers" if self.capturer is None else type(self.capturer).__name__
         made_of = {
-            "model": self.model.resolve().name, "shape": asdict(self.shape), "prompts": self.prompts.sha256,
+            "model": self.model.resolve().name, "shape": asdict(self.shape), "weights": weights_sha256(self.model),
+            "through": through, "prompts": self.prompts.sha256,
             "held_out": self.held_out.sha256, **asdict(self.served), "device": self.device_name,
             "copies": self.copies, "versions": versions(),
         }  # fmt: skip

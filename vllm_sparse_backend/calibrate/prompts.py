@@ -167,7 +167,7 @@ def _texts(files: Sequence[Path], tokenizer: Any) -> Iterable[tuple[str, str]]:
         if file.suffix != ".jsonl":
             yield str(file), text
             continue
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text.split("\n"), 1):  # other line ends may stand within a string
             if line.strip():
                 yield f"{file}:{number}", _text_of(line, f"{file}:{number}", tokenizer)
 

@@ -304,7 +304,10 @@ def _captured(
         by_layer = head_clusters(Capture.open(others) if others else found, str(card.device))
         clusters = data.repeated_clusters([by_layer[layer] for layer in sorted(found.scales)], copies, NOISE)
     plans: list[tuple[Asked | str, Plan]] = [(one, one.plan(shape, clusters)) for one in asked]
-    plans += [(f"profile {name_of_profile(name)}", plan_of_profile(name, found.shape, copies)) for name in profiles]
+    layers = sorted(found.scales)  # others are not in the capture
+    plans += [
+        (f"profile {name_of_profile(name)}", plan_of_profile(name, found.shape, copies, layers)) for name in profiles
+    ]
     return data.captured_prompts(found, copies, card.device), plans, found.model
 
 

@@ -192,9 +192,9 @@ def needed(figures: dict[str, Any], block_tokens: str, recall: float) -> float:
 
 def chunk_tables(all_figures: Sequence[Figures]) -> dict[str, list[dict[str, Any]]]:
     """By a title for each prompt that was measured in chunks of more than one size: what depends on it."""
-    prompts: dict[str, list[Figures]] = {}
+    prompts: dict[tuple[str, str], list[Figures]] = {}
     for figures in all_figures:
-        prompts.setdefault(figures["prompt_sha256"], []).append(figures)
+        prompts.setdefault((figures["model"], figures["prompt_sha256"]), []).append(figures)
     return {
         f"{of[0]['model']}, {of[0]['num_tokens']:,} tokens, by size of chunks": _chunk_rows(of)
         for of in prompts.values()

@@ -25,6 +25,7 @@ from vllm_sparse_backend.settings.modelcheck import read_config
 
 ATTENTION = "sparse_prefill_capture"
 FORMAT = 1
+TAIL_BYTES = 64 << 10
 
 
 class LayerTensors(NamedTuple):
@@ -49,6 +50,8 @@ class Capture:
     """Per captured layer, what multiplies q·k."""
     left_out: dict[int, str]
     """Per other layer, why it is not there."""
+    weights_sha256: str = ""
+    """``weights_sha256`` of the model."""
 
     def read(self, layer: int, device: str | torch.device = "cpu") -> LayerTensors:
         """One of the layers that ``scales`` names. Raises ConfigurationError where its file is gone."""
@@ -101,8 +104,8 @@ def capture(
 ) -> Capture:
     """Run ``model``, a folder in Hugging Face's format, on one prompt, and write what its layers attend with.
 
-    A capture of the same prompt by a model of that name and shape, which ``folder`` may hold already, is taken as it
-    is. Raises ConfigurationError where transformers is missing or no layer has plain causal attention.
+    A capture of the same prompt by the same model, which ``folder`` may hold already, is taken as it is.
+    Raises ConfigurationError where transformers is missing or no layer has plain causal attention.
     """
     return next(capture_each(model, [token_ids], [folder], device, dtype))
 
@@ -135,12 +138,12 @@ def require_model(model: Path, num_tokens: int) -> None:
 
 
 def held_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture | None:
-    """The capture of this prompt by a model of that name and shape, if ``folder`` holds it."""
+    """The capture of this prompt by this model, if ``folder`` holds it."""
     if not (folder / "capture.json").is_file():
         return None
-    wanted = (model.name, ModelShape.from_folder(model), prompt_sha256(token_ids))
+    wanted = (model.name, ModelShape.from_folder(model), prompt_sha256(token_ids), weights_sha256(model))
     found = Capture.open(folder)
-    return found if (found.model, found.shape, found.prompt_sha256) == wanted else None
+    return found if (found.model, found.shape, found.prompt_sha256, found.weights_sha256) == wanted else None
 
 
 def begin_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture:
@@ -148,7 +151,7 @@ def begin_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Captur
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "capture.json").unlink(missing_ok=True)
     shape = ModelShape.from_folder(model)
-    return Capture(folder, model.name, shape, len(token_ids), prompt_sha256(token_ids), {}, {})
+    return Capture(folder, model.name, shape, len(token_ids), prompt_sha256(token_ids), {}, {}, weights_sha256(model))
 
 
 def finish_capture(made: Capture) -> None:
@@ -200,6 +203,20 @@ def _not_plain(mask: Any, more: dict[str, Any]) -> str | None:
         if more.get(keyword) is not None:
             return why
     return None
+
+
+def weights_sha256(model: Path) -> str:
+    """Of a model folder's config, and of its weights by their files' names, sizes and last 64 KiB: a model that was
+    trained on is another one.
+    """
+    found = hashlib.sha256((model / "config.json").read_bytes())
+    for file in sorted(file for kind in ("*.safetensors", "*.bin", "*.pt") for file in model.glob(kind)):
+        size = file.stat().st_size
+        found.update(f"{file.name} {size}".encode())
+        with file.open("rb") as weights:
+            weights.seek(max(0, size - TAIL_BYTES))
+            found.update(weights.read())
+    return found.hexdigest()
 
 
 def prompt_sha256(token_ids: Sequence[int]) -> str:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers that are asked the same: started, one or several at a time, or running; what one run leaves the next asks."""
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -18,7 +19,9 @@ from vllm_sparse_backend.bench.report import BenchError, Report
 from vllm_sparse_backend.bench.serve import SPARE_TOKENS, Settings, kv_bytes, max_positions, split_args
 from vllm_sparse_backend.demo.scrape import parse
 from vllm_sparse_backend.demo.server import Server, ServerError, has_cuda, sparse_args
+from vllm_sparse_backend.settings.auto import AUTO
 from vllm_sparse_backend.settings.metrics import PREFIX
+from vllm_sparse_backend.settings.profile import load_profile
 
 Case = dict[str, Any]
 OnCase = Callable[[Case], None]
@@ -133,8 +136,17 @@ def started(
     labels = [text if labels.count(name) > 1 else name for name, text in zip(labels, whole)]
     found = [Contestant.served("stock", model, args, "stock")] if stock else []
     for name, text, one in zip(labels, whole, settings):
-        found += Contestant.served(name, model, (*args, *sparse_args(one.values)), text).at(levels)
+        what = text + _content_of(one)
+        found += Contestant.served(name, model, (*args, *sparse_args(one.values)), what).at(levels)
     return found
+
+
+def _content_of(settings: Settings) -> str:
+    """What a profile says, in short: one that was made anew under its name is another one."""
+    profile = settings.values.get("profile")
+    if profile is None or profile == AUTO:
+        return ""
+    return f", {hashlib.sha256(load_profile(profile).to_yaml().encode()).hexdigest()[:16]}"
 
 
 def resume(report: Report, path: Path | None, key: str, contestants: Sequence[Contestant]) -> None:
