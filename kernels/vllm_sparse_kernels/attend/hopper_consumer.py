@@ -61,32 +61,33 @@ def consume(
         b_max = gl.max(b_s, 1) * scale
         b_p = gl.exp2(b_s * scale - _finite(b_max)[:, None])
         b_sum = gl.sum(b_p, 1)
-        b_p = gl.convert_layout(b_p.to(k_steps.dtype), gl.DotOperandLayout(0, o_layout, 2))
         b_acc = gl.zeros([HALF, D], gl.float32, o_layout)
+        if STRIPES:
+            b_p = _operand(b_p, b_acc, v_steps)
         i_step += 1
         mbarrier.wait(k_full.index(i_step % STAGES), i_step // STAGES & 1, pred=i_step < last)
 
         for i in range(1, num_masked):
             where = (rest + i * BLOCKS, diagonal)
             b_p, b_acc, b_max, b_sum = _step(
-                q, kv, i_step, last, scale, where, b_p, b_acc, b_max, b_sum, "diagonal", False, STAGES, BLOCK_N
+                q, kv, i_step, last, scale, where, b_p, b_acc, b_max, b_sum, "diagonal", False, STRIPES, STAGES, BLOCK_N
             )
             i_step += 1
         for _ in range(num_masked, num_steps):
             b_p, b_acc, b_max, b_sum = _step(
-                q, kv, i_step, last, scale, None, b_p, b_acc, b_max, b_sum, None, False, STAGES, BLOCK_N
+                q, kv, i_step, last, scale, None, b_p, b_acc, b_max, b_sum, None, False, STRIPES, STAGES, BLOCK_N
             )
             i_step += 1
         if STRIPES:
             for _ in range(num_stripes // STEP):
                 b_p, b_acc, b_max, b_sum = _step(
-                    q, kv, i_step, last, scale, None, b_p, b_acc, b_max, b_sum, None, True, STAGES, BLOCK_N
+                    q, kv, i_step, last, scale, None, b_p, b_acc, b_max, b_sum, None, True, STRIPES, STAGES, BLOCK_N
                 )
                 i_step += 1
             if num_stripes % STEP != 0:
                 b_p, b_acc, b_max, b_sum = _step(
                     q, kv, i_step, last, scale, num_stripes % STEP, b_p, b_acc, b_max, b_sum,
-                    "stripes", True, STAGES, BLOCK_N,
+                    "stripes", True, STRIPES, STAGES, BLOCK_N,
                 )  # fmt: skip
                 i_step += 1
         mbarrier.arrive(q_empty.index(slot), count=1)
@@ -100,14 +101,21 @@ def consume(
 @gluon.jit
 def _step(
     q, kv, i_step, last, scale, where, b_p, b_acc, b_max, b_sum, MASK: gl.constexpr, GATHERED: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    STRIPES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Scores of this step beside the product of the step before; this step's keys have arrived."""
+    """Scores of this step beside the product of the step before; this step's keys have arrived.
+
+    Exponents go from step to step in float32, in the registers that their scores had, and become an operand only here:
+    rounded at once, they would take 32 registers beside those that the product before still reads, and 32 moves a step.
+    (That made 3 % of the time.) The variant for stripes has too few registers for it, and rounds at once.
+    """
     k_steps, v_steps, k_full, k_empty, v_full, v_empty = kv
     stage, before = i_step % STAGES, (i_step - 1) % STAGES
     if GATHERED:
         fence_async_shared()
     zero = gl.zeros([HALF, STEP], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16]))
+    if not STRIPES:
+        b_p = _operand(b_p, b_acc, v_steps)
     s_token = warpgroup_mma(q, k_steps.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), (i_step - 1) // STAGES & 1)
     if GATHERED:
@@ -125,13 +133,20 @@ def _step(
     b_scale = gl.exp2(b_max - shift)
     b_next = gl.exp2(b_s * scale - shift[:, None])
     b_sum = b_sum * b_scale + gl.sum(b_next, 1)
-    b_next = gl.convert_layout(b_next.to(k_steps.dtype), b_p.type.layout)
+    if STRIPES:
+        b_next = _operand(b_next, b_acc, v_steps)
     following = i_step + 1
     mbarrier.wait(k_full.index(following % STAGES), following // STAGES & 1, pred=following < last)
     b_acc = warpgroup_mma_wait(0, deps=(acc_token,))
     mbarrier.arrive(v_empty.index(before), count=1)
     b_acc = b_acc * gl.convert_layout(b_scale, gl.SliceLayout(1, b_acc.type.layout))[:, None]
     return b_next, b_acc, b_new, b_sum
+
+
+@gluon.jit
+def _operand(b_p, b_acc, v_steps):
+    """Exponents as the product with values reads them."""
+    return gl.convert_layout(b_p.to(v_steps.dtype), gl.DotOperandLayout(0, b_acc.type.layout, 2))
 
 
 @gluon.jit
@@ -150,10 +165,9 @@ def _mask_diagonal(b_s, to_end, diagonal, BLOCK_N: gl.constexpr):
     last_block, num_diagonal, first = diagonal
     o_m = gl.arange(0, HALF, gl.SliceLayout(1, b_s.type.layout))
     o_n = gl.arange(0, STEP, gl.SliceLayout(0, b_s.type.layout))
-    b_before_last = to_end - 1 - o_n // BLOCK_N  # [STEP] blocks from this one to the list's last
-    b_key = (last_block - b_before_last) * BLOCK_N + o_n % BLOCK_N
-    b_key = gl.where(b_before_last < num_diagonal, b_key, 0)
-    return gl.where(b_key[None, :] <= (first + o_m)[:, None], b_s, MINUS_INFINITY)
+    begin = (last_block - to_end + 1) * BLOCK_N  # key of the first column, were all of the step's blocks the diagonal's
+    b_last = gl.maximum(first + o_m - begin, (to_end - num_diagonal) * BLOCK_N - 1)  # [HALF] last column that is seen
+    return gl.where(o_n[None, :] <= b_last[:, None], b_s, MINUS_INFINITY)
 
 
 @gluon.jit
@@ -163,6 +177,8 @@ def _last_product(kv, i_step, b_p, b_acc, STRIPES: gl.constexpr, STAGES: gl.cons
     mbarrier.wait(v_full.index(stage), i_step // STAGES & 1)
     if STRIPES:
         fence_async_shared()
+    if not STRIPES:
+        b_p = _operand(b_p, b_acc, v_steps)
     token = warpgroup_mma(b_p, v_steps.index(stage), b_acc, is_async=True)
     b_acc = warpgroup_mma_wait(0, deps=(token,))
     mbarrier.arrive(v_empty.index(stage), count=1)
