@@ -48,7 +48,9 @@ def select(groups: LayerPlan, layer: Batch, index: SparseIndex) -> None:
 
 def fits(index: SparseIndex, buffer: torch.Tensor) -> bool:
     """Whether what an index is filled with lies in the buffer."""
-    tensors = (index.block_counts, index.block_ids, index.stripe_counts, index.stripe_positions)
+    tensors = [index.block_counts, index.block_ids, index.stripe_positions]
+    if index.has_stripes:  # else nothing fills their counts: they are the layout's zeros
+        tensors.append(index.stripe_counts)
     begin, end = buffer.data_ptr(), buffer.data_ptr() + len(buffer)
     return all(t.numel() == 0 or begin <= t.data_ptr() <= end - t.numel() * 4 for t in tensors)
 
@@ -65,6 +67,9 @@ def test_layers_take_the_same_room_one_after_the_other() -> None:
             index = slab.index(groups, NUM_HEADS, 64, arena)
             assert fits(index, arena.buffer)
             assert offsets.setdefault(id(groups), index.stripe_offsets) is index.stripe_offsets
+            assert not index.stripe_counts.any()
+            if not index.has_stripes:
+                assert index.stripe_counts is slab.index(groups, NUM_HEADS, 64, arena).stripe_counts
     assert arena.peak_bytes == max(needed)
     assert slab.index(plans[0], NUM_HEADS, 128, Workspace(CPU)).block_ids.shape[1] < index.block_ids.shape[1]
 

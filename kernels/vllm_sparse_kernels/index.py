@@ -73,6 +73,7 @@ class IndexLayout:
     longest_stripes: int
     block_offsets: torch.Tensor  # [num_tiles] int64
     stripe_offsets: torch.Tensor  # [num_heads, num_tiles] int64
+    no_stripes: torch.Tensor | None  # [num_heads, num_tiles] int32, zeros: the counts where no head has room for any
 
     @staticmethod
     def of(
@@ -86,6 +87,9 @@ class IndexLayout:
         nothing = torch.zeros(rows.num_tiles, dtype=torch.int64)
         stripe_offsets = torch.stack([layout.host_offsets if layout else nothing for layout in layouts])
         stripe_offsets += torch.tensor(begins[:-1])[:, None]
+        no_stripes = None
+        if not begins[-1]:
+            no_stripes = torch.zeros(num_heads, rows.num_tiles, dtype=torch.int32, device=rows.device)
         return IndexLayout(
             rows,
             num_heads,
@@ -95,11 +99,13 @@ class IndexLayout:
             max((layout.longest for layout in stripes.values()), default=0),
             to_device([0, *accumulate(capacities)][:-1], torch.int64, rows.device),
             host_to_device(stripe_offsets, rows.device),
+            no_stripes,
         )
 
     def allocate(self, workspace: Workspace) -> "SparseIndex":
         """Room for every causal block of every tile, and for the stripes. All but stripes' counts is undefined."""
         room = partial(workspace.empty, dtype=torch.int32)
+        none = self.no_stripes
         return SparseIndex(
             rows=self.rows,
             num_heads=self.num_heads,
@@ -107,7 +113,7 @@ class IndexLayout:
             block_counts=room(self.num_heads, self.rows.num_tiles),
             block_ids=room(self.num_heads, self.block_capacity),
             block_offsets=self.block_offsets,
-            stripe_counts=room(self.num_heads, self.rows.num_tiles).zero_(),
+            stripe_counts=room(self.num_heads, self.rows.num_tiles).zero_() if none is None else none,
             stripe_positions=room(self.stripe_capacity),
             stripe_offsets=self.stripe_offsets,
             longest_stripes=self.longest_stripes,
@@ -156,7 +162,8 @@ class SparseIndex:
         """What ``allocate`` takes from the workspace; ``stripe_capacity``: of all heads together."""
         room = partial(padded_bytes, dtype=torch.int32)
         block_capacity = padded_capacity(sum(rows.block_capacities(block_tokens)))
-        return 2 * room(num_heads, rows.num_tiles) + room(num_heads, block_capacity) + room(stripe_capacity)
+        counts = (2 if stripe_capacity else 1) * room(num_heads, rows.num_tiles)
+        return counts + room(num_heads, block_capacity) + room(stripe_capacity)
 
     @property
     def has_stripes(self) -> bool:
@@ -185,14 +192,8 @@ class SparseIndex:
         return self.listed_pairs().sum(1) - self.rows.masked_pairs(self.block_tokens)
 
     def listed_pairs(self) -> torch.Tensor:
-        """[num_heads, num_tiles] int32: a tile's queries times the keys of its blocks and stripes, masked or not.
-
-        A server counts them in each layer of each step, so this is few launches.
-        """
-        if not self.has_stripes:
-            return self.block_counts * self.rows.block_pairs(self.block_tokens)
-        keys = torch.add(self.stripe_counts, self.block_counts, alpha=self.block_tokens)
-        return keys.mul_(self.rows.tile_lengths)
+        """[num_heads, num_tiles] int32: a tile's queries times the keys of its blocks and stripes, masked or not."""
+        return torch.add(self.stripe_counts, self.block_counts, alpha=self.block_tokens) * self.rows.tile_lengths
 
     # What follows reads the device: for references, tests and debugging only.
 

@@ -74,7 +74,6 @@ class Rows:
 
     _block_capacities: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _masked_pairs: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _block_pairs: dict[int, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.query_lens), len(self.context_lens), self.block_table.shape[0]}
@@ -149,12 +148,6 @@ class Rows:
     def tile_lengths(self) -> torch.Tensor:
         """[num_tiles] int32 on the device: number of queries, a column of ``tiles``."""
         return self.tiles[:, 2].contiguous()
-
-    def block_pairs(self, block_tokens: int) -> torch.Tensor:
-        """[num_tiles] int32 on the device: (query, key) pairs of a tile and one block, masked or not."""
-        if block_tokens not in self._block_pairs:
-            self._block_pairs[block_tokens] = self.tile_lengths * block_tokens
-        return self._block_pairs[block_tokens]
 
     @cached_property
     def row_ends(self) -> torch.Tensor:

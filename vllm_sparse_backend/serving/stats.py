@@ -17,6 +17,7 @@ from vllm_sparse_backend.settings.metrics import METRICS
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_kernels import SparseIndex
 from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.pairs import add_listed_pairs
 
 Sample = tuple[str, list[str], float]
 """A metric's name, its labels' values, and its own; such things as travel between processes as they are."""
@@ -72,7 +73,6 @@ class Recorder:
         self.device = device
         self.is_first_rank = is_first_rank
         self._places: dict[int, int] = {}
-        self._listed_of: dict[int, torch.Tensor] = {}
         self._listed = torch.zeros(0, dtype=torch.int64, device=device)
         self._rows: Tally[Way] = Tally()
         self._tiles: Tally[int] = Tally()
@@ -90,7 +90,6 @@ class Recorder:
         for layer in layers:
             self._places.setdefault(layer, len(self._places))
         self._listed = torch.cat([self._listed, self._listed.new_zeros(len(self._places) - len(self._listed))])
-        self._listed_of = {layer: self._listed[place] for layer, place in self._places.items()}
 
     def count_rows(self, path: str, reason: Fallback | None, rows: int = 1) -> None:
         if self.is_first_rank and is_counting():
@@ -132,7 +131,10 @@ class Recorder:
         """Add one layer's index of this step. Stays on the device."""
         if not is_counting():
             return
-        self._listed_of[layer].add_(index.listed_pairs().sum())
+        if self.device.type == "cpu":
+            self._listed[self._places[layer]] += index.listed_pairs().sum()
+        else:
+            add_listed_pairs(index, self._listed, self._places[layer])
         self._masked[layer] += index.masked_pairs
         causal = index.num_heads * causal_pairs(index.rows)
         self._causal[layer] += causal

@@ -24,6 +24,7 @@ from vllm_sparse_backend.settings.config import AUTO
 from vllm_sparse_backend.settings.plan import LayerPlan
 from vllm_sparse_kernels import PagedCache, Workspace
 from vllm_sparse_kernels.attend import Engine
+from vllm_sparse_kernels.pairs import add_listed_pairs
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.testing.batches import Batch
 
@@ -91,7 +92,9 @@ def _warm_up_layer(impl: SparsePrefillImpl, cache: PagedCache, table: torch.Tens
                 impl.select(query, cache, index)
                 impl.engine = picker.pick(batch, index, impl.options)
         with workspace.frame():
-            impl.select_and_attend(slab, query, cache, batch.empty_out(), workspace)
+            index = impl.select_and_attend(slab, query, cache, batch.empty_out(), workspace)
+            if not compat.IS_CPU:
+                add_listed_pairs(index, torch.zeros(1, dtype=torch.int64, device=table.device), 0)
     return impl.engine
 
 

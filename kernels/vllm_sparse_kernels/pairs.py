@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many pairs a layer's index lists, added up on the device: a server asks in each layer of each step."""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.rows import ceil_div
+
+CHUNK_LISTS = 1024
+"""Lists that one program adds up."""
+
+
+def add_listed_pairs(index: SparseIndex, totals: torch.Tensor, i_total: int) -> None:
+    """Add the sum of ``index.listed_pairs()`` to ``totals[i_total]``, int64 on the index's device: one launch."""
+    num_lists = index.block_counts.numel()
+    _add_listed_pairs_kernel[(ceil_div(num_lists, CHUNK_LISTS),)](
+        index.block_counts, index.stripe_counts, index.rows.tile_lengths, totals, i_total, num_lists,
+        index.rows.num_tiles, BLOCK_N=index.block_tokens, STRIPES=index.has_stripes, CHUNK=CHUNK_LISTS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["i_total", "num_lists", "num_tiles"])
+def _add_listed_pairs_kernel(
+    block_counts, stripe_counts, tile_lengths, totals, i_total, num_lists, num_tiles,
+    BLOCK_N: tl.constexpr, STRIPES: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    o_list = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    valid = o_list < num_lists
+    b_keys = tl.load(block_counts + o_list, mask=valid, other=0) * BLOCK_N
+    if STRIPES:
+        b_keys += tl.load(stripe_counts + o_list, mask=valid, other=0)
+    b_queries = tl.load(tile_lengths + o_list % num_tiles, mask=valid, other=0)
+    tl.atomic_add(totals + i_total, tl.sum(b_keys.to(tl.int64) * b_queries, 0), sem="relaxed")
