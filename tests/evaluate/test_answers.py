@@ -22,6 +22,7 @@ from vllm_sparse_backend.demo.server import ServerError
 from vllm_sparse_backend.evaluate import contestants
 from vllm_sparse_backend.evaluate.answers import Templates
 from vllm_sparse_backend.evaluate.asking import Asking
+from vllm_sparse_backend.evaluate.contestants import densities
 from vllm_sparse_backend.settings.reasons import Fallback
 
 
@@ -285,6 +286,23 @@ def test_density_is_of_these_requests_and_a_server_that_ran_nothing_sparse_is_na
     assert found == {"a": 0.3, "b": None}
     assert "b: no request ran sparse" in result.output
     assert "a: no request ran sparse" not in result.output
+
+
+def test_density_is_of_all_the_runs_that_a_file_holds(folder: Path) -> None:
+    out = folder / "all.json"
+    stub = Stub(lambda distance: 1, lambda n: "refuse" if n == 1 else None, kept_of_100=30)
+    with running(stub) as url:
+        command = ("--url", url, "--label", "a", "--lengths", 2000, "--facts", 4, "--prompts", 3, "--json", out)
+        assert run(*command).exit_code == 1
+        stub.kept_of_100 = 60
+        result = run(*command)
+    assert result.exit_code == 0, result.output
+    counts = [case for case in json.loads(out.read_text())["cases"] if case["part"] == "density"]
+    assert [case["density"] for case in counts] == [0.3, 0.6]
+    kept, causal = (sum(case[name] for case in counts) for name in ("kept_pairs", "causal_pairs"))
+    assert densities(counts) == {"a": kept / causal}
+    del counts[0]["causal_pairs"]  # of a release that did not write it
+    assert densities(counts) == {"a": 0.6}
 
 
 @pytest.mark.parametrize("reason", [Fallback.TOO_SHORT, Fallback.REQUESTED])

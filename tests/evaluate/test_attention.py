@@ -106,3 +106,21 @@ def test_no_capture_is_told():
     result = run("nowhere")
     assert result.exit_code == 1
     assert "no capture there" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--chunks", "-5", "whole numbers from 0 on"),
+        ("--chunks", "all", "whole numbers from 0 on"),
+        ("--device", "gpu", "expected cuda"),
+        ("--device", "meta", "expected cuda or cpu"),
+        ("--device", "cuda:99", "CUDA devices"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(captured, option, value, expected):
+    result = run(captured.folder, option, value)
+    assert result.exit_code == 1
+    assert option in result.stderr
+    assert repr(value) in result.stderr
+    assert expected in " ".join(result.stderr.split())

@@ -21,7 +21,7 @@ from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.demo.model import make_model
 from vllm_sparse_backend.evaluate.answers import Templates
 from vllm_sparse_backend.evaluate.tasks import FAMILIES, TASKS
-from vllm_sparse_backend.evaluate.tasks.job import chosen_tasks, error_of_mean, perplexities, summaries
+from vllm_sparse_backend.evaluate.tasks.job import TaskJob, chosen_tasks, error_of_mean, perplexities, summaries
 from vllm_sparse_backend.evaluate.tasks.task import Haystack, Prompts, Question, spread
 
 QUESTIONS = [name for name, task in TASKS.items() if isinstance(task, Question)]
@@ -210,6 +210,19 @@ def test_perplexity_is_of_all_tokens_and_of_places() -> None:
 
 def run(*args: object):
     return CliRunner().invoke(app, ["eval", "tasks", *map(str, args)], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["a text", "the project's own"])
+def test_tasks_lengths_and_perplexity_may_be_added_to_a_file(tmp_path: Path, given: bool) -> None:
+    (tmp_path / "code.py").write_text(CODE)
+
+    def key(tasks: str, lengths: list[int], seed: int = 0) -> str:
+        text = tmp_path / "code.py" if given else None
+        others = {"seed": seed, "templates": Templates(), "chat": False, "first_token": None}
+        return TaskJob.about(tasks, lengths, 2, text, **others).key("model")
+
+    assert key("needle", [1500]) == key("needle,perplexity", [1000, 1500]) == key("perplexity", [1000])
+    assert key("needle", [1500]) != key("needle", [1500], seed=1)
 
 
 def test_a_server_that_reads_the_end_alone_is_told_by_depth(tmp_path: Path) -> None:

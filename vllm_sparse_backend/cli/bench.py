@@ -17,10 +17,10 @@ from vllm_sparse_backend.cli.common import (
     bar,
     draw,
     failures,
-    ints,
-    numbers,
     say,
+    shares,
     split,
+    token_counts,
     wide_console,
 )
 
@@ -69,10 +69,12 @@ def attend(
         from vllm_sparse_backend.bench.attend import COLUMNS, cases_of, run_attend
         from vllm_sparse_backend.bench.report import Report
 
+        cases = cases_of(
+            token_counts("--contexts", contexts, least=0), chunk, token_counts("--blocks", blocks),
+            shares("--densities", densities), token_counts("--stripes", stripes, or_none=True),
+        )  # fmt: skip
         card, heads = _card(), _heads(model, page_size)
         chosen = _engines(engines, card)
-        shares = numbers(densities, float, "numbers")
-        cases = cases_of(ints(contexts), chunk, ints(blocks), shares, ints(stripes))
         report = Report("attend", card.name, json_path, results)
         title = f"attend beside {card.dense_name}, {card.name}, {heads}"
         rows = run_attend(card, heads, cases, chosen, report, options)
@@ -124,7 +126,8 @@ def methods(
         from vllm_sparse_backend.bench.report import Report
 
         is_fp8 = _is_fp8(kv_cache_dtype)
-        card, heads, lengths = _card(), _heads(model, page_size), ints(contexts)
+        lengths = token_counts("--contexts", contexts, least=0)
+        card, heads = _card(), _heads(model, page_size)
         if captured is not None:
             prompts, plans, name = _captured(captured, clusters, repeat_heads, method, profile or (), card)
         else:
@@ -180,7 +183,8 @@ def crossover(
         plans = _plans(method, kept, heads.model(layers), data.structured_clusters(heads, layers))
         prompts = data.structured_prompts(heads, longest, layers, card.device)
         rungs = part.ladder(shortest, longest)
-        asked = ints(new_tokens) if new_tokens else [n for n in part.NEW_TOKENS if n <= chunk and n < longest]
+        by_default = [n for n in part.NEW_TOKENS if n <= chunk and n < longest]
+        asked = token_counts("--new-tokens", new_tokens) if new_tokens else by_default
         report = Report("crossover", card.name, json_path)
         entries: list[dict[str, Any]] = []
 

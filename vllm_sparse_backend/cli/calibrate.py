@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from vllm_sparse_backend.cli.common import exit_on_sigterm, failures
+from vllm_sparse_backend.cli.common import device_of, exit_on_sigterm, failures
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.calibrate.job import Capturer, Job, Tell
@@ -85,8 +85,6 @@ def job_of(
     tell: Any = None,
 ) -> "Job":
     """The options that all of these commands have."""
-    import torch
-
     from vllm_sparse_backend.calibrate.job import Job, Tell
     from vllm_sparse_backend.calibrate.judge import Served
     from vllm_sparse_backend.calibrate.prompts import chosen_kinds, make_prompts, read_prompts
@@ -102,7 +100,7 @@ def job_of(
         raise ConfigurationError(f"--through: {not_one_of(through, ('transformers', 'vllm'))}")
     if tensor_parallel_size > 1 and through != "vllm":
         raise ConfigurationError("--tensor-parallel-size: needs --through vllm")
-    names = chosen_kinds(kinds)
+    names, device = chosen_kinds(kinds), device_of(device)
 
     def prompts_of(files: list[Path] | None, count: int, part: int) -> "PromptSet":
         if files:
@@ -115,7 +113,7 @@ def job_of(
         prompts_of(held_out, max(1, count // 2), 1),
         Served(chunk, min(4096, tokens // 2) if min_tokens is None else min_tokens),
         work or out.with_suffix(".work"),
-        device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device,
         costs,
         None if prompts else seed,
         min_tokens is not None,

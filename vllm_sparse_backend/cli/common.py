@@ -107,14 +107,34 @@ def level_of(text: str) -> int | str:
     return int(text) if text in ("0", "1") else text
 
 
-def token_counts(option: str, text: str, or_none: bool = False) -> list[int]:
-    """Whole numbers above 0. ``or_none``: an empty text is none of them."""
+def token_counts(option: str, text: str, or_none: bool = False, least: int = 1) -> list[int]:
+    """Whole numbers from ``least`` on. ``or_none``: an empty text is none of them."""
     from vllm_sparse_backend.bench.report import BenchError
 
     parts = split(text)
-    if all(part.isdecimal() and int(part) > 0 for part in parts) and (parts or or_none):
+    if all(part.isdecimal() and int(part) >= least for part in parts) and (parts or or_none):
         return [int(part) for part in parts]
-    raise BenchError(f"{option}: given {text!r}, expected whole numbers above 0, with commas between")
+    expected = "above 0" if least == 1 else f"from {least} on"
+    raise BenchError(f"{option}: given {text!r}, expected whole numbers {expected}, with commas between")
+
+
+def device_of(text: str | None) -> str:
+    """What --device names, and otherwise the GPU where there is one. Raises BenchError where torch has none such."""
+    import torch
+
+    from vllm_sparse_backend.bench.report import BenchError
+
+    if text is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise BenchError(f"--device: given {text!r}, expected cuda, cuda with a number, or cpu") from None
+    if device.type not in ("cuda", "cpu"):
+        raise BenchError(f"--device: given {text!r}, expected cuda or cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise BenchError(f"--device: given {text!r}, and torch sees {torch.cuda.device_count()} CUDA devices")
+    return text
 
 
 def text_of(path: Path | None) -> str | None:
@@ -135,14 +155,14 @@ def refuse_without_model(given: Mapping[str, object]) -> None:
         raise BenchError(f"{', '.join(names)}: given with running servers, expected only with a MODEL to serve")
 
 
-def ints(text: str) -> list[int]:
-    return [int(number) for number in numbers(text, int, "whole numbers")]
-
-
-def numbers(text: str, kind: type[int] | type[float], expected: str) -> list[float]:
+def shares(option: str, text: str) -> list[float]:
+    """Numbers from 0 to 1."""
     from vllm_sparse_backend.bench.report import BenchError
 
     try:
-        return [kind(part) for part in split(text)]
+        found = [float(part) for part in split(text)]
     except ValueError:
-        raise BenchError(f"given {text!r}, expected {expected}, with commas between") from None
+        found = []
+    if not found or not all(0 <= share <= 1 for share in found):
+        raise BenchError(f"{option}: given {text!r}, expected numbers from 0 to 1, with commas between")
+    return found

@@ -14,9 +14,9 @@ from vllm_sparse_backend.cli.common import (
     Profile,
     Results,
     bar,
+    device_of,
     exit_on_sigterm,
     failures,
-    ints,
     level_of,
     output,
     refuse_without_model,
@@ -212,9 +212,10 @@ def attention(
         from vllm_sparse_backend.evaluate.capture import Capture
         from vllm_sparse_backend.evaluate.clusters import head_clusters
 
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        name = torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
-        report, sizes = Report("attention", name, json_path, results), ints(chunks)
+        device = device_of(device)
+        name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
+        sizes = token_counts("--chunks", chunks, least=0)
+        report = Report("attention", name, json_path, results)
         for found in [Capture.open(folder) for folder in captured]:
             named = [profile] if profile else []
             asked = [part.Setting(a.method, dict(a.params)) for a in methods_asked(method or (), named, found.shape)]

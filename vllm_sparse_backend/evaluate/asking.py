@@ -24,7 +24,7 @@ from vllm_sparse_backend.evaluate.answers import (
     score,
     standard_error,
 )
-from vllm_sparse_backend.evaluate.contestants import At, Case
+from vllm_sparse_backend.evaluate.contestants import At, Case, densities
 from vllm_sparse_backend.evaluate.texts import asked_text, prose
 from vllm_sparse_backend.evaluate.tokens import first_tokens, tokenize
 
@@ -135,7 +135,7 @@ def right_answers(case: Case) -> list[bool]:
 def summaries(cases: Sequence[Case], labels: Sequence[str], lengths: Sequence[int]) -> list[Case]:
     """For each label and length: right of asked, beside the first label's on the prompts that both answered."""
     asked = {(c["label"], c["tokens"], c["prompt"]): c for c in cases if c["part"] == "prompt"}
-    density = {c["label"]: c["density"] for c in cases if c["part"] == "density"}
+    density = densities(cases)
     rows = []
     for length in lengths:
         base = {i: c for (label, n, i), c in asked.items() if label == labels[0] and n == length and c["error"] is None}

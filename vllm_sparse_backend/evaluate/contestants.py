@@ -278,4 +278,20 @@ def _ask_server(
         counted = Pairs.on_page(after) - Pairs.on_page(before)
         rows = parse(after).rows - parse(before).rows
         dense = {reason: count for (path, reason), count in rows.items() if path == "dense"}
-        add({"part": "density", **base, **dict.fromkeys(fields), "density": counted.density, "dense_rows": dense})
+        pairs = {"density": counted.density, "kept_pairs": counted.kept, "causal_pairs": counted.causal}
+        add({"part": "density", **base, **dict.fromkeys(fields), **pairs, "dense_rows": dense})
+
+
+def densities(cases: Sequence[Case]) -> dict[str, float | None]:
+    """By label, of all runs that a file holds; of the last one where some did not write how many pairs there were."""
+    found: dict[str, float | None] = {}
+    sums: dict[str, Pairs] = {}
+    for case in cases:
+        if case["part"] != "density":
+            continue
+        label, before = case["label"], case["label"] in found
+        found[label] = case["density"]
+        if "causal_pairs" in case and (label in sums or not before):
+            sums[label] = sums.get(label, Pairs()) + Pairs(case["kept_pairs"], case["causal_pairs"])
+            found[label] = sums[label].density
+    return found

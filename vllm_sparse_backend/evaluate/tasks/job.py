@@ -15,7 +15,7 @@ from vllm_sparse_backend.bench.endpoint import Endpoint
 from vllm_sparse_backend.bench.report import BenchError, Report
 from vllm_sparse_backend.demo.model import project_text
 from vllm_sparse_backend.evaluate.answers import Share, Templates, standard_error
-from vllm_sparse_backend.evaluate.contestants import At, Case
+from vllm_sparse_backend.evaluate.contestants import At, Case, densities
 from vllm_sparse_backend.evaluate.tasks import FAMILIES, TASKS
 from vllm_sparse_backend.evaluate.tasks.task import Haystack, Prompts
 from vllm_sparse_backend.evaluate.texts import asked_text
@@ -91,14 +91,16 @@ class TaskJob:
     @cached_property
     def _whole_text(self) -> str:
         """The text whose perplexity is asked; empty where none is."""
-        if not any(TASKS[name].whole_text for name in self.tasks):
-            return ""
+        return self._any_text if any(TASKS[name].whole_text for name in self.tasks) else ""
+
+    @property
+    def _any_text(self) -> str:
         return self.text or project_text()
 
     def key(self, *context: object) -> str:
         """Equal where the prompts are, and what they are asked in (``context``)."""
-        made_of = asdict(self) | {"whole_text": self._whole_text, "context": context}
-        # Others may be asked for later, or fewer: cases name their task and length.
+        made_of = asdict(self) | {"whole_text": self._any_text, "context": context}
+        # Others may be asked for later, perplexity too, or fewer: cases name their task and length.
         for field in ("tasks", "lengths"):
             del made_of[field]
         return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
@@ -134,7 +136,7 @@ def summaries(cases: Sequence[Case], labels: Sequence[str]) -> list[Case]:
 
     ``difference``: of the shares on prompts that both answered, with the standard error of such differences.
     """
-    density = {case["label"]: case["density"] for case in cases if case["part"] == "density"}
+    density = densities(cases)
     rows = []
     for (task, length), of in _grouped(cases, whole_text=False):
         first = _by_number(of, labels[0])
