@@ -83,6 +83,8 @@ def step_figures(code: "Code") -> dict[str, int]:  # type: ignore[name-defined] 
     begins = [i for i, line in enumerate(code.sass) if re.search(WAIT_SCORES, line)]
     ends = [i for i, line in enumerate(code.sass) if re.search(WAIT_VALUES, line)]
     steps = [(begin, next(end for end in ends if end > begin)) for begin in begins]
+    products = code.places(r"HGMMA[\w.]*")
+    until = [(begin, next((i for i in products if i > begin), len(code.sass))) for begin in begins]
     return {
         "registers": code.registers,
         "shared_bytes": code.shared_bytes,
@@ -91,6 +93,7 @@ def step_figures(code: "Code") -> dict[str, int]:  # type: ignore[name-defined] 
         "fewest_exponents_beside": min((code.count(r"MUFU\.EX2", *step) for step in steps), default=0),
         "spills_within_steps": sum(code.count("STL|LDL", *step) for step in steps),
         "spills": code.count("STL|LDL"),
+        "most_moves": max((code.count(r"PRMT|MOV|IMAD\.MOV[\w.]*", *step) for step in until), default=0),
         "hasty_arrivals": hasty_arrivals(code.sass),
     }
 

@@ -27,6 +27,11 @@ def test_nothing_spills_within_a_step(table: dict[str, dict[str, int]], case: st
     assert table[case]["spills_within_steps"] == 0
 
 
+def test_a_step_keeps_its_exponents_where_its_scores_were(table: dict[str, dict[str, int]]) -> None:
+    """From one step's scores to the next one's: rounded exponents beside those in use took 32 moves and more."""
+    assert table["128-128-blocks-bf16"]["most_moves"] <= 4
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_handed_back_before_all_warps_are_done(table: dict[str, dict[str, int]], case: str) -> None:
     """A copy would write over what the last warp's product still reads."""
