@@ -23,8 +23,8 @@ Items do not overlap. With an item's first scores multiplied while the one befor
 3 % where most is kept, lost up to 7 % where little is, and gave NaN on a card beside other processes; why is not known.
 
 ptxas likes to hoist the wait for P·V above all exponents of the step, which undoes the overlap. Waiting for the next
-step's keys between the two keeps it where it stands, with every Triton from 3.6 to 3.9; a test reads it off the SASS.
-3.8.0 alone, in fp16, has the products run one after the other (right, but slower): ``make compile-matrix`` shows it.
+step's keys between the two keeps it where it stands, with every Triton from 3.6 to 3.9; a test reads it off the SASS,
+and ``make compile-matrix`` off what each release compiles.
 """
 
 from vllm_sparse_kernels.attend.hopper_consumer import consume
