@@ -146,8 +146,12 @@ class Rows:
 
     @cached_property
     def tile_lengths(self) -> torch.Tensor:
-        """[num_tiles] int32 on the device: number of queries, a column of ``tiles``."""
-        return self.tiles[:, 2].contiguous()
+        """[num_tiles] int32 on the device: number of queries, a column of ``tiles``.
+
+        A copy even of one tile's, where the column is contiguous as it lies, since kernels are compiled anew for
+        addresses that 16 bytes do not divide.
+        """
+        return self.tiles[:, 2].clone(memory_format=torch.contiguous_format)
 
     @cached_property
     def row_ends(self) -> torch.Tensor:

@@ -51,6 +51,12 @@ class TestRows:
         rows = make_rows([(37, 300), (0, 1), (400, 128)])
         assert rows.heaviest_first.tolist() == [4, 2, 1, 0, 3]
 
+    @pytest.mark.parametrize("lengths", [[(0, 1)], [(37, 300), (0, 1)]], ids=str)
+    def test_tiles_lengths_lie_where_kernels_expect_them(self, lengths):
+        rows = make_rows(lengths)
+        assert rows.tile_lengths.tolist() == [tile.length_tokens for tile in rows.tile_list]
+        assert rows.tile_lengths.data_ptr() % 16 == 0
+
     def test_no_rows(self):
         rows = Rows((), (), (), torch.zeros(0, 1, dtype=torch.int32))
         assert (rows.tile_list, rows.tile_starts, rows.tiles.shape) == ((), (0,), (0, 4))
