@@ -284,14 +284,15 @@ def _ask_server(
 
 def densities(cases: Sequence[Case]) -> dict[str, float | None]:
     """By label, of all runs that a file holds; of the last one where some did not write how many pairs there were."""
-    found: dict[str, float | None] = {}
-    sums: dict[str, Pairs] = {}
+    runs: dict[str, list[Case]] = {}
     for case in cases:
-        if case["part"] != "density":
-            continue
-        label, before = case["label"], case["label"] in found
-        found[label] = case["density"]
-        if "causal_pairs" in case and (label in sums or not before):
-            sums[label] = sums.get(label, Pairs()) + Pairs(case["kept_pairs"], case["causal_pairs"])
-            found[label] = sums[label].density
-    return found
+        if case["part"] == "density":
+            runs.setdefault(case["label"], []).append(case)
+    return {label: _density(of) for label, of in runs.items()}
+
+
+def _density(runs: Sequence[Case]) -> float | None:
+    if not all("causal_pairs" in run for run in runs):
+        density: float | None = runs[-1]["density"]
+        return density
+    return sum((Pairs(run["kept_pairs"], run["causal_pairs"]) for run in runs), Pairs()).density

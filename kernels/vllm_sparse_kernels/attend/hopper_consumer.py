@@ -114,8 +114,7 @@ def _step(
     if GATHERED:
         fence_async_shared()
     zero = gl.zeros([HALF, STEP], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16]))
-    if not STRIPES:
-        b_p = _operand(b_p, b_acc, v_steps)
+    b_p = _operand(b_p, b_acc, v_steps)
     s_token = warpgroup_mma(q, k_steps.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), (i_step - 1) // STAGES & 1)
     if GATHERED:
@@ -145,7 +144,7 @@ def _step(
 
 @gluon.jit
 def _operand(b_p, b_acc, v_steps):
-    """Exponents as the product with values reads them."""
+    """Exponents as the product with values reads them; as they are where they are so already."""
     return gl.convert_layout(b_p.to(v_steps.dtype), gl.DotOperandLayout(0, b_acc.type.layout, 2))
 
 
@@ -177,8 +176,7 @@ def _last_product(kv, i_step, b_p, b_acc, STRIPES: gl.constexpr, STAGES: gl.cons
     mbarrier.wait(v_full.index(stage), i_step // STAGES & 1)
     if STRIPES:
         fence_async_shared()
-    if not STRIPES:
-        b_p = _operand(b_p, b_acc, v_steps)
+    b_p = _operand(b_p, b_acc, v_steps)
     token = warpgroup_mma(b_p, v_steps.index(stage), b_acc, is_async=True)
     b_acc = warpgroup_mma_wait(0, deps=(token,))
     mbarrier.arrive(v_empty.index(stage), count=1)
