@@ -8,7 +8,7 @@
 Options are those of the calibration: the folder refuses other prompts. Into its ``one-setting.json`` goes what came of
 every head under each setting: ``own`` are those of the method's paper, of which an operator without a profile takes
 one; ``every`` all that heads choose from under a bound of the mean of all heads. MInference's own is vertical-slash for
-all. SharePrefill has one γ and all clusters that were found, its layers in order, as a server runs them.
+all. SharePrefill has one setting and all clusters that were found, its layers in order, as a server runs them.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_sparse_backend.bench.report import write_json
-from vllm_sparse_backend.calibrate.clustered import PRICED_GAMMAS, company_of
+from vllm_sparse_backend.calibrate.clustered import company_of, priced_settings
 from vllm_sparse_backend.calibrate.flow import Flow
 from vllm_sparse_backend.calibrate.job import Job
 from vllm_sparse_backend.calibrate.ladders import LADDERS, settings_of
@@ -60,17 +60,17 @@ def judged(job: Job, among: Sequence[Method]) -> Iterator[list[list[Figures] | N
 
 
 def shared(job: Job, clusters: Clusters, base: SharePrefill) -> Iterator[tuple[Method, list[list[Figures] | None]]]:
-    """By γ, the same of SharePrefill."""
-    for gamma in PRICED_GAMMAS:
+    """The same of SharePrefill, by all that its heads may choose but for clusters."""
+    for setting in priced_settings(base):
         flow, found = Flow(job, "prompts", company_of(base, clusters)), list[list[Figures] | None]()
         for layer, numbers in enumerate(clusters):
-            members = [replace(base, gamma=gamma, cluster=number) for number in numbers]
+            members = [replace(setting, cluster=number) for number in numbers]
             judge = flow.judge() if layer in job.layers else None
             found.append(judge.judge(members) if judge else None)
             if judge:
                 judge.save()
             flow.add(members if judge else [Dense()] * job.shape.num_heads)
-        yield replace(base, gamma=gamma), found
+        yield setting, found
 
 
 def outcome(setting: Method, layers: Sequence[Sequence[Figures] | None], num_heads: int) -> dict[str, Any]:
@@ -94,7 +94,8 @@ def measure(job: Job, method: str) -> dict[str, Any]:
             name: [outcome(setting, found, num_heads) for setting, found in shared(job, clusters, base)]
             for name, base in BASES.items()
         }
-        own, every = by_base[method], [one for of in by_base.values() for one in of]
+        own = [one for one in by_base[method] if not one["setting"].get("block_means")]
+        every = [one for of in by_base.values() for one in of]
     else:
         own, every = (
             [outcome(one, found, num_heads) for one, found in zip(among, judged(job, among), strict=True)]

@@ -9,6 +9,7 @@ from benchmarks import one_setting as module
 from benchmarks.one_setting import measure
 from tests.calibrate.made import HEADS, LAYERS, StructuredCapturer, make_job
 from vllm_sparse_backend.bench.report import write_json
+from vllm_sparse_backend.calibrate import clustered
 from vllm_sparse_backend.calibrate.ladders import LADDERS
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_kernels.select.share_prefill import NOISE
@@ -31,16 +32,20 @@ def test_every_head_of_the_model_under_each_setting(tmp_path, monkeypatch):
 
 
 def test_one_gamma_with_all_clusters(tmp_path, monkeypatch):
-    """The whole model, layers in order: a smaller γ keeps no more, and loses no less."""
-    monkeypatch.setattr(module, "PRICED_GAMMAS", (0.6, 0.98))
+    """The whole model, layers in order: a smaller γ keeps no more, and loses no less. Means keep as much."""
+    monkeypatch.setattr(clustered, "PRICED_GAMMAS", (0.6, 0.98))
     job = make_job(tmp_path / "work", NUM_TOKENS)
     with pytest.raises(ConfigurationError, match="has 0 files of clusters"):
         measure(job, "share_prefill")
     write_json(tmp_path / "work" / "clusters-16-10.json", [[0, 0, 0, NOISE]] * LAYERS)
     found = measure(job, "share_prefill")
     assert found["own"] == found["every"][:2]
-    assert [one["setting"].get("estimating", "last") for one in found["every"]] == ["last", "last", "spread", "spread"]
+    assert [one["setting"]["estimating"] for one in found["every"]] == ["last"] * 4 + ["spread"] * 4
+    assert [one["setting"].get("block_means", False) for one in found["every"]] == [False, False, True, True] * 2
     less, more = (one["heads"] for one in found["own"])
+    of_means = found["every"][2]["heads"]
+    assert [head[3] for head in of_means] == [head[3] for head in less]
+    assert sum(head[0] for head in of_means) < sum(head[0] for head in less)
     assert len(less) == LAYERS * HEADS
     assert sum(head[3] for head in less) < sum(head[3] for head in more) <= len(more)
     assert sum(head[0] for head in less) > sum(head[0] for head in more)

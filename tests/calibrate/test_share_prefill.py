@@ -251,6 +251,24 @@ def test_a_price_of_error_takes_the_gamma_that_costs_least():
     assert held[0].own == own(0.8)
 
 
+def test_means_are_chosen_where_they_lose_less():
+    """Under a price alone: as a member too; they keep no pair less, so a head that gains nothing goes without."""
+
+    def curve(method: Method) -> Figures:
+        return figures((0.2 if method.block_means else 0.5) * (1 - method.gamma), method.gamma)
+
+    def deaf(method: Method) -> Figures:
+        return figures(0.5 * (1 - method.gamma), method.gamma)
+
+    clusters, bound = (NOISE, 2, NOISE), Bound(1.0, 1.0)
+    priced = survey_layer(FakeJudge(curve, curve, deaf), bound, SharePrefill(), clusters, 1.0)
+    assert [one.own.block_means for one in priced] == [True, True, False]
+    assert priced[1].shared == SharePrefill(gamma=0.5, cluster=2, block_means=True)
+    judge = FakeJudge(curve, curve, deaf)
+    survey_layer(judge, bound, SharePrefill(), clusters)
+    assert not any(method.block_means for methods in judge.passes for method in methods)
+
+
 def choice(cluster: int, own_cost: float, shared_cost: float | None = None, pivot: bool = False) -> Choice:
     shared = SharePrefill(cluster=cluster) if shared_cost is not None else None
     return Choice(own(0.5), own_cost, cluster, shared, shared_cost or 1.0, pivot)

@@ -9,8 +9,9 @@ who shares depends on clusters, never on γ (``select/share_prefill.py``), and n
 1. *Survey*, with all clusters as they were found. Each head is asked for the least γ of its own vertical-slash that
    holds the bound, then, as a member of its cluster, for the least γ of whatever it does there; both by bisection, all
    heads of a layer at a time. Members that are dense whatever their γ are pivots. Under a bound of the mean of all
-   heads every head is asked for all of ``PRICED_GAMMAS`` instead, and takes the γ at which pairs and error, at one
-   price for the whole model, cost least (``best.py``); what it saves is counted so too.
+   heads every head is asked for all of ``priced_settings`` instead, means in place of dropped blocks among them, and
+   takes what costs least in pairs and error, at one price for the whole model (``best.py``); what it saves is counted
+   so too.
 2. *Choice.* A head leaves its cluster if it does not hold the bound there or keeps no less than by itself. A cluster is
    dissolved if its pivots cost more than its other heads save. Pivots have the γ of their own lines, which they take in
    prompts where they are none. By itself a head is dense where no γ holds or less than a tenth is left out.
@@ -18,7 +19,7 @@ who shares depends on clusters, never on γ (``select/share_prefill.py``), and n
    leave their cluster, and those that still do not become dense, until all hold; a cluster that is left with one member
    is dissolved and all judged again. The last pass of each layer is over the very profile that is written.
 
-Passes over a layer: 15 in the survey, 7 where no head has a cluster (33 and 16 under a bound of the mean); at most two
+Passes over a layer: 15 in the survey, 7 where no head has a cluster (65 and 32 under a bound of the mean); at most two
 for each head to settle, though hardly ever more than two in all, and as many again for each cluster that is dissolved
 there; one of the held-out prompts.
 
@@ -59,7 +60,7 @@ COMMAND = "sparse-prefill profile cluster"
 PRICED_GAMMAS = (
     0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.875, 0.9, 0.925, 0.95, 0.965, 0.98, 0.985, 0.99, 0.995, 0.998
 )  # fmt: skip
-"""What heads choose from under a bound of the mean."""
+"""What heads choose γ from under a bound of the mean."""
 
 Written = TypeVar("Written", bound=Level)
 
@@ -90,6 +91,13 @@ class Choice:
 
     def error_within(self, clusters: Set[int]) -> float:
         return self.shared_error if self.shared and self.cluster in clusters else self.own_error
+
+
+def priced_settings(base: SharePrefill) -> list[SharePrefill]:
+    """What heads choose from under a bound of the mean, but for clusters: as for other methods without means, and with
+    (``ladders.settings_of``). A pivot drops nothing, and means are nothing to what is handed on."""
+    plain = [replace(base, gamma=gamma, cluster=NOISE) for gamma in PRICED_GAMMAS]
+    return plain + [replace(one, block_means=True) for one in plain]
 
 
 class InClusters:
@@ -195,7 +203,8 @@ def survey_layer(
 ) -> list[Choice]:
     """What each head may do; ``clusters`` has the cluster of each. ``price``: of an error of 1 in shares of the pairs,
     or None, where the least γ that holds the bound is taken whatever its error."""
-    ladder = [replace(base, gamma=gamma, cluster=NOISE) for gamma in (GAMMAS if price is None else PRICED_GAMMAS)]
+    plain = [replace(base, gamma=gamma, cluster=NOISE) for gamma in GAMMAS]
+    ladder = plain if price is None else priced_settings(base)
 
     def asked(judge: LayerJudge) -> dict[int, Judged]:
         if price is None:

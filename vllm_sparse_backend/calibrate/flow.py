@@ -11,6 +11,7 @@ for each pair of a tile of queries and a block of keys, by clusters; 0.3 MB a cl
 import hashlib
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -53,7 +54,7 @@ class Flow:
         return RememberingJudge(self.layer, shape.num_heads, costs, path, self._read)
 
     def _handed_on(self) -> str:
-        given = [[parameters_of(one.company) if _is_member(one) else None for one in heads] for heads in self.chosen]
+        given = [[_given(one) for one in heads] for heads in self.chosen]
         return hashlib.sha256(json.dumps([heads if any(heads) else None for heads in given]).encode()).hexdigest()[:16]
 
     def _read(self) -> CapturedLayer:
@@ -72,3 +73,8 @@ class Flow:
 
 def _is_member(method: Method) -> bool:
     return isinstance(method, SharePrefill) and method.cluster != NOISE
+
+
+def _given(method: Method) -> dict[str, Any] | None:
+    """What of a head counts for later layers: neither its γ nor what it asks for beside its selection."""
+    return parameters_of(method.selection.company) if _is_member(method) else None
