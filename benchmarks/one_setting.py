@@ -60,17 +60,17 @@ def judged(job: Job, among: Sequence[Method]) -> Iterator[list[list[Figures] | N
 
 
 def shared(job: Job, clusters: Clusters, base: SharePrefill) -> Iterator[tuple[Method, list[list[Figures] | None]]]:
-    """The same of SharePrefill, by all that its heads may choose but for clusters."""
-    for setting in priced_settings(base):
-        flow, found = Flow(job, "prompts", company_of(base, clusters)), list[list[Figures] | None]()
-        for layer, numbers in enumerate(clusters):
-            members = [replace(setting, cluster=number) for number in numbers]
-            judge = flow.judge() if layer in job.layers else None
-            found.append(judge.judge(members) if judge else None)
-            if judge:
-                judge.save()
-            flow.add(members if judge else [Dense()] * job.shape.num_heads)
-        yield setting, found
+    """The same of SharePrefill, by all that its heads may choose but for clusters, which alone are handed on."""
+    found = dict[SharePrefill, list[list[Figures] | None]]((setting, []) for setting in priced_settings(base))
+    flow = Flow(job, "prompts", company_of(base, clusters))
+    for layer, numbers in enumerate(clusters):
+        judge = flow.judge() if layer in job.layers else None
+        for setting, of in found.items():
+            of.append(judge.judge([replace(setting, cluster=number) for number in numbers]) if judge else None)
+        if judge:
+            judge.save()
+        flow.add([replace(base, cluster=number) if judge else Dense() for number in numbers])
+    yield from found.items()
 
 
 def outcome(setting: Method, layers: Sequence[Sequence[Figures] | None], num_heads: int) -> dict[str, Any]:

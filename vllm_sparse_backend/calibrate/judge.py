@@ -11,7 +11,7 @@ import copy
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -231,5 +231,10 @@ def _load(path: Path) -> dict[str, list[Outcome]]:
 
 def _key(methods: Sequence[Method]) -> str:
     """All fields of all methods; of equal ones those of one."""
-    each = [parameters_of(method) for method in (methods[:1] if len(set(methods)) == 1 else methods)]
-    return json.dumps(each)
+    each = map(_text_of, methods[:1] if len(set(methods)) == 1 else methods)
+    return f"[{', '.join(each)}]"
+
+
+@lru_cache(maxsize=4096)
+def _text_of(method: Method) -> str:
+    return json.dumps(parameters_of(method))

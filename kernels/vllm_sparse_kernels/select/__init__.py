@@ -2,6 +2,7 @@
 """The methods by name. A new one is a file here, its reference, its test, and one line of this table."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 from vllm_sparse_kernels.reference.anchor_attention import select_anchor_attention
@@ -42,6 +43,7 @@ METHODS: dict[str, Registered] = {
 }
 
 
+@lru_cache(maxsize=4096)
 def name_of(method: Method) -> str:
     """The name under which a method's class is registered, or that of the methods that were merged into it."""
     return next(name for name, entry in METHODS.items() if entry.parameters is type(method.alike))
