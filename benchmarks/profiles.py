@@ -7,8 +7,9 @@
     python -m benchmarks.profiles FILE… [--took FILE=SECONDS] [--work FOLDER] [--against FILE=FOLDER]
         [--markdown docs/profiles.md]
 
-``--work``: the folder of a `profile best` that judged every ladder. Of each ladder it tells what a setting for each
-head keeps, ÷ what one setting for all heads keeps at the same mean error.
+``--work``: the folder of a `profile best` that judged every ladder, without means and with. Of each ladder it tells
+what a setting for each head keeps under ``--bound``, chosen as `profile calibrate` chooses, ÷ what one setting of it
+keeps for all heads: at the same mean error, and of those that hold the same bound.
 
 ``--against``: the folder of a calibration in which ``benchmarks.one_setting`` has left its file. It tells what the
 profile keeps ÷ what one setting for all heads keeps on the same prompts: of the paper's own settings and of all that
@@ -32,10 +33,16 @@ from benchmarks.performance import CHUNKS, TRAINED, met
 from benchmarks.quality import ANSWERS, NAMED, PERFORMANCE, by_plain_label, load, relative
 from benchmarks.tables import markdown_table, put_between
 from vllm_sparse_backend.bench.report import merge_figures, table_of
+from vllm_sparse_backend.calibrate.best import candidates, choose, holding, price_of
+from vllm_sparse_backend.calibrate.costs import PairCosts
 from vllm_sparse_backend.calibrate.job import SLACK
+from vllm_sparse_backend.calibrate.judge import Outcome
 from vllm_sparse_backend.calibrate.ladders import LADDERS
+from vllm_sparse_backend.calibrate.measure import Bound
+from vllm_sparse_backend.calibrate.measure import Figures as HeadFigures
 from vllm_sparse_backend.settings.methods import parameters_of
 from vllm_sparse_backend.settings.profile import Profile, load_profile
+from vllm_sparse_kernels.select.base import Method
 
 RESULTS = Path("docs/results/profiles.json")
 RIGHT, PERPLEXITY = "right answers ÷ stock's", "perplexity ÷ stock's"
@@ -47,6 +54,8 @@ LEAST_SPEED = dict(zip(CHUNKS, (3.5, 1.8), strict=True))
 MOST_SECONDS = 480
 MOST_OF_SINGLE = 0.85
 """Of the density of one setting for all heads, at the same mean error."""
+BOUNDS_OF_HEADS = ("error", "worst", "rare", "mean")
+"""In the order of ``--level``."""
 
 Figures = Mapping[str, Mapping[str, Any]]
 Point = tuple[float, float]
@@ -69,7 +78,7 @@ def command_of(profile: Profile) -> str:
     """What made it, with its bounds; prompts are those of its provenance."""
     made, bounds = profile.provenance, profile.provenance.bounds or {}
     if {"error", "worst"} <= bounds.keys():
-        numbers = ":".join(f"{bounds.get(kind, math.inf):g}" for kind in ("error", "worst", "rare", "mean"))
+        numbers = ":".join(f"{bounds.get(kind, math.inf):g}" for kind in BOUNDS_OF_HEADS)
         return f"{made.source} --level {profile.level}={re.sub('(:inf)+$', '', numbers)}"
     return f"{made.source} --error {bounds['error']:g}" if "error" in bounds else f"{made.source}"
 
@@ -128,24 +137,20 @@ def single_density(points: Sequence[Point], error: float) -> float:
     return dense + (sparse - dense) * (error - low) / (high - low)
 
 
-def by_head(judged: Sequence[Mapping[str, Any]], keys: Sequence[str], bound: Point) -> tuple[Point, list[Point]]:
-    """(mean error, mean density) with the sparsest setting in each head that holds the bound; and of each single one.
+def by_head(layers: Sequence[Mapping[Method, Sequence[HeadFigures]]], bound: Bound) -> Point:
+    """Of all heads together, each with the setting that `profile calibrate` would choose for it; some may be dense.
 
-    ``judged``: per layer outcomes (error, worst, l2, density) of each head by setting; ``bound``: of error and worst.
+    ``layers``: of each what came of its heads under every setting.
     """
-    single = [
-        (
-            fmean(one[0] for layer in judged for one in layer[key]),
-            fmean(one[3] for layer in judged for one in layer[key]),
-        )
-        for key in keys
+    costs = PairCosts(len(next(iter(layers[0].values()))))
+    held = [holding(figures, bound) for figures in layers]
+    price = price_of(held, costs, bound.mean)
+    chosen = [
+        (of[method].error, of[method].density) if method in of else (0.0, 1.0)
+        for heads in held
+        for of, method in zip(heads, choose(heads, costs, price), strict=True)
     ]
-    chosen = []
-    for layer in judged:
-        for heads in zip(*(layer[key] for key in keys)):
-            holding = [(one[3], one[0]) for one in heads if one[0] <= bound[0] and one[1] <= bound[1]]
-            chosen.append(min(holding, default=(1.0, 0.0)))
-    return (fmean(error for _, error in chosen), fmean(density for density, _ in chosen)), single
+    return fmean(error for error, _ in chosen), fmean(density for _, density in chosen)
 
 
 def sparsest_for_all(settings: Iterable[Sequence[Head]], most: Head, most_mean: float = math.inf) -> float:
@@ -159,22 +164,31 @@ def sparsest_for_all(settings: Iterable[Sequence[Head]], most: Head, most_mean: 
     return min((fmean(head[-1] for head in heads) for heads in settings if holds(heads)), default=1.0)
 
 
-def of_work(folder: Path, bound: Point) -> Iterator[dict[str, Any]]:
+def of_work(folder: Path, bound: Bound) -> Iterator[dict[str, Any]]:
     judged = [json.loads(path.read_text())["judged"] for path in sorted(folder.glob("prompts-layer-*.json"))]
     device = json.loads((folder / "job.json").read_text())["device"]
-    for name, ladder in LADDERS.items():
-        keys = [key for method in ladder if all((key := json.dumps([parameters_of(method)])) in one for one in judged)]
-        if keys:
-            (error, density), single = by_head(judged, keys, bound)
-            ratio = density / single_density(single, error)
-            command = f"sparse-prefill profile best {TRAINED} --tokens 32768, then benchmarks.profiles --work"
-            about = f"{name}, a setting for each head: density ÷"
-            yield figure(f"{about} one setting's at the same error", ratio, "ratio", MOST_OF_SINGLE, "lower", device,
-                         command)  # fmt: skip
-            heads = ([(one[0], one[1], 0.0, one[3]) for layer in judged for one in layer[key]] for key in keys)
-            alone = density / sparsest_for_all(heads, (*bound, math.inf, math.inf))
-            yield figure(f"{about} one setting's that holds the bound in every head", alone, "ratio", MOST_OF_SINGLE,
-                         "lower", device, command)  # fmt: skip
+    numbers = ":".join(f"{bound.numbers.get(kind, math.inf):g}" for kind in BOUNDS_OF_HEADS)
+    command = f"sparse-prefill profile best {TRAINED} --tokens 32768, then benchmarks.profiles --work --bound {numbers}"
+    for name in LADDERS:
+        keys = {method: json.dumps([parameters_of(method)]) for method in candidates(ladders=[name])}
+        layers = [
+            {method: [Outcome(*one).figures(0.0) for one in layer[key]] for method, key in keys.items() if key in layer}
+            for layer in judged
+        ]
+        if not all(layers):
+            continue
+        error, density = by_head(layers, bound)
+        single = [
+            [(of.error, of.worst, of.rare, of.density) for layer in layers for of in layer[method]]
+            for method in layers[0]
+        ]
+        for what, alone in (
+            ("at the same error", at_same_error(single, error)),
+            ("that holds the bound in every head",
+             sparsest_for_all(single, (bound.error, bound.worst, bound.rare, math.inf), bound.mean)),
+        ):  # fmt: skip
+            about = f"{name}, a setting for each head: density ÷ one setting's {what}"
+            yield figure(about, density / alone, "ratio", MOST_OF_SINGLE, "lower", device, command)
 
 
 def mean_error(profile: Profile) -> float:
@@ -195,24 +209,25 @@ def frontier(points: Sequence[Point]) -> list[Point]:
     return found
 
 
+def at_same_error(settings: Iterable[Sequence[Head]], error: float) -> float:
+    """What one of these settings for all heads keeps at a mean error, or what two keep between which it lies."""
+    points = [(fmean(head[0] for head in heads), fmean(head[-1] for head in heads)) for heads in settings]
+    return single_density(frontier(points), error)
+
+
 def against_one_setting(name: str, profile: Profile, folder: Path) -> Iterator[dict[str, Any]]:
     """What a calibrated profile keeps ÷ what one setting for all heads does: see the module's docstring."""
     found = json.loads((folder / FILE).read_text(encoding="utf-8"))
     own, every = ([one["heads"] for one in found[kind]] for kind in ("own", "every"))
     made = profile.provenance
     bounds = made.bounds or {}
-    *most, most_mean = (bounds.get(kind, math.inf) for kind in ("error", "worst", "rare", "mean"))
+    *most, most_mean = (bounds.get(kind, math.inf) for kind in BOUNDS_OF_HEADS)
     most.append(math.inf)  # of densities
-
-    def at_same_error(settings: Sequence[Sequence[Head]]) -> float:
-        points = [(fmean(head[0] for head in heads), fmean(head[-1] for head in heads)) for heads in settings]
-        return single_density(frontier(points), mean_error(profile))
-
     where = {"device": made.device or "", "command": command_of(profile)}
     about = f"profile {name}: density ÷ that of one setting"
     for whose, settings in (("of its paper", own), ("of all that heads can choose from", every)):
         for what, single in (
-            (", same mean error", at_same_error(settings)),
+            (", same mean error", at_same_error(settings, mean_error(profile))),
             (" that holds its bounds", sparsest_for_all(settings, most, most_mean)),
         ):
             ratio = (made.density or 1.0) / single
@@ -250,18 +265,17 @@ def main(
     profiles: Annotated[list[Path], typer.Argument(help="Profiles of one model.")],
     took: Annotated[list[str] | None, typer.Option(help="FILE=SECONDS that a profile took to make.")] = None,
     work: Annotated[Path | None, typer.Option(help="Folder of a `profile best` with all ladders.")] = None,
-    bound: Annotated[str, typer.Option(help="ERROR:WORST that settings of --work hold.")] = "0.1:0.4",
+    bound: Annotated[str, typer.Option(help="What settings of --work hold, as --level has it.")] = "0.15:0.5:inf:0.04",
     against: Annotated[list[str] | None, typer.Option(help="FILE=FOLDER that a calibration left.")] = None,
     results: Annotated[Path, typer.Option(help="Where figures go.")] = RESULTS,
     markdown: Annotated[Path | None, typer.Option(help="Document with marks for the table.")] = None,
 ) -> None:
     seconds = {Path(name).stem: float(s) for name, s in (one.split("=") for one in took or ())}
-    error, worst = map(float, bound.split(":"))
     names = [path.stem for path in profiles]
     found = [f for path in profiles for f in of_profile(path.stem, load_profile(path), seconds.get(path.stem))]
     found += of_answers(names, by_plain_label(load(ANSWERS), NAMED))
     found += of_speed(names, load(PERFORMANCE))
-    found += of_work(work, (error, worst)) if work else ()
+    found += of_work(work, Bound(*map(float, bound.split(":")))) if work else ()
     for name, folder in (one.split("=", 1) for one in against or ()):
         found += against_one_setting(Path(name).stem, load_profile(Path(name)), Path(folder))
     merge_figures(results, {one["name"]: one for one in found}, keep_bars=False)

@@ -46,5 +46,6 @@ def search(judge: LayerJudge, bound: Bound, base: AnchorAttention = PAPER) -> li
 
 
 def ladder(base: AnchorAttention = PAPER) -> tuple[Method, ...]:
-    """θ for all heads alike, the sparsest first."""
-    return tuple(replace(base, theta=theta) for theta in thetas(base)[1::2])
+    """Every second θ for all heads alike, the sparsest first: the paper's 12 among them, and of sampled votes 0, which
+    heads that look nowhere afar take."""
+    return tuple(replace(base, theta=theta) for theta in thetas(base)[0 if base.sample_tokens else 1 :: 2])
