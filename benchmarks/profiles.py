@@ -7,9 +7,9 @@
     python -m benchmarks.profiles FILE… [--took FILE=SECONDS] [--work FOLDER] [--against FILE=FOLDER]
         [--markdown docs/profiles.md]
 
-``--work``: the folder of a `profile best` that judged every ladder, without means and with. Of each ladder it tells
-what a setting for each head keeps under ``--bound``, chosen as `profile calibrate` chooses, ÷ what one setting of it
-keeps for all heads: at the same mean error, and of those that hold the same bound.
+``--work``: the folder of a `profile best` that judged every ladder, without means and with. Of each ladder, and of all
+together, it tells what a setting for each head keeps under ``--bound``, chosen as `profile calibrate` chooses, ÷ what
+one setting of it keeps for all heads: at the same mean error, and of those that hold the same bound.
 
 ``--against``: the folder of a calibration in which ``benchmarks.one_setting`` has left its file. It tells what the
 profile keeps ÷ what one setting for all heads keeps on the same prompts: of the paper's own settings and of all that
@@ -169,8 +169,8 @@ def of_work(folder: Path, bound: Bound) -> Iterator[dict[str, Any]]:
     device = json.loads((folder / "job.json").read_text())["device"]
     numbers = ":".join(f"{bound.numbers.get(kind, math.inf):g}" for kind in BOUNDS_OF_HEADS)
     command = f"sparse-prefill profile best {TRAINED} --tokens 32768, then benchmarks.profiles --work --bound {numbers}"
-    for name in LADDERS:
-        keys = {method: json.dumps([parameters_of(method)]) for method in candidates(ladders=[name])}
+    for name, ladders in {**{name: [name] for name in LADDERS}, "all methods": list(LADDERS)}.items():
+        keys = {method: json.dumps([parameters_of(method)]) for method in candidates(ladders=ladders)}
         layers = [
             {method: [Outcome(*one).figures(0.0) for one in layer[key]] for method, key in keys.items() if key in layer}
             for layer in judged

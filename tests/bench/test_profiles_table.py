@@ -10,7 +10,10 @@ from benchmarks import profiles as module
 from benchmarks.performance import TRAINED, met
 from benchmarks.quality import load
 from vllm_sparse_backend.bench.asked import plan_of_profile
+from vllm_sparse_backend.calibrate.judge import Outcome
 from vllm_sparse_backend.calibrate.ladders import LADDERS
+from vllm_sparse_backend.calibrate.measure import Bound
+from vllm_sparse_backend.calibrate.measure import Figures as HeadFigures
 from vllm_sparse_backend.settings.methods import parameters_of
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import methods_by_head
@@ -30,27 +33,44 @@ def test_one_setting_between_two_of_a_ladder():
         assert module.single_density(points, error) == pytest.approx(density)
 
 
+SPARSER, DENSER = LADDERS["sale"][:2]
+
+
+def judged(*heads: tuple[float, float, float]) -> list[HeadFigures]:
+    """Of each its error, its worst and its density."""
+    return [Outcome(error, worst, 0, density, worst, 0, 0, 0).figures(0.0) for error, worst, density in heads]
+
+
 def test_the_sparsest_setting_of_each_head():
     """Two heads, two settings: one head holds the bound with both, the other with none by its worst queries."""
-    judged = [{"a": [[0.01, 0.1, 0, 0.8], [0.02, 0.6, 0, 0.6]], "b": [[0.05, 0.3, 0, 0.2], [0.01, 0.5, 0, 0.3]]}]
-    (error, density), single = module.by_head(judged, ["a", "b"], (0.1, 0.4))
-    assert (error, density) == (pytest.approx((0.05 + 0) / 2), pytest.approx((0.2 + 1.0) / 2))
-    assert single == [(pytest.approx(0.015), pytest.approx(0.7)), (pytest.approx(0.03), pytest.approx(0.25))]
+    layers = [{DENSER: judged((0.01, 0.1, 0.8), (0.02, 0.6, 0.6)), SPARSER: judged((0.05, 0.3, 0.2), (0.01, 0.5, 0.3))}]
+    assert module.by_head(layers, Bound(0.1, 0.4)) == (pytest.approx(0.05 / 2), pytest.approx((0.2 + 1.0) / 2))
+
+
+def test_error_goes_where_it_saves_most():
+    """Under a bound of the mean: one head saves four times as much by the same error as the other."""
+    layers = [{DENSER: judged((0.01, 0.1, 0.5), (0.01, 0.1, 0.5)), SPARSER: judged((0.05, 0.3, 0.4), (0.05, 0.3, 0.1))}]
+    assert module.by_head(layers, Bound(0.1, 0.4)) == (pytest.approx(0.05), pytest.approx(0.25))
+    assert module.by_head(layers, Bound(0.1, 0.4, mean=0.031)) == (pytest.approx(0.03), pytest.approx(0.3))
 
 
 def test_a_folder_of_outcomes(tmp_path):
-    """Ladders that were not judged are left out."""
-    sale = LADDERS["sale"][:2]
-    keys = [json.dumps([parameters_of(method)]) for method in sale]
-    outcomes = {keys[0]: [[0.05, 0.2, 0, 0.1], [0.2, 0.3, 0, 0.1]], keys[1]: [[0.02, 0.1, 0, 0.5], [0.04, 0.1, 0, 0.5]]}
-    (tmp_path / "prompts-layer-000.json").write_text(json.dumps({"judged": outcomes}))
+    """Ladders that were not judged are left out; what was, all heads may choose from together."""
+    sparser, denser = (json.dumps([parameters_of(method)]) for method in (SPARSER, DENSER))
+    outcomes = {
+        sparser: judged((0.05, 0.2, 0.1), (0.2, 0.3, 0.1)), denser: judged((0.02, 0.1, 0.5), (0.04, 0.1, 0.5)),
+    }  # fmt: skip
+    of = {key: [[x.error, x.worst, 0, x.density, x.rare, 0, 0, 0] for x in heads] for key, heads in outcomes.items()}
+    (tmp_path / "prompts-layer-000.json").write_text(json.dumps({"judged": of}))
     (tmp_path / "job.json").write_text(json.dumps({"device": "a card"}))
-    found, alone = module.of_work(tmp_path, (0.1, 0.4))
+    found, alone, together, _ = module.of_work(tmp_path, Bound(0.1, 0.4))
     assert alone["name"] == "sale, a setting for each head: density ÷ one setting's that holds the bound in every head"
     assert alone["value"] == pytest.approx(0.3 / 0.5)  # the sparser one does not, in one head
-    assert found["name"].startswith("sale, a setting for each head")
+    assert found["name"] == "sale, a setting for each head: density ÷ one setting's at the same error"
     assert found["value"] == pytest.approx(0.3 / module.single_density([(0.125, 0.1), (0.03, 0.5)], 0.045), rel=1e-3)
     assert (found["bar"], found["better"], found["device"]) == (0.85, "lower", "a card")
+    assert found["command"].endswith("--work --bound 0.1:0.4:inf:inf")
+    assert (together["name"].split(",")[0], together["value"]) == ("all methods", found["value"])
 
 
 def test_a_calibrated_profile_against_one_setting(tmp_path):
