@@ -78,9 +78,14 @@ def command_of(profile: Profile) -> str:
     """What made it, with its bounds; prompts are those of its provenance."""
     made, bounds = profile.provenance, profile.provenance.bounds or {}
     if {"error", "worst"} <= bounds.keys():
-        numbers = ":".join(f"{bounds.get(kind, math.inf):g}" for kind in BOUNDS_OF_HEADS)
-        return f"{made.source} --level {profile.level}={re.sub('(:inf)+$', '', numbers)}"
+        return f"{made.source} --level {profile.level}={as_option(bounds)}"
     return f"{made.source} --error {bounds['error']:g}" if "error" in bounds else f"{made.source}"
+
+
+def as_option(bounds: Mapping[str, float]) -> str:
+    """As ``--level`` and ``--bound`` have it."""
+    numbers = ":".join(f"{bounds.get(kind, math.inf):g}" for kind in BOUNDS_OF_HEADS)
+    return re.sub("(:inf)+$", "", numbers)
 
 
 def of_profile(name: str, profile: Profile, took_s: float | None) -> Iterator[dict[str, Any]]:
@@ -167,8 +172,10 @@ def sparsest_for_all(settings: Iterable[Sequence[Head]], most: Head, most_mean: 
 def of_work(folder: Path, bound: Bound) -> Iterator[dict[str, Any]]:
     judged = [json.loads(path.read_text())["judged"] for path in sorted(folder.glob("prompts-layer-*.json"))]
     device = json.loads((folder / "job.json").read_text())["device"]
-    numbers = ":".join(f"{bound.numbers.get(kind, math.inf):g}" for kind in BOUNDS_OF_HEADS)
-    command = f"sparse-prefill profile best {TRAINED} --tokens 32768, then benchmarks.profiles --work --bound {numbers}"
+    command = (
+        f"sparse-prefill profile best {TRAINED} --tokens 32768, then benchmarks.profiles --work "
+        f"--bound {as_option(bound.numbers)}"
+    )
     for name, ladders in {**{name: [name] for name in LADDERS}, "all methods": list(LADDERS)}.items():
         keys = {method: json.dumps([parameters_of(method)]) for method in candidates(ladders=ladders)}
         layers = [

@@ -69,7 +69,7 @@ def test_a_folder_of_outcomes(tmp_path):
     assert found["name"] == "sale, a setting for each head: density ÷ one setting's at the same error"
     assert found["value"] == pytest.approx(0.3 / module.single_density([(0.125, 0.1), (0.03, 0.5)], 0.045), rel=1e-3)
     assert (found["bar"], found["better"], found["device"]) == (0.85, "lower", "a card")
-    assert found["command"].endswith("--work --bound 0.1:0.4:inf:inf")
+    assert found["command"].endswith("--work --bound 0.1:0.4")
     assert (together["name"].split(",")[0], together["value"]) == ("all methods", found["value"])
 
 

@@ -15,6 +15,7 @@ from vllm_sparse_backend.calibrate import clustered
 from vllm_sparse_backend.calibrate import share_prefill as module
 from vllm_sparse_backend.calibrate.clustered import Choice, cluster, settle_layer, survey_layer, worth
 from vllm_sparse_backend.calibrate.flex_vertical_slash import GAMMAS
+from vllm_sparse_backend.calibrate.flow import Flow
 from vllm_sparse_backend.calibrate.job import Job, Tell
 from vllm_sparse_backend.calibrate.judge import Served
 from vllm_sparse_backend.calibrate.measure import Bound, Figures
@@ -310,6 +311,20 @@ def sharing_job(folder: Path, **changes: object) -> Job:
     job = make_job(folder, **fields)
     write_json(folder / "clusters-16-1000.json", [[0] * HEADS] * LAYERS)
     return job
+
+
+def test_outcomes_are_known_again_whatever_gamma_and_means_earlier_heads_have(tmp_path):
+    """Later layers are given who is in which cluster, and nothing else of it."""
+    job = sharing_job(tmp_path / "work")
+
+    def path(*heads: Method) -> Path:
+        flow = Flow(job, "prompts")
+        flow.add(list(heads))
+        return flow.judge().path
+
+    member = replace(BASE, cluster=0)
+    assert path(member, Dense()) == path(replace(member, gamma=0.5, block_means=True), replace(BASE, gamma=0.7))
+    assert len({path(member, Dense()), path(Dense(), member), path(replace(member, cluster=1), Dense())}) == 3
 
 
 def searched(job: Job, **bounds: Bound) -> Profile:
