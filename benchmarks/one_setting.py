@@ -49,14 +49,15 @@ def settings(method: str) -> tuple[Sequence[Method], Sequence[Method]]:
     return LADDERS[method], settings_of(method)
 
 
-def judged(job: Job, among: Sequence[Method]) -> Iterator[list[list[Figures] | None]]:
+def judged(job: Job, among: Sequence[Method]) -> list[list[list[Figures] | None]]:
     """By setting, of each layer what comes of its heads; None where none goes sparse."""
-    judges = {layer: job.judge(layer) for layer in job.layers}
-    for setting in among:
-        heads = [setting] * job.shape.num_heads
-        yield [judges[i].judge(heads) if i in judges else None for i in range(job.shape.num_layers)]
-    for judge in judges.values():
+    found: list[list[list[Figures] | None]] = [[None] * job.shape.num_layers for _ in among]
+    for layer in job.layers:
+        judge = job.judge(layer)
+        for setting, of in zip(among, found, strict=True):
+            of[layer] = judge.judge([setting] * job.shape.num_heads)
         judge.save()
+    return found
 
 
 def shared(job: Job, clusters: Clusters, base: SharePrefill) -> Iterator[tuple[Method, list[list[Figures] | None]]]:

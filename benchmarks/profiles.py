@@ -77,9 +77,7 @@ def figure(
 def command_of(profile: Profile) -> str:
     """What made it, with its bounds; prompts are those of its provenance."""
     made, bounds = profile.provenance, profile.provenance.bounds or {}
-    if {"error", "worst"} <= bounds.keys():
-        return f"{made.source} --level {profile.level}={as_option(bounds)}"
-    return f"{made.source} --error {bounds['error']:g}" if "error" in bounds else f"{made.source}"
+    return f"{made.source} --level {profile.level}={as_option(bounds)}" if "error" in bounds else f"{made.source}"
 
 
 def as_option(bounds: Mapping[str, float]) -> str:
@@ -178,16 +176,16 @@ def of_work(folder: Path, bound: Bound) -> Iterator[dict[str, Any]]:
     )
     for name, ladders in {**{name: [name] for name in LADDERS}, "all methods": list(LADDERS)}.items():
         keys = {method: json.dumps([parameters_of(method)]) for method in candidates(ladders=ladders)}
+        keys = {method: key for method, key in keys.items() if all(key in layer for layer in judged)}
+        if not keys:
+            continue
         layers = [
-            {method: [Outcome(*one).figures(0.0) for one in layer[key]] for method, key in keys.items() if key in layer}
+            {method: [Outcome(*one).figures(0.0) for one in layer[key]] for method, key in keys.items()}
             for layer in judged
         ]
-        if not all(layers):
-            continue
         error, density = by_head(layers, bound)
         single = [
-            [(of.error, of.worst, of.rare, of.density) for layer in layers for of in layer[method]]
-            for method in layers[0]
+            [(of.error, of.worst, of.rare, of.density) for layer in layers for of in layer[method]] for method in keys
         ]
         for what, alone in (
             ("at the same error", at_same_error(single, error)),

@@ -158,9 +158,20 @@ class TestMicrobatches:
         """The first row of a later microbatch is then no rest of a row of an earlier step."""
         recorder = make()
         recorder.count_batch(0, [SPARSE], self.table[:1])
-        recorder.count_decodes(3)
+        recorder.count_decodes(0, 3, self.table[:3])
         recorder.count_batch(1, [SPARSE], self.table[:1])
         assert found(recorder) == {"rows decode": 3, "rows sparse": 2}
+
+    @pytest.mark.parametrize("kind", [SPARSE, SHORT, DECODE])
+    def test_the_last_token_of_a_cut_row_is_no_decode(self, kind: Any) -> None:
+        """A microbatch of nothing but single tokens is counted another way; so are the decodes behind that one."""
+        recorder = make()
+        recorder.count_batch(0, [SPARSE, kind], self.table[:2])
+        recorder.count_decodes(1, 3, self.table[1:4])
+        batches = (0, slice(0, 2), [SPARSE, kind]), (1, slice(1, 4), [DECODE] * 3)
+        assert found(recorder) == self.counted(*batches)
+        recorder.count_decodes(0, 3, self.table[1:4])
+        assert found(recorder)["rows decode"] == self.counted(*batches)["rows decode"] + 3
 
     def test_the_next_step_of_the_same_row_counts(self) -> None:
         assert self.counted((0, slice(0, 1), [SPARSE]), (0, slice(0, 1), [SPARSE])) == {"rows sparse": 2}
@@ -171,7 +182,7 @@ def test_what_runs_for_no_request_is_not_counted() -> None:
     with not_counting():
         with not_counting():
             recorder.count_batch(0, [DECODE], table := torch.zeros(1, 4))
-            recorder.count_decodes(2)
+            recorder.count_decodes(0, 2, table)
         recorder.count_rows("dense", Fallback.TOO_SHORT)
         recorder.count_pairs(1, full_index(), recorder.lap(1))
         assert not stats.is_counting()

@@ -71,6 +71,10 @@ def test_a_folder_of_outcomes(tmp_path):
     assert (found["bar"], found["better"], found["device"]) == (0.85, "lower", "a card")
     assert found["command"].endswith("--work --bound 0.1:0.4")
     assert (together["name"].split(",")[0], together["value"]) == ("all methods", found["value"])
+    # A run that was broken off has not judged all settings in every layer.
+    (tmp_path / "prompts-layer-001.json").write_text(json.dumps({"judged": {denser: of[denser]}}))
+    found, *_ = module.of_work(tmp_path, Bound(0.1, 0.4))
+    assert found["value"] == pytest.approx(0.5 / module.single_density([(0.03, 0.5)], 0.03))
 
 
 def test_a_calibrated_profile_against_one_setting(tmp_path):

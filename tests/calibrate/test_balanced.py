@@ -96,6 +96,19 @@ def test_a_profile_of_a_bounded_mean(tmp_path):
     assert len(errors) == LAYERS
 
 
+def test_the_mean_is_held_by_what_heads_do_together(tmp_path, monkeypatch):
+    """Whatever price was found for heads that were judged apart: here one that lets all of them lose what they may."""
+    job, among = make_job(tmp_path / "work", num_tokens=300), [AShape(64, 128), *AMONG[1:]]
+    bounds = {"high": Bound(0.5, 3.0, 4.0, mean=0.02)}
+    monkeypatch.setattr(best, "price_of", lambda *_: 0.0)
+    profile = run(job, balanced.search_of(job, among, bounds, PairCosts(HEADS)), bounds, "a test")
+    errors = profile.provenance.figures.rows("error", profile.model)
+    assert 0 < fmean(x for layer in errors for x in layer or [0.0] * HEADS) <= 0.02
+    monkeypatch.setattr(best, "dearer", lambda *_: pytest.fail("no dearer price is needed"))
+    loose = {"high": Bound(0.5, 3.0, 4.0, mean=1.0)}
+    run(job, balanced.search_of(job, among, loose, PairCosts(HEADS)), loose, "a test")
+
+
 @pytest.mark.parametrize("method", [name for name in SEARCHES if "+" not in name and name != "minference"])
 def test_settings_of_a_method(method):
     found = settings_of(method)

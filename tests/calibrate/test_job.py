@@ -148,5 +148,14 @@ def test_layers_that_never_go_sparse_are_dense_and_have_no_figures(tmp_path):
 
 def test_nothing_that_holds_is_an_error(tmp_path):
     job = make_job(tmp_path / "work")
-    with pytest.raises(ConfigurationError, match="no head of any layer holds the bound 1e-09 with any setting"):
+    with pytest.raises(ConfigurationError, match="no head of any layer holds the bound 1e-09 of level high with any"):
         run(job, SEARCH, {"high": Bound(1e-9)}, "a test")
+
+
+def test_no_other_level_takes_the_place_of_the_first(tmp_path):
+    """Requests that name none would get it."""
+    bounds = {"high": Bound(1e-9), "fast": BOUNDS["fast"]}
+    with pytest.raises(ConfigurationError, match="bound 1e-09 of level high with any setting"):
+        run(make_job(tmp_path / "work"), SEARCH, bounds, "a test")
+    other_way = run(make_job(tmp_path / "work"), SEARCH, dict(reversed(bounds.items())), "a test")
+    assert (other_way.level, other_way.levels) == ("fast", {})

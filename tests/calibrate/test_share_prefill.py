@@ -384,6 +384,39 @@ def test_the_mean_of_all_heads_is_held_where_it_is_bounded(undisturbed, base):
     assert any(one.cluster != NOISE for layer in range(LAYERS) for one in bounded.methods_of(layer, HEADS))
 
 
+def test_the_mean_is_held_by_the_profile_that_is_written(undisturbed, base, monkeypatch):
+    """Settling changes what heads do after a price was found: here one that lets all of them lose what they may."""
+    folder = undisturbed[0]
+    loose = searched(sharing_job(folder), high=Bound(0.1, 0.6, mean=1.0))
+    rows = loose.provenance.figures.rows("error", loose.model)
+    most = sum(map(sum, rows)) / (LAYERS * HEADS) / 2
+    monkeypatch.setattr(clustered, "least_price", lambda *_: 0.0)
+    bounded = searched(sharing_job(folder), high=Bound(0.1, 0.6, mean=most))
+    assert sum(map(sum, bounded.provenance.figures.rows("error", bounded.model))) / (LAYERS * HEADS) <= 0.9 * most
+
+
+def test_a_pivot_that_is_none_in_some_rows_counts_what_it_loses_there():
+    """And what nothing of its own holds has no means of its own."""
+
+    def pivot(method: Method) -> Figures:
+        return figures(0.02, 0.96) if method.cluster != NOISE else figures(0.2, 0.8)
+
+    (one,) = survey_layer(FakeJudge(pivot), BOUND, SharePrefill(), (3,), 1.0)
+    assert (one.is_pivot, one.shared_error, one.own) == (True, 0.02, Dense())
+    assert one.shared == SharePrefill(gamma=0.998, cluster=3)
+
+
+def test_nothing_is_read_again_for_another_price(tmp_path):
+    """Of a layer what it has said is kept, and neither its file nor itself."""
+    judge = FakeJudge(head(0.8), head(0.7))
+    known = clustered.Recalled(judge)
+    first = survey_layer(known, BOUND, SharePrefill(), (0, 0), 1.0)
+    passes, known.ask = len(judge.passes), None
+    assert survey_layer(known, BOUND, SharePrefill(), (0, 0), 1.0) == first
+    assert len(survey_layer(known, BOUND, SharePrefill(), (0, 0), 10.0)) == 2
+    assert len(judge.passes) == passes
+
+
 def test_a_search_that_was_stopped_anywhere_goes_on_to_the_same_bytes(undisturbed, base, tmp_path):
     class Stopped(Exception):
         pass

@@ -9,14 +9,16 @@ One price holds for the whole model, so every layer is judged before the first i
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from statistics import fmean
 
 from vllm_sparse_backend.calibrate import best
 from vllm_sparse_backend.calibrate.costs import Costs
 from vllm_sparse_backend.calibrate.job import Job, Search
 from vllm_sparse_backend.calibrate.measure import Bound, Figures, LayerJudge
 from vllm_sparse_kernels.select.base import Method
+from vllm_sparse_kernels.select.dense import Dense
 
 
 def search_of(job: Job, among: Sequence[Method], bounds: Mapping[str, Bound], costs: Costs | None = None) -> Search:
@@ -29,12 +31,29 @@ def search_of(job: Job, among: Sequence[Method], bounds: Mapping[str, Bound], co
     def price(bound: Bound) -> float:
         # Layers that never go sparse have no error, and are part of the mean.
         most_mean = bound.mean * job.shape.num_layers / len(layers)
-        return best.price_of([best.holding(figures, bound) for figures in layers], costs or job.costs, most_mean)
+        by = costs or job.costs
+        found = best.price_of([best.holding(figures, bound) for figures in layers], by, most_mean)
+        # What does not hold in company is chosen anew, and may lose more than it did when the price was found.
+        while _mean_together(job, partial(best.search, bound=bound, among=among, costs=by, price=found)) > most_mean:
+            found = best.dearer(found, by.layer.dense_ms / job.shape.num_heads)
+        return found
 
     def search(judge: LayerJudge, bound: Bound) -> list[Method]:
         return best.search(judge, bound, among, costs, price(bound))
 
     return search
+
+
+def _mean_together(job: Job, search: Callable[[LayerJudge], list[Method]]) -> float:
+    """Of all heads of the layers that can go sparse, each layer judged as the search chooses for it."""
+    errors = []
+    for layer in job.layers:
+        judge = job.judge(layer)
+        methods = search(judge)
+        is_dense = all(isinstance(method, Dense) for method in methods)
+        errors += [0.0] * len(methods) if is_dense else [of.error for of in judge.judge(methods)]
+        judge.save()
+    return fmean(errors)
 
 
 def judged_everywhere(job: Job, among: Sequence[Method]) -> list[dict[Method, list[Figures]]]:

@@ -33,6 +33,12 @@ MOST_KINDS = 3
 PRICE_STEPS = 40
 """Of a bisection between a thousandth and a million times what a dense head costs."""
 
+LEAST_PRICE = 1e-3
+"""Of what a dense head costs."""
+
+DEARER = 1.25
+"""By which a price rises where heads that were chosen by it miss the mean once they are judged together."""
+
 MOST_ROUNDS = 8
 """Of choices for a layer; heads that hold the bound in none of them are dense."""
 
@@ -107,11 +113,16 @@ def least_price(holds: Callable[[float], bool], dense: float) -> float:
     """The least price of error that holds, 0 if that does; ``dense``: what a dense head costs."""
     if holds(0.0):
         return 0.0
-    low, high = 1e-3 * dense, 1e6 * dense
+    low, high = LEAST_PRICE * dense, 1e6 * dense
     for _ in range(PRICE_STEPS):
         middle = math.sqrt(low * high)
         low, high = (low, middle) if holds(middle) else (middle, high)
     return high
+
+
+def dearer(price: float, dense: float) -> float:
+    """The next price up; ``dense``: what a dense head costs."""
+    return max(price * DEARER, LEAST_PRICE * dense)
 
 
 def choose(holding: Sequence[Mapping[Method, Figures]], costs: Costs, price: float = 0.0) -> list[Method]:

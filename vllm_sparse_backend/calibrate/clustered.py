@@ -41,15 +41,15 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from vllm_sparse_backend.bench.report import write_json
-from vllm_sparse_backend.calibrate.best import least_price
+from vllm_sparse_backend.calibrate.best import dearer, least_price
 from vllm_sparse_backend.calibrate.flex_vertical_slash import GAMMAS
 from vllm_sparse_backend.calibrate.flow import Flow
-from vllm_sparse_backend.calibrate.job import Found, Job, profile_of
+from vllm_sparse_backend.calibrate.job import Found, Job, mean_error, profile_of
 from vllm_sparse_backend.calibrate.measure import Bound, Figures, LayerJudge
-from vllm_sparse_backend.calibrate.share_prefill import BASES, Clusters, map_side
+from vllm_sparse_backend.calibrate.share_prefill import BASES, SHRINK, Clusters, map_side
 from vllm_sparse_backend.calibrate.sparsest import LEAST_SPARSITY, Judged, cheapest, for_all, sparse_enough, sparsest
 from vllm_sparse_backend.evaluate.clusters import head_clusters
-from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.settings.profile import Level, Profile
 from vllm_sparse_kernels.select.base import Method
 from vllm_sparse_kernels.select.dense import Dense
@@ -111,6 +111,22 @@ class InClusters:
         return self.judged.judge([_member(one, of) for one, of in zip(methods, self.clusters, strict=True)])
 
 
+class Recalled:
+    """What a judge has said, kept by methods: asked again, nothing is read or reckoned."""
+
+    def __init__(self, judge: LayerJudge) -> None:
+        self.layer, self.num_heads, self.costs = judge.layer, judge.num_heads, judge.costs
+        self.ask: Callable[[Sequence[Method]], list[Figures]] | None = judge.judge
+        """None where all has been asked."""
+        self.known: dict[tuple[Method, ...], list[Figures]] = {}
+
+    def judge(self, methods: Sequence[Method]) -> list[Figures]:
+        if (key := tuple(methods)) not in self.known:
+            assert self.ask is not None
+            self.known[key] = self.ask(methods)
+        return self.known[key]
+
+
 def cluster(
     job: Job,
     bounds: Mapping[str, Bound],
@@ -127,8 +143,8 @@ def cluster(
     ``method``: a name of ``BASES``. Raises ConfigurationError where no two heads gain by sharing, or no head of any
     layer holds a bound.
     """
+    side = _checked(job, distance, side)
     job.enter()
-    side = side or map_side(min(map(len, job.prompts.prompts)))
     job.tell.say("clusters")
     clusters = _remembered(
         job, f"clusters-{side}-{distance:g}",
@@ -145,6 +161,17 @@ def cluster(
     return profile
 
 
+def _checked(job: Job, distance: float, side: int | None) -> int:
+    """The side of maps. Raises ConfigurationError before anything is captured."""
+    shortest = min(map(len, job.prompts.prompts))
+    if not distance > 0:
+        raise ConfigurationError(f"--distance: {unexpected(distance, 'a number above 0')}")
+    if side is not None and (side % SHRINK or not SHRINK <= side <= shortest):
+        expected = f"a multiple of {SHRINK}, from {SHRINK} to the {shortest} tokens of the shortest prompt"
+        raise ConfigurationError(f"--side: {unexpected(side, expected)}")
+    return map_side(shortest) if side is None else side
+
+
 def _with_cut(level: Written, distance: float, side: int) -> Written:
     bounds = (level.provenance.bounds or {}) | {"distance": distance, "side": float(side)}
     return level.model_copy(update={"provenance": level.provenance.model_copy(update={"bounds": bounds})})
@@ -152,19 +179,34 @@ def _with_cut(level: Written, distance: float, side: int) -> Written:
 
 def _search(job: Job, base: SharePrefill, clusters: Clusters, bound: Bound, within: Bound) -> Found:
     company = company_of(base, clusters)
+    known: dict[int, Recalled] = {}
 
     def survey(price: float | None) -> list[list[Choice]]:
-        return _survey(job, Flow(job, "prompts", company), base, clusters, within, price)
+        return _survey(job, Flow(job, "prompts", company), base, clusters, within, price, known)
 
     def holds(price: float) -> bool:
         surveyed = survey(price)
         left = worth(surveyed)
         return fmean(one.error_within(left) for one in chain.from_iterable(surveyed)) <= within.mean
 
-    choices = survey(least_price(holds, 1.0) if math.isfinite(within.mean) else None)
+    price = least_price(holds, 1.0) if math.isfinite(within.mean) else None
+    while True:
+        methods = _settled(job, company, survey(price), within)
+        figures = _figures(job, Flow(job, "prompts", company), methods)
+        # Settling takes heads out of what their price was found for, and so may miss the mean.
+        if price is None or mean_error(figures, job.shape.num_heads) <= within.mean:
+            break
+        price = dearer(price, 1.0)
+    return Found(bound, methods, figures, _figures(job, Flow(job, "held-out", company), methods))
+
+
+def _settled(
+    job: Job, company: Sequence[SharePrefill], choices: Sequence[Sequence[Choice]], bound: Bound
+) -> list[list[Method]]:
+    """What is left of the choices once all heads hold the bound, in clusters of two heads or more."""
     left = worth(choices)
     while True:
-        methods = _settle(job, Flow(job, "prompts", company), choices, left, within)
+        methods = _settle(job, Flow(job, "prompts", company), choices, left, bound)
         members = Counter(chain.from_iterable(map(clusters_of, methods)))
         if left <= {number for number, count in members.items() if count > 1}:
             break
@@ -175,26 +217,35 @@ def _search(job: Job, base: SharePrefill, clusters: Clusters, bound: Bound, with
             "flex_vertical_slash: expected a larger --level, or --distance, or profile calibrate --method "
             "flex_vertical_slash"
         )
-    figures = (_figures(job, Flow(job, kind, company), methods) for kind in ("prompts", "held-out"))
-    return Found(bound, methods, *figures)
+    return methods
 
 
 def _survey(
-    job: Job, flow: Flow, base: SharePrefill, clusters: Clusters, bound: Bound, price: float | None
+    job: Job,
+    flow: Flow,
+    base: SharePrefill,
+    clusters: Clusters,
+    bound: Bound,
+    price: float | None,
+    known: dict[int, Recalled],
 ) -> list[list[Choice]]:
+    """``known``: what layers' judges have said, filled with the first survey. A price is looked for among that."""
     choices = []
     for layer in range(job.shape.num_layers):
         if layer not in job.layers:
             choices.append([Choice(Dense(), 1.0)] * job.shape.num_heads)
             flow.add([Dense()] * job.shape.num_heads)
             continue
-        judge = flow.judge()
-        choices.append(survey_layer(judge, bound, base, clusters[layer], price))
-        is_new = judge.changed  # a price is looked for among what was judged once
-        judge.save()
-        flow.add([_member(base, number) for number in clusters[layer]])
-        if is_new:
+        if layer in known:
+            choices.append(survey_layer(known[layer], bound, base, clusters[layer], price))
+        else:
+            judge = flow.judge()
+            known[layer] = Recalled(judge)
+            choices.append(survey_layer(known[layer], bound, base, clusters[layer], price))
+            judge.save()
+            known[layer].ask = None  # with what it holds of the layer
             job.tell.step()
+        flow.add([_member(base, number) for number in clusters[layer]])
     return choices
 
 
@@ -203,7 +254,7 @@ def survey_layer(
 ) -> list[Choice]:
     """What each head may do; ``clusters`` has the cluster of each. ``price``: of an error of 1 in shares of the pairs,
     or None, where the least γ that holds the bound is taken whatever its error."""
-    plain = [replace(base, gamma=gamma, cluster=NOISE) for gamma in GAMMAS]
+    plain = [replace(base, gamma=gamma, cluster=NOISE) for gamma in (GAMMAS if price is None else PRICED_GAMMAS)]
     ladder = plain if price is None else priced_settings(base)
 
     def asked(judge: LayerJudge) -> dict[int, Judged]:
@@ -228,8 +279,10 @@ def survey_layer(
             continue
         choice = choices[head]
         if sparsest_figures[head].density > 1 - LEAST_SPARSITY:
-            pivot = _member(ladder[-1] if isinstance(choice.own, Dense) else choice.own, number)
-            choices[head] = replace(choice, shared=pivot, is_pivot=True)
+            pivot = _member(plain[-1] if isinstance(choice.own, Dense) else choice.own, number)
+            # Where it is a pivot in most rows and not in all, it loses something too.
+            error = 0.0 if price is None else members.judge([pivot] * judge.num_heads)[head].error
+            choices[head] = replace(choice, shared=pivot, is_pivot=True, shared_error=error)
             continue
         method, figures = sparse_enough(together[head]), together[head].figures
         if not isinstance(method, Dense) and (cost := _cost(figures, price)) <= choice.own_cost:

@@ -14,7 +14,7 @@ kept pairs and the shares of FlashAttention's time that selections took on an H2
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
@@ -81,9 +81,15 @@ class Costs(Protocol):
     def layer(self) -> LayerCost: ...
 
 
+@lru_cache(maxsize=4096)
 def kind_of(method: Method) -> Method:
     """Equal for methods that a layer selects together."""
     return method.selection.alike
+
+
+@lru_cache(maxsize=4096)
+def _kind_name(method: Method) -> str:
+    return describe(kind_of(method))
 
 
 def head_ms(costs: Costs, method: Method, density: float) -> float:
@@ -169,8 +175,7 @@ class MeasuredCosts:
         write_json(self.path, {"format": FORMAT, "key": self.key, "layer": asdict(self._layer), "kinds": kinds})
 
     def of(self, method: Method) -> Cost:
-        kind = kind_of(method)
-        if (name := describe(kind)) not in self.known:
+        if (name := _kind_name(method)) not in self.known:
             self.known[name] = self._measure(method.selection)
             self._write()
         return self.known[name]

@@ -255,6 +255,11 @@ class Found:
         return (sum(heads) + whole - len(heads)) / whole
 
 
+def mean_error(figures: Sequence[Sequence[Figures] | None], num_heads: int) -> float:
+    """Of all heads of the model; those of layers that have no figures are dense."""
+    return sum(of.error for layer in figures for of in layer or ()) / (len(figures) * num_heads)
+
+
 def run(
     job: Job, search: Search, bounds: Mapping[str, Bound], source: str, margin: float = 0.0, unseen: bool = False
 ) -> Profile:
@@ -293,17 +298,18 @@ def _of_sparse(judge: RememberingJudge, methods: Sequence[Method]) -> list[Figur
 
 
 def profile_of(job: Job, found: Mapping[str, Found], source: str) -> Profile:
-    """The first is the profile's own level; levels at which nothing goes sparse are left out, as ``exact`` is one."""
+    """The first is the profile's own level; others at which nothing goes sparse are left out, as ``exact`` is one."""
     levels = {
         name: Level.of_heads(one.methods, provenance_of(job, one, source))
         for name, one in found.items()
         if any(not isinstance(method, Dense) for layer in one.methods for method in layer)
     }
-    if not levels:
-        bounds = ", ".join(":".join(f"{x:g}" for x in one.bound.numbers.values()) for one in found.values())
+    if (first := next(iter(found))) not in levels:
+        # Another in its place would be what requests get that name none.
+        numbers = ":".join(f"{x:g}" for x in found[first].bound.numbers.values())
         raise ConfigurationError(
-            f"{source}: no head of any layer holds the bound {bounds} with any setting and pays: expected a larger "
-            "--level, or longer prompts"
+            f"{source}: no head of any layer holds the bound {numbers} of level {first} with any setting and pays: "
+            "expected a larger --level, or longer prompts"
         )
     own, *others = levels
     given = {name: getattr(levels[own], name) for name in Level.model_fields}

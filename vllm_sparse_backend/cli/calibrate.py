@@ -252,8 +252,15 @@ def search(job: "Job", level: Level = None, margin: Margin = 0.1, unseen: Unseen
     """MInference's pattern for each head: candidates of equal measured cost, the one with the least error of output."""
     from vllm_sparse_backend.calibrate import minference
     from vllm_sparse_backend.calibrate.job import run
+    from vllm_sparse_backend.settings.errors import ConfigurationError
 
-    return run(job, minference.search, _bounds(level), "sparse-prefill profile search", margin, unseen)
+    bounds = _bounds(level)
+    if any(math.isfinite(bound.mean) for bound in bounds.values()):
+        raise ConfigurationError(
+            "--level: profile search chooses among patterns of equal cost, and spends no error where it saves most: "
+            "expected no bound of the mean of all heads, or profile best --ladders a_shape,vertical_slash,block_sparse"
+        )
+    return run(job, minference.search, bounds, "sparse-prefill profile search", margin, unseen)
 
 
 def calibrate(

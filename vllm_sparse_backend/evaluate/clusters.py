@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vllm_sparse_backend.bench.report import write_json
 from vllm_sparse_backend.calibrate.share_prefill import Clusters, attention_maps, cluster_heads, profile_of
 from vllm_sparse_backend.evaluate.capture import Capture
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
@@ -21,7 +22,7 @@ def head_clusters(captured: Capture, device: str, side: int | None = None, dista
 
     ``side``: of the maps, ``MAP_SIDE`` unless given; ``distance``: up to which heads are joined, ``MAP_DISTANCE``.
     """
-    side, distance = side or MAP_SIDE, distance or MAP_DISTANCE
+    side, distance = MAP_SIDE if side is None else side, MAP_DISTANCE if distance is None else distance
     how = "" if (side, distance) == (MAP_SIDE, MAP_DISTANCE) else f"-{side}-{distance:g}"
     kept = captured.folder / f"clusters-{captured.model}-{captured.prompt_sha256[:16]}{how}.json"
     if kept.is_file():
@@ -35,7 +36,7 @@ def head_clusters(captured: Capture, device: str, side: int | None = None, dista
     by_layer = dict(zip(layers, found, strict=True))
     noise = (NOISE,) * captured.shape.num_heads
     clusters = tuple(by_layer.get(layer, noise) for layer in range(captured.shape.num_layers))
-    kept.write_text(json.dumps(clusters))
+    write_json(kept, clusters)
     return clusters
 
 

@@ -176,7 +176,8 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
             self.guard.judge_arrived()
         if common.max_query_len <= 1:  # every output token comes through here: no row is looked at
             if self._counts_rows:
-                self.recorder.count_decodes(int(common.query_start_loc_cpu[common.num_reqs]))
+                num_rows = int(common.query_start_loc_cpu[common.num_reqs])
+                self.recorder.count_decodes(self._number, num_rows, common.block_table_tensor)
             return super().build(common_prefix_len, common, fast_build)
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         kinds = self._classify(common_prefix_len, common, starts)

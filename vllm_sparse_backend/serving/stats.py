@@ -53,6 +53,10 @@ class Part(NamedTuple):
     address: int
     kind: Way
 
+    def goes_on(self, microbatch: int, table: torch.Tensor) -> bool:
+        """Whether the first row of a later microbatch, of this table, is the rest of it."""
+        return self.microbatch < microbatch and self.address == table.data_ptr()
+
 
 class OnItsWay(NamedTuple):
     """Counts of one moment; the device's are there once the event has passed."""
@@ -95,10 +99,13 @@ class Recorder:
         if self.is_first_rank and is_counting():
             self._rows[path, reason] += rows
 
-    def count_decodes(self, rows: int) -> None:
-        """Count a batch of rows of one token each, none of which can be cut between two microbatches."""
+    def count_decodes(self, microbatch: int, rows: int, table: torch.Tensor) -> None:
+        """Count a batch of rows of one token each, as ``count_batch`` does. The first may be what is left of a row that
+        was cut between two microbatches: it counts as what it was there."""
         if is_counting():
-            self._last = None
+            before, self._last = self._last, None
+            if before is not None and before.goes_on(microbatch, table) and before.kind[0] != PADDING:
+                rows -= 1
             self.count_rows(DECODE, None, rows)
 
     def count_batch(self, microbatch: int, kinds: Sequence[Way], table: torch.Tensor) -> None:
@@ -109,10 +116,9 @@ class Recorder:
         """
         if not (is_counting() and kinds):
             return
-        first = table.data_ptr()
-        last = first + (len(kinds) - 1) * table.stride(0) * table.element_size()
+        last = table.data_ptr() + (len(kinds) - 1) * table.stride(0) * table.element_size()
         before, rows = self._last, list(kinds)
-        if before is not None and before.microbatch < microbatch and before.address == first:
+        if before is not None and before.goes_on(microbatch, table):
             if before.kind[0] != PADDING:
                 self.count_rows(*before.kind, -1)
             rows[0] = max(before.kind, rows[0], key=lambda kind: PATHS.index(kind[0]))
