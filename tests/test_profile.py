@@ -108,7 +108,7 @@ def test_profile_by_path(tmp_path: Path) -> None:
 
 
 def test_unknown_profile_names_the_bundled_ones(tmp_path: Path) -> None:
-    for missing in ("streeming", str(tmp_path / "none.yaml"), str(tmp_path)):
+    for missing in ("streeming", str(tmp_path / "none.yaml"), str(tmp_path), "~nosuchuser/x.yaml", "x" * 300, "a\0b"):
         with pytest.raises(ConfigurationError, match=r"no such file; given .* minference, .*, streaming"):
             load_profile(missing)
 

@@ -298,6 +298,10 @@ def test_a_later_token_takes_the_median_and_pauses_are_told_apart():
 def test_a_server_that_is_gone_is_named(tmp_path):
     with pytest.raises(BenchError, match=r"stock: no model server answers at http://127\.0\.0\.1:9"):
         Endpoint.connect("stock", "http://127.0.0.1:9")
+    for url in ("http://127.0.0.1:80a", "http://[::1"):
+        with pytest.raises(BenchError, match="stock: no model server answers at http"):
+            Endpoint.connect("stock", url)
+    assert serve.device_name("http://[::1") == "http://[::1"
     with pytest.raises(RequestError, match=r"Connection refused|URLError"):
         Endpoint("stock", "http://127.0.0.1:9", "m").ask([1], 1)
     result = run("--stock-url", "localhost:80", "--url", "localhost:81")
@@ -415,6 +419,10 @@ def test_a_profile_that_the_server_chooses_is_left_to_it():
 def test_servers_get_room_for_what_is_asked(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert serve.fitting([1024, 16320, 16321], tmp_path, 64) == [1024, 16320]
+    assert serve.fitting([1 << 20], Path("owner/name"), 64) == [1 << 20]
+    for typo in (tmp_path / "typo", Path("../typo"), Path("a/b/c")):
+        with pytest.raises(BenchError, match="no such folder: expected a model's folder"):
+            serve.max_positions(typo)
     assert serve.server_args(tmp_path, 9000, None, ("--seed", "7")) == ("--max-model-len", "9000", "--seed", "7") or (
         torch.cuda.is_available()
     )

@@ -99,3 +99,12 @@ def test_what_cannot_be_written_or_run_is_refused_before_anything_is_done(text, 
         code, said = command("best", *words, "--text", text, "--device", "cpu")
         assert (code, problem in said) == (1, True), said
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    for words, problem in (
+        (("--out", tmp_path / "x.yaml", "--work", tmp_path / "file" / "work"), "expected a folder that can be written"),
+        (("--out", tmp_path / "x.yaml", "--work", tmp_path / "file"), "--work: given"),
+        (("--out", tmp_path / "x.work"), "the run's folder has that name"),
+    ):
+        code, said = command("best", NEEDLE, *words, "--text", text, "--device", "cpu")
+        assert (code, problem in said) == (1, True), said
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -138,6 +138,19 @@ def test_a_folder_of_another_job_is_refused(tmp_path):
         make_job(tmp_path / "other", num_tokens=100).enter()
 
 
+@pytest.mark.parametrize(("name", "problem"), [("job.json", "cannot be read"), ("layers.json", "not a list of layers")])
+def test_a_folder_whose_files_are_none_of_ours_is_refused(tmp_path, name, problem):
+    job = make_job(tmp_path / "work")
+    job.enter()
+    assert job.layers == [0, 1]
+    for text in ("{", "3", "null", "[7]", '{"a": 1}' if name == "layers.json" else '["abc"]'):
+        (job.folder / name).write_text(text)
+        again = make_job(tmp_path / "work")
+        read = again.enter if name == "job.json" else partial(getattr, again, "layers")
+        with pytest.raises(ConfigurationError, match=rf"{name}: {problem}: .*delete"):
+            read()
+
+
 def test_layers_that_never_go_sparse_are_dense_and_have_no_figures(tmp_path):
     job = make_job(tmp_path / "work", capturer=StructuredCapturer(left_out=(1,)), says_min_tokens=True)
     profile = run(job, SEARCH, {"fast": BOUNDS["fast"]}, "a test")

@@ -116,6 +116,14 @@ def test_malformed_lines_are_refused_with_their_place(tmp_path, line, problem):
         read_prompts(NEEDLE, [tmp_path / "missing.txt"], 64)
 
 
+def test_files_without_a_prompt_are_refused(tmp_path):
+    """Before the run's folder takes them for its own."""
+    path = tmp_path / "b.jsonl"
+    path.write_text("\n \n")
+    with pytest.raises(ConfigurationError, match=r"b\.jsonl: given 'no prompt', expected one at least"):
+        read_prompts(NEEDLE, [path], 64)
+
+
 def test_kinds_by_name():
     assert chosen_kinds("hops, retrieval") == ("hops", "retrieval")
     assert chosen_kinds("") == ()

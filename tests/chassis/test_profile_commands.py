@@ -210,6 +210,9 @@ def test_pictures(levelled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     pixels = image.imread(path)
     assert pixels.shape[0] < pixels.shape[1]
     assert len({tuple(pixel) for pixel in pixels.reshape(-1, pixels.shape[2]).round(3).tolist()}) > 6
+    formula = tmp_path / "b$x_{$y.yaml"
+    formula.write_bytes(Path(levelled).read_bytes())
+    assert run("show", formula, "--png", path).exit_code == 0  # names are no formulas
     refused = run("show", "minference", "--png", path)
     assert (refused.exit_code, "fits any model: name one" in refused.output) == (1, True)
     refused = run("show", levelled, "--png", tmp_path / "none" / "maps.png")

@@ -8,7 +8,15 @@ import torch
 from typer.testing import CliRunner
 
 from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.evaluate.capture import Capture, capture, held_capture, prompt_sha256, read_tokens, text_files
+from vllm_sparse_backend.evaluate.capture import (
+    Capture,
+    capture,
+    held_capture,
+    load_tokenizer,
+    prompt_sha256,
+    read_tokens,
+    text_files,
+)
 from vllm_sparse_backend.evaluate.quality import dense_attention
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -104,6 +112,11 @@ def test_no_capture_and_another_format_are_errors(llama, prompt, tmp_path):
 
 def test_a_capture_that_is_damaged_is_an_error(llama, prompt, tmp_path):
     captured = capture(llama(), prompt, tmp_path)
+    whole = (tmp_path / "layer-000.safetensors").read_bytes()
+    for part in (whole[:5], whole[:-9], b""):
+        (tmp_path / "layer-000.safetensors").write_bytes(part)
+        with pytest.raises(ConfigurationError, match=r"layer-000\.safetensors: its tensors cannot be read: ."):
+            captured.read(0)
     (tmp_path / "layer-000.safetensors").unlink()
     with pytest.raises(ConfigurationError, match=r"layer-000\.safetensors: missing; capture the prompt again"):
         captured.read(0)
@@ -112,6 +125,23 @@ def test_a_capture_that_is_damaged_is_an_error(llama, prompt, tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigurationError, match="not what a capture writes"):
             Capture.open(tmp_path)
+
+
+def test_a_model_that_is_not_whole_is_an_error(llama, prompt, tmp_path):
+    """Without weights, with some of them, and with a tokenizer that is none or not there."""
+    model = llama()
+    (weights,) = model.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(ConfigurationError, match=r"its weights cannot be read: ."):
+        capture(model, prompt, tmp_path / "made")
+    weights.unlink()
+    with pytest.raises(ConfigurationError, match=r"its weights cannot be read: ."):
+        capture(model, prompt, tmp_path / "made")
+    for broken in (None, "{", "[]"):
+        if broken is not None:
+            (model / "tokenizer.json").write_text(broken)
+        with pytest.raises(ConfigurationError, match=r"its tokenizer cannot be read: ."):
+            load_tokenizer(model)
 
 
 def test_nothing_is_fetched_and_no_prompt_is_longer_than_the_model(llama, tmp_path):

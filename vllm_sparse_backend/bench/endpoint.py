@@ -78,7 +78,7 @@ class Endpoint:
             with _DIRECT.open(_request(f"{url}/v1/models"), timeout=30) as answer:
                 models = json.load(answer)["data"]
             return Endpoint(name, url, models[0]["id"], models[0].get("root"))
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        except (OSError, HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
             raise BenchError(f"{name}: no model server answers at {url}: {error}") from None
 
     def ask(self, prompt: Sequence[int], max_tokens: int, stop_after: int | None = None, **more: Any) -> Answer:
@@ -176,7 +176,7 @@ class Endpoint:
             if error.code in (404, 405):
                 return False
             raise BenchError(f"{self.name}: {self.url}/tokenize: {_said(error)}") from None
-        except OSError as error:
+        except (OSError, HTTPException) as error:
             raise BenchError(f"{self.name}: {self.url}/tokenize: {_said(error)}") from None
 
     def tokenize(self, text: str, special: bool = True) -> list[int]:
@@ -185,7 +185,7 @@ class Endpoint:
         try:
             with _DIRECT.open(_post(f"{self.url}/tokenize", body), timeout=120) as got:
                 return list(json.load(got)["tokens"])
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
             raise BenchError(f"{self.name}: {self.url}/tokenize: {_said(error)}") from None
 
     def metrics(self) -> str:
@@ -193,7 +193,7 @@ class Endpoint:
         try:
             with _DIRECT.open(f"{self.url}/metrics", timeout=30) as answer:
                 return str(answer.read().decode())
-        except OSError:
+        except (OSError, HTTPException):
             return ""
 
 

@@ -114,6 +114,8 @@ def fitting(lengths: Sequence[int], model: Path, output_tokens: int) -> list[int
 def max_positions(model: Path) -> int | None:
     """None where the model does not say."""
     if not model.exists():
+        if str(model).startswith(("/", ".", "~")) or len(model.parts) > 2:
+            raise BenchError(f"{model}: no such folder: expected a model's folder, or its name where vLLM finds it")
         return None  # a name that vLLM resolves
     try:
         config = read_config(model)
@@ -268,9 +270,16 @@ def _add_density(label: str, cases: Sequence[Mapping[str, Any]], report: Report,
     on_case(case)
 
 
+def _host(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None  # whoever connects says so
+
+
 def device_name(*urls: str) -> str:
     """Of the machine that serves: its card, or its number of CPUs; of servers that run elsewhere, their addresses."""
-    if any(urlsplit(url).hostname not in LOOPBACK for url in urls):
+    if any(_host(url) not in LOOPBACK for url in urls):
         return ", ".join(urls)
     if has_cuda():
         import torch

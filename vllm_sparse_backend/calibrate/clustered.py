@@ -46,7 +46,7 @@ from vllm_sparse_backend.calibrate.flex_vertical_slash import GAMMAS
 from vllm_sparse_backend.calibrate.flow import Flow
 from vllm_sparse_backend.calibrate.job import Found, Job, mean_error, profile_of
 from vllm_sparse_backend.calibrate.measure import Bound, Figures, LayerJudge
-from vllm_sparse_backend.calibrate.share_prefill import BASES, SHRINK, Clusters, map_side
+from vllm_sparse_backend.calibrate.share_prefill import BASES, SHRINK, Clusters, map_side, require_scipy
 from vllm_sparse_backend.calibrate.sparsest import LEAST_SPARSITY, Judged, cheapest, for_all, sparse_enough, sparsest
 from vllm_sparse_backend.evaluate.clusters import head_clusters
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
@@ -95,7 +95,8 @@ class Choice:
 
 def priced_settings(base: SharePrefill) -> list[SharePrefill]:
     """What heads choose from under a bound of the mean, but for clusters: as for other methods without means, and with
-    (``ladders.settings_of``). A pivot drops nothing, and means are nothing to what is handed on."""
+    (``ladders.settings_of``). A pivot drops nothing, and means are nothing to what is handed on. What means take counts
+    nothing here, where it does for others (``PairCosts``): what a head keeps is all that is priced."""
     plain = [replace(base, gamma=gamma, cluster=NOISE) for gamma in PRICED_GAMMAS]
     return plain + [replace(one, block_means=True) for one in plain]
 
@@ -163,6 +164,7 @@ def cluster(
 
 def _checked(job: Job, distance: float, side: int | None) -> int:
     """The side of maps. Raises ConfigurationError before anything is captured."""
+    require_scipy()
     shortest = min(map(len, job.prompts.prompts))
     if not distance > 0:
         raise ConfigurationError(f"--distance: {unexpected(distance, 'a number above 0')}")

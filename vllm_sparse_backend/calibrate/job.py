@@ -115,8 +115,8 @@ class Job:
             raise ConfigurationError(f"prompts: {unexpected(f'{shortest} tokens', expected)}")
         if path.exists():
             try:
-                held = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
+                held = dict(json.loads(path.read_text(encoding="utf-8")))
+            except (OSError, ValueError, TypeError) as error:
                 raise ConfigurationError(f"{path}: cannot be read: {error}; delete the folder") from None
             if names := sorted(name for name in {**held, **self.identity} if held.get(name) != self.identity.get(name)):
                 raise ConfigurationError(
@@ -196,7 +196,11 @@ class Job:
         path = self.folder / "layers.json"
         if not path.exists():
             write_json(path, sorted(self.captures("prompts")[0].scales))
-        return list(json.loads(path.read_text(encoding="utf-8")))
+        try:
+            found = [range(self.shape.num_layers)[layer] for layer in json.loads(path.read_text(encoding="utf-8"))]
+        except (OSError, ValueError, TypeError, IndexError) as error:
+            raise ConfigurationError(f"{path}: not a list of layers: {error!r}; delete it") from None
+        return found
 
     def clear(self) -> None:
         """Delete the captures: they are most of the folder, and can be made again."""

@@ -155,6 +155,8 @@ def read_prompts(model: Path, files: Sequence[Path], num_tokens: int) -> PromptS
         if len(ids) < 2:
             raise ConfigurationError(f"{where}: {unexpected(f'{len(ids)} tokens', 'a prompt')}")
         prompts.append(tuple(ids[:num_tokens]))
+    if not prompts:
+        raise ConfigurationError(f"{', '.join(map(str, files))}: {unexpected('no prompt', 'one at least')}")
     return PromptSet(tuple(prompts))
 
 

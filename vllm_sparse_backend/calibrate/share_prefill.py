@@ -167,14 +167,15 @@ def ward_labels(points: torch.Tensor, distance: float) -> list[int]:
     """Labels of the clusters that Ward's linkage of points [n, d] forms up to ``distance``, by first member."""
     if len(points) < 2:
         return [0] * len(points)
-    hierarchy = _hierarchy()
+    hierarchy = require_scipy()
     tree = hierarchy.linkage(points.double().cpu().numpy(), "ward")
     found = hierarchy.fcluster(tree, distance, "distance").tolist()
     numbers = {label: i for i, label in enumerate(dict.fromkeys(found))}
     return [numbers[label] for label in found]
 
 
-def _hierarchy() -> Any:
+def require_scipy() -> Any:
+    """scipy's hierarchical clustering. Raises ConfigurationError where there is none."""
     try:
         from scipy.cluster import hierarchy
     except ImportError as error:

@@ -17,6 +17,7 @@ from vllm_sparse_backend.cli.common import (
     bar,
     draw,
     failures,
+    folder_for,
     say,
     shares,
     split,
@@ -230,6 +231,7 @@ def capture(
         from vllm_sparse_backend.evaluate.capture import default_text, read_tokens, require_model, text_files
 
         require_model(model, tokens)
+        folder_for("FOLDER", folder)
         ids = read_tokens(model, text_files(text or default_text()), tokens, skip=skip)
         captured = run(model, ids, folder, "cuda" if has_cuda() else "cpu")
         layers = f"{len(captured.scales)} layers" + (f", left out: {captured.left_out}" if captured.left_out else "")

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from vllm_sparse_backend.cli.common import device_of, exit_on_sigterm, failures
+from vllm_sparse_backend.cli.common import device_of, exit_on_sigterm, failures, folder_for
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.calibrate.job import Capturer, Job, Tell
@@ -95,6 +95,10 @@ def job_of(
         raise ConfigurationError(f"--out {out}: exists already: name another file, or delete it")
     if not out.absolute().parent.is_dir():
         raise ConfigurationError(f"--out {out}: there is no folder {out.parent}: make it first")
+    folder_for("--out", out.parent)
+    work = folder_for("--work", work or out.with_suffix(".work"))
+    if work.absolute() == out.absolute():
+        raise ConfigurationError(f"--out {out}: the run's folder has that name: name another file, or another --work")
     require_model(model, tokens)
     if through not in ("transformers", "vllm"):
         raise ConfigurationError(f"--through: {not_one_of(through, ('transformers', 'vllm'))}")
@@ -112,7 +116,7 @@ def job_of(
         prompts_of(prompts, count, 0),
         prompts_of(held_out, max(1, count // 2), 1),
         Served(chunk, min(4096, tokens // 2) if min_tokens is None else min_tokens),
-        work or out.with_suffix(".work"),
+        work,
         device,
         costs,
         None if prompts else seed,

@@ -24,6 +24,16 @@ def output(path: Path | None) -> Path | None:
     return path
 
 
+def folder_for(option: str, path: Path) -> Path:
+    """A folder that is there or can be made: found out before anything is done. Raises BenchError."""
+    from vllm_sparse_backend.bench.report import BenchError
+
+    there = next(one for one in (path.absolute(), *path.absolute().parents) if os.path.lexists(one))
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise BenchError(f"{option}: given {str(path)!r}, expected a folder that can be written to, or made")
+    return path
+
+
 def _picture(path: Path | None) -> Path | None:
     if path is not None and path.suffix not in PICTURES:
         raise typer.BadParameter(f"given {path}, expected a name that ends with one of {', '.join(PICTURES)}")

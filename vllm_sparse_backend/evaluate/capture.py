@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,12 +55,13 @@ class Capture:
     """``weights_sha256`` of the model."""
 
     def read(self, layer: int, device: str | torch.device = "cpu") -> LayerTensors:
-        """One of the layers that ``scales`` names. Raises ConfigurationError where its file is gone."""
+        """One of the layers that ``scales`` names. Raises ConfigurationError where its file cannot be read."""
         _, load_file = safetensors_files()
         if not self._path(layer).is_file():
             raise ConfigurationError(f"{self._path(layer)}: missing; capture the prompt again")
-        tensors = load_file(self._path(layer), device=str(device))
-        return LayerTensors(tensors["q"], tensors["k"], tensors["v"])
+        with _readable(self._path(layer), "tensors"):
+            tensors = load_file(self._path(layer), device=str(device))
+            return LayerTensors(tensors["q"], tensors["k"], tensors["v"])
 
     def add(self, layer: int, tensors: LayerTensors, scale: float) -> None:
         """Write a layer, its tensors contiguous."""
@@ -85,7 +87,7 @@ class Capture:
             fields: dict[str, Any] = data.pop("shape")
             shape = ModelShape(**fields | {"names": tuple(fields.get("names") or ())})
             return Capture(folder, shape=shape, scales=scales, left_out=left_out, **data)
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
             raise ConfigurationError(
                 f"{path}: not what a capture writes ({error!r}); capture the prompt again"
             ) from None
@@ -183,9 +185,10 @@ class _Network:
 
         transformers.AttentionInterface.register(ATTENTION, record)
         transformers.AttentionMaskInterface.register(ATTENTION, transformers.AttentionMaskInterface()["sdpa"])
-        network = transformers.AutoModelForCausalLM.from_pretrained(
-            model, attn_implementation=ATTENTION, dtype=dtype, local_files_only=True
-        )
+        with _readable(model, "weights"):
+            network = transformers.AutoModelForCausalLM.from_pretrained(
+                model, attn_implementation=ATTENTION, dtype=dtype, local_files_only=True
+            )
         self.network = network.base_model.to(device).eval()  # without the head: nobody asks for logits
         self.device = device
 
@@ -245,7 +248,20 @@ def read_tokens(model: Path, files: Sequence[Path], length: int, begin_token: bo
 
 def load_tokenizer(model: Path) -> Any:
     """The tokenizer of a model's folder, by transformers."""
-    return _transformers().AutoTokenizer.from_pretrained(model, local_files_only=True)
+    with _readable(model, "tokenizer"):
+        return _transformers().AutoTokenizer.from_pretrained(model, local_files_only=True)
+
+
+@contextmanager
+def _readable(path: Path, what: str) -> Iterator[None]:
+    """What a folder lacks, or a file holds in pieces, its readers tell in exceptions of many kinds."""
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        why = next(iter(str(error).splitlines()), "") or repr(error)
+        raise ConfigurationError(f"{path}: its {what} cannot be read: {why}") from error
 
 
 def begin_ids(tokenizer: Any) -> list[int]:

@@ -45,7 +45,7 @@ def draw(level: Level, shape: ModelShape, path: Path, title: str) -> list[str]:
     for axis in axes:
         axis.set_xlabel("head")
         axis.set_ylabel("layer")
-    page.suptitle(title, wrap=True)
+    page.suptitle(title.replace("$", r"\$"), wrap=True)  # a path is no formula
     try:
         page.savefig(path, format="png", dpi=110)
     except OSError as error:

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import resources
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -29,7 +28,7 @@ from pydantic import (
 from vllm_sparse_backend.settings.errors import ConfigurationError, report, unexpected
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.ranges import MOST_COUNT
-from vllm_sparse_backend.settings.strict_yaml import read_text
+from vllm_sparse_backend.settings.strict_yaml import file_at, read_text
 from vllm_sparse_kernels.select import Dense, name_of
 from vllm_sparse_kernels.select.base import Method
 
@@ -201,8 +200,8 @@ def resolve(
 @lru_cache(maxsize=8)
 def load_crossover(path: str | None = None) -> Crossover:
     """The table in that file, or the one that ships. Raises ``ConfigurationError`` naming file and field."""
-    file = Path(path).expanduser() if path else Path(str(resources.files("vllm_sparse_backend"))) / SHIPPED
-    if not file.is_file():
+    file = file_at(path or str(resources.files("vllm_sparse_backend") / SHIPPED))
+    if file is None:
         raise ConfigurationError(f"crossover: given {path!r}, expected a file that `{COMMAND}` wrote")
     try:
         return Crossover.model_validate_json(read_text(file))

@@ -280,8 +280,8 @@ def load_profile(name_or_path: str | Path, asked_by: str = "profile") -> Profile
     the option that asked for it.
     """
     bundled = bundled_profiles()
-    path = bundled.get(str(name_or_path)) or Path(name_or_path).expanduser()
-    if not path.is_file():
+    path = bundled.get(str(name_or_path)) or strict_yaml.file_at(str(name_or_path))
+    if path is None:
         raise ConfigurationError(
             f"{asked_by}: no such file; {not_one_of(str(name_or_path), bundled)}, or a file's path"
         )

@@ -34,6 +34,16 @@ class _Loader(_SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def file_at(path: str) -> Path | None:
+    """The file that a path names; None where there is none, or no way to it: a name that is too long, a folder that
+    may not be searched, a home of nobody's."""
+    try:
+        file = Path(path).expanduser()
+        return file if file.is_file() else None
+    except (OSError, RuntimeError, ValueError):
+        return None
+
+
 class FlowDict(dict[str, Any]):
     """A mapping that is written on one line."""
 
