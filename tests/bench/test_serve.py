@@ -18,7 +18,7 @@ from vllm_sparse_backend.bench.endpoint import Endpoint, Prompts, RequestError
 from vllm_sparse_backend.bench.latency import Length
 from vllm_sparse_backend.bench.report import BenchError, Report
 from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.demo.model import CONFIG, make_model
+from vllm_sparse_backend.demo.model import CONFIG, bundled_model, make_model
 
 
 def run(*args: object):
@@ -414,6 +414,15 @@ def test_settings_that_a_server_would_refuse_are_refused_before_it_starts(given)
 
 def test_a_profile_that_the_server_chooses_is_left_to_it():
     assert serve.Settings.parse('{"profile": "auto"}').values == {"profile": "auto"}
+    needle = bundled_model()
+    assert serve.Settings.parse("streaming", model=needle).values == {"profile": "streaming"}
+    assert serve.Settings.parse("best-code-lm-29m-128k", model=Path("owner/name"))
+    for text, problem in (
+        ("best-code-lm-29m-128k", "the profile is for .* 8 layers"),
+        ('{"crossover": "nosuch.json"}', "crossover: given 'nosuch.json'"),
+    ):
+        with pytest.raises(BenchError, match=problem):
+            serve.Settings.parse(text, model=needle)
 
 
 def test_servers_get_room_for_what_is_asked(tmp_path, monkeypatch):

@@ -202,6 +202,14 @@ def test_show(levelled: Path) -> None:
     assert "level: given 'exat', expected one of exact, fast, high (did you mean 'exact'?)" in wrong.output
 
 
+@pytest.mark.parametrize("command", ["check", "show"])
+def test_auto_needs_a_model(command: str) -> None:
+    result = run(command, "auto")
+    assert (result.exit_code, "auto: which profile it is goes by the model: expected a MODEL too" in result.output) == (
+        1, True,
+    )  # fmt: skip
+
+
 def test_pictures(levelled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     image = pytest.importorskip("matplotlib.image", reason="matplotlib draws pictures")
     path = tmp_path / "maps.png"

@@ -37,6 +37,8 @@ class Report:
         results_path: Path | None = None,
         command: str | None = None,
     ) -> None:
+        if results_path is not None and results_path == json_path:
+            raise BenchError(f"--results, --json: given {results_path} for both, expected two files")
         if results_path is not None and results_path.exists():
             read_figures(results_path)  # what is no results file is found out before anything is measured
         self.bench, self.device, self.json_path, self.results_path = bench, device, json_path, results_path

@@ -20,6 +20,7 @@ from vllm_sparse_backend.bench.report import BenchError, Report
 from vllm_sparse_backend.demo.server import Server, ServerError, has_cuda, sparse_args
 from vllm_sparse_backend.settings.auto import AUTO
 from vllm_sparse_backend.settings.config import KEY, load_config
+from vllm_sparse_backend.settings.crossover import load_crossover
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.modelcheck import read_config
@@ -42,13 +43,19 @@ class Settings:
     """In place of what the values say."""
 
     @staticmethod
-    def parse(text: str, name: str | None = None) -> "Settings":
-        """From JSON, or the name or path of a profile. Raises BenchError naming what is wrong."""
+    def parse(text: str, name: str | None = None, model: Path | None = None) -> "Settings":
+        """From JSON, or the name or path of a profile; for a model, where its folder is here.
+
+        Raises BenchError naming what is wrong: a server would find out when others have been asked for an hour.
+        """
         try:
             values = _object_or_profile(text)
-            profile = load_config({KEY: values}).profile
-            if profile is not None and profile != AUTO:
-                load_profile(profile)  # a server would find out when others have been asked for an hour
+            config = load_config({KEY: values})
+            load_crossover(config.crossover)
+            if config.profile is not None and config.profile != AUTO:
+                profile = load_profile(config.profile)
+                if model is not None and model.is_dir():
+                    profile.check_model(ModelShape.from_folder(model), config.profile)
         except (ValueError, ConfigurationError) as error:
             raise BenchError(f"--settings {text!r}: {error}") from None
         return Settings(values, name)

@@ -268,7 +268,7 @@ def _contestants(
         raise BenchError(f"--label: given {len(label)}, expected one for each of {len(url or ())} --url")
     levels = [level_of(one) for one in level or ()]
     if model is not None:
-        chosen = [Settings.parse(one) for one in settings or ["{}"]]
+        chosen = [Settings.parse(one, model=model) for one in settings or ["{}"]]
         served = started(model, chosen, not no_stock, longest, server_args, jobs, concurrency, levels)
         return served, Report(name, device_name(), json_path, results)
     names: list[str | None] = list(label) if label else [None] * len(url or ())

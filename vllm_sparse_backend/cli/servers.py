@@ -114,7 +114,7 @@ def serve(
         urls = [one for one in (stock_url, url) if one is not None]
         report = Report("serve", part.device_name(*urls), json_path, results)
         if model is not None:
-            ours = [part.Settings.parse(one, label) for one in settings or ["{}"]]
+            ours = [part.Settings.parse(one, label, model) for one in settings or ["{}"]]
             args = part.server_args(model, asking.longest + 16, kv_tokens, part.split_args(server_args))
             start = part.serve_apart if apart else part.serve_and_compare
             start(model, ours, levels, args, asking, report, _print_case)
@@ -202,7 +202,7 @@ def soak(
         asked = tuple(level_of(one) for one in split(levels))
         asking = soaking.Asking(seconds, clients, shortest, longest, (None, *asked), abort_share=aborts, seed=seed)
         report = Report("soak", part.device_name(*([url] if url else [])), json_path, results)
-        own, given_text = part.Settings.parse(settings or "{}"), text_of(text)
+        own, given_text = part.Settings.parse(settings or "{}", model=model), text_of(text)
         with ExitStack() as stack:
             resident_bytes = None
             if model is not None:
