@@ -295,6 +295,11 @@ def test_a_later_token_takes_the_median_and_pauses_are_told_apart():
     assert latency.Taken([latency.Answer(0.1, 1)]).token_s is None
 
 
+def test_one_file_cannot_hold_both_what_was_measured_and_figures(tmp_path):
+    with pytest.raises(BenchError, match=r"--results, --json: given .*both\.json for both, expected two files"):
+        Report("serve", "a device", tmp_path / "both.json", tmp_path / "both.json")
+
+
 def test_a_server_that_is_gone_is_named(tmp_path):
     with pytest.raises(BenchError, match=r"stock: no model server answers at http://127\.0\.0\.1:9"):
         Endpoint.connect("stock", "http://127.0.0.1:9")
