@@ -197,9 +197,12 @@ class Job:
         if not path.exists():
             write_json(path, sorted(self.captures("prompts")[0].scales))
         try:
-            found = [range(self.shape.num_layers)[layer] for layer in json.loads(path.read_text(encoding="utf-8"))]
-        except (OSError, ValueError, TypeError, IndexError) as error:
-            raise ConfigurationError(f"{path}: not a list of layers: {error!r}; delete it") from None
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"{path}: cannot be read: {error}; delete it") from None
+        every = range(self.shape.num_layers)
+        if not (isinstance(found, list) and found and all(layer in every for layer in found)):
+            raise ConfigurationError(f"{path}: {unexpected(found, 'a list of layers of the model')}; delete it")
         return found
 
     def clear(self) -> None:

@@ -170,9 +170,9 @@ def _load(name: str, model: Path | None, code: int = 1) -> "tuple[Profile, Model
 
     try:
         shape = ModelShape.from_folder(model) if model is not None else None
-        if name == auto.AUTO and shape is None:
-            raise failure("auto: which profile it is goes by the model: expected a MODEL too", code)
-        if name == auto.AUTO and shape is not None:
+        if name == auto.AUTO:
+            if shape is None:
+                raise failure("auto: which profile it is goes by the model: expected a MODEL too", code)
             choice = auto.choose(shape)
             if choice.profile is None:
                 raise failure(f"auto: no profile, the server's default method runs: {choice.why}", code=code)
