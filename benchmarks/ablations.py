@@ -34,19 +34,19 @@ import typer
 from benchmarks.recall import CLUSTER_TOKENS
 from benchmarks.recall_figures import length_name
 from benchmarks.tables import markdown_table, put_between
-from vllm_sparse_backend.bench.report import Report
-from vllm_sparse_backend.calibrate.share_prefill import Clusters
 from vllm_sparse_backend.cli.common import split
-from vllm_sparse_backend.evaluate.capture import Capture, capture, default_text, read_tokens, text_files
-from vllm_sparse_backend.evaluate.clusters import head_clusters, plan_of
-from vllm_sparse_backend.evaluate.quality import chunk_rows, dense_attention, paged, select_layer
+from vllm_sparse_backend.measure.report import Report
+from vllm_sparse_backend.profiling.capture import Capture, capture, default_text, read_tokens, text_files
+from vllm_sparse_backend.profiling.clusters import head_clusters, plan_of
+from vllm_sparse_backend.profiling.quality import chunk_rows, dense_attention, paged, select_layer
+from vllm_sparse_backend.profiling.share_prefill import Clusters
 from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
 from vllm_sparse_backend.settings.plan import LayerPlan, Plan, methods_by_head
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex, attend
+from vllm_sparse_kernels.attend.reference import attend as reference_attend
+from vllm_sparse_kernels.attend.reference import step_margins, walk
 from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.reference.attend import attend as reference_attend
-from vllm_sparse_kernels.reference.attend import step_margins, walk
-from vllm_sparse_kernels.select.base import Method, attend_options
+from vllm_sparse_kernels.methods.base import Method, attend_options
 from vllm_sparse_kernels.testing.by_query import Recalls
 from vllm_sparse_kernels.testing.oracle import exact_masses
 

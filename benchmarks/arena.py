@@ -15,7 +15,7 @@ import torch
 import typer
 
 from benchmarks.tables import markdown_table, put_between
-from vllm_sparse_backend.bench.report import merge_figures, read_figures
+from vllm_sparse_backend.measure.report import merge_figures, read_figures
 from vllm_sparse_backend.serving.arena import SEVERAL_ROWS_BYTES, SLACK, LayerNeed, largest_steps, make_slab
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import (

@@ -3,11 +3,11 @@
 
 from collections.abc import Sequence
 
-from vllm_sparse_backend.bench.asked import Asked
-from vllm_sparse_backend.bench.card import Card
-from vllm_sparse_backend.bench.data import Prompt
-from vllm_sparse_backend.bench.methods import Layer, layers_of
-from vllm_sparse_backend.bench.report import BenchError
+from vllm_sparse_backend.measure.asked import Asked
+from vllm_sparse_backend.measure.card import Card
+from vllm_sparse_backend.measure.data import Prompt
+from vllm_sparse_backend.measure.methods import Layer, layers_of
+from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan

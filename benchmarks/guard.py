@@ -21,12 +21,12 @@ import typer
 from rich.console import Console
 
 from benchmarks.chunks import layers_served, plan_asked
-from vllm_sparse_backend.bench.card import Card, Run, Span
-from vllm_sparse_backend.bench.data import Heads, captured_prompts, structured_prompts
-from vllm_sparse_backend.bench.methods import Layer, Prompt, new_step
-from vllm_sparse_backend.bench.report import Report, table_of
-from vllm_sparse_backend.bench.serve import CHUNK_TOKENS
-from vllm_sparse_backend.evaluate.capture import Capture
+from vllm_sparse_backend.measure.card import Card, Run, Span
+from vllm_sparse_backend.measure.data import Heads, captured_prompts, structured_prompts
+from vllm_sparse_backend.measure.methods import Layer, Prompt, new_step
+from vllm_sparse_backend.measure.report import Report, table_of
+from vllm_sparse_backend.measure.serve import CHUNK_TOKENS
+from vllm_sparse_backend.profiling.capture import Capture
 from vllm_sparse_backend.serving.guard import PROBE_TOKENS, Guard
 from vllm_sparse_backend.settings.config import GuardConfig
 from vllm_sparse_backend.settings.model_shape import ModelShape

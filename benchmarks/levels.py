@@ -17,7 +17,7 @@ from benchmarks.shape import SHAPE
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import Level, Profile, load_profile
-from vllm_sparse_kernels.select.base import Method
+from vllm_sparse_kernels.methods.base import Method
 
 IMPORTED = "minference-llama-3.1-8b-instruct-per-head"
 

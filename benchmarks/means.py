@@ -17,9 +17,9 @@ import torch
 import typer
 
 from benchmarks.tables import markdown_table
-from vllm_sparse_backend.bench.report import FIELDS, merge_figures
-from vllm_sparse_backend.evaluate.capture import Capture, capture, default_text, read_tokens, text_files
-from vllm_sparse_backend.evaluate.quality import Asked, measure_plans
+from vllm_sparse_backend.measure.report import FIELDS, merge_figures
+from vllm_sparse_backend.profiling.capture import Capture, capture, default_text, read_tokens, text_files
+from vllm_sparse_backend.profiling.quality import Asked, measure_plans
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.plan import Plan
 

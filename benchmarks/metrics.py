@@ -24,11 +24,11 @@ from rich.console import Console
 
 from benchmarks.chunks import layers_served, plan_asked
 from benchmarks.shape import SHAPE
-from vllm_sparse_backend.bench.card import Card, Run
-from vllm_sparse_backend.bench.data import Heads, structured_prompts
-from vllm_sparse_backend.bench.methods import Layer, Prompt, new_step
-from vllm_sparse_backend.bench.report import Report, table_of
-from vllm_sparse_backend.bench.serve import CHUNK_TOKENS
+from vllm_sparse_backend.measure.card import Card, Run
+from vllm_sparse_backend.measure.data import Heads, structured_prompts
+from vllm_sparse_backend.measure.methods import Layer, Prompt, new_step
+from vllm_sparse_backend.measure.report import Report, table_of
+from vllm_sparse_backend.measure.serve import CHUNK_TOKENS
 from vllm_sparse_backend.serving.stats import Recorder
 from vllm_sparse_backend.settings.plan import Plan
 

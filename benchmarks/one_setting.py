@@ -19,20 +19,20 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_sparse_backend.bench.report import write_json
-from vllm_sparse_backend.calibrate.clustered import company_of, priced_settings
-from vllm_sparse_backend.calibrate.flow import Flow
-from vllm_sparse_backend.calibrate.job import Job
-from vllm_sparse_backend.calibrate.ladders import LADDERS, settings_of
-from vllm_sparse_backend.calibrate.measure import Figures
-from vllm_sparse_backend.calibrate.share_prefill import BASES, Clusters
 from vllm_sparse_backend.cli.calibrate import job_of
 from vllm_sparse_backend.cli.common import failures
+from vllm_sparse_backend.measure.report import write_json
+from vllm_sparse_backend.profiling.clustered import company_of, priced_settings
+from vllm_sparse_backend.profiling.flow import Flow
+from vllm_sparse_backend.profiling.job import Job
+from vllm_sparse_backend.profiling.ladders import LADDERS, settings_of
+from vllm_sparse_backend.profiling.measure import Figures
+from vllm_sparse_backend.profiling.share_prefill import BASES, Clusters
 from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
 from vllm_sparse_backend.settings.methods import parameters_of
-from vllm_sparse_kernels.select.base import Method
-from vllm_sparse_kernels.select.dense import Dense
-from vllm_sparse_kernels.select.share_prefill import SharePrefill
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.share_prefill.method import SharePrefill
 
 FILE = "one-setting.json"
 PATTERNS = ("a_shape", "vertical_slash", "block_sparse")

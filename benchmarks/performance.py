@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.tables import markdown_table, put_between
-from vllm_sparse_backend.bench.report import merge_figures, read_figures, table_of
+from vllm_sparse_backend.measure.report import merge_figures, read_figures, table_of
 
 RESULTS = Path("docs/results/performance.json")
 H100 = Path("docs/results/performance_h100.json")

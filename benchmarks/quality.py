@@ -23,7 +23,7 @@ from rich.console import Console
 from benchmarks import frontier
 from benchmarks.performance import CHUNKS, TRAINED, met
 from benchmarks.tables import markdown_table, put_between
-from vllm_sparse_backend.bench.report import merge_figures, read_figures, table_of, write_json
+from vllm_sparse_backend.measure.report import merge_figures, read_figures, table_of, write_json
 from vllm_sparse_backend.settings.methods import PRESETS
 
 ANSWERS = Path("docs/results/answers.json")

@@ -21,13 +21,13 @@ import torch
 import typer
 
 from benchmarks import recall_figures
-from vllm_sparse_backend.bench.report import Report
+from benchmarks.attention import Figures, Setting, add_figures, measure, swept
 from vllm_sparse_backend.cli.common import split
-from vllm_sparse_backend.evaluate.attention import Figures, Setting, add_figures, measure, swept
-from vllm_sparse_backend.evaluate.capture import capture, default_text, read_tokens, text_files
-from vllm_sparse_backend.evaluate.clusters import head_clusters
+from vllm_sparse_backend.measure.report import Report
+from vllm_sparse_backend.profiling.capture import capture, default_text, read_tokens, text_files
+from vllm_sparse_backend.profiling.clusters import head_clusters
 from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
-from vllm_sparse_kernels.select import METHODS
+from vllm_sparse_kernels.methods import METHODS
 
 CLUSTER_TOKENS = 8192
 

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from benchmarks.attention import EXPLAINED, length_name, table_rows
 from benchmarks.tables import markdown_table, put_between
-from vllm_sparse_backend.bench.report import table_of
-from vllm_sparse_backend.evaluate.attention import EXPLAINED, length_name, table_rows
+from vllm_sparse_backend.measure.report import table_of
 from vllm_sparse_backend.settings.errors import ConfigurationError
 
 BEGIN, END = "<!-- tables: benchmarks.recall_figures -->", "<!-- end of tables -->"

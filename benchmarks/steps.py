@@ -21,10 +21,10 @@ from typing import Annotated
 
 import typer
 
-from vllm_sparse_backend.bench.endpoint import Endpoint, Prompts, RequestError
-from vllm_sparse_backend.bench.report import Report
-from vllm_sparse_backend.bench.soak import Asking, Client
-from vllm_sparse_backend.demo.scrape import parse
+from benchmarks.soak import Asking, Client
+from vllm_sparse_backend.measure.endpoint import Endpoint, Prompts, RequestError
+from vllm_sparse_backend.measure.report import Report
+from vllm_sparse_backend.measure.scrape import parse
 from vllm_sparse_backend.settings.metrics import PREFIX
 
 MOST_S = 180.0
@@ -115,7 +115,7 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="File for all that was measured.")] = None,
     results: Annotated[Path | None, typer.Option(help="List of figures to merge this run's into.")] = None,
 ) -> None:
-    from vllm_sparse_backend.bench.serve import device_name
+    from vllm_sparse_backend.measure.serve import device_name
 
     server = Endpoint.connect("server", url)
     prompts = Prompts.of(server, text.read_text() if text else None)

@@ -25,9 +25,9 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_sparse_backend.bench.report import BenchError, Report
-from vllm_sparse_backend.bench.serve import Settings, device_name, kv_bytes
-from vllm_sparse_backend.demo.server import Server, sparse_args
+from vllm_sparse_backend.measure.report import BenchError, Report
+from vllm_sparse_backend.measure.serve import Settings, device_name, kv_bytes
+from vllm_sparse_backend.measure.server import Server, sparse_args
 
 CLI = [sys.executable, "-m", "vllm_sparse_backend.cli"]
 SPARE_TOKENS = 2048
@@ -69,7 +69,7 @@ def cases_of(path: Path) -> list[dict[str, Any]]:
 
 
 def compare_answers(urls: dict[int, str], text: Path, lengths: str, prompts: int, folder: Path, report: Report) -> None:
-    from vllm_sparse_backend.evaluate.asking import summaries
+    from vllm_sparse_backend.measure.asking import summaries
 
     found, servers = folder / "answers.json", []
     for cards, url in urls.items():

@@ -11,8 +11,9 @@ from vllm_sparse_backend.settings.config import GuardConfig, SparsePrefillConfig
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import PRESETS, make_method, method_names, parameters_of
 from vllm_sparse_backend.settings.ranges import MOST_COUNT
-from vllm_sparse_kernels.select import METHODS, Registered, name_of
-from vllm_sparse_kernels.select.base import Method, require
+from vllm_sparse_kernels.methods import METHODS, Registered, name_of
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.select.parameters import require
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from vllm_sparse_backend.settings.profile import (
     parse_profile,
 )
 from vllm_sparse_backend.settings.ranges import format_ranges, parse_ranges
-from vllm_sparse_kernels.select import METHODS
+from vllm_sparse_kernels.methods import METHODS
 
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=6, num_heads=8, num_kv_heads=2, head_dim=64)
 HEADER = """\

@@ -13,9 +13,9 @@ from vllm_sparse_backend.serving.step import Slab
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.plan import HeadGroup, LayerPlan
 from vllm_sparse_kernels import SparseIndex, Workspace
-from vllm_sparse_kernels.reference.attend import attend
-from vllm_sparse_kernels.select import METHODS, name_of
-from vllm_sparse_kernels.select.base import Method
+from vllm_sparse_kernels.attend.reference import attend
+from vllm_sparse_kernels.methods import METHODS, name_of
+from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.testing.batches import Batch, random_batch
 
 NUM_HEADS, NUM_KV_HEADS = 8, 2

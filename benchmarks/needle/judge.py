@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from benchmarks.needle.tokens import STYLES, encode
-from vllm_sparse_backend.evaluate.answers import NAMES, Line, Prompt, Share, Templates, bucket, build_prompt
-from vllm_sparse_backend.evaluate.texts import prose
+from vllm_sparse_backend.measure.answers import NAMES, Line, Prompt, Share, Templates, bucket, build_prompt
+from vllm_sparse_backend.measure.texts import prose
 
 DEPTHS = tuple(i / 10 for i in range(11))
 DISTRACTORS = 7

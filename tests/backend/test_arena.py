@@ -27,7 +27,7 @@ from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import HeadGroup, Plan
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_kernels import SparseIndex, Workspace
-from vllm_sparse_kernels.select.vertical_slash import VerticalSlash
+from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 
 MIN_TOKENS = 100
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64)

@@ -21,10 +21,10 @@ from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import methods_by_head
 from vllm_sparse_backend.settings.profile import bundled_profiles, load_profile
 from vllm_sparse_kernels import Rows, SparseIndex
-from vllm_sparse_kernels.reference.attend import attend
-from vllm_sparse_kernels.select import METHODS, name_of
-from vllm_sparse_kernels.select.base import Method
-from vllm_sparse_kernels.select.width import index_block_tokens
+from vllm_sparse_kernels.attend.reference import attend
+from vllm_sparse_kernels.methods import METHODS, name_of
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.width import index_block_tokens
 
 HEAD_DIM = 32
 LOCAL_HEADS = 4

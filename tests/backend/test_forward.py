@@ -20,11 +20,11 @@ from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.metadata import SparsePrefillMetadata
 from vllm_sparse_backend.settings.plan import HeadGroup, methods_by_head
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
-from vllm_sparse_kernels.reference.attend import attend
-from vllm_sparse_kernels.reference.last_tiles import keep_last_tiles
-from vllm_sparse_kernels.select import METHODS, name_of
-from vllm_sparse_kernels.select.base import attend_options, last_tile_heads
-from vllm_sparse_kernels.select.width import index_block_tokens
+from vllm_sparse_kernels.attend.reference import attend
+from vllm_sparse_kernels.methods import METHODS, name_of
+from vllm_sparse_kernels.methods.base import attend_options, last_tile_heads
+from vllm_sparse_kernels.select.last_tiles_reference import keep_last_tiles
+from vllm_sparse_kernels.width import index_block_tokens
 
 # Decodes, short prompts and sparse ones in no order; contexts that end anywhere.
 MIXED = ((333, 150), (40, 1), (0, 63), (1, 200), (100, 131), (0, 1), (701, 40), (64, 1), (31, 64))

@@ -32,8 +32,8 @@ from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import PagedCache
 from vllm_sparse_kernels.attend import Engine, FlashAttention, portable
+from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.paged import FP8
-from vllm_sparse_kernels.select import METHODS
 from vllm_sparse_kernels.testing.batches import Batch
 
 HAS_CUDA = torch.cuda.is_available()
@@ -277,7 +277,7 @@ class TestListener:
         assert compilations.counts() == {"warmup": 0, "serving": 0}
         ours = compilations.listener()
         assert compilations.listener() is ours
-        kernel = SimpleNamespace(module="vllm_sparse_kernels.select.lists", __name__="_compact")
+        kernel = SimpleNamespace(module="vllm_sparse_kernels.methods.lists", __name__="_compact")
         others = SimpleNamespace(module="vllm.something", __name__="theirs")
         with compilations.warming_up():
             ours(src=SimpleNamespace(fn=kernel), metadata={}, cache_hit=False)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 import torch
 
-from vllm_sparse_backend.bench.card import Run
-from vllm_sparse_backend.bench.data import Heads
+from vllm_sparse_backend.measure.card import Run
+from vllm_sparse_backend.measure.data import Heads
 from vllm_sparse_kernels.attend import Engine
-from vllm_sparse_kernels.reference.attend import attend as reference
+from vllm_sparse_kernels.attend.reference import attend as reference
 from vllm_sparse_kernels.testing.batches import Batch
 
 HEADS = Heads(num_heads=4, num_kv_heads=2, head_dim=64, page_tokens=64, dtype=torch.float16)

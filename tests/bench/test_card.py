@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_sparse_backend.bench import card as module
-from vllm_sparse_backend.bench.card import AHEAD_CYCLES, CYCLES_A_MS, MIN_PASSES, Card
-from vllm_sparse_backend.bench.report import BenchError
+from vllm_sparse_backend.measure import card as module
+from vllm_sparse_backend.measure.card import AHEAD_CYCLES, CYCLES_A_MS, MIN_PASSES, Card
+from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_kernels.testing.batches import random_batch
 
 

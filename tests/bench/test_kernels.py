@@ -11,20 +11,21 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from benchmarks import attend
 from tests.bench.conftest import HEADS, CpuCard
-from vllm_sparse_backend.bench import attend, crossover, data, methods
-from vllm_sparse_backend.bench.asked import Asked, methods_asked
-from vllm_sparse_backend.bench.check import Check, check_attention
-from vllm_sparse_backend.bench.report import BenchError, Report
 from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.evaluate.capture import Capture
+from vllm_sparse_backend.measure import crossover, data, methods
+from vllm_sparse_backend.measure.asked import Asked, methods_asked
+from vllm_sparse_backend.measure.check import Check, check_attention
+from vllm_sparse_backend.measure.report import BenchError, Report
+from vllm_sparse_backend.profiling.capture import Capture
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_kernels.attend import PORTABLE, Engine
 from vllm_sparse_kernels.attend.options import AttendOptions
+from vllm_sparse_kernels.attend.reference import attend as reference
 from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.reference.attend import attend as reference
-from vllm_sparse_kernels.select import METHODS
+from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.testing.batches import random_batch, random_index
 from vllm_sparse_kernels.testing.lined import DEVICE
 from vllm_sparse_kernels.testing.structured import structured
@@ -356,7 +357,7 @@ def test_captured_data(card, tmp_path, monkeypatch):
         captures[name]._write()
     asked_of = []
     monkeypatch.setattr(
-        "vllm_sparse_backend.evaluate.clusters.head_clusters",
+        "vllm_sparse_backend.profiling.clusters.head_clusters",
         lambda captured, device: asked_of.append(captured.folder.name) or ((0, 0), (-1, -1), (1, 1)),
     )
     result = run("methods", "--captured", tmp_path / "captured", "--clusters", tmp_path / "other", "--repeat-heads", 4,

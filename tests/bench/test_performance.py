@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from vllm_sparse_backend.bench.report import BenchError, Report, command_of, merge_figures, read_figures
 from vllm_sparse_backend.cli import app
+from vllm_sparse_backend.measure.report import BenchError, Report, command_of, merge_figures, read_figures
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,13 +103,13 @@ def test_bars_are_those_of_the_table():
 
 def test_benchmarks_use_the_names_that_have_bars():
     """What the commands report at the shapes of the bars, by their own code."""
+    from benchmarks.attend import cases_of
     from benchmarks.levels import levels_profile
     from benchmarks.performance import fixed_bars
-    from vllm_sparse_backend.bench.asked import Asked
-    from vllm_sparse_backend.bench.attend import cases_of
-    from vllm_sparse_backend.bench.latency import Length
-    from vllm_sparse_backend.bench.methods import _add_figures
-    from vllm_sparse_backend.bench.serve import Settings
+    from vllm_sparse_backend.measure.asked import Asked
+    from vllm_sparse_backend.measure.latency import Length
+    from vllm_sparse_backend.measure.methods import _add_figures
+    from vllm_sparse_backend.measure.serve import Settings
 
     contexts = (24576, 122880)
     cases = cases_of(contexts, 8192, (128, 64, 32), (1, 0.5, 0.2, 0.08, 0.03), (1024, 8192))

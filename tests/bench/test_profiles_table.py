@@ -9,17 +9,17 @@ import pytest
 from benchmarks import profiles as module
 from benchmarks.performance import TRAINED, met
 from benchmarks.quality import load
-from vllm_sparse_backend.bench.asked import plan_of_profile
-from vllm_sparse_backend.calibrate.judge import Outcome
-from vllm_sparse_backend.calibrate.ladders import LADDERS
-from vllm_sparse_backend.calibrate.measure import Bound
-from vllm_sparse_backend.calibrate.measure import Figures as HeadFigures
+from vllm_sparse_backend.measure.asked import plan_of_profile
+from vllm_sparse_backend.profiling.judge import Outcome
+from vllm_sparse_backend.profiling.ladders import LADDERS
+from vllm_sparse_backend.profiling.measure import Bound
+from vllm_sparse_backend.profiling.measure import Figures as HeadFigures
 from vllm_sparse_backend.settings.methods import parameters_of
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import methods_by_head
 from vllm_sparse_backend.settings.profile import bundled_profiles, load_profile
-from vllm_sparse_kernels.select.dense import Dense
-from vllm_sparse_kernels.select.sale import Sale
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.sale.method import Sale
 
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = load(ROOT / module.RESULTS)

@@ -10,8 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import densities, frontier, means, quality
-from vllm_sparse_backend.bench.report import BenchError
-from vllm_sparse_backend.evaluate.capture import Capture, LayerTensors
+from vllm_sparse_backend.measure.report import BenchError
+from vllm_sparse_backend.profiling.capture import Capture, LayerTensors
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.methods import PRESETS, make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape

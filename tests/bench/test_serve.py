@@ -13,12 +13,12 @@ import torch
 from typer.testing import CliRunner
 
 from tests.bench.stub import Stub, running
-from vllm_sparse_backend.bench import latency, load, serve
-from vllm_sparse_backend.bench.endpoint import Endpoint, Prompts, RequestError
-from vllm_sparse_backend.bench.latency import Length
-from vllm_sparse_backend.bench.report import BenchError, Report
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.demo.model import CONFIG, bundled_model, make_model
+from vllm_sparse_backend.measure import latency, load, serve
+from vllm_sparse_backend.measure.endpoint import Endpoint, Prompts, RequestError
+from vllm_sparse_backend.measure.latency import Length
+from vllm_sparse_backend.measure.report import BenchError, Report
 
 
 def run(*args: object):

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks import counters as counting
+from benchmarks import soak as module
+from benchmarks.counters import Bound, Counts, Sent, Served, wait_until_idle
 from benchmarks.shape import make_shape
+from benchmarks.soak import Asking, Client, add_figures, growth, lines, soak, soak_and_check
 from tests.bench.stub import Stub, running
-from vllm_sparse_backend.bench import counters as counting
-from vllm_sparse_backend.bench import soak as module
-from vllm_sparse_backend.bench.counters import Bound, Counts, Sent, Served, wait_until_idle
-from vllm_sparse_backend.bench.endpoint import Answer, Endpoint, Prompts
-from vllm_sparse_backend.bench.report import BenchError, Report
-from vllm_sparse_backend.bench.soak import Asking, Client, add_figures, growth, lines, soak, soak_and_check
 from vllm_sparse_backend.cli import app
+from vllm_sparse_backend.measure.endpoint import Answer, Endpoint, Prompts
+from vllm_sparse_backend.measure.report import BenchError, Report
 
 SETTINGS = {"method": "a_shape", "min_tokens": 256, "min_query_tokens": 64, "dense_layers": [1]}
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from benchmarks import steps
 from tests.bench.stub import Stub, running
-from vllm_sparse_backend.bench.endpoint import Endpoint
+from vllm_sparse_backend.measure.endpoint import Endpoint
 
 PAGE = """
 # TYPE vllm:iteration_tokens_total histogram

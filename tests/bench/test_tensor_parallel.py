@@ -10,8 +10,8 @@ import pytest
 from benchmarks import tensor_parallel as module
 from benchmarks.shape import make_shape
 from benchmarks.tensor_parallel import Wanted, compare_answers, compare_speed
-from vllm_sparse_backend.bench.report import Report
-from vllm_sparse_backend.bench.serve import Settings
+from vllm_sparse_backend.measure.report import Report
+from vllm_sparse_backend.measure.serve import Settings
 
 A_SHAPE = Settings({"method": "a_shape"})
 

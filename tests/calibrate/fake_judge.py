@@ -4,10 +4,10 @@
 import math
 from collections.abc import Callable, Sequence
 
-from vllm_sparse_backend.calibrate.costs import EstimatedCosts
-from vllm_sparse_backend.calibrate.measure import Figures
-from vllm_sparse_kernels.select.base import Method
-from vllm_sparse_kernels.select.dense import Dense
+from vllm_sparse_backend.profiling.costs import EstimatedCosts
+from vllm_sparse_backend.profiling.measure import Figures
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
 
 Curve = Callable[[Method], Figures]
 

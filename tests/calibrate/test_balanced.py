@@ -9,17 +9,17 @@ import pytest
 
 from tests.calibrate.fake_judge import FakeJudge, figures
 from tests.calibrate.made import HEADS, LAYERS, make_job
-from vllm_sparse_backend.calibrate import balanced, best
-from vllm_sparse_backend.calibrate.costs import PairCosts
-from vllm_sparse_backend.calibrate.job import run
-from vllm_sparse_backend.calibrate.ladders import LADDERS, SEARCHES, halved, settings_of
-from vllm_sparse_backend.calibrate.measure import Bound
-from vllm_sparse_kernels.select import name_of
-from vllm_sparse_kernels.select.base import Method
-from vllm_sparse_kernels.select.dense import Dense
-from vllm_sparse_kernels.select.minference import AShape
-from vllm_sparse_kernels.select.sale import Sale
-from vllm_sparse_kernels.select.sparge_attn import SpargeAttn
+from vllm_sparse_backend.profiling import balanced, best
+from vllm_sparse_backend.profiling.costs import PairCosts
+from vllm_sparse_backend.profiling.job import run
+from vllm_sparse_backend.profiling.ladders import LADDERS, SEARCHES, halved, settings_of
+from vllm_sparse_backend.profiling.measure import Bound
+from vllm_sparse_kernels.methods import name_of
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.minference.method import AShape
+from vllm_sparse_kernels.methods.sale.method import Sale
+from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 
 AMONG = [SpargeAttn(kept_mass=tau) for tau in (0.3, 0.6, 0.9)]
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from tests.calibrate.fake_judge import FakeJudge, figures
-from vllm_sparse_backend.calibrate import best
-from vllm_sparse_backend.calibrate.costs import Cost, LayerCost, head_ms, kind_of
-from vllm_sparse_backend.calibrate.measure import Bound
-from vllm_sparse_kernels.select import name_of
-from vllm_sparse_kernels.select.base import Method
-from vllm_sparse_kernels.select.dense import Dense
-from vllm_sparse_kernels.select.minference import AShape
-from vllm_sparse_kernels.select.sale import Sale
-from vllm_sparse_kernels.select.sparge_attn import SpargeAttn
+from vllm_sparse_backend.profiling import best
+from vllm_sparse_backend.profiling.costs import Cost, LayerCost, head_ms, kind_of
+from vllm_sparse_backend.profiling.measure import Bound
+from vllm_sparse_kernels.methods import name_of
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.minference.method import AShape
+from vllm_sparse_kernels.methods.sale.method import Sale
+from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 
 CHEAP, CLOSE = SpargeAttn(kept_mass=0.5), SpargeAttn(kept_mass=0.9)
 LOCAL, FINE = AShape(64, 512), Sale(tau=0.03)

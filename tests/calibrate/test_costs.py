@@ -6,14 +6,14 @@ import json
 import pytest
 
 from tests.calibrate.made import HEADS, make_job
-from vllm_sparse_backend.calibrate.costs import EstimatedCosts, MeasuredCosts, head_ms, share_ms
-from vllm_sparse_backend.calibrate.judge import LayerPrompt, Served
+from vllm_sparse_backend.profiling.costs import EstimatedCosts, MeasuredCosts, head_ms, share_ms
+from vllm_sparse_backend.profiling.judge import LayerPrompt, Served
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_kernels.attend import engines
-from vllm_sparse_kernels.select.dense import Dense
-from vllm_sparse_kernels.select.minference import AShape
-from vllm_sparse_kernels.select.sale import Sale
-from vllm_sparse_kernels.select.sparge_attn import SpargeAttn
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.minference.method import AShape
+from vllm_sparse_kernels.methods.sale.method import Sale
+from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 
 
 class SayingCard:

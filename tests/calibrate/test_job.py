@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from tests.calibrate.made import HEADS, LAYERS, StructuredCapturer, make_job, random_prompts
-from vllm_sparse_backend.calibrate import best
-from vllm_sparse_backend.calibrate.job import Job, Tell, run
-from vllm_sparse_backend.calibrate.judge import Served
-from vllm_sparse_backend.calibrate.measure import Bound
+from vllm_sparse_backend.profiling import best
+from vllm_sparse_backend.profiling.job import Job, Tell, run
+from vllm_sparse_backend.profiling.judge import Served
+from vllm_sparse_backend.profiling.measure import Bound
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.profile import parse_profile
-from vllm_sparse_kernels.select.dense import Dense
-from vllm_sparse_kernels.select.minference import AShape
-from vllm_sparse_kernels.select.sparge_attn import SpargeAttn
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.minference.method import AShape
+from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 
 AMONG = [AShape(64, 128), SpargeAttn(kept_mass=0.5), SpargeAttn(kept_mass=0.9)]
 SEARCH = partial(best.search, among=AMONG)

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from tests.calibrate.made import HEADS, make_job
-from vllm_sparse_backend.calibrate.costs import EstimatedCosts, share_ms
-from vllm_sparse_backend.calibrate.judge import CapturedLayer, RememberingJudge, Served, unseen
-from vllm_sparse_backend.calibrate.measure import Bound, Errors, Figures
-from vllm_sparse_backend.evaluate.quality import chunk_rows
+from vllm_sparse_backend.profiling.costs import EstimatedCosts, share_ms
+from vllm_sparse_backend.profiling.judge import CapturedLayer, RememberingJudge, Served, unseen
+from vllm_sparse_backend.profiling.measure import Bound, Errors, Figures
+from vllm_sparse_backend.profiling.quality import chunk_rows
 from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_kernels.select.dense import Dense
-from vllm_sparse_kernels.select.minference import AShape
-from vllm_sparse_kernels.select.sparge_attn import SpargeAttn
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.minference.method import AShape
+from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 
 SERVED = Served(128, 100)
 

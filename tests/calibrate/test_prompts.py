@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from vllm_sparse_backend.calibrate.prompts import KINDS, PromptSet, chosen_kinds, make_prompts, read_prompts
 from vllm_sparse_backend.demo.model import bundled_model
-from vllm_sparse_backend.evaluate.capture import load_tokenizer
+from vllm_sparse_backend.profiling.capture import load_tokenizer
+from vllm_sparse_backend.profiling.prompts import KINDS, PromptSet, chosen_kinds, make_prompts, read_prompts
 from vllm_sparse_backend.settings.errors import ConfigurationError
 
 pytest.importorskip("transformers", reason="tokenizers are read with transformers, which comes with vLLM")

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from vllm_sparse_backend.calibrate import anchor_attention, flex_vertical_slash, minference, sale, sparge_attn
-from vllm_sparse_backend.calibrate.costs import EstimatedCosts
-from vllm_sparse_backend.calibrate.judge import CapturedLayer, RememberingJudge, Served
-from vllm_sparse_backend.calibrate.ladders import LADDERS
-from vllm_sparse_backend.calibrate.measure import Bound
-from vllm_sparse_backend.evaluate.capture import LayerTensors
-from vllm_sparse_kernels.select import name_of
-from vllm_sparse_kernels.select.anchor_attention import AnchorAttention
-from vllm_sparse_kernels.select.dense import Dense
-from vllm_sparse_kernels.select.minference import AShape, BlockSparse
-from vllm_sparse_kernels.select.vertical_slash import VerticalSlash
+from vllm_sparse_backend.profiling import anchor_attention, flex_vertical_slash, minference, sale, sparge_attn
+from vllm_sparse_backend.profiling.capture import LayerTensors
+from vllm_sparse_backend.profiling.costs import EstimatedCosts
+from vllm_sparse_backend.profiling.judge import CapturedLayer, RememberingJudge, Served
+from vllm_sparse_backend.profiling.ladders import LADDERS
+from vllm_sparse_backend.profiling.measure import Bound
+from vllm_sparse_kernels.methods import name_of
+from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.minference.method import AShape, BlockSparse
+from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 
 NUM_TOKENS = 900
 HEADS = ("sink", "local", "diffuse", "retrieving")

@@ -8,18 +8,18 @@ from functools import partial
 import pytest
 
 from tests.calibrate.fake_judge import FakeJudge, figures, most_passes, of
-from vllm_sparse_backend.calibrate import anchor_attention, flex_vertical_slash, minference, sale, sparge_attn
-from vllm_sparse_backend.calibrate.ladders import LADDERS, SEARCHES
-from vllm_sparse_backend.calibrate.measure import Bound
-from vllm_sparse_backend.calibrate.sparsest import for_all, sparsest
-from vllm_sparse_kernels.select import METHODS, name_of
-from vllm_sparse_kernels.select.anchor_attention import AnchorAttention
-from vllm_sparse_kernels.select.dense import Dense
-from vllm_sparse_kernels.select.flex_vertical_slash import FlexVerticalSlash
-from vllm_sparse_kernels.select.minference import AShape, BlockSparse
-from vllm_sparse_kernels.select.sale import Sale
-from vllm_sparse_kernels.select.sparge_attn import SpargeAttn
-from vllm_sparse_kernels.select.vertical_slash import VerticalSlash
+from vllm_sparse_backend.profiling import anchor_attention, flex_vertical_slash, minference, sale, sparge_attn
+from vllm_sparse_backend.profiling.ladders import LADDERS, SEARCHES
+from vllm_sparse_backend.profiling.measure import Bound
+from vllm_sparse_backend.profiling.sparsest import for_all, sparsest
+from vllm_sparse_kernels.methods import METHODS, name_of
+from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
+from vllm_sparse_kernels.methods.minference.method import AShape, BlockSparse
+from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
+from vllm_sparse_kernels.methods.sale.method import Sale
+from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 
 BOUND = Bound(0.1, 0.3)
 

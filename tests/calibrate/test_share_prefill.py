@@ -10,16 +10,17 @@ import torch
 
 from tests.calibrate.fake_judge import FakeJudge, figures, most_passes
 from tests.calibrate.made import HEADS, LAYERS, TopicCapturer, make_job
-from vllm_sparse_backend.bench.report import write_json
-from vllm_sparse_backend.calibrate import clustered
-from vllm_sparse_backend.calibrate import share_prefill as module
-from vllm_sparse_backend.calibrate.clustered import Choice, cluster, settle_layer, survey_layer, worth
-from vllm_sparse_backend.calibrate.flex_vertical_slash import GAMMAS
-from vllm_sparse_backend.calibrate.flow import Flow
-from vllm_sparse_backend.calibrate.job import Job, Tell
-from vllm_sparse_backend.calibrate.judge import Served
-from vllm_sparse_backend.calibrate.measure import Bound, Figures
-from vllm_sparse_backend.calibrate.share_prefill import (
+from vllm_sparse_backend.measure.report import write_json
+from vllm_sparse_backend.profiling import clustered
+from vllm_sparse_backend.profiling import share_prefill as module
+from vllm_sparse_backend.profiling.clustered import Choice, cluster, settle_layer, survey_layer, worth
+from vllm_sparse_backend.profiling.flex_vertical_slash import GAMMAS
+from vllm_sparse_backend.profiling.flow import Flow
+from vllm_sparse_backend.profiling.job import Job, Tell
+from vllm_sparse_backend.profiling.judge import Served
+from vllm_sparse_backend.profiling.measure import Bound, Figures
+from vllm_sparse_backend.profiling.quality import Asked, measure_plans
+from vllm_sparse_backend.profiling.share_prefill import (
     MapAutoencoder,
     attention_maps,
     cluster_heads,
@@ -28,15 +29,14 @@ from vllm_sparse_backend.calibrate.share_prefill import (
     representations,
     ward_labels,
 )
-from vllm_sparse_backend.evaluate.quality import Asked, measure_plans
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_backend.settings.profile import Profile, parse_profile
-from vllm_sparse_kernels.select.base import Method
-from vllm_sparse_kernels.select.dense import Dense
-from vllm_sparse_kernels.select.share_prefill import NOISE, SharePrefill
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 
 SIDE = 16
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.calibrate.made import model_folder
-from vllm_sparse_backend.calibrate.vllm_capture import join, record
-from vllm_sparse_backend.evaluate.capture import Capture, begin_capture, finish_capture
+from vllm_sparse_backend.profiling.capture import Capture, begin_capture, finish_capture
+from vllm_sparse_backend.profiling.vllm_capture import join, record
 from vllm_sparse_backend.settings.errors import ConfigurationError
 
 pytest.importorskip("safetensors", reason="captures are files of safetensors, which comes with vLLM")

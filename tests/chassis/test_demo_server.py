@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_sparse_backend.demo import server as server_module
-from vllm_sparse_backend.demo.server import CPU_CACHE, Server, ServerError, reserve_port, root_cause, sparse_args
+from vllm_sparse_backend.measure import server as server_module
+from vllm_sparse_backend.measure.server import CPU_CACHE, Server, ServerError, reserve_port, root_cause, sparse_args
 
 RAISED = "ValueError: To serve at least one request, 0.08 GiB KV cache is needed"
 LOG = f"""\

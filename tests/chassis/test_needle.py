@@ -15,7 +15,7 @@ from benchmarks.needle.net import CONFIG, Needle
 from benchmarks.needle.tokens import DIGITS, NAME, QUESTION, SLOTS, VALUE, VOCAB_SIZE, Lines, encode, make_tokenizer
 from benchmarks.needle.train import Curriculum, Recipe, losses, rate_at
 from vllm_sparse_backend.demo.model import BUNDLED
-from vllm_sparse_backend.evaluate import answers
+from vllm_sparse_backend.measure import answers
 
 TINY = CONFIG | {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

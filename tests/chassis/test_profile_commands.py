@@ -14,7 +14,7 @@ from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.settings import strict_yaml
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.profile import bundled_profiles
-from vllm_sparse_kernels.select import METHODS
+from vllm_sparse_kernels.methods import METHODS
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from vllm_sparse_backend.demo.scrape import LayerCounts, Report, parse
+from vllm_sparse_backend.measure.scrape import LayerCounts, Report, parse
 
 PAGE = """\
 # HELP vllm:num_requests_running Number of requests

@@ -10,9 +10,9 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import ablations
-from vllm_sparse_backend.evaluate.capture import capture
+from vllm_sparse_backend.profiling.capture import capture
 from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_kernels.select.sparge_attn import SpargeAttn
+from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 from vllm_sparse_kernels.testing.batches import random_batch, random_index
 from vllm_sparse_kernels.testing.by_query import Recalls
 from vllm_sparse_kernels.testing.oracle import exact_masses, kept_keys, measure
@@ -136,8 +136,8 @@ def small(variant: ablations.Variant) -> ablations.Variant:
 @pytest.fixture(scope="module")
 def by_command(captured, tmp_path_factory):
     """All papers, by the command. SharePrefill's clusters: a few epochs, and a cut that joins all heads."""
-    from vllm_sparse_backend.calibrate.share_prefill import cluster_heads
-    from vllm_sparse_backend.evaluate import clusters
+    from vllm_sparse_backend.profiling import clusters
+    from vllm_sparse_backend.profiling.share_prefill import cluster_heads
 
     folder = tmp_path_factory.mktemp("table")
     page, results, rows = folder / "page.md", folder / "results.json", folder / "rows.json"

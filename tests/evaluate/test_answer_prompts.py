@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.evaluate.stub import FACT, QUESTION, Words, entry
-from vllm_sparse_backend.bench.endpoint import RequestError
-from vllm_sparse_backend.bench.report import BenchError
-from vllm_sparse_backend.evaluate.answers import (
+from vllm_sparse_backend.measure.answers import (
     NAMES,
     Answer,
     Line,
@@ -24,9 +22,11 @@ from vllm_sparse_backend.evaluate.answers import (
     score,
     standard_error,
 )
-from vllm_sparse_backend.evaluate.asking import Asking
-from vllm_sparse_backend.evaluate.texts import prose, read_text
-from vllm_sparse_backend.evaluate.tokens import first_tokens
+from vllm_sparse_backend.measure.asking import Asking
+from vllm_sparse_backend.measure.endpoint import RequestError
+from vllm_sparse_backend.measure.report import BenchError
+from vllm_sparse_backend.measure.texts import prose, read_text
+from vllm_sparse_backend.measure.tokens import first_tokens
 
 
 def build(encode: Words, num_tokens: int = 3000, num_facts: int = 9, seed: int = 0) -> Prompt:

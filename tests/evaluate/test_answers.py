@@ -14,15 +14,15 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.evaluate.stub import FACT, QUESTION, Words, entry, running
-from vllm_sparse_backend.bench.endpoint import Endpoint
-from vllm_sparse_backend.bench.report import BenchError, Report
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.demo.model import BUNDLED, make_model
-from vllm_sparse_backend.demo.server import ServerError
-from vllm_sparse_backend.evaluate import contestants
-from vllm_sparse_backend.evaluate.answers import Templates
-from vllm_sparse_backend.evaluate.asking import Asking
-from vllm_sparse_backend.evaluate.contestants import densities
+from vllm_sparse_backend.measure import contestants
+from vllm_sparse_backend.measure.answers import Templates
+from vllm_sparse_backend.measure.asking import Asking
+from vllm_sparse_backend.measure.contestants import densities
+from vllm_sparse_backend.measure.endpoint import Endpoint
+from vllm_sparse_backend.measure.report import BenchError, Report
+from vllm_sparse_backend.measure.server import ServerError
 from vllm_sparse_backend.settings.reasons import Fallback
 
 

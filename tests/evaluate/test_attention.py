@@ -8,14 +8,14 @@ import torch
 from typer.testing import CliRunner
 
 from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.evaluate.capture import capture
-from vllm_sparse_backend.evaluate.paper_density import paper_density
-from vllm_sparse_backend.evaluate.quality import BINS, Asked, Kept, measure_plans
+from vllm_sparse_backend.profiling.capture import capture
+from vllm_sparse_backend.profiling.paper_density import paper_density
+from vllm_sparse_backend.profiling.quality import BINS, Asked, Kept, measure_plans
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import Rows
-from vllm_sparse_kernels.select.minference import AShape, BlockSparse
-from vllm_sparse_kernels.select.sparge_attn import SpargeAttn
+from vllm_sparse_kernels.methods.minference.method import AShape, BlockSparse
+from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

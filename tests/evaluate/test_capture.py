@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.evaluate.capture import (
+from vllm_sparse_backend.profiling.capture import (
     Capture,
     capture,
     held_capture,
@@ -17,7 +17,7 @@ from vllm_sparse_backend.evaluate.capture import (
     read_tokens,
     text_files,
 )
-from vllm_sparse_backend.evaluate.quality import dense_attention
+from vllm_sparse_backend.profiling.quality import dense_attention
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
 

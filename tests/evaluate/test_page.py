@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from vllm_sparse_backend.bench.report import Report
-from vllm_sparse_backend.evaluate.charts import curves, heat_map
-from vllm_sparse_backend.evaluate.page import Page
+from benchmarks.charts import curves, heat_map
+from benchmarks.page import Page
+from vllm_sparse_backend.measure.report import Report
 
 VOID = {"meta", "br"}
 

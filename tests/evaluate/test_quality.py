@@ -8,13 +8,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from vllm_sparse_backend.evaluate.capture import capture
-from vllm_sparse_backend.evaluate.quality import Asked, Kept, dense_attention, measure_plans, select_layer
+from vllm_sparse_backend.profiling.capture import capture
+from vllm_sparse_backend.profiling.quality import Asked, Kept, dense_attention, measure_plans, select_layer
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import PagedCache, Rows
-from vllm_sparse_kernels.select import METHODS
+from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.testing.oracle import measure
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -122,9 +122,9 @@ def measured_by_command(demo_model, tmp_path_factory):
     """The JSON files that the command writes for a small random model, sweeps and all."""
     import typer
 
-    from benchmarks import recall
-    from vllm_sparse_backend.calibrate.share_prefill import cluster_heads
-    from vllm_sparse_backend.evaluate import attention, clusters
+    from benchmarks import attention, recall
+    from vllm_sparse_backend.profiling import clusters
+    from vllm_sparse_backend.profiling.share_prefill import cluster_heads
 
     folder = tmp_path_factory.mktemp("recall")
     with pytest.MonkeyPatch.context() as patch:
@@ -183,8 +183,8 @@ def test_the_commands_sweep_is_a_curve(measured_by_command):
 
 def test_tables_and_pictures_come_from_the_curves(measured_by_command):
     from benchmarks import recall_figures
+    from benchmarks.attention import needed
     from benchmarks.tables import put_between
-    from vllm_sparse_backend.evaluate.attention import needed
 
     folder, _ = measured_by_command
     prompts = json.loads((folder / "curves.json").read_text())

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.tasks import FAMILIES, TASKS
+from benchmarks.tasks.job import TaskJob, chosen_tasks, error_of_mean, perplexities, summaries
+from benchmarks.tasks.task import Haystack, Prompts, Question, spread
 from tests.evaluate.stub import Words, entry, running
-from vllm_sparse_backend.bench.endpoint import Completion
-from vllm_sparse_backend.bench.report import BenchError
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.demo.model import make_model
-from vllm_sparse_backend.evaluate.answers import Templates
-from vllm_sparse_backend.evaluate.tasks import FAMILIES, TASKS
-from vllm_sparse_backend.evaluate.tasks.job import TaskJob, chosen_tasks, error_of_mean, perplexities, summaries
-from vllm_sparse_backend.evaluate.tasks.task import Haystack, Prompts, Question, spread
+from vllm_sparse_backend.measure.answers import Templates
+from vllm_sparse_backend.measure.endpoint import Completion
+from vllm_sparse_backend.measure.report import BenchError
 
 QUESTIONS = [name for name, task in TASKS.items() if isinstance(task, Question)]
 ONE_NEEDLE = {"needle", "needle_multikey", "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_2"}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.foreign.files import clusters, patterns, sale_thresholds, sparge_state
-from vllm_sparse_backend.foreign.detect import import_profile
+from vllm_sparse_backend.profiling.importers.detect import import_profile
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.profile import Profile, bundled_profiles, parse_profile
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from tests.foreign.files import clusters, patterns, sale_thresholds, sparge_state
-from vllm_sparse_backend.foreign.detect import import_profile
+from vllm_sparse_backend.profiling.importers.detect import import_profile
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import Profile, parse_profile
-from vllm_sparse_kernels.select.base import Method
+from vllm_sparse_kernels.methods.base import Method
 
 DENSE = make_method("dense", {})
 Change = Callable[[Any], object]

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.reference import minference as reference
-from vllm_sparse_kernels.select import METHODS, name_of
-from vllm_sparse_kernels.select.base import Method
-from vllm_sparse_kernels.select.minference import BlockSparse
-from vllm_sparse_kernels.select.vertical_slash import VerticalSlash
+from vllm_sparse_kernels.methods import METHODS, name_of
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.minference import reference
+from vllm_sparse_kernels.methods.minference.method import BlockSparse
+from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.testing.batches import Batch, on_device, random_batch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

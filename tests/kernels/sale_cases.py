@@ -6,11 +6,13 @@ import math
 import torch
 
 from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods import METHODS
+from vllm_sparse_kernels.methods.sale import means as sale_means
+from vllm_sparse_kernels.methods.sale import method as module
+from vllm_sparse_kernels.methods.sale import rounding as sale_rounding
+from vllm_sparse_kernels.methods.sale.method import Sale
+from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries, Selected
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.select import METHODS, sale_means, sale_rounding
-from vllm_sparse_kernels.select import sale as module
-from vllm_sparse_kernels.select.sale import Sale
-from vllm_sparse_kernels.select.sale_rounding import Regions, RoundedKeys, RoundedQueries, Selected
 from vllm_sparse_kernels.testing.batches import Batch, random_batch
 from vllm_sparse_kernels.workspace import Workspace
 

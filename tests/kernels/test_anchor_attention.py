@@ -9,15 +9,15 @@ import torch
 
 from vllm_sparse_kernels.attend import attend
 from vllm_sparse_kernels.index import SparseIndex, causal_pairs
+from vllm_sparse_kernels.methods import METHODS
+from vllm_sparse_kernels.methods.anchor_attention import method as module
+from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
+from vllm_sparse_kernels.methods.anchor_attention.reference import anchor_differences, window_start
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.reference.anchor_attention import anchor_differences, window_start
 from vllm_sparse_kernels.rows import Rows, ceil_div
-from vllm_sparse_kernels.select import METHODS
-from vllm_sparse_kernels.select import anchor_attention as module
-from vllm_sparse_kernels.select.anchor_attention import AnchorAttention
-from vllm_sparse_kernels.select.width import index_block_tokens
 from vllm_sparse_kernels.testing.batches import Batch, random_batch
 from vllm_sparse_kernels.testing.budget import expected_attention
+from vllm_sparse_kernels.width import index_block_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter cannot multiply bf16 matrices.

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from vllm_sparse_kernels.attend import supports_bulk
+from vllm_sparse_kernels.attend import reference, supports_bulk
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.portable import attend
 from vllm_sparse_kernels.attend.smooth_keys import smooth_keys
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.reference import attend as reference
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_index
 from vllm_sparse_kernels.testing.budget import Expected, expected_attention

@@ -18,7 +18,7 @@ import torch
 
 from vllm_sparse_kernels.attend import hopper, portable
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.select.sale import Sale
+from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.testing.batches import random_batch, random_index
 from vllm_sparse_kernels.testing.structured import paged_batch, structured
 

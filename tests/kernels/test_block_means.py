@@ -9,13 +9,12 @@ import torch
 
 from tests.kernels.test_attend_options import clear_margin, lossless_batch, margins_of
 from tests.kernels.test_engines import DTYPES, ENGINES, READS_PAST_THE_END, part_of, same
-from vllm_sparse_kernels.attend import AttendSpec, Engine, attend
+from vllm_sparse_kernels.attend import AttendSpec, Engine, attend, reference
 from vllm_sparse_kernels.attend.block_means import asking, make_means, mean_tokens, over_index
+from vllm_sparse_kernels.attend.block_means_reference import dropped_keys, mean_blocks
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.reference import attend as reference
-from vllm_sparse_kernels.reference.block_means import dropped_keys, mean_blocks
-from vllm_sparse_kernels.select.dense import Dense
+from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_index, repaged
 from vllm_sparse_kernels.testing.budget import Expected, error_budget
 from vllm_sparse_kernels.workspace import Workspace

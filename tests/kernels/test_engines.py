@@ -19,10 +19,10 @@ from vllm_sparse_kernels.attend import flash as flash_module
 from vllm_sparse_kernels.attend.flash import PART_SEQUENCES, flash_engine
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout
+from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
+from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.paged import FP8
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.select.anchor_attention import AnchorAttention
-from vllm_sparse_kernels.select.dense import Dense
 from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_index, repaged
 from vllm_sparse_kernels.testing.budget import expected_attention
 from vllm_sparse_kernels.testing.paged_varlen import STAND_IN, paged_varlen

@@ -6,7 +6,8 @@ import dataclasses
 import pytest
 import torch
 
-from vllm_sparse_kernels.reference.flex_vertical_slash import (
+from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
+from vllm_sparse_kernels.methods.flex_prefill.reference import (
     block_diagonals,
     fewest_with_mass,
     select_flex_vertical_slash,
@@ -14,7 +15,6 @@ from vllm_sparse_kernels.reference.flex_vertical_slash import (
     whole_blocks,
 )
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.select.flex_vertical_slash import FlexVerticalSlash
 from vllm_sparse_kernels.testing.batches import random_batch
 from vllm_sparse_kernels.testing.lined import DEVICE, assert_between, kept_keys, lined_batch, selected, single_row
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from vllm_sparse_kernels import LayerShape, Rows, SparseIndex, Workspace
 from vllm_sparse_kernels.attend import FlashAttention, attend, flash_engine, workspace_bytes
+from vllm_sparse_kernels.methods import METHODS
+from vllm_sparse_kernels.methods.base import attend_options
 from vllm_sparse_kernels.rows import TILE_TOKENS
-from vllm_sparse_kernels.select import METHODS
-from vllm_sparse_kernels.select.base import attend_options
 from vllm_sparse_kernels.testing.batches import Batch, random_batch
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {

@@ -9,11 +9,11 @@ import torch
 from tests.kernels.test_engines import ENGINES, check, run, same
 from vllm_sparse_kernels.attend import AttendSpec
 from vllm_sparse_kernels.attend.options import AttendOptions
+from vllm_sparse_kernels.attend.reference import attend as reference
 from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods import METHODS
+from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import FP8, PagedCache
-from vllm_sparse_kernels.reference.attend import attend as reference
-from vllm_sparse_kernels.select import METHODS
-from vllm_sparse_kernels.select.base import Method
 from vllm_sparse_kernels.testing.batches import Batch, in_fp8, random_batch, random_index, repaged, widened
 from vllm_sparse_kernels.testing.budget import expected_attention
 from vllm_sparse_kernels.testing.structured import paged_batch, structured

@@ -6,7 +6,7 @@ import torch
 
 from vllm_sparse_kernels.attend import attend
 from vllm_sparse_kernels.index import SparseIndex, causal_pairs
-from vllm_sparse_kernels.select import METHODS
+from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.testing.batches import random_batch
 from vllm_sparse_kernels.testing.budget import expected_attention
 from vllm_sparse_kernels.testing.full_density import FULL_DENSITY

@@ -10,7 +10,7 @@ import torch
 from tests.kernels import warps
 from vllm_sparse_kernels.attend import hopper
 from vllm_sparse_kernels.attend.portable import matrix_args
-from vllm_sparse_kernels.reference.attend import attend as reference_attend
+from vllm_sparse_kernels.attend.reference import attend as reference_attend
 from vllm_sparse_kernels.testing.batches import random_batch, random_index
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the host, and says nothing of a device")

@@ -4,10 +4,10 @@
 import pytest
 import torch
 
-from vllm_sparse_kernels.reference.last_tiles import keep_last_tiles as by_reference
-from vllm_sparse_kernels.select.base import last_tile_heads
+from vllm_sparse_kernels.methods.base import last_tile_heads
+from vllm_sparse_kernels.methods.minference.method import AShape
 from vllm_sparse_kernels.select.last_tiles import keep_last_tiles
-from vllm_sparse_kernels.select.minference import AShape
+from vllm_sparse_kernels.select.last_tiles_reference import keep_last_tiles as by_reference
 from vllm_sparse_kernels.testing.batches import random_batch, random_index
 
 

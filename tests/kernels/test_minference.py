@@ -25,13 +25,14 @@ from tests.kernels.minference_cases import (
     vertical_slash_between,
 )
 from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods import METHODS, name_of
+from vllm_sparse_kernels.methods.minference import method as minference
+from vllm_sparse_kernels.methods.minference import reference
+from vllm_sparse_kernels.methods.minference.method import PER_TILE, AShape, BlockSparse
+from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.reference import minference as reference
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.select import METHODS, minference, name_of
-from vllm_sparse_kernels.select.minference import PER_TILE, AShape, BlockSparse
 from vllm_sparse_kernels.select.pooled import KeyPool, pool_queries, products_of_slabs, slabs_of
-from vllm_sparse_kernels.select.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.testing.batches import Batch, random_batch
 from vllm_sparse_kernels.workspace import Workspace
 

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods.minference import reference
+from vllm_sparse_kernels.methods.minference.method import AShape, BlockSparse, write_top_blocks
+from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.reference import minference as reference
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.select.last_queries import Sums
 from vllm_sparse_kernels.select.lines import Lines, write_lines
-from vllm_sparse_kernels.select.minference import AShape, BlockSparse, write_top_blocks
-from vllm_sparse_kernels.select.vertical_slash import VerticalSlash
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -21,12 +21,13 @@ from tests.kernels.sale_cases import (
     rounded_by_kernels,
     run,
 )
+from vllm_sparse_kernels.methods.sale import means as sale_means
+from vllm_sparse_kernels.methods.sale import method as module
+from vllm_sparse_kernels.methods.sale import scores as sale_scores
+from vllm_sparse_kernels.methods.sale.method import Sale
+from vllm_sparse_kernels.methods.sale.reference import paper_blocks, paper_density
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.reference.sale import paper_blocks, paper_density
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.select import sale as module
-from vllm_sparse_kernels.select import sale_means, sale_scores
-from vllm_sparse_kernels.select.sale import Sale
 from vllm_sparse_kernels.testing.batches import Batch, random_batch
 from vllm_sparse_kernels.workspace import Workspace
 

@@ -8,11 +8,12 @@ import torch
 
 from tests.kernels.sale_cases import DEVICE, compared_as, make_batch, regions, rounded_by_kernels, selected_heads
 from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods.sale import method as module
+from vllm_sparse_kernels.methods.sale import rounding as sale_rounding
+from vllm_sparse_kernels.methods.sale import scores as sale_scores
+from vllm_sparse_kernels.methods.sale.method import Sale
+from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries
 from vllm_sparse_kernels.rows import Rows, ceil_div
-from vllm_sparse_kernels.select import sale as module
-from vllm_sparse_kernels.select import sale_rounding, sale_scores
-from vllm_sparse_kernels.select.sale import Sale
-from vllm_sparse_kernels.select.sale_rounding import Regions, RoundedKeys, RoundedQueries
 from vllm_sparse_kernels.testing.batches import Batch, random_batch
 from vllm_sparse_kernels.workspace import Workspace
 

@@ -8,20 +8,27 @@ import pytest
 import torch
 
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.reference.flex_vertical_slash import select_flex_vertical_slash
-from vllm_sparse_kernels.reference.share_prefill import (
+from vllm_sparse_kernels.methods import name_of
+from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
+from vllm_sparse_kernels.methods.flex_prefill.reference import select_flex_vertical_slash
+from vllm_sparse_kernels.methods.share_prefill.block_average import BlockAverages, Spans
+from vllm_sparse_kernels.methods.share_prefill.block_mass import block_masses
+from vllm_sparse_kernels.methods.share_prefill.method import (
+    DENSE,
+    NOISE,
+    Pivots,
+    SharePrefill,
+    SharePrefillLayer,
+    _decide,
+)
+from vllm_sparse_kernels.methods.share_prefill.reference import (
     block_average,
     block_average_map,
     block_mass_map,
     js_distance,
     select_share_prefill,
 )
-from vllm_sparse_kernels.select import name_of
-from vllm_sparse_kernels.select.block_average import BlockAverages, Spans
-from vllm_sparse_kernels.select.block_mass import block_masses
-from vllm_sparse_kernels.select.flex_vertical_slash import FlexVerticalSlash
 from vllm_sparse_kernels.select.radix import EQUAL_BITS, LEAST_KEY
-from vllm_sparse_kernels.select.share_prefill import DENSE, NOISE, Pivots, SharePrefill, SharePrefillLayer, _decide
 from vllm_sparse_kernels.testing.batches import Batch
 from vllm_sparse_kernels.testing.lined import DEVICE, assert_between, kept_keys, lined_batch, selected, single_row
 

@@ -8,17 +8,18 @@ import pytest
 import torch
 
 from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods import METHODS
+from vllm_sparse_kernels.methods.base import attend_options
+from vllm_sparse_kernels.methods.sparge_attn import method as module
+from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 from vllm_sparse_kernels.rows import Rows, ceil_div
-from vllm_sparse_kernels.select import METHODS, pooled
-from vllm_sparse_kernels.select import sparge_attn as module
-from vllm_sparse_kernels.select.base import attend_options
+from vllm_sparse_kernels.select import pooled
 from vllm_sparse_kernels.select.pooled import KEY_BLOCK_TOKENS, KeyPool, pool_queries, slabs_of
-from vllm_sparse_kernels.select.sparge_attn import SpargeAttn
 from vllm_sparse_kernels.testing.batches import Batch, random_batch
 from vllm_sparse_kernels.workspace import Workspace
 
 # After the package itself: the two import each other.
-from vllm_sparse_kernels.reference import sparge_attn as reference  # isort: skip
+from vllm_sparse_kernels.methods.sparge_attn import reference  # isort: skip
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = -7

@@ -22,13 +22,14 @@ from tests.kernels.minference_cases import (
     vertical_slash_between,
 )
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.reference import minference as reference
-from vllm_sparse_kernels.reference.flex_vertical_slash import block_diagonals, softmax_of
+from vllm_sparse_kernels.methods import name_of
+from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
+from vllm_sparse_kernels.methods.flex_prefill.reference import block_diagonals, softmax_of
+from vllm_sparse_kernels.methods.minference import reference
+from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash, VerticalSlashLayer
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.select import last_queries, lines, name_of
-from vllm_sparse_kernels.select.flex_vertical_slash import FlexVerticalSlash
+from vllm_sparse_kernels.select import last_queries, lines
 from vllm_sparse_kernels.select.last_queries import last_query_sums
-from vllm_sparse_kernels.select.vertical_slash import VerticalSlash, VerticalSlashLayer
 from vllm_sparse_kernels.testing.batches import Batch, random_batch
 
 

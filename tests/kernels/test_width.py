@@ -6,13 +6,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from vllm_sparse_kernels.select import METHODS, width
-from vllm_sparse_kernels.select.base import Method
-from vllm_sparse_kernels.select.dense import Dense
-from vllm_sparse_kernels.select.minference import AShape
-from vllm_sparse_kernels.select.sale import Sale
-from vllm_sparse_kernels.select.sparge_attn import SpargeAttn
-from vllm_sparse_kernels.select.width import index_block_tokens
+from vllm_sparse_kernels import width
+from vllm_sparse_kernels.methods import METHODS
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.minference.method import AShape
+from vllm_sparse_kernels.methods.sale.method import Sale
+from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
+from vllm_sparse_kernels.width import index_block_tokens
 
 HOPPER, AMPERE, ADA, BLACKWELL = (9, 0), (8, 0), (8, 9), (10, 0)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -11,13 +11,13 @@ from transformers import AttentionInterface, DynamicCache, LlamaForCausalLM
 
 from vllm_sparse_backend.settings.plan import Plan, methods_by_head
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
-from vllm_sparse_kernels.reference.attend import attend
-from vllm_sparse_kernels.reference.dense import select_dense
+from vllm_sparse_kernels.attend.reference import attend
+from vllm_sparse_kernels.methods import METHODS, name_of
+from vllm_sparse_kernels.methods.base import attend_options
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.dense.reference import select_dense
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.select import METHODS, name_of
-from vllm_sparse_kernels.select.base import attend_options
-from vllm_sparse_kernels.select.dense import Dense
-from vllm_sparse_kernels.select.width import index_block_tokens
+from vllm_sparse_kernels.width import index_block_tokens
 
 ATTENTION = "planned"
 PAGE_TOKENS = 64

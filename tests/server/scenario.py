@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_sparse_backend.demo.model import VOCAB_SIZE
-from vllm_sparse_backend.demo.server import Server
+from vllm_sparse_backend.measure.server import Server
 
 CHUNK_TOKENS = 512
 SERVER_ARGS = (

@@ -11,12 +11,12 @@ import pytest
 import torch
 import yaml
 
-from vllm_sparse_backend.bench.report import Report
-from vllm_sparse_backend.bench.serve import Settings
 from vllm_sparse_backend.demo.model import BUNDLED, CANNOT_FIND, FINDING_LAYER
-from vllm_sparse_backend.evaluate import asking, contestants
-from vllm_sparse_backend.evaluate.answers import Templates
-from vllm_sparse_kernels.select import METHODS
+from vllm_sparse_backend.measure import asking, contestants
+from vllm_sparse_backend.measure.answers import Templates
+from vllm_sparse_backend.measure.report import Report
+from vllm_sparse_backend.measure.serve import Settings
+from vllm_sparse_kernels.methods import METHODS
 
 pytestmark = [
     pytest.mark.server,

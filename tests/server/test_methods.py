@@ -16,13 +16,13 @@ import torch
 from tests.server import scenario
 from vllm_sparse_backend.demo.model import CONFIG
 from vllm_sparse_backend.demo.run import METHOD_PARAMS
-from vllm_sparse_backend.demo.scrape import Report, parse
-from vllm_sparse_backend.demo.server import Server, sparse_args
+from vllm_sparse_backend.measure.scrape import Report, parse
+from vllm_sparse_backend.measure.server import Server, sparse_args
 from vllm_sparse_backend.settings.config import AUTO, SparsePrefillConfig
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_backend.settings.profile import Profile
-from vllm_sparse_kernels.select import METHODS
+from vllm_sparse_kernels.methods import METHODS
 
 pytestmark = [
     pytest.mark.server,

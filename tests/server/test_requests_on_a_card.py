@@ -11,8 +11,8 @@ import pytest
 
 from tests.server import scenario
 from vllm_sparse_backend.demo.model import CONFIG
-from vllm_sparse_backend.demo.scrape import parse
-from vllm_sparse_backend.demo.server import Server, ServerError, sparse_args
+from vllm_sparse_backend.measure.scrape import parse
+from vllm_sparse_backend.measure.server import Server, ServerError, sparse_args
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_kernels import TILE_TOKENS
 

@@ -21,8 +21,8 @@ import yaml
 from tests import queries, tools
 from tests.server import scenario
 from vllm_sparse_backend.demo.model import CONFIG
-from vllm_sparse_backend.demo.scrape import Report, parse
-from vllm_sparse_backend.demo.server import Server, ServerError, reserve_port, sparse_args
+from vllm_sparse_backend.measure.scrape import Report, parse
+from vllm_sparse_backend.measure.server import Server, ServerError, reserve_port, sparse_args
 from vllm_sparse_backend.settings.reasons import Fallback
 
 pytestmark = pytest.mark.server

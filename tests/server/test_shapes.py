@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.server.shapes import LENGTHS, OURS, SETTINGS, SHAPES, STOCK
-from vllm_sparse_backend.demo.server import CPU_ENV, OFFLINE
+from vllm_sparse_backend.measure.server import CPU_ENV, OFFLINE
 
 pytestmark = pytest.mark.server
 pytest.importorskip("vllm")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.server import scenario
-from vllm_sparse_backend.demo.server import Server, sparse_args
+from vllm_sparse_backend.measure.server import Server, sparse_args
 
 pytestmark = [pytest.mark.server, pytest.mark.gpu]
 pytest.importorskip("vllm")

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.soak import SERVER_ENV, Asking, add_figures, growth, lines, served_by, soak_and_check
 from tests.server import scenario
-from vllm_sparse_backend.bench.endpoint import Endpoint, Prompts
-from vllm_sparse_backend.bench.report import Report
-from vllm_sparse_backend.bench.soak import SERVER_ENV, Asking, add_figures, growth, lines, served_by, soak_and_check
-from vllm_sparse_backend.demo.server import Server, sparse_args
+from vllm_sparse_backend.measure.endpoint import Endpoint, Prompts
+from vllm_sparse_backend.measure.report import Report
+from vllm_sparse_backend.measure.server import Server, sparse_args
 from vllm_sparse_backend.settings.reasons import Fallback
 
 pytestmark = pytest.mark.server

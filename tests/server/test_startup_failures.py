@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_sparse_backend.demo.model import CONFIG
-from vllm_sparse_backend.demo.server import Server, ServerError, sparse_args
+from vllm_sparse_backend.measure.server import Server, ServerError, sparse_args
 
 pytestmark = pytest.mark.server
 pytest.importorskip("vllm")

@@ -26,9 +26,9 @@ from vllm_sparse_backend.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from vllm_sparse_backend.bench.asked import Asked
-    from vllm_sparse_backend.bench.card import Card
-    from vllm_sparse_backend.bench.data import Heads
+    from vllm_sparse_backend.measure.asked import Asked
+    from vllm_sparse_backend.measure.card import Card
+    from vllm_sparse_backend.measure.data import Heads
     from vllm_sparse_backend.settings.model_shape import ModelShape
     from vllm_sparse_backend.settings.plan import Plan
 
@@ -66,9 +66,9 @@ def attend(
 ) -> None:
     """Attention over random indices: what a kept pair costs, beside FlashAttention on the same card."""
     with failures():
-        from vllm_sparse_backend.bench import plots
-        from vllm_sparse_backend.bench.attend import COLUMNS, cases_of, run_attend
-        from vllm_sparse_backend.bench.report import Report
+        from benchmarks import plots
+        from benchmarks.attend import COLUMNS, cases_of, run_attend
+        from vllm_sparse_backend.measure.report import Report
 
         cases = cases_of(
             token_counts("--contexts", contexts, least=0), chunk, token_counts("--blocks", blocks),
@@ -122,9 +122,10 @@ def methods(
 ) -> None:
     """Selection and attention of each method, beside FlashAttention: time, density, error of the output."""
     with failures():
-        from vllm_sparse_backend.bench import data, plots
-        from vllm_sparse_backend.bench.methods import COLUMNS, FP8_COLUMNS, run_methods
-        from vllm_sparse_backend.bench.report import Report
+        from benchmarks import plots
+        from vllm_sparse_backend.measure import data
+        from vllm_sparse_backend.measure.methods import COLUMNS, FP8_COLUMNS, run_methods
+        from vllm_sparse_backend.measure.report import Report
 
         is_fp8 = _is_fp8(kv_cache_dtype)
         lengths = token_counts("--contexts", contexts, least=0)
@@ -174,9 +175,10 @@ def crossover(
 ) -> None:
     """From which lengths on each method is faster than dense attention here: the table that `auto` reads."""
     with failures():
-        from vllm_sparse_backend.bench import crossover as part
-        from vllm_sparse_backend.bench import data, plots
-        from vllm_sparse_backend.bench.report import Report, table_of
+        from benchmarks import plots
+        from vllm_sparse_backend.measure import crossover as part
+        from vllm_sparse_backend.measure import data
+        from vllm_sparse_backend.measure.report import Report, table_of
 
         card, heads = _card(), _heads(model, page_size)
         chosen = _engines(engines, card)
@@ -226,9 +228,9 @@ def capture(
 ) -> None:
     """Write down queries, keys and values of a model on a text, for `bench methods --captured`."""
     with failures():
-        from vllm_sparse_backend.demo.server import has_cuda
-        from vllm_sparse_backend.evaluate.capture import capture as run
-        from vllm_sparse_backend.evaluate.capture import default_text, read_tokens, require_model, text_files
+        from vllm_sparse_backend.measure.server import has_cuda
+        from vllm_sparse_backend.profiling.capture import capture as run
+        from vllm_sparse_backend.profiling.capture import default_text, read_tokens, require_model, text_files
 
         require_model(model, tokens)
         folder_for("FOLDER", folder)
@@ -239,13 +241,13 @@ def capture(
 
 
 def _card() -> "Card":
-    from vllm_sparse_backend.bench.card import Card
+    from vllm_sparse_backend.measure.card import Card
 
     return Card()
 
 
 def _heads(model: Path | None, page_size: int) -> "Heads":
-    from vllm_sparse_backend.bench.data import Heads
+    from vllm_sparse_backend.measure.data import Heads
     from vllm_sparse_backend.settings.model_shape import ModelShape
 
     if model is None:
@@ -255,7 +257,7 @@ def _heads(model: Path | None, page_size: int) -> "Heads":
 
 
 def _engines(given: str | None, card: "Card") -> list[str]:
-    from vllm_sparse_backend.bench.report import BenchError
+    from vllm_sparse_backend.measure.report import BenchError
     from vllm_sparse_backend.settings.errors import not_one_of
 
     names = split(given) if given else list(card.engines)
@@ -265,7 +267,7 @@ def _engines(given: str | None, card: "Card") -> list[str]:
 
 
 def _is_fp8(given: str) -> bool:
-    from vllm_sparse_backend.bench.report import BenchError
+    from vllm_sparse_backend.measure.report import BenchError
     from vllm_sparse_backend.settings.errors import not_one_of
 
     if given not in (known := ("auto", "fp8")):
@@ -276,7 +278,7 @@ def _is_fp8(given: str) -> bool:
 def _plans(
     texts: Sequence[str] | None, profiles: Sequence[str], shape: "ModelShape", clusters: tuple[tuple[int, ...], ...]
 ) -> list[tuple["Asked", "Plan"]]:
-    from vllm_sparse_backend.bench.asked import methods_asked
+    from vllm_sparse_backend.measure.asked import methods_asked
 
     return [(asked, asked.plan(shape, clusters)) for asked in methods_asked(texts or (), profiles, shape)]
 
@@ -292,12 +294,12 @@ def _captured(
     """(prompts by layer, plans for their heads, name of the model)."""
     from dataclasses import replace
 
-    from vllm_sparse_backend.bench import data
-    from vllm_sparse_backend.bench.asked import methods_asked, plan_of_profile
-    from vllm_sparse_backend.evaluate.capture import Capture
-    from vllm_sparse_backend.evaluate.clusters import head_clusters
+    from vllm_sparse_backend.measure import data
+    from vllm_sparse_backend.measure.asked import methods_asked, plan_of_profile
+    from vllm_sparse_backend.profiling.capture import Capture
+    from vllm_sparse_backend.profiling.clusters import head_clusters
     from vllm_sparse_backend.settings.profile import name_of_profile
-    from vllm_sparse_kernels.select.share_prefill import NOISE
+    from vllm_sparse_kernels.methods.share_prefill.method import NOISE
 
     found = Capture.open(folder)
     copies = max(1, num_heads // found.shape.num_heads)
@@ -319,7 +321,7 @@ def _captured(
 
 def _show(title: str, columns: Mapping[str, str], rows: Iterable[dict[str, Any]], total: int | None) -> None:
     """A line as each case comes, a bar meanwhile, a table at the end."""
-    from vllm_sparse_backend.bench.report import cell, table_of
+    from vllm_sparse_backend.measure.report import cell, table_of
 
     shown = []
     with bar(title.split(",")[0], total) as (console, advance):

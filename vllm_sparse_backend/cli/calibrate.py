@@ -16,9 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from vllm_sparse_backend.cli.common import device_of, exit_on_sigterm, failures, folder_for
 
 if TYPE_CHECKING:
-    from vllm_sparse_backend.calibrate.job import Capturer, Job, Tell
-    from vllm_sparse_backend.calibrate.measure import Bound
-    from vllm_sparse_backend.calibrate.prompts import PromptSet
+    from vllm_sparse_backend.profiling.job import Capturer, Job, Tell
+    from vllm_sparse_backend.profiling.measure import Bound
+    from vllm_sparse_backend.profiling.prompts import PromptSet
     from vllm_sparse_backend.settings.profile import Profile
 
 Level = Annotated[
@@ -85,10 +85,10 @@ def job_of(
     tell: Any = None,
 ) -> "Job":
     """The options that all of these commands have."""
-    from vllm_sparse_backend.calibrate.job import Job, Tell
-    from vllm_sparse_backend.calibrate.judge import Served
-    from vllm_sparse_backend.calibrate.prompts import chosen_kinds, make_prompts, read_prompts
-    from vllm_sparse_backend.evaluate.capture import default_text, require_model
+    from vllm_sparse_backend.profiling.capture import default_text, require_model
+    from vllm_sparse_backend.profiling.job import Job, Tell
+    from vllm_sparse_backend.profiling.judge import Served
+    from vllm_sparse_backend.profiling.prompts import chosen_kinds, make_prompts, read_prompts
     from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
 
     if out.exists():
@@ -140,7 +140,7 @@ def _copies(model: Path, repeat_heads: int | None) -> int:
 
 
 def _vllm_capturer(tensor_parallel_size: int) -> "Capturer":
-    from vllm_sparse_backend.calibrate.vllm_capture import VllmCapturer
+    from vllm_sparse_backend.profiling.vllm_capture import VllmCapturer
 
     return VllmCapturer(tensor_parallel_size)
 
@@ -170,7 +170,7 @@ def _with_job(run: Callable[..., "Profile"]) -> Callable[..., None]:
 @contextmanager
 def _progress() -> Iterator["Tell"]:
     """A bar on stderr with the time left."""
-    from vllm_sparse_backend.calibrate.job import Tell
+    from vllm_sparse_backend.profiling.job import Tell
 
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
@@ -204,7 +204,7 @@ def _report(profile: "Profile", num_heads: int, out: Path) -> None:
 
 
 def _bounds(levels: list[str] | None) -> dict[str, "Bound"]:
-    from vllm_sparse_backend.calibrate.measure import Bound
+    from vllm_sparse_backend.profiling.measure import Bound
     from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of, unexpected
     from vllm_sparse_backend.settings.profile import BOUNDS
 
@@ -237,10 +237,10 @@ def best(
     no_means: Annotated[bool, typer.Option("--no-means", help="Leave out means in place of dropped blocks.")] = False,
 ) -> "Profile":
     """Per head the cheapest of all methods, in time on this device, whose output error holds the bound; else dense."""
-    from vllm_sparse_backend.calibrate import balanced
-    from vllm_sparse_backend.calibrate import best as part
-    from vllm_sparse_backend.calibrate.job import run
-    from vllm_sparse_backend.calibrate.ladders import LADDERS
+    from vllm_sparse_backend.profiling import balanced
+    from vllm_sparse_backend.profiling import best as part
+    from vllm_sparse_backend.profiling.job import run
+    from vllm_sparse_backend.profiling.ladders import LADDERS
     from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
 
     names = [name.strip() for name in ladders.split(",")] if ladders else list(LADDERS)
@@ -254,8 +254,8 @@ def best(
 
 def search(job: "Job", level: Level = None, margin: Margin = 0.1, unseen: Unseen = True) -> "Profile":
     """MInference's pattern for each head: candidates of equal measured cost, the one with the least error of output."""
-    from vllm_sparse_backend.calibrate import minference
-    from vllm_sparse_backend.calibrate.job import run
+    from vllm_sparse_backend.profiling import minference
+    from vllm_sparse_backend.profiling.job import run
     from vllm_sparse_backend.settings.errors import ConfigurationError
 
     bounds = _bounds(level)
@@ -283,10 +283,10 @@ def calibrate(
 
     Where a level bounds the mean of all heads too, heads choose among all settings of the method, beyond its paper.
     """
-    from vllm_sparse_backend.calibrate import balanced
-    from vllm_sparse_backend.calibrate.costs import PairCosts
-    from vllm_sparse_backend.calibrate.job import run
-    from vllm_sparse_backend.calibrate.ladders import SEARCHES, settings_of
+    from vllm_sparse_backend.profiling import balanced
+    from vllm_sparse_backend.profiling.costs import PairCosts
+    from vllm_sparse_backend.profiling.job import run
+    from vllm_sparse_backend.profiling.ladders import SEARCHES, settings_of
     from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
 
     if method not in SEARCHES:
@@ -316,8 +316,8 @@ def cluster(
     ] = None,
 ) -> "Profile":
     """SharePrefill: clusters of heads with alike attention, and the least γ of each head that holds a bound there."""
-    from vllm_sparse_backend.calibrate import clustered
-    from vllm_sparse_backend.calibrate.share_prefill import BASES
+    from vllm_sparse_backend.profiling import clustered
+    from vllm_sparse_backend.profiling.share_prefill import BASES
     from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
 
     if method not in BASES:

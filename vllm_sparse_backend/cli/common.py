@@ -26,7 +26,7 @@ def output(path: Path | None) -> Path | None:
 
 def folder_for(option: str, path: Path) -> Path:
     """A folder that is there or can be made: found out before anything is done. Raises BenchError."""
-    from vllm_sparse_backend.bench.report import BenchError
+    from vllm_sparse_backend.measure.report import BenchError
 
     there = next(one for one in (path.absolute(), *path.absolute().parents) if os.path.lexists(one))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
@@ -61,8 +61,8 @@ Profile = Annotated[str | None, typer.Option(help="Profile whose methods are mea
 @contextmanager
 def failures() -> Iterator[None]:
     """What an operator can mend is one red line, not a traceback."""
-    from vllm_sparse_backend.bench.report import BenchError
-    from vllm_sparse_backend.demo.server import ServerError
+    from vllm_sparse_backend.measure.report import BenchError
+    from vllm_sparse_backend.measure.server import ServerError
     from vllm_sparse_backend.settings.errors import ConfigurationError
 
     try:
@@ -102,7 +102,7 @@ def bar(of: str, total: int | None, done: int = 0) -> Iterator[tuple[Console, Ca
 
 def draw(png: Path | None, *panels: Any) -> None:
     if png is not None:
-        from vllm_sparse_backend.bench import plots
+        from benchmarks import plots
 
         plots.draw(png, panels)
         say(f"Drawn in {png}")
@@ -119,7 +119,7 @@ def level_of(text: str) -> int | str:
 
 def token_counts(option: str, text: str, or_none: bool = False, least: int = 1) -> list[int]:
     """Whole numbers from ``least`` on. ``or_none``: an empty text is none of them."""
-    from vllm_sparse_backend.bench.report import BenchError
+    from vllm_sparse_backend.measure.report import BenchError
 
     parts = split(text)
     if all(part.isdecimal() and int(part) >= least for part in parts) and (parts or or_none):
@@ -132,7 +132,7 @@ def device_of(text: str | None) -> str:
     """What --device names, and otherwise the GPU where there is one. Raises BenchError where torch has none such."""
     import torch
 
-    from vllm_sparse_backend.bench.report import BenchError
+    from vllm_sparse_backend.measure.report import BenchError
 
     if text is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -149,7 +149,7 @@ def device_of(text: str | None) -> str:
 
 def text_of(path: Path | None) -> str | None:
     """What --text names, if it is given."""
-    from vllm_sparse_backend.bench.report import BenchError
+    from vllm_sparse_backend.measure.report import BenchError
 
     try:
         return None if path is None else path.read_text(encoding="utf-8", errors="replace")
@@ -159,7 +159,7 @@ def text_of(path: Path | None) -> str | None:
 
 def refuse_without_model(given: Mapping[str, object]) -> None:
     """Options by name, of those that say how servers are started: where servers run already, they would do nothing."""
-    from vllm_sparse_backend.bench.report import BenchError
+    from vllm_sparse_backend.measure.report import BenchError
 
     if names := [name for name, value in given.items() if value]:
         raise BenchError(f"{', '.join(names)}: given with running servers, expected only with a MODEL to serve")
@@ -167,7 +167,7 @@ def refuse_without_model(given: Mapping[str, object]) -> None:
 
 def shares(option: str, text: str) -> list[float]:
     """Numbers from 0 to 1."""
-    from vllm_sparse_backend.bench.report import BenchError
+    from vllm_sparse_backend.measure.report import BenchError
 
     try:
         found = [float(part) for part in split(text)]

@@ -22,7 +22,7 @@ def demo(
 ) -> None:
     """Ask about a long text, through stock vLLM and this backend, and show the answers and what ran sparse."""
     from vllm_sparse_backend.demo import run
-    from vllm_sparse_backend.demo.server import ServerError
+    from vllm_sparse_backend.measure.server import ServerError
     from vllm_sparse_backend.settings.errors import ConfigurationError
 
     if method not in run.METHOD_PARAMS:

@@ -25,10 +25,10 @@ from vllm_sparse_backend.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from vllm_sparse_backend.bench.report import Report
-    from vllm_sparse_backend.evaluate.answers import Templates
-    from vllm_sparse_backend.evaluate.contestants import Contestant, Job
-    from vllm_sparse_backend.evaluate.page import Page
+    from benchmarks.page import Page
+    from vllm_sparse_backend.measure.answers import Templates
+    from vllm_sparse_backend.measure.contestants import Contestant, Job
+    from vllm_sparse_backend.measure.report import Report
 
 evaluate = typer.Typer(
     help="Measure what sparse prefill loses: answers of stock vLLM and this backend to the same prompts.",
@@ -108,8 +108,8 @@ def answers(
     """
     exit_on_sigterm()
     with failures():
-        from vllm_sparse_backend.evaluate import asking as part
-        from vllm_sparse_backend.evaluate import pages
+        from benchmarks import pages
+        from vllm_sparse_backend.measure import asking as part
 
         asking = part.Asking.about(
             text, token_counts("--lengths", lengths), prompts, facts=facts, seed=seed, first_token=first_token,
@@ -163,8 +163,8 @@ def tasks(
     """
     exit_on_sigterm()
     with failures():
-        from vllm_sparse_backend.evaluate import pages
-        from vllm_sparse_backend.evaluate.tasks import job as part
+        from benchmarks import pages
+        from benchmarks.tasks import job as part
 
         job = part.TaskJob.about(
             tasks, token_counts("--lengths", lengths), prompts, text,
@@ -205,12 +205,12 @@ def attention(
     with failures():
         import torch
 
-        from vllm_sparse_backend.bench.asked import methods_asked
-        from vllm_sparse_backend.bench.report import Report
-        from vllm_sparse_backend.evaluate import attention as part
-        from vllm_sparse_backend.evaluate.attention_page import attention_page
-        from vllm_sparse_backend.evaluate.capture import Capture
-        from vllm_sparse_backend.evaluate.clusters import head_clusters
+        from benchmarks import attention as part
+        from benchmarks.attention_page import attention_page
+        from vllm_sparse_backend.measure.asked import methods_asked
+        from vllm_sparse_backend.measure.report import Report
+        from vllm_sparse_backend.profiling.capture import Capture
+        from vllm_sparse_backend.profiling.clusters import head_clusters
 
         device = device_of(device)
         name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
@@ -234,7 +234,7 @@ def attention(
 
 
 def _templates(fact: str | None, question: str | None) -> "Templates":
-    from vllm_sparse_backend.evaluate.answers import Templates
+    from vllm_sparse_backend.measure.answers import Templates
 
     default = Templates()
     return Templates(fact or default.fact, question or default.question)
@@ -256,9 +256,9 @@ def _contestants(
     results: Path | None,
 ) -> tuple[list["Contestant"], "Report"]:
     """Who is asked, and what is written of it."""
-    from vllm_sparse_backend.bench.report import BenchError, Report
-    from vllm_sparse_backend.bench.serve import Settings, device_name
-    from vllm_sparse_backend.evaluate.contestants import Contestant, started
+    from vllm_sparse_backend.measure.contestants import Contestant, started
+    from vllm_sparse_backend.measure.report import BenchError, Report
+    from vllm_sparse_backend.measure.serve import Settings, device_name
 
     if (model is None) == (not url):
         raise BenchError(f"eval {name}: expected a MODEL to serve, or --url of running servers")
@@ -286,7 +286,7 @@ def _ask(
     answered: Callable[[dict[str, Any]], str],
 ) -> None:
     """What the report's file does not hold yet, under a bar; ``answered`` says what came of a request."""
-    from vllm_sparse_backend.evaluate.contestants import ask_all, resume
+    from vllm_sparse_backend.measure.contestants import ask_all, resume
 
     resume(report, report.json_path, key, contestants)
     wanted, labels = set(job.wanted), {one.label for one in contestants}
@@ -306,7 +306,7 @@ def _ask(
 
 
 def _answered(case: dict[str, Any]) -> str:
-    from vllm_sparse_backend.evaluate.asking import right_answers
+    from vllm_sparse_backend.measure.asking import right_answers
 
     return f"{sum(right_answers(case))} of {len(case['answers'])} right, {case['seconds']:.1f} s"
 
@@ -319,7 +319,7 @@ def _task_answered(case: dict[str, Any]) -> str:
 
 def _finish(report: "Report", html: Path | None, page: Callable[[], "Page"]) -> None:
     """The page, and what failed: a run with failures ends with 1."""
-    from vllm_sparse_backend.evaluate.pages import failures
+    from benchmarks.pages import failures
 
     console = wide_console()
     if html is not None:
@@ -337,8 +337,8 @@ def _fine(value: float | None) -> str | None:
 
 
 def _show_answers(rows: list[dict[str, Any]]) -> None:
-    from vllm_sparse_backend.bench.report import table_of
-    from vllm_sparse_backend.evaluate import asking as part
+    from vllm_sparse_backend.measure import asking as part
+    from vllm_sparse_backend.measure.report import table_of
 
     console = wide_console()
     caption = "right: all tokens of the answer rank first; perplexity: of all tokens but answers'"
@@ -349,8 +349,8 @@ def _show_answers(rows: list[dict[str, Any]]) -> None:
 
 
 def _show_tasks(rows: list[dict[str, Any]], perplexities: list[dict[str, Any]]) -> None:
-    from vllm_sparse_backend.bench.report import table_of
-    from vllm_sparse_backend.evaluate.tasks import job as part
+    from benchmarks.tasks import job as part
+    from vllm_sparse_backend.measure.report import table_of
 
     console = wide_console()
     if rows:
@@ -362,8 +362,8 @@ def _show_tasks(rows: list[dict[str, Any]], perplexities: list[dict[str, Any]]) 
 
 
 def _show_attention(figures: dict[str, Any]) -> None:
-    from vllm_sparse_backend.bench.report import table_of
-    from vllm_sparse_backend.evaluate import attention as part
+    from benchmarks import attention as part
+    from vllm_sparse_backend.measure.report import table_of
 
     console, rows = wide_console(), part.table_rows(figures)
     title = f"{figures['model']}, {part.length_name(figures)}"
@@ -375,8 +375,8 @@ def _show_attention(figures: dict[str, Any]) -> None:
 
 
 def _show_chunks(all_figures: Sequence[dict[str, Any]]) -> None:
-    from vllm_sparse_backend.bench.report import table_of
-    from vllm_sparse_backend.evaluate import attention as part
+    from benchmarks import attention as part
+    from vllm_sparse_backend.measure.report import table_of
 
     for title, rows in part.chunk_tables(all_figures).items():
         wide_console().print(table_of(title, {name: name for name in rows[0]}, rows))

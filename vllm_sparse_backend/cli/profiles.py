@@ -17,7 +17,7 @@ from vllm_sparse_backend.cli.common import failure, say
 if TYPE_CHECKING:
     from vllm_sparse_backend.settings.model_shape import ModelShape
     from vllm_sparse_backend.settings.profile import Level, Profile
-    from vllm_sparse_kernels.select.base import Method
+    from vllm_sparse_kernels.methods.base import Method
 
 profile_app = typer.Typer(
     help="Profiles: which method, with which parameters, each layer and head prefills with.",
@@ -62,7 +62,7 @@ def show(
     png: Annotated[Path | None, typer.Option(help="Draw heat maps of it to this PNG file; needs matplotlib.")] = None,
 ) -> None:
     """Tables of what a profile says: by layer, and by setting; as a picture too."""
-    from vllm_sparse_backend.evaluate import profile_maps, profile_tables
+    from vllm_sparse_backend.profiling import profile_maps, profile_tables
     from vllm_sparse_backend.settings.errors import ConfigurationError
 
     loaded, shape = _load(profile, model)
@@ -109,7 +109,7 @@ def diff(
     model: FittedModel = None,
 ) -> None:
     """What two profiles say otherwise; exit code 1 if there is anything, 2 if one is not right."""
-    from vllm_sparse_backend.evaluate import profile_tables
+    from vllm_sparse_backend.profiling import profile_tables
 
     (one, shape), (other, other_shape) = (_load(name, model, code=2) for name in (first, second))
     shape = shape or other_shape
@@ -136,7 +136,7 @@ def import_file(
     Files that are known: MInference's patterns and SharePrefill's clusters (JSON), SpargeAttn's and SALE's thresholds
     (torch.save).
     """
-    from vllm_sparse_backend.foreign.detect import import_profile
+    from vllm_sparse_backend.profiling.importers.detect import import_profile
     from vllm_sparse_backend.settings.errors import ConfigurationError
 
     try:

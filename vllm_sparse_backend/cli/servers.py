@@ -26,7 +26,7 @@ from vllm_sparse_backend.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from vllm_sparse_backend.bench.load import Mix
+    from vllm_sparse_backend.measure.load import Mix
 
 REQUESTS = 48
 """Of the mixed load, by default."""
@@ -90,10 +90,10 @@ def serve(
     """
     exit_on_sigterm()
     with failures():
-        from vllm_sparse_backend.bench import serve as part
-        from vllm_sparse_backend.bench.endpoint import Endpoint
-        from vllm_sparse_backend.bench.latency import Length
-        from vllm_sparse_backend.bench.report import BenchError, Report
+        from vllm_sparse_backend.measure import serve as part
+        from vllm_sparse_backend.measure.endpoint import Endpoint
+        from vllm_sparse_backend.measure.latency import Length
+        from vllm_sparse_backend.measure.report import BenchError, Report
 
         running = stock_url is not None or url is not None
         if running == (model is not None) or (running and None in (stock_url, url)):
@@ -136,8 +136,8 @@ def _mix(
     output_tokens: int,
 ) -> "Mix | None":
     """The mixed load, if any. Raises BenchError where it was asked for, and cannot be."""
-    from vllm_sparse_backend.bench.load import Mix
-    from vllm_sparse_backend.bench.report import BenchError
+    from vllm_sparse_backend.measure.load import Mix
+    from vllm_sparse_backend.measure.report import BenchError
 
     if rate is not None and not rate > 0:
         raise BenchError(f"--rate: given {rate:g}, expected a number above 0")
@@ -189,11 +189,11 @@ def soak(
     """
     exit_on_sigterm()
     with failures():
-        from vllm_sparse_backend.bench import serve as part
-        from vllm_sparse_backend.bench import soak as soaking
-        from vllm_sparse_backend.bench.endpoint import Endpoint, Prompts
-        from vllm_sparse_backend.bench.report import BenchError, Report
-        from vllm_sparse_backend.demo.server import Server, sparse_args
+        from benchmarks import soak as soaking
+        from vllm_sparse_backend.measure import serve as part
+        from vllm_sparse_backend.measure.endpoint import Endpoint, Prompts
+        from vllm_sparse_backend.measure.report import BenchError, Report
+        from vllm_sparse_backend.measure.server import Server, sparse_args
 
         if (model is None) == (url is None) or shortest > longest:
             raise BenchError("bench soak: expected a MODEL to serve or --url, and --shortest at most --longest")
@@ -224,8 +224,9 @@ def soak(
 
 
 def _show_serve(cases: Sequence[dict[str, Any]], png: Path | None) -> None:
-    from vllm_sparse_backend.bench import latency, load, plots
-    from vllm_sparse_backend.bench.report import table_of
+    from benchmarks import plots
+    from vllm_sparse_backend.measure import latency, load
+    from vllm_sparse_backend.measure.report import table_of
 
     console = wide_console()
     for name in dict.fromkeys(case["label"] for case in cases):
@@ -251,7 +252,7 @@ def _part(cases: Iterable[dict[str, Any]], part: str) -> list[dict[str, Any]]:
 
 
 def _print_case(case: Mapping[str, Any]) -> None:
-    from vllm_sparse_backend.bench.report import cell
+    from vllm_sparse_backend.measure.report import cell
 
     hidden = {"answers", "requests", "said", "part", "kept_pairs", "causal_pairs"}
     told = [f"{key} {cell(value)}" for key, value in case.items() if key not in hidden and value is not None]

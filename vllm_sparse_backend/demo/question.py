@@ -5,8 +5,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_sparse_backend.evaluate.answers import NAMES, Templates
-from vllm_sparse_backend.evaluate.texts import prose
+from vllm_sparse_backend.measure.answers import NAMES, Templates
+from vllm_sparse_backend.measure.texts import prose
 
 NUM_FACTS = 12
 ASKED = (5, 9)

@@ -21,8 +21,8 @@ from rich.table import Table
 
 from vllm_sparse_backend.demo.model import CANNOT_FIND, FINDING_LAYER, bundled_model, make_model
 from vllm_sparse_backend.demo.question import Question, make_questions
-from vllm_sparse_backend.demo.scrape import Report, parse
-from vllm_sparse_backend.demo.server import Server, sparse_args
+from vllm_sparse_backend.measure.scrape import Report, parse
+from vllm_sparse_backend.measure.server import Server, sparse_args
 from vllm_sparse_backend.settings.modelcheck import read_config
 
 PROMPT_TOKENS = 4096

@@ -24,9 +24,9 @@ from vllm_sparse_backend.settings.crossover import Thresholds, load_crossover
 from vllm_sparse_backend.settings.plan import DEFAULT, LayerPlan, Plan, layer_by_level, methods_by_head
 from vllm_sparse_kernels import TILE_TOKENS, LayerShape, Rows, SparseIndex, Workspace, shared_bytes, widest_block
 from vllm_sparse_kernels.attend import workspace_bytes
+from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.select.base import Method
-from vllm_sparse_kernels.select.width import index_block_tokens
+from vllm_sparse_kernels.width import index_block_tokens
 
 logger = logging.getLogger(LOGGER)
 

@@ -23,13 +23,13 @@ from vllm_sparse_backend.settings.plan import LayerPlan, methods_by_head
 from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
 from vllm_sparse_kernels import SparseIndex, Workspace, shared_bytes, widest_block
 from vllm_sparse_kernels.attend import PORTABLE, Engine
+from vllm_sparse_kernels.attend.reference import attend as reference_attend
+from vllm_sparse_kernels.methods import METHODS, name_of
+from vllm_sparse_kernels.methods.base import attend_options, last_tile_heads
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.reference.attend import attend as reference_attend
-from vllm_sparse_kernels.reference.last_tiles import keep_last_tiles as reference_keep_last_tiles
-from vllm_sparse_kernels.select import METHODS, name_of
-from vllm_sparse_kernels.select.base import attend_options, last_tile_heads
 from vllm_sparse_kernels.select.last_tiles import keep_last_tiles
-from vllm_sparse_kernels.select.width import index_block_tokens
+from vllm_sparse_kernels.select.last_tiles_reference import keep_last_tiles as reference_keep_last_tiles
+from vllm_sparse_kernels.width import index_block_tokens
 
 
 class SparsePrefillImpl(compat.DelegateImpl):

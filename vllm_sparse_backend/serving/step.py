@@ -8,8 +8,8 @@ import torch
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.settings.plan import DEFAULT, LayerPlan, methods_by_head
 from vllm_sparse_kernels import IndexLayout, LayerShape, Rows, SparseIndex, StripeLayout, Workspace
+from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.rows import ceil_div, to_device
-from vllm_sparse_kernels.select.base import Method
 
 TABLE_STEP = 16
 """Entries of a block table's row are filled up to a multiple of this."""

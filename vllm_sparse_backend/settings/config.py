@@ -23,7 +23,7 @@ from vllm_sparse_backend.settings.crossover import AUTO, TokenCount
 from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of, report, unexpected
 from vllm_sparse_backend.settings.methods import make_method, method_names
 from vllm_sparse_backend.settings.ranges import MOST_COUNT
-from vllm_sparse_kernels.select.base import Method
+from vllm_sparse_kernels.methods.base import Method
 
 KEY = "sparse_prefill"
 OPTION = "--additional-config"

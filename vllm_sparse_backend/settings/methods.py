@@ -15,8 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from vllm_sparse_backend.settings.errors import not_one_of, reason_of, unexpected
 from vllm_sparse_backend.settings.ranges import MOST_COUNT
-from vllm_sparse_kernels.select import METHODS, name_of
-from vllm_sparse_kernels.select.base import Method
+from vllm_sparse_kernels.methods import METHODS, name_of
+from vllm_sparse_kernels.methods.base import Method
 
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "default": ("sale", {"tau": 0.03}),

@@ -19,8 +19,8 @@ from vllm_sparse_backend.settings.methods import make_method, summarize
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import ANY_MODEL, EXACT, Profile, load_profile
 from vllm_sparse_backend.settings.ranges import format_ranges
-from vllm_sparse_kernels.select import name_of
-from vllm_sparse_kernels.select.base import Method
+from vllm_sparse_kernels.methods import name_of
+from vllm_sparse_kernels.methods.base import Method
 
 DEFAULT = "default"
 """The level that rows have whose request asks for none."""

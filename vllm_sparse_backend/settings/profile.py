@@ -32,7 +32,7 @@ from vllm_sparse_backend.settings.figures import Figures
 from vllm_sparse_backend.settings.methods import make_method, method_names, parameters_of
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.ranges import DisjointRanges, Ranges, format_ranges
-from vllm_sparse_kernels.select.base import Method
+from vllm_sparse_kernels.methods.base import Method
 
 ANY_MODEL = "any"
 METHOD_MARK = "x-method"

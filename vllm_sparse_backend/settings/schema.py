@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from vllm_sparse_backend.settings.methods import PRESETS
 from vllm_sparse_backend.settings.profile import ANY_MODEL, METHOD_MARK, Profile
 from vllm_sparse_backend.settings.ranges import RANGES_PATTERN
-from vllm_sparse_kernels.select import METHODS
+from vllm_sparse_kernels.methods import METHODS
 
 _BY_RANGES = ("Layers", "Heads", "Density", "Error", "Worst Error")
 """Titles of the mappings whose keys are layers or heads: pydantic says nothing of such keys."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, to_device
-from vllm_sparse_kernels.select.base import require
+from vllm_sparse_kernels.select.parameters import require
 
 
 class Segments(NamedTuple):

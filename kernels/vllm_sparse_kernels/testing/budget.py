@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from vllm_sparse_kernels.attend.options import AttendOptions
+from vllm_sparse_kernels.attend.reference import attend, fp8_weights
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import FP8, wide_dtype
-from vllm_sparse_kernels.reference.attend import attend, fp8_weights
 from vllm_sparse_kernels.testing.batches import Batch
 
 

@@ -3,15 +3,15 @@
 
 from math import inf
 
-from vllm_sparse_kernels.select.anchor_attention import AnchorAttention
-from vllm_sparse_kernels.select.base import Method
-from vllm_sparse_kernels.select.dense import Dense
-from vllm_sparse_kernels.select.flex_vertical_slash import FlexVerticalSlash
-from vllm_sparse_kernels.select.minference import AShape, BlockSparse
-from vllm_sparse_kernels.select.sale import Sale
-from vllm_sparse_kernels.select.share_prefill import SharePrefill
-from vllm_sparse_kernels.select.sparge_attn import SpargeAttn
-from vllm_sparse_kernels.select.vertical_slash import VerticalSlash
+from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
+from vllm_sparse_kernels.methods.minference.method import AShape, BlockSparse
+from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
+from vllm_sparse_kernels.methods.sale.method import Sale
+from vllm_sparse_kernels.methods.share_prefill.method import SharePrefill
+from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 
 EVERYTHING = 1 << 20
 """More tokens or blocks than any row here has."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.select.base import Method
 from vllm_sparse_kernels.testing.batches import Batch, random_batch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`attend` over random indices against FlashAttention on the same pages: the efficiency of a kept pair.
+
+Efficiency is FlashAttention's time × density ÷ own time, everything included that an engine does between index and
+output: 1 means that a kept pair costs what it costs there. Random normal q, k, v; blocks, or single keys ("stripes"),
+drawn per head and tile at random, the diagonal always kept. Every case is checked before it is timed.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from vllm_sparse_backend.measure.card import Card, Span, is_default, refusal
+from vllm_sparse_backend.measure.check import BUDGET, Check, check_attention, difference
+from vllm_sparse_backend.measure.data import Heads, without_nan
+from vllm_sparse_backend.measure.report import Report
+from vllm_sparse_kernels import AttendOptions, SparseIndex
+from vllm_sparse_kernels.attend import PORTABLE, Engine
+from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_index
+
+NUM_INPUTS = 2
+"""Inputs that are timed in turn, so that none is found in a cache."""
+
+PASSES_S = 2.0
+"""For so long a case is measured: a card at its power limit changes its clock by some 3 %, which few passes show."""
+
+SAGE_ATTENTION_L1 = 0.021
+"""Relative L1 error of SageAttention's 8-bit scores on normal data (its table 9): what they may have here."""
+
+COLUMNS = {
+    "engine": "engine",
+    "context_len": "after",
+    "query_len": "chunk",
+    "block_tokens": "blocks of",
+    "stripes": "stripes",
+    "option": "option",
+    "density": "density",
+    "dense_ms": "dense ms",
+    "ms": "ms",
+    "times_faster": "times faster",
+    "efficiency": "efficiency",
+    "error_ratio": "error ÷ eager's",
+    "problem": "not timed",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Random blocks kept with probability ``density``, and up to ``stripes`` single keys a tile."""
+
+    context_len: int
+    query_len: int
+    block_tokens: int
+    density: float
+    stripes: int = 0
+    longest: bool = True
+    """Whether no case of the run has more context: figures of stripes leave it out then."""
+
+    @property
+    def name(self) -> str:
+        after = f"chunk after {self.context_len:,}"
+        if self.stripes:
+            return f"stripes {self.stripes:,}" if self.longest else f"{after}, stripes {self.stripes:,}"
+        return f"{after}, blocks of {self.block_tokens}, density {self.density:g}"
+
+
+def cases_of(
+    contexts: Sequence[int], query_len: int, blocks: Sequence[int], densities: Sequence[float], stripes: Sequence[int]
+) -> list[Case]:
+    """Every width with every density, and single keys alone beside the diagonal, after every context."""
+    found = []
+    for context_len in contexts:
+        longest = context_len == max(contexts)
+        found += [Case(context_len, query_len, b, d, 0, longest) for b in blocks for d in densities]
+        found += [Case(context_len, query_len, max(blocks), 0.0, s, longest) for s in stripes if context_len]
+    return found
+
+
+def run_attend(
+    card: Card,
+    heads: Heads,
+    cases: Sequence[Case],
+    engines: Sequence[str],
+    report: Report,
+    with_options: bool = False,
+) -> Iterator[dict[str, Any]]:
+    """Measure case by case; yields each as it is reported."""
+    batches: list[Batch] = []
+    made_for = None
+    for case in cases:
+        if made_for != (case.context_len, case.query_len):
+            made_for = (case.context_len, case.query_len)
+            batches.clear()  # before new ones are made: both would not always fit
+            batches += [_batch(heads, made_for, seed, card.device) for seed in range(NUM_INPUTS)]
+        indices = [random_index(batch, case.block_tokens, case.density, case.stripes) for batch in batches]
+        for engine in engines:
+            yield _measure(card, case, batches, indices, card.engines[engine], report)
+        if with_options and not case.stripes:
+            yield from _measure_options(card, case, batches[0], indices[0], report)
+
+
+def _batch(heads: Heads, lengths: tuple[int, int], seed: int, device: torch.device) -> Batch:
+    shape = (heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.page_tokens)
+    return without_nan(random_batch([lengths], *shape, heads.dtype, str(device), seed))
+
+
+def _measure(
+    card: Card,
+    case: Case,
+    batches: Sequence[Batch],
+    indices: Sequence[SparseIndex],
+    engine: Engine,
+    report: Report,
+) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "engine": engine.name, "context_len": case.context_len, "query_len": case.query_len,
+        "block_tokens": case.block_tokens, "stripes": case.stripes or None,
+    }  # fmt: skip
+    if why := refusal(engine, batches[0].cache, indices[0]):
+        row["problem"] = why
+        report.add_case(row)
+        return row
+    outs, dense_outs = ([batch.empty_out() for batch in batches] for _ in range(2))
+    run = engine.attend
+
+    def ours(i: int) -> None:
+        with indices[i].workspace.frame():
+            run(batches[i].q, batches[i].cache, indices[i], outs[i], batches[i].scale)
+
+    dense = [card.dense(batch, out) for batch, out in zip(batches, dense_outs, strict=True)]
+    ours(0)
+    dense[0]()
+    check = check_attention(batches[0], indices[0], outs[0])
+    everything = sum(batch.num_heads * causal_pairs(batch.rows) for batch in batches)
+    row["density"] = sum(int(index.kept_pairs()) for index in indices) / everything
+    row["error_ratio"] = check.ratio
+    if problem := _problem(case, check, outs[0], dense_outs[0]):
+        row["problem"] = problem
+        report.add_case(row)
+        return row
+    own: list[Span] = [("ours", partial(ours, i)) for i in range(len(batches))]
+    taken = card.spans_ms([[("dense", run) for run in dense], own], budget_s=PASSES_S)
+    row["dense_ms"], row["ms"] = (median(taken[name]) / len(batches) for name in ("dense", "ours"))
+    row["times_faster"] = row["dense_ms"] / row["ms"]
+    row["efficiency"] = row["times_faster"] * row["density"]
+    report.add_case(row)
+    default = is_default(card.engines, engine.name, batches[0].cache, indices[0])
+    of_engine = "" if default else f", {engine.name}"
+    report.add_figure(f"attend{of_engine}, {case.name}: efficiency", row["efficiency"], "ratio", "higher")
+    return row
+
+
+def _problem(case: Case, check: Check, out: torch.Tensor, dense_out: torch.Tensor) -> str | None:
+    """Why a result is not right: against float64 on sampled tiles, and where all is kept against FlashAttention."""
+    if not check.passed:
+        return str(check)
+    if case.density >= 1 and not (apart := difference(out, dense_out)) <= BUDGET * check.eager:
+        return f"{apart:.2e} from FlashAttention's result, at most {BUDGET * check.eager:.2e}"
+    return None
+
+
+OPTIONS: dict[str, tuple[float | None, bool, bool]] = {
+    "8-bit scores": (None, True, False),
+    "skip of nothing": (-1e9, False, False),
+    "skip of nearly all": (-1e-6, False, False),
+    "whole steps, skip of nothing": (-1e9, False, True),
+    "whole steps, skip of nearly all": (-1e-6, False, True),
+}
+"""Of every head: λ, 8-bit, and whether λ drops whole steps. λ far below shows what asking costs, λ just below 0 the
+most that skipping can save."""
+
+
+def _measure_options(
+    card: Card, case: Case, batch: Batch, index: SparseIndex, report: Report
+) -> Iterator[dict[str, Any]]:
+    """What each option makes of the time that the portable engine takes without."""
+    run, out = PORTABLE.attend, batch.empty_out()
+
+    def plain() -> None:
+        with index.workspace.frame():
+            run(batch.q, batch.cache, index, out, batch.scale)
+
+    for option, (margin, int8, drops) in OPTIONS.items():
+        num_heads, (skip, drop) = batch.num_heads, (None, margin) if drops else (margin, None)
+        options = AttendOptions.of([skip] * num_heads, [int8] * num_heads, batch.q.device, [drop] * num_heads)
+
+        def with_option(options: AttendOptions | None = options) -> None:
+            with index.workspace.frame():
+                run(batch.q, batch.cache, index, out, batch.scale, options=options)
+
+        out.fill_(float("nan"))
+        with_option()
+        check = check_attention(batch, index, out, norm=1 if int8 else 2, margin=margin, drops=drops)
+        row: dict[str, Any] = {
+            "engine": "portable", "context_len": case.context_len, "query_len": case.query_len,
+            "block_tokens": case.block_tokens, "option": option, "error_ratio": check.ratio,
+        }  # fmt: skip
+        if not (check.error <= SAGE_ATTENTION_L1 if int8 else check.passed):
+            row["problem"] = f"relative L1 error {check.error:.3g}" if int8 else str(check)
+        else:
+            taken = card.spans_ms([[("plain", plain)], [("ours", with_option)]], budget_s=PASSES_S)
+            plain_ms, row["ms"] = median(taken["plain"]), median(taken["ours"])
+            name = f"attend, {case.name}, {option}: times faster than without"
+            report.add_figure(name, plain_ms / row["ms"], "ratio", "higher")
+        report.add_case(row)
+        yield row

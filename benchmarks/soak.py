@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many clients for a long time: requests of all lengths and levels, over shared prefixes, some of them broken off.
+
+Nothing is timed here. What is looked at is whether every request is answered as asked, with a number for each token's
+log-probability; whether the memory of the server and of its devices stays what it is; whether its counters say that
+anything happened that must never happen; and whether they fit what was sent (``bench.counters``): within bounds under
+load, and to the last unit in an audit after it.
+"""
+
+import math
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.counters import Audit, Bound, Look, Served, audit, wait_until_idle
+from vllm_sparse_backend.measure.endpoint import Endpoint, Prompts, RequestError
+from vllm_sparse_backend.measure.report import BenchError, Report
+from vllm_sparse_backend.measure.scrape import parse
+from vllm_sparse_backend.measure.serve import device_name
+from vllm_sparse_backend.settings.profile import EXACT
+from vllm_sparse_backend.settings.reasons import Fallback
+from vllm_sparse_backend.settings.requests import FIELD
+
+SAMPLE_S = 1.0
+"""Between two looks at the server's memory."""
+
+SCRAPE_S = 5.0
+"""Between two at its /metrics, which have what its devices hold. Workers answer these between two steps."""
+
+MOST_GROWTH = 0.03
+LEAST_S_TO_GROW = 300.0
+"""Growth is told of shorter soaks, and not held against them: it is mostly what a server takes in its first minutes."""
+
+MOST_SHOWN = 10
+
+SERVER_ENV = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8"}
+"""For servers that are started for it: on a CPU torch keeps a compiled product for each of the last 1,024 shapes, which
+as memory looks like a leak for minutes."""
+
+WARM_SHARE = 0.25
+"""Of the time, after which memory is expected to stay: caches, buffers and threads are there by then."""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What clients send; equal seeds send alike, but for what the clock decides."""
+
+    seconds: float
+    clients: int
+    shortest: int
+    longest: int
+    levels: tuple[object, ...] = (None, 0, 1)
+    """What requests ask for, each as often; None asks for nothing."""
+    shared_prefixes: int = 8
+    prefix_share: float = 0.5
+    """Of requests begin like others: with up to as many tokens as one of the shared prefixes has."""
+    abort_share: float = 0.1
+    """Of requests are broken off by their client after a token or two."""
+    most_output_tokens: int = 16
+    seed: int = 0
+
+
+Samples = list[tuple[float, int]]
+"""(seconds since the beginning, bytes)."""
+
+
+@dataclass
+class Outcome:
+    """What came of it."""
+
+    asked: Counter[str] = field(default_factory=Counter)
+    """By level, as requests have it."""
+    broken_off: int = 0
+    tokens: int = 0
+    """Of prompts and answers."""
+    output_asked: int = 0
+    output_received: int = 0
+    """Tokens of answers. Between the two is what the server made of those that were broken off."""
+    exact_alone: int = 0
+    """Exact requests that begin like no other, so that no cache has any of them, of 64 tokens or more."""
+    by_length: Counter[tuple[int, str]] = field(default_factory=Counter)
+    """Prompts by length and level."""
+    errors: list[str] = field(default_factory=list)
+    resident_bytes: Samples = field(default_factory=list)
+    """Of the server's processes, each ``SAMPLE_S``."""
+    device_bytes: Samples = field(default_factory=list)
+    """What its workers hold of their devices, each ``SCRAPE_S``; none where they run on CPUs."""
+
+    @property
+    def num_requests(self) -> int:
+        return sum(self.asked.values())
+
+    def add(self, request: "Request", error: str | None, received: int) -> None:
+        self.asked[str(request.level)] += 1
+        self.broken_off += request.stop_after is not None
+        self.by_length[len(request.prompt), str(request.level)] += 1
+        if error is not None:
+            self.errors.append(f"{len(request.prompt)} tokens at level {request.level}: {error}")
+            return
+        self.tokens += len(request.prompt) + received
+        self.output_asked += request.output_tokens
+        self.output_received += received
+        self.exact_alone += request.level in (0, EXACT) and not request.shared_tokens and len(request.prompt) >= 64
+
+
+def growth(samples: Samples, seconds: float) -> float | None:
+    """By how much memory grew, once warm, from the first half of the looks to the second: medians; None of too few."""
+    warm = [taken for at, taken in samples if at >= WARM_SHARE * seconds]
+    half = len(warm) // 2
+    return median(warm[half:]) / median(warm[:half]) - 1 if half else None
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: list[int]
+    output_tokens: int
+    level: object
+    stop_after: int | None
+    shared_tokens: int = 0
+    """So many of the prompt's first are those of a shared prefix."""
+
+
+class Client:
+    """Draws requests, one after the other."""
+
+    def __init__(self, asking: Asking, prefixes: Sequence[list[int]], prompts: Prompts, number: int) -> None:
+        self.asking, self.prefixes, self.prompts = asking, prefixes, prompts
+        self.random = random.Random(f"{asking.seed}/{number}")
+
+    def next(self) -> Request:
+        asking, drawn = self.asking, self.random
+        # As many short ones as long ones, by powers of two.
+        length = round(math.exp(drawn.uniform(math.log(asking.shortest), math.log(asking.longest))))
+        prefix: list[int] = []
+        if drawn.random() < asking.prefix_share:
+            prefix = drawn.choice(self.prefixes)[: drawn.randint(0, max(0, length - 1))]
+        output = drawn.randint(1, asking.most_output_tokens)
+        stop_after = drawn.randint(1, 2) if drawn.random() < asking.abort_share else None
+        prompt = prefix + self.prompts.take(length - len(prefix))
+        return Request(prompt, output, drawn.choice(asking.levels), stop_after, len(prefix))
+
+
+def soak(
+    server: Endpoint,
+    asking: Asking,
+    prompts: Prompts,
+    resident_bytes: Callable[[], int] | None = None,
+) -> Outcome:
+    """Let all clients send until the time is up, and wait for the last answers."""
+    outcome, lock = Outcome(), threading.Lock()
+    prefixes = [prompts.take(asking.longest) for _ in range(asking.shared_prefixes)]
+    began = time.monotonic()
+
+    def run(client: Client) -> None:
+        while time.monotonic() - began < asking.seconds:
+            with lock:
+                request = client.next()
+            error, received = _send(server, request)
+            with lock:
+                outcome.add(request, error, received)
+
+    clients = [Client(asking, prefixes, prompts, i) for i in range(asking.clients)]
+    threads = [threading.Thread(target=run, args=(client,), daemon=True) for client in clients]
+    for thread in threads:
+        thread.start()
+    over = threading.Event()
+    watches = [(outcome.device_bytes, SCRAPE_S, lambda: parse(server.metrics()).device_bytes)]
+    if resident_bytes is not None:
+        watches.append((outcome.resident_bytes, SAMPLE_S, resident_bytes))
+    # Each has a thread of its own: an answer that is long in coming, as /metrics may be, does not keep the other.
+    with ThreadPoolExecutor(len(watches)) as pool:
+        looks = [pool.submit(_watch, samples, look, every_s, began, over) for samples, every_s, look in watches]
+        try:
+            for thread in threads:
+                thread.join()
+        finally:
+            over.set()
+    for looked in looks:
+        looked.result()
+    return outcome
+
+
+def _watch(samples: Samples, look: Callable[[], int], every_s: float, began: float, over: threading.Event) -> None:
+    """Looks until it is over; 0 is nothing to tell of."""
+    while True:
+        now = time.monotonic() - began
+        if held := look():
+            samples.append((now, held))
+        if over.wait(every_s):
+            return
+
+
+def _send(server: Endpoint, request: Request) -> tuple[str | None, int]:
+    """(what went wrong, tokens of the answer)."""
+    more: dict[str, Any] = {} if request.level is None else {"vllm_xargs": {FIELD: request.level}}
+    try:
+        answer = server.ask(request.prompt, request.output_tokens, request.stop_after, **more)
+    except RequestError as error:
+        return str(error), 0
+    return None, answer.tokens
+
+
+@dataclass
+class Checked:
+    """A soak, and what the server's counters say of it. ``problems``: why it did not pass, if so."""
+
+    outcome: Outcome
+    before: Look
+    after: Look
+    bounds: list[Bound]
+    audit: Audit | None = None
+    """None where it is not known what the server was started with, or a request failed."""
+    problems: list[str] = field(default_factory=list)
+
+
+def soak_and_check(
+    server: Endpoint,
+    asking: Asking,
+    prompts: Prompts,
+    resident_bytes: Callable[[], int] | None = None,
+    served: Served | None = None,
+) -> Checked:
+    """Raises BenchError where the server has none of our counters, before anything is sent."""
+    before = Look.at(server)
+    outcome = soak(server, asking, prompts, resident_bytes)
+    done = Checked(outcome, before, before, [], problems=outcome.errors[:MOST_SHOWN])
+    if not outcome.num_requests:
+        done.problems.append("no request was sent")
+    for what, samples in (("server's", outcome.resident_bytes), ("devices'", outcome.device_bytes)):
+        grown = growth(samples, asking.seconds)
+        if grown is not None and grown > MOST_GROWTH and asking.seconds >= LEAST_S_TO_GROW:
+            done.problems.append(f"the {what} memory grew by {grown:.2%}, expected at most {MOST_GROWTH:.0%}")
+    try:
+        _look_at_counters(server, asking, prompts, served, done)
+    except (BenchError, RequestError) as error:  # what was seen until then is worth telling
+        done.problems.append(str(error))
+    done.problems += done.after.faults()
+    return done
+
+
+def _look_at_counters(server: Endpoint, asking: Asking, prompts: Prompts, served: Served | None, done: Checked) -> None:
+    wait_until_idle(server)
+    done.after = Look.at(server)
+    done.bounds = bounds(asking, done.outcome, done.before, done.after, served)
+    done.problems += [str(bound) for bound in done.bounds if not bound.holds]
+    if served is not None:
+        done.audit = audit(server, served, prompts, asking.levels, asking.longest)
+        done.problems += done.audit.differences[:MOST_SHOWN]
+        done.after = Look.at(server)
+
+
+def served_by(server: Endpoint, settings: Mapping[str, Any], model: Path | None, chunk_tokens: int) -> Served:
+    """What a server was started with. ``model``: the folder that it serves; None for what it says itself.
+
+    Raises BenchError where that is no folder on this machine.
+    """
+    folder = model or Path(server.root or server.model)
+    if not folder.is_dir():
+        raise BenchError(
+            f"{server.url} serves {folder}: expected a folder here, for the audit; or leave out --settings"
+        )
+    engines = Look.at(server).report.attention
+    return Served.of(settings, folder, device_name(), engines, chunk_tokens)
+
+
+def bounds(asking: Asking, outcome: Outcome, before: Look, after: Look, served: Served | None = None) -> list[Bound]:
+    """What counters must lie between, whatever chunks prompts were cut into. Of answered requests only.
+
+    Each token that a client received came from a row of its own, and all but a request's first from a decode's, unless
+    the request was preempted and computed anew. The server may have made more of what was broken off, and a prompt's
+    single last token counts as a decode.
+    """
+    if outcome.errors:
+        return []
+    counted, preempted = after.counts.since(before.counts), after.preemptions - before.preemptions
+    alone = outcome.output_received - outcome.num_requests
+    found = [
+        Bound("rows", sum(counted.rows.values()), outcome.output_received),
+        Bound("decode rows", counted.rows_of("decode"), alone - preempted, outcome.output_asked + preempted),
+        Bound("rows that are dense as requested", counted.rows["dense", Fallback.REQUESTED], outcome.exact_alone),
+    ]
+    if served is not None:
+        levels = {str(level): level for level in asking.levels}
+        once = [(served.most_pairs(n, levels[level]), times) for (n, level), times in outcome.by_length.items()]
+        longest = asking.longest + asking.most_output_tokens
+        again = preempted * max(served.most_pairs(longest, level) for level in asking.levels)
+        most = sum(pairs * times for pairs, times in once) + again
+        found.append(Bound("causal pairs of a layer", max(counted.causal_pairs.values(), default=0), 0, most))
+    return found
+
+
+def lines(asking: Asking, done: Checked) -> list[str]:
+    """What came of it, for people."""
+    outcome = done.outcome
+    by_level = ", ".join(f"{level}: {count}" for level, count in sorted(outcome.asked.items()))
+    said = [
+        f"{outcome.num_requests} requests of {asking.clients} clients in {asking.seconds:g} s, by level {by_level}; "
+        f"{outcome.broken_off} broken off; {outcome.tokens} tokens; {len(outcome.errors)} errors; "
+        f"{done.after.preemptions - done.before.preemptions} preemptions"
+    ]
+    for what, samples in (("server's", outcome.resident_bytes), ("devices'", outcome.device_bytes)):
+        if samples:
+            apart = max((after - before for (before, _), (after, _) in pairwise(samples)), default=0.0)
+            looks = f"{len(samples)} looks at most {apart:.0f} s apart"
+            grown = growth(samples, asking.seconds)
+            by = "is not known to have grown" if grown is None else f"grew by {grown:.2%}"
+            said.append(f"the {what} memory {by}, to {samples[-1][1] / 1e9:.2f} GB; {looks}")
+    if not outcome.device_bytes:
+        said.append("no memory of devices: the server's workers have none to tell of")
+    report = done.after.report
+    rows = ", ".join(f"{' '.join(kind).strip()} {count:,}" for kind, count in sorted(report.rows.items()))
+    said.append(f"rows: {rows}; density of the sparse ones {report.density:.3f}")
+    said.append(
+        f"compilations: {report.compilations['warmup']} at start-up, {report.compilations['serving']} while serving; "
+        f"past the arena: {report.arena_overflows}; guard: {report.guard_checks} checks, {report.guard_trips} trips"
+    )
+    said += [f"within bounds: {bound}" for bound in done.bounds if bound.holds]
+    if done.audit is not None:
+        counted = done.audit.counted
+        said.append(
+            f"audit: {done.audit.num_requests} requests one at a time, {done.audit.cached_tokens:,} of their tokens "
+            f"cached; {sum(counted.rows.values()):,} rows, {sum(counted.tiles.values()):,} tiles and "
+            f"{sum(counted.causal_pairs.values()):,} pairs counted; {len(done.audit.differences)} counters differ from "
+            "what was sent"
+        )
+    return said
+
+
+def add_figures(report: Report, asking: Asking, done: Checked, label: str = "") -> None:
+    """As figures of a results file. ``label``: what the server was."""
+    outcome, counters = done.outcome, done.after.report
+    what = f"soak, {label}, " if label else "soak, "
+    about = f"{what}{asking.clients} clients, {asking.shortest:,} to {asking.longest:,} tokens, {asking.seconds:g} s"
+    report.add_case({"part": "soak", "about": about, "said": lines(asking, done), "problems": done.problems})
+    report.add_figure(f"{about}: requests", outcome.num_requests, "requests", "higher")
+    report.add_figure(f"{about}: errors", len(outcome.errors), "requests", "lower", 0)
+    for of, samples in (("the server", outcome.resident_bytes), ("its devices", outcome.device_bytes)):
+        if (grown := growth(samples, asking.seconds)) is not None:
+            bar = MOST_GROWTH if asking.seconds >= LEAST_S_TO_GROW else None
+            report.add_figure(f"{about}: growth of the memory of {of}", grown, "share", "lower", bar)
+    report.add_figure(f"{about}: compilations while serving", counters.compilations["serving"], "kernels", "lower", 0)
+    report.add_figure(f"{about}: tensors past the arena", counters.arena_overflows, "tensors", "lower", 0)
+    if counters.guard_checks:
+        report.add_figure(f"{about}: guard's checks", counters.guard_checks, "checks", "higher")
+        report.add_figure(f"{about}: guard's trips", counters.guard_trips, "trips", "lower", 0)
+    broken = sum(not bound.holds for bound in done.bounds)
+    if done.bounds:
+        report.add_figure(f"{about}: counters out of bounds", broken, "counters", "lower", 0)
+    if done.audit is not None:
+        off = len(done.audit.differences)
+        report.add_figure(
+            f"{about}: counters that differ from what was sent, in the audit", off, "counters", "lower", 0
+        )

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a selection method is: a frozen set of parameters that can fill rows of a SparseIndex.
+
+A method's file defines one dataclass derived from ``Method`` per pattern. Its fields are the paper's parameters with
+the paper's defaults; ``__post_init__`` refuses values out of range. ``reference/<name>.py`` has the same selection in
+plain torch, and ``methods/__init__.py`` pairs the two in one line.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar, Self
+
+import torch
+
+from vllm_sparse_kernels.attend import block_means
+from vllm_sparse_kernels.attend.options import AttendOptions
+from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import Rows
+from vllm_sparse_kernels.select.footprint import most_bytes
+from vllm_sparse_kernels.select.parameters import require
+
+EXTRAS = ("block_means", "dense_last_tile")
+"""Fields that every method has."""
+
+
+@dataclass(frozen=True)
+class Method(ABC):
+    """Parameters of one selection method; heads of a layer whose methods are alike are selected together.
+
+    The fields here are what a head may ask for beside its selection, whatever its method. No paper of ours has them,
+    and they are off unless asked for. ``select`` knows nothing of them: ``selection`` is the method without.
+    """
+
+    block_means: bool = field(default=False, kw_only=True)
+    """Attend to the means of dropped blocks too (``attend/block_means.py``)."""
+
+    dense_last_tile: bool = field(default=False, kw_only=True)
+    """Keep every key for the last tile of each chunk, of 1 to 128 queries (``last_tiles.py``)."""
+
+    block_tokens: ClassVar[int] = 64
+    """Widest block of an index that keeps the method's selection as narrow as it is; 128 runs faster on Hopper."""
+
+    @property
+    def finest_block_tokens(self) -> int | None:
+        """Narrowest block by which the method's selection still gains, where engines take such blocks (``width.py``).
+
+        None: it takes no blocks narrower than ``block_tokens``.
+        """
+        return None
+
+    @property
+    def selection(self) -> Self:
+        """What is left of it for ``select``: equal methods then keep the same, but for last tiles."""
+        return replace(self, block_means=False, dense_last_tile=False) if self.extras else self
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Names of what the head asks for beside its selection."""
+        return tuple(name for name in EXTRAS if getattr(self, name))
+
+    @property
+    def shown_fields(self) -> dict[str, object]:
+        """The method's own fields, and after them, where they are on, those that all methods have."""
+        own = {name: value for name, value in asdict(self).items() if name not in EXTRAS}
+        return own | dict.fromkeys(self.extras, True)
+
+    @property
+    def alike(self) -> "Method":
+        """Equal for methods that ``merged`` joins. What is alike has one name."""
+        return self
+
+    @property
+    def sized(self) -> "Method":
+        """Equal for methods, merged or not, that take as much room in an index and a workspace."""
+        return self.alike
+
+    @classmethod
+    def merged(cls, methods: Sequence[Self]) -> "Method":
+        """What selects the heads of one layer that have these methods, all alike; its ``heads`` come in their order."""
+        return methods[0]
+
+    def of_heads(self, num_heads: int) -> Sequence[Self]:
+        """The methods of the ``num_heads`` heads that this one, maybe merged of theirs, selects; in their order."""
+        return (self,) * num_heads
+
+    @property
+    def skip_margin(self) -> float | None:
+        """λ, by which the head asks ``attend`` to skip products (``AttendOptions``); None does not ask."""
+        return None
+
+    @property
+    def skip_whole_steps(self) -> bool:
+        """Whether what λ finds is dropped, exponents and sum too."""
+        return False
+
+    @property
+    def int8_scores(self) -> bool:
+        """Whether the head asks ``attend`` for 8-bit scores."""
+        return False
+
+    @property
+    def company(self) -> "Method":
+        """Equal for methods whose heads are not ``alone``."""
+        return self
+
+    @property
+    def alone(self) -> "Method":
+        """What a head does instead if no other head of its rank, in any layer, has an equal ``company``."""
+        return self
+
+    @classmethod
+    def objection(cls, methods: Sequence[Self]) -> str | None:
+        """Why these methods, those of this class on all heads of a model, would not do what they are for."""
+        return None
+
+    @classmethod
+    def summary(cls, methods: Sequence[Self]) -> dict[str, object]:
+        """What a log shows of many heads whose methods, merged or not, are alike: what they have in common."""
+        settings = {one for m in methods for one in (m.settings if isinstance(m, PerHead) else (m,))}
+        all_fields = [one.shown_fields for one in settings]
+        common = {name: value for name, value in all_fields[0].items() if all(f.get(name) == value for f in all_fields)}
+        return common if len(settings) == 1 else common | {"settings": len(settings)}
+
+    def stripe_layout(self, rows: Rows) -> StripeLayout:
+        """Room that one head's stripes need; of merged methods, enough for any of theirs.
+
+        Methods that keep blocks alone keep this.
+        """
+        return StripeLayout.none(rows)
+
+    def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
+        """At least what ``select`` of ``num_selected`` heads takes from the workspace at a time, for these rows.
+
+        ``stripe_capacity``: of the method's ``stripe_layout`` for them. A method that takes more than any of those in
+        ``footprint.py`` says so here.
+        """
+        return most_bytes(rows, shape, num_selected, stripe_capacity)
+
+    @abstractmethod
+    def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
+        """Fill the rows of ``index`` that belong to ``heads``, for all of its tiles, on the device, without waiting.
+
+        q [num_tokens, num_heads, head_dim] holds the step's queries at the tokens that ``index.rows`` names; heads
+        [n] int32 lists query heads (on the device); ``scale`` multiplies q·k, usually 1/√head_dim.
+        """
+
+
+@dataclass(frozen=True)
+class PerHead(Method):
+    """Heads of a layer that are selected together though their methods, all alike, differ.
+
+    ``settings[i]`` is the method of the i-th head that ``select`` is given. A method that can select so derives a class
+    from this and itself.
+    """
+
+    settings: tuple[Any, ...] = ()
+
+    @classmethod
+    def join(cls, methods: Sequence[Method]) -> Method:
+        """``merged`` of such a method."""
+        alike = methods[0].alike
+        require(all(m.alike == alike for m in methods), "methods", methods, f"methods alike {alike}")
+        return methods[0] if len(set(methods)) == 1 else cls(**asdict(alike), settings=tuple(methods))
+
+    def of_heads(self, num_heads: int) -> Sequence[Any]:
+        require(len(self.settings) == num_heads, "settings", self.settings, f"one for each of the {num_heads} heads")
+        return self.settings
+
+
+def attend_options(methods: Sequence[Method], device: torch.device) -> AttendOptions | None:
+    """What the heads of a layer, each with its method, ask of ``attend``; None where it is nothing."""
+    skips, drops = (
+        [m.skip_margin if m.skip_whole_steps is whole else None for m in methods] for whole in (False, True)
+    )
+    options = AttendOptions.of(skips, [m.int8_scores for m in methods], device, drops)
+    return block_means.asking(options, [m.block_means for m in methods], device)
+
+
+def last_tile_heads(methods: Sequence[Method], device: torch.device) -> torch.Tensor | None:
+    """Heads of a layer, each with its method, that keep their last tiles dense: int32; None where there is none.
+
+    Waits for the device: not for a step.
+    """
+    heads = [head for head, method in enumerate(methods) if method.dense_last_tile]
+    return torch.tensor(heads, dtype=torch.int32, device=device) if heads else None

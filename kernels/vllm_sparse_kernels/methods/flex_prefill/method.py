@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlexPrefill's vertical-slash (arXiv:2502.20766), as SharePrefill falls back to it (arXiv:2505.19578, Algorithm 5).
+
+Â = softmax of the chunk's last 64 queries against all keys. How many lines of it are kept follows from the data: the
+fewest columns with γ of Â's mass, and the fewest diagonals with γ of it. Columns are kept as stripes, diagonals as
+blocks.
+
+Deviations from Algorithm 5:
+
+* Diagonals are those of blocks of 64 queries and keys. A tile computes whole blocks: one diagonal of keys costs it
+  three of them where two diagonals of blocks cost as much. Chosen one by one, diagonals of diffuse heads lie everywhere
+  and keep nearly all blocks: on a trained model at γ = 0.9 and 8K tokens, bands of 64 brought density from 0.36 to 0.26
+  and recall from 0.97 to 0.93. Diagonals of blocks and bands of diagonals lie on one curve. (The authors' code sorts
+  pooled blocks too, but keeps as many as the count of single diagonals suggests, which holds less than γ: recall 0.86
+  at density 0.20.)
+* A tile keeps at most ``max_stripes`` stripes (fewer where a row has very many tiles). If a head's columns exceed that,
+  the blocks with the most columns are kept whole, until the rest fits: more keys, never fewer.
+* Columns and diagonals tied at the threshold are all kept, and those count as tied whose sums, as floats, agree in
+  their first 10 bits after the leading one: γ is reached, with columns within a thousandth of the least one beside it.
+  This takes two passes over the sums (radix.py) where exact ties would take four.
+* The first block and the diagonal ones are always kept, as in the authors' code.
+* The last queries are those of the row's chunk in this step, fewer if the chunk is shorter.
+* Columns and diagonals hold γ each, together more. Made fewer until all of them together hold γ of Â, they lie on the
+  same curve of recall against density.
+
+``min_budget`` is that of the authors' code, off as there: with 1,024 keys it lies on the same curve at 12K tokens and
+below it at 6K. ``max_distance`` brings the paper's query-aware heads (query_aware.py); at τ = 0.1 they are about a
+tenth of a trained model's, and what they keep lies slightly below that curve.
+
+Beyond the paper, ``estimating: spread`` takes queries that part the chunk evenly in place of its last ones, at the same
+price. How near they lie to each other decides what single queries get that look for something of their own.
+code-lm-29m-128k at γ = 0.9, answers inside the prompt, perplexity, density (dense, of the longer one: 38, 3.418):
+
+| | last 64 | last 128 | 64 spread | 128 spread | 256 spread |
+| --- | --- | --- | --- | --- | --- |
+| two prompts of 6,144 tokens, chunks of 4,096 | 25 of 45, 2.855, 0.37 | 26, 2.728, 0.36 | 45 of 45, 2.567, 0.41 | | |
+| 12,325 tokens, chunks of 8,192 | | 22 of 38, 3.601, 0.33 | 25, 3.631, 0.36 | 31, 3.543, 0.38 | 36, 3.483, 0.39 |
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
+from vllm_sparse_kernels.methods.base import Method, PerHead
+from vllm_sparse_kernels.methods.flex_prefill.query_aware import query_aware_bytes, query_aware_heads, write_query_aware
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE_TOKENS, Rows, ceil_div
+from vllm_sparse_kernels.select.footprint import most_bytes
+from vllm_sparse_kernels.select.last_queries import MOST_QUERIES, Sums, last_query_sums
+from vllm_sparse_kernels.select.last_query_kernels import sums_of
+from vllm_sparse_kernels.select.lines import MOST_LINES, Lines, slabs_of_rows, write_lines
+from vllm_sparse_kernels.select.lists import append
+from vllm_sparse_kernels.select.parameters import on_device, require
+from vllm_sparse_kernels.select.radix import (
+    CHUNK,
+    MOST_CHUNKS,
+    PASSES,
+    UNSPECIALIZED,
+    count_digits,
+    mass_digits,
+    mass_keys,
+    span_of,
+    threshold_of,
+)
+
+LAST_PASS = tl.constexpr(PASSES - 1)
+
+BAND = 64
+"""Queries and keys of the blocks whose diagonals are kept or left."""
+
+ROW_STRIPES = 1 << 19
+"""Room for the stripes of one row, all of its tiles together: 2 MiB per head."""
+
+FEWEST_STRIPES = 1024
+
+
+@dataclass(frozen=True)
+class FlexVerticalSlash(Method):
+    """γ ``gamma``: the share of the estimated mass that columns, and that diagonals, hold."""
+
+    gamma: float = 0.9
+    max_stripes: int = 8192
+
+    last_queries: int = 64
+    """Queries that the lines are estimated from, in Algorithm 3 a block of no stated size. FlexPrefill's 128 take twice
+    the time and answer no more: docs/quality.md."""
+
+    estimating: Literal["last", "spread"] = "last"
+    """Beyond the paper, ``spread``: of as many queries as ``last_queries`` says, but spread evenly over the chunk."""
+
+    min_budget: int = 0
+    """Columns that are kept at least, and 64 times the diagonals that are."""
+
+    max_distance: float = 0.0
+    """τ: heads whose mean queries and keys tell what they look at, to √JSD < τ, are query-aware (query_aware.py).
+    FlexPrefill has 0.1; 0 is the Algorithm 5 that SharePrefill falls back to, which has none."""
+
+    def __post_init__(self) -> None:
+        require(0 < self.gamma <= 1, "gamma", self.gamma, "a share in (0, 1]")
+        require(self.max_stripes >= 0, "max_stripes", self.max_stripes, ">= 0")
+        require(1 <= self.last_queries <= MOST_QUERIES, "last_queries", self.last_queries, f"1 to {MOST_QUERIES}")
+        require(0 <= self.min_budget <= MOST_LINES, "min_budget", self.min_budget, f"0 to {MOST_LINES} keys")
+        require(self.max_distance >= 0, "max_distance", self.max_distance, "a number >= 0 (τ)")
+        require(self.estimating in ("last", "spread"), "estimating", self.estimating, "last or spread")
+
+    @property
+    def alike(self) -> "FlexVerticalSlash":
+        return FlexVerticalSlash(
+            max_stripes=self.max_stripes,
+            last_queries=self.last_queries,
+            estimating=self.estimating,
+            max_distance=self.max_distance,
+        )
+
+    @property
+    def sized(self) -> "FlexVerticalSlash":
+        return FlexVerticalSlash(max_stripes=self.max_stripes, max_distance=self.max_distance)
+
+    @classmethod
+    def merged(cls, methods: Sequence[Self]) -> Method:
+        return FlexVerticalSlashLayer.join(methods)
+
+    @property
+    def kernel_share(self) -> float:
+        """γ for ``mass_digits``, which keeps values of zero only for a share that cannot be reached."""
+        return self.gamma if self.gamma < 1 else math.inf
+
+    def stripes_of_row(self, rows: Rows, row: int) -> int:
+        """Stripes that one tile of a row may keep. Depends on the row's own size alone."""
+        num_tiles = rows.tile_starts[row + 1] - rows.tile_starts[row]
+        return min(self.max_stripes, max(FEWEST_STRIPES, ROW_STRIPES // num_tiles))
+
+    def stripe_layout(self, rows: Rows) -> StripeLayout:
+        offsets, total = [], 0
+        for tile in rows.tile_list:
+            offsets.append(total)
+            total += min(self.stripes_of_row(rows, tile.row), tile.position)
+        return StripeLayout(tuple(offsets), total)
+
+    def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
+        num_columns = max(self.stripes_of_row(rows, row) for row in range(rows.num_rows))
+        lines = most_bytes(rows, shape, num_selected, stripe_capacity, num_columns)
+        return lines + (query_aware_bytes(rows, num_selected) if self.max_distance > 0 else 0)
+
+    def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
+        with index.workspace.frame():
+            means = None
+            if self.max_distance > 0:
+                shares = tuple(one.gamma for one in self.of_heads(len(heads)))
+                means = write_query_aware(q, cache, index, heads, scale, shares)
+            self.select_where(q, cache, index, heads, scale, None, means)
+
+    def select_where(
+        self,
+        q: torch.Tensor,
+        cache: PagedCache,
+        index: SparseIndex,
+        heads: torch.Tensor,
+        scale: float,
+        patterns: torch.Tensor | None,
+        means: torch.Tensor | None = None,
+    ) -> None:
+        """``select``, less heads and rows where ``patterns`` [len(heads), num_rows] int32 is not 0.
+
+        With ``means``, what ``write_query_aware`` returned, less those that are query-aware.
+        """
+        spread = self.estimating == "spread"
+        for rows in slabs_of_rows(index.rows, len(heads)):
+            with index.workspace.frame():
+                sums = last_query_sums(q, cache, index, rows, heads, scale, self.last_queries, BAND, patterns, spread)
+                if means is not None:
+                    decided = query_aware_heads(index, sums, self.last_queries, means, self.max_distance)
+                    sums = sums._replace(patterns=decided)
+                write_lines(index, rows, heads, self.keep_lines(sums, index), BAND, sums.patterns)
+
+    def keep_lines(self, sums: Sums, index: SparseIndex) -> Lines:
+        """The fewest columns and the fewest diagonals with γ of the mass, of each head and row."""
+        rows, room, num_entries = index.rows, index.workspace.empty, sums.num_entries
+        num_rows, settings = sums.end_row - sums.first_row, self.of_heads(num_entries)
+        most = max(min(self.stripes_of_row(rows, i), rows.seq_lens[i]) for i in range(sums.first_row, sums.end_row))
+        columns = room(num_rows, num_entries, max(1, most), dtype=torch.int32)
+        num_columns = room(num_rows, num_entries, dtype=torch.int32)
+        whole = room(num_entries, sums.capacity // KEY_ALIGN, dtype=torch.uint8)
+        bands_upto = room(num_entries, sums.capacity // BAND, dtype=torch.int32)
+
+        shares = on_device(tuple(one.kernel_share for one in settings) * 2, sums.values.device)
+        least, counted = None, None
+        if any(one.min_budget for one in settings):
+            budgets = [one.min_budget for one in settings]
+            least = on_device((*budgets, *(ceil_div(keys, BAND) for keys in budgets)), sums.values.device)
+            none_forced = on_device((0.0,) * len(least), sums.values.device)
+            counted = count_digits(index, sums, least, none_forced)
+        digits = mass_digits(index, sums, shares)
+        chunks = digits.weights.shape[3]
+        left = room(num_rows, 2 * num_entries, chunks, index.block_tokens, dtype=torch.int32)
+        grid = (chunks, 2 * num_entries, num_rows)
+        where = (
+            sums.values, rows.row_table, sums.patterns, num_entries, sums.first_row, rows.num_rows, sums.capacity,
+            Goals(shares, digits, least, counted), chunks, left,
+        )  # fmt: skip
+        options = {
+            "BAND": BAND,
+            "BLOCK_N": index.block_tokens,
+            "CHUNK": CHUNK,
+            "FIELDS": ROW_FIELDS,
+        }
+        _count_lines_kernel[grid](*where, **options)
+        _keep_lines_kernel[grid](
+            *where, self.max_stripes, columns, columns.shape[2], num_columns, whole,
+            bands_upto, **options, ROW_STRIPES=ROW_STRIPES, FEWEST=FEWEST_STRIPES, TILE=TILE_TOKENS, ALIGN=KEY_ALIGN,
+        )  # fmt: skip
+        return Lines(columns, num_columns, whole, bands_upto)
+
+
+class Goals(NamedTuple):
+    """What the lines of each job have to reach: ``shares`` [2 n] of its mass, and ``least`` [2 n] lines or None."""
+
+    shares: Any
+    by_mass: Any
+    least: Any
+    by_count: Any
+
+
+@dataclass(frozen=True)
+class FlexVerticalSlashLayer(PerHead, FlexVerticalSlash):
+    """Heads that differ in γ."""
+
+
+@triton.jit
+def _threshold(goals, i_job, i_all, num_jobs, chunks, used, length):
+    """The least key (``mass_keys``) of a line that is kept."""
+    share = tl.load(goals.shares + i_job)
+    threshold = threshold_of(goals.by_mass, LAST_PASS, i_all, num_jobs, chunks, used, share, True)[0].to(tl.int32)
+    if goals.least is not None:
+        least = tl.minimum(tl.load(goals.least + i_job).to(tl.int32), length)
+        key = threshold_of(goals.by_count, LAST_PASS, i_all, num_jobs, chunks, used, least, False)[0]
+        threshold = tl.minimum(threshold, key.to(tl.int32) - 1)  # load_count_keys are one more
+    return threshold
+
+
+@triton.jit
+def _kept_columns(row, start, end, threshold, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
+    """Keys [blocks, BLOCK_N] from ``start`` on, which of them are kept, and how many of each block."""
+    o_n = start + tl.reshape(tl.arange(0, CHUNK), [CHUNK // BLOCK_N, BLOCK_N])
+    b_kept = (o_n < end) & (mass_keys(tl.load(row + o_n, mask=o_n < end, other=0.0)) >= threshold)
+    return o_n, b_kept, tl.sum(b_kept.to(tl.int32), 1)
+
+
+@triton.jit
+def _kept_bands(row, start, end, threshold, CHUNK: tl.constexpr):
+    o_n = start + tl.arange(0, CHUNK)
+    b_kept = (o_n < end) & (mass_keys(tl.load(row + o_n, mask=o_n < end, other=0.0)) >= threshold)
+    return o_n, b_kept.to(tl.int32)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _count_lines_kernel(
+    values, rows, patterns, num_entries, first_row, num_rows, capacity, goals, chunks, left,
+    BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """left[row, job, chunk, c - 2]: columns that remain if blocks with c or more are kept whole; of bands all of it is
+    how many are kept."""
+    i_chunk, i_job, i_row = tl.program_id(0), tl.program_id(1), first_row + tl.program_id(2)
+    place, length = sums_of(
+        rows, patterns, i_job // num_entries, i_job % num_entries, num_entries, i_row, first_row, num_rows, capacity,
+        BAND, FIELDS,
+    )  # fmt: skip
+    span = span_of(length, CHUNK)
+    first, end = i_chunk * span, tl.minimum((i_chunk + 1) * span, length)
+    if first >= end:
+        return
+    used = (length + span - 1) // span
+    i_all, num_jobs = tl.program_id(2) * tl.num_programs(1) + i_job, tl.num_programs(2) * tl.num_programs(1)
+    threshold = _threshold(goals, i_job, i_all, num_jobs, chunks, used, length)
+    o_c = tl.arange(0, BLOCK_N)
+    b_left = tl.zeros([BLOCK_N], tl.int32)
+    for start in range(first, end, CHUNK):
+        if i_job < num_entries:
+            b_count = _kept_columns(values + place, start, end, threshold, BLOCK_N, CHUNK)[2]
+            b_left += tl.sum(tl.where(b_count[:, None] < 2 + o_c[None, :], b_count[:, None], 0), 0)
+        else:
+            b_band = _kept_bands(values + place, start, end, threshold, CHUNK)[1]
+            b_left += tl.sum(b_band, 0)
+    tl.store(left + (i_all * chunks + i_chunk).to(tl.int64) * BLOCK_N + o_c, b_left)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _keep_lines_kernel(
+    values, rows, patterns, num_entries, first_row, num_rows, capacity, goals, chunks, left,
+    max_stripes, columns, max_columns, num_columns, whole, bands_upto,
+    BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+    ROW_STRIPES: tl.constexpr, FEWEST: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """One chunk: blocks that are kept whole, the other kept columns one by one, and running counts of kept bands."""
+    i_chunk, i_job, i_row = tl.program_id(0), tl.program_id(1), first_row + tl.program_id(2)
+    i_entry = i_job % num_entries
+    place, length = sums_of(
+        rows, patterns, i_job // num_entries, i_entry, num_entries, i_row, first_row, num_rows, capacity, BAND, FIELDS
+    )
+    span = span_of(length, CHUNK)
+    first, end = i_chunk * span, tl.minimum((i_chunk + 1) * span, length)
+    if first >= end:
+        return
+    used = (length + span - 1) // span
+    i_all, num_jobs = tl.program_id(2) * tl.num_programs(1) + i_job, tl.num_programs(2) * tl.num_programs(1)
+    threshold = _threshold(goals, i_job, i_all, num_jobs, chunks, used, length)
+    o_all, o_c = tl.arange(0, MOST_CHUNKS), tl.arange(0, BLOCK_N)
+    o_left = (i_all.to(tl.int64) * chunks + o_all)[:, None] * BLOCK_N + o_c[None, :]
+    b_left = tl.load(left + o_left, mask=(o_all < used)[:, None], other=0)
+    b_before = tl.sum(tl.where((o_all < i_chunk)[:, None], b_left, 0), 0)
+    if i_job < num_entries:
+        # The largest count c that fits if blocks with c or more are kept whole, or 1: none remain.
+        num_tiles = (tl.load(rows + i_row * FIELDS + 1) + TILE - 1) // TILE
+        room = tl.minimum(max_stripes, tl.maximum(FEWEST, ROW_STRIPES // num_tiles))
+        most = tl.max(tl.where(tl.sum(b_left, 0) <= room, 2 + o_c, 1), 0)
+        count = tl.sum(tl.where(2 + o_c == most, b_before, 0), 0)
+        if i_chunk > 0:  # the first block is kept whole whatever its count
+            b_first = (mass_keys(tl.load(values + place + o_c)) >= threshold).to(tl.int32)
+            count -= tl.where(tl.sum(b_first, 0) < most, tl.sum(b_first, 0), 0)
+        i_list = (tl.program_id(2) * num_entries + i_entry).to(tl.int64)
+        for start in range(first, end, CHUNK):
+            o_n, b_kept, b_count = _kept_columns(values + place, start, end, threshold, BLOCK_N, CHUNK)
+            o_block = start // BLOCK_N + tl.arange(0, CHUNK // BLOCK_N)
+            b_whole = (b_count >= most) | (o_block == 0)
+            tl.store(whole + place // ALIGN + o_block, b_whole, mask=o_block * BLOCK_N < end)
+            b_free = tl.reshape(b_kept & (b_whole[:, None] == 0), [CHUNK])
+            count = append(columns + i_list * max_columns, count, tl.reshape(o_n, [CHUNK]), b_free)
+        if i_chunk == used - 1:
+            tl.store(num_columns + i_list, count)
+    else:
+        count = tl.max(b_before, 0)
+        for start in range(first, end, CHUNK):
+            o_band, b_band = _kept_bands(values + place, start, end, threshold, CHUNK)
+            upto = bands_upto + (place - num_entries.to(tl.int64) * capacity)
+            tl.store(upto + o_band, count + tl.cumsum(b_band, 0), mask=o_band < end)
+            count += tl.sum(b_band, 0)

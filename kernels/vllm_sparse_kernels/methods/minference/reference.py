@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three patterns of MInference (arXiv:2407.02490) in plain torch: section 3, Algorithms 2 to 4.
+
+Deviations are those that method.py and vertical_slash.py list; the arithmetic is the paper's.
+"""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, Tile, ceil_div
+
+if TYPE_CHECKING:  # the package select imports this module
+    from vllm_sparse_kernels.methods.minference.method import AShape, BlockSparse
+    from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
+
+POOL_TOKENS = 64
+
+
+def top(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """Flags of the k largest of each last axis, equal ones by lowest index first."""
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
+
+
+def select_a_shape(
+    method: "AShape", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
+) -> None:
+    """Section 3.2: global tokens and a local window."""
+    for i_tile, tile in enumerate(index.rows.tile_list):
+        keys = torch.arange(tile.last_position + 1, device=q.device)
+        for head, own in zip(heads.tolist(), method.of_heads(len(heads)), strict=True):
+            kept = (keys < own.sink_tokens) | (keys > tile.position - own.local_tokens)
+            index.set_blocks(head, i_tile, any_of(kept, index.block_tokens))
+
+
+def any_of(kept: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Whether any of each ``tokens`` consecutive flags is set."""
+    padding = ceil_div(len(kept), tokens) * tokens - len(kept)
+    return torch.nn.functional.pad(kept, (0, padding)).view(-1, tokens).any(1)
+
+
+def select_vertical_slash(
+    method: "VerticalSlash", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
+) -> None:
+    """Algorithms 2 and 4."""
+    index, _ = in_segments(index, method.segment_tokens)
+    rows, group = index.rows, q.shape[1] // cache.num_kv_heads
+    for row in range(rows.num_rows):
+        keys, _ = cache.gather(rows.block_table[row], rows.seq_lens[row])
+        end = rows.tokens[row] + rows.query_lens[row]
+        last = slice(end - min(method.last_queries, rows.query_lens[row]), end)
+        for head, own in zip(heads.tolist(), method.of_heads(len(heads)), strict=True):
+            vertical, slash = vertical_slash_sums(q[last, head].float(), keys[:, head // group].float(), scale)
+            verticals = keep(vertical, own.vertical_tokens, own.forced_verticals)
+            slashes = keep(slash, own.slash_tokens, own.forced_slashes)
+            for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
+                set_vertical_slash(verticals, slashes, index, head, i_tile)
+
+
+def in_segments(index: SparseIndex, segment_tokens: int | None) -> tuple[SparseIndex, list[int]]:
+    """The index with each segment of a chunk as a row of its own, and of which row each is a part."""
+    rows = index.rows
+    if segment_tokens is None:
+        return index, list(range(rows.num_rows))
+    parts = [(row, *bounds) for row, n in enumerate(rows.query_lens) for bounds in pairwise(cuts(n, segment_tokens))]
+    segments = Rows(
+        tuple(rows.tokens[row] + begin for row, begin, _ in parts),
+        tuple(end - begin for _, begin, end in parts),
+        tuple(rows.context_lens[row] + begin for row, begin, _ in parts),
+        rows.block_table[[row for row, _, _ in parts]],
+    )
+    return replace(index, rows=segments), [row for row, _, _ in parts]
+
+
+def cuts(query_len: int, segment_tokens: int) -> list[int]:
+    """Where segments begin and end: whole tiles, the fewest segments, the first ones a tile longer where needed."""
+    num_tiles = ceil_div(query_len, TILE_TOKENS)
+    number = ceil_div(num_tiles, segment_tokens // TILE_TOKENS)
+    return [min(query_len, ceil_div(num_tiles * i, number) * TILE_TOKENS) for i in range(number + 1)]
+
+
+def vertical_slash_sums(last_q: torch.Tensor, keys: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Algorithm 2: Â = softmax(Q[-last_q:] Kᵀ / √d + m_causal), then sum_v(Â) and sum_s(Â), both [seq_len]."""
+    num_last, seq_len = len(last_q), len(keys)
+    positions = torch.arange(seq_len - num_last, seq_len, device=keys.device)
+    offsets = positions[:, None] - torch.arange(seq_len, device=keys.device)
+    causal = offsets >= 0
+    weights = ((last_q @ keys.T) * scale).masked_fill(~causal, -torch.inf).softmax(-1)
+    slash = weights.new_zeros(seq_len).index_add_(0, offsets[causal], weights[causal])
+    return weights.sum(0), slash
+
+
+def keep(sums: torch.Tensor, k: int, forced: int) -> torch.Tensor:
+    """argtopk of Algorithm 2, as flags; the first ``forced`` count as infinite, sums alike in ten bits as equal."""
+    sums = sums.clone()
+    sums[:forced] = torch.inf
+    return top(ten_bits(sums), k)
+
+
+def ten_bits(sums: torch.Tensor) -> torch.Tensor:
+    """Sums >= 0 as integers of their order, those equal whose mantissas are in their first ten bits, or below 2⁻⁵⁷."""
+    return (sums.float().view(torch.int32) >> 13).clamp(min=(127 - 57) << 10)
+
+
+def set_vertical_slash(
+    verticals: torch.Tensor, slashes: torch.Tensor, index: SparseIndex, head: int, i_tile: int
+) -> None:
+    """Algorithm 4 for one tile, all blocks at once: ``merge`` below gives the same lists."""
+    tile = index.rows.tile_list[i_tile]
+    starts = torch.arange(index.num_causal_blocks(tile), device=slashes.device) * index.block_tokens
+    upto = torch.nn.functional.pad(slashes.cumsum(0), (1, 0))
+    nearest = (tile.position - starts - index.block_tokens + 1).clamp(min=0)
+    index.set_blocks(head, i_tile, upto[tile.last_position - starts + 1] > upto[nearest])
+    before = verticals[: index.first_diagonal_block(tile) * index.block_tokens]
+    index.set_stripes(head, i_tile, before.nonzero().flatten())
+
+
+def merge(verticals: list[int], slashes: list[int], tile: Tile, block_tokens: int) -> tuple[list[int], list[int]]:
+    """Algorithm 4 literally, on blocks at absolute positions: points and ranges merged one after the other.
+
+    verticals are key positions and ascend, slashes are offsets and descend. Returns block ids, and the verticals
+    before the tile's diagonal blocks that lie in none of them. The diagonal is a slash of its own.
+    """
+
+    def block_range(slash: int) -> tuple[int, int]:
+        start, end = max(tile.position - slash, 0), tile.last_position - slash + 1
+        return start // block_tokens * block_tokens, ceil_div(end, block_tokens) * block_tokens
+
+    crossing = [s for s in slashes if s <= tile.last_position]
+    if 0 not in crossing:
+        crossing.append(0)
+    blocks: list[int] = []
+    columns: list[int] = []
+    range_start, range_end = block_range(crossing[0])
+    i_v, i_s = 0, 0
+    while True:
+        if i_v < len(verticals) and verticals[i_v] < range_end:
+            if verticals[i_v] < range_start:
+                columns.append(verticals[i_v])
+            i_v += 1
+            continue
+        i_s += 1
+        start, end = block_range(crossing[i_s]) if i_s < len(crossing) else (tile.last_position + 1, 0)
+        if start > range_end or i_s == len(crossing):
+            blocks.extend(range(range_start // block_tokens, range_end // block_tokens))
+            range_start, range_end = start, end
+        else:
+            range_end = max(range_end, end)
+        if i_s == len(crossing):
+            return blocks, columns
+
+
+def select_block_sparse(
+    method: "BlockSparse", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
+) -> None:
+    """Algorithm 3."""
+    rows, group = index.rows, q.shape[1] // cache.num_kv_heads
+    for row in range(rows.num_rows):
+        keys, _ = cache.gather(rows.block_table[row], rows.seq_lens[row])
+        tokens = slice(rows.tokens[row], rows.tokens[row] + rows.query_lens[row])
+        for head, own in zip(heads.tolist(), method.of_heads(len(heads)), strict=True):
+            scores = block_scores(q[tokens, head].float(), keys[:, head // group].float(), scale)
+            kept = tile_blocks(own, scores)
+            for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
+                set_block_sparse(kept[i_tile - rows.tile_starts[row]], index, head, i_tile)
+
+
+def block_scores(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+    """Q̂ K̂ᵀ / √d + m_causal of Algorithm 3: [query blocks, key blocks]. What A^ is the softmax of."""
+    scores = (mean_pool(q) @ mean_pool(keys).T) * scale
+    ends = POOL_TOKENS * torch.arange(1, len(scores) + 1, device=q.device)
+    last_queries = len(keys) - len(q) + ends.clamp(max=len(q)) - 1
+    first_keys = POOL_TOKENS * torch.arange(scores.shape[1], device=q.device)
+    return scores.masked_fill_(first_keys > last_queries[:, None], -torch.inf)
+
+
+def mean_pool(x: torch.Tensor) -> torch.Tensor:
+    """Means of 64 consecutive rows, of fewer at the end."""
+    num_blocks = ceil_div(len(x), POOL_TOKENS)
+    counts = x.new_full((num_blocks, 1), POOL_TOKENS)
+    counts[-1] = len(x) - (num_blocks - 1) * POOL_TOKENS
+    padded = torch.nn.functional.pad(x, (0, 0, 0, num_blocks * POOL_TOKENS - len(x)))
+    return padded.view(num_blocks, POOL_TOKENS, -1).sum(1) / counts
+
+
+def tile_blocks(method: "BlockSparse", scores: torch.Tensor) -> torch.Tensor:
+    """Flags [tiles, key blocks] of what tiles of two query blocks keep, from ``block_scores``."""
+    if method.per_query_block:
+        return by_tile(top(scores, method.top_blocks) & (scores > -torch.inf), False).any(1)
+    mass = tile_mass(scores)
+    return top(mass, method.top_blocks) & (mass > -torch.inf)
+
+
+def tile_mass(scores: torch.Tensor) -> torch.Tensor:
+    """[tiles, key blocks], logarithms of the sums of the query blocks' softmaxes."""
+    return by_tile(scores.log_softmax(-1), -torch.inf).logsumexp(1)
+
+
+def by_tile(of_blocks: torch.Tensor, fill: float) -> torch.Tensor:
+    """[tiles, 2, key blocks] of [query blocks, key blocks]; the second one of the last tile may be missing."""
+    return torch.nn.functional.pad(of_blocks, (0, 0, 0, len(of_blocks) % 2), value=fill).unflatten(0, (-1, 2))
+
+
+def set_block_sparse(kept: torch.Tensor, index: SparseIndex, head: int, i_tile: int) -> None:
+    """One tile's list from its flags [key blocks of 64], in the index's blocks."""
+    causal = kept[: index.rows.tile_list[i_tile].last_position // POOL_TOKENS + 1]
+    index.set_blocks(head, i_tile, any_of(causal, index.block_tokens // POOL_TOKENS))

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SALE (Ji et al., 2025: "SALE: Low-bit Estimation for Efficient Sparse Attention in Long-context LLM Prefilling").
+
+Blocks of b_q = 64 queries × b_k = 32 keys. Sink and local blocks are kept; of the blocks between them, those with an
+element whose relative attention score, estimated from 4-bit queries and keys, is τ or more (Algorithm 1):
+
+1. Quantisation (section 3.2 names SageAttention-2's; the rest is from the authors' code): q − q̄ and k − k̄, with q̄ the
+   head's mean query of this step and k̄ the row's mean key, become integers −7 … 7. In a block of 32, keys j of equal
+   (j mod 8) // 2 share a scale: eight keys, those that one thread holds in the matrix instruction's result.
+2. m̃ and l̃: row maximum and sum of exponentials over sink and local region, in full precision.
+3. S̃ = scale · (Q̃K̃ᵀ dequantised + q̄(k − k̄)ᵀ + q k̄ᵀ) and exp(S̃ − m̃)/l̃ ≥ τ (equation 3). Equation 4 misplaces a
+   parenthesis, "S̃ ≥ ln(τ·l̃ + m̃)": taking logarithms gives S̃ ≥ ln τ + ln l̃ + m̃, which is what is tested. The terms that
+   do not change along a row, q k̄ᵀ with them, go into one threshold per query.
+
+What decides the local region's size (appendix C): blocks between sink and local region are taken in segments of four,
+and those left over at the row's end (fewer than four) join the local region, which so has 128 to 224 tokens.
+
+Where the paper leaves a choice, or this departs from it:
+
+* Every query has a scale of its own. The authors' queries share one by pairs, r and r + 8 of each 16, because a thread
+  of their instruction holds both.
+* Hopper has no 4-bit matrix instruction. The integers are exact in int8 and in e4m3: nothing of the arithmetic is lost.
+  From Hopper on they are multiplied as e4m3, whose results need no conversion: a sum is an integer of at most
+  49 · head_dim ≤ 12,544 < 2^14, and Hopper's fp8 accumulator, though narrower than float32, keeps 14 bits (tests hold
+  it to that). Elsewhere they are int8.
+* The authors round q̄(k − k̄)ᵀ to an integer and compare in half precision. On Hopper comparing is what costs, and what
+  they do is done here too where it is safe: e4m3 products are added up in half precision, which has every integer
+  up to 2,048, and so has all sums exactly while |q̃| · |k̃| is no more (Cauchy and Schwarz); with q̄(k − k̄)ᵀ, at most
+  2,048 steps as well, scores are off by 2^-11 of themselves and 2^-10 of it at most, a fraction of what 4 bits lose.
+  A program whose queries or keys may exceed this compares in float32, and so do all elsewhere.
+* The test multiplies every query with every key: at 131,072 tokens 8.5e12 operations for a chunk of 8,192 and 32 heads
+  of 128. Half of FlashAttention's work at twice bf16's rate, less what FlashAttention itself leaves unused: on Hopper
+  0.17 of FlashAttention-3's time is the floor. The paper's 0.11 rests on a 4090's INT4 at 8 times its FP16 rate.
+* Beyond the paper, and off unless ``channels`` is "half": scores are estimated from the half of each kv head's channels
+  that moves them most in this step (``sale_means.py``), so that the product is half as long. q̄(k − k̄)ᵀ and q k̄ᵀ keep
+  all channels, so what is left out, (q − q̄)(k − k̄)ᵀ of the other half, is 0 on average over a row's keys. A key is not
+  to be lost for it: every query's threshold is lower by its standard deviation, √(Σ (q − q̄)² var k) over the channels
+  left out. So the paper's τ keeps the density and the recall that it has with all channels: on a trained model of 128
+  channels, where half hold 0.66 to 0.99 of the energy, 0.70 of the pairs and 0.996 either way; at τ = 0.03 0.49 and
+  0.961 against 0.51 and 0.970, at 0.1 0.29 and 0.857 against 0.33 and 0.890.
+* Heads with τ = 0 test nothing: they keep every block.
+* Query blocks are counted from the row's first query of this step and lie askew of absolute positions. A tile of 128
+  queries keeps the union of its two, so that attention is over 128 × 32. An index has the paper's blocks of 32 keys
+  where all heads of a layer run SALE, on Hopper's engines (``width.py``); elsewhere a block of 64 keys keeps the union
+  of its two, and attention is over more. As the second query block's local region begins no earlier than the first's,
+  only keys before the first's are tested.
+* Both means, and the choice of channels, are over what this step sees, so selection depends on the chunking, and on
+  later queries of the same chunk.
+* The authors run prompts of at most 1,024 tokens dense. That is for the backend to decide.
+* The paper computes attention over the selected blocks in 8 bits (SageAttention). That is ``attend``'s option, off
+  unless ``int8_scores`` asks for it: attention over what was kept is then exact to rounding.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple, Self, get_args
+
+import torch
+
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods.base import Method, PerHead
+from vllm_sparse_kernels.methods.sale import scores as sale_scores
+from vllm_sparse_kernels.methods.sale.means import kept_channels, row_means
+from vllm_sparse_kernels.methods.sale.rounding import (
+    KEY_BLOCK,
+    PIECE_FIELDS,
+    QUERY_BLOCK,
+    SEGMENT,
+    Regions,
+    Selected,
+    room_for_keys,
+    round_keys,
+    round_queries,
+    slabs_of,
+)
+from vllm_sparse_kernels.methods.sale.scores import PAIR_FIELDS, first_flags, flag_blocks, pairs_of
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import Rows, ceil_div, to_device
+from vllm_sparse_kernels.select.lists import compact_blocks
+from vllm_sparse_kernels.select.parameters import on_device, require
+
+SLAB_TOKENS = 1 << 17
+"""Keys that are rounded and tested at a time, of one row or of many: 160 MB with 8 kv heads of 128 and 32 heads."""
+
+CHANNELS = Literal["all", "half"]
+
+
+class Slab(NamedTuple):
+    """What is to be rounded and tested together, on the device."""
+
+    pieces: torch.Tensor  # [num_pieces, PIECE_FIELDS] int32: Piece, and the row's number of keys
+    pairs: torch.Tensor  # [num_pairs, PAIR_FIELDS] int32
+    longest: int  # keys of the longest piece
+
+
+@dataclass(frozen=True)
+class Sale(Method):
+    """Parameters of SALE; the defaults are the paper's (sections 3.2 and 4.1)."""
+
+    finest_block_tokens = 32
+    """b_k. An index of blocks of 32 keeps what the paper keeps, one of 64 or 128 the union over each of its blocks."""
+
+    tau: float = 0.004
+    """τ, in [0, 1): relative attention score from which a block is kept. 0 keeps every block. The paper calibrates it
+    per head, from 0.008 downwards by halves."""
+
+    sink_tokens: int = 32
+    """Keys at the sequence's begin that are always kept, in whole 32-key blocks."""
+
+    local_tokens: int = 128
+    """l, the least number of keys before a query block's end that are always kept; the module says when more are."""
+
+    int8_scores: bool = False
+    """Multiply queries and keys of the kept blocks in 8 bits."""
+
+    channels: CHANNELS = "all"
+    """What is multiplied in 4 bits. ``half`` goes beyond the paper: of each kv head the half of the channels that holds
+    most of the energy, and a threshold lower by the standard deviation of the rest. Half the product."""
+
+    SEGMENT_TOKENS: ClassVar[int] = SEGMENT.value
+    """Four 32-key blocks: what lies between sink and local region is a multiple of this."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.tau < 1, "tau", self.tau, "a number in [0, 1)")
+        for name, value, least in (("sink_tokens", self.sink_tokens, 0), ("local_tokens", self.local_tokens, 128)):
+            whole = isinstance(value, int) and value >= least and value % KEY_BLOCK.value == 0
+            require(whole, name, value, f"a multiple of {KEY_BLOCK.value} >= {least}")
+        require(self.channels in get_args(CHANNELS), "channels", self.channels, f"one of {get_args(CHANNELS)}")
+
+    @property
+    def alike(self) -> "Sale":
+        return Sale(sink_tokens=self.sink_tokens, local_tokens=self.local_tokens, channels=self.channels)
+
+    @classmethod
+    def merged(cls, methods: Sequence[Self]) -> Method:
+        return SaleLayer.join(methods)
+
+    def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
+        index.stripe_counts.index_fill_(0, heads.long(), 0)
+        taus = [one.tau for one in self.of_heads(len(heads))]
+        if not any(taus):
+            compact_blocks(None, index, heads)
+            return
+        log_taus = on_device(tuple(math.log(tau) if tau else -math.inf for tau in taus), q.device)
+        with index.workspace.frame():
+            kept = index.workspace.empty(len(heads), index.block_ids.shape[1], dtype=torch.uint8)
+            self._flags(q, cache, index, Selected(heads, log_taus, len(heads)), scale, kept)
+            compact_blocks(kept, index, heads)
+
+    def _flags(
+        self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, selected: Selected, scale: float,
+        kept: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Flags of all blocks: uint8 [len(heads), block_capacity], laid out as block_ids."""
+        rows, room, dtype = index.rows, index.workspace, integer_dtype(q.device)
+        group, regions = q.shape[1] // cache.num_kv_heads, Regions(self.sink_tokens, self.local_tokens)
+        first_flags(kept, index, selected, regions)
+        slabs = slabs_of_rows(self, rows)
+        if not slabs:
+            return
+        kept_d = kept_channels(cache.head_dim, self.channels == "half")
+        means = row_means(q, cache, rows, kept_d, room)
+        queries = round_queries(q, cache, rows, means, selected, regions, scale, kept_d, dtype, room)
+        num_keys = min(SLAB_TOKENS, sum(tested_keys(self, rows)))
+        keys = room_for_keys(selected.num_selected, cache.num_kv_heads, num_keys, kept_d, dtype, room)
+        half = dtype == torch.float8_e4m3fn and adds_up_in_half(q.device)
+        for slab in slabs:
+            round_keys(cache, rows, means, selected, group, slab.pieces, slab.longest, keys)
+            flag_blocks(queries, keys, kept, index, selected, regions, group, slab.pairs, slab.longest, half)
+
+
+@dataclass(frozen=True)
+class SaleLayer(PerHead, Sale):
+    """Heads that differ in τ or in what they ask of attention; keys are quantised once for all."""
+
+
+def integer_dtype(device: torch.device) -> torch.dtype:
+    """What the 4-bit integers are multiplied as."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return torch.float8_e4m3fn if hopper else torch.int8
+
+
+def adds_up_in_half(device: torch.device) -> bool:
+    """Whether e4m3 products are known to be added up in half precision without loss, where the sums fit."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+
+
+def tested_keys(method: Sale, rows: Rows) -> list[int]:
+    """Per row how many keys, from its first one, its last tile's test needs; sink included, in whole steps of 128."""
+    found = []
+    for row in range(rows.num_rows):
+        tile = rows.tile_list[rows.tile_starts[row + 1] - 1]
+        end = tile.position + min(tile.length_tokens, QUERY_BLOCK.value)
+        between = ceil_div(end, KEY_BLOCK.value) * KEY_BLOCK.value - method.sink_tokens - method.local_tokens
+        segments = max(between, 0) // SEGMENT.value
+        stop = method.sink_tokens + segments * SEGMENT.value if segments else 0
+        found.append(ceil_div(stop, 128) * 128)
+    return found
+
+
+def slabs_of_rows(method: Sale, rows: Rows) -> list[Slab]:
+    """The same for all layers of a step."""
+    key = (slabs_of_rows, method.sink_tokens, method.local_tokens)
+    if (found := rows.state.get(key)) is None:
+        found = rows.state[key] = []
+        for pieces in slabs_of(tested_keys(method, rows), SLAB_TOKENS, sale_scores.SPAN_TOKENS):
+            flat = [x for piece in pieces for x in (*piece, rows.seq_lens[piece.row])]
+            found.append(
+                Slab(
+                    to_device(flat, torch.int32, rows.device).view(-1, PIECE_FIELDS.value),
+                    to_device(pairs_of(pieces, rows), torch.int32, rows.device).view(-1, PAIR_FIELDS.value),
+                    max(piece.num_keys for piece in pieces),
+                )
+            )
+    return found

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SALE's selection in plain float32 torch: the same steps as method.py, whose docstring has the paper's part.
+
+The authors' quantisation is that of SageAttention-2: queries and keys less their means, signed 4-bit integers, and the
+product of the mean query with the smoothed keys added back in full precision.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import pad
+
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import Rows, Tile
+
+if TYPE_CHECKING:
+    from vllm_sparse_kernels.methods.sale.method import Sale
+
+QUERY_BLOCK = 64  # b_q
+KEY_BLOCK = 32  # b_k
+LEVELS = 7
+TINY = 1e-20  # stands in for the largest magnitude of a vector of zeros
+
+
+def select_sale(
+    method: "Sale", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
+) -> None:
+    """Fill the index with the union of what the tile's 64-query blocks keep."""
+    index.stripe_counts.index_fill_(0, heads.long(), 0)
+    for head, i_tile, kept in paper_blocks(method, q, cache, index.rows, heads, scale):
+        num_blocks = index.num_causal_blocks(index.rows.tile_list[i_tile])
+        fine = index.block_tokens // KEY_BLOCK
+        union = pad(kept.any(0), (0, num_blocks * fine - kept.shape[1])).view(num_blocks, fine).any(1)
+        index.set_blocks(head, i_tile, union)
+
+
+def paper_density(
+    method: "Sale", q: torch.Tensor, cache: PagedCache, rows: Rows, heads: torch.Tensor, scale: float
+) -> float:
+    """Kept blocks of 64 queries × 32 keys over all blocks that hold a causal pair, the paper's own measure."""
+    kept = total = 0
+    for _, i_tile, blocks in paper_blocks(method, q, cache, rows, heads, scale):
+        tile = rows.tile_list[i_tile]
+        reach = [last // KEY_BLOCK + 1 for last in last_positions(tile)]
+        kept += int(blocks.sum())
+        total += sum(reach)
+    return kept / total
+
+
+def paper_blocks(
+    method: "Sale", q: torch.Tensor, cache: PagedCache, rows: Rows, heads: torch.Tensor, scale: float
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """For every (head, tile): M_bs of Algorithm 1, bool [1 or 2 blocks of 64 queries, causal blocks of 32 keys]."""
+    group = q.shape[1] // cache.num_kv_heads
+    for row in range(rows.num_rows):
+        keys = cache.gather(rows.block_table[row], rows.seq_lens[row])[0].float()
+        key_mean = keys.mean(0)  # [num_kv_heads, head_dim]
+        queries = q[rows.tokens[row] : rows.tokens[row] + rows.query_lens[row]].float()
+        query_mean = queries.mean(0)  # [num_heads, head_dim]
+        kept = kept_channels(method, keys - key_mean, queries - query_mean)
+        rounded_keys = round_keys((keys - key_mean) * kept)
+        left_out = keys.var(0, correction=0) * ~kept
+        for head, setting in zip(heads.tolist(), method.of_heads(len(heads))):
+            kv = head // group
+            # Q̃ K̃ᵀ approximates (q − q̄)(k − k̄)ᵀ; q̄ (k − k̄)ᵀ is added exactly.
+            bias = (keys[:, kv] - key_mean[kv]) @ query_mean[head]
+            for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
+                tile = rows.tile_list[i_tile]
+                b_q = q[tile.token : tile.token + tile.length_tokens, head].float()
+                # Subtracting k̄ shifts all scores of a query alike, and the threshold with them.
+                threshold = exact_threshold(setting, b_q, keys[:, kv], tile, scale) - b_q @ key_mean[kv]
+                b_q = b_q - query_mean[head]
+                threshold -= (b_q.square() @ left_out[kv]).sqrt()
+                starts = [local_start(method, last) for last in last_positions(tile)]
+                scores = torch.addmm(
+                    bias[: max(starts)], round_queries(b_q * kept[kv]), rounded_keys[: max(starts), kv].T
+                )
+                yield head, i_tile, keep(method, scores >= threshold[:, None], starts, tile)
+
+
+def kept_channels(method: "Sale", keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """Which channels are multiplied, bool [num_kv_heads, head_dim]: all, or those that move scores most.
+
+    keys [n, num_kv_heads, head_dim] and queries [m, num_heads, head_dim], each less its mean.
+    """
+    num_kv_heads, head_dim = keys.shape[1:]
+    of_queries = queries.square().mean(0).view(num_kv_heads, -1, head_dim).sum(1)
+    order = (keys.square().mean(0) * of_queries).argsort(dim=1, descending=True, stable=True)
+    # As many as fill half of a product, whose length is a power of two and 32 at least.
+    count = max((1 << (head_dim - 1).bit_length()) // 2, 32) if method.channels == "half" else head_dim
+    return torch.zeros_like(order, dtype=torch.bool).scatter_(1, order[:, :count], True)
+
+
+def keep(method: "Sale", passed: torch.Tensor, starts: list[int], tile: Tile) -> torch.Tensor:
+    """Algorithm 1, lines 9 and 12: sink and local blocks, and each block between them with an element that passed."""
+    num_blocks = tile.last_position // KEY_BLOCK + 1
+    kept = torch.zeros(len(starts), num_blocks, dtype=torch.bool, device=passed.device)
+    for i, (start, last) in enumerate(zip(starts, last_positions(tile))):
+        tested = passed[i * QUERY_BLOCK : (i + 1) * QUERY_BLOCK, :start].any(0)
+        kept[i, : start // KEY_BLOCK] = tested.view(-1, KEY_BLOCK).any(1)
+        kept[i, : method.sink_tokens // KEY_BLOCK] = True
+        kept[i, start // KEY_BLOCK :] = True
+        kept[i, last // KEY_BLOCK + 1 :] = False
+    return kept
+
+
+def last_positions(tile: Tile) -> list[int]:
+    """The position of the last query of each 64-query block of a tile."""
+    return [
+        tile.position + min(first + QUERY_BLOCK, tile.length_tokens) - 1
+        for first in range(0, tile.length_tokens, QUERY_BLOCK)
+    ]
+
+
+def local_start(method: "Sale", last_position: int) -> int:
+    """Where the local region of the 64-query block that ends at ``last_position`` begins.
+
+    Between sink and local region lie whole segments of four 32-key blocks: what is left over at the row's end joins the
+    local region (appendix C), which so has 128 to 224 tokens, the last block counted whole.
+    """
+    end = (last_position // KEY_BLOCK + 1) * KEY_BLOCK
+    between = end - method.sink_tokens - method.local_tokens
+    return method.sink_tokens + between // method.SEGMENT_TOKENS * method.SEGMENT_TOKENS if between >= 0 else 0
+
+
+def exact_threshold(method: "Sale", b_q: torch.Tensor, keys: torch.Tensor, tile: Tile, scale: float) -> torch.Tensor:
+    """(ln τ + ln l̃ + m̃) / scale per query, with m̃ and l̃ over sink and local region (equations 3 and 4, mended)."""
+    starts = [local_start(method, last) for last in last_positions(tile)]
+    b_start = torch.tensor(starts, device=b_q.device).repeat_interleave(QUERY_BLOCK)[: len(b_q)]
+    o_m = torch.arange(tile.position, tile.last_position + 1, device=b_q.device)
+    # Only sink and local keys are multiplied: the keys between them are what is to be spared.
+    o_n = torch.cat([torch.arange(min(method.sink_tokens, starts[0])), torch.arange(starts[0], tile.last_position + 1)])
+    o_n = o_n.to(b_q.device)
+    seen = (o_n < method.sink_tokens) | (o_n >= b_start[:, None])
+    scores = (b_q @ keys[o_n].T) * scale
+    scores.masked_fill_(~seen | (o_n > o_m[:, None]), -torch.inf)
+    return (math.log(method.tau) if method.tau else -math.inf) / scale + scores.logsumexp(-1) / scale
+
+
+def round_queries(x: torch.Tensor) -> torch.Tensor:
+    """[n, head_dim] rounded to 4 bits, each query with a scale of its own; given back as what they stand for."""
+    return _round(x, x.abs().amax(-1, keepdim=True))
+
+
+def round_keys(x: torch.Tensor) -> torch.Tensor:
+    """[n, num_kv_heads, head_dim] rounded to 4 bits; in a block of 32, keys of equal (j mod 8) // 2 share a scale."""
+    n, num_kv_heads, head_dim = x.shape
+    groups = pad(x, (0, 0, 0, 0, 0, -n % KEY_BLOCK)).view(-1, 4, 4, 2, num_kv_heads, head_dim)
+    return _round(groups, groups.abs().amax((1, 3, 5), keepdim=True)).reshape(-1, num_kv_heads, head_dim)[:n]
+
+
+def _round(x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    step = largest.clamp_min(TINY) / LEVELS
+    return torch.floor(x * (1 / step) + 0.5) * step

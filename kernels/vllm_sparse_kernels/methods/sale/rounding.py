@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SALE's first two steps: queries and keys in 4 bits, and every query's threshold. method.py has the paper's part.
+
+All rows of a step go through one launch of each kernel, but for keys, which are rounded a slab at a time: as many as
+buffers of a fixed size hold. What is written about a row depends on that row alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.methods.sale.means import Means, QueryArgs
+from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, widen
+from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div
+from vllm_sparse_kernels.workspace import Workspace
+
+QUERY_BLOCK = tl.constexpr(64)  # b_q
+KEY_BLOCK = tl.constexpr(32)  # b_k
+SEGMENT = tl.constexpr(128)  # what lies between sink and local region is a multiple of four 32-key blocks
+LEVELS = tl.constexpr(7.0)
+TINY = tl.constexpr(1e-20)  # stands in for the largest magnitude of a vector of zeros
+LEAST = tl.constexpr(-1e30)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+PIECE_FIELDS = tl.constexpr(5)
+
+ROUND_KEYS = {"BLOCK_N": 64, "num_warps": 4}
+"""Keys of one program."""
+
+ROUND_QUERIES = {"BLOCK_N": 64, "num_warps": 4, "num_stages": 4}
+"""Keys of one step. Four stages: two for the keys, and two more for the pages that say where they are."""
+
+
+class Selected(NamedTuple):
+    """The heads that are selected."""
+
+    heads: Any  # [num_selected] int32
+    log_taus: Any  # [num_selected] float32, ln τ of each; minus infinity for those that keep everything
+    num_selected: int
+
+
+class Regions(NamedTuple):
+    """What every query block keeps, in tokens."""
+
+    sink_tokens: int
+    local_tokens: int
+
+
+class RoundedQueries(NamedTuple):
+    """Queries in 4 bits, tile after tile. Integers are of type int8 or e4m3; scores are counted in (query step) · (key
+    step). What belongs to heads that keep everything is undefined."""
+
+    integers: Any  # [num_selected, num_queries, KEPT_D]
+    thresholds: Any  # [num_selected, num_queries] float32, in query steps; infinity past the row's end
+    inverse_steps: Any  # [num_selected, num_queries] float32, 0 past the row's end
+    squares: Any  # [num_selected, num_queries] float32, of the integers' length
+    num_queries: int  # whole tiles
+
+
+class RoundedKeys(NamedTuple):
+    """A slab's keys in 4 bits. What belongs to kv heads that no head in need of it reads is undefined."""
+
+    integers: Any  # [num_kv_heads, num_keys, KEPT_D]
+    steps: Any  # [num_kv_heads, num_keys / 8] float32
+    biases: Any  # [num_selected, num_keys] float32, q̄(k − k̄)ᵀ in key steps
+    half_biases: Any  # the same in half precision, infinite where it has no such number
+    squares: Any  # [num_kv_heads, num_keys / 64] float32, of the longest of 64 keys' integers
+    largest_biases: Any  # [num_selected, num_keys / 64] float32, largest magnitude among those of 64 keys
+    num_keys: int  # a multiple of 128
+
+
+class Piece(NamedTuple):
+    """Keys [begin, begin + num_keys) of one row, at ``start`` in the slab's buffers; all multiples of 128.
+
+    The last of them may lie past the row's end, where keys count as zeros.
+    """
+
+    row: int
+    begin: int
+    num_keys: int
+    start: int
+
+
+def slabs_of(num_keys: Sequence[int], slab_tokens: int, span_tokens: int) -> list[list[Piece]]:
+    """The first ``num_keys[row]`` keys (a multiple of 128) of every row, cut into slabs of at most ``slab_tokens``.
+
+    Rows are cut at multiples of ``span_tokens`` alone: what a program tests does not depend on the rows beside it.
+    """
+    slabs: list[list[Piece]] = [[]]
+    room = slab_tokens
+    for row, end in enumerate(num_keys):
+        begin = 0
+        while begin < end:
+            taken = end - begin
+            if taken > room:
+                taken = room // span_tokens * span_tokens
+            if taken == 0:
+                slabs.append([])
+                room = slab_tokens
+                continue
+            slabs[-1].append(Piece(row, begin, taken, slab_tokens - room))
+            begin, room = begin + taken, room - taken
+    return [slab for slab in slabs if slab]
+
+
+def room_for_keys(
+    num_selected: int, num_kv_heads: int, num_keys: int, kept_d: int, dtype: torch.dtype, workspace: Workspace
+) -> RoundedKeys:
+    return RoundedKeys(
+        workspace.empty(num_kv_heads, num_keys, kept_d, dtype=dtype),
+        workspace.empty(num_kv_heads, num_keys // 8),
+        workspace.empty(num_selected, num_keys), workspace.empty(num_selected, num_keys, dtype=torch.float16),
+        workspace.empty(num_kv_heads, num_keys // 64), workspace.empty(num_selected, num_keys // 64), num_keys,
+    )  # fmt: skip
+
+
+def round_keys(
+    cache: PagedCache, rows: Rows, means: Means, selected: Selected, group: int, pieces: torch.Tensor, longest: int,
+    rounded: RoundedKeys,
+) -> None:  # fmt: skip
+    """Fill the buffers with a slab's pieces ([num_pieces, PIECE_FIELDS] int32), of at most ``longest`` keys."""
+    _round_keys_kernel[(ceil_div(longest, ROUND_KEYS["BLOCK_N"]), cache.num_kv_heads, len(pieces))](
+        key_args(cache, rows.block_table), rounded, means, *selected, pieces,
+        HEAD_DIM=cache.head_dim, BLOCK_D=means.keys.shape[2], KEPT_D=rounded.integers.shape[2], GROUP=group,
+        GROUP_2=triton.next_power_of_2(group), HEADS=triton.next_power_of_2(selected.num_selected), **ROUND_KEYS,
+    )  # fmt: skip
+
+
+def round_queries(
+    q: torch.Tensor, cache: PagedCache, rows: Rows, means: Means, selected: Selected, regions: Regions, scale: float,
+    kept_d: int, dtype: torch.dtype, workspace: Workspace,
+) -> RoundedQueries:  # fmt: skip
+    count, num_queries = selected.num_selected, rows.num_tiles * TILE_TOKENS
+    rounded = RoundedQueries(
+        workspace.empty(count, num_queries, kept_d, dtype=dtype),
+        workspace.empty(count, num_queries), workspace.empty(count, num_queries), workspace.empty(count, num_queries),
+        num_queries,
+    )  # fmt: skip
+    _round_queries_kernel[(num_queries // QUERY_BLOCK.value, count)](
+        QueryArgs(q, q.stride(0), q.stride(1)), key_args(cache, rows.block_table), rounded, means, *selected,
+        rows.tiles, *regions, scale,
+        HEAD_DIM=cache.head_dim, BLOCK_D=means.keys.shape[2], KEPT_D=kept_d, GROUP=q.shape[1] // cache.num_kv_heads,
+        KV_HEADS=cache.num_kv_heads, FIELDS=TILE_FIELDS, TILE=TILE_TOKENS,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **ROUND_QUERIES,
+    )  # fmt: skip
+    return rounded
+
+
+@triton.jit(do_not_specialize=["num_selected"])
+def _round_keys_kernel(
+    keys, rounded, means, heads, log_taus, num_selected, pieces,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, GROUP: tl.constexpr, GROUP_2: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Step 1 for BLOCK_N keys of one kv head, if any head in need of it reads it, and its heads' q̄(k − k̄)ᵀ."""
+    i_kv = tl.program_id(1)
+    piece = pieces + tl.program_id(2) * PIECE_FIELDS
+    first = tl.program_id(0) * BLOCK_N
+    # Where each query head of the kv head stands in ``heads``.
+    o_h = tl.arange(0, HEADS)
+    o_g = tl.arange(0, GROUP_2)
+    b_heads = tl.load(heads + o_h, mask=o_h < num_selected, other=-1)
+    b_tests = tl.load(log_taus + o_h, mask=o_h < num_selected, other=float("-inf")) > float("-inf")
+    b_is = (b_heads[None, :] == (i_kv * GROUP + o_g)[:, None]) & b_tests[None, :] & (o_g < GROUP)[:, None]
+    b_tested = tl.sum(b_is.to(tl.int32), 1) > 0
+    if (first < tl.load(piece + 2)) & (tl.sum(b_tested.to(tl.int32), 0) > 0):
+        i_row = tl.load(piece)
+        seq_len = tl.load(piece + 4)
+        o_n = tl.load(piece + 1) + first + tl.arange(0, BLOCK_N)
+        slot = tl.load(piece + 3) + first
+        o_d = tl.arange(0, BLOCK_D)
+        b_k = widen(load_keys(keys, i_row, i_kv, o_n, seq_len, HEAD_DIM, BLOCK_D))
+        i_mean = i_row * tl.num_programs(1) + i_kv
+        b_mean = tl.load(means.keys + i_mean * BLOCK_D + o_d)
+        b_bias = _biases(b_k, b_mean, means.queries, i_mean, GROUP, GROUP_2)
+        b_bias = tl.where((o_n < seq_len)[:, None], b_bias, 0.0)
+        b_k, b_mean = _kept(b_k, means.keys, i_mean, means.channels, i_mean, BLOCK_D, KEPT_D)
+        b_k = tl.where((o_n < seq_len)[:, None], b_k - b_mean[None, :], 0.0)
+
+        b_largest = tl.reshape(tl.max(tl.abs(b_k), 1), [BLOCK_N // 32, 4, 4, 2])
+        b_step = tl.maximum(tl.max(tl.max(b_largest, 3), 1), TINY) / LEVELS
+        o_kv = i_kv.to(tl.int64) * rounded.num_keys + slot
+        tl.store(rounded.steps + o_kv // 8 + tl.arange(0, BLOCK_N // 8), tl.reshape(b_step, [BLOCK_N // 8]))
+        b_inverse = tl.broadcast_to((1.0 / b_step)[:, None, :, None], [BLOCK_N // 32, 4, 4, 2])
+        b_inverse = tl.reshape(b_inverse, [BLOCK_N])
+        b_int = tl.floor(b_k * b_inverse[:, None] + 0.5)
+        o_int = (o_kv + tl.arange(0, BLOCK_N))[:, None] * KEPT_D + tl.arange(0, KEPT_D)[None, :]
+        tl.store(rounded.integers + o_int, b_int.to(rounded.integers.dtype.element_ty))
+        o_64 = tl.arange(0, BLOCK_N // 64)
+        b_square = tl.reshape(tl.sum(b_int * b_int, 1), [BLOCK_N // 64, 64])
+        tl.store(rounded.squares + o_kv // 64 + o_64, tl.max(b_square, 1))
+
+        b_bias = b_bias * b_inverse[:, None]
+        b_i = tl.sum(tl.where(b_is, o_h[None, :], 0), 1).to(tl.int64) * rounded.num_keys + slot
+        o_bias = b_i[None, :] + tl.arange(0, BLOCK_N)[:, None]
+        tl.store(rounded.biases + o_bias, b_bias, mask=b_tested[None, :])
+        tl.store(rounded.half_biases + o_bias, b_bias.to(tl.float16), mask=b_tested[None, :])
+        b_largest = tl.max(tl.reshape(tl.abs(b_bias), [BLOCK_N // 64, 64, GROUP_2]), 1)
+        tl.store(rounded.largest_biases + (b_i // 64)[None, :] + o_64[:, None], b_largest, mask=b_tested[None, :])
+
+
+@triton.jit
+def _biases(b_k, b_mean, query_means, i_kv, GROUP: tl.constexpr, GROUP_2: tl.constexpr):
+    """q̄(k − k̄)ᵀ of the kv head's query heads: [BLOCK_N, GROUP_2] float32, as q̄kᵀ − q̄k̄ᵀ.
+
+    A matrix product whose columns are q̄ in up to three parts of the keys' type, that add up to it in float32.
+    """
+    PARTS: tl.constexpr = 4 if GROUP_2 >= 4 else 16 // GROUP_2  # of which the first three are not zero
+    o_c = tl.arange(0, GROUP_2 * PARTS)
+    o_d = tl.arange(0, b_k.shape[1])
+    o_q = (i_kv * GROUP + o_c // PARTS)[None, :] * b_k.shape[1] + o_d[:, None]
+    b_q = tl.load(query_means + o_q, mask=(o_c // PARTS < GROUP)[None, :], other=0.0)
+    b_base = tl.max(tl.reshape(tl.sum(b_q * b_mean[:, None], 0), [GROUP_2, PARTS]), 1)  # PARTS times the same
+    b_high = b_q.to(b_k.dtype)
+    b_middle = (b_q - b_high.to(tl.float32)).to(b_k.dtype)
+    b_low = (b_q - b_high.to(tl.float32) - b_middle.to(tl.float32)).to(b_k.dtype)
+    b_part = (o_c % PARTS)[None, :]
+    b_rest = tl.where(b_part == 2, b_low, tl.zeros_like(b_low))
+    b_parts = tl.where(b_part == 0, b_high, tl.where(b_part == 1, b_middle, b_rest))
+    b_s = tl.dot(b_k, b_parts, input_precision="ieee")
+    return tl.sum(tl.reshape(b_s, [b_k.shape[0], GROUP_2, PARTS]), 2) - b_base[None, :]
+
+
+@triton.jit
+def _kept(b_x, means, i_mean, channels, i_kv, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr):
+    """The channels of ``b_x`` [n, BLOCK_D] and of its mean that are kept: [n, KEPT_D] and [KEPT_D] float32."""
+    if KEPT_D == BLOCK_D:
+        return b_x.to(tl.float32), tl.load(means + i_mean * BLOCK_D + tl.arange(0, BLOCK_D))
+    else:
+        # Products of 32 columns were assembled with a wrong descriptor (ptxas of Triton 3.6): none is narrower than 64.
+        COLUMNS: tl.constexpr = KEPT_D if KEPT_D > 64 else 64
+        o_c = tl.arange(0, COLUMNS)
+        b_columns = tl.load(channels + i_kv * KEPT_D + o_c, mask=o_c < KEPT_D, other=-1)
+        # A product with zeros and ones, of which one in each column, moves elements and changes none.
+        b_ones = (tl.arange(0, BLOCK_D)[:, None] == b_columns[None, :]).to(b_x.dtype)
+        b_kept = tl.dot(b_x, b_ones, input_precision="ieee")
+        b_kept = tl.sum(tl.reshape(b_kept, [b_x.shape[0], COLUMNS // KEPT_D, KEPT_D]), 1)
+        b_channels = tl.load(channels + i_kv * KEPT_D + tl.arange(0, KEPT_D))
+        return b_kept, tl.load(means + i_mean * BLOCK_D + b_channels)
+
+
+@triton.jit
+def local_start(end, sink_tokens, local_tokens):
+    """Where the local region of a 64-query block begins whose last query stands before position ``end``."""
+    between = (end + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK - sink_tokens - local_tokens
+    return tl.where(between >= 0, sink_tokens + between // SEGMENT * SEGMENT, 0)
+
+
+@triton.jit(do_not_specialize=["num_selected"])
+def _round_queries_kernel(
+    queries, keys, rounded, means, heads, log_taus, num_selected, tiles, sink_tokens, local_tokens, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+    FIELDS: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Steps 1 and 2 for 64 queries of one head."""
+    i_group = tl.program_id(1)
+    log_tau = tl.load(log_taus + i_group)
+    if log_tau > float("-inf"):
+        i_head = tl.load(heads + i_group)
+        tile = tiles + tl.program_id(0) // (TILE // QUERY_BLOCK) * FIELDS
+        first = tl.program_id(0) % (TILE // QUERY_BLOCK) * QUERY_BLOCK
+        i_row = tl.load(tile)
+        num_queries = tl.load(tile + 2) - first
+        position = tl.load(tile + 3) + first
+        o_m = tl.arange(0, QUERY_BLOCK)
+        o_d = tl.arange(0, BLOCK_D)
+        in_row = o_m < num_queries
+        in_head = in_row[:, None] & (o_d < HEAD_DIM)[None, :]
+        o_q = (tl.load(tile + 1) + first + o_m).to(tl.int64)[:, None] * queries.stride_token + o_d[None, :]
+        b_q = tl.load(queries.q + o_q + i_head * queries.stride_head, mask=in_head, other=0.0)
+        i_kv = i_head // GROUP
+        end = position + tl.minimum(num_queries, QUERY_BLOCK)
+        begin = local_start(end, sink_tokens, local_tokens)
+        where = (keys, i_row, i_kv, position + o_m, end)
+        b_lse = _local_lse(b_q, where, begin, sink_tokens, scale, BLOCK_N, HEAD_DIM, BLOCK_D, PRECISION)
+        b_q = widen(b_q)
+
+        i_mean = i_row * KV_HEADS + i_kv
+        b_mean = tl.load(means.keys + i_mean * BLOCK_D + o_d)
+        b_threshold = (log_tau + b_lse) / scale - tl.sum(b_q.to(tl.float32) * b_mean[None, :], 1)
+        i_query_mean = i_row * KV_HEADS * GROUP + i_head
+        if KEPT_D < BLOCK_D:
+            b_mean = tl.load(means.queries + i_query_mean * BLOCK_D + o_d)
+            b_rest = b_q.to(tl.float32) - b_mean[None, :]
+            b_rest = b_rest * b_rest * tl.load(means.left_out + i_mean * BLOCK_D + o_d)[None, :]
+            b_threshold -= tl.sqrt(tl.sum(b_rest, 1))
+        b_q, b_mean = _kept(b_q, means.queries, i_query_mean, means.channels, i_mean, BLOCK_D, KEPT_D)
+        b_q = tl.where(in_row[:, None], b_q - b_mean[None, :], 0.0)
+        b_step = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LEVELS
+        b_int = tl.floor(b_q * (1.0 / b_step)[:, None] + 0.5)
+        o_r = i_group.to(tl.int64) * rounded.num_queries + tl.program_id(0) * QUERY_BLOCK + o_m
+        o_int = o_r[:, None] * KEPT_D + tl.arange(0, KEPT_D)[None, :]
+        tl.store(rounded.integers + o_int, b_int.to(rounded.integers.dtype.element_ty))
+        tl.store(rounded.squares + o_r, tl.sum(b_int * b_int, 1))
+        tl.store(rounded.thresholds + o_r, tl.where(in_row, b_threshold / b_step, float("inf")))
+        tl.store(rounded.inverse_steps + o_r, tl.where(in_row, 1.0 / b_step, 0.0))
+
+
+@triton.jit
+def _local_lse(
+    b_q, where, local, sink_tokens, scale,
+    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """ln l̃ + m̃ of each query over sink and local region: [64]. What stands for queries past the row's end is finite."""
+    keys, i_row, i_kv, o_m, end = where
+    begin = local // BLOCK_N * BLOCK_N
+    sink_steps = (tl.minimum(sink_tokens, begin) + BLOCK_N - 1) // BLOCK_N
+    local_steps = (end - begin + BLOCK_N - 1) // BLOCK_N
+    b_max = tl.full([b_q.shape[0]], LEAST, tl.float32)
+    b_sum = tl.zeros([b_q.shape[0]], tl.float32)
+    for i in range(sink_steps + local_steps):
+        o_n = tl.where(i < sink_steps, i * BLOCK_N, begin + (i - sink_steps) * BLOCK_N) + tl.arange(0, BLOCK_N)
+        b_k = load_keys(keys, i_row, i_kv, o_n, end, HEAD_DIM, BLOCK_D)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * (scale * LOG2_E)
+        seen = (o_n < sink_tokens) | (o_n >= local)
+        b_s = tl.where(seen[None, :] & (o_n[None, :] <= o_m[:, None]), b_s, float("-inf"))
+        b_new_max = tl.maximum(b_max, tl.max(b_s, 1))
+        b_sum = b_sum * tl.exp2(b_max - b_new_max) + tl.sum(tl.exp2(b_s - b_new_max[:, None]), 1)
+        b_max = b_new_max
+    return (b_max + tl.log2(b_sum)) * LN_2

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SALE's third step: which blocks between sink and local region hold an element that passes. method.py has the
+paper's part.
+
+A program takes two tiles of one head and a span of keys. Flags lie as ``compact_blocks`` wants them; they are 0 before,
+and a program stores a 1 for each block with an element that passes, so that spans may be of any length.
+"""
+
+import logging
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods.sale.rounding import (
+    QUERY_BLOCK,
+    Piece,
+    Regions,
+    RoundedKeys,
+    RoundedQueries,
+    Selected,
+    local_start,
+)
+from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div
+
+TEST_TILES = 2
+"""Tiles that one program tests together: keys are read half as often as with one. L2 could not keep up otherwise."""
+
+TEST_WARPS = 4
+"""A warp group's: a thread then holds 128 registers of scores, and two programs run on one multiprocessor."""
+
+SPAN_TOKENS = 8192
+"""Keys that one program tests: enough that its start (256 queries to load) does not show, few enough to fill a card."""
+
+HALF_INTEGERS = tl.constexpr(2048.0)
+"""Half precision has every integer up to this one."""
+
+PAIR_FIELDS = tl.constexpr(5)
+
+logger = logging.getLogger(__name__)
+
+try:
+    from vllm_sparse_kernels.methods.sale import hopper as sale_hopper
+
+    HOPPER = True
+    """Whether ``sale_hopper`` tests what fits half precision, where it can."""
+except (ImportError, AttributeError):  # this Triton's Gluon lacks a name
+    HOPPER = False
+
+UNUSABLE: list[str] = []
+"""Why ``sale_hopper`` is not used in this process, once it has failed to compile: at start-up, when kernels warm up."""
+
+
+class FlagArgs(NamedTuple):
+    """Flags of blocks, laid out as an index's block_ids."""
+
+    kept: Any  # [num_selected, block_capacity] uint8
+    stride_kept: int
+    offsets: Any  # [num_tiles] int64
+    tiles: Any  # Rows.tiles
+
+
+def pairs_of(pieces: list[Piece], rows: Rows) -> list[int]:
+    """For each piece and each two tiles of its row: first tile, tiles, the piece's first key, its end, its start."""
+    flat: list[int] = []
+    for piece in pieces:
+        end = rows.tile_starts[piece.row + 1]
+        for tile in range(rows.tile_starts[piece.row], end, TEST_TILES):
+            flat += [tile, min(TEST_TILES, end - tile), piece.begin, piece.begin + piece.num_keys, piece.start]
+    return flat
+
+
+def flag_args(kept: torch.Tensor, index: SparseIndex) -> FlagArgs:
+    return FlagArgs(kept, kept.stride(0), index.block_offsets, index.rows.tiles)
+
+
+def first_flags(kept: torch.Tensor, index: SparseIndex, selected: Selected, regions: Regions) -> None:
+    """1 for sink and local region and for all blocks of heads that keep everything, 0 for blocks to be tested."""
+    _first_flags_kernel[(index.rows.num_tiles, selected.num_selected)](
+        flag_args(kept, index), selected.log_taus, *regions, INDEX_N=index.block_tokens, CHUNK=2048, FIELDS=TILE_FIELDS
+    )
+
+
+def flag_blocks(
+    queries: RoundedQueries, keys: RoundedKeys, kept: torch.Tensor, index: SparseIndex, selected: Selected,
+    regions: Regions, group: int, pairs: torch.Tensor, longest: int, half: bool,
+) -> None:  # fmt: skip
+    """Set the flags of the blocks of one slab's keys in which an element passes.
+
+    ``pairs``: [num_pairs, PAIR_FIELDS] int32 (``pairs_of``); ``longest``: keys of the longest piece; ``half``: whether
+    products may be added up in half precision, where it has them exactly.
+    """
+    num_pairs, num_spans, num_heads = len(pairs), ceil_div(longest, SPAN_TOKENS), selected.num_selected
+    block_d = keys.integers.shape[2]
+    args = (*selected[:2], flag_args(kept, index), pairs, *regions)
+    shape = {"GROUP": group, "BLOCK_D": block_d, "INDEX_N": index.block_tokens, "SPAN": SPAN_TOKENS}
+    shape |= {"FIELDS": TILE_FIELDS, "num_warps": TEST_WARPS}
+    hopper = HOPPER and half and kept.is_cuda and not UNUSABLE and block_d <= sale_hopper.WIDEST_HEAD
+    with index.workspace.frame():
+        left = index.workspace.empty(num_heads, num_pairs, num_spans, dtype=torch.uint8)
+        if hopper:
+            hopper = _test_on_hopper((num_pairs, num_spans, num_heads), queries, keys, args, left, shape)
+        _test_kernel[(num_pairs, 1 if hopper else num_spans, num_heads)](
+            queries, keys, *args, left, num_spans, **shape, TILE=TILE_TOKENS, TILES=TEST_TILES, WARPS=TEST_WARPS,
+            HALF=half and not hopper, REST=hopper, PACKED=half and kept.is_cuda,
+        )  # fmt: skip
+
+
+def _test_on_hopper(
+    grid: tuple[int, int, int], queries: RoundedQueries, keys: RoundedKeys, args: tuple[Any, ...], left: torch.Tensor,
+    shape: dict[str, int],
+) -> bool:  # fmt: skip
+    """Whether ``sale_hopper`` took it. A compiler that can't have it costs speed, never the server."""
+    try:
+        sale_hopper.half_kernel[grid](
+            queries, keys, sale_hopper.bulk(queries.integers), sale_hopper.bulk(keys.integers), *args, left,
+            **shape, STAGES=sale_hopper.STAGES, PAIR_FIELDS=PAIR_FIELDS.value,
+        )  # fmt: skip
+    except Exception as error:  # whatever a compiler or a launch raises is the reason
+        UNUSABLE.append(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        logger.warning("SALE's test runs without its Hopper kernel, slower: %s", UNUSABLE[-1])
+    return not UNUSABLE
+
+
+@triton.jit
+def _tested(tiles, i_tile, sink_tokens, local_tokens, INDEX_N: tl.constexpr, FIELDS: tl.constexpr):
+    """Index blocks of tiles [begin, end) between sink and local region.
+
+    Of a tile's two query blocks the first one's local region begins no later than the second one's.
+    """
+    length = tl.load(tiles + i_tile * FIELDS + 2)
+    position = tl.load(tiles + i_tile * FIELDS + 3)
+    stop = local_start(position + tl.minimum(length, QUERY_BLOCK), sink_tokens, local_tokens)
+    return (sink_tokens + INDEX_N - 1) // INDEX_N, stop // INDEX_N
+
+
+@triton.jit(do_not_specialize=["sink_tokens", "local_tokens"])
+def _first_flags_kernel(
+    flags, log_taus, sink_tokens, local_tokens, INDEX_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr
+):
+    i_tile, i_group = tl.program_id(0), tl.program_id(1)
+    begin, end = _tested(flags.tiles, i_tile, sink_tokens, local_tokens, INDEX_N, FIELDS)
+    if tl.load(log_taus + i_group) == float("-inf"):
+        end = 0
+    last = tl.load(flags.tiles + i_tile * FIELDS + 3) + tl.load(flags.tiles + i_tile * FIELDS + 2) - 1
+    num_causal = last // INDEX_N + 1
+    target = flags.kept + i_group.to(tl.int64) * flags.stride_kept + tl.load(flags.offsets + i_tile)
+    for first in range(0, num_causal, CHUNK):
+        o_n = first + tl.arange(0, CHUNK)
+        tl.store(target + o_n, ((o_n < begin) | (o_n >= end)).to(tl.uint8), mask=o_n < num_causal)
+
+
+@triton.jit(do_not_specialize=["sink_tokens", "local_tokens", "num_spans"])
+def _test_kernel(
+    queries, keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens, left, num_spans,
+    GROUP: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, INDEX_N: tl.constexpr,
+    SPAN: tl.constexpr, WARPS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, PACKED: tl.constexpr,
+    FIELDS: tl.constexpr,
+):  # fmt: skip
+    """Step 3 for up to TILES tiles of one head and one span; with REST for those spans that are ``left``."""
+    args = (queries, keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens)
+    if REST:
+        marks = left + (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * num_spans
+        num_left = 0
+        for i in range(0, num_spans, 64):
+            o_s = i + tl.arange(0, 64)
+            num_left += tl.sum(tl.load(marks + o_s, mask=o_s < num_spans, other=0).to(tl.int32), 0)
+        if num_left > 0:
+            for i_span in range(num_spans):
+                if tl.load(marks + i_span) != 0:
+                    _test_pair(args, i_span, GROUP, BLOCK_D, TILE, TILES, INDEX_N, SPAN, WARPS, False, PACKED, FIELDS)
+    else:
+        i_span = tl.program_id(1)
+        _test_pair(args, i_span, GROUP, BLOCK_D, TILE, TILES, INDEX_N, SPAN, WARPS, HALF, PACKED, FIELDS)
+
+
+@triton.jit
+def _test_pair(
+    args, i_span, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    INDEX_N: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr,
+    FIELDS: tl.constexpr,
+):  # fmt: skip
+    """Step 3 for up to TILES tiles of one head and up to SPAN keys of one piece."""
+    queries, keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens = args
+    i_group = tl.program_id(2)
+    pair = pairs + tl.program_id(0) * PAIR_FIELDS
+    i_tile = tl.load(pair)
+    num_tiles = tl.load(pair + 1)
+    o_t = tl.minimum(tl.arange(0, TILES), num_tiles - 1) + i_tile
+    first_block, b_end_block = _tested(flags.tiles, o_t, sink_tokens, local_tokens, INDEX_N, FIELDS)
+    piece = tl.load(pair + 2)
+    first = piece + i_span * SPAN
+    begin = tl.maximum(first_block * INDEX_N, first)
+    end = tl.minimum(tl.minimum(tl.max(b_end_block, 0) * INDEX_N, first + SPAN), tl.load(pair + 3))
+    if (begin < end) & (tl.load(log_taus + i_group) > float("-inf")):
+        shift = tl.multiple_of(tl.load(pair + 4) - piece, 128)
+        i_kv = tl.load(heads + i_group) // GROUP
+        where = (i_group, i_kv, i_tile, num_tiles, begin, end, shift)
+        b_flags = flags.kept + i_group.to(tl.int64) * flags.stride_kept + tl.load(flags.offsets + o_t)
+        in_half = False
+        if HALF:
+            in_half = _fits_half(queries, keys, where, first, TILE, TILES, SPAN)
+        if in_half:
+            _test_span(queries, keys, where, b_flags, b_end_block, BLOCK_D, TILE, TILES, INDEX_N, WARPS, HALF, PACKED)
+        else:
+            _test_span(queries, keys, where, b_flags, b_end_block, BLOCK_D, TILE, TILES, INDEX_N, WARPS, False, PACKED)
+
+
+@triton.jit
+def _fits_half(queries, keys, where, first, TILE: tl.constexpr, TILES: tl.constexpr, SPAN: tl.constexpr):
+    """Whether half precision has all sums of products exactly, and biases in range."""
+    i_group, i_kv, i_tile, num_tiles, begin, end, shift = where
+    o_m = tl.arange(0, TILES * TILE)
+    in_tiles = o_m < num_tiles * TILE
+    o_q = i_group.to(tl.int64) * queries.num_queries + i_tile * TILE + o_m
+    b_square = tl.load(queries.squares + o_q, mask=in_tiles, other=0.0)
+    b_inverse = tl.load(queries.inverse_steps + o_q, mask=in_tiles, other=0.0)
+    o_n = first // 64 + tl.arange(0, SPAN // 64)
+    tested = (o_n >= begin // 64) & (o_n < (end + 63) // 64)
+    o_n += shift // 64
+    num_parts = keys.num_keys // 64
+    longest = tl.max(b_square, 0) * tl.max(tl.load(keys.squares + i_kv * num_parts + o_n, mask=tested, other=0.0), 0)
+    inverse = tl.max(b_inverse, 0)
+    bias = tl.max(tl.load(keys.largest_biases + i_group * num_parts + o_n, mask=tested, other=0.0), 0)
+    # Each factor alone in half precision's range, below 2^16, with room.
+    in_range = (inverse <= 32768) & (bias <= 32768) & (inverse * bias <= HALF_INTEGERS)
+    return in_range & (longest <= HALF_INTEGERS * HALF_INTEGERS)
+
+
+@triton.jit
+def _test_span(
+    queries, keys, where, b_flags, b_end_block, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    INDEX_N: tl.constexpr, WARPS: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Store a 1 at ``b_flags`` [TILES] + b for each index block b < ``b_end_block`` of the span that passes."""
+    i_group, i_kv, i_tile, num_tiles, begin, end, shift = where
+    BLOCK_M: tl.constexpr = TILES * TILE
+    # Scores of as many bytes, half or float32.
+    BLOCK_N: tl.constexpr = 128 if HALF else 64
+    STAGES: tl.constexpr = 3 if HALF else 4
+    BLOCKS: tl.constexpr = BLOCK_N // INDEX_N if BLOCK_N > INDEX_N else 1  # index blocks of a step
+    dtype: tl.constexpr = tl.float16 if HALF else tl.float32
+    o_m = tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, BLOCK_D)
+    o_n = tl.arange(0, BLOCK_N)
+    o_step = tl.arange(0, BLOCK_N // 32)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    in_tiles = o_m < num_tiles * TILE
+    o_q = i_group.to(tl.int64) * queries.num_queries + i_tile * TILE + o_m
+    b_q = tl.load(queries.integers + o_q[:, None] * BLOCK_D + o_d[None, :], mask=in_tiles[:, None], other=0.0)
+    b_threshold = tl.load(queries.thresholds + o_q, mask=in_tiles, other=float("inf"))
+    b_inverse = tl.load(queries.inverse_steps + o_q, mask=in_tiles, other=0.0).to(dtype)
+    b_inverse = tl.broadcast_to(b_inverse[:, None], [BLOCK_M, BLOCK_N])
+    integers = keys.integers + (i_kv.to(tl.int64) * keys.num_keys + shift) * BLOCK_D
+    steps = keys.steps + (i_kv.to(tl.int64) * keys.num_keys + shift) // 8
+    biases = keys.biases + i_group.to(tl.int64) * keys.num_keys + shift
+    o_block = tl.arange(0, BLOCKS)
+    for i in tl.range(begin // BLOCK_N, (end + BLOCK_N - 1) // BLOCK_N, num_stages=STAGES):
+        b_k = tl.load(integers + (i * BLOCK_N + o_n)[:, None] * BLOCK_D + o_d[None, :])
+        b_bias = tl.load(biases + i * BLOCK_N + o_n)
+        b_step = tl.load(steps + i * (BLOCK_N // 8) + o_step)
+        b_bias = tl.broadcast_to(b_bias.to(dtype)[None, :], [BLOCK_M, BLOCK_N])
+        b_s = _multiply(b_q, b_k, b_inverse, b_bias, HALF, HALF and PACKED)
+        b_top = _largest(b_s, HALF and PACKED) * b_step[None, :, :]
+        b_top = tl.max(tl.reshape(b_top, [BLOCK_M, BLOCKS, BLOCK_N // 32 // BLOCKS, 4]), 2)
+        # Axes 1 and 3 lie in one thread: queries 8 apart of the 16 that a warp holds of every 16 · WARPS.
+        b_over = b_top - b_threshold[:, None, None]
+        b_over = tl.reshape(b_over, [TILES, TILE // (16 * WARPS), WARPS, 2, 8, BLOCKS, 4])
+        b_over = tl.max(tl.max(b_over, 3), 1)
+        o_b = i * BLOCK_N // INDEX_N + o_block
+        b_at = b_flags[:, None] + o_b[None, :]
+        b_passes = (b_over >= 0) & (o_b[None, :] < b_end_block[:, None])[:, None, None, :, None]
+        _set(tl.broadcast_to(b_at[:, None, None, :, None], b_passes.shape), b_passes, PACKED)
+
+
+@triton.jit
+def _set(b_at, b_passes, PACKED: tl.constexpr):
+    """Store a 1 where ``b_passes``. If PACKED each thread by itself: tl.store would deal the elements out anew."""
+    if PACKED:
+        tl.inline_asm_elementwise(
+            "{.reg .pred p; setp.ne.s32 p, $2, 0; @p st.global.b8 [$1], 1; mov.b32 $0, 0;}", "=r,l,r",
+            [b_at.to(tl.int64), b_passes.to(tl.int32)], tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(b_at, tl.full(b_passes.shape, 1, tl.uint8), mask=b_passes)
+
+
+@triton.jit
+def _multiply(b_q, b_k, b_inverse, b_bias, HALF: tl.constexpr, PACKED: tl.constexpr):
+    """Scores in (query step) · (key step): [BLOCK_M, BLOCK_N], in half precision if HALF, two at once if PACKED."""
+    if not HALF:
+        return tl.fma(b_inverse, b_bias, tl.dot(b_q, tl.trans(b_k)).to(tl.float32))
+    b_s = tl.dot(b_q, tl.trans(b_k), out_dtype=tl.float16)
+    if PACKED:
+        return tl.inline_asm_elementwise(
+            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [b_inverse, b_bias, b_s], tl.float16, is_pure=True, pack=2
+        )
+    return tl.fma(b_inverse, b_bias, b_s)
+
+
+@triton.jit
+def _largest(b_s, PACKED: tl.constexpr):
+    """[queries, BLOCK_N // 32, 4] float32: largest of the eight scores that share a key step. One thread has them."""
+    NUM: tl.constexpr = b_s.shape[1] // 32
+    if PACKED:
+        b_s = tl.permute(tl.reshape(b_s, [b_s.shape[0], NUM, 2, 2, 4, 2]), [0, 1, 4, 5, 2, 3])
+        b_even, b_odd = tl.split(b_s)
+        b_0, b_2 = tl.split(b_even)
+        b_1, b_3 = tl.split(b_odd)
+        b_s = _larger_pairs(_larger_pairs(_larger_pairs(b_0, b_1), b_2), b_3)
+    else:
+        b_s = tl.max(tl.reshape(b_s, [b_s.shape[0], NUM, 4, 4, 2]), 2)
+    return tl.max(b_s.to(tl.float32), 3)
+
+
+@triton.jit
+def _larger_pairs(b_a, b_b):
+    """Maximum in half precision, two elements in one instruction."""
+    return tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [b_a, b_b], tl.float16, is_pure=True, pack=2)

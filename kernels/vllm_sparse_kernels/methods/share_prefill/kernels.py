@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of SharePrefill (share_prefill.py): who shares, the maps of new pivots, what of them is kept, and the lists.
+
+Few heads are new pivots: their maps are made by few programs, and what counts is how soon these are done. Hence they
+are in the launch of the decisions, and what does not depend on who shares, the first pass of radix.py, is done there.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.methods.share_prefill.block_average import average_tile, divergence, softmax_sums
+from vllm_sparse_kernels.select.lists import append, tile_blocks
+from vllm_sparse_kernels.select.radix import DIGITS, mass_keys, masses_by_digit, masses_by_high_digit, next_digit
+
+TILES_AT_ONCE = tl.constexpr(32)
+"""Tiles whose weights are under way at a time where those of a row are added up."""
+
+MEANS_AT_ONCE = tl.constexpr(128)
+"""Mean keys that meet a mean query at a time, with as many or twice as many under way."""
+
+
+class DecideArgs(NamedTuple):
+    """What Algorithm 3 decides from, and where that goes: see ``_decide`` in share_prefill.py."""
+
+    estimates: Any
+    sparsity: Any
+    places: Any
+    slots: Any
+    exists: Any
+    last_rows: Any
+    block_starts: Any
+    patterns: Any
+    new_pivots: Any
+
+
+class NewMapArgs(NamedTuple):
+    """What maps of new pivots are made from, those ``BlockAverages`` has; where they go, and their weights by the
+    upper digit of their keys."""
+
+    mean_keys: Any
+    heads: Any
+    tiles: Any
+    block_offsets: Any
+    maps: Any
+    weights: Any
+
+
+class MapArgs(NamedTuple):
+    """What heads take of their pivots' maps, which lie by ``slots`` [clusters of the layer].
+
+    Of these ``shares`` [heads] is kept. A tile's masses by a digit of their keys (radix.py): ``high_weights`` [slots,
+    num_tiles, 256] by the upper one, kept with the maps; ``low_weights`` [heads, num_tiles, 256] by the lower one where
+    the upper is the threshold's, ``high`` [heads, num_tiles], which leaves the masses ``left`` to be reached.
+    """
+
+    maps: Any
+    slots: Any
+    places: Any
+    patterns: Any
+    high_weights: Any
+    low_weights: Any
+    high: Any
+    left: Any
+    shares: Any
+    tile_starts: Any
+
+
+@triton.jit
+def _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS: tl.constexpr):
+    """(whether the cluster has a pivot, else the place in heads of the one it gets, HEADS if it gets none; its first
+    head). The pivot is the first that is not too sparse."""
+    known = tl.load(args.exists + tl.load(args.slots + place).to(tl.int64) * num_rows + i_row)
+    o_h = tl.arange(0, HEADS)
+    b_same = tl.load(args.places + o_h, mask=o_h < num_heads, other=-1) == place
+    b_sparsity = tl.load(args.sparsity + o_h * num_rows + i_row, mask=b_same, other=float("inf"))
+    pivot = tl.min(tl.where(b_sparsity < max_sparsity, o_h, HEADS), 0)
+    return known != 0, pivot, tl.min(tl.where(b_same, o_h, HEADS), 0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride", "stride_last", "num_heads", "num_rows", "num_map_programs", "num_blocks", "stride_map",
+        "num_tiles",
+    ]
+)  # fmt: skip
+def decide_kernel(
+    args, stride, stride_last, num_heads, num_rows, max_sparsity, max_distance,
+    queries, keys, maps, num_map_programs, num_blocks, stride_map, num_tiles,
+    HEADS: tl.constexpr, CHUNK: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    MAPS: tl.constexpr,
+):  # fmt: skip
+    """Who shares, one (head, row) a program; before these, with MAPS, the maps of new pivots, one (cluster, tile) a
+    program. These do not wait for the decisions: they find the pivot themselves."""
+    i = tl.program_id(0)
+    if i >= num_map_programs:
+        i_entry = i - num_map_programs
+        _decide(
+            args, stride, stride_last, i_entry % num_heads, i_entry // num_heads, num_heads, num_rows, max_sparsity,
+            max_distance, HEADS, CHUNK, SHARED, DENSE,
+        )  # fmt: skip
+    elif MAPS:
+        place, i_tile = i // num_tiles, i % num_tiles
+        i_row = tl.load(maps.tiles + i_tile * FIELDS)
+        known, pivot, _ = _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS)
+        if (not known) & (pivot < HEADS):
+            _make_map(
+                queries, keys, maps, tl.load(args.slots + place).to(tl.int64), tl.load(maps.heads + pivot).to(tl.int64),
+                tl.load(args.block_starts + i_row), i_tile, num_blocks, stride_map, num_tiles,
+                CHUNK, HEAD_DIM, BLOCK_D, FIELDS, BLOCK_N, PAGE, GROUP, BLOCK_M, CHUNK_KEYS, PRECISION,
+            )  # fmt: skip
+
+
+@triton.jit
+def _decide(
+    args, stride, stride_last, i, i_row, num_heads, num_rows, max_sparsity, max_distance,
+    HEADS: tl.constexpr, CHUNK: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    """Where a cluster has no pivot yet, its first head that is not too sparse becomes it."""
+    place = tl.load(args.places + i)
+    pattern = 0
+    if place >= 0:
+        known, pivot, first_head = _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS)
+        if first_head == i:
+            tl.store(args.new_pivots + place * num_rows + i_row, tl.where(known | (pivot == HEADS), -1, pivot))
+        if tl.load(args.sparsity + i * num_rows + i_row) < max_sparsity:
+            if (pivot == i) & (not known):
+                pattern = DENSE
+            else:
+                start = tl.load(args.block_starts + i_row)
+                num_blocks = (tl.load(args.block_starts + i_row + 1) - start).to(tl.int32)
+                num_fresh = tl.where(known, 0, num_blocks)  # the pivot's estimate: this layer's, or stored
+                num_stored = num_blocks - num_fresh
+                mine = args.estimates + i.to(tl.int64) * stride + start
+                fresh = args.estimates + pivot.to(tl.int64) * stride + start
+                stored = args.last_rows + tl.load(args.slots + place).to(tl.int64) * stride_last + start
+                b_sum = tl.zeros([CHUNK], tl.float32)
+                for first in range(0, num_blocks, CHUNK):
+                    o_n = first + tl.arange(0, CHUNK)
+                    b_pivot = tl.load(fresh + o_n, mask=o_n < num_fresh, other=0.0)
+                    b_pivot += tl.load(stored + o_n, mask=o_n < num_stored, other=0.0)
+                    b_sum += divergence(tl.load(mine + o_n, mask=o_n < num_blocks, other=0.0), b_pivot)
+                if tl.sqrt(tl.maximum(tl.sum(b_sum, 0), 0.0)) < max_distance:
+                    pattern = SHARED
+    tl.store(args.patterns + i * num_rows + i_row, pattern)
+
+
+@triton.jit
+def _make_map(
+    queries, keys, maps, slot, i_head, start_block, i_tile, num_blocks, stride_map, num_tiles,
+    CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Softmax over the causal blocks of one (tile, head), and its weights by the upper digit.
+
+    Scores stand in its place until their sum is known.
+    """
+    row = maps.maps + slot * stride_map + tl.load(maps.block_offsets + i_tile)
+    diagonal, num_causal = tile_blocks(maps.tiles, i_tile, BLOCK_N, FIELDS)
+    b_q = average_tile(
+        queries, keys, maps.tiles, i_tile, i_head, row,
+        HEAD_DIM, BLOCK_D, FIELDS, BLOCK_N, PAGE, GROUP, BLOCK_M, CHUNK_KEYS, PRECISION,
+    )  # fmt: skip
+    means = maps.mean_keys + ((i_head // GROUP) * num_blocks + start_block) * HEAD_DIM
+    o_d = tl.arange(0, BLOCK_D)
+    # Of one query: tensor cores, which take 8, need more instructions for a product that comes to float32.
+    for start in tl.range(0, diagonal, MEANS_AT_ONCE, num_stages=3 if BLOCK_D <= 128 else 2):
+        o_n = start + tl.arange(0, MEANS_AT_ONCE)
+        in_keys = (o_n < diagonal)[:, None] & (o_d < HEAD_DIM)[None, :]
+        b_k = tl.load(means + o_n[:, None] * HEAD_DIM + o_d[None, :], mask=in_keys, other=0.0)
+        tl.store(row + o_n, tl.sum(b_k * b_q[None, :], 1), mask=o_n < diagonal)
+
+    tl.debug_barrier()
+    peak, total = softmax_sums(row, num_causal, CHUNK)
+    for start in range(0, num_causal, CHUNK):
+        o_n = start + tl.arange(0, CHUNK)
+        b_s = tl.load(row + o_n, mask=o_n < num_causal, other=float("-inf"))
+        tl.store(row + o_n, tl.exp(b_s - peak) / total, mask=o_n < num_causal)
+
+    tl.debug_barrier()
+    _weigh_tile(maps, slot, row, i_tile, num_causal, num_tiles)
+
+
+@triton.jit
+def _weigh_tile(maps, slot, row, i_tile, num_causal, num_tiles):
+    """The first pass of radix.py over one tile's map, by 8 warps."""
+    b_weight = masses_by_high_digit(row, 0, num_causal, 8, 64)
+    tl.store(maps.weights + (slot * num_tiles + i_tile) * DIGITS + tl.arange(0, DIGITS), b_weight)
+
+
+@triton.jit(do_not_specialize=["stride_map", "num_rows", "num_tiles"])
+def weigh_kernel(maps, slots, new_pivots, stride_map, num_rows, num_tiles, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The weights of the maps of new pivots, one (tile, cluster) a program, where maps come without."""
+    i_tile, place = tl.program_id(0), tl.program_id(1)
+    if tl.load(new_pivots + place * num_rows + tl.load(maps.tiles + i_tile * FIELDS)) >= 0:
+        slot = tl.load(slots + place).to(tl.int64)
+        _, num_causal = tile_blocks(maps.tiles, i_tile, BLOCK_N, FIELDS)
+        row = maps.maps + slot * stride_map + tl.load(maps.block_offsets + i_tile)
+        _weigh_tile(maps, slot, row, i_tile, num_causal, num_tiles)
+
+
+@triton.jit
+def _ranked_head(args, i_row, num_rows, BOTH: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr):
+    """The place of the program's head, −1 for none: its number on axis 1 is that among those which share, or with BOTH
+    among those and pivots. So they begin at once, and programs that have nothing to do end behind them."""
+    o_h = tl.arange(0, HEADS)
+    b_pattern = tl.load(args.patterns + o_h * num_rows + i_row, mask=o_h < tl.num_programs(1), other=0)
+    b_in = (b_pattern != 0) if BOTH else (b_pattern == SHARED)
+    b_in = b_in.to(tl.int32)
+    return tl.max(tl.where((b_in > 0) & (tl.cumsum(b_in, 0) == tl.program_id(1) + 1), o_h, -1), 0)
+
+
+@triton.jit
+def _joined(weights, tile_starts, i_row, i_tile, PER_TILE: tl.constexpr):
+    """Weights [256] of a tile, or of all tiles of its row, in order."""
+    o_digit = tl.arange(0, DIGITS)
+    if PER_TILE:
+        return tl.load(weights + i_tile * DIGITS + o_digit)
+    else:
+        end = tl.load(tile_starts + i_row + 1)
+        b_sum = tl.zeros([DIGITS], tl.float32)
+        for start in range(tl.load(tile_starts + i_row), end, TILES_AT_ONCE):
+            o_t = start + tl.arange(0, TILES_AT_ONCE)
+            o_w = o_t[:, None] * DIGITS + o_digit[None, :]
+            b_sum += tl.sum(tl.load(weights + o_w, mask=(o_t < end)[:, None], other=0.0), 0)
+        return b_sum
+
+
+@triton.jit(do_not_specialize=["stride_map", "num_rows"])
+def low_weights_kernel(
+    args, stride_map, num_rows, tiles, block_offsets,
+    PER_TILE: tl.constexpr, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+):  # fmt: skip
+    """The second pass of radix.py over one tile's part of the map that one head takes its pattern from."""
+    i_tile, num_tiles = tl.program_id(0), tl.num_programs(0)
+    i_row = tl.load(tiles + i_tile * FIELDS)
+    i = _ranked_head(args, i_row, num_rows, False, HEADS, SHARED)
+    if i < 0:
+        return
+    slot = tl.load(args.slots + tl.load(args.places + i)).to(tl.int64)
+    b_weight = _joined(args.high_weights + slot * num_tiles * DIGITS, args.tile_starts, i_row, i_tile, PER_TILE)
+    high, left = next_digit(b_weight, tl.load(args.shares + i) * tl.sum(b_weight, 0))
+    _, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
+    values = args.maps + slot * stride_map + tl.load(block_offsets + i_tile)
+    b_weight = masses_by_digit(values, 0, num_causal, high, 1, CHUNK, 64)
+    i_out = i.to(tl.int64) * num_tiles + i_tile
+    tl.store(args.low_weights + i_out * DIGITS + tl.arange(0, DIGITS), b_weight)
+    tl.store(args.high + i_out, high)
+    tl.store(args.left + i_out, left)
+
+
+@triton.jit(do_not_specialize=["stride_map", "num_rows", "stride_estimate", "stride_last", "stride_ids", "num_tiles"])
+def apply_patterns_kernel(
+    args, stride_map, num_rows, estimates, stride_estimate, exists, last_rows, stride_last, block_starts,
+    heads, tiles, rows, block_offsets, block_counts, block_ids, stride_ids, stripe_counts, num_tiles,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, PER_TILE: tl.constexpr, FIELDS: tl.constexpr,
+    ROW_FIELDS: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    """The list of one (tile, head) that shares or is the pivot."""
+    i_tile = tl.program_id(0)
+    i_row = tl.load(tiles + i_tile * FIELDS)
+    i = _ranked_head(args, i_row, num_rows, True, HEADS, SHARED)
+    if i < 0:
+        return
+    pattern = tl.load(args.patterns + i * num_rows + i_row)
+    i_head = tl.load(heads + i).to(tl.int64)
+    diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
+    start = tl.load(block_offsets + i_tile)
+    slot = tl.load(args.slots + tl.load(args.places + i)).to(tl.int64)
+    values = args.maps + slot * stride_map + start
+    target = block_ids + i_head * stride_ids + start
+    threshold = 0
+    if pattern == SHARED:
+        i_entry = i.to(tl.int64) * num_tiles
+        high, left = tl.load(args.high + i_entry + i_tile), tl.load(args.left + i_entry + i_tile)
+        b_weight = _joined(args.low_weights + i_entry * DIGITS, args.tile_starts, i_row, i_tile, PER_TILE)
+        threshold = high * DIGITS + next_digit(b_weight, left)[0]
+    count = 0
+    for first in range(0, num_causal, CHUNK):
+        o_n = first + tl.arange(0, CHUNK)
+        causal = o_n < num_causal
+        b_kept = mass_keys(tl.load(values + o_n, mask=causal, other=0.0)) >= threshold
+        count = append(target, count, o_n, causal & (b_kept | (o_n >= diagonal) | (pattern == DENSE)))
+    tl.store(block_counts + i_head * num_tiles + i_tile, count)
+    tl.store(stripe_counts + i_head * num_tiles + i_tile, 0)
+
+    # The pivot's last tile, which ends where the row does, keeps the estimate.
+    end = tl.load(tiles + i_tile * FIELDS + 3) + tl.load(tiles + i_tile * FIELDS + 2)
+    if (pattern == DENSE) & (end == tl.load(rows + i_row * ROW_FIELDS + 2)):
+        begin = tl.load(block_starts + i_row)
+        for first in range(0, num_causal, CHUNK):
+            o_n = first + tl.arange(0, CHUNK)
+            b_a = tl.load(estimates + i.to(tl.int64) * stride_estimate + begin + o_n, mask=o_n < num_causal)
+            tl.store(last_rows + slot * stride_last + begin + o_n, b_a, mask=o_n < num_causal)
+        tl.store(exists + slot * num_rows + i_row, 1)

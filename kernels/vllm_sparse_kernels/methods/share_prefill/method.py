@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SharePrefill: the pattern of one head, computed densely, serves the similar heads of this and later layers.
+
+"Accelerating Prefilling for Long-Context LLMs via Sparse Pattern Sharing" (arXiv:2505.19578). Heads are clustered
+offline; the clusters come with the profile. Per row, heads in order (Algorithms 1 to 4):
+
+* estimate: the last queries' scaled QK averaged over each key block, softmax over blocks (Algorithm 3, line 3);
+* a head that is highly sparse, sqrt(JSD) to the uniform distribution at least δ, or in no cluster takes FlexPrefill's
+  vertical-slash (Algorithm 5);
+* the first other head of a cluster is the pivot. It is computed densely, and its map of block-averaged QK, softmaxed,
+  gives the pattern: the fewest blocks that hold γ of the map's mass (Algorithm 2);
+* a later head of the cluster takes the pivot's pattern if sqrt(JSD) between the two estimates is under τ, else
+  vertical-slash.
+
+Which head becomes a pivot depends on the data, and so differs from row to row. All of it is decided on the device.
+
+How this reads the paper:
+
+* The paper averages QK before the softmax. Such averages follow from mean queries and mean keys (block_average.py):
+  the map needs nothing from the attention kernel. On the diagonal, averages run over the pairs that the causal mask
+  leaves.
+* The map's rows are tiles of 128 queries, its columns blocks of ``index.block_tokens`` keys. The estimate takes the
+  chunk's last 128 queries, for pivots too, so that equal heads have equal estimates at any chunk length.
+* JSD is taken with the natural logarithm, as in the authors' code. Blocks tied at the threshold are all kept.
+* A head that shares takes the pivot's map rather than its pattern: what γ of it holds, by its own γ where heads differ
+  in that (the paper's do not). So no γ decides who shares, and one head's changes no other's.
+* With δ = 0 or τ = 0 nothing could be shared, and no pivot is computed. sqrt(JSD) never exceeds 0.83 = √ln 2: with
+  δ = 1.01, the paper's most accurate row (table 2: 39.35 against 39.05 for 1.18 times the latency), no head is too
+  sparse to share.
+* Heads of the pivot's own layer may share its pattern: the map does not wait for the attention. (The authors' code
+  builds patterns after the layer, and only later layers share them.)
+
+What the authors' code does otherwise, as parameters, off by default:
+
+* ``gamma_per_tile``: γ of the mass of each of the map's rows, not of the whole map. All of these weigh alike there, and
+  those that need few blocks for their mass get them first: tiles with many blocks, a chunk's last, are left short.
+* ``true_mass``: the map is the exact softmax mass of each block, from two passes over the pivot's QK (block_mass.py),
+  which cost as much as its dense attention, or half more. Estimates, and so who shares, stay as they are.
+
+Measured on a trained model (the 64 heads of a small one, 8,192 tokens, each with the pattern of its own map, γ = 0.9),
+recall → density, and the recall of the worst tile of any head: averages 0.864 → 0.131, 0.27; with ``gamma_per_tile``
+0.874 → 0.163, 0.20; ``true_mass`` 0.910 → 0.154, 0.69; both 0.926 → 0.190, 0.90. Averages reach a recall of 0.916 with
+γ = 0.95, at 0.201.
+
+Beyond the paper, and off by default, vertical-slash's lines may come from queries spread over the chunk
+(``estimating``, as in flex_vertical_slash.py). Who shares is decided by its last queries all the same.
+
+Left out: that code compares heads by sums of true mass over columns and diagonals, has no δ, makes heads whose estimate
+from pooled keys is good query-aware (FlexPrefill), shares only where vertical-slash would hold less than 0.9 of the
+pivot's mass, and adds each head's best columns and diagonals, 1,024 keys, to the pattern that it takes.
+
+Who shares is known before vertical-slash looks at any key. What it does for a head, and for a key head all of whose
+query heads share, ends there; query heads that share keys are stacked, so that one of them costs what all do.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Literal, Self, TypeVar
+
+import torch
+import triton
+
+from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
+from vllm_sparse_kernels.methods.share_prefill.block_average import BlockAverages, Spans
+from vllm_sparse_kernels.methods.share_prefill.block_mass import block_masses, num_splits
+from vllm_sparse_kernels.methods.share_prefill.kernels import (
+    DecideArgs,
+    MapArgs,
+    NewMapArgs,
+    apply_patterns_kernel,
+    decide_kernel,
+    low_weights_kernel,
+    weigh_kernel,
+)
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS, Rows, to_device
+from vllm_sparse_kernels.select.footprint import averaged_bytes
+from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS
+from vllm_sparse_kernels.select.parameters import on_device, require
+from vllm_sparse_kernels.select.radix import DIGITS
+
+VERTICAL_SLASH, SHARED, DENSE = 0, 1, 2
+"""What a head of a row attends to: its own vertical-slash lines, its cluster's pattern, or everything (the pivot)."""
+
+NOISE = -1
+"""Cluster id of heads that are like no other."""
+
+State = TypeVar("State")
+
+
+@dataclass(frozen=True)
+class SharePrefill(Method):
+    """δ, τ, γ of the paper, and the cluster of a head as the profile knows it.
+
+    Heads of a layer depend on each other: the ``SharePrefillLayer`` that ``merged`` makes selects them together.
+    """
+
+    max_sparsity: float = 0.3  # δ: heads at least that far from uniform share nothing; above 0.84 there are none
+    max_distance: float = 0.2  # τ: heads at least that far from their pivot do not take its pattern
+    gamma: float = 0.9  # γ: the share of the mass that patterns, columns and diagonals hold
+    cluster: int = NOISE
+    gamma_per_tile: bool = False  # γ of each tile's mass, as in the authors' code; else of the whole map's
+    true_mass: bool = False  # pivots' maps from the exact mass of blocks, as in the authors' code
+
+    last_queries: int = 64
+    """Queries that vertical-slash's lines are estimated from."""
+
+    estimating: Literal["last", "spread"] = "last"
+    """Beyond the paper, ``spread``: of as many queries as ``last_queries`` says, but spread evenly over the chunk."""
+
+    def __post_init__(self) -> None:
+        require(self.max_sparsity >= 0, "max_sparsity", self.max_sparsity, "a number >= 0 (δ)")
+        require(self.max_distance >= 0, "max_distance", self.max_distance, "a number >= 0 (τ)")
+        require(0 < self.gamma <= 1, "gamma", self.gamma, "a share in (0, 1] (γ)")
+        require(self.cluster >= NOISE, "cluster", self.cluster, f"a cluster's number >= 0, or {NOISE} for noise")
+        FlexVerticalSlash(last_queries=self.last_queries, estimating=self.estimating)  # which refuses what cannot be
+
+    @property
+    def alike(self) -> "SharePrefill":
+        own = ("cluster", "clusters", "gamma", "gammas")
+        return SharePrefill(**{name: value for name, value in asdict(self).items() if name not in own})
+
+    @property
+    def company(self) -> "SharePrefill":
+        return replace(self.alike, cluster=self.cluster)
+
+    @classmethod
+    def merged(cls, methods: Sequence[Self]) -> "SharePrefillLayer":
+        first, clusters = asdict(methods[0].alike), tuple(m.cluster for m in methods)
+        require(len({m.alike for m in methods}) == 1, "methods", methods, "equal thresholds, but for γ")
+        gammas = tuple(m.gamma for m in methods)
+        own = {"gamma": gammas[0]} if len(set(gammas)) == 1 else {"gammas": gammas}
+        return SharePrefillLayer(**first | own, clusters=clusters)
+
+    @property
+    def alone(self) -> "SharePrefill":
+        """Noise: the only head of its cluster would be a pivot, computed densely, whose pattern nobody takes."""
+        return replace(self, cluster=NOISE)
+
+    @classmethod
+    def objection(cls, methods: Sequence[Self]) -> str | None:
+        members = Counter(m.company for m in methods if m.shares(m.clusters_of_heads))
+        if any(count > 1 for count in members.values()):
+            return None
+        return (
+            "share_prefill: no two heads can share a pattern, and without that it is flex_vertical_slash: expected a "
+            "profile that gives alike heads the same cluster, and thresholds above 0; or method flex_vertical_slash"
+        )
+
+    @classmethod
+    def summary(cls, methods: Sequence[Self]) -> dict[str, object]:
+        fields = {name: value for name, value in methods[0].alike.shown_fields.items() if name != "cluster"}
+        gammas = {gamma for m in methods for gamma in m.gammas_of_heads}
+        fields["gamma"] = gammas.pop() if len(gammas) == 1 else f"{min(gammas):g} to {max(gammas):g}"
+        members = Counter(c for m in methods for c in m.clusters_of_heads if c != NOISE)
+        return fields | {"clusters": len(members), "clustered_heads": members.total()}
+
+    @property
+    def clusters_of_heads(self) -> tuple[int, ...]:
+        """The cluster of each head that this method is for."""
+        return (self.cluster,)
+
+    @property
+    def gammas_of_heads(self) -> tuple[float, ...]:
+        """γ of each head that this method is for; one, where all have the same."""
+        return (self.gamma,)
+
+    @cached_property
+    def fallback(self) -> FlexVerticalSlash:
+        """Vertical-slash of the same heads."""
+        lines = FlexVerticalSlash(last_queries=self.last_queries, estimating=self.estimating)
+        merged = FlexVerticalSlash.merged([replace(lines, gamma=gamma) for gamma in self.gammas_of_heads])
+        assert isinstance(merged, FlexVerticalSlash)
+        return merged
+
+    def stripe_layout(self, rows: Rows) -> StripeLayout:
+        return self.fallback.stripe_layout(rows)
+
+    def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
+        lines = super().workspace_bytes(rows, shape, num_selected, stripe_capacity)
+        splits = num_splits(rows) if self.true_mass else 0
+        return max(lines, averaged_bytes(rows, shape, num_selected, splits))
+
+    def clusters_of(self, heads: torch.Tensor) -> tuple[int, ...]:
+        """The cluster of each of ``heads``."""
+        require(self.cluster == NOISE, "cluster", self.cluster, "clustered heads of a layer merged into one method")
+        return (NOISE,) * len(heads)
+
+    def shares(self, clusters: tuple[int, ...]) -> bool:
+        """Whether any head could take a pattern. If none could, no pivot is worth its dense attention."""
+        return self.max_sparsity > 0 and self.max_distance > 0 and any(c != NOISE for c in clusters)
+
+    def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
+        self.clusters_of(heads)
+        self.fallback.select(q, cache, index, heads, scale)
+
+
+@dataclass(frozen=True)
+class SharePrefillLayer(SharePrefill):
+    """All heads of a layer that share by the same thresholds.
+
+    ``clusters[i]`` is the cluster of the i-th head that ``select`` is given; a cluster has the same id in all layers.
+    ``gammas[i]`` is its γ, where they differ; else there are none.
+    """
+
+    clusters: tuple[int, ...] = ()
+    gammas: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expected = f"none, or one of each of the {len(self.clusters)} heads, in (0, 1]"
+        fits = len(self.gammas) in (0, len(self.clusters)) and all(0 < gamma <= 1 for gamma in self.gammas)
+        require(fits, "gammas", self.gammas, expected)
+        require(min(self.clusters, default=0) >= NOISE, "clusters", self.clusters, f"ids >= 0, or {NOISE} for noise")
+
+    @property
+    def clusters_of_heads(self) -> tuple[int, ...]:
+        return self.clusters
+
+    @property
+    def gammas_of_heads(self) -> tuple[float, ...]:
+        return self.gammas or (self.gamma,) * len(self.clusters)
+
+    def clusters_of(self, heads: torch.Tensor) -> tuple[int, ...]:
+        expected = f"one id for each of the {len(heads)} heads"
+        require(len(self.clusters) == len(heads), "clusters", self.clusters, expected)
+        return self.clusters
+
+    def state_of_step(self, rows: Rows, kind: str, make: Callable[[], State]) -> State:
+        """What layers keep for later ones, made by the first of them. Heads with other thresholds share nothing."""
+        key = (kind, self.alike)
+        if key not in rows.state:
+            rows.state[key] = make()
+        return rows.state[key]
+
+    def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
+        clusters = self.clusters_of(heads)
+        if not self.shares(clusters):
+            self.fallback.select(q, cache, index, heads, scale)
+            return
+        pivots = self.state_of_step(index.rows, "pivots", lambda: Pivots(index))
+        in_layer = sorted(set(clusters) - {NOISE})
+        places = _on_device(tuple(NOISE if c == NOISE else in_layer.index(c) for c in clusters), index.rows.device)
+        slots = _on_device(pivots.slots_of(in_layer, index), index.rows.device)
+        with index.workspace.frame():
+            patterns = index.workspace.empty(len(heads), index.rows.num_rows, dtype=torch.int32)
+            with index.workspace.frame():
+                averages = BlockAverages(q, cache, index, heads, scale, pivots.spans, places)
+                estimates, new_pivots = _decide(self, pivots, index, averages, places, slots, patterns)
+                if self.true_mass:
+                    block_masses(q, cache, index, heads, scale, new_pivots, pivots.maps, slots)
+                    _weigh_masses(pivots, index, averages, slots, new_pivots)
+                maps = _weigh(self, pivots, index, patterns, places, slots)
+                _apply_patterns(self, pivots, index, heads, maps, estimates)
+            self.fallback.select_where(q, cache, index, heads, scale, patterns)
+
+
+@lru_cache(maxsize=4096)
+def _on_device(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return to_device(values, torch.int32, device)
+
+
+class Pivots:
+    """The pivots of one forward pass, by slot and row. A cluster gets its slot in the first layer that has it.
+
+    They are beside the workspace, as later layers read them: a map has 4 bytes a (tile, block) and 1 KiB a tile. Room
+    is made for twice as many clusters at a time, so that few layers wait for a copy.
+    """
+
+    def __init__(self, index: SparseIndex) -> None:
+        self.spans = Spans.of(index)
+        self.slots: dict[int, int] = {}
+        device, num_tiles = index.rows.device, index.rows.num_tiles
+        self.exists = torch.empty(0, index.rows.num_rows, dtype=torch.int32, device=device)
+        self.last_rows = torch.empty(0, self.spans.num_blocks, dtype=torch.float32, device=device)  # ã
+        self.maps = torch.empty(0, index.block_ids.shape[1], dtype=torch.float32, device=device)  # Ã, as block_ids
+        self.weights = torch.empty(0, num_tiles, DIGITS.value, dtype=torch.float32, device=device)  # of its high digits
+
+    def slots_of(self, clusters: list[int], index: SparseIndex) -> tuple[int, ...]:
+        """The slots of ``clusters``, making room for the new ones. Host and device both know without asking."""
+        given, expected = (index.block_ids.shape[1], index.block_tokens), (self.maps.shape[1], self.spans.block_tokens)
+        require(given == expected, "index", given, f"the capacity and block size of the layers before: {expected}")
+        for cluster in clusters:
+            self.slots.setdefault(cluster, len(self.slots))
+        if len(self.slots) > len(self.exists):
+            room = triton.next_power_of_2(len(self.slots))
+            before, self.exists = self.exists, self.exists.new_zeros(room, self.exists.shape[1])
+            self.exists[: len(before)] = before
+            self.last_rows, self.maps, self.weights = (
+                _with_room(x, room) for x in (self.last_rows, self.maps, self.weights)
+            )
+        return tuple(self.slots[c] for c in clusters)
+
+
+def _with_room(kept: torch.Tensor, number: int) -> torch.Tensor:
+    """The same with undefined rows behind it, ``number`` in all."""
+    new = kept.new_empty(number, *kept.shape[1:])
+    if len(kept):
+        new[: len(kept)] = kept
+    return new
+
+
+def _decide(
+    method: SharePrefill,
+    pivots: Pivots,
+    index: SparseIndex,
+    averages: BlockAverages,
+    places: torch.Tensor,
+    slots: torch.Tensor,
+    patterns: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Algorithm 3: fill patterns [heads, num_rows] int32; returns heads' estimates and new pivots [clusters of the
+    layer, num_rows] int32. Unless these are to have true masses, their maps are made.
+
+    places [heads] is each head's cluster among those of the layer, slots [clusters of the layer] their slots in
+    ``pivots``. A new pivot is named by its place in heads; −1 if a cluster gets none here.
+    """
+    estimates, sparsity = averages.estimates()
+    num_heads, num_rows = sparsity.shape
+    new_pivots = index.workspace.empty(len(slots), num_rows, dtype=torch.int32)
+    args = DecideArgs(
+        estimates, sparsity, places, slots, pivots.exists, pivots.last_rows, pivots.spans.block_starts, patterns,
+        new_pivots,
+    )  # fmt: skip
+    num_map_programs = 0 if method.true_mass else len(slots) * index.rows.num_tiles
+    decide_kernel[(num_map_programs + num_heads * num_rows,)](
+        args, estimates.stride(0), pivots.last_rows.stride(0), num_heads, num_rows,
+        method.max_sparsity, method.max_distance, averages.queries, averages.keys,
+        _new_map_args(pivots, index, averages), num_map_programs, pivots.spans.num_blocks,
+        pivots.maps.stride(0), index.rows.num_tiles,
+        HEADS=triton.next_power_of_2(num_heads), CHUNK=CHUNK_BLOCKS, SHARED=SHARED, DENSE=DENSE,
+        **averages.tile_options, MAPS=not method.true_mass, num_warps=8,
+    )  # fmt: skip
+    return estimates, new_pivots
+
+
+def _new_map_args(pivots: Pivots, index: SparseIndex, averages: BlockAverages) -> NewMapArgs:
+    return NewMapArgs(
+        averages.mean_keys, averages.heads, index.rows.tiles, index.block_offsets, pivots.maps, pivots.weights,
+    )  # fmt: skip
+
+
+def _weigh_masses(
+    pivots: Pivots, index: SparseIndex, averages: BlockAverages, slots: torch.Tensor, new_pivots: torch.Tensor
+) -> None:
+    """The first pass of Algorithm 2's thresholds over the new maps, which is the same for all heads and layers."""
+    rows = index.rows
+    weigh_kernel[(rows.num_tiles, len(slots))](
+        _new_map_args(pivots, index, averages), slots, new_pivots, pivots.maps.stride(0), rows.num_rows,
+        rows.num_tiles, FIELDS=TILE_FIELDS, BLOCK_N=index.block_tokens, num_warps=8,
+    )  # fmt: skip
+
+
+def _weigh(
+    method: SharePrefill,
+    pivots: Pivots,
+    index: SparseIndex,
+    patterns: torch.Tensor,
+    places: torch.Tensor,
+    slots: torch.Tensor,
+) -> MapArgs:
+    """What Algorithm 2's thresholds follow from, for the heads and rows that share."""
+    rows, room, num_heads = index.rows, index.workspace.empty, len(patterns)
+    maps = MapArgs(
+        pivots.maps, slots, places, patterns, pivots.weights,
+        room(num_heads, rows.num_tiles, DIGITS.value), room(num_heads, rows.num_tiles, dtype=torch.int32),
+        room(num_heads, rows.num_tiles),
+        on_device(tuple(one.kernel_share for one in method.fallback.of_heads(num_heads)), rows.device),
+        pivots.spans.tile_starts,
+    )  # fmt: skip
+    low_weights_kernel[(rows.num_tiles, num_heads)](
+        maps, pivots.maps.stride(0), rows.num_rows, rows.tiles, index.block_offsets,
+        PER_TILE=method.gamma_per_tile, BLOCK_N=index.block_tokens, FIELDS=TILE_FIELDS, CHUNK=CHUNK_BLOCKS,
+        HEADS=triton.next_power_of_2(num_heads), SHARED=SHARED,
+    )  # fmt: skip
+    return maps
+
+
+def _apply_patterns(
+    method: SharePrefill,
+    pivots: Pivots,
+    index: SparseIndex,
+    heads: torch.Tensor,
+    maps: MapArgs,
+    estimates: torch.Tensor,
+) -> None:
+    """Write the lists of shared and dense heads, and keep the new pivots' estimates ã."""
+    rows = index.rows
+    apply_patterns_kernel[(rows.num_tiles, len(heads))](
+        maps, pivots.maps.stride(0), rows.num_rows, estimates, estimates.stride(0),
+        pivots.exists, pivots.last_rows, pivots.last_rows.stride(0), pivots.spans.block_starts,
+        heads, rows.tiles, rows.row_table,
+        index.block_offsets, index.block_counts, index.block_ids, index.block_ids.stride(0), index.stripe_counts,
+        rows.num_tiles, BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS,
+        PER_TILE=method.gamma_per_tile, FIELDS=TILE_FIELDS, ROW_FIELDS=ROW_FIELDS,
+        HEADS=triton.next_power_of_2(len(heads)), SHARED=SHARED, DENSE=DENSE,
+    )  # fmt: skip

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SharePrefill (arXiv:2505.19578), Algorithms 1 to 4, head by head in plain float32; see method.py."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods.flex_prefill.reference import fewest_with_mass, pool, select_flex_vertical_slash
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import TILE_TOKENS
+
+if TYPE_CHECKING:  # the package select imports this module
+    from vllm_sparse_kernels.methods.share_prefill.method import SharePrefillLayer
+
+NOISE = -1
+
+
+class Pivot(NamedTuple):
+    """An entry of the paper's pivotal_pattern_dict: ã, and in place of M the map per tile of the row that it is of."""
+
+    last_row: torch.Tensor
+    weights: list[torch.Tensor]
+
+
+def select_share_prefill(
+    method: "SharePrefillLayer",
+    q: torch.Tensor,
+    cache: PagedCache,
+    index: SparseIndex,
+    heads: torch.Tensor,
+    scale: float,
+) -> None:
+    clusters = method.clusters_of(heads)
+    select_flex_vertical_slash(method.fallback, q, cache, index, heads, scale)
+    if not method.shares(clusters):
+        return
+    pivots = method.state_of_step(index.rows, "reference", dict[tuple[int, int], Pivot])
+    rows, group = index.rows, q.shape[1] // cache.num_kv_heads
+    for row in range(rows.num_rows):
+        keys = cache.gather(rows.block_table[row], rows.seq_lens[row])[0].float() * scale
+        queries = q[rows.tokens[row] : rows.tokens[row] + rows.query_lens[row]].float()
+        for head, cluster, gamma in zip(heads.tolist(), clusters, method.gammas_of_heads, strict=True):
+            head_keys = keys[:, head // group]
+            last_row = block_average(queries[-TILE_TOKENS:, head], head_keys, index.block_tokens).softmax(-1)
+            pivot = pivots.get((row, cluster))
+            pattern = determine(method, cluster, last_row, pivot)
+            if pattern == "dense":
+                map_of = block_mass_map if method.true_mass else block_average_map
+                weights = map_of(queries[:, head], head_keys, index, row)
+                pivots[row, cluster] = Pivot(last_row, weights)
+                set_pattern([torch.ones_like(w, dtype=torch.bool) for w in weights], index, row, head)
+            elif pattern == "shared" and pivot is not None:
+                set_pattern(pivotal_pattern(pivot.weights, gamma, method.gamma_per_tile), index, row, head)
+
+
+def set_pattern(kept: list[torch.Tensor], index: SparseIndex, row: int, head: int) -> None:
+    for i_tile, tile_kept in enumerate(kept, index.rows.tile_starts[row]):
+        index.set_blocks(head, i_tile, tile_kept)
+        index.stripe_counts[head, i_tile] = 0
+
+
+def determine(method: "SharePrefillLayer", cluster: int, last_row: torch.Tensor, pivot: Pivot | None) -> str:
+    """Algorithm 3, and the first lines of Algorithm 4: "dense" (no pivot yet), "shared" or "vertical_slash"."""
+    uniform = torch.full_like(last_row, 1 / len(last_row))
+    if cluster == NOISE or js_distance(last_row, uniform) >= method.max_sparsity:
+        return "vertical_slash"
+    if pivot is None:
+        return "dense"
+    return "shared" if js_distance(last_row, pivot.last_row) < method.max_distance else "vertical_slash"
+
+
+def js_distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """sqrt(JSD(a‖b)), natural logarithm."""
+    mean = (a + b) / 2
+    divergence = (relative_entropy(a, mean) + relative_entropy(b, mean)) / 2
+    return float(divergence.clamp(min=0).sqrt())
+
+
+def relative_entropy(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.where(a > 0, a * (a / b).log(), 0).sum()
+
+
+def block_average(queries: torch.Tensor, keys: torch.Tensor, block_tokens: int) -> torch.Tensor:
+    """pool(Q̂Kᵀ): scores of the last queries of ``keys``, averaged over the causal pairs of each block of keys."""
+    num_queries, num_keys = len(queries), len(keys)
+    scores = (queries @ keys.T).tril_(num_keys - num_queries)
+    seen_by = (num_keys - torch.arange(num_keys, device=keys.device)).clamp(max=num_queries)  # queries of each key
+    return pool(scores.sum(0), block_tokens) / pool(seen_by.to(scores), block_tokens)
+
+
+def tiles_of(queries: torch.Tensor, index: SparseIndex, row: int) -> Iterator[tuple[torch.Tensor, int]]:
+    """The queries of each of a row's tiles, and the number of keys up to their last."""
+    rows = index.rows
+    tiles = rows.tile_list[rows.tile_starts[row] : rows.tile_starts[row + 1]]
+    for own, tile in zip(queries.split(TILE_TOKENS), tiles, strict=True):
+        yield own, tile.last_position + 1
+
+
+def block_average_map(queries: torch.Tensor, keys: torch.Tensor, index: SparseIndex, row: int) -> list[torch.Tensor]:
+    """Ã, Algorithm 2's softmax of block averages, one row per tile."""
+    return [
+        block_average(own, keys[:end], index.block_tokens).softmax(-1) for own, end in tiles_of(queries, index, row)
+    ]
+
+
+def block_mass_map(queries: torch.Tensor, keys: torch.Tensor, index: SparseIndex, row: int) -> list[torch.Tensor]:
+    """The authors' code's map: each block's exact softmax mass, mean of the tile's queries, one row per tile."""
+    found = []
+    for own, end in tiles_of(queries, index, row):
+        unseen = torch.ones(len(own), end, dtype=torch.bool, device=keys.device).triu(end - len(own) + 1)
+        probabilities = (own @ keys[:end].T).masked_fill(unseen, -torch.inf).softmax(-1)
+        found.append(pool(probabilities.mean(0), index.block_tokens))
+    return found
+
+
+def pivotal_pattern(weights: list[torch.Tensor], gamma: float, per_tile: bool) -> list[torch.Tensor]:
+    """Algorithm 2: the fewest blocks that hold γ of the whole map; of each row of it with ``per_tile``."""
+    if per_tile:
+        return [fewest_with_mass(w, gamma) for w in weights]
+    return list(fewest_with_mass(torch.cat(weights), gamma).split([len(w) for w in weights]))

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SpargeAttn's selection in plain torch: arXiv 2502.18137, equations 2 to 5 and lines 4 to 6 of Algorithm 1.
+
+``method.py`` lists what departs from the paper. What its attention adds is in ``attend/reference.py``.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods.sparge_attn.method import KEY_BLOCK_TOKENS, SpargeAttn
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import TILE_TOKENS
+
+
+def select_sparge_attn(
+    method: SpargeAttn, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
+) -> None:
+    settings = method.of_heads(len(heads))
+    for one in dict.fromkeys(settings):
+        _select_alike(one, q, cache, index, heads[[i for i, other in enumerate(settings) if other == one]], scale)
+
+
+def _select_alike(
+    method: SpargeAttn, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
+) -> None:
+    rows, group = index.rows, q.shape[1] // cache.num_kv_heads
+    chosen = heads.long()
+    index.stripe_counts.index_fill_(0, chosen, 0)
+    for row, seq_len in enumerate(rows.seq_lens):
+        keys, _ = cache.gather(rows.block_table[row], seq_len)
+        queries = q[rows.tokens[row] : rows.tokens[row] + rows.query_lens[row]]
+        kept = predict(method, queries[:, chosen].float(), keys[:, chosen // group].float(), scale)
+        halves = index.block_tokens // KEY_BLOCK_TOKENS
+        kept = F.pad(kept, (0, -kept.shape[2] % halves)).unflatten(2, (-1, halves)).any(-1).cpu()
+        for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
+            capacity = index.num_causal_blocks(rows.tile_list[i_tile])
+            for head, flags in zip(chosen.tolist(), kept[:, i_tile - rows.tile_starts[row], :capacity]):
+                index.set_blocks(head, i_tile, flags)
+
+
+def predict(method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+    """M of one row: bool [heads, tiles, key blocks], in the precision of its input.
+
+    queries [query_len, heads, head_dim] are the last positions of keys [seq_len, heads, head_dim].
+    """
+    probabilities, always, causal = compressed_map(method, queries, keys, scale)
+    if method.kept_mass == 1:
+        return causal.expand_as(probabilities)
+    return (top_cdf(probabilities, method.kept_mass) | always) & causal  # equations 4 and 5
+
+
+def compressed_map(
+    method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """P^ [heads, tiles, key blocks], what is kept whatever P^ says (bool, same shape), and the causal mask (bool)."""
+    query_len, seq_len = len(queries), len(keys)
+    if method.smooth_keys:
+        keys = keys - keys.mean(0)
+    q_mean, q_similarity = compress(queries, TILE_TOKENS)
+    k_mean, k_similarity = compress(keys, KEY_BLOCK_TOKENS)
+    starts = torch.arange(0, query_len, TILE_TOKENS, device=keys.device)
+    last = (starts + TILE_TOKENS).clamp(max=query_len) - 1 + seq_len - query_len
+    causal = torch.arange(0, seq_len, KEY_BLOCK_TOKENS, device=keys.device) <= last[:, None]
+    unlike = (k_similarity < method.min_similarity)[:, None, :]
+    scores = (q_mean @ k_mean.mT * scale).masked_fill(unlike | ~causal, -torch.inf)
+    always = unlike | (q_similarity < method.min_similarity)[:, :, None]
+    always[:, :, 0] |= method.keep_sink
+    # A tile none of whose blocks is alike has no softmax: it keeps them all.
+    probabilities = scores.softmax(-1).nan_to_num()
+    return probabilities, always, causal
+
+
+def compress(tokens: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean [heads, blocks, head_dim] and CosSim [heads, blocks], by ``size`` tokens, of [length, heads, head_dim]."""
+    padded = F.pad(tokens, (0, 0, 0, 0, 0, -len(tokens) % size))
+    blocks = padded.unflatten(0, (-1, size)).permute(2, 0, 1, 3)
+    counts = (len(tokens) - size * torch.arange(blocks.shape[1], device=tokens.device)).clamp(max=size)
+    unit = F.normalize(blocks, dim=-1)
+    return blocks.sum(2) / counts[:, None], (unit @ unit.mT).sum((2, 3)) / counts**2
+
+
+def top_cdf(probabilities: torch.Tensor, kept_mass: float) -> torch.Tensor:
+    """Bool of the same shape: the fewest largest of each row that reach ``kept_mass`` of its sum; ties: the first."""
+    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    reached = ordered.cumsum(-1)
+    before = F.pad(reached[..., :-1], (1, 0))
+    kept = before < kept_mass * reached[..., -1:]
+    return torch.zeros_like(kept).scatter_(-1, order, kept)

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A method's parameters: checked on the host, and those of several heads on the device."""
+
+from functools import lru_cache
+
+import torch
+
+from vllm_sparse_kernels.rows import to_device
+
+
+def require(condition: bool, field: str, given: object, expected: str) -> None:
+    """Raise ValueError naming the field, what was given and what was expected."""
+    if not condition:
+        raise ValueError(f"{field}: given {given!r}, expected {expected}")
+
+
+@lru_cache(maxsize=4096)
+def on_device(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Parameters of heads as float32, copied once in a process."""
+    return to_device(values, torch.float32, device)

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers inside the prompt: questions whose answers the prompt itself holds, judged by the ranks of their tokens.
+
+A question at a prompt's end is answered by decoding, which is dense: it hides what a sparse prefill lost. Here facts
+are spread over a text, each is asked for and answered further on, and all of it is prefilled. A server that returns
+log-probabilities of the prompt's tokens (``prompt_logprobs``, vLLM's addition to OpenAI's interface) says of every
+answer's token how many others the model held more likely. The answer is right if none was, for any of its tokens.
+"""
+
+import hashlib
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from vllm_sparse_backend.measure.endpoint import RequestError
+from vllm_sparse_backend.measure.report import BenchError
+
+Encode = Callable[[str], list[int]]
+"""Token ids of a text, without special tokens around them."""
+
+_ADJECTIVES = (
+    "amber crimson silent golden frozen hidden ancient velvet copper lunar misty scarlet broken quiet rapid gentle"
+)
+_KINDS = (
+    "falcon tiger lantern meadow harbor glacier orchid compass anchor willow raven summit beacon badger cedar dragon"
+)
+_PLACES = "river stone forest tower bridge valley garden island canyon temple harbor engine desert castle planet market"
+NAMES = [f"{a} {k} {p}" for a in _ADJECTIVES.split() for k in _KINDS.split() for p in _PLACES.split()]
+
+
+@dataclass(frozen=True)
+class Templates:
+    """Lines that state a fact and that ask for it and answer. ``{name}`` and ``{value}``, seven digits, are put in."""
+
+    fact: str = "# The magic number of {name} is {value}."
+    question: str = "# Question: what is the magic number of {name}? Answer: {value}."
+
+    def __post_init__(self) -> None:
+        for option, text in (("--fact", self.fact), ("--question", self.question)):
+            if text.count("{name}") != 1 or text.count("{value}") != 1:
+                raise BenchError(f"{option}: given {text!r}, expected a line with {{name}} and {{value}}, once each")
+        if self.question.index("{name}") > self.question.index("{value}"):
+            raise BenchError(f"--question: given {self.question!r}, expected {{name}} before {{value}}")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Places count the prompt's tokens from 0."""
+
+    name: str
+    value: str
+    fact_at: int
+    """Of the value's first token where the fact is stated."""
+    begin: int
+    end: int
+    """Of the value's tokens where it is asked for; ``end`` is past the last."""
+
+    @property
+    def distance(self) -> int:
+        return self.begin - self.fact_at
+
+
+@dataclass(frozen=True)
+class Prompt:
+    token_ids: list[int]
+    answers: tuple[Answer, ...]
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(" ".join(map(str, self.token_ids)).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Line:
+    token_ids: list[int]
+    begin: int
+    end: int
+    """Of the tokens that hold the value."""
+
+    @staticmethod
+    def of(encode: Encode, template: str, name: str, value: str) -> "Line":
+        """The value's tokens are where the line differs from one in which every digit is another.
+
+        So they are found with any tokenizer: one that has a token for each digit, or for three, or for a space and a
+        digit together.
+        """
+        changed = "".join(str(int(digit) % 9 + 1) for digit in value)
+        ids, other = (
+            encode("\n" + template.replace("{name}", name).replace("{value}", v) + "\n") for v in (value, changed)
+        )
+        begin = _equal(ids, other)
+        end = len(ids) - _equal(ids[begin:][::-1], other[begin:][::-1])
+        if begin >= end:
+            raise BenchError(f"the tokenizer gives {value} and {changed} the same tokens: answers cannot be told apart")
+        return Line(ids, begin, end)
+
+
+def _equal(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the part that both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))
+
+
+def build_prompt(
+    encode: Encode,
+    begin_ids: Sequence[int],
+    text_ids: Sequence[int],
+    num_tokens: int,
+    num_facts: int,
+    templates: Templates,
+    rng: random.Random,
+) -> Prompt:
+    """``num_tokens`` tokens: ``begin_ids``, then ``text_ids`` from their first on, with facts and questions between.
+
+    Both places of a fact are uniform over the text, the question at the later one. Raises BenchError if the lines do
+    not fit or the text is too short.
+    """
+    names = rng.sample(NAMES, num_facts)
+    values = [str(value) for value in rng.sample(range(1_000_000, 10_000_000), num_facts)]
+    facts = [Line.of(encode, templates.fact, name, value) for name, value in zip(names, values)]
+    questions = [Line.of(encode, templates.question, name, value) for name, value in zip(names, values)]
+    taken = len(begin_ids) + sum(len(line.token_ids) for line in (*facts, *questions))
+    room = num_tokens - taken
+    if room < taken:
+        raise BenchError(
+            f"{num_facts} facts and their questions take {taken:,} of a prompt's {num_tokens:,} tokens, expected at "
+            f"most half: ask for fewer facts or longer prompts"
+        )
+    if len(text_ids) < room:
+        raise BenchError(f"text: given {len(text_ids):,} tokens, expected at least {room:,}")
+
+    cuts = [sorted((rng.randint(0, room), rng.randint(0, room))) for _ in names]
+    threads = [(fact.token_ids, question.token_ids) for fact, question in zip(facts, questions)]
+    ids, places = weave(begin_ids, text_ids[:room], threads, cuts)
+    answers = [
+        Answer(name, value, stated + fact.begin, asked + question.begin, asked + question.end)
+        for name, value, fact, question, (stated, asked) in zip(names, values, facts, questions, places)
+    ]
+    return Prompt(ids, tuple(answers))
+
+
+def weave(
+    begin_ids: Sequence[int],
+    text_ids: Sequence[int],
+    threads: Sequence[Sequence[Sequence[int]]],
+    cuts: Sequence[Sequence[int]],
+) -> tuple[list[int], list[list[int]]]:
+    """``begin_ids`` and then the text with other lines in it, and where each of these begins.
+
+    A thread is lines in their order; ``cuts`` has for each of them, rising, before how many tokens of the text.
+    """
+    placed = sorted((cut, step, i) for i, of in enumerate(cuts) for step, cut in enumerate(of))
+    ids, at = list(begin_ids), 0
+    places = [[0] * len(of) for of in cuts]
+    for cut, step, i in placed:
+        ids += text_ids[at:cut]
+        at = cut
+        places[i][step] = len(ids)
+        ids += threads[i][step]
+    ids += text_ids[at:]
+    return ids, places
+
+
+@dataclass(frozen=True)
+class Scores:
+    ranks: list[list[int]]
+    """Of each answer's tokens; 1 is the likeliest."""
+    nats: float
+    others: int
+    """Summed negative log-probability of all tokens that are no answer's, and their number: the first has none."""
+
+
+def own_tokens(token_ids: Sequence[int], returned: Sequence[Mapping[str, Any] | None]) -> tuple[list[int], list[float]]:
+    """Ranks and log-probabilities of a prompt's tokens, from ``prompt_logprobs``; the first, which has none, 0 and 0.
+
+    ``returned``: for each token ``{token id: {"logprob": ..., "rank": ...}}``. Raises RequestError where a token's own
+    is missing or is no number that a healthy model gives: nothing of such an answer is counted.
+    """
+    if not isinstance(returned, list) or len(returned) != len(token_ids):
+        came = len(returned) if isinstance(returned, list) else returned
+        raise RequestError(f"prompt_logprobs: {came!r} came back for a prompt of {len(token_ids)} tokens")
+    ranks, logprobs = [0], [0.0]
+    for place in range(1, len(token_ids)):
+        own = (returned[place] or {}).get(str(token_ids[place]))
+        if own is None:
+            raise RequestError(f"prompt_logprobs: nothing came back for token {token_ids[place]} at place {place}")
+        logprob, rank = own.get("logprob"), own.get("rank")
+        if not isinstance(logprob, int | float) or not -1e5 < logprob <= 1e-3:
+            raise RequestError(f"prompt_logprobs: log-probability {logprob} at place {place}")
+        if not isinstance(rank, int) or rank < 1:
+            raise RequestError(f"prompt_logprobs: rank {rank} at place {place}")
+        ranks.append(rank)
+        logprobs.append(logprob)
+    return ranks, logprobs
+
+
+def score(prompt: Prompt, returned: Sequence[Mapping[str, Any] | None]) -> Scores:
+    """From ``prompt_logprobs``, as ``own_tokens`` reads it. Raises RequestError as it does."""
+    ranks, logprobs = own_tokens(prompt.token_ids, returned)
+    inside = {place for answer in prompt.answers for place in range(answer.begin, answer.end)}
+    others = [-logprob for place, logprob in enumerate(logprobs) if place and place not in inside]
+    return Scores([ranks[answer.begin : answer.end] for answer in prompt.answers], math.fsum(others), len(others))
+
+
+@dataclass(frozen=True)
+class Share:
+    """Right answers of those asked for."""
+
+    right: int
+    asked: int
+
+    @property
+    def share(self) -> float:
+        return self.right / self.asked if self.asked else math.nan
+
+    def __str__(self) -> str:
+        return f"{self.right} of {self.asked}" if self.asked else ""
+
+
+def standard_error(of_prompts: Sequence[Share]) -> float:
+    """Of the share over all: the binomial one, or that between prompts where it is larger.
+
+    A prompt's answers are no independent draws: a block of keys that is dropped takes many of them with it.
+    """
+    whole = Share(sum(one.right for one in of_prompts), sum(one.asked for one in of_prompts))
+    if not whole.asked:
+        return math.nan
+    binomial, count = math.sqrt(whole.share * (1 - whole.share) / whole.asked), len(of_prompts)
+    if count < 2:
+        return binomial
+    squares = math.fsum((one.right - whole.share * one.asked) ** 2 for one in of_prompts)
+    return max(binomial, math.sqrt(squares * count / (count - 1)) / whole.asked)
+
+
+def bucket(distance: int) -> tuple[int, int]:
+    """Distances by doublings: below 1,024, below 2,048 and so on. Returns its bounds, the upper one excluded."""
+    upper = max(1024, 1 << distance.bit_length())
+    return (0 if upper == 1024 else upper // 2), upper
+
+
+def by_distance(judged: Sequence[tuple[int, bool]]) -> dict[tuple[int, int], Share]:
+    """``judged``: distance from the fact, and whether the answer was right."""
+    found: dict[tuple[int, int], list[bool]] = {}
+    for distance, right in judged:
+        found.setdefault(bucket(distance), []).append(right)
+    return {bounds: Share(sum(found[bounds]), len(found[bounds])) for bounds in sorted(found)}

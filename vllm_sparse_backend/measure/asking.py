@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers inside the prompt, asked of servers: started one after the other, or running; the same prompts for all."""
+
+import hashlib
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any, ClassVar
+
+from vllm_sparse_backend.measure.answers import (
+    Prompt,
+    Share,
+    Templates,
+    build_prompt,
+    by_distance,
+    score,
+    standard_error,
+)
+from vllm_sparse_backend.measure.contestants import At, Case, densities
+from vllm_sparse_backend.measure.endpoint import Endpoint, RequestError
+from vllm_sparse_backend.measure.report import BenchError, Report
+from vllm_sparse_backend.measure.texts import asked_text, prose
+from vllm_sparse_backend.measure.tokens import first_tokens, tokenize
+
+COLUMNS = {
+    "label": "server",
+    "tokens": "tokens",
+    "answers": "right",
+    "share": "share",
+    "standard_error": "± s.e.",
+    "of_first": "of the first's",
+    "perplexity": "perplexity",
+    "density": "density, all lengths",
+    "failed": "failed requests",
+}
+
+
+@dataclass(frozen=True)
+class Asking:
+    """All that makes the prompts, but for the tokenizer: a ``Job`` of servers."""
+
+    fields: ClassVar[tuple[str, ...]] = ("tokens", "prompt")
+
+    lengths: tuple[int, ...]
+    prompts: int
+    """Of each length."""
+    facts: int
+    seed: int
+    templates: Templates
+    text: str | None
+    first_token: str | None
+    """Text of the token that prompts start with; empty for none; None for what the tokenizer or its files say."""
+
+    @staticmethod
+    def about(text: Path | None, lengths: Sequence[int], prompts: int, **others: Any) -> "Asking":
+        read = asked_text(text, lengths, prompts)
+        return Asking(tuple(dict.fromkeys(lengths)), prompts, text=read, **others)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @cached_property
+    def source(self) -> str:
+        """A word of prose is a token at least: there are as many as stretches that begin apart take."""
+        words = max(2 * self.longest, self.longest + 16 * self.prompts)
+        return self.text if self.text is not None else prose(words, self.seed)
+
+    def key(self, *context: object) -> str:
+        """Equal where the prompts are, and what they are asked in (``context``)."""
+        made_of = asdict(self) | {"text": self.source, "context": context}
+        return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
+
+    @property
+    def wanted(self) -> list[At]:
+        return list(product(self.lengths, range(self.prompts)))
+
+    def sample(self, endpoint: Endpoint) -> list[int]:
+        return endpoint.tokenize(self.source[:2000])
+
+    def build(self, endpoint: Endpoint) -> Callable[[Endpoint, At], Case]:
+        prompts = self.build_prompts(endpoint)
+        return lambda endpoint, at: ask_one(endpoint, prompts[at])
+
+    def build_prompts(self, endpoint: Endpoint) -> dict[At, Prompt]:
+        """By length and number: each of a stretch of the text that begins elsewhere."""
+        text_ids = tokenize(endpoint, self.source)
+        begin_ids = first_tokens(endpoint, self.first_token)
+        # Stretches begin in different places, so that no two prompts of a length begin alike.
+        spare = len(text_ids) - self.longest
+        if spare < 16 * self.prompts:
+            most = self.longest + 16 * self.prompts
+            raise BenchError(f"text: given {len(text_ids):,} tokens, expected at least {most:,} for such prompts")
+
+        built: dict[At, Prompt] = {}
+        for length in self.lengths:
+            for i in range(self.prompts):
+                rng = random.Random(f"{self.seed}/{length}/{i}")
+                start = spare * i // self.prompts + rng.randrange(spare // self.prompts)
+                stretch = text_ids[start : start + length]
+                built[length, i] = build_prompt(
+                    lambda text: endpoint.tokenize(text, special=False),
+                    begin_ids, stretch, length, self.facts, self.templates, rng,
+                )  # fmt: skip
+        return built
+
+
+def ask_one(endpoint: Endpoint, prompt: Prompt) -> Case:
+    """A request that fails, or is not answered whole, has its ``error`` and no answers."""
+    case: Case = {"sha256": prompt.sha256, "error": None}
+    began = time.perf_counter()
+    try:
+        scores = score(prompt, endpoint.prompt_logprobs(prompt.token_ids))
+    except RequestError as error:
+        return case | {"error": str(error)}
+    answers = [
+        {"place": answer.begin, "distance": answer.distance, "ranks": ranks}
+        for answer, ranks in zip(prompt.answers, scores.ranks)
+    ]
+    seconds = round(time.perf_counter() - began, 3)
+    return case | {"seconds": seconds, "nats": scores.nats, "others": scores.others, "answers": answers}
+
+
+def right_answers(case: Case) -> list[bool]:
+    """Right is an answer whose tokens are all of rank 1."""
+    return [all(rank == 1 for rank in answer["ranks"]) for answer in case["answers"]]
+
+
+def summaries(cases: Sequence[Case], labels: Sequence[str], lengths: Sequence[int]) -> list[Case]:
+    """For each label and length: right of asked, beside the first label's on the prompts that both answered."""
+    asked = {(c["label"], c["tokens"], c["prompt"]): c for c in cases if c["part"] == "prompt"}
+    density = densities(cases)
+    rows = []
+    for length in lengths:
+        base = {i: c for (label, n, i), c in asked.items() if label == labels[0] and n == length and c["error"] is None}
+        for label in labels:
+            of = [c for (name, n, _), c in asked.items() if name == label and n == length]
+            good = {c["prompt"]: c for c in of if c["error"] is None}
+            judged = [
+                (answer["distance"], right)
+                for c in good.values()
+                for answer, right in zip(c["answers"], right_answers(c))
+            ]
+            whole = Share(sum(right for _, right in judged), len(judged))
+            shares = [Share(sum(right_answers(c)), len(c["answers"])) for c in good.values()]
+            both = base.keys() & good.keys()
+            first = sum(sum(right_answers(base[i])) for i in both)
+            others = sum(c["others"] for c in good.values())
+            rows.append({
+                "label": label, "tokens": length, "answers": str(whole) or None, "right": whole.right,
+                "asked": whole.asked, "share": whole.share if judged else None,
+                "standard_error": standard_error(shares) if judged else None,
+                "of_first": sum(sum(right_answers(good[i])) for i in both) / first if first else None,
+                "perplexity": math.exp(sum(c["nats"] for c in good.values()) / others) if others else None,
+                "density": density.get(label), "failed": len(of) - len(good), "by_distance": by_distance(judged),
+            })  # fmt: skip
+    return rows
+
+
+def distance_columns(rows: Sequence[Case]) -> tuple[dict[str, str], list[Case]]:
+    """Columns and rows of a table of right answers by distance."""
+    buckets = sorted({bounds for row in rows for bounds in row["by_distance"]})
+    columns = {"label": "server", "tokens": "tokens"}
+    columns |= {str(bounds): f"{bounds[0]:,} to {bounds[1] - 1:,}" for bounds in buckets}
+    shown = []
+    for row in rows:
+        shares = {str(bounds): str(share) for bounds, share in row["by_distance"].items()}
+        shown.append({"label": row["label"], "tokens": row["tokens"], **shares})
+    return columns, shown
+
+
+def add_figures(report: Report, rows: Sequence[Case], model: str) -> None:
+    """Of those whose requests were all answered: prompts would differ otherwise."""
+    for row in rows:
+        if not row["failed"] and row["share"] is not None:
+            name = f"{row['label']}, answers inside the prompt, {row['tokens']:,} tokens, {model}"
+            report.add_figure(f"{name}: right", row["share"], "share", "higher")
+            report.add_figure(f"{name}: perplexity", row["perplexity"], "ratio", "lower")

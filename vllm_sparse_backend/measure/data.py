@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts to measure on: structured ones of any length, and captured ones; one layer each, on the device, paged."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from vllm_sparse_backend.measure.report import BenchError
+from vllm_sparse_backend.profiling.capture import Capture
+from vllm_sparse_backend.profiling.quality import PAGE_TOKENS, paged
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_kernels import PagedCache, Rows
+from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.testing.batches import Batch, in_fp8
+from vllm_sparse_kernels.testing.structured import SEQUENCE, paged_batch, structured
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of one layer on one rank; 8B models of Llama's and Qwen's families have these defaults."""
+
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    page_tokens: int = 128
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.num_heads} heads, {self.num_kv_heads} kv heads, head_dim {self.head_dim}, {dtype}"
+
+    def model(self, num_layers: int) -> ModelShape:
+        return ModelShape("Structured", num_layers, self.num_heads, self.num_kv_heads, self.head_dim)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One layer of a whole prompt, of which chunks are prefilled."""
+
+    whole: Batch
+
+    @property
+    def num_tokens(self) -> int:
+        return self.whole.rows.query_lens[0]
+
+    def chunk(self, context_len: int, query_len: int) -> Batch:
+        """The step that prefills ``query_len`` tokens after ``context_len`` cached ones."""
+        end = context_len + query_len
+        if end > self.num_tokens:
+            raise BenchError(
+                f"a chunk of {query_len:,} after {context_len:,}: the prompt has {self.num_tokens:,} tokens"
+            )
+        rows = Rows((0,), (query_len,), (context_len,), self.whole.rows.block_table)
+        return replace(self.whole, q=self.whole.q[context_len:end], rows=rows)
+
+    def in_fp8(self) -> "Prompt":
+        """Rounded as a server with --kv-cache-dtype fp8 rounds it whose checkpoint has no scales: all are 1."""
+        return Prompt(in_fp8(self.whole))
+
+
+def without_nan(batch: Batch) -> Batch:
+    """The batch, its cache free of the NaN that stand in unused places: FlashAttention multiplies these by 0."""
+    for side in (batch.cache.keys, batch.cache.values):
+        side.nan_to_num_()
+    return batch
+
+
+def structured_prompts(heads: Heads, num_tokens: int, count: int, device: torch.device) -> list[Prompt]:
+    """Layers of one prompt: their seeds differ, their pages lie alike, as one block table serves all layers."""
+    prompts = []
+    for seed in range(count):
+        data = structured(num_tokens, 0, heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.dtype, device, seed)
+        prompts.append(Prompt(without_nan(paged_batch(data, heads.page_tokens))))
+    return prompts
+
+
+def structured_clusters(heads: Heads, num_layers: int) -> tuple[tuple[int, ...], ...]:
+    """Which heads of structured prompts are alike, for SharePrefill: those of a kind."""
+    kinds = sorted(set(SEQUENCE))
+    return (tuple(kinds.index(SEQUENCE[head % len(SEQUENCE)]) for head in range(heads.num_heads)),) * num_layers
+
+
+def captured_prompts(captured: Capture, copies: int, device: torch.device) -> list[Prompt]:
+    """The captured layers in order, their heads ``copies`` times: few heads do not fill a card."""
+    table = torch.arange(ceil_div(captured.num_tokens, PAGE_TOKENS), dtype=torch.int32, device=device)[None]
+    prompts = []
+    for layer in sorted(captured.scales):
+        q, k, v = (x.repeat(1, copies, 1) for x in captured.read(layer, device))
+        rows = Rows((0,), (captured.num_tokens,), (0,), table)
+        prompts.append(Prompt(without_nan(Batch(q, PagedCache(paged(k), paged(v)), rows, captured.scales[layer]))))
+    return prompts
+
+
+def repeated_clusters(clusters: Sequence[Sequence[int]], copies: int, noise: int) -> tuple[tuple[int, ...], ...]:
+    """Clusters of heads that stand there ``copies`` times; no copy shares with another."""
+    apart = 1 + max(max(heads) for heads in clusters)
+    return tuple(
+        tuple(c if c == noise else c + copy * apart for copy in range(copies) for c in heads) for heads in clusters
+    )

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole methods, selection and attention, against FlashAttention on the same chunk, and what they do to its output.
+
+A chunk is prefilled after its context through all layers of the data, as a server does it: one pass has one set of
+rows, and its layers follow each other. Times are those of the device, summed over layers. The output's error is that of
+the chunk against FlashAttention's own output, ‖O − Õ‖₂ / ‖O‖₂, mean over layers; its rounding to bf16 is in it.
+
+With a cache in fp8 both run on fp8, and errors are against what each is on the bf16 that was rounded: the output's
+against FlashAttention on bf16, where FlashAttention's own on fp8 stands beside it; and what fp8 alone does to a method,
+against the same method on bf16, selection and all.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean, median
+from typing import Any
+
+import torch
+
+from vllm_sparse_backend.measure.asked import Asked
+from vllm_sparse_backend.measure.card import Card, Run, is_default, refusal
+from vllm_sparse_backend.measure.check import Check, check_attention, difference
+from vllm_sparse_backend.measure.data import Prompt
+from vllm_sparse_backend.measure.report import Report
+from vllm_sparse_backend.profiling.quality import fill_index, layer_index
+from vllm_sparse_backend.settings.plan import LayerPlan, Plan, methods_by_head
+from vllm_sparse_kernels import AttendOptions, SparseIndex
+from vllm_sparse_kernels.attend import AttendSpec, Engine, choose
+from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.methods.base import attend_options
+from vllm_sparse_kernels.testing.batches import Batch
+
+COLUMNS = {
+    "method": "method",
+    "engine": "engine",
+    "context_len": "after",
+    "density": "density",
+    "output_error": "output error",
+    "dense_ms": "dense ms",
+    "select_share": "select ÷ dense",
+    "attend_share": "attend ÷ dense",
+    "whole_share": "whole ÷ dense",
+    "times_faster": "times faster",
+    "index_mib": "index, MiB",
+    "problem": "not timed",
+}
+FP8_COLUMNS = {
+    **COLUMNS,
+    "stock_error": "dense's error",
+    "fp8_error": "error by fp8",
+    "fp8_ratio": "by fp8 ÷ dense's",
+}
+
+
+@dataclass
+class Layer:
+    """One layer's part of a pass: its chunk, what selects, and where results go."""
+
+    batch: Batch
+    groups: LayerPlan
+    options: AttendOptions | None
+    index: SparseIndex
+    out: torch.Tensor
+
+    @staticmethod
+    def of(batch: Batch, groups: LayerPlan, engine: str) -> "Layer":
+        """``engine``: the name of the one that will attend."""
+        options = attend_options(methods_by_head(groups), batch.q.device)
+        index = layer_index(groups, batch.q, batch.cache, batch.rows, engine)
+        return Layer(batch, groups, options, index, batch.empty_out())
+
+    def select(self) -> None:
+        with self.index.workspace.frame():
+            fill_index(self.groups, self.batch.q, self.batch.cache, self.index, self.batch.scale)
+
+    def attend(self, engine: Engine) -> None:
+        batch = self.batch
+        with self.index.workspace.frame():
+            engine.attend(batch.q, batch.cache, self.index, self.out, batch.scale, options=self.options)
+
+    def run(self, engine: Engine) -> None:
+        self.select()
+        self.attend(engine)
+
+    def engine(self, table: Mapping[str, Engine]) -> Engine:
+        """The one that a server takes for this layer."""
+        return choose(table, AttendSpec.of(self.batch.cache, self.index, self.options)).engine
+
+    def refusal(self, engine: Engine) -> str | None:
+        """Why an engine cannot attend over this layer's index."""
+        return refusal(engine, self.batch.cache, self.index, self.options)
+
+
+def layers_of(prompts: Sequence[Prompt], plan: Plan, context_len: int, query_len: int, engine: str) -> list[Layer]:
+    """The chunk in each layer, all with the same rows: it is one step."""
+    rows = prompts[0].chunk(context_len, query_len).rows
+    layers = []
+    for i, prompt in enumerate(prompts):
+        groups = plan.layer(i)
+        assert groups is not None, "a benchmark's plan has no dense layers"
+        layers.append(Layer.of(replace(prompt.chunk(context_len, query_len), rows=rows), groups, engine))
+    return layers
+
+
+def new_step(layers: Sequence[Layer]) -> Callable[[], None]:
+    """What makes the next pass a new step: nothing is kept from the last one."""
+    state = layers[0].batch.rows.state
+    return state.clear
+
+
+def run_methods(
+    card: Card,
+    prompts: Sequence[Prompt],
+    data: str,
+    plans: Sequence[tuple[Asked | str, Plan]],
+    contexts: Sequence[int],
+    query_len: int,
+    engines: Sequence[str],
+    report: Report,
+    unrounded: Sequence[Prompt] = (),
+) -> Iterator[dict[str, Any]]:
+    """Each method after each context with each engine; yields each case as it is reported.
+
+    ``unrounded``: what prompts in fp8 were before.
+    """
+    for context_len in contexts:
+        chunks = [prompt.chunk(context_len, query_len) for prompt in prompts]
+        dense_outs = [chunk.empty_out() for chunk in chunks]
+        dense = [card.dense(chunk, out) for chunk, out in zip(chunks, dense_outs, strict=True)]
+        for run in dense:
+            run()
+        truths = [_dense_out(card, prompt.chunk(context_len, query_len)) for prompt in unrounded] or dense_outs
+        for asked, plan in plans:
+            for engine in (card.engines[name] for name in engines):
+                layers = layers_of(prompts, plan, context_len, query_len, engine.name)
+                row = {"data": data, "method": str(asked), "engine": engine.name, "context_len": context_len}
+                row["query_len"] = query_len
+                if why := next((w for layer in layers if (w := layer.refusal(engine))), None):
+                    row["problem"] = why
+                else:
+                    _measure(card, layers, engine, dense, truths, row)
+                    if unrounded:
+                        row["stock_error"] = fmean(map(difference, dense_outs, truths))
+                        exact = layers_of(unrounded, plan, context_len, query_len, engine.name)
+                        _add_fp8_error(layers, exact, engine, row)
+                report.add_case(row)
+                if "problem" not in row:
+                    first = layers[0]
+                    default = is_default(card.engines, engine.name, first.batch.cache, first.index, first.options)
+                    _add_figures(report, row, default, card.dense_name)
+                yield row
+
+
+def _dense_out(card: Card, batch: Batch) -> torch.Tensor:
+    out = batch.empty_out()
+    card.dense(batch, out)()
+    return out
+
+
+def _add_fp8_error(layers: Sequence[Layer], exact: Sequence[Layer], engine: Engine, row: dict[str, Any]) -> None:
+    """What the cache's rounding does to the whole method; ``layers`` have run, ``exact`` are the same in bf16."""
+    new_step(exact)()
+    for layer in exact:
+        layer.run(engine)
+    row["fp8_error"] = fmean(difference(a.out, b.out) for a, b in zip(layers, exact, strict=True))
+    row["fp8_ratio"] = row["fp8_error"] / row["stock_error"]
+
+
+def _measure(
+    card: Card,
+    layers: Sequence[Layer],
+    engine: Engine,
+    dense: Sequence[Run],
+    truths: Sequence[torch.Tensor],
+    row: dict[str, Any],
+) -> None:
+    new_step(layers)()
+    checks: list[Check] = []
+    for layer in layers:
+        layer.run(engine)
+        if layer.options is None:  # with options the result is an approximation, by more than rounding
+            checks.append(check_attention(layer.batch, layer.index, layer.out))
+    kept = sum(int(layer.index.kept_pairs()) for layer in layers)
+    row["density"] = kept / sum(layer.batch.num_heads * causal_pairs(layer.batch.rows) for layer in layers)
+    row["output_error"] = fmean(difference(layer.out, truth) for layer, truth in zip(layers, truths, strict=True))
+    row["index_mib"] = max(layer.index.workspace.peak_bytes for layer in layers) / 2**20
+    if failed := [check for check in checks if not check.passed]:
+        row["problem"] = str(failed[0])
+        return
+    ours = [span for layer in layers for span in (("select", layer.select), ("attend", partial(layer.attend, engine)))]
+    taken = card.spans_ms([[("dense", run) for run in dense], ours], new_step(layers))
+    dense_ms, select_ms, attend_ms = (median(taken[name]) / len(layers) for name in ("dense", "select", "attend"))
+    whole_ms = median(s + a for s, a in zip(taken["select"], taken["attend"], strict=True)) / len(layers)
+    row |= {"dense_ms": dense_ms, "select_ms": select_ms, "attend_ms": attend_ms, "whole_ms": whole_ms}
+    row |= {"select_share": select_ms / dense_ms, "attend_share": attend_ms / dense_ms}
+    row |= {"whole_share": whole_ms / dense_ms, "times_faster": dense_ms / whole_ms}
+
+
+def _add_figures(report: Report, row: dict[str, Any], is_default: bool, dense_name: str) -> None:
+    of_engine = "" if is_default else f", {row['engine']}"
+    after, data = f"after {row['context_len']:,}", row["data"]
+    on_data = "" if data == "structured" else f", {data}"
+    report.add_figure(
+        f"selection, {row['method']}{on_data}, chunk {after}: share of {dense_name}", row["select_share"], "share",
+        "lower",
+    )  # fmt: skip
+    whole = f"whole method, {row['method']}{of_engine}, {data}, {after}"
+    report.add_figure(f"{whole}: times faster", row["times_faster"], "ratio", "higher")
+    report.add_figure(f"{whole}: density", row["density"], "share", "lower")
+    report.add_figure(f"{whole}: output error", row["output_error"], "relative", "lower")
+    if "fp8_ratio" in row:
+        report.add_figure(f"{whole}: error by fp8 over dense's", row["fp8_ratio"], "ratio", "lower")

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What selection and attention of one head take on this device, method by method: what searches weigh error against.
+
+Heads of a layer that are selected together (``Method.alike``: a *kind* of method) share what their selection takes
+whatever their number, on a model of few heads most of it. So a kind has three costs: of its selection on any heads at
+all, of each head more, and of attention to all pairs, of which a head pays the share that it keeps. They are measured
+once, on the first layer that asks, and written down: times differ from run to run, and searches that read the same file
+of costs decide alike.
+
+Without a CUDA device references select and attend, whose times say nothing of a server's: costs are then estimates, by
+kept pairs and the shares of FlashAttention's time that selections took on an H200 after 122,880 tokens.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vllm_sparse_backend.measure.report import write_json
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.methods import describe
+from vllm_sparse_backend.settings.plan import layer_plan
+from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.methods import name_of
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.minference.method import AShape
+
+if TYPE_CHECKING:
+    from vllm_sparse_backend.measure.card import Card
+    from vllm_sparse_backend.measure.methods import Layer
+    from vllm_sparse_kernels.testing.batches import Batch
+
+FORMAT = 1
+
+SELECTION_SHARES = {
+    "a_shape": 0.002, "anchor_attention": 0.031, "block_sparse": 0.012, "dense": 0.0, "flex_vertical_slash": 0.07,
+    "sale": 0.22, "share_prefill": 0.08, "sparge_attn": 0.023, "vertical_slash": 0.067,
+}  # fmt: skip
+"""Of the time of dense attention, where nothing is measured."""
+
+MEANS_SHARE = 0.02
+MEANS_PAIRS = 1 / 64
+"""The share of all pairs that means are, one for a block of 64 keys. (``MeasuredCosts`` sees their time: after 32,768
+tokens on an H200 0.06 of dense attention's.)"""
+PAIR_MS = 7.6e-10
+"""FlashAttention-3 on an H200, head_dim 128."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one kind of method, on one layer and all served chunks of the first prompt."""
+
+    group_ms: float
+    """Selection, whatever the number of heads."""
+    head_ms: float
+    """Selection of each of them."""
+    full_ms: float
+    """Attention of a head to every pair."""
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Whatever methods a layer's heads have."""
+
+    base_ms: float
+    """Attention to next to nothing."""
+    means_ms: float
+    """Means in place of dropped blocks, a head."""
+    dense_ms: float
+    """The whole layer by the delegate."""
+
+
+class Costs(Protocol):
+    def of(self, method: Method) -> Cost: ...
+
+    @property
+    def layer(self) -> LayerCost: ...
+
+
+@lru_cache(maxsize=4096)
+def kind_of(method: Method) -> Method:
+    """Equal for methods that a layer selects together."""
+    return method.selection.alike
+
+
+@lru_cache(maxsize=4096)
+def _kind_name(method: Method) -> str:
+    return describe(kind_of(method))
+
+
+def head_ms(costs: Costs, method: Method, density: float) -> float:
+    """What one head more of its kind takes."""
+    cost = costs.of(method)
+    return cost.head_ms + density * cost.full_ms + (costs.layer.means_ms if method.block_means else 0.0)
+
+
+def share_ms(costs: Costs, method: Method, density: float, num_heads: int) -> float:
+    """A head's share where all ``num_heads`` of the layer are of its kind."""
+    return head_ms(costs, method, density) + (costs.of(method).group_ms + costs.layer.base_ms) / num_heads
+
+
+@dataclass(frozen=True)
+class EstimatedCosts:
+    """By pairs, and the shares of dense attention that selections are known to take."""
+
+    num_pairs: int
+    """Causal pairs of one head."""
+    num_heads: int
+    head_dim: int
+
+    @property
+    def full_ms(self) -> float:
+        return self.num_pairs * PAIR_MS * self.head_dim / 128
+
+    def of(self, method: Method) -> Cost:
+        # A third of what a selection takes does not depend on the number of heads.
+        selection = SELECTION_SHARES[name_of(method.selection)] * self.full_ms
+        return Cost(self.num_heads * selection / 3, selection * 2 / 3, self.full_ms)
+
+    @property
+    def layer(self) -> LayerCost:
+        return LayerCost(0.0, MEANS_SHARE * self.full_ms, self.num_heads * self.full_ms)
+
+
+class PairCosts:
+    """Nothing but kept pairs, as shares of all: for searches of what is sparsest, on no device in particular."""
+
+    def __init__(self, num_heads: int) -> None:
+        self.num_heads = num_heads
+
+    def of(self, method: Method) -> Cost:
+        return Cost(0.0, 0.0, 1.0)
+
+    @property
+    def layer(self) -> LayerCost:
+        return LayerCost(0.0, MEANS_PAIRS, float(self.num_heads))
+
+
+class MeasuredCosts:
+    """Times of a CUDA device, each measured when it is first asked for, and kept in a file.
+
+    ``batches`` gives a layer's served chunks, its heads ``copies`` times over: costs are one copy's. ``key``
+    says what they are of: a file with another one is refused.
+    """
+
+    def __init__(self, card: "Card", path: Path, key: Mapping[str, Any], copies: int = 1) -> None:
+        self.card, self.path, self.key, self.copies = card, path, dict(key), copies
+        self.batches: Callable[[], Sequence[Batch]] | None = None
+        self.known: dict[str, Cost] = {}
+        self._layer: LayerCost | None = None
+        if path.exists():
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            data = json.loads(self.path.read_text(encoding="utf-8"))
+            held, layer, kinds = data["key"], data["layer"], data["kinds"]
+            if data["format"] != FORMAT:
+                raise ValueError(f"format: {data['format']}")
+            self._layer = LayerCost(**layer)
+            self.known = {name: Cost(**cost) for name, cost in kinds.items()}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(f"{self.path}: no file of costs: {error!r}") from None
+        if held != self.key:
+            names = [name for name in {**held, **self.key} if held.get(name) != self.key.get(name)]
+            raise ConfigurationError(f"{self.path}: costs of another job, they differ in {', '.join(sorted(names))}")
+
+    def _write(self) -> None:
+        assert self._layer is not None
+        kinds = {name: asdict(cost) for name, cost in self.known.items()}
+        write_json(self.path, {"format": FORMAT, "key": self.key, "layer": asdict(self._layer), "kinds": kinds})
+
+    def of(self, method: Method) -> Cost:
+        if (name := _kind_name(method)) not in self.known:
+            self.known[name] = self._measure(method.selection)
+            self._write()
+        return self.known[name]
+
+    @property
+    def layer(self) -> LayerCost:
+        if self._layer is None:
+            self._layer = self._measure_layer()
+            self._write()
+        return self._layer
+
+    @cached_property
+    def _dense_rate(self) -> float:
+        return self.of(Dense()).full_ms
+
+    def _measure(self, method: Method) -> Cost:
+        batches = self._batches()
+        num_heads = batches[0].num_heads
+        layers, alone = self._layers([method] * num_heads), self._layers([method])
+        spans = _selections(layers, "select"), _selections(alone, "alone"), self._attentions(layers, "attend")
+        taken = self._ms([(*spans[0], *spans[2]), spans[1]])
+        kept = sum(int(layer.index.kept_pairs()) for layer in layers)
+        density = kept / (num_heads * sum(causal_pairs(batch.rows) for batch in batches))
+        each = max(0.0, (taken["select"] - taken["alone"]) / max(1, num_heads - 1))
+        full = max(0.0, taken["attend"] - self.copies * self.layer.base_ms) / (density * num_heads)
+        # What is next to nothing has no rate of its own; none is faster than dense attention's.
+        full = full if isinstance(method, Dense) else max(full, self._dense_rate)
+        group = max(0.0, taken["select"] - num_heads * each) / self.copies
+        return Cost(_rounded(group), _rounded(each), _rounded(full))
+
+    def _measure_layer(self) -> LayerCost:
+        batches = self._batches()
+        tiny = AShape(sink_tokens=64, local_tokens=128)
+        num_heads = batches[0].num_heads
+        plain = self._layers([tiny] * num_heads)
+        means = self._layers([replace(tiny, block_means=True)] * num_heads)
+        for layer in (*plain, *means):
+            layer.select()
+        dense = [("dense", self.card.dense(batch, batch.empty_out())) for batch in batches]
+        taken = self._ms([self._attentions(plain, "plain"), self._attentions(means, "means"), dense])
+        each = max(0.0, taken["means"] - taken["plain"]) / num_heads
+        base, whole = taken["plain"] / self.copies, taken["dense"] / self.copies
+        return LayerCost(_rounded(base), _rounded(each), _rounded(whole))
+
+    def _batches(self) -> Sequence["Batch"]:
+        if self.batches is None:
+            raise RuntimeError("costs that are not known yet need a layer to be measured on")
+        return self.batches()
+
+    def _layers(self, methods: Sequence[Method]) -> list["Layer"]:
+        from vllm_sparse_backend.measure.methods import Layer
+        from vllm_sparse_backend.settings.config import AUTO
+
+        return [Layer.of(batch, layer_plan(methods), AUTO) for batch in self._batches()]
+
+    def _attentions(self, layers: Sequence["Layer"], name: str) -> list[Any]:
+        return [(name, partial(layer.attend, layer.engine(self.card.engines))) for layer in layers]
+
+    def _ms(self, contestants: Sequence[Sequence[Any]]) -> dict[str, float]:
+        """Medians; nothing is kept from one pass to the next."""
+        rows = [batch.rows for batch in self._batches()]
+
+        def new_pass() -> None:
+            for one in rows:
+                one.state.clear()
+
+        return {name: median(ms) for name, ms in self.card.spans_ms(contestants, new_pass, budget_s=0.0).items()}
+
+
+def with_copies(batches: Sequence["Batch"], copies: int) -> list["Batch"]:
+    """Chunks of one prompt, their heads ``copies`` times over."""
+    if copies == 1:
+        return list(batches)
+    cache = batches[0].cache
+    repeated = replace(cache, keys=cache.keys.repeat(1, 1, copies, 1), values=cache.values.repeat(1, 1, copies, 1))
+    return [replace(one, q=one.q.repeat(1, copies, 1), cache=repeated) for one in batches]
+
+
+def _selections(layers: Sequence["Layer"], name: str) -> list[Any]:
+    return [(name, layer.select) for layer in layers]
+
+
+def _rounded(ms: float) -> float:
+    return float(f"{ms:.3g}")

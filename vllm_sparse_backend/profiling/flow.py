@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of a model in order, each judged with what the layers before hand on to it (``Rows.state``).
+
+For methods whose heads look at heads of earlier layers. What a layer is given follows from what those before were
+chosen to do and from nothing behind it: layers that are judged in order, each as it will be served, are judged jointly.
+
+**Memory.** Beside a layer's own (``judge.py``) the state of each chunk of each prompt, twice: of SharePrefill 4 bytes
+for each pair of a tile of queries and a block of keys, by clusters; 0.3 MB a cluster for a prompt of 32,768.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vllm_sparse_backend.profiling.costs import EstimatedCosts
+from vllm_sparse_backend.profiling.job import Job
+from vllm_sparse_backend.profiling.judge import CapturedLayer, RememberingJudge, State
+from vllm_sparse_backend.settings.methods import parameters_of
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
+
+
+class Flow:
+    """The model so far, on the prompts or on the held-out ones.
+
+    ``company``: methods that other heads have, where those of a layer need some (``Method.company``). Outcomes are
+    remembered in the job's folder by what the layers before hand on, which takes nothing but who is in which cluster.
+    """
+
+    def __init__(self, job: Job, kind: str, company: Sequence[Method] = ()) -> None:
+        self.job, self.kind, self.company = job, kind, tuple(company)
+        self.chosen: list[list[Method]] = []
+        """Of the layers so far, each head's."""
+        self._states: list[list[State]] = []
+        self._passed = 0
+
+    @property
+    def layer(self) -> int:
+        """The next one."""
+        return len(self.chosen)
+
+    def add(self, methods: Sequence[Method]) -> None:
+        """What the next layer does."""
+        self.chosen.append(list(methods))
+
+    def judge(self) -> RememberingJudge:
+        """Of the next layer. Its times are none: nothing is measured."""
+        shape = self.job.shape
+        path = self.job.folder / f"{self.kind}-layer-{self.layer:03}-after-{self._handed_on()}.json"
+        costs = EstimatedCosts(1, shape.num_heads, shape.head_dim)
+        return RememberingJudge(self.layer, shape.num_heads, costs, path, self._read)
+
+    def _handed_on(self) -> str:
+        given = [[_given(one) for one in heads] for heads in self.chosen]
+        return hashlib.sha256(json.dumps([heads if any(heads) else None for heads in given]).encode()).hexdigest()[:16]
+
+    def _read(self) -> CapturedLayer:
+        while self._passed < self.layer:
+            methods = self.chosen[self._passed]
+            if any(map(_is_member, methods)):
+                self._states = self._layer(self._passed).after(methods)
+            self._passed += 1
+        return self._layer(self.layer)
+
+    def _layer(self, layer: int) -> CapturedLayer:
+        job = self.job
+        captures, device = job.captures(self.kind), torch.device(job.device)
+        return CapturedLayer(captures, layer, job.served, device, job.engines, self._states, self.company)
+
+
+def _is_member(method: Method) -> bool:
+    return isinstance(method, SharePrefill) and method.cluster != NOISE
+
+
+def _given(method: Method) -> dict[str, Any] | None:
+    """What of a head counts for later layers: neither its γ nor what it asks for beside its selection."""
+    return parameters_of(method.selection.company) if _is_member(method) else None

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer of a model on captured prompts, selected and attended as a server on this device would prefill it.
+
+On a CUDA device kernels select, and the engine attends that the server would choose; elsewhere the references do both.
+All that a layer needs lies on the device at a time: queries, keys, values and dense outputs of every prompt, in the
+model's dtype: (2 · heads + 2 · kv heads) · head_dim elements for each token of the prompts, 20 KB for Llama-3.1-8B; of
+one chunk two outputs in float32 and an index; and 4 bytes for each token and head.
+"""
+
+import copy
+import json
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_sparse_backend.measure.data import without_nan
+from vllm_sparse_backend.measure.methods import Layer
+from vllm_sparse_backend.measure.report import write_json
+from vllm_sparse_backend.profiling.capture import Capture
+from vllm_sparse_backend.profiling.costs import Costs, share_ms
+from vllm_sparse_backend.profiling.measure import RARE, WORST, Errors, Figures
+from vllm_sparse_backend.profiling.quality import chunk_rows, dense_attention, paged
+from vllm_sparse_backend.settings.config import AUTO
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.methods import parameters_of
+from vllm_sparse_backend.settings.plan import LayerPlan, layer_plan
+from vllm_sparse_kernels import PagedCache
+from vllm_sparse_kernels.attend import Engine
+from vllm_sparse_kernels.attend.reference import attend as reference_attend
+from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.testing.batches import Batch
+
+FORMAT = 2
+
+
+State = dict[Hashable, Any]
+"""``Rows.state`` of a chunk: what methods keep from layer to layer."""
+
+
+class Outcome(NamedTuple):
+    """``Figures`` of one head without its time."""
+
+    error: float
+    worst: float
+    l2: float
+    density: float
+    rare: float
+    unseen_error: float
+    unseen_worst: float
+    unseen_rare: float
+
+    def figures(self, time_ms: float) -> Figures:
+        unseen = Errors(self.unseen_error, self.unseen_worst, self.unseen_rare)
+        return Figures(self.error, self.worst, self.rare, self.l2, self.density, time_ms, unseen)
+
+
+@dataclass(frozen=True)
+class Served:
+    """How prompts are prefilled."""
+
+    chunk_tokens: int = 8192
+    min_tokens: int = 0
+    """Positions from which on rows go sparse; those before are dense and not judged."""
+
+
+@dataclass(frozen=True)
+class LayerPrompt:
+    """A layer's part of one prompt, on the device, in the chunks in which a server would prefill it."""
+
+    batches: list[Batch]
+    dense: list[torch.Tensor]
+    """Of each chunk [query_len, num_heads, head_dim]: its output under dense attention."""
+    norms: list[torch.Tensor]
+    """Of each chunk [query_len, num_heads] float32: ‖o‖₁."""
+    before: Sequence[State] = field(default=(), kw_only=True)
+    """Of each chunk, what the layers before have left; nothing unless given."""
+
+    @staticmethod
+    def read(captured: Capture, layer: int, served: Served, device: torch.device) -> "LayerPrompt":
+        tensors, scale = captured.read(layer, device), captured.scales[layer]
+        cache = PagedCache(paged(tensors.k), paged(tensors.v))
+        rows = chunk_rows(captured.num_tokens, served.chunk_tokens, device, served.min_tokens)
+        whole = dense_attention(tensors, scale)
+        spans = [slice(one.context_lens[0], one.seq_lens[0]) for one in rows]
+        dense = [whole[span] for span in spans]
+        norms = [part.float().abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny) for part in dense]
+        batches = [Batch(tensors.q[span], cache, one, scale) for span, one in zip(spans, rows, strict=True)]
+        without_nan(batches[0])  # of the cache that all of them have
+        return LayerPrompt(batches, dense, norms)
+
+    @property
+    def num_pairs(self) -> int:
+        return sum(causal_pairs(batch.rows) for batch in self.batches)
+
+    def _begin(self, chunk: int) -> None:
+        """Nothing is kept from pass to pass."""
+        state = self.batches[chunk].rows.state
+        state.clear()
+        state.update(copy.deepcopy(self.before[chunk]) if self.before else {})
+
+    def after(self, groups: LayerPlan) -> list[State]:
+        """Of each chunk, what this layer leaves to the next."""
+        states = []
+        for i, batch in enumerate(self.batches):
+            self._begin(i)
+            Layer.of(batch, groups, AUTO).select()
+            states.append(dict(batch.rows.state))
+        return states
+
+    def outcome(self, groups: LayerPlan, engines: Mapping[str, Engine] | None) -> torch.Tensor:
+        """[5, num_heads] float64 on the device: what an ``Outcome`` has of one prompt. ``engines``: None on a CPU."""
+        errors, squares, pairs = [], [], []
+        for i, (batch, dense, norms) in enumerate(zip(self.batches, self.dense, self.norms, strict=True)):
+            self._begin(i)
+            layer = Layer.of(batch, groups, AUTO)
+            layer.select()
+            if engines is None:
+                reference_attend(batch.q, batch.cache, layer.index, layer.out, batch.scale, options=layer.options)
+            else:
+                layer.attend(layer.engine(engines))
+            off = layer.out.float() - dense.float()
+            errors.append(off.abs().sum(-1) / norms)
+            squares.append(torch.stack((off.square().sum((0, 2)), dense.float().square().sum((0, 2)))).double())
+            pairs.append(layer.index.pairs_of_heads())
+        of_queries = torch.cat(errors)
+        off_squared, whole_squared = torch.stack(squares).sum(0)
+        ordered = of_queries.sort(0).values
+        worst, rare = (ordered[len(ordered) - 1 - int(share * len(ordered))].double() for share in (WORST, RARE))
+        density = torch.stack(pairs).sum(0).double() / self.num_pairs
+        l2 = (off_squared / whole_squared).sqrt()
+        return torch.stack((of_queries.double().mean(0), worst, l2, density, rare))
+
+
+class CapturedLayer:
+    """What methods do to one layer of captured prompts; ``engines`` are those of a CUDA device, None on a CPU.
+
+    ``before``: of each prompt's chunks, what the layers before have left; nothing unless given. ``others``: methods of
+    heads of other layers.
+    """
+
+    def __init__(
+        self,
+        captures: Sequence[Capture],
+        layer: int,
+        served: Served,
+        device: torch.device,
+        engines: Mapping[str, Engine] | None,
+        before: Sequence[Sequence[State]] = (),
+        others: Sequence[Method] = (),
+    ) -> None:
+        self.engines, self.others = engines, tuple(others)
+        self.prompts = [LayerPrompt.read(captured, layer, served, device) for captured in captures]
+        if before:
+            self.prompts = [replace(one, before=of) for one, of in zip(self.prompts, before, strict=True)]
+
+    @property
+    def batches(self) -> list[Batch]:
+        """The chunks of the first prompt."""
+        return self.prompts[0].batches
+
+    def after(self, methods: Sequence[Method]) -> list[list[State]]:
+        """Of each prompt's chunks, what the layer leaves to the next if its heads have these methods."""
+        groups = layer_plan(methods, self.others)
+        return [prompt.after(groups) for prompt in self.prompts]
+
+    def outcomes(self, methods: Sequence[Method]) -> list[Outcome]:
+        """Of each head with its method: errors of the prompt where they are largest, density of all prompts."""
+        groups = layer_plan(methods, self.others)
+        found = torch.stack([prompt.outcome(groups, self.engines) for prompt in self.prompts])
+        pairs = torch.tensor([prompt.num_pairs for prompt in self.prompts], dtype=torch.float64, device=found.device)
+        most = found.amax(0)
+        most[3] = (found[:, 3] * pairs[:, None]).sum(0) / pairs.sum()
+        return [Outcome(*row) for row in torch.cat((most, unseen(found[:, [0, 1, 4]]))).T.tolist()]
+
+
+def unseen(errors: torch.Tensor) -> torch.Tensor:
+    """``Figures.unseen`` of what prompts have, along the first dimension; of a single one what it has."""
+    ordered = errors.sort(0).values
+    return 2 * ordered[-1] - ordered[max(0, len(ordered) - 2)]
+
+
+class RememberingJudge:
+    """A ``LayerJudge`` that writes down what it has judged, and reads the layer only for what it has not.
+
+    ``path`` holds this layer's outcomes, all of one set of prompts; whoever breaks off loses what came after the last
+    ``save``. Times are not among them: they are the costs'.
+    """
+
+    def __init__(self, layer: int, num_heads: int, costs: Costs, path: Path, read: Callable[[], CapturedLayer]) -> None:
+        self.layer, self.num_heads, self.costs, self.path, self._read = layer, num_heads, costs, path, read
+        self.known: dict[str, list[Outcome]] = {}
+        self.changed = False
+        if path.exists():
+            self.known = _load(path)
+
+    @cached_property
+    def captured(self) -> CapturedLayer:
+        return self._read()
+
+    def judge(self, methods: Sequence[Method]) -> list[Figures]:
+        if len(methods) != self.num_heads:
+            raise ValueError(f"judge: given {len(methods)} methods, expected one for each of {self.num_heads} heads")
+        if (key := _key(methods)) not in self.known:
+            self.known[key] = self.captured.outcomes(methods)
+            self.changed = True
+        return [
+            one.figures(share_ms(self.costs, method, one.density, self.num_heads))
+            for method, one in zip(methods, self.known[key], strict=True)
+        ]
+
+    def save(self) -> None:
+        if self.changed:
+            write_json(self.path, {"format": FORMAT, "judged": self.known})
+            self.changed = False
+
+
+def _load(path: Path) -> dict[str, list[Outcome]]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] != FORMAT:
+            raise ValueError(f"format: {data['format']}")
+        return {key: [Outcome(*map(float, one)) for one in heads] for key, heads in data["judged"].items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(f"{path}: not a layer's outcomes: {error!r}; delete it") from None
+
+
+def _key(methods: Sequence[Method]) -> str:
+    """All fields of all methods; of equal ones those of one."""
+    each = map(_text_of, methods[:1] if len(set(methods)) == 1 else methods)
+    return f"[{', '.join(each)}]"
+
+
+@lru_cache(maxsize=4096)
+def _text_of(method: Method) -> str:
+    return json.dumps(parameters_of(method))

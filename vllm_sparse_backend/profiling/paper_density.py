@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Density at a paper's own granularity, where our tiles of 128 queries take the union of finer rows.
+
+Known for methods whose selection is one per tile of 128 queries in their papers too, and for those whose rows of blocks
+can be counted: SALE's of 64 queries by 32 keys, MInference's block-sparse ones of 64 by 64. Its vertical-slash lines,
+and what is made of them, are merged into blocks by its kernel: they have no density of their own.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.minference.method import BlockSparse
+from vllm_sparse_kernels.methods.minference.reference import POOL_TOKENS
+from vllm_sparse_kernels.methods.sale import reference as sale
+from vllm_sparse_kernels.methods.sale.method import Sale
+from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import Rows
+
+SAME = (AnchorAttention, Dense, SpargeAttn)
+"""A tile of theirs is one of ours."""
+
+
+def paper_density(
+    method: Method,
+    head: int,
+    real: float,
+    queries: Sequence[torch.Tensor],
+    cache: PagedCache,
+    chunks: Sequence[Rows],
+    scale: float,
+) -> float | None:
+    """Of one query head: kept blocks over all that hold a causal pair, chunks weighted by their pairs.
+
+    ``real``: density of our index; ``queries[i]`` belong to ``chunks[i]``. None where there is no such density.
+    """
+    if isinstance(method, SAME):
+        return real
+    if isinstance(method, Sale):
+        heads = torch.tensor([head], dtype=torch.int32, device=queries[0].device)
+        of = [sale.paper_density(method, q, cache, rows, heads, scale) for q, rows in zip(queries, chunks)]
+        weights = [causal_pairs(rows) for rows in chunks]
+        return sum(density * weight for density, weight in zip(of, weights)) / sum(weights)
+    if isinstance(method, BlockSparse) and method.per_query_block:
+        reach = [last // POOL_TOKENS + 1 for rows in chunks for last in _last_queries(rows)]
+        return sum(min(method.top_blocks, blocks) for blocks in reach) / sum(reach)
+    return None
+
+
+def _last_queries(rows: Rows) -> list[int]:
+    """Positions of the last queries of each block of 64, of all rows."""
+    return [
+        context + min(first + POOL_TOKENS, length) - 1
+        for context, length in zip(rows.context_lens, rows.query_lens)
+        for first in range(0, length, POOL_TOKENS)
+    ]

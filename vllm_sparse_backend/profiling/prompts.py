@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts to calibrate on: the operator's own, or made here of a text with questions and their answers inside.
+
+The heads that retrieve show themselves where something is looked up, and sparse attention loses most there. So made
+prompts hold, all over a text, *threads* of three kinds: facts that are asked for and answered further on (`eval
+answers` asks the same), values that are handed from name to name before one of these is asked for (several hops), and
+passages of another text that come twice. Together they take up to a third of a prompt, so that the worst hundredth of
+its queries are among those that look something up.
+"""
+
+import json
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from vllm_sparse_backend.measure.answers import NAMES, Templates, weave
+from vllm_sparse_backend.profiling.capture import begin_ids, load_tokenizer, prompt_sha256, text_files
+from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of, unexpected
+
+Encode = Callable[[str], list[int]]
+Thread = list[list[int]]
+"""Lines as token ids, in the order in which a prompt has them."""
+
+TEMPLATES = Templates()
+FIRST_HOP, HOP = "# The number of {name} is {value}.", "# {name} has the number of {other}."
+HOPS = 3
+QUESTION = "# Question: what is the number of {name}? Answer: {value}."
+PASSAGE_TOKENS = (16, 256)
+
+KINDS = ("retrieval", "hops", "repeats")
+TOKENS_A_THREAD = {"retrieval": 512, "hops": 1024, "repeats": 2048}
+"""Of a prompt: so long a stretch has one of them on average."""
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts as token ids."""
+
+    prompts: tuple[tuple[int, ...], ...]
+
+    @property
+    def sha256(self) -> str:
+        """Of all of them, in their order."""
+        return prompt_sha256([x for prompt in self.prompts for x in (len(prompt), *prompt)])
+
+
+def chosen_kinds(text: str) -> tuple[str, ...]:
+    """Kinds by comma; none is plain text."""
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    for name in names:
+        if name not in KINDS:
+            raise ConfigurationError(f"--kinds: {not_one_of(name, KINDS)}")
+    return names
+
+
+def make_prompts(
+    model: Path, text: Path, num_tokens: int, count: int, seed: int, kinds: Sequence[str] = KINDS, part: int = 0
+) -> PromptSet:
+    """``count`` prompts of ``num_tokens``, equal for equal arguments.
+
+    ``text``: a text file or a folder of *.py. ``part``: 0 or 1; the two have no text in common, every other one of the
+    files or, of a single file, either half. Raises ConfigurationError where the text is too short.
+    """
+    tokenizer = load_tokenizer(model)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+    text_ids = _text_ids(text, encode, (count + 1) * num_tokens, part)
+    start = begin_ids(tokenizer)
+    rng = random.Random(f"{seed}/{part}")
+    # Passages that come twice are of the text's last part, which fills no prompt.
+    passages = text_ids[count * num_tokens :]
+    prompts = []
+    for i in range(count):
+        stretch = text_ids[i * num_tokens : (i + 1) * num_tokens]
+        threads = [thread for kind in kinds for thread in _threads(kind, num_tokens, encode, passages, rng)]
+        prompts.append(tuple(_woven(start, stretch, threads, num_tokens, rng)))
+    return PromptSet(tuple(prompts))
+
+
+def _text_ids(text: Path, encode: Encode, wanted: int, part: int) -> list[int]:
+    """At least ``wanted`` tokens of one part of the text."""
+    files = text_files(text)
+    ids: list[int] = []
+    if len(files) == 1:
+        ids = encode(files[0].read_text(encoding="utf-8", errors="replace"))
+        ids = ids[len(ids) // 2 :] if part else ids[: len(ids) // 2]
+    else:
+        for file in files[part::2]:
+            ids += encode(file.read_text(encoding="utf-8", errors="replace"))
+            if len(ids) >= wanted:
+                break
+    if len(ids) < wanted:
+        raise ConfigurationError(
+            f"text: {text}: given {len(ids)} tokens, expected at least {wanted} in either half of it: name a "
+            "larger one, or ask for fewer or shorter prompts"
+        )
+    return ids
+
+
+def _woven(
+    start: Sequence[int], text_ids: Sequence[int], threads: Sequence[Thread], num_tokens: int, rng: random.Random
+) -> list[int]:
+    room = num_tokens - len(start) - sum(len(line) for thread in threads for line in thread)
+    if room < num_tokens // 2:
+        raise ConfigurationError(f"prompts: {unexpected(num_tokens, 'tokens enough for one thread of each kind')}")
+    cuts = [sorted(rng.randint(0, room) for _ in thread) for thread in threads]
+    return weave(start, text_ids[:room], threads, cuts)[0]
+
+
+def _threads(
+    kind: str, num_tokens: int, encode: Encode, passages: Sequence[int], rng: random.Random
+) -> Iterable[Thread]:
+    count = max(1, num_tokens // TOKENS_A_THREAD[kind])
+    if kind == "repeats":
+        most = min(PASSAGE_TOKENS[1], num_tokens // 16)
+        for _ in range(count):
+            length = rng.randint(min(PASSAGE_TOKENS[0], most), most)
+            at = rng.randrange(len(passages) - length)
+            yield [list(passages[at : at + length])] * 2
+        return
+    each = HOPS + 1 if kind == "hops" else 1
+    for i, value in enumerate(rng.sample(range(1_000_000, 10_000_000), count)):
+        if i % (len(NAMES) // each) == 0:
+            names = rng.sample(NAMES, len(NAMES))
+        yield [encode(f"\n{line}\n") for line in _lines(names[-each:], value)]
+        del names[-each:]
+
+
+def _lines(names: Sequence[str], value: int) -> list[str]:
+    """What states a fact, or hands a value on from name to name, and what asks for it and answers."""
+    if len(names) == 1:
+        return [line.format(name=names[0], value=value) for line in (TEMPLATES.fact, TEMPLATES.question)]
+    hops = [HOP.format(name=name, other=other) for other, name in pairwise(names)]
+    first, question = FIRST_HOP.format(name=names[0], value=value), QUESTION.format(name=names[-1], value=value)
+    return [first, *hops, question]
+
+
+def read_prompts(model: Path, files: Sequence[Path], num_tokens: int) -> PromptSet:
+    """The operator's own: a .jsonl file has a prompt on each line, any other is one; what is longer is cut short.
+
+    A line is an object with ``messages``, which the model's chat template turns into text, or with ``text`` or
+    ``prompt``. Raises ConfigurationError naming file and line.
+    """
+    tokenizer = load_tokenizer(model)
+    start = begin_ids(tokenizer)
+    prompts = []
+    for where, text in _texts(files, tokenizer):
+        ids = list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        ids = ids if ids[: len(start)] == start else start + ids
+        if len(ids) < 2:
+            raise ConfigurationError(f"{where}: {unexpected(f'{len(ids)} tokens', 'a prompt')}")
+        prompts.append(tuple(ids[:num_tokens]))
+    if not prompts:
+        raise ConfigurationError(f"{', '.join(map(str, files))}: {unexpected('no prompt', 'one at least')}")
+    return PromptSet(tuple(prompts))
+
+
+def _texts(files: Sequence[Path], tokenizer: Any) -> Iterable[tuple[str, str]]:
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8", errors="strict")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"--prompts: {file}: cannot be read: {error}") from None
+        if file.suffix != ".jsonl":
+            yield str(file), text
+            continue
+        for number, line in enumerate(text.split("\n"), 1):  # other line ends may stand within a string
+            if line.strip():
+                yield f"{file}:{number}", _text_of(line, f"{file}:{number}", tokenizer)
+
+
+def _text_of(line: str, where: str, tokenizer: Any) -> str:
+    try:
+        given = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{where}: not JSON: {error}") from None
+    match given:
+        case {"messages": [*messages]}:
+            for one in messages:
+                if not isinstance(one, dict) or not {"role", "content"} <= set(one):
+                    raise ConfigurationError(f"{where}: messages: {unexpected(one, 'objects with role and content')}")
+            try:
+                return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            except Exception as error:  # whatever the template, which is a program, makes of them
+                raise ConfigurationError(f"{where}: messages: the chat template refuses them: {error}") from None
+        case {"text": str(text)} | {"prompt": str(text)}:
+            return text
+    raise ConfigurationError(f"{where}: {unexpected(given, 'an object with messages, or with a text or prompt')}")
