@@ -24,7 +24,7 @@ SMALL: dict[str, list[dict[str, Any]]] = {
     "a_shape": [{"sink_tokens": 50, "local_tokens": 50}],
     "anchor_attention": [
         {"theta": 3.0, "step_tiles": 1},
-        {"theta": 0.2, "step_tiles": 2, "sample_tokens": 32, "whole_blocks": True, "window_tokens": 128},
+        {"theta": 0.2, "step_tiles": 1, "sample_tokens": 64, "whole_blocks": True, "window_tokens": 128},
     ],
     "block_sparse": [{"top_blocks": 1}],
     "flex_vertical_slash": [{"gamma": 0.7}, {"gamma": 0.5, "estimating": "spread", "max_stripes": 8}],
@@ -35,7 +35,7 @@ SMALL: dict[str, list[dict[str, Any]]] = {
 }
 """Parameters at which a few hundred keys are not kept whole; of a method that is not here its demo's."""
 CASES = [(name, params) for name, spec in METHODS.items() for params in SMALL.get(name, [dict(spec.demo)])]
-LENGTHS = [(201, 140), (0, 63), (330, 1)]
+LENGTHS = [(561, 70), (0, 63), (330, 1)]
 LONG = [(0, 2049), (6143, 1000), (0, 63), (2999, 1)]
 
 every_method = pytest.mark.parametrize(("name", "params"), CASES, ids=str)
