@@ -112,15 +112,15 @@ def clusters_of(plan: Plan, layer: int) -> tuple[int, ...]:
 
 def test_heads_that_share_are_one_group_that_knows_their_clusters(write: Write) -> None:
     layers = {
-        (0,): LayerProfile(heads={(0, 3): share(7), (1,): DENSE, (2,): share(7, true_mass=True), (5,): share(2)}),
+        (0,): LayerProfile(heads={(0, 3): share(7), (1,): DENSE, (2,): share(7, last_queries=128), (5,): share(2)}),
         (2,): LayerProfile(heads={(3,): share(2, gamma=0.8)}),
-        (3,): LayerProfile(heads={(4,): share(2), (6,): share(7, true_mass=True)}),
+        (3,): LayerProfile(heads={(4,): share(2), (6,): share(7, last_queries=128)}),
     }
     plan = Plan.build(SparsePrefillConfig(profile=write(default=share(), layers=layers)), SHAPE)
     assert plan.layer(0) == (
         HeadGroup((0, 3, 4, 5, 6, 7), SharePrefillLayer(clusters=(7, 7, -1, 2, -1, -1))),
         HeadGroup((1,), DENSE),
-        HeadGroup((2,), SharePrefillLayer(true_mass=True, clusters=(7,))),
+        HeadGroup((2,), SharePrefillLayer(last_queries=128, clusters=(7,))),
     )
     assert clusters_of(plan, 1) == (-1,) * 8
     gammas = (0.9, 0.9, 0.9, 0.8, 0.9, 0.9, 0.9, 0.9)
@@ -129,7 +129,7 @@ def test_heads_that_share_are_one_group_that_knows_their_clusters(write: Write) 
     )
     assert plan.layer(3) == (
         HeadGroup((0, 1, 2, 3, 4, 5, 7), SharePrefillLayer(clusters=(-1, -1, -1, -1, 2, -1, -1))),
-        HeadGroup((6,), SharePrefillLayer(true_mass=True, clusters=(7,))),
+        HeadGroup((6,), SharePrefillLayer(last_queries=128, clusters=(7,))),
     )
 
 
@@ -165,8 +165,7 @@ def test_description_counts_the_clusters_of_this_rank(write: Write) -> None:
     described = [
         Plan.build(SparsePrefillConfig(profile=path), SHAPE, rank, 2).describe(Thresholds(0, 0))[1:] for rank in (0, 1)
     ]
-    thresholds = "max_sparsity=0.3, max_distance=0.2, gamma=0.9, gamma_per_tile=False, true_mass=False, "
-    thresholds += "last_queries=64, estimating='last'"
+    thresholds = "max_sparsity=0.3, max_distance=0.2, gamma=0.9, last_queries=64, estimating='last'"
     assert described == [
         [f"layers 0-3: share_prefill({thresholds}, clusters=2, clustered_heads=7) on 16 heads of this rank"],
         [f"layers 0-3: share_prefill({thresholds}, clusters=1, clustered_heads=4) on 16 heads of this rank"],
@@ -263,11 +262,11 @@ layers:
   1:
     heads:
       0-3: {method: vertical_slash, vertical_tokens: 10, slash_tokens: 64, block_means: true}
-      5: {method: vertical_slash, vertical_tokens: 99, slash_tokens: 64, dense_last_tile: true}
+      5: {method: vertical_slash, vertical_tokens: 99, slash_tokens: 64}
   2:
     default: {method: share_prefill, cluster: 3, block_means: true}
     heads:
-      7: {method: share_prefill, cluster: 3, dense_last_tile: true}
+      7: {method: share_prefill, cluster: 3}
 """
 
 
@@ -279,14 +278,12 @@ def test_what_heads_ask_for_beside_their_selection_divides_no_group(tmp_path: Pa
     assert plan.layer(0)[0].extras == ()
     methods = methods_by_head(plan.layer(1))
     assert [m.block_means for m in methods] == [True] * 4 + [False] * 4
-    assert [m.dense_last_tile for m in methods] == [head == 5 for head in range(8)]
     assert [m.vertical_tokens for m in methods] == [99 if head == 5 else 10 for head in range(8)]
     group = plan.layer(2)[0]
     assert group.method.clusters == (3,) * 8  # the eighth head is not the only one of its cluster
-    assert [m.extras for m in group.methods()] == [("block_means",)] * 7 + [("dense_last_tile",)]
+    assert [m.extras for m in group.methods()] == [("block_means",)] * 7 + [()]
     text = "\n".join(plan.describe(Thresholds(0, 1)))
     assert "layers 1-2: block_means on 11 heads of this rank" in text
-    assert "layers 1-2: dense_last_tile on 2 heads of this rank" in text
     (again := tmp_path / "again.yaml").write_text(load_profile(path).to_yaml())
     assert Plan.build(SparsePrefillConfig(profile=str(again)), SHAPE).layers == plan.layers
 

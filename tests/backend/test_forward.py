@@ -22,8 +22,7 @@ from vllm_sparse_backend.settings.plan import HeadGroup, methods_by_head
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.attend.reference import attend
 from vllm_sparse_kernels.methods import METHODS, name_of
-from vllm_sparse_kernels.methods.base import attend_options, last_tile_heads
-from vllm_sparse_kernels.select.last_tiles_reference import keep_last_tiles
+from vllm_sparse_kernels.methods.base import attend_options
 from vllm_sparse_kernels.width import index_block_tokens
 
 # Decodes, short prompts and sparse ones in no order; contexts that end anywhere.
@@ -76,9 +75,6 @@ def reference(step: Step, row: int, groups: Sequence[HeadGroup], scale: float) -
     for group in groups:
         heads = torch.tensor(group.heads, dtype=torch.int32)
         METHODS[name_of(group.method)].reference(group.method, query, cache, index, heads, scale)
-    dense_last = last_tile_heads(methods_by_head(tuple(groups)), CPU)
-    if dense_last is not None:
-        keep_last_tiles(index, dense_last)
     out = torch.full_like(query, float("nan"))
     attend(query, cache, index, out, scale, options=attend_options(methods_by_head(tuple(groups)), CPU))
     return out, index
@@ -268,7 +264,7 @@ class TestMethods:
             assert all(not torch.allclose(out[tokens, h], without[tokens, h], atol=1e-4) for h in (2, 3))
         assert not torch.allclose(out[:, 0], without[:, 0], atol=1e-4)
 
-    def test_heads_with_means_and_dense_last_tiles(self, configured: Callable[..., Any], tmp_path: Path) -> None:
+    def test_heads_with_means(self, configured: Callable[..., Any], tmp_path: Path) -> None:
         """Of heads that select together, each gets what it asked for beside that."""
         few = "method: a_shape, sink_tokens: 16, local_tokens: 16"
         profile = tmp_path / "extras.yaml"
@@ -280,18 +276,16 @@ class TestMethods:
             '  "1":\n'
             "    heads:\n"
             f'      "0": {{{few}, block_means: true}}\n'
-            f'      "2": {{{few}, dense_last_tile: true}}\n'
         )
         config = configured(profile=str(profile), min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True)
         layer, plain = layers = make_layers(config, [1, 2])
         builder = make_builder(config, layers)
         assert [group.heads for group in layer.impl.groups] == [(0, 1, 2, 3)]
         assert layer.impl.options.mean_heads.tolist() == [1, 0, 0, 0]
-        assert layer.impl.dense_last.tolist() == [2]
-        assert (plain.impl.options, plain.impl.dense_last) == (None, None)
+        assert plain.impl.options is None
         step = make_step(layer, MIXED)
         out = step.forward(layer, builder.build(0, step.common))
-        layer.impl.options, layer.impl.dense_last = None, None
+        layer.impl.options = None
         without = step.forward(layer, builder.build(0, step.common))
         changed = torch.zeros(4, dtype=torch.bool)
         for row in SPARSE_ROWS:
@@ -299,4 +293,4 @@ class TestMethods:
             expected, _ = reference(step, row, layer.impl.groups, layer.impl.scale)
             torch.testing.assert_close(out[tokens], expected, **CLOSE)
             changed |= ((out[tokens] - without[tokens]).abs() > 1e-3).any(2).any(0)
-        assert changed.tolist() == [True, False, True, False]
+        assert changed.tolist() == [True, False, False, False]

@@ -166,7 +166,7 @@ def test_the_scale_and_the_precision_of_maps_do_not_matter(clusters):
 def test_profile_names_clustered_heads():
     shape = ModelShape("LlamaForCausalLM", 3, 4, 2, 64)
     clusters = ((0, 0, NOISE, 1), (NOISE,) * 4, (1, 0, 1, 1))
-    method = SharePrefill(gamma=0.95, true_mass=True)
+    method = SharePrefill(gamma=0.95, last_queries=128)
     profile = profile_of(clusters, shape, method)
     assert parse_profile(profile.to_yaml(), "test") == profile
     for layer, heads in enumerate(clusters):

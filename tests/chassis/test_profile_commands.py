@@ -68,9 +68,8 @@ def test_import_then_check(model: Path, patterns: Path, tmp_path: Path) -> None:
     assert checked.output.splitlines() == imported.output.splitlines()[:-2]
     assert imported.output.splitlines()[-2] == "imported from MInference's best_pattern.json"
     for line in (
-        "4 of 8 heads: block_sparse(top_blocks=100, per_query_block=True)",
-        "3 of 8 heads: vertical_slash(last_queries=64, forced_verticals=30, forced_slashes=100, segment_tokens=None, "
-        "settings=2)",
+        "4 of 8 heads: block_sparse(top_blocks=100)",
+        "3 of 8 heads: vertical_slash(last_queries=64, forced_verticals=30, forced_slashes=100, settings=2)",
         "1 of 8 heads: a_shape(sink_tokens=128, local_tokens=512)",
     ):
         assert line in checked.output
@@ -80,8 +79,7 @@ def test_heads_that_share_are_one_line(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     heads = "{0-1: {method: share_prefill, cluster: 2}, 2: {method: a_shape}, 3: {method: share_prefill, cluster: 5}}"
     path.write_text(f"format: 1\nmodel: any\ndefault: {{method: share_prefill}}\nlayers:\n  1: {{heads: {heads}}}\n")
-    thresholds = "max_sparsity=0.3, max_distance=0.2, gamma=0.9, gamma_per_tile=False, true_mass=False, "
-    thresholds += "last_queries=64, estimating='last'"
+    thresholds = "max_sparsity=0.3, max_distance=0.2, gamma=0.9, last_queries=64, estimating='last'"
     shared = f"share_prefill({thresholds}, clusters=2, clustered_heads=3)"
     lines = run("check", path, model).output.splitlines()[1:]
     assert lines == [f"7 of 8 heads: {shared}", "1 of 8 heads: a_shape(sink_tokens=1024, local_tokens=4096)"]

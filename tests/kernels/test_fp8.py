@@ -32,7 +32,7 @@ METHODS_ASKED = [
         ("flex_vertical_slash", {"max_distance": 0.2}),
         ("sale", {}),
         ("sale", {"channels": "half"}),
-        ("share_prefill", {"cluster": 0, "true_mass": True}),
+        ("share_prefill", {"cluster": 0}),
         ("sparge_attn", {}),
         ("vertical_slash", {"vertical_tokens": 40, "slash_tokens": 128}),
     )
