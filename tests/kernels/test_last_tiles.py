@@ -4,11 +4,11 @@
 import pytest
 import torch
 
+from benchmarks.batches import random_batch, random_index
 from vllm_sparse_kernels.methods.base import last_tile_heads
 from vllm_sparse_kernels.methods.minference.method import AShape
 from vllm_sparse_kernels.select.last_tiles import keep_last_tiles
 from vllm_sparse_kernels.select.last_tiles_reference import keep_last_tiles as by_reference
-from vllm_sparse_kernels.testing.batches import random_batch, random_index
 
 
 @pytest.mark.parametrize("block_tokens", [32, 64, 128])

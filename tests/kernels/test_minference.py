@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 
+from benchmarks.batches import random_batch
 from tests.kernels.minference_cases import (
     CASES,
     DEVICE,
@@ -33,7 +34,7 @@ from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.select.pooled import KeyPool, pool_queries, products_of_slabs, slabs_of
-from vllm_sparse_kernels.testing.batches import Batch, random_batch
+from vllm_sparse_kernels.trial import Batch
 from vllm_sparse_kernels.workspace import Workspace
 
 
