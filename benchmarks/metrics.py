@@ -86,7 +86,7 @@ def counting(recorder: Recorder, number: int, layer: Layer) -> Run:
     def run() -> None:
         lap = recorder.lap(number)
         lap.begins()
-        lap.selected()
+        lap.selected(layer.index)
         lap.attended()
         recorder.count_pairs(number, layer.index, lap)
 

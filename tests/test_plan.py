@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan: every head of a rank in one group, heads of a profile dealt out to ranks, and what goes before what."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from vllm_sparse_backend.settings.methods import describe, make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_backend.settings.profile import LayerProfile, Profile, load_profile
+from vllm_sparse_backend.settings.resolved import Resolved
 from vllm_sparse_kernels.layer import HeadGroup, methods_by_head
 from vllm_sparse_kernels.methods.share_prefill.method import SharePrefill, SharePrefillLayer
 
@@ -198,11 +200,24 @@ def test_min_tokens_of_the_configuration_go_before_the_profiles(write: Write) ->
     assert Plan.build(SparsePrefillConfig(profile=write()), SHAPE).min_tokens == default
 
 
-def test_profile_is_read_once(write: Write) -> None:
-    path = write()
-    first = Plan.build(SparsePrefillConfig(profile=path), SHAPE)
-    Path(path).unlink()
-    assert Plan.build(SparsePrefillConfig(profile=path), SHAPE) is first
+def test_files_are_read_once_and_travel(write: Write, tmp_path: Path) -> None:
+    """Other processes get what the first one read: a file that changed or is gone since makes no difference."""
+    path, table = Path(write()), tmp_path / "crossover.json"
+    table.write_text('{"format": 1, "entries": []}')
+    given = {"sparse_prefill": {"profile": str(path), "crossover": str(table), "dense_layers": [2]}, "other": 1}
+    first = Resolved.of(given, SHAPE, "cpu")
+    travelled = json.loads(json.dumps(first.carry(given)))
+    assert travelled.items() >= given.items()
+    path.unlink()
+    table.write_text("broken")
+    again = Resolved.of(travelled, SHAPE, "cpu", 1, 2)
+    assert (again.config, again.table, again.documents) == (first.config, first.table, first.documents)
+    assert again.plan.dense_layers == first.plan.dense_layers
+    assert again.plan.source == first.plan.source == f"profile {path}"
+    assert Resolved.of(travelled, SHAPE, "cpu").plans == first.plans
+    other = {**travelled, "sparse_prefill": {"profile": str(path) + "x"}}
+    with pytest.raises(ConfigurationError, match="no such file"):
+        Resolved.of(other, SHAPE, "cpu")
 
 
 def test_profile_of_another_model_is_refused(write: Write) -> None:

@@ -203,7 +203,7 @@ class TestTime:
         lap = recorder.lap(layer)
         lap.begins()
         clock[0] += select
-        lap.selected()
+        lap.selected(full_index())
         clock[0] += attend
         lap.attended()
         clock[0] += 50
@@ -251,7 +251,7 @@ class TestTime:
             lap = recorder.lap(1)
             lap.begins()
             torch.cuda._sleep(100_000_000)
-            lap.selected()
+            lap.selected(index)
             lap.attended()
             recorder.count_pairs(1, index, lap)
         assert recorder.samples() == ([], True)

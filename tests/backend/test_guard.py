@@ -302,7 +302,7 @@ class TestForward:
         config = configured(**TINY, **COMMON)
         layers = make_layers(config, [0])
         step = make_builder(config, layers).build(0, make_step(layers[0], LONG).common).sparse
-        assert (step.probe, step.dense_layers, layers[0].impl.guard) == (None, frozenset(), None)
+        assert (step.probe, step.dense_layers, layers[0].impl.worker.guard) == (None, frozenset(), None)
 
     def test_queries_are_compared_with_vllms_attention(
         self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -312,7 +312,7 @@ class TestForward:
         (layer,) = layers = make_layers(config, [2])
         builder = make_builder(config, layers)
         step, seen = make_step(layer, MIXED), []
-        monkeypatch.setattr(layer.impl.guard, "compare", lambda *arguments: seen.append(arguments))
+        monkeypatch.setattr(layer.impl.worker.guard, "compare", lambda *arguments: seen.append(arguments))
         dense, rows, off = step.delegated(layer, builder), set(), []
         for _ in range(6):
             metadata = builder.build(0, step.common)
@@ -355,7 +355,7 @@ class TestForward:
         layers = good, starved = make_layers(config, [0, 1])
         builder = make_builder(config, layers)
         step = look(make_step(good, LONG), good, far=True)
-        told = starved.impl.guard.recorder = Told()
+        told = starved.impl.worker.guard.recorder = Told()
         dense = serve(builder, layers, step, 100)
         assert not any(of_good for of_good, _ in dense)
         caught = [of_starved for _, of_starved in dense].index(True)
@@ -409,7 +409,7 @@ class TestForward:
         config = configured(**TINY, **COMMON, guard={})
         layers = make_layers(config, [0, 1])
         builders = [make_builder(config, [layer]) for layer in layers]
-        assert builders[0].guard is builders[1].guard is layers[0].impl.guard is layers[1].impl.guard
+        assert builders[0].guard is builders[1].guard is layers[0].impl.worker.guard is layers[1].impl.worker.guard
         builders[0].guard.dense_layers = frozenset({0, 1})
         steps: list[SparseStep] = [builder.build(0, make_common([(0, 400)])).sparse for builder in builders]
         assert [step.dense_layers for step in steps] == [{0}, {1}]

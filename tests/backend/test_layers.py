@@ -262,7 +262,7 @@ class TestCounting:
         config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
         (layer,) = layers = make_layers(config, [0])
         first, second = make_builder(config, layers), make_builder(config, layers)
-        assert first.recorder is second.recorder is layer.impl.recorder
+        assert first.recorder is second.recorder is layer.impl.worker.recorder
         for cut in (151, 51):
             whole = make_common([(50, 1), (0, 200), (0, 30)])
             slices = [UBatchSlice(slice(0, 2), slice(0, cut)), UBatchSlice(slice(1, 3), slice(cut, 231))]
@@ -317,7 +317,9 @@ class TestCounting:
         assert samples["rows", "sparse", ""] == 1
         assert samples["tiles", "0"] == 2
         assert 0 < samples["kept_pairs", "0"] < samples["causal_pairs", "0"]
-        assert 0 < samples["arena_peak_bytes",] <= samples["arena_bytes",] == layers[0].impl.memory.room.num_bytes
+        assert (
+            0 < samples["arena_peak_bytes",] <= samples["arena_bytes",] == layers[0].impl.worker.memory.room.num_bytes
+        )
         assert samples["arena_overflows",] == samples["compilations", "serving"] == 0
         assert {name for name, *_ in samples} <= set(METRICS)
 

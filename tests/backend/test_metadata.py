@@ -92,7 +92,7 @@ class TestClassification:
         builder = make_builder(config, layers)
         assert kinds(builder, [(0, 5000), (9, 1)]) == [dense(Fallback.NEVER_FASTER), DECODES]
         assert type(builder.build(0, make_common([(0, 5000)]))) is compat.DelegateMetadata
-        assert layers[0].impl.memory is None
+        assert layers[0].impl.worker.memory is None
         config = configured(method="dense", crossover=str(table), min_tokens=2000)
         builder = make_builder(config, make_layers(config, range(4)))
         assert kinds(builder, [(0, 5000), (0, 2000)]) == [SPARSES, dense(Fallback.TOO_SHORT)]

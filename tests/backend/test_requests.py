@@ -178,7 +178,6 @@ class TestFront:
 
         hooks.put_around(Front, "process_inputs", hooks._marked, ("params",))
         hooks.put_around(Front, "generate", hooks._checked_at_once, ("sampling_params",))
-        requests._choices.clear()
         return Front()
 
     @pytest.mark.parametrize(
@@ -474,6 +473,6 @@ class TestRows:
 
     def test_the_arena_has_room_for_every_level(self, layers: Any) -> None:
         made, _ = layers
-        needs = {need.groups for need in made[0].impl.memory.room.layers}
+        needs = {need.groups for need in made[0].impl.worker.memory.room.layers}
         assert needs >= {made[2].impl.layer.groups, made[2].impl.at("fast").layer.groups}
         assert {type(need.method).__name__ for (need,) in needs} == {"AShape", "BlockSparse", "Dense"}

@@ -78,14 +78,17 @@ def make_impls(
     needs = [LayerNeed.of(groups, *heads, 2, device, engine) for groups in plan.layers if groups]
     buffer = None if num_bytes is None else torch.empty(num_bytes, dtype=torch.uint8, device=device)
     memory = Memory(Arena(device, buffer), Room(needs, num_bytes or 1 << 60, LONGEST))
+    worker: Any = SimpleNamespace(
+        recorder=Recorder(device), memory=memory, guard=None, resolved=SimpleNamespace(config=SparsePrefillConfig())
+    )
     impls = []
     for layer, groups in enumerate(plan.layers):
         impl = object.__new__(SparsePrefillImpl)
         impl.num_heads, impl.num_kv_heads, impl.head_size = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim
         impl.scale, impl.fallback = SHAPE.head_dim**-0.5, None
-        impl.levels, impl.stays_dense, impl.guard = {}, False, None
+        impl.levels, impl.stays_dense = {}, False
         served = replace(Layer.of(groups or (), impl.head_size, device, engine), by_kernels=True)
-        impl.adopt(layer, served, Recorder(device), memory)
+        impl.adopt(layer, served, worker)
         impls.append(impl)
     return impls
 
@@ -115,7 +118,7 @@ def run_steps(
         query = query.contiguous().to(FP8) if in_fp8 else query
         num_pages = max(-(-(c + q) // page_size) for c, q in lengths) + i  # no multiple of 16 more often than not
         table = torch.arange(num_pages, dtype=torch.int32, device=device).repeat(len(lengths) + 1, 1)
-        memory = impls[0].memory
+        memory = impls[0].worker.memory
         assert memory is not None
         for slab in memory.room.slabs(in_turn(lengths), own_block_table(table, list(range(1, len(lengths) + 1)))):
             for impl in impls:
@@ -236,8 +239,7 @@ def test_nothing_compiles_after_warm_up(method: str, params: dict[str, Any], eng
 
 def longest_row_bytes(method: str, params: dict[str, Any], query_tokens: int) -> int:
     (impl, _) = make_impls(method, params, torch.device("cpu"))
-    assert impl.memory is not None
-    return impl.memory.room.needed(rows_of([Row(0, 0, query_tokens, LONGEST - query_tokens)]))
+    return impl.worker.memory.room.needed(rows_of([Row(0, 0, query_tokens, LONGEST - query_tokens)]))
 
 
 def check_arena(method: str, params: dict[str, Any], device: torch.device, number: int) -> None:

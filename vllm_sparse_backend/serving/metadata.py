@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import chain, count, pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -28,7 +28,7 @@ from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.layers import ModelLayer, model_layers, refuse_if_none_can
 from vllm_sparse_backend.serving.refusals import slow_path
 from vllm_sparse_backend.serving.row_levels import levels_of_rows
-from vllm_sparse_backend.serving.stats import DECODE, DENSE, PADDING, SPARSE, Recorder, is_counting
+from vllm_sparse_backend.serving.stats import DECODE, DENSE, PADDING, SPARSE, is_counting
 from vllm_sparse_backend.serving.step import (
     Delegated,
     Probe,
@@ -37,14 +37,14 @@ from vllm_sparse_backend.serving.step import (
     SparseStep,
     own_block_table,
 )
-from vllm_sparse_backend.settings.config import load_config
-from vllm_sparse_backend.settings.crossover import Thresholds, load_crossover
-from vllm_sparse_backend.settings.plan import DEFAULT, Plan, layer_by_level
+from vllm_sparse_backend.serving.worker import Worker
+from vllm_sparse_backend.settings.crossover import Thresholds
+from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.profile import EXACT
 from vllm_sparse_backend.settings.ranges import format_ranges
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_backend.settings.requests import FIELD, Choices
-from vllm_sparse_kernels.layer import Layer, LayerPlan
+from vllm_sparse_backend.settings.resolved import Resolved
 
 logger = logging.getLogger(LOGGER)
 
@@ -70,7 +70,6 @@ _numbers = count()
 class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
     # Metadata of another cache group would carry this group's sparse rows along.
     supports_update_block_table = False
-    _warned: ClassVar[set[str]] = set()
 
     @classmethod
     def get_cudagraph_support(cls, *args: Any, **kwargs: Any) -> AttentionCGSupport:
@@ -98,66 +97,46 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
 
     def _adopt(self, layers: Mapping[str, ModelLayer]) -> None:
         """Hand each layer of this group its part of the plan, and say at start-up what will run how."""
-        config = load_config(self.vllm_config.additional_config)
-        rank, size = compat.tensor_parallel(self.vllm_config)
-        plans = Plan.by_level(config, compat.model_shape(self.vllm_config), rank, size)
-        groups = {number: layer_by_level(plans.values(), number) for number, _ in layers.values()}
-        reasons = {
-            number: impl.reason(groups[number][0] if groups[number] else None) for number, impl in layers.values()
-        }
         own = [layers[name] for name in self.layer_names if name in layers]
-        for reason in Fallback if rank == 0 else ():
+        worker = own[0].impl.join(self.vllm_config, self.device)
+        groups = {number: worker.resolved.layer(number) for number, _ in layers.values()}
+        reasons = {number: impl.reason(groups[number]) for number, impl in layers.values()}
+        for reason in Fallback if worker.rank == 0 else ():
             dense = [number for number, _ in own if reasons[number] is reason]
             if dense:
                 logger.info("sparse-prefill: layers %s prefill dense: %s", format_ranges(dense), reason.explain)
-        self.sparse_layers = tuple(sorted(number for number, _ in own if reasons[number] is None))
-        if not self.sparse_layers:
+        sparse = {number: impl for number, impl in own if reasons[number] is None}
+        self.sparse_layers = tuple(sorted(sparse))
+        if not sparse:
             return
-        # One for the worker, whose groups of layers and whose microbatches have builders of their own.
-        known = next((impl.recorder for _, impl in layers.values() if impl.recorder is not None), None)
-        self.recorder = known or Recorder(self.device, is_first_rank=rank == 0)
+        self.recorder, self.memory, self.guard = worker.recorder, worker.reserve(), worker.watch_over()
         self.recorder.add_layers(self.sparse_layers)
         # Every group sees all rows: that of the worker's first layer that can go sparse counts them.
         first = min(number for number, reason in reasons.items() if reason is None)
         self._counts_rows = first in self.sparse_layers
-        self.memory = own[0].impl.reserve(self.vllm_config, self.device)
-        if config.guard is not None:
-            self.guard = next((impl.guard for _, impl in layers.values() if impl.guard is not None), None)
-            self.guard = self.guard or Guard(config.guard, self.recorder, rank)
-            for _, impl in own:
-                impl.guard = self.guard
-        impls = []
-        served: dict[LayerPlan, Layer] = {}
-        for number, impl in own:
-            if reasons[number] is None:
-                of_levels = [impl, *(impl.add_level(level) for level in plans if level != DEFAULT)]
-                for one, plan, of_level in zip(of_levels, plans.values(), groups[number], strict=True):
-                    if of_level not in served:
-                        served[of_level] = Layer.of(of_level, one.head_size, self.device, config.engine)
-                    one.adopt(number, served[of_level], self.recorder, self.memory, config.check_index)
-                    one.stays_dense = plan.layer(number) is None
-                impls += of_levels
+        impls = [
+            one for number in self.sparse_layers for one in sparse[number].adopt_levels(number, groups[number], worker)
+        ]
         if self.memory is not None:
-            self._make_ready(impls, config.engine)
-        table, device_name = load_crossover(config.crossover), compat.device_name()
-        for level, plan in plans.items():
-            engines = {impl.at(level).layer.engine.name for number, impl in own if reasons[number] is None}
-            self.thresholds[level] = plan.thresholds(table, device_name, engines)
+            self._make_ready(impls, worker)
+        for level in worker.resolved.plans:
+            names = {impl.at(level).layer.engine.name for impl in sparse.values()}
+            self.thresholds[level] = worker.resolved.thresholds(level, names)
         hooks.install_in_worker(self.vllm_config)
-        if known is None and rank == 0:
-            self._announce(plans)
+        if worker.rank == 0 and worker.says("plans"):
+            self._announce(worker.resolved)
 
-    def _announce(self, plans: Mapping[str, Plan]) -> None:
-        for level, plan in plans.items():
+    def _announce(self, resolved: Resolved) -> None:
+        for level, plan in resolved.plans.items():
             for line in plan.describe(self.thresholds[level]):
                 logger.info("sparse-prefill: %s", line)
-        choices = Choices(plans[DEFAULT].level_names, plans[DEFAULT].level)
+        choices = Choices(resolved.plan.level_names, resolved.plan.level)
         logger.info("sparse-prefill: requests may have in their vllm_xargs %s: %s", FIELD, choices)
         max_len, min_tokens = self.vllm_config.model_config.max_model_len, self.thresholds[DEFAULT].min_tokens
         if min_tokens is not None and max_len <= min_tokens:
             logger.warning("sparse-prefill: requests have %d tokens at most: all of them run dense", max_len)
 
-    def _make_ready(self, impls: list[SparsePrefillImpl], engine: str) -> None:
+    def _make_ready(self, impls: list[SparsePrefillImpl], worker: Worker) -> None:
         """What has to be checked or compiled before the first step."""
         if compat.IS_CPU:
             compat.check_cpu_layout(self.isa, self.kv_cache_spec)
@@ -165,10 +144,10 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         from vllm_sparse_backend.serving.warmup import warm_up
 
         slow = slow_path(self.kv_cache_spec.block_size, compat.device_capability())
-        if slow is not None and slow not in self._warned:  # once for a worker, whose groups have builders of their own
-            self._warned.add(slow)
+        if slow is not None and worker.says(slow):
             logger.warning("sparse-prefill: %s", slow)
-        warm_up(impls, self.kv_cache_spec, self.device, engine, compat.page_order(self.vllm_config))
+        engine, order = worker.resolved.config.engine, compat.page_order(self.vllm_config)
+        warm_up(impls, self.kv_cache_spec, self.device, engine, order)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
