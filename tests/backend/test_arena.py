@@ -276,8 +276,7 @@ class TestForward:
         needed = builder.memory.room.needed(rows_of([Row(0, 0, 1, 2000)]))
         builder.memory = Memory(builder.memory.arena, Room(builder.memory.room.layers, needed, 8192))
         common = make_common([(1000, 300), (5000, 300)])
-        kinds = builder._classify(0, common, common.query_start_loc_cpu.tolist())
-        assert [kind.reason for kind in kinds] == [None, Fallback.NO_ROOM]
+        assert [row.kind.reason for row in builder._classify(0, common)] == [None, Fallback.NO_ROOM]
         assert builder.recorder._rows == {}
         builder.build(0, common)
         assert builder.recorder._rows["dense", "no_room"] == 1

@@ -50,8 +50,7 @@ def builder(configured: Callable[..., Any]) -> SparsePrefillMetadataBuilder:
 def kinds(
     builder: SparsePrefillMetadataBuilder, lengths: list[tuple[int, int]], common_prefix_len: int = 0, **changes: Any
 ) -> list[RowKind]:
-    common = make_common(lengths, **changes)
-    return builder._classify(common_prefix_len, common, common.query_start_loc_cpu.tolist())
+    return [row.kind for row in builder._classify(common_prefix_len, make_common(lengths, **changes))]
 
 
 class TestClassification:
@@ -133,9 +132,9 @@ class TestClassification:
     def test_lengths_on_the_device_are_not_asked_for(self, builder: SparsePrefillMetadataBuilder) -> None:
         """The upper bound alone decides; without it, and off the CPU, nothing could."""
         common = make_common([(0, 200)], seq_lens=torch.zeros(1, dtype=torch.int32, device="meta"))
-        assert builder._classify(0, common, [0, 200]) == [SPARSES]
+        assert [row.kind for row in builder._classify(0, common)] == [SPARSES]
         with pytest.raises(RuntimeError, match="no sequence lengths on the host"):
-            builder._classify(0, dataclasses.replace(common, seq_lens_cpu_upper_bound=None), [0, 200])
+            builder._classify(0, dataclasses.replace(common, seq_lens_cpu_upper_bound=None))
 
 
 class TestMetadata:

@@ -318,7 +318,7 @@ class TestRunners:
             def __init__(self) -> None:
                 self.input_batch = SimpleNamespace(req_ids=[])
 
-            def execute_model(self, scheduler_output: Any, order: Sequence[str], num_rows: int) -> list[str] | None:
+            def execute_model(self, scheduler_output: Any, order: Sequence[str], num_rows: int) -> list[str]:
                 self.input_batch.req_ids = list(order)
                 return row_levels.levels_of_rows(num_rows)
 
@@ -330,7 +330,7 @@ class TestRunners:
         class Runner:
             def execute_model(
                 self, scheduler_output: Any, order: Sequence[str], num_rows: int, dummy_run: bool = False
-            ) -> list[str] | None:
+            ) -> list[str]:
                 if not dummy_run:
                     self.prepare_attn(SimpleNamespace(req_ids=list(order)))
                 return row_levels.levels_of_rows(num_rows)
@@ -357,17 +357,20 @@ class TestRunners:
         assert runner.execute_model(scheduled({"a": EXACT}), "a", 1) == ["exact"]
         assert runner.execute_model(scheduled({"a": FAST}, finished="a"), "a", 1) == ["fast"]
         assert runner.execute_model(scheduled({"a": FAST}), "a", 1) == ["fast"]
-        assert runner.execute_model(scheduled({"a": None}), "a", 1) is None
+        assert runner.execute_model(scheduled({"a": None}), "a", 1) == [DEFAULT]
 
     def test_a_salt_alone_is_no_level(self, runner: Any) -> None:
         """As all requests have one next to a store by hashes: rows of steps in microbatches have no names there."""
-        assert runner.execute_model(scheduled({"a": Mark(DEFAULT, "salt", 100), "b": None}), "ab", 1) is None
+        assert runner.execute_model(scheduled({"a": Mark(DEFAULT, "salt", 100), "b": None}), "ab", 1) == [
+            DEFAULT,
+            DEFAULT,
+        ]
 
     def test_between_steps_nothing_is_known(self, runner: Any) -> None:
         runner.execute_model(scheduled({"a": EXACT}), "a", 1)
-        assert row_levels.levels_of_rows(3) is None
+        assert row_levels.levels_of_rows(3) == [DEFAULT] * 3
         other = type(self).older()
-        assert other.execute_model(scheduled({}), "a", 1) is None  # nor by other runners of the process
+        assert other.execute_model(scheduled({}), "a", 1) == [DEFAULT]  # nor by other runners of the process
 
     def test_a_batch_that_has_not_all_rows_of_its_step_is_an_error(self, runner: Any) -> None:
         assert runner.execute_model(scheduled({}), "ab", 1) is None
@@ -401,8 +404,7 @@ class TestRows:
         common = make_common(self.LENGTHS)
         at_step(["exact", "exact", "exact", DEFAULT, "exact"])
         asked, sparse = RowKind(DENSE, Fallback.REQUESTED), RowKind(SPARSE)
-        starts = common.query_start_loc_cpu.tolist()
-        assert builder._classify(0, common, starts) == [RowKind(DECODE), asked, asked, sparse, asked]
+        assert [row.kind for row in builder._classify(0, common)] == [RowKind(DECODE), asked, asked, sparse, asked]
         (slab,) = builder.build(0, common).sparse.slabs
         assert slab.rows.tokens == (1 + 200 + 50 + MIN_TOKENS,)
 

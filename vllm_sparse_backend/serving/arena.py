@@ -18,6 +18,7 @@ from vllm.config import VllmConfig
 
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.batch import BatchRow
 from vllm_sparse_backend.serving.step import Slab
 from vllm_sparse_backend.settings.config import AUTO
 from vllm_sparse_backend.settings.crossover import Thresholds
@@ -132,6 +133,11 @@ class Row:
     token: int
     query_len: int
     context_len: int
+
+    @staticmethod
+    def sparse_of(row: BatchRow, number: int) -> "Row":
+        """What the delegate leaves of a batch's row."""
+        return Row(number, row.dense_end, row.end - row.dense_end, row.context_len + row.dense_end - row.token)
 
     def chunks(self, query_tokens: int) -> list["Row"]:
         """The row as chunks of ``query_tokens``, the last one maybe shorter."""
