@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """healthcheck.py [PORT]: exit 0 if the server of this container answers /health, else 1.
 
-Without PORT, port and TLS are those that the server itself was started with: the entry point is the container's first process.
+Without PORT, port and TLS are as in the arguments of the server itself, which is the first process of the container.
 """
 
 import ssl
