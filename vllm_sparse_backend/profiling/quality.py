@@ -24,8 +24,6 @@ from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import attend_options
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.select.last_tiles import keep_last_tiles
-from vllm_sparse_kernels.select.last_tiles_reference import keep_last_tiles as reference_keep_last_tiles
 from vllm_sparse_kernels.testing.oracle import Bound, Tally, exact_masses, tally
 from vllm_sparse_kernels.width import index_block_tokens
 
@@ -262,10 +260,6 @@ def fill_index(groups: LayerPlan, q: torch.Tensor, cache: PagedCache, index: Spa
             group.method.select(q, cache, index, heads, scale)
         else:
             METHODS[name_of(group.method)].reference(group.method, q, cache, index, heads, scale)
-    dense_last = tuple(head for head, method in enumerate(methods_by_head(groups)) if method.dense_last_tile)
-    if dense_last:
-        keep = keep_last_tiles if q.is_cuda else reference_keep_last_tiles
-        keep(index, _head_ids(dense_last, q.device))
 
 
 @lru_cache(maxsize=1024)
