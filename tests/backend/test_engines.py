@@ -26,7 +26,7 @@ from vllm_sparse_kernels.attend import PORTABLE, Engine, flash_engine
 from vllm_sparse_kernels.attend import engines as all_engines
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.layer import HeadGroup, Layer
-from vllm_sparse_kernels.methods.minference.method import AShape
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.trial import expected_attention
 from vllm_sparse_kernels.workspace import Workspace

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from vllm_sparse_kernels.methods.minference.method import PER_TILE, AShape, BlockSparse
 
 from benchmarks.batches import random_batch
 from tests.kernels.minference_cases import (
@@ -29,7 +30,6 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.minference import method as minference
 from vllm_sparse_kernels.methods.minference import reference
-from vllm_sparse_kernels.methods.minference.method import PER_TILE, AShape, BlockSparse
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows

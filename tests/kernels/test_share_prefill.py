@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from vllm_sparse_kernels.methods.share_prefill.block_mass import block_masses
 
 from tests.helpers.lined import DEVICE, assert_between, kept_keys, lined_batch, selected, single_row
 from vllm_sparse_kernels.index import SparseIndex
@@ -13,7 +14,6 @@ from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 from vllm_sparse_kernels.methods.flex_prefill.reference import select_flex_vertical_slash
 from vllm_sparse_kernels.methods.share_prefill.block_average import BlockAverages, Spans
-from vllm_sparse_kernels.methods.share_prefill.block_mass import block_masses
 from vllm_sparse_kernels.methods.share_prefill.method import (
     DENSE,
     NOISE,
