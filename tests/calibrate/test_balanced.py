@@ -6,13 +6,13 @@ import random
 from statistics import fmean
 
 import pytest
+from vllm_sparse_backend.profiling.ladders import LADDERS, SEARCHES, halved, settings_of
 
 from tests.calibrate.fake_judge import FakeJudge, figures
 from tests.calibrate.made import HEADS, LAYERS, make_job
 from vllm_sparse_backend.profiling import balanced, best
 from vllm_sparse_backend.profiling.costs import PairCosts
 from vllm_sparse_backend.profiling.job import run
-from vllm_sparse_backend.profiling.ladders import LADDERS, SEARCHES, halved, settings_of
 from vllm_sparse_backend.profiling.measure import Bound
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method

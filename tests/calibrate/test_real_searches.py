@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from vllm_sparse_backend.profiling.ladders import LADDERS
 
 from vllm_sparse_backend.profiling import anchor_attention, flex_vertical_slash, minference, sale, sparge_attn
 from vllm_sparse_backend.profiling.capture import LayerTensors
 from vllm_sparse_backend.profiling.costs import EstimatedCosts
 from vllm_sparse_backend.profiling.judge import CapturedLayer, RememberingJudge, Served
-from vllm_sparse_backend.profiling.ladders import LADDERS
 from vllm_sparse_backend.profiling.measure import Bound
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention

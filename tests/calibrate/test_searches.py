@@ -6,12 +6,12 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from vllm_sparse_backend.profiling.ladders import LADDERS, SEARCHES
+from vllm_sparse_backend.profiling.sparsest import for_all, sparsest
 
 from tests.calibrate.fake_judge import FakeJudge, figures, most_passes, of
 from vllm_sparse_backend.profiling import anchor_attention, flex_vertical_slash, minference, sale, sparge_attn
-from vllm_sparse_backend.profiling.ladders import LADDERS, SEARCHES
 from vllm_sparse_backend.profiling.measure import Bound
-from vllm_sparse_backend.profiling.sparsest import for_all, sparsest
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
 from vllm_sparse_kernels.methods.dense.method import Dense

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from vllm_sparse_backend.profiling.clustered import Choice, cluster, settle_layer, survey_layer, worth
+from vllm_sparse_backend.profiling.flex_vertical_slash import GAMMAS
 
 from tests.calibrate.fake_judge import FakeJudge, figures, most_passes
 from tests.calibrate.made import HEADS, LAYERS, TopicCapturer, make_job
 from vllm_sparse_backend.measure.report import write_json
 from vllm_sparse_backend.profiling import clustered
 from vllm_sparse_backend.profiling import share_prefill as module
-from vllm_sparse_backend.profiling.clustered import Choice, cluster, settle_layer, survey_layer, worth
-from vllm_sparse_backend.profiling.flex_vertical_slash import GAMMAS
 from vllm_sparse_backend.profiling.flow import Flow
 from vllm_sparse_backend.profiling.job import Job, Tell
 from vllm_sparse_backend.profiling.judge import Served
