@@ -23,7 +23,7 @@ from vllm_sparse_backend.settings.plan import HeadGroup
 from vllm_sparse_kernels.attend import PORTABLE, Engine, flash_engine
 from vllm_sparse_kernels.attend import engines as all_engines
 from vllm_sparse_kernels.attend.options import AttendOptions
-from vllm_sparse_kernels.methods.minference.method import AShape
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.testing.batches import random_batch, random_index
 from vllm_sparse_kernels.testing.budget import expected_attention

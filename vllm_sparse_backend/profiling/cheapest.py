@@ -6,11 +6,11 @@ selection takes beside its heads is paid once for each kind of method in a layer
 for the whole layer: of all sets of up to ``MOST_KINDS`` kinds and dense attention, the one in which heads with their
 cheapest settings take least time together. If dense attention of the whole layer takes no longer, it is that.
 
-With a bound for each head alone, every head comes as near to it as it can, and none has anything of what another leaves.
-A bound of the mean over all heads (``Bound.mean``) beside it is kept to by a price of error. Under it heads take what
-costs least in time and error together; at one price for the whole model no other choice of the same mean error costs
-less (heads then have equal slopes: Lagrange). ``price_of`` finds the least price at which the mean holds; for that every
-layer is judged before the first is chosen for.
+With a bound for each head alone, every head comes as near to it as it can, and none has anything of what another
+leaves. A bound of the mean over all heads (``Bound.mean``) beside it is kept to by a price of error. Under it heads take
+what costs least in time and error together; at one price for the whole model no other choice of the same mean error
+costs less (heads then have equal slopes: Lagrange). ``price_of`` finds the least price at which the mean holds; for that
+every layer is judged before the first is chosen for.
 """
 
 import math

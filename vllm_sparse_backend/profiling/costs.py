@@ -27,7 +27,7 @@ from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
-from vllm_sparse_kernels.methods.minference.method import AShape
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.measure.card import Card

@@ -94,7 +94,7 @@ class LayerPrompt:
         return states
 
     def outcome(self, groups: LayerPlan, engines: Mapping[str, Engine] | None) -> torch.Tensor:
-        """[4, num_heads] float64 on the device: error, worst, rare and density of one prompt. ``engines``: None on a CPU."""
+        """[4, num_heads] float64 on the device: error, worst, rare, density of one prompt. ``engines``: None on a CPU."""
         errors, pairs = [], []
         for i, (batch, dense, norms) in enumerate(zip(self.batches, self.dense, self.norms, strict=True)):
             self._begin(i)

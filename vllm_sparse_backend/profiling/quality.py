@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A captured prompt in the chunks in which a server prefills it: their rows, pages, and what a layer selects for one."""
+"""A captured prompt in the chunks in which a server prefills it: rows, pages, and what a layer selects for one."""
 
 from functools import lru_cache
 
@@ -12,8 +12,6 @@ from vllm_sparse_backend.settings.plan import LayerPlan, methods_by_head
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.select.last_tiles import keep_last_tiles
-from vllm_sparse_kernels.select.last_tiles_reference import keep_last_tiles as reference_keep_last_tiles
 from vllm_sparse_kernels.width import index_block_tokens
 
 PAGE_TOKENS = 128
@@ -55,10 +53,6 @@ def fill_index(groups: LayerPlan, q: torch.Tensor, cache: PagedCache, index: Spa
             group.method.select(q, cache, index, heads, scale)
         else:
             METHODS[name_of(group.method)].reference(group.method, q, cache, index, heads, scale)
-    dense_last = tuple(head for head, method in enumerate(methods_by_head(groups)) if method.dense_last_tile)
-    if dense_last:
-        keep = keep_last_tiles if q.is_cuda else reference_keep_last_tiles
-        keep(index, _head_ids(dense_last, q.device))
 
 
 @lru_cache(maxsize=1024)

@@ -25,10 +25,8 @@ from vllm_sparse_kernels import SparseIndex, Workspace, shared_bytes, widest_blo
 from vllm_sparse_kernels.attend import PORTABLE, Engine
 from vllm_sparse_kernels.attend.reference import attend as reference_attend
 from vllm_sparse_kernels.methods import METHODS, name_of
-from vllm_sparse_kernels.methods.base import attend_options, last_tile_heads
+from vllm_sparse_kernels.methods.base import attend_options
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.select.last_tiles import keep_last_tiles
-from vllm_sparse_kernels.select.last_tiles_reference import keep_last_tiles as reference_keep_last_tiles
 from vllm_sparse_kernels.width import index_block_tokens
 
 
@@ -117,7 +115,6 @@ class SparsePrefillImpl(compat.DelegateImpl):
         self.block_tokens = index_block_tokens(methods, self.head_size, device, engine)
         self.heads = [torch.tensor(group.heads, dtype=torch.int32, device=device) for group in groups]
         self.options = attend_options(methods, device)
-        self.dense_last = last_tile_heads(methods, device)
         self.groups = groups
 
     def at(self, level: str) -> "SparsePrefillImpl":
@@ -229,5 +226,3 @@ class SparsePrefillImpl(compat.DelegateImpl):
                     METHODS[name_of(group.method)].reference(group.method, query, cache, index, heads, scale)
                 else:
                     group.method.select(query, cache, index, heads, scale)
-        if self.dense_last is not None:
-            (reference_keep_last_tiles if compat.IS_CPU else keep_last_tiles)(index, self.dense_last)

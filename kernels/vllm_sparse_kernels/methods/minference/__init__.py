@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """MInference (Jiang et al., 2024): of three patterns each head has its own."""
 
-from vllm_sparse_kernels.methods.minference.method import AShape, BlockSparse
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
+from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
 from vllm_sparse_kernels.methods.minference.reference import select_a_shape, select_block_sparse, select_vertical_slash
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.methods.spec import MethodSpec
