@@ -78,7 +78,7 @@ def strategy(text: str, bounds: Mapping[str, Bound], distance: float | None = No
         if bound.has_mean:
             return Cheapest(job, bound, every, PairCosts(job.shape.num_heads))
         if name in PAPERS:
-            return Pairs(bound, settings[0], skipping="+" in name)
+            return Pairs(bound, skipping="+" in name)
         return Ladder(bound, halved(halved(settings)))
 
     return search

@@ -7,10 +7,10 @@ for the whole layer: of all sets of up to ``MOST_KINDS`` kinds and dense attenti
 cheapest settings take least time together. If dense attention of the whole layer takes no longer, it is that.
 
 With a bound for each head alone, every head comes as near to it as it can, and none has anything of what another
-leaves. A bound of the mean over all heads (``Bound.mean``) beside it is kept to by a price of error. Under it heads take
-what costs least in time and error together; at one price for the whole model no other choice of the same mean error
-costs less (heads then have equal slopes: Lagrange). ``price_of`` finds the least price at which the mean holds; for that
-every layer is judged before the first is chosen for.
+leaves. A bound of the mean over all heads (``Bound.mean``) beside it is kept to by a price of error. Under it heads
+take what costs least in time and error together; at one price for the whole model no other choice of the same mean
+error costs less (heads then have equal slopes: Lagrange). ``price_of`` finds the least price at which the mean holds;
+for that every layer is judged before the first is chosen for.
 """
 
 import math

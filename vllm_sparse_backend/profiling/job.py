@@ -164,7 +164,7 @@ class Job:
 
     def costs_on(self, judge: RememberingJudge) -> None:
         """What costs are not known yet are measured on this layer, if they are asked for."""
-        if self._card is not None:
+        if isinstance(self.costs, MeasuredCosts):
             self.costs.batches = lambda: judge.captured.batches
 
     def remembered(self, name: str, make: Callable[[], Any]) -> Any:

@@ -94,7 +94,7 @@ class LayerPrompt:
         return states
 
     def outcome(self, groups: LayerPlan, engines: Mapping[str, Engine] | None) -> torch.Tensor:
-        """[4, num_heads] float64 on the device: error, worst, rare, density of one prompt. ``engines``: None on a CPU."""
+        """[4, num_heads] float64 on the device: error, worst, rare, density of one prompt. On a CPU no engines."""
         errors, pairs = [], []
         for i, (batch, dense, norms) in enumerate(zip(self.batches, self.dense, self.norms, strict=True)):
             self._begin(i)
@@ -159,7 +159,8 @@ class CapturedLayer:
 
 def figures_of(numbers: Sequence[float]) -> Figures:
     """From error, worst, rare, density, and the three errors that unseen prompts may have."""
-    return Figures(*map(float, numbers[:4]), unseen=Errors(*map(float, numbers[4:])))
+    error, worst, rare, density, *unseen = map(float, numbers)
+    return Figures(error, worst, rare, density, Errors(*unseen))
 
 
 def unseen(errors: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from vllm_sparse_backend.profiling.measure import Bound, Figures, LayerJudge
+from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
@@ -102,8 +103,7 @@ class Ladder(Search):
 
 def ladder_of(name: str) -> list[Method]:
     """A method's own ladder, from its folder's description: the sparsest setting of each kind first."""
-    spec = METHODS[name]
-    return [spec.parameters(**setting) for setting in spec.ladder]
+    return [make_method(name, setting) for setting in METHODS[name].ladder]
 
 
 def halved(ladder: Sequence[Method]) -> list[Method]:

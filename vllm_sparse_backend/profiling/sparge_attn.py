@@ -25,7 +25,7 @@ from dataclasses import replace
 from vllm_sparse_backend.profiling.measure import Bound, LayerJudge
 from vllm_sparse_backend.profiling.search import LEAST_SPARSITY, Judged, May, Search, sparse_enough, sparsest
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 
 FIRST_MARGIN = 1 / 9
 """1 − l₁ / l₂."""
@@ -39,8 +39,8 @@ MARGINS = tuple(-step / 10 for step in range(1, 351))
 class Pairs(Search):
     """Of each head the pair of τ and θ, and with ``skipping`` the λ, that leave out most."""
 
-    def __init__(self, bound: Bound, base: Method, *, skipping: bool = False) -> None:
-        self.bound, self.base, self.skipping = bound, base, skipping
+    def __init__(self, bound: Bound, *, skipping: bool = False) -> None:
+        self.bound, self.skipping = bound, skipping
 
     def choose(self, judge: LayerJudge, may: May) -> list[Method]:
         found = self._pairs(judge, may)
@@ -53,7 +53,7 @@ class Pairs(Search):
         found: dict[int, Judged] = {}
         heads = list(range(judge.num_heads))
         for theta in THETAS:
-            at_theta = [replace(self.base, min_similarity=theta, kept_mass=tau) for tau in TAUS]
+            at_theta = [SpargeAttn(min_similarity=theta, kept_mass=tau) for tau in TAUS]
             ladders = {head: [one for one in at_theta if may(head, one)] for head in heads}
             for head, judged in sparsest(judge, bound, ladders).items():
                 if judged.holds and (head not in found or judged.sparsity > found[head].sparsity):
@@ -67,7 +67,7 @@ class Pairs(Search):
         settings = {
             head: [one for margin in MARGINS if may(head, one := replace(method, skip_margin=margin))]
             for head, method in enumerate(methods)
-            if not isinstance(method, Dense)
+            if isinstance(method, SpargeAttn)
         }
         best = sparsest(judge, self.bound, settings)
         return [best[i].method if i in best and best[i].holds else method for i, method in enumerate(methods)]
