@@ -71,7 +71,8 @@ class Asked:
             method = make_method(self.method, dict(self.params))
             if clusters is None or not hasattr(method, "cluster"):
                 return Plan.build(SparsePrefillConfig(method=self.method, params=dict(self.params)), shape)
-            heads = [[replace(method, **{"cluster": cluster}) for cluster in layer] for layer in clusters]
+            params = dict(self.params)
+            heads = [[make_method(self.method, params | {"cluster": c}) for c in layer] for layer in clusters]
             return plan_of_heads(heads, shape, str(self))
         except (ConfigurationError, ValueError) as error:
             raise BenchError(f"{self}: {error}") from None
