@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.batches import random_batch, random_index
 from vllm_sparse_backend.measure.card import Card, Span, is_default, refusal
 from vllm_sparse_backend.measure.check import BUDGET, Check, check_attention, difference
 from vllm_sparse_backend.measure.data import Heads, without_nan
@@ -21,7 +22,7 @@ from vllm_sparse_backend.measure.report import Report
 from vllm_sparse_kernels import AttendOptions, SparseIndex
 from vllm_sparse_kernels.attend import PORTABLE, Engine
 from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_index
+from vllm_sparse_kernels.trial import Batch
 
 NUM_INPUTS = 2
 """Inputs that are timed in turn, so that none is found in a cache."""

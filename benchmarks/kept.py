@@ -15,20 +15,19 @@ from typing import Any
 
 import torch
 
+from benchmarks.oracle import Bound, Tally, exact_masses, tally
 from benchmarks.paper_density import paper_density
 from vllm_sparse_backend.profiling.capture import Capture, LayerTensors
+from vllm_sparse_backend.profiling.chunks import chunk_rows, dense_attention, paged
 from vllm_sparse_backend.profiling.clusters import Clusters
-from vllm_sparse_backend.profiling.quality import chunk_rows, dense_attention, paged, select_layer
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.plan import LayerPlan, Plan, methods_by_head
+from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_backend.settings.profile import Level, Profile
-from vllm_sparse_kernels import PagedCache, Rows, SparseIndex, attend
-from vllm_sparse_kernels.attend.reference import attend as reference_attend
+from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.methods.base import attend_options
-from vllm_sparse_kernels.testing.oracle import Bound, Tally, exact_masses, tally
+from vllm_sparse_kernels.layer import Layer, LayerPlan, methods_by_head
 
 QUANTILES = (0.01, 0.001, 0.0)
 """Of queries: the hundredth, the thousandth and the worst have no more recall."""
@@ -200,9 +199,7 @@ class _Layer:
 
     def _attend(self, one: _Sparse, q: torch.Tensor, index: SparseIndex) -> torch.Tensor:
         out = torch.empty_like(q)
-        options = attend_options(methods_by_head(one.groups), self.cache.keys.device)
-        run = attend if q.is_cuda else reference_attend
-        run(q, self.cache, index, out, self.scale, options=options)
+        Layer.of(one.groups, self.cache.head_dim, q.device).attend(q, self.cache, index, out, self.scale)
         return out
 
     def _write(self, one: _Sparse) -> None:
@@ -222,6 +219,14 @@ class _Layer:
                 for head, method in enumerate(methods_by_head(one.groups))
             ]
             one.kept.paper_density.append(densities)
+
+
+def select_layer(groups: LayerPlan, q: torch.Tensor, cache: PagedCache, rows: Rows, scale: float) -> SparseIndex:
+    """What the groups of one layer select, as the attention layer in the server does it."""
+    layer = Layer.of(groups, cache.head_dim, q.device)
+    index = layer.index(rows)
+    layer.select(q, cache, index, scale)
+    return index
 
 
 def plan_of(method: str, params: dict[str, Any], shape: ModelShape, clusters: Clusters | None, folder: Path) -> Plan:

@@ -16,8 +16,8 @@ from vllm_sparse_backend.profiling.measure import Bound
 from vllm_sparse_backend.profiling.measure import Figures as HeadFigures
 from vllm_sparse_backend.settings.methods import parameters_of
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.plan import methods_by_head
 from vllm_sparse_backend.settings.profile import bundled_profiles, load_profile
+from vllm_sparse_kernels.layer import methods_by_head
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.sale.method import Sale
 

@@ -15,11 +15,11 @@ from tests.calibrate.made import HEADS, LAYERS, TopicCapturer, make_job
 from vllm_sparse_backend.measure.report import write_json
 from vllm_sparse_backend.profiling import clustered
 from vllm_sparse_backend.profiling import share_prefill as module
+from vllm_sparse_backend.profiling.chunks import Asked, measure_plans
 from vllm_sparse_backend.profiling.flow import Flow
 from vllm_sparse_backend.profiling.job import Job, Tell
 from vllm_sparse_backend.profiling.judge import Served
 from vllm_sparse_backend.profiling.measure import Bound, Figures
-from vllm_sparse_backend.profiling.quality import Asked, measure_plans
 from vllm_sparse_backend.profiling.share_prefill import (
     MapAutoencoder,
     attention_maps,

@@ -4,11 +4,11 @@
 import pytest
 import torch
 
+from benchmarks.batches import random_batch
 from vllm_sparse_kernels.attend import attend
 from vllm_sparse_kernels.index import SparseIndex, causal_pairs
 from vllm_sparse_kernels.methods import METHODS
-from vllm_sparse_kernels.testing.batches import random_batch
-from vllm_sparse_kernels.testing.budget import expected_attention
+from vllm_sparse_kernels.trial import expected_attention
 
 ROWS = [(0, 300), (77, 200), (0, 1), (401, 63)]
 LONG_ROWS = [(0, 2049), (6143, 1000), (0, 63), (2999, 1)]

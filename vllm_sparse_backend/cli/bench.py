@@ -334,7 +334,7 @@ def _show(title: str, columns: Mapping[str, str], rows: Iterable[dict[str, Any]]
 
 
 def _print_oracle(prompt: Any) -> None:
-    from vllm_sparse_kernels.testing.structured import Structured, oracle_density
+    from vllm_sparse_backend.measure.structured import Structured, oracle_density
 
     batch = prompt.whole
     k, v = batch.cache.gather(batch.rows.block_table[0], prompt.num_tokens)

@@ -13,8 +13,9 @@ from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.plan import Plan, layer_plan
+from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_backend.settings.profile import Profile, load_profile
+from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods import METHODS, name_of, sparse_names
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense

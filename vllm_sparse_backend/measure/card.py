@@ -17,7 +17,7 @@ from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_kernels import AttendOptions, PagedCache, SparseIndex
 from vllm_sparse_kernels.attend import AttendSpec, Engine, FlashAttention, choose, engines
 from vllm_sparse_kernels.rows import to_device
-from vllm_sparse_kernels.testing.batches import Batch
+from vllm_sparse_kernels.trial import Batch
 
 Run = Callable[[], object]
 

@@ -23,10 +23,10 @@ import torch
 
 from vllm_sparse_backend.measure.report import versions, write_json
 from vllm_sparse_backend.profiling.capture import Capture, capture_each, weights_sha256
+from vllm_sparse_backend.profiling.chunks import chunk_rows
 from vllm_sparse_backend.profiling.costs import Costs, EstimatedCosts, MeasuredCosts
 from vllm_sparse_backend.profiling.judge import RememberingJudge, Served
 from vllm_sparse_backend.profiling.prompts import PromptSet
-from vllm_sparse_backend.profiling.quality import chunk_rows
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_kernels.attend import Engine
