@@ -132,8 +132,8 @@ def test_a_folder_of_another_job_is_refused(tmp_path):
     make_job(tmp_path / "work").enter()
     make_job(tmp_path / "work", seed=3).enter()
     for name, change in (
-        ("prompts", {"prompts": random_prompts(1, 500, 5)}), ("chunk_tokens", {"served": Served(256, 100)}),
-        ("held_out", {"held_out": random_prompts(1, 501, 2)}),
+        ("prompts", {"prompts": random_prompts(1, 300, 5)}), ("chunk_tokens", {"served": Served(256, 100)}),
+        ("held_out", {"held_out": random_prompts(1, 301, 2)}),
     ):  # fmt: skip
         with pytest.raises(ConfigurationError, match=f"holds another job, which differs in {name}: name another"):
             make_job(tmp_path / "work", **change).enter()
