@@ -32,16 +32,16 @@ import torch
 import typer
 
 from benchmarks.by_query import Recalls
+from benchmarks.kept import plan_of, select_layer
+from benchmarks.oracle import exact_masses
 from benchmarks.recall import CLUSTER_TOKENS
 from benchmarks.recall_figures import length_name
 from benchmarks.tables import markdown_table, put_between
 from vllm_sparse_backend.cli.common import split
 from vllm_sparse_backend.measure.report import Report
 from vllm_sparse_backend.profiling.capture import Capture, capture, default_text, read_tokens, text_files
-from vllm_sparse_backend.profiling.clusters import head_clusters, plan_of
-from vllm_sparse_backend.profiling.oracle import exact_masses
-from vllm_sparse_backend.profiling.quality import chunk_rows, dense_attention, paged, select_layer
-from vllm_sparse_backend.profiling.share_prefill import Clusters
+from vllm_sparse_backend.profiling.chunks import chunk_rows, dense_attention, paged
+from vllm_sparse_backend.profiling.clusters import Clusters, head_clusters
 from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kept import Asked, Kept, Measured, measure_plans, plan_of
 from vllm_sparse_backend.measure.report import Report
 from vllm_sparse_backend.profiling.capture import Capture
-from vllm_sparse_backend.profiling.clusters import plan_of
-from vllm_sparse_backend.profiling.quality import Asked, Kept, Measured, measure_plans
-from vllm_sparse_backend.profiling.share_prefill import Clusters
+from vllm_sparse_backend.profiling.clusters import Clusters
 from vllm_sparse_backend.settings.errors import ConfigurationError
 
 Figures = dict[str, Any]

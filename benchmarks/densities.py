@@ -19,10 +19,11 @@ from typing import Annotated
 import torch
 import typer
 
+from benchmarks.kept import select_layer
 from vllm_sparse_backend.measure.report import Report, read_figures
 from vllm_sparse_backend.measure.serve import Settings
 from vllm_sparse_backend.profiling.capture import Capture
-from vllm_sparse_backend.profiling.quality import chunk_rows, paged, select_layer
+from vllm_sparse_backend.profiling.chunks import chunk_rows, paged
 from vllm_sparse_backend.settings.config import KEY, load_config
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import Plan

@@ -16,10 +16,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from benchmarks.kept import Asked, measure_plans
 from benchmarks.tables import markdown_table
 from vllm_sparse_backend.measure.report import FIELDS, merge_figures
 from vllm_sparse_backend.profiling.capture import Capture, capture, default_text, read_tokens, text_files
-from vllm_sparse_backend.profiling.quality import Asked, measure_plans
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.plan import Plan
 

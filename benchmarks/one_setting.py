@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
 from vllm_sparse_backend.cli.calibrate import job_of
+from vllm_sparse_backend.profiling.clustered import company_of, priced_settings
+from vllm_sparse_backend.profiling.ladders import LADDERS, settings_of
+
 from vllm_sparse_backend.cli.common import failures
 from vllm_sparse_backend.measure.report import write_json
-from vllm_sparse_backend.profiling.clustered import company_of, priced_settings
 from vllm_sparse_backend.profiling.flow import Flow
 from vllm_sparse_backend.profiling.job import Job
-from vllm_sparse_backend.profiling.ladders import LADDERS, settings_of
 from vllm_sparse_backend.profiling.measure import Figures
 from vllm_sparse_backend.profiling.share_prefill import BASES, Clusters
 from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of

@@ -27,17 +27,17 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from vllm_sparse_backend.profiling.best import candidates, choose, holding, price_of
+from vllm_sparse_backend.profiling.ladders import LADDERS
 
 from benchmarks.one_setting import FILE
 from benchmarks.performance import CHUNKS, TRAINED, met
 from benchmarks.quality import ANSWERS, NAMED, PERFORMANCE, by_plain_label, load, relative
 from benchmarks.tables import markdown_table, put_between
 from vllm_sparse_backend.measure.report import merge_figures, table_of
-from vllm_sparse_backend.profiling.best import candidates, choose, holding, price_of
 from vllm_sparse_backend.profiling.costs import PairCosts
 from vllm_sparse_backend.profiling.job import SLACK
 from vllm_sparse_backend.profiling.judge import Outcome
-from vllm_sparse_backend.profiling.ladders import LADDERS
 from vllm_sparse_backend.profiling.measure import Bound
 from vllm_sparse_backend.profiling.measure import Figures as HeadFigures
 from vllm_sparse_backend.settings.methods import parameters_of

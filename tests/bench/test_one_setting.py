@@ -4,13 +4,13 @@
 import json
 
 import pytest
+from vllm_sparse_backend.profiling.ladders import LADDERS
 
 from benchmarks import one_setting as module
 from benchmarks.one_setting import measure
 from tests.calibrate.made import HEADS, LAYERS, StructuredCapturer, make_job
 from vllm_sparse_backend.measure.report import write_json
 from vllm_sparse_backend.profiling import clustered
-from vllm_sparse_backend.profiling.ladders import LADDERS
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE
 

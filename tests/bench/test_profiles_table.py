@@ -5,13 +5,13 @@ import json
 from pathlib import Path
 
 import pytest
+from vllm_sparse_backend.profiling.ladders import LADDERS
 
 from benchmarks import profiles as module
 from benchmarks.performance import TRAINED, met
 from benchmarks.quality import load
 from vllm_sparse_backend.measure.asked import plan_of_profile
 from vllm_sparse_backend.profiling.judge import Outcome
-from vllm_sparse_backend.profiling.ladders import LADDERS
 from vllm_sparse_backend.profiling.measure import Bound
 from vllm_sparse_backend.profiling.measure import Figures as HeadFigures
 from vllm_sparse_backend.settings.methods import parameters_of

@@ -8,9 +8,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks.kept import Asked, Kept, measure_plans, select_layer
+from benchmarks.oracle import measure
 from vllm_sparse_backend.profiling.capture import capture
-from vllm_sparse_backend.profiling.oracle import measure
-from vllm_sparse_backend.profiling.quality import Asked, Kept, dense_attention, measure_plans, select_layer
+from vllm_sparse_backend.profiling.chunks import dense_attention
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import Plan

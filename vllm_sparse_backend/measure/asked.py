@@ -2,16 +2,14 @@
 """What a benchmark is asked to measure: methods with parameters, as the command line writes them, and their plans."""
 
 import json
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from vllm_sparse_backend.measure.report import BenchError
-from vllm_sparse_backend.profiling.clusters import Clusters, plan_of
+from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -22,6 +20,9 @@ from vllm_sparse_kernels.methods import METHODS, name_of, sparse_names
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
+
+Clusters = Sequence[Sequence[int]]
+"""Of each layer's heads: those of one number share what they find."""
 
 FURTHEST_CLUSTER = 10_000
 """More than a model has heads."""
@@ -62,13 +63,26 @@ class Asked:
         names = (field.name for field in fields(default) if field.init)
         return Asked(name, tuple((n, given[n]) for n in names if given[n] != getattr(default, n)))
 
-    def plan(self, shape: ModelShape, clusters: Clusters | None) -> Plan:
-        """What a server would run with it on a model of that shape; SharePrefill with these clusters."""
-        with tempfile.TemporaryDirectory() as aside:
-            try:
-                return plan_of(self.method, dict(self.params), shape, clusters, Path(aside))
-            except ConfigurationError as error:
-                raise BenchError(f"{self}: {error}") from None
+    def plan(self, shape: ModelShape, clusters: Clusters | None = None) -> Plan:
+        """What a server would run with it on a model of that shape.
+
+        ``clusters``: of each layer's heads, for methods whose heads share what they find. Raises BenchError.
+        """
+        try:
+            method = make_method(self.method, dict(self.params))
+            if clusters is None or not hasattr(method, "cluster"):
+                return Plan.build(SparsePrefillConfig(method=self.method, params=dict(self.params)), shape)
+            params = dict(self.params)
+            heads = [[make_method(self.method, params | {"cluster": c}) for c in layer] for layer in clusters]
+            return plan_of_heads(heads, shape, str(self))
+        except (ConfigurationError, ValueError) as error:
+            raise BenchError(f"{self}: {error}") from None
+
+
+def plan_of_heads(heads: Sequence[Sequence[Method]], shape: ModelShape, source: str) -> Plan:
+    """A plan without thresholds, from the method of each head of each layer."""
+    layers = [layer_plan(of, chain.from_iterable([*heads[:i], *heads[i + 1 :]])) for i, of in enumerate(heads)]
+    return Plan(tuple(layers), 0, 1, source, shape)
 
 
 def _written(value: object) -> str:

@@ -10,7 +10,7 @@ from vllm_sparse_backend.measure.batches import in_fp8
 from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.measure.structured import SEQUENCE, paged_batch, structured
 from vllm_sparse_backend.profiling.capture import Capture
-from vllm_sparse_backend.profiling.quality import PAGE_TOKENS, paged
+from vllm_sparse_backend.profiling.chunks import PAGE_TOKENS, paged
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_kernels import PagedCache, Rows
 from vllm_sparse_kernels.rows import ceil_div

@@ -6,13 +6,11 @@ selection takes beside its heads is paid once for each kind of method in a layer
 for the whole layer: of all sets of up to ``MOST_KINDS`` kinds and dense attention, the one in which heads with their
 cheapest settings take least time together. If dense attention of the whole layer takes no longer, it is that.
 
-Methods of a layer share an index whose blocks are as wide as all of them allow (``width.py``), and what one
-keeps in narrower blocks is less than it was judged by. So the choice is judged as a whole, and what does not hold the
-bound there is struck out, until all hold.
-
-A bound of the mean over all heads (``Bound.mean``) is kept to by a price of error. Under it heads take what costs least
-in time and error together; at one price for all of them no other choice of the same mean error costs less (heads then
-have equal slopes: Lagrange). ``price_of`` finds the least price at which the mean holds.
+With a bound for each head alone, every head comes as near to it as it can, and none has anything of what another
+leaves. A bound of the mean over all heads (``Bound.mean``) beside it is kept to by a price of error. Under it heads
+take what costs least in time and error together; at one price for the whole model no other choice of the same mean
+error costs less (heads then have equal slopes: Lagrange). ``price_of`` finds the least price at which the mean holds;
+for that every layer is judged before the first is chosen for.
 """
 
 import math
@@ -22,8 +20,10 @@ from itertools import combinations
 from statistics import fmean
 
 from vllm_sparse_backend.profiling.costs import Costs, head_ms, kind_of
-from vllm_sparse_backend.profiling.ladders import LADDERS
+from vllm_sparse_backend.profiling.flow import Flow
+from vllm_sparse_backend.profiling.job import Job
 from vllm_sparse_backend.profiling.measure import Bound, Figures, LayerJudge
+from vllm_sparse_backend.profiling.search import May, Search
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 
@@ -39,47 +39,50 @@ LEAST_PRICE = 1e-3
 DEARER = 1.25
 """By which a price rises where heads that were chosen by it miss the mean once they are judged together."""
 
-MOST_ROUNDS = 8
-"""Of choices for a layer; heads that hold the bound in none of them are dense."""
+
+class Cheapest(Search):
+    """Of each head what costs least of settings that hold the bound, its error included at one price for all heads."""
+
+    def __init__(self, job: Job, bound: Bound, among: Sequence[Method], costs: Costs) -> None:
+        self.bound, self.among, self.costs = bound, among, costs
+        self.price = 0.0
+        """What an error of 1 is worth, in the unit of costs."""
+        if bound.has_mean:
+            layers = [holding(figures, bound) for figures in judged_everywhere(job, among)]
+            # Layers that never go sparse have no error, and are part of the mean.
+            self.price = price_of(layers, costs, bound.mean * job.shape.num_layers / len(layers))
+
+    def choose(self, judge: LayerJudge, may: May) -> list[Method]:
+        held = holding(judged(judge, self.among), self.bound)
+        allowed = [{one: seen for one, seen in of.items() if may(i, one)} for i, of in enumerate(held)]
+        return choose(allowed, self.costs, self.price)
+
+    def again(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
+        """What does not hold in company is chosen anew, and may lose more than it did when the price was found."""
+        if mean_error <= self.bound.mean:
+            return False
+        dense_ms = self.costs.layer.dense_ms / len(methods[0])
+        self.price = max(self.price * DEARER, LEAST_PRICE * dense_ms)
+        return True
 
 
-def candidates(with_means: bool = True, ladders: Sequence[str] = tuple(LADDERS)) -> list[Method]:
-    """All methods' settings, each without and, where asked for, with means in place of what it drops.
-
-    ``ladders``: names of ``LADDERS`` to take them from. SharePrefill has none: which pattern a head takes over depends
-    on other layers. Alone it is flex_vertical_slash.
-    """
-    plain = [method for name in ladders for method in LADDERS[name]]
-    return plain + [replace(method, block_means=True) for method in plain if with_means]
+def with_means(settings: Sequence[Method]) -> list[Method]:
+    """Each without and with means in place of what it drops."""
+    return [*settings, *(replace(one, block_means=True) for one in settings)]
 
 
-def search(
-    judge: LayerJudge,
-    bound: Bound,
-    among: Sequence[Method] | None = None,
-    costs: Costs | None = None,
-    price: float = 0.0,
-) -> list[Method]:
-    """One method for each head of the layer; ``among``: ``candidates`` unless given.
-
-    ``costs``: the judge's unless given. ``price``: what an error of 1 is worth, in the unit of costs.
-    """
-    costs = costs or judge.costs
-    held = holding(judged(judge, among or candidates()), bound)
-    for _ in range(MOST_ROUNDS):
-        chosen = choose(held, costs, price)
-        if all(isinstance(method, Dense) for method in chosen):
-            return chosen
-        outcome = zip(chosen, judge.judge(chosen), strict=True)
-        # Dense is all there is where even it misses the bound, as it does where an output is no number.
-        failing = [
-            head for head, (method, of) in enumerate(outcome) if not (isinstance(method, Dense) or bound.holds(of))
-        ]
-        if not failing:
-            return chosen
-        for head in failing:
-            del held[head][chosen[head]]
-    return [Dense() if head in failing else method for head, method in enumerate(chosen)]
+def judged_everywhere(job: Job, among: Sequence[Method]) -> list[dict[Method, list[Figures]]]:
+    """Of every layer that can go sparse all heads' figures under each method."""
+    job.tell.begin("layers", len(job.layers))
+    flow, found = Flow(job, "prompts"), []
+    for layer in range(job.shape.num_layers):
+        if layer in job.layers:
+            judge = flow.judge()
+            found.append(judged(judge, among))
+            judge.save()
+            job.tell.step()
+        flow.add([Dense()] * job.shape.num_heads)
+    return found
 
 
 def judged(judge: LayerJudge, among: Sequence[Method]) -> dict[Method, list[Figures]]:
@@ -118,11 +121,6 @@ def least_price(holds: Callable[[float], bool], dense: float) -> float:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if holds(middle) else (middle, high)
     return high
-
-
-def dearer(price: float, dense: float) -> float:
-    """The next price up; ``dense``: what a dense head costs."""
-    return max(price * DEARER, LEAST_PRICE * dense)
 
 
 def choose(holding: Sequence[Mapping[Method, Figures]], costs: Costs, price: float = 0.0) -> list[Method]:

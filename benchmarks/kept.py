@@ -7,23 +7,27 @@ disk. That is the same: a method keeps nothing from one chunk to the next, and w
 """
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from benchmarks.oracle import Bound, Tally, exact_masses, tally
+from benchmarks.paper_density import paper_density
 from vllm_sparse_backend.profiling.capture import Capture, LayerTensors
-from vllm_sparse_backend.profiling.oracle import Bound, Tally, exact_masses, tally
-from vllm_sparse_backend.profiling.paper_density import paper_density
+from vllm_sparse_backend.profiling.chunks import chunk_rows, dense_attention, paged
+from vllm_sparse_backend.profiling.clusters import Clusters
+from vllm_sparse_backend.settings.config import SparsePrefillConfig
+from vllm_sparse_backend.settings.methods import make_method
+from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_backend.settings.profile import Level, Profile
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import Layer, LayerPlan, methods_by_head
-from vllm_sparse_kernels.rows import ceil_div
-
-PAGE_TOKENS = 128
-
 
 QUANTILES = (0.01, 0.001, 0.0)
 """Of queries: the hundredth, the thousandth and the worst have no more recall."""
@@ -151,18 +155,6 @@ def measure_plans(
     return measured
 
 
-def chunk_rows(num_tokens: int, chunk_tokens: int, device: torch.device, min_tokens: int = 0) -> list[Rows]:
-    """The steps in which a server prefills the prompt, its pages in order, less the first ``min_tokens`` positions.
-
-    A chunk that crosses that border is cut in two there.
-    """
-    table = torch.arange(ceil_div(num_tokens, PAGE_TOKENS), dtype=torch.int32, device=device)[None]
-    spans = [
-        (max(start, min_tokens), min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens)
-    ]
-    return [Rows((0,), (end - begin,), (begin,), table) for begin, end in spans if begin < end]
-
-
 @dataclass
 class _Sparse:
     """One plan's part of one layer, and what has been counted of it."""
@@ -237,14 +229,17 @@ def select_layer(groups: LayerPlan, q: torch.Tensor, cache: PagedCache, rows: Ro
     return index
 
 
-def dense_attention(tensors: LayerTensors, scale: float) -> torch.Tensor:
-    """Causal attention over all keys: [num_tokens, num_heads, head_dim]."""
-    q, k, v = (x.transpose(0, 1)[None] for x in tensors)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    return out[0].transpose(0, 1)
+def plan_of(method: str, params: dict[str, Any], shape: ModelShape, clusters: Clusters | None, folder: Path) -> Plan:
+    """What a server would run with this method on all heads or, where it takes clusters, with their profile.
 
-
-def paged(x: torch.Tensor) -> torch.Tensor:
-    """[num_tokens, num_kv_heads, head_dim] as pages; places past the end are NaN."""
-    padding = -len(x) % PAGE_TOKENS
-    return F.pad(x, (0, 0, 0, 0, 0, padding), value=float("nan")).unflatten(0, (-1, PAGE_TOKENS))
+    ``folder`` is where that profile is written.
+    """
+    config = SparsePrefillConfig(method=method, params=params)
+    if method == "share_prefill" and clusters is not None:
+        heads = [[make_method(method, params | {"cluster": cluster}) for cluster in layer] for layer in clusters]
+        level = Level.of_heads(heads)
+        fields = {name: getattr(level, name) for name in Level.model_fields}
+        path = folder / f"{time.monotonic_ns()}.yaml"
+        path.write_text(Profile(format=1, model=shape, **fields).to_yaml())
+        config = SparsePrefillConfig(profile=str(path))
+    return Plan.build(config, shape)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-prefill profile`: look at profiles, compare and check them, and import those of other tools."""
+"""`sparse-prefill profile`: look at profiles, check them, import those of other tools, and make one's own."""
 
 import json
 from collections import defaultdict
@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_sparse_backend.cli.common import failure, say
+from vllm_sparse_backend.cli import making
+from vllm_sparse_backend.cli.common import failure, failures, say
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -62,8 +63,7 @@ def show(
     png: Annotated[Path | None, typer.Option(help="Draw heat maps of it to this PNG file; needs matplotlib.")] = None,
 ) -> None:
     """Tables of what a profile says: by layer, and by setting; as a picture too."""
-    from vllm_sparse_backend.profiling import profile_maps, profile_tables
-    from vllm_sparse_backend.settings.errors import ConfigurationError
+    from vllm_sparse_backend.profiling import show as part
 
     loaded, shape = _load(profile, model)
     if level is not None:
@@ -78,51 +78,11 @@ def show(
         if png is not None:
             raise failure(f"{profile}: fits any model: name one to draw it for")
         return
-    _table(
-        ("layers", "heads by method", "settings", "density", "worst error"),
-        [
-            (
-                row.layers,
-                ", ".join(f"{n} {name}" for name, n in row.heads.items()),
-                f"{row.settings}",
-                *_numbers(row[3:]),
-            )
-            for row in profile_tables.layer_rows(loaded, shape)
-        ],
-    )
-    _table(
-        ("heads", "setting", "layers"),
-        [(f"{row.heads}", row.setting, row.layers) for row in profile_tables.setting_rows(loaded, shape)],
-    )
+    _table(("layers", "heads by method", "settings", "density", "worst error"), part.layer_rows(loaded, shape))
+    _table(("heads", "setting", "layers"), part.setting_rows(loaded, shape))
     if png is not None:
-        try:
-            shown = profile_maps.draw(loaded, shape, png, f"{profile}, {shape}")
-        except ConfigurationError as error:
-            raise failure(error) from None
-        say(f"Written to {png}: {', '.join(shown)}")
-
-
-@profile_app.command()
-def diff(
-    first: ProfileName,
-    second: ProfileName,
-    model: FittedModel = None,
-) -> None:
-    """What two profiles say otherwise; exit code 1 if there is anything, 2 if one is not right."""
-    from vllm_sparse_backend.profiling import profile_tables
-
-    (one, shape), (other, other_shape) = (_load(name, model, code=2) for name in (first, second))
-    shape = shape or other_shape
-    if shape is None:
-        if one == other:
-            return
-        raise failure("both profiles fit any model: name one to compare them for", code=2)
-    if other_shape is not None and (names := shape.differences(other_shape)):
-        raise failure(f"they are for other models: {shape}; {other_shape}: they differ in {', '.join(names)}", code=2)
-    found = profile_tables.differences(one, other, shape)
-    if found:
-        _table(("where", first, second), found)
-        raise typer.Exit(1)
+        with failures():
+            say(f"Written to {png}: {', '.join(part.draw(loaded, shape, png, f'{profile}, {shape}'))}")
 
 
 @profile_app.command("import")
@@ -161,7 +121,7 @@ def schema() -> None:
     typer.echo(json.dumps(profile_schema(), indent=2, ensure_ascii=False))
 
 
-def _load(name: str, model: Path | None, code: int = 1) -> "tuple[Profile, ModelShape | None]":
+def _load(name: str, model: Path | None) -> "tuple[Profile, ModelShape | None]":
     """The profile, and the shape that it is looked at for: the model's, else its own."""
     from vllm_sparse_backend.settings import auto
     from vllm_sparse_backend.settings.errors import ConfigurationError
@@ -172,10 +132,10 @@ def _load(name: str, model: Path | None, code: int = 1) -> "tuple[Profile, Model
         shape = ModelShape.from_folder(model) if model is not None else None
         if name == auto.AUTO:
             if shape is None:
-                raise failure("auto: which profile it is goes by the model: expected a MODEL too", code)
+                raise failure("auto: which profile it is goes by the model: expected a MODEL too")
             choice = auto.choose(shape)
             if choice.profile is None:
-                raise failure(f"auto: no profile, the server's default method runs: {choice.why}", code=code)
+                raise failure(f"auto: no profile, the server's default method runs: {choice.why}")
             say(f"auto: {choice.name}: {choice.why}")
             return choice.profile, shape
         loaded = load_profile(name)
@@ -183,7 +143,7 @@ def _load(name: str, model: Path | None, code: int = 1) -> "tuple[Profile, Model
         if shape is not None:
             loaded.check_model(shape, name)
     except ConfigurationError as error:
-        raise failure(error, code) from error
+        raise failure(error) from error
     return loaded, shape
 
 
@@ -222,12 +182,12 @@ def _told(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _numbers(values: Sequence[float | None]) -> list[str]:
-    return ["" if value is None else f"{value:.4g}" for value in values]
-
-
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = Table(*(escape(column) for column in columns), box=None, pad_edge=False, header_style="bold")
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
     Console(width=None if Console().is_terminal else PIPED_WIDTH).print(table, highlight=False)
+
+
+for command in making.COMMANDS:
+    profile_app.command()(command)
