@@ -3,7 +3,7 @@
 
 import typer
 
-from vllm_sparse_backend.cli import bench, calibrate, demo, doctor, eval, profiles, servers
+from vllm_sparse_backend.cli import bench, calibrate, demo, doctor, eval, profiles
 
 app = typer.Typer(
     name="sparse-prefill",
@@ -19,5 +19,3 @@ app.add_typer(bench.bench, name="bench")
 app.add_typer(eval.evaluate, name="eval")
 for command in calibrate.COMMANDS:
     profiles.profile_app.command()(command)
-for command in (servers.serve, servers.soak):
-    bench.bench.command()(command)

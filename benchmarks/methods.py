@@ -10,8 +10,7 @@ against FlashAttention on bf16, where FlashAttention's own on fp8 stands beside 
 against the same method on bf16, selection and all.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from functools import partial
 from statistics import fmean, median
 from typing import Any
@@ -19,16 +18,14 @@ from typing import Any
 import torch
 
 from vllm_sparse_backend.measure.asked import Asked
-from vllm_sparse_backend.measure.card import Card, Run, is_default, refusal
+from vllm_sparse_backend.measure.card import Card, Run, is_default
 from vllm_sparse_backend.measure.check import Check, check_attention, difference
 from vllm_sparse_backend.measure.data import Prompt
+from vllm_sparse_backend.measure.layers import Layer, layers_of, new_step
 from vllm_sparse_backend.measure.report import Report
-from vllm_sparse_backend.profiling.quality import fill_index, layer_index
-from vllm_sparse_backend.settings.plan import LayerPlan, Plan, methods_by_head
-from vllm_sparse_kernels import AttendOptions, SparseIndex
-from vllm_sparse_kernels.attend import AttendSpec, Engine, choose
+from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_kernels.attend import Engine
 from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.methods.base import attend_options
 from vllm_sparse_kernels.testing.batches import Batch
 
 COLUMNS = {
@@ -51,62 +48,6 @@ FP8_COLUMNS = {
     "fp8_error": "error by fp8",
     "fp8_ratio": "by fp8 ÷ dense's",
 }
-
-
-@dataclass
-class Layer:
-    """One layer's part of a pass: its chunk, what selects, and where results go."""
-
-    batch: Batch
-    groups: LayerPlan
-    options: AttendOptions | None
-    index: SparseIndex
-    out: torch.Tensor
-
-    @staticmethod
-    def of(batch: Batch, groups: LayerPlan, engine: str) -> "Layer":
-        """``engine``: the name of the one that will attend."""
-        options = attend_options(methods_by_head(groups), batch.q.device)
-        index = layer_index(groups, batch.q, batch.cache, batch.rows, engine)
-        return Layer(batch, groups, options, index, batch.empty_out())
-
-    def select(self) -> None:
-        with self.index.workspace.frame():
-            fill_index(self.groups, self.batch.q, self.batch.cache, self.index, self.batch.scale)
-
-    def attend(self, engine: Engine) -> None:
-        batch = self.batch
-        with self.index.workspace.frame():
-            engine.attend(batch.q, batch.cache, self.index, self.out, batch.scale, options=self.options)
-
-    def run(self, engine: Engine) -> None:
-        self.select()
-        self.attend(engine)
-
-    def engine(self, table: Mapping[str, Engine]) -> Engine:
-        """The one that a server takes for this layer."""
-        return choose(table, AttendSpec.of(self.batch.cache, self.index, self.options)).engine
-
-    def refusal(self, engine: Engine) -> str | None:
-        """Why an engine cannot attend over this layer's index."""
-        return refusal(engine, self.batch.cache, self.index, self.options)
-
-
-def layers_of(prompts: Sequence[Prompt], plan: Plan, context_len: int, query_len: int, engine: str) -> list[Layer]:
-    """The chunk in each layer, all with the same rows: it is one step."""
-    rows = prompts[0].chunk(context_len, query_len).rows
-    layers = []
-    for i, prompt in enumerate(prompts):
-        groups = plan.layer(i)
-        assert groups is not None, "a benchmark's plan has no dense layers"
-        layers.append(Layer.of(replace(prompt.chunk(context_len, query_len), rows=rows), groups, engine))
-    return layers
-
-
-def new_step(layers: Sequence[Layer]) -> Callable[[], None]:
-    """What makes the next pass a new step: nothing is kept from the last one."""
-    state = layers[0].batch.rows.state
-    return state.clear
 
 
 def run_methods(
