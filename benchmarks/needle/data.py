@@ -25,7 +25,6 @@ from benchmarks.needle.tokens import (
     Lines,
     encode,
 )
-
 from vllm_sparse_backend.measure.texts import project_text, prose
 
 OTHER_STYLES = 0.25  # share of lines that are not of the tool's style

@@ -42,7 +42,7 @@ SparseSettings = Annotated[
 ]
 Level = Annotated[list[str] | None, typer.Option(help="Level that requests ask for; may be repeated.")]
 Text = Annotated[Path | None, typer.Option(help="Text file, or folder of *.py and *.md, for prompts.")]
-ServerArgs = Annotated[str, typer.Option(help="More arguments for all servers, as one text.")]
+ServerArgs = Annotated[str, typer.Option("--server-args", help="More arguments for all servers, as one text.")]
 
 
 @contextmanager

@@ -65,10 +65,10 @@ class Asked:
         ``clusters``: of each layer's heads, for methods whose heads share what they find. Raises BenchError.
         """
         try:
-            method = make_method(self.method, dict(self.params))
+            method: Any = make_method(self.method, dict(self.params))
             if clusters is None or not hasattr(method, "cluster"):
                 return Plan.build(SparsePrefillConfig(method=self.method, params=dict(self.params)), shape)
-            heads = [[replace(method, **{"cluster": one}) for one in layer] for layer in clusters]
+            heads = [[replace(method, cluster=one) for one in layer] for layer in clusters]
             return plan_of_heads(heads, shape, str(self))
         except (ConfigurationError, ValueError) as error:
             raise BenchError(f"{self}: {error}") from None
