@@ -3,10 +3,10 @@
 
     python -m benchmarks.ablations CAPTURE [--clusters CAPTURE] [--chunk 8192]
 
-CAPTURE is a folder that ``benchmarks.capture`` wrote; ``--clusters`` one of another prompt, for SharePrefill. Each method
-is measured as its paper has it, then without the part in question: as
-the paper does it, and once more with the method's main knob set so that as many pairs are kept, since what is left out
-mostly changes how much is kept. Methods select as a server would, chunk by chunk.
+CAPTURE is a folder that ``benchmarks.capture`` wrote; ``--clusters`` one of another prompt, for SharePrefill. Each
+method is measured as its paper has it, then without the part in question: as the paper does it, and once more with the
+method's main knob set so that as many pairs are kept, since what is left out mostly changes how much is kept. Methods
+select as a server would, chunk by chunk.
 
 Recall is that of single queries: their mean, and what all but a thousandth of them keep at least. (All layers, heads
 and queries are one population.) Density and recall are those of the selection. What SpargeAttn's second stage then
