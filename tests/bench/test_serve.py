@@ -357,7 +357,9 @@ def test_percentiles(percent, count):
 
 
 @pytest.mark.full
-@pytest.mark.skipif(importlib.util.find_spec("pandas") is None, reason="`vllm bench serve` needs pandas for such a load")
+@pytest.mark.skipif(
+    importlib.util.find_spec("pandas") is None, reason="`vllm bench serve` needs pandas for such a load"
+)
 def test_vllms_own_command_sends_the_load(tmp_path):
     """To a stub: the same prompts, with what goes with each request, and what it writes is read."""
     pytest.importorskip("vllm")

@@ -21,8 +21,8 @@ from vllm_sparse_backend.demo.model import BUNDLED, make_model
 from vllm_sparse_backend.measure import contestants
 from vllm_sparse_backend.measure.answers import Templates
 from vllm_sparse_backend.measure.asking import Asking
-from vllm_sparse_backend.measure.contestants import densities
 from vllm_sparse_backend.measure.client import Endpoint
+from vllm_sparse_backend.measure.contestants import densities
 from vllm_sparse_backend.measure.report import BenchError, Report
 from vllm_sparse_backend.measure.server import ServerError
 from vllm_sparse_backend.settings.reasons import Fallback

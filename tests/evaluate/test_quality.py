@@ -182,8 +182,9 @@ def test_the_commands_sweep_is_a_curve(measured_by_command):
 
 
 def test_tables_and_pictures_come_from_the_curves(measured_by_command):
-    from benchmarks import recall_figures
     from benchmarks.attention import needed
+
+    from benchmarks import recall_figures
     from benchmarks.tables import put_between
 
     folder, _ = measured_by_command
