@@ -27,6 +27,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from benchmarks.by_query import Recalls
 from benchmarks.options import Clusters as ClustersOption
 from benchmarks.options import Device, Json, Results, device_label
 from benchmarks.recall import length_name
@@ -36,16 +37,15 @@ from vllm_sparse_backend.measure.asked import Asked, Clusters
 from vllm_sparse_backend.measure.report import BenchError, Report
 from vllm_sparse_backend.profiling.capture import Capture
 from vllm_sparse_backend.profiling.clusters import head_clusters
+from vllm_sparse_backend.profiling.oracle import exact_masses
 from vllm_sparse_backend.profiling.quality import chunk_rows, dense_attention, paged, select_layer
 from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
-from vllm_sparse_backend.settings.plan import LayerPlan, Plan, methods_by_head
-from vllm_sparse_kernels import PagedCache, Rows, SparseIndex, attend
-from vllm_sparse_kernels.attend.reference import attend as reference_attend
+from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.attend.reference import step_margins, walk
 from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.methods.base import Method, attend_options
-from vllm_sparse_kernels.testing.by_query import Recalls
-from vllm_sparse_kernels.testing.oracle import exact_masses
+from vllm_sparse_kernels.layer import Layer, LayerPlan, methods_by_head, run
+from vllm_sparse_kernels.methods.base import Method
 
 COLUMNS = ("paper", "what", "density", "skipped", "recall", "worst thousandth", "error of output")
 COMPLETE = "complete"
@@ -189,12 +189,10 @@ class Bench:
                 q, indices = tensors.q[tokens], []
                 for i, plan in enumerate(plans):
                     groups = groups_of(plan, layer)
-                    indices.append(select_layer(groups, q, cache, rows_of[i][i_chunk], scale))
+                    served, out = Layer.of(groups, cache.head_dim, q.device), torch.empty_like(q)
+                    indices.append(run(served, q, cache, rows_of[i][i_chunk], out, scale))
                     kept[i] += int(indices[-1].kept_pairs())
-                    methods, out = methods_by_head(groups), torch.empty_like(q)
-                    options = attend_options(methods, q.device)
-                    (attend if q.is_cuda else reference_attend)(q, cache, indices[-1], out, scale, options=options)
-                    counts = skipped_steps(q, cache, indices[-1], methods, scale)
+                    counts = skipped_steps(q, cache, indices[-1], methods_by_head(groups), scale)
                     skipped[i] = [a + b for a, b in zip(skipped[i], counts, strict=True)]
                     apart[i] += float((out.float() - dense[tokens]).square().sum(dtype=torch.float64))
                 for mass in exact_masses(q, cache, chunk, scale, indices):

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from benchmarks.batches import random_batch, random_index
 from benchmarks.options import Chunk, Contexts, Engines, Json, Model, Page, Results
 from vllm_sparse_backend.cli.bench import show
 from vllm_sparse_backend.cli.common import failures, split, token_counts
@@ -27,7 +28,7 @@ from vllm_sparse_backend.measure.report import BenchError, Report
 from vllm_sparse_kernels import AttendOptions, SparseIndex
 from vllm_sparse_kernels.attend import PORTABLE, Engine
 from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_index
+from vllm_sparse_kernels.trial import Batch
 
 NUM_INPUTS = 2
 """Inputs that are timed in turn, so that none is found in a cache."""

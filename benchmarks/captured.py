@@ -18,7 +18,7 @@ from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.testing.batches import Batch
+from vllm_sparse_kernels.trial import Batch
 
 FURTHEST_CLUSTER = 10_000
 """More than a model has heads."""

@@ -34,7 +34,7 @@ from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import Rows
 from vllm_sparse_kernels.attend import Engine
-from vllm_sparse_kernels.testing.batches import Batch
+from vllm_sparse_kernels.trial import Batch
 
 COLUMNS = {
     "context_len": "after",

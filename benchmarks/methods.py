@@ -40,7 +40,7 @@ from vllm_sparse_backend.settings.profile import name_of_profile
 from vllm_sparse_kernels.attend import Engine
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE
-from vllm_sparse_kernels.testing.batches import Batch
+from vllm_sparse_kernels.trial import Batch
 
 COLUMNS = {
     "method": "method",

@@ -11,8 +11,9 @@ from vllm_sparse_backend.settings.config import GuardConfig, SparsePrefillConfig
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import PRESETS, make_method, method_names, parameters_of
 from vllm_sparse_backend.settings.ranges import MOST_COUNT
-from vllm_sparse_kernels.methods import METHODS, Registered, name_of
+from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.spec import MethodSpec
 from vllm_sparse_kernels.select.parameters import require
 
 
@@ -33,7 +34,7 @@ class StandIn(Method):
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(METHODS, "stand_in", Registered(StandIn, StandIn.select))
+    monkeypatch.setitem(METHODS.specs, "stand_in", MethodSpec("stand_in", StandIn, StandIn.select, full=StandIn()))
     return "stand_in"
 
 

@@ -14,8 +14,9 @@ from vllm_sparse_backend.settings.crossover import Thresholds
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import describe, make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.plan import HeadGroup, Plan, methods_by_head
+from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_backend.settings.profile import LayerProfile, Profile, load_profile
+from vllm_sparse_kernels.layer import HeadGroup, methods_by_head
 from vllm_sparse_kernels.methods.share_prefill.method import SharePrefill, SharePrefillLayer
 
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=4, num_heads=8, num_kv_heads=2, head_dim=64)

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.batches import random_batch, random_index
 from vllm_sparse_backend.serving import stats, timing
 from vllm_sparse_backend.serving.stats import Recorder, not_counting
 from vllm_sparse_backend.settings.reasons import Fallback
-from vllm_sparse_kernels.testing.batches import random_batch, random_index
 
 CPU = torch.device("cpu")
 SPARSE, DECODE, PADDING = ("sparse", None), ("decode", None), ("padding", None)

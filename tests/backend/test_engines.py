@@ -2,6 +2,7 @@
 """The choice of engines at start-up: by refusal and by trial, in the log and in the error where none is left."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,19 +16,19 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 if torch.cuda.is_available():
     pytest.skip("engines are chosen in Triton's interpreter here", allow_module_level=True)
 
+from benchmarks.batches import random_batch, random_index
+from tests.helpers.paged_varlen import STAND_IN
 from vllm_sparse_backend.serving import compat, engines, warmup
 from vllm_sparse_backend.serving.engines import EnginePicker, failure, forecast, refuse_on_cpu, usual_attention
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.plan import HeadGroup
 from vllm_sparse_kernels.attend import PORTABLE, Engine, flash_engine
 from vllm_sparse_kernels.attend import engines as all_engines
 from vllm_sparse_kernels.attend.options import AttendOptions
-from vllm_sparse_kernels.methods.minference.method import AShape
+from vllm_sparse_kernels.layer import HeadGroup, Layer
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
-from vllm_sparse_kernels.testing.batches import random_batch, random_index
-from vllm_sparse_kernels.testing.budget import expected_attention
-from vllm_sparse_kernels.testing.paged_varlen import STAND_IN
+from vllm_sparse_kernels.trial import expected_attention
 from vllm_sparse_kernels.workspace import Workspace
 
 CPU = torch.device("cpu")
@@ -161,7 +162,7 @@ def test_warm_up_gives_layers_their_engines(asked: str, monkeypatch: pytest.Monk
     impls.append(SimpleNamespace(groups=None, engine=PORTABLE))
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
     warmup.warm_up(impls, spec, CPU, asked)
-    names = [impl.engine.name for impl in impls]
+    names = [impl.layer.engine.name for impl in impls]
     assert names == (["flash", "portable", "flash", "portable"] if asked == "auto" else ["portable"] * 4)
     if asked == "auto":
         assert "sparse-prefill: attention: layers 0,2 on flash; layers 1 on portable" in lines
@@ -169,21 +170,13 @@ def test_warm_up_gives_layers_their_engines(asked: str, monkeypatch: pytest.Monk
 
 
 def fake_impl(number: int, method: Any) -> Any:
-    def select(query, cache, index) -> None:
-        method.select(query, cache, index, torch.arange(2, dtype=torch.int32), 0.125)
-
     return SimpleNamespace(
-        layer=number,
-        groups=(HeadGroup((0, 1), method),),
-        engine=PORTABLE,
+        number=number,
+        layer=replace(Layer.of((HeadGroup((0, 1), method),), 64, CPU), by_kernels=True, block_tokens=64),
         num_heads=2,
-        block_tokens=64,
         scale=0.125,
         out_dtype=None,
-        options=None,
-        select=select,
         memory=SimpleNamespace(arena=Workspace(CPU), room=SimpleNamespace(needed=lambda slab: 0, num_bytes=0)),
-        select_and_attend=lambda *given: None,
     )
 
 

@@ -20,9 +20,9 @@ from vllm.platforms import current_platform
 
 from tests.backend.served import PAGE_TOKENS, Step, make_builder, make_common, make_layers, make_step
 from vllm_sparse_backend.serving import guard as guards
-from vllm_sparse_backend.serving.arena import Row, make_slab
+from vllm_sparse_backend.serving.arena import Row, rows_of
 from vllm_sparse_backend.serving.guard import MOST_DOUBLINGS, RECOVERY_SHARE, Check, Guard, pick_queries
-from vllm_sparse_backend.serving.step import SparseStep
+from vllm_sparse_backend.serving.step import Slab, SparseStep
 from vllm_sparse_backend.settings.config import GuardConfig, load_config
 from vllm_sparse_backend.settings.reasons import Fallback
 
@@ -98,7 +98,7 @@ class TestWhatIsChecked:
 
     def test_any_queries_of_any_row(self) -> None:
         rows = [Row(0, 7, 300, 50), Row(1, 307, 20, 400), Row(2, 400, 128, 0)]
-        slabs = [make_slab(rows[:2]), make_slab(rows[2:])]
+        slabs = [Slab(rows_of(rows[:2])), Slab(rows_of(rows[2:]))]
         found = Counter((tokens.start, tokens.stop) for tokens in (pick_queries(s, slabs) for s in range(500)))
         # Where a row ends within a tile, the tile before lends it queries.
         assert set(found) == {(7, 135), (135, 263), (179, 307), (307, 327), (400, 528)}
@@ -280,9 +280,9 @@ def serve(builder: Any, layers: Sequence[Any], step: Step, number: int) -> list[
     dense = []
     for _ in range(number):
         metadata = builder.build(0, step.common)
-        dense.append([metadata.sparse.is_dense(layer.impl.layer) for layer in layers])
+        dense.append([metadata.sparse.is_dense(layer.impl.number) for layer in layers])
         for layer in layers:
-            if metadata.sparse.is_probed(layer.impl.layer):
+            if metadata.sparse.is_probed(layer.impl.number):
                 step.forward(layer, metadata)
     return dense
 

@@ -63,7 +63,7 @@ class TestGroups:
         layers = make_layers(config, [0, 2], per_layer_sliding_window=64) + make_layers(config, [1, 3])
         builder = make_builder(config, layers)
         assert builder.sparse_layers == (1, 3)
-        assert layers[0].impl.groups is None
+        assert not layers[0].impl.is_adopted
         step = make_step(layers[0], [(150, 1), (0, 200), (3, 90)])
         metadata = builder.build(0, step.common)
         assert torch.equal(step.forward(layers[0], metadata), step.delegated(layers[0], builder))
@@ -117,7 +117,7 @@ class TestGroups:
             lines.clear()
             make_builder(config, layers)
             assert layer.impl.num_heads == 2
-            names[rank] = [(group.heads, type(group.method).__name__) for group in layer.impl.groups]
+            names[rank] = [(group.heads, type(group.method).__name__) for group in layer.impl.layer.groups]
             assert bool(lines) == (rank == 0)  # told once
         assert names == {0: [((0, 1), "Dense")], 1: [((0,), "Dense"), ((1,), "AShape")]}
 
@@ -131,7 +131,7 @@ class TestDrafts:
         builders = make_builder(config, own + drafts), make_builder(config, drafts)
         assert builders[0].sparse_layers == (0, 1, 2, 3)
         assert stays_dense(builders[1])
-        assert [layer.impl.groups is None for layer in own + drafts] == [False] * 4 + [True] * 2
+        assert [not layer.impl.is_adopted for layer in own + drafts] == [False] * 4 + [True] * 2
 
     def test_a_drafts_builder_with_the_drafts_configuration(self, configured: Configure, tmp_path: Any) -> None:
         """Whose shape no profile of the served model would fit."""
@@ -337,9 +337,9 @@ class TestCounting:
             step.forward(layer, metadata)
         (slab,) = metadata.sparse.slabs
         impl = layers[0].impl
-        index = slab.index(impl.groups, impl.num_heads, impl.block_tokens, impl.memory.arena)
+        index = impl.layer.index(slab.rows)
         cache = compat.paged_cache(step.kv_cache, impl.head_size)
-        impl.select(step.query, cache, index)
+        impl.layer.select(step.query, cache, index, impl.scale)
         kept = sum(int(index.to_mask(row).sum()) for row in range(2))
         recorder = builder.recorder
         counted = {labels[0]: count for name, labels, count in recorder.samples()[0] if name == "kept_pairs"}

@@ -429,7 +429,7 @@ class TestRows:
                 if level == "exact" or (number == 0):
                     assert torch.equal(out[tokens], dense[tokens]), (number, row)
                     continue
-                groups = layer.impl.at(level).groups
+                groups = layer.impl.at(level).layer.groups
                 expected, _ = reference(step, row, groups, layer.impl.scale)
                 cut = dense_tokens(step, row)
                 torch.testing.assert_close(out[tokens][cut:], expected, **CLOSE)
@@ -462,8 +462,9 @@ class TestRows:
 
         def make_ready(self: Any, impls: Any, engine: str) -> None:
             for impl in impls:
-                name = type(impl.groups[0].method).__name__
-                impl.engine = replace(PORTABLE, name="flash" if name == "BlockSparse" else "portable")
+                name = type(impl.layer.groups[0].method).__name__
+                engine = replace(PORTABLE, name="flash" if name == "BlockSparse" else "portable")
+                impl.layer = replace(impl.layer, engine=engine)
 
         monkeypatch.setattr(SparsePrefillMetadataBuilder, "_make_ready", make_ready)
         found = make_builder(config, make_layers(config, [1, 2, 3])[1:2]).thresholds
@@ -474,5 +475,5 @@ class TestRows:
     def test_the_arena_has_room_for_every_level(self, layers: Any) -> None:
         made, _ = layers
         needs = {need.groups for need in made[0].impl.memory.room.layers}
-        assert needs >= {made[2].impl.groups, made[2].impl.at("fast").groups}
+        assert needs >= {made[2].impl.layer.groups, made[2].impl.at("fast").layer.groups}
         assert {type(need.method).__name__ for (need,) in needs} == {"AShape", "BlockSparse", "Dense"}

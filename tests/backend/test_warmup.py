@@ -22,19 +22,20 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.backend.specialised import HOPPER, Key, recorded_keys
 from vllm_sparse_backend.serving import compat, compilations, engines, warmup
-from vllm_sparse_backend.serving.arena import Arena, LayerNeed, Memory, Room, Row, make_slab
+from vllm_sparse_backend.serving.arena import Arena, LayerNeed, Memory, Room, Row, rows_of
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.stats import Recorder
 from vllm_sparse_backend.serving.step import own_block_table
-from vllm_sparse_backend.serving.warmup import rows_of, warm_up
+from vllm_sparse_backend.serving.warmup import in_turn, warm_up
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import PagedCache
 from vllm_sparse_kernels.attend import Engine, FlashAttention, portable
+from vllm_sparse_kernels.layer import Layer, run
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.paged import FP8
-from vllm_sparse_kernels.testing.batches import Batch
+from vllm_sparse_kernels.trial import Batch
 
 HAS_CUDA = torch.cuda.is_available()
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64)
@@ -45,7 +46,7 @@ PARAMS: dict[str, list[dict[str, Any]]] = {
     "share_prefill": [{"cluster": 0}, {"cluster": 0, "gamma_per_tile": True, "true_mass": True}],
     "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}, {"skip_margin": -5.0, "skip_whole_steps": True}],
     "sale": [{}, {"int8_scores": True}, {"channels": "half"}, {"block_means": True}],
-    "vertical_slash": [{}, {"block_means": True, "dense_last_tile": True}],
+    "vertical_slash": [{}, {"block_means": True}],
 }
 CASES = [(name, params) for name in METHODS for params in PARAMS.get(name, [{}])]
 
@@ -81,9 +82,10 @@ def make_impls(
     for layer, groups in enumerate(plan.layers):
         impl = object.__new__(SparsePrefillImpl)
         impl.num_heads, impl.num_kv_heads, impl.head_size = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim
-        impl.scale, impl.fallback, impl.engine = SHAPE.head_dim**-0.5, None, portable.PORTABLE
+        impl.scale, impl.fallback = SHAPE.head_dim**-0.5, None
         impl.levels, impl.stays_dense, impl.guard = {}, False, None
-        impl.adopt(layer, groups or (), Recorder(device), memory, False, engine)
+        served = replace(Layer.of(groups or (), impl.head_size, device, engine), by_kernels=True)
+        impl.adopt(layer, served, Recorder(device), memory)
         impls.append(impl)
     return impls
 
@@ -115,11 +117,11 @@ def run_steps(
         table = torch.arange(num_pages, dtype=torch.int32, device=device).repeat(len(lengths) + 1, 1)
         memory = impls[0].memory
         assert memory is not None
-        for slab in memory.room.slabs(rows_of(lengths), own_block_table(table, list(range(1, len(lengths) + 1)))):
+        for slab in memory.room.slabs(in_turn(lengths), own_block_table(table, list(range(1, len(lengths) + 1)))):
             for impl in impls:
                 with memory.arena.frame():
                     out = torch.empty_like(query, dtype=torch.bfloat16 if in_fp8 else None)
-                    impl.select_and_attend(slab, query, cache, out, memory.arena)
+                    run(impl.layer, query, cache, slab.rows, out, impl.scale, memory.arena)
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="needs Triton's interpreter, whose kernels need no device")
@@ -176,7 +178,7 @@ class TestKeys:
         with recorded_keys(monkeypatch) as served:
             run_steps(impls, 128, random_steps(seed=3, number=12), self.CPU)
         assert not (late := served - warm), closest(late, warm)
-        assert {(impl.block_tokens, impl.engine.name) for impl in impls} == {(32, "portable")}
+        assert {(impl.layer.block_tokens, impl.layer.engine.name) for impl in impls} == {(32, "portable")}
         assert any("engine portable takes longer for blocks of 32 keys" in line for line in lines)
 
     def test_a_small_arena_is_not_asked_for_more_than_it_has(
@@ -235,7 +237,7 @@ def test_nothing_compiles_after_warm_up(method: str, params: dict[str, Any], eng
 def longest_row_bytes(method: str, params: dict[str, Any], query_tokens: int) -> int:
     (impl, _) = make_impls(method, params, torch.device("cpu"))
     assert impl.memory is not None
-    return impl.memory.room.needed(make_slab([Row(0, 0, query_tokens, LONGEST - query_tokens)]))
+    return impl.memory.room.needed(rows_of([Row(0, 0, query_tokens, LONGEST - query_tokens)]))
 
 
 def check_arena(method: str, params: dict[str, Any], device: torch.device, number: int) -> None:

@@ -10,7 +10,7 @@ from vllm_sparse_backend.measure.card import Card, Run
 from vllm_sparse_backend.measure.data import Heads
 from vllm_sparse_kernels.attend import Engine
 from vllm_sparse_kernels.attend.reference import attend as reference
-from vllm_sparse_kernels.testing.batches import Batch
+from vllm_sparse_kernels.trial import Batch
 
 HEADS = Heads(num_heads=4, num_kv_heads=2, head_dim=64, page_tokens=64, dtype=torch.float16)
 

@@ -13,12 +13,15 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from benchmarks import attend, methods
+from benchmarks.batches import random_batch, random_index
 from tests.bench.conftest import HEADS, CpuCard
+from tests.helpers.lined import DEVICE
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.measure import crossover, data
 from vllm_sparse_backend.measure.asked import Asked, methods_asked
 from vllm_sparse_backend.measure.check import Check, check_attention
 from vllm_sparse_backend.measure.report import BenchError, Report
+from vllm_sparse_backend.measure.structured import structured
 from vllm_sparse_backend.profiling.capture import Capture
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -27,9 +30,6 @@ from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.reference import attend as reference
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.methods import METHODS
-from vllm_sparse_kernels.testing.batches import random_batch, random_index
-from vllm_sparse_kernels.testing.lined import DEVICE
-from vllm_sparse_kernels.testing.structured import structured
 
 LAB = {"attend": attend.main, "methods": methods.main}
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
+from vllm_sparse_backend.measure.structured import structured
 from vllm_sparse_backend.profiling.capture import Capture, LayerTensors, begin_capture, finish_capture, held_capture
 from vllm_sparse_backend.profiling.job import Job
 from vllm_sparse_backend.profiling.judge import Served
 from vllm_sparse_backend.profiling.prompts import PromptSet
-from vllm_sparse_kernels.testing.structured import structured
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 32
 

@@ -17,7 +17,7 @@ from vllm_sparse_backend.profiling.measure import Bound
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
-from vllm_sparse_kernels.methods.minference.method import AShape
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 

@@ -11,7 +11,7 @@ from vllm_sparse_backend.profiling.judge import LayerPrompt, Served
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_kernels.attend import engines
 from vllm_sparse_kernels.methods.dense.method import Dense
-from vllm_sparse_kernels.methods.minference.method import AShape
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 

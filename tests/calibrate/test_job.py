@@ -20,7 +20,7 @@ from vllm_sparse_backend.profiling.measure import Bound
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.profile import parse_profile
 from vllm_sparse_kernels.methods.dense.method import Dense
-from vllm_sparse_kernels.methods.minference.method import AShape
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 
 AMONG = [AShape(64, 128), SpargeAttn(kept_mass=0.5), SpargeAttn(kept_mass=0.9)]

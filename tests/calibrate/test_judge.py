@@ -14,7 +14,7 @@ from vllm_sparse_backend.profiling.measure import Bound, Errors, Figures
 from vllm_sparse_backend.profiling.quality import chunk_rows
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_kernels.methods.dense.method import Dense
-from vllm_sparse_kernels.methods.minference.method import AShape
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 
 SERVED = Served(128, 100)

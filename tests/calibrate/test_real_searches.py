@@ -15,7 +15,8 @@ from vllm_sparse_backend.profiling.measure import Bound
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
 from vllm_sparse_kernels.methods.dense.method import Dense
-from vllm_sparse_kernels.methods.minference.method import AShape, BlockSparse
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
+from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 
 NUM_TOKENS = 900

@@ -16,7 +16,8 @@ from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
-from vllm_sparse_kernels.methods.minference.method import AShape, BlockSparse
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
+from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn

@@ -13,21 +13,20 @@ from typer.testing import CliRunner
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.demo.model import BUNDLED, CANNOT_FIND, CONFIG, END, START, bundled_model, make_model
 from vllm_sparse_backend.demo.question import ASKED, NUM_FACTS, make_questions
-from vllm_sparse_backend.demo.run import METHOD_PARAMS, Given, _show_answers, settings_of
+from vllm_sparse_backend.demo.run import Given, _show_answers, settings_of
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
-from vllm_sparse_kernels.methods import METHODS
+from vllm_sparse_kernels.methods import METHODS, sparse_names
 
 
 def test_every_method_that_leaves_something_out_can_be_shown() -> None:
-    assert set(METHOD_PARAMS) == set(METHODS) - {"dense"}
-    for name, params in METHOD_PARAMS.items():
-        make_method(name, params)
+    for name in sparse_names():
+        assert make_method(name, METHODS[name].demo) != make_method(name, {})
 
 
-@pytest.mark.parametrize("method", METHOD_PARAMS)
+@pytest.mark.parametrize("method", sparse_names())
 def test_the_bundled_model_finds_facts_densely_where_a_method_cannot(method: str) -> None:
     assert bundled_model() == BUNDLED
     settings = settings_of(method, bundled=True)

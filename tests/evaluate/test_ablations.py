@@ -10,12 +10,12 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import ablations
+from benchmarks.batches import random_batch, random_index
+from benchmarks.by_query import Recalls
 from vllm_sparse_backend.profiling.capture import capture
+from vllm_sparse_backend.profiling.oracle import exact_masses, kept_keys, measure
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
-from vllm_sparse_kernels.testing.batches import random_batch, random_index
-from vllm_sparse_kernels.testing.by_query import Recalls
-from vllm_sparse_kernels.testing.oracle import exact_masses, kept_keys, measure
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

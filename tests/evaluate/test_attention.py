@@ -14,7 +14,8 @@ from vllm_sparse_backend.profiling.quality import BINS, Asked, Kept, measure_pla
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import Rows
-from vllm_sparse_kernels.methods.minference.method import AShape, BlockSparse
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
+from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,13 +9,13 @@ import torch
 from typer.testing import CliRunner
 
 from vllm_sparse_backend.profiling.capture import capture
+from vllm_sparse_backend.profiling.oracle import measure
 from vllm_sparse_backend.profiling.quality import Asked, Kept, dense_attention, measure_plans, select_layer
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import PagedCache, Rows
 from vllm_sparse_kernels.methods import METHODS
-from vllm_sparse_kernels.testing.oracle import measure
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

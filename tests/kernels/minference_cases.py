@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.batches import on_device, random_batch
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.minference import reference
-from vllm_sparse_kernels.methods.minference.method import BlockSparse
+from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
-from vllm_sparse_kernels.testing.batches import Batch, on_device, random_batch
+from vllm_sparse_kernels.trial import Batch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter multiplies bf16 tiles wrongly, without an error.

@@ -5,6 +5,7 @@ import math
 
 import torch
 
+from benchmarks.batches import random_batch
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.sale import means as sale_means
@@ -13,7 +14,7 @@ from vllm_sparse_kernels.methods.sale import rounding as sale_rounding
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries, Selected
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.testing.batches import Batch, random_batch
+from vllm_sparse_kernels.trial import Batch
 from vllm_sparse_kernels.workspace import Workspace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

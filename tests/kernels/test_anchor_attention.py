@@ -7,6 +7,7 @@ from itertools import cycle, groupby, product
 import pytest
 import torch
 
+from benchmarks.batches import random_batch
 from vllm_sparse_kernels.attend import attend
 from vllm_sparse_kernels.index import SparseIndex, causal_pairs
 from vllm_sparse_kernels.methods import METHODS
@@ -15,8 +16,7 @@ from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
 from vllm_sparse_kernels.methods.anchor_attention.reference import anchor_differences, window_start
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows, ceil_div
-from vllm_sparse_kernels.testing.batches import Batch, random_batch
-from vllm_sparse_kernels.testing.budget import expected_attention
+from vllm_sparse_kernels.trial import Batch, expected_attention
 from vllm_sparse_kernels.width import index_block_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -6,6 +6,8 @@ import dataclasses
 import pytest
 import torch
 
+from benchmarks.batches import random_batch
+from tests.helpers.lined import DEVICE, assert_between, kept_keys, lined_batch, selected, single_row
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 from vllm_sparse_kernels.methods.flex_prefill.reference import (
     block_diagonals,
@@ -15,8 +17,6 @@ from vllm_sparse_kernels.methods.flex_prefill.reference import (
     whole_blocks,
 )
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.testing.batches import random_batch
-from vllm_sparse_kernels.testing.lined import DEVICE, assert_between, kept_keys, lined_batch, selected, single_row
 
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 

@@ -4,12 +4,11 @@
 import pytest
 import torch
 
+from benchmarks.batches import random_batch
 from vllm_sparse_kernels.attend import attend
 from vllm_sparse_kernels.index import SparseIndex, causal_pairs
 from vllm_sparse_kernels.methods import METHODS
-from vllm_sparse_kernels.testing.batches import random_batch
-from vllm_sparse_kernels.testing.budget import expected_attention
-from vllm_sparse_kernels.testing.full_density import FULL_DENSITY
+from vllm_sparse_kernels.trial import expected_attention
 
 ROWS = [(0, 300), (77, 200), (0, 1), (401, 63)]
 LONG_ROWS = [(0, 2049), (6143, 1000), (0, 63), (2999, 1)]
@@ -17,7 +16,7 @@ LONG_ROWS = [(0, 2049), (6143, 1000), (0, 63), (2999, 1)]
 
 def check(name: str, rows: list[tuple[int, int]], heads: tuple[int, int, int], page_size: int, dtype, device: str):
     num_heads, num_kv_heads, head_dim = heads
-    method = FULL_DENSITY[name].merged([FULL_DENSITY[name]] * num_heads)
+    method = METHODS[name].full.merged([METHODS[name].full] * num_heads)
     batch = random_batch(rows, num_heads, num_kv_heads, head_dim, page_size, dtype, device, gap_tokens=5)
     layout = method.stripe_layout(batch.rows)
     layouts = dict.fromkeys(range(num_heads), layout) if layout.capacity else None
@@ -30,7 +29,7 @@ def check(name: str, rows: list[tuple[int, int]], heads: tuple[int, int, int], p
     out = batch.empty_out()
     attend(batch.q, batch.cache, index, out, batch.scale)
     dense = SparseIndex.allocate(batch.rows, num_heads, 64)
-    METHODS["dense"].reference(FULL_DENSITY["dense"], batch.q, batch.cache, dense, every, batch.scale)
+    METHODS["dense"].reference(METHODS["dense"].full, batch.q, batch.cache, dense, every, batch.scale)
     expected_attention(batch, dense).assert_close(out)
 
 

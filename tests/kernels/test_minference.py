@@ -8,7 +8,9 @@ import math
 
 import pytest
 import torch
+from vllm_sparse_kernels.methods.minference.method import PER_TILE, AShape, BlockSparse
 
+from benchmarks.batches import random_batch
 from tests.kernels.minference_cases import (
     CASES,
     DEVICE,
@@ -28,12 +30,11 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.minference import method as minference
 from vllm_sparse_kernels.methods.minference import reference
-from vllm_sparse_kernels.methods.minference.method import PER_TILE, AShape, BlockSparse
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.select.pooled import KeyPool, pool_queries, products_of_slabs, slabs_of
-from vllm_sparse_kernels.testing.batches import Batch, random_batch
+from vllm_sparse_kernels.trial import Batch
 from vllm_sparse_kernels.workspace import Workspace
 
 

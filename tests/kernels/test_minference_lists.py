@@ -6,7 +6,8 @@ import torch
 
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.minference import reference
-from vllm_sparse_kernels.methods.minference.method import AShape, BlockSparse, write_top_blocks
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
+from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse, write_top_blocks
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows

@@ -4,10 +4,10 @@
 import pytest
 import torch
 
+from benchmarks.batches import random_batch, random_index
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.pairs import CHUNK_LISTS, add_listed_pairs
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.testing.batches import random_batch, random_index
 
 
 @pytest.mark.parametrize("stripes", [0, 24])

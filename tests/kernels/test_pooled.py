@@ -4,14 +4,15 @@
 import pytest
 import torch
 
+from benchmarks.batches import random_batch
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods import METHODS
-from vllm_sparse_kernels.methods.minference.method import BlockSparse
+from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.select import pooled
 from vllm_sparse_kernels.select.pooled import Slab, slabs_of
-from vllm_sparse_kernels.testing.batches import Batch, random_batch
+from vllm_sparse_kernels.trial import Batch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

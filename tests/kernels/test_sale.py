@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.batches import random_batch
 from tests.kernels.sale_cases import (
     DEVICE,
     POISON,
@@ -28,7 +29,7 @@ from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.reference import paper_blocks, paper_density
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.testing.batches import Batch, random_batch
+from vllm_sparse_kernels.trial import Batch
 from vllm_sparse_kernels.workspace import Workspace
 
 # Triton's interpreter cannot multiply bf16 matrices.

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from benchmarks.batches import random_batch
 from tests.kernels.sale_cases import DEVICE, compared_as, make_batch, regions, rounded_by_kernels, selected_heads
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale import method as module
@@ -14,7 +15,7 @@ from vllm_sparse_kernels.methods.sale import scores as sale_scores
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries
 from vllm_sparse_kernels.rows import Rows, ceil_div
-from vllm_sparse_kernels.testing.batches import Batch, random_batch
+from vllm_sparse_kernels.trial import Batch
 from vllm_sparse_kernels.workspace import Workspace
 
 # Hopper's own type and everybody's. A GPU tests the one that it takes.

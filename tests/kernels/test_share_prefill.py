@@ -6,13 +6,14 @@ import math
 
 import pytest
 import torch
+from vllm_sparse_kernels.methods.share_prefill.block_mass import block_masses
 
+from tests.helpers.lined import DEVICE, assert_between, kept_keys, lined_batch, selected, single_row
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 from vllm_sparse_kernels.methods.flex_prefill.reference import select_flex_vertical_slash
 from vllm_sparse_kernels.methods.share_prefill.block_average import BlockAverages, Spans
-from vllm_sparse_kernels.methods.share_prefill.block_mass import block_masses
 from vllm_sparse_kernels.methods.share_prefill.method import (
     DENSE,
     NOISE,
@@ -29,8 +30,7 @@ from vllm_sparse_kernels.methods.share_prefill.reference import (
     select_share_prefill,
 )
 from vllm_sparse_kernels.select.radix import EQUAL_BITS, LEAST_KEY
-from vllm_sparse_kernels.testing.batches import Batch
-from vllm_sparse_kernels.testing.lined import DEVICE, assert_between, kept_keys, lined_batch, selected, single_row
+from vllm_sparse_kernels.trial import Batch
 
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 

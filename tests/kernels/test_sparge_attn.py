@@ -7,18 +7,20 @@ import math
 import pytest
 import torch
 
+from benchmarks.batches import random_batch
 from vllm_sparse_kernels.index import SparseIndex
+
+# After the package itself: the two import each other.
+from vllm_sparse_kernels.layer import attend_options
 from vllm_sparse_kernels.methods import METHODS
-from vllm_sparse_kernels.methods.base import attend_options
 from vllm_sparse_kernels.methods.sparge_attn import method as module
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.select import pooled
 from vllm_sparse_kernels.select.pooled import KEY_BLOCK_TOKENS, KeyPool, pool_queries, slabs_of
-from vllm_sparse_kernels.testing.batches import Batch, random_batch
+from vllm_sparse_kernels.trial import Batch
 from vllm_sparse_kernels.workspace import Workspace
 
-# After the package itself: the two import each other.
 from vllm_sparse_kernels.methods.sparge_attn import reference  # isort: skip
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

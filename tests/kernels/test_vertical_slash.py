@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.batches import random_batch
 from tests.kernels.minference_cases import (
     CASES,
     DEVICE,
@@ -30,7 +31,7 @@ from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash,
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.select import last_queries, lines
 from vllm_sparse_kernels.select.last_queries import last_query_sums
-from vllm_sparse_kernels.testing.batches import Batch, random_batch
+from vllm_sparse_kernels.trial import Batch
 
 
 def vertical_slash_of(case: Case) -> VerticalSlash:

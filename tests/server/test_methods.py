@@ -15,14 +15,13 @@ import torch
 
 from tests.server import scenario
 from vllm_sparse_backend.demo.model import CONFIG
-from vllm_sparse_backend.demo.run import METHOD_PARAMS
 from vllm_sparse_backend.measure.scrape import Report, parse
 from vllm_sparse_backend.measure.server import Server, sparse_args
 from vllm_sparse_backend.settings.config import AUTO, SparsePrefillConfig
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_backend.settings.profile import Profile
-from vllm_sparse_kernels.methods import METHODS
+from vllm_sparse_kernels.methods import METHODS, sparse_names
 
 pytestmark = [
     pytest.mark.server,
@@ -43,7 +42,7 @@ one head that runs another method, or the same with another threshold, makes 1e-
 
 
 def spec(name: str, **params: Any) -> dict[str, Any]:
-    return {"method": name, **METHOD_PARAMS.get(name, {}), **params}
+    return {"method": name, **METHODS[name].demo, **params}
 
 
 def share(cluster: int) -> dict[str, Any]:
@@ -53,7 +52,7 @@ def share(cluster: int) -> dict[str, Any]:
 
 # Eight heads a layer. Clusters reach over layers, and over groups of heads that are no neighbours.
 LAYERS: dict[int, dict[str, Any]] = {
-    0: {"heads": dict(enumerate(share(0) if name == "share_prefill" else spec(name) for name in METHOD_PARAMS))},
+    0: {"heads": dict(enumerate(share(0) if name == "share_prefill" else spec(name) for name in sparse_names()))},
     1: {
         "heads": {
             "0,5": spec("dense"),

@@ -24,9 +24,10 @@ def demo(
     from vllm_sparse_backend.demo import run
     from vllm_sparse_backend.measure.server import ServerError
     from vllm_sparse_backend.settings.errors import ConfigurationError
+    from vllm_sparse_kernels.methods import sparse_names
 
-    if method not in run.METHOD_PARAMS:
-        raise typer.BadParameter(f"{method!r}; expected one of {', '.join(run.METHOD_PARAMS)}", param_hint="--method")
+    if method not in sparse_names():
+        raise typer.BadParameter(f"{method!r}; expected one of {', '.join(sparse_names())}", param_hint="--method")
     exit_on_sigterm()
     try:
         run.run_demo(model, method, work_dir, Console())

@@ -24,23 +24,12 @@ from vllm_sparse_backend.demo.question import Question, make_questions
 from vllm_sparse_backend.measure.scrape import Report, parse
 from vllm_sparse_backend.measure.server import Server, sparse_args
 from vllm_sparse_backend.settings.modelcheck import read_config
+from vllm_sparse_kernels.methods import METHODS
 
 PROMPT_TOKENS = 4096
 ANSWER_TOKENS = 16
 MAX_MODEL_LEN = 8192
 MIN_TOKENS = 1024
-# Low enough that each method leaves out some of 4,096 tokens even where random weights spread attention wide, as those
-# of `make_model` do. They say nothing of real models, which want the papers' values.
-METHOD_PARAMS: dict[str, dict[str, float]] = {
-    "vertical_slash": {"vertical_tokens": 256, "slash_tokens": 104},  # 100 of the slashes are always the nearest
-    "a_shape": {"sink_tokens": 128, "local_tokens": 1024},
-    "block_sparse": {"top_blocks": 16},
-    "anchor_attention": {"theta": 5.0, "step_tiles": 4},
-    "sparge_attn": {"kept_mass": 0.5, "min_similarity": 0.0},
-    "sale": {"tau": 0.95},
-    "share_prefill": {"gamma": 0.5, "cluster": 0},  # all heads in one cluster: they share as far as they are alike
-    "flex_vertical_slash": {"gamma": 0.5},
-}
 
 
 class DemoError(RuntimeError):
@@ -95,9 +84,8 @@ def run_demo(model: Path | None, method: str, work_dir: Path | None, console: Co
 def settings_of(method: str, *, bundled: bool) -> dict[str, Any]:
     """What the demo's server is given, for the model that is brought along (``bundled``) or another."""
     dense = {"dense_layers": [FINDING_LAYER]} if bundled and method in CANNOT_FIND else {}
-    return {
-        "method": method, "min_tokens": MIN_TOKENS, "min_query_tokens": 1, "params": METHOD_PARAMS[method], **dense,
-    }  # fmt: skip
+    params = dict(METHODS[method].demo)
+    return {"method": method, "min_tokens": MIN_TOKENS, "min_query_tokens": 1, "params": params, **dense}
 
 
 @contextlib.contextmanager

@@ -13,15 +13,14 @@ from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.plan import Plan, layer_plan
+from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_backend.settings.profile import load_profile
-from vllm_sparse_kernels.methods import METHODS, name_of
+from vllm_sparse_kernels.layer import layer_plan
+from vllm_sparse_kernels.methods import METHODS, name_of, sparse_names
 from vllm_sparse_kernels.methods.base import Method
 
 Clusters = Sequence[Sequence[int]]
 """Of each layer's heads: those of one number share what they find."""
-
-DEFAULT_METHODS = tuple(name for name in METHODS if name != "dense")
 
 
 @dataclass(frozen=True)
@@ -105,5 +104,5 @@ def methods_asked(texts: Sequence[str], profiles: Sequence[str], shape: ModelSha
     asked = [Asked.parse(text) for text in texts]
     for profile in profiles:
         asked += methods_of_profile(profile, shape)
-    every = [*(Asked(name) for name in DEFAULT_METHODS), Asked.of(make_method("default", {}))]
+    every = [*(Asked(name) for name in sparse_names()), Asked.of(make_method("default", {}))]
     return asked or list(dict.fromkeys(every))

@@ -18,7 +18,7 @@ from vllm_sparse_backend.settings.errors import not_one_of
 from vllm_sparse_kernels import AttendOptions, PagedCache, SparseIndex
 from vllm_sparse_kernels.attend import AttendSpec, Engine, FlashAttention, choose, engines
 from vllm_sparse_kernels.rows import to_device
-from vllm_sparse_kernels.testing.batches import Batch
+from vllm_sparse_kernels.trial import Batch
 
 Run = Callable[[], object]
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import torch
 
+from vllm_sparse_backend.measure.batches import in_fp8
 from vllm_sparse_backend.measure.report import BenchError
+from vllm_sparse_backend.measure.structured import SEQUENCE, paged_batch, structured
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_kernels import Rows
-from vllm_sparse_kernels.testing.batches import Batch, in_fp8
-from vllm_sparse_kernels.testing.structured import SEQUENCE, paged_batch, structured
+from vllm_sparse_kernels.trial import Batch
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ import torch
 
 from vllm_sparse_backend.measure.card import refusal
 from vllm_sparse_backend.measure.data import Prompt
-from vllm_sparse_backend.profiling.quality import fill_index, layer_index
-from vllm_sparse_backend.settings.plan import LayerPlan, Plan, methods_by_head
+from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import AttendOptions, SparseIndex
+from vllm_sparse_kernels import layer as layers
 from vllm_sparse_kernels.attend import AttendSpec, Engine, choose
-from vllm_sparse_kernels.methods.base import attend_options
-from vllm_sparse_kernels.testing.batches import Batch
+from vllm_sparse_kernels.layer import LayerPlan
+from vllm_sparse_kernels.trial import Batch
 
 
 @dataclass
@@ -21,26 +21,27 @@ class Layer:
     """One layer's part of a pass: its chunk, what selects, and where results go."""
 
     batch: Batch
-    groups: LayerPlan
-    options: AttendOptions | None
+    served: layers.Layer
     index: SparseIndex
     out: torch.Tensor
 
     @staticmethod
     def of(batch: Batch, groups: LayerPlan, engine: str) -> "Layer":
         """``engine``: the name of the one that will attend."""
-        options = attend_options(methods_by_head(groups), batch.q.device)
-        index = layer_index(groups, batch.q, batch.cache, batch.rows, engine)
-        return Layer(batch, groups, options, index, batch.empty_out())
+        served = layers.Layer.of(groups, batch.cache.head_dim, batch.q.device, engine)
+        return Layer(batch, served, served.index(batch.rows), batch.empty_out())
+
+    @property
+    def options(self) -> AttendOptions | None:
+        return self.served.options
 
     def select(self) -> None:
         with self.index.workspace.frame():
-            fill_index(self.groups, self.batch.q, self.batch.cache, self.index, self.batch.scale)
+            self.served.select(self.batch.q, self.batch.cache, self.index, self.batch.scale)
 
     def attend(self, engine: Engine) -> None:
         batch = self.batch
-        with self.index.workspace.frame():
-            engine.attend(batch.q, batch.cache, self.index, self.out, batch.scale, options=self.options)
+        replace(self.served, engine=engine).attend(batch.q, batch.cache, self.index, self.out, batch.scale)
 
     def run(self, engine: Engine) -> None:
         self.select()

@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 from vllm_sparse_backend.measure.report import write_json
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import describe
-from vllm_sparse_backend.settings.plan import layer_plan
 from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
-from vllm_sparse_kernels.methods.minference.method import AShape
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.measure.card import Card
     from vllm_sparse_backend.measure.layers import Layer
-    from vllm_sparse_kernels.testing.batches import Batch
+    from vllm_sparse_kernels.trial import Batch
 
 FORMAT = 1
 

@@ -27,13 +27,12 @@ from vllm_sparse_backend.profiling.quality import chunk_rows, dense_attention, p
 from vllm_sparse_backend.settings.config import AUTO
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import parameters_of
-from vllm_sparse_backend.settings.plan import LayerPlan, layer_plan
 from vllm_sparse_kernels import PagedCache
-from vllm_sparse_kernels.attend import Engine
-from vllm_sparse_kernels.attend.reference import attend as reference_attend
+from vllm_sparse_kernels.attend import PORTABLE, Engine
 from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.layer import LayerPlan, layer_plan
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.testing.batches import Batch
+from vllm_sparse_kernels.trial import Batch
 
 FORMAT = 2
 
@@ -97,17 +96,18 @@ class LayerPrompt:
     def num_pairs(self) -> int:
         return sum(causal_pairs(batch.rows) for batch in self.batches)
 
-    def _begin(self, chunk: int) -> None:
-        """Nothing is kept from pass to pass."""
-        state = self.batches[chunk].rows.state
-        state.clear()
-        state.update(copy.deepcopy(self.before[chunk]) if self.before else {})
+    def _pass(self, chunk: int) -> Batch:
+        """The chunk in a pass of its own: nothing is kept from pass to pass."""
+        batch = self.batches[chunk]
+        rows = replace(batch.rows)
+        rows.state.update(copy.deepcopy(self.before[chunk]) if self.before else {})
+        return replace(batch, rows=rows)
 
     def after(self, groups: LayerPlan) -> list[State]:
         """Of each chunk, what this layer leaves to the next."""
         states = []
-        for i, batch in enumerate(self.batches):
-            self._begin(i)
+        for i in range(len(self.batches)):
+            batch = self._pass(i)
             Layer.of(batch, groups, AUTO).select()
             states.append(dict(batch.rows.state))
         return states
@@ -115,14 +115,9 @@ class LayerPrompt:
     def outcome(self, groups: LayerPlan, engines: Mapping[str, Engine] | None) -> torch.Tensor:
         """[5, num_heads] float64 on the device: what an ``Outcome`` has of one prompt. ``engines``: None on a CPU."""
         errors, squares, pairs = [], [], []
-        for i, (batch, dense, norms) in enumerate(zip(self.batches, self.dense, self.norms, strict=True)):
-            self._begin(i)
-            layer = Layer.of(batch, groups, AUTO)
-            layer.select()
-            if engines is None:
-                reference_attend(batch.q, batch.cache, layer.index, layer.out, batch.scale, options=layer.options)
-            else:
-                layer.attend(layer.engine(engines))
+        for i, (dense, norms) in enumerate(zip(self.dense, self.norms, strict=True)):
+            layer = Layer.of(self._pass(i), groups, AUTO)
+            layer.run(layer.engine(engines) if engines else PORTABLE)
             off = layer.out.float() - dense.float()
             errors.append(off.abs().sum(-1) / norms)
             squares.append(torch.stack((off.square().sum((0, 2)), dense.float().square().sum((0, 2)))).double())

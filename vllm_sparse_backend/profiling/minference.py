@@ -33,7 +33,8 @@ from vllm_sparse_backend.profiling.measure import Bound, LayerJudge
 from vllm_sparse_backend.profiling.sparsest import LEAST_SPARSITY, judge_all
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
-from vllm_sparse_kernels.methods.minference.method import AShape, BlockSparse
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
+from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 
 TARGET = AShape(sink_tokens=1024, local_tokens=4096)

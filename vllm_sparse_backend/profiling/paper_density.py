@@ -14,7 +14,7 @@ from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
-from vllm_sparse_kernels.methods.minference.method import BlockSparse
+from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
 from vllm_sparse_kernels.methods.minference.reference import POOL_TOKENS
 from vllm_sparse_kernels.methods.sale import reference as sale
 from vllm_sparse_kernels.methods.sale.method import Sale
@@ -46,7 +46,7 @@ def paper_density(
         of = [sale.paper_density(method, q, cache, rows, heads, scale) for q, rows in zip(queries, chunks)]
         weights = [causal_pairs(rows) for rows in chunks]
         return sum(density * weight for density, weight in zip(of, weights)) / sum(weights)
-    if isinstance(method, BlockSparse) and method.per_query_block:
+    if isinstance(method, BlockSparse):
         reach = [last // POOL_TOKENS + 1 for rows in chunks for last in _last_queries(rows)]
         return sum(min(method.top_blocks, blocks) for blocks in reach) / sum(reach)
     return None

@@ -10,9 +10,9 @@ from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.figures import Figures
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import Level
-from vllm_sparse_kernels.methods import METHODS
+from vllm_sparse_kernels.methods import sparse_names
 
-NAMES = [DENSE_LAYER, "dense", *sorted(set(METHODS) - {"dense"})]
+NAMES = [DENSE_LAYER, "dense", *sparse_names()]
 """Methods in the order of their colours, which are the same in every picture that shows methods alone."""
 
 MOST_SETTINGS = 10

@@ -9,25 +9,18 @@ disk. That is the same: a method keeps nothing from one chunk to the next, and w
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 
 from vllm_sparse_backend.profiling.capture import Capture, LayerTensors
+from vllm_sparse_backend.profiling.oracle import Bound, Tally, exact_masses, tally
 from vllm_sparse_backend.profiling.paper_density import paper_density
-from vllm_sparse_backend.settings.config import AUTO
-from vllm_sparse_backend.settings.plan import LayerPlan, Plan, methods_by_head
-from vllm_sparse_kernels import PagedCache, Rows, SparseIndex, attend
-from vllm_sparse_kernels.attend.reference import attend as reference_attend
+from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.methods import METHODS, name_of
-from vllm_sparse_kernels.methods.base import attend_options
+from vllm_sparse_kernels.layer import Layer, LayerPlan, methods_by_head
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.select.last_tiles import keep_last_tiles
-from vllm_sparse_kernels.select.last_tiles_reference import keep_last_tiles as reference_keep_last_tiles
-from vllm_sparse_kernels.testing.oracle import Bound, Tally, exact_masses, tally
-from vllm_sparse_kernels.width import index_block_tokens
 
 PAGE_TOKENS = 128
 
@@ -214,9 +207,7 @@ class _Layer:
 
     def _attend(self, one: _Sparse, q: torch.Tensor, index: SparseIndex) -> torch.Tensor:
         out = torch.empty_like(q)
-        options = attend_options(methods_by_head(one.groups), self.cache.keys.device)
-        run = attend if q.is_cuda else reference_attend
-        run(q, self.cache, index, out, self.scale, options=options)
+        Layer.of(one.groups, self.cache.head_dim, q.device).attend(q, self.cache, index, out, self.scale)
         return out
 
     def _write(self, one: _Sparse) -> None:
@@ -240,38 +231,10 @@ class _Layer:
 
 def select_layer(groups: LayerPlan, q: torch.Tensor, cache: PagedCache, rows: Rows, scale: float) -> SparseIndex:
     """What the groups of one layer select, as the attention layer in the server does it."""
-    index = layer_index(groups, q, cache, rows)
-    fill_index(groups, q, cache, index, scale)
+    layer = Layer.of(groups, cache.head_dim, q.device)
+    index = layer.index(rows)
+    layer.select(q, cache, index, scale)
     return index
-
-
-def layer_index(groups: LayerPlan, q: torch.Tensor, cache: PagedCache, rows: Rows, engine: str = AUTO) -> SparseIndex:
-    """Room for what the groups of one layer select, as in a server that is asked for this engine."""
-    block_tokens = index_block_tokens(methods_by_head(groups), cache.head_dim, q.device, engine)
-    layouts = {}
-    for group in groups:
-        layouts.update(dict.fromkeys(group.heads, group.method.stripe_layout(rows)))
-    return SparseIndex.allocate(rows, q.shape[1], block_tokens, layouts)
-
-
-def fill_index(groups: LayerPlan, q: torch.Tensor, cache: PagedCache, index: SparseIndex, scale: float) -> None:
-    """Select for all heads of a layer. On a CUDA device nothing here waits for it."""
-    for group in groups:
-        heads = _head_ids(group.heads, q.device)
-        if q.is_cuda:
-            group.method.select(q, cache, index, heads, scale)
-        else:
-            METHODS[name_of(group.method)].reference(group.method, q, cache, index, heads, scale)
-    dense_last = tuple(head for head, method in enumerate(methods_by_head(groups)) if method.dense_last_tile)
-    if dense_last:
-        keep = keep_last_tiles if q.is_cuda else reference_keep_last_tiles
-        keep(index, _head_ids(dense_last, q.device))
-
-
-@lru_cache(maxsize=1024)
-def _head_ids(heads: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int32, copied to the device once: a copy in each step would wait for it."""
-    return torch.tensor(heads, dtype=torch.int32, device=device)
 
 
 def dense_attention(tensors: LayerTensors, scale: float) -> torch.Tensor:

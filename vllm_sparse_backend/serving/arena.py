@@ -21,9 +21,10 @@ from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.step import Slab
 from vllm_sparse_backend.settings.config import AUTO, load_config
 from vllm_sparse_backend.settings.crossover import Thresholds, load_crossover
-from vllm_sparse_backend.settings.plan import DEFAULT, LayerPlan, Plan, layer_by_level, methods_by_head
+from vllm_sparse_backend.settings.plan import DEFAULT, Plan, layer_by_level
 from vllm_sparse_kernels import TILE_TOKENS, LayerShape, Rows, SparseIndex, Workspace, shared_bytes, widest_block
 from vllm_sparse_kernels.attend import workspace_bytes
+from vllm_sparse_kernels.layer import LayerPlan, methods_by_head, stripes_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.width import index_block_tokens
@@ -101,18 +102,25 @@ class LayerNeed:
         """Whether any head asks for means of dropped blocks."""
         return any(method.block_means for method in methods_by_head(self.groups))
 
-    def num_bytes(self, slab: Slab) -> int:
+    def num_bytes(self, rows: Rows) -> int:
         """The index, and on top of it the largest of what selecting any group and attending take."""
-        rows, shape = slab.rows, self.shape
-        stripes = [(slab.stripes(method), num_heads) for method, num_heads in self.heads_of_methods]
+        shape = self.shape
+        stripes = [(stripes_of(method, rows), num_heads) for method, num_heads in self.heads_of_methods]
         stripe_capacity = sum(layout.capacity * num_heads for layout, num_heads in stripes)
         longest_stripes = max(layout.longest for layout, _ in stripes)
         index = SparseIndex.bytes_for(rows, shape.num_heads, shape.block_tokens, stripe_capacity)
-        select = max(slab.select_bytes(method, num_heads, shape) for method, num_heads in self.heads_of_methods)
+        select = max(self._select_bytes(rows, method, num_heads) for method, num_heads in self.heads_of_methods)
         attend = workspace_bytes(
             rows, shape, stripe_capacity, longest_stripes, self.int8_scores, self.block_means, self.step_tokens
         )
         return index + max(select, attend)
+
+    def _select_bytes(self, rows: Rows, method: Method, num_heads: int) -> int:
+        """At least what selecting so many heads takes of a workspace."""
+        return rows.once(
+            (method, num_heads, self.shape),
+            lambda: method.workspace_bytes(rows, self.shape, num_heads, stripes_of(method, rows).capacity),
+        )
 
 
 @dataclass(frozen=True)
@@ -145,9 +153,9 @@ class Room:
         self._every_row_fits = self._fits([Row(0, 0, 1, max_len - 1)])
         self._longest_query = longest_row.query_len if longest_row and self._fits([longest_row]) else 0
 
-    def needed(self, slab: Slab) -> int:
+    def needed(self, rows: Rows) -> int:
         """Bytes of the arena that the most demanding layer takes for these rows."""
-        return max(layer.num_bytes(slab) for layer in self.layers)
+        return max(layer.num_bytes(rows) for layer in self.layers)
 
     def fits(self, row: Row) -> bool:
         """Whether at least one tile of the row has room, were it the row's last."""
@@ -158,10 +166,10 @@ class Room:
 
         block_table [num_rows, max_pages]: the pages of the rows by their number.
         """
-        whole = make_slab(rows, block_table, level)
+        whole = rows_of(rows, block_table)
         is_known = len(rows) == 1 and rows[0].query_len <= self._longest_query
         if is_known or self.needed(whole) <= self.num_bytes:
-            return (whole,)
+            return (Slab(whole, level),)
         packed: list[list[Row]] = []
         for chunk in (chunk for row in rows for chunk in self._chunks(row)):
             # Two chunks of one row would need its pages twice.
@@ -169,7 +177,7 @@ class Room:
                 packed[-1].append(chunk)
             else:
                 packed.append([chunk])
-        return tuple(make_slab(part, block_table, level) for part in packed)
+        return tuple(Slab(rows_of(part, block_table), level) for part in packed)
 
     def _chunks(self, row: Row) -> list[Row]:
         """The row itself, or as few chunks of it as fit, each alone."""
@@ -181,23 +189,20 @@ class Room:
             num_tiles = ceil_div(num_tiles, 2)
 
     def _fits(self, rows: Sequence[Row]) -> bool:
-        return self.needed(make_slab(rows)) <= self.num_bytes
+        return self.needed(rows_of(rows)) <= self.num_bytes
 
 
-def make_slab(rows: Sequence[Row], block_table: torch.Tensor | None = None, level: str = DEFAULT) -> Slab:
+def rows_of(rows: Sequence[Row], block_table: torch.Tensor | None = None) -> Rows:
     """Rows with consecutive numbers as kernels take them; without a block table only to reckon with."""
     if block_table is None:
         block_table = torch.empty(len(rows), 0, dtype=torch.int32)
     else:
         block_table = block_table[rows[0].number : rows[-1].number + 1]
-    return Slab(
-        Rows(
-            tokens=tuple(row.token for row in rows),
-            query_lens=tuple(row.query_len for row in rows),
-            context_lens=tuple(row.context_len for row in rows),
-            block_table=block_table,
-        ),
-        level,
+    return Rows(
+        tokens=tuple(row.token for row in rows),
+        query_lens=tuple(row.query_len for row in rows),
+        context_lens=tuple(row.context_len for row in rows),
+        block_table=block_table,
     )
 
 
@@ -240,7 +245,7 @@ class Memory:
         max_len = model.max_model_len
         steps = list(largest_steps(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, max_len, thresholds))
         layers = _needs(vllm_config, plans, device, config.engine)
-        needed = [max(layer.num_bytes(make_slab(step)) for layer in layers) for step in steps if layers]
+        needed = [max(layer.num_bytes(rows_of(step)) for layer in layers) for step in steps if layers]
         if not needed:
             return None
         limit = int(compat.device_memory_bytes() * DEVICE_SHARE)

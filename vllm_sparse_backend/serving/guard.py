@@ -7,7 +7,7 @@ on, and at once where its output is no number, which is no loss but a fault. It 
 computed for that alone: so that it has recovered is measured as well.
 
 * **Which queries**: any 128 neighbours among the step's sparse ones, not always a row's last. Methods that estimate
-  from a chunk's last queries are at their best there, and ``dense_last_tile`` runs just these dense.
+  from a chunk's last queries are at their best there.
 * **When**: one step out of every ``period_steps``, which one a hash of the period and the layer says. So neither can
   the prompts' chunks fall in step with it, nor is a layer left out by chance; and tensor-parallel ranks, which see the
   same steps, check the same queries.

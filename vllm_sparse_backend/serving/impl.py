@@ -16,20 +16,11 @@ from vllm_sparse_backend.serving.arena import Memory
 from vllm_sparse_backend.serving.guard import Guard
 from vllm_sparse_backend.serving.stats import Recorder
 from vllm_sparse_backend.serving.step import Delegated, Slab, SparseStep
-from vllm_sparse_backend.serving.timing import NO_LAP, Lap, NoLap
-from vllm_sparse_backend.settings.config import AUTO
 from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.plan import LayerPlan, methods_by_head
 from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
-from vllm_sparse_kernels import SparseIndex, Workspace, shared_bytes, widest_block
-from vllm_sparse_kernels.attend import PORTABLE, Engine
-from vllm_sparse_kernels.attend.reference import attend as reference_attend
-from vllm_sparse_kernels.methods import METHODS, name_of
-from vllm_sparse_kernels.methods.base import attend_options, last_tile_heads
+from vllm_sparse_kernels import SparseIndex, shared_bytes, widest_block
+from vllm_sparse_kernels.layer import Layer, LayerPlan, Watch, run
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.select.last_tiles import keep_last_tiles
-from vllm_sparse_kernels.select.last_tiles_reference import keep_last_tiles as reference_keep_last_tiles
-from vllm_sparse_kernels.width import index_block_tokens
 
 
 class SparsePrefillImpl(compat.DelegateImpl):
@@ -75,11 +66,10 @@ class SparsePrefillImpl(compat.DelegateImpl):
             decode_context_parallel_size=decode_parallel,
             device_type=compat.DEVICE_TYPE,
         )
-        self.groups: LayerPlan | None = None
+        self.is_adopted = False
         self.recorder: Recorder | None = None
         self.memory: Memory | None = None
         self.guard: Guard | None = None
-        self.engine: Engine = PORTABLE  # until warm-up chooses one
         self.levels: dict[str, SparsePrefillImpl] = {}
         self.stays_dense = False  # at this level, though not at another
 
@@ -98,27 +88,14 @@ class SparsePrefillImpl(compat.DelegateImpl):
     @property
     def attention_name(self) -> str:
         """What computes the attention of this layer's prefills."""
-        if self.groups is None:
-            return "dense"
-        return "torch" if compat.IS_CPU else self.engine.name
+        return self.layer.attention_name if self.is_adopted else "dense"
 
     def adopt(
-        self,
-        layer: int,
-        groups: LayerPlan,
-        recorder: Recorder,
-        memory: Memory | None,
-        check_index: bool,
-        engine: str = AUTO,
+        self, number: int, layer: Layer, recorder: Recorder, memory: Memory | None, check_index: bool = False
     ) -> None:
-        """Go sparse from now on, by this layer's part of the plan. ``engine``: the one that is asked for."""
-        self.layer, self.recorder, self.memory, self.check_index = layer, recorder, memory, check_index
-        methods, device = methods_by_head(groups), recorder.device
-        self.block_tokens = index_block_tokens(methods, self.head_size, device, engine)
-        self.heads = [torch.tensor(group.heads, dtype=torch.int32, device=device) for group in groups]
-        self.options = attend_options(methods, device)
-        self.dense_last = last_tile_heads(methods, device)
-        self.groups = groups
+        """Go sparse from now on: the model's layer of that number prefills as ``layer`` says."""
+        self.number, self.layer, self.recorder, self.memory = number, layer, recorder, memory
+        self.check_index, self.is_adopted = check_index, True
 
     def at(self, level: str) -> "SparsePrefillImpl":
         """This layer as rows of that level have it: itself, unless ``add_level`` made another."""
@@ -165,7 +142,7 @@ class SparsePrefillImpl(compat.DelegateImpl):
             self._reserve_in_profile_run(query.device)
         dense, scales = super().forward, (output_scale, output_block_scale)
         step: SparseStep | None = getattr(attn_metadata, "sparse", None)
-        if step is None or self.groups is None or all(self.at(slab.level).stays_dense for slab in step.slabs):
+        if step is None or not self.is_adopted or all(self.at(slab.level).stays_dense for slab in step.slabs):
             return dense(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
 
         def delegate(run: Delegated, out: torch.Tensor) -> None:
@@ -173,17 +150,17 @@ class SparsePrefillImpl(compat.DelegateImpl):
             part = (x if x is None else x[run.tokens] for x in (query, key, value))
             dense(layer, *part, kv_cache, run.metadata, out, *scales)
 
-        if not step.is_dense(self.layer) or step.is_probed(self.layer):
+        if not step.is_dense(self.number) or step.is_probed(self.number):
             for run in step.delegated:
                 delegate(run, output[run.tokens])
             cache = compat.with_scales(compat.paged_cache(kv_cache, self.head_size), layer)
             for slab in step.slabs:
                 self.at(slab.level).run(slab, query, cache, output)
-        if self.guard is not None and step.probe is not None and step.is_probed(self.layer):
+        if self.guard is not None and step.probe is not None and step.is_probed(self.number):
             sparse = output[step.probe.run.tokens]
             delegate(step.probe.run, exact := torch.empty_like(sparse))
-            self.guard.compare(self.layer, sparse, exact)
-        if step.is_dense(self.layer):
+            self.guard.compare(self.number, sparse, exact)
+        if step.is_dense(self.number):
             dense(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         return output
 
@@ -191,43 +168,18 @@ class SparsePrefillImpl(compat.DelegateImpl):
         """Select and attend for some of the step's rows."""
         assert self.memory is not None
         assert self.recorder is not None
-        arena = self.memory.arena
+        arena, scale = self.memory.arena, self.scale * cache.score_scale
         with arena.frame():
-            lap = self.recorder.lap(self.layer)
-            index = self.select_and_attend(slab, query, cache, output, arena, lap)
-            self.recorder.count_pairs(self.layer, index, lap)
+            lap = CHECKED if self.check_index else self.recorder.lap(self.number)
+            index = run(self.layer, query, cache, slab.rows, output, scale, arena, lap)
+            self.recorder.count_pairs(self.number, index, lap)
 
-    def select_and_attend(
-        self,
-        slab: Slab,
-        query: torch.Tensor,
-        cache: PagedCache,
-        output: torch.Tensor,
-        workspace: Workspace,
-        lap: Lap | NoLap = NO_LAP,
-    ) -> SparseIndex:
-        """The index, which stays in the workspace."""
-        assert self.groups is not None
-        index = slab.index(self.groups, self.num_heads, self.block_tokens, workspace)
-        lap.begins()
-        self.select(query, cache, index)
-        lap.selected()
-        if self.check_index:
-            index.check()
-        attend = reference_attend if compat.IS_CPU else self.engine.attend
-        with workspace.frame():
-            attend(query, cache, index, output, self.scale * cache.score_scale, options=self.options)
-        lap.attended()
-        return index
 
-    def select(self, query: torch.Tensor, cache: PagedCache, index: SparseIndex) -> None:
-        """Fill ``index`` for all heads of this layer."""
-        scale = self.scale * cache.score_scale
-        for group, heads in zip(self.groups or (), self.heads, strict=True):
-            with index.workspace.frame():
-                if compat.IS_CPU:
-                    METHODS[name_of(group.method)].reference(group.method, query, cache, index, heads, scale)
-                else:
-                    group.method.select(query, cache, index, heads, scale)
-        if self.dense_last is not None:
-            (reference_keep_last_tiles if compat.IS_CPU else keep_last_tiles)(index, self.dense_last)
+class _Checked(Watch):
+    """Looks at every index, and waits for the device to do so: for debugging."""
+
+    def selected(self, index: SparseIndex) -> None:
+        index.check()
+
+
+CHECKED = _Checked()

@@ -44,6 +44,7 @@ from vllm_sparse_backend.settings.profile import EXACT
 from vllm_sparse_backend.settings.ranges import format_ranges
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_backend.settings.requests import FIELD, Choices
+from vllm_sparse_kernels.layer import Layer, LayerPlan
 
 logger = logging.getLogger(LOGGER)
 
@@ -126,18 +127,21 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
             for _, impl in own:
                 impl.guard = self.guard
         impls = []
+        served: dict[LayerPlan, Layer] = {}
         for number, impl in own:
             if reasons[number] is None:
                 of_levels = [impl, *(impl.add_level(level) for level in plans if level != DEFAULT)]
                 for one, plan, of_level in zip(of_levels, plans.values(), groups[number], strict=True):
-                    one.adopt(number, of_level, self.recorder, self.memory, config.check_index, config.engine)
+                    if of_level not in served:
+                        served[of_level] = Layer.of(of_level, one.head_size, self.device, config.engine)
+                    one.adopt(number, served[of_level], self.recorder, self.memory, config.check_index)
                     one.stays_dense = plan.layer(number) is None
                 impls += of_levels
         if self.memory is not None:
             self._make_ready(impls, config.engine)
         table, device_name = load_crossover(config.crossover), compat.device_name()
         for level, plan in plans.items():
-            engines = {impl.at(level).engine.name for number, impl in own if reasons[number] is None}
+            engines = {impl.at(level).layer.engine.name for number, impl in own if reasons[number] is None}
             self.thresholds[level] = plan.thresholds(table, device_name, engines)
         hooks.install_in_worker(self.vllm_config)
         if known is None and rank == 0:

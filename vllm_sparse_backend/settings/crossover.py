@@ -29,8 +29,9 @@ from vllm_sparse_backend.settings.errors import ConfigurationError, report, unex
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.ranges import MOST_COUNT
 from vllm_sparse_backend.settings.strict_yaml import file_at, read_text
-from vllm_sparse_kernels.methods import Dense, name_of
+from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
 
 AUTO: Literal["auto"] = "auto"
 

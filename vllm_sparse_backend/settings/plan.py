@@ -7,8 +7,8 @@ query heads, which the plan is about, are split alike in both cases.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from itertools import chain
 
 from vllm_sparse_backend.settings import auto
@@ -19,31 +19,12 @@ from vllm_sparse_backend.settings.methods import make_method, summarize
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import ANY_MODEL, EXACT, Profile, load_profile
 from vllm_sparse_backend.settings.ranges import format_ranges
+from vllm_sparse_kernels.layer import HeadGroup, LayerPlan, group_heads, methods_by_head
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
 
 DEFAULT = "default"
 """The level that rows have whose request asks for none."""
-
-
-@dataclass(frozen=True)
-class HeadGroup:
-    """Query heads of one layer, numbered on this rank, whose methods are alike, and what selects them together."""
-
-    heads: tuple[int, ...]
-    method: Method
-    extras: tuple[tuple[str, ...], ...] = ()
-    """What each head asks for beside its selection (``Method.extras``); empty where none asks for anything."""
-
-    def methods(self) -> list[Method]:
-        """Each head's own method."""
-        own = list(self.method.of_heads(len(self.heads)))
-        if not self.extras:
-            return own
-        return [replace(one, **dict.fromkeys(names, True)) for one, names in zip(own, self.extras, strict=True)]
-
-
-LayerPlan = tuple[HeadGroup, ...]
 
 
 def layer_by_level(plans: Iterable["Plan"], layer: int) -> tuple[LayerPlan, ...]:
@@ -55,14 +36,6 @@ def layer_by_level(plans: Iterable["Plan"], layer: int) -> tuple[LayerPlan, ...]
     num_heads = max((len(methods_by_head(groups)) for groups in each if groups), default=0)
     dense = (HeadGroup(tuple(range(num_heads)), make_method("dense", {})),)
     return tuple(dense if groups is None else groups for groups in each) if num_heads else ()
-
-
-def methods_by_head(groups: LayerPlan) -> list[Method]:
-    """Each head's own method, as it was before methods were merged."""
-    methods: dict[int, Method] = {}
-    for group in groups:
-        methods.update(zip(group.heads, group.methods(), strict=True))
-    return [methods[head] for head in sorted(methods)]
 
 
 @dataclass(frozen=True)
@@ -191,7 +164,7 @@ def _build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int, tp_size
     ]
     counts = Counter(method.selection.company for method in chain.from_iterable(methods))
     known: dict[LayerPlan, LayerPlan] = {}  # layers that are alike have one object, by which they are known then
-    groups = (_group(of_layer, counts) for of_layer in methods)
+    groups = (group_heads(of_layer, counts) for of_layer in methods)
     layers = tuple(known.setdefault(of_layer, of_layer) or None for of_layer in groups)
 
     def first_given(field: str) -> TokenCount:
@@ -224,25 +197,3 @@ def _profile_of(config: SparsePrefillConfig, shape: ModelShape) -> tuple[Profile
     except ValueError as error:
         raise ConfigurationError(f"{OPTION} sparse_prefill.{error}") from None
     return Profile.model_validate({"format": 1, "model": ANY_MODEL, "default": method}), f"method {config.method}{note}"
-
-
-def layer_plan(methods: Sequence[Method], others: Iterable[Method] = ()) -> LayerPlan:
-    """The groups of a layer whose heads have these methods; ``others`` are those of heads of other layers."""
-    return _group(methods, Counter(method.selection.company for method in (*methods, *others)))
-
-
-def _group(methods: Sequence[Method], counts: Mapping[Method, int]) -> LayerPlan:
-    """Heads that select alike, in the order of each group's first head; ``counts``: how many heads are company."""
-    heads: dict[Method, list[int]] = {}
-    selections = [method.selection for method in methods]
-    selections = [one if counts[one.company] > 1 else one.alone for one in selections]
-    for head, selection in enumerate(selections):
-        heads.setdefault(selection.alike, []).append(head)
-    return tuple(
-        HeadGroup(tuple(ids), alike.merged([selections[i] for i in ids]), _extras([methods[i] for i in ids]))
-        for alike, ids in heads.items()
-    )
-
-
-def _extras(methods: Sequence[Method]) -> tuple[tuple[str, ...], ...]:
-    return tuple(method.extras for method in methods) if any(method.extras for method in methods) else ()

@@ -2,26 +2,24 @@
 """What a selection method is: a frozen set of parameters that can fill rows of a SparseIndex.
 
 A method's file defines one dataclass derived from ``Method`` per pattern. Its fields are the paper's parameters with
-the paper's defaults; ``__post_init__`` refuses values out of range. ``reference/<name>.py`` has the same selection in
-plain torch, and ``methods/__init__.py`` pairs the two in one line.
+the paper's defaults; ``__post_init__`` refuses values out of range. ``reference.py`` beside it has the same in plain
+torch, and the folder's ``SPECS`` pairs the two (``spec.py``).
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
 import torch
 
-from vllm_sparse_kernels.attend import block_means
-from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.select.footprint import most_bytes
 from vllm_sparse_kernels.select.parameters import require
 
-EXTRAS = ("block_means", "dense_last_tile")
+EXTRAS = ("block_means",)
 """Fields that every method has."""
 
 
@@ -36,9 +34,6 @@ class Method(ABC):
     block_means: bool = field(default=False, kw_only=True)
     """Attend to the means of dropped blocks too (``attend/block_means.py``)."""
 
-    dense_last_tile: bool = field(default=False, kw_only=True)
-    """Keep every key for the last tile of each chunk, of 1 to 128 queries (``last_tiles.py``)."""
-
     block_tokens: ClassVar[int] = 64
     """Widest block of an index that keeps the method's selection as narrow as it is; 128 runs faster on Hopper."""
 
@@ -52,8 +47,8 @@ class Method(ABC):
 
     @property
     def selection(self) -> Self:
-        """What is left of it for ``select``: equal methods then keep the same, but for last tiles."""
-        return replace(self, block_means=False, dense_last_tile=False) if self.extras else self
+        """What is left of it for ``select``: equal methods then keep the same."""
+        return replace(self, block_means=False) if self.extras else self
 
     @property
     def extras(self) -> tuple[str, ...]:
@@ -63,7 +58,7 @@ class Method(ABC):
     @property
     def shown_fields(self) -> dict[str, object]:
         """The method's own fields, and after them, where they are on, those that all methods have."""
-        own = {name: value for name, value in asdict(self).items() if name not in EXTRAS}
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.init and one.name not in EXTRAS}
         return own | dict.fromkeys(self.extras, True)
 
     @property
@@ -118,7 +113,7 @@ class Method(ABC):
     @classmethod
     def summary(cls, methods: Sequence[Self]) -> dict[str, object]:
         """What a log shows of many heads whose methods, merged or not, are alike: what they have in common."""
-        settings = {one for m in methods for one in (m.settings if isinstance(m, PerHead) else (m,))}
+        settings = {one for m in methods for one in (getattr(m, "settings", ()) or (m,))}
         all_fields = [one.shown_fields for one in settings]
         common = {name: value for name, value in all_fields[0].items() if all(f.get(name) == value for f in all_fields)}
         return common if len(settings) == 1 else common | {"settings": len(settings)}
@@ -149,39 +144,32 @@ class Method(ABC):
 
 @dataclass(frozen=True)
 class PerHead(Method):
-    """Heads of a layer that are selected together though their methods, all alike, differ.
+    """A method that selects heads together which differ in some of its fields, those of ``differing``.
 
-    ``settings[i]`` is the method of the i-th head that ``select`` is given. A method that can select so derives a class
-    from this and itself.
+    ``select`` asks ``of_heads`` for the method of each of the heads that it is given.
     """
 
-    settings: tuple[Any, ...] = ()
+    differing: ClassVar[tuple[str, ...]]
+
+    settings: tuple[Any, ...] = field(default=(), init=False, repr=False)
+    """Of methods that were merged: these, head by head."""
+
+    @property
+    def alike(self) -> Method:
+        kept = (one.name for one in fields(self) if one.init and one.name not in (*EXTRAS, *self.differing))
+        return type(self)(**{name: getattr(self, name) for name in kept})
 
     @classmethod
-    def join(cls, methods: Sequence[Method]) -> Method:
-        """``merged`` of such a method."""
-        alike = methods[0].alike
-        require(all(m.alike == alike for m in methods), "methods", methods, f"methods alike {alike}")
-        return methods[0] if len(set(methods)) == 1 else cls(**asdict(alike), settings=tuple(methods))
+    def merged(cls, methods: Sequence[Self]) -> Method:
+        merged = methods[0].alike
+        require(all(m.alike == merged for m in methods), "methods", methods, f"methods alike {merged}")
+        if len(set(methods)) == 1:
+            return methods[0]
+        object.__setattr__(merged, "settings", tuple(methods))
+        return merged
 
     def of_heads(self, num_heads: int) -> Sequence[Any]:
+        if not self.settings:
+            return (self,) * num_heads
         require(len(self.settings) == num_heads, "settings", self.settings, f"one for each of the {num_heads} heads")
         return self.settings
-
-
-def attend_options(methods: Sequence[Method], device: torch.device) -> AttendOptions | None:
-    """What the heads of a layer, each with its method, ask of ``attend``; None where it is nothing."""
-    skips, drops = (
-        [m.skip_margin if m.skip_whole_steps is whole else None for m in methods] for whole in (False, True)
-    )
-    options = AttendOptions.of(skips, [m.int8_scores for m in methods], device, drops)
-    return block_means.asking(options, [m.block_means for m in methods], device)
-
-
-def last_tile_heads(methods: Sequence[Method], device: torch.device) -> torch.Tensor | None:
-    """Heads of a layer, each with its method, that keep their last tiles dense: int32; None where there is none.
-
-    Waits for the device: not for a step.
-    """
-    heads = [head for head, method in enumerate(methods) if method.dense_last_tile]
-    return torch.tensor(heads, dtype=torch.int32, device=device) if heads else None

@@ -66,15 +66,14 @@ def pooled_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
     return products + means + 2 * num_selected * sum(rows.block_capacities(64))
 
 
-def averaged_bytes(rows: Rows, shape: LayerShape, num_selected: int, num_splits: int) -> int:
-    """SharePrefill: mean keys and last queries of all rows, scores of theirs, each selected head's histogram of its
-    pivot's map, and with ``num_splits`` above 0 sums of queries over splits of keys. (Maps and what belongs to them are
-    the step's own: ``Pivots``.)"""
+def averaged_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
+    """SharePrefill: mean keys and last queries of all rows, scores of theirs, and each selected head's histogram of its
+    pivot's map. (Maps and what belongs to them are the step's own: ``Pivots``.)"""
     blocks = sum(ceil_div(n, shape.block_tokens) for n in rows.seq_lens)
     means = 4 * shape.head_dim * (shape.num_kv_heads * blocks + shape.num_heads * rows.num_rows)
     scores = 4 * blocks * (shape.num_heads + num_selected)
     decisions = 16 * num_selected * rows.num_rows
-    of_tiles = num_selected * 4 * rows.num_tiles * max(num_splits * TILE_TOKENS, 256 + 2)
+    of_tiles = num_selected * 4 * rows.num_tiles * (256 + 2)
     return means + scores + decisions + of_tiles + SPARE_BYTES
 
 

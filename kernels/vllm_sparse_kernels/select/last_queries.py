@@ -63,6 +63,14 @@ class Sums(NamedTuple):
     by_block: torch.Tensor | None = None
 
 
+class Estimate(NamedTuple):
+    """How many queries Â is of, and which; whether diagonals are those of keys (``band`` 1) or of blocks of 64 (64)."""
+
+    last_queries: int
+    band: int
+    spread: bool = False
+
+
 def last_query_sums(
     q: torch.Tensor,
     cache: PagedCache,
@@ -72,8 +80,8 @@ def last_query_sums(
     scale: float,
     last_queries: int,
     band: int,
-    patterns: torch.Tensor | None = None,
     spread: bool = False,
+    patterns: torch.Tensor | None = None,
 ) -> Sums:
     """Sums of Â of the rows [rows[0], rows[1]) over the last queries of each, for query heads ``heads``; scale > 0.
 

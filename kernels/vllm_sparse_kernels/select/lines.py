@@ -4,7 +4,7 @@
 A tile keeps the blocks that a kept diagonal crosses as blocks, and the kept columns outside of them as stripes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS, Rows, ceil_div
+from vllm_sparse_kernels.select.last_queries import Estimate, Sums, last_query_sums
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, tile_blocks
 
 SLAB_BYTES = 128 << 20
@@ -20,10 +22,6 @@ SLAB_BYTES = 128 << 20
 
 KEY_BYTES = 24
 """What one key of one head takes of it at most, rows counted in multiples of 4,096 keys."""
-
-
-MOST_LINES = 1 << 24
-"""More lines than any row has: float32 holds all numbers up to this."""
 
 
 class Lines(NamedTuple):
@@ -48,6 +46,26 @@ def slabs_of_rows(rows: Rows, num_heads: int) -> Iterator[tuple[int, int]]:
             yield first, row
             first, longest = row, ceil_div(seq_len, 4096) * 4096
     yield first, rows.num_rows
+
+
+def select_lines(
+    q: torch.Tensor,
+    cache: PagedCache,
+    index: SparseIndex,
+    heads: torch.Tensor,
+    scale: float,
+    estimate: Estimate,
+    keep: Callable[[Sums, SparseIndex], Lines],
+    patterns: torch.Tensor | None = None,
+) -> None:
+    """Sum Â (``last_query_sums``), have ``keep`` choose among its lines, and write the lists of ``heads``.
+
+    With ``patterns`` [len(heads), num_rows] int32, less heads and rows where it is not 0.
+    """
+    for rows in slabs_of_rows(index.rows, len(heads)):
+        with index.workspace.frame():
+            sums = last_query_sums(q, cache, index, rows, heads, scale, *estimate, patterns=patterns)
+            write_lines(index, rows, heads, keep(sums, index), estimate.band, patterns)
 
 
 def write_lines(

@@ -7,6 +7,9 @@ import torch
 
 from vllm_sparse_kernels.rows import to_device
 
+MOST = 1 << 24
+"""Tokens, blocks or lines that are told apart: parameters travel as float32, which has every whole number up to it."""
+
 
 def require(condition: bool, field: str, given: object, expected: str) -> None:
     """Raise ValueError naming the field, what was given and what was expected."""

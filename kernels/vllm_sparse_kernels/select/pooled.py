@@ -213,6 +213,20 @@ class KeyPool:
         )  # fmt: skip
 
 
+def pooled_products(
+    q: torch.Tensor, cache: PagedCache, rows: Rows, heads: torch.Tensor, scale: float, per_tile: int,
+    workspace: Workspace, min_similarity: torch.Tensor | None = None, centered: bool = False,
+) -> Iterator[tuple[Slab, torch.Tensor, torch.Tensor | None]]:  # fmt: skip
+    """For each slab what ``products_of_slabs`` gives, and how alike the queries of all tiles are if ``min_similarity``
+    asks, [len(heads), num_tiles]; that of keys about their mean where ``centered``."""
+    similar = min_similarity is not None
+    slabs = slabs_of(rows, len(heads), cache.num_kv_heads, cache.head_dim, per_tile)
+    queries = pool_queries(q, rows, heads, per_tile, workspace, similar)
+    pool = KeyPool(cache, rows, slabs, heads, q.shape[1], workspace, similar, centered)
+    for slab, products in products_of_slabs(queries, pool, slabs, heads, scale, per_tile, workspace, min_similarity):
+        yield slab, products, queries.similarity
+
+
 def products_of_slabs(
     queries: Pooled, pool: KeyPool, slabs: list[Slab], heads: torch.Tensor, scale: float, per_tile: int,
     workspace: Workspace, min_similarity: torch.Tensor | None = None,

@@ -55,10 +55,9 @@ The mean queries are rounded to q's dtype for the matrix units, scores and thres
 writes a stretch of a list adds up what is kept before it, so that lists come out sorted and the same every time.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 import triton
@@ -77,7 +76,7 @@ from vllm_sparse_kernels.methods.anchor_attention.kernels import (
     stripes_kernel,
     vote_kernel,
 )
-from vllm_sparse_kernels.methods.base import Method, PerHead
+from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache, key_args, wide_dtype
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.select.footprint import voted_bytes
@@ -173,7 +172,7 @@ class Groups(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AnchorAttention(Method):
+class AnchorAttention(PerHead):
     """Parameters of AnchorAttention; the defaults are the paper's (section 4.1).
 
     theta: θ, how far under the anchor a key's score may lie, in units of q·k·scale; infinity keeps every key.
@@ -191,6 +190,7 @@ class AnchorAttention(Method):
     """
 
     block_tokens = 128
+    differing = ("theta",)
 
     theta: float = 12.0
     step_tiles: int = 16
@@ -207,20 +207,6 @@ class AnchorAttention(Method):
         require(in_blocks, "window_tokens", self.window_tokens, "a multiple of 128 >= 0")
         sampled = isinstance(self.sample_tokens, int) and self.sample_tokens in (0, 1, 2, 4, 8, 16, 32, 64, 128)
         require(sampled, "sample_tokens", self.sample_tokens, "0, or a power of two from 1 to 128")
-
-    @property
-    def alike(self) -> "AnchorAttention":
-        return AnchorAttention(
-            step_tiles=self.step_tiles,
-            use_anchor=self.use_anchor,
-            window_tokens=self.window_tokens,
-            sample_tokens=self.sample_tokens,
-            whole_blocks=self.whole_blocks,
-        )
-
-    @classmethod
-    def merged(cls, methods: Sequence[Self]) -> Method:
-        return AnchorAttentionLayer.join(methods)
 
     @property
     def tile_voters(self) -> int:
@@ -319,11 +305,6 @@ class AnchorAttention(Method):
             INITIAL=INITIAL_TOKENS, INDEX_N=index.block_tokens, SPLIT=SPLIT_TOKENS, CHUNK=CHUNK_TOKENS,
             FIELDS=GROUP_FIELDS,
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class AnchorAttentionLayer(PerHead, AnchorAttention):
-    """Heads that differ in θ."""
 
 
 def _matrix(cache: PagedCache, block_tokens: int) -> tuple[MatrixArgs | None, TensorDescriptor | None]:

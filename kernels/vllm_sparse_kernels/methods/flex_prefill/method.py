@@ -23,9 +23,9 @@ Deviations from Algorithm 5:
 * Columns and diagonals hold γ each, together more. Made fewer until all of them together hold γ of Â, they lie on the
   same curve of recall against density.
 
-``min_budget`` is that of the authors' code, off as there: with 1,024 keys it lies on the same curve at 12K tokens and
-below it at 6K. ``max_distance`` brings the paper's query-aware heads (query_aware.py); at τ = 0.1 they are about a
-tenth of a trained model's, and what they keep lies slightly below that curve.
+Left out: the authors' minimal budget, with which 1,024 keys lie on the same curve at 12K tokens and below it at 6K, and
+the paper's query-aware heads (its Algorithms 2 and 4), which Algorithm 5 does not have: at τ = 0.1 about a tenth of a
+trained model's, and what they keep lies slightly below that curve.
 
 Beyond the paper, ``estimating: spread`` takes queries that part the chunk evenly in place of its last ones, at the same
 price. How near they lie to each other decides what single queries get that look for something of their own.
@@ -38,23 +38,21 @@ code-lm-29m-128k at γ = 0.9, answers inside the prompt, perplexity, density (de
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self
+from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
-from vllm_sparse_kernels.methods.base import Method, PerHead
-from vllm_sparse_kernels.methods.flex_prefill.query_aware import query_aware_bytes, query_aware_heads, write_query_aware
+from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE_TOKENS, Rows, ceil_div
+from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE_TOKENS, Rows
 from vllm_sparse_kernels.select.footprint import most_bytes
-from vllm_sparse_kernels.select.last_queries import MOST_QUERIES, Sums, last_query_sums
+from vllm_sparse_kernels.select.last_queries import MOST_QUERIES, Estimate, Sums
 from vllm_sparse_kernels.select.last_query_kernels import sums_of
-from vllm_sparse_kernels.select.lines import MOST_LINES, Lines, slabs_of_rows, write_lines
+from vllm_sparse_kernels.select.lines import Lines, select_lines
 from vllm_sparse_kernels.select.lists import append
 from vllm_sparse_kernels.select.parameters import on_device, require
 from vllm_sparse_kernels.select.radix import (
@@ -62,7 +60,6 @@ from vllm_sparse_kernels.select.radix import (
     MOST_CHUNKS,
     PASSES,
     UNSPECIALIZED,
-    count_digits,
     mass_digits,
     mass_keys,
     span_of,
@@ -81,8 +78,10 @@ FEWEST_STRIPES = 1024
 
 
 @dataclass(frozen=True)
-class FlexVerticalSlash(Method):
+class FlexVerticalSlash(PerHead):
     """γ ``gamma``: the share of the estimated mass that columns, and that diagonals, hold."""
+
+    differing = ("gamma",)
 
     gamma: float = 0.9
     max_stripes: int = 8192
@@ -94,37 +93,15 @@ class FlexVerticalSlash(Method):
     estimating: Literal["last", "spread"] = "last"
     """Beyond the paper, ``spread``: of as many queries as ``last_queries`` says, but spread evenly over the chunk."""
 
-    min_budget: int = 0
-    """Columns that are kept at least, and 64 times the diagonals that are."""
-
-    max_distance: float = 0.0
-    """τ: heads whose mean queries and keys tell what they look at, to √JSD < τ, are query-aware (query_aware.py).
-    FlexPrefill has 0.1; 0 is the Algorithm 5 that SharePrefill falls back to, which has none."""
-
     def __post_init__(self) -> None:
         require(0 < self.gamma <= 1, "gamma", self.gamma, "a share in (0, 1]")
         require(self.max_stripes >= 0, "max_stripes", self.max_stripes, ">= 0")
         require(1 <= self.last_queries <= MOST_QUERIES, "last_queries", self.last_queries, f"1 to {MOST_QUERIES}")
-        require(0 <= self.min_budget <= MOST_LINES, "min_budget", self.min_budget, f"0 to {MOST_LINES} keys")
-        require(self.max_distance >= 0, "max_distance", self.max_distance, "a number >= 0 (τ)")
         require(self.estimating in ("last", "spread"), "estimating", self.estimating, "last or spread")
 
     @property
-    def alike(self) -> "FlexVerticalSlash":
-        return FlexVerticalSlash(
-            max_stripes=self.max_stripes,
-            last_queries=self.last_queries,
-            estimating=self.estimating,
-            max_distance=self.max_distance,
-        )
-
-    @property
     def sized(self) -> "FlexVerticalSlash":
-        return FlexVerticalSlash(max_stripes=self.max_stripes, max_distance=self.max_distance)
-
-    @classmethod
-    def merged(cls, methods: Sequence[Self]) -> Method:
-        return FlexVerticalSlashLayer.join(methods)
+        return FlexVerticalSlash(max_stripes=self.max_stripes)
 
     @property
     def kernel_share(self) -> float:
@@ -145,16 +122,10 @@ class FlexVerticalSlash(Method):
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
         num_columns = max(self.stripes_of_row(rows, row) for row in range(rows.num_rows))
-        lines = most_bytes(rows, shape, num_selected, stripe_capacity, num_columns)
-        return lines + (query_aware_bytes(rows, num_selected) if self.max_distance > 0 else 0)
+        return most_bytes(rows, shape, num_selected, stripe_capacity, num_columns)
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        with index.workspace.frame():
-            means = None
-            if self.max_distance > 0:
-                shares = tuple(one.gamma for one in self.of_heads(len(heads)))
-                means = write_query_aware(q, cache, index, heads, scale, shares)
-            self.select_where(q, cache, index, heads, scale, None, means)
+        self.select_where(q, cache, index, heads, scale, None)
 
     def select_where(
         self,
@@ -164,20 +135,10 @@ class FlexVerticalSlash(Method):
         heads: torch.Tensor,
         scale: float,
         patterns: torch.Tensor | None,
-        means: torch.Tensor | None = None,
     ) -> None:
-        """``select``, less heads and rows where ``patterns`` [len(heads), num_rows] int32 is not 0.
-
-        With ``means``, what ``write_query_aware`` returned, less those that are query-aware.
-        """
-        spread = self.estimating == "spread"
-        for rows in slabs_of_rows(index.rows, len(heads)):
-            with index.workspace.frame():
-                sums = last_query_sums(q, cache, index, rows, heads, scale, self.last_queries, BAND, patterns, spread)
-                if means is not None:
-                    decided = query_aware_heads(index, sums, self.last_queries, means, self.max_distance)
-                    sums = sums._replace(patterns=decided)
-                write_lines(index, rows, heads, self.keep_lines(sums, index), BAND, sums.patterns)
+        """``select``, less heads and rows where ``patterns`` [len(heads), num_rows] int32 is not 0."""
+        estimate = Estimate(self.last_queries, BAND, self.estimating == "spread")
+        select_lines(q, cache, index, heads, scale, estimate, self.keep_lines, patterns)
 
     def keep_lines(self, sums: Sums, index: SparseIndex) -> Lines:
         """The fewest columns and the fewest diagonals with γ of the mass, of each head and row."""
@@ -190,26 +151,15 @@ class FlexVerticalSlash(Method):
         bands_upto = room(num_entries, sums.capacity // BAND, dtype=torch.int32)
 
         shares = on_device(tuple(one.kernel_share for one in settings) * 2, sums.values.device)
-        least, counted = None, None
-        if any(one.min_budget for one in settings):
-            budgets = [one.min_budget for one in settings]
-            least = on_device((*budgets, *(ceil_div(keys, BAND) for keys in budgets)), sums.values.device)
-            none_forced = on_device((0.0,) * len(least), sums.values.device)
-            counted = count_digits(index, sums, least, none_forced)
         digits = mass_digits(index, sums, shares)
         chunks = digits.weights.shape[3]
         left = room(num_rows, 2 * num_entries, chunks, index.block_tokens, dtype=torch.int32)
         grid = (chunks, 2 * num_entries, num_rows)
         where = (
             sums.values, rows.row_table, sums.patterns, num_entries, sums.first_row, rows.num_rows, sums.capacity,
-            Goals(shares, digits, least, counted), chunks, left,
+            shares, digits, chunks, left,
         )  # fmt: skip
-        options = {
-            "BAND": BAND,
-            "BLOCK_N": index.block_tokens,
-            "CHUNK": CHUNK,
-            "FIELDS": ROW_FIELDS,
-        }
+        options = {"BAND": BAND, "BLOCK_N": index.block_tokens, "CHUNK": CHUNK, "FIELDS": ROW_FIELDS}
         _count_lines_kernel[grid](*where, **options)
         _keep_lines_kernel[grid](
             *where, self.max_stripes, columns, columns.shape[2], num_columns, whole,
@@ -218,30 +168,11 @@ class FlexVerticalSlash(Method):
         return Lines(columns, num_columns, whole, bands_upto)
 
 
-class Goals(NamedTuple):
-    """What the lines of each job have to reach: ``shares`` [2 n] of its mass, and ``least`` [2 n] lines or None."""
-
-    shares: Any
-    by_mass: Any
-    least: Any
-    by_count: Any
-
-
-@dataclass(frozen=True)
-class FlexVerticalSlashLayer(PerHead, FlexVerticalSlash):
-    """Heads that differ in γ."""
-
-
 @triton.jit
-def _threshold(goals, i_job, i_all, num_jobs, chunks, used, length):
+def _threshold(shares, digits, i_job, i_all, num_jobs, chunks, used):
     """The least key (``mass_keys``) of a line that is kept."""
-    share = tl.load(goals.shares + i_job)
-    threshold = threshold_of(goals.by_mass, LAST_PASS, i_all, num_jobs, chunks, used, share, True)[0].to(tl.int32)
-    if goals.least is not None:
-        least = tl.minimum(tl.load(goals.least + i_job).to(tl.int32), length)
-        key = threshold_of(goals.by_count, LAST_PASS, i_all, num_jobs, chunks, used, least, False)[0]
-        threshold = tl.minimum(threshold, key.to(tl.int32) - 1)  # load_count_keys are one more
-    return threshold
+    share = tl.load(shares + i_job)
+    return threshold_of(digits, LAST_PASS, i_all, num_jobs, chunks, used, share, True)[0].to(tl.int32)
 
 
 @triton.jit
@@ -261,7 +192,7 @@ def _kept_bands(row, start, end, threshold, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _count_lines_kernel(
-    values, rows, patterns, num_entries, first_row, num_rows, capacity, goals, chunks, left,
+    values, rows, patterns, num_entries, first_row, num_rows, capacity, shares, digits, chunks, left,
     BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """left[row, job, chunk, c - 2]: columns that remain if blocks with c or more are kept whole; of bands all of it is
@@ -277,7 +208,7 @@ def _count_lines_kernel(
         return
     used = (length + span - 1) // span
     i_all, num_jobs = tl.program_id(2) * tl.num_programs(1) + i_job, tl.num_programs(2) * tl.num_programs(1)
-    threshold = _threshold(goals, i_job, i_all, num_jobs, chunks, used, length)
+    threshold = _threshold(shares, digits, i_job, i_all, num_jobs, chunks, used)
     o_c = tl.arange(0, BLOCK_N)
     b_left = tl.zeros([BLOCK_N], tl.int32)
     for start in range(first, end, CHUNK):
@@ -292,7 +223,7 @@ def _count_lines_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _keep_lines_kernel(
-    values, rows, patterns, num_entries, first_row, num_rows, capacity, goals, chunks, left,
+    values, rows, patterns, num_entries, first_row, num_rows, capacity, shares, digits, chunks, left,
     max_stripes, columns, max_columns, num_columns, whole, bands_upto,
     BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
     ROW_STRIPES: tl.constexpr, FEWEST: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr,
@@ -309,7 +240,7 @@ def _keep_lines_kernel(
         return
     used = (length + span - 1) // span
     i_all, num_jobs = tl.program_id(2) * tl.num_programs(1) + i_job, tl.num_programs(2) * tl.num_programs(1)
-    threshold = _threshold(goals, i_job, i_all, num_jobs, chunks, used, length)
+    threshold = _threshold(shares, digits, i_job, i_all, num_jobs, chunks, used)
     o_all, o_c = tl.arange(0, MOST_CHUNKS), tl.arange(0, BLOCK_N)
     o_left = (i_all.to(tl.int64) * chunks + o_all)[:, None] * BLOCK_N + o_c[None, :]
     b_left = tl.load(left + o_left, mask=(o_all < used)[:, None], other=0)

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlexPrefill's vertical-slash in plain torch: Algorithm 5 of arXiv:2505.19578; see methods/flex_prefill/method.py."""
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
+from vllm_sparse_kernels.rows import ceil_div
 
 if TYPE_CHECKING:  # the package select imports this module
     from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
@@ -32,15 +31,8 @@ def select_flex_vertical_slash(
         tokens = slice(rows.tokens[row], rows.tokens[row] + rows.query_lens[row])
         for head, own in zip(heads.tolist(), method.of_heads(len(heads)), strict=True):
             weights = softmax_of(q[tokens, head][places], keys[:, head // group], positions, scale)
-            own_q, own_k = q[tokens, head].float(), keys[:, head // group].float() * scale
-            if own.max_distance > 0 and is_query_aware(own, weights, own_q.split(TILE_TOKENS)[-1], own_k):
-                for i_tile, kept in enumerate(by_means(own_q, own_k, own.gamma), rows.tile_starts[row]):
-                    set_blocks(kept, index, head, i_tile)
-                continue
-            columns = fewest_with_mass(weights.sum(0), own.gamma, own.min_budget)
-            diagonals = fewest_with_mass(
-                block_diagonals(weights, positions), own.gamma, ceil_div(own.min_budget, BAND_TOKENS)
-            )
+            columns = fewest_with_mass(weights.sum(0), own.gamma)
+            diagonals = fewest_with_mass(block_diagonals(weights, positions), own.gamma)
             whole = whole_blocks(columns, method.stripes_of_row(rows, row), index.block_tokens)
             for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
                 set_lines(columns, diagonals, whole, index, head, i_tile)
@@ -68,53 +60,16 @@ def block_diagonals(weights: torch.Tensor, positions: torch.Tensor) -> torch.Ten
     return sums.index_add_(0, distances.clamp(min=0).flatten(), weights.flatten())
 
 
-def is_query_aware(
-    method: "FlexVerticalSlash", weights: torch.Tensor, last_tile: torch.Tensor, keys: torch.Tensor
-) -> bool:
-    """Algorithm 2: √JSD(ā, â) < τ; ``weights`` are Â, keys scaled."""
-    estimated = (mean_keys(keys) @ last_tile.mean(0)).softmax(0)
-    true = pool(weights.sum(0), BAND_TOKENS) / len(weights)
-    half = (estimated + true) / 2
-    divergences = [float(torch.where(x > 0, x * (x / half).log(), 0).sum()) for x in (estimated, true)]
-    return math.sqrt(max(sum(divergences) / 2, 0)) < method.max_distance
-
-
-def by_means(queries: torch.Tensor, keys: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Bool [tiles, blocks]: of each tile's mean query the fewest blocks with γ of the softmax over causal ones."""
-    tiles = queries.split(TILE_TOKENS)
-    ends = torch.arange(1, len(tiles) + 1, device=keys.device) * TILE_TOKENS
-    last = len(keys) - len(queries) + ends.clamp(max=len(queries)) - 1
-    causal = torch.arange(0, len(keys), BAND_TOKENS, device=keys.device) <= last[:, None]
-    scores = torch.stack([tile.mean(0) for tile in tiles]) @ mean_keys(keys).T
-    weights = scores.masked_fill(~causal, -torch.inf).softmax(-1)
-    ordered, order = weights.sort(dim=-1, descending=True, stable=True)
-    above = ordered.cumsum(-1) - ordered
-    return torch.zeros_like(causal).scatter_(-1, order, above < gamma * ordered.sum(-1, keepdim=True))
-
-
-def mean_keys(keys: torch.Tensor) -> torch.Tensor:
-    """Of each 64 keys, of fewer at the end."""
-    return torch.stack([block.mean(0) for block in keys.split(BAND_TOKENS)])
-
-
-def set_blocks(kept: torch.Tensor, index: SparseIndex, head: int, i_tile: int) -> None:
-    """One tile's kept blocks of 64, and the first one."""
-    kept = torch.cat((kept.new_ones(1), kept[1:], kept.new_zeros(-len(kept) % (index.block_tokens // BAND_TOKENS))))
-    flags = kept.view(-1, index.block_tokens // BAND_TOKENS).any(1)
-    index.set_blocks(head, i_tile, flags[: index.num_causal_blocks(index.rows.tile_list[i_tile])])
-    index.stripe_counts[head, i_tile] = 0
-
-
-def fewest_with_mass(values: torch.Tensor, gamma: float, at_least: int = 0) -> torch.Tensor:
+def fewest_with_mass(values: torch.Tensor, gamma: float) -> torch.Tensor:
     """Flags of the fewest values with γ of the sum, min{k: Σ of the k largest >= γ}, and of all ties with the last.
 
-    No fewer than ``at_least``. Tied are floats of the same sign, exponent and first 10 bits of the mantissa.
+    Tied are floats of the same sign, exponent and first 10 bits of the mantissa.
     """
     if gamma == 1:
         return torch.ones_like(values, dtype=torch.bool)
     largest = values.sort(descending=True).values
     mass = largest.double().cumsum(0)
-    num_short = max(int((mass < gamma * mass[-1]).sum()), min(at_least, len(values)) - 1)
+    num_short = int((mass < gamma * mass[-1]).sum())
     return values >= (largest[num_short].float().view(torch.int32) >> 13 << 13).view(torch.float32)
 
 

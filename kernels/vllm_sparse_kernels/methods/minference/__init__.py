@@ -1,2 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MInference."""
+"""MInference (Jiang et al., 2024): of three patterns each head has its own."""
+
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
+from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
+from vllm_sparse_kernels.methods.minference.reference import select_a_shape, select_block_sparse, select_vertical_slash
+from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
+from vllm_sparse_kernels.methods.spec import MethodSpec
+
+EVERYTHING = 1 << 20
+"""More tokens or blocks than rows have."""
+
+SPECS = (
+    MethodSpec(
+        "a_shape",
+        AShape,
+        select_a_shape,
+        full=AShape(local_tokens=EVERYTHING),
+        demo={"sink_tokens": 128, "local_tokens": 1024},
+    ),
+    MethodSpec(
+        "vertical_slash",
+        VerticalSlash,
+        select_vertical_slash,
+        full=VerticalSlash(slash_tokens=EVERYTHING),
+        demo={"vertical_tokens": 256, "slash_tokens": 104},  # 100 of the slashes are always the nearest
+    ),
+    MethodSpec(
+        "block_sparse",
+        BlockSparse,
+        select_block_sparse,
+        full=BlockSparse(top_blocks=EVERYTHING),
+        demo={"top_blocks": 16},
+    ),
+)

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The three patterns of MInference (arXiv:2407.02490) in plain torch: section 3, Algorithms 2 to 4.
 
-Deviations are those that method.py and vertical_slash.py list; the arithmetic is the paper's.
+Deviations are those that the patterns' own files list; the arithmetic is the paper's.
 """
 
-from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, Tile, ceil_div
+from vllm_sparse_kernels.rows import Tile, ceil_div
 
 if TYPE_CHECKING:  # the package select imports this module
-    from vllm_sparse_kernels.methods.minference.method import AShape, BlockSparse
+    from vllm_sparse_kernels.methods.minference.a_shape import AShape
+    from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
     from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 
 POOL_TOKENS = 64
@@ -48,7 +47,6 @@ def select_vertical_slash(
     method: "VerticalSlash", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
     """Algorithms 2 and 4."""
-    index, _ = in_segments(index, method.segment_tokens)
     rows, group = index.rows, q.shape[1] // cache.num_kv_heads
     for row in range(rows.num_rows):
         keys, _ = cache.gather(rows.block_table[row], rows.seq_lens[row])
@@ -60,28 +58,6 @@ def select_vertical_slash(
             slashes = keep(slash, own.slash_tokens, own.forced_slashes)
             for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
                 set_vertical_slash(verticals, slashes, index, head, i_tile)
-
-
-def in_segments(index: SparseIndex, segment_tokens: int | None) -> tuple[SparseIndex, list[int]]:
-    """The index with each segment of a chunk as a row of its own, and of which row each is a part."""
-    rows = index.rows
-    if segment_tokens is None:
-        return index, list(range(rows.num_rows))
-    parts = [(row, *bounds) for row, n in enumerate(rows.query_lens) for bounds in pairwise(cuts(n, segment_tokens))]
-    segments = Rows(
-        tuple(rows.tokens[row] + begin for row, begin, _ in parts),
-        tuple(end - begin for _, begin, end in parts),
-        tuple(rows.context_lens[row] + begin for row, begin, _ in parts),
-        rows.block_table[[row for row, _, _ in parts]],
-    )
-    return replace(index, rows=segments), [row for row, _, _ in parts]
-
-
-def cuts(query_len: int, segment_tokens: int) -> list[int]:
-    """Where segments begin and end: whole tiles, the fewest segments, the first ones a tile longer where needed."""
-    num_tiles = ceil_div(query_len, TILE_TOKENS)
-    number = ceil_div(num_tiles, segment_tokens // TILE_TOKENS)
-    return [min(query_len, ceil_div(num_tiles * i, number) * TILE_TOKENS) for i in range(number + 1)]
 
 
 def vertical_slash_sums(last_q: torch.Tensor, keys: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,7 +141,7 @@ def select_block_sparse(
         tokens = slice(rows.tokens[row], rows.tokens[row] + rows.query_lens[row])
         for head, own in zip(heads.tolist(), method.of_heads(len(heads)), strict=True):
             scores = block_scores(q[tokens, head].float(), keys[:, head // group].float(), scale)
-            kept = tile_blocks(own, scores)
+            kept = tile_blocks(scores, own.top_blocks)
             for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
                 set_block_sparse(kept[i_tile - rows.tile_starts[row]], index, head, i_tile)
 
@@ -188,22 +164,14 @@ def mean_pool(x: torch.Tensor) -> torch.Tensor:
     return padded.view(num_blocks, POOL_TOKENS, -1).sum(1) / counts
 
 
-def tile_blocks(method: "BlockSparse", scores: torch.Tensor) -> torch.Tensor:
+def tile_blocks(scores: torch.Tensor, k: int) -> torch.Tensor:
     """Flags [tiles, key blocks] of what tiles of two query blocks keep, from ``block_scores``."""
-    if method.per_query_block:
-        return by_tile(top(scores, method.top_blocks) & (scores > -torch.inf), False).any(1)
-    mass = tile_mass(scores)
-    return top(mass, method.top_blocks) & (mass > -torch.inf)
+    return by_tile(top(scores, k) & (scores > -torch.inf))
 
 
-def tile_mass(scores: torch.Tensor) -> torch.Tensor:
-    """[tiles, key blocks], logarithms of the sums of the query blocks' softmaxes."""
-    return by_tile(scores.log_softmax(-1), -torch.inf).logsumexp(1)
-
-
-def by_tile(of_blocks: torch.Tensor, fill: float) -> torch.Tensor:
-    """[tiles, 2, key blocks] of [query blocks, key blocks]; the second one of the last tile may be missing."""
-    return torch.nn.functional.pad(of_blocks, (0, 0, 0, len(of_blocks) % 2), value=fill).unflatten(0, (-1, 2))
+def by_tile(of_blocks: torch.Tensor) -> torch.Tensor:
+    """Whether either of a tile's query blocks has a flag; the second one of the last tile may be missing."""
+    return torch.nn.functional.pad(of_blocks, (0, 0, 0, len(of_blocks) % 2)).unflatten(0, (-1, 2)).any(1)
 
 
 def set_block_sparse(kept: torch.Tensor, index: SparseIndex, head: int, i_tile: int) -> None:

@@ -21,27 +21,23 @@ Deviations from the paper:
   that they count among k_v and k_s; the paper's text does not. ``forced_verticals`` and ``forced_slashes`` follow the
   code, 0 follows the paper. The code also raises k_v to 30 and k_s to 50 where less is asked for; this does not.
 * Of equal sums, those alike in ten bits of the mantissa (radix.py), the earliest key and the nearest diagonal go first.
-
-Beyond the paper, off unless asked for: ``segment_tokens`` (segments.py).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
-from vllm_sparse_kernels.methods.base import Method, PerHead
+from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ROW_FIELDS, Rows
 from vllm_sparse_kernels.select.footprint import most_bytes
-from vllm_sparse_kernels.select.last_queries import Sums, last_query_sums
+from vllm_sparse_kernels.select.last_queries import Estimate, Sums
 from vllm_sparse_kernels.select.last_query_kernels import sums_of
-from vllm_sparse_kernels.select.lines import MOST_LINES, Lines, slabs_of_rows, write_lines
-from vllm_sparse_kernels.select.parameters import on_device, require
+from vllm_sparse_kernels.select.lines import Lines, select_lines
+from vllm_sparse_kernels.select.parameters import MOST, on_device, require
 from vllm_sparse_kernels.select.radix import (
     CHUNK,
     DIGITS,
@@ -53,14 +49,15 @@ from vllm_sparse_kernels.select.radix import (
     span_of,
     threshold_of,
 )
-from vllm_sparse_kernels.select.segments import require_segments, segments_of
 from vllm_sparse_kernels.select.topk import kept_in_chunk
 
 
 @dataclass(frozen=True)
-class VerticalSlash(Method):
+class VerticalSlash(PerHead):
     """k_v ``vertical_tokens``, k_s ``slash_tokens``, last_q ``last_queries``; the defaults of the authors' code where a
     head has no searched pattern. The forced ones count among k_v and k_s."""
+
+    differing = ("vertical_tokens", "slash_tokens", "forced_verticals", "forced_slashes")
 
     vertical_tokens: int = 1000
     slash_tokens: int = 6096
@@ -68,56 +65,39 @@ class VerticalSlash(Method):
     forced_verticals: int = 30
     forced_slashes: int = 100
 
-    segment_tokens: int | None = None
-    """Beyond the paper: each segment of a chunk, of so many queries at most, has lines of its own, estimated from its
-    own last queries. None: the chunk has."""
-
     def __post_init__(self) -> None:
         for field in ("vertical_tokens", "slash_tokens", "forced_verticals", "forced_slashes"):
             require(getattr(self, field) >= 0, field, getattr(self, field), ">= 0")
         require(1 <= self.last_queries <= 64, "last_queries", self.last_queries, "1 to 64")
-        require_segments(self.segment_tokens)
 
     @property
-    def alike(self) -> "VerticalSlash":
-        return VerticalSlash(last_queries=self.last_queries, segment_tokens=self.segment_tokens)
+    def most_verticals(self) -> int:
+        """Of any head, where they differ."""
+        return max(one.vertical_tokens for one in self.settings or (self,))
 
     @property
     def sized(self) -> "VerticalSlash":
-        return VerticalSlash(self.vertical_tokens, segment_tokens=self.segment_tokens)
-
-    @classmethod
-    def merged(cls, methods: Sequence[Self]) -> Method:
-        return VerticalSlashLayer.join(methods)
+        return VerticalSlash(self.most_verticals)
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
-        return StripeLayout.per_tile(rows, self.vertical_tokens)
+        """Room for any of the heads; each has its own by its own method."""
+        return StripeLayout.per_tile(rows, self.most_verticals)
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        rows = segments_of(rows, self.segment_tokens).rows
-        return most_bytes(rows, shape, num_selected, stripe_capacity, self.vertical_tokens)
+        return most_bytes(rows, shape, num_selected, stripe_capacity, self.most_verticals)
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        index = replace(index, rows=segments_of(index.rows, self.segment_tokens).rows)
-        for rows in slabs_of_rows(index.rows, len(heads)):
-            with index.workspace.frame():
-                sums = last_query_sums(q, cache, index, rows, heads, scale, self.last_queries, band=1)
-                write_lines(index, rows, heads, self.keep_largest(sums, index), band=1)
+        select_lines(q, cache, index, heads, scale, Estimate(self.last_queries, band=1), self.keep_largest)
 
     def keep_largest(self, sums: Sums, index: SparseIndex) -> Lines:
         """The k_v largest column sums and the k_s largest diagonal sums of each head and row."""
         settings, device, room = self.of_heads(sums.num_entries), sums.values.device, index.workspace.empty
-        kept = (
-            [min(s.vertical_tokens, MOST_LINES) for s in settings],
-            [min(s.slash_tokens, MOST_LINES) for s in settings],
+        counts, first = (
+            on_device(tuple(min(getattr(s, name), MOST) for name in names for s in settings), device)
+            for names in (("vertical_tokens", "slash_tokens"), ("forced_verticals", "forced_slashes"))
         )
-        forced = (
-            [min(s.forced_verticals, MOST_LINES) for s in settings],
-            [min(s.forced_slashes, MOST_LINES) for s in settings],
-        )
-        counts, first = on_device((*kept[0], *kept[1]), device), on_device((*forced[0], *forced[1]), device)
         rows, num_rows = index.rows, sums.end_row - sums.first_row
-        most = min(max(kept[0]), max(rows.seq_lens[sums.first_row : sums.end_row]))
+        most = min(self.most_verticals, max(rows.seq_lens[sums.first_row : sums.end_row]))
         columns = room(num_rows, sums.num_entries, max(1, most), dtype=torch.int32)
         num_columns = room(num_rows, sums.num_entries, dtype=torch.int32)
         upto = room(sums.num_entries, sums.capacity, dtype=torch.int32)
@@ -129,20 +109,6 @@ class VerticalSlash(Method):
             PASS=PASSES - 1, num_warps=8, maxnreg=128,
         )  # fmt: skip
         return Lines(columns, num_columns, None, upto)
-
-
-@dataclass(frozen=True)
-class VerticalSlashLayer(PerHead, VerticalSlash):
-    """Heads that differ in how many lines they keep."""
-
-    @property
-    def sized(self) -> VerticalSlash:
-        most = max(one.vertical_tokens for one in self.settings)
-        return VerticalSlash(most, segment_tokens=self.segment_tokens)
-
-    def stripe_layout(self, rows: Rows) -> StripeLayout:
-        """Room for any of the heads; each has its own by its own method."""
-        return self.sized.stripe_layout(rows)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

@@ -52,14 +52,13 @@ Where the paper leaves a choice, or this departs from it:
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Self, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.base import Method, PerHead
+from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.methods.sale import scores as sale_scores
 from vllm_sparse_kernels.methods.sale.means import kept_channels, row_means
 from vllm_sparse_kernels.methods.sale.rounding import (
@@ -95,9 +94,10 @@ class Slab(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sale(Method):
+class Sale(PerHead):
     """Parameters of SALE; the defaults are the paper's (sections 3.2 and 4.1)."""
 
+    differing = ("tau", "int8_scores")
     finest_block_tokens = 32
     """b_k. An index of blocks of 32 keeps what the paper keeps, one of 64 or 128 the union over each of its blocks."""
 
@@ -127,14 +127,6 @@ class Sale(Method):
             whole = isinstance(value, int) and value >= least and value % KEY_BLOCK.value == 0
             require(whole, name, value, f"a multiple of {KEY_BLOCK.value} >= {least}")
         require(self.channels in get_args(CHANNELS), "channels", self.channels, f"one of {get_args(CHANNELS)}")
-
-    @property
-    def alike(self) -> "Sale":
-        return Sale(sink_tokens=self.sink_tokens, local_tokens=self.local_tokens, channels=self.channels)
-
-    @classmethod
-    def merged(cls, methods: Sequence[Self]) -> Method:
-        return SaleLayer.join(methods)
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         index.stripe_counts.index_fill_(0, heads.long(), 0)
@@ -168,11 +160,6 @@ class Sale(Method):
         for slab in slabs:
             round_keys(cache, rows, means, selected, group, slab.pieces, slab.longest, keys)
             flag_blocks(queries, keys, kept, index, selected, regions, group, slab.pairs, slab.longest, half)
-
-
-@dataclass(frozen=True)
-class SaleLayer(PerHead, Sale):
-    """Heads that differ in τ or in what they ask of attention; keys are quantised once for all."""
 
 
 def integer_dtype(device: torch.device) -> torch.dtype:

@@ -32,7 +32,6 @@ class DecideArgs(NamedTuple):
     last_rows: Any
     block_starts: Any
     patterns: Any
-    new_pivots: Any
 
 
 class NewMapArgs(NamedTuple):
@@ -69,14 +68,13 @@ class MapArgs(NamedTuple):
 
 @triton.jit
 def _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS: tl.constexpr):
-    """(whether the cluster has a pivot, else the place in heads of the one it gets, HEADS if it gets none; its first
-    head). The pivot is the first that is not too sparse."""
+    """Whether the cluster has a pivot, and the place in heads of the first that is not too sparse, which becomes it
+    where there is none: HEADS if all are too sparse."""
     known = tl.load(args.exists + tl.load(args.slots + place).to(tl.int64) * num_rows + i_row)
     o_h = tl.arange(0, HEADS)
     b_same = tl.load(args.places + o_h, mask=o_h < num_heads, other=-1) == place
     b_sparsity = tl.load(args.sparsity + o_h * num_rows + i_row, mask=b_same, other=float("inf"))
-    pivot = tl.min(tl.where(b_sparsity < max_sparsity, o_h, HEADS), 0)
-    return known != 0, pivot, tl.min(tl.where(b_same, o_h, HEADS), 0)
+    return known != 0, tl.min(tl.where(b_sparsity < max_sparsity, o_h, HEADS), 0)
 
 
 @triton.jit(
@@ -91,9 +89,8 @@ def decide_kernel(
     HEADS: tl.constexpr, CHUNK: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
-    MAPS: tl.constexpr,
 ):  # fmt: skip
-    """Who shares, one (head, row) a program; before these, with MAPS, the maps of new pivots, one (cluster, tile) a
+    """Who shares, one (head, row) a program; before these the maps of new pivots, one (cluster, tile) a
     program. These do not wait for the decisions: they find the pivot themselves."""
     i = tl.program_id(0)
     if i >= num_map_programs:
@@ -102,10 +99,10 @@ def decide_kernel(
             args, stride, stride_last, i_entry % num_heads, i_entry // num_heads, num_heads, num_rows, max_sparsity,
             max_distance, HEADS, CHUNK, SHARED, DENSE,
         )  # fmt: skip
-    elif MAPS:
+    else:
         place, i_tile = i // num_tiles, i % num_tiles
         i_row = tl.load(maps.tiles + i_tile * FIELDS)
-        known, pivot, _ = _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS)
+        known, pivot = _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS)
         if (not known) & (pivot < HEADS):
             _make_map(
                 queries, keys, maps, tl.load(args.slots + place).to(tl.int64), tl.load(maps.heads + pivot).to(tl.int64),
@@ -123,9 +120,7 @@ def _decide(
     place = tl.load(args.places + i)
     pattern = 0
     if place >= 0:
-        known, pivot, first_head = _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS)
-        if first_head == i:
-            tl.store(args.new_pivots + place * num_rows + i_row, tl.where(known | (pivot == HEADS), -1, pivot))
+        known, pivot = _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS)
         if tl.load(args.sparsity + i * num_rows + i_row) < max_sparsity:
             if (pivot == i) & (not known):
                 pattern = DENSE
@@ -181,25 +176,8 @@ def _make_map(
         tl.store(row + o_n, tl.exp(b_s - peak) / total, mask=o_n < num_causal)
 
     tl.debug_barrier()
-    _weigh_tile(maps, slot, row, i_tile, num_causal, num_tiles)
-
-
-@triton.jit
-def _weigh_tile(maps, slot, row, i_tile, num_causal, num_tiles):
-    """The first pass of radix.py over one tile's map, by 8 warps."""
-    b_weight = masses_by_high_digit(row, 0, num_causal, 8, 64)
+    b_weight = masses_by_high_digit(row, 0, num_causal, 8, 64)  # by 8 warps
     tl.store(maps.weights + (slot * num_tiles + i_tile) * DIGITS + tl.arange(0, DIGITS), b_weight)
-
-
-@triton.jit(do_not_specialize=["stride_map", "num_rows", "num_tiles"])
-def weigh_kernel(maps, slots, new_pivots, stride_map, num_rows, num_tiles, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The weights of the maps of new pivots, one (tile, cluster) a program, where maps come without."""
-    i_tile, place = tl.program_id(0), tl.program_id(1)
-    if tl.load(new_pivots + place * num_rows + tl.load(maps.tiles + i_tile * FIELDS)) >= 0:
-        slot = tl.load(slots + place).to(tl.int64)
-        _, num_causal = tile_blocks(maps.tiles, i_tile, BLOCK_N, FIELDS)
-        row = maps.maps + slot * stride_map + tl.load(maps.block_offsets + i_tile)
-        _weigh_tile(maps, slot, row, i_tile, num_causal, num_tiles)
 
 
 @triton.jit
@@ -214,25 +192,21 @@ def _ranked_head(args, i_row, num_rows, BOTH: tl.constexpr, HEADS: tl.constexpr,
 
 
 @triton.jit
-def _joined(weights, tile_starts, i_row, i_tile, PER_TILE: tl.constexpr):
-    """Weights [256] of a tile, or of all tiles of its row, in order."""
-    o_digit = tl.arange(0, DIGITS)
-    if PER_TILE:
-        return tl.load(weights + i_tile * DIGITS + o_digit)
-    else:
-        end = tl.load(tile_starts + i_row + 1)
-        b_sum = tl.zeros([DIGITS], tl.float32)
-        for start in range(tl.load(tile_starts + i_row), end, TILES_AT_ONCE):
-            o_t = start + tl.arange(0, TILES_AT_ONCE)
-            o_w = o_t[:, None] * DIGITS + o_digit[None, :]
-            b_sum += tl.sum(tl.load(weights + o_w, mask=(o_t < end)[:, None], other=0.0), 0)
-        return b_sum
+def _joined(weights, tile_starts, i_row):
+    """Weights [256] of all tiles of a row, in order."""
+    end = tl.load(tile_starts + i_row + 1)
+    b_sum = tl.zeros([DIGITS], tl.float32)
+    for start in range(tl.load(tile_starts + i_row), end, TILES_AT_ONCE):
+        o_t = start + tl.arange(0, TILES_AT_ONCE)
+        o_w = o_t[:, None] * DIGITS + tl.arange(0, DIGITS)[None, :]
+        b_sum += tl.sum(tl.load(weights + o_w, mask=(o_t < end)[:, None], other=0.0), 0)
+    return b_sum
 
 
 @triton.jit(do_not_specialize=["stride_map", "num_rows"])
 def low_weights_kernel(
     args, stride_map, num_rows, tiles, block_offsets,
-    PER_TILE: tl.constexpr, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
     SHARED: tl.constexpr,
 ):  # fmt: skip
     """The second pass of radix.py over one tile's part of the map that one head takes its pattern from."""
@@ -242,7 +216,7 @@ def low_weights_kernel(
     if i < 0:
         return
     slot = tl.load(args.slots + tl.load(args.places + i)).to(tl.int64)
-    b_weight = _joined(args.high_weights + slot * num_tiles * DIGITS, args.tile_starts, i_row, i_tile, PER_TILE)
+    b_weight = _joined(args.high_weights + slot * num_tiles * DIGITS, args.tile_starts, i_row)
     high, left = next_digit(b_weight, tl.load(args.shares + i) * tl.sum(b_weight, 0))
     _, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
     values = args.maps + slot * stride_map + tl.load(block_offsets + i_tile)
@@ -257,7 +231,7 @@ def low_weights_kernel(
 def apply_patterns_kernel(
     args, stride_map, num_rows, estimates, stride_estimate, exists, last_rows, stride_last, block_starts,
     heads, tiles, rows, block_offsets, block_counts, block_ids, stride_ids, stripe_counts, num_tiles,
-    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, PER_TILE: tl.constexpr, FIELDS: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
     ROW_FIELDS: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """The list of one (tile, head) that shares or is the pivot."""
@@ -277,7 +251,7 @@ def apply_patterns_kernel(
     if pattern == SHARED:
         i_entry = i.to(tl.int64) * num_tiles
         high, left = tl.load(args.high + i_entry + i_tile), tl.load(args.left + i_entry + i_tile)
-        b_weight = _joined(args.low_weights + i_entry * DIGITS, args.tile_starts, i_row, i_tile, PER_TILE)
+        b_weight = _joined(args.low_weights + i_entry * DIGITS, args.tile_starts, i_row)
         threshold = high * DIGITS + next_digit(b_weight, left)[0]
     count = 0
     for first in range(0, num_causal, CHUNK):

@@ -30,17 +30,12 @@ How this reads the paper:
 * Heads of the pivot's own layer may share its pattern: the map does not wait for the attention. (The authors' code
   builds patterns after the layer, and only later layers share them.)
 
-What the authors' code does otherwise, as parameters, off by default:
-
-* ``gamma_per_tile``: γ of the mass of each of the map's rows, not of the whole map. All of these weigh alike there, and
-  those that need few blocks for their mass get them first: tiles with many blocks, a chunk's last, are left short.
-* ``true_mass``: the map is the exact softmax mass of each block, from two passes over the pivot's QK (block_mass.py),
-  which cost as much as its dense attention, or half more. Estimates, and so who shares, stay as they are.
-
-Measured on a trained model (the 64 heads of a small one, 8,192 tokens, each with the pattern of its own map, γ = 0.9),
-recall → density, and the recall of the worst tile of any head: averages 0.864 → 0.131, 0.27; with ``gamma_per_tile``
-0.874 → 0.163, 0.20; ``true_mass`` 0.910 → 0.154, 0.69; both 0.926 → 0.190, 0.90. Averages reach a recall of 0.916 with
-γ = 0.95, at 0.201.
+The authors' code takes γ of the mass of each of the map's rows, not of the whole map: here all rows weigh alike, and
+tiles with many blocks, a chunk's last, are left short. And its map is the exact softmax mass of each block, from two
+passes over the pivot's QK, which cost as much as its dense attention, or half more. Both are left out. On a trained
+model (the 64 heads of a small one, 8,192 tokens, each with the pattern of its own map, γ = 0.9) recall → density were
+0.864 → 0.131 with averages, 0.874 → 0.163 with γ of each row, 0.910 → 0.154 with true mass, 0.926 → 0.190 with both.
+Averages reach a recall of 0.916 with γ = 0.95, at 0.201.
 
 Beyond the paper, and off by default, vertical-slash's lines may come from queries spread over the chunk
 (``estimating``, as in flex_vertical_slash.py). Who shares is decided by its last queries all the same.
@@ -66,7 +61,6 @@ from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 from vllm_sparse_kernels.methods.share_prefill.block_average import BlockAverages, Spans
-from vllm_sparse_kernels.methods.share_prefill.block_mass import block_masses, num_splits
 from vllm_sparse_kernels.methods.share_prefill.kernels import (
     DecideArgs,
     MapArgs,
@@ -74,7 +68,6 @@ from vllm_sparse_kernels.methods.share_prefill.kernels import (
     apply_patterns_kernel,
     decide_kernel,
     low_weights_kernel,
-    weigh_kernel,
 )
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS, Rows, to_device
@@ -103,8 +96,6 @@ class SharePrefill(Method):
     max_distance: float = 0.2  # τ: heads at least that far from their pivot do not take its pattern
     gamma: float = 0.9  # γ: the share of the mass that patterns, columns and diagonals hold
     cluster: int = NOISE
-    gamma_per_tile: bool = False  # γ of each tile's mass, as in the authors' code; else of the whole map's
-    true_mass: bool = False  # pivots' maps from the exact mass of blocks, as in the authors' code
 
     last_queries: int = 64
     """Queries that vertical-slash's lines are estimated from."""
@@ -182,8 +173,7 @@ class SharePrefill(Method):
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
         lines = super().workspace_bytes(rows, shape, num_selected, stripe_capacity)
-        splits = num_splits(rows) if self.true_mass else 0
-        return max(lines, averaged_bytes(rows, shape, num_selected, splits))
+        return max(lines, averaged_bytes(rows, shape, num_selected))
 
     def clusters_of(self, heads: torch.Tensor) -> tuple[int, ...]:
         """The cluster of each of ``heads``."""
@@ -250,12 +240,9 @@ class SharePrefillLayer(SharePrefill):
             patterns = index.workspace.empty(len(heads), index.rows.num_rows, dtype=torch.int32)
             with index.workspace.frame():
                 averages = BlockAverages(q, cache, index, heads, scale, pivots.spans, places)
-                estimates, new_pivots = _decide(self, pivots, index, averages, places, slots, patterns)
-                if self.true_mass:
-                    block_masses(q, cache, index, heads, scale, new_pivots, pivots.maps, slots)
-                    _weigh_masses(pivots, index, averages, slots, new_pivots)
+                estimates = _decide(self, pivots, index, averages, places, slots, patterns)
                 maps = _weigh(self, pivots, index, patterns, places, slots)
-                _apply_patterns(self, pivots, index, heads, maps, estimates)
+                _apply_patterns(pivots, index, heads, maps, estimates)
             self.fallback.select_where(q, cache, index, heads, scale, patterns)
 
 
@@ -312,47 +299,30 @@ def _decide(
     places: torch.Tensor,
     slots: torch.Tensor,
     patterns: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Algorithm 3: fill patterns [heads, num_rows] int32; returns heads' estimates and new pivots [clusters of the
-    layer, num_rows] int32. Unless these are to have true masses, their maps are made.
+) -> torch.Tensor:
+    """Algorithm 3: fill patterns [heads, num_rows] int32 and make the maps of new pivots; returns heads' estimates.
 
     places [heads] is each head's cluster among those of the layer, slots [clusters of the layer] their slots in
-    ``pivots``. A new pivot is named by its place in heads; −1 if a cluster gets none here.
+    ``pivots``.
     """
     estimates, sparsity = averages.estimates()
     num_heads, num_rows = sparsity.shape
-    new_pivots = index.workspace.empty(len(slots), num_rows, dtype=torch.int32)
     args = DecideArgs(
-        estimates, sparsity, places, slots, pivots.exists, pivots.last_rows, pivots.spans.block_starts, patterns,
-        new_pivots,
-    )  # fmt: skip
-    num_map_programs = 0 if method.true_mass else len(slots) * index.rows.num_tiles
+        estimates, sparsity, places, slots, pivots.exists, pivots.last_rows, pivots.spans.block_starts, patterns
+    )
+    num_map_programs = len(slots) * index.rows.num_tiles
+    maps = NewMapArgs(
+        averages.mean_keys, averages.heads, index.rows.tiles, index.block_offsets, pivots.maps, pivots.weights
+    )
     decide_kernel[(num_map_programs + num_heads * num_rows,)](
         args, estimates.stride(0), pivots.last_rows.stride(0), num_heads, num_rows,
         method.max_sparsity, method.max_distance, averages.queries, averages.keys,
-        _new_map_args(pivots, index, averages), num_map_programs, pivots.spans.num_blocks,
+        maps, num_map_programs, pivots.spans.num_blocks,
         pivots.maps.stride(0), index.rows.num_tiles,
         HEADS=triton.next_power_of_2(num_heads), CHUNK=CHUNK_BLOCKS, SHARED=SHARED, DENSE=DENSE,
-        **averages.tile_options, MAPS=not method.true_mass, num_warps=8,
+        **averages.tile_options, num_warps=8,
     )  # fmt: skip
-    return estimates, new_pivots
-
-
-def _new_map_args(pivots: Pivots, index: SparseIndex, averages: BlockAverages) -> NewMapArgs:
-    return NewMapArgs(
-        averages.mean_keys, averages.heads, index.rows.tiles, index.block_offsets, pivots.maps, pivots.weights,
-    )  # fmt: skip
-
-
-def _weigh_masses(
-    pivots: Pivots, index: SparseIndex, averages: BlockAverages, slots: torch.Tensor, new_pivots: torch.Tensor
-) -> None:
-    """The first pass of Algorithm 2's thresholds over the new maps, which is the same for all heads and layers."""
-    rows = index.rows
-    weigh_kernel[(rows.num_tiles, len(slots))](
-        _new_map_args(pivots, index, averages), slots, new_pivots, pivots.maps.stride(0), rows.num_rows,
-        rows.num_tiles, FIELDS=TILE_FIELDS, BLOCK_N=index.block_tokens, num_warps=8,
-    )  # fmt: skip
+    return estimates
 
 
 def _weigh(
@@ -374,19 +344,14 @@ def _weigh(
     )  # fmt: skip
     low_weights_kernel[(rows.num_tiles, num_heads)](
         maps, pivots.maps.stride(0), rows.num_rows, rows.tiles, index.block_offsets,
-        PER_TILE=method.gamma_per_tile, BLOCK_N=index.block_tokens, FIELDS=TILE_FIELDS, CHUNK=CHUNK_BLOCKS,
+        BLOCK_N=index.block_tokens, FIELDS=TILE_FIELDS, CHUNK=CHUNK_BLOCKS,
         HEADS=triton.next_power_of_2(num_heads), SHARED=SHARED,
     )  # fmt: skip
     return maps
 
 
 def _apply_patterns(
-    method: SharePrefill,
-    pivots: Pivots,
-    index: SparseIndex,
-    heads: torch.Tensor,
-    maps: MapArgs,
-    estimates: torch.Tensor,
+    pivots: Pivots, index: SparseIndex, heads: torch.Tensor, maps: MapArgs, estimates: torch.Tensor
 ) -> None:
     """Write the lists of shared and dense heads, and keep the new pivots' estimates ã."""
     rows = index.rows
@@ -396,6 +361,6 @@ def _apply_patterns(
         heads, rows.tiles, rows.row_table,
         index.block_offsets, index.block_counts, index.block_ids, index.block_ids.stride(0), index.stripe_counts,
         rows.num_tiles, BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS,
-        PER_TILE=method.gamma_per_tile, FIELDS=TILE_FIELDS, ROW_FIELDS=ROW_FIELDS,
+        FIELDS=TILE_FIELDS, ROW_FIELDS=ROW_FIELDS,
         HEADS=triton.next_power_of_2(len(heads)), SHARED=SHARED, DENSE=DENSE,
     )  # fmt: skip

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SharePrefill (arXiv:2505.19578), Algorithms 1 to 4, head by head in plain float32; see method.py."""
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -47,12 +46,11 @@ def select_share_prefill(
             pivot = pivots.get((row, cluster))
             pattern = determine(method, cluster, last_row, pivot)
             if pattern == "dense":
-                map_of = block_mass_map if method.true_mass else block_average_map
-                weights = map_of(queries[:, head], head_keys, index, row)
+                weights = block_average_map(queries[:, head], head_keys, index, row)
                 pivots[row, cluster] = Pivot(last_row, weights)
                 set_pattern([torch.ones_like(w, dtype=torch.bool) for w in weights], index, row, head)
             elif pattern == "shared" and pivot is not None:
-                set_pattern(pivotal_pattern(pivot.weights, gamma, method.gamma_per_tile), index, row, head)
+                set_pattern(pivotal_pattern(pivot.weights, gamma), index, row, head)
 
 
 def set_pattern(kept: list[torch.Tensor], index: SparseIndex, row: int, head: int) -> None:
@@ -90,33 +88,15 @@ def block_average(queries: torch.Tensor, keys: torch.Tensor, block_tokens: int) 
     return pool(scores.sum(0), block_tokens) / pool(seen_by.to(scores), block_tokens)
 
 
-def tiles_of(queries: torch.Tensor, index: SparseIndex, row: int) -> Iterator[tuple[torch.Tensor, int]]:
-    """The queries of each of a row's tiles, and the number of keys up to their last."""
-    rows = index.rows
-    tiles = rows.tile_list[rows.tile_starts[row] : rows.tile_starts[row + 1]]
-    for own, tile in zip(queries.split(TILE_TOKENS), tiles, strict=True):
-        yield own, tile.last_position + 1
-
-
 def block_average_map(queries: torch.Tensor, keys: torch.Tensor, index: SparseIndex, row: int) -> list[torch.Tensor]:
     """Ã, Algorithm 2's softmax of block averages, one row per tile."""
+    tiles = index.rows.tile_list[index.rows.tile_starts[row] : index.rows.tile_starts[row + 1]]
     return [
-        block_average(own, keys[:end], index.block_tokens).softmax(-1) for own, end in tiles_of(queries, index, row)
+        block_average(own, keys[: tile.last_position + 1], index.block_tokens).softmax(-1)
+        for own, tile in zip(queries.split(TILE_TOKENS), tiles, strict=True)
     ]
 
 
-def block_mass_map(queries: torch.Tensor, keys: torch.Tensor, index: SparseIndex, row: int) -> list[torch.Tensor]:
-    """The authors' code's map: each block's exact softmax mass, mean of the tile's queries, one row per tile."""
-    found = []
-    for own, end in tiles_of(queries, index, row):
-        unseen = torch.ones(len(own), end, dtype=torch.bool, device=keys.device).triu(end - len(own) + 1)
-        probabilities = (own @ keys[:end].T).masked_fill(unseen, -torch.inf).softmax(-1)
-        found.append(pool(probabilities.mean(0), index.block_tokens))
-    return found
-
-
-def pivotal_pattern(weights: list[torch.Tensor], gamma: float, per_tile: bool) -> list[torch.Tensor]:
-    """Algorithm 2: the fewest blocks that hold γ of the whole map; of each row of it with ``per_tile``."""
-    if per_tile:
-        return [fewest_with_mass(w, gamma) for w in weights]
+def pivotal_pattern(weights: list[torch.Tensor], gamma: float) -> list[torch.Tensor]:
+    """Algorithm 2: the fewest blocks that hold γ of the whole map."""
     return list(fewest_with_mass(torch.cat(weights), gamma).split([len(w) for w in weights]))

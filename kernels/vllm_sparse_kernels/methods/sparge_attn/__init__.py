@@ -1,2 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SpargeAttn."""
+"""SpargeAttn (Zhang et al., 2025): the fewest blocks that hold a share of the mass of pooled scores."""
+
+from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
+from vllm_sparse_kernels.methods.sparge_attn.reference import select_sparge_attn
+from vllm_sparse_kernels.methods.spec import MethodSpec
+
+SPECS = (
+    MethodSpec(
+        "sparge_attn",
+        SpargeAttn,
+        select_sparge_attn,
+        full=SpargeAttn(kept_mass=1.0),
+        demo={"kept_mass": 0.5, "min_similarity": 0.0},
+    ),
+)

@@ -40,28 +40,19 @@ was kept is then exact to rounding, which is what ``attend``'s error budget is s
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.base import Method, PerHead
+from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_FIELDS
 from vllm_sparse_kernels.select.lists import append, compact_blocks, tile_blocks
 from vllm_sparse_kernels.select.parameters import on_device, require
-from vllm_sparse_kernels.select.pooled import (
-    ALIGNED,
-    KEY_BLOCK_TOKENS,
-    KeyPool,
-    pool_queries,
-    products_of_slabs,
-    slabs_of,
-)
+from vllm_sparse_kernels.select.pooled import ALIGNED, KEY_BLOCK_TOKENS, pooled_products
 
 HELD_BLOCKS = 2048
 """Blocks of a row of S^ that stay in registers while its threshold is searched, those of 131,072 keys. Longer rows are
@@ -79,8 +70,10 @@ ONE_BITS = tl.constexpr(0x3F800000)
 
 
 @dataclass(frozen=True)
-class SpargeAttn(Method):
+class SpargeAttn(PerHead):
     """τ, θ and λ of SpargeAttn (section 3.6), per head; the module says what each does."""
+
+    differing = ("kept_mass", "min_similarity", "skip_margin", "skip_whole_steps", "int8_scores")
 
     kept_mass: float = 0.9
     """τ, in (0, 1]: share of the compressed softmax that the kept blocks reach. 1 keeps every causal block."""
@@ -111,35 +104,19 @@ class SpargeAttn(Method):
         in_range = self.skip_margin is None or -math.inf < self.skip_margin < 0
         require(in_range, "skip_margin", self.skip_margin, "a finite number < 0, or null to skip nothing")
 
-    @property
-    def alike(self) -> "SpargeAttn":
-        return SpargeAttn(smooth_keys=self.smooth_keys, keep_sink=self.keep_sink)
-
-    @classmethod
-    def merged(cls, methods: Sequence[Self]) -> Method:
-        return SpargeAttnLayer.join(methods)
-
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         index.stripe_counts.index_fill_(0, heads.long(), 0)
         settings = self.of_heads(len(heads))
         if all(one.kept_mass == 1 for one in settings):
             compact_blocks(None, index, heads)
             return
-        rows, workspace = index.rows, index.workspace
         kept_mass = on_device(tuple(one.kept_mass for one in settings), q.device)
         min_similarity = on_device(tuple(one.min_similarity for one in settings), q.device)
-        slabs = slabs_of(rows, len(heads), cache.num_kv_heads, cache.head_dim, per_tile=1)
-        tiles = pool_queries(q, rows, heads, 1, workspace, similar=True)
-        pool = KeyPool(cache, rows, slabs, heads, q.shape[1], workspace, similar=True, centered=self.smooth_keys)
-        of_slabs = products_of_slabs(tiles, pool, slabs, heads, scale * LOG2_E, 1, workspace, min_similarity)
-        for slab, scores in of_slabs:
-            similarity = tiles.similarity
+        products = pooled_products(
+            q, cache, index.rows, heads, scale * LOG2_E, 1, index.workspace, min_similarity, self.smooth_keys
+        )
+        for slab, scores, similarity in products:
             keep_top_mass(scores, similarity, index, slab.first_tile, heads, kept_mass, min_similarity, self.keep_sink)
-
-
-@dataclass(frozen=True)
-class SpargeAttnLayer(PerHead, SpargeAttn):
-    """Heads that differ in τ, θ or what they ask of attention; keys are compressed once for all."""
 
 
 def keep_top_mass(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a kernel may be from the exact result: as far as eager torch is in the same dtype, times a small factor.
+"""A trial: one batch through a kernel, against float64, within an error budget. Server start-up and tests make them.
 
+A kernel may be as far from the exact result as eager torch is in the same dtype, times a small factor.
 The factor is 3: over the tests' shapes the kernel's largest error is 0.2 to 0.5 times eager's in fp16, and around 1
 times in fp32, but up to 2.4 times there at head_dim 256, where two libraries sum 256 products in different orders.
 """
@@ -12,8 +13,27 @@ import torch
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.reference import attend, fp8_weights
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import FP8, wide_dtype
-from vllm_sparse_kernels.testing.batches import Batch
+from vllm_sparse_kernels.paged import FP8, PagedCache, wide_dtype
+from vllm_sparse_kernels.rows import Rows
+
+
+@dataclass(frozen=True)
+class Batch:
+    q: torch.Tensor  # [num_tokens, num_heads, head_dim]
+    cache: PagedCache
+    rows: Rows
+    scale: float
+    """What takes products of q's and the keys' elements to scores."""
+
+    out_dtype: torch.dtype | None = None
+    """Of attention's result; None: q's, or fp16 where that is fp8."""
+
+    @property
+    def num_heads(self) -> int:
+        return self.q.shape[1]
+
+    def empty_out(self) -> torch.Tensor:
+        return torch.full_like(self.q, float("nan"), dtype=self.out_dtype or wide_dtype(self.q.dtype))
 
 
 def error_budget(eager: torch.Tensor, exact: torch.Tensor, factor: float = 3.0) -> float:

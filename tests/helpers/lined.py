@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.batches import random_batch
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.testing.batches import Batch, random_batch
+from vllm_sparse_kernels.trial import Batch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -1,72 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random batches over a shuffled paged cache whose unused places are poisoned with NaN."""
+"""Random batches over a shuffled paged cache, and random indices over them: for tests and the lab."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
+from vllm_sparse_backend.measure.batches import shuffled_cache, side_by_side, write_row
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout
-from vllm_sparse_kernels.paged import FP8, PagedCache, wide_dtype
-from vllm_sparse_kernels.rows import Rows, ceil_div
-
-
-@dataclass(frozen=True)
-class Batch:
-    q: torch.Tensor  # [num_tokens, num_heads, head_dim]
-    cache: PagedCache
-    rows: Rows
-    scale: float
-    """What takes products of q's and the keys' elements to scores."""
-
-    out_dtype: torch.dtype | None = None
-    """Of attention's result; None: q's, or fp16 where that is fp8."""
-
-    @property
-    def num_heads(self) -> int:
-        return self.q.shape[1]
-
-    def empty_out(self) -> torch.Tensor:
-        return torch.full_like(self.q, float("nan"), dtype=self.out_dtype or wide_dtype(self.q.dtype))
-
-
-def shuffled_cache(
-    seq_lens: Sequence[int],
-    num_kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    generator: torch.Generator,
-    layout: str = "NHD",
-) -> tuple[PagedCache, torch.Tensor]:
-    """A cache with room for rows of these lengths, all NaN, and their block table.
-
-    Pages are dealt out in random order, with spare ones between. Keys and values are halves of one tensor, as in vLLM,
-    of physical ``layout`` NHD or HND.
-    """
-    pages_needed = [ceil_div(seq_len, page_size) for seq_len in seq_lens]
-    num_pages = sum(pages_needed) + 3
-    shape = (num_pages, page_size, num_kv_heads, 2 * head_dim)
-    if layout == "HND":
-        storage = torch.full((shape[0], shape[2], shape[1], shape[3]), float("nan"), dtype=dtype, device=device)
-        storage = storage.transpose(1, 2)
-    else:
-        storage = torch.full(shape, float("nan"), dtype=dtype, device=device)
-    keys, values = storage.split(head_dim, -1)
-    order = torch.randperm(num_pages, generator=generator, device=device).int()
-    # One entry past each row's last page would be outside the cache: reading it is an error that shows.
-    block_table = torch.full((len(seq_lens), max(pages_needed) + 1), num_pages + 7, dtype=torch.int32, device=device)
-    for row, pages in enumerate(order[: sum(pages_needed)].split(pages_needed)):
-        block_table[row, : len(pages)] = pages
-    return PagedCache(keys, values), block_table
-
-
-def write_row(cache: PagedCache, block_table_row: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Put a row's keys and values [seq_len, num_kv_heads, head_dim] at its positions."""
-    positions = torch.arange(len(k), device=k.device)
-    slots = (block_table_row[positions // cache.page_size].long(), positions % cache.page_size)
-    cache.keys[slots], cache.values[slots] = k, v
+from vllm_sparse_kernels.rows import Rows
+from vllm_sparse_kernels.trial import Batch
 
 
 def random_batch(
@@ -109,39 +52,16 @@ def random_batch(
 def on_device(batch: Batch, device: str) -> Batch:
     """The same batch there: numbers that are drawn on the host are the same for every device."""
     rows, cache = batch.rows, batch.cache
-    keys, values = _side_by_side(cache.keys.to(device), cache.values.to(device), cache)
+    keys, values = side_by_side(cache.keys.to(device), cache.values.to(device), cache)
     moved = Rows(rows.tokens, rows.query_lens, rows.context_lens, rows.block_table.to(device))
     return replace(batch, q=batch.q.to(device), cache=replace(cache, keys=keys, values=values), rows=moved)
-
-
-def in_fp8(batch: Batch, q_scale: float = 1.0, k_scale: float = 1.0, v_scale: float = 1.0) -> Batch:
-    """The batch rounded to fp8, an element of which counts these scales. NaN stay where they are."""
-
-    def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
-        most = torch.finfo(FP8).max
-        return (x.float() / scale).clamp(-most, most).to(FP8)
-
-    cache = batch.cache
-    keys, values = _side_by_side(rounded(cache.keys, k_scale), rounded(cache.values, v_scale), cache)
-    return Batch(
-        rounded(batch.q, q_scale), PagedCache(keys, values, q_scale * k_scale, v_scale), batch.rows,
-        batch.scale * q_scale * k_scale, None if batch.q.dtype == torch.float32 else batch.q.dtype,
-    )  # fmt: skip
 
 
 def widened(batch: Batch, dtype: torch.dtype = torch.float16) -> Batch:
     """A batch in fp8 with the same elements, of the same scales, in another dtype."""
     cache = batch.cache
-    keys, values = _side_by_side(cache.keys.to(dtype), cache.values.to(dtype), cache)
+    keys, values = side_by_side(cache.keys.to(dtype), cache.values.to(dtype), cache)
     return replace(batch, q=batch.q.to(dtype), cache=replace(cache, keys=keys, values=values))
-
-
-def _side_by_side(keys: torch.Tensor, values: torch.Tensor, like: PagedCache) -> tuple[torch.Tensor, ...]:
-    """Copies as halves of one tensor, as in vLLM, NHD or HND as another cache is."""
-    both = torch.stack((keys, values), 3).flatten(3)
-    if like.keys.stride(2) > like.keys.stride(1):
-        both = both.transpose(1, 2).contiguous().transpose(1, 2)
-    return both.split(keys.shape[3], -1)
 
 
 def repaged(batch: Batch, page_size: int, layout: str = "NHD", seed: int = 1) -> Batch:

@@ -27,8 +27,9 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_sparse_backend.measure.batches import shuffled_cache, write_row
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.testing.batches import Batch, shuffled_cache, write_row
+from vllm_sparse_kernels.trial import Batch
 
 
 class Kind(NamedTuple):

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block-sparse heads of MInference (arXiv:2407.02490), Algorithm 3: queries and keys averaged in 64s, and for each
+query block the k_b key blocks with the largest products.
+
+Deviations from the paper:
+
+* A tile of 128 queries keeps the same keys: the union of its two query blocks' k_b blocks. In an index of 128 keys a
+  block stands for two of 64.
+* Query blocks are counted from the row's first query of this step, key blocks from position 0. The last block of either
+  is averaged over the tokens that exist; the authors' code fills it up with zeros.
+* A key block is a candidate when its first key is not later than the query block's last query. Softmax keeps the order
+  of the products, and is left out.
+* Diagonal blocks are always kept, beyond the k_b. Equal products: the earliest block first.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods.base import PerHead
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import TILE_FIELDS
+from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, tile_blocks
+from vllm_sparse_kernels.select.parameters import MOST, on_device, require
+from vllm_sparse_kernels.select.pooled import ALIGNED, KEY_BLOCK_TOKENS, pooled_products
+from vllm_sparse_kernels.select.topk import kept_in_chunk, load_bits
+
+POOL = tl.constexpr(KEY_BLOCK_TOKENS)
+"""Tokens of a pooled query or key: the paper's block_size."""
+
+PER_TILE = 2
+"""Query blocks of a tile."""
+
+HELD_BLOCKS = 2048
+"""Scores of each of a tile's two rows that stay in registers, those of 131,072 keys."""
+
+
+@dataclass(frozen=True)
+class BlockSparse(PerHead):
+    """k_b ``top_blocks`` blocks of 64 keys for each block of 64 queries."""
+
+    differing = ("top_blocks",)
+
+    top_blocks: int = 100
+
+    def __post_init__(self) -> None:
+        require(self.top_blocks >= 0, "top_blocks", self.top_blocks, ">= 0")
+
+    def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
+        products = pooled_products(q, cache, index.rows, heads, scale, PER_TILE, index.workspace)
+        for slab, scores, _ in products:
+            write_top_blocks(scores, self, index, slab.first_tile, heads)
+
+
+def write_top_blocks(
+    scores: torch.Tensor, method: BlockSparse, index: SparseIndex, first_tile: int, heads: torch.Tensor
+) -> None:
+    """Lists of the tiles from ``first_tile`` on: the blocks that ``method`` chooses by their scores, and the diagonal.
+
+    scores: [len(heads), 2 · tiles, a multiple of 64] float32, undefined where none of the queries may look.
+    """
+    num_entries, num_q, width = scores.shape
+    counts = on_device(tuple(min(one.top_blocks, MOST) for one in method.of_heads(num_entries)), scores.device)
+    _top_blocks_kernel[(num_q // PER_TILE, num_entries)](
+        scores, width // ALIGNED.value, counts, heads, first_tile, index.rows.tiles, index.rows.num_tiles,
+        index.block_counts, index.block_ids, index.block_ids.stride(0), index.block_offsets,
+        BLOCK_N=index.block_tokens, HELD=HELD_BLOCKS, CHUNK=CHUNK_BLOCKS, FIELDS=TILE_FIELDS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["width", "first_tile", "num_tiles", "stride_ids"])
+def _top_blocks_kernel(
+    scores, width, counts, heads, first_tile, tiles, num_tiles,
+    block_counts, block_ids, stride_ids, block_offsets,
+    BLOCK_N: tl.constexpr, HELD: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """One tile's list by its two query blocks' rows of scores, each ``width`` · 64, and the diagonal."""
+    i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_head = tl.load(heads + i_entry).to(tl.int64)
+    top_blocks = tl.load(counts + i_entry).to(tl.int32)
+    length = tl.load(tiles + i_tile * FIELDS + 2)
+    first = tl.load(tiles + i_tile * FIELDS + 3)
+    diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
+    row_0 = scores + (i_entry * tl.num_programs(0) + tl.program_id(0)) * 2 * (width * ALIGNED)
+    row_1 = row_0 + width * ALIGNED
+    num_0 = (first + tl.minimum(length, POOL) - 1) // POOL + 1
+    num_1 = tl.where(length > POOL, (first + length - 1) // POOL + 1, 0)
+    rows = (row_0, num_0, row_1, num_1)
+    threshold_0, num_ties_0, threshold_1, num_ties_1 = _kth_largest_of_two(rows, top_blocks, HELD)
+
+    RATIO: tl.constexpr = BLOCK_N // POOL
+    target = block_ids + i_head * stride_ids + tl.load(block_offsets + i_tile)
+    count, above_0, ties_0, above_1, ties_1 = 0, 0, 0, 0, 0
+    for start in range(0, tl.maximum(num_0, num_1), CHUNK):
+        b_0, b_1 = load_bits(row_0, start, num_0, 0, CHUNK), load_bits(row_1, start, num_1, 0, CHUNK)
+        b_kept_0, _, above_0, ties_0 = kept_in_chunk(b_0, threshold_0, num_ties_0, above_0, ties_0)
+        b_kept_1, _, above_1, ties_1 = kept_in_chunk(b_1, threshold_1, num_ties_1, above_1, ties_1)
+        b_kept = tl.max(tl.reshape((b_kept_0 | b_kept_1).to(tl.int32), [CHUNK // RATIO, RATIO]), 1)
+        o_n = start // RATIO + tl.arange(0, CHUNK // RATIO)
+        count = append(target, count, o_n, (o_n < num_causal) & ((b_kept != 0) | (o_n >= diagonal)))
+    tl.store(block_counts + i_head * num_tiles + i_tile, count)
+
+
+@triton.jit
+def _kth_largest_of_two(rows, k, CHUNK: tl.constexpr):
+    """For each of two rows (threshold, ties): its k largest are those above and the first ``ties`` equal ones.
+
+    Found bit by bit from the highest down. The first CHUNK values are held; of longer rows the rest is read for every
+    bit.
+    """
+    row_0, num_0, row_1, num_1 = rows
+    b_0, b_1 = load_bits(row_0, 0, num_0, 0, CHUNK), load_bits(row_1, 0, num_1, 0, CHUNK)
+    threshold_0, threshold_1 = tl.full([], 0, tl.uint32), tl.full([], 0, tl.uint32)
+    reach_0, above_0, reach_1, above_1 = num_0, 0, num_1, 0  # values >= threshold, values known to be above the k-th
+    bit = tl.full([], 1 << 31, tl.uint32)
+    while (bit > 0) & ((reach_0 > k) | (reach_1 > k)):
+        n_0, n_1 = _count_two(b_0, b_1, rows, threshold_0 + bit, threshold_1 + bit, CHUNK)
+        threshold_0, reach_0, above_0 = _next_bit(threshold_0, reach_0, above_0, n_0, k, bit)
+        threshold_1, reach_1, above_1 = _next_bit(threshold_1, reach_1, above_1, n_1, k, bit)
+        bit = bit >> 1
+    threshold_0, num_ties_0 = _settled(threshold_0, reach_0, above_0, k)
+    threshold_1, num_ties_1 = _settled(threshold_1, reach_1, above_1, k)
+    return threshold_0, num_ties_0, threshold_1, num_ties_1
+
+
+@triton.jit
+def _next_bit(threshold, reach, above, n, k, bit):
+    """One bit of one row's threshold; nothing any more once no more than k values reach it."""
+    is_open = reach > k
+    is_set = is_open & (n >= k)
+    above = tl.where(is_open & (n < k), n, above)
+    return tl.where(is_set, threshold + bit, threshold), tl.where(is_set, n, reach), above
+
+
+@triton.jit
+def _settled(threshold, reach, above, k):
+    return tl.where(reach <= k, tl.maximum(threshold, 1) - 1, threshold), tl.where(reach <= k, 0, k - above)
+
+
+@triton.jit
+def _count_two(b_0, b_1, rows, least_0, least_1, CHUNK: tl.constexpr):
+    """How many values of each row have at least these bits."""
+    row_0, num_0, row_1, num_1 = rows
+    n_0, n_1 = _count_held(b_0, b_1, least_0, least_1)
+    for start in range(CHUNK, tl.maximum(num_0, num_1), CHUNK):
+        b_0, b_1 = load_bits(row_0, start, num_0, 0, CHUNK), load_bits(row_1, start, num_1, 0, CHUNK)
+        more_0, more_1 = _count_held(b_0, b_1, least_0, least_1)
+        n_0 += more_0
+        n_1 += more_1
+    return n_0, n_1
+
+
+@triton.jit
+def _count_held(b_0, b_1, least_0, least_1):
+    """Both counts by one reduction; a chunk is shorter than 2 ** 15."""
+    both = tl.sum((b_0 >= least_0).to(tl.int32) + ((b_1 >= least_1).to(tl.int32) << 16), 0)
+    return both & 0xFFFF, both >> 16
