@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole methods, selection and attention, against FlashAttention on the same chunk, and what they do to its output.
 
+    python -m benchmarks.methods [--method NAME:FIELD=VALUE] [--profile NAME] [--captured FOLDER] [--kv-cache-dtype fp8]
+
 A chunk is prefilled after its context through all layers of the data, as a server does it: one pass has one set of
 rows, and its layers follow each other. Times are those of the device, summed over layers. The output's error is that of
 the chunk against FlashAttention's own output, ‖O − Õ‖₂ / ‖O‖₂, mean over layers; its rounding to bf16 is in it.
@@ -10,25 +12,34 @@ against FlashAttention on bf16, where FlashAttention's own on fp8 stands beside 
 against the same method on bf16, selection and all.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
-from vllm_sparse_backend.measure.asked import Asked
-from vllm_sparse_backend.measure.card import Card, Run, is_default, refusal
+from benchmarks.captured import captured_prompts, plan_of_profile, repeated_clusters
+from benchmarks.options import Chunk, Clusters, Contexts, Engines, Json, Methods, Model, Page, Results
+from vllm_sparse_backend.cli.bench import show
+from vllm_sparse_backend.cli.common import failures, split, token_counts
+from vllm_sparse_backend.measure.asked import Asked, methods_asked
+from vllm_sparse_backend.measure.card import Card, Run, is_default
 from vllm_sparse_backend.measure.check import Check, check_attention, difference
-from vllm_sparse_backend.measure.data import Prompt
-from vllm_sparse_backend.measure.report import Report
+from vllm_sparse_backend.measure.data import Heads, Prompt, structured_clusters, structured_prompts
+from vllm_sparse_backend.measure.layers import Layer, layers_of, new_step
+from vllm_sparse_backend.measure.report import BenchError, Report
+from vllm_sparse_backend.profiling.capture import Capture
+from vllm_sparse_backend.profiling.clusters import head_clusters
+from vllm_sparse_backend.settings.errors import not_one_of
 from vllm_sparse_backend.settings.plan import Plan
-from vllm_sparse_kernels import AttendOptions, SparseIndex
-from vllm_sparse_kernels import layer as layers
-from vllm_sparse_kernels.attend import AttendSpec, Engine, choose
+from vllm_sparse_backend.settings.profile import name_of_profile
+from vllm_sparse_kernels.attend import Engine
 from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.layer import LayerPlan
+from vllm_sparse_kernels.methods.share_prefill.method import NOISE
 from vllm_sparse_kernels.trial import Batch
 
 COLUMNS = {
@@ -51,63 +62,6 @@ FP8_COLUMNS = {
     "fp8_error": "error by fp8",
     "fp8_ratio": "by fp8 ÷ dense's",
 }
-
-
-@dataclass
-class Layer:
-    """One layer's part of a pass: its chunk, what selects, and where results go."""
-
-    batch: Batch
-    served: layers.Layer
-    index: SparseIndex
-    out: torch.Tensor
-
-    @staticmethod
-    def of(batch: Batch, groups: LayerPlan, engine: str) -> "Layer":
-        """``engine``: the name of the one that will attend."""
-        served = layers.Layer.of(groups, batch.cache.head_dim, batch.q.device, engine)
-        return Layer(batch, served, served.index(batch.rows), batch.empty_out())
-
-    @property
-    def options(self) -> AttendOptions | None:
-        return self.served.options
-
-    def select(self) -> None:
-        with self.index.workspace.frame():
-            self.served.select(self.batch.q, self.batch.cache, self.index, self.batch.scale)
-
-    def attend(self, engine: Engine) -> None:
-        batch = self.batch
-        replace(self.served, engine=engine).attend(batch.q, batch.cache, self.index, self.out, batch.scale)
-
-    def run(self, engine: Engine) -> None:
-        self.select()
-        self.attend(engine)
-
-    def engine(self, table: Mapping[str, Engine]) -> Engine:
-        """The one that a server takes for this layer."""
-        return choose(table, AttendSpec.of(self.batch.cache, self.index, self.options)).engine
-
-    def refusal(self, engine: Engine) -> str | None:
-        """Why an engine cannot attend over this layer's index."""
-        return refusal(engine, self.batch.cache, self.index, self.options)
-
-
-def layers_of(prompts: Sequence[Prompt], plan: Plan, context_len: int, query_len: int, engine: str) -> list[Layer]:
-    """The chunk in each layer, all with the same rows: it is one step."""
-    rows = prompts[0].chunk(context_len, query_len).rows
-    layers = []
-    for i, prompt in enumerate(prompts):
-        groups = plan.layer(i)
-        assert groups is not None, "a benchmark's plan has no dense layers"
-        layers.append(Layer.of(replace(prompt.chunk(context_len, query_len), rows=rows), groups, engine))
-    return layers
-
-
-def new_step(layers: Sequence[Layer]) -> Callable[[], None]:
-    """What makes the next pass a new step: nothing is kept from the last one."""
-    state = layers[0].batch.rows.state
-    return state.clear
 
 
 def run_methods(
@@ -212,3 +166,67 @@ def _add_figures(report: Report, row: dict[str, Any], is_default: bool, dense_na
     report.add_figure(f"{whole}: output error", row["output_error"], "relative", "lower")
     if "fp8_ratio" in row:
         report.add_figure(f"{whole}: error by fp8 over dense's", row["fp8_ratio"], "ratio", "lower")
+
+
+def of_capture(
+    folder: Path, others: Path | None, num_heads: int, texts: Sequence[str], profiles: Sequence[str], card: Card
+) -> tuple[list[Prompt], list[tuple[Asked | str, Plan]], str]:
+    """(prompts by layer, plans for their heads, name of the model)."""
+    found = Capture.open(folder)
+    copies, layers = max(1, num_heads // found.shape.num_heads), sorted(found.scales)  # others are not in the capture
+    shape = replace(
+        found.shape, num_layers=len(layers), num_heads=found.shape.num_heads * copies,
+        num_kv_heads=found.shape.num_kv_heads * copies,
+    )  # fmt: skip
+    asked, clusters = methods_asked(texts, (), shape) if texts or not profiles else [], None
+    if any(one.method == "share_prefill" for one in asked):
+        by_layer = head_clusters(Capture.open(others) if others else found, str(card.device))
+        clusters = repeated_clusters([by_layer[layer] for layer in layers], copies, NOISE)
+    plans: list[tuple[Asked | str, Plan]] = [(one, one.plan(shape, clusters)) for one in asked]
+    plans += [
+        (f"profile {name_of_profile(name)}", plan_of_profile(name, found.shape, copies, layers)) for name in profiles
+    ]
+    return captured_prompts(found, copies, card.device), plans, found.model
+
+
+def main(
+    method: Methods = None,
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(help="May be repeated: on a capture as it is, else what most heads of its methods have."),
+    ] = None,
+    captured: Annotated[Path | None, typer.Option(help="Folder of `benchmarks.capture`; else structured data.")] = None,
+    clusters: Clusters = None,
+    contexts: Contexts = "24576,122880",
+    chunk: Chunk = 8192,
+    layers: Annotated[int, typer.Option(help="Layers of structured data, each of its own.", min=1)] = 2,
+    repeat_heads: Annotated[int, typer.Option(help="Heads that captured ones are repeated to.")] = 32,
+    engines: Engines = "",
+    model: Model = None,
+    page_size: Page = 128,
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, or fp8: of the cache, and of queries then.")] = "auto",
+    json_path: Json = None,
+    results: Results = None,
+) -> None:
+    with failures():
+        if kv_cache_dtype not in (known := ("auto", "fp8")):
+            raise BenchError(f"--kv-cache-dtype: {not_one_of(kv_cache_dtype, known)}")
+        is_fp8, lengths = kv_cache_dtype == "fp8", token_counts("--contexts", contexts, least=0)
+        card, heads, texts, profiles = Card(), Heads.of(model, page_size), method or (), profile or ()
+        plans: list[tuple[Asked | str, Plan]]
+        if captured is not None:
+            prompts, plans, name = of_capture(captured, clusters, repeat_heads, texts, profiles, card)
+        else:
+            shape, alike, name = heads.model(layers), structured_clusters(heads, layers), "structured"
+            prompts = structured_prompts(heads, max(lengths) + chunk, layers, card.device)
+            plans = [(one, one.plan(shape, alike)) for one in methods_asked(texts, profiles, shape)]
+        data = f"{name} in fp8" if is_fp8 else name
+        report, chosen = Report("methods", card.name, json_path, results), card.engines_named(split(engines))
+        given = [prompt.in_fp8() for prompt in prompts] if is_fp8 else prompts
+        rows = run_methods(card, given, data, plans, lengths, chunk, chosen, report, prompts if is_fp8 else ())
+        title = f"methods beside {card.dense_name}, {card.name}, {data}, chunk of {chunk:,}"
+        show(title, FP8_COLUMNS if is_fp8 else COLUMNS, rows)
+
+
+if __name__ == "__main__":
+    typer.run(main)
