@@ -247,6 +247,7 @@ class TestForward:
         assert layer.impl.worker.memory.arena.peak_bytes <= len(layer.impl.worker.memory.arena.buffer)
         return out, len(metadata.sparse.slabs)
 
+    @pytest.mark.full
     @pytest.mark.parametrize("method", ["a_shape", "sale", "share_prefill"])
     def test_several_slabs_give_what_one_gives(self, configured: Callable[..., Any], method: str) -> None:
         """To the bit, as long as no row is cut."""

@@ -177,18 +177,6 @@ class TestDerived:
         assert type(metadata) is compat.DelegateMetadata
         assert metadata.seq_lens.tolist() == [128, 4, 128, 128, 44]
 
-    def test_chunked_attention_alone_is_an_error(self, configured: Configure) -> None:
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
-
-        config = configured()
-        with set_current_vllm_config(config):
-            chunked = ChunkedLocalAttention(
-                4, 32, 32**-0.5, 128, num_kv_heads=2, cache_config=config.cache_config, prefix=layer_name(0)
-            )
-        with pytest.raises(ConfigurationError, match="no layer of this model can prefill sparsely"):
-            make_builder(config, [chunked])
-
     def test_layers_that_share_a_cache_and_prefill_fast(self, configured: Configure) -> None:
         """Their builder keeps only the tokens that are sampled from: positions no longer follow each other."""
         from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend

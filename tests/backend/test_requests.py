@@ -26,8 +26,10 @@ from vllm.v1.request import Request
 from tests.backend.served import make_builder, make_common, make_layers, make_step
 from tests.backend.test_forward import CLOSE, MIN_TOKENS, MIXED, SPARSE_ROWS, dense_tokens, reference
 from vllm_sparse_backend.serving import compat, hooks, requests, row_levels
-from vllm_sparse_backend.serving.metadata import DECODE, DENSE, SPARSE, RowKind, SparsePrefillMetadataBuilder
+from vllm_sparse_backend.serving.batch import RowKind
+from vllm_sparse_backend.serving.metadata import SparsePrefillMetadataBuilder
 from vllm_sparse_backend.serving.requests import choices
+from vllm_sparse_backend.serving.stats import DECODE, DENSE, SPARSE
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.reasons import Fallback
@@ -235,9 +237,6 @@ class TestStores:
             return levels
 
         return with_store
-
-    def test_without_one_the_servers_own_level_has_vllms_hashes(self, levels: Any) -> None:
-        assert choices(levels).salts == {"exact": "exact", "fast": "fast"}
 
     @pytest.mark.parametrize("name", ["OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector"])
     def test_with_one_by_hashes_exact_requests_have_them(self, served: Callable[..., Any], name: str) -> None:

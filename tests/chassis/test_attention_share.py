@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm_sparse_backend.settings.attention_share import ATTENTION_FLOPS, LINEAR_FLOPS, prefill_share
+from vllm_sparse_backend.cli.attention_share import ATTENTION_FLOPS, LINEAR_FLOPS, prefill_share
 from vllm_sparse_backend.settings.errors import ConfigurationError
 
 LLAMA_8B: dict[str, Any] = {
