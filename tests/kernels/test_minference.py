@@ -28,8 +28,7 @@ from tests.kernels.minference_cases import (
 )
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods import METHODS, name_of
-from vllm_sparse_kernels.methods.minference import method as minference
-from vllm_sparse_kernels.methods.minference import reference
+from vllm_sparse_kernels.methods.minference import method as minference, reference
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows

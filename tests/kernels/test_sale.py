@@ -22,9 +22,7 @@ from tests.kernels.sale_cases import (
     rounded_by_kernels,
     run,
 )
-from vllm_sparse_kernels.methods.sale import means as sale_means
-from vllm_sparse_kernels.methods.sale import method as module
-from vllm_sparse_kernels.methods.sale import scores as sale_scores
+from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, scores as sale_scores
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.reference import paper_blocks, paper_density
 from vllm_sparse_kernels.paged import PagedCache

@@ -5,8 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from benchmarks.batches import random_batch
 from tests.kernels.minference_cases import (
