@@ -170,13 +170,14 @@ def test_warm_up_gives_layers_their_engines(asked: str, monkeypatch: pytest.Monk
 
 
 def fake_impl(number: int, method: Any) -> Any:
+    memory = SimpleNamespace(arena=Workspace(CPU), room=SimpleNamespace(needed=lambda rows: 0, num_bytes=0))
     return SimpleNamespace(
         number=number,
         layer=replace(Layer.of((HeadGroup((0, 1), method),), 64, CPU), by_kernels=True, block_tokens=64),
         num_heads=2,
         scale=0.125,
         out_dtype=None,
-        memory=SimpleNamespace(arena=Workspace(CPU), room=SimpleNamespace(needed=lambda slab: 0, num_bytes=0)),
+        worker=SimpleNamespace(memory=memory),
     )
 
 

@@ -81,6 +81,7 @@ def reference(step: Step, row: int, groups: Sequence[HeadGroup], scale: float) -
 
 
 class TestCache:
+    @pytest.mark.full
     @pytest.mark.parametrize("num_kv_heads", [1, 3])
     @pytest.mark.parametrize("head_dim", [32, 64, 80, 112, 128, 256])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -134,6 +135,7 @@ class TestMixedBatches:
             expected = exact(step, row, layer.impl.scale).float()
             torch.testing.assert_close(out[step.tokens(row)], expected, **CLOSE)
 
+    @pytest.mark.full
     @pytest.mark.parametrize(
         ("dtype", "head_dim", "num_heads", "num_kv_heads"),
         [("float32", 80, 8, 1), ("float32", 128, 2, 2), ("float16", 64, 6, 2), ("bfloat16", 64, 8, 2)],

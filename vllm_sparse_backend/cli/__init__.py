@@ -3,7 +3,7 @@
 
 import typer
 
-from vllm_sparse_backend.cli import bench, demo, doctor, eval, profile, servers
+from vllm_sparse_backend.cli import bench, demo, doctor, eval, profile
 
 app = typer.Typer(
     name="sparse-prefill",
@@ -17,5 +17,3 @@ app.command()(demo.demo)
 app.add_typer(profile.profile_app, name="profile")
 app.add_typer(bench.bench, name="bench")
 app.add_typer(eval.evaluate, name="eval")
-for command in (servers.serve, servers.soak):
-    bench.bench.command()(command)

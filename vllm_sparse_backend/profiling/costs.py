@@ -31,7 +31,7 @@ from vllm_sparse_kernels.methods.minference.a_shape import AShape
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.measure.card import Card
-    from vllm_sparse_backend.measure.methods import Layer
+    from vllm_sparse_backend.measure.layers import Layer
     from vllm_sparse_kernels.trial import Batch
 
 FORMAT = 1
@@ -218,7 +218,7 @@ class MeasuredCosts:
         return self.batches()
 
     def _layers(self, methods: Sequence[Method]) -> list["Layer"]:
-        from vllm_sparse_backend.measure.methods import Layer
+        from vllm_sparse_backend.measure.layers import Layer
         from vllm_sparse_backend.settings.config import AUTO
 
         return [Layer.of(batch, layer_plan(methods), AUTO) for batch in self._batches()]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from vllm_sparse_backend.measure.data import without_nan
-from vllm_sparse_backend.measure.methods import Layer
+from vllm_sparse_backend.measure.layers import Layer
 from vllm_sparse_backend.measure.report import write_json
 from vllm_sparse_backend.profiling.capture import Capture
 from vllm_sparse_backend.profiling.chunks import chunk_rows, dense_attention, paged
