@@ -9,8 +9,7 @@ import torch
 from vllm_sparse_backend.measure.card import refusal
 from vllm_sparse_backend.measure.data import Prompt
 from vllm_sparse_backend.settings.plan import Plan
-from vllm_sparse_kernels import AttendOptions, SparseIndex
-from vllm_sparse_kernels import layer as layers
+from vllm_sparse_kernels import AttendOptions, SparseIndex, layer as layers
 from vllm_sparse_kernels.attend import AttendSpec, Engine, choose
 from vllm_sparse_kernels.layer import LayerPlan
 from vllm_sparse_kernels.trial import Batch

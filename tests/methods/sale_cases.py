@@ -6,19 +6,15 @@ import math
 import torch
 
 from benchmarks.batches import random_batch
+from tests.methods.cases import DEVICE, int32
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods import METHODS
-from vllm_sparse_kernels.methods.sale import means as sale_means
-from vllm_sparse_kernels.methods.sale import method as module
-from vllm_sparse_kernels.methods.sale import rounding as sale_rounding
+from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, rounding as sale_rounding
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries, Selected
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.trial import Batch
 from vllm_sparse_kernels.workspace import Workspace
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-POISON = -7
 ROUNDING = 1e-4
 """How far from a half, in steps, a value may lie that float32 rounds the other way."""
 ERROR = 1e-4
@@ -32,20 +28,6 @@ def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, 
     for x in (batch.q, batch.cache.keys):
         x.add_(torch.randn(x.shape[-2:], generator=generator, device=DEVICE).to(dtype))
     return batch
-
-
-def run(batch: Batch, method: Sale, block_tokens=64, heads=None, reference=False, rows=None) -> SparseIndex:
-    """The selection of ``heads`` (all unless told) in an index poisoned beforehand."""
-    heads = list(range(batch.num_heads)) if heads is None else heads
-    index = SparseIndex.allocate(rows or batch.rows, batch.num_heads, block_tokens)
-    for tensor in (index.block_counts, index.block_ids, index.stripe_counts):
-        tensor.fill_(POISON)
-    select = METHODS["sale"].reference if reference else Sale.select
-    on_device = torch.tensor(heads, dtype=torch.int32, device=DEVICE)
-    select(method, batch.q, batch.cache, index, on_device, batch.scale)
-    if len(heads) == batch.num_heads:
-        index.check()
-    return index
 
 
 def keys_of(batch: Batch, row: int, head: int) -> torch.Tensor:
@@ -162,7 +144,7 @@ def assert_agrees(batch: Batch, method: Sale, index: SparseIndex) -> None:
 
 def selected_heads(method: Sale, batch: Batch) -> Selected:
     """All of them."""
-    heads = torch.arange(batch.num_heads, dtype=torch.int32, device=DEVICE)
+    heads = int32(range(batch.num_heads))
     return Selected(heads, torch.full((len(heads),), math.log(method.tau), device=DEVICE), len(heads))
 
 

@@ -7,22 +7,30 @@ import pytest
 import torch
 
 from benchmarks.batches import random_batch
-from tests.helpers.lined import DEVICE, assert_between, kept_keys, lined_batch, selected, single_row
+from tests.helpers.lined import assert_between, kept_keys, lined_batch
+from tests.methods.cases import DEVICE, DTYPES, by_turns, select
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 from vllm_sparse_kernels.methods.flex_prefill.reference import (
     block_diagonals,
     fewest_with_mass,
-    select_flex_vertical_slash,
     softmax_of,
     whole_blocks,
 )
 from vllm_sparse_kernels.rows import Rows
 
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
-
 MARGIN = 1e-4
 """Kernels and reference see the same inputs and round float32 sums differently: lines may differ that decide over less
 than this share of the mass."""
+
+
+def check_between(method, batch, index):
+    """Its keys lie between those of the reference with a γ a little lower and a little higher."""
+    heads = range(batch.num_heads)
+    bounds = [
+        kept_keys(select(dataclasses.replace(method, gamma=g), batch, index.block_tokens, by_reference=True), heads)
+        for g in (method.gamma - MARGIN, method.gamma + MARGIN)
+    ]
+    assert_between(kept_keys(index, heads), *bounds)
 
 
 CASES = [
@@ -35,23 +43,13 @@ CASES = [
 ]
 
 
-# The interpreter is slow: half precision on the short cases alone.
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [(case, dtype) for dtype in DTYPES for case in (CASES[:2] if (DEVICE, dtype) == ("cpu", torch.float16) else CASES)],
-    ids=str,
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("case", "dtype"), by_turns(CASES, DTYPES), ids=str)
 def test_kernels_keep_what_the_reference_keeps(case, dtype):
     lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, gap = case
     batch = lined_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout, gap_tokens=gap)
-    index = selected(FlexVerticalSlash(0.8), batch, block_tokens)
-    index.check()
-    heads = range(num_heads)
-    bounds = [
-        kept_keys(selected(FlexVerticalSlash(g), batch, block_tokens, reference=select_flex_vertical_slash), heads)
-        for g in (0.8 - MARGIN, 0.8 + MARGIN)
-    ]
-    assert_between(kept_keys(index, heads), *bounds)
+    index = select(FlexVerticalSlash(0.8), batch, block_tokens)
+    check_between(FlexVerticalSlash(0.8), batch, index)
     if lengths[0][0] >= 500:
         assert index.density() < 0.9
 
@@ -60,22 +58,14 @@ OTHERS = {
     "spread": FlexVerticalSlash(0.8, last_queries=64, estimating="spread"),
     "few queries": FlexVerticalSlash(0.8, last_queries=17),
     "more queries": FlexVerticalSlash(0.8, last_queries=128),
-    "budget": FlexVerticalSlash(0.3, min_budget=100),
 }
 
 
 @pytest.mark.parametrize("method", OTHERS.values(), ids=OTHERS)
-def test_other_queries_and_budgets(method):
+def test_other_queries(method):
     batch = lined_batch([(37, 200), (301, 70), (0, 5)], 4, 2, 64, 16, gap_tokens=2)
-    index = selected(method, batch, 64)
-    index.check()
-    bounds = [
-        kept_keys(
-            selected(dataclasses.replace(method, gamma=g), batch, 64, reference=select_flex_vertical_slash), range(4)
-        )
-        for g in (method.gamma - MARGIN, method.gamma + MARGIN)
-    ]
-    assert_between(kept_keys(index, range(4)), *bounds)
+    index = select(method, batch, 64)
+    check_between(method, batch, index)
 
 
 def test_queries_spread_over_the_chunk_find_what_its_last_ones_do_not():
@@ -87,37 +77,11 @@ def test_queries_spread_over_the_chunk_find_what_its_last_ones_do_not():
     pages = batch.rows.block_table[0]
     for position, looked_at in ((10, late), (130, early), (300, early)):
         batch.cache.keys[pages[position // 16], position % 16] = 8 * looked_at
-    for run in (None, select_flex_vertical_slash):
+    for by_reference in (False, True):
         for estimating, found in (("last", False), ("spread", True)):
             method = FlexVerticalSlash(0.9, last_queries=64, estimating=estimating)
-            index = selected(method, batch, 64, reference=run)
+            index = select(method, batch, by_reference=by_reference)
             assert index.tile_keys(0, 0)[[130, 300]].tolist() == [found, found]
-
-
-def test_heads_whose_means_tell_are_query_aware():
-    """Weak and strong queries: of some heads the mean tells what they look at, of others it does not."""
-    batch = lined_batch([(37, 300), (301, 129)], 4, 2, 64, 16, gap_tokens=2)
-    batch.q[:, ::2] *= 0.05
-    method = FlexVerticalSlash(0.8, max_distance=0.3)  # √JSD of the heads: 0.19 to 0.6, none near this
-    index = selected(method, batch, 64)
-    index.check()
-    bounds = [
-        kept_keys(
-            selected(dataclasses.replace(method, gamma=g), batch, 64, reference=select_flex_vertical_slash), range(4)
-        )
-        for g in (0.8 - MARGIN, 0.8 + MARGIN)
-    ]
-    assert_between(kept_keys(index, range(4)), *bounds)
-    lines = kept_keys(selected(FlexVerticalSlash(0.8), batch, 64), range(4))
-    alike = [torch.equal(a, b) for a, b in zip(kept_keys(index, range(4)), lines)]
-    assert set(alike) == {True, False}
-
-
-def test_a_budget_keeps_the_largest():
-    values = torch.tensor([1.0, 30.0, 4.0, 2.0, 8.0, 16.0])
-    assert fewest_with_mass(values, 0.5, 2).tolist() == [False, True, False, False, False, True]
-    assert fewest_with_mass(values, 0.5, 4).tolist() == [False, True, True, False, True, True]
-    assert bool(fewest_with_mass(values, 0.5, 9).all())
 
 
 def test_diagonals_are_those_of_blocks():
@@ -130,58 +94,12 @@ def test_diagonals_are_those_of_blocks():
 def test_crowded_columns_become_whole_blocks():
     """With room for few stripes nothing is lost, and no tile keeps more than its room."""
     batch = lined_batch([(400, 130)], 2, 1, 64, 16)
-    method, roomy = FlexVerticalSlash(0.9, max_stripes=8), selected(FlexVerticalSlash(0.9), batch, 64)
-    index = selected(method, batch, 64)
-    index.check()
+    method, roomy = FlexVerticalSlash(0.9, max_stripes=8), select(FlexVerticalSlash(0.9), batch, 64)
+    index = select(method, batch, 64)
     assert int(index.stripe_counts.max()) <= 8 < int(roomy.stripe_counts.max())
-    bounds = [
-        kept_keys(
-            selected(dataclasses.replace(method, gamma=g), batch, 64, reference=select_flex_vertical_slash), range(2)
-        )
-        for g in (0.9 - MARGIN, 0.9 + MARGIN)
-    ]
-    assert_between(kept_keys(index, range(2)), *bounds)
+    check_between(method, batch, index)
     for few, many in zip(kept_keys(index, range(2)), kept_keys(roomy, range(2))):
         assert not bool((many & ~few).any())
-
-
-@pytest.mark.parametrize(
-    "method", [FlexVerticalSlash(0.8), FlexVerticalSlash(0.5, min_budget=80, estimating="spread")], ids=str
-)
-def test_a_row_selects_the_same_alone(method):
-    """Bitwise, and only rows of the given heads are written."""
-    batch = lined_batch([(37, 200), (300, 64)], 4, 2, 64, 16, gap_tokens=1)
-    index = selected(method, batch, 64, heads=[3, 0])
-    assert bool((index.block_counts[[1, 2]] == -7).all())
-    for row in range(2):
-        alone = selected(method, single_row(batch, row), 64, heads=[3, 0])
-        for i_tile in range(alone.rows.num_tiles):
-            i_both = batch.rows.tile_starts[row] + i_tile
-            for head in (0, 3):
-                assert torch.equal(alone.blocks_of(head, i_tile), index.blocks_of(head, i_both))
-                assert torch.equal(alone.stripes_of(head, i_tile), index.stripes_of(head, i_both))
-
-
-@pytest.mark.parametrize("reference", [None, select_flex_vertical_slash], ids=["kernels", "reference"])
-def test_heads_with_a_gamma_of_their_own_select_what_they_select_alone(reference):
-    batch = lined_batch([(300, 64), (10, 70)], 3, 1, 64, 16)
-    methods = [FlexVerticalSlash(0.5), FlexVerticalSlash(1.0), FlexVerticalSlash(0.4, min_budget=90)]
-    merged = FlexVerticalSlash.merged(methods)
-    assert merged.of_heads(3) == tuple(methods)
-    index = selected(merged, batch, 64, reference=reference)
-    index.check()
-    for head, method in enumerate(methods):
-        alone = selected(method, batch, 64, [head], reference)
-        for i_tile in range(batch.rows.num_tiles):
-            assert torch.equal(alone.blocks_of(head, i_tile), index.blocks_of(head, i_tile))
-            assert torch.equal(alone.stripes_of(head, i_tile), index.stripes_of(head, i_tile))
-
-
-@pytest.mark.parametrize("reference", [None, select_flex_vertical_slash], ids=["kernels", "reference"])
-def test_gamma_of_one_keeps_everything(reference):
-    batch = lined_batch([(150, 140)], 2, 1, 64, 16)
-    batch.q.mul_(40)  # scores so far apart that most weights underflow to 0
-    assert selected(FlexVerticalSlash(1.0), batch, 64, reference=reference).density() == 1
 
 
 def test_kept_lines_hold_gamma_of_the_estimate():
@@ -226,9 +144,7 @@ def test_stripe_room_depends_on_the_row_alone_and_is_bounded():
         ("gamma", float("nan")),
         ("max_stripes", -1),
         ("last_queries", 257),
-        ("min_budget", -1),
         ("estimating", "first"),
-        ("max_distance", -0.1),
     ],
 )
 def test_parameters_out_of_range(field, value):

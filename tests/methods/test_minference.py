@@ -4,32 +4,23 @@
 Tests of all three patterns at once are here too.
 """
 
-import math
-
 import pytest
 import torch
-from vllm_sparse_kernels.methods.minference.method import PER_TILE, AShape, BlockSparse
 
 from benchmarks.batches import random_batch
-from tests.kernels.minference_cases import (
+from tests.methods.cases import DEVICE, F32, all_lists, row_parts, select
+from tests.methods.minference_cases import (
     CASES,
-    DEVICE,
-    F32,
     LONG,
-    POISON,
     UNIT,
     Case,
-    all_lists,
     block_sparse_between,
-    lists,
-    row_parts,
-    select,
     vertical_slash_between,
 )
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods import METHODS, name_of
-from vllm_sparse_kernels.methods.minference import method as minference
-from vllm_sparse_kernels.methods.minference import reference
+from vllm_sparse_kernels.methods.minference import block_sparse as minference, reference
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
+from vllm_sparse_kernels.methods.minference.block_sparse import PER_TILE, BlockSparse
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
@@ -38,6 +29,7 @@ from vllm_sparse_kernels.trial import Batch
 from vllm_sparse_kernels.workspace import Workspace
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [*CASES, LONG], ids=str)
 @pytest.mark.parametrize("method", [AShape(100, 150), AShape(0, 1), AShape(65, 64)], ids=str)
 def test_a_shape_kernel_is_the_reference(case, method):
@@ -47,43 +39,14 @@ def test_a_shape_kernel_is_the_reference(case, method):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [*CASES, LONG], ids=str)
-@pytest.mark.parametrize("method", [BlockSparse(2), BlockSparse(2, per_query_block=False)], ids=str)
+@pytest.mark.parametrize("method", [BlockSparse(2)], ids=str)
 def test_block_sparse_kernel_is_the_reference(case, method):
     batch = case.batch()
     by_kernel = select(method, batch, case.block_tokens)
     by_reference = select(method, batch, case.block_tokens, by_reference=True)
     block_sparse_between(method, batch, by_kernel, by_reference)
-
-
-@pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
-@pytest.mark.parametrize(
-    "methods",
-    [
-        [AShape(0, 1), AShape(100, 150), AShape(65, 64), AShape(1 << 40, 1 << 40)],
-        [BlockSparse(0), BlockSparse(2), BlockSparse(1), BlockSparse(1 << 40)],
-        [BlockSparse(n, per_query_block=False) for n in (3, 0, 1, 3)],
-    ],
-    ids=["a_shape", "block_sparse", "block_sparse of tiles"],
-)
-def test_patterns_of_one_launch_have_numbers_of_their_own(methods, by_reference):
-    """In an order of their own: the lists that each head has by itself."""
-    batch, heads = random_batch([(300, 130), (0, 65)], 4, 2, 64, 16, F32, DEVICE, gap_tokens=3), [2, 0, 3, 1]
-    merged = type(methods[0]).merged(methods)
-    assert list(merged.of_heads(4)) == methods
-    assert merged.alike == methods[0].alike
-    assert name_of(merged) == name_of(methods[0])
-    assert type(methods[0]).merged(methods[:1] * 2) == methods[0]
-    index = SparseIndex.allocate(batch.rows, 4, 64)
-    ids = torch.tensor(heads, dtype=torch.int32, device=DEVICE)
-    run = METHODS[name_of(merged)].reference if by_reference else type(merged).select
-    run(merged, batch.q, batch.cache, index, ids, batch.scale)
-    found = []
-    for head, one in zip(heads, methods, strict=True):
-        alone = select(one, batch, 64, [head], by_reference)
-        found.append([lists(index, head, i_tile) for i_tile in range(batch.rows.num_tiles)])
-        assert found[-1] == [lists(alone, head, i_tile) for i_tile in range(batch.rows.num_tiles)]
-    assert found[0] != found[1] != found[2]
 
 
 def test_reference_block_scores_by_their_definition():
@@ -98,6 +61,7 @@ def test_reference_block_scores_by_their_definition():
             assert scores[i, j] == (-torch.inf if (i, j) == (0, 2) else pytest.approx(float(exact)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("context_len", "query_len"), [(4200, 65), (70, 4200)])
 def test_pooled_scores_beyond_one_tile(context_len, query_len):
     """More than 64 query or key blocks, within the bound of ``block_sparse_between``."""
@@ -116,6 +80,7 @@ def test_pooled_scores_beyond_one_tile(context_len, query_len):
         assert (((scores - exact).abs() <= UNIT * (64 + 132) * size) | (exact == -torch.inf)).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("held", [64, 128, 2048])
 @pytest.mark.parametrize("top_blocks", [0, 3, 40, 10**9])
 def test_long_rows_are_joined_in_parts(held, top_blocks, monkeypatch):
@@ -133,34 +98,10 @@ def test_long_rows_are_joined_in_parts(held, top_blocks, monkeypatch):
     method = BlockSparse(top_blocks)
     minference.write_top_blocks(scores.masked_fill(unseen, torch.nan), method, kernel, 0, heads)
     for head in range(2):
-        kept = reference.tile_blocks(method, scores[head, :3].double().masked_fill(unseen[:3], -torch.inf))
+        kept = reference.tile_blocks(scores[head, :3].double().masked_fill(unseen[:3], -torch.inf), top_blocks)
         for i_tile in range(2):
             reference.set_block_sparse(kept[i_tile], wanted, head, i_tile)
     assert all_lists(kernel) == all_lists(wanted)
-
-
-def test_top_blocks_is_the_budget_of_a_tile():
-    """Both query blocks' masses count: what each wants most, at most k_b beside the diagonal, part of the union."""
-    batch = random_batch([(900, 600)], 2, 1, 64, 16, F32, DEVICE)
-    batch.q.mul_(4.0)
-    tile, union = (select(BlockSparse(3, per_query_block=flag), batch, 64) for flag in (False, True))
-    once = select(BlockSparse(6, per_query_block=False), batch, 64)
-    for head in range(2):
-        for i_tile, place in enumerate(batch.rows.tile_list):
-            before = [i for i in tile.blocks_of(head, i_tile).tolist() if i < tile.first_diagonal_block(place)]
-            assert len(before) <= 3
-            of_both = set(union.blocks_of(head, i_tile).tolist())
-            assert len(of_both) <= 3 + 3 + 3
-            assert set(before) <= set(once.blocks_of(head, i_tile).tolist())
-    assert tile.density() < union.density() < 1
-
-
-def test_tile_mass_by_its_definition():
-    scores = torch.tensor([[1.0, 2.0, -torch.inf], [0.5, -1.0, 3.0], [0.0, 4.0, 1.0]], dtype=torch.float64)
-    weights = [[math.exp(x) / sum(map(math.exp, row)) for x in row] for row in scores.tolist()]
-    mass = reference.tile_mass(scores).exp()
-    assert mass[0].tolist() == pytest.approx([a + b for a, b in zip(weights[0], weights[1], strict=True)])
-    assert mass[1].tolist() == pytest.approx(weights[2])
 
 
 @pytest.mark.parametrize("top_blocks", [1, 3])
@@ -170,9 +111,7 @@ def test_block_sparse_takes_the_earliest_of_equals(top_blocks):
     keys = torch.full_like(batch.cache.keys, 0.5)
     batch = Batch(torch.ones_like(batch.q), PagedCache(keys, keys), batch.rows, batch.scale)
     batch.q[:, 1] = -1.0
-    for per_query_block in (False, True):
-        index = select(BlockSparse(top_blocks, per_query_block), batch, 64)
-        assert all_lists(index) == [([*range(top_blocks), 7, 8], [])] * 2
+    assert all_lists(select(BlockSparse(top_blocks), batch)) == [[([*range(top_blocks), 7, 8], [])]] * 2
 
 
 def test_a_shape_keeps_sinks_and_windows_and_little_else():
@@ -188,47 +127,11 @@ def test_a_shape_keeps_sinks_and_windows_and_little_else():
     assert not (mask & ~allowed).any()
 
 
-@pytest.mark.parametrize(
-    "method", [AShape(), VerticalSlash(), BlockSparse(), BlockSparse(per_query_block=False)], ids=str
-)
+@pytest.mark.parametrize("method", [AShape(), VerticalSlash(), BlockSparse()], ids=str)
 def test_short_prompts_are_dense_at_the_defaults(method):
     """The papers' budgets exceed a few hundred tokens: nothing may be lost."""
     batch = random_batch([(150, 140), (0, 9)], 2, 1, 64, 16, F32, DEVICE)
     assert select(method, batch, 64).density() == 1.0
-
-
-@pytest.mark.parametrize(
-    "method",
-    [AShape(50, 50), VerticalSlash(30, 10, 64, 5, 5), BlockSparse(1), BlockSparse(1, True)],
-    ids=lambda m: type(m).__name__,
-)
-class TestIndependence:
-    def test_only_the_heads_asked_for_are_written(self, method):
-        batch = random_batch([(200, 70)], 4, 2, 64, 16, F32, DEVICE)
-        everything = select(method, batch, 64)
-        index = select(method, batch, 64, heads=[3, 0])
-        for head in (0, 3):
-            assert lists(index, head, 0) == lists(everything, head, 0)
-        for head in (1, 2):
-            assert (index.block_counts[head] == POISON).all()
-            assert (index.block_ids[head] == POISON).all()
-
-    def test_neither_neighbours_nor_pages_matter(self, method):
-        """Bitwise the same lists for a row alone, among others, and on other pages."""
-        batch = random_batch([(0, 65), (201, 130), (9, 1)], 2, 1, 64, 16, F32, DEVICE, gap_tokens=3)
-        together = select(method, batch, 64)
-        for page_size, layout in ((16, "NHD"), (48, "HND")):
-            other = random_batch([(201, 130)], 2, 1, 64, page_size, F32, DEVICE, seed=5, layout=layout)
-            copied = batch.cache.gather(batch.rows.block_table[1], 331)
-            positions = torch.arange(331, device=DEVICE)
-            slots = (other.rows.block_table[0][positions // page_size].long(), positions % page_size)
-            other.cache.keys[slots], other.cache.values[slots] = copied
-            other.q.copy_(batch.q[batch.rows.tokens[1] : batch.rows.tokens[1] + 130])
-            alone = select(method, other, 64)
-            first = batch.rows.tile_starts[1]
-            for head in range(2):
-                for i_tile in range(2):
-                    assert lists(alone, head, i_tile) == lists(together, head, first + i_tile)
 
 
 @pytest.mark.parametrize(
@@ -271,24 +174,3 @@ class TestOnGpu:
     def test_block_sparse(self, lengths, block_tokens, dtype):
         batch, method = self.batch(lengths, dtype), BlockSparse(5)
         block_sparse_between(method, batch, select(method, batch, block_tokens))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("method", [AShape(300, 700), VerticalSlash(200, 40), BlockSparse(5)], ids=str)
-def test_a_row_does_not_depend_on_its_neighbours(method):
-    """One row alone and the same row among 15 others: the same lists."""
-    batch = random_batch(
-        [(130 * i, 100 + 77 * i) for i in range(16)], 8, 2, 128, 128, torch.bfloat16, "cuda", gap_tokens=3
-    )
-    together, rows = select(method, batch, 64), batch.rows
-    for row in (0, 7, 15):
-        alone = Rows(
-            rows.tokens[row : row + 1],
-            rows.query_lens[row : row + 1],
-            rows.context_lens[row : row + 1],
-            rows.block_table[row : row + 1],
-        )
-        index = select(method, Batch(batch.q, batch.cache, alone, batch.scale), 64)
-        for head in range(8):
-            for i_tile in range(alone.num_tiles):
-                assert lists(index, head, i_tile) == lists(together, head, rows.tile_starts[row] + i_tile)

@@ -2,27 +2,22 @@
 """AnchorAttention: the kernel against the reference, the reference against the paper, and what follows from both."""
 
 import math
-from itertools import cycle, groupby, product
+from itertools import groupby
 
 import pytest
 import torch
 
 from benchmarks.batches import random_batch
+from tests.methods.cases import DEVICE, DTYPES, all_lists, by_turns, select
 from vllm_sparse_kernels.attend import attend
 from vllm_sparse_kernels.index import SparseIndex, causal_pairs
-from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.anchor_attention import method as module
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
 from vllm_sparse_kernels.methods.anchor_attention.reference import anchor_differences, window_start
-from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.trial import Batch, expected_attention
-from vllm_sparse_kernels.width import index_block_tokens
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter cannot multiply bf16 matrices.
-DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
-POISON = -7
 
 
 def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, dtype=torch.float32, **kwargs) -> Batch:
@@ -31,24 +26,6 @@ def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, 
     generator = torch.Generator(DEVICE).manual_seed(1)
     batch.q.add_(torch.randn(num_heads, head_dim, generator=generator, device=DEVICE).to(dtype))
     return batch
-
-
-def run(batch: Batch, method: AnchorAttention, block_tokens=64, heads=None, reference=False, rows=None) -> SparseIndex:
-    """The selection of ``heads`` (all unless told) in an index poisoned beforehand."""
-    rows = rows or batch.rows
-    heads = list(range(batch.num_heads)) if heads is None else heads
-    layout = method.stripe_layout(rows)
-    index = SparseIndex.allocate(rows, batch.num_heads, block_tokens, dict.fromkeys(heads, layout))
-    for tensor in (index.block_counts, index.block_ids, index.stripe_counts, index.stripe_positions):
-        tensor.fill_(POISON)
-    on_device = torch.tensor(heads, dtype=torch.int32, device=DEVICE)
-    if reference:
-        METHODS["anchor_attention"].reference(method, batch.q, batch.cache, index, on_device, batch.scale)
-    else:
-        method.select(batch.q, batch.cache, index, on_device, batch.scale)
-    if len(heads) == batch.num_heads:
-        index.check()
-    return index
 
 
 def group_start(tile, method: AnchorAttention) -> int:
@@ -124,17 +101,14 @@ CASES = [
 ]
 
 
-# On a GPU every case runs in every type; the interpreter is slow, and takes them by turns.
-PAIRS = product(CASES, DTYPES) if DEVICE == "cuda" else zip(CASES, cycle(DTYPES))
-
-
-@pytest.mark.parametrize(("case", "dtype"), PAIRS, ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize(("case", "dtype"), by_turns(CASES, DTYPES), ids=str)
 def test_kernel_agrees_with_reference(case, dtype):
     lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, step_tiles = case
     batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout)
     method = AnchorAttention(theta=3.0, step_tiles=step_tiles)
-    index = run(batch, method, block_tokens)
-    assert_agree(batch, method, index, run(batch, method, block_tokens, reference=True))
+    index = select(method, batch, block_tokens)
+    assert_agree(batch, method, index, select(method, batch, block_tokens, by_reference=True))
 
 
 # More tokens between those that vote where fewer votes keep a whole run: else random data keeps all of them.
@@ -147,21 +121,19 @@ BEYOND = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype", "beyond"),
-    product(CASES, DTYPES, BEYOND) if DEVICE == "cuda" else zip(CASES, cycle(DTYPES), cycle(BEYOND)),
-    ids=str,
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("case", "dtype", "beyond"), by_turns(CASES, DTYPES, BEYOND), ids=str)
 def test_what_is_beyond_the_paper_agrees_with_reference(case, dtype, beyond):
     lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, step_tiles = case
     block_tokens = 32 if "whole_blocks" in beyond and head_dim != 96 else block_tokens
     batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout)
     method = AnchorAttention(**{"theta": 0.5, "step_tiles": step_tiles} | beyond)
-    index = run(batch, method, block_tokens)
-    assert_agree(batch, method, index, run(batch, method, block_tokens, reference=True))
+    index = select(method, batch, block_tokens)
+    assert_agree(batch, method, index, select(method, batch, block_tokens, by_reference=True))
     assert method.whole_blocks == (method.stripe_layout(batch.rows).capacity == 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_bulk_copies_give_the_same_lists(monkeypatch, layout):
     """Pages of whole blocks, which a GPU from Hopper on copies in bulk."""
@@ -170,23 +142,25 @@ def test_bulk_copies_give_the_same_lists(monkeypatch, layout):
     by_choice = [None] * 2
     for i, bulk in enumerate((False, True)):
         monkeypatch.setattr(module, "supports_bulk", lambda cache, bulk=bulk: bulk)
-        by_choice[i] = lists(run(batch, method), range(batch.rows.num_tiles))
+        by_choice[i] = all_lists(select(method, batch))
     assert by_choice[0] == by_choice[1]
-    assert any(stripes for _, stripes in by_choice[0])
+    assert any(stripes for of_head in by_choice[0] for _, stripes in of_head)
 
 
+@pytest.mark.full
 def test_long_lists_are_written_in_stretches():
     batch = make_batch([(3 * module.SPLIT_TOKENS // 2, 60)])
     method = AnchorAttention(theta=3.0)
-    assert_agree(batch, method, run(batch, method), run(batch, method, reference=True))
+    assert_agree(batch, method, select(method, batch), select(method, batch, by_reference=True))
 
 
+@pytest.mark.full
 def test_groups_of_more_tiles_than_vote_at_once(monkeypatch):
     monkeypatch.setattr(module, "MOST_VOTERS", 16)
     batch = make_batch([(2176, 2060)], num_heads=1)
     method = AnchorAttention(theta=0.5, step_tiles=17, use_anchor=False)
     assert max(len(tiles) for _, _, tiles in groups_of(batch, method)) > 16
-    assert_agree(batch, method, run(batch, method), run(batch, method, reference=True))
+    assert_agree(batch, method, select(method, batch), select(method, batch, by_reference=True))
 
 
 def definition(batch: Batch, method: AnchorAttention, row: int, head: int) -> torch.Tensor:
@@ -236,7 +210,7 @@ def test_reference_states_the_paper(settings):
     """And what is beyond it: each as its definition says, over whole score matrices."""
     batch = make_batch([(0, 500), (333, 200)], num_heads=4, num_kv_heads=2)
     method = AnchorAttention(**{"step_tiles": 2} | settings)
-    index = run(batch, method, reference=True)
+    index = select(method, batch, by_reference=True)
     for row in range(2):
         mask = index.to_mask(row)
         for head in range(4):
@@ -244,57 +218,29 @@ def test_reference_states_the_paper(settings):
     assert 0.3 < index.density() < 0.98
 
 
-def test_without_anchor_agrees_with_reference():
-    batch = make_batch([(700, 150)])
-    method = AnchorAttention(theta=0.5, step_tiles=2, use_anchor=False)
-    assert_agree(batch, method, run(batch, method), run(batch, method, reference=True))
-
-
 @pytest.mark.parametrize("block_tokens", [64, 128])
 @pytest.mark.parametrize("theta", [1e6, math.inf])
 def test_what_keeps_everything_is_dense_without_stripes(theta, block_tokens):
     batch = make_batch([(0, 700), (450, 130)])
-    index = run(batch, AnchorAttention(theta=theta, step_tiles=1), block_tokens)
+    index = select(AnchorAttention(theta=theta, step_tiles=1), batch, block_tokens)
     assert int(index.kept_pairs()) == batch.num_heads * causal_pairs(batch.rows)
     assert index.density() == 1.0
     assert not index.stripe_counts.any()
 
 
-@pytest.mark.parametrize("beyond", [{}, {"sample_tokens": 64, "whole_blocks": True}], ids=str)
-@pytest.mark.parametrize("reference", [False, True])
-def test_heads_of_one_launch_have_thetas_of_their_own(reference, beyond):
-    """Four heads on two kv heads, in an order of their own: bitwise what each has by itself."""
-    batch = make_batch([(77, 20), (700, 60)], num_heads=4, num_kv_heads=2)
-    heads = [2, 0, 3, 1]
-    settings = [AnchorAttention(theta=theta, step_tiles=1, **beyond) for theta in (3.0, 0.0, math.inf, 3.0)]
-    merged = AnchorAttention.merged(settings)
-    assert list(merged.of_heads(4)) == settings
-    assert merged.alike == settings[0].alike == AnchorAttention(step_tiles=1, **beyond)
-    assert AnchorAttention.merged(settings[:1] * 2) == settings[0]
-    index = run(batch, merged, heads=heads, reference=reference)
-    assert merged.stripe_layout(batch.rows) == settings[0].stripe_layout(batch.rows)
-    densities = []
-    for head, method in zip(heads, settings):
-        alone = run(batch, method, heads=[head], reference=reference)
-        for i_tile in range(batch.rows.num_tiles):
-            assert torch.equal(index.blocks_of(head, i_tile), alone.blocks_of(head, i_tile))
-            assert torch.equal(index.stripes_of(head, i_tile), alone.stripes_of(head, i_tile))
-        densities.append(sum(int(index.tile_keys(head, i).sum()) for i in range(batch.rows.num_tiles)))
-    assert densities[1] < densities[2]
-
-
 def test_short_prompts_are_dense_without_stripes():
     batch = make_batch([(0, 1), (100, 300)])
     assert AnchorAttention().stripe_layout(batch.rows).capacity == 0
-    assert run(batch, AnchorAttention(theta=0.0)).density() == 1.0
+    assert select(AnchorAttention(theta=0.0), batch).density() == 1.0
 
 
+@pytest.mark.full
 def test_raising_theta_never_removes_a_stripe():
     batch = make_batch([(500, 150)])
-    before = torch.zeros_like(run(batch, AnchorAttention(theta=0.0, step_tiles=2)).to_mask(0))
+    before = torch.zeros_like(select(AnchorAttention(theta=0.0, step_tiles=2), batch).to_mask(0))
     sizes = []
     for theta in (2.5, 3.5, 9.0):
-        mask = run(batch, AnchorAttention(theta=theta, step_tiles=2)).to_mask(0)
+        mask = select(AnchorAttention(theta=theta, step_tiles=2), batch).to_mask(0)
         assert bool((mask | ~before).all()), f"theta {theta} lost keys"
         sizes.append(int(mask.sum()))
         before = mask
@@ -332,7 +278,7 @@ def test_a_block_that_lacks_one_key_is_listed_as_stripes(block_tokens):
     # The holes lie in blocks 3, 6 and 7 of 64 keys: at an edge, within, and at the other edge.
     holes = [255, 400, 448]
     batch, method = holed_batch([(600, 150)], holes, dtype=torch.float16), AnchorAttention(step_tiles=2)
-    index = run(batch, method, block_tokens)
+    index = select(method, batch, block_tokens)
     holed = {position // block_tokens for position in holes}
     for i_tile, tile in enumerate(batch.rows.tile_list):
         # Both tiles look back on a window that begins at 512.
@@ -340,7 +286,7 @@ def test_a_block_that_lacks_one_key_is_listed_as_stripes(block_tokens):
         assert index.blocks_of(0, i_tile).tolist() == wanted
         stripes = [n for n in range(512) if n // block_tokens in holed and n not in holes]
         assert index.stripes_of(0, i_tile).tolist() == stripes
-    reference = run(batch, method, block_tokens, reference=True)
+    reference = select(method, batch, block_tokens, by_reference=True)
     assert torch.equal(index.to_mask(0), reference.to_mask(0))
 
     out = batch.empty_out()
@@ -348,23 +294,25 @@ def test_a_block_that_lacks_one_key_is_listed_as_stripes(block_tokens):
     expected_attention(batch, reference).assert_close(out)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("block_tokens", [64, 128])
 def test_every_group_lists_its_own_blocks(block_tokens):
     lengths = [(77, 500), (0, 300), (600, 200), (1041, 130)]
     batch, method = holed_batch(lengths, [200], [150], [130, 300, 511], [255, 256, 900]), AnchorAttention(step_tiles=2)
-    index, reference = (run(batch, method, block_tokens, reference=it) for it in (False, True))
+    index, reference = (select(method, batch, block_tokens, by_reference=it) for it in (False, True))
     assert_listed_as_blocks(index)
     for row in range(len(lengths)):
         assert torch.equal(index.to_mask(row), reference.to_mask(row)), f"row {row}"
     assert 0 < int(index.stripe_counts.sum()) < int(reference.stripe_counts.sum())
 
 
+@pytest.mark.full
 def test_stripes_around_whole_blocks_stay_in_order(monkeypatch):
     """Across stretches of a list of stripes, and of a list of blocks: what is a block leaves no gap among stripes."""
     monkeypatch.setattr(module, "CHUNK_BLOCKS", 32)
     last = 2 * module.SPLIT_TOKENS
     holes = [200, 323, module.SPLIT_TOKENS + 7, last - 1]
-    index = run(holed_batch([(last + 256, 20)], holes), AnchorAttention(step_tiles=2))
+    index = select(AnchorAttention(step_tiles=2), holed_batch([(last + 256, 20)], holes))
     holed = {position // 64 for position in holes}
     assert index.stripes_of(0, 0).tolist() == [n for n in range(last) if n // 64 in holed and n not in holes]
     assert index.blocks_of(0, 0).tolist() == [i for i in range(ceil_div(last + 276, 64)) if i not in holed]
@@ -372,7 +320,7 @@ def test_stripes_around_whole_blocks_stay_in_order(monkeypatch):
 
 def test_a_key_that_one_tile_wants_is_kept_for_its_group_alone():
     batch, method = planted_batch(), AnchorAttention(step_tiles=2)
-    index = run(batch, method)
+    index = select(method, batch)
     for i_tile, tile in enumerate(batch.rows.tile_list):
         wanted = [300] if 512 <= tile.position < 768 else []
         assert index.stripes_of(0, i_tile).tolist() == wanted, f"tile at {tile.position}"
@@ -380,14 +328,15 @@ def test_a_key_that_one_tile_wants_is_kept_for_its_group_alone():
 
 def test_without_anchor_a_fixed_threshold_keeps_what_the_anchor_rules_out():
     batch = planted_batch()
-    assert run(batch, AnchorAttention(step_tiles=2, use_anchor=False)).density() == 1.0
-    assert run(batch, AnchorAttention(step_tiles=2)).density() < 0.7
+    assert select(AnchorAttention(step_tiles=2, use_anchor=False), batch).density() == 1.0
+    assert select(AnchorAttention(step_tiles=2), batch).density() < 0.7
 
 
+@pytest.mark.full
 def test_tiles_of_a_group_share_one_list_within_the_layout():
     batch = make_batch([(77, 500), (0, 300), (600, 200)], num_heads=1)
     method = AnchorAttention(theta=3.0, step_tiles=2)
-    index, layout = run(batch, method), method.stripe_layout(batch.rows)
+    index, layout = select(method, batch), method.stripe_layout(batch.rows)
     ends = 0
     for _, start, tiles in groups_of(batch, method):
         ids = [i for i, _ in tiles]
@@ -401,45 +350,10 @@ def test_tiles_of_a_group_share_one_list_within_the_layout():
     assert layout.capacity == ends
 
 
-def lists(index: SparseIndex, tiles) -> list[tuple[list[int], list[int]]]:
-    return [
-        (index.blocks_of(head, i).tolist(), index.stripes_of(head, i).tolist())
-        for i in tiles
-        for head in range(index.num_heads)
-    ]
-
-
-def test_a_row_does_not_depend_on_its_batch():
-    batch = make_batch([(333, 200), (70, 1), (600, 40), (0, 300)], dtype=torch.float16)
-    method, rows = AnchorAttention(theta=3.0, step_tiles=2), batch.rows
-    together = run(batch, method)
-    for row in range(rows.num_rows):
-        one = slice(row, row + 1)
-        alone = Rows(rows.tokens[one], rows.query_lens[one], rows.context_lens[one], rows.block_table[one])
-        tiles = range(rows.tile_starts[row], rows.tile_starts[row + 1])
-        assert lists(run(batch, method, rows=alone), range(len(tiles))) == lists(together, tiles), f"row {row}"
-
-
 def test_chunks_cut_between_groups_select_as_the_whole_prompt():
     batch, method = make_batch([(0, 1000)], num_heads=1), AnchorAttention(theta=3.0, step_tiles=2)
     chunk = Rows((512,), (488,), (512,), batch.rows.block_table)
-    assert lists(run(batch, method, rows=chunk), range(4)) == lists(run(batch, method), range(4, 8))
-
-
-@pytest.mark.parametrize(("page_size", "layout"), [(64, "HND"), (128, "NHD")])
-def test_pages_do_not_matter(page_size, layout):
-    batch, method = make_batch([(333, 200), (600, 20)]), AnchorAttention(theta=3.0, step_tiles=2)
-    other = make_batch([(333, 200), (600, 20)], page_size=page_size, layout=layout)
-    for row, seq_len in enumerate(batch.rows.seq_lens):
-        for new, old in zip(
-            (other.cache.keys, other.cache.values), batch.cache.gather(batch.rows.block_table[row], seq_len)
-        ):
-            for page in range(ceil_div(seq_len, page_size)):
-                piece = old[page * page_size : (page + 1) * page_size]
-                new[int(other.rows.block_table[row, page]), : len(piece)] = piece
-    other = Batch(batch.q, PagedCache(other.cache.keys, other.cache.values), other.rows, batch.scale)
-    tiles = range(batch.rows.num_tiles)
-    assert lists(run(other, method), tiles) == lists(run(batch, method), tiles)
+    assert all_lists(select(method, batch, rows=chunk)) == all_lists(select(method, batch), range(4, 8))
 
 
 @pytest.mark.parametrize("whole_blocks", [False, True])
@@ -451,44 +365,11 @@ def test_a_sampled_query_finds_what_it_alone_looks_for(whole_blocks):
     wanted = list(range(256, 320)) if whole_blocks else [300]
     for sample_tokens in (0, 8, 16, 128):
         method = AnchorAttention(3.0, step_tiles=1, sample_tokens=sample_tokens, whole_blocks=whole_blocks)
-        index = run(batch, method)
+        index = select(method, batch)
         for i_tile in range(3, 9):
             found = wanted if i_tile == 5 and sample_tokens in (8, 16) else []
             kept = index.tile_keys(0, i_tile)[128 : 128 * i_tile].nonzero().flatten() + 128
             assert kept.tolist() == found, f"tile {i_tile}, sample {sample_tokens}"
-
-
-@pytest.mark.parametrize("whole_blocks", [False, True])
-def test_rows_of_a_batch_that_samples_do_not_meet(whole_blocks):
-    batch = make_batch([(333, 200), (70, 1), (600, 40), (0, 300)], dtype=torch.float16)
-    method = AnchorAttention(0.2, step_tiles=2, sample_tokens=32, whole_blocks=whole_blocks, window_tokens=128)
-    together, rows = run(batch, method, 32), batch.rows
-    for row in range(rows.num_rows):
-        one = slice(row, row + 1)
-        alone = Rows(rows.tokens[one], rows.query_lens[one], rows.context_lens[one], rows.block_table[one])
-        tiles = range(rows.tile_starts[row], rows.tile_starts[row + 1])
-        assert lists(run(batch, method, 32, rows=alone), range(len(tiles))) == lists(together, tiles), f"row {row}"
-
-
-def test_whole_blocks_are_narrow_where_an_index_has_such():
-    cpu = torch.device("cpu")
-    assert index_block_tokens([AnchorAttention()], 128, cpu) == 128
-    assert index_block_tokens([AnchorAttention(whole_blocks=True)], 128, cpu) == 32
-    assert index_block_tokens([AnchorAttention(whole_blocks=True), AnchorAttention()], 128, cpu) == 128
-
-
-def test_other_heads_are_left_alone():
-    batch = make_batch([(400, 130)], num_heads=6, num_kv_heads=3)
-    method = AnchorAttention(theta=3.0, step_tiles=2)
-    index, all_heads = run(batch, method, heads=[3, 0]), run(batch, method)
-    for head in range(6):
-        if head in (0, 3):
-            for i_tile in range(2):
-                assert torch.equal(index.blocks_of(head, i_tile), all_heads.blocks_of(head, i_tile))
-                assert torch.equal(index.stripes_of(head, i_tile), all_heads.stripes_of(head, i_tile))
-        else:
-            for tensor in (index.block_counts, index.block_ids, index.stripe_counts):
-                assert bool((tensor[head] == POISON).all())
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def launch_for(seconds: float) -> list[int]:
 def test_processes_that_share_a_card_do_not_change_each_others_results() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("hopper: it is for GPUs of compute capability 9.0 (H100, H200)")
-    command = [sys.executable, "-m", "tests.kernels.test_beside_others", str(SECONDS)]
+    command = [sys.executable, "-m", "tests.methods.test_beside_others", str(SECONDS)]
     root = Path(__file__).parents[2]
     processes = [subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) for _ in range(PROCESSES)]
     told = [process.communicate(timeout=SECONDS + 240)[0].strip() for process in processes]

@@ -2,17 +2,15 @@
 """SALE: kernel and reference against the paper's steps in float64, properties."""
 
 import math
-from dataclasses import replace
-from itertools import cycle, pairwise, product
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.batches import random_batch
-from tests.kernels.sale_cases import (
-    DEVICE,
-    POISON,
+from tests.methods.cases import DEVICE, DTYPES, by_turns, select
+from tests.methods.sale_cases import (
     assert_agrees,
     channels_of,
     definition,
@@ -20,20 +18,11 @@ from tests.kernels.sale_cases import (
     make_batch,
     regions,
     rounded_by_kernels,
-    run,
 )
-from vllm_sparse_kernels.methods.sale import means as sale_means
-from vllm_sparse_kernels.methods.sale import method as module
-from vllm_sparse_kernels.methods.sale import scores as sale_scores
+from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, scores as sale_scores
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.reference import paper_blocks, paper_density
-from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.trial import Batch
 from vllm_sparse_kernels.workspace import Workspace
-
-# Triton's interpreter cannot multiply bf16 matrices.
-DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 
 # lengths, heads, kv heads, head_dim, page size, block_tokens, physical layout, method
 CASES = [
@@ -53,22 +42,22 @@ CASES = [
     ([(633, 300), (0, 70)], 4, 2, 64, 16, 32, "NHD", Sale(0.3, channels="half")),
     ([(500, 130)], 1, 1, 32, 16, 32, "NHD", Sale(0.2, channels="half")),
 ]
-# On a GPU every case runs in every type; the interpreter is slow, and takes them by turns.
-PAIRS = product(CASES, DTYPES) if DEVICE == "cuda" else zip(CASES, cycle(DTYPES))
 
 
-@pytest.mark.parametrize(("case", "dtype"), PAIRS, ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize(("case", "dtype"), by_turns(CASES, DTYPES), ids=str)
 def test_kernel_agrees_with_the_paper(case, dtype):
     lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, method = case
     batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout)
-    assert_agrees(batch, method, run(batch, method, block_tokens))
+    assert_agrees(batch, method, select(method, batch, block_tokens))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_reference_agrees_with_the_paper(case):
     lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, method = case
     batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, layout=layout)
-    assert_agrees(batch, method, run(batch, method, block_tokens, reference=True))
+    assert_agrees(batch, method, select(method, batch, block_tokens, by_reference=True))
     heads = torch.arange(num_heads)
     ours = {(head, i): x for head, i, x in paper_blocks(method, batch.q, batch.cache, batch.rows, heads, batch.scale)}
     for row, head in product(range(len(lengths)), range(num_heads)):
@@ -84,18 +73,18 @@ def test_reference_agrees_with_the_paper(case):
 @pytest.mark.parametrize("reference", [False, True])
 @pytest.mark.parametrize("tau", [0.0, 1e-300])
 def test_smallest_tau_is_dense(tau, reference):
-    index = run(make_batch([(500, 140), (0, 70)]), Sale(tau), reference=reference)
+    index = select(Sale(tau), make_batch([(500, 140), (0, 70)]), by_reference=reference)
     assert index.density() == 1
 
 
 def test_one_element_keeps_its_block():
     batch = random_batch([(650, 200)], 2, 1, 64, 16, torch.float32, DEVICE)
     method = Sale(0.9)
-    before = run(batch, method)
+    before = select(method, batch)
     token, head, position = 150, 1, 330
     # Its score with that one query is about 7, with all others about 0.
     batch.cache.keys[batch.rows.block_table[0, position // 16], position % 16, 0] = 0.9 * batch.q[token, head]
-    after = run(batch, method)
+    after = select(method, batch)
     for head, i_tile in product(range(2), range(2)):
         extra = {330 // 64} if (head, i_tile) == (1, 1) else set()
         was, now = (set(index.blocks_of(head, i_tile).tolist()) for index in (before, after))
@@ -112,7 +101,7 @@ def test_sink_and_local_region_are_kept_at_any_score(reference):
     keys.copy_(torch.where(keys.isnan(), keys, -1 + 0.01 * keys))
     for position in range(1210, 1310):
         keys[batch.rows.block_table[0, position // 16], position % 16] = 1
-    index = run(batch, Sale(0.5), 64, reference=reference)
+    index = select(Sale(0.5), batch, 64, by_reference=reference)
     # The first query block ends at 1273, in its 40th block. Past the sink are 9 segments; one, and 3 blocks, are local.
     assert regions(Sale(0.5), 1210, 100)[0] == (slice(0, 64), 32 + 8 * 128, 40)
     assert index.blocks_of(0, 0).tolist() == [0, *range((32 + 8 * 128) // 64, 1310 // 64 + 1)]
@@ -127,23 +116,6 @@ def test_local_region_has_128_to_224_tokens():
     assert sizes == {128, 160, 192, 224}
 
 
-@pytest.mark.parametrize("channels", ["all", "half"])
-@pytest.mark.parametrize("reference", [False, True])
-def test_heads_selected_together_select_what_each_selects_alone(reference, channels):
-    """Four heads on two kv heads, of three τ, in the order of ``heads``: bitwise."""
-    batch = make_batch([(700, 130), (0, 63), (533, 1)], 4, 2, dtype=torch.float16)
-    heads, settings = [2, 0, 3, 1], [Sale(0.3), Sale(0.1), Sale(0.0), Sale(0.3, int8_scores=True)]
-    settings = [replace(method, channels=channels) for method in settings]
-    merged = Sale.merged(settings)
-    together = run(batch, merged, heads=heads, reference=reference)
-    for head, method in zip(heads, settings):
-        alone = run(batch, method, heads=[head], reference=reference)
-        assert torch.equal(alone.block_counts[head], together.block_counts[head])
-        for i_tile in range(batch.rows.num_tiles):
-            assert torch.equal(alone.blocks_of(head, i_tile), together.blocks_of(head, i_tile))
-    assert len({tuple(counts) for counts in together.block_counts.tolist()}) > 2
-
-
 @pytest.mark.parametrize("block_tokens", [32, 64])
 def test_channels_that_hold_nothing_need_not_be_multiplied(block_tokens):
     """Half of 128 channels are the same in all keys of the first kv head, in all queries of the second: bitwise."""
@@ -151,7 +123,7 @@ def test_channels_that_hold_nothing_need_not_be_multiplied(block_tokens):
     dead = torch.randperm(128, generator=torch.Generator().manual_seed(0))[:64].to(DEVICE)
     batch.cache.keys[:, :, 0, dead] = 0.5
     batch.q[:, 2:, dead] = 0.5
-    halves, wholes = (run(batch, Sale(0.3, channels=channels), block_tokens) for channels in ("half", "all"))
+    halves, wholes = (select(Sale(0.3, channels=channels), batch, block_tokens) for channels in ("half", "all"))
     assert torch.equal(halves.block_counts, wholes.block_counts)
     for head, i_tile in product(range(4), range(batch.rows.num_tiles)):
         assert torch.equal(halves.blocks_of(head, i_tile), wholes.blocks_of(head, i_tile))
@@ -199,23 +171,10 @@ def test_what_is_merged():
 
 def test_higher_tau_keeps_less():
     batch = random_batch([(900, 128)], 2, 1, 64, 16, torch.float32, DEVICE)
-    masks = [run(batch, Sale(tau), reference=True).to_mask(0) for tau in (0.15, 0.25, 0.35, 0.5)]
+    masks = [select(Sale(tau), batch, by_reference=True).to_mask(0) for tau in (0.15, 0.25, 0.35, 0.5)]
     for more, less in pairwise(masks):
         assert bool((more | ~less).all())
         assert int(more.sum()) > int(less.sum())
-
-
-@pytest.mark.parametrize("channels", ["all", "half"])
-def test_rows_do_not_depend_on_each_other(channels):
-    batch = make_batch([(330, 130), (0, 65), (600, 65)])
-    rows, method = batch.rows, Sale(0.4, channels=channels)
-    together = run(batch, method)
-    for row in range(3):
-        of_rows = (rows.tokens, rows.query_lens, rows.context_lens, rows.block_table)
-        one = Rows(*(x[row : row + 1] for x in of_rows))
-        alone = run(batch, method, rows=one)
-        for i, head in product(range(one.num_tiles), range(2)):
-            assert torch.equal(alone.blocks_of(head, i), together.blocks_of(head, rows.tile_starts[row] + i))
 
 
 def test_rows_in_slabs_select_what_they_select_together(monkeypatch):
@@ -223,42 +182,15 @@ def test_rows_in_slabs_select_what_they_select_together(monkeypatch):
     batch = make_batch([(1211, 130), (700, 5), (300, 70)], 4, 2)
     methods = [Sale(0.3), Sale(0.0), Sale(0.4), Sale(0.2)]
     monkeypatch.setattr(sale_scores, "SPAN_TOKENS", 256)
-    together = run(batch, Sale.merged(methods), 32)
+    together = select(Sale.merged(methods), batch, 32)
     batch.rows.state.clear()
     monkeypatch.setattr(module, "SLAB_TOKENS", 512)
     assert len(module.slabs_of_rows(methods[0], batch.rows)) > 3
-    apart = run(batch, Sale.merged(methods), 32)
+    apart = select(Sale.merged(methods), batch, 32)
     assert torch.equal(apart.block_counts, together.block_counts)
     for head, i_tile in product(range(4), range(batch.rows.num_tiles)):
         assert torch.equal(apart.blocks_of(head, i_tile), together.blocks_of(head, i_tile))
     assert 0.1 < together.density() < 0.9
-
-
-def test_pages_and_layout_do_not_matter():
-    batch = make_batch([(555, 70)], num_heads=2, num_kv_heads=2, page_size=16)
-    expected = run(batch, Sale(0.4))
-    keys, values = batch.cache.gather(batch.rows.block_table[0], 625)
-    for page_size, layout in ((64, "HND"), (128, "NHD")):
-        other = random_batch([(555, 70)], 2, 2, 64, page_size, torch.float32, DEVICE, layout=layout)
-        positions = torch.arange(625, device=DEVICE)
-        pages = other.rows.block_table[0, positions // page_size].long()
-        other.cache.keys[pages, positions % page_size] = keys
-        other.cache.values[pages, positions % page_size] = values
-        moved = Batch(batch.q, PagedCache(other.cache.keys, other.cache.values), other.rows, batch.scale)
-        index = run(moved, Sale(0.4))
-        for head in range(2):
-            assert torch.equal(index.blocks_of(head, 0), expected.blocks_of(head, 0))
-
-
-@pytest.mark.parametrize("reference", [False, True])
-def test_other_heads_are_left_alone(reference):
-    batch = make_batch([(600, 70)], num_heads=8, num_kv_heads=4)
-    everyone, some = run(batch, Sale(0.4), reference=True), run(batch, Sale(0.4), heads=[6, 1], reference=reference)
-    assert torch.equal(some.block_counts[[1, 6]], everyone.block_counts[[1, 6]])
-    assert bool((some.stripe_counts[[1, 6]] == 0).all())
-    others = [0, 2, 3, 4, 5, 7]
-    assert bool((some.block_counts[others] == POISON).all() and (some.block_ids[others] == POISON).all())
-    assert bool((some.stripe_counts[others] == POISON).all())
 
 
 @pytest.mark.parametrize(

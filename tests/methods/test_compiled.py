@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Gluon kernel of SALE compiles for Hopper without a GPU, as it was meant: products run under the maxima."""
+"""Kernels compiled for Hopper without one: what the passes over the last queries, and SALE, owe their speed to."""
 
+import json
 import os
 import re
 import subprocess
@@ -10,15 +11,45 @@ from pathlib import Path
 import pytest
 import triton
 
+pytestmark = pytest.mark.full
+
+THREADS = {"split_lse_kernel": 512, "sums_kernel": 128}
+REGISTERS, SHARED_BYTES = 1 << 16, 228 << 10
+"""Of a multiprocessor, which keeps 1 KB of the latter for each program."""
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict[str, dict[str, int]]:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.methods.compiled_sums"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[0])
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("kernel", THREADS)
+def test_keys_are_copied_a_tile_ahead(figures: dict[str, dict[str, int]], kernel: str) -> None:
+    """A look-up that a tile's address waits for would have each tile wait for its whole way from memory."""
+    assert figures[kernel]["copies_ahead"] >= 1
+
+
+@pytest.mark.parametrize("kernel", THREADS)
+def test_two_programs_fit_a_multiprocessor(figures: dict[str, dict[str, int]], kernel: str) -> None:
+    """One's exponentials hide behind the other's products."""
+    assert 2 * (figures[kernel]["shared_bytes"] + 1024) <= SHARED_BYTES
+    assert 2 * THREADS[kernel] * figures[kernel]["registers"] <= REGISTERS
+
+
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 COMPILE = """
 import sys
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from vllm_sparse_kernels.select import sale_hopper
-from vllm_sparse_kernels.select.sale_rounding import RoundedKeys, RoundedQueries
-from vllm_sparse_kernels.select.sale_scores import PAIR_FIELDS, FlagArgs
+from vllm_sparse_kernels.methods.sale import hopper as sale_hopper
+from vllm_sparse_kernels.methods.sale.rounding import RoundedKeys, RoundedQueries
+from vllm_sparse_kernels.methods.sale.scores import PAIR_FIELDS, FlagArgs
 
 class Hopper:
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
@@ -45,7 +76,8 @@ print(kernel.metadata.shared)
 
 @pytest.mark.skipif(not (TOOLS / "nvdisasm").exists(), reason="this Triton brings no disassembler")
 @pytest.mark.parametrize(("head_dim", "block_tokens"), [(128, 64), (64, 32)])
-def test_it_compiles_as_meant(head_dim, block_tokens, tmp_path):
+def test_sales_gluon_kernel_compiles_as_meant(head_dim, block_tokens, tmp_path):
+    """Without spills, and with products that run under the maxima."""
     cubin = tmp_path / "half_kernel.cubin"
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE, str(head_dim), str(block_tokens), str(cubin)]

@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from tests.methods.cases import DEVICE, all_lists, lists
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.minference import reference
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
@@ -13,16 +14,6 @@ from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.select.last_queries import Sums
 from vllm_sparse_kernels.select.lines import Lines, write_lines
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def lists(index: SparseIndex, head: int, i_tile: int) -> tuple[list[int], list[int]]:
-    return index.blocks_of(head, i_tile).tolist(), index.stripes_of(head, i_tile).tolist()
-
-
-def all_lists(index: SparseIndex) -> list[tuple[list[int], list[int]]]:
-    return [lists(index, head, i) for head in range(index.num_heads) for i in range(index.rows.num_tiles)]
 
 
 def unread_row(query_len: int, context_len: int) -> Rows:
@@ -92,16 +83,15 @@ class TestBeyondOneChunk:
         offsets = slashes.nonzero().flatten().tolist()[::-1]
         assert lists(index, 0, 0) == reference.merge(verticals.tolist(), offsets, rows.tile_list[0], block_tokens)
 
-    @pytest.mark.parametrize("per_query_block", [False, True])
-    def test_block_sparse(self, block_tokens, per_query_block):
-        method = BlockSparse(100, per_query_block)
+    def test_block_sparse(self, block_tokens):
+        method = BlockSparse(100)
         rows = unread_row(70, 200_000)
         scores = torch.randn(1, 2, 3136, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
         index, expected = (SparseIndex.allocate(rows, 1, block_tokens) for _ in range(2))
         # The first query block ends at position 200,063, in key block 3125; the second at 200,069, in 3126.
         causal = scores[0, :, :3127].clone()
         causal[0, 3126] = -torch.inf
-        reference.set_block_sparse(reference.tile_blocks(method, causal)[0], expected, 0, 0)
+        reference.set_block_sparse(reference.tile_blocks(causal, 100)[0], expected, 0, 0)
         write_top_blocks(scores, method, index, 0, torch.zeros(1, dtype=torch.int32, device=DEVICE))
         index.check()
         assert all_lists(index) == all_lists(expected)
@@ -139,6 +129,7 @@ def check_top_k(lengths: list[int], kind: str, numbers: list[tuple[int, int]]) -
             assert torch.equal(kept.bands_upto[head, start : start + length], expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("numbers", [[(0, 0), (1, 0)], [(333, 50), (20, 50)], [(8300, 0), (10**12, 7)]])
 @pytest.mark.parametrize("kind", ["distinct", "integers", "few", "tiny", "equal"])
 def test_top_k_is_exact_and_takes_the_earliest_of_equals(kind, numbers):

@@ -8,23 +8,16 @@ import pytest
 import torch
 
 from benchmarks.batches import random_batch
+from tests.methods.cases import DEVICE, POISON, select
 from vllm_sparse_kernels.index import SparseIndex
-
-# After the package itself: the two import each other.
 from vllm_sparse_kernels.layer import attend_options
-from vllm_sparse_kernels.methods import METHODS
-from vllm_sparse_kernels.methods.sparge_attn import method as module
+from vllm_sparse_kernels.methods.sparge_attn import method as module, reference
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 from vllm_sparse_kernels.rows import Rows, ceil_div
-from vllm_sparse_kernels.select import pooled
 from vllm_sparse_kernels.select.pooled import KEY_BLOCK_TOKENS, KeyPool, pool_queries, slabs_of
 from vllm_sparse_kernels.trial import Batch
 from vllm_sparse_kernels.workspace import Workspace
 
-from vllm_sparse_kernels.methods.sparge_attn import reference  # isort: skip
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-POISON = -7
 MARGIN = 1e-5
 """Of similarities and of τ. Float32 sums of a tile's or a softmax's terms are closer than this to float64."""
 P_MARGIN = 1e-4
@@ -60,20 +53,6 @@ def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, 
         span = slice(rows.tokens[row], rows.tokens[row] + rows.query_lens[row])
         batch.q[span] = tokens(num_heads)[-rows.query_lens[row] :].to(dtype)
     return batch
-
-
-def run(method: SpargeAttn, batch: Batch, block_tokens=64, heads=None, rows=None, select=None) -> SparseIndex:
-    """The selection of ``heads`` (all unless told) in an index poisoned beforehand."""
-    index = SparseIndex.allocate(rows or batch.rows, batch.num_heads, block_tokens)
-    for tensor in (index.block_counts, index.block_ids, index.stripe_counts):
-        tensor.fill_(POISON)
-    heads = list(range(batch.num_heads)) if heads is None else heads
-    select = select or SpargeAttn.select
-    select(method, batch.q, batch.cache, index, torch.tensor(heads, dtype=torch.int32, device=DEVICE), batch.scale)
-    if len(heads) == batch.num_heads:
-        index.check()
-        assert not index.stripe_counts.any()
-    return index
 
 
 def flags_of(index: SparseIndex, head: int, i_tile: int) -> torch.Tensor:
@@ -150,13 +129,14 @@ if DEVICE == "cuda":
     CASES["long"] = ([(100_000, 8_192)], 32, 8, 128, 16, 128, torch.bfloat16, "NHD", True, True, None)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_and_reference_select_what_float64_selects(name):
     lengths, num_heads, num_kv_heads, head_dim, page, block_tokens, dtype, layout, smooth, sink, heads = CASES[name]
     batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page, dtype, layout=layout)
     method = clear_of_ties(dataclasses.replace(METHOD, smooth_keys=smooth, keep_sink=sink), batch)
-    for select in (None, METHODS["sparge_attn"].reference):
-        index = run(method, batch, block_tokens, heads, select=select)
+    for by_reference in (False, True):
+        index = select(method, batch, block_tokens, heads, by_reference)
         kept, causal, doubtful = assert_selects(method, batch, index, heads or range(num_heads))
         assert doubtful <= 0.01 * causal
         assert kept < causal or name.startswith("one-token"), "nothing was left out: the case shows nothing"
@@ -281,9 +261,9 @@ def test_sink_adds_the_first_block_and_nothing_else(block_tokens):
         pages = rows.block_table[row, positions // batch.cache.page_size].long()
         batch.cache.keys[pages, positions % batch.cache.page_size, :, 0] = -40.0
     method = SpargeAttn(kept_mass=0.5, min_similarity=-1.0, smooth_keys=False)
-    for select in (None, METHODS["sparge_attn"].reference):
+    for by_reference in (False, True):
         kept, bare = (
-            run(dataclasses.replace(method, keep_sink=sink), batch, block_tokens, select=select)
+            select(dataclasses.replace(method, keep_sink=sink), batch, block_tokens, by_reference=by_reference)
             for sink in (True, False)
         )
         for i_tile, tile in enumerate(rows.tile_list):
@@ -295,14 +275,6 @@ def test_sink_adds_the_first_block_and_nothing_else(block_tokens):
         assert bare.density() < kept.density() < 1
 
 
-def test_tau_one_is_dense_and_reads_nothing():
-    batch = make_batch([(37, 200), (0, 1)])
-    for select in (None, METHODS["sparge_attn"].reference):
-        for sink in (True, False):
-            method = SpargeAttn(kept_mass=1.0, min_similarity=-1.0, keep_sink=sink)
-            assert run(method, batch, select=select).density() == 1
-
-
 @pytest.mark.parametrize("min_similarity", [0.3, 0.5])
 def test_unlike_blocks_are_always_computed(min_similarity):
     """Equation 5, with τ so small that nothing else but the largest block and the diagonal is kept."""
@@ -311,65 +283,21 @@ def test_unlike_blocks_are_always_computed(min_similarity):
     q, k = row_inputs(batch, 0, torch.float64)
     unlike = reference.compress(k - k.mean(0), KEY_BLOCK_TOKENS)[1][0] < min_similarity
     tile_unlike = bool(reference.compress(q, 128)[1][0, 0] < min_similarity)
-    flags = flags_of(run(method, batch), 0, 0)
+    flags = flags_of(select(method, batch), 0, 0)
     assert bool(flags[unlike].all())
     assert bool(flags.all()) if tile_unlike else int(flags[:14].sum()) <= int(unlike[:14].sum()) + 1
 
 
 def test_raising_theta_forces_more():
     batch = make_batch([(800, 130)], 1, 1)
-    densities = [run(dataclasses.replace(METHOD, min_similarity=t), batch).density() for t in (-1.0, 0.55, 1.0)]
+    densities = [select(dataclasses.replace(METHOD, min_similarity=t), batch).density() for t in (-1.0, 0.55, 1.0)]
     assert densities[0] < densities[1] < densities[2] == 1
-
-
-def test_rows_do_not_see_each_other_and_slabs_change_nothing(monkeypatch):
-    batch = make_batch([(333, 140), (530, 1), (200, 30)])
-    together = run(METHOD, batch)
-    monkeypatch.setattr(pooled, "SLAB_BYTES", 1)  # one tile at a time
-    for row in range(3):
-        rows = batch.rows
-        alone = Rows(
-            *((values[row],) for values in (rows.tokens, rows.query_lens, rows.context_lens)),
-            rows.block_table[row : row + 1],
-        )
-        index = run(METHOD, batch, rows=alone)
-        for i_tile in range(alone.num_tiles):
-            for head in range(batch.num_heads):
-                shared = together.blocks_of(head, rows.tile_starts[row] + i_tile)
-                assert torch.equal(index.blocks_of(head, i_tile), shared)
-
-
-def test_pages_and_placement_change_nothing():
-    lengths = [(333, 140)]
-    first = run(METHOD, make_batch(lengths, page_size=16, layout="NHD"))
-    for page_size, layout, seed in ((64, "HND", 1), (128, "NHD", 2)):
-        index = run(METHOD, make_batch(lengths, page_size=page_size, layout=layout, seed=seed, gap_tokens=0))
-        assert torch.equal(index.block_counts, first.block_counts)
-        for i_tile in range(first.rows.num_tiles):
-            assert all(torch.equal(index.blocks_of(h, i_tile), first.blocks_of(h, i_tile)) for h in range(2))
 
 
 SETTINGS = [
     METHOD, SpargeAttn(kept_mass=0.4, min_similarity=-1.0, skip_margin=-5.0), SpargeAttn(kept_mass=1.0),
     dataclasses.replace(METHOD, min_similarity=0.55, int8_scores=True), METHOD, SpargeAttn(kept_mass=0.9),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("block_tokens", "sink"), [(64, True), (128, False)])
-def test_heads_selected_together_select_what_each_selects_alone(block_tokens, sink):
-    """Six heads on two kv heads, of five settings, in the order of ``heads``: bitwise."""
-    batch = make_batch([(700, 200), (0, 63), (333, 1)], 6, 2, dtype=torch.float16)
-    heads = [4, 0, 5, 1, 3, 2]
-    settings = [dataclasses.replace(one, keep_sink=sink) for one in SETTINGS]
-    merged = SpargeAttn.merged(settings)
-    for select in (None, METHODS["sparge_attn"].reference):
-        together = run(merged, batch, block_tokens, heads, select=select)
-        for head, method in zip(heads, settings):
-            alone = run(method, batch, block_tokens, [head], select=select)
-            assert torch.equal(alone.block_counts[head], together.block_counts[head])
-            for i_tile in range(batch.rows.num_tiles):
-                assert torch.equal(alone.blocks_of(head, i_tile), together.blocks_of(head, i_tile))
-    assert len({tuple(counts) for counts in together.block_counts.tolist()}) > 3
 
 
 COMMON = {"smooth_keys": True, "keep_sink": True, "skip_whole_steps": False}

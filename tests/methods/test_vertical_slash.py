@@ -1,33 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vertical-slash: kernels against the references, sums and lists against their definitions."""
 
-import dataclasses
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from benchmarks.batches import random_batch
-from tests.kernels.minference_cases import (
-    CASES,
-    DEVICE,
-    F32,
-    LONG,
-    UNIT,
-    Case,
-    all_lists,
-    lists,
-    row_parts,
-    select,
-    vertical_slash_between,
-)
+from tests.methods.cases import DEVICE, F32, all_lists, lists, row_alone, row_parts, select
+from tests.methods.minference_cases import CASES, LONG, UNIT, Case, vertical_slash_between
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 from vllm_sparse_kernels.methods.flex_prefill.reference import block_diagonals, softmax_of
 from vllm_sparse_kernels.methods.minference import reference
-from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash, VerticalSlashLayer
+from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.select import last_queries, lines
 from vllm_sparse_kernels.select.last_queries import last_query_sums
@@ -40,6 +26,7 @@ def vertical_slash_of(case: Case) -> VerticalSlash:
     return VerticalSlash(total // 10, total // 40, 64, total // 40, total // 100)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [*CASES, LONG], ids=str)
 def test_vertical_slash_kernel_is_the_reference(case):
     batch, method = case.batch(), vertical_slash_of(case)
@@ -53,28 +40,6 @@ def test_fewer_last_queries(last_queries):
     batch = random_batch([(137, 100), (0, 10)], 2, 1, 64, 16, F32, DEVICE)
     method = VerticalSlash(20, 5, last_queries, 3, 2)
     vertical_slash_between(method, batch, select(method, batch, 64))
-
-
-@pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
-def test_segments_of_a_chunk_select_as_chunks_of_their_own(by_reference):
-    """Tiles of 128 + 128 + 44 queries in segments of 1, 2, 3 tiles: the lists of chunks that come one by one."""
-    batch = random_batch([(137, 300), (0, 10)], 2, 1, 64, 16, F32, DEVICE)
-    rows = batch.rows
-    whole = VerticalSlash(20, 9, 64, 3, 2)
-    for segment_tokens, lengths in ((128, (128, 128, 44)), (300, (256, 44)), (500, (300,))):
-        method = dataclasses.replace(whole, segment_tokens=segment_tokens)
-        index = select(method, batch, 64, by_reference=by_reference)
-        index.check()
-        begin, i_tile = 0, 0
-        for length in lengths:
-            alone = Rows((rows.tokens[0] + begin,), (length,), (137 + begin,), rows.block_table[:1])
-            expected = select(whole, dataclasses.replace(batch, rows=alone), 64, by_reference=by_reference)
-            for i in range(alone.num_tiles):
-                for head in range(2):
-                    assert lists(index, head, i_tile + i) == lists(expected, head, i)
-            begin, i_tile = begin + length, i_tile + alone.num_tiles
-    with pytest.raises(ValueError, match="segment_tokens: given 127, expected a number of queries >= 128, or none"):
-        VerticalSlash(segment_tokens=127)
 
 
 def check_sums(batch: Batch, heads: list[int], band: int, last_queries: int = 64, spread: bool = False) -> None:
@@ -109,6 +74,7 @@ def check_sums(batch: Batch, heads: list[int], band: int, last_queries: int = 64
             assert ((given - exact).abs() <= relative * exact).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("band", "queries", "spread"), [(1, 64, False), (64, 128, False), (64, 50, True)])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_sums_are_those_of_the_softmax(case, band, queries, spread):
@@ -117,6 +83,7 @@ def test_sums_are_those_of_the_softmax(case, band, queries, spread):
     check_sums(batch, [batch.num_heads - 1, 0][: batch.num_heads], band, queries, spread)
 
 
+@pytest.mark.full
 def test_more_splits_than_are_joined_at_once():
     check_sums(random_batch([(4299, 70)], 1, 1, 64, 128, F32, DEVICE), [0], 64)
 
@@ -127,24 +94,6 @@ def test_queries_spread_over_a_chunk():
 
 
 SETTINGS = [VerticalSlash(40, 9, 64, 3, 2), VerticalSlash(7, 60, 64, 0, 50), VerticalSlash(0, 0), VerticalSlash(400, 3)]
-
-
-@pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
-def test_heads_with_numbers_of_their_own_select_what_they_select_alone(by_reference):
-    batch = random_batch([(137, 100), (0, 70)], 4, 2, 64, 16, F32, DEVICE)
-    merged = VerticalSlash.merged(SETTINGS)
-    assert isinstance(merged, VerticalSlashLayer)
-    heads = [2, 0, 3, 1]
-    layouts = {head: one.stripe_layout(batch.rows) for head, one in zip(heads, SETTINGS, strict=True)}
-    index = SparseIndex.allocate(batch.rows, 4, 64, layouts)
-    ids = torch.tensor(heads, dtype=torch.int32, device=DEVICE)
-    run = reference.select_vertical_slash if by_reference else VerticalSlash.select
-    run(merged, batch.q, batch.cache, index, ids, batch.scale)
-    index.check()
-    for head, one in zip(heads, SETTINGS, strict=True):
-        alone = select(one, batch, 64, [head], by_reference)
-        for i_tile in range(batch.rows.num_tiles):
-            assert lists(index, head, i_tile) == lists(alone, head, i_tile)
 
 
 def test_what_is_merged():
@@ -165,12 +114,11 @@ def test_a_longer_row_that_is_split_less_takes_nothing_from_a_shorter_one(monkey
     """33 tiles of keys make 7 splits of 5 where 32 make 8 of 4: the shorter row has the most."""
     monkeypatch.setattr(last_queries, "PROGRAMS", 16)
     batch = random_batch([(1984, 64), (2048, 64)], 2, 2, 64, 64, F32, DEVICE)
-    rows = batch.rows
-    first = Rows(rows.tokens[:1], rows.query_lens[:1], rows.context_lens[:1], rows.block_table[:1])
-    alone, beside = select(method, dataclasses.replace(batch, rows=first), 64), select(method, batch, 64)
+    alone, beside = select(method, row_alone(batch, 0)), select(method, batch)
     assert [lists(beside, head, 0) for head in range(2)] == [lists(alone, head, 0) for head in range(2)]
 
 
+@pytest.mark.full
 def test_rows_in_slabs_are_the_same(monkeypatch):
     """As many rows at a time as the workspace allows, down to one; and what a slab took is free again after it."""
     batch = random_batch([(0, 65), (201, 130), (9, 1)], 2, 1, 64, 16, F32, DEVICE, gap_tokens=3)
@@ -212,6 +160,7 @@ tiles = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(tiles)
 def test_reference_lists_are_the_merge_of_algorithm_4(shape):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Triton makes of the passes over the last queries, for Hopper and without one: JSON, by kernel.
 
-    python -m tests.kernels.compiled_sums
+    python -m tests.methods.compiled_sums
 
 Not in Triton's interpreter, so it runs in a process of its own.
 """

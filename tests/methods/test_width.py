@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_sparse_kernels import width
-from vllm_sparse_kernels.methods import METHODS
+from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
@@ -43,6 +43,8 @@ def test_sale_alone(capability: tuple[int, int], engine: str) -> None:
         ([*SALE, SpargeAttn(skip_margin=-5.0)], 64),
         ([Dense(), AShape()], 128),
         ([AShape(), SpargeAttn()], 64),
+        ([AnchorAttention()], 128),
+        ([AnchorAttention(whole_blocks=True), AnchorAttention()], 128),
     ],
 )
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
@@ -55,15 +57,10 @@ def test_what_shares_an_index_with_others_is_as_wide_as_these(
 def test_without_a_gpu_as_on_hopper() -> None:
     assert index_block_tokens(SALE, 128, CPU) == 32
     assert index_block_tokens(SALE, 128, CPU, "portable") == 64
+    assert index_block_tokens([AnchorAttention(whole_blocks=True)], 128, CPU) == 32
 
 
 def test_shared_memory_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: AMPERE)
     monkeypatch.setattr(width, "shared_bytes", lambda device: 99 << 10)
     assert index_block_tokens([Dense()], 128, CUDA) == 64
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_the_finest_is_no_wider_than_the_widest(name: str) -> None:
-    method = METHODS[name].parameters()
-    assert method.finest_block_tokens is None or 16 <= method.finest_block_tokens <= method.block_tokens

@@ -11,19 +11,15 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.batches import on_device, random_batch
+from tests.methods.cases import DEVICE, F32, row_parts
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods import METHODS, name_of
-from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.minference import reference
 from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.trial import Batch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Triton's interpreter multiplies bf16 tiles wrongly, without an error.
-F32, F16 = (torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.float32, torch.float16)
+F16 = torch.float16
 UNIT = 2.0**-24
-POISON = -7
 
 
 @dataclass(frozen=True)
@@ -57,37 +53,6 @@ CASES = [
     Case(((90, 65),), 2, 1, head_dim=256, block_tokens=128),
 ]
 LONG = Case(((0, 2049),), 1, 1, page_size=64, dtype=F16)
-
-
-def select(method: Method, batch: Batch, block_tokens: int, heads: list[int] | None = None, by_reference=False):
-    """The selection of ``heads`` (all unless told) in a poisoned index."""
-    heads = list(range(batch.num_heads)) if heads is None else heads
-    layout = method.stripe_layout(batch.rows)
-    index = SparseIndex.allocate(batch.rows, batch.num_heads, block_tokens, dict.fromkeys(heads, layout))
-    poisoned = [index.block_counts, index.block_ids, index.stripe_positions]
-    for tensor in [*poisoned, index.stripe_counts] if layout.capacity else poisoned:
-        tensor.fill_(POISON)
-    run = (lambda *a: METHODS[name_of(method)].reference(method, *a)) if by_reference else method.select
-    run(batch.q, batch.cache, index, torch.tensor(heads, dtype=torch.int32, device=DEVICE), batch.scale)
-    if len(heads) == batch.num_heads:
-        index.check()
-    return index
-
-
-def lists(index: SparseIndex, head: int, i_tile: int) -> tuple[list[int], list[int]]:
-    return index.blocks_of(head, i_tile).tolist(), index.stripes_of(head, i_tile).tolist()
-
-
-def all_lists(index: SparseIndex) -> list[tuple[list[int], list[int]]]:
-    return [lists(index, head, i) for head in range(index.num_heads) for i in range(index.rows.num_tiles)]
-
-
-def row_parts(batch: Batch, row: int, head: int, dtype=torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
-    """A row's queries and keys of one head: [query_len, d], [seq_len, d]."""
-    token, query_len = batch.rows.tokens[row], batch.rows.query_lens[row]
-    keys, _ = batch.cache.gather(batch.rows.block_table[row], batch.rows.seq_lens[row])
-    i_kv = head // (batch.num_heads // batch.cache.num_kv_heads)
-    return batch.q[token : token + query_len, head].to(dtype), keys[:, i_kv].to(dtype)
 
 
 def sure_and_possible(scores: torch.Tensor, k: int, margin: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,11 +127,7 @@ def vertical_slash_between(method: VerticalSlash, batch: Batch, *indices: Sparse
 
 
 def block_sparse_between(method: BlockSparse, batch: Batch, *indices: SparseIndex) -> None:
-    """A mean of 64 has error 64 u of the mean magnitude, a product of d terms d u: 2 · 65 + d + 2 roundings in all.
-
-    A tile's mass is joined from differences of two such scores, one of them within a logarithm of a sum of n terms:
-    twice the largest error of a product, n u for the sum, and 16 u of the magnitudes for the functions.
-    """
+    """A mean of 64 has error 64 u of the mean magnitude, a product of d terms d u: 2 · 65 + d + 2 roundings in all."""
     rows = batch.rows
     lower, upper = (SparseIndex.allocate(rows, batch.num_heads, indices[0].block_tokens) for _ in range(2))
     for row in range(rows.num_rows):
@@ -175,13 +136,8 @@ def block_sparse_between(method: BlockSparse, batch: Batch, *indices: SparseInde
             scores = reference.block_scores(q, keys, batch.scale)
             size = reference.mean_pool(q.abs()) @ reference.mean_pool(keys.abs()).T * batch.scale
             margin = UNIT * (q.shape[1] + 132) * size
-            if method.per_query_block:
-                bounds = sure_and_possible(scores, method.top_blocks, margin)
-                bounds = [reference.by_tile(kept & (scores > -torch.inf), False).any(1) for kept in bounds]
-            else:
-                margin = 2 * float(margin.max()) + UNIT * (scores.shape[1] + 16 * (1 + float(size.max())))
-                mass = reference.tile_mass(scores)
-                bounds = [kept & (mass > -torch.inf) for kept in sure_and_possible(mass, method.top_blocks, margin)]
+            bounds = sure_and_possible(scores, method.top_blocks, margin)
+            bounds = [reference.by_tile(kept & (scores > -torch.inf)) for kept in bounds]
             for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
                 for kept, index in zip(bounds, (lower, upper), strict=True):
                     reference.set_block_sparse(kept[i_tile - rows.tile_starts[row]], index, head, i_tile)

@@ -5,16 +5,13 @@ import pytest
 import torch
 
 from benchmarks.batches import random_batch
-from vllm_sparse_kernels.index import SparseIndex
+from tests.methods.cases import DEVICE, all_lists, select
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.select import pooled
 from vllm_sparse_kernels.select.pooled import Slab, slabs_of
-from vllm_sparse_kernels.trial import Batch
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def rows_of(*lengths: tuple[int, int]) -> Rows:
@@ -46,34 +43,25 @@ def test_slabs_follow_each_other_within_their_bounds(monkeypatch):
     assert [slab.num_tiles for slab in slabs] == [4, 2, 1, 1, 1, 1, 1, 1]
 
 
-def lists(method, batch: Batch) -> list[list[int]]:
-    index = SparseIndex.allocate(batch.rows, batch.num_heads, 64)
-    index.block_counts.fill_(-1)
-    heads = torch.arange(batch.num_heads, dtype=torch.int32, device=DEVICE)
-    method.select(batch.q, batch.cache, index, heads, batch.scale)
-    index.check()
-    return [index.blocks_of(h, t).tolist() for h in range(batch.num_heads) for t in range(batch.rows.num_tiles)]
-
-
 @pytest.mark.parametrize("method", [BlockSparse(2), SpargeAttn(0.5, -1.0), SpargeAttn(0.5, -1.0, smooth_keys=False)])
 def test_slabs_change_nothing(monkeypatch, method):
     """One slab, one for each tile, and two of which one holds two rows."""
     batch = random_batch([(200, 70), (0, 3), (130, 140)], 2, 1, 64, 16, torch.float16, DEVICE)
-    whole = lists(method, batch)
+    whole = all_lists(select(method, batch))
     per_tile = 2 if isinstance(method, BlockSparse) else 1
     for limit, num_slabs in ((1, 4), (3 * 2 * per_tile * 64 * 4, 2)):
         monkeypatch.setattr(pooled, "SLAB_BYTES", limit)
         assert len(slabs_of(batch.rows, 2, 1, 64, per_tile)) == num_slabs
-        assert lists(method, batch) == whole
-    assert len(set(map(tuple, whole))) > 3
+        assert all_lists(select(method, batch)) == whole
+    assert len({tuple(blocks) for of_head in whole for blocks, _ in of_head}) > 3
 
 
 @pytest.mark.parametrize("name", ["block_sparse", "sparge_attn"])
 def test_a_pass_makes_its_table_once(name):
     batch = random_batch([(200, 70)], 2, 1, 64, 16, torch.float16, DEVICE)
     method = METHODS[name].parameters()
-    lists(method, batch)
+    select(method, batch)
     table = pooled.row_table(batch.rows)
-    lists(method, batch)
+    select(method, batch)
     assert pooled.row_table(batch.rows) is table
     assert table.tolist() == [[270, 0, 0]]
