@@ -11,7 +11,7 @@ from benchmarks import tensor_parallel as module
 from benchmarks.shape import make_shape
 from benchmarks.tensor_parallel import Wanted, compare_answers, compare_speed
 from vllm_sparse_backend.measure.report import Report
-from vllm_sparse_backend.measure.serve import Settings
+from vllm_sparse_backend.measure.server import Settings
 
 A_SHAPE = Settings({"method": "a_shape"})
 
@@ -37,7 +37,7 @@ def cases_of(command: Sequence[str]) -> list[dict[str, object]] | None:
         return [{"part": "latency", "times_sooner": sooner}, {"part": "density", "density": 0.1}]
     answers = [{"distance": 10, "ranks": [1]}, {"distance": 20, "ranks": [1, 2]}]
     case = {"part": "prompt", "tokens": 64, "prompt": 0, "error": None, "answers": answers, "others": 50, "nats": 40.0}
-    density = {"part": "density", "density": 0.2}
+    density = {"part": "density", "density": 0.2, "kept_pairs": 1, "causal_pairs": 5}
     return [{**one, "label": label} for label in ("TP 1", "TP 2") for one in (case, density)]
 
 

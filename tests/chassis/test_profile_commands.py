@@ -228,25 +228,6 @@ def test_pictures(levelled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (refused.exit_code, "matplotlib, which is not installed" in refused.output) == (1, True)
 
 
-def test_diff(levelled: Path, model: Path, tmp_path: Path) -> None:
-    assert run("diff", levelled, levelled).exit_code == 0
-    assert run("diff", levelled, levelled).output == ""
-    (other := tmp_path / "other.yaml").write_text(LEVELS.replace("tau: 0.03", "tau: 0.1").replace("{0-1: ", "{1: "))
-    result = run("diff", levelled, other)
-    assert result.exit_code == 1
-    assert rows(result)[1:] == [
-        ["1 heads of layers 1", "a_shape(sink_tokens=64, local_tokens=256)", "sale(tau=0.01)"],
-        ["level fast, 4 heads of layers 1", "sale(tau=0.03)", "sale(tau=0.1)"],
-    ]
-    result = run("diff", levelled, "minference")
-    assert ["levels", "high, fast", "none"] in rows(result)
-    assert run("diff", "minference", "minference").exit_code == 0
-    assert run("diff", "minference", "streaming").exit_code == 2
-    assert rows(run("diff", "minference", "streaming", model))[1][0] == "8 heads of layers 0-1"
-    result = run("diff", levelled, "minference-yi-9b-200k")
-    assert (result.exit_code, "they differ in num_layers, num_heads" in result.output) == (2, True)
-
-
 def test_which_profile_auto_takes(tmp_path: Path, model: Path) -> None:
     shape = {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": 128}
     config = SHAPE | shape | {"architectures": ["Qwen2ForCausalLM"], "_name_or_path": "Qwen/Qwen2-7B-Instruct"}

@@ -4,8 +4,8 @@
 import pytest
 import torch
 
-from vllm_sparse_kernels.testing.lined import DEVICE
-from vllm_sparse_kernels.testing.structured import NUM_SINKS, SEQUENCE, oracle_density, paged_batch, structured
+from tests.helpers.lined import DEVICE
+from vllm_sparse_backend.measure.structured import NUM_SINKS, SEQUENCE, oracle_density, paged_batch, structured
 
 
 def probabilities(data, head):

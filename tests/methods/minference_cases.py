@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.batches import on_device, random_batch
 from tests.methods.cases import DEVICE, F32, row_parts
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.minference import reference
 from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
-from vllm_sparse_kernels.testing.batches import Batch, on_device, random_batch
+from vllm_sparse_kernels.trial import Batch
 
 F16 = torch.float16
 UNIT = 2.0**-24

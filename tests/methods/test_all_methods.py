@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.batches import random_batch, repaged
+from tests.helpers.lined import lined_batch
 from tests.methods.cases import DEVICE, F32, POISON, all_lists, row_alone, select, tiles_of
 from vllm_sparse_kernels.attend import attend
 from vllm_sparse_kernels.index import SparseIndex, causal_pairs
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method, PerHead
-from vllm_sparse_kernels.testing.batches import random_batch, repaged
-from vllm_sparse_kernels.testing.budget import expected_attention
-from vllm_sparse_kernels.testing.lined import lined_batch
+from vllm_sparse_kernels.trial import expected_attention
 
 SMALL: dict[str, list[dict[str, Any]]] = {
     "a_shape": [{"sink_tokens": 50, "local_tokens": 50}],

@@ -7,6 +7,7 @@ from itertools import groupby
 import pytest
 import torch
 
+from benchmarks.batches import random_batch
 from tests.methods.cases import DEVICE, DTYPES, all_lists, by_turns, select
 from vllm_sparse_kernels.attend import attend
 from vllm_sparse_kernels.index import SparseIndex, causal_pairs
@@ -14,8 +15,7 @@ from vllm_sparse_kernels.methods.anchor_attention import method as module
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
 from vllm_sparse_kernels.methods.anchor_attention.reference import anchor_differences, window_start
 from vllm_sparse_kernels.rows import Rows, ceil_div
-from vllm_sparse_kernels.testing.batches import Batch, random_batch
-from vllm_sparse_kernels.testing.budget import expected_attention
+from vllm_sparse_kernels.trial import Batch, expected_attention
 
 # Triton's interpreter cannot multiply bf16 matrices.
 

@@ -5,17 +5,16 @@ top-k alone, from made-up sums and scores.
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
+from benchmarks.batches import random_batch
 from tests.methods.cases import DEVICE, F32, all_lists, lists, row_alone, row_parts, select
 from tests.methods.minference_cases import CASES, LONG, UNIT, Case, block_sparse_between, vertical_slash_between
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 from vllm_sparse_kernels.methods.flex_prefill.reference import block_diagonals, softmax_of
-from vllm_sparse_kernels.methods.minference import block_sparse as minference
-from vllm_sparse_kernels.methods.minference import reference
+from vllm_sparse_kernels.methods.minference import block_sparse as minference, reference
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.minference.block_sparse import PER_TILE, BlockSparse, write_top_blocks
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
@@ -25,7 +24,7 @@ from vllm_sparse_kernels.select import last_queries, lines
 from vllm_sparse_kernels.select.last_queries import Sums, last_query_sums
 from vllm_sparse_kernels.select.lines import Lines, write_lines
 from vllm_sparse_kernels.select.pooled import KeyPool, pool_queries, products_of_slabs, slabs_of
-from vllm_sparse_kernels.testing.batches import Batch, random_batch
+from vllm_sparse_kernels.trial import Batch
 from vllm_sparse_kernels.workspace import Workspace
 
 

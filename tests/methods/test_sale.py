@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.batches import random_batch
 from tests.methods.cases import DEVICE, DTYPES, by_turns, select
 from tests.methods.sale_cases import (
     assert_agrees,
@@ -22,15 +23,17 @@ from tests.methods.sale_cases import (
     selected_heads,
 )
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.sale import means as sale_means
-from vllm_sparse_kernels.methods.sale import method as module
-from vllm_sparse_kernels.methods.sale import rounding as sale_rounding
-from vllm_sparse_kernels.methods.sale import scores as sale_scores
+from vllm_sparse_kernels.methods.sale import (
+    means as sale_means,
+    method as module,
+    rounding as sale_rounding,
+    scores as sale_scores,
+)
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.reference import paper_blocks, paper_density
 from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries
 from vllm_sparse_kernels.rows import Rows, ceil_div
-from vllm_sparse_kernels.testing.batches import Batch, random_batch
+from vllm_sparse_kernels.trial import Batch
 from vllm_sparse_kernels.workspace import Workspace
 
 # lengths, heads, kv heads, head_dim, page size, block_tokens, physical layout, method

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from benchmarks.batches import random_batch, random_index
 from tests.methods.cases import DEVICE, all_lists, select
 from vllm_sparse_kernels import width
 from vllm_sparse_kernels.index import SparseIndex
@@ -21,7 +22,6 @@ from vllm_sparse_kernels.pairs import CHUNK_LISTS, add_listed_pairs
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.select import pooled
 from vllm_sparse_kernels.select.pooled import Slab, slabs_of
-from vllm_sparse_kernels.testing.batches import random_batch, random_index
 from vllm_sparse_kernels.width import index_block_tokens
 
 

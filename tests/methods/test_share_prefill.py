@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from tests.helpers.lined import assert_between, kept_keys, lined_batch, selected
 from tests.methods.cases import DEVICE, DTYPES, by_turns, int32, row_alone
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods import name_of
@@ -28,8 +29,7 @@ from vllm_sparse_kernels.methods.share_prefill.reference import (
     select_share_prefill,
 )
 from vllm_sparse_kernels.select.radix import EQUAL_BITS, LEAST_KEY
-from vllm_sparse_kernels.testing.batches import Batch
-from vllm_sparse_kernels.testing.lined import assert_between, kept_keys, lined_batch, selected
+from vllm_sparse_kernels.trial import Batch
 
 MARGIN = 1e-4
 """Kernels and reference see the same inputs and round float32 sums differently: blocks and lines may differ that decide
