@@ -29,8 +29,7 @@ import typer
 
 from benchmarks.by_query import Recalls
 from benchmarks.kept import select_layer
-from benchmarks.options import Clusters as ClustersOption
-from benchmarks.options import Device, Json, Results, device_label
+from benchmarks.options import Clusters as ClustersOption, Device, Json, Results, device_label
 from benchmarks.oracle import exact_masses
 from benchmarks.recall import length_name
 from benchmarks.tables import markdown_table

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from vllm_sparse_backend.settings import strict_yaml
 from vllm_sparse_backend.settings.errors import ConfigurationError

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
@@ -19,8 +18,7 @@ if not current_platform.is_cpu():
     pytest.skip("needs vLLM's CPU build", allow_module_level=True)
 
 from tests.backend.served import CPU, make_builder, make_common, make_layers, make_step
-from vllm_sparse_backend.serving import arena as arenas
-from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving import arena as arenas, compat
 from vllm_sparse_backend.serving.arena import Arena, LayerNeed, Memory, Room, Row, largest_steps, rows_of
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import Thresholds

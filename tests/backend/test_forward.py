@@ -43,6 +43,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "vertical_slash": {"vertical_tokens": 40, "slash_tokens": 104},
 }
 LEAVE_NOTHING_OUT = {"dense"}
+QUICK = {"block_sparse", "vertical_slash", "sale"}
+"""One that keeps blocks, one with stripes, and the default."""
 NO_AMX = "with AMX instructions vLLM keeps bfloat16 keys in a layout that the plugin does not read, and says so"
 
 
@@ -182,7 +184,9 @@ class TestMethods:
     def test_all_are_here(self) -> None:
         assert set(SETTINGS) == set(METHODS)
 
-    @pytest.mark.parametrize("method", SETTINGS)
+    @pytest.mark.parametrize(
+        "method", [one if one in QUICK else pytest.param(one, marks=pytest.mark.full) for one in SETTINGS]
+    )
     def test_sparse_rows_are_the_reference_of_each_row_alone(self, configured: Callable[..., Any], method: str) -> None:
         """Neither neighbours, nor pages, nor another layer of the step change what a row selects and gives."""
         config = configured(

@@ -360,10 +360,7 @@ class TestRunners:
 
     def test_a_salt_alone_is_no_level(self, runner: Any) -> None:
         """As all requests have one next to a store by hashes: rows of steps in microbatches have no names there."""
-        assert runner.execute_model(scheduled({"a": Mark(DEFAULT, "salt", 100), "b": None}), "ab", 1) == [
-            DEFAULT,
-            DEFAULT,
-        ]
+        assert runner.execute_model(scheduled({"a": Mark(DEFAULT, "salt", 100), "b": None}), "ab", 1) == [DEFAULT]
 
     def test_between_steps_nothing_is_known(self, runner: Any) -> None:
         runner.execute_model(scheduled({"a": EXACT}), "a", 1)
@@ -372,7 +369,7 @@ class TestRunners:
         assert other.execute_model(scheduled({}), "a", 1) == [DEFAULT]  # nor by other runners of the process
 
     def test_a_batch_that_has_not_all_rows_of_its_step_is_an_error(self, runner: Any) -> None:
-        assert runner.execute_model(scheduled({}), "ab", 1) is None
+        assert runner.execute_model(scheduled({}), "ab", 1) == [DEFAULT]
         with pytest.raises(RuntimeError, match="a batch of 1 rows is built in a step of 2 requests"):
             runner.execute_model(scheduled({"a": EXACT}), "ab", 1)
         assert row_levels._step is None

@@ -12,8 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import counters as counting
-from benchmarks import soak as module
+from benchmarks import counters as counting, soak as module
 from benchmarks.counters import Bound, Counts, Sent, Served, wait_until_idle
 from benchmarks.shape import make_shape
 from benchmarks.soak import Asking, Client, add_figures, growth, lines, soak, soak_and_check

@@ -8,9 +8,7 @@ import torch
 from benchmarks.batches import random_batch
 from tests.methods.cases import DEVICE, int32
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.sale import means as sale_means
-from vllm_sparse_kernels.methods.sale import method as module
-from vllm_sparse_kernels.methods.sale import rounding as sale_rounding
+from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, rounding as sale_rounding
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries, Selected
 from vllm_sparse_kernels.rows import ceil_div

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from benchmarks.batches import random_batch
 from vllm_sparse_kernels import LayerShape, Rows, SparseIndex, Workspace

@@ -18,8 +18,7 @@ from tests.methods.minference_cases import (
     vertical_slash_between,
 )
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.minference import block_sparse as minference
-from vllm_sparse_kernels.methods.minference import reference
+from vllm_sparse_kernels.methods.minference import block_sparse as minference, reference
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.minference.block_sparse import PER_TILE, BlockSparse
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash

@@ -19,9 +19,7 @@ from tests.methods.sale_cases import (
     regions,
     rounded_by_kernels,
 )
-from vllm_sparse_kernels.methods.sale import means as sale_means
-from vllm_sparse_kernels.methods.sale import method as module
-from vllm_sparse_kernels.methods.sale import scores as sale_scores
+from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, scores as sale_scores
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.reference import paper_blocks, paper_density
 from vllm_sparse_kernels.workspace import Workspace

@@ -10,9 +10,7 @@ from benchmarks.batches import random_batch
 from tests.methods.cases import DEVICE
 from tests.methods.sale_cases import compared_as, make_batch, regions, rounded_by_kernels, selected_heads
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.sale import method as module
-from vllm_sparse_kernels.methods.sale import rounding as sale_rounding
-from vllm_sparse_kernels.methods.sale import scores as sale_scores
+from vllm_sparse_kernels.methods.sale import method as module, rounding as sale_rounding, scores as sale_scores
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries
 from vllm_sparse_kernels.rows import Rows, ceil_div

@@ -11,8 +11,7 @@ from benchmarks.batches import random_batch
 from tests.methods.cases import DEVICE, POISON, select
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.layer import attend_options
-from vllm_sparse_kernels.methods.sparge_attn import method as module
-from vllm_sparse_kernels.methods.sparge_attn import reference
+from vllm_sparse_kernels.methods.sparge_attn import method as module, reference
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.select.pooled import KEY_BLOCK_TOKENS, KeyPool, pool_queries, slabs_of

@@ -3,8 +3,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from benchmarks.batches import random_batch
 from tests.methods.cases import DEVICE, F32, all_lists, lists, row_alone, row_parts, select

@@ -73,8 +73,7 @@ def serve(
         from vllm_sparse_backend.measure.client import Endpoint
         from vllm_sparse_backend.measure.latency import Length
         from vllm_sparse_backend.measure.report import Report
-        from vllm_sparse_backend.measure.server import Settings, device_name, split_args
-        from vllm_sparse_backend.measure.server import server_args as arguments
+        from vllm_sparse_backend.measure.server import Settings, device_name, server_args as arguments, split_args
 
         _check_servers(model, stock_url, url, settings, label, kv_tokens, server_args, apart, requests)
         fitting = part.fitting(model, output_tokens)

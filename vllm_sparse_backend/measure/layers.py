@@ -9,8 +9,7 @@ import torch
 from vllm_sparse_backend.measure.card import refusal
 from vllm_sparse_backend.measure.data import Prompt
 from vllm_sparse_backend.settings.plan import Plan
-from vllm_sparse_kernels import AttendOptions, SparseIndex
-from vllm_sparse_kernels import layer as layers
+from vllm_sparse_kernels import AttendOptions, SparseIndex, layer as layers
 from vllm_sparse_kernels.attend import AttendSpec, Engine, choose
 from vllm_sparse_kernels.layer import LayerPlan
 from vllm_sparse_kernels.trial import Batch
@@ -41,7 +40,8 @@ class Layer:
 
     def attend(self, engine: Engine) -> None:
         batch = self.batch
-        replace(self.served, engine=engine).attend(batch.q, batch.cache, self.index, self.out, batch.scale)
+        with self.index.workspace.frame():
+            engine.attend(batch.q, batch.cache, self.index, self.out, batch.scale, options=self.options)
 
     def run(self, engine: Engine) -> None:
         self.select()
