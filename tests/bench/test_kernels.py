@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from benchmarks import attend, methods
-from benchmarks.batches import random_batch, random_index
+from benchmarks.batches import in_fp8, random_batch, random_index
 from tests.bench.conftest import HEADS, CpuCard
 from tests.helpers.lined import DEVICE
 from vllm_sparse_backend.cli import app
@@ -148,7 +148,7 @@ def test_what_fp8_costs_a_method_stands_beside_what_it_costs_dense(prompts):
     """The stand-in for the card rounds nothing but what it is given: a method that keeps all is off as dense is."""
     asked, report = Asked("dense"), Report("methods", "a CPU", command="test")
     plan = asked.plan(HEADS.model(2))
-    rounded = [prompt.in_fp8() for prompt in prompts]
+    rounded = [data.Prompt(in_fp8(prompt.whole)) for prompt in prompts]
     (row,) = methods.run_methods(
         CpuCard(), rounded, "in fp8", [(asked, plan)], [100], 200, ["portable"], report, unrounded=prompts
     )

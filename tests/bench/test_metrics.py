@@ -20,6 +20,7 @@ class StillCard(CpuCard):
         pass
 
 
+@pytest.mark.full
 def test_counting_beside_a_layer() -> None:
     card = StillCard(lambda name: {"layer": 0.9, "count": 0.01}[name])
     prompts, plan = structured_prompts(HEADS, 700, 2, card.device), Asked.parse("a_shape").plan(HEADS.model(2))
