@@ -235,7 +235,7 @@ def test_a_server_that_fails_ends_all_and_stops_those_that_were_started(
     failing = contestants.Contestant("failing", "m", "", fail)
     asked = Asking.about(None, [2000], 1, facts=2, seed=0, first_token="", templates=Templates())
     with pytest.raises(BenchError, match="no server answers"):
-        contestants.ask_all([slow, failing], asked, "", Report("answers", "CPU"), 1, lambda case: None, jobs=2)
+        contestants.ask_all([slow, failing], asked, "", Report("answers", "CPU"), 1, jobs=2)
     assert stopped.is_set()
 
 

@@ -174,7 +174,6 @@ def ask_all(
     key: str,
     report: Report,
     concurrency: int,
-    on_case: OnCase,
     jobs: int = 1,
 ) -> None:
     """A case for each contestant and request that the report does not hold yet; ``jobs`` servers at a time.
@@ -192,8 +191,6 @@ def ask_all(
             if over.is_set():
                 return  # of a server that was stopped
             report.add_case(case)
-            if case["part"] == "prompt":
-                on_case(case)
 
     def ask(server: Sequence[Contestant]) -> None:
         with server[0].open() as endpoint:
