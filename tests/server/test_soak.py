@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server under many clients: all lengths and levels, shared prefixes, requests that are broken off, little cache.
 
-A minute here; SOAK_S=600 in the environment, or ``sparse-prefill bench soak``, goes on for longer.
+A minute here; SOAK_S=600 in the environment, or ``python -m benchmarks.soak``, goes on for longer.
 After it, known requests come one at a time, and the server's counters have to be what follows from these.
 """
 
