@@ -58,7 +58,10 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 CHUNKS = prompt(1501, seed=1)
-CACHED = {"prefix: same prompt": 1501 // PAGE_TOKENS * PAGE_TOKENS, "prefix: other tail": 1000 // PAGE_TOKENS * PAGE_TOKENS}
+CACHED = {
+    "prefix: same prompt": 1501 // PAGE_TOKENS * PAGE_TOKENS,
+    "prefix: other tail": 1000 // PAGE_TOKENS * PAGE_TOKENS,
+}
 """So many tokens of these are found in the cache, by whoever may read what those before them wrote."""
 
 

@@ -152,7 +152,10 @@ def test_exact_requests_read_what_is_exact_and_no_more(asked: Asked) -> None:
     for name, cached in scenario.CACHED.items():
         assert asked.sparse.answers[name].cached_tokens == asked.exact.answers[name].cached_tokens == cached, name
     # The server's own level reads its own.
-    assert asked.exact.answers["beside concurrent: 1301"].cached_tokens == 650 // scenario.PAGE_TOKENS * scenario.PAGE_TOKENS
+    assert (
+        asked.exact.answers["beside concurrent: 1301"].cached_tokens
+        == 650 // scenario.PAGE_TOKENS * scenario.PAGE_TOKENS
+    )
 
 
 def test_levels_by_name(asked: Asked) -> None:
