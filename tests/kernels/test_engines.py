@@ -33,6 +33,9 @@ from vllm_sparse_kernels.workspace import Workspace
 # Triton's interpreter multiplies bf16 tiles wrongly, without an error; on a GPU vLLM's caches are bf16 or fp16.
 DTYPES = [torch.bfloat16, torch.float16] if torch.cuda.is_available() else [torch.float32, torch.float16]
 
+FULL = pytest.mark.full
+EACH_DTYPE = [DTYPES[0], pytest.param(DTYPES[1], marks=FULL)]
+
 READS_PAST_THE_END = {"flash"}
 """Engines that multiply values past a row's end, on its last page, by zero: what lies there must be finite."""
 
@@ -104,7 +107,7 @@ def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool
     return all(torch.equal(a.nan_to_num(nan=7), b.nan_to_num(nan=7)) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 @pytest.mark.parametrize(
     "lengths",
     [[(0, 1)], [(0, 63)], [(1000, 1)], [(37, 1000)], [(5, 63), (0, 1), (301, 150), (64, 128)]],
@@ -115,18 +118,23 @@ def test_lengths(engine, device, lengths, dtype, means):
     check(engine, batch, random_index(batch, 64, 0.2, stripes=90), asked(means, batch))
 
 
+@FULL
 def test_long_row(engine, device, means):
     batch = random_batch([(0, 2049)], 1, 1, 64, 64, DTYPES[1], device)
     check(engine, batch, random_index(batch, 64, 0.05, stripes=40), asked(means, batch))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2), (6, 2), (4, 1), (8, 1)])
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"),
+    [(6, 2), *(pytest.param(*pair, marks=FULL) for pair in ((2, 2), (4, 2), (4, 1), (8, 1)))],
+)
 def test_query_heads_find_their_kv_head(engine, device, num_heads, num_kv_heads, dtype, means):
     batch = random_batch([(71, 40), (0, 3)], num_heads, num_kv_heads, 64, 16, dtype, device)
     check(engine, batch, random_index(batch, 64, 0.5, stripes=20), asked(means, batch))
 
 
+@FULL
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("block_tokens", [32, 64, 128])
 @pytest.mark.parametrize("page_size", [16, 48, 64, 128])
@@ -135,7 +143,7 @@ def test_pages(engine, device, page_size, block_tokens, layout, means):
     check(engine, batch, random_index(batch, block_tokens, 0.5, stripes=30), asked(means, batch))
 
 
-@pytest.mark.parametrize("block_tokens", [32, 64, 128])
+@pytest.mark.parametrize("block_tokens", [64, pytest.param(32, marks=FULL), pytest.param(128, marks=FULL)])
 def test_a_diagonal_anywhere(engine, device, block_tokens, means):
     """Tiles that begin at any place of a block, over one to five blocks of their own, whole and cut short."""
     lengths = [(c, 130) for c in (1, 31, 33, 97, 127, 129)] + [(c, 33) for c in (0, 31, 32, 64, 128, 191)]
@@ -143,16 +151,20 @@ def test_a_diagonal_anywhere(engine, device, block_tokens, means):
     check(engine, batch, random_index(batch, block_tokens, 0.3), asked(means, batch))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 @pytest.mark.parametrize(
-    ("head_dim", "block_tokens"), [(64, 64), (64, 128), (96, 64), (96, 128), (128, 64), (128, 128), (256, 64)]
+    ("head_dim", "block_tokens"),
+    [
+        (96, 64),
+        *(pytest.param(*c, marks=FULL) for c in ((64, 64), (64, 128), (96, 128), (128, 64), (128, 128), (256, 64))),
+    ],
 )
 def test_head_dims(engine, device, head_dim, block_tokens, dtype, means):
     batch = random_batch([(150, 70)], 2, 1, head_dim, 16, dtype, device)
     check(engine, batch, random_index(batch, block_tokens, 0.5, stripes=70), asked(means, batch))
 
 
-@pytest.mark.parametrize("stripes", [0, 1, 64, 200])
+@pytest.mark.parametrize("stripes", [0, 64, pytest.param(1, marks=FULL), pytest.param(200, marks=FULL)])
 def test_stripes(engine, device, stripes):
     batch = random_batch([(700, 130)], 2, 1, 64, 16, DTYPES[0], device)
     index = random_index(batch, 64, 0.1, stripes=stripes)
@@ -182,7 +194,7 @@ def test_stripes_that_tiles_share(engine, device):
     check(engine, batch, index)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_full_index_is_dense_attention(engine, device, dtype):
     """Against softmax over whole matrices, which knows neither tiles nor indices."""
     batch = random_batch([(37, 200), (0, 90)], 4, 2, 64, 16, dtype, device, gap_tokens=1)
@@ -323,6 +335,7 @@ shapes = st.fixed_dictionaries(
 )
 
 
+@FULL
 @pytest.mark.parametrize("name", ENGINES)
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
 @given(shape=shapes)

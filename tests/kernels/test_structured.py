@@ -52,6 +52,7 @@ def test_the_oracle_is_what_whole_matrices_say():
         assert float(got[head]) == pytest.approx(sum(shares) / len(shares), rel=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("context_len", [24576, 49152])
 def test_densities_spread_as_on_a_trained_model(context_len):
     density = oracle_density(structured(8192, context_len, 16, 4, 128, torch.bfloat16, DEVICE), num_queries=32)
