@@ -17,15 +17,10 @@ def probabilities(data, head):
     )
 
 
-@pytest.mark.parametrize(
-    ("query_len", "context_len", "num_heads", "num_kv_heads", "head_dim"),
-    [(1, 0, 1, 1, 32), (63, 1000, 4, 2, 64), (2049, 0, 16, 4, 96), (130, 2049, 5, 1, 128), (64, 5, 2, 2, 256)],
-)
-def test_shapes_and_seeds(query_len, context_len, num_heads, num_kv_heads, head_dim):
-    def make(seed):
-        return structured(query_len, context_len, num_heads, num_kv_heads, head_dim, torch.float16, DEVICE, seed)
-
-    one, same, other = make(3), make(3), make(4)
+@pytest.mark.parametrize("shape", [(1, 0, 1, 1, 32), (63, 1000, 4, 2, 64), (130, 2049, 5, 1, 128), (64, 5, 2, 2, 256)])
+def test_shapes_and_seeds(shape):
+    query_len, context_len, num_heads, num_kv_heads, head_dim = shape
+    one, same, other = (structured(*shape, torch.float16, DEVICE, seed) for seed in (3, 3, 4))
     assert one.q.shape == (query_len, num_heads, head_dim)
     assert one.k.shape == one.v.shape == (context_len + query_len, num_kv_heads, head_dim)
     assert one.q.dtype == one.k.dtype == one.v.dtype == torch.float16
