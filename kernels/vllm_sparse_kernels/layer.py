@@ -129,7 +129,7 @@ class Layer:
         return rows.once(self, lambda: self._layout(rows)).allocate(workspace or Workspace(rows.device))
 
     def _layout(self, rows: Rows) -> IndexLayout:
-        stripes = {head: stripes_of(group.method, rows) for group in self.groups for head in group.heads}
+        stripes = {head: stripes_of(method, rows) for head, method in enumerate(methods_by_head(self.groups))}
         return IndexLayout.of(rows, self.num_heads, self.block_tokens, stripes)
 
     def select(self, query: torch.Tensor, cache: PagedCache, index: SparseIndex, scale: float) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
@@ -19,8 +18,7 @@ if not current_platform.is_cpu():
     pytest.skip("needs vLLM's CPU build", allow_module_level=True)
 
 from tests.backend.served import CPU, make_builder, make_common, make_layers, make_step
-from vllm_sparse_backend.serving import arena as arenas
-from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving import arena as arenas, compat
 from vllm_sparse_backend.serving.arena import Arena, LayerNeed, Memory, Room, Row, largest_steps, rows_of
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import Thresholds
@@ -161,7 +159,7 @@ class TestSize:
     def test_it_holds_the_longest_row(self, configured: Callable[..., Any], lines: list[str]) -> None:
         config = configured(method="vertical_slash", params=LINES, min_tokens=MIN_TOKENS)
         (layer,) = make_layers(config, [0])
-        memory = layer.impl.reserve(config, CPU)
+        memory = layer.impl.join(config, CPU).reserve()
         max_len, max_tokens = config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens
         query_len = min(max_tokens, max_len - MIN_TOKENS)
         (slab,) = memory.room.slabs([Row(0, 0, query_len, max_len - query_len)], torch.zeros(1, 1, dtype=torch.int32))
@@ -174,7 +172,7 @@ class TestSize:
         monkeypatch.setattr(compat, "device_memory_bytes", lambda: 1 << 20)
         config = configured(method="vertical_slash", params=LINES, min_tokens=MIN_TOKENS)
         (layer,) = make_layers(config, [0])
-        assert len(layer.impl.reserve(config, CPU).arena.buffer) == 1 << 16
+        assert len(layer.impl.join(config, CPU).reserve().arena.buffer) == 1 << 16
 
     @pytest.mark.parametrize(("method", "block_tokens"), [("vertical_slash", 64), ("sale", 32), ("dense", 128)])
     def test_an_index_takes_what_is_reckoned(self, method: str, block_tokens: int) -> None:
@@ -205,10 +203,10 @@ class TestReservation:
         with torch.inference_mode():
             for layer in layers:
                 layer.impl.forward(layer, query, None, None, torch.empty(0), None, torch.empty(5, 4, 32))
-        memory = layers[0].impl.memory
+        memory = layers[0].impl.join(config, CPU).memory
         assert memory is not None
         assert not memory.arena.buffer.is_inference()
-        assert all(layer.impl.memory is memory for layer in layers)
+        assert all(layer.impl.worker.memory is memory for layer in layers)
         assert make_builder(config, layers).memory is memory
 
     def test_a_part_that_knows_only_its_own_configuration_leaves_it_to_the_builder(
@@ -217,13 +215,13 @@ class TestReservation:
         config = configured(method="dense", dense_layers=[9])
         (layer,) = make_layers(config, [0])
         layer.impl.forward(layer, torch.zeros(5, 4, 32), None, None, torch.empty(0), None, torch.empty(5, 4, 32))
-        assert layer.impl.memory is None
+        assert layer.impl.worker is None
 
     def test_layers_that_cannot_go_sparse_reserve_nothing(self, configured: Callable[..., Any]) -> None:
         config = configured(method="dense")
         (layer,) = make_layers(config, [0], per_layer_sliding_window=64)
         layer.impl.forward(layer, torch.zeros(5, 4, 32), None, None, torch.empty(0), None, torch.empty(5, 4, 32))
-        assert layer.impl.memory is None
+        assert layer.impl.worker is None
 
 
 class TestForward:
@@ -236,15 +234,18 @@ class TestForward:
         builder = make_builder(config, layers)
         if num_bytes is not None:
             room = Room(builder.memory.room.layers, num_bytes, config.model_config.max_model_len)
-            layer.impl.memory = builder.memory = Memory(Arena(CPU, torch.empty(num_bytes, dtype=torch.uint8)), room)
+            layer.impl.worker.memory = builder.memory = Memory(
+                Arena(CPU, torch.empty(num_bytes, dtype=torch.uint8)), room
+            )
         step = make_step(layer, self.LENGTHS)
         metadata = builder.build(0, step.common)
         out = step.forward(layer, metadata)
-        assert layer.impl.memory.arena.overflows == 0
-        assert layer.impl.memory.arena.used_bytes == 0
-        assert layer.impl.memory.arena.peak_bytes <= len(layer.impl.memory.arena.buffer)
+        assert layer.impl.worker.memory.arena.overflows == 0
+        assert layer.impl.worker.memory.arena.used_bytes == 0
+        assert layer.impl.worker.memory.arena.peak_bytes <= len(layer.impl.worker.memory.arena.buffer)
         return out, len(metadata.sparse.slabs)
 
+    @pytest.mark.full
     @pytest.mark.parametrize("method", ["a_shape", "sale", "share_prefill"])
     def test_several_slabs_give_what_one_gives(self, configured: Callable[..., Any], method: str) -> None:
         """To the bit, as long as no row is cut."""
@@ -274,8 +275,7 @@ class TestForward:
         needed = builder.memory.room.needed(rows_of([Row(0, 0, 1, 2000)]))
         builder.memory = Memory(builder.memory.arena, Room(builder.memory.room.layers, needed, 8192))
         common = make_common([(1000, 300), (5000, 300)])
-        kinds = builder._classify(0, common, common.query_start_loc_cpu.tolist())
-        assert [kind.reason for kind in kinds] == [None, Fallback.NO_ROOM]
+        assert [row.kind.reason for row in builder._classify(0, common)] == [None, Fallback.NO_ROOM]
         assert builder.recorder._rows == {}
         builder.build(0, common)
         assert builder.recorder._rows["dense", "no_room"] == 1
@@ -284,7 +284,7 @@ class TestForward:
 def make_needs(configured: Callable[..., Any], method: str, params: dict[str, Any]) -> tuple[LayerNeed, ...]:
     config = configured(method=method, params=params, min_tokens=MIN_TOKENS, min_query_tokens=1)
     (layer,) = make_layers(config, [0])
-    return layer.impl.reserve(config, CPU).room.layers
+    return layer.impl.join(config, CPU).reserve().room.layers
 
 
 def test_what_does_not_fit_comes_from_torch_and_is_counted_and_said_once(lines: list[str]) -> None:

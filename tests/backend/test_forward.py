@@ -43,6 +43,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "vertical_slash": {"vertical_tokens": 40, "slash_tokens": 104},
 }
 LEAVE_NOTHING_OUT = {"dense"}
+QUICK = {"block_sparse", "vertical_slash", "sale"}
+"""One that keeps blocks, one with stripes, and the default."""
 NO_AMX = "with AMX instructions vLLM keeps bfloat16 keys in a layout that the plugin does not read, and says so"
 
 
@@ -81,6 +83,7 @@ def reference(step: Step, row: int, groups: Sequence[HeadGroup], scale: float) -
 
 
 class TestCache:
+    @pytest.mark.full
     @pytest.mark.parametrize("num_kv_heads", [1, 3])
     @pytest.mark.parametrize("head_dim", [32, 64, 80, 112, 128, 256])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -134,6 +137,7 @@ class TestMixedBatches:
             expected = exact(step, row, layer.impl.scale).float()
             torch.testing.assert_close(out[step.tokens(row)], expected, **CLOSE)
 
+    @pytest.mark.full
     @pytest.mark.parametrize(
         ("dtype", "head_dim", "num_heads", "num_kv_heads"),
         [("float32", 80, 8, 1), ("float32", 128, 2, 2), ("float16", 64, 6, 2), ("bfloat16", 64, 8, 2)],
@@ -180,7 +184,9 @@ class TestMethods:
     def test_all_are_here(self) -> None:
         assert set(SETTINGS) == set(METHODS)
 
-    @pytest.mark.parametrize("method", SETTINGS)
+    @pytest.mark.parametrize(
+        "method", [one if one in QUICK else pytest.param(one, marks=pytest.mark.full) for one in SETTINGS]
+    )
     def test_sparse_rows_are_the_reference_of_each_row_alone(self, configured: Callable[..., Any], method: str) -> None:
         """Neither neighbours, nor pages, nor another layer of the step change what a row selects and gives."""
         config = configured(

@@ -177,18 +177,6 @@ class TestDerived:
         assert type(metadata) is compat.DelegateMetadata
         assert metadata.seq_lens.tolist() == [128, 4, 128, 128, 44]
 
-    def test_chunked_attention_alone_is_an_error(self, configured: Configure) -> None:
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
-
-        config = configured()
-        with set_current_vllm_config(config):
-            chunked = ChunkedLocalAttention(
-                4, 32, 32**-0.5, 128, num_kv_heads=2, cache_config=config.cache_config, prefix=layer_name(0)
-            )
-        with pytest.raises(ConfigurationError, match="no layer of this model can prefill sparsely"):
-            make_builder(config, [chunked])
-
     def test_layers_that_share_a_cache_and_prefill_fast(self, configured: Configure) -> None:
         """Their builder keeps only the tokens that are sampled from: positions no longer follow each other."""
         from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
@@ -262,7 +250,7 @@ class TestCounting:
         config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
         (layer,) = layers = make_layers(config, [0])
         first, second = make_builder(config, layers), make_builder(config, layers)
-        assert first.recorder is second.recorder is layer.impl.recorder
+        assert first.recorder is second.recorder is layer.impl.worker.recorder
         for cut in (151, 51):
             whole = make_common([(50, 1), (0, 200), (0, 30)])
             slices = [UBatchSlice(slice(0, 2), slice(0, cut)), UBatchSlice(slice(1, 3), slice(cut, 231))]
@@ -317,7 +305,9 @@ class TestCounting:
         assert samples["rows", "sparse", ""] == 1
         assert samples["tiles", "0"] == 2
         assert 0 < samples["kept_pairs", "0"] < samples["causal_pairs", "0"]
-        assert 0 < samples["arena_peak_bytes",] <= samples["arena_bytes",] == layers[0].impl.memory.room.num_bytes
+        assert (
+            0 < samples["arena_peak_bytes",] <= samples["arena_bytes",] == layers[0].impl.worker.memory.room.num_bytes
+        )
         assert samples["arena_overflows",] == samples["compilations", "serving"] == 0
         assert {name for name, *_ in samples} <= set(METRICS)
 

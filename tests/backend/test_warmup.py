@@ -78,14 +78,17 @@ def make_impls(
     needs = [LayerNeed.of(groups, *heads, 2, device, engine) for groups in plan.layers if groups]
     buffer = None if num_bytes is None else torch.empty(num_bytes, dtype=torch.uint8, device=device)
     memory = Memory(Arena(device, buffer), Room(needs, num_bytes or 1 << 60, LONGEST))
+    worker: Any = SimpleNamespace(
+        recorder=Recorder(device), memory=memory, guard=None, resolved=SimpleNamespace(config=SparsePrefillConfig())
+    )
     impls = []
     for layer, groups in enumerate(plan.layers):
         impl = object.__new__(SparsePrefillImpl)
         impl.num_heads, impl.num_kv_heads, impl.head_size = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim
         impl.scale, impl.fallback = SHAPE.head_dim**-0.5, None
-        impl.levels, impl.stays_dense, impl.guard = {}, False, None
+        impl.levels, impl.stays_dense = {}, False
         served = replace(Layer.of(groups or (), impl.head_size, device, engine), by_kernels=True)
-        impl.adopt(layer, served, Recorder(device), memory)
+        impl.adopt(layer, served, worker)
         impls.append(impl)
     return impls
 
@@ -115,7 +118,7 @@ def run_steps(
         query = query.contiguous().to(FP8) if in_fp8 else query
         num_pages = max(-(-(c + q) // page_size) for c, q in lengths) + i  # no multiple of 16 more often than not
         table = torch.arange(num_pages, dtype=torch.int32, device=device).repeat(len(lengths) + 1, 1)
-        memory = impls[0].memory
+        memory = impls[0].worker.memory
         assert memory is not None
         for slab in memory.room.slabs(in_turn(lengths), own_block_table(table, list(range(1, len(lengths) + 1)))):
             for impl in impls:
@@ -143,6 +146,7 @@ class TestKeys:
         monkeypatch.setattr(engines, "failure", failure)
         monkeypatch.setattr(compat, "flash_attention", lambda: FlashAttention.of_version(3, uncomputed))
 
+    @pytest.mark.full
     @pytest.mark.parametrize(
         ("page_size", "bulk", "engine"), [(16, False, "portable"), (128, True, "portable"), (128, True, "flash")]
     )
@@ -167,6 +171,7 @@ class TestKeys:
         assert {"portable": "attend_kernel", "flash": "finish_kernel"}[engine] in {name for name, _ in served}
         assert not (late := served - warm), closest(late, warm)
 
+    @pytest.mark.full
     def test_nor_does_one_on_an_engine_that_narrow_blocks_are_not_for(
         self, monkeypatch: pytest.MonkeyPatch, lines: list[str]
     ) -> None:
@@ -181,16 +186,18 @@ class TestKeys:
         assert {(impl.layer.block_tokens, impl.layer.engine.name) for impl in impls} == {(32, "portable")}
         assert any("engine portable takes longer for blocks of 32 keys" in line for line in lines)
 
+    @pytest.mark.full
     def test_a_small_arena_is_not_asked_for_more_than_it_has(
         self, monkeypatch: pytest.MonkeyPatch, lines: list[str]
     ) -> None:
         impls = make_impls("vertical_slash", {}, self.CPU, 1 << 20)
         with recorded_keys(monkeypatch):
             warm_up(impls, make_spec(16), self.CPU)
-        assert impls[0].memory is not None
-        assert impls[0].memory.arena.overflows == 0
+        assert impls[0].worker.memory is not None
+        assert impls[0].worker.memory.arena.overflows == 0
         assert not any("arena" in line for line in lines)
 
+    @pytest.mark.full
     def test_a_kernel_that_warm_up_does_not_meet_shows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of rows that end within their first tile no stripes can be kept: attention is compiled without them."""
         impls = make_impls("vertical_slash", {}, self.CPU)
@@ -236,21 +243,21 @@ def test_nothing_compiles_after_warm_up(method: str, params: dict[str, Any], eng
 
 def longest_row_bytes(method: str, params: dict[str, Any], query_tokens: int) -> int:
     (impl, _) = make_impls(method, params, torch.device("cpu"))
-    assert impl.memory is not None
-    return impl.memory.room.needed(rows_of([Row(0, 0, query_tokens, LONGEST - query_tokens)]))
+    return impl.worker.memory.room.needed(rows_of([Row(0, 0, query_tokens, LONGEST - query_tokens)]))
 
 
 def check_arena(method: str, params: dict[str, Any], device: torch.device, number: int) -> None:
     """An arena for the longest row holds every step, in slabs, and nothing is asked of torch beside it."""
     impls = make_impls(method, params, device, longest_row_bytes(method, params, 1500))
     run_steps(impls, 128, random_steps(seed=2, number=number), device)
-    assert impls[0].memory is not None
-    arena = impls[0].memory.arena
+    assert impls[0].worker.memory is not None
+    arena = impls[0].worker.memory.arena
     assert arena.overflows == arena.used_bytes == 0
     assert arena.buffer is not None
     assert 0 < arena.peak_bytes <= len(arena.buffer)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(HAS_CUDA, reason="needs Triton's interpreter, whose kernels need no device")
 @pytest.mark.parametrize(("method", "params"), CASES, ids=str)
 def test_steps_stay_within_the_arena(method: str, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench attend`, `methods` and `crossover` on a stand-in for the card: what is checked, counted and refused."""
+"""`bench crossover`, and the lab's timings, on a stand-in for the card: what is checked, counted and refused."""
 
 import json
 import math
@@ -8,15 +8,16 @@ from statistics import median
 
 import pytest
 import torch
+import typer
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from benchmarks import attend
+from benchmarks import attend, methods
 from benchmarks.batches import random_batch, random_index
 from tests.bench.conftest import HEADS, CpuCard
 from tests.helpers.lined import DEVICE
 from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.measure import crossover, data, methods
+from vllm_sparse_backend.measure import crossover, data
 from vllm_sparse_backend.measure.asked import Asked, methods_asked
 from vllm_sparse_backend.measure.check import Check, check_attention
 from vllm_sparse_backend.measure.report import BenchError, Report
@@ -30,9 +31,18 @@ from vllm_sparse_kernels.attend.reference import attend as reference
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.methods import METHODS
 
+LAB = {"attend": attend.main, "methods": methods.main}
 
-def run(*args: object):
-    return CliRunner().invoke(app, ["bench", *map(str, args)], catch_exceptions=False)
+
+def run(command: str, *args: object):
+    """`bench crossover`, or a program of the lab."""
+    given, to_run = list(map(str, args)), app
+    if command in LAB:
+        to_run = typer.Typer()
+        to_run.command()(LAB[command])
+    else:
+        given = ["bench", command, *given]
+    return CliRunner().invoke(to_run, given, catch_exceptions=False)
 
 
 def broken(q, cache, index, out, scale, lse=None, options=None) -> None:
@@ -43,7 +53,7 @@ def broken(q, cache, index, out, scale, lse=None, options=None) -> None:
 
 def test_attend_writes_what_it_measured(card, tmp_path):
     """Each case's efficiency is FlashAttention's time × density ÷ own; all of it is in the JSON."""
-    files = {"--json": tmp_path / "all.json", "--results": tmp_path / "results.json", "--png": tmp_path / "a.png"}
+    files = {"--json": tmp_path / "all.json", "--results": tmp_path / "results.json"}
     sizes = ("--contexts", "130,60", "--chunk", 150, "--blocks", "64,32", "--densities", "1,0.3", "--stripes", "20")
     result = run("attend", *sizes, *(x for pair in files.items() for x in pair))
     assert result.exit_code == 0, result.output
@@ -59,7 +69,6 @@ def test_attend_writes_what_it_measured(card, tmp_path):
     by_name = {row["name"]: row for row in json.loads(files["--results"].read_text())}
     assert by_name["attend, chunk after 130, blocks of 32, density 1: efficiency"]["value"] == 4
     assert {"attend, stripes 20: efficiency", "attend, chunk after 60, stripes 20: efficiency"} <= set(by_name)
-    assert files["--png"].read_bytes().startswith(b"\x89PNG")
     assert "efficiency 4" in result.output
 
 
@@ -79,15 +88,16 @@ def test_no_speed_of_what_is_wrong(card, tmp_path):
     commands = {
         "attend": ("--contexts", 0, "--chunk", 130, "--blocks", 64, "--densities", 1, "--stripes", ""),
         "methods": ("--method", "a_shape", "--contexts", 100, "--chunk", 130),
-        "crossover": ("--method", "a_shape", "--longest", 192, "--shortest", 64, "--new-tokens", 20, "--table", table),
+        "crossover": ("--method", "a_shape", "--longest", 192, "--shortest", 64, "--new", 20, "--table", table),
     }
     for command, args in commands.items():
         result = run(command, *args, "--json", path)
         assert result.exit_code == 0, result.output
         written = json.loads(path.read_text())
         assert written["figures"] == []
-        assert len(written["cases"]) == (2 if command == "crossover" else 1)
-        for case in written["cases"]:
+        cases = [case for case in written["cases"] if "entry" not in case]
+        assert len(cases) == (2 if command == "crossover" else 1)
+        for case in cases:
             assert "times eager's" in case["problem"]
             assert not {"ms", "times_faster", "efficiency", "whole_ms"} & set(case)
         assert "faster 4" not in result.output
@@ -124,7 +134,7 @@ def prompts():
     return data.structured_prompts(HEADS, 400, 2, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("name", ["a_shape", "anchor_attention", "block_sparse", "sale", "share_prefill"])
+@pytest.mark.parametrize("name", ["sale", "share_prefill"])
 def test_methods_on_structured_data(name, prompts):
     """Times are sums over layers, density and error those of the selection."""
     asked, report = Asked(name), Report("methods", "a CPU", command="test")
@@ -152,16 +162,17 @@ def test_what_keeps_everything_has_no_error(prompts):
     assert row["output_error"] < 2e-3
     few = Asked.parse("a_shape:sink_tokens=64,local_tokens=64")
     (row,) = methods.run_methods(
-        CpuCard(), prompts, "d", [(few, few.plan(HEADS.model(2), ()))], [200], 200, ["portable"], report
+        CpuCard(), prompts, "d", [(few, few.plan(HEADS.model(2)))], [200], 200, ["portable"], report
     )
     assert row["density"] < 1
     assert row["output_error"] > 0.01
 
 
+@pytest.mark.full
 def test_what_fp8_costs_a_method_stands_beside_what_it_costs_dense(prompts):
     """The stand-in for the card rounds nothing but what it is given: a method that keeps all is off as dense is."""
     asked, report = Asked("dense"), Report("methods", "a CPU", command="test")
-    plan = asked.plan(HEADS.model(2), ())
+    plan = asked.plan(HEADS.model(2))
     rounded = [prompt.in_fp8() for prompt in prompts]
     (row,) = methods.run_methods(
         CpuCard(), rounded, "in fp8", [(asked, plan)], [100], 200, ["portable"], report, unrounded=prompts
@@ -259,7 +270,7 @@ def test_the_table_is_what_servers_read(card, tmp_path):
         256,
         "--shortest",
         128,
-        "--new-tokens",
+        "--new",
         "20,100",
         "--chunk",
         128,
@@ -290,10 +301,10 @@ def test_the_table_is_what_servers_read(card, tmp_path):
 def test_lengths_are_tried_by_half_a_chunk_after_them(card, tmp_path):
     """As long as the prompt has as much, and by no more than what lies before."""
     path = tmp_path / "cases.json"
-    result = run("crossover", "--method", "a_shape", "--longest", 256, "--shortest", 48, "--new-tokens", 20,
+    result = run("crossover", "--method", "a_shape", "--longest", 256, "--shortest", 48, "--new", 20,
                  "--chunk", 128, "--layers", 1, "--table", tmp_path / "t.json", "--json", path)  # fmt: skip
     assert result.exit_code == 0, result.output
-    tried = [case for case in json.loads(path.read_text())["cases"] if case["ladder"] == "min_tokens"]
+    tried = [case for case in json.loads(path.read_text())["cases"] if case.get("ladder") == "min_tokens"]
     assert [(case["context_len"], case["query_len"]) for case in tried] == [
         (192, 64), (128, 64), (96, 64), (64, 64), (48, 48)
     ]  # fmt: skip
@@ -301,7 +312,7 @@ def test_lengths_are_tried_by_half_a_chunk_after_them(card, tmp_path):
 
 def test_a_card_that_is_not_faster_gets_null(card, tmp_path):
     card.ms = lambda name: 2.0
-    result = run("crossover", "--method", "a_shape", "--longest", 256, "--shortest", 128, "--new-tokens", 20,
+    result = run("crossover", "--method", "a_shape", "--longest", 256, "--shortest", 128, "--new", 20,
                  "--layers", 1, "--table", tmp_path / "t.json")  # fmt: skip
     assert result.exit_code == 0, result.output
     (entry,) = json.loads((tmp_path / "t.json").read_text())["entries"]
@@ -336,13 +347,21 @@ def test_figures_name_the_engine_that_a_server_would_not_take(card, tmp_path):
     assert problems == [None, None, "no stripes yet", None]
 
 
-@pytest.mark.parametrize("option", ["--contexts", "--densities", "--stripes"])
-def test_numbers_that_are_none(card, option):
-    result = run("attend", option, "12;13")
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--contexts", "12;13", "given '12;13', expected"),
+        ("--densities", "12;13", "given '12;13', expected"),
+        ("--engines", "fast", "given 'fast', expected one of portable"),
+    ],
+)
+def test_what_cannot_be_is_said(card, option, value, says):
+    result = run("attend", option, value)
     assert result.exit_code == 1
-    assert "given '12;13', expected" in result.stderr
+    assert says in result.stderr
 
 
+@pytest.mark.full
 def test_captured_data(card, tmp_path, monkeypatch):
     """Heads are repeated, each layer has its own, and SharePrefill's clusters come from another capture."""
     shape = ModelShape("Llama", 3, 2, 1, 64)
@@ -357,7 +376,7 @@ def test_captured_data(card, tmp_path, monkeypatch):
         captures[name]._write()
     asked_of = []
     monkeypatch.setattr(
-        "vllm_sparse_backend.profiling.clusters.head_clusters",
+        "benchmarks.methods.head_clusters",
         lambda captured, device: asked_of.append(captured.folder.name) or ((0, 0), (-1, -1), (1, 1)),
     )
     result = run("methods", "--captured", tmp_path / "captured", "--clusters", tmp_path / "other", "--repeat-heads", 4,
@@ -372,12 +391,6 @@ def test_captured_data(card, tmp_path, monkeypatch):
     assert "selection, dense, tiny, chunk after 100: share of FlashAttention-3" in figures
 
 
-def test_engines_that_do_not_exist(card):
-    result = run("attend", "--engines", "fast")
-    assert result.exit_code == 1
-    assert "given 'fast', expected one of portable" in result.stderr
-
-
 def test_medians_are_of_whole_passes():
     """A slow selection and a slow attention in different passes do not add up."""
 
@@ -388,7 +401,7 @@ def test_medians_are_of_whole_passes():
 
     prompts = data.structured_prompts(HEADS, 200, 1, torch.device("cpu"))
     asked, report = Asked("a_shape"), Report("methods", "a CPU", command="test")
-    plan = asked.plan(HEADS.model(1), ())
+    plan = asked.plan(HEADS.model(1))
     (row,) = methods.run_methods(Uneven(), prompts, "d", [(asked, plan)], [0], 200, ["portable"], report)
     assert row["whole_ms"] == median([5.0, 9.0, 10.0])
     assert (row["select_ms"], row["attend_ms"]) == (1.0, 4.0)

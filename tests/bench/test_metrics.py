@@ -22,7 +22,7 @@ class StillCard(CpuCard):
 
 def test_counting_beside_a_layer() -> None:
     card = StillCard(lambda name: {"layer": 0.9, "count": 0.01}[name])
-    prompts, plan = structured_prompts(HEADS, 700, 2, card.device), Asked.parse("a_shape").plan(HEADS.model(2), None)
+    prompts, plan = structured_prompts(HEADS, 700, 2, card.device), Asked.parse("a_shape").plan(HEADS.model(2))
     products = projections(HEADS, 8, card.device, 32, 64)
     assert [run().shape for run in products] == [(8, 512), (8, 32), (8, 128), (8, 32)]
     report = Report("metrics", card.name)

@@ -11,7 +11,7 @@ from benchmarks import tensor_parallel as module
 from benchmarks.shape import make_shape
 from benchmarks.tensor_parallel import Wanted, compare_answers, compare_speed
 from vllm_sparse_backend.measure.report import Report
-from vllm_sparse_backend.measure.serve import Settings
+from vllm_sparse_backend.measure.server import Settings
 
 A_SHAPE = Settings({"method": "a_shape"})
 

@@ -76,7 +76,7 @@ def random_prompts(count: int, num_tokens: int, seed: int) -> PromptSet:
     return PromptSet(tuple(tuple(rng.randrange(1000) for _ in range(num_tokens)) for _ in range(count)))
 
 
-def make_job(folder: Path, num_tokens: int = 500, num_prompts: int = 1, **changes: object) -> Job:
+def make_job(folder: Path, num_tokens: int = 300, num_prompts: int = 1, **changes: object) -> Job:
     """Of 128-token chunks, the first 100 positions dense; one prompt unless told, and one held out."""
     fields = {
         "model": model_folder(folder.parent / "model"), "prompts": random_prompts(num_prompts, num_tokens, 1),

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.calibrate.made import HEADS, make_job
+from vllm_sparse_backend.profiling.chunks import chunk_rows
 from vllm_sparse_backend.profiling.costs import EstimatedCosts, share_ms
 from vllm_sparse_backend.profiling.judge import CapturedLayer, RememberingJudge, Served, unseen
 from vllm_sparse_backend.profiling.measure import Bound, Errors, Figures
-from vllm_sparse_backend.profiling.quality import chunk_rows
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from benchmarks import ablations
 from benchmarks.batches import random_batch, random_index
 from benchmarks.by_query import Recalls
+from benchmarks.oracle import exact_masses, kept_keys, measure
 from vllm_sparse_backend.profiling.capture import capture
-from vllm_sparse_backend.profiling.oracle import exact_masses, kept_keys, measure
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 

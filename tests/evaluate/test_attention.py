@@ -7,10 +7,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks.kept import BINS, Asked, Kept, measure_plans
+from benchmarks.paper_density import paper_density
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.profiling.capture import capture
-from vllm_sparse_backend.profiling.paper_density import paper_density
-from vllm_sparse_backend.profiling.quality import BINS, Asked, Kept, measure_plans
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import Rows

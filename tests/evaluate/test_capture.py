@@ -17,7 +17,7 @@ from vllm_sparse_backend.profiling.capture import (
     read_tokens,
     text_files,
 )
-from vllm_sparse_backend.profiling.quality import dense_attention
+from vllm_sparse_backend.profiling.chunks import dense_attention
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
 

@@ -12,13 +12,20 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from benchmarks.batches import random_batch, random_index, repaged
 from tests.helpers.paged_varlen import STAND_IN, paged_varlen
-from vllm_sparse_kernels.attend import PORTABLE, AttendSpec, Engine, FlashAttention, attend, choose, engines
-from vllm_sparse_kernels.attend import flash as flash_module
+from vllm_sparse_kernels.attend import (
+    PORTABLE,
+    AttendSpec,
+    Engine,
+    FlashAttention,
+    attend,
+    choose,
+    engines,
+    flash as flash_module,
+)
 from vllm_sparse_kernels.attend.block_means import asking
 from vllm_sparse_kernels.attend.flash import PART_SEQUENCES, flash_engine
 from vllm_sparse_kernels.attend.options import AttendOptions

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from benchmarks.batches import random_batch, random_index
+from benchmarks.oracle import Bound, Quality, exact_masses, measure
 from tests.helpers.lined import DEVICE
-from vllm_sparse_backend.profiling.oracle import Bound, Quality, exact_masses, measure
 from vllm_sparse_kernels.index import SparseIndex, causal_pairs
 from vllm_sparse_kernels.trial import Batch
 

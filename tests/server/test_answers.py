@@ -15,7 +15,7 @@ from vllm_sparse_backend.demo.model import BUNDLED, CANNOT_FIND, FINDING_LAYER
 from vllm_sparse_backend.measure import asking, contestants
 from vllm_sparse_backend.measure.answers import Templates
 from vllm_sparse_backend.measure.report import Report
-from vllm_sparse_backend.measure.serve import Settings
+from vllm_sparse_backend.measure.server import Settings
 from vllm_sparse_kernels.methods import METHODS
 
 pytestmark = [

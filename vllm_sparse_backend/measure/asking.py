@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from vllm_sparse_backend.measure.answers import (
     Prompt,
@@ -22,11 +22,10 @@ from vllm_sparse_backend.measure.answers import (
     score,
     standard_error,
 )
+from vllm_sparse_backend.measure.client import Endpoint, RequestError
 from vllm_sparse_backend.measure.contestants import At, Case, densities
-from vllm_sparse_backend.measure.endpoint import Endpoint, RequestError
 from vllm_sparse_backend.measure.report import BenchError, Report
-from vllm_sparse_backend.measure.texts import asked_text, prose
-from vllm_sparse_backend.measure.tokens import first_tokens, tokenize
+from vllm_sparse_backend.measure.texts import prose, read_text
 
 COLUMNS = {
     "label": "server",
@@ -45,8 +44,6 @@ COLUMNS = {
 class Asking:
     """All that makes the prompts, but for the tokenizer: a ``Job`` of servers."""
 
-    fields: ClassVar[tuple[str, ...]] = ("tokens", "prompt")
-
     lengths: tuple[int, ...]
     prompts: int
     """Of each length."""
@@ -59,7 +56,8 @@ class Asking:
 
     @staticmethod
     def about(text: Path | None, lengths: Sequence[int], prompts: int, **others: Any) -> "Asking":
-        read = asked_text(text, lengths, prompts)
+        # Eight characters are more than a token has on average, and what is read is tokenised by the server.
+        read = None if text is None else read_text(text, 8 * max(lengths) * max(4, prompts))
         return Asking(tuple(dict.fromkeys(lengths)), prompts, text=read, **others)
 
     @property
@@ -82,7 +80,7 @@ class Asking:
         return list(product(self.lengths, range(self.prompts)))
 
     def sample(self, endpoint: Endpoint) -> list[int]:
-        return endpoint.tokenize(self.source[:2000])
+        return endpoint.tokenize(self.source[:2000], special=True)
 
     def build(self, endpoint: Endpoint) -> Callable[[Endpoint, At], Case]:
         prompts = self.build_prompts(endpoint)
@@ -90,8 +88,8 @@ class Asking:
 
     def build_prompts(self, endpoint: Endpoint) -> dict[At, Prompt]:
         """By length and number: each of a stretch of the text that begins elsewhere."""
-        text_ids = tokenize(endpoint, self.source)
-        begin_ids = first_tokens(endpoint, self.first_token)
+        text_ids = endpoint.tokenize(self.source)
+        begin_ids = endpoint.first_tokens(self.first_token)
         # Stretches begin in different places, so that no two prompts of a length begin alike.
         spare = len(text_ids) - self.longest
         if spare < 16 * self.prompts:
@@ -105,9 +103,8 @@ class Asking:
                 start = spare * i // self.prompts + rng.randrange(spare // self.prompts)
                 stretch = text_ids[start : start + length]
                 built[length, i] = build_prompt(
-                    lambda text: endpoint.tokenize(text, special=False),
-                    begin_ids, stretch, length, self.facts, self.templates, rng,
-                )  # fmt: skip
+                    endpoint.tokenize, begin_ids, stretch, length, self.facts, self.templates, rng
+                )
         return built
 
 

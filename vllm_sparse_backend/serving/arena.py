@@ -18,10 +18,12 @@ from vllm.config import VllmConfig
 
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.batch import BatchRow
 from vllm_sparse_backend.serving.step import Slab
-from vllm_sparse_backend.settings.config import AUTO, load_config
-from vllm_sparse_backend.settings.crossover import Thresholds, load_crossover
-from vllm_sparse_backend.settings.plan import DEFAULT, Plan, layer_by_level
+from vllm_sparse_backend.settings.config import AUTO
+from vllm_sparse_backend.settings.crossover import Thresholds
+from vllm_sparse_backend.settings.plan import DEFAULT
+from vllm_sparse_backend.settings.resolved import Resolved
 from vllm_sparse_kernels import TILE_TOKENS, LayerShape, Rows, SparseIndex, Workspace, shared_bytes, widest_block
 from vllm_sparse_kernels.attend import workspace_bytes
 from vllm_sparse_kernels.layer import LayerPlan, methods_by_head, stripes_of
@@ -132,6 +134,11 @@ class Row:
     query_len: int
     context_len: int
 
+    @staticmethod
+    def sparse_of(row: BatchRow, number: int) -> "Row":
+        """What the delegate leaves of a batch's row."""
+        return Row(number, row.dense_end, row.end - row.dense_end, row.context_len + row.dense_end - row.token)
+
     def chunks(self, query_tokens: int) -> list["Row"]:
         """The row as chunks of ``query_tokens``, the last one maybe shorter."""
         starts = range(0, self.query_len, query_tokens)
@@ -233,18 +240,12 @@ class Memory:
     room: Room
 
     @staticmethod
-    def reserve(vllm_config: VllmConfig, device: torch.device) -> "Memory | None":
+    def reserve(vllm_config: VllmConfig, resolved: Resolved, device: torch.device, rank: int = 0) -> "Memory | None":
         """Allocate this worker's arena; None if nothing will ever go sparse here."""
-        config = load_config(vllm_config.additional_config)
-        rank, size = compat.tensor_parallel(vllm_config)
-        model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-        plans = list(Plan.by_level(config, compat.model_shape(vllm_config), rank, size).values())
-        table, device_name = load_crossover(config.crossover), compat.device_name()
-        each = [plan.earliest_thresholds(table, device_name) for plan in plans]
-        thresholds = min(each, key=lambda one: one.severity)
-        max_len = model.max_model_len
-        steps = list(largest_steps(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, max_len, thresholds))
-        layers = _needs(vllm_config, plans, device, config.engine)
+        scheduler, max_len = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
+        most = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+        steps = list(largest_steps(*most, max_len, resolved.earliest_thresholds()))
+        layers = _needs(vllm_config, resolved, device)
         needed = [max(layer.num_bytes(rows_of(step)) for layer in layers) for step in steps if layers]
         if not needed:
             return None
@@ -263,14 +264,14 @@ class Memory:
         return Memory(Arena(device, buffer), Room(layers, num_bytes, max_len, steps[0][0]))
 
 
-def _needs(vllm_config: VllmConfig, plans: Sequence[Plan], device: torch.device, engine: str) -> tuple[LayerNeed, ...]:
-    """What each distinct layer of this worker's part of the plans takes; ``engine``: the one that is asked for."""
+def _needs(vllm_config: VllmConfig, resolved: Resolved, device: torch.device) -> tuple[LayerNeed, ...]:
+    """What each distinct layer of this worker's part of the plans takes."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    head_dim = plans[0].shape.head_dim
+    head_dim, engine = resolved.plan.shape.head_dim, resolved.config.engine
     if widest_block(head_dim, shared_bytes(device)) is None:
         return ()
     first, end = model.get_layers_start_end_indices(parallel)
-    layers = {groups for number in range(first, end) for groups in layer_by_level(plans, number)}
+    layers = {groups for number in range(first, end) for groups in resolved.layer(number)}
     num_kv_heads, element_bytes = model.get_num_kv_heads(parallel), model.dtype.itemsize
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     return tuple(

@@ -6,17 +6,17 @@ The cache has been written when ``forward`` is called. Nothing in ``forward`` wa
 
 import contextlib
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
 
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.arena import Memory
-from vllm_sparse_backend.serving.guard import Guard
-from vllm_sparse_backend.serving.stats import Recorder
 from vllm_sparse_backend.serving.step import Delegated, Slab, SparseStep
+from vllm_sparse_backend.serving.worker import Worker
 from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
 from vllm_sparse_kernels import SparseIndex, shared_bytes, widest_block
 from vllm_sparse_kernels.layer import Layer, LayerPlan, Watch, run
@@ -66,20 +66,18 @@ class SparsePrefillImpl(compat.DelegateImpl):
             decode_context_parallel_size=decode_parallel,
             device_type=compat.DEVICE_TYPE,
         )
+        self.worker: Worker | None = None
         self.is_adopted = False
-        self.recorder: Recorder | None = None
-        self.memory: Memory | None = None
-        self.guard: Guard | None = None
         self.levels: dict[str, SparsePrefillImpl] = {}
         self.stays_dense = False  # at this level, though not at another
 
-    def reason(self, groups: LayerPlan | None) -> Fallback | None:
-        """Why this layer prefills dense, where this is its part of the plan; None if it can go sparse."""
+    def reason(self, levels: Sequence[LayerPlan]) -> Fallback | None:
+        """Why this layer prefills dense, where this is its part of each level's plan; None if it can go sparse."""
         if self.fallback is not None:
             return self.fallback
-        if groups is None:
+        if not levels:
             return Fallback.DENSE_LAYER
-        if sum(len(group.heads) for group in groups) != self.num_heads:
+        if sum(len(group.heads) for group in levels[0]) != self.num_heads:
             return Fallback.OTHER_HEADS
         if widest_block(self.head_size, shared_bytes(torch.device(compat.DEVICE_TYPE))) is None:
             return Fallback.SHARED_MEMORY
@@ -90,36 +88,38 @@ class SparsePrefillImpl(compat.DelegateImpl):
         """What computes the attention of this layer's prefills."""
         return self.layer.attention_name if self.is_adopted else "dense"
 
-    def adopt(
-        self, number: int, layer: Layer, recorder: Recorder, memory: Memory | None, check_index: bool = False
-    ) -> None:
+    def adopt(self, number: int, layer: Layer, worker: Worker) -> None:
         """Go sparse from now on: the model's layer of that number prefills as ``layer`` says."""
-        self.number, self.layer, self.recorder, self.memory = number, layer, recorder, memory
-        self.check_index, self.is_adopted = check_index, True
+        self.number, self.layer, self.worker, self.is_adopted = number, layer, worker, True
 
     def at(self, level: str) -> "SparsePrefillImpl":
-        """This layer as rows of that level have it: itself, unless ``add_level`` made another."""
+        """This layer as rows of that level have it: itself, unless another was adopted for it."""
         return self.levels.get(level, self)
 
-    def add_level(self, level: str) -> "SparsePrefillImpl":
-        """The same layer, to ``adopt`` what another level has it do. To be called before this one adopts anything."""
-        self.levels[level] = copy.copy(self)
-        return self.levels[level]
+    def adopt_levels(self, number: int, levels: Sequence[LayerPlan], worker: Worker) -> list["SparsePrefillImpl"]:
+        """``adopt`` this layer's part of each level's plan, the server's own first: one of this class for each."""
+        plans = worker.resolved.plans
+        self.levels = {level: copy.copy(self) for level in plans if level != DEFAULT}
+        each = [self, *self.levels.values()]
+        for one, plan, groups in zip(each, plans.values(), levels, strict=True):
+            one.adopt(number, worker.layer(groups, self.head_size), worker)
+            one.stays_dense = plan.layer(number) is None
+        return each
 
-    def reserve(self, vllm_config: VllmConfig, device: torch.device) -> Memory | None:
-        """The worker's arena, which the first of its layers to ask for it makes."""
-        if self.memory is None:
+    def join(self, vllm_config: VllmConfig, device: torch.device) -> Worker:
+        """What the worker's layers share, which the first of them to ask for it makes."""
+        if self.worker is None:
             layers = vllm_config.compilation_config.static_forward_context.values()
             impls = [layer.impl for layer in layers if isinstance(getattr(layer, "impl", None), SparsePrefillImpl)]
-            known = next((impl.memory for impl in impls if impl.memory is not None), None)
-            self.memory = known or Memory.reserve(vllm_config, device)
-        return self.memory
+            known = next((impl.worker for impl in impls if impl.worker is not None), None)
+            self.worker = known or Worker(vllm_config, device)
+        return self.worker
 
     def _reserve_in_profile_run(self, device: torch.device) -> None:
         """Now vLLM counts what is allocated. A part of a model may know its own configuration alone: then not now."""
-        if self.fallback is None and self.memory is None:
+        if self.fallback is None and self.worker is None:
             with contextlib.suppress(ConfigurationError):
-                self.reserve(get_current_vllm_config_or_none() or self.config, device)
+                self.join(get_current_vllm_config_or_none() or self.config, device).reserve()
 
     def forward(
         self,
@@ -156,23 +156,24 @@ class SparsePrefillImpl(compat.DelegateImpl):
             cache = compat.with_scales(compat.paged_cache(kv_cache, self.head_size), layer)
             for slab in step.slabs:
                 self.at(slab.level).run(slab, query, cache, output)
-        if self.guard is not None and step.probe is not None and step.is_probed(self.number):
+        guard = self.worker.guard if self.worker is not None else None
+        if guard is not None and step.probe is not None and step.is_probed(self.number):
             sparse = output[step.probe.run.tokens]
             delegate(step.probe.run, exact := torch.empty_like(sparse))
-            self.guard.compare(self.number, sparse, exact)
+            guard.compare(self.number, sparse, exact)
         if step.is_dense(self.number):
             dense(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         return output
 
     def run(self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor) -> None:
         """Select and attend for some of the step's rows."""
-        assert self.memory is not None
-        assert self.recorder is not None
-        arena, scale = self.memory.arena, self.scale * cache.score_scale
+        assert self.worker is not None
+        assert self.worker.memory is not None
+        arena, recorder, scale = self.worker.memory.arena, self.worker.recorder, self.scale * cache.score_scale
         with arena.frame():
-            lap = CHECKED if self.check_index else self.recorder.lap(self.number)
-            index = run(self.layer, query, cache, slab.rows, output, scale, arena, lap)
-            self.recorder.count_pairs(self.number, index, lap)
+            watch = CHECKED if self.worker.resolved.config.check_index else recorder.lap(self.number)
+            index = run(self.layer, query, cache, slab.rows, output, scale, arena, watch)
+            recorder.count_pairs(self.number, index, watch)
 
 
 class _Checked(Watch):

@@ -74,8 +74,9 @@ def warm_up(
 
 def _warm_up_layer(impl: SparsePrefillImpl, cache: PagedCache, table: torch.Tensor, picker: EnginePicker) -> Layer:
     """Choose the layer's engine on the first batch, and run all of them on it."""
-    layer, memory = impl.layer, impl.memory
-    assert memory is not None
+    assert impl.worker is not None
+    assert impl.worker.memory is not None
+    layer, memory = impl.layer, impl.worker.memory
     for i, lengths in enumerate(BATCHES):
         rows = rows_of(in_turn(lengths), own_block_table(table, list(range(len(lengths)))))
         query = torch.randn(sum(rows.query_lens), impl.num_heads, cache.head_dim, device=table.device)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every method promises, those of installed packages too: kernels and reference alike, and whatever else a step
+may hold beside a row, its own selection.
+
+Each paper's tests hold it to the paper's equations, with margins that follow from the data.
+"""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.batches import random_batch, repaged
+from tests.helpers.lined import lined_batch
+from tests.methods.cases import DEVICE, F32, POISON, all_lists, row_alone, select, tiles_of
+from vllm_sparse_kernels.attend import attend
+from vllm_sparse_kernels.index import SparseIndex, causal_pairs
+from vllm_sparse_kernels.methods import METHODS, name_of
+from vllm_sparse_kernels.methods.base import Method, PerHead
+from vllm_sparse_kernels.trial import expected_attention
+
+SMALL: dict[str, list[dict[str, Any]]] = {
+    "a_shape": [{"sink_tokens": 50, "local_tokens": 50}],
+    "anchor_attention": [
+        {"theta": 3.0, "step_tiles": 1},
+        {"theta": 0.2, "step_tiles": 2, "sample_tokens": 32, "whole_blocks": True, "window_tokens": 128},
+    ],
+    "block_sparse": [{"top_blocks": 1}],
+    "flex_vertical_slash": [{"gamma": 0.7}, {"gamma": 0.5, "estimating": "spread", "max_stripes": 8}],
+    "sale": [{"tau": 0.3}, {"tau": 0.3, "channels": "half"}],
+    "share_prefill": [{"gamma": 0.6, "cluster": 0, "max_sparsity": 0.9, "max_distance": 0.3}],
+    "sparge_attn": [{"kept_mass": 0.6, "min_similarity": 0.1}, {"kept_mass": 0.5, "smooth_keys": False}],
+    "vertical_slash": [{"vertical_tokens": 30, "slash_tokens": 10, "forced_verticals": 5, "forced_slashes": 5}],
+}
+"""Parameters at which a few hundred keys are not kept whole; of a method that is not here its demo's."""
+CASES = [(name, params) for name, spec in METHODS.items() for params in SMALL.get(name, [dict(spec.demo)])]
+LENGTHS = [(201, 140), (0, 63), (330, 1)]
+LONG = [(0, 2049), (6143, 1000), (0, 63), (2999, 1)]
+
+every_method = pytest.mark.parametrize(("name", "params"), CASES, ids=str)
+
+
+def merged(name: str, params: dict[str, Any], num_heads: int) -> Method:
+    """What selects ``num_heads`` heads that all have these parameters."""
+    return METHODS[name].parameters.merged([METHODS[name].parameters(**params)] * num_heads)
+
+
+@every_method
+def test_kernels_and_reference_keep_the_same(name: str, params: dict[str, Any]) -> None:
+    """But for the few keys that float32's rounding decides; both write valid lists over what was there before."""
+    batch = lined_batch(LENGTHS, 2, 1, 64, 16, F32, layout="HND", gap_tokens=3)
+    method = merged(name, params, 2)
+    ours, theirs = (select(method, replace(batch, rows=replace(batch.rows)), 64, None, way) for way in (False, True))
+    differing = kept = 0
+    for head in range(2):
+        for i_tile in range(batch.rows.num_tiles):
+            a, b = ours.tile_keys(head, i_tile), theirs.tile_keys(head, i_tile)
+            differing, kept = differing + int((a ^ b).sum()), kept + int(b.sum())
+    assert differing <= 0.01 * kept
+    assert ours.density() < 1 or name == "dense" or params == METHODS[name].demo
+
+
+@every_method
+def test_neither_neighbours_nor_pages_nor_slots_matter(name: str, params: dict[str, Any]) -> None:
+    """Bitwise the same lists for a row alone, among others, and on other pages."""
+    batch = lined_batch(LENGTHS, 2, 1, 64, 16, torch.float16, gap_tokens=3)
+    method = merged(name, params, 2)
+    together = select(method, batch)
+    for row, (page_size, layout) in ((0, (48, "HND")), (2, (64, "NHD"))):
+        alone = select(method, row_alone(repaged(batch, page_size, layout), row))
+        assert all_lists(alone) == all_lists(together, tiles_of(batch.rows, row))
+
+
+@every_method
+@pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
+def test_only_the_heads_asked_for_are_written(name: str, params: dict[str, Any], by_reference: bool) -> None:
+    batch = lined_batch([(100, 70)], 4, 2, 64, 16, F32)
+    index = select(merged(name, params, 2), batch, 128, [3, 0], by_reference)
+    assert bool((index.block_counts[[1, 2]] == POISON).all())
+    assert bool((index.block_ids[[1, 2]] == POISON).all())
+    assert bool((index.block_counts[[0, 3]] > 0).all())
+
+
+@every_method
+@pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
+def test_heads_that_differ_select_what_they_select_alone(name: str, params: dict[str, Any], by_reference: bool) -> None:
+    """Heads on two kv heads, in an order of their own, some that keep everything beside some that do not: bitwise."""
+    spec = METHODS[name]
+    if not issubclass(spec.parameters, PerHead):
+        pytest.skip(f"{name} has no settings that heads of one launch may differ in")
+    own = spec.parameters(**params)
+    other = replace(own, **{field: getattr(spec.full, field) for field in own.differing})
+    settings, heads = [own, other, spec.parameters(**params), own], [2, 0, 3, 1]
+    method = spec.parameters.merged(settings)
+    assert list(method.of_heads(4)) == settings
+    assert method.alike == own.alike
+    assert name_of(method) == name
+    assert spec.parameters.merged([own, own]) == own
+    batch = lined_batch([(240, 65), (0, 5)], 4, 2, 64, 16, F32, gap_tokens=3)
+    together = select(method, batch, 64, heads, by_reference)
+    for head, one in ((2, own), (0, other)):
+        assert all_lists(select(one, batch, 64, [head], by_reference), heads=[head]) == all_lists(
+            together, heads=[head]
+        )
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_heads_of_one_launch_share_may_not_differ(name: str) -> None:
+    own = METHODS[name].parameters()
+    if not isinstance(own, PerHead):
+        pytest.skip(f"{name} has no settings that heads of one launch may differ in")
+    shared = {one.name for one in fields(own) if one.init} - {"block_means", *own.differing}
+    assert own.merged([own, own]).summary([own]) == own.shown_fields
+    assert {one for one in own.merged([own, METHODS[name].full]).summary([own]) if one in shared} == shared
+    with pytest.raises(ValueError, match="one for each of the 3 heads"):
+        own.merged([own, METHODS[name].full]).of_heads(3)
+    for field in shared & {"smooth_keys", "keep_sink", "whole_blocks", "use_anchor"}:
+        with pytest.raises(ValueError, match="methods alike"):
+            own.merged([own, replace(own, **{field: not getattr(own, field)})])
+
+
+def check_density(
+    name: str, rows: list[tuple[int, int]], heads: tuple[int, int, int], page_size: int, dtype: Any
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    method = METHODS[name].full.merged([METHODS[name].full] * num_heads)
+    batch = random_batch(rows, num_heads, num_kv_heads, head_dim, page_size, dtype, DEVICE, gap_tokens=5)
+    index = select(method, batch, method.block_tokens)
+    assert int(index.kept_pairs()) == num_heads * causal_pairs(batch.rows)
+    out = batch.empty_out()
+    attend(batch.q, batch.cache, index, out, batch.scale)
+    dense = SparseIndex.allocate(batch.rows, num_heads, 64)
+    every = torch.arange(num_heads, dtype=torch.int32, device=DEVICE)
+    METHODS["dense"].reference(METHODS["dense"].full, batch.q, batch.cache, dense, every, batch.scale)
+    expected_attention(batch, dense).assert_close(out)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_set_to_keep_everything_it_is_dense_attention(name: str) -> None:
+    """Within attention's own error budget."""
+    check_density(name, [(77, 150), (0, 1), (201, 63)], (2, 1, 64), 16, torch.float16)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_reference_set_to_keep_everything_is_dense(name: str) -> None:
+    method = METHODS[name].full.merged([METHODS[name].full] * 2)
+    batch = random_batch([(150, 140), (0, 9)], 2, 1, 64, 16, F32, DEVICE)
+    batch.q.mul_(40)  # scores so far apart that most weights underflow to 0
+    assert select(method, batch, by_reference=True).density() == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("name", METHODS)
+def test_equals_dense_on_gpu(name: str, page_size: int) -> None:
+    check_density(name, LONG, (8, 2, 128), page_size, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_its_description_says(name: str) -> None:
+    spec = METHODS[name]
+    assert (spec.name, type(spec.full)) == (name, spec.parameters)
+    for params in (spec.demo, *spec.ladder):
+        assert name_of(spec.parameters(**params)) == name
+    finest = spec.parameters().finest_block_tokens
+    assert finest is None or 16 <= finest <= spec.parameters.block_tokens

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What selection and attention take from the workspace stays under what they say beforehand."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from benchmarks.batches import random_batch
+from vllm_sparse_kernels import LayerShape, Rows, SparseIndex, Workspace
+from vllm_sparse_kernels.attend import FlashAttention, attend, flash_engine, workspace_bytes
+from vllm_sparse_kernels.layer import attend_options
+from vllm_sparse_kernels.methods import METHODS
+from vllm_sparse_kernels.rows import TILE_TOKENS
+from vllm_sparse_kernels.trial import Batch
+
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "share_prefill": [{"cluster": 0}],
+    "sparge_attn": [{}, {"int8_scores": True}],
+    "anchor_attention": [{}, {"sample_tokens": 2, "step_tiles": 1}],
+    "sale": [{}, {"int8_scores": True}, {"channels": "half"}, {"block_means": True}],
+    "vertical_slash": [{}, {"block_means": True}],
+    "flex_vertical_slash": [{}, {"estimating": "spread", "last_queries": 256}],
+}
+WIDTHS = {"sale": (32, 64)}
+CASES = [
+    (name, values, width)
+    for name, found in METHODS.items()
+    for values in SETTINGS.get(name, [{}])
+    for width in WIDTHS.get(name, (found.parameters.block_tokens,))
+]
+HEADS, KV_HEADS, DIM = 8, 2, 64
+LENGTHS = st.lists(st.tuples(st.integers(0, 150_000), st.integers(1, 1500)), min_size=1, max_size=24)
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host asks for does not depend on what kernels compute: they are not run."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    monkeypatch.setattr(InterpretedFunction, "run", lambda self, *args, **kwargs: None)
+
+
+def peaks(name: str, values: dict[str, Any], batch: Batch, block_tokens: int) -> list[tuple[int, int]]:
+    """(taken, announced) by the index, by selecting, and by attending, with either engine."""
+    method = METHODS[name].parameters(**values)
+    num_heads, num_kv_heads = batch.num_heads, batch.cache.keys.shape[2]
+    methods, heads = [method] * num_heads, torch.arange(num_heads, dtype=torch.int32)
+    merged, rows = method.merged(methods), batch.rows
+    layout, workspace = method.stripe_layout(rows), Workspace(rows.device)
+    index = SparseIndex.allocate(rows, num_heads, block_tokens, dict.fromkeys(range(num_heads), layout), workspace)
+    shape = LayerShape(num_heads, num_kv_heads, batch.cache.head_dim, block_tokens, batch.q.element_size())
+    found = [(workspace.peak_bytes, SparseIndex.bytes_for(rows, num_heads, block_tokens, num_heads * layout.capacity))]
+
+    def taken() -> int:
+        return workspace.peak_bytes - workspace.used_bytes
+
+    with workspace.frame():
+        merged.select(batch.q, batch.cache, index, heads, batch.scale)
+    found.append((taken(), merged.workspace_bytes(rows, shape, num_heads, layout.capacity)))
+    workspace.peak_bytes = workspace.used_bytes
+    options = attend_options(methods, rows.device)
+    with workspace.frame():
+        attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
+    int8_scores = options is not None and options.int8_heads is not None
+    announced = workspace_bytes(
+        rows, shape, layout.capacity * num_heads, layout.longest, int8_scores, method.block_means, len(batch.q)
+    )
+    found.append((taken(), announced))
+    if not int8_scores and batch.q.dtype != torch.float32:
+        workspace.peak_bytes = workspace.used_bytes
+        with workspace.frame():
+            FLASH.attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
+        found.append((taken(), announced))
+    return found
+
+
+def uncomputed(*, q: torch.Tensor, out: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of FlashAttention's function."""
+    return out, torch.empty(q.shape[1], len(q))
+
+
+FLASH = flash_engine(FlashAttention.of_version(3, uncomputed))
+
+
+def without_data(lengths: list[tuple[int, int]], shape: tuple[int, int, int] = (HEADS, KV_HEADS, DIM)) -> Batch:
+    """Rows over a cache of one page, as nothing is read; ``shape``: heads, kv heads, head_dim."""
+    batch = random_batch([(0, 1)], *shape, 64, torch.float16)
+    contexts, queries = zip(*lengths, strict=True)
+    tokens = tuple(sum(queries[:i]) for i in range(len(queries)))
+    rows = Rows(tokens, queries, contexts, torch.zeros(len(lengths), 16, dtype=torch.int32))
+    q = torch.zeros(sum(queries), shape[0], shape[2], dtype=torch.float16)
+    return Batch(q, batch.cache, rows, batch.scale)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.parametrize(("name", "values", "block_tokens"), CASES, ids=str)
+def test_nothing_takes_more_than_it_announces(name: str, values: dict[str, Any], block_tokens: int) -> None:
+    @given(lengths=LENGTHS)
+    @settings(max_examples=8, deadline=None)
+    def check(lengths: list[tuple[int, int]]) -> None:
+        for taken, announced in peaks(name, values, without_data(lengths), block_tokens):
+            assert taken <= announced
+
+    check()
+
+
+@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.parametrize(
+    ("name", "values", "shape", "lengths"),
+    [
+        # Rows that share a slab because the longest one, with which fewer would fit, comes after them.
+        ("flex_vertical_slash", {"last_queries": 256}, (8, 1, 128), [(320_000, 64), (320_000, 64), (439_000, 128)]),
+        ("share_prefill", {"cluster": 0, "last_queries": 256}, (8, 1, 96), [(320_000, 64)] * 2 + [(439_000, 128)]),
+        # More columns than are usual.
+        ("vertical_slash", {"vertical_tokens": 900_000}, (64, 8, 64), [(978_846, 128)]),
+        ("flex_vertical_slash", {"max_stripes": 1 << 20, "last_queries": 256}, (64, 8, 64), [(978_846, 128)]),
+        # Tiles of shorter rows, whose products are as wide as the longest row's.
+        ("block_sparse", {}, (8, 1, 256), [(259_579, 7715), (846_330, 7073), (635_180, 2732)]),
+    ],
+    ids=str,
+)
+def test_nor_where_rows_differ_much(
+    name: str, values: dict[str, Any], shape: tuple[int, int, int], lengths: list[tuple[int, int]]
+) -> None:
+    width = METHODS[name].parameters.block_tokens
+    for taken, announced in peaks(name, values, without_data(lengths, shape), width):
+        assert taken <= announced
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "values", "block_tokens"), CASES, ids=str)
+def test_and_that_does_not_hang_on_what_kernels_compute(name: str, values: dict[str, Any], block_tokens: int) -> None:
+    """Of fewer heads, as the interpreter is slow: what they take depends on their number as above."""
+    batch = random_batch([(200, 140), (0, 5)], 2, 1, DIM, 64)
+    for taken, announced in peaks(name, values, batch, block_tokens):
+        assert taken <= announced
+
+
+def test_longer_rows_and_more_of_them_never_need_less() -> None:
+    method = METHODS["flex_vertical_slash"].parameters()
+    shape = LayerShape(HEADS, KV_HEADS, DIM, 64, 2)
+
+    def needed(*lengths: tuple[int, int]) -> int:
+        rows = without_data(list(lengths)).rows
+        return method.workspace_bytes(rows, shape, HEADS, method.stripe_layout(rows).capacity)
+
+    assert needed((0, TILE_TOKENS)) < needed((1000, TILE_TOKENS)) < needed((1000, 1000)) < needed((1000, 1000), (0, 1))
