@@ -11,6 +11,9 @@ METHOD ?=
 # Tests at a time; those that start servers run alone.
 JOBS ?= 2
 
+# Where it is set, each of pytest's processes rewrites all tests anew, which takes ten seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo test test-all lint compile-matrix matrix wheel house clean
 .DELETE_ON_ERROR:
 
