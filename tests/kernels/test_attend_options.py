@@ -148,7 +148,6 @@ SKIPPED_OR_DROPPED = [("one", (0, 1)), ("mixed", (0,)), ("wide", (1,)), ("odd-he
 @pytest.mark.parametrize(
     ("case", "dtype", "asked"),
     [
-        ("mixed", DTYPES[0], {}),
         ("mixed", torch.float16, {"drops": (0,)}),
         *(pytest.param(case, dtype, {}, marks=FULL) for case in CASES for dtype in DTYPES),
         # Beside skipped products or alone, in 8 bits or not; (0, 1) leaves no head that skips products.

@@ -71,6 +71,7 @@ def test_heads_that_do_not_ask_stay_as_they_are(engine, device):
     assert not bool((means.keys[0].contiguous().view(torch.uint8) == 77).all())
 
 
+@pytest.mark.full
 def test_a_full_index_is_left_as_it_is(engine, device):
     """Bitwise: nothing is dropped, so that nothing is added. A tile without a block before it is full, too."""
     batch = random_batch([(37, 200), (0, 90)], 4, 2, 64, 16, DTYPES[0], device, gap_tokens=1)

@@ -117,7 +117,7 @@ def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
 @pytest.mark.parametrize(
     "lengths",
-    [[(0, 1)], [(0, 63)], [(1000, 1)], [(37, 1000)], [(5, 63), (0, 1), (301, 150), (64, 128)]],
+    [[(0, 63)], [(1000, 1)], pytest.param([(37, 1000)], marks=FULL), [(5, 63), (0, 1), (301, 150), (64, 128)]],
     ids=str,
 )
 def test_lengths(engine, device, lengths, dtype, means):
@@ -171,7 +171,7 @@ def test_head_dims(engine, device, head_dim, block_tokens, dtype, means):
     check(engine, batch, random_index(batch, block_tokens, 0.5, stripes=70), asked(means, batch))
 
 
-@pytest.mark.parametrize("stripes", [0, 64, pytest.param(1, marks=FULL), pytest.param(200, marks=FULL)])
+@pytest.mark.parametrize("stripes", [64, *(pytest.param(number, marks=FULL) for number in (0, 1, 200))])
 def test_stripes(engine, device, stripes):
     batch = random_batch([(700, 130)], 2, 1, 64, 16, DTYPES[0], device)
     index = random_index(batch, 64, 0.1, stripes=stripes)
@@ -190,6 +190,7 @@ def test_stripes_of_some_heads_and_tiles(engine, device):
     check(engine, batch, index)
 
 
+@FULL
 def test_stripes_that_tiles_share(engine, device):
     """AnchorAttention's groups of tiles have one list each."""
     batch = random_batch([(700, 300)], 2, 1, 64, 16, torch.float16, device)

@@ -36,7 +36,7 @@ def by_whole_matrices(batch: Batch, index: SparseIndex) -> Quality:
     return Quality(shares(batch, index).mean(1), kept.double() / causal_pairs(batch.rows))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "page_size", "block_tokens", "layout"),
     [(4, 4, 64, 16, 64, "NHD"), (4, 2, 96, 64, 128, "HND"), (8, 2, 128, 128, 64, "NHD"), (8, 1, 64, 32, 128, "HND")],
@@ -83,6 +83,7 @@ def uniform(length: int) -> tuple[Batch, SparseIndex]:
     return batch, random_index(batch, 64, 0.0)
 
 
+@pytest.mark.full
 def test_eight_thousand_tokens_where_recall_is_known():
     batch, index = uniform(8192)
     positions = torch.arange(8192, dtype=torch.float64)

@@ -58,6 +58,7 @@ def test_densities_spread_as_on_a_trained_model(context_len):
     assert 0.0003 < float(density.min()) < 0.006
 
 
+@pytest.mark.full
 def test_every_part_is_there():
     """Sinks, band, slashes and heavy keys, each where a head's kind has it, hold more mass than their number would."""
     data = structured(512, 7000, 16, 4, 128, device=DEVICE, seed=2)
@@ -79,6 +80,7 @@ def test_every_part_is_there():
     assert of["heavy"][3] > 0.6 > 0.2 > of["spread"][3]
 
 
+@pytest.mark.full
 def test_heavy_keys_change_with_the_position():
     data = structured(16384, 0, 4, 4, 64, device=DEVICE)
     head = data.kinds.index("heavy")
