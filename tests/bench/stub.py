@@ -5,7 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -93,13 +93,11 @@ class Stub(Api):
             self.kept += round(100 * len(prompt) * LEVELS.get(level, 0.25))
         left = body["max_tokens"] - (fault == "short")
         logprob = float("nan") if fault == "nan" else -1.5
-        send(token([logprob]))
-        left -= 1
+        count = 1
         while left > 0:
-            count = min(left, self.burst)
-            time.sleep(self.token_s * count)
-            send(token([logprob] * count))
-            left -= count
+            send(token([logprob] * min(left, count)))
+            left, count = left - count, self.burst
+            time.sleep(self.token_s * min(max(left, 0), count))
         if fault == "error":
             send(b'data: {"error": {"message": "out of cache"}}\n\n')
 
@@ -137,8 +135,9 @@ def running(api: Api) -> Iterator[str]:
                 self.send_response(200)
                 self.send_header("Content-Type", "text/event-stream")
                 self.end_headers()
-                api.stream(body, self.wfile.write)
-                self.wfile.write(b"data: [DONE]\n\n")
+                with suppress(ConnectionError):  # a client may break off
+                    api.stream(body, self.wfile.write)
+                    self.wfile.write(b"data: [DONE]\n\n")
             else:
                 status, answer = api.complete(body)
                 self.reply(answer, status)

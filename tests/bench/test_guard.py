@@ -15,6 +15,7 @@ from vllm_sparse_backend.measure.report import Report
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for the card has no kernels")
 
 
+@pytest.mark.full
 def test_checks_beside_dense_and_sparse_attention() -> None:
     card = CpuCard(lambda name: {"dense": 8.0, "sparse": 4.0, "check": 0.2}[name])
     prompts = structured_prompts(HEADS, 700, 2, torch.device("cpu"))

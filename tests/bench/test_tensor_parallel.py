@@ -37,7 +37,7 @@ def cases_of(command: Sequence[str]) -> list[dict[str, object]] | None:
         return [{"part": "latency", "times_sooner": sooner}, {"part": "density", "density": 0.1}]
     answers = [{"distance": 10, "ranks": [1]}, {"distance": 20, "ranks": [1, 2]}]
     case = {"part": "prompt", "tokens": 64, "prompt": 0, "error": None, "answers": answers, "others": 50, "nats": 40.0}
-    density = {"part": "density", "density": 0.2}
+    density = {"part": "density", "density": 0.2, "kept_pairs": 1, "causal_pairs": 5}
     return [{**one, "label": label} for label in ("TP 1", "TP 2") for one in (case, density)]
 
 

@@ -40,7 +40,8 @@ class Layer:
 
     def attend(self, engine: Engine) -> None:
         batch = self.batch
-        replace(self.served, engine=engine).attend(batch.q, batch.cache, self.index, self.out, batch.scale)
+        with self.index.workspace.frame():
+            engine.attend(batch.q, batch.cache, self.index, self.out, batch.scale, options=self.options)
 
     def run(self, engine: Engine) -> None:
         self.select()

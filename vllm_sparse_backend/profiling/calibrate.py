@@ -13,6 +13,7 @@ from functools import partial
 from itertools import count
 
 from vllm_sparse_backend.profiling.cheapest import Cheapest, with_means
+from vllm_sparse_backend.profiling.clusters import require_scipy
 from vllm_sparse_backend.profiling.costs import PairCosts
 from vllm_sparse_backend.profiling.flow import Flow
 from vllm_sparse_backend.profiling.job import Job
@@ -71,6 +72,9 @@ def strategy(text: str, bounds: Mapping[str, Bound], distance: float | None = No
         return Candidates
     settings = _settings(name.split("+")[0], fields)
     if name == "share_prefill":
+        require_scipy()
+        if distance is not None and not distance > 0:
+            raise ConfigurationError(f"--distance: {unexpected(distance, 'a number above 0')}")
         return partial(Sharing, ladder=settings, distance=distance)
     every = with_means(halved(settings if fields else ladder_of(name.split("+")[0])))
 
