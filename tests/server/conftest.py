@@ -21,7 +21,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def servers(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    settings = levels.write(tmp_path_factory.mktemp("ours"), *levels.ALL) | {"check_index": True}
+    settings = levels.write(tmp_path_factory.mktemp("ours"), *levels.ALL)
     both = Servers(
         Server(small_model, scenario.SERVER_ARGS, env={"VLLM_PLUGINS": "none"}),
         Server(small_model, (*sparse_args(settings), *scenario.SERVER_ARGS)),
