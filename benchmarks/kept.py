@@ -7,11 +7,8 @@ disk. That is the same: a method keeps nothing from one chunk to the next, and w
 """
 
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,12 +16,7 @@ from benchmarks.oracle import Bound, Tally, exact_masses, tally
 from benchmarks.paper_density import paper_density
 from vllm_sparse_backend.profiling.capture import Capture, LayerTensors
 from vllm_sparse_backend.profiling.chunks import chunk_rows, dense_attention, paged
-from vllm_sparse_backend.profiling.clusters import Clusters
-from vllm_sparse_backend.settings.config import SparsePrefillConfig
-from vllm_sparse_backend.settings.methods import make_method
-from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
-from vllm_sparse_backend.settings.profile import Level, Profile
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import Layer, LayerPlan, methods_by_head
@@ -227,19 +219,3 @@ def select_layer(groups: LayerPlan, q: torch.Tensor, cache: PagedCache, rows: Ro
     index = layer.index(rows)
     layer.select(q, cache, index, scale)
     return index
-
-
-def plan_of(method: str, params: dict[str, Any], shape: ModelShape, clusters: Clusters | None, folder: Path) -> Plan:
-    """What a server would run with this method on all heads or, where it takes clusters, with their profile.
-
-    ``folder`` is where that profile is written.
-    """
-    config = SparsePrefillConfig(method=method, params=params)
-    if method == "share_prefill" and clusters is not None:
-        heads = [[make_method(method, params | {"cluster": cluster}) for cluster in layer] for layer in clusters]
-        level = Level.of_heads(heads)
-        fields = {name: getattr(level, name) for name in Level.model_fields}
-        path = folder / f"{time.monotonic_ns()}.yaml"
-        path.write_text(Profile(format=1, model=shape, **fields).to_yaml())
-        config = SparsePrefillConfig(profile=str(path))
-    return Plan.build(config, shape)

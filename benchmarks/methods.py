@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from benchmarks.batches import in_fp8
 from benchmarks.captured import captured_prompts, plan_of_profile, repeated_clusters
 from benchmarks.options import Chunk, Clusters, Contexts, Engines, Json, Methods, Model, Page, Results
 from vllm_sparse_backend.cli.bench import show
@@ -222,7 +223,8 @@ def main(
             plans = [(one, one.plan(shape, alike)) for one in methods_asked(texts, profiles, shape)]
         data = f"{name} in fp8" if is_fp8 else name
         report, chosen = Report("methods", card.name, json_path, results), card.engines_named(split(engines))
-        given = [prompt.in_fp8() for prompt in prompts] if is_fp8 else prompts
+        # As a server rounds whose checkpoint has no scales: all are 1.
+        given = [Prompt(in_fp8(prompt.whole)) for prompt in prompts] if is_fp8 else prompts
         rows = run_methods(card, given, data, plans, lengths, chunk, chosen, report, prompts if is_fp8 else ())
         title = f"methods beside {card.dense_name}, {card.name}, {data}, chunk of {chunk:,}"
         show(title, FP8_COLUMNS if is_fp8 else COLUMNS, rows)

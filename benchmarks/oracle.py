@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from vllm_sparse_backend.measure.structured import Structured
 from vllm_sparse_kernels.index import SparseIndex, causal_pairs
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows, Tile
@@ -211,3 +212,25 @@ class Bound:
         recall = self.mass.cumsum(0) / self.mass.sum()
         density = self.pairs.cumsum(0) / self.pairs.sum()
         return density.tolist(), recall.tolist()
+
+
+def oracle_density(data: Structured, mass: float = 0.95, num_queries: int = 64, seed: int = 0) -> torch.Tensor:
+    """The least share of its causal keys that holds ``mass`` of a query's exact softmax, mean over queries.
+
+    [num_heads] float64 on the CPU, from ``num_queries`` queries drawn from the row, the same for all heads; exact for
+    each, a head at a time in float32.
+    """
+    query_len, num_heads, _ = data.q.shape
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randperm(query_len, generator=generator)[:num_queries].to(data.q.device)
+    positions = tokens + data.context_len
+    hidden = torch.arange(len(data.k), device=data.k.device) > positions[:, None]
+    group = num_heads // data.k.shape[1]
+    shares = []
+    for head in range(num_heads):
+        keys = data.k[:, head // group].float()
+        scores = (data.q[tokens, head].float() @ keys.T * data.scale).masked_fill_(hidden, -torch.inf)
+        kept = scores.softmax(-1).sort(descending=True).values.double().cumsum(-1)
+        needed = (kept < mass).sum(-1) + 1
+        shares.append((needed / (positions + 1)).mean())
+    return torch.stack(shares).double().cpu()

@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from vllm.platforms import current_platform
 if not current_platform.is_cpu():
     pytest.skip("needs vLLM's CPU build", allow_module_level=True)
 
-from tests.backend.served import CPU, make_builder, make_common, make_layers, make_step
+from tests.backend.served import CPU, make_builder, make_common, make_config, make_layers, make_model, make_step
 from vllm_sparse_backend.serving import arena as arenas, compat
 from vllm_sparse_backend.serving.arena import Arena, LayerNeed, Memory, Room, Row, largest_steps, rows_of
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
@@ -216,6 +217,20 @@ class TestReservation:
         (layer,) = make_layers(config, [0])
         layer.impl.forward(layer, torch.zeros(5, 4, 32), None, None, torch.empty(0), None, torch.empty(5, 4, 32))
         assert layer.impl.worker is None
+
+    def test_a_part_whose_configuration_would_do_gives_the_arena_and_no_plan(
+        self, configured: Callable[..., Any], tmp_path: Path
+    ) -> None:
+        """As a draft model of fewer layers, if the profile run comes by it first."""
+        config = configured(method="dense", min_tokens=MIN_TOKENS)
+        layers = make_layers(config, [0, 1, 2, 3])
+        part = make_config(make_model(tmp_path, num_hidden_layers=1), config.additional_config["sparse_prefill"])
+        part.compilation_config.static_forward_context.update(config.compilation_config.static_forward_context)
+        arena = layers[3].impl.join(part, CPU).reserve()
+        builders = [make_builder(config, layers[:2]), make_builder(config, layers[2:])]
+        assert [builder.sparse_layers for builder in builders] == [(0, 1), (2, 3)]
+        assert builders[0].memory is builders[1].memory is arena
+        assert builders[0].recorder is builders[1].recorder
 
     def test_layers_that_cannot_go_sparse_reserve_nothing(self, configured: Callable[..., Any]) -> None:
         config = configured(method="dense")

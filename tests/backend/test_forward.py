@@ -212,6 +212,7 @@ class TestMethods:
         if method != "share_prefill":  # there a layer's heads look at those of the layers before
             assert torch.equal(first, second)
 
+    @pytest.mark.full
     def test_heads_of_one_layer_by_different_methods(self, configured: Callable[..., Any], tmp_path: Path) -> None:
         profile = tmp_path / "mixed.yaml"
         profile.write_text(
@@ -270,6 +271,7 @@ class TestMethods:
             assert all(not torch.allclose(out[tokens, h], without[tokens, h], atol=1e-4) for h in (2, 3))
         assert not torch.allclose(out[:, 0], without[:, 0], atol=1e-4)
 
+    @pytest.mark.full
     def test_heads_with_means(self, configured: Callable[..., Any], tmp_path: Path) -> None:
         """Of heads that select together, each gets what it asked for beside that."""
         few = "method: a_shape, sink_tokens: 16, local_tokens: 16"

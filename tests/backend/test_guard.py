@@ -274,6 +274,7 @@ class TestForward:
         step = make_builder(config, layers).build(0, make_step(layers[0], LONG).common).sparse
         assert (step.probe, step.dense_layers, layers[0].impl.worker.guard) == (None, frozenset(), None)
 
+    @pytest.mark.full
     def test_queries_are_compared_with_vllms_attention(
         self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -4,7 +4,6 @@
 import json
 import math
 from collections.abc import Generator
-from statistics import median
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from benchmarks import attend, methods
-from benchmarks.batches import random_batch, random_index
+from benchmarks.batches import in_fp8, random_batch, random_index
 from tests.bench.conftest import HEADS, CpuCard
 from tests.helpers.lined import DEVICE
 from vllm_sparse_backend.cli import app
@@ -28,7 +27,6 @@ from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_kernels.attend import PORTABLE, Engine
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.reference import attend as reference
-from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.methods import METHODS
 
 LAB = {"attend": attend.main, "methods": methods.main}
@@ -70,16 +68,6 @@ def test_attend_writes_what_it_measured(card, tmp_path):
     assert by_name["attend, chunk after 90, blocks of 32, density 1: efficiency"]["value"] == 4
     assert {"attend, stripes 20: efficiency", "attend, chunk after 60, stripes 20: efficiency"} <= set(by_name)
     assert "efficiency 4" in result.output
-
-
-def test_density_is_the_indices_own():
-    card, report = CpuCard(), Report("attend", "a CPU", command="test")
-    case = attend.Case(100, 200, 64, 0.4, stripes=9)
-    (row,) = attend.run_attend(card, HEADS, [case], ["portable"], report)
-    batches = [random_batch([(100, 200)], 4, 2, 64, 64, torch.float16, "cpu", seed) for seed in range(2)]
-    pairs = sum(float(random_index(batch, 64, 0.4, 9).to_mask(0).sum()) for batch in batches)
-    assert row["density"] == pytest.approx(pairs / (2 * 4 * causal_pairs(batches[0].rows)))
-    assert card.ran == ["dense", "dense", "ours", "ours"]
 
 
 def test_no_speed_of_what_is_wrong(card, tmp_path):
@@ -156,26 +144,11 @@ def test_methods_on_structured_data(name, prompts):
 
 
 @pytest.mark.full
-def test_what_keeps_everything_has_no_error(prompts):
-    asked, report = Asked("dense"), Report("methods", "a CPU", command="test")
-    plan = asked.plan(HEADS.model(2), data.structured_clusters(HEADS, 2))
-    (row,) = methods.run_methods(CpuCard(), prompts, "d", [(asked, plan)], [0], 300, ["portable"], report)
-    assert row["density"] == 1
-    assert row["output_error"] < 2e-3
-    few = Asked.parse("a_shape:sink_tokens=64,local_tokens=64")
-    (row,) = methods.run_methods(
-        CpuCard(), prompts, "d", [(few, few.plan(HEADS.model(2)))], [200], 200, ["portable"], report
-    )
-    assert row["density"] < 1
-    assert row["output_error"] > 0.01
-
-
-@pytest.mark.full
 def test_what_fp8_costs_a_method_stands_beside_what_it_costs_dense(prompts):
     """The stand-in for the card rounds nothing but what it is given: a method that keeps all is off as dense is."""
     asked, report = Asked("dense"), Report("methods", "a CPU", command="test")
     plan = asked.plan(HEADS.model(2))
-    rounded = [prompt.in_fp8() for prompt in prompts]
+    rounded = [data.Prompt(in_fp8(prompt.whole)) for prompt in prompts]
     (row,) = methods.run_methods(
         CpuCard(), rounded, "in fp8", [(asked, plan)], [100], 200, ["portable"], report, unrounded=prompts
     )
@@ -314,17 +287,6 @@ def test_lengths_are_tried_by_half_a_chunk_after_them(card, tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.full
-def test_a_card_that_is_not_faster_gets_null(card, tmp_path):
-    card.ms = lambda name: 2.0
-    result = run("crossover", "--method", "a_shape", "--longest", 256, "--shortest", 128, "--new", 20,
-                 "--layers", 1, "--table", tmp_path / "t.json")  # fmt: skip
-    assert result.exit_code == 0, result.output
-    (entry,) = json.loads((tmp_path / "t.json").read_text())["entries"]
-    assert entry["min_tokens"] is None
-    assert entry["min_query_tokens"] is None
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
 @pytest.mark.parametrize("command", ["attend", "methods", "crossover"])
 def test_without_a_card_one_line_says_so(command):
@@ -395,19 +357,3 @@ def test_captured_data(card, tmp_path, monkeypatch):
     assert figures["whole method, dense, tiny, after 100: output error"] < 2e-3
     assert 0 < figures["whole method, share_prefill, tiny, after 100: density"] <= 1
     assert "selection, dense, tiny, chunk after 100: share of FlashAttention-3" in figures
-
-
-def test_medians_are_of_whole_passes():
-    """A slow selection and a slow attention in different passes do not add up."""
-
-    class Uneven(CpuCard):
-        def spans_ms(self, contestants, new_pass=lambda: None, budget_s=0.0):
-            super().spans_ms(contestants, new_pass)
-            return {"dense": [10.0] * 3, "select": [1.0, 5.0, 1.0], "attend": [4.0, 4.0, 9.0]}
-
-    prompts = data.structured_prompts(HEADS, 200, 1, torch.device("cpu"))
-    asked, report = Asked("a_shape"), Report("methods", "a CPU", command="test")
-    plan = asked.plan(HEADS.model(1))
-    (row,) = methods.run_methods(Uneven(), prompts, "d", [(asked, plan)], [0], 200, ["portable"], report)
-    assert row["whole_ms"] == median([5.0, 9.0, 10.0])
-    assert (row["select_ms"], row["attend_ms"]) == (1.0, 4.0)

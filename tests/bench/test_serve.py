@@ -209,7 +209,7 @@ class TestModelWithoutPositions:
     def run(self, tmp_path, monkeypatch, sent):
         """Runs the command, and has what it would ask of servers in place of them."""
         (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-        monkeypatch.setattr(serve, "serve_and_compare", lambda *args: self.asked.append(args[4]))
+        monkeypatch.setattr(serve.Servers, "side_by_side", lambda _, asking, report: self.asked.append(asking))
         self.asked = []
         return lambda *args: run(tmp_path, *args)
 

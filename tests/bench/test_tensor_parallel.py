@@ -62,14 +62,6 @@ def test_answers(ran: list[list[str]], tmp_path: Path) -> None:
     assert report.figures["TP 1, 64 tokens: right answers of 2"]["value"] == 1
 
 
-def test_nothing_is_made_of_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "run", lambda command, timeout_s: None)
-    report = Report("tensor parallelism", "2 cards")
-    compare_speed({(c, o): "" for c in (1, 2) for o in (False, True)}, A_SHAPE, 4096, tmp_path, report)
-    compare_answers({1: "", 2: ""}, tmp_path, "64", 1, tmp_path, report)
-    assert not [name for name in report.figures if "÷" in name]
-
-
 def test_servers_on_their_cards(tmp_path: Path) -> None:
     shape = make_shape(tmp_path / "shape", 4, 8192)
     (one, two) = (Wanted(shape, cards, A_SHAPE if cards == 2 else None, 4096).server() for cards in (1, 2))

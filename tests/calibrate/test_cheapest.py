@@ -114,6 +114,7 @@ def test_means_count_as_what_they_cost():
     assert choose(held, PairCosts(1), price=1.0) == [means]  # 0.02 of error for a 64th of the pairs
 
 
+@pytest.mark.full
 def test_a_profile_of_a_bounded_mean(tmp_path, monkeypatch):
     """It holds the mean, the bounds of single heads, and keeps less where the mean is wider; whatever price was found
     for heads that were judged apart."""

@@ -25,7 +25,7 @@ from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 
 AMONG = [AShape(64, 128), SpargeAttn(kept_mass=0.5), SpargeAttn(kept_mass=0.9)]
-BOUNDS = {"high": Bound(0.1, 0.6), "fast": Bound(0.4, 3.0)}
+BOUNDS = {"high": Bound(0.1, 0.29), "fast": Bound(0.4, 3.0)}
 
 
 def cheapest(job: Job, bound: Bound) -> Cheapest:

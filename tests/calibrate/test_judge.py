@@ -20,8 +20,8 @@ SERVED = Served(128, 100)
 
 
 @pytest.fixture
-def layer(tmp_path):
-    job = make_job(tmp_path / "work", num_tokens=700, num_prompts=2)
+def layer(tmp_path, request):
+    job = make_job(tmp_path / "work", num_tokens=getattr(request, "param", 400), num_prompts=2)
     captures = job.capturer(job.model, job.prompts.prompts, [tmp_path / f"prompt-{i}" for i in range(2)])
     return captures, CapturedLayer(captures, 1, SERVED, torch.device("cpu"), None)
 
@@ -53,6 +53,7 @@ def a_shape_by_hand(captured, method: AShape) -> dict[str, torch.Tensor]:
     return {name: torch.stack(of).double() for name, of in found.items()}
 
 
+@pytest.mark.parametrize("layer", [700], indirect=True)
 def test_figures_are_those_of_whole_matrices(layer):
     captures, judged = layer
     method = AShape(sink_tokens=64, local_tokens=64)

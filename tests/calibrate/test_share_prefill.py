@@ -105,13 +105,6 @@ def test_attention_maps_average_blocks(monkeypatch, score_bytes):
         attention_maps(q, k, 0.7, 80)
 
 
-def test_maps_that_stay_on_the_host_give_the_same(monkeypatch):
-    maps = synthetic_maps().flatten(0, 1)[:12]
-    held = representations(maps, epochs=2)
-    monkeypatch.setattr(module, "HELD_BYTES", 0)
-    assert torch.equal(representations(maps, epochs=2), held)
-
-
 @pytest.mark.gpu
 def test_the_papers_side_takes_no_more_memory_than_is_said():
     """Maps of 32,768 tokens of an 8B model's layer; training on eight of them, twice alike."""

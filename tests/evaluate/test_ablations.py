@@ -11,11 +11,9 @@ from typer.testing import CliRunner
 
 from benchmarks import ablations
 from benchmarks.batches import random_batch, random_index
-from benchmarks.by_query import Recalls
 from benchmarks.oracle import exact_masses, kept_keys, measure
 from vllm_sparse_backend.profiling.capture import capture
 from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -56,62 +54,12 @@ def test_recall_of_every_query(batch):
     assert float(everything.min()) < 0.5 < float(everything.max())
 
 
-def test_the_worst_of_many():
-    recalls = Recalls(2)
-    values = torch.linspace(0, 1, 2001)[1:]  # 0.0005, 0.001 … 1
-    recalls.add(torch.stack([values, torch.ones(2000)])[:, torch.randperm(2000)].view(2, 10, 200)[..., :120])
-    assert recalls.num_queries == 1200
-    recalls = Recalls(2)
-    for part in torch.stack([values, torch.full((2000,), 0.99999994)]).split(300, 1):
-        recalls.add(part)
-    assert recalls.mean() == pytest.approx([float(values.mean()), 1], abs=1e-6)
-    assert recalls.worst(0) == [0.0005, 1]
-    assert recalls.worst(0.001) == [0.0015, 1]  # the third: two of 2,000 are passed over
-    assert recalls.worst(0.01) == [0.0105, 1]
-    assert recalls.worst(0.5)[0] == pytest.approx(0.5005)
-
-
-def test_skipped_steps():
-    """One query, whose blocks' largest scores are easily found in order."""
-    batch = random_batch([(700, 1)], 4, 2, 64, 16, torch.float32, DEVICE)
-    index, methods = random_index(batch, 64, 0.6), [SpargeAttn(skip_margin=m) for m in (-0.5, -2.0, -1e9)]
-    keys = batch.cache.gather(batch.rows.block_table[0], 701)[0]
-    skipped, steps = 0, 0
-    for head in range(3):
-        largest, q = -torch.inf, batch.q[batch.rows.tokens[0], head]
-        for block in index.blocks_of(head, 0).tolist():
-            local = float((keys[64 * block : 64 * block + 64, head // 2] @ q).max() * batch.scale)
-            largest = max(largest, local)
-            skipped += local - largest < methods[head].skip_margin
-            steps += 1
-    assert 0 < skipped < steps
-    given = ablations.skipped_steps(batch.q, batch.cache, index, [*methods, SpargeAttn()], batch.scale)
-    assert given == (skipped, steps)
-
-
 @pytest.fixture(scope="module")
 def captured(llama, tmp_path_factory):
     """Two captures by one small model whose attention is far from uniform."""
     model = llama(initializer_range=0.12, head_dim=64, num_hidden_layers=1, num_attention_heads=6)
     tokens = torch.randint(97, (2, 420), generator=torch.Generator().manual_seed(5)).tolist()
     return [capture(model, ids, tmp_path_factory.mktemp("capture"), DEVICE) for ids in tokens]
-
-
-@pytest.mark.full
-def test_equal_density_is_equal(captured):
-    bench = ablations.Bench(captured[0], None, 250, DEVICE)
-    lines = ablations.Variant("p", "v", "vertical_slash", {"slash_tokens": 1}, ablations.VERTICALS)
-    judged = ablations.Variant("p", "s", "sparge_attn", {"min_similarity": 0.0}, ablations.MASS)
-    targets = [(lines, 0.8), (judged, 0.85)]
-    found = bench.as_dense(targets)
-    measured = bench.measure(found)
-    assert [row.density for row in measured] == pytest.approx(bench.densities(found), abs=1e-9)
-    for (_, target), row in zip(targets, measured):
-        assert row.density == pytest.approx(target, rel=0.06)  # so short a prompt has few blocks to choose from
-        assert row.worst <= row.worst_thousandth <= row.worst_hundredth <= row.recall < 1
-    assert found[0].params["slash_tokens"] == 1
-    assert [variant.name for variant in found] == ["v, equal density", "s, equal density"]
-    assert f"v, equal density: vertical_tokens {found[0].params['vertical_tokens']} |" in ablations.table(measured)
 
 
 SMALL = {

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from tests.bench.stub import Api, running
 from tests.evaluate.stub import FACT, QUESTION, Words, entry
 from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.demo.model import BUNDLED, make_model
+from vllm_sparse_backend.demo.model import make_model
 from vllm_sparse_backend.measure import contestants
 from vllm_sparse_backend.measure.answers import Templates
 from vllm_sparse_backend.measure.asking import Asking
@@ -235,28 +235,8 @@ def test_a_server_that_fails_ends_all_and_stops_those_that_were_started(
     failing = contestants.Contestant("failing", "m", "", fail)
     asked = Asking.about(None, [2000], 1, facts=2, seed=0, first_token="", templates=Templates())
     with pytest.raises(BenchError, match="no server answers"):
-        contestants.ask_all([slow, failing], asked, "", Report("answers", "CPU"), 1, lambda case: None, jobs=2)
+        contestants.ask_all([slow, failing], asked, "", Report("answers", "CPU"), 1, jobs=2)
     assert stopped.is_set()
-
-
-def test_servers_side_by_side_on_a_card_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def arguments(extra: str, jobs: int) -> tuple[str, ...]:
-        given: list[tuple[str, ...]] = []
-        monkeypatch.setattr(contestants.Contestant, "served", lambda label, model, args, what: given.append(args))
-        contestants.started(BUNDLED, [], True, 4096, extra, jobs, concurrency=2)
-        return given[0]
-
-    monkeypatch.setattr(contestants, "has_cuda", lambda: True)
-    assert arguments("--seed 1", 1) == ("--max-model-len", "4097", "--seed", "1")
-    share = (
-        "--gpu-memory-utilization",
-        "0.225",
-        "--kv-cache-memory-bytes",
-        str(2 * 2 * 5 * 2 * 64 * 2 * (4096 + 2048)),
-    )
-    assert arguments("--seed 1", 4) == ("--max-model-len", "4097", *share, "--seed", "1")
-    monkeypatch.setattr(contestants, "has_cuda", lambda: False)
-    assert arguments("", 4) == ("--max-model-len", "4097")
 
 
 def test_levels_are_asked_of_one_server_each_by_itself(folder: Path) -> None:
@@ -326,19 +306,6 @@ def test_why_nothing_ran_sparse_is_what_the_server_counted(folder: Path, reason:
     with running(stub) as url:
         result = run("--url", url, "--label", "a", "--lengths", 1000, "--facts", 4, "--prompts", 2, "--level", 0)
     assert f"a 0: no request ran sparse: {reason.explain} (dense rows: 2)" in result.output
-
-
-def test_where_all_requests_failed_that_is_why_nothing_ran_sparse(folder: Path) -> None:
-    stub, out = Stub(lambda distance: 1, lambda n: "away", kept_of_100=30), folder / "all.json"
-    with running(stub) as url:
-        command = ("--url", url, "--label", "a", "--lengths", 1000, "--facts", 4, "--prompts", 2, "--json", out)
-        result = run(*command)
-        assert result.exit_code == 1
-        assert "a: no request ran sparse: all of its requests failed" in result.output
-        stub.fault = lambda n: None
-        again = run(*command)
-    assert again.exit_code == 0, again.output
-    assert "no request ran sparse" not in again.output
 
 
 def test_tokenizers_that_differ_are_refused() -> None:

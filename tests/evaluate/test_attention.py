@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import plots, recall
-from benchmarks.kept import BINS, Asked, Kept, measure_plans
+from benchmarks.kept import Asked, measure_plans
 from benchmarks.paper_density import paper_density
 from vllm_sparse_backend.profiling.capture import capture
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
@@ -45,17 +45,6 @@ def test_single_queries_recall_what_a_mask_leaves_them(captured):
     assert kept.quantiles()[2] == pytest.approx(
         min(x for layer in kept.lowest_recalls for h in layer for x in h), abs=1e-4
     )
-
-
-def test_quantiles_are_of_all_queries_together():
-    kept = Kept()
-    kept.add_queries(torch.full((2, 500), 1.0))
-    kept.add_queries(torch.cat([torch.full((1, 20), 0.25), torch.full((1, 980), 0.75)], 1))
-    assert kept.lowest_recalls == [[[1.0] * 3] * 2, [[0.25] * 3]]
-    assert kept.quantiles() == [0.25] * 3
-    kept.add_queries(torch.full((1, 8000), 1.0))  # a hundredth is 100 of 10,000 now
-    assert kept.quantiles() == [0.75, 0.25, 0.25]
-    assert int(kept.recall_counts[BINS]) == 9000
 
 
 def test_the_papers_densities():

@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.batches import random_batch, random_index, repaged, widened
+from benchmarks.batches import in_fp8, random_batch, random_index, repaged, widened
 from tests.kernels.test_engines import ENGINES, check, run, same
-from vllm_sparse_backend.measure.batches import in_fp8
 from vllm_sparse_backend.measure.structured import paged_batch, structured
 from vllm_sparse_kernels.attend import AttendSpec
 from vllm_sparse_kernels.attend.options import AttendOptions

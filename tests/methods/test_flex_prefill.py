@@ -134,19 +134,3 @@ def test_stripe_room_depends_on_the_row_alone_and_is_bounded():
     assert method.stripes_of_row(chunk, 0) == 8192
     assert method.stripe_layout(chunk).offsets[-1] == 64 * 8192
     assert method.stripe_layout(chunk).capacity == 64 * 8192 + 100
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("gamma", 0.0),
-        ("gamma", 1.01),
-        ("gamma", float("nan")),
-        ("max_stripes", -1),
-        ("last_queries", 257),
-        ("estimating", "first"),
-    ],
-)
-def test_parameters_out_of_range(field, value):
-    with pytest.raises(ValueError, match=f"^{field}: given {value!r}"):
-        FlexVerticalSlash(**{field: value})

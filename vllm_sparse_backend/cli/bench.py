@@ -86,14 +86,15 @@ def serve(
         levels = [level_of(one) for one in level or ()]
         asking = part.Asking(tuple(asked), output_tokens, repeats, mix, text_of(text))
         report = Report("serve", device_name(*(one for one in (stock_url, url) if one)), json_path, results)
+        report.on_case = _print_case
         if model is not None:
             ours = [Settings.parse(one, label, model) for one in settings or ["{}"]]
             args = arguments(model, asking.longest + 16, kv_tokens, split_args(server_args))
-            start = part.serve_apart if apart else part.serve_and_compare
-            start(model, ours, levels, args, asking, report, _print_case)
+            servers = part.Servers(model, ours, levels, args)
+            (servers.apart if apart else servers.side_by_side)(asking, report)
         else:
             stock, server = Endpoint.connect("stock", stock_url or ""), Endpoint.connect("ours", url or "")
-            part.compare(stock, part.of_levels(server, label, levels), asking, report, _print_case)
+            part.compare(stock, part.of_levels(server, label, levels), asking, report)
         _show_serve(report.cases)
 
 

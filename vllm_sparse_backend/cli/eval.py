@@ -139,6 +139,8 @@ def _ask(
     ):
 
         def tell(case: dict[str, Any]) -> None:
+            if case["part"] != "prompt":
+                return
             advance()
             said = f"failed: {case['error']}"
             if case["error"] is None:
@@ -146,7 +148,8 @@ def _ask(
             line = f"{case['label']}, {case['tokens']:,} tokens, prompt {case['prompt'] + 1}: {said}"
             out.print(escape(line), highlight=False, soft_wrap=True)
 
-        ask_all(contestants, asking, key, report, concurrency, tell, jobs)
+        report.on_case = tell
+        ask_all(contestants, asking, key, report, concurrency, jobs)
 
 
 def _show(rows: list[dict[str, Any]], cases: Sequence[dict[str, Any]]) -> None:

@@ -6,8 +6,8 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -42,7 +42,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Asking:
-    """All that makes the prompts, but for the tokenizer: a ``Job`` of servers."""
+    """All that makes the prompts, but for the tokenizer."""
 
     lengths: tuple[int, ...]
     prompts: int
@@ -53,6 +53,10 @@ class Asking:
     text: str | None
     first_token: str | None
     """Text of the token that prompts start with; empty for none; None for what the tokenizer or its files say."""
+    made: dict[At, Prompt] = field(default_factory=dict, compare=False)
+    """Once a server is there to tokenize."""
+    tokens: list[int] = field(default_factory=list, compare=False)
+    """Of a piece of the text, by that server."""
 
     @staticmethod
     def about(text: Path | None, lengths: Sequence[int], prompts: int, **others: Any) -> "Asking":
@@ -72,19 +76,24 @@ class Asking:
 
     def key(self, *context: object) -> str:
         """Equal where the prompts are, and what they are asked in (``context``)."""
-        made_of = asdict(self) | {"text": self.source, "context": context}
+        made_of = {name: value for name, value in vars(self).items() if name not in ("made", "tokens", "source")}
+        made_of |= {"templates": vars(self.templates), "text": self.source, "context": context}
         return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
 
     @property
     def wanted(self) -> list[At]:
         return list(product(self.lengths, range(self.prompts)))
 
-    def sample(self, endpoint: Endpoint) -> list[int]:
-        return endpoint.tokenize(self.source[:2000], special=True)
+    def make(self, endpoint: Endpoint) -> bool:
+        """The prompts, by the first server's tokenizer; whether this one's gives the same. Raises BenchError."""
+        sample = endpoint.tokenize(self.source[:2000], special=True)
+        if not self.made:
+            self.made.update(self.build_prompts(endpoint))
+            self.tokens.extend(sample)
+        return sample == self.tokens
 
-    def build(self, endpoint: Endpoint) -> Callable[[Endpoint, At], Case]:
-        prompts = self.build_prompts(endpoint)
-        return lambda endpoint, at: ask_one(endpoint, prompts[at])
+    def ask(self, endpoint: Endpoint, at: At) -> Case:
+        return ask_one(endpoint, self.made[at])
 
     def build_prompts(self, endpoint: Endpoint) -> dict[At, Prompt]:
         """By length and number: each of a stretch of the text that begins elsewhere."""

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_sparse_kernels.paged import FP8, PagedCache
+from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.trial import Batch
 
 
 def shuffled_cache(
@@ -47,26 +46,3 @@ def write_row(cache: PagedCache, block_table_row: torch.Tensor, k: torch.Tensor,
     positions = torch.arange(len(k), device=k.device)
     slots = (block_table_row[positions // cache.page_size].long(), positions % cache.page_size)
     cache.keys[slots], cache.values[slots] = k, v
-
-
-def in_fp8(batch: Batch, q_scale: float = 1.0, k_scale: float = 1.0, v_scale: float = 1.0) -> Batch:
-    """The batch rounded to fp8, an element of which counts these scales. NaN stay where they are."""
-
-    def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
-        most = torch.finfo(FP8).max
-        return (x.float() / scale).clamp(-most, most).to(FP8)
-
-    cache = batch.cache
-    keys, values = side_by_side(rounded(cache.keys, k_scale), rounded(cache.values, v_scale), cache)
-    return Batch(
-        rounded(batch.q, q_scale), PagedCache(keys, values, q_scale * k_scale, v_scale), batch.rows,
-        batch.scale * q_scale * k_scale, None if batch.q.dtype == torch.float32 else batch.q.dtype,
-    )  # fmt: skip
-
-
-def side_by_side(keys: torch.Tensor, values: torch.Tensor, like: PagedCache) -> tuple[torch.Tensor, ...]:
-    """Copies as halves of one tensor, as in vLLM, NHD or HND as another cache is."""
-    both = torch.stack((keys, values), 3).flatten(3)
-    if like.keys.stride(2) > like.keys.stride(1):
-        both = both.transpose(1, 2).contiguous().transpose(1, 2)
-    return both.split(keys.shape[3], -1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from threading import Event, Lock
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from vllm_sparse_backend.measure.client import Endpoint
 from vllm_sparse_backend.measure.report import BenchError, Report
@@ -33,31 +33,16 @@ from vllm_sparse_backend.settings.metrics import PREFIX
 from vllm_sparse_backend.settings.profile import load_profile
 from vllm_sparse_backend.settings.reasons import Fallback
 
+if TYPE_CHECKING:
+    from vllm_sparse_backend.measure.asking import Asking
+
 Case = dict[str, Any]
 OnCase = Callable[[Case], None]
 At = tuple[int, int]
 """Which request: tokens of its prompt, and its number."""
-Ask = Callable[[Endpoint, At], Case]
 
 MEMORY = 0.9
 """Share of a card that servers beside each other have together."""
-
-
-class Job(Protocol):
-    """Requests that every server is asked."""
-
-    @property
-    def wanted(self) -> Sequence[At]: ...
-
-    def sample(self, endpoint: Endpoint) -> object:
-        """Equal for servers that make the same prompts."""
-
-    def build(self, endpoint: Endpoint) -> Ask:
-        """Asks a server one of the requests.
-
-        A request that fails, or is not answered whole, has its ``error`` in the case, and no answer; ``error`` is None
-        otherwise. Raises BenchError where the prompts cannot be made at all.
-        """
 
 
 def at_of(case: Mapping[str, Any]) -> At:
@@ -177,19 +162,18 @@ def resume(report: Report, path: Path | None, key: str, contestants: Sequence[Co
     report.cases.extend(case for case in cases if not case.get("error"))
 
 
-def held(cases: Sequence[Case], contestants: Sequence[Contestant], job: Job) -> int:
+def held(cases: Sequence[Case], contestants: Sequence[Contestant], asking: "Asking") -> int:
     """How many of the requests a report has."""
-    labels, wanted = {one.label for one in contestants}, set(job.wanted)
+    labels, wanted = {one.label for one in contestants}, set(asking.wanted)
     return sum(case["part"] == "prompt" and case["label"] in labels and at_of(case) in wanted for case in cases)
 
 
 def ask_all(
     contestants: Sequence[Contestant],
-    job: Job,
+    asking: "Asking",
     key: str,
     report: Report,
     concurrency: int,
-    on_case: OnCase,
     jobs: int = 1,
 ) -> None:
     """A case for each contestant and request that the report does not hold yet; ``jobs`` servers at a time.
@@ -199,43 +183,29 @@ def ask_all(
     if len({one.label for one in contestants}) < len(contestants):
         raise BenchError(f"labels {', '.join(one.label for one in contestants)}: expected each of them once")
     there = {(case["label"], at_of(case)) for case in report.cases if case["part"] == "prompt"}
-    todo = {one.label: [at for at in job.wanted if (one.label, at) not in there] for one in contestants}
-    made, adding, over = _Made(job), Lock(), Event()
+    todo = {one.label: [at for at in asking.wanted if (one.label, at) not in there] for one in contestants}
+    adding, making, over = Lock(), Lock(), Event()
 
     def add(case: Case) -> None:
         with adding:
             if over.is_set():
                 return  # of a server that was stopped
             report.add_case(case)
-            if case["part"] == "prompt":
-                on_case(case)
 
     def ask(server: Sequence[Contestant]) -> None:
         with server[0].open() as endpoint:
             for one in server:
                 at_level = endpoint if one.level is None else endpoint.at_level(one.level)
                 base = {"key": key, "label": one.label, "what": one.what}
-                _ask_server(at_level, made.ask_for(one, endpoint), todo[one.label], base, add, concurrency)
+                with making:  # with the first server that is ready, and the same for all
+                    if not asking.make(endpoint):
+                        raise BenchError(
+                            f"{one.label}: its tokenizer is another than the first server's: prompts would differ"
+                        )
+                _ask_server(at_level, asking, todo[one.label], base, add, concurrency)
 
     waiting = [one for one in contestants if todo[one.label]]
     _each([[*server] for _, server in groupby(waiting, key=lambda one: one.open)], ask, jobs, over)
-
-
-class _Made:
-    """The prompts of a job, made with the first server that is ready, and the same for all."""
-
-    def __init__(self, job: Job) -> None:
-        self._job, self._lock = job, Lock()
-        self._ask: Ask | None = None
-        self._sample: object = None
-
-    def ask_for(self, one: Contestant, endpoint: Endpoint) -> Ask:
-        with self._lock:
-            if self._ask is None:
-                self._ask, self._sample = self._job.build(endpoint), self._job.sample(endpoint)
-            elif self._job.sample(endpoint) != self._sample:
-                raise BenchError(f"{one.label}: its tokenizer is another than the first server's: prompts would differ")
-            return self._ask
 
 
 def _each(
@@ -258,7 +228,7 @@ def _each(
 
 def _ask_server(
     endpoint: Endpoint,
-    ask: Ask,
+    asking: "Asking",
     todo: Sequence[At],
     base: Mapping[str, Any],
     add: OnCase,
@@ -268,7 +238,7 @@ def _ask_server(
     before = endpoint.metrics()
     pool = ThreadPoolExecutor(concurrency)
     try:
-        for at, case in zip(todo, pool.map(lambda at: ask(endpoint, at), todo)):
+        for at, case in zip(todo, pool.map(lambda at: asking.ask(endpoint, at), todo)):
             add({"part": "prompt", **base, "tokens": at[0], "prompt": at[1], **case})
     finally:
         # Who breaks off does not wait for prompts of minutes: they end with the server.

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from vllm_sparse_backend.measure.batches import in_fp8
 from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.measure.structured import SEQUENCE, paged_batch, structured
 from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -59,10 +58,6 @@ class Prompt:
             )
         rows = Rows((0,), (query_len,), (context_len,), self.whole.rows.block_table)
         return replace(self.whole, q=self.whole.q[context_len:end], rows=rows)
-
-    def in_fp8(self) -> "Prompt":
-        """Rounded as a server with --kv-cache-dtype fp8 rounds it whose checkpoint has no scales: all are 1."""
-        return Prompt(in_fp8(self.whole))
 
 
 def without_nan(batch: Batch) -> Batch:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time to first token (TTFT) and per later token (TPOT) of servers, asked in turn: ABBA, one request at a time."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -9,8 +9,6 @@ from typing import Any
 from vllm_sparse_backend.measure.client import Answer, Endpoint, Prompts, RequestError
 from vllm_sparse_backend.measure.report import Report
 from vllm_sparse_backend.measure.scrape import Pairs
-
-OnCase = Callable[[dict[str, Any]], None]
 
 COLUMNS = {
     "case": "prompt",
@@ -106,9 +104,7 @@ def _ask(server: Endpoint, prefix: list[int], prompt: list[int], output_tokens: 
         taken.answers.append(answer)
 
 
-def report_cases(
-    length: Length, of_stock: Taken, ours: Mapping[str, Taken], report: Report, on_case: OnCase
-) -> list[dict[str, Any]]:
+def report_cases(length: Length, of_stock: Taken, ours: Mapping[str, Taken], report: Report) -> list[dict[str, Any]]:
     """Cases and figures of one length, by label. One that either never answered gets no ratio."""
     cases = []
     for label, taken in ours.items():
@@ -116,7 +112,6 @@ def report_cases(
         report.add_case(case)
         _add_figures(report, f"vllm serve, {label}, {length}", case)
         cases.append(case)
-        on_case(case)
     return cases
 
 

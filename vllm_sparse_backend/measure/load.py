@@ -19,7 +19,6 @@ from statistics import quantiles
 from typing import Any
 
 from vllm_sparse_backend.measure.client import Endpoint, Prompts
-from vllm_sparse_backend.measure.latency import OnCase
 from vllm_sparse_backend.measure.report import BenchError, Report
 from vllm_sparse_backend.measure.scrape import Pairs
 from vllm_sparse_backend.measure.server import environment, vllm_command
@@ -84,7 +83,7 @@ class Mix:
 
 
 def run_load(
-    stock: Endpoint, ours: Mapping[str, Endpoint], mix: Mix, prompts: Prompts, report: Report, on_case: OnCase
+    stock: Endpoint, ours: Mapping[str, Endpoint], mix: Mix, prompts: Prompts, report: Report
 ) -> list[dict[str, Any]]:
     """Send the load to stock and then, by label, to each other; ratios only where no request of the two failed."""
     require_pandas()
@@ -102,7 +101,6 @@ def run_load(
         pair = [{**case, "label": label} for case in (of_stock, case_of(server))]
         for case in pair:
             report.add_case(case)
-            on_case(case)
         cases += pair
         _add_figures(report, f"vllm serve, {label}, {mix}", *pair)
     return cases

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stock vLLM and this backend, served side by side on one card or already running, and asked the same."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_sparse_backend.measure.client import Endpoint, Prompts
-from vllm_sparse_backend.measure.latency import Length, OnCase, Taken, ask_in_turn, report_cases
+from vllm_sparse_backend.measure.latency import Length, Taken, ask_in_turn, report_cases
 from vllm_sparse_backend.measure.load import Mix, require_pandas, run_load
 from vllm_sparse_backend.measure.report import BenchError, Report
 from vllm_sparse_backend.measure.scrape import Pairs
@@ -85,91 +85,70 @@ def mix_of(
     return mix, ""
 
 
-def serve_and_compare(
-    model: Path,
-    settings: Sequence[Settings],
-    levels: Sequence[int | str],
-    args: Sequence[str],
-    asking: Asking,
-    report: Report,
-    on_case: OnCase,
-) -> None:
-    """Start stock once and each configuration after the other beside it, and ask, at each level where some are named.
+@dataclass(frozen=True)
+class Servers:
+    """Stock's and those of each configuration, to be started: asked at each level where some are named."""
 
-    Raises BenchError.
-    """
-    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
-        stock = Server(model, args)
-        starting = pool.submit(stack.enter_context, stock)
-        for one in settings:
-            with _started(model, one, args, on_case, starting.result) as ours:
-                asked = of_levels(ours, _label(one, settings, levels), levels)
-                compare(Endpoint.connect("stock", stock.url), asked, asking, report, on_case)
+    model: Path
+    settings: Sequence[Settings]
+    levels: Sequence[int | str]
+    args: Sequence[str]
 
+    def side_by_side(self, asking: Asking, report: Report) -> None:
+        """Stock once, and each configuration after the other beside it. Raises BenchError."""
+        with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+            starting = pool.submit(stack.enter_context, self.started(None, report))
+            for one in self.settings:
+                with self.started(one, report) as ours:
+                    compare(starting.result(), self.asked(ours, one), asking, report)
 
-def serve_apart(
-    model: Path,
-    settings: Sequence[Settings],
-    levels: Sequence[int | str],
-    args: Sequence[str],
-    asking: Asking,
-    report: Report,
-    on_case: OnCase,
-) -> None:
-    """The same where a card has no room for two: stock, then each configuration, alone. No mixed load."""
+    def apart(self, asking: Asking, report: Report) -> None:
+        """The same where a card has no room for two: each alone. No mixed load."""
 
-    def ask(servers: Sequence[Endpoint]) -> dict[Length, list[Taken]]:
-        return dict(asking.in_turn(servers, Prompts.of(servers[0], asking.text)))  # prompts as the others get them
+        def ask(servers: Sequence[Endpoint]) -> dict[Length, list[Taken]]:
+            return dict(asking.in_turn(servers, Prompts.of(servers[0], asking.text)))  # prompts as the others get them
 
-    with _started(model, None, args, on_case) as stock:
-        of_stock = ask([stock])
-    for one in settings:
-        with _started(model, one, args, on_case) as ours:
-            asked, cases = of_levels(ours, _label(one, settings, levels), levels), []
-            for length, taken in ask([*asked.values()]).items():
-                by_label = dict(zip(asked, taken, strict=True))
-                cases += report_cases(length, of_stock[length][0], by_label, report, on_case)
-            _add_densities(asked, cases, report, on_case)
+        with self.started(None, report) as stock:
+            of_stock = ask([stock])
+        for one in self.settings:
+            with self.started(one, report) as ours:
+                asked, cases = self.asked(ours, one), []
+                for length, taken in ask([*asked.values()]).items():
+                    by_label = dict(zip(asked, taken, strict=True))
+                    cases += report_cases(length, of_stock[length][0], by_label, report)
+                _add_densities(asked, cases, report)
 
+    def asked(self, server: Endpoint, one: Settings) -> dict[str, Endpoint]:
+        """By label, in which levels stand alone where there is no other configuration."""
+        alone = self.levels and len(self.settings) == 1 and one.name is None
+        return of_levels(server, None if alone else str(one), self.levels)
 
-def _label(one: Settings, settings: Sequence[Settings], levels: Sequence[int | str]) -> str | None:
-    """What levels of a configuration are labelled with besides: nothing where there is no other."""
-    return None if levels and len(settings) == 1 and one.name is None else str(one)
-
-
-@contextmanager
-def _started(
-    model: Path,
-    one: Settings | None,
-    args: Sequence[str],
-    on_case: OnCase,
-    others: Callable[[], object] = lambda: None,
-) -> Iterator[Endpoint]:
-    """Stock's server, or one of ours, once it and the others are up. Raises BenchError."""
-    server = Server(model, args if one is None else (*args, *sparse_args(one.values)))
-    try:
-        with server:
-            others()
-            if one is not None:
-                on_case({"started": str(one), "command": str(server)})
-            yield Endpoint.connect("stock" if one is None else "ours", server.url)
-    except ServerError as error:
-        raise BenchError(str(error)) from error
+    @contextmanager
+    def started(self, one: Settings | None, report: Report) -> Iterator[Endpoint]:
+        """Stock's server, or one of ours. Raises BenchError."""
+        server = Server(self.model, self.args if one is None else (*self.args, *sparse_args(one.values)))
+        try:
+            with server:
+                if one is not None:
+                    report.on_case({"started": str(one), "command": str(server)})
+                yield Endpoint.connect("stock" if one is None else "ours", server.url)
+        except ServerError as error:
+            raise BenchError(str(error)) from error
 
 
-def compare(stock: Endpoint, ours: Mapping[str, Endpoint], asking: Asking, report: Report, on_case: OnCase) -> None:
+def compare(stock: Endpoint, ours: Mapping[str, Endpoint], asking: Asking, report: Report) -> None:
     """Latencies, then the mixed load, of stock and, by label, of each of ours."""
     prompts = Prompts.of(stock, asking.text)
     cases: list[dict[str, Any]] = []
     for length, (of_stock, *of_ours) in asking.in_turn([stock, *ours.values()], prompts):
-        cases += report_cases(length, of_stock, dict(zip(ours, of_ours, strict=True)), report, on_case)
+        cases += report_cases(length, of_stock, dict(zip(ours, of_ours, strict=True)), report)
     if (mix := asking.mix) is not None:
         if mix.rate is None and mix.clients is None:
             mix = mix.saturating(
                 {c["new_tokens"]: c["stock_first_s"] for c in cases if c["stock_first_s"] and not c["cached_tokens"]}
             )
-        cases += run_load(stock, ours, mix, prompts, report, on_case)
-    _add_densities(ours, cases, report, on_case)
+        cases += run_load(stock, ours, mix, prompts, report)
+    _add_densities(ours, cases, report)
 
 
 def of_levels(server: Endpoint, label: str | None, levels: Sequence[int | str]) -> dict[str, Endpoint]:
@@ -179,13 +158,10 @@ def of_levels(server: Endpoint, label: str | None, levels: Sequence[int | str]) 
     return {" ".join([*([label] if label else []), str(level)]): server.at_level(level) for level in levels}
 
 
-def _add_densities(
-    labels: Mapping[str, Endpoint], cases: Sequence[Mapping[str, Any]], report: Report, on_case: OnCase
-) -> None:
+def _add_densities(labels: Iterable[str], cases: Sequence[Mapping[str, Any]], report: Report) -> None:
     """Of all sparse rows that were counted: a request of each length, and the mixed load."""
     for label in labels:
         density = Pairs.of_cases(case for case in cases if case["label"] == label).density
         if density is not None:
             report.add_figure(f"vllm serve, {label}: density of its sparse rows", density, "share", "lower")
-        report.add_case(case := {"part": "density", "label": label, "density": density})
-        on_case(case)
+        report.add_case({"part": "density", "label": label, "density": density})

@@ -19,7 +19,7 @@ leaves out is partly made up for by what it keeps nearby, as in a model, and an 
 It is not a model. Heads are independent but for the keys that they share, layers do not depend on each other, and no
 token means anything: times and densities can be compared on it, the errors of two methods roughly, but what an error
 does to answers can't. Strengths are set so that the densities at which single keys can hold 95 % of the mass
-(``oracle_density``) spread as on a trained model's layers: most heads below 0.08, many below 0.01, a few near 0.5.
+spread as on a trained model's layers: most heads below 0.08, many below 0.01, a few near 0.5.
 """
 
 from dataclasses import dataclass
@@ -188,28 +188,6 @@ class _Maker:
         topics = of_span[torch.searchsorted(first_tokens, positions, right=True)]
         lone = self.uniform(len(positions)) < 1 / LONE_QUERIES
         return torch.where(lone, self.integers(0, TOPICS, len(positions)), topics)
-
-
-def oracle_density(data: Structured, mass: float = 0.95, num_queries: int = 64, seed: int = 0) -> torch.Tensor:
-    """The least share of its causal keys that holds ``mass`` of a query's exact softmax, mean over queries.
-
-    [num_heads] float64 on the CPU, from ``num_queries`` queries drawn from the row, the same for all heads; exact for
-    each, a head at a time in float32.
-    """
-    query_len, num_heads, _ = data.q.shape
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randperm(query_len, generator=generator)[:num_queries].to(data.q.device)
-    positions = tokens + data.context_len
-    hidden = torch.arange(len(data.k), device=data.k.device) > positions[:, None]
-    group = num_heads // data.k.shape[1]
-    shares = []
-    for head in range(num_heads):
-        keys = data.k[:, head // group].float()
-        scores = (data.q[tokens, head].float() @ keys.T * data.scale).masked_fill_(hidden, -torch.inf)
-        kept = scores.softmax(-1).sort(descending=True).values.double().cumsum(-1)
-        needed = (kept < mass).sum(-1) + 1
-        shares.append((needed / (positions + 1)).mean())
-    return torch.stack(shares).double().cpu()
 
 
 def paged_batch(data: Structured, page_size: int, layout: str = "NHD", seed: int = 0) -> Batch:

@@ -15,7 +15,7 @@ from itertools import count
 from vllm_sparse_backend.profiling.cheapest import Cheapest, with_means
 from vllm_sparse_backend.profiling.clusters import require_scipy
 from vllm_sparse_backend.profiling.costs import PairCosts
-from vllm_sparse_backend.profiling.flow import Flow
+from vllm_sparse_backend.profiling.flow import walk
 from vllm_sparse_backend.profiling.job import Job
 from vllm_sparse_backend.profiling.measure import Bound, Figures, LayerJudge
 from vllm_sparse_backend.profiling.minference import Candidates
@@ -121,28 +121,13 @@ def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str, margi
     for name, bound in bounds.items():
         within = bound.less(margin)
         search = how(job, within)
-        methods, figures = _whole(job, search, within)
-        while search.again(methods, mean_error(figures, job.shape.num_heads)):
-            methods, figures = _whole(job, search, within)
+        while True:
+            choose = partial(together, search=search, bound=within)
+            methods, figures = walk(job, "prompts", search.company, choose)
+            if not search.again(methods, mean_error(figures, job.shape.num_heads)):
+                break
         found[name] = Found(bound, methods, figures, _held_out(job, search, methods))
     return profile_of(job, found, source)
-
-
-def _whole(job: Job, search: Search, bound: Bound) -> tuple[list[list[Method]], list[list[Figures] | None]]:
-    """Methods of all layers' heads and what comes of them; None where all heads of a layer are dense."""
-    job.tell.begin("layers", len(job.layers))
-    flow, found = Flow(job, "prompts", search.company), []
-    for layer in range(job.shape.num_layers):
-        methods: list[Method] = [Dense()] * job.shape.num_heads
-        figures: list[Figures] | None = None
-        if layer in job.layers:
-            judge = flow.judge()
-            methods, figures = together(judge, search, bound)
-            judge.save()
-            job.tell.step()
-        flow.add(methods)
-        found.append(figures)
-    return flow.chosen, found
 
 
 def together(judge: LayerJudge, search: Search, bound: Bound) -> tuple[list[Method], list[Figures] | None]:
@@ -170,13 +155,8 @@ def together(judge: LayerJudge, search: Search, bound: Bound) -> tuple[list[Meth
 
 
 def _held_out(job: Job, search: Search, methods: Sequence[Sequence[Method]]) -> list[list[Figures] | None]:
-    flow, found = Flow(job, "held-out", search.company), []
-    for of_layer in methods:
-        figures: list[Figures] | None = None
-        if any(not isinstance(one, Dense) for one in of_layer):
-            judge = flow.judge()
-            figures = judge.judge(of_layer)
-            judge.save()
-        flow.add(of_layer)
-        found.append(figures)
-    return found
+    def judged(judge: LayerJudge) -> tuple[Sequence[Method], list[Figures] | None]:
+        of_layer = methods[judge.layer]
+        return of_layer, None if all(isinstance(one, Dense) for one in of_layer) else judge.judge(of_layer)
+
+    return walk(job, "held-out", search.company, judged)[1]

@@ -20,7 +20,7 @@ from itertools import combinations
 from statistics import fmean
 
 from vllm_sparse_backend.profiling.costs import Costs, head_ms, kind_of
-from vllm_sparse_backend.profiling.flow import Flow
+from vllm_sparse_backend.profiling.flow import walk
 from vllm_sparse_backend.profiling.job import Job
 from vllm_sparse_backend.profiling.measure import Bound, Figures, LayerJudge
 from vllm_sparse_backend.profiling.search import May, Search
@@ -73,16 +73,9 @@ def with_means(settings: Sequence[Method]) -> list[Method]:
 
 def judged_everywhere(job: Job, among: Sequence[Method]) -> list[dict[Method, list[Figures]]]:
     """Of every layer that can go sparse all heads' figures under each method."""
-    job.tell.begin("layers", len(job.layers))
-    flow, found = Flow(job, "prompts"), []
-    for layer in range(job.shape.num_layers):
-        if layer in job.layers:
-            judge = flow.judge()
-            found.append(judged(judge, among))
-            judge.save()
-            job.tell.step()
-        flow.add([Dense()] * job.shape.num_heads)
-    return found
+    dense = [Dense()] * job.shape.num_heads
+    found = walk(job, "prompts", (), lambda judge: (dense, judged(judge, among)))[1]
+    return [of_layer for of_layer in found if of_layer is not None]
 
 
 def judged(judge: LayerJudge, among: Sequence[Method]) -> dict[Method, list[Figures]]:

@@ -17,7 +17,7 @@ What the paper leaves open, and how it is settled here:
 **Memory.** Maps lie on the host in half precision, 7.5 MB a head at that side: 0.5 GB for 64 heads, 7.7 GB for the
 1,024 of an 8B model (at a side of 512 0.5 GB). Making them takes a layer's queries and keys on the device and about
 1 GB beside. Training takes 1 GB there for the autoencoder of that side and Adam's state, some 5 GB for a batch
-(``BATCH_PIXELS``), and at most 2 GB for maps (``HELD_BYTES``).
+(``BATCH_PIXELS``), whose maps come batch by batch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -50,9 +50,6 @@ DISTANCE = 10.0
 
 MIN_HEADS = 5
 """Of a cluster: heads of smaller ones are noise."""
-
-HELD_BYTES = 1 << 31
-"""Of maps that stay on the device while they are trained on; where there are more, they come batch by batch."""
 
 Clusters = tuple[tuple[int, ...], ...]
 """Per layer the cluster of each head, −1 for noise."""
@@ -127,11 +124,9 @@ def representations(
 ) -> torch.Tensor:
     """Latent values [n, 64] of n maps [side, side], by an autoencoder trained on them. Equal for equal seeds.
 
-    Maps are brought to ``device``, where training runs, before or batch by batch; they may be of any scale and dtype.
+    Maps are brought to ``device``, where training runs, batch by batch; they may be of any scale and dtype.
     """
     side = maps[0].shape[-1]
-    if len(maps) * maps[0].nbytes <= HELD_BYTES:
-        maps = [one.to(device) for one in maps]
     batch = max(1, min(BATCH, BATCH_PIXELS // side**2))
 
     def images(chosen: Iterable[int]) -> torch.Tensor:

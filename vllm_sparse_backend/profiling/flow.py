@@ -11,8 +11,8 @@ a prompt of 32,768.
 
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,8 @@ from vllm_sparse_backend.profiling.judge import CapturedLayer, RememberingJudge,
 from vllm_sparse_backend.settings.methods import parameters_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
+
+Of = TypeVar("Of")
 
 
 class Flow:
@@ -69,6 +71,33 @@ class Flow:
         job = self.job
         captures, device = job.captures(self.kind), torch.device(job.device)
         return CapturedLayer(captures, layer, job.served, device, job.engines, self._states, self.company)
+
+
+def walk(
+    job: Job,
+    kind: str,
+    company: Sequence[Method],
+    choose: Callable[[RememberingJudge], tuple[Sequence[Method], Of | None]],
+) -> tuple[list[list[Method]], list[Of | None]]:
+    """All layers in order: of each the methods of its heads, and what else ``choose`` has of it.
+
+    Layers that never go sparse are dense, and have None.
+    """
+    flow = Flow(job, kind, company)
+    found: list[Of | None] = []
+    job.tell.begin("layers", len(job.layers))
+    for layer in range(job.shape.num_layers):
+        if layer not in job.layers:
+            flow.add([Dense()] * job.shape.num_heads)
+            found.append(None)
+            continue
+        judge = flow.judge()
+        methods, of_layer = choose(judge)
+        judge.save()
+        flow.add(methods)
+        found.append(of_layer)
+        job.tell.step()
+    return flow.chosen, found
 
 
 def needs_company(method: Method) -> bool:

@@ -24,7 +24,7 @@ from itertools import chain
 from typing import Any
 
 from vllm_sparse_backend.profiling.clusters import DISTANCE, head_clusters, map_side
-from vllm_sparse_backend.profiling.flow import Flow, needs_company
+from vllm_sparse_backend.profiling.flow import needs_company, walk
 from vllm_sparse_backend.profiling.job import Job
 from vllm_sparse_backend.profiling.measure import Bound, Figures, LayerJudge
 from vllm_sparse_backend.profiling.search import LEAST_SPARSITY, May, Search, halved, sparse_enough, sparsest
@@ -65,19 +65,12 @@ class Sharing(Search):
     def _survey(
         self, job: Job, bound: Bound, ladder: Sequence[Method], clusters: Sequence[Sequence[int]]
     ) -> list[list[Choice]]:
-        job.tell.begin("layers", len(job.layers))
-        flow, choices = Flow(job, "prompts", self.company), []
-        for layer, of_heads in enumerate(clusters):
-            if layer in job.layers:
-                judge = flow.judge()
-                choices.append(survey_layer(judge, bound, ladder, of_heads))
-                judge.save()
-                job.tell.step()
-                flow.add([_member(ladder[0], number) for number in of_heads])
-            else:
-                choices.append([Choice(Dense())] * len(of_heads))
-                flow.add([Dense()] * len(of_heads))
-        return choices
+        def survey(judge: LayerJudge) -> tuple[list[Method], list[Choice]]:
+            of_heads = clusters[judge.layer]
+            return [_member(ladder[0], one) for one in of_heads], survey_layer(judge, bound, ladder, of_heads)
+
+        found = walk(job, "prompts", self.company, survey)[1]
+        return [of_layer or [Choice(Dense())] * job.shape.num_heads for of_layer in found]
 
     def choose(self, judge: LayerJudge, may: May) -> list[Method]:
         chosen: list[Method] = []

@@ -106,13 +106,17 @@ class SparsePrefillImpl(compat.DelegateImpl):
             one.stays_dense = plan.layer(number) is None
         return each
 
-    def join(self, vllm_config: VllmConfig, device: torch.device) -> Worker:
-        """What the worker's layers share, which the first of them to ask for it makes."""
-        if self.worker is None:
-            layers = vllm_config.compilation_config.static_forward_context.values()
-            impls = [layer.impl for layer in layers if isinstance(getattr(layer, "impl", None), SparsePrefillImpl)]
-            known = next((impl.worker for impl in impls if impl.worker is not None), None)
-            self.worker = known or Worker(vllm_config, device)
+    def join(self, vllm_config: VllmConfig, device: torch.device, planned: bool = False) -> Worker:
+        """What the worker's layers share, which the first of them to ask for it makes.
+
+        ``planned``: with the plans of the model that this configuration is of. A profile run may have made it from the
+        configuration of a part, whose arena is kept then.
+        """
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        impls = [layer.impl for layer in layers if isinstance(getattr(layer, "impl", None), SparsePrefillImpl)]
+        known = [impl.worker for impl in impls if impl.worker is not None]
+        fitting = [one for one in known if not planned or one.is_of(vllm_config)]
+        self.worker = fitting[0] if fitting else Worker(vllm_config, device, known[0].memory if known else None)
         return self.worker
 
     def _reserve_in_profile_run(self, device: torch.device) -> None:

@@ -84,7 +84,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
     def _adopt(self, layers: Mapping[str, ModelLayer]) -> None:
         """Hand each layer of this group its part of the plan, and say at start-up what will run how."""
         own = [layers[name] for name in self.layer_names if name in layers]
-        worker = own[0].impl.join(self.vllm_config, self.device)
+        worker = own[0].impl.join(self.vllm_config, self.device, planned=True)
         groups = {number: worker.resolved.layer(number) for number, _ in layers.values()}
         reasons = {number: impl.reason(groups[number]) for number, impl in layers.values()}
         for reason in Fallback if worker.rank == 0 else ():

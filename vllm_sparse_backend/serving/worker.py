@@ -21,18 +21,22 @@ def resolve(vllm_config: VllmConfig, tp_rank: int = 0, tp_size: int = 1) -> Reso
 class Worker:
     """Groups of layers and microbatches have builders of their own; what is here they have in common."""
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, memory: Memory | None = None) -> None:
         self.vllm_config, self.device = vllm_config, device
         self.rank, size = compat.tensor_parallel(vllm_config)
         self.resolved = resolve(vllm_config, self.rank, size)
         # In inference mode, as in the profile run, tensors would be such as nothing outside may write to.
         with torch.inference_mode(False):
             self.recorder = Recorder(device, is_first_rank=self.rank == 0)
-        self.memory: Memory | None = None
+        self.memory = memory
         self.guard: Guard | None = None
         self.said: set[str] = set()
         """What the log says once for a worker."""
         self._layers: dict[LayerPlan, Layer] = {}
+
+    def is_of(self, vllm_config: VllmConfig) -> bool:
+        """Whether its plans are for that configuration's model."""
+        return self.resolved.plan.shape == compat.model_shape(vllm_config)
 
     def reserve(self) -> Memory | None:
         """The arena, allocated when it is first asked for; None if nothing will ever go sparse here."""
