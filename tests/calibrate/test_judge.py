@@ -87,14 +87,6 @@ def test_each_head_has_its_own_method_and_dense_loses_nothing(layer, monkeypatch
     assert judged.figures([tight] * HEADS) == alike
 
 
-def test_means_are_attended_to(layer):
-    _, judged = layer
-    method = AShape(sink_tokens=64, local_tokens=64)
-    without, means = (judged.figures([one] * HEADS) for one in (method, replace(method, block_means=True)))
-    assert [of.density for of in without] == [of.density for of in means]
-    assert all(a.error != b.error for a, b in zip(without, means))
-
-
 def test_a_bound_of_the_worst_queries_bites_where_the_mean_does_not():
     figures = Figures(error=0.01, worst=0.5, rare=0.9, density=0.1)
     assert Bound(0.05).holds(figures)

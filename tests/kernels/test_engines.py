@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
+from vllm_sparse_kernels.attend.block_means import asking
 
 from benchmarks.batches import random_batch, random_index, repaged
 from tests.helpers.paged_varlen import STAND_IN, paged_varlen
@@ -26,7 +27,6 @@ from vllm_sparse_kernels.attend import (
     engines,
     flash as flash_module,
 )
-from vllm_sparse_kernels.attend.block_means import asking
 from vllm_sparse_kernels.attend.flash import PART_SEQUENCES, flash_engine
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout

@@ -116,7 +116,7 @@ def test_what_heads_of_one_launch_share_may_not_differ(name: str) -> None:
     own = METHODS[name].parameters()
     if not isinstance(own, PerHead):
         pytest.skip(f"{name} has no settings that heads of one launch may differ in")
-    shared = {one.name for one in fields(own) if one.init} - {"block_means", *own.differing}
+    shared = {one.name for one in fields(own) if one.init} - {*own.differing}
     assert own.merged([own, own]).summary([own]) == own.shown_fields
     assert {one for one in own.merged([own, METHODS[name].full]).summary([own]) if one in shared} == shared
     with pytest.raises(ValueError, match="one for each of the 3 heads"):
