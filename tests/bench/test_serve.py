@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from tests.bench.stub import Stub, running
@@ -20,7 +19,7 @@ from vllm_sparse_backend.measure import latency, load, serve, server
 from vllm_sparse_backend.measure.client import Answer, Endpoint, Prompts, RequestError
 from vllm_sparse_backend.measure.latency import Length
 from vllm_sparse_backend.measure.load import Mix
-from vllm_sparse_backend.measure.report import BenchError, Report
+from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.measure.server import Settings
 
 
@@ -197,11 +196,6 @@ def test_what_cannot_be_asked_is_said(given, said):
     assert said in result.stderr
 
 
-@pytest.mark.parametrize("args", [(), ("--url", "http://x"), ("MODEL", "--url", "http://x")])
-def test_one_way_to_find_servers(args):
-    assert "expected a MODEL to serve, or both --stock-url and --url" in run(*args).stderr
-
-
 class TestModelWithoutPositions:
     """For long prompts: it has 16,384."""
 
@@ -220,13 +214,6 @@ class TestModelWithoutPositions:
             assert "no positions for a prompt of 32,768 tokens and its answer, expected --long" in result.stderr
             assert run(*given, "--long", 9000, "--lengths", 40).exit_code == 0
             assert self.asked[-1].mix.long_lengths == (9000,)
-
-    def test_one_by_default_is_left_out_with_a_word(self, run):
-        result = run()
-        assert (result.exit_code, self.asked[0].mix) == (0, None)
-        assert "No mixed load: the model has no positions for a prompt of 32,768 tokens" in result.output
-        assert "No mixed load" not in run("--requests", 0).output
-        assert '--server-args: given "--x \'unclosed"' in run("--server-args", "--x 'unclosed").stderr
 
 
 @pytest.mark.parametrize("fault", ["short", "nan", "error", "refuse"])
@@ -279,13 +266,6 @@ def test_first_and_later_tokens_are_the_servers(pair):
         assert answer.tokens == 9
         assert len(answer.waits_s) == 8 // burst
         assert 0.018 < answer.token_s < 0.08
-
-
-def test_a_request_that_is_broken_off_does_not_wait_for_the_rest(pair):
-    _, ours = pair(token_s=0.2)
-    endpoint = Endpoint.connect("ours", ours)
-    assert endpoint.ask([1] * 20, 50, stop_after=2).tokens == 2
-    assert endpoint.ask([1] * 20, 1, stop_after=2).tokens == 1
 
 
 def test_failures_and_pauses_are_told_apart_from_medians():
@@ -348,14 +328,6 @@ def test_a_mix_has_its_share_of_long_prompts_and_the_rate_that_is_asked():
     assert closed[closed.index("--max-concurrency") + 1] == "3"
 
 
-@pytest.mark.parametrize("percent", [50, 99])
-@pytest.mark.parametrize("count", [1, 2, 7, 100])
-def test_percentiles(percent, count):
-    values = torch.rand(count, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
-    assert load.percentile(values.tolist(), percent) == pytest.approx(float(values.quantile(percent / 100)), rel=1e-9)
-    assert load.percentile([], percent) is None
-
-
 @pytest.mark.full
 @pytest.mark.skipif(
     importlib.util.find_spec("pandas") is None, reason="`vllm bench serve` needs pandas for such a load"
@@ -386,24 +358,6 @@ def test_vllms_own_command_sends_the_load(tmp_path):
     assert case["long_p50_s"] > 0.3
     assert case["span_s"] > 0.3 * sum(is_long)
     assert case["tokens_per_s"] == pytest.approx((sum(map(len, texts)) + 24) / case["span_s"])
-
-
-def test_one_file_cannot_hold_both_what_was_measured_and_figures(tmp_path):
-    with pytest.raises(BenchError, match=r"--results, --json: given .*both\.json for both, expected two files"):
-        Report("serve", "a device", tmp_path / "both.json", tmp_path / "both.json")
-
-
-@pytest.mark.parametrize(
-    ("given", "shown"),
-    [
-        ("{}", "no configuration"),
-        ('{"method": "sale", "params": {"tau": 0.1}}', "sale tau=0.1"),
-        ("streaming", "profile streaming"),
-        ('{"guard": {}}', "default with guard"),
-    ],
-)
-def test_settings_have_a_short_name(given, shown):
-    assert str(Settings.parse(given)) == shown
 
 
 def test_settings_that_a_server_would_refuse_are_refused_before_it_starts():

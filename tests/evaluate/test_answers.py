@@ -8,7 +8,6 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,10 @@ from typer.testing import CliRunner
 from tests.bench.stub import Api, running
 from tests.evaluate.stub import FACT, QUESTION, Words, entry
 from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.demo.model import make_model
 from vllm_sparse_backend.measure import contestants
 from vllm_sparse_backend.measure.answers import Templates
 from vllm_sparse_backend.measure.asking import Asking
 from vllm_sparse_backend.measure.client import Endpoint
-from vllm_sparse_backend.measure.contestants import densities
 from vllm_sparse_backend.measure.report import BenchError, Report
 from vllm_sparse_backend.measure.server import ServerError
 from vllm_sparse_backend.settings.reasons import Fallback
@@ -184,27 +181,6 @@ def test_no_more_requests_at_a_time_than_asked_for(tmp_path: Path, concurrency: 
     assert [case["prompt"] for case in json.loads(out.read_text())["cases"]] == list(range(8))
 
 
-def test_servers_are_asked_as_many_at_a_time_as_asked_for_with_the_same_result(folder: Path) -> None:
-    stubs = [Stub(lambda distance: 1), Stub(lambda distance: 2 if distance >= 1024 else 1), Stub(lambda distance: 1)]
-    together: list[int] = []
-    for stub in stubs:
-        stub.encode = stubs[0].encode
-        stub.fault = lambda n: together.append(1 + sum(one.busy for one in stubs))  # itself is no longer
-    with ExitStack() as stack:
-        urls = [stack.enter_context(running(stub.at(folder))) for stub in stubs]
-        named = [part for name, url in zip("abc", urls) for part in ("--url", url, "--label", name)]
-        found = []
-        for jobs in (1, 2):
-            out = folder / f"{jobs}.json"
-            together.clear()
-            assert run(*named, *LENGTHS, "--json", out, "--jobs", jobs).exit_code == 0
-            assert max(together) == jobs
-            cases = json.loads(out.read_text())["cases"]
-            found.append(sorted((c["label"], c["tokens"], c["prompt"], c["sha256"], str(c["answers"])) for c in cases))
-    assert len(found[0]) == 3 * 4
-    assert found[0] == found[1]
-
-
 def test_a_server_that_fails_ends_all_and_stops_those_that_were_started(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,21 +260,6 @@ def test_density_is_of_these_requests_and_a_server_that_ran_nothing_sparse_is_na
     assert "a: no request ran sparse" not in result.output
 
 
-def test_density_is_of_all_the_runs_that_a_file_holds(folder: Path) -> None:
-    out = folder / "all.json"
-    stub = Stub(lambda distance: 1, lambda n: "refuse" if n == 1 else None, kept_of_100=30)
-    with running(stub) as url:
-        command = ("--url", url, "--label", "a", "--lengths", 2000, "--facts", 4, "--prompts", 3, "--json", out)
-        assert run(*command).exit_code == 1
-        stub.kept_of_100 = 60
-        result = run(*command)
-    assert result.exit_code == 0, result.output
-    counts = [case for case in json.loads(out.read_text())["cases"] if case["part"] == "density"]
-    assert [case["density"] for case in counts] == [0.3, 0.6]
-    kept, causal = (sum(case[name] for case in counts) for name in ("kept_pairs", "causal_pairs"))
-    assert densities(counts) == {"a": kept / causal}
-
-
 @pytest.mark.parametrize("reason", [Fallback.TOO_SHORT, Fallback.REQUESTED])
 def test_why_nothing_ran_sparse_is_what_the_server_counted(folder: Path, reason: Fallback) -> None:
     stub = Stub(lambda distance: 1, kept_of_100=-1)
@@ -339,22 +300,3 @@ def test_wrong_commands_are_told_why(args: tuple[str, ...], said: str) -> None:
     result = run(*args)
     assert result.exit_code == 1
     assert said in result.stderr
-
-
-@pytest.mark.full
-@pytest.mark.server
-def test_real_servers(tmp_path: Path) -> None:
-    """Stock and ours on a model that knows nothing: ranks and perplexities come back, and ours ran sparse."""
-    model = make_model(tmp_path / "model")
-    settings = {"method": "a_shape", "min_tokens": 1024, "min_query_tokens": 1}
-    settings["params"] = {"sink_tokens": 128, "local_tokens": 256}
-    out = tmp_path / "all.json"
-    result = run(
-        model, "--settings", json.dumps(settings), "--lengths", 3000, "--prompts", 1, "--facts", 8, "--json", out
-    )
-    assert result.exit_code == 0, result.output
-    stock, ours, density = json.loads(out.read_text())["cases"]
-    assert (stock["label"], stock["sha256"]) == ("stock", ours["sha256"])
-    assert stock["others"] == ours["others"] > 2500
-    assert stock["nats"] != ours["nats"]
-    assert 0 < density["density"] < 0.7
