@@ -10,11 +10,11 @@ import pytest
 
 from benchmarks import soak as module
 from benchmarks.counters import Counts, Sent, Served
+from benchmarks.figures import Report
 from benchmarks.shape import make_shape
 from benchmarks.soak import Asking, add_figures, growth, lines, soak_and_check
 from tests.bench.stub import Stub, running
 from vllm_sparse_backend.measure.client import Answer, Endpoint, Prompts
-from vllm_sparse_backend.measure.report import Report
 
 SETTINGS = {"method": "a_shape", "min_tokens": 256, "min_query_tokens": 64, "dense_layers": [1]}
 

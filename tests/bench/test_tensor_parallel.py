@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tensor_parallel as module
+from benchmarks.figures import Report
 from benchmarks.shape import make_shape
 from benchmarks.tensor_parallel import Wanted, compare_speed
-from vllm_sparse_backend.measure.report import Report
 from vllm_sparse_backend.measure.server import Settings
 
 A_SHAPE = Settings({"method": "a_shape"})

@@ -13,15 +13,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.figures import of_answers
 from tests.bench.stub import Api, running
 from tests.evaluate.stub import FACT, QUESTION, Words, entry
 from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.measure import contestants
-from vllm_sparse_backend.measure.answers import Templates
-from vllm_sparse_backend.measure.asking import Asking
-from vllm_sparse_backend.measure.client import Endpoint
-from vllm_sparse_backend.measure.report import BenchError, Report
-from vllm_sparse_backend.measure.server import ServerError
 from vllm_sparse_backend.settings.reasons import Fallback
 
 
@@ -119,10 +114,10 @@ def folder(tmp_path: Path) -> Path:
 def test_a_server_that_loses_far_facts_is_told_by_distance(folder: Path) -> None:
     stock, ours = Stub(lambda distance: 1), Stub(lambda distance: 2 if distance >= 1024 else 1)
     ours.encode = stock.encode
-    out, figures = folder / "all.json", folder / "figures.json"
+    out = folder / "all.json"
     with running(stock.at(folder)) as one, running(ours.at(folder)) as other:
         urls = ("--url", one, "--label", "stock", "--url", f"{other}/v1", "--label", "forgetful")
-        result = run(*urls, *LENGTHS, "--json", out, "--results", figures)
+        result = run(*urls, *LENGTHS, "--json", out)
     assert result.exit_code == 0, result.output
     assert stock.prompts == ours.prompts
     assert [len(prompt) for prompt in stock.prompts] == [2000, 2000, 6000, 6000]
@@ -132,7 +127,7 @@ def test_a_server_that_loses_far_facts_is_told_by_distance(folder: Path) -> None
     cases = json.loads(out.read_text())["cases"]
     lost = [answer for case in cases if case["label"] == "forgetful" for answer in case["answers"]]
     assert all((answer["ranks"][-1] == 2) == (answer["distance"] >= 1024) for answer in lost)
-    found = {row["name"]: row["value"] for row in json.loads(figures.read_text())}
+    found = {name: value for name, value, *_ in of_answers(cases)}
     for length in (2000, 6000):
         of = [answer for case in cases if case["tokens"] == length for answer in case["answers"]][24:]
         near = sum(answer["distance"] < 1024 for answer in of)
@@ -152,15 +147,16 @@ def test_a_server_that_loses_far_facts_is_told_by_distance(folder: Path) -> None
 )
 def test_a_failed_request_is_reported_asked_again_and_never_counted(folder: Path, fault: str, said: str) -> None:
     stub = Stub(lambda distance: 1, lambda n: fault if n == 1 else None)
-    out, figures = folder / "all.json", folder / "figures.json"
+    out = folder / "all.json"
     with running(stub.at(folder)) as url:
-        command = ("--url", url, "--label", "a", *LENGTHS, "--json", out, "--results", figures)
+        command = ("--url", url, "--label", "a", *LENGTHS, "--json", out)
         result = run(*command)
         assert result.exit_code == 1
         assert said in result.output
         assert "12 of 12" in result.output  # of the prompt that was answered
         assert "24 of 24" in result.output
-        assert all(", 6,000 tokens, " in row["name"] for row in json.loads(figures.read_text()))
+        figures = [name for name, *_ in of_answers(json.loads(out.read_text())["cases"])]
+        assert all(", 6,000 tokens, " in name for name in figures)
         again = run(*command)
         assert again.exit_code == 0, again.output
         assert len(stub.prompts) == 5
@@ -181,40 +177,6 @@ def test_no_more_requests_at_a_time_than_asked_for(tmp_path: Path, concurrency: 
     assert [case["prompt"] for case in json.loads(out.read_text())["cases"]] == list(range(8))
 
 
-def test_a_server_that_fails_ends_all_and_stops_those_that_were_started(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stopped = threading.Event()
-
-    class Slow:
-        """Starts for as long as nobody stops it."""
-
-        def __init__(self, *args: object, **more: object) -> None:
-            pass
-
-        def __enter__(self) -> None:
-            assert stopped.wait(30)
-            raise ServerError("stopped")
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def stop(self) -> None:
-            stopped.set()
-
-    monkeypatch.setattr(contestants, "Server", Slow)
-    slow = contestants.Contestant.served("slow", folder, (), "")
-
-    def fail() -> Endpoint:
-        raise BenchError("no server answers")
-
-    failing = contestants.Contestant("failing", "m", "", fail)
-    asked = Asking.about(None, [2000], 1, facts=2, seed=0, first_token="", templates=Templates())
-    with pytest.raises(BenchError, match="no server answers"):
-        contestants.ask_all([slow, failing], asked, "", Report("answers", "CPU"), 1, jobs=2)
-    assert stopped.is_set()
-
-
 def test_levels_are_asked_of_one_server_each_by_itself(folder: Path) -> None:
     """The same prompts for all, one level after the other: else a server's counters would mix their densities."""
     stock, ours, out = Stub(lambda distance: 1), Stub(lambda distance: 1, kept_of_100=25), folder / "all.json"
@@ -222,7 +184,7 @@ def test_levels_are_asked_of_one_server_each_by_itself(folder: Path) -> None:
     with running(stock) as first, running(ours) as second:
         given = ("--url", first, "--label", "stock", "--url", second, "--label", "ours", *LENGTHS, "--json", out)
         levels = ("--level", "high", "--level", "0")
-        result = run(*given, *levels, "--jobs", "2")
+        result = run(*given, *levels)
         assert result.exit_code == 0, result.output
         number = len(stock.prompts)
         assert stock.levels == [None] * number  # it has none
