@@ -210,7 +210,7 @@ def test_counters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_plugin_that_vllm_is_told_to_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "other")
-    (finding,) = doctor._entry_point()
+    finding = doctor._entry_point()
     assert finding.level == "bad"
     assert "sparse_prefill" in finding.text
 

@@ -86,8 +86,3 @@ def check_attention(
             break
         eager = max(eager, float((rounded - truth).norm(norm) / truth.norm(norm)))
     return Check(ours, eager or 1.0)
-
-
-def difference(out: torch.Tensor, dense: torch.Tensor) -> float:
-    """‖out − dense‖ / ‖dense‖ over everything."""
-    return float((out.float() - dense.float()).norm() / dense.float().norm())
