@@ -34,9 +34,8 @@ def build(encode: Words, num_tokens: int = 3000, num_facts: int = 9, seed: int =
 @pytest.mark.parametrize(
     "encode", [Words(), Words(3), Words(2, spaced=True), Words(7)], ids=["1", "3", "2 spaced", "7"]
 )
-@pytest.mark.parametrize("seed", range(2))
-def test_answers_are_where_they_are_said_to_be(encode: Words, seed: int) -> None:
-    prompt = build(encode, seed=seed)
+def test_answers_are_where_they_are_said_to_be(encode: Words) -> None:
+    prompt = build(encode)
     assert len(prompt.token_ids) == 3000
     assert prompt.token_ids[0] == 0
     text = encode.decode(prompt.token_ids)

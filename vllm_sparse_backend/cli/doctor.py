@@ -183,6 +183,7 @@ def counters() -> Iterator[Finding]:
 def model_layers(model: Path) -> Iterator[Finding]:
     from vllm_sparse_backend.settings import modelcheck
     from vllm_sparse_backend.settings.errors import ConfigurationError
+    from vllm_sparse_backend.settings.ranges import format_ranges
 
     try:
         reasons = modelcheck.layer_reasons(config_of(model))
@@ -191,7 +192,7 @@ def model_layers(model: Path) -> Iterator[Finding]:
         return
     for reason in dict.fromkeys(reasons):
         layers = [layer for layer, other in enumerate(reasons) if other == reason]
-        where = f"{len(layers)} of {len(reasons)} layers ({spans(layers)})"
+        where = f"{len(layers)} of {len(reasons)} layers ({format_ranges(layers)})"
         if reason is None:
             yield ok("can go sparse", where)
         else:
@@ -226,14 +227,3 @@ def config_of(model: Path) -> dict[str, Any]:
     from vllm_sparse_backend.settings import modelcheck
 
     return modelcheck.read_config_file(model) if model.is_file() else modelcheck.read_config(model)
-
-
-def spans(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] as "0-2, 5"."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
