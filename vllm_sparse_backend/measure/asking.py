@@ -13,14 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from vllm_sparse_backend.measure.answers import (
-    Prompt,
-    Share,
-    Templates,
-    build_prompt,
-    score,
-    standard_error,
-)
+from vllm_sparse_backend.measure.answers import Prompt, Share, Templates, build_prompt, score, standard_error
 from vllm_sparse_backend.measure.client import Endpoint, RequestError
 from vllm_sparse_backend.measure.contestants import At, Case, densities
 from vllm_sparse_backend.measure.report import BenchError

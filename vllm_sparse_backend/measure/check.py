@@ -40,12 +40,7 @@ class Check:
 
 
 def check_attention(
-    batch: Batch,
-    index: SparseIndex,
-    out: torch.Tensor,
-    norm: int = 2,
-    margin: float | None = None,
-    drops: bool = False,
+    batch: Batch, index: SparseIndex, out: torch.Tensor, norm: int = 2, margin: float | None = None, drops: bool = False
 ) -> Check:
     """``out`` against softmax over the index's keys. Reads the device.
 

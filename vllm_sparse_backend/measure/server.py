@@ -77,12 +77,7 @@ def sparse_args(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """
     files = {name: Path(settings[name]) for name in FILES if settings.get(name)}
     settings = {**settings, **{name: str(path.resolve()) for name, path in files.items() if path.is_file()}}
-    return (
-        "--attention-backend",
-        "sparse-prefill",
-        "--additional-config",
-        json.dumps({"sparse_prefill": settings}),
-    )
+    return ("--attention-backend", "sparse-prefill", "--additional-config", json.dumps({"sparse_prefill": settings}))
 
 
 @dataclass(frozen=True)
