@@ -11,6 +11,7 @@ from vllm_sparse_kernels.methods import (
     sale,
     share_prefill,
     sparge_attn,
+    top_p,
 )
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.registry import Registry
@@ -23,6 +24,7 @@ FOLDERS = (
     sale,
     share_prefill,
     sparge_attn,
+    top_p,
 )
 
 METHODS = Registry(spec for folder in FOLDERS for spec in folder.SPECS)

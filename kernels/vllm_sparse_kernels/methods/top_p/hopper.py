@@ -16,7 +16,6 @@ over 128 queries. Bytes of [128 queries, 16 blocks] lie together, a query's afte
 the block's place in its step, where each thread of the matrix product has one.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +33,8 @@ from vllm_sparse_kernels.gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from vllm_sparse_kernels.rows import TILE_FIELDS, Rows, ceil_div
+from vllm_sparse_kernels.methods.top_p.slabs import Rounded
+from vllm_sparse_kernels.rows import TILE_FIELDS, ceil_div
 from vllm_sparse_kernels.workspace import Workspace
 
 STAGES = gl.constexpr(4)
@@ -51,22 +51,14 @@ SPAN_TOKENS = 8192
 
 PAIR_FIELDS = gl.constexpr(3)
 
+PERMUTED = True
+"""Keys lie permuted within steps."""
+
 WIDEST = 256
 """Channels up to which a program's queries and keys fit shared memory."""
 
 MASS_ROUNDS = 64
 """Rounds of one program of ``_masses_kernel``."""
-
-
-class Rounded(NamedTuple):
-    """Queries and keys of a slab, in e4m3. The units are such that scores are logarithms to the base of two."""
-
-    queries: Any  # [num_selected, num_queries, KEPT_D]
-    factors: Any  # [num_selected, num_queries] float32, 0 past the row's end
-    num_queries: int  # whole tiles
-    keys: Any  # [num_kv_heads, num_keys, KEPT_D], permuted within steps
-    steps: Any  # [num_kv_heads, num_keys / 32] float32
-    num_keys: int  # a multiple of 128
 
 
 class Scratch(NamedTuple):
@@ -76,16 +68,6 @@ class Scratch(NamedTuple):
     own: Any  # [num_selected, num_tiles, 128] float32, sums over the tile's own keys
     parts: Any  # [num_selected, num_tiles, num_spans, 128] float32, sums over the keys of spans
     bytes: Any  # [num_selected, num_tiles, num_rounds, 128, 4] int32
-
-
-def pairs_of(rows: Rows, first_tile: int, end_tile: int, key_starts: Sequence[int]) -> list[int]:
-    """For each two tiles of a row: first tile, tiles, and where the row's keys begin in the slab."""
-    flat: list[int] = []
-    for row in range(rows.num_rows):
-        end = min(end_tile, rows.tile_starts[row + 1])
-        for tile in range(max(first_tile, rows.tile_starts[row]), end, 2):
-            flat += [tile, min(2, end - tile), key_starts[row]]
-    return flat
 
 
 def scratch_bytes(num_selected: int, last_position: int) -> int:

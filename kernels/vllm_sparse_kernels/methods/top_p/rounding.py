@@ -23,6 +23,7 @@ from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, t
 from vllm_sparse_kernels.workspace import Workspace
 
 LARGEST = tl.constexpr(15.0)
+MAGIC = tl.constexpr(12582912.0)  # 1.5 · 2^23: a float32 of that size has no fraction
 TINY = tl.constexpr(1e-20)  # stands in for the largest magnitude of zeros
 LOG2_E = 1.4426950408889634
 
@@ -204,6 +205,20 @@ def _mean_square(squares, bounds, first_head, num_heads, GROUP: tl.constexpr, BL
 
 
 @triton.jit
+def in_e4m3(b_x, dtype: tl.constexpr):
+    """Rounded to e4m3, ties to even, and stored as ``dtype``, where that is not e4m3 itself."""
+    if dtype == tl.float8e4nv:
+        return b_x.to(dtype)
+    else:
+        # Three bits of mantissa, and no step finer than 2^-9.
+        b_power = ((b_x.to(tl.int32, bitcast=True) >> 23) & 255) - 3
+        b_power = tl.maximum(b_power, 127 - 9)
+        b_step = (b_power << 23).to(tl.float32, bitcast=True)
+        b_inverse = ((254 - b_power) << 23).to(tl.float32, bitcast=True)
+        return (((b_x * b_inverse + MAGIC) - MAGIC) * b_step).to(dtype)
+
+
+@triton.jit
 def _kept(b_x, channels, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr):
     """The kept channels of ``b_x`` [n, BLOCK_D]: [n, KEPT_D] float32."""
     if KEPT_D == BLOCK_D:
@@ -239,7 +254,7 @@ def _round_queries_kernel(
     b_step = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LARGEST
     o_r = i_entry.to(tl.int64) * (tl.num_programs(0) * 128) + i_tile * 128 + o_m
     b_q = b_q * (1.0 / b_step)[:, None]
-    tl.store(values + o_r[:, None] * KEPT_D + o_c[None, :], b_q.to(values.dtype.element_ty))
+    tl.store(values + o_r[:, None] * KEPT_D + o_c[None, :], in_e4m3(b_q, values.dtype.element_ty))
     tl.store(factors + o_r, tl.where(in_row, b_step * factor, 0.0))
 
 
@@ -270,4 +285,4 @@ def _round_keys_kernel(
         o_slot = o_n
         if PERMUTED:
             o_slot = o_n % 32 // 2 * 8 + o_n // 32 * 2 + o_n % 2
-        tl.store(values + (first + o_slot)[:, None] * KEPT_D + o_c[None, :], b_k.to(values.dtype.element_ty))
+        tl.store(values + (first + o_slot)[:, None] * KEPT_D + o_c[None, :], in_e4m3(b_k, values.dtype.element_ty))
