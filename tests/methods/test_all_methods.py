@@ -32,8 +32,8 @@ SMALL: dict[str, list[dict[str, Any]]] = {
     "share_prefill": [{"gamma": 0.6, "cluster": 0, "max_sparsity": 0.9, "max_distance": 0.3}],
     "sparge_attn": [{"kept_mass": 0.6, "min_similarity": 0.1}, {"kept_mass": 0.5, "smooth_keys": False}],
     "top_p": [
-        {"kept_mass": 0.6, "sink_tokens": 32, "local_tokens": 128},
-        {"kept_mass": 0.5, "sink_tokens": 0, "local_tokens": 128, "channels": "half"},
+        {"kept_mass": 0.6, "sink_tokens": 32, "local_tokens": 128, "channels": "all"},
+        {"kept_mass": 0.5, "sink_tokens": 0, "local_tokens": 128},
     ],
     "vertical_slash": [{"vertical_tokens": 30, "slash_tokens": 10, "forced_verticals": 5, "forced_slashes": 5}],
 }

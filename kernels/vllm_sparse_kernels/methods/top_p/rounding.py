@@ -144,9 +144,7 @@ def _key_sums_kernel(keys, row_ends, sums, HEAD_DIM: tl.constexpr, BLOCK_D: tl.c
 
 
 @triton.jit
-def _query_squares_kernel(
-    queries, tiles, squares, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr
-):
+def _query_squares_kernel(queries, tiles, squares, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr):
     """Mean square of the first queries of one tile and head."""
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
     o_m, o_d = tl.arange(0, SAMPLE // 2), tl.arange(0, BLOCK_D)
@@ -182,7 +180,9 @@ def _moments_kernel(
     tl.store(means + i_kv * BLOCK_D + o_d, b_mean)
     if KEPT_D < BLOCK_D:
         b_weight = tl.maximum(tl.fma(-b_mean, b_mean, tl.sum(b_square, 0) / count), 0.0)
-        b_weight *= _mean_square(squares, bounds + i_row, tl.program_id(1) * GROUP, num_kv_heads * GROUP, GROUP, BLOCK_D)
+        b_weight *= _mean_square(
+            squares, bounds + i_row, tl.program_id(1) * GROUP, num_kv_heads * GROUP, GROUP, BLOCK_D
+        )
         b_weight = tl.where(b_weight == b_weight, b_weight, 0.0)  # 0 · infinity
         b_weight = tl.where(o_d < HEAD_DIM, b_weight, -1.0)
         b_equal = (b_weight[None, :] == b_weight[:, None]) & (o_d[None, :] < o_d[:, None])
