@@ -16,7 +16,11 @@ from vllm_sparse_kernels.select.lists import append, tile_blocks
 KEY_BLOCK = tl.constexpr(32)
 
 HELD_BLOCKS = 4096
-"""Masses that stay in registers while the threshold is searched, those of 131,072 keys. Others are read again."""
+"""Masses that stay in registers while the threshold is searched, at most: those of 131,072 keys. Others are read
+again."""
+
+LISTED_BLOCKS = tl.constexpr(1024)
+"""Blocks whose place in a list is found at a time, and the fewest that are held."""
 
 TWO_BITS = tl.constexpr(0x40000000)
 """The bits of 2.0. Masses are at most 1, but for rounding."""
@@ -30,12 +34,13 @@ def choose(
 
     Of heads whose ``kept_mass`` [len(heads)] is 1 or more masses are not read: they keep everything.
     """
-    num_heads, num_tiles, _ = masses.shape
+    num_heads, num_tiles, width = masses.shape
+    held = min(max(triton.next_power_of_2(width), LISTED_BLOCKS.value), HELD_BLOCKS)
     _choose_kernel[(num_tiles, num_heads)](
         masses, masses.stride(0), masses.stride(1), heads, index.rows.tiles, index.rows.num_tiles, first_tile,
         kept_mass, sink_tokens, local_tokens,
         index.block_counts, index.block_ids, index.block_ids.stride(0), index.block_offsets,
-        PARTS=index.block_tokens // KEY_BLOCK.value, CHUNK=HELD_BLOCKS, FIELDS=TILE_FIELDS, num_warps=8,
+        PARTS=index.block_tokens // KEY_BLOCK.value, CHUNK=held, FIELDS=TILE_FIELDS, num_warps=8, maxnreg=64,
     )  # fmt: skip
 
 
@@ -62,17 +67,15 @@ def _choose_kernel(
     diagonal, num_causal = tile_blocks(tiles, i_tile, KEY_BLOCK * PARTS, FIELDS)
     ids = block_ids + i_head * stride_ids + tl.load(block_offsets + i_tile)
     count, seen = 0, 0
-    for first in range(0, num_blocks, CHUNK):
-        if first > 0:
-            b_first = _load(row, first, begin, end, CHUNK)
-        o_n = first + tl.arange(0, CHUNK)
-        b_bits = b_first.to(tl.int32, bitcast=True)
+    for first in range(0, num_blocks, LISTED_BLOCKS):
+        o_n = first + tl.arange(0, LISTED_BLOCKS)
+        b_bits = _load(row, first, begin, end, LISTED_BLOCKS).to(tl.int32, bitcast=True)
         b_equal = (b_bits == bits).to(tl.int32)
         b_chosen = (b_bits > bits) | ((b_equal != 0) & (seen + tl.cumsum(b_equal, 0) <= num_equal))
         seen += tl.sum(b_equal, 0)
         b_kept = (b_chosen | (o_n < begin) | (o_n >= end)).to(tl.int32)
-        b_kept = tl.max(tl.reshape(b_kept, [CHUNK // PARTS, PARTS]), 1) != 0
-        o_p = first // PARTS + tl.arange(0, CHUNK // PARTS)
+        b_kept = tl.max(tl.reshape(b_kept, [LISTED_BLOCKS // PARTS, PARTS]), 1) != 0
+        o_p = first // PARTS + tl.arange(0, LISTED_BLOCKS // PARTS)
         count = append(ids, count, o_p, (o_p < num_causal) & (b_kept | (o_p >= diagonal)))
     tl.store(block_counts + i_head * num_tiles + i_tile, count)
 

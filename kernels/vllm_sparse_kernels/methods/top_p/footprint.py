@@ -5,6 +5,7 @@ from triton import next_power_of_2
 
 from vllm_sparse_kernels.index import LayerShape
 from vllm_sparse_kernels.methods.top_p import portable
+from vllm_sparse_kernels.methods.top_p.rounding import SPLIT_TOKENS
 from vllm_sparse_kernels.methods.top_p.slabs import padded, rows_of_slabs, tiles_of_runs
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
 from vllm_sparse_kernels.workspace import SPARE_BYTES
@@ -14,7 +15,7 @@ def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, kept_d: int) ->
     """``kept_d``: channels that are multiplied. Elements of e4m3 may be stored in two bytes."""
     dim = next_power_of_2(shape.head_dim)
     queries = num_selected * rows.num_tiles * TILE_TOKENS * (2 * kept_d + 4)
-    splits = ceil_div(max(rows.seq_lens), 4096)
+    splits = ceil_div(max(rows.seq_lens), SPLIT_TOKENS)
     found = 4 * rows.num_rows * shape.num_kv_heads * (dim + kept_d)
     sums = 4 * dim * (2 * rows.num_rows * shape.num_kv_heads * splits + rows.num_tiles * shape.num_heads)
     of_slabs = []

@@ -10,7 +10,7 @@
 Keys lie permuted within steps of 128 (``rounding.py``): all scores of a query and block then lie in one thread, and a
 maximum costs one instruction for two scores. Products are added up in half precision, which loses 2^-11 of a sum.
 
-A byte has six bits of exponent and two of mantissa: from 2^-40 to 2^23 of what its query's scores are measured against,
+A byte has six bits of exponent and two of mantissa: from 2^-24 to 2^39 of what its query's scores are measured against,
 the largest one near the query and among the first 128 keys. Rounding is by up to a ninth, and what sums it up does so
 over 128 queries. Bytes of [128 queries, 16 blocks] lie together, a query's after each other; its 16 in four words by
 the block's place in its step, where each thread of the matrix product has one.
@@ -38,13 +38,16 @@ from vllm_sparse_kernels.rows import TILE_FIELDS, ceil_div
 from vllm_sparse_kernels.workspace import Workspace
 
 STAGES = gl.constexpr(4)
-"""Steps of keys in shared memory, and of one round of the loop: as many as a word has bytes."""
+"""Steps of keys in shared memory."""
+
+MAX_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 80, gl.constexpr(104), gl.constexpr(24)
+"""Of a thread at the start, of which two programs fit a multiprocessor; then of consumers and of the producer's group."""
 
 STEP = gl.constexpr(128)
 """Keys of one step, and queries of a tile."""
 
 ROUND = gl.constexpr(512)
-"""Keys of one round: the 16 blocks whose bytes lie together."""
+"""Keys of one round, four steps: the 16 blocks whose bytes lie together."""
 
 SPAN_TOKENS = 8192
 """Keys of one program: enough that its start does not show, few enough to fill a card."""
@@ -70,17 +73,18 @@ class Scratch(NamedTuple):
     bytes: Any  # [num_selected, num_tiles, num_rounds, 128, 4] int32
 
 
-def scratch_bytes(num_selected: int, last_position: int) -> int:
-    """What one tile whose queries end at ``last_position`` takes."""
-    return num_selected * (ceil_div(last_position, ROUND.value) * ROUND.value * 4 + 4096)
+def scratch_bytes(num_selected: int, reach: int) -> int:
+    """What one tile whose queries see fewer than ``reach`` keys takes."""
+    rounds, spans = ceil_div(reach, ROUND.value), ceil_div(reach, SPAN_TOKENS)
+    return num_selected * STEP.value * (16 * rounds + 4 * spans + 8)
 
 
-def room(num_selected: int, num_tiles: int, last_position: int, workspace: Workspace) -> Scratch:
-    spans, rounds = ceil_div(last_position, SPAN_TOKENS), ceil_div(last_position, ROUND.value)
+def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) -> Scratch:
+    rounds, spans = ceil_div(reach, ROUND.value), ceil_div(reach, SPAN_TOKENS)
     return Scratch(
         workspace.empty(num_selected, num_tiles, 128), workspace.empty(num_selected, num_tiles, 128),
-        workspace.empty(num_selected, num_tiles, max(spans, 1), 128),
-        workspace.empty(num_selected, num_tiles, max(rounds, 1), 128, 4, dtype=torch.int32),
+        workspace.empty(num_selected, num_tiles, spans, 128),
+        workspace.empty(num_selected, num_tiles, rounds, 128, 4, dtype=torch.int32),
     )  # fmt: skip
 
 
@@ -95,13 +99,13 @@ def masses(
     """
     num_selected, num_pairs, kept_d = len(heads), len(pairs), rounded.keys.shape[2]
     num_tiles, num_spans, num_rounds = scratch.bytes.shape[1], scratch.parts.shape[2], scratch.bytes.shape[2]
-    _own_kernel[(num_pairs, 2, num_selected)](
+    _own_kernel[(num_pairs, 4, num_selected)](
         rounded, heads, kept, tiles, first_tile, pairs, scratch, num_tiles,
-        GROUP=group, KEPT_D=kept_d, FIELDS=TILE_FIELDS, PAIR=PAIR_FIELDS.value, num_warps=8,
+        GROUP=group, KEPT_D=kept_d, FIELDS=TILE_FIELDS, PAIR=PAIR_FIELDS.value, num_warps=4,
     )  # fmt: skip
     _scores_kernel[(num_pairs, num_spans, num_selected)](
-        rounded, bulk(rounded.queries, 2 * STEP.value), bulk(rounded.keys, STEP.value), heads, kept, tiles, first_tile, pairs, scratch,
-        num_tiles, num_spans, num_rounds, GROUP=group, KEPT_D=kept_d, SPAN=SPAN_TOKENS, FIELDS=TILE_FIELDS, num_warps=8, maxnreg=128,
+        rounded, bulk(rounded.queries), bulk(rounded.keys), heads, kept, tiles, first_tile, pairs, scratch,
+        num_tiles, num_spans, num_rounds, GROUP=group, KEPT_D=kept_d, SPAN=SPAN_TOKENS, FIELDS=TILE_FIELDS, num_warps=4, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     _masses_kernel[(ceil_div(num_rounds, MASS_ROUNDS), num_tiles, num_selected)](
         kept, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target, target.stride(0), target.stride(1),
@@ -109,10 +113,10 @@ def masses(
     )  # fmt: skip
 
 
-def bulk(vectors: torch.Tensor, count: int) -> TensorDescriptor:
-    """For copies of ``count`` vectors of [heads, n, KEPT_D]."""
+def bulk(vectors: torch.Tensor) -> TensorDescriptor:
+    """For copies of STEP vectors of [heads, n, KEPT_D]."""
     rows = vectors.flatten(0, 1)
-    block = [count, rows.shape[1]]
+    block = [STEP.value, rows.shape[1]]
     return TensorDescriptor.from_tensor(rows, block, gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv))
 
 
@@ -121,23 +125,23 @@ def _own_kernel(
     rounded, heads, kept, tiles, first_tile, pairs, scratch, num_tiles,
     GROUP: tl.constexpr, KEPT_D: tl.constexpr, FIELDS: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
-    """One tile and head: the keys of the step that its first query stands in, and of those behind."""
+    """Half a tile of one head: the keys of the step that the tile's first query stands in, and of those behind."""
     i_entry = tl.program_id(2)
     pair = pairs + tl.program_id(0) * PAIR
-    i_tile = tl.load(pair) + tl.program_id(1)
-    if (tl.program_id(1) < tl.load(pair + 1)) & (tl.load(kept + i_entry) < 1):
+    i_tile = tl.load(pair) + tl.program_id(1) // 2
+    if (tl.program_id(1) // 2 < tl.load(pair + 1)) & (tl.load(kept + i_entry) < 1):
         length = tl.load(tiles + i_tile * FIELDS + 2)
         position = tl.load(tiles + i_tile * FIELDS + 3)
-        o_m = tl.arange(0, 128)
+        o_m = tl.program_id(1) % 2 * 64 + tl.arange(0, 64)
         o_d = tl.arange(0, KEPT_D)
         o_q = i_entry.to(tl.int64) * rounded.num_queries + i_tile * 128 + o_m
-        b_q = tl.load(rounded.queries + o_q[:, None] * KEPT_D + o_d[None, :]).to(tl.float16)
+        b_q = tl.load(rounded.queries + o_q[:, None] * KEPT_D + o_d[None, :])
         b_factor = tl.load(rounded.factors + o_q)
         first_key = (tl.load(heads + i_entry) // GROUP).to(tl.int64) * rounded.num_keys + tl.load(pair + 2)
         own = position // 128
         num_own = (position + length - 1) // 128 - own + 1
-        b_top = tl.full([128], float("-inf"), tl.float32)
-        b_sum = tl.zeros([128], tl.float32)
+        b_top = tl.full([64], float("-inf"), tl.float32)
+        b_sum = tl.zeros([64], tl.float32)
         # The first step, the one before the tile's own, then those.
         for i in range(tl.where(own == 0, 2, 0), num_own + 2):
             i_step = tl.where(i == 0, 0, own + i - 2)
@@ -155,18 +159,18 @@ def _own_kernel(
 
 @triton.jit
 def _step_maxima(rounded, first, b_q, b_factor, b_last, KEPT_D: tl.constexpr):
-    """[128, 4]: of each query and block of the step that begins at key ``first`` of all heads' the largest score.
+    """[queries, 4]: of each query and block of the step that begins at key ``first`` of all heads' the largest score.
 
     ``b_last``: each query's last key, counted from there.
     """
     o_n = tl.arange(0, 128)
     o_d = tl.arange(0, KEPT_D)
-    b_k = tl.load(rounded.keys + (first + o_n)[:, None] * KEPT_D + o_d[None, :]).to(tl.float16)
+    b_k = tl.load(rounded.keys + (first + o_n)[:, None] * KEPT_D + o_d[None, :])
     b_step = tl.load(rounded.steps + first // 32 + tl.arange(0, 4))
     b_s = tl.dot(b_q, tl.trans(b_k))
     o_key = o_n // 2 % 4 * 32 + o_n // 8 * 2 + o_n % 2  # which key stands at a slot
     b_s = tl.where(o_key[None, :] <= b_last[:, None], b_s, float("-inf"))
-    b_s = tl.max(tl.max(tl.reshape(b_s, [128, 16, 4, 2]), 3), 1)
+    b_s = tl.max(tl.max(tl.reshape(b_s, [b_q.shape[0], 16, 4, 2]), 3), 1)
     # Past the row's end factors are 0, and 0 times minus infinity would not be a number.
     return tl.where(b_s == float("-inf"), b_s, b_s * (b_factor[:, None] * b_step[None, :]))
 
@@ -178,18 +182,35 @@ def _larger_pairs(b_a, b_b):
 
 
 @gluon.jit
-def _larger_half(b_x):
-    """Of the elements along the last axis, two by two."""
-    b_a, b_b = b_x.split()
-    return _larger_pairs(b_a, b_b)
+def _largest(b_a, b_b, b_c):
+    """Of three: one instruction too, once assembled."""
+    return gl.inline_asm_elementwise(
+        "{.reg .b32 m; max.f16x2 m, $1, $2; max.f16x2 $0, m, $3;}", "=r,r,r,r", [b_a, b_b, b_c], gl.float16,
+        is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @gluon.jit
 def _block_maxima(b_s):
-    """[queries, 4] float32: the largest score of each block. One thread has them all."""
+    """[queries, 4] float32: the largest score of each block. One thread has them all: 16 pairs."""
     b_s = b_s.reshape([b_s.shape[0], 2, 2, 2, 2, 4, 2]).permute((0, 5, 6, 1, 2, 3, 4))
-    b_even, b_odd = _larger_half(_larger_half(_larger_half(_larger_half(b_s)))).split()
+    b_a, b_b = b_s.split()
+    b_0, b_1, b_2, b_3 = _quarters(b_a)
+    b_4, b_5, b_6, b_7 = _quarters(b_b)
+    b_0 = _largest(_largest(b_0[0], b_0[1], b_1[0]), b_1[1], b_2[0])
+    b_3 = _largest(_largest(b_2[1], b_3[0], b_3[1]), b_4[0], b_4[1])
+    b_5 = _largest(_largest(b_5[0], b_5[1], b_6[0]), b_6[1], b_7[0])
+    b_even, b_odd = _larger_pairs(_largest(b_0, b_3, b_5), b_7[1]).split()
     return gl.maximum(b_even, b_odd).to(gl.float32)
+
+
+@gluon.jit
+def _quarters(b_x):
+    """The eight of a half, by pairs."""
+    b_a, b_b = b_x.split()
+    b_0, b_1 = b_a.split()
+    b_2, b_3 = b_b.split()
+    return b_0.split(), b_1.split(), b_2.split(), b_3.split()
 
 
 @gluon.jit(do_not_specialize=["first_tile", "num_tiles", "num_spans", "num_rounds"])
@@ -197,95 +218,106 @@ def _scores_kernel(
     rounded, bulk_queries, bulk_keys, heads, kept, tiles, first_tile, pairs, scratch, num_tiles, num_spans, num_rounds,
     GROUP: gl.constexpr, KEPT_D: gl.constexpr, SPAN: gl.constexpr, FIELDS: gl.constexpr,
 ):  # fmt: skip
-    """Two tiles of one head and one span of keys that all of their queries may see."""
+    """Two tiles of one head, a consumer group each, and one span of keys that all of their queries may see."""
     i_span, i_entry = gl.program_id(1), gl.program_id(2)
     pair = pairs + gl.program_id(0) * PAIR_FIELDS
     i_tile = gl.load(pair)
     num_pair = gl.load(pair + 1)
     first_step = i_span * (SPAN // STEP)
-    stop_a = gl.load(tiles + i_tile * FIELDS + 3) // STEP - first_step
-    stop_b = gl.load(tiles + (i_tile + num_pair - 1) * FIELDS + 3) // STEP - first_step
-    num_steps = gl.minimum(stop_b, SPAN // STEP)
-    if (num_steps > 0) & (gl.load(kept + i_entry) < 1):
-        i_kv = gl.load(heads + i_entry) // GROUP
-        key = i_kv * rounded.num_keys + gl.multiple_of(gl.load(pair + 2), STEP) + first_step * STEP
-        place = i_entry * num_tiles + i_tile - first_tile
-        queries = (i_entry, i_tile, num_pair, place)
-        _look_through(
-            rounded, bulk_queries, bulk_keys, scratch, num_spans, num_rounds, queries, key, num_steps, stop_a, i_span,
-            SPAN, KEPT_D,
-        )  # fmt: skip
+    most = gl.where(gl.load(kept + i_entry) < 1, SPAN // STEP, 0)
+    steps_a = gl.minimum(gl.load(tiles + i_tile * FIELDS + 3) // STEP - first_step, most)
+    steps_b = gl.minimum(gl.load(tiles + (i_tile + num_pair - 1) * FIELDS + 3) // STEP - first_step, most)
+    key = gl.load(heads + i_entry) // GROUP * rounded.num_keys + gl.load(pair + 2) + first_step * STEP
+    query = i_entry * rounded.num_queries + i_tile * STEP
+
+    q_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2, STEP, KEPT_D], bulk_keys.layout)
+    k_steps = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, STEP, KEPT_D], bulk_keys.layout)
+    q_full = _barriers(1, 1)
+    full = _barriers(STAGES, 1)
+    empty = _barriers(STAGES, 2)
+    fence_async_shared()
+    barrier()
+    place = i_entry * num_tiles + i_tile - first_tile
+    shared = (q_tiles, k_steps, q_full, full, empty)
+    target = (rounded, scratch, num_spans, num_rounds, query, key, place, i_span, num_pair)
+    gl.warp_specialize(
+        [
+            (_consume, (shared, target, steps_a, 0, SPAN)),
+            (_consume, (shared, target, steps_b, 1, SPAN)),
+            (_produce, (shared, bulk_queries, bulk_keys, query, key, steps_b)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
 
 
 @gluon.jit
-def _look_through(
-    rounded, bulk_queries, bulk_keys, scratch, num_spans, num_rounds, queries, key, num_steps, stop_a, i_span,
-    SPAN: gl.constexpr, KEPT_D: gl.constexpr,
-):  # fmt: skip
-    """``stop_a``: steps that the first tile's queries may see, one fewer than the second one's."""
-    i_entry, i_tile, num_pair, place = queries
-    N: gl.constexpr = STEP
-    M: gl.constexpr = 2 * STEP
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, N, 32])
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, KEPT_D], gl.float8e4nv)
-    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, KEPT_D], gl.float8e4nv)
-    q_shared = gl.allocate_shared_memory(gl.float8e4nv, [M, KEPT_D], q_layout)
-    k_shared = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, N, KEPT_D], k_layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES + 1):
-        mbarrier.init(ready.index(i), count=1)
-    fence_async_shared()
-    barrier()
-    q_ready = ready.index(STAGES)
-    mbarrier.expect(q_ready, M * KEPT_D)
-    bulk_load(bulk_queries, [(i_entry * rounded.num_queries + i_tile * N).to(gl.int32), 0], q_ready, q_shared)
-    key = key.to(gl.int32)
-    for i in gl.static_range(STAGES):
-        mbarrier.expect(ready.index(i), N * KEPT_D, pred=i < num_steps)
-        bulk_load(bulk_keys, [key + i * N, 0], ready.index(i), k_shared.index(i), pred=i < num_steps)
+def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM):
+        mbarrier.init(bars.index(i), count=COUNT)
+    return bars
 
-    zero = gl.zeros([M, N], gl.float16, mma)
-    # The layout in which maxima come out, found on a tile of zeros that is never computed.
-    found: gl.constexpr = _block_maxima(zero).type.layout
-    o_m = gl.arange(0, M, gl.SliceLayout(1, found))
-    o_t = gl.arange(0, 4, gl.SliceLayout(0, found))
-    there = o_m < num_pair * N
-    b_factor = gl.load(rounded.factors + i_entry.to(gl.int64) * rounded.num_queries + i_tile * N + o_m, there, 0.0)
-    b_top = gl.load(scratch.tops + place * N + o_m, there, 0.0)
-    b_sum = gl.zeros([M, 4], gl.float32, found)
-    b_word = gl.zeros([M, 4], gl.int32, found)
-    o_word = ((o_m // N).to(gl.int64) * num_rounds * (N * 4) + o_m % N * 4)[:, None] + o_t[None, :]
-    words = scratch.bytes + (place.to(gl.int64) * num_rounds + i_span * (SPAN // ROUND)) * (N * 4) + o_word
-    steps = rounded.steps + key // 32 + o_t
-    b_step = gl.load(steps)
 
-    mbarrier.wait(q_ready, 0)
+@gluon.jit
+def _produce(shared, bulk_queries, bulk_keys, query, key, num_steps):
+    """Queries of both tiles, then the span's keys. The second tile sees no fewer of them than the first."""
+    q_tiles, k_steps, q_full, full, empty = shared
+    mbarrier.expect(q_full.index(0), 2 * STEP * q_tiles.shape[2])
+    bulk_load(bulk_queries, [query.to(gl.int32), 0], q_full.index(0), q_tiles.index(0))
+    bulk_load(bulk_queries, [(query + STEP).to(gl.int32), 0], q_full.index(0), q_tiles.index(1))
     for i in range(num_steps):
         stage = i % STAGES
-        mbarrier.wait(ready.index(stage), i // STAGES & 1)
-        token = warpgroup_mma(q_shared, k_shared.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
+        mbarrier.expect(full.index(stage), STEP * k_steps.shape[2])
+        bulk_load(bulk_keys, [(key + i * STEP).to(gl.int32), 0], full.index(stage), k_steps.index(stage))
+
+
+@gluon.jit
+def _consume(shared, target, num_steps, W: gl.constexpr, SPAN: gl.constexpr):
+    """Tile W of the pair. Where there is none, the first one's keys are looked at all the same, and nothing is kept."""
+    q_tiles, k_steps, q_full, full, empty = shared
+    rounded, scratch, num_spans, num_rounds, query, key, place, i_span, num_pair = target
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 32])
+    zero = gl.zeros([STEP, STEP], gl.float16, mma)
+    # The layout in which maxima come out, found on a tile of zeros that is never computed.
+    found: gl.constexpr = _block_maxima(zero).type.layout
+    o_m = gl.arange(0, STEP, gl.SliceLayout(1, found))
+    o_t = gl.arange(0, 4, gl.SliceLayout(0, found))
+    there = o_m < gl.where(num_pair > W, STEP, 0)
+    tile = place + W
+    b_factor = gl.load(rounded.factors + query + W * STEP + o_m, there, 0.0)
+    b_top = gl.load(scratch.tops + tile * STEP + o_m, there, 0.0)
+    b_sum = gl.zeros([STEP, 4], gl.float32, found)
+    b_word = gl.zeros([STEP, 4], gl.int32, found)
+    words = scratch.bytes + (tile.to(gl.int64) * num_rounds + i_span * (SPAN // ROUND)) * (STEP * 4)
+    words = words + (o_m[:, None] * 4 + o_t[None, :])
+    steps = rounded.steps + key // 32 + o_t
+    b_step = gl.load(steps)
+    mbarrier.wait(q_full.index(0), 0)
+    for i in range(num_steps):
+        stage = i % STAGES
+        mbarrier.wait(full.index(stage), i // STAGES & 1)
+        keys = k_steps.index(stage).permute((1, 0))
+        token = warpgroup_mma(q_tiles.index(W), keys, zero, use_acc=False, is_async=True)
         b_next = gl.load(steps + gl.minimum(i + 1, num_steps - 1) * 4)
         b_s = warpgroup_mma_wait(0, deps=(token,))
-        barrier()
-        more = i + STAGES < num_steps
-        mbarrier.expect(ready.index(stage), N * KEPT_D, pred=more)
-        bulk_load(bulk_keys, [key + (i + STAGES) * N, 0], ready.index(stage), k_shared.index(stage), pred=more)
+        mbarrier.arrive(empty.index(stage), count=1)
         b_x = gl.exp2(_block_maxima(b_s) * (b_factor[:, None] * b_step[None, :]) - b_top[:, None])
-        b_x = gl.minimum(gl.maximum(b_x, 2.0**-40), 1.75 * 2.0**23)  # numbers, whatever was multiplied
-        b_sum = gl.where((o_m < gl.where(i < stop_a, 0, N))[:, None], b_sum, b_sum + b_x)
+        b_x = gl.minimum(gl.maximum(b_x, 2.0**-24), 1.75 * 2.0**39)  # numbers, whatever was multiplied
+        b_sum += b_x
         b_word = _append_byte(b_word, b_x)
         if (i % 4 == 3) | (i + 1 == num_steps):
-            sees = there & (o_m >= gl.where(i // 4 * 4 < stop_a, 0, N))
-            gl.store(words + i // 4 * (N * 4), b_word >> (24 - i % 4 * 8), mask=sees[:, None])
+            gl.store(words + i // 4 * (STEP * 4), b_word >> (24 - i % 4 * 8), mask=there[:, None])
         b_step = b_next
-    part = scratch.parts + (place + o_m // N) * num_spans * N + i_span * N + o_m % N
-    gl.store(part, gl.sum(b_sum, 1), mask=there & (o_m >= gl.where(stop_a > 0, 0, N)))
+    part = scratch.parts + (tile * num_spans + i_span) * STEP + o_m
+    gl.store(part, gl.sum(b_sum, 1), mask=there & (o_m < num_steps * STEP))
 
 
 @gluon.jit
 def _append_byte(b_word, b_x):
     """Words moved down by a byte, with six bits of exponent and two of mantissa, to nearest, in the highest one."""
-    b_bits = (b_x.to(gl.int32, bitcast=True) << 3) - 1535115264  # (bits + 2^20 - 87 · 2^23) · 8
+    b_bits = (b_x.to(gl.int32, bitcast=True) << 3) + 1686110208  # (bits + 2^20 - 103 · 2^23) · 8
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, 0x7321;", "=r,r,r", [b_word, b_bits], gl.int32, is_pure=True, pack=1
     )
@@ -297,7 +329,7 @@ def _masses_kernel(
     SPAN: gl.constexpr, ROUNDS: gl.constexpr, FIELDS: gl.constexpr,
 ):  # fmt: skip
     """Up to ROUNDS rounds of one tile and head. A warp has a round, each of its threads 16 words."""
-    i_place, i_entry = gl.program_id(1), gl.program_id(2)
+    i_place, i_entry = gl.program_id(1), gl.num_programs(2) - 1 - gl.program_id(2)  # the newest are still in cache
     tile = tiles + (first_tile + i_place) * FIELDS
     length = gl.load(tile + 2)
     position = gl.load(tile + 3)
@@ -309,33 +341,43 @@ def _masses_kernel(
         layout: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
         per_query: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
         per_block: gl.constexpr = gl.SliceLayout(1, layout)
-        o_m = gl.arange(0, STEP, per_query)
         place = i_entry * num_tiles + i_place
+        line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+        o_m = gl.arange(0, STEP, line)
         b_own = gl.load(scratch.own + place * STEP + o_m)
-        b_sum = b_own
-        for i in range(0, (position // STEP * STEP + SPAN - 1) // SPAN):
-            b_sum += gl.load(scratch.parts + (place * num_spans + i) * STEP + o_m)
-        b_weight = gl.where(o_m < length, 1.0 / (b_sum * length.to(gl.float32)), 0.0)
+        b_weight = _weights(scratch, num_spans, place, b_own, (position // STEP * STEP + SPAN - 1) // SPAN, length, o_m)
         out = target + i_entry.to(gl.int64) * stride_head + i_place * stride_tile
         if begin == 0:
-            line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-            o_b = gl.arange(0, 128, line)
             own = gl.sum(gl.where(o_m < length, b_own, 0.0) * b_weight, 0)
             num_own = (position + length - 1) // 32 + 1 - num_blocks
-            gl.store(out + num_blocks + o_b, gl.where(o_b == 0, own, 0.0), mask=o_b < num_own)
-        b_weight = b_weight * 2.0**87
+            gl.store(out + num_blocks + o_m, gl.where(o_m == 0, own, 0.0), mask=o_m < num_own)
+        b_weight = gl.convert_layout(b_weight * 2.0**103, per_query)
         o_r = gl.arange(0, WARPS, gl.SliceLayout(1, per_block))
         o_t = gl.arange(0, 4, gl.SliceLayout(0, per_block))
         o_b = o_r[:, None] * 16 + o_t[None, :]
         o_round = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-        o_word = o_m[None, :, None] * 4 + gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+        o_word = gl.arange(0, STEP, per_query)[None, :, None] * 4
+        o_word = o_word + gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
         words = scratch.bytes + place.to(gl.int64) * num_rounds * (STEP * 4) + o_word
+        b_next = gl.load(words + gl.minimum(begin + o_round, gl.maximum(end - 1, 0)) * (STEP * 4))
         for i in range(begin, end, WARPS):
-            b_word = gl.load(words + gl.minimum(i + o_round, end - 1) * (STEP * 4))
+            b_word = b_next
+            b_next = gl.load(words + gl.minimum(i + WARPS + o_round, end - 1) * (STEP * 4))
             for slot in gl.static_range(4):
-                # A byte at the place of a float's lowest exponents: 2^87 makes up for it.
+                # A byte at the place of a float's lowest exponents: 2^103 makes up for it.
                 b_bits = (b_word << (21 - 8 * slot)) if slot < 3 else (b_word >> 3)
                 b_x = (b_bits & 0x1FE00000).to(gl.float32, bitcast=True)
                 b_mass = gl.sum(b_x * b_weight[None, :, None], 1)
                 o_block = i * 16 + slot * 4 + o_b
                 gl.store(out + o_block, b_mass, mask=o_block < num_blocks)
+
+
+@gluon.jit
+def _weights(scratch, num_spans, place, b_own, spans, length, o_m):
+    """What a query's exponentials count in the mean of the tile: one over its sum and the number of queries."""
+    b_sum = b_own
+    parts = scratch.parts + place * num_spans * STEP + o_m
+    for i in range(0, spans, 8):
+        for j in gl.static_range(8):  # eight loads under way
+            b_sum += gl.load(parts + (i + j) * STEP, mask=o_m < (spans - i - j) * STEP, other=0.0)
+    return gl.where(o_m < length, 1.0 / (b_sum * length.to(gl.float32)), 0.0)

@@ -33,8 +33,10 @@ SAMPLE = tl.constexpr(64)
 EVERY = tl.constexpr(8)
 """Of so many groups of keys, the first belongs to the sample."""
 
-SPLIT_GROUPS = 8
+SPLIT_GROUPS = 4
 """Groups of the sample that one program adds up."""
+
+SPLIT_TOKENS = SAMPLE.value * EVERY.value * SPLIT_GROUPS
 
 LEAST_CHANNELS = 32
 """Of a product in 8 bits: matrix instructions take no fewer."""
@@ -65,7 +67,7 @@ def moments(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, workspa
     num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
     block_d = triton.next_power_of_2(head_dim)
     chooses = kept_d < block_d
-    num_splits = ceil_div(max(rows.seq_lens), SAMPLE.value * EVERY.value * SPLIT_GROUPS)
+    num_splits = ceil_div(max(rows.seq_lens), SPLIT_TOKENS)
     means = workspace.empty(rows.num_rows, num_kv_heads, block_d)
     channels = workspace.empty(rows.num_rows, num_kv_heads, kept_d, dtype=torch.int32)
     with workspace.frame():
@@ -73,8 +75,9 @@ def moments(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, workspa
         squares = workspace.empty(rows.num_tiles, num_heads, block_d) if chooses else None
         shape = {"HEAD_DIM": head_dim, "BLOCK_D": block_d}
         _key_sums_kernel[(num_splits, num_kv_heads, rows.num_rows)](
-            key_args(cache, rows.block_table), rows.row_ends, sums, **shape, GROUPS=SPLIT_GROUPS
-        )
+            key_args(cache, rows.block_table), rows.row_ends, sums, **shape, GROUPS=SPLIT_GROUPS,
+            num_warps=max(block_d // 16, 4),
+        )  # fmt: skip
         if chooses:
             _query_squares_kernel[(rows.num_tiles, num_heads)](
                 QueryArgs(q, q.stride(0), q.stride(1)), rows.tiles, squares, **shape, FIELDS=TILE_FIELDS
