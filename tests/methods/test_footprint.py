@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
+from benchmarks.batches import random_batch
 from vllm_sparse_kernels import LayerShape, Rows, SparseIndex, Workspace
 from vllm_sparse_kernels.attend import FlashAttention, attend, flash_engine, workspace_bytes
+from vllm_sparse_kernels.layer import attend_options
 from vllm_sparse_kernels.methods import METHODS
-from vllm_sparse_kernels.methods.base import attend_options
 from vllm_sparse_kernels.rows import TILE_TOKENS
-from vllm_sparse_kernels.testing.batches import Batch, random_batch
+from vllm_sparse_kernels.trial import Batch
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "share_prefill": [{"cluster": 0}],
