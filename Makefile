@@ -40,7 +40,7 @@ compile-matrix: $(INSTALLED)
 # Servers of several releases of vLLM, on a CPU: an environment of a good GB for each, half an hour; and the newest's sources.
 matrix: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.vllm_matrix 0.26.0 0.28.0 0.30.0 0.32.0 \
-		--out docs/results/matrix.json --markdown docs/compatibility.md
+		--out docs/results/matrix.json
 
 # Small models of other shapes than Llama's; `make test` runs some of them.
 shapes: $(INSTALLED)

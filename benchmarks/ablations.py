@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each part of a method is worth: the papers' ablations, in one table over captured queries, keys and values.
 
-    python -m benchmarks.ablations CAPTURE [--clusters CAPTURE] [--chunk 8192] [--device cuda] [--markdown FILE]
-    python -m benchmarks.ablations MODEL --length 32768 [--cache FOLDER]
+    python -m benchmarks.ablations CAPTURE [--clusters CAPTURE] [--chunk 8192]
 
-CAPTURE is a folder that ``evaluate.capture`` wrote (``benchmarks.recall --cache`` keeps them); of a MODEL, a folder in
-Hugging Face's format, one is made. Each method is measured as its paper has it, then without the part in question: as
-the paper does it, and once more with the method's main knob set so that as many pairs are kept, since what is left out
-mostly changes how much is kept. Methods select as a server would, chunk by chunk.
+CAPTURE is a folder that ``benchmarks.capture`` wrote; ``--clusters`` one of another prompt, for SharePrefill. Each
+method is measured as its paper has it, then without the part in question: as the paper does it, and once more with the
+method's main knob set so that as many pairs are kept, since what is left out mostly changes how much is kept. Methods
+select as a server would, chunk by chunk.
 
 Recall is that of single queries: their mean, and what all but a thousandth of them keep at least. (All layers, heads
 and queries are one population.) Density and recall are those of the selection. What SpargeAttn's second stage then
@@ -20,9 +19,6 @@ whatever is asked of it, and one line of the other kind, as in MInference's appe
 """
 
 import math
-import shlex
-import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,26 +27,26 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.recall import CLUSTER_TOKENS
-from benchmarks.recall_figures import length_name
-from benchmarks.tables import markdown_table, put_between
-from vllm_sparse_backend.cli.common import split
-from vllm_sparse_backend.measure.report import Report
-from vllm_sparse_backend.profiling.capture import Capture, capture, default_text, read_tokens, text_files
-from vllm_sparse_backend.profiling.clusters import head_clusters, plan_of
-from vllm_sparse_backend.profiling.quality import chunk_rows, dense_attention, paged, select_layer
-from vllm_sparse_backend.profiling.share_prefill import Clusters
+from benchmarks.by_query import Recalls
+from benchmarks.kept import select_layer
+from benchmarks.options import Clusters as ClustersOption, Device, Json, Results, device_label
+from benchmarks.oracle import exact_masses
+from benchmarks.recall import length_name
+from benchmarks.tables import markdown_table
+from vllm_sparse_backend.cli.common import device_of, failures, split
+from vllm_sparse_backend.measure.asked import Asked, Clusters
+from vllm_sparse_backend.measure.report import BenchError, Report
+from vllm_sparse_backend.profiling.capture import Capture
+from vllm_sparse_backend.profiling.chunks import chunk_rows, dense_attention, paged
+from vllm_sparse_backend.profiling.clusters import head_clusters
 from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
-from vllm_sparse_backend.settings.plan import LayerPlan, Plan, methods_by_head
-from vllm_sparse_kernels import PagedCache, Rows, SparseIndex, attend
-from vllm_sparse_kernels.attend.reference import attend as reference_attend
+from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.attend.reference import step_margins, walk
 from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.methods.base import Method, attend_options
-from vllm_sparse_kernels.testing.by_query import Recalls
-from vllm_sparse_kernels.testing.oracle import exact_masses
+from vllm_sparse_kernels.layer import Layer, LayerPlan, methods_by_head, run
+from vllm_sparse_kernels.methods.base import Method
 
-BEGIN, END = "<!-- tables: benchmarks.ablations -->", "<!-- end of ablations -->"
 COLUMNS = ("paper", "what", "density", "skipped", "recall", "worst thousandth", "error of output")
 COMPLETE = "complete"
 
@@ -160,9 +156,7 @@ class Bench:
         self.chunks = chunk_rows(captured.num_tokens, chunk_tokens, torch.device(device))
 
     def plans(self, variants: Sequence[Variant]) -> list[Plan]:
-        shape = self.captured.shape
-        with tempfile.TemporaryDirectory() as folder:
-            return [plan_of(v.method, v.params, shape, self.clusters, Path(folder)) for v in variants]
+        return [Asked(v.method, tuple(v.params.items())).plan(self.captured.shape, self.clusters) for v in variants]
 
     def rows(self) -> list[Rows]:
         """Of all chunks, with a state of their own: that of one pass through the layers."""
@@ -195,12 +189,10 @@ class Bench:
                 q, indices = tensors.q[tokens], []
                 for i, plan in enumerate(plans):
                     groups = groups_of(plan, layer)
-                    indices.append(select_layer(groups, q, cache, rows_of[i][i_chunk], scale))
+                    served, out = Layer.of(groups, cache.head_dim, q.device), torch.empty_like(q)
+                    indices.append(run(served, q, cache, rows_of[i][i_chunk], out, scale))
                     kept[i] += int(indices[-1].kept_pairs())
-                    methods, out = methods_by_head(groups), torch.empty_like(q)
-                    options = attend_options(methods, q.device)
-                    (attend if q.is_cuda else reference_attend)(q, cache, indices[-1], out, scale, options=options)
-                    counts = skipped_steps(q, cache, indices[-1], methods, scale)
+                    counts = skipped_steps(q, cache, indices[-1], methods_by_head(groups), scale)
                     skipped[i] = [a + b for a, b in zip(skipped[i], counts, strict=True)]
                     apart[i] += float((out.float() - dense[tokens]).square().sum(dtype=torch.float64))
                 for mass in exact_masses(q, cache, chunk, scale, indices):
@@ -313,67 +305,34 @@ def variants_of(papers: Sequence[str], bench: Bench) -> tuple[list[Variant], dic
     if "SharePrefill" in papers:
         try:
             bench.plans([v for v in VARIANTS if v.paper == "SharePrefill"])
-        except ConfigurationError as error:
+        except BenchError as error:
             missing = "--clusters names no capture of another prompt"
             left_out["SharePrefill"] = missing if bench.clusters is None else str(error)
     return [v for v in VARIANTS if v.paper in papers and v.paper not in left_out], left_out
 
 
 def main(
-    source: Annotated[Path, typer.Argument(help="A capture's folder, or a model's, of which one is made.")],
-    length: Annotated[int, typer.Option(help="Tokens of the prompt, of a model.")] = 16384,
-    clusters: Annotated[
-        Path | None, typer.Option(help="Capture of another prompt, for SharePrefill's clusters; of a model not needed.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="cuda, or cpu (references select and attend; slow).")] = (
-        "cuda" if torch.cuda.is_available() else "cpu"
-    ),
+    captured: Annotated[Path, typer.Argument(help="Folder of `benchmarks.capture`.")],
+    clusters: ClustersOption = None,
+    device: Device = None,
     chunk: Annotated[int, typer.Option(help="Tokens of a step, as --max-num-batched-tokens; 0: all at once.")] = 8192,
     papers: Annotated[str, typer.Option(help="Papers whose ablations to measure.")] = ",".join(PAPERS),
     equal_density: Annotated[bool, typer.Option(help="Also with as many pairs kept as by the complete method.")] = True,
-    text: Annotated[Path | None, typer.Option(help="Of a model: a text file, or folder of *.py; else vLLM's.")] = None,
-    cache: Annotated[Path | None, typer.Option(help="Of a model: folder that keeps captures for the next run.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Results file to write into.")] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="JSON file of all rows.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help=f"Document to write the table into, after {BEGIN}.")] = None,
+    json_path: Json = None,
+    results: Results = None,
 ) -> None:
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as aside:
-        captured, other = captures(source, length, clusters, text, cache or Path(aside), device, split(papers))
-        found = None if other is None else head_clusters(other, device)
-        tokens = chunk or captured.num_tokens
-        bench = Bench(captured, found, tokens, device)
+    with failures():
+        device, found = device_of(device), Capture.open(captured)
+        by_layer = None if clusters is None else head_clusters(Capture.open(clusters), device)
+        tokens = chunk or found.num_tokens
+        bench = Bench(found, by_layer, tokens, device)
         variants, left_out = variants_of(split(papers), bench)
         rows = ablate(bench, variants, equal_density)
-    where = f"{length_name({'num_tokens': captured.num_tokens, 'chunk_tokens': tokens})}, {captured.model}"
-    options = f" --length {captured.num_tokens}" + ("" if chunk == 8192 else f" --chunk {chunk}")
-    command = f"python -m benchmarks.ablations {shlex.quote(captured.model)}{options}"
-    name_of_device = torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
-    add_rows(Report("ablations", name_of_device, json_path, out, command), rows, where)
-    body = "\n\n".join([f"{where}:", table(rows), *(f"{paper} left out: {why}" for paper, why in left_out.items())])
-    print(f"{body}\n\n{time.monotonic() - began:.0f} s")
-    if markdown is not None:
-        put_between(markdown, BEGIN, END, body)
-
-
-def captures(
-    source: Path,
-    length: int,
-    clusters: Path | None,
-    text: Path | None,
-    folder: Path,
-    device: str,
-    papers: Sequence[str],
-) -> tuple[Capture, Capture | None]:
-    """The prompt's, and another one's for clusters: as given, or of a model, from the tokens that follow the prompt."""
-    if (source / "capture.json").is_file():
-        return Capture.open(source), None if clusters is None else Capture.open(clusters)
-    files = text_files(text or default_text())
-    captured = capture(source, read_tokens(source, files, length), folder / str(length), device)
-    if "SharePrefill" not in papers:
-        return captured, None
-    prompt = read_tokens(source, files, min(CLUSTER_TOKENS, length), skip=length)
-    return captured, capture(source, prompt, folder / "clusters", device)
+        where = f"{length_name({'num_tokens': found.num_tokens, 'chunk_tokens': tokens})}, {found.model}"
+        add_rows(Report("ablations", device_label(device), json_path, results), rows, where)
+        print(f"{where}:\n\n{table(rows)}")
+        for paper, why in left_out.items():
+            print(f"\n{paper} left out: {why}")
 
 
 if __name__ == "__main__":

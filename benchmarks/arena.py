@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How large a server's arena is, by method, longest request and size of a step. Arithmetic: no device is needed.
 
-    python -m benchmarks.arena [--results docs/results/arena.json] [--markdown docs/operations.md]
+    python -m benchmarks.arena [--results docs/results/arena.json]
 
 Of one worker, for the heads of an 8B model, as an H100 or H200 has it, with ``min_tokens`` and ``min_query_tokens`` as
 where nothing was measured. A server of another shape says its own size in its log.
@@ -14,9 +14,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.tables import markdown_table, put_between
-from vllm_sparse_backend.measure.report import merge_figures, read_figures
-from vllm_sparse_backend.serving.arena import SEVERAL_ROWS_BYTES, SLACK, LayerNeed, largest_steps, make_slab
+from vllm_sparse_backend.measure.report import merge_figures
+from vllm_sparse_backend.serving.arena import SEVERAL_ROWS_BYTES, SLACK, LayerNeed, largest_steps, rows_of
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import (
     UNMEASURED_MIN_QUERY_TOKENS,
@@ -26,7 +25,7 @@ from vllm_sparse_backend.settings.crossover import (
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 
-RESULTS, DOCUMENT = Path("docs/results/arena.json"), Path("docs/operations.md")
+RESULTS = Path("docs/results/arena.json")
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128)
 METHODS = (
     "default", "a_shape", "vertical_slash", "block_sparse", "anchor_attention", "sparge_attn", "flex_vertical_slash",
@@ -44,7 +43,7 @@ def arena_bytes(method: str, max_len: int, step_tokens: int) -> int:
     kv_heads, head_dim = SHAPE.num_kv_heads, SHAPE.head_dim
     need = LayerNeed.of(groups, kv_heads, head_dim, 2, torch.device("cpu"), step_tokens=step_tokens)
     thresholds = Thresholds(UNMEASURED_MIN_TOKENS, UNMEASURED_MIN_QUERY_TOKENS)
-    needed = [need.num_bytes(make_slab(step)) for step in largest_steps(step_tokens, MAX_ROWS, max_len, thresholds)]
+    needed = [need.num_bytes(rows_of(step)) for step in largest_steps(step_tokens, MAX_ROWS, max_len, thresholds)]
     return int(max(needed[0], min(max(needed), SEVERAL_ROWS_BYTES)) * SLACK)
 
 
@@ -61,20 +60,8 @@ def figures() -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
-def table(results: Path) -> str:
-    found = {row["name"]: row["value"] for row in read_figures(results)}
-    headings = ["`--max-model-len`, `--max-num-batched-tokens`", *(f"{a:,}, {b:,}" for a, b in SIZES)]
-    rows = [[f"`{method}`", *(f"{found[name_of(method, *size)]:,}" for size in SIZES)] for method in METHODS]
-    return markdown_table(headings, rows)
-
-
-def main(
-    results: Annotated[Path, typer.Option(help="List of figures to merge these into.")] = RESULTS,
-    markdown: Annotated[Path | None, typer.Option(help="Document with marks for the table.")] = None,
-) -> None:
+def main(results: Annotated[Path, typer.Option(help="List of figures to merge these into.")] = RESULTS) -> None:
     merge_figures(results, {figure["name"]: figure for figure in figures()})
-    if markdown is not None:
-        put_between(markdown, "<!-- figures: arena -->", "<!-- end of figures -->", table(results))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`attend` over random indices against FlashAttention on the same pages: the efficiency of a kept pair.
 
+    python -m benchmarks.attend [--contexts 24576,122880] [--densities 1,0.5,0.2] [--stripes 1024,8192] [--options]
+
 Efficiency is FlashAttention's time × density ÷ own time, everything included that an engine does between index and
 output: 1 means that a kept pair costs what it costs there. Random normal q, k, v; blocks, or single keys ("stripes"),
 drawn per head and tile at random, the diagonal always kept. Every case is checked before it is timed.
@@ -10,18 +12,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
+from benchmarks.batches import random_batch, random_index
+from benchmarks.options import Chunk, Contexts, Engines, Json, Model, Page, Results
+from vllm_sparse_backend.cli.bench import show
+from vllm_sparse_backend.cli.common import failures, split, token_counts
 from vllm_sparse_backend.measure.card import Card, Span, is_default, refusal
 from vllm_sparse_backend.measure.check import BUDGET, Check, check_attention, difference
 from vllm_sparse_backend.measure.data import Heads, without_nan
-from vllm_sparse_backend.measure.report import Report
+from vllm_sparse_backend.measure.report import BenchError, Report
 from vllm_sparse_kernels import AttendOptions, SparseIndex
 from vllm_sparse_kernels.attend import PORTABLE, Engine
 from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_index
+from vllm_sparse_kernels.trial import Batch
 
 NUM_INPUTS = 2
 """Inputs that are timed in turn, so that none is found in a cache."""
@@ -209,3 +216,42 @@ def _measure_options(
             report.add_figure(name, plain_ms / row["ms"], "ratio", "higher")
         report.add_case(row)
         yield row
+
+
+def shares(option: str, text: str) -> list[float]:
+    """Numbers from 0 to 1."""
+    try:
+        found = [float(part) for part in split(text)]
+    except ValueError:
+        found = []
+    if not found or not all(0 <= share <= 1 for share in found):
+        raise BenchError(f"{option}: given {text!r}, expected numbers from 0 to 1, with commas between")
+    return found
+
+
+def main(
+    contexts: Contexts = "24576,122880",
+    chunk: Chunk = 8192,
+    blocks: Annotated[str, typer.Option(help="Widths of blocks in keys, by comma.")] = "128,64,32",
+    densities: Annotated[str, typer.Option(help="Shares of blocks to keep, by comma.")] = "1,0.5,0.2,0.08,0.03",
+    stripes: Annotated[str, typer.Option(help="Single keys a tile, by comma; empty for none.")] = "1024,8192",
+    engines: Engines = "",
+    options: Annotated[bool, typer.Option("--options", help="Also 8-bit scores and skipped products.")] = False,
+    model: Model = None,
+    page_size: Page = 128,
+    json_path: Json = None,
+    results: Results = None,
+) -> None:
+    with failures():
+        cases = cases_of(
+            token_counts("--contexts", contexts, least=0), chunk, token_counts("--blocks", blocks),
+            shares("--densities", densities), token_counts("--stripes", stripes, or_none=True),
+        )  # fmt: skip
+        card, heads = Card(), Heads.of(model, page_size)
+        report = Report("attend", card.name, json_path, results)
+        rows = run_attend(card, heads, cases, card.engines_named(split(engines)), report, options)
+        show(f"attend beside {card.dense_name}, {card.name}, {heads}", COLUMNS, rows)
+
+
+if __name__ == "__main__":
+    typer.run(main)

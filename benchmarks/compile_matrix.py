@@ -35,8 +35,8 @@ WAIT_SCORES, WAIT_VALUES = r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1", r"WARPGROUP\.DEPB
 
 def figures_of(cases: Sequence[str]) -> dict[str, dict[str, int]]:
     """By case, what the installed Triton makes of hopper. Not in Triton's interpreter."""
+    from benchmarks.offline import Code, Recorder, compiling_for
     from vllm_sparse_kernels.attend import hopper
-    from vllm_sparse_kernels.testing.offline import Code, Recorder, compiling_for
 
     figures = {}
     for case in cases:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_sparse_backend.measure.endpoint import Endpoint, Prompts, RequestError
+from vllm_sparse_backend.measure.client import Endpoint, Prompts, RequestError
 from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.measure.scrape import Report, parse, total
 from vllm_sparse_backend.settings.config import KEY, load_config

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Density of each setting that `eval answers` asked, by length: servers count that of all prompts together.
 
-    sparse-prefill bench capture MODEL CAPTURE --tokens 130000 --text FOLDER
+    python -m benchmarks.capture MODEL CAPTURE --tokens 130000 --text FOLDER
     python -m benchmarks.densities CAPTURE [--answers docs/results/answers.json] [--results FILE]
 
 Kept over causal (query, key) pairs of all layers and heads, past the first ``min_tokens`` positions, selected as a
@@ -19,10 +19,11 @@ from typing import Annotated
 import torch
 import typer
 
+from benchmarks.kept import select_layer
 from vllm_sparse_backend.measure.report import Report, read_figures
-from vllm_sparse_backend.measure.serve import Settings
+from vllm_sparse_backend.measure.server import Settings
 from vllm_sparse_backend.profiling.capture import Capture
-from vllm_sparse_backend.profiling.quality import chunk_rows, paged, select_layer
+from vllm_sparse_backend.profiling.chunks import chunk_rows, paged
 from vllm_sparse_backend.settings.config import KEY, load_config
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import Plan
@@ -72,7 +73,7 @@ def plan_asked(settings: Settings, captured: Capture) -> tuple[Plan, int]:
 
 
 def main(
-    captured: Annotated[Path, typer.Argument(help="Folder of `bench capture`, as long as the longest length.")],
+    captured: Annotated[Path, typer.Argument(help="Folder of `benchmarks.capture`, as long as the longest length.")],
     lengths: Annotated[str, typer.Option(help="Tokens of prompts, by comma.")] = "12000,32000,65000,130000",
     answers: Annotated[Path, typer.Option(help="What `sparse-prefill eval answers --results` wrote.")] = ANSWERS,
     more: Annotated[

@@ -20,12 +20,13 @@ import torch
 import typer
 from rich.console import Console
 
-from benchmarks.chunks import layers_served, plan_asked
+from benchmarks.captured import captured_prompts
+from benchmarks.options import Chunk, Contexts, Json, OneMethod, Results, layers_served, plan_asked
 from vllm_sparse_backend.measure.card import Card, Run, Span
-from vllm_sparse_backend.measure.data import Heads, captured_prompts, structured_prompts
-from vllm_sparse_backend.measure.methods import Layer, Prompt, new_step
+from vllm_sparse_backend.measure.data import Heads, Prompt, structured_prompts
+from vllm_sparse_backend.measure.layers import Layer, new_step
 from vllm_sparse_backend.measure.report import Report, table_of
-from vllm_sparse_backend.measure.serve import CHUNK_TOKENS
+from vllm_sparse_backend.measure.server import CHUNK_TOKENS
 from vllm_sparse_backend.profiling.capture import Capture
 from vllm_sparse_backend.serving.guard import PROBE_TOKENS, Guard
 from vllm_sparse_backend.settings.config import GuardConfig
@@ -33,7 +34,7 @@ from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import Rows
 from vllm_sparse_kernels.attend import Engine
-from vllm_sparse_kernels.testing.batches import Batch
+from vllm_sparse_kernels.trial import Batch
 
 COLUMNS = {
     "context_len": "after",
@@ -159,13 +160,13 @@ def _errors(outs: Sequence[torch.Tensor], dense: Sequence[torch.Tensor]) -> dict
 
 def main(
     captured: Annotated[
-        Path | None, typer.Option(help="Folder of `sparse-prefill bench capture`, in place of structured data.")
+        Path | None, typer.Option(help="Folder of `benchmarks.capture`, in place of structured data.")
     ] = None,
-    method: Annotated[str, typer.Option(help="NAME or NAME:FIELD=VALUE,FIELD=VALUE; the server's default.")] = "",
-    contexts: Annotated[str, typer.Option(help="Cached tokens before the chunk, by comma.")] = "24576,122880",
-    chunk: Annotated[int, typer.Option(help="Tokens of a chunk.")] = CHUNK_TOKENS,
-    json_path: Annotated[Path | None, typer.Option("--json", help="File for all that was measured.")] = None,
-    results: Annotated[Path | None, typer.Option(help="List of figures to merge this run's into.")] = None,
+    method: OneMethod = "",
+    contexts: Contexts = "24576,122880",
+    chunk: Chunk = CHUNK_TOKENS,
+    json_path: Json = None,
+    results: Results = None,
 ) -> None:
     card, lengths, heads = Card(), [int(n) for n in contexts.split(",")], Heads()
     if captured is None:

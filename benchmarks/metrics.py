@@ -14,21 +14,20 @@ card copies memory; the host is taken to be the slower one there.
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 from rich.console import Console
 
-from benchmarks.chunks import layers_served, plan_asked
+from benchmarks.options import Chunk, Contexts, Json, OneMethod, Results, layers_served, plan_asked
 from benchmarks.shape import SHAPE
 from vllm_sparse_backend.measure.card import Card, Run
-from vllm_sparse_backend.measure.data import Heads, structured_prompts
-from vllm_sparse_backend.measure.methods import Layer, Prompt, new_step
+from vllm_sparse_backend.measure.data import Heads, Prompt, structured_prompts
+from vllm_sparse_backend.measure.layers import Layer, new_step
 from vllm_sparse_backend.measure.report import Report, table_of
-from vllm_sparse_backend.measure.serve import CHUNK_TOKENS
+from vllm_sparse_backend.measure.server import CHUNK_TOKENS
 from vllm_sparse_backend.serving.stats import Recorder
 from vllm_sparse_backend.settings.plan import Plan
 
@@ -86,7 +85,7 @@ def counting(recorder: Recorder, number: int, layer: Layer) -> Run:
     def run() -> None:
         lap = recorder.lap(number)
         lap.begins()
-        lap.selected()
+        lap.selected(layer.index)
         lap.attended()
         recorder.count_pairs(number, layer.index, lap)
 
@@ -156,11 +155,11 @@ def copied_ms(card: Card, num_bytes: float) -> float:
 
 
 def main(
-    method: Annotated[str, typer.Option(help="NAME or NAME:FIELD=VALUE,FIELD=VALUE; the server's default.")] = "",
-    contexts: Annotated[str, typer.Option(help="Cached tokens before the chunk, by comma.")] = "24576,122880",
-    chunk: Annotated[int, typer.Option(help="Tokens of a chunk.")] = CHUNK_TOKENS,
-    json_path: Annotated[Path | None, typer.Option("--json", help="File for all that was measured.")] = None,
-    results: Annotated[Path | None, typer.Option(help="List of figures to merge this run's into.")] = None,
+    method: OneMethod = "",
+    contexts: Contexts = "24576,122880",
+    chunk: Chunk = CHUNK_TOKENS,
+    json_path: Json = None,
+    results: Results = None,
 ) -> None:
     card, lengths, heads = Card(), [int(n) for n in contexts.split(",")], Heads()
     prompts = structured_prompts(heads, max(lengths) + chunk, 2, card.device)

@@ -1,62 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of what was measured: times faster than dense attention, against length and against density."""
+"""Recall against density, as docs/recall.png shows them: a panel a prompt, a line a method, large marks the defaults.
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+python -m benchmarks.plots docs/results/recall_curves.json docs/recall.png
+"""
+
+import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from vllm_sparse_backend.measure.report import BenchError
+import typer
 
-Series = Mapping[str, Sequence[tuple[float, float]]]
+from benchmarks.recall import length_name
 
-
-@dataclass(frozen=True)
-class Panel:
-    title: str
-    x: str
-    y: str
-    series: Series
-    log_x: bool = True
-    line_at: float | None = 1.0
-    """Where nothing is won and nothing lost."""
+MARKERS = "so^vDPX<"
 
 
-def series_of(cases: Iterable[Mapping[str, Any]], x: str, y: str, *names: str) -> dict[str, list[tuple[float, float]]]:
-    """Points (x, y) of the cases that have both, one line for each combination of ``names``, sorted by x."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for case in cases:
-        if case.get(x) is not None and case.get(y) is not None:
-            name = ", ".join(str(case[n]) for n in names if case.get(n) is not None)
-            found.setdefault(name, []).append((float(case[x]), float(case[y])))
-    return {name: sorted(points) for name, points in found.items()}
+def draw(prompts: list[dict[str, Any]], picture: Path) -> None:
+    """Of prompts that were measured with ``--sweep``."""
+    import matplotlib
 
-
-def draw(path: Path, panels: Sequence[Panel]) -> None:
-    """Raises BenchError without matplotlib, and where there is nothing to draw."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise BenchError("--png needs matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = [panel for panel in panels if panel.series]
-    if not panels:
-        raise BenchError(f"{path}: nothing was measured that could be drawn")
-    figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(6.0 * len(panels), 4.6), squeeze=False, layout="constrained"
+    prompts = sorted(prompts, key=lambda figures: (figures["num_tokens"], -figures["chunk_tokens"]))
+    figure, panels = pyplot.subplots(
+        1, len(prompts), figsize=(5.6 * len(prompts), 5), sharey=True, squeeze=False, layout="constrained"
     )
-    for axis, panel in zip(axes[0], panels, strict=True):
-        for name, points in panel.series.items():
-            axis.plot(*zip(*points, strict=True), marker="o", markersize=3.5, linewidth=1.3, label=name)
-        if panel.line_at is not None:
-            axis.axhline(panel.line_at, color="black", linewidth=0.8, linestyle="--")
-        axis.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
-        if panel.log_x:
-            axis.set_xscale("log", base=2 if panel.x.startswith("tokens") else 10)
-        axis.grid(alpha=0.25)
-        axis.legend(fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    methods = sorted({row["method"] for figures in prompts for row in figures["settings"]} - {"dense"})
+    for panel, figures in zip(panels[0], prompts, strict=True):
+        for tokens, bound in figures["bounds"].items():
+            label = f"best blocks of {tokens}"
+            panel.plot(bound["density"], bound["recall"], color="black", linestyle=":", linewidth=1, label=label)
+        for i, method in enumerate(methods):
+            rows = sorted((row["density"], row["recall"], not row["params"]) for row in figures["settings"]
+                          if row["method"] == method)  # fmt: skip
+            style = {"color": f"C{i}", "marker": MARKERS[i % len(MARKERS)]}
+            panel.plot([r[0] for r in rows], [r[1] for r in rows], **style, markersize=3.5, label=method)
+            own = [r for r in rows if r[2]]
+            panel.plot([r[0] for r in own], [r[1] for r in own], **style, linestyle="", markersize=10)
+        panel.set(title=f"{figures['model']}, {length_name(figures)}", xlabel="density (kept share of causal pairs)")
+        panel.set(xlim=(0.01, 1.0), ylim=(0.5, 1.005), xscale="log")
+        panel.grid(alpha=0.25)
+    panels[0][0].set_ylabel("recall (kept share of the attention mass)")
+    panels[0][-1].legend(loc="lower right", fontsize=8)
+    figure.savefig(picture, dpi=130)
     pyplot.close(figure)
+
+
+def main(
+    curves: Annotated[Path, typer.Argument(help="What `benchmarks.recall --sweep --curves` wrote.")],
+    picture: Annotated[Path, typer.Argument(help="PNG to draw.")],
+) -> None:
+    prompts = [p for p in json.loads(curves.read_text()) if any(row["params"] for row in p["settings"])]
+    draw(prompts, picture)
+
+
+if __name__ == "__main__":
+    typer.run(main)

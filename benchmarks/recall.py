@@ -1,35 +1,213 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each method keeps of a trained model's attention: recall and density at its paper's defaults, and curves.
+"""What methods keep of a model's own attention: recall down to single queries, density, error of the output.
 
-    python -m benchmarks.recall MODEL [--lengths 16384,32768] [--device cuda] [--text FOLDER] [--curves JSON]
+    python -m benchmarks.capture MODEL CAPTURE --tokens 32768
+    python -m benchmarks.recall CAPTURE [--method sale] [--chunks 2048,8192,0] [--sweep --curves JSON]
 
-MODEL is a folder in Hugging Face's format. Its queries, keys and values are captured on text that is given, by default
-the Python sources of the installed vLLM; methods then select as a server would, in chunks of 8,192 (vLLM's default),
-and are held against exact attention. SharePrefill's clusters come from the tokens that follow the longest prompt in the
-text. ``--curves`` writes all figures as JSON; ``benchmarks.recall_figures`` makes tables and pictures of them. What
-measures is that of `sparse-prefill eval attention`, which takes captures as they are, and single queries too.
+Methods select on captured queries and keys as the server does, chunk by chunk, and are held against exact attention,
+layer by layer: errors of earlier layers do not add up here. SharePrefill's clusters come from ``--clusters``, a capture
+of another prompt. `benchmarks.plots` draws the curves.
 """
 
 import json
-import shlex
-import tempfile
-import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import torch
 import typer
 
-from benchmarks import recall_figures
-from benchmarks.attention import Figures, Setting, add_figures, measure, swept
-from vllm_sparse_backend.cli.common import split
-from vllm_sparse_backend.measure.report import Report
-from vllm_sparse_backend.profiling.capture import capture, default_text, read_tokens, text_files
+from benchmarks.kept import Asked, Kept, Measured, measure_plans
+from benchmarks.options import Clusters as ClustersOption, Device, Json, Methods, Results, device_label
+from vllm_sparse_backend.cli.common import device_of, failures, token_counts, wide_console
+from vllm_sparse_backend.measure.asked import Asked as AskedMethod, Clusters, methods_asked
+from vllm_sparse_backend.measure.report import BenchError, Report, table_of
+from vllm_sparse_backend.profiling.capture import Capture
 from vllm_sparse_backend.profiling.clusters import head_clusters
-from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
-from vllm_sparse_kernels.methods import METHODS
 
-CLUSTER_TOKENS = 8192
+Figures = dict[str, Any]
+"""Of one prompt in chunks of one size."""
+
+SWEEPS: dict[str, list[dict[str, Any]]] = {
+    "a_shape": [{"local_tokens": n} for n in (256, 1024, 2048, 8192, 16384)],
+    "anchor_attention": [{"theta": x} for x in (4.0, 6.0, 8.0, 10.0, 14.0, 16.0)],
+    "block_sparse": [{"top_blocks": n} for n in (8, 16, 32, 64, 160, 256)],
+    "dense": [],
+    "flex_vertical_slash": [{"gamma": x} for x in (0.5, 0.7, 0.8, 0.95, 0.98)],
+    "sale": [{"tau": x} for x in (0.064, 0.032, 0.016, 0.008, 0.002, 0.001)],
+    "share_prefill": [{"gamma": x} for x in (0.5, 0.7, 0.8, 0.95, 0.98)],
+    "sparge_attn": [{"kept_mass": x} for x in (0.3, 0.5, 0.7, 0.8, 0.95, 0.98)],
+    "vertical_slash": [{"vertical_tokens": 1000 * n // 16, "slash_tokens": 6096 * n // 16} for n in (1, 2, 4, 8, 24)],
+}
+"""Each method's main knob, beside the default."""
+
+EXPLAINED = (
+    "Lowest layer: mean recall of its heads. Best 64s, best keys: density at which blocks of 64 keys, or single keys, "
+    "chosen with knowledge of the exact attention would reach the same mean recall."
+)
+QUERIES_EXPLAINED = (
+    "Hundredth, thousandth, worst: of all layers' and heads' queries, so many have no more recall. Density (paper): at "
+    "the granularity of the method's paper, where that is finer than what is computed and known."
+)
+LOWEST = ("hundredth", "thousandth", "worst")
+"""Names of ``quality.QUANTILES``."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A method with parameters that differ from its defaults."""
+
+    method: str
+    params: dict[str, Any] = field(default_factory=dict)
+    whole: bool = True
+    """With its heads and layers and the error of its output; a point of a curve has none of them."""
+
+    def __str__(self) -> str:
+        return " ".join([self.method, *(f"{name}={value}" for name, value in self.params.items())])
+
+
+def swept(settings: Sequence[Setting]) -> list[Setting]:
+    """Each with the points of its method's curve behind it."""
+    return [
+        one
+        for setting in settings
+        for one in (setting, *(Setting(setting.method, params, False) for params in SWEEPS.get(setting.method, [])))
+    ]
+
+
+def measure(
+    captured: Capture,
+    settings: Sequence[Setting],
+    clusters: Clusters | None,
+    chunk_tokens: int,
+    device: str,
+    queries: bool = False,
+    on_layer: Callable[[], None] = lambda: None,
+) -> Figures:
+    """One prompt's figures. ``queries``: recall of single queries, and density at the papers' granularity, too."""
+    asked, ran, left_out = [], [], {}
+    for setting in settings:
+        try:
+            plan = AskedMethod(setting.method, tuple(setting.params.items())).plan(captured.shape, clusters)
+        except BenchError as error:
+            left_out[setting.method] = str(error)
+            continue
+        asked.append(Asked(plan, setting.whole, setting.whole and queries))
+        ran.append(setting)
+    measured = measure_plans(captured, asked, chunk_tokens, device, on_layer=on_layer)
+    return {
+        "model": captured.model,
+        "num_tokens": captured.num_tokens,
+        "chunk_tokens": chunk_tokens,
+        "prompt_sha256": captured.prompt_sha256,
+        "layers": measured.layers,
+        "layers_left_out": captured.left_out,
+        "methods_left_out": left_out,
+        "clusters": clusters,
+        "bounds": {str(n): dict(zip(("density", "recall"), bound.curve())) for n, bound in measured.bounds.items()},
+        "settings": _figures(ran, measured, queries),
+    }
+
+
+def _figures(ran: Sequence[Setting], measured: Measured, queries: bool) -> list[Figures]:
+    figures = []
+    for setting, kept in zip(ran, measured.kept, strict=True):
+        row: Figures = {"method": setting.method, "params": setting.params}
+        row |= {"recall": kept.mean_recall, "density": kept.mean_density}
+        if setting.whole:
+            row |= {"recall_of_heads": _rounded(kept.recall), "density_of_heads": _rounded(kept.density)}
+            row |= {"output_error": kept.mean_error, "output_error_of_layers": _rounded([kept.output_error])[0]}
+        if setting.whole and queries:
+            row |= _of_queries(kept)
+        figures.append(row)
+    return figures
+
+
+def _of_queries(kept: Kept) -> Figures:
+    lowest = {
+        f"{name}_of_heads": _rounded([[head[i] for head in layer] for layer in kept.lowest_recalls])
+        for i, name in enumerate(LOWEST)
+    }
+    return dict(zip(LOWEST, kept.quantiles(), strict=True)) | lowest | {"paper_density": kept.mean_paper_density}
+
+
+def _rounded(rows: Sequence[Sequence[float]]) -> list[list[float]]:
+    return [[round(x, 4) for x in row] for row in rows]
+
+
+def setting_name(row: Figures) -> str:
+    return str(Setting(row["method"], row["params"]))
+
+
+def add_figures(figures: Figures, report: Report) -> None:
+    """Rows of a results file: of settings that were measured whole."""
+    for row in figures["settings"]:
+        if "output_error" not in row:
+            continue
+        at = "" if row["params"] else " at the paper's defaults"
+        what = f"{setting_name(row)}, {length_name(figures)}, {figures['model']}"
+        report.add_figure(f"{what}: recall{at}", row["recall"], "share", "higher")
+        report.add_figure(f"{what}: density{at}", row["density"], "share", "lower")
+        report.add_figure(f"{what}: relative error of the output", row["output_error"], "relative", "lower")
+        if LOWEST[1] in row:
+            report.add_figure(f"{what}: recall of the worst thousandth{at}", row[LOWEST[1]], "share", "higher")
+
+
+def length_name(figures: dict[str, Any]) -> str:
+    """32K for a prompt of 32,768 tokens, with the chunk's size where it is not vLLM's default."""
+    tokens, chunk = figures["num_tokens"], figures["chunk_tokens"]
+    name = f"{tokens // 1024}K" if tokens % 1024 == 0 else f"{tokens:,}"
+    alike = min(chunk, tokens) == min(8192, tokens)
+    return name if alike else f"{name} in chunks of {chunk:,}"
+
+
+def table_rows(figures: Figures) -> list[dict[str, str]]:
+    """A row of texts, by the columns' headings, for each setting that was measured whole."""
+    rows = []
+    for row in figures["settings"]:
+        if "output_error" not in row:
+            continue
+        by_layer = [sum(heads) / len(heads) for heads in row["recall_of_heads"]]
+        lowest = min(by_layer)
+        heads = [
+            (x, layer, h) for layer, of in zip(figures["layers"], row["recall_of_heads"]) for h, x in enumerate(of)
+        ]
+        head_recall, layer, head = min(heads)
+        cells = {"method": setting_name(row), "density": f"{row['density']:.3f}"}
+        if LOWEST[0] in row:
+            known = row["paper_density"]
+            cells |= {"density (paper)": "" if known is None else f"{known:.3f}"}
+        cells["recall"] = f"{row['recall']:.4f}"
+        cells |= {name: f"{row[name]:.4f}" for name in LOWEST if name in row}
+        cells |= {
+            "lowest layer": f"{lowest:.3f} ({figures['layers'][by_layer.index(lowest)]})",
+            "lowest head": f"{head_recall:.3f} ({layer}.{head})",
+            "error of output": f"{row['output_error']:.3f}",
+            "best 64s": f"{needed(figures, '64', row['recall']):.3f}",
+            "best keys": f"{needed(figures, '1', row['recall']):.3f}",
+        }
+        rows.append(cells)
+    return rows
+
+
+def needed(figures: dict[str, Any], block_tokens: str, recall: float) -> float:
+    """Density at which the best choice of blocks reaches ``recall``."""
+    density, reached = figures["bounds"][block_tokens]["density"], figures["bounds"][block_tokens]["recall"]
+    after = next((i for i, x in enumerate(reached) if x >= recall - 1e-9), len(reached) - 1)
+    if after == 0 or reached[after] == reached[after - 1]:
+        return density[after]
+    share = (recall - reached[after - 1]) / (reached[after] - reached[after - 1])
+    return density[after - 1] + share * (density[after] - density[after - 1])
+
+
+def show(figures: Figures) -> None:
+    rows = table_rows(figures)
+    if rows:
+        title = f"{figures['model']}, {length_name(figures)}"
+        caption = f"{EXPLAINED} {QUERIES_EXPLAINED}"
+        wide_console().print(table_of(title, {name: name for name in rows[0]}, rows, caption))
+    for name, why in figures["methods_left_out"].items():
+        print(f"{name} left out: {why}")
 
 
 def merge(path: Path, figures: Figures) -> None:
@@ -37,53 +215,37 @@ def merge(path: Path, figures: Figures) -> None:
     prompts = json.loads(path.read_text()) if path.exists() else []
     same = [figures[key] for key in ("model", "num_tokens", "chunk_tokens")]
     prompts = [old for old in prompts if [old[key] for key in ("model", "num_tokens", "chunk_tokens")] != same]
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([*prompts, figures]) + "\n")
 
 
 def main(
-    model: Annotated[Path, typer.Argument(help="Folder of a model in Hugging Face's format.")],
-    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "16384,32768",
-    device: Annotated[str, typer.Option(help="cuda, or cpu (references select; slow).")] = (
-        "cuda" if torch.cuda.is_available() else "cpu"
-    ),
-    methods: Annotated[str, typer.Option(help="Methods to measure.")] = ",".join(METHODS),
-    text: Annotated[
-        Path | None, typer.Option(help="Text file, or folder of *.py; vLLM's sources unless given.")
-    ] = None,
-    begin_token: Annotated[bool, typer.Option(help="Begin prompts with the tokenizer's begin token.")] = True,
-    chunk: Annotated[int, typer.Option(help="Tokens of a step, as --max-num-batched-tokens; 0: all at once.")] = 8192,
-    sweep: Annotated[bool, typer.Option(help="Measure the curves, not the defaults alone.")] = True,
-    cache: Annotated[Path | None, typer.Option(help="Folder that keeps captures for the next run.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Results file to write into.")] = None,
-    curves: Annotated[Path | None, typer.Option(help="JSON of all figures, for benchmarks.recall_figures.")] = None,
+    captured: Annotated[list[Path], typer.Argument(help="Folders of `benchmarks.capture`.")],
+    method: Methods = None,
+    profile: Annotated[str | None, typer.Option(help="Profile whose methods are measured.")] = None,
+    chunks: Annotated[str, typer.Option(help="Tokens of a step, by comma; 0 for the whole prompt.")] = "8192",
+    clusters: ClustersOption = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Also the curve of each method's main parameter.")] = False,
+    device: Device = None,
+    curves: Annotated[Path | None, typer.Option(help="JSON of all figures, for `benchmarks.plots`.")] = None,
+    json_path: Json = None,
+    results: Results = None,
 ) -> None:
-    names = split(methods)
-    if unknown := [name for name in names if name not in METHODS]:
-        raise ConfigurationError(f"--methods: {not_one_of(unknown[0], METHODS)}")
-    sizes = sorted(int(n) for n in split(lengths))
-    chunk_option = "" if chunk == 8192 else f" --chunk {chunk}"
-    command = f"python -m benchmarks.recall {shlex.quote(model.name)} --lengths {lengths}{chunk_option}"
-    name_of_device = torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
-    report = Report("recall", name_of_device, results_path=out, command=command)
-    files = text_files(text or default_text())
-    with tempfile.TemporaryDirectory() as aside:
-        folder = cache or Path(aside)
-        clusters = None
-        if "share_prefill" in names:
-            length = min(CLUSTER_TOKENS, sizes[-1])
-            prompt = read_tokens(model, files, length, begin_token, skip=sizes[-1])
-            clusters = head_clusters(capture(model, prompt, folder / "clusters", device), device)
-        for length in sizes:
-            began = time.monotonic()
-            captured = capture(model, read_tokens(model, files, length, begin_token), folder / str(length), device)
-            settings = [Setting(name) for name in names]
-            figures = measure(captured, swept(settings) if sweep else settings, clusters, chunk or length, device)
-            add_figures(figures, report)
-            recall_figures.show(figures)
-            print(f"{length} tokens: {time.monotonic() - began:.0f} s")
-            if curves is not None:
-                merge(curves, figures)
+    with failures():
+        device, sizes = device_of(device), token_counts("--chunks", chunks, least=0)
+        report = Report("recall", device_label(device), json_path, results)
+        for found in [Capture.open(folder) for folder in captured]:
+            asked = methods_asked(method or (), [profile] if profile else [], found.shape)
+            settings = [Setting(one.method, dict(one.params)) for one in asked]
+            by_layer = None
+            if any(one.method == "share_prefill" for one in asked):
+                by_layer = head_clusters(Capture.open(clusters) if clusters else found, device)
+            for size in dict.fromkeys(size or found.num_tokens for size in sizes):
+                figures = measure(found, swept(settings) if sweep else settings, by_layer, size, device, queries=True)
+                report.add_case(figures)
+                add_figures(figures, report)
+                show(figures)
+                if curves is not None:
+                    merge(curves, figures)
 
 
 if __name__ == "__main__":

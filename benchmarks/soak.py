@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many clients for a long time: requests of all lengths and levels, over shared prefixes, some of them broken off.
 
+    python -m benchmarks.soak MODEL [--seconds 600] [--settings JSON]      (or --url of a running server)
+
 Nothing is timed here. What is looked at is whether every request is answered as asked, with a number for each token's
 log-probability; whether the memory of the server and of its devices stays what it is; whether its counters say that
 anything happened that must never happen; and whether they fit what was sent (``bench.counters``): within bounds under
@@ -14,17 +16,32 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from benchmarks.counters import Audit, Bound, Look, Served, audit, wait_until_idle
-from vllm_sparse_backend.measure.endpoint import Endpoint, Prompts, RequestError
+from benchmarks.options import Json, Results
+from vllm_sparse_backend.cli.common import (
+    ServedModel,
+    ServerArgs,
+    Text,
+    exit_on_sigterm,
+    failures,
+    level_of,
+    refuse_without_model,
+    split,
+    text_of,
+)
+from vllm_sparse_backend.measure.client import Endpoint, Prompts, RequestError
 from vllm_sparse_backend.measure.report import BenchError, Report
 from vllm_sparse_backend.measure.scrape import parse
-from vllm_sparse_backend.measure.serve import device_name
+from vllm_sparse_backend.measure.server import Server, Settings, device_name, server_args, sparse_args, split_args
 from vllm_sparse_backend.settings.profile import EXACT
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_backend.settings.requests import FIELD
@@ -359,3 +376,56 @@ def add_figures(report: Report, asking: Asking, done: Checked, label: str = "") 
         report.add_figure(
             f"{about}: counters that differ from what was sent, in the audit", off, "counters", "lower", 0
         )
+
+
+def main(
+    model: ServedModel = None,
+    url: Annotated[str | None, typer.Option(help="A running server with this backend.")] = None,
+    settings: Annotated[
+        str | None,
+        typer.Option(help="The sparse_prefill object as JSON, or a profile; with --url for the audit of its counters."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="For how long requests are sent.", min=1.0)] = 600.0,
+    clients: Annotated[int, typer.Option(help="Requests under way at a time.", min=1)] = 16,
+    shortest: Annotated[int, typer.Option(help="Tokens of the shortest prompts.", min=1)] = 16,
+    longest: Annotated[int, typer.Option(help="Tokens of the longest.", min=2)] = 131072,
+    levels: Annotated[str, typer.Option(help="Levels that requests ask for, by comma; '' for none.")] = "0,1",
+    aborts: Annotated[float, typer.Option(help="Share of requests that are broken off.", min=0.0, max=1.0)] = 0.1,
+    chunk: Annotated[int, typer.Option(help="The server's --max-num-batched-tokens.", min=128)] = 8192,
+    text: Text = None,
+    more_args: ServerArgs = "",
+    seed: Annotated[int, typer.Option(help="Of lengths, levels and prefixes.")] = 0,
+    json_path: Json = None,
+    results: Results = None,
+) -> None:
+    """Exit code 1 if a request fails or has a log-probability that is no number, memory of the server or its devices
+    grows by more than 3 %, a kernel is compiled, a tensor misses the arena, the guard trips, or counters do not fit
+    what was sent.
+    """
+    exit_on_sigterm()
+    with failures():
+        if (model is None) == (url is None) or shortest > longest:
+            raise BenchError("soak: expected a MODEL to serve or --url, and --shortest at most --longest")
+        if url is not None:
+            refuse_without_model({"--server-args": more_args})
+        asked = tuple(level_of(one) for one in split(levels))
+        asking = Asking(seconds, clients, shortest, longest, (None, *asked), abort_share=aborts, seed=seed)
+        report = Report("soak", device_name(*([url] if url else [])), json_path, results)
+        own, given_text = Settings.parse(settings or "{}", model=model), text_of(text)
+        with ExitStack() as stack:
+            resident_bytes = None
+            if model is not None:
+                more = ("--max-num-batched-tokens", str(chunk), *split_args(more_args))
+                args = server_args(model, longest + asking.most_output_tokens + 16, 2 * longest, more)
+                server = stack.enter_context(Server(model, (*args, *sparse_args(own.values)), env=SERVER_ENV))
+                url, resident_bytes = server.url, server.resident_bytes
+            endpoint = Endpoint.connect("server", url or "")
+            served = served_by(endpoint, own.values, model, chunk) if model or settings else None
+            done = soak_and_check(endpoint, asking, Prompts.of(endpoint, given_text), resident_bytes, served)
+        add_figures(report, asking, done, f"{Path(model or endpoint.model).name}, {own}")
+        print("\n".join([*lines(asking, done), *done.problems]))
+        raise typer.Exit(bool(done.problems))
+
+
+if __name__ == "__main__":
+    typer.run(main)

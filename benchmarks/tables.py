@@ -1,20 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Markdown tables, and the places in a document that are written by a program."""
+"""A list of figures, as docs/results has them, as a Markdown table, and which of them miss what is asked.
 
-from collections.abc import Sequence
+    python -m benchmarks.tables docs/results/performance.json [--only 'vllm serve'] [--column 2]
+
+``--column N``: the last N parts of a name, which commas and colons divide, are the table's columns. Exit code 1 if a
+bar is missed.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
-from vllm_sparse_backend.settings.errors import ConfigurationError
+import typer
+
+from vllm_sparse_backend.measure.report import read_figures
+
+Figure = Mapping[str, Any]
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (columns, ["---"] * len(columns), *rows))
 
 
-def put_between(path: Path, begin: str, end: str, body: str) -> None:
-    """Write ``body`` between two marks of a file, each of which it has once. Raises ConfigurationError otherwise."""
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    if text.count(begin) != 1 or end not in text.split(begin)[1]:
-        raise ConfigurationError(f"{path}: expected a file with one line {begin!r} and, after it, one {end!r}")
-    before, after = text.split(begin)
-    path.write_text(f"{before}{begin}\n\n{body.strip()}\n\n{end}{after.split(end, 1)[1]}", encoding="utf-8")
+def met(figure: Figure) -> bool:
+    """Whether a figure is what is asked of it; one without a bar is."""
+    bar, value = figure["bar"], figure["value"]
+    return bar is None or bool(value >= bar if figure["better"] == "higher" else value <= bar)
+
+
+def cell(figure: Figure) -> str:
+    return f"{figure['value']:.4g}" + ("" if met(figure) else f" (asked: {figure['bar']:g})")
+
+
+def list_of(figures: Sequence[Figure]) -> str:
+    """A row for each figure."""
+    rows = [[f["name"], cell(f), f["unit"], "" if f["bar"] is None else f"{f['bar']:g}"] for f in figures]
+    return markdown_table(("figure", "value", "unit", "asked"), rows)
+
+
+def pivot(figures: Sequence[Figure], parts: int) -> str:
+    """A row for each beginning of names, a column for each of their last ``parts``."""
+    split = [re.split(r"[,:] (?!\d{3}\b)", figure["name"]) for figure in figures]
+    places = [(", ".join(one[:-parts]), ", ".join(one[-parts:])) for one in split]
+    columns = list(dict.fromkeys(column for _, column in places))
+    at = dict(zip(places, figures, strict=True))
+    rows = [
+        [row, *(cell(at[row, column]) if (row, column) in at else "" for column in columns)]
+        for row in dict.fromkeys(row for row, _ in places)
+    ]
+    return markdown_table(["", *columns], rows)
+
+
+def main(
+    results: Annotated[Path, typer.Argument(help="Of docs/results.")],
+    only: Annotated[str, typer.Option(help="Figures whose names this regular expression finds something in.")] = "",
+    column: Annotated[int, typer.Option(help="Parts of a name that make a column; 0: a list.", min=0)] = 0,
+) -> None:
+    figures = [figure for figure in read_figures(results) if re.search(only, figure["name"])]
+    print(pivot(figures, column) if column else list_of(figures))
+    missed = [figure for figure in figures if not met(figure)]
+    print(f"\n{len(figures)} figures, {len(missed)} miss what is asked of them")
+    raise typer.Exit(bool(missed))
+
+
+if __name__ == "__main__":
+    typer.run(main)

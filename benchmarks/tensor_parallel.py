@@ -26,11 +26,9 @@ from typing import Annotated, Any
 import typer
 
 from vllm_sparse_backend.measure.report import BenchError, Report
-from vllm_sparse_backend.measure.serve import Settings, device_name, kv_bytes
-from vllm_sparse_backend.measure.server import Server, sparse_args
+from vllm_sparse_backend.measure.server import SPARE_TOKENS, Server, Settings, device_name, kv_bytes, sparse_args
 
 CLI = [sys.executable, "-m", "vllm_sparse_backend.cli"]
-SPARE_TOKENS = 2048
 CARDS = (1, 2)
 
 

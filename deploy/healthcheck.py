@@ -1,11 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""healthcheck.py PORT: exit 0 if a server on this machine answers /health on PORT, else 1."""
+"""healthcheck.py [PORT]: exit 0 if the server of this container answers /health, else 1.
 
+Without PORT, port and TLS are as in the arguments of the server itself, which is the first process of the container.
+"""
+
+import ssl
 import sys
 import urllib.request
+from pathlib import Path
 
-direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-try:
-    direct.open(f"http://127.0.0.1:{sys.argv[1]}/health", timeout=4).close()
-except OSError as error:
-    sys.exit(f"no answer from /health on port {sys.argv[1]}: {error}")
+
+def option(command: list[str], name: str) -> str | None:
+    """The value of ``--name VALUE`` or ``--name=VALUE``, the last one given; None where there is none."""
+    found = None
+    for argument, following in zip(command, [*command[1:], ""]):
+        if argument == name:
+            found = following
+        elif argument.startswith(f"{name}="):
+            found = argument.partition("=")[2]
+    return found
+
+
+def address(arguments: list[str], command: list[str]) -> str:
+    port = arguments[0] if arguments else option(command, "--port") or "8000"
+    scheme = "https" if option(command, "--ssl-certfile") else "http"
+    return f"{scheme}://127.0.0.1:{port}/health"
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    command = [] if arguments else Path("/proc/1/cmdline").read_text().split("\0")
+    url = address(arguments, command)
+    # It asks its own container, by an address that no certificate names.
+    unverified = urllib.request.HTTPSHandler(context=ssl._create_unverified_context())
+    try:
+        urllib.request.build_opener(urllib.request.ProxyHandler({}), unverified).open(url, timeout=4).close()
+    except OSError as error:
+        sys.exit(f"no answer from {url}: {error}")
+
+
+if __name__ == "__main__":
+    main()

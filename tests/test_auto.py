@@ -3,20 +3,28 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from vllm_sparse_backend.settings import auto
 from vllm_sparse_backend.settings.auto import choose
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import Thresholds
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape, name_of_path
 from vllm_sparse_backend.settings.plan import Plan
-from vllm_sparse_backend.settings.profile import Profile, Provenance, bundled_profiles
+from vllm_sparse_backend.settings.profile import Profile, Provenance, bundled_profiles, load_profile
 
 LLAMA = ModelShape("LlamaForCausalLM", 32, 32, 8, 128, 5e5)
+READ = cache(load_profile)
 QWEN = ModelShape("Qwen2ForCausalLM", 28, 28, 4, 128, 1e6)
+
+
+@pytest.fixture(autouse=True)
+def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "load_profile", READ)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each reason is found by its own property alone, and says to people what it means."""
 
-import pickle
-
 import pytest
 
 from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
@@ -60,10 +58,6 @@ def test_property_that_is_fine(properties: dict[str, object]) -> None:
     assert layer_fallback(**(FITTING | properties)) is None
 
 
-def test_cache_of_another_dtype_than_the_model() -> None:
-    assert layer_fallback(head_dim=128, dtype="float16", kv_cache_dtype="bfloat16") is Fallback.QUANTISED_CACHE
-
-
 @pytest.mark.parametrize("changes", [{"reads_fp8": False}, {"head_dim": 16}, {"head_dim": 72}], ids=str)
 def test_fp8_that_no_one_reads_here(changes: dict[str, object]) -> None:
     fp8 = FITTING | {"kv_cache_dtype": "fp8", "reads_fp8": True}
@@ -86,10 +80,3 @@ def test_reasons_speak() -> None:
     assert len(explanations) == len(Fallback)
     for reason in Fallback:
         assert "; " in reason.explain, f"{reason}: what it is, then what to do"
-
-
-@pytest.mark.parametrize("reason", Fallback)
-def test_reason_is_its_label_and_survives_pickling(reason: Fallback) -> None:
-    assert f"{reason}" == reason.value
-    assert Fallback(reason.value) is reason
-    assert pickle.loads(pickle.dumps(reason)) is reason

@@ -11,8 +11,9 @@ from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import Crossover
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.plan import DEFAULT, Plan, layer_by_level, methods_by_head
+from vllm_sparse_backend.settings.plan import DEFAULT, Plan, layer_by_level
 from vllm_sparse_backend.settings.requests import MARK, Choices, Mark, fingerprint
+from vllm_sparse_kernels.layer import methods_by_head
 
 SHAPE = ModelShape(architecture="LlamaForCausalLM", num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32)
 NOTHING = Crossover(format=1, entries=())
@@ -89,7 +90,7 @@ class TestPlans:
     def test_each_level_has_one(self, config: SparsePrefillConfig) -> None:
         plans = Plan.by_level(config, SHAPE)
         assert list(plans) == [DEFAULT, "fast"]
-        assert plans[DEFAULT] is Plan.build(config, SHAPE)
+        assert plans[DEFAULT] == Plan.build(config, SHAPE)
         assert plans["fast"].methods == {make_method("a_shape", {})}
         assert [plan.dense_layers for plan in plans.values()] == [(0, 1), (0, 3)]
         assert "at level fast" in plans["fast"].source

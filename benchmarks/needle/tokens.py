@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from vllm_sparse_backend.demo.model import END, START, project_text
+from vllm_sparse_backend.demo.model import END, START
 from vllm_sparse_backend.measure.answers import NAMES, Templates
-from vllm_sparse_backend.measure.texts import prose
+from vllm_sparse_backend.measure.texts import project_text, prose
 
 VOCAB_SIZE = 2048
 NAME_WORDS, DIGITS = 3, 7

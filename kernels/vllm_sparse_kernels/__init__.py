@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse prefill attention over a paged key-value cache: torch and triton only, nothing of vLLM.
 
-The way of the data: ``Rows`` (which queries, which cached keys) → ``select`` (one file per paper) → ``SparseIndex`` →
-``attend`` (one kernel for all of them). ``reference`` holds the same steps in plain float32 torch.
+The way of the data, which ``layer.run`` goes: ``Rows`` (which queries, which cached keys) → ``methods`` (a folder each,
+with a reference in plain float32 torch) → ``SparseIndex`` → ``attend`` (one contract, several engines).
 """
 
 from vllm_sparse_kernels.attend import attend, shared_bytes, widest_block

@@ -4,11 +4,11 @@
 Everything here is known on the host before the step starts, so that no size ever has to come back from the device.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +22,8 @@ ROW_FIELDS = 4
 """Columns of ``Rows.row_table``: first token in q, number of queries, number of keys, place of the first key."""
 
 KEY_ALIGN = 64
+
+Made = TypeVar("Made")
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -72,8 +74,7 @@ class Rows:
     state: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What a method keeps from layer to layer of this pass, under a key of its own. It never outlives the step."""
 
-    _block_capacities: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _masked_pairs: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.query_lens), len(self.context_lens), self.block_table.shape[0]}
@@ -120,23 +121,31 @@ class Rows:
         """[num_tiles] int64 on the host: position of each tile's first query."""
         return torch.tensor([tile.position for tile in self.tile_list], dtype=torch.int64)
 
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What the host works out of these rows once for all layers that ask under the same key."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: Made = self._made[key]
+        return made
+
     def block_capacities(self, block_tokens: int) -> list[int]:
         """Per tile the blocks with a key that its last query may see."""
-        if block_tokens not in self._block_capacities:
-            capacities = [ceil_div(tile.last_position + 1, block_tokens) for tile in self.tile_list]
-            self._block_capacities[block_tokens] = capacities
-        return self._block_capacities[block_tokens]
+        return self.once(
+            ("block_capacities", block_tokens),
+            lambda: [ceil_div(tile.last_position + 1, block_tokens) for tile in self.tile_list],
+        )
 
     def masked_pairs(self, block_tokens: int) -> int:
         """(query, key) pairs of all tiles' diagonal blocks, of one head, that a causal mask forbids."""
-        if block_tokens not in self._masked_pairs:
-            self._masked_pairs[block_tokens] = sum(
+        return self.once(
+            ("masked_pairs", block_tokens),
+            lambda: sum(
                 # The first query may see one key of its own block past the keys before it, each later one one more.
                 tile.length_tokens * (ceil_div(tile.last_position + 1, block_tokens) * block_tokens - tile.position)
                 - tile.length_tokens * (tile.length_tokens + 1) // 2
                 for tile in self.tile_list
-            )
-        return self._masked_pairs[block_tokens]
+            ),
+        )
 
     @cached_property
     def tiles(self) -> torch.Tensor:

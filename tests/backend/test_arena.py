@@ -2,13 +2,14 @@
 """One arena for all layers of a worker: its size, who allocates it when, and rows that do not fit all at once."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
@@ -17,16 +18,16 @@ from vllm.platforms import current_platform
 if not current_platform.is_cpu():
     pytest.skip("needs vLLM's CPU build", allow_module_level=True)
 
-from tests.backend.served import CPU, make_builder, make_common, make_layers, make_step
-from vllm_sparse_backend.serving import arena as arenas
-from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.arena import Arena, LayerNeed, Memory, Room, Row, largest_steps, make_slab
+from tests.backend.served import CPU, make_builder, make_common, make_config, make_layers, make_model, make_step
+from vllm_sparse_backend.serving import arena as arenas, compat
+from vllm_sparse_backend.serving.arena import Arena, LayerNeed, Memory, Room, Row, largest_steps, rows_of
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import Thresholds
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.plan import HeadGroup, Plan
+from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_kernels import SparseIndex, Workspace
+from vllm_sparse_kernels.layer import HeadGroup, Layer, stripes_of
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 
 MIN_TOKENS = 100
@@ -40,7 +41,7 @@ def needs(method: str = "vertical_slash", **params: Any) -> list[LayerNeed]:
     return [LayerNeed.of(groups, SHAPE.num_kv_heads, SHAPE.head_dim, 2, CPU) for groups in plan.layers if groups]
 
 
-def rows_of(lengths: list[tuple[int, int]]) -> list[Row]:
+def in_turn(lengths: list[tuple[int, int]]) -> list[Row]:
     """Rows of (context_len, query_len) with a token between them that is not theirs."""
     rows: list[Row] = []
     for context_len, query_len in lengths:
@@ -61,7 +62,7 @@ def dealt(room: Room, rows: list[Row]) -> list[list[Row]]:
 
 def small_room(times: float) -> Room:
     """So many times what a tile of the longest row needs."""
-    one_tile = Room(needs(), 0, LONGEST).needed(make_slab([Row(0, 0, 1, LONGEST - 1)]))
+    one_tile = Room(needs(), 0, LONGEST).needed(rows_of([Row(0, 0, 1, LONGEST - 1)]))
     return Room(needs(), int(one_tile * times), LONGEST)
 
 
@@ -71,17 +72,17 @@ class TestSlabs:
     )  # fmt: skip
 
     def test_rows_that_fit_run_together(self) -> None:
-        rows = rows_of([(1000, 500), (0, 3000), (7, 1)])
+        rows = in_turn([(1000, 500), (0, 3000), (7, 1)])
         assert dealt(Room(needs(), 1 << 40, LONGEST), rows) == [rows]
 
     @given(lengths=LENGTHS, times=st.sampled_from([1.0, 1.1, 1.5, 4.0]))
     @settings(max_examples=60, deadline=None)
     def test_every_token_runs_once_and_every_slab_fits(self, lengths: list[tuple[int, int]], times: float) -> None:
-        room, rows = small_room(times), rows_of(lengths)
+        room, rows = small_room(times), in_turn(lengths)
         assert all(room.fits(row) for row in rows)
         slabs = dealt(room, rows)
         for slab in slabs:
-            assert room.needed(make_slab(slab)) <= room.num_bytes
+            assert room.needed(rows_of(slab)) <= room.num_bytes
             assert len({row.number for row in slab}) == len(slab)
         for row in rows:
             chunks = [chunk for slab in slabs for chunk in slab if chunk.number == row.number]
@@ -96,7 +97,7 @@ class TestSlabs:
     @settings(max_examples=30, deadline=None)
     def test_how_a_row_is_cut_hangs_on_no_other(self, lengths: list[tuple[int, int]]) -> None:
         """Alone a row may fit whole where the batch does not: then it is whole there too."""
-        room, rows = small_room(1.1), rows_of(lengths)
+        room, rows = small_room(1.1), in_turn(lengths)
         slabs = dealt(room, rows)
         for row in rows:
             only = dealt(room, [Row(0, row.token, row.query_len, row.context_len)])
@@ -105,13 +106,13 @@ class TestSlabs:
             assert beside == alone
 
     def test_a_row_without_room_for_one_tile_does_not_fit(self) -> None:
-        one_tile = Room(needs(), 0, LONGEST).needed(make_slab([Row(0, 0, 1, 9_999)]))
+        one_tile = Room(needs(), 0, LONGEST).needed(rows_of([Row(0, 0, 1, 9_999)]))
         room = Room(needs(), one_tile, LONGEST)
         assert room.fits(Row(0, 0, 500, 9_500))
         assert not room.fits(Row(0, 0, 500, 12_000))
 
     def test_room_depends_on_the_layer_that_needs_most(self) -> None:
-        slab = make_slab(rows_of([(5000, 500)]))
+        slab = rows_of(in_turn([(5000, 500)]))
         small, large = (Room(needs(vertical_tokens=n), 0, LONGEST) for n in (40, 400))
         both = Room([*needs(vertical_tokens=400), *needs(vertical_tokens=40)], 0, LONGEST)
         assert small.needed(slab) < large.needed(slab) == both.needed(slab)
@@ -121,13 +122,13 @@ class TestSlabs:
         config = SparsePrefillConfig(method="vertical_slash", params=LINES | {"block_means": True})
         groups = Plan.build(config, SHAPE).layers[0]
         asking = LayerNeed.of(groups, SHAPE.num_kv_heads, SHAPE.head_dim, 2, CPU, step_tokens=step_tokens)
-        first, last = (make_slab([Row(0, token, 500, 5000)]) for token in (0, step_tokens - 500))
+        first, last = (rows_of([Row(0, token, 500, 5000)]) for token in (0, step_tokens - 500))
         assert asking.num_bytes(first) == asking.num_bytes(last)
         means = 2 * SHAPE.num_kv_heads * (5500 // 64) * SHAPE.head_dim * 2
         assert asking.num_bytes(first) >= means + 4 * SHAPE.num_heads * step_tokens
 
     def test_heads_that_differ_need_room_for_the_one_that_keeps_most(self) -> None:
-        slab = make_slab(rows_of([(5000, 500)]))
+        slab = rows_of(in_turn([(5000, 500)]))
         merged = VerticalSlash.merged([VerticalSlash(40), VerticalSlash(4000), VerticalSlash(7)])
         groups = ((HeadGroup((0, 1, 2), merged),), (HeadGroup((0, 1, 2), VerticalSlash(4000)),))
         of_merged, of_most = (Room([LayerNeed.of(g, 1, 64, 2, CPU)], 0, LONGEST).needed(slab) for g in groups)
@@ -159,11 +160,11 @@ class TestSize:
     def test_it_holds_the_longest_row(self, configured: Callable[..., Any], lines: list[str]) -> None:
         config = configured(method="vertical_slash", params=LINES, min_tokens=MIN_TOKENS)
         (layer,) = make_layers(config, [0])
-        memory = layer.impl.reserve(config, CPU)
+        memory = layer.impl.join(config, CPU).reserve()
         max_len, max_tokens = config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens
         query_len = min(max_tokens, max_len - MIN_TOKENS)
         (slab,) = memory.room.slabs([Row(0, 0, query_len, max_len - query_len)], torch.zeros(1, 1, dtype=torch.int32))
-        assert memory.room.needed(slab) <= memory.room.num_bytes == len(memory.arena.buffer)
+        assert memory.room.needed(slab.rows) <= memory.room.num_bytes == len(memory.arena.buffer)
         assert any(line.startswith("sparse-prefill: an arena of ") for line in lines)
 
     def test_it_is_no_larger_than_its_share_of_the_device(
@@ -172,17 +173,17 @@ class TestSize:
         monkeypatch.setattr(compat, "device_memory_bytes", lambda: 1 << 20)
         config = configured(method="vertical_slash", params=LINES, min_tokens=MIN_TOKENS)
         (layer,) = make_layers(config, [0])
-        assert len(layer.impl.reserve(config, CPU).arena.buffer) == 1 << 16
+        assert len(layer.impl.join(config, CPU).reserve().arena.buffer) == 1 << 16
 
     @pytest.mark.parametrize(("method", "block_tokens"), [("vertical_slash", 64), ("sale", 32), ("dense", 128)])
     def test_an_index_takes_what_is_reckoned(self, method: str, block_tokens: int) -> None:
         need = needs(method)[0]
         assert need.shape.block_tokens == block_tokens
-        slab = make_slab(rows_of([(3000, 500), (0, 129), (700, 1)]))
+        rows = rows_of(in_turn([(3000, 500), (0, 129), (700, 1)]))
         workspace = Workspace(CPU)
-        slab.index(need.groups, 8, block_tokens, workspace)
-        capacity = sum(slab.stripes(group.method.sized).capacity * len(group.heads) for group in need.groups)
-        assert workspace.peak_bytes == SparseIndex.bytes_for(slab.rows, 8, block_tokens, capacity)
+        replace(Layer.of(need.groups, 64, CPU), block_tokens=block_tokens).index(rows, workspace)
+        capacity = sum(stripes_of(group.method, rows).capacity * len(group.heads) for group in need.groups)
+        assert workspace.peak_bytes == SparseIndex.bytes_for(rows, 8, block_tokens, capacity)
 
     @pytest.mark.parametrize(("engine", "block_tokens"), [("auto", 32), ("hopper", 32), ("portable", 64)])
     def test_it_is_reckoned_with_the_blocks_that_layers_have(
@@ -191,7 +192,7 @@ class TestSize:
         config = configured(method="sale", engine=engine, min_tokens=MIN_TOKENS)
         (layer,) = layers = make_layers(config, [0])
         (need,) = make_builder(config, layers).memory.room.layers
-        assert need.shape.block_tokens == layer.impl.block_tokens == block_tokens
+        assert need.shape.block_tokens == layer.impl.layer.block_tokens == block_tokens
 
 
 class TestReservation:
@@ -203,10 +204,10 @@ class TestReservation:
         with torch.inference_mode():
             for layer in layers:
                 layer.impl.forward(layer, query, None, None, torch.empty(0), None, torch.empty(5, 4, 32))
-        memory = layers[0].impl.memory
+        memory = layers[0].impl.join(config, CPU).memory
         assert memory is not None
         assert not memory.arena.buffer.is_inference()
-        assert all(layer.impl.memory is memory for layer in layers)
+        assert all(layer.impl.worker.memory is memory for layer in layers)
         assert make_builder(config, layers).memory is memory
 
     def test_a_part_that_knows_only_its_own_configuration_leaves_it_to_the_builder(
@@ -215,13 +216,27 @@ class TestReservation:
         config = configured(method="dense", dense_layers=[9])
         (layer,) = make_layers(config, [0])
         layer.impl.forward(layer, torch.zeros(5, 4, 32), None, None, torch.empty(0), None, torch.empty(5, 4, 32))
-        assert layer.impl.memory is None
+        assert layer.impl.worker is None
+
+    def test_a_part_whose_configuration_would_do_gives_the_arena_and_no_plan(
+        self, configured: Callable[..., Any], tmp_path: Path
+    ) -> None:
+        """As a draft model of fewer layers, if the profile run comes by it first."""
+        config = configured(method="dense", min_tokens=MIN_TOKENS)
+        layers = make_layers(config, [0, 1, 2, 3])
+        part = make_config(make_model(tmp_path, num_hidden_layers=1), config.additional_config["sparse_prefill"])
+        part.compilation_config.static_forward_context.update(config.compilation_config.static_forward_context)
+        arena = layers[3].impl.join(part, CPU).reserve()
+        builders = [make_builder(config, layers[:2]), make_builder(config, layers[2:])]
+        assert [builder.sparse_layers for builder in builders] == [(0, 1), (2, 3)]
+        assert builders[0].memory is builders[1].memory is arena
+        assert builders[0].recorder is builders[1].recorder
 
     def test_layers_that_cannot_go_sparse_reserve_nothing(self, configured: Callable[..., Any]) -> None:
         config = configured(method="dense")
         (layer,) = make_layers(config, [0], per_layer_sliding_window=64)
         layer.impl.forward(layer, torch.zeros(5, 4, 32), None, None, torch.empty(0), None, torch.empty(5, 4, 32))
-        assert layer.impl.memory is None
+        assert layer.impl.worker is None
 
 
 class TestForward:
@@ -234,15 +249,18 @@ class TestForward:
         builder = make_builder(config, layers)
         if num_bytes is not None:
             room = Room(builder.memory.room.layers, num_bytes, config.model_config.max_model_len)
-            layer.impl.memory = builder.memory = Memory(Arena(CPU, torch.empty(num_bytes, dtype=torch.uint8)), room)
+            layer.impl.worker.memory = builder.memory = Memory(
+                Arena(CPU, torch.empty(num_bytes, dtype=torch.uint8)), room
+            )
         step = make_step(layer, self.LENGTHS)
         metadata = builder.build(0, step.common)
         out = step.forward(layer, metadata)
-        assert layer.impl.memory.arena.overflows == 0
-        assert layer.impl.memory.arena.used_bytes == 0
-        assert layer.impl.memory.arena.peak_bytes <= len(layer.impl.memory.arena.buffer)
+        assert layer.impl.worker.memory.arena.overflows == 0
+        assert layer.impl.worker.memory.arena.used_bytes == 0
+        assert layer.impl.worker.memory.arena.peak_bytes <= len(layer.impl.worker.memory.arena.buffer)
         return out, len(metadata.sparse.slabs)
 
+    @pytest.mark.full
     @pytest.mark.parametrize("method", ["a_shape", "sale", "share_prefill"])
     def test_several_slabs_give_what_one_gives(self, configured: Callable[..., Any], method: str) -> None:
         """To the bit, as long as no row is cut."""
@@ -251,7 +269,7 @@ class TestForward:
         assert count == 1
         (need,) = make_needs(configured, method, params)
         room = Room([need], 0, 8192)
-        longest = max(room.needed(make_slab([Row(0, 0, new, cached)])) for cached, new in self.LENGTHS)
+        longest = max(room.needed(rows_of([Row(0, 0, new, cached)])) for cached, new in self.LENGTHS)
         slabs, count = self.outputs(configured, longest + 10_000, method=method, params=params)
         assert count > 1
         assert torch.equal(whole, slabs)
@@ -259,7 +277,7 @@ class TestForward:
     def test_a_row_that_is_cut_gives_what_its_chunks_give(self, configured: Callable[..., Any]) -> None:
         settings = {"method": "a_shape", "params": {"sink_tokens": 64, "local_tokens": 128}}
         (need,) = make_needs(configured, **settings)
-        one_tile = Room([need], 0, 8192).needed(make_slab([Row(0, 0, 128, 8000)]))
+        one_tile = Room([need], 0, 8192).needed(rows_of([Row(0, 0, 128, 8000)]))
         cut, count = self.outputs(configured, one_tile, **settings)
         whole, _ = self.outputs(configured, None, **settings)
         # An A-shape's tiles know of no other: chunks of whole tiles select as the row does.
@@ -269,11 +287,10 @@ class TestForward:
     def test_a_row_without_room_is_dense_and_counted(self, configured: Callable[..., Any]) -> None:
         config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
         builder = make_builder(config, make_layers(config, [0]))
-        needed = builder.memory.room.needed(make_slab([Row(0, 0, 1, 2000)]))
+        needed = builder.memory.room.needed(rows_of([Row(0, 0, 1, 2000)]))
         builder.memory = Memory(builder.memory.arena, Room(builder.memory.room.layers, needed, 8192))
         common = make_common([(1000, 300), (5000, 300)])
-        kinds = builder._classify(0, common, common.query_start_loc_cpu.tolist())
-        assert [kind.reason for kind in kinds] == [None, Fallback.NO_ROOM]
+        assert [row.kind.reason for row in builder._classify(0, common)] == [None, Fallback.NO_ROOM]
         assert builder.recorder._rows == {}
         builder.build(0, common)
         assert builder.recorder._rows["dense", "no_room"] == 1
@@ -282,7 +299,7 @@ class TestForward:
 def make_needs(configured: Callable[..., Any], method: str, params: dict[str, Any]) -> tuple[LayerNeed, ...]:
     config = configured(method=method, params=params, min_tokens=MIN_TOKENS, min_query_tokens=1)
     (layer,) = make_layers(config, [0])
-    return layer.impl.reserve(config, CPU).room.layers
+    return layer.impl.join(config, CPU).reserve().room.layers
 
 
 def test_what_does_not_fit_comes_from_torch_and_is_counted_and_said_once(lines: list[str]) -> None:

@@ -2,6 +2,7 @@
 """The choice of engines at start-up: by refusal and by trial, in the log and in the error where none is left."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,19 +16,19 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 if torch.cuda.is_available():
     pytest.skip("engines are chosen in Triton's interpreter here", allow_module_level=True)
 
+from benchmarks.batches import random_batch, random_index
+from tests.helpers.paged_varlen import STAND_IN
 from vllm_sparse_backend.serving import compat, engines, warmup
 from vllm_sparse_backend.serving.engines import EnginePicker, failure, forecast, refuse_on_cpu, usual_attention
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.plan import HeadGroup
-from vllm_sparse_kernels.attend import PORTABLE, Engine, flash_engine
-from vllm_sparse_kernels.attend import engines as all_engines
+from vllm_sparse_kernels.attend import PORTABLE, Engine, engines as all_engines, flash_engine
 from vllm_sparse_kernels.attend.options import AttendOptions
+from vllm_sparse_kernels.attend.reference import attend as reference
+from vllm_sparse_kernels.layer import HeadGroup, Layer
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
-from vllm_sparse_kernels.testing.batches import random_batch, random_index
-from vllm_sparse_kernels.testing.budget import expected_attention
-from vllm_sparse_kernels.testing.paged_varlen import STAND_IN
+from vllm_sparse_kernels.trial import expected_attention
 from vllm_sparse_kernels.workspace import Workspace
 
 CPU = torch.device("cpu")
@@ -38,10 +39,10 @@ BLOCKS, STRIPES = random_index(BATCH, 64, 0.5), random_index(BATCH, 64, 0.5, str
 
 
 def broken(change: Callable[[torch.Tensor], None], name: str = "broken") -> Engine:
-    """The portable engine, and then something done to its result."""
+    """An engine that is right, as the reference is, and then something done to its result."""
 
-    def attend(q, cache, index, out, *args, **more) -> None:
-        PORTABLE.attend(q, cache, index, out, *args, **more)
+    def attend(q, cache, index, out, scale, lse=None, options=None) -> None:
+        reference(q, cache, index, out, scale, lse, options=options)
         change(out)
 
     return Engine(name, PORTABLE.refusal, attend)
@@ -73,7 +74,7 @@ def test_what_a_trial_finds(change: Callable[[torch.Tensor], None], says: str | 
 
 def test_with_options_nan_is_what_can_be_found() -> None:
     options = AttendOptions.of([-1.0, None], [False, True], CPU)
-    assert failure(PORTABLE, BATCH, BLOCKS, options, None) is None
+    assert failure(broken(lambda out: None), BATCH, BLOCKS, options, None) is None
     nan = broken(lambda out: out.fill_(float("nan")))
     assert "NaN" in str(failure(nan, BATCH, BLOCKS, options, None))
 
@@ -142,6 +143,7 @@ def test_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusals["flash"] == "there is no FlashAttention for this device"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("asked", ["auto", "portable"])
 def test_warm_up_gives_layers_their_engines(asked: str, monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
     """The kernels themselves, in the interpreter, on a small batch; flash is a stand-in that is wrong for stripes."""
@@ -158,32 +160,24 @@ def test_warm_up_gives_layers_their_engines(asked: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(engines, "engines", lambda flash: found)
     methods = [AShape(64, 64), VerticalSlash(40, 100), AShape(64, 64)]
     impls: list[Any] = [fake_impl(number, method) for number, method in enumerate(methods)]
-    impls.append(SimpleNamespace(groups=None, engine=PORTABLE))
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
     warmup.warm_up(impls, spec, CPU, asked)
-    names = [impl.engine.name for impl in impls]
-    assert names == (["flash", "portable", "flash", "portable"] if asked == "auto" else ["portable"] * 4)
+    names = [impl.layer.engine.name for impl in impls]
+    assert names == (["flash", "portable", "flash"] if asked == "auto" else ["portable"] * 3)
     if asked == "auto":
         assert "sparse-prefill: attention: layers 0,2 on flash; layers 1 on portable" in lines
         assert any("engine flash not taken: its result on the warm-up batch is off by" in line for line in lines)
 
 
 def fake_impl(number: int, method: Any) -> Any:
-    def select(query, cache, index) -> None:
-        method.select(query, cache, index, torch.arange(2, dtype=torch.int32), 0.125)
-
+    memory = SimpleNamespace(arena=Workspace(CPU), room=SimpleNamespace(needed=lambda rows: 0, num_bytes=0))
     return SimpleNamespace(
-        layer=number,
-        groups=(HeadGroup((0, 1), method),),
-        engine=PORTABLE,
+        number=number,
+        layer=replace(Layer.of((HeadGroup((0, 1), method),), 64, CPU), by_kernels=True, block_tokens=64),
         num_heads=2,
-        block_tokens=64,
         scale=0.125,
         out_dtype=None,
-        options=None,
-        select=select,
-        memory=SimpleNamespace(arena=Workspace(CPU), room=SimpleNamespace(needed=lambda slab: 0, num_bytes=0)),
-        select_and_attend=lambda *given: None,
+        worker=SimpleNamespace(memory=memory),
     )
 
 

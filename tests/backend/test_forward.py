@@ -2,6 +2,7 @@
 """One attention layer on vLLM's own cache: mixed batches against vLLM's attention, methods against their references."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,10 @@ if not current_platform.is_cpu():
 from tests.backend.served import CPU, PAGE_TOKENS, Step, make_builder, make_config, make_layers, make_model, make_step
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.metadata import SparsePrefillMetadata
-from vllm_sparse_backend.settings.plan import HeadGroup, methods_by_head
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.attend.reference import attend
+from vllm_sparse_kernels.layer import HeadGroup, attend_options, methods_by_head
 from vllm_sparse_kernels.methods import METHODS, name_of
-from vllm_sparse_kernels.methods.base import attend_options, last_tile_heads
-from vllm_sparse_kernels.select.last_tiles_reference import keep_last_tiles
 from vllm_sparse_kernels.width import index_block_tokens
 
 # Decodes, short prompts and sparse ones in no order; contexts that end anywhere.
@@ -44,6 +43,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "vertical_slash": {"vertical_tokens": 40, "slash_tokens": 104},
 }
 LEAVE_NOTHING_OUT = {"dense"}
+QUICK = {"block_sparse", "vertical_slash", "sale"}
+"""One that keeps blocks, one with stripes, and the default."""
 NO_AMX = "with AMX instructions vLLM keeps bfloat16 keys in a layout that the plugin does not read, and says so"
 
 
@@ -76,15 +77,13 @@ def reference(step: Step, row: int, groups: Sequence[HeadGroup], scale: float) -
     for group in groups:
         heads = torch.tensor(group.heads, dtype=torch.int32)
         METHODS[name_of(group.method)].reference(group.method, query, cache, index, heads, scale)
-    dense_last = last_tile_heads(methods_by_head(tuple(groups)), CPU)
-    if dense_last is not None:
-        keep_last_tiles(index, dense_last)
     out = torch.full_like(query, float("nan"))
     attend(query, cache, index, out, scale, options=attend_options(methods_by_head(tuple(groups)), CPU))
     return out, index
 
 
 class TestCache:
+    @pytest.mark.full
     @pytest.mark.parametrize("num_kv_heads", [1, 3])
     @pytest.mark.parametrize("head_dim", [32, 64, 80, 112, 128, 256])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -138,6 +137,7 @@ class TestMixedBatches:
             expected = exact(step, row, layer.impl.scale).float()
             torch.testing.assert_close(out[step.tokens(row)], expected, **CLOSE)
 
+    @pytest.mark.full
     @pytest.mark.parametrize(
         ("dtype", "head_dim", "num_heads", "num_kv_heads"),
         [("float32", 80, 8, 1), ("float32", 128, 2, 2), ("float16", 64, 6, 2), ("bfloat16", 64, 8, 2)],
@@ -184,7 +184,9 @@ class TestMethods:
     def test_all_are_here(self) -> None:
         assert set(SETTINGS) == set(METHODS)
 
-    @pytest.mark.parametrize("method", SETTINGS)
+    @pytest.mark.parametrize(
+        "method", [one if one in QUICK else pytest.param(one, marks=pytest.mark.full) for one in SETTINGS]
+    )
     def test_sparse_rows_are_the_reference_of_each_row_alone(self, configured: Callable[..., Any], method: str) -> None:
         """Neither neighbours, nor pages, nor another layer of the step change what a row selects and gives."""
         config = configured(
@@ -199,7 +201,7 @@ class TestMethods:
         for row in range(len(MIXED)):
             tokens = step.tokens(row)
             if row in SPARSE_ROWS:
-                expected, index = reference(step, row, layers[0].impl.groups, layers[0].impl.scale)
+                expected, index = reference(step, row, layers[0].impl.layer.groups, layers[0].impl.scale)
                 cut = dense_tokens(step, row)
                 assert torch.equal(first[tokens][:cut], dense[tokens][:cut])
                 torch.testing.assert_close(first[tokens][cut:], expected, **CLOSE)
@@ -210,6 +212,7 @@ class TestMethods:
         if method != "share_prefill":  # there a layer's heads look at those of the layers before
             assert torch.equal(first, second)
 
+    @pytest.mark.full
     def test_heads_of_one_layer_by_different_methods(self, configured: Callable[..., Any], tmp_path: Path) -> None:
         profile = tmp_path / "mixed.yaml"
         profile.write_text(
@@ -225,11 +228,11 @@ class TestMethods:
         config = configured(profile=str(profile), min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True)
         (layer,) = layers = make_layers(config, [1])
         builder = make_builder(config, layers)
-        assert [group.heads for group in layer.impl.groups] == [(0, 3), (1,), (2,)]
+        assert [group.heads for group in layer.impl.layer.groups] == [(0, 3), (1,), (2,)]
         step = make_step(layer, MIXED)
         out = step.forward(layer, builder.build(0, step.common))
         for row in SPARSE_ROWS:
-            expected, _ = reference(step, row, layer.impl.groups, layer.impl.scale)
+            expected, _ = reference(step, row, layer.impl.layer.groups, layer.impl.scale)
             torch.testing.assert_close(out[step.tokens(row)][dense_tokens(step, row) :], expected, **CLOSE)
 
     def test_heads_ask_attention_for_what_their_methods_say(
@@ -251,52 +254,44 @@ class TestMethods:
         config = configured(profile=str(profile), min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True)
         layer, plain = layers = make_layers(config, [1, 2])
         builder = make_builder(config, layers)
-        assert [group.heads for group in layer.impl.groups] == [(0, 3), (1,), (2,)]
-        assert layer.impl.options.skip_margins.tolist() == [-0.5, *[float("-inf")] * 3]
-        assert layer.impl.options.int8_heads.tolist() == [0, 0, 1, 1]
-        assert plain.impl.options is None
+        assert [group.heads for group in layer.impl.layer.groups] == [(0, 3), (1,), (2,)]
+        assert layer.impl.layer.options.skip_margins.tolist() == [-0.5, *[float("-inf")] * 3]
+        assert layer.impl.layer.options.int8_heads.tolist() == [0, 0, 1, 1]
+        assert plain.impl.layer.options is None
         step = make_step(layer, MIXED)
         metadata = builder.build(0, step.common)
         out = step.forward(layer, metadata)
-        layer.impl.options = None
+        layer.impl.layer = replace(layer.impl.layer, options=None)
         without = step.forward(layer, metadata)
         for row in SPARSE_ROWS:
             tokens = slice(step.tokens(row).start + dense_tokens(step, row), step.tokens(row).stop)
-            expected, _ = reference(step, row, layer.impl.groups, layer.impl.scale)
+            expected, _ = reference(step, row, layer.impl.layer.groups, layer.impl.scale)
             torch.testing.assert_close(out[tokens], expected, **CLOSE)
             torch.testing.assert_close(out[tokens, 1], without[tokens, 1], **CLOSE)
             assert all(not torch.allclose(out[tokens, h], without[tokens, h], atol=1e-4) for h in (2, 3))
         assert not torch.allclose(out[:, 0], without[:, 0], atol=1e-4)
 
-    def test_heads_with_means_and_dense_last_tiles(self, configured: Callable[..., Any], tmp_path: Path) -> None:
+    @pytest.mark.full
+    def test_heads_with_means(self, configured: Callable[..., Any], tmp_path: Path) -> None:
         """Of heads that select together, each gets what it asked for beside that."""
         few = "method: a_shape, sink_tokens: 16, local_tokens: 16"
+        heads = f'"1": {{heads: {{"0": {{{few}, block_means: true}}}}}}'
         profile = tmp_path / "extras.yaml"
-        profile.write_text(
-            "format: 1\n"
-            "model: any\n"
-            f"default: {{{few}}}\n"
-            "layers:\n"
-            '  "1":\n'
-            "    heads:\n"
-            f'      "0": {{{few}, block_means: true}}\n'
-            f'      "2": {{{few}, dense_last_tile: true}}\n'
-        )
+        profile.write_text(f"format: 1\nmodel: any\ndefault: {{{few}}}\nlayers:\n  {heads}\n")
         config = configured(profile=str(profile), min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True)
         layer, plain = layers = make_layers(config, [1, 2])
         builder = make_builder(config, layers)
-        assert [group.heads for group in layer.impl.groups] == [(0, 1, 2, 3)]
-        assert layer.impl.options.mean_heads.tolist() == [1, 0, 0, 0]
-        assert layer.impl.dense_last.tolist() == [2]
-        assert (plain.impl.options, plain.impl.dense_last) == (None, None)
+        assert [group.heads for group in layer.impl.layer.groups] == [(0, 1, 2, 3)]
+        assert layer.impl.layer.options.mean_heads.tolist() == [1, 0, 0, 0]
+        assert plain.impl.layer.options is None
         step = make_step(layer, MIXED)
         out = step.forward(layer, builder.build(0, step.common))
-        layer.impl.options, layer.impl.dense_last = None, None
+        groups, layer.impl.layer = layer.impl.layer.groups, plain.impl.layer
         without = step.forward(layer, builder.build(0, step.common))
         changed = torch.zeros(4, dtype=torch.bool)
         for row in SPARSE_ROWS:
             tokens = slice(step.tokens(row).start + dense_tokens(step, row), step.tokens(row).stop)
-            expected, _ = reference(step, row, layer.impl.groups, layer.impl.scale)
+            expected, _ = reference(step, row, groups, layer.impl.scale)
             torch.testing.assert_close(out[tokens], expected, **CLOSE)
             changed |= ((out[tokens] - without[tokens]).abs() > 1e-3).any(2).any(0)
-        assert changed.tolist() == [True, False, True, False]
+        assert changed.tolist() == [True, False, False, False]

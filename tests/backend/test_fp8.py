@@ -22,10 +22,10 @@ from tests.backend.test_warmup import (
     uncomputed,
 )
 from vllm_sparse_backend.serving import compat, compilations, engines, startup
-from vllm_sparse_backend.serving.arena import make_slab
+from vllm_sparse_backend.serving.arena import rows_of
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
-from vllm_sparse_backend.serving.step import SparseStep
-from vllm_sparse_backend.serving.warmup import rows_of, warm_up
+from vllm_sparse_backend.serving.step import Slab, SparseStep
+from vllm_sparse_backend.serving.warmup import in_turn, warm_up
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_kernels.attend import FlashAttention
@@ -70,11 +70,11 @@ def test_a_layer_attends_to_what_vllm_has_written(as_on_hopper: None, monkeypatc
     positions = torch.arange(seq_len)
     written = torch.cat((rounded(k, K_SCALE), rounded(v, V_SCALE)), -1).view(torch.uint8)
     physical[table[positions // PAGE_TOKENS].long(), positions % PAGE_TOKENS] = written
-    slab = make_slab(rows_of([(seq_len - query_len, query_len)]), table[None])
+    slab = Slab(rows_of(in_turn([(seq_len - query_len, query_len)]), table[None]))
     out = torch.full((query_len, heads, dim), float("nan"), dtype=torch.float16)
     impl = impls[0]
     metadata = SimpleNamespace(sparse=SparseStep(slabs=(slab,), delegated=()))
-    monkeypatch.setattr(impl.recorder, "count_pairs", lambda *_: None)
+    monkeypatch.setattr(impl.worker.recorder, "count_pairs", lambda *_: None)
     SparsePrefillImpl.forward(impl, scaled_layer(), q, None, None, physical.transpose(1, 2), metadata, out)
 
     group = heads // kv_heads
@@ -148,7 +148,7 @@ def test_warm_up_meets_every_kernel(
         warm_up(impls, spec, CPU, engine)
     with recorded_keys(monkeypatch) as steps:
         run_steps(impls, 128, random_steps(seed=5, number=8), CPU, in_fp8=True)
-    assert {impl.engine.name for impl in impls} == {engine}
+    assert {impl.layer.engine.name for impl in impls} == {engine}
     assert any("fp8" in key for _, key in steps)
     assert not (late := steps - warm), closest(late, warm)
 
@@ -165,7 +165,7 @@ def test_nothing_compiles_after_warm_up_on_a_gpu(method: str, engine: str) -> No
         impl.out_dtype = torch.bfloat16
     with set_current_vllm_config(VllmConfig()):  # FlashAttention's backend asks it for the cache's layout
         warm_up(impls, spec, device, engine)
-    assert {impl.engine.name for impl in impls} == {"flash" if engine == "auto" else engine}
+    assert {impl.layer.engine.name for impl in impls} == {"flash" if engine == "auto" else engine}
     before = dict(compilations.listener().counts)
     run_steps(impls, 128, random_steps(seed=1, number=40), device, in_fp8=True)
     torch.cuda.synchronize()

@@ -20,9 +20,9 @@ from vllm.platforms import current_platform
 
 from tests.backend.served import PAGE_TOKENS, Step, make_builder, make_common, make_layers, make_step
 from vllm_sparse_backend.serving import guard as guards
-from vllm_sparse_backend.serving.arena import Row, make_slab
+from vllm_sparse_backend.serving.arena import Row, rows_of
 from vllm_sparse_backend.serving.guard import MOST_DOUBLINGS, RECOVERY_SHARE, Check, Guard, pick_queries
-from vllm_sparse_backend.serving.step import SparseStep
+from vllm_sparse_backend.serving.step import Slab, SparseStep
 from vllm_sparse_backend.settings.config import GuardConfig, load_config
 from vllm_sparse_backend.settings.reasons import Fallback
 
@@ -69,15 +69,6 @@ def see(guard: Guard, layer: int, *errors: float) -> None:
 
 
 class TestWhatIsChecked:
-    @pytest.mark.parametrize(("rate", "period"), [(1.0, 1), (0.1, 10), (0.05, 20), (0.3, 3), (0.7, 1)])
-    def test_each_layer_once_a_period(self, rate: float, period: int) -> None:
-        guard, _ = make_guard(rate=rate)
-        due = [guard.due(range(6), step) for step in range(40 * period)]
-        for start in range(0, len(due), period):
-            assert Counter(layer for layers in due[start : start + period] for layer in layers) == dict.fromkeys(
-                range(6), 1
-            )
-
     def test_chunks_of_prompts_cannot_fall_in_step_with_it(self) -> None:
         """Nor do layers with each other: each place of a period is met by each layer, and pairs of layers part."""
         guard, _ = make_guard()
@@ -98,7 +89,7 @@ class TestWhatIsChecked:
 
     def test_any_queries_of_any_row(self) -> None:
         rows = [Row(0, 7, 300, 50), Row(1, 307, 20, 400), Row(2, 400, 128, 0)]
-        slabs = [make_slab(rows[:2]), make_slab(rows[2:])]
+        slabs = [Slab(rows_of(rows[:2])), Slab(rows_of(rows[2:]))]
         found = Counter((tokens.start, tokens.stop) for tokens in (pick_queries(s, slabs) for s in range(500)))
         # Where a row ends within a tile, the tile before lends it queries.
         assert set(found) == {(7, 135), (135, 263), (179, 307), (307, 327), (400, 528)}
@@ -123,12 +114,6 @@ class TestJudgement:
         assert told.counts == {("guard_checks", 4): 13, ("guard_trips", 4): 1}
         lately = (0.21 + 0.3 + 0.19 + 0.3 + 0.3 + 5 * 0.4) / 10
         assert told.gauges == {("guard_error", 4): pytest.approx(lately), ("guard_dense", 4): 1}
-
-    def test_layers_are_judged_apart(self) -> None:
-        guard, _ = make_guard(bound=0.2, patience=2)
-        for layer in (1, 2, 1):
-            see(guard, layer, 0.3)
-        assert guard.dense_layers == {1}
 
     def test_back_with_hysteresis(self, lines: list[str]) -> None:
         guard, told = make_guard(bound=0.2, patience=1, recover=3)
@@ -201,13 +186,6 @@ class TestJudgement:
 
 
 class TestNothingWaits:
-    def test_comparing_reads_nothing(self) -> None:
-        """Tensors without contents: whatever asked for one would raise."""
-        guard, _ = make_guard()
-        outputs = torch.empty(2, 128, 4, 32, dtype=torch.bfloat16, device="meta")
-        guard.compare(0, *outputs)
-        assert guard._checks[0].sums.shape == (2, 4)
-
     def test_what_has_not_arrived_is_left_alone(self) -> None:
         guard, told = make_guard()
         events = [SimpleNamespace(query=lambda: True), SimpleNamespace(query=lambda: False)]
@@ -280,30 +258,23 @@ def serve(builder: Any, layers: Sequence[Any], step: Step, number: int) -> list[
     dense = []
     for _ in range(number):
         metadata = builder.build(0, step.common)
-        dense.append([metadata.sparse.is_dense(layer.impl.layer) for layer in layers])
+        dense.append([metadata.sparse.is_dense(layer.impl.number) for layer in layers])
         for layer in layers:
-            if metadata.sparse.is_probed(layer.impl.layer):
+            if metadata.sparse.is_probed(layer.impl.number):
                 step.forward(layer, metadata)
     return dense
 
 
 @needs_cpu_build
 class TestForward:
-    def test_errors_reach_the_metrics(self, configured: Callable[..., Any]) -> None:
-        """By the names that the worker's recorder knows."""
-        config = configured(**TINY, **COMMON, guard={"patience": 1})
-        layers = make_layers(config, [0])
-        guard = make_builder(config, layers).guard
-        see(guard, 0, 0.1, 2.0)
-        assert guard.dense_layers == {0}
-
     def test_off_unless_given(self, configured: Callable[..., Any]) -> None:
         assert load_config({}).guard is None
         config = configured(**TINY, **COMMON)
         layers = make_layers(config, [0])
         step = make_builder(config, layers).build(0, make_step(layers[0], LONG).common).sparse
-        assert (step.probe, step.dense_layers, layers[0].impl.guard) == (None, frozenset(), None)
+        assert (step.probe, step.dense_layers, layers[0].impl.worker.guard) == (None, frozenset(), None)
 
+    @pytest.mark.full
     def test_queries_are_compared_with_vllms_attention(
         self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -312,7 +283,7 @@ class TestForward:
         (layer,) = layers = make_layers(config, [2])
         builder = make_builder(config, layers)
         step, seen = make_step(layer, MIXED), []
-        monkeypatch.setattr(layer.impl.guard, "compare", lambda *arguments: seen.append(arguments))
+        monkeypatch.setattr(layer.impl.worker.guard, "compare", lambda *arguments: seen.append(arguments))
         dense, rows, off = step.delegated(layer, builder), set(), []
         for _ in range(6):
             metadata = builder.build(0, step.common)
@@ -328,6 +299,7 @@ class TestForward:
         assert len(rows) > 1
         assert rows <= {0, 3, 4, 6}
 
+    @pytest.mark.full
     @pytest.mark.parametrize(("method", "params"), SETTINGS)
     def test_outputs_are_what_they_are_without_it(
         self, configured: Callable[..., Any], method: str, params: dict[str, Any]
@@ -342,6 +314,7 @@ class TestForward:
             outputs.append([step.forward(layer, metadata) for layer in layers])
         assert all(torch.equal(without, guarded) for without, guarded in zip(*outputs))
 
+    @pytest.mark.full
     def test_a_starved_layer_is_caught_and_a_good_one_never_trips(
         self, configured: Callable[..., Any], tmp_path: Path, lines: list[str]
     ) -> None:
@@ -355,7 +328,7 @@ class TestForward:
         layers = good, starved = make_layers(config, [0, 1])
         builder = make_builder(config, layers)
         step = look(make_step(good, LONG), good, far=True)
-        told = starved.impl.guard.recorder = Told()
+        told = starved.impl.worker.guard.recorder = Told()
         dense = serve(builder, layers, step, 100)
         assert not any(of_good for of_good, _ in dense)
         caught = [of_starved for _, of_starved in dense].index(True)
@@ -370,15 +343,7 @@ class TestForward:
         assert (told.gauges["guard_dense", 0], told.gauges["guard_dense", 1]) == (0, 1)
         assert told.gauges["guard_error", 0] < 0.1 < 0.5 < told.gauges["guard_error", 1]
 
-    def test_settings_that_fit_the_data_never_trip(self, configured: Callable[..., Any]) -> None:
-        """The same windows that starve on queries that look far."""
-        config = configured(**TINY, **COMMON, guard={"rate": 0.5})
-        (layer,) = layers = make_layers(config, [0])
-        builder = make_builder(config, layers)
-        step = look(make_step(layer, LONG), layer, far=False)
-        assert not any(dense for (dense,) in serve(builder, layers, step, 100))
-        assert not torch.equal(step.forward(layer, builder.build(0, step.common)), step.delegated(layer, builder))
-
+    @pytest.mark.full
     def test_it_comes_back_as_soon_as_it_would_be_right_again(
         self, configured: Callable[..., Any], lines: list[str]
     ) -> None:
@@ -409,7 +374,7 @@ class TestForward:
         config = configured(**TINY, **COMMON, guard={})
         layers = make_layers(config, [0, 1])
         builders = [make_builder(config, [layer]) for layer in layers]
-        assert builders[0].guard is builders[1].guard is layers[0].impl.guard is layers[1].impl.guard
+        assert builders[0].guard is builders[1].guard is layers[0].impl.worker.guard is layers[1].impl.worker.guard
         builders[0].guard.dense_layers = frozenset({0, 1})
         steps: list[SparseStep] = [builder.build(0, make_common([(0, 400)])).sparse for builder in builders]
         assert [step.dense_layers for step in steps] == [{0}, {1}]

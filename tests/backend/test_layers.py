@@ -63,7 +63,7 @@ class TestGroups:
         layers = make_layers(config, [0, 2], per_layer_sliding_window=64) + make_layers(config, [1, 3])
         builder = make_builder(config, layers)
         assert builder.sparse_layers == (1, 3)
-        assert layers[0].impl.groups is None
+        assert not layers[0].impl.is_adopted
         step = make_step(layers[0], [(150, 1), (0, 200), (3, 90)])
         metadata = builder.build(0, step.common)
         assert torch.equal(step.forward(layers[0], metadata), step.delegated(layers[0], builder))
@@ -117,7 +117,7 @@ class TestGroups:
             lines.clear()
             make_builder(config, layers)
             assert layer.impl.num_heads == 2
-            names[rank] = [(group.heads, type(group.method).__name__) for group in layer.impl.groups]
+            names[rank] = [(group.heads, type(group.method).__name__) for group in layer.impl.layer.groups]
             assert bool(lines) == (rank == 0)  # told once
         assert names == {0: [((0, 1), "Dense")], 1: [((0,), "Dense"), ((1,), "AShape")]}
 
@@ -131,7 +131,7 @@ class TestDrafts:
         builders = make_builder(config, own + drafts), make_builder(config, drafts)
         assert builders[0].sparse_layers == (0, 1, 2, 3)
         assert stays_dense(builders[1])
-        assert [layer.impl.groups is None for layer in own + drafts] == [False] * 4 + [True] * 2
+        assert [not layer.impl.is_adopted for layer in own + drafts] == [False] * 4 + [True] * 2
 
     def test_a_drafts_builder_with_the_drafts_configuration(self, configured: Configure, tmp_path: Any) -> None:
         """Whose shape no profile of the served model would fit."""
@@ -176,18 +176,6 @@ class TestDerived:
         metadata = chunked_builder.build(0, make_common([(200, 60), (0, 300)]))
         assert type(metadata) is compat.DelegateMetadata
         assert metadata.seq_lens.tolist() == [128, 4, 128, 128, 44]
-
-    def test_chunked_attention_alone_is_an_error(self, configured: Configure) -> None:
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
-
-        config = configured()
-        with set_current_vllm_config(config):
-            chunked = ChunkedLocalAttention(
-                4, 32, 32**-0.5, 128, num_kv_heads=2, cache_config=config.cache_config, prefix=layer_name(0)
-            )
-        with pytest.raises(ConfigurationError, match="no layer of this model can prefill sparsely"):
-            make_builder(config, [chunked])
 
     def test_layers_that_share_a_cache_and_prefill_fast(self, configured: Configure) -> None:
         """Their builder keeps only the tokens that are sampled from: positions no longer follow each other."""
@@ -262,7 +250,7 @@ class TestCounting:
         config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
         (layer,) = layers = make_layers(config, [0])
         first, second = make_builder(config, layers), make_builder(config, layers)
-        assert first.recorder is second.recorder is layer.impl.recorder
+        assert first.recorder is second.recorder is layer.impl.worker.recorder
         for cut in (151, 51):
             whole = make_common([(50, 1), (0, 200), (0, 30)])
             slices = [UBatchSlice(slice(0, 2), slice(0, cut)), UBatchSlice(slice(1, 3), slice(cut, 231))]
@@ -317,7 +305,9 @@ class TestCounting:
         assert samples["rows", "sparse", ""] == 1
         assert samples["tiles", "0"] == 2
         assert 0 < samples["kept_pairs", "0"] < samples["causal_pairs", "0"]
-        assert 0 < samples["arena_peak_bytes",] <= samples["arena_bytes",] == layers[0].impl.memory.room.num_bytes
+        assert (
+            0 < samples["arena_peak_bytes",] <= samples["arena_bytes",] == layers[0].impl.worker.memory.room.num_bytes
+        )
         assert samples["arena_overflows",] == samples["compilations", "serving"] == 0
         assert {name for name, *_ in samples} <= set(METRICS)
 
@@ -337,9 +327,9 @@ class TestCounting:
             step.forward(layer, metadata)
         (slab,) = metadata.sparse.slabs
         impl = layers[0].impl
-        index = slab.index(impl.groups, impl.num_heads, impl.block_tokens, impl.memory.arena)
+        index = impl.layer.index(slab.rows)
         cache = compat.paged_cache(step.kv_cache, impl.head_size)
-        impl.select(step.query, cache, index)
+        impl.layer.select(step.query, cache, index, impl.scale)
         kept = sum(int(index.to_mask(row).sum()) for row in range(2))
         recorder = builder.recorder
         counted = {labels[0]: count for name, labels, count in recorder.samples()[0] if name == "kept_pairs"}

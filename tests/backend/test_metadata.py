@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
@@ -22,14 +21,9 @@ if not current_platform.is_cpu():
 
 from tests.backend.served import make_builder, make_common, make_layers
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.metadata import (
-    DECODE,
-    DENSE,
-    SPARSE,
-    RowKind,
-    SparsePrefillMetadata,
-    SparsePrefillMetadataBuilder,
-)
+from vllm_sparse_backend.serving.batch import RowKind
+from vllm_sparse_backend.serving.metadata import SparsePrefillMetadataBuilder
+from vllm_sparse_backend.serving.stats import DECODE, DENSE, SPARSE
 from vllm_sparse_backend.settings.reasons import Fallback
 
 MIN_TOKENS, MIN_QUERY_TOKENS = 100, 20
@@ -50,8 +44,7 @@ def builder(configured: Callable[..., Any]) -> SparsePrefillMetadataBuilder:
 def kinds(
     builder: SparsePrefillMetadataBuilder, lengths: list[tuple[int, int]], common_prefix_len: int = 0, **changes: Any
 ) -> list[RowKind]:
-    common = make_common(lengths, **changes)
-    return builder._classify(common_prefix_len, common, common.query_start_loc_cpu.tolist())
+    return [row.kind for row in builder._classify(common_prefix_len, make_common(lengths, **changes))]
 
 
 class TestClassification:
@@ -92,7 +85,7 @@ class TestClassification:
         builder = make_builder(config, layers)
         assert kinds(builder, [(0, 5000), (9, 1)]) == [dense(Fallback.NEVER_FASTER), DECODES]
         assert type(builder.build(0, make_common([(0, 5000)]))) is compat.DelegateMetadata
-        assert layers[0].impl.memory is None
+        assert layers[0].impl.worker.memory is None
         config = configured(method="dense", crossover=str(table), min_tokens=2000)
         builder = make_builder(config, make_layers(config, range(4)))
         assert kinds(builder, [(0, 5000), (0, 2000)]) == [SPARSES, dense(Fallback.TOO_SHORT)]
@@ -133,9 +126,9 @@ class TestClassification:
     def test_lengths_on_the_device_are_not_asked_for(self, builder: SparsePrefillMetadataBuilder) -> None:
         """The upper bound alone decides; without it, and off the CPU, nothing could."""
         common = make_common([(0, 200)], seq_lens=torch.zeros(1, dtype=torch.int32, device="meta"))
-        assert builder._classify(0, common, [0, 200]) == [SPARSES]
+        assert [row.kind for row in builder._classify(0, common)] == [SPARSES]
         with pytest.raises(RuntimeError, match="no sequence lengths on the host"):
-            builder._classify(0, dataclasses.replace(common, seq_lens_cpu_upper_bound=None), [0, 200])
+            builder._classify(0, dataclasses.replace(common, seq_lens_cpu_upper_bound=None))
 
 
 class TestMetadata:
@@ -159,26 +152,6 @@ class TestMetadata:
         common = make_common(lengths)
         assert type(builder.build(0, common)) is compat.DelegateMetadata
         assert builder.recorder.samples()[0] == [("rows", [DECODE, ""], sum(q for _, q in lengths))]
-
-    def test_with_one_it_is_the_delegates_of_the_whole_and_the_sparse_part(
-        self, builder: SparsePrefillMetadataBuilder
-    ) -> None:
-        common = make_common(self.LENGTHS)
-        metadata = builder.build(0, common)
-        assert type(metadata) is SparsePrefillMetadata
-        assert metadata.query_start_loc is common.query_start_loc
-        assert metadata.seq_lens is common.seq_lens
-        assert metadata.block_table is common.block_table_tensor
-        assert metadata.num_actual_tokens == 343
-        assert metadata.sparse is not None
-
-    def test_sparse_rows_begin_where_min_tokens_end(self, builder: SparsePrefillMetadataBuilder) -> None:
-        common = make_common(self.LENGTHS)
-        (slab,) = builder.build(0, common).sparse.slabs
-        assert slab.rows.tokens == (52, 172, 262)
-        assert slab.rows.query_lens == (20, 30, 60)
-        assert slab.rows.context_lens == (100, 100, 100)
-        assert torch.equal(slab.rows.block_table, common.block_table_tensor[list(self.SPARSE_ROWS)])
 
     def test_their_pages_lie_where_kernels_are_compiled_for(self, builder: SparsePrefillMetadataBuilder) -> None:
         for lengths, ids in (self.LENGTHS, [2, 3, 5]), (self.LENGTHS[:4], [2, 3]), (self.LENGTHS[:3], [2]):
@@ -210,6 +183,7 @@ class TestMetadata:
             assert torch.equal(part.block_table, common.block_table_tensor[run.rows])
             assert torch.equal(part.slot_mapping, common.slot_mapping[run.tokens])
 
+    @pytest.mark.full
     @given(lengths=st.lists(st.tuples(st.integers(0, 150), st.integers(0, 150)), min_size=1, max_size=12))
     @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     def test_each_token_belongs_to_one_part(
@@ -226,9 +200,6 @@ class TestMetadata:
             for start, query_len in zip(slab.rows.tokens, slab.rows.query_lens):
                 tokens += range(start, start + query_len)
         assert sorted(tokens) == list(range(sum(query_len for _, query_len in lengths)))
-
-    def test_rows_without_tokens_are_nobodys_batch(self, builder: SparsePrefillMetadataBuilder) -> None:
-        assert builder.build(0, make_common([(100, 130), (0, 0), (0, 0)])).sparse.delegated == ()
 
     def test_what_numbers_the_whole_batch_does_not_come_along(self, builder: SparsePrefillMetadataBuilder) -> None:
         common = make_common(self.LENGTHS, positions=torch.arange(343), mm_req_doc_ranges={4: [(3, 9)]})

@@ -97,13 +97,6 @@ class TestMetrics:
         assert "no counters on /metrics" in lines[0]
         assert AttentionConfig(backend="sparse-prefill").backend is CUSTOM
 
-    def test_others_stay(self, loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        theirs = object()
-        monkeypatch.setattr(loaded, "__wrapped__", lambda *args: [theirs])
-        from vllm_sparse_backend.serving.hooks import _with_our_endpoint
-
-        assert _with_our_endpoint(loaded.__wrapped__)(("generate",))[0] is theirs
-
     @pytest.mark.parametrize("backend", ["sparse-prefill", None])
     def test_only_servers_of_this_backend_have_a_page(self, untouched: type, loaded: Any, backend: str | None) -> None:
         plugin.register()
@@ -152,18 +145,8 @@ class TestMetrics:
                     'sparse_prefill_up{engine="0"} 1.0',
                 ]
 
-    def test_a_server_without_an_engine(self, loaded: Any) -> None:
-        (endpoint,) = loaded(("render",))
-        asyncio.run(endpoint.init_state(None, None, Namespace()))
-        assert not endpoint.page.is_open
-
 
 class TestRegistration:
-    def test_before_it_the_flag_is_unknown(self, untouched: type) -> None:
-        with pytest.raises(ValueError, match="Unknown attention backend: 'SPARSE-PREFILL'"):
-            AttentionConfig(backend="sparse-prefill")
-        assert not any(getattr(vars(untouched)[name].__func__, "sparse_prefill", False) for name in WRAPPED)
-
     @pytest.mark.parametrize("flag", ["sparse-prefill", "SPARSE-PREFILL", "sparse_prefill", "Sparse_Prefill"])
     def test_the_flag_means_the_backend(self, untouched: type, flag: str) -> None:
         plugin.register()
@@ -233,10 +216,6 @@ class TestRegistration:
         assert "check_and_update_config is missing, expected it as in 0.26 to 0.33" in line
         assert not {*plugin.NAMES} & {*registry.AttentionBackendEnum._member_map_}
 
-    def test_log_lines_are_below_vllms_logger(self) -> None:
-        """The only one that vLLM's logging configuration shows."""
-        assert plugin.LOGGER.startswith("vllm.")
-
 
 class TestPlatform:
     @pytest.mark.parametrize("backend", [None, registry.AttentionBackendEnum.CPU_ATTN])
@@ -259,11 +238,6 @@ class TestPlatform:
         for backend in (None, "CPU_ATTN"):
             assert make_config(default_model, wrong, backend).additional_config == {"sparse_prefill": wrong}
 
-    def test_a_profile_of_another_model_is_refused(self, default_model: Any, tmp_path: Path) -> None:
-        (tmp_path / "other.yaml").write_text(OTHER_MODEL)
-        with pytest.raises(ConfigurationError, match=r"other\.yaml.*32 layers.*4 layers"):
-            make_config(default_model, {"profile": str(tmp_path / "other.yaml")})
-
     def test_parts_of_a_model_that_is_loading_are_not_checked(self, default_model: Any, tmp_path: Path) -> None:
         """Text stacks and draft models get configurations derived from the served model's, with shapes of their own."""
         shape = "{architecture: LlamaForCausalLM, num_layers: 4, num_heads: 4, num_kv_heads: 2, head_dim: 32}"
@@ -285,6 +259,7 @@ class TestPlatform:
 
 
 class TestSpawn:
+    @pytest.mark.full
     def test_the_choice_survives_in_a_process_that_has_no_plugin_yet(self) -> None:
         plugin.register()
         backend = AttentionConfig(backend="sparse-prefill").backend

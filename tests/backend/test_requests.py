@@ -26,8 +26,10 @@ from vllm.v1.request import Request
 from tests.backend.served import make_builder, make_common, make_layers, make_step
 from tests.backend.test_forward import CLOSE, MIN_TOKENS, MIXED, SPARSE_ROWS, dense_tokens, reference
 from vllm_sparse_backend.serving import compat, hooks, requests, row_levels
-from vllm_sparse_backend.serving.metadata import DECODE, DENSE, SPARSE, RowKind, SparsePrefillMetadataBuilder
+from vllm_sparse_backend.serving.batch import RowKind
+from vllm_sparse_backend.serving.metadata import SparsePrefillMetadataBuilder
 from vllm_sparse_backend.serving.requests import choices
+from vllm_sparse_backend.serving.stats import DECODE, DENSE, SPARSE
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.reasons import Fallback
@@ -178,7 +180,6 @@ class TestFront:
 
         hooks.put_around(Front, "process_inputs", hooks._marked, ("params",))
         hooks.put_around(Front, "generate", hooks._checked_at_once, ("sampling_params",))
-        requests._choices.clear()
         return Front()
 
     @pytest.mark.parametrize(
@@ -236,9 +237,6 @@ class TestStores:
             return levels
 
         return with_store
-
-    def test_without_one_the_servers_own_level_has_vllms_hashes(self, levels: Any) -> None:
-        assert choices(levels).salts == {"exact": "exact", "fast": "fast"}
 
     @pytest.mark.parametrize("name", ["OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector"])
     def test_with_one_by_hashes_exact_requests_have_them(self, served: Callable[..., Any], name: str) -> None:
@@ -319,7 +317,7 @@ class TestRunners:
             def __init__(self) -> None:
                 self.input_batch = SimpleNamespace(req_ids=[])
 
-            def execute_model(self, scheduler_output: Any, order: Sequence[str], num_rows: int) -> list[str] | None:
+            def execute_model(self, scheduler_output: Any, order: Sequence[str], num_rows: int) -> list[str]:
                 self.input_batch.req_ids = list(order)
                 return row_levels.levels_of_rows(num_rows)
 
@@ -331,7 +329,7 @@ class TestRunners:
         class Runner:
             def execute_model(
                 self, scheduler_output: Any, order: Sequence[str], num_rows: int, dummy_run: bool = False
-            ) -> list[str] | None:
+            ) -> list[str]:
                 if not dummy_run:
                     self.prepare_attn(SimpleNamespace(req_ids=list(order)))
                 return row_levels.levels_of_rows(num_rows)
@@ -358,20 +356,20 @@ class TestRunners:
         assert runner.execute_model(scheduled({"a": EXACT}), "a", 1) == ["exact"]
         assert runner.execute_model(scheduled({"a": FAST}, finished="a"), "a", 1) == ["fast"]
         assert runner.execute_model(scheduled({"a": FAST}), "a", 1) == ["fast"]
-        assert runner.execute_model(scheduled({"a": None}), "a", 1) is None
+        assert runner.execute_model(scheduled({"a": None}), "a", 1) == [DEFAULT]
 
     def test_a_salt_alone_is_no_level(self, runner: Any) -> None:
         """As all requests have one next to a store by hashes: rows of steps in microbatches have no names there."""
-        assert runner.execute_model(scheduled({"a": Mark(DEFAULT, "salt", 100), "b": None}), "ab", 1) is None
+        assert runner.execute_model(scheduled({"a": Mark(DEFAULT, "salt", 100), "b": None}), "ab", 1) == [DEFAULT]
 
     def test_between_steps_nothing_is_known(self, runner: Any) -> None:
         runner.execute_model(scheduled({"a": EXACT}), "a", 1)
-        assert row_levels.levels_of_rows(3) is None
+        assert row_levels.levels_of_rows(3) == [DEFAULT] * 3
         other = type(self).older()
-        assert other.execute_model(scheduled({}), "a", 1) is None  # nor by other runners of the process
+        assert other.execute_model(scheduled({}), "a", 1) == [DEFAULT]  # nor by other runners of the process
 
     def test_a_batch_that_has_not_all_rows_of_its_step_is_an_error(self, runner: Any) -> None:
-        assert runner.execute_model(scheduled({}), "ab", 1) is None
+        assert runner.execute_model(scheduled({}), "ab", 1) == [DEFAULT]
         with pytest.raises(RuntimeError, match="a batch of 1 rows is built in a step of 2 requests"):
             runner.execute_model(scheduled({"a": EXACT}), "ab", 1)
         assert row_levels._step is None
@@ -402,8 +400,7 @@ class TestRows:
         common = make_common(self.LENGTHS)
         at_step(["exact", "exact", "exact", DEFAULT, "exact"])
         asked, sparse = RowKind(DENSE, Fallback.REQUESTED), RowKind(SPARSE)
-        starts = common.query_start_loc_cpu.tolist()
-        assert builder._classify(0, common, starts) == [RowKind(DECODE), asked, asked, sparse, asked]
+        assert [row.kind for row in builder._classify(0, common)] == [RowKind(DECODE), asked, asked, sparse, asked]
         (slab,) = builder.build(0, common).sparse.slabs
         assert slab.rows.tokens == (1 + 200 + 50 + MIN_TOKENS,)
 
@@ -429,7 +426,7 @@ class TestRows:
                 if level == "exact" or (number == 0):
                     assert torch.equal(out[tokens], dense[tokens]), (number, row)
                     continue
-                groups = layer.impl.at(level).groups
+                groups = layer.impl.at(level).layer.groups
                 expected, _ = reference(step, row, groups, layer.impl.scale)
                 cut = dense_tokens(step, row)
                 torch.testing.assert_close(out[tokens][cut:], expected, **CLOSE)
@@ -462,8 +459,9 @@ class TestRows:
 
         def make_ready(self: Any, impls: Any, engine: str) -> None:
             for impl in impls:
-                name = type(impl.groups[0].method).__name__
-                impl.engine = replace(PORTABLE, name="flash" if name == "BlockSparse" else "portable")
+                name = type(impl.layer.groups[0].method).__name__
+                engine = replace(PORTABLE, name="flash" if name == "BlockSparse" else "portable")
+                impl.layer = replace(impl.layer, engine=engine)
 
         monkeypatch.setattr(SparsePrefillMetadataBuilder, "_make_ready", make_ready)
         found = make_builder(config, make_layers(config, [1, 2, 3])[1:2]).thresholds
@@ -473,6 +471,6 @@ class TestRows:
 
     def test_the_arena_has_room_for_every_level(self, layers: Any) -> None:
         made, _ = layers
-        needs = {need.groups for need in made[0].impl.memory.room.layers}
-        assert needs >= {made[2].impl.groups, made[2].impl.at("fast").groups}
+        needs = {need.groups for need in made[0].impl.worker.memory.room.layers}
+        assert needs >= {made[2].impl.layer.groups, made[2].impl.at("fast").layer.groups}
         assert {type(need.method).__name__ for (need,) in needs} == {"AShape", "BlockSparse", "Dense"}

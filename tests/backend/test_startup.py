@@ -2,7 +2,6 @@
 """What is refused before a model loads, from a vLLM configuration made by hand and configs as transformers has them."""
 
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,11 +90,6 @@ def test_shape_of_a_multimodal_model_is_its_text_parts_under_the_whole_models_na
     shape = compat.model_shape(whole)
     assert (shape.architecture, shape.num_layers, shape.num_heads) == ("LlavaForConditionalGeneration", 6, 4)
     assert shape.head_dim == 64
-
-
-def test_shape_in_older_models_words() -> None:
-    shape = compat.model_shape(served(GPT2Config(architectures=["GPT2LMHeadModel"], n_embd=768, n_layer=12, n_head=12)))
-    assert (shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim) == (12, 12, 12, 64)
 
 
 @pytest.mark.parametrize(
@@ -231,12 +225,6 @@ class TestSleepMode:
             places.append(compat.outside_memory_pool(config, torch.device("cpu"), threading.get_ident))
         assert places[0] == threading.get_ident() != places[1]
 
-    def test_an_error_there_is_an_error_here(self) -> None:
-        config = served(llama())
-        config.model_config.enable_sleep_mode = True
-        with pytest.raises(ZeroDivisionError):
-            compat.outside_memory_pool(config, torch.device("cpu"), lambda: 1 // 0)
-
     @pytest.mark.gpu
     def test_a_pool_does_not_get_it(self) -> None:
         config, device = served(llama()), torch.device("cuda", 0)
@@ -257,11 +245,6 @@ def test_sinks_in_every_layer_windows_in_some() -> None:
         assert f"{reason.value}: {reason.explain}" in str(error.value)
 
 
-def test_float32_is_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "DEVICE_TYPE", "cpu")
-    startup.check(served(llama(), dtype=torch.float32))
-
-
 def test_layers_that_could_are_all_switched_off() -> None:
     """Every windowed layer for one reason, every other by the configuration."""
     kinds = ["sliding_attention", "full_attention"] * 3
@@ -269,13 +252,3 @@ def test_layers_that_could_are_all_switched_off() -> None:
     startup.check(served(config, {"method": "dense", "dense_layers": [1, 3]}))
     with pytest.raises(ConfigurationError, match="sliding_window: "):
         startup.check(served(config, {"method": "dense", "dense_layers": [1, 3, 5]}))
-
-
-def test_a_profile_that_fits(tmp_path: Path) -> None:
-    profile = tmp_path / "profile.yaml"
-    shape = "{architecture: LlamaForCausalLM, num_layers: 6, num_heads: 4, num_kv_heads: 2, head_dim: %d}"
-    profile.write_text(f"format: 1\nmodel: {shape % 64}\ndefault: {{method: dense}}\n")
-    startup.check(served(llama(), {"profile": str(profile)}))
-    profile.write_text(f"format: 1\nmodel: {shape % 128}\ndefault: {{method: dense}}\n")
-    with pytest.raises(ConfigurationError, match=r"profile\.yaml.*head_dim"):
-        startup.check(served(llama(), {"profile": f"{profile.parent}/./profile.yaml"}))

@@ -22,19 +22,20 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.backend.specialised import HOPPER, Key, recorded_keys
 from vllm_sparse_backend.serving import compat, compilations, engines, warmup
-from vllm_sparse_backend.serving.arena import Arena, LayerNeed, Memory, Room, Row, make_slab
+from vllm_sparse_backend.serving.arena import Arena, LayerNeed, Memory, Room, Row, rows_of
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.stats import Recorder
 from vllm_sparse_backend.serving.step import own_block_table
-from vllm_sparse_backend.serving.warmup import rows_of, warm_up
+from vllm_sparse_backend.serving.warmup import in_turn, warm_up
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import PagedCache
 from vllm_sparse_kernels.attend import Engine, FlashAttention, portable
+from vllm_sparse_kernels.layer import Layer, run
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.paged import FP8
-from vllm_sparse_kernels.testing.batches import Batch
+from vllm_sparse_kernels.trial import Batch
 
 HAS_CUDA = torch.cuda.is_available()
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64)
@@ -42,10 +43,10 @@ DTYPE = torch.float16
 LONGEST = 24_000
 
 PARAMS: dict[str, list[dict[str, Any]]] = {
-    "share_prefill": [{"cluster": 0}, {"cluster": 0, "gamma_per_tile": True, "true_mass": True}],
+    "share_prefill": [{"cluster": 0}],
     "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}, {"skip_margin": -5.0, "skip_whole_steps": True}],
     "sale": [{}, {"int8_scores": True}, {"channels": "half"}, {"block_means": True}],
-    "vertical_slash": [{}, {"block_means": True, "dense_last_tile": True}],
+    "vertical_slash": [{}, {"block_means": True}],
 }
 CASES = [(name, params) for name in METHODS for params in PARAMS.get(name, [{}])]
 
@@ -77,13 +78,17 @@ def make_impls(
     needs = [LayerNeed.of(groups, *heads, 2, device, engine) for groups in plan.layers if groups]
     buffer = None if num_bytes is None else torch.empty(num_bytes, dtype=torch.uint8, device=device)
     memory = Memory(Arena(device, buffer), Room(needs, num_bytes or 1 << 60, LONGEST))
+    worker: Any = SimpleNamespace(
+        recorder=Recorder(device), memory=memory, guard=None, resolved=SimpleNamespace(config=SparsePrefillConfig())
+    )
     impls = []
     for layer, groups in enumerate(plan.layers):
         impl = object.__new__(SparsePrefillImpl)
         impl.num_heads, impl.num_kv_heads, impl.head_size = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim
-        impl.scale, impl.fallback, impl.engine = SHAPE.head_dim**-0.5, None, portable.PORTABLE
-        impl.levels, impl.stays_dense, impl.guard = {}, False, None
-        impl.adopt(layer, groups or (), Recorder(device), memory, False, engine)
+        impl.scale, impl.fallback = SHAPE.head_dim**-0.5, None
+        impl.levels, impl.stays_dense = {}, False
+        served = replace(Layer.of(groups or (), impl.head_size, device, engine), by_kernels=True)
+        impl.adopt(layer, served, worker)
         impls.append(impl)
     return impls
 
@@ -113,13 +118,13 @@ def run_steps(
         query = query.contiguous().to(FP8) if in_fp8 else query
         num_pages = max(-(-(c + q) // page_size) for c, q in lengths) + i  # no multiple of 16 more often than not
         table = torch.arange(num_pages, dtype=torch.int32, device=device).repeat(len(lengths) + 1, 1)
-        memory = impls[0].memory
+        memory = impls[0].worker.memory
         assert memory is not None
-        for slab in memory.room.slabs(rows_of(lengths), own_block_table(table, list(range(1, len(lengths) + 1)))):
+        for slab in memory.room.slabs(in_turn(lengths), own_block_table(table, list(range(1, len(lengths) + 1)))):
             for impl in impls:
                 with memory.arena.frame():
                     out = torch.empty_like(query, dtype=torch.bfloat16 if in_fp8 else None)
-                    impl.select_and_attend(slab, query, cache, out, memory.arena)
+                    run(impl.layer, query, cache, slab.rows, out, impl.scale, memory.arena)
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="needs Triton's interpreter, whose kernels need no device")
@@ -141,6 +146,7 @@ class TestKeys:
         monkeypatch.setattr(engines, "failure", failure)
         monkeypatch.setattr(compat, "flash_attention", lambda: FlashAttention.of_version(3, uncomputed))
 
+    @pytest.mark.full
     @pytest.mark.parametrize(
         ("page_size", "bulk", "engine"), [(16, False, "portable"), (128, True, "portable"), (128, True, "flash")]
     )
@@ -165,6 +171,7 @@ class TestKeys:
         assert {"portable": "attend_kernel", "flash": "finish_kernel"}[engine] in {name for name, _ in served}
         assert not (late := served - warm), closest(late, warm)
 
+    @pytest.mark.full
     def test_nor_does_one_on_an_engine_that_narrow_blocks_are_not_for(
         self, monkeypatch: pytest.MonkeyPatch, lines: list[str]
     ) -> None:
@@ -176,19 +183,21 @@ class TestKeys:
         with recorded_keys(monkeypatch) as served:
             run_steps(impls, 128, random_steps(seed=3, number=12), self.CPU)
         assert not (late := served - warm), closest(late, warm)
-        assert {(impl.block_tokens, impl.engine.name) for impl in impls} == {(32, "portable")}
+        assert {(impl.layer.block_tokens, impl.layer.engine.name) for impl in impls} == {(32, "portable")}
         assert any("engine portable takes longer for blocks of 32 keys" in line for line in lines)
 
+    @pytest.mark.full
     def test_a_small_arena_is_not_asked_for_more_than_it_has(
         self, monkeypatch: pytest.MonkeyPatch, lines: list[str]
     ) -> None:
         impls = make_impls("vertical_slash", {}, self.CPU, 1 << 20)
         with recorded_keys(monkeypatch):
             warm_up(impls, make_spec(16), self.CPU)
-        assert impls[0].memory is not None
-        assert impls[0].memory.arena.overflows == 0
+        assert impls[0].worker.memory is not None
+        assert impls[0].worker.memory.arena.overflows == 0
         assert not any("arena" in line for line in lines)
 
+    @pytest.mark.full
     def test_a_kernel_that_warm_up_does_not_meet_shows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of rows that end within their first tile no stripes can be kept: attention is compiled without them."""
         impls = make_impls("vertical_slash", {}, self.CPU)
@@ -234,21 +243,21 @@ def test_nothing_compiles_after_warm_up(method: str, params: dict[str, Any], eng
 
 def longest_row_bytes(method: str, params: dict[str, Any], query_tokens: int) -> int:
     (impl, _) = make_impls(method, params, torch.device("cpu"))
-    assert impl.memory is not None
-    return impl.memory.room.needed(make_slab([Row(0, 0, query_tokens, LONGEST - query_tokens)]))
+    return impl.worker.memory.room.needed(rows_of([Row(0, 0, query_tokens, LONGEST - query_tokens)]))
 
 
 def check_arena(method: str, params: dict[str, Any], device: torch.device, number: int) -> None:
     """An arena for the longest row holds every step, in slabs, and nothing is asked of torch beside it."""
     impls = make_impls(method, params, device, longest_row_bytes(method, params, 1500))
     run_steps(impls, 128, random_steps(seed=2, number=number), device)
-    assert impls[0].memory is not None
-    arena = impls[0].memory.arena
+    assert impls[0].worker.memory is not None
+    arena = impls[0].worker.memory.arena
     assert arena.overflows == arena.used_bytes == 0
     assert arena.buffer is not None
     assert 0 < arena.peak_bytes <= len(arena.buffer)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(HAS_CUDA, reason="needs Triton's interpreter, whose kernels need no device")
 @pytest.mark.parametrize(("method", "params"), CASES, ids=str)
 def test_steps_stay_within_the_arena(method: str, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

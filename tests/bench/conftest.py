@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 import torch
 
-from vllm_sparse_backend.measure.card import Run
+from vllm_sparse_backend.measure.card import Card, Run
 from vllm_sparse_backend.measure.data import Heads
 from vllm_sparse_kernels.attend import Engine
 from vllm_sparse_kernels.attend.reference import attend as reference
-from vllm_sparse_kernels.testing.batches import Batch
+from vllm_sparse_kernels.trial import Batch
 
 HEADS = Heads(num_heads=4, num_kv_heads=2, head_dim=64, page_tokens=64, dtype=torch.float16)
 
@@ -19,6 +19,7 @@ class CpuCard:
     """``ms`` says how long a span or contestant of that name takes; each is run once all the same."""
 
     name, dense_name, device = "a CPU", "FlashAttention-3", torch.device("cpu")
+    engines_named = Card.engines_named
 
     def __init__(self, ms: Callable[[str], float] = lambda name: {"dense": 8.0}.get(name, 2.0)) -> None:
         self.ms = ms
@@ -58,8 +59,9 @@ class CpuCard:
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> CpuCard:
-    """The card that the command line finds."""
+    """The card that commands find."""
     found = CpuCard()
-    monkeypatch.setattr("vllm_sparse_backend.cli.bench._card", lambda: found)
-    monkeypatch.setattr("vllm_sparse_backend.cli.bench._heads", lambda model, page_size: HEADS)
+    for module in ("vllm_sparse_backend.measure.card", "benchmarks.attend", "benchmarks.methods"):
+        monkeypatch.setattr(f"{module}.Card", lambda: found)
+    monkeypatch.setattr(Heads, "of", staticmethod(lambda model, page_size: HEADS))
     return found

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An OpenAI-compatible server whose speed and mistakes are chosen: threads in this process, no model."""
+"""OpenAI-compatible servers whose speed, answers and mistakes are chosen: threads in this process, no model."""
 
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
+MODEL = "stub-model"
 METRICS = """# TYPE sparse_prefill_up gauge
 sparse_prefill_up{{engine="0"}} 1
 # TYPE sparse_prefill_kept_pairs counter
@@ -19,11 +21,41 @@ sparse_prefill_causal_pairs_total{{layer="0"}} {causal}
 LEVELS = {"half": 0.5, "tenth": 0.1}
 """What share of its pairs a request of these levels keeps; one that names none keeps a quarter."""
 
+Send = Callable[[bytes], object]
 
-class Stub:
+
+class Api:
+    """What a server answers; derived classes say more."""
+
+    root: Path | None = None
+
+    def metrics(self) -> str:
+        return ""
+
+    def tokenize(self, text: str) -> list[int]:
+        return [ord(c) for c in text][:5000]
+
+    def refuses(self, body: dict[str, Any]) -> str | None:
+        return None
+
+    def complete(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        raise NotImplementedError
+
+    def stream(self, body: dict[str, Any], send: Send) -> None:
+        for _ in range(body["max_tokens"]):
+            send(token())
+
+
+def token(logprobs: list[float] | None = None) -> bytes:
+    """An event that brings tokens with these log-probabilities."""
+    choice = {"text": "x", "logprobs": {"token_logprobs": logprobs or [-1.5]}}
+    return f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
+
+
+class Stub(Api):
     """``first_s`` of a prompt's length is how long its first token takes; ``fault`` may name one of a request.
 
-    ``metrics`` ends its /metrics; ``{{requests}}`` in it stands for how many there were.
+    ``burst``: so many tokens come at a time after the first.
     """
 
     def __init__(
@@ -33,79 +65,86 @@ class Stub:
         first_s: Callable[[int], float],
         token_s: float = 0.001,
         fault: Callable[[int], str | None] = lambda length: None,
-        metrics: str = "",
+        burst: int = 1,
     ) -> None:
-        self.name, self.log, self.first_s, self.token_s, self.fault = name, log, first_s, token_s, fault
-        self.more_metrics = metrics
+        self.name, self.log, self.first_s, self.token_s, self.fault, self.burst = (
+            name, log, first_s, token_s, fault, burst,
+        )  # fmt: skip
         self.lock = threading.Lock()
-        self.most_at_once = self.at_once = 0
         self.kept = self.causal = 0
 
     def metrics(self) -> str:
-        page = METRICS.format(kept=self.kept, causal=self.causal) if self.name == "ours" else ""
-        return page + self.more_metrics.format(requests=len(self.log))
+        return METRICS.format(kept=self.kept, causal=self.causal) if self.name == "ours" else ""
 
-    def answer(self, body: dict[str, Any], send: Callable[[bytes], None]) -> None:
+    def refuses(self, body: dict[str, Any]) -> str | None:
+        level = body.get("vllm_xargs", {"sparse_prefill": "half"})["sparse_prefill"]
+        if level not in (0, 1, *LEVELS):
+            return "expected one of half, tenth"
+        return "prompt too long" if self.fault(len(body["prompt"])) == "refuse" else None
+
+    def stream(self, body: dict[str, Any], send: Send) -> None:
         prompt = body["prompt"]
         level = body.get("vllm_xargs", {}).get("sparse_prefill")
         self.log.append((level or self.name, prompt))
         fault = self.fault(len(prompt))
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
         with self.lock:  # one request after the other, as prefill is
             time.sleep(self.first_s(len(prompt)))
             self.causal += 100 * len(prompt)
             self.kept += round(100 * len(prompt) * LEVELS.get(level, 0.25))
-        self.at_once -= 1
-        count = body["max_tokens"] - (fault == "short")
-        for i in range(count):
-            time.sleep(self.token_s if i else 0)
-            logprob = float("nan") if fault == "nan" else -1.5
-            choice = {"text": "x", "logprobs": {"token_logprobs": [logprob]}}
-            send(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+        left = body["max_tokens"] - (fault == "short")
+        logprob = float("nan") if fault == "nan" else -1.5
+        count = 1
+        while left > 0:
+            send(token([logprob] * min(left, count)))
+            left, count = left - count, self.burst
+            time.sleep(self.token_s * min(max(left, 0), count))
         if fault == "error":
             send(b'data: {"error": {"message": "out of cache"}}\n\n')
-        send(b"data: [DONE]\n\n")
 
 
 @contextmanager
-def running(stub: Stub) -> Iterator[str]:
-    """The address of the stub's server."""
+def running(api: Api) -> Iterator[str]:
+    """The address of the server."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
             pass
 
-        def reply(self, data: bytes, kind: str = "application/json", status: int = 200) -> None:
+        def reply(self, data: object, status: int = 200, kind: str = "application/json") -> None:
             self.send_response(status)
             self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(data)))
             self.end_headers()
-            self.wfile.write(data)
+            self.wfile.write(data.encode() if isinstance(data, str) else json.dumps(data).encode())
 
         def do_GET(self) -> None:
             if self.path == "/metrics":
-                self.reply(stub.metrics().encode(), "text/plain")
+                self.reply(api.metrics(), kind="text/plain")
             else:
-                self.reply(json.dumps({"data": [{"id": "stub-model"}]}).encode())
+                self.reply({"data": [{"id": MODEL, "root": str(api.root)}]})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            assert body["model"] == "stub-model"
+            assert body["model"] == MODEL
             if self.path == "/tokenize":
-                self.reply(json.dumps({"tokens": [ord(c) for c in body["prompt"]][:5000]}).encode())
-            elif body.get("vllm_xargs", {"sparse_prefill": "half"})["sparse_prefill"] not in (0, 1, *LEVELS):
-                self.reply(b'{"error": "expected one of half, tenth"}', status=400)
-            elif stub.fault(len(body["prompt"])) == "refuse":
-                self.reply(b'{"error": "prompt too long"}', status=400)
-            else:
+                self.reply({"tokens": api.tokenize(body["prompt"])})
+            elif self.path == "/detokenize":
+                self.reply({"prompt": "".join(map(chr, body["tokens"]))})
+            elif said := api.refuses(body):
+                self.reply({"error": said}, 400)
+            elif body.get("stream"):
                 self.send_response(200)
+                self.send_header("Content-Type", "text/event-stream")
                 self.end_headers()
-                stub.answer(body, self.wfile.write)
+                with suppress(ConnectionError):  # a client may break off
+                    api.stream(body, self.wfile.write)
+                    self.wfile.write(b"data: [DONE]\n\n")
+            else:
+                status, answer = api.complete(body)
+                self.reply(answer, status)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.batches import random_batch
 from vllm_sparse_backend.measure import card as module
 from vllm_sparse_backend.measure.card import AHEAD_CYCLES, CYCLES_A_MS, MIN_PASSES, Card
 from vllm_sparse_backend.measure.report import BenchError
-from vllm_sparse_kernels.testing.batches import random_batch
 
 
 class Clock:

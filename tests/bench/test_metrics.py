@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("vllm", reason="counters are a part of what runs in vLLM")
 
-from benchmarks.metrics import DECODES, NUM_LAYERS, _report, projections, run_decodes, run_prefill
+from benchmarks.metrics import NUM_LAYERS, projections, run_prefill
 from tests.bench.conftest import HEADS, CpuCard
 from vllm_sparse_backend.measure.asked import Asked
 from vllm_sparse_backend.measure.data import structured_prompts
@@ -20,9 +20,10 @@ class StillCard(CpuCard):
         pass
 
 
+@pytest.mark.full
 def test_counting_beside_a_layer() -> None:
     card = StillCard(lambda name: {"layer": 0.9, "count": 0.01}[name])
-    prompts, plan = structured_prompts(HEADS, 700, 2, card.device), Asked.parse("a_shape").plan(HEADS.model(2), None)
+    prompts, plan = structured_prompts(HEADS, 700, 2, card.device), Asked.parse("a_shape").plan(HEADS.model(2))
     products = projections(HEADS, 8, card.device, 32, 64)
     assert [run().shape for run in products] == [(8, 512), (8, 32), (8, 128), (8, 32)]
     report = Report("metrics", card.name)
@@ -41,19 +42,3 @@ def test_counting_beside_a_layer() -> None:
     }
     slower = max(row["step_ms"], row["launched_ms"])
     assert 0 < row["longer"] < 1.001 * max(row["device_us"], row["host_us"]) / 1e3 / slower
-
-
-@pytest.mark.parametrize(
-    ("launched_ms", "longer"), [(1.0, 0.02), (99.5, 0.035), (200.0, 0.02)], ids=["device", "between", "host"]
-)
-def test_the_slower_one_decides(launched_ms: float, longer: float) -> None:
-    row = {"step_ms": 100.0, "launched_ms": launched_ms, "device_us": 2000.0, "host_us": 4000.0}
-    _report(Report("metrics", "here"), row, "a step")
-    assert row["longer"] == pytest.approx(longer)
-
-
-def test_a_step_of_decodes() -> None:
-    row = run_decodes(StillCard(), 5.0, Report("metrics", "here"))  # type: ignore[arg-type]
-    assert 0 < row["host_us"] < 1e5
-    assert row["what"] == f"{DECODES} decodes"
-    assert row["share_of_device"] == 0

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the soak sends, and what it makes of answers and counters, against a stub."""
 
-import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -9,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from benchmarks import counters as counting
-from benchmarks import soak as module
+from benchmarks import counters as counting, soak as module
 from benchmarks.counters import Bound, Counts, Sent, Served, wait_until_idle
 from benchmarks.shape import make_shape
-from benchmarks.soak import Asking, Client, add_figures, growth, lines, soak, soak_and_check
+from benchmarks.soak import Asking, Client, add_figures, growth, lines, soak_and_check
 from tests.bench.stub import Stub, running
-from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.measure.endpoint import Answer, Endpoint, Prompts
+from vllm_sparse_backend.measure.client import Answer, Endpoint, Prompts
 from vllm_sparse_backend.measure.report import BenchError, Report
 
 SETTINGS = {"method": "a_shape", "min_tokens": 256, "min_query_tokens": 64, "dense_layers": [1]}
@@ -47,7 +43,7 @@ class CountingServer:
             self.counts.add(self.served.expected(Sent(len(prompt), max_tokens, level)))
             self.counts.tiles[2] += self.off == "tiles"
             self.counts.rows["decode", ""] += 1000 * (self.off == "rows")
-        return Answer(0.001, max_tokens if stop_after is None else min(stop_after, max_tokens))
+        return Answer(0.001, 0.002, max_tokens if stop_after is None else min(stop_after, max_tokens))
 
     def metrics(self) -> str:
         with self.lock:
@@ -112,14 +108,6 @@ def test_faults_are_told_and_counted(tmp_path, monkeypatch):
     assert f"{len(outcome.errors)} errors" in lines(asking, done)[0]
 
 
-def test_broken_off_requests_close_their_connection():
-    log: list[tuple[str, list[int]]] = []
-    with running(Stub("ours", log, lambda length: 0.001, token_s=0.2)) as url:
-        endpoint = Endpoint.connect("ours", url)
-        assert endpoint.ask([1] * 20, 50, stop_after=2).tokens == 2
-        assert endpoint.ask([1] * 20, 1, stop_after=2).tokens == 1
-
-
 def test_memory_that_grows():
     samples = [(float(i), 500 if i < 25 else 1000 + i) for i in range(101)]
     assert growth(samples, 100.0) == pytest.approx(1081 / 1043.5 - 1, abs=1e-3)
@@ -128,56 +116,6 @@ def test_memory_that_grows():
     assert growth(samples[:80], 100.0) == pytest.approx(1065.5 / 1038 - 1, abs=1e-3)
     assert growth(samples[:26], 100.0) is None
     assert growth([], 100.0) is None
-
-
-def test_memory_is_looked_at_while_counters_are_awaited(served: Served) -> None:
-    looks, enough = itertools.count(1), threading.Event()
-
-    def resident_bytes() -> int:
-        if next(looks) == 8:
-            enough.set()
-        return 1000
-
-    class Slow(CountingServer):
-        def metrics(self) -> str:
-            assert enough.wait(60)
-            return super().metrics()
-
-    asking = Asking(1.0, clients=2, shortest=8, longest=64)
-    outcome = soak(Slow(served), asking, Prompts(range(3000)), resident_bytes)  # type: ignore[arg-type]
-    assert growth(outcome.resident_bytes, 1.0) == 0
-    assert {taken for _, taken in outcome.device_bytes} == {10**9}
-
-
-class TestCommand:
-    @staticmethod
-    def run(*args: str) -> tuple[int, str]:
-        result = CliRunner().invoke(app, ["bench", "soak", *args], catch_exceptions=False)
-        return result.exit_code, result.stderr
-
-    @pytest.mark.parametrize(("given", "asked"), [("", ()), ("0,,1", (0, 1)), ("0, fast", (0, "fast"))])
-    def test_levels_are_those_that_are_named(
-        self, monkeypatch: pytest.MonkeyPatch, given: str, asked: tuple[object, ...]
-    ) -> None:
-        def stop(server: Endpoint, asking: Asking, *_: object) -> None:
-            raise BenchError(f"asks for {asking.levels}")
-
-        monkeypatch.setattr(module, "soak_and_check", stop)
-        with running(Stub("ours", [], lambda length: 0.0)) as url:
-            assert self.run("--url", url, "--levels", given) == (1, f"asks for {(None, *asked)}\n")
-
-    @pytest.mark.parametrize(
-        ("args", "said"),
-        [
-            (("--text", "none"), "--text: given 'none', expected a text file"),
-            (("--text", "."), "--text: given '.', expected a text file"),
-            (("--server-args", "--seed 7"), "--server-args: given with running servers"),
-        ],
-    )
-    def test_wrong_options_are_told(self, args: tuple[str, ...], said: str) -> None:
-        code, told = self.run("--url", "http://127.0.0.1:9", *args)
-        assert code == 1
-        assert said in told
 
 
 class TestCounters:

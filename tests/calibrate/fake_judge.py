@@ -4,7 +4,6 @@
 import math
 from collections.abc import Callable, Sequence
 
-from vllm_sparse_backend.profiling.costs import EstimatedCosts
 from vllm_sparse_backend.profiling.measure import Figures
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
@@ -16,7 +15,6 @@ class FakeJudge:
     """``curves[i]`` says what comes of a method of head i; ``passes`` are the methods of each pass so far."""
 
     layer = 0
-    costs = EstimatedCosts(1, 1, 64)
 
     def __init__(self, *curves: Curve) -> None:
         self.curves = curves
@@ -33,10 +31,10 @@ class FakeJudge:
         return {methods[head]: self.curves[head](methods[head]) for methods in self.passes}
 
 
-def figures(error: float, density: float, worst: float | None = None, time_ms: float | None = None) -> Figures:
-    """Where not given, the worst queries are as the mean, and time is by kept pairs."""
-    worst, time_ms = error if worst is None else worst, density if time_ms is None else time_ms
-    return Figures(error=error, worst=worst, rare=worst, l2=error, density=density, time_ms=time_ms)
+def figures(error: float, density: float, worst: float | None = None) -> Figures:
+    """Where not given, the worst queries are as the mean."""
+    worst = error if worst is None else worst
+    return Figures(error=error, worst=worst, rare=worst, density=density)
 
 
 def of(setting: Callable[[Method], float], error: Callable[[float], float], density: Callable[[float], float]) -> Curve:
@@ -49,6 +47,11 @@ def of(setting: Callable[[Method], float], error: Callable[[float], float], dens
         return figures(error(number), density(number))
 
     return curve
+
+
+def any_method(head: int, method: Method) -> bool:
+    """``May`` of the first round."""
+    return True
 
 
 def most_passes(num_settings: int) -> int:

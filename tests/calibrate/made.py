@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
+from vllm_sparse_backend.measure.structured import structured
 from vllm_sparse_backend.profiling.capture import Capture, LayerTensors, begin_capture, finish_capture, held_capture
 from vllm_sparse_backend.profiling.job import Job
 from vllm_sparse_backend.profiling.judge import Served
 from vllm_sparse_backend.profiling.prompts import PromptSet
-from vllm_sparse_kernels.testing.structured import structured
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 32
 
@@ -76,7 +76,7 @@ def random_prompts(count: int, num_tokens: int, seed: int) -> PromptSet:
     return PromptSet(tuple(tuple(rng.randrange(1000) for _ in range(num_tokens)) for _ in range(count)))
 
 
-def make_job(folder: Path, num_tokens: int = 500, num_prompts: int = 1, **changes: object) -> Job:
+def make_job(folder: Path, num_tokens: int = 300, num_prompts: int = 1, **changes: object) -> Job:
     """Of 128-token chunks, the first 100 positions dense; one prompt unless told, and one held out."""
     fields = {
         "model": model_folder(folder.parent / "model"), "prompts": random_prompts(num_prompts, num_tokens, 1),

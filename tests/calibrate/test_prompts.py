@@ -8,7 +8,7 @@ import pytest
 
 from vllm_sparse_backend.demo.model import bundled_model
 from vllm_sparse_backend.profiling.capture import load_tokenizer
-from vllm_sparse_backend.profiling.prompts import KINDS, PromptSet, chosen_kinds, make_prompts, read_prompts
+from vllm_sparse_backend.profiling.prompts import PromptSet, make_prompts, read_prompts
 from vllm_sparse_backend.settings.errors import ConfigurationError
 
 pytest.importorskip("transformers", reason="tokenizers are read with transformers, which comes with vLLM")
@@ -77,7 +77,7 @@ def test_passages_come_twice_and_only_where_asked_for(text, made):
 
 def test_the_two_parts_have_no_text_in_common(text):
     tokenizer = load_tokenizer(NEEDLE)
-    parts = [tokenizer.decode(make_prompts(NEEDLE, text, 1024, 2, 0, (), part).prompts[1]) for part in (0, 1)]
+    parts = [tokenizer.decode(make_prompts(NEEDLE, text, 1024, 2, 0, part, ()).prompts[1]) for part in (0, 1)]
     files = [set(re.findall(r"def part_(\d)_", part)) for part in parts]
     assert files[0]
     assert files[1]
@@ -122,14 +122,6 @@ def test_files_without_a_prompt_are_refused(tmp_path):
     path.write_text("\n \n")
     with pytest.raises(ConfigurationError, match=r"b\.jsonl: given 'no prompt', expected one at least"):
         read_prompts(NEEDLE, [path], 64)
-
-
-def test_kinds_by_name():
-    assert chosen_kinds("hops, retrieval") == ("hops", "retrieval")
-    assert chosen_kinds("") == ()
-    with pytest.raises(ConfigurationError, match=r"--kinds: given 'hop', expected one of .*did you mean 'hops'"):
-        chosen_kinds("hop")
-    assert set(KINDS) == {"retrieval", "hops", "repeats"}
 
 
 def test_a_line_ends_where_jsonl_says(tmp_path):

@@ -3,6 +3,7 @@
 
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,10 @@ def test_kubernetes(version: str) -> None:
 
 
 def test_kubernetes_names_fit_together() -> None:
-    service, deployment = yaml.safe_load_all((KUBERNETES / "server.yaml").read_text())
+    documents = {one["kind"]: one for one in yaml.safe_load_all((KUBERNETES / "server.yaml").read_text())}
+    service, deployment, claim, policy = (
+        documents[kind] for kind in ("Service", "Deployment", "PersistentVolumeClaim", "NetworkPolicy")
+    )
     monitor = yaml.safe_load((KUBERNETES / "servicemonitor.yaml").read_text())
     pod = deployment["spec"]["template"]
     assert deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"] == pod["metadata"]["labels"]
@@ -121,8 +125,40 @@ def test_kubernetes_names_fit_together() -> None:
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]
     assert container["args"][container["args"].index("--tensor-parallel-size") + 1] == gpus
     assert {mount["name"] for mount in container["volumeMounts"]} == {v["name"] for v in pod["spec"]["volumes"]}
+    assert claim["metadata"]["name"] in {
+        v["persistentVolumeClaim"]["claimName"] for v in pod["spec"]["volumes"] if "persistentVolumeClaim" in v
+    }
+    assert policy["spec"]["podSelector"]["matchLabels"] == pod["metadata"]["labels"]
+    assert policy["spec"]["ingress"][0]["ports"] == [{"port": "http"}]
     user = str(pod["spec"]["securityContext"]["runAsUser"])
     assert f"USER {user}\n" in (DEPLOY / "Dockerfile").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command", "url"),
+    [
+        (["8101"], [], "http://127.0.0.1:8101/health"),
+        ([], ["python3", "vllm", "serve", "/model"], "http://127.0.0.1:8000/health"),
+        ([], ["vllm", "serve", "/model", "--port", "9000"], "http://127.0.0.1:9000/health"),
+        ([], ["vllm", "serve", "--port=1", "--ssl-certfile", "c.pem", "--port=9001"], "https://127.0.0.1:9001/health"),
+    ],
+)
+def test_health_check_follows_the_server(arguments: list[str], command: list[str], url: str) -> None:
+    assert runpy.run_path(str(DEPLOY / "healthcheck.py"))["address"](arguments, command) == url
+
+
+def test_nothing_in_a_container_may_be_written_but_what_is_mounted() -> None:
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    for service in services.values():
+        assert service["read_only"]
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_workflow_actions_are_pinned_by_commit() -> None:
+    for path in (ROOT / ".github/workflows").glob("*.yml"):
+        for action in re.findall(r"uses: ([^\s]+)", path.read_text()):
+            assert action.startswith("./") or re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action), (path, action)
 
 
 def test_production_stack_serves_this_backend() -> None:

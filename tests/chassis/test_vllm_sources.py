@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.vllm_sources import BEGIN, BUILT, END, Checked, as_markdown, check, defined, not_taken
+from benchmarks.vllm_sources import BUILT, Checked, check, defined, not_taken
 from vllm_sparse_backend.serving.hooks import EVERY, HOOKS, Hook, Part
 
 OURS = """\
@@ -101,9 +101,10 @@ def test_a_tree_that_lacks_something(tmp_path: Path, changes: dict[str, tuple[st
 
 
 def test_the_document_has_every_hook() -> None:
-    """As ``python -m benchmarks.vllm_sources --markdown docs/compatibility.md`` writes it."""
     text = (Path(__file__).parents[2] / "docs/compatibility.md").read_text()
-    assert text.split(BEGIN)[1].split(END)[0].strip() == as_markdown()
+    for hook in HOOKS:
+        name = ".".join(part for part in (hook.module, hook.owner, hook.function) if part)
+        assert f"`{name}`" in text
 
 
 @pytest.mark.parametrize(

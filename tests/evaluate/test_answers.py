@@ -6,6 +6,7 @@ import json
 import math
 import re
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,20 +14,21 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.evaluate.stub import FACT, QUESTION, Words, entry, running
+from tests.bench.stub import Api, running
+from tests.evaluate.stub import FACT, QUESTION, Words, entry
 from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.demo.model import BUNDLED, make_model
+from vllm_sparse_backend.demo.model import make_model
 from vllm_sparse_backend.measure import contestants
 from vllm_sparse_backend.measure.answers import Templates
 from vllm_sparse_backend.measure.asking import Asking
+from vllm_sparse_backend.measure.client import Endpoint
 from vllm_sparse_backend.measure.contestants import densities
-from vllm_sparse_backend.measure.endpoint import Endpoint
 from vllm_sparse_backend.measure.report import BenchError, Report
 from vllm_sparse_backend.measure.server import ServerError
 from vllm_sparse_backend.settings.reasons import Fallback
 
 
-class Stub:
+class Stub(Api):
     """A server whose model has ``rank(distance)`` for the last token of each answer, and likes all other tokens best.
 
     ``fault`` of a request's number: "away", which it counts nothing of, "refuse", "missing" or "cut".
@@ -42,10 +44,17 @@ class Stub:
         self.rank, self.fault, self.kept_of_100 = rank, fault, kept_of_100
         self.reason = Fallback.TOO_SHORT
         self.encode = Words()
+        self.root: Path | None = None
         self.prompts: list[list[int]] = []
         self.levels: list[object] = []
-        self.tokenizes, self.pause_s, self.api_key = True, 0.05, None
         self.busy, self.most_busy, self.lock = 0, 0, threading.Lock()
+
+    def at(self, folder: Path) -> "Stub":
+        self.root = folder
+        return self
+
+    def tokenize(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def prompt_logprobs(self, ids: list[int]) -> list[dict | None]:
         text = self.encode.decode(ids)
@@ -72,6 +81,16 @@ class Stub:
         return "\n".join([*lines, ""])
 
     def complete(self, body: dict) -> tuple[int, dict]:
+        """No two at a time, though many may wait."""
+        with self.lock:
+            self.busy += 1
+            self.most_busy = max(self.most_busy, self.busy)
+        time.sleep(0.05)
+        with self.lock:
+            self.busy -= 1
+            return self.answer(body)
+
+    def answer(self, body: dict) -> tuple[int, dict]:
         assert (body["max_tokens"], body["prompt_logprobs"], body["temperature"]) == (1, 1, 0)
         fault = self.fault(len(self.prompts))
         if fault == "away":
@@ -104,9 +123,9 @@ def test_a_server_that_loses_far_facts_is_told_by_distance(folder: Path) -> None
     stock, ours = Stub(lambda distance: 1), Stub(lambda distance: 2 if distance >= 1024 else 1)
     ours.encode = stock.encode
     out, figures = folder / "all.json", folder / "figures.json"
-    with running(stock, folder) as one, running(ours, folder) as other:
+    with running(stock.at(folder)) as one, running(ours.at(folder)) as other:
         urls = ("--url", one, "--label", "stock", "--url", f"{other}/v1", "--label", "forgetful")
-        result = run(*urls, *LENGTHS, "--json", out, "--results", figures, "--html", folder / "page.html")
+        result = run(*urls, *LENGTHS, "--json", out, "--results", figures)
     assert result.exit_code == 0, result.output
     assert stock.prompts == ours.prompts
     assert [len(prompt) for prompt in stock.prompts] == [2000, 2000, 6000, 6000]
@@ -126,9 +145,6 @@ def test_a_server_that_loses_far_facts_is_told_by_distance(folder: Path) -> None
         assert found[f"stock, {name}: right"] == 1
         assert found[f"forgetful, {name}: perplexity"] == 2
     near = sum(answer["distance"] < 1024 for case in cases[-2:] for answer in case["answers"])
-    page = (folder / "page.html").read_text()
-    assert page.count("<svg") == 2 + 2  # a heat map for each server, curves of shares and perplexity
-    assert f">{near}/{near}</text>" in page
     row = next(line for line in result.output.splitlines() if re.search(r"forgetful.*6,000.* 0 of", line))
     assert f" {near} of {near} " in row
 
@@ -140,7 +156,7 @@ def test_a_server_that_loses_far_facts_is_told_by_distance(folder: Path) -> None
 def test_a_failed_request_is_reported_asked_again_and_never_counted(folder: Path, fault: str, said: str) -> None:
     stub = Stub(lambda distance: 1, lambda n: fault if n == 1 else None)
     out, figures = folder / "all.json", folder / "figures.json"
-    with running(stub, folder) as url:
+    with running(stub.at(folder)) as url:
         command = ("--url", url, "--label", "a", *LENGTHS, "--json", out, "--results", figures)
         result = run(*command)
         assert result.exit_code == 1
@@ -158,7 +174,7 @@ def test_a_failed_request_is_reported_asked_again_and_never_counted(folder: Path
         assert "holds answers to other prompts" in other.stderr
 
 
-@pytest.mark.parametrize("concurrency", [1, 3])
+@pytest.mark.parametrize("concurrency", [3])
 def test_no_more_requests_at_a_time_than_asked_for(tmp_path: Path, concurrency: int) -> None:
     stub, out = Stub(lambda distance: 1), tmp_path / "all.json"
     with running(stub) as url:
@@ -175,7 +191,7 @@ def test_servers_are_asked_as_many_at_a_time_as_asked_for_with_the_same_result(f
         stub.encode = stubs[0].encode
         stub.fault = lambda n: together.append(1 + sum(one.busy for one in stubs))  # itself is no longer
     with ExitStack() as stack:
-        urls = [stack.enter_context(running(stub, folder)) for stub in stubs]
+        urls = [stack.enter_context(running(stub.at(folder))) for stub in stubs]
         named = [part for name, url in zip("abc", urls) for part in ("--url", url, "--label", name)]
         found = []
         for jobs in (1, 2):
@@ -219,28 +235,8 @@ def test_a_server_that_fails_ends_all_and_stops_those_that_were_started(
     failing = contestants.Contestant("failing", "m", "", fail)
     asked = Asking.about(None, [2000], 1, facts=2, seed=0, first_token="", templates=Templates())
     with pytest.raises(BenchError, match="no server answers"):
-        contestants.ask_all([slow, failing], asked, "", Report("answers", "CPU"), 1, lambda case: None, jobs=2)
+        contestants.ask_all([slow, failing], asked, "", Report("answers", "CPU"), 1, jobs=2)
     assert stopped.is_set()
-
-
-def test_servers_side_by_side_on_a_card_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def arguments(extra: str, jobs: int) -> tuple[str, ...]:
-        given: list[tuple[str, ...]] = []
-        monkeypatch.setattr(contestants.Contestant, "served", lambda label, model, args, what: given.append(args))
-        contestants.started(BUNDLED, [], True, 4096, extra, jobs, concurrency=2)
-        return given[0]
-
-    monkeypatch.setattr(contestants, "has_cuda", lambda: True)
-    assert arguments("--seed 1", 1) == ("--max-model-len", "4097", "--seed", "1")
-    share = (
-        "--gpu-memory-utilization",
-        "0.225",
-        "--kv-cache-memory-bytes",
-        str(2 * 2 * 5 * 2 * 64 * 2 * (4096 + 2048)),
-    )
-    assert arguments("--seed 1", 4) == ("--max-model-len", "4097", *share, "--seed", "1")
-    monkeypatch.setattr(contestants, "has_cuda", lambda: False)
-    assert arguments("", 4) == ("--max-model-len", "4097")
 
 
 def test_levels_are_asked_of_one_server_each_by_itself(folder: Path) -> None:
@@ -301,8 +297,6 @@ def test_density_is_of_all_the_runs_that_a_file_holds(folder: Path) -> None:
     assert [case["density"] for case in counts] == [0.3, 0.6]
     kept, causal = (sum(case[name] for case in counts) for name in ("kept_pairs", "causal_pairs"))
     assert densities(counts) == {"a": kept / causal}
-    del counts[0]["causal_pairs"]  # of a release that did not write it
-    assert densities(counts) == {"a": 0.6}
 
 
 @pytest.mark.parametrize("reason", [Fallback.TOO_SHORT, Fallback.REQUESTED])
@@ -312,19 +306,6 @@ def test_why_nothing_ran_sparse_is_what_the_server_counted(folder: Path, reason:
     with running(stub) as url:
         result = run("--url", url, "--label", "a", "--lengths", 1000, "--facts", 4, "--prompts", 2, "--level", 0)
     assert f"a 0: no request ran sparse: {reason.explain} (dense rows: 2)" in result.output
-
-
-def test_where_all_requests_failed_that_is_why_nothing_ran_sparse(folder: Path) -> None:
-    stub, out = Stub(lambda distance: 1, lambda n: "away", kept_of_100=30), folder / "all.json"
-    with running(stub) as url:
-        command = ("--url", url, "--label", "a", "--lengths", 1000, "--facts", 4, "--prompts", 2, "--json", out)
-        result = run(*command)
-        assert result.exit_code == 1
-        assert "a: no request ran sparse: all of its requests failed" in result.output
-        stub.fault = lambda n: None
-        again = run(*command)
-    assert again.exit_code == 0, again.output
-    assert "no request ran sparse" not in again.output
 
 
 def test_tokenizers_that_differ_are_refused() -> None:
@@ -360,6 +341,7 @@ def test_wrong_commands_are_told_why(args: tuple[str, ...], said: str) -> None:
     assert said in result.stderr
 
 
+@pytest.mark.full
 @pytest.mark.server
 def test_real_servers(tmp_path: Path) -> None:
     """Stock and ours on a model that knows nothing: ranks and perplexities come back, and ours ran sparse."""

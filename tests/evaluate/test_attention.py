@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`eval attention`: single queries and the papers' granularity, against whole matrices; and its command."""
+"""`benchmarks.recall`: single queries and the papers' granularity, against whole matrices; and the program."""
 
 import json
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
-from vllm_sparse_backend.cli import app
+from benchmarks import plots, recall
+from benchmarks.kept import Asked, measure_plans
+from benchmarks.paper_density import paper_density
 from vllm_sparse_backend.profiling.capture import capture
-from vllm_sparse_backend.profiling.paper_density import paper_density
-from vllm_sparse_backend.profiling.quality import BINS, Asked, Kept, measure_plans
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import Rows
@@ -46,17 +47,6 @@ def test_single_queries_recall_what_a_mask_leaves_them(captured):
     )
 
 
-def test_quantiles_are_of_all_queries_together():
-    kept = Kept()
-    kept.add_queries(torch.full((2, 500), 1.0))
-    kept.add_queries(torch.cat([torch.full((1, 20), 0.25), torch.full((1, 980), 0.75)], 1))
-    assert kept.lowest_recalls == [[[1.0] * 3] * 2, [[0.25] * 3]]
-    assert kept.quantiles() == [0.25] * 3
-    kept.add_queries(torch.full((1, 8000), 1.0))  # a hundredth is 100 of 10,000 now
-    assert kept.quantiles() == [0.75, 0.25, 0.25]
-    assert int(kept.recall_counts[BINS]) == 9000
-
-
 def test_the_papers_densities():
     table = torch.zeros(1, 4, dtype=torch.int32)
     chunks = [Rows((0,), (200,), (0,), table), Rows((0,), (100,), (200,), table)]
@@ -68,60 +58,41 @@ def test_the_papers_densities():
 
 
 def run(*args: object):
-    return CliRunner().invoke(app, ["eval", "attention", *map(str, args)], catch_exceptions=False)
+    app = typer.Typer()
+    app.command()(recall.main)
+    return CliRunner().invoke(app, [*map(str, args)], catch_exceptions=False)
 
 
-def test_the_command(captured, tmp_path):
-    out, figures, html = tmp_path / "all.json", tmp_path / "figures.json", tmp_path / "page.html"
-    methods = (
-        "--method",
-        "a_shape:sink_tokens=0,local_tokens=1",
-        "--method",
-        "block_sparse:top_blocks=1",
-        "--method",
-        "sale",
-    )
-    files = ("--json", out, "--results", figures, "--html", html)
+@pytest.mark.full
+def test_the_program(captured, tmp_path):
+    out, figures, curves = tmp_path / "all.json", tmp_path / "figures.json", tmp_path / "curves.json"
+    methods = ("--method", "a_shape:sink_tokens=0,local_tokens=1", "--method", "block_sparse:top_blocks=1", "--sweep")
+    files = ("--json", out, "--results", figures, "--curves", curves)
     result = run(captured.folder, *methods, "--chunks", "130,0", "--device", DEVICE, *files)
     assert result.exit_code == 0, result.output
     cases = json.loads(out.read_text())["cases"]
     assert [case["chunk_tokens"] for case in cases] == [130, 333]
     for case in cases:
-        for row in case["settings"]:
+        narrow, blocks = (row for row in case["settings"] if "output_error" in row)
+        for row in (narrow, blocks):
             assert 0 <= row["worst"] <= row["thousandth"] <= row["hundredth"] <= row["recall"] + 1e-4 <= 1.0002
-            assert len(row["thousandth_of_heads"]) == 3
-        narrow, blocks, sale = case["settings"]
-        assert max(narrow["worst"], blocks["worst"]) < 0.9
         assert narrow["paper_density"] is None
         assert 0 < blocks["paper_density"] < blocks["density"] < 1
-        assert 0 < sale["paper_density"] <= 1
-    names = {row["name"] for row in json.loads(figures.read_text())}
-    assert len(names) == 2 * 3 * 4
-    page = html.read_text()
-    assert page.count("<svg") == 2 * (2 + 3 * 3)
-    assert "by size of chunks" in page
-    assert "whole" in result.output
-
-
-def test_no_capture_is_told():
-    result = run("nowhere")
-    assert result.exit_code == 1
-    assert "no capture there" in result.stderr
+    assert len(json.loads(figures.read_text())) == 2 * 2 * 4
+    plots.draw(json.loads(curves.read_text()), tmp_path / "recall.png")
+    assert (tmp_path / "recall.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "expected"),
+    ("args", "expected"),
     [
-        ("--chunks", "-5", "whole numbers from 0 on"),
-        ("--chunks", "all", "whole numbers from 0 on"),
-        ("--device", "gpu", "expected cuda"),
-        ("--device", "meta", "expected cuda or cpu"),
-        ("--device", "cuda:99", "CUDA devices"),
+        (("nowhere",), "no capture there"),
+        (("nowhere", "--chunks", "-5"), "--chunks: given '-5', expected whole numbers from 0 on"),
+        (("nowhere", "--device", "meta"), "--device: given 'meta', expected cuda or cpu"),
+        (("nowhere", "--device", "cuda:99"), "CUDA devices"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_can(captured, option, value, expected):
-    result = run(captured.folder, option, value)
+def test_what_cannot_be_is_refused_with_what_can(args, expected):
+    result = run(*args)
     assert result.exit_code == 1
-    assert option in result.stderr
-    assert repr(value) in result.stderr
     assert expected in " ".join(result.stderr.split())

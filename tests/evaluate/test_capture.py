@@ -2,22 +2,22 @@
 """Captured queries, keys and values against what the layers of the same model compute without a capture."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from vllm_sparse_backend.cli import app
+from benchmarks.capture import read_tokens
 from vllm_sparse_backend.profiling.capture import (
     Capture,
     capture,
     held_capture,
     load_tokenizer,
     prompt_sha256,
-    read_tokens,
+    require_model,
     text_files,
 )
-from vllm_sparse_backend.profiling.quality import dense_attention
+from vllm_sparse_backend.profiling.chunks import dense_attention
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
 
@@ -144,16 +144,13 @@ def test_a_model_that_is_not_whole_is_an_error(llama, prompt, tmp_path):
             load_tokenizer(model)
 
 
-def test_nothing_is_fetched_and_no_prompt_is_longer_than_the_model(llama, tmp_path):
-    """Before a text is read or a folder made."""
-    capturing = ["bench", "capture", "--text", str(tmp_path / "text.txt")]
+def test_nothing_is_fetched_and_no_prompt_is_longer_than_the_model(llama):
     for model, tokens, problem in (
-        ("meta-llama/Llama-3.1-8B", 100, "expected a model folder with a config.json in it"),
-        (str(llama()), 10_000_000, "--tokens: given 10000000, expected at most"),
+        (Path("meta-llama/Llama-3.1-8B"), 100, "expected a model folder with a config.json in it"),
+        (llama(), 10_000_000, "--tokens: given 10000000, expected at most"),
     ):
-        result = CliRunner().invoke(app, [*capturing, model, str(tmp_path / "made"), "--tokens", str(tokens)])
-        assert (result.exit_code, problem in " ".join(result.output.split())) == (1, True), result.output
-        assert not (tmp_path / "made").exists()
+        with pytest.raises(ConfigurationError, match=problem):
+            require_model(model, tokens)
 
 
 def test_prompts_are_stretches_of_the_text(demo_model, tmp_path):

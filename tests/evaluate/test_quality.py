@@ -8,14 +8,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks.kept import Asked, Kept, measure_plans, select_layer
+from benchmarks.oracle import measure
 from vllm_sparse_backend.profiling.capture import capture
-from vllm_sparse_backend.profiling.quality import Asked, Kept, dense_attention, measure_plans, select_layer
+from vllm_sparse_backend.profiling.chunks import dense_attention
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
-from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import PagedCache, Rows
 from vllm_sparse_kernels.methods import METHODS
-from vllm_sparse_kernels.testing.oracle import measure
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -179,35 +179,3 @@ def test_the_commands_sweep_is_a_curve(measured_by_command):
         values = [row[figure] for row in rows]
         assert values == sorted(values)
         assert values[0] < values[-1]
-
-
-def test_tables_and_pictures_come_from_the_curves(measured_by_command):
-    from benchmarks import recall_figures
-    from benchmarks.attention import needed
-    from benchmarks.tables import put_between
-
-    folder, _ = measured_by_command
-    prompts = json.loads((folder / "curves.json").read_text())
-    table = recall_figures.markdown(prompts)
-    assert all(f"| {name} |" in table for name in METHODS)
-    assert needed(prompts[0], "64", 1.0) == pytest.approx(1, abs=0.05)
-    page = folder / "page.md"
-    page.write_text(f"before\n{recall_figures.BEGIN}\nold\n{recall_figures.END}\nafter\n")
-    for _ in range(2):
-        put_between(page, recall_figures.BEGIN, recall_figures.END, table)
-    assert page.read_text() == f"before\n{recall_figures.BEGIN}\n\n{table}\n{recall_figures.END}\nafter\n"
-    page.write_text("no marks")
-    with pytest.raises(ConfigurationError, match=r"page\.md: expected a file with one line"):
-        put_between(page, recall_figures.BEGIN, recall_figures.END, table)
-    pytest.importorskip("matplotlib")
-    recall_figures.draw(prompts * 2, folder / "recall.png")
-    assert (folder / "recall.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_equal_runs_are_replaced(tmp_path):
-    from benchmarks.recall import merge
-
-    path = tmp_path / "curves.json"
-    for length, value in ((512, 1), (1024, 2), (512, 3)):
-        merge(path, {"model": "m", "num_tokens": length, "chunk_tokens": 8192, "value": value})
-    assert [(p["num_tokens"], p["value"]) for p in json.loads(path.read_text())] == [(1024, 2), (512, 3)]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from tests.foreign.files import clusters, patterns, sale_thresholds, sparge_state
 from vllm_sparse_backend.profiling.importers.detect import import_profile
@@ -48,21 +49,24 @@ provenance:
 NUMBERS = [-1, 0, 1, 7, 1 << 40, 0.5, -0.5, 1e300, float("nan"), float("inf")]
 TEXTS = ["", "any", "0-3", "9-1", "dense", "\x00", "é" * 300]
 VALUES = [None, True, *NUMBERS, *TEXTS, [], [1, 1], [[]], {}, {"method": "dense"}, {"a": {"b": []}}]
-LETTERS = " \n:{}[],-&*!|>'\"#%@`0123456789abcdefgh\t\x00\x85\u2028é"
+
+pytestmark = pytest.mark.full
 
 
 def test_mutated_profiles() -> None:
-    """Characters that change, lines that move, values that become others."""
+    """Characters that change, parts that go or come twice, values that become others."""
     source = random.Random(0)
-    texts = [
-        EVERYTHING,
-        *(bundled_profiles()[name].read_text() for name in ("minference", "minference-qwen2.5-72b-instruct")),
-    ]
+    bundled = (bundled_profiles()[name].read_text() for name in ("minference", "minference-qwen2.5-72b-instruct"))
+    texts = [EVERYTHING, *bundled]
     assert all(loads(lambda text=text: parse_profile(text, "mine.yaml"), "mine.yaml") for text in texts)
     counts = {True: 0, False: 0}
     for i in range(PROFILES):
         text = source.choice(texts[:1] * 3 + texts)
-        text = mutated_text(text, source) if i % 2 else mutated_values(text, source)
+        if i % 2:
+            text = mutated_bytes(text.encode(), source).decode(errors="replace")
+        else:
+            change(data := yaml.safe_load(text), source)
+            text = str(yaml.safe_dump(data, allow_unicode=True, sort_keys=False))
         counts[loads(lambda text=text: parse_profile(text, "mine.yaml"), "mine.yaml")] += 1
     assert min(counts.values()) > PROFILES / 20  # neither is all that happens
 
@@ -81,32 +85,19 @@ def loads(load: Callable[[], Profile], source: str) -> bool:
     return True
 
 
-def mutated_text(text: str, source: random.Random) -> str:
-    for _ in range(source.choice((1, 1, 2, 5))):
-        at, width = source.randrange(len(text)), source.choice((1, 1, 3, 20, 200))
-        kind = source.randrange(4)
-        if kind == 0:
-            text = text[:at] + "".join(source.choices(LETTERS, k=source.choice((1, 4)))) + text[at + 1 :]
-        elif kind == 1:
-            text = text[:at] + text[at + width :]
-        elif kind == 2:
-            text = text[:at] + text[at : at + width] * 2 + text[at + width :]
+def mutated_bytes(content: bytes, source: random.Random) -> bytes:
+    data = bytearray(content)
+    for _ in range(source.choice((1, 1, 3, 30))):
+        at, width = source.randrange(len(data)), source.choice((1, 8, 500))
+        kind = source.random()
+        if kind < 0.6:
+            data[at] = source.choice((source.randrange(256), *b" \n:{}[],-&*!|>'\"#%@`019e\t\x00\x85"))
+        elif kind < 0.8:
+            del data[at : at + width]
         else:
-            lines = text.splitlines(keepends=True)
-            source.shuffle(lines)
-            text = "".join(lines)
-        text = text or "x"
-    return text
-
-
-def mutated_values(text: str, source: random.Random) -> str:
-    import yaml
-
-    data = yaml.safe_load(text)
-    for _ in range(source.choice((1, 1, 2))):
-        holder, key = source.choice(list(places(data)))
-        change(holder, key, source)
-    return str(yaml.safe_dump(data, allow_unicode=True, sort_keys=False))
+            data[at:at] = data[at : at + width]
+        data = data or bytearray(b"x")
+    return bytes(data)
 
 
 def places(data: Any) -> Iterator[tuple[Any, Any]]:
@@ -117,7 +108,9 @@ def places(data: Any) -> Iterator[tuple[Any, Any]]:
         yield from places(data[key])
 
 
-def change(holder: Any, key: Any, source: random.Random) -> None:
+def change(data: Any, source: random.Random) -> None:
+    """One value in it."""
+    holder, key = source.choice(list(places(data)))
     kind = source.randrange(4)
     if kind == 0 and isinstance(holder, dict):
         holder[source.choice(["x", "method", "0-9", "heads", "1e3", 3, "12"])] = holder.pop(key)
@@ -129,45 +122,22 @@ def change(holder: Any, key: Any, source: random.Random) -> None:
         holder[key] = source.choice(VALUES)
 
 
-def saved(content: Any) -> bytes:
-    torch.save(content, buffer := io.BytesIO())
-    return buffer.getvalue()
-
-
-def mutated_bytes(content: bytes, source: random.Random) -> bytes:
-    data = bytearray(content)
-    for _ in range(source.choice((1, 1, 3, 30))):
-        at = source.randrange(len(data))
-        if source.random() < 0.7:
-            data[at] = source.randrange(256)
-        else:
-            del data[at : at + source.choice((1, 8, 500))]
-        data = data or bytearray(b"x")
-    return bytes(data)
-
-
-def mutated_content(make: Callable[[], Any], source: random.Random) -> Any:
-    content = make()
-    if isinstance(content, torch.Tensor):
-        return source.choice(
-            [content.int(), content.T, content[:2], content * 1000, -content, [content], content.half()]
-        )
-    holder, key = source.choice(list(places(content)))
-    change(holder, key, source)
-    return content
-
-
 @pytest.mark.parametrize("make", [patterns, clusters, sparge_state, sale_thresholds])
 def test_mutated_foreign_files(make: Callable[[], Any], model: Path) -> None:
     source, path = random.Random(1), model.parent / "given"
-    is_torch = make in (sparge_state, sale_thresholds)
-    whole = saved(make()) if is_torch else json.dumps(make()).encode()
     refused = 0
     for i in range(FOREIGN // 4):
-        if i % 2:
-            path.write_bytes(mutated_bytes(whole, source))
+        content = make()
+        if isinstance(content, torch.Tensor) and not i % 2:
+            others = content.int(), content.T, content[:2], content * 1000, -content, [content], content.half()
+            content = source.choice(others)
+        elif not i % 2:
+            change(content, source)
+        if make in (sparge_state, sale_thresholds):
+            torch.save(content, buffer := io.BytesIO())
+            whole = buffer.getvalue()
         else:
-            content = mutated_content(make, source)
-            path.write_bytes(saved(content) if is_torch else json.dumps(content).encode())
+            whole = json.dumps(content).encode()
+        path.write_bytes(mutated_bytes(whole, source) if i % 2 else whole)
         refused += not loads(lambda: import_profile(path, model), str(path))
     assert refused > FOREIGN / 40

@@ -89,15 +89,9 @@ def put(layer: int, head: str, entry: object) -> Change:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (
-            put(1, "2", ["flex_vertical_and_slash", 1, 2, 0.0]),
-            "layer 1, head 2: pattern: given 'flex_vertical_and_slash'",
-        ),
+        (put(1, "2", ["flex_vertical_and_slash", 1, 2, 0.0]), "layer 1, head 2: pattern: given 'flex_v"),
         (put(1, "2", ["flex_vertical_and_slash", [0.9, 4096], [0.9, 4096], 0.0]), "layer 1, head 2: given"),
-        (
-            put(0, "0", ["stream_llm", 100, 800]),
-            "layer 0, head 0: given ['stream_llm', 100, 800], expected [pattern, int",
-        ),
+        (put(0, "0", ["stream_llm", 100, 800]), "layer 0, head 0: given ['stream_llm', 100, 800], expected [pattern"),
         (put(0, "0", ["stream_llm", "100", 800, 1]), "layer 0, head 0: given"),
         (put(0, "0", ["stream_llm", True, 800, 1]), "layer 0, head 0: sink_tokens: given True"),
         (put(0, "0", None), "layer 0, head 0: given None"),
@@ -161,10 +155,7 @@ def test_share_prefill(model: Path) -> None:
         (lambda c: c["clusters"]["7"].append("00"), "clusters.7.1: given '00'"),
         (lambda c: c["clusters"]["7"].append([2, 3]), "clusters.7: given layer 2, head 3, as cluster 9 is"),
         (lambda c: c.update(shared_clusters="9"), "shared_clusters: given '9', expected a list of clusters"),
-        (
-            lambda c: c.update(shared_clusters=["9", "8"]),
-            "shared_clusters.1: given '8', expected the name of a cluster",
-        ),
+        (lambda c: c.update(shared_clusters=["9", "8"]), "shared_clusters.1: given '8', expected the"),
         (lambda c: c.update(shared_clusters=[[]]), "shared_clusters.0: given []"),
     ],
 )
@@ -199,37 +190,16 @@ PATH = "model.layers.1.self_attn.inner_attention"
     ("change", "expected"),
     [
         (lambda s: s.pop(f"{PATH}.pvthreshd"), "layer 1: pvthreshd: missing"),
-        (
-            lambda s: s.update({f"{PATH}.cdf": torch.zeros(4)}),
-            f"'{PATH}.cdf': given 'cdf', expected one of cdfthreshd,",
-        ),
+        (lambda s: s.update({f"{PATH}.cdf": torch.zeros(4)}), "cdf': given 'cdf', expected one of cdf"),
         (lambda s: s.update({3: torch.zeros(4)}), "3: given '', expected one of"),
-        (
-            lambda s: s.update({"layers.3.pvthreshd": torch.ones(4)}),
-            "'layers.3.pvthreshd': expected a layer's number bel",
-        ),
+        (lambda s: s.update({"layers.3.pvthreshd": torch.ones(4)}), "'layers.3.pvthreshd': expected a layer's nu"),
         (lambda s: s.update({"pvthreshd": torch.ones(4)}), "'pvthreshd': expected a layer's number below 3 in it"),
-        (
-            lambda s: s.update({"x.1.pvthreshd": torch.ones(4)}),
-            "x.1.pvthreshd: given, but layer 1 has pvthreshd already",
-        ),
-        (
-            lambda s: s[f"{PATH}.cdfthreshd"].mul_(2),
-            "layer 1, head 0: cdfthreshd: given 1.875, expected a number from 0",
-        ),
-        (
-            lambda s: s[f"{PATH}.pvthreshd"].zero_(),
-            "layer 1, head 0: pvthreshd: given 0, expected a number from 0 to inf,",
-        ),
-        (
-            lambda s: s[f"{PATH}.simthreshd1"].fill_(-2),
-            "layer 1, head 0: simthreshd1: given -2, expected a number from -1",
-        ),
+        (lambda s: s.update({"x.1.pvthreshd": torch.ones(4)}), "x.1.pvthreshd: given, but layer 1 has pvt"),
+        (lambda s: s[f"{PATH}.cdfthreshd"].mul_(2), "layer 1, head 0: cdfthreshd: given 1.875, expected a n"),
+        (lambda s: s[f"{PATH}.pvthreshd"].zero_(), "layer 1, head 0: pvthreshd: given 0, expected a numb"),
+        (lambda s: s[f"{PATH}.simthreshd1"].fill_(-2), "layer 1, head 0: simthreshd1: given -2, expected a n"),
         (lambda s: s[f"{PATH}.cdfthreshd"].fill_(math.nan), f"{PATH}.cdfthreshd: given a number that is not finite"),
-        (
-            lambda s: s.update({f"{PATH}.cdfthreshd": torch.ones(5)}),
-            f"{PATH}.cdfthreshd: given a tensor [5], expected [4]",
-        ),
+        (lambda s: s.update({f"{PATH}.cdfthreshd": torch.ones(5)}), "cdfthreshd: given a tensor [5], expected [4]"),
         (lambda s: s.update({f"{PATH}.cdfthreshd": [1.0]}), f"{PATH}.cdfthreshd: given list, expected a tensor [4]"),
         (
             lambda s: s.update({f"{PATH}.cdfthreshd": torch.ones(1, dtype=torch.complex64)}),

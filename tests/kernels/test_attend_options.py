@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from benchmarks.batches import random_batch, random_index
 from vllm_sparse_kernels.attend import reference, supports_bulk
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.portable import attend
 from vllm_sparse_kernels.attend.smooth_keys import smooth_keys
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_index
-from vllm_sparse_kernels.testing.budget import Expected, expected_attention
+from vllm_sparse_kernels.trial import Batch, Expected, expected_attention
 from vllm_sparse_kernels.workspace import Workspace
 
 DTYPES = [torch.bfloat16, torch.float16] if torch.cuda.is_available() else [torch.float32, torch.float16]

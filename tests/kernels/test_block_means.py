@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from benchmarks.batches import random_batch, random_index, repaged
 from tests.kernels.test_attend_options import clear_margin, lossless_batch, margins_of
 from tests.kernels.test_engines import DTYPES, ENGINES, READS_PAST_THE_END, part_of, same
 from vllm_sparse_kernels.attend import AttendSpec, Engine, attend, reference
@@ -15,8 +16,7 @@ from vllm_sparse_kernels.attend.block_means_reference import dropped_keys, mean_
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.dense.method import Dense
-from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_index, repaged
-from vllm_sparse_kernels.testing.budget import Expected, error_budget
+from vllm_sparse_kernels.trial import Batch, Expected, error_budget
 from vllm_sparse_kernels.workspace import Workspace
 
 

@@ -11,11 +11,20 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
-from vllm_sparse_kernels.attend import PORTABLE, AttendSpec, Engine, FlashAttention, attend, choose, engines
-from vllm_sparse_kernels.attend import flash as flash_module
+from benchmarks.batches import random_batch, random_index, repaged
+from tests.helpers.paged_varlen import STAND_IN, paged_varlen
+from vllm_sparse_kernels.attend import (
+    PORTABLE,
+    AttendSpec,
+    Engine,
+    FlashAttention,
+    attend,
+    choose,
+    engines,
+    flash as flash_module,
+)
 from vllm_sparse_kernels.attend.flash import PART_SEQUENCES, flash_engine
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout
@@ -23,9 +32,7 @@ from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.paged import FP8
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_index, repaged
-from vllm_sparse_kernels.testing.budget import expected_attention
-from vllm_sparse_kernels.testing.paged_varlen import STAND_IN, paged_varlen
+from vllm_sparse_kernels.trial import Batch, expected_attention
 from vllm_sparse_kernels.workspace import Workspace
 
 # Triton's interpreter multiplies bf16 tiles wrongly, without an error; on a GPU vLLM's caches are bf16 or fp16.

@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.batches import in_fp8, random_batch, random_index, repaged, widened
 from tests.kernels.test_engines import ENGINES, check, run, same
+from vllm_sparse_backend.measure.structured import paged_batch, structured
 from vllm_sparse_kernels.attend import AttendSpec
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.reference import attend as reference
@@ -14,9 +16,7 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import FP8, PagedCache
-from vllm_sparse_kernels.testing.batches import Batch, in_fp8, random_batch, random_index, repaged, widened
-from vllm_sparse_kernels.testing.budget import expected_attention
-from vllm_sparse_kernels.testing.structured import paged_batch, structured
+from vllm_sparse_kernels.trial import Batch, expected_attention
 
 SCALES = (0.03, 0.05, 0.2)
 """Of queries, keys and values: elements reach far beyond what fp16 holds products of."""
@@ -32,7 +32,7 @@ METHODS_ASKED = [
         ("flex_vertical_slash", {"max_distance": 0.2}),
         ("sale", {}),
         ("sale", {"channels": "half"}),
-        ("share_prefill", {"cluster": 0, "true_mass": True}),
+        ("share_prefill", {"cluster": 0}),
         ("sparge_attn", {}),
         ("vertical_slash", {"vertical_tokens": 40, "slash_tokens": 128}),
     )

@@ -4,10 +4,11 @@
 import pytest
 import torch
 
+from benchmarks.batches import random_batch, random_index
 from vllm_sparse_kernels.attend import hopper
 from vllm_sparse_kernels.attend.portable import matrix_args
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_index
+from vllm_sparse_kernels.trial import Batch
 
 
 def _order(batch: Batch, index: SparseIndex) -> list[tuple[int, int]]:

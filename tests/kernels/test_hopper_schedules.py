@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.batches import random_batch, random_index
 from tests.kernels import warps
 from vllm_sparse_kernels.attend import hopper
 from vllm_sparse_kernels.attend.portable import matrix_args
 from vllm_sparse_kernels.attend.reference import attend as reference_attend
-from vllm_sparse_kernels.testing.batches import random_batch, random_index
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the host, and says nothing of a device")
 

@@ -6,10 +6,10 @@ import dataclasses
 import pytest
 import torch
 
+from benchmarks.batches import random_batch, random_index
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout, causal_pairs
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows, Tile, ceil_div
-from vllm_sparse_kernels.testing.batches import random_batch, random_index
 
 
 def make_rows(lengths: list[tuple[int, int]], gap_tokens: int = 0) -> Rows:

@@ -6,10 +6,11 @@ import itertools
 import pytest
 import torch
 
+from benchmarks.batches import random_batch, random_index
+from benchmarks.oracle import Bound, Quality, exact_masses, measure
+from tests.helpers.lined import DEVICE
 from vllm_sparse_kernels.index import SparseIndex, causal_pairs
-from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_index
-from vllm_sparse_kernels.testing.lined import DEVICE
-from vllm_sparse_kernels.testing.oracle import Bound, Quality, exact_masses, measure
+from vllm_sparse_kernels.trial import Batch
 
 LENGTHS = [(0, 1), (0, 63), (437, 200), (61, 300)]
 

@@ -4,13 +4,13 @@
 import pytest
 import torch
 
+from benchmarks.batches import random_batch, random_index
 from vllm_sparse_kernels.attend import supports_bulk, widest_block
 from vllm_sparse_kernels.attend.portable import attend
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.testing.batches import Batch, random_batch, random_index
-from vllm_sparse_kernels.testing.budget import expected_attention
+from vllm_sparse_kernels.trial import Batch, expected_attention
 
 
 def run(batch: Batch, index: SparseIndex, bulk: bool) -> tuple[torch.Tensor, torch.Tensor]:

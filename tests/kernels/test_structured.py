@@ -4,8 +4,9 @@
 import pytest
 import torch
 
-from vllm_sparse_kernels.testing.lined import DEVICE
-from vllm_sparse_kernels.testing.structured import NUM_SINKS, SEQUENCE, oracle_density, paged_batch, structured
+from benchmarks.oracle import oracle_density
+from tests.helpers.lined import DEVICE
+from vllm_sparse_backend.measure.structured import NUM_SINKS, SEQUENCE, paged_batch, structured
 
 
 def probabilities(data, head):

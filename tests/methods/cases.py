@@ -12,7 +12,7 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.testing.batches import Batch
+from vllm_sparse_kernels.trial import Batch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter multiplies bf16 tiles wrongly, without an error.

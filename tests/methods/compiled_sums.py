@@ -11,9 +11,9 @@ import re
 
 import torch
 
+from benchmarks.batches import random_batch, random_index
+from benchmarks.offline import Code, Recorder, compiling_for
 from vllm_sparse_kernels.select import last_queries
-from vllm_sparse_kernels.testing.batches import random_batch, random_index
-from vllm_sparse_kernels.testing.offline import Code, Recorder, compiling_for
 
 KERNELS = ("split_lse_kernel", "sums_kernel")
 

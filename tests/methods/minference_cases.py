@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.batches import on_device, random_batch
 from tests.methods.cases import DEVICE, F32, row_parts
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.minference import reference
 from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
-from vllm_sparse_kernels.testing.batches import Batch, on_device, random_batch
+from vllm_sparse_kernels.trial import Batch
 
 F16 = torch.float16
 UNIT = 2.0**-24
@@ -51,6 +52,12 @@ CASES = [
     Case(((200, 129),), 2, 1, head_dim=128, dtype=F16),
     Case(((90, 65),), 2, 1, head_dim=256, block_tokens=128),
 ]
+if DEVICE == "cuda":
+    CASES += [
+        Case(lengths, 8, 2, 128, 128, block_tokens, dtype)
+        for lengths in (((1000, 8192),), ((4000, 2049), (0, 63), (130, 1000)))
+        for block_tokens, dtype in ((64, torch.bfloat16), (128, torch.float16))
+    ]
 LONG = Case(((0, 2049),), 1, 1, page_size=64, dtype=F16)
 
 

@@ -5,15 +5,14 @@ import math
 
 import torch
 
+from benchmarks.batches import random_batch
 from tests.methods.cases import DEVICE, int32
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.sale import means as sale_means
-from vllm_sparse_kernels.methods.sale import method as module
-from vllm_sparse_kernels.methods.sale import rounding as sale_rounding
+from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, rounding as sale_rounding
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries, Selected
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.testing.batches import Batch, random_batch
+from vllm_sparse_kernels.trial import Batch
 from vllm_sparse_kernels.workspace import Workspace
 
 ROUNDING = 1e-4

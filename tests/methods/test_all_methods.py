@@ -5,26 +5,28 @@ may hold beside a row, its own selection.
 Each paper's tests hold it to the paper's equations, with margins that follow from the data.
 """
 
+import math
+import re
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.batches import random_batch, repaged
+from tests.helpers.lined import lined_batch
 from tests.methods.cases import DEVICE, F32, POISON, all_lists, row_alone, select, tiles_of
 from vllm_sparse_kernels.attend import attend
 from vllm_sparse_kernels.index import SparseIndex, causal_pairs
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method, PerHead
-from vllm_sparse_kernels.testing.batches import random_batch, repaged
-from vllm_sparse_kernels.testing.budget import expected_attention
-from vllm_sparse_kernels.testing.lined import lined_batch
+from vllm_sparse_kernels.trial import expected_attention
 
 SMALL: dict[str, list[dict[str, Any]]] = {
     "a_shape": [{"sink_tokens": 50, "local_tokens": 50}],
     "anchor_attention": [
         {"theta": 3.0, "step_tiles": 1},
-        {"theta": 0.2, "step_tiles": 2, "sample_tokens": 32, "whole_blocks": True, "window_tokens": 128},
+        {"theta": 0.2, "step_tiles": 1, "sample_tokens": 64, "whole_blocks": True, "window_tokens": 128},
     ],
     "block_sparse": [{"top_blocks": 1}],
     "flex_vertical_slash": [{"gamma": 0.7}, {"gamma": 0.5, "estimating": "spread", "max_stripes": 8}],
@@ -32,14 +34,14 @@ SMALL: dict[str, list[dict[str, Any]]] = {
     "share_prefill": [{"gamma": 0.6, "cluster": 0, "max_sparsity": 0.9, "max_distance": 0.3}],
     "sparge_attn": [{"kept_mass": 0.6, "min_similarity": 0.1}, {"kept_mass": 0.5, "smooth_keys": False}],
     "top_p": [
-        {"kept_mass": 0.6, "sink_tokens": 32, "local_tokens": 128},
-        {"kept_mass": 0.5, "sink_tokens": 0, "local_tokens": 128, "channels": "half"},
+        {"kept_mass": 0.6, "sink_tokens": 32, "local_tokens": 128, "channels": "all"},
+        {"kept_mass": 0.5, "sink_tokens": 0, "local_tokens": 128},
     ],
     "vertical_slash": [{"vertical_tokens": 30, "slash_tokens": 10, "forced_verticals": 5, "forced_slashes": 5}],
 }
 """Parameters at which a few hundred keys are not kept whole; of a method that is not here its demo's."""
 CASES = [(name, params) for name, spec in METHODS.items() for params in SMALL.get(name, [dict(spec.demo)])]
-LENGTHS = [(201, 140), (0, 63), (330, 1)]
+LENGTHS = [(561, 70), (0, 63), (330, 1)]
 LONG = [(0, 2049), (6143, 1000), (0, 63), (2999, 1)]
 
 every_method = pytest.mark.parametrize(("name", "params"), CASES, ids=str)
@@ -122,6 +124,41 @@ def test_what_heads_of_one_launch_share_may_not_differ(name: str) -> None:
     for field in shared & {"smooth_keys", "keep_sink", "whole_blocks", "use_anchor"}:
         with pytest.raises(ValueError, match="methods alike"):
             own.merged([own, replace(own, **{field: not getattr(own, field)})])
+
+
+NAN = math.nan
+OUT_OF_RANGE: dict[str, dict[str, tuple[Any, ...]]] = {
+    "a_shape": {"sink_tokens": (-1,), "local_tokens": (0,)},
+    "anchor_attention": {
+        "theta": (-0.5, NAN), "step_tiles": (0, -3, 2.5), "window_tokens": (64, -128), "sample_tokens": (3, 256),
+    },
+    "block_sparse": {"top_blocks": (-1,)},
+    "flex_vertical_slash": {
+        "gamma": (0.0, 1.01, NAN), "max_stripes": (-1,), "last_queries": (257,), "estimating": ("first",),
+    },
+    "sale": {
+        "tau": (-0.1, 1.0, NAN), "sink_tokens": (16, -32, 32.0), "local_tokens": (96, 130), "channels": ("most", 64),
+    },
+    "share_prefill": {
+        "max_sparsity": (-0.1,), "max_distance": (-0.1,), "gamma": (0.0, 1.1), "cluster": (-2,), "last_queries": (0,),
+        "estimating": ("first",),
+    },
+    "sparge_attn": {
+        "kept_mass": (0.0, 1.01, NAN), "min_similarity": (-1.5, 2.0), "skip_margin": (0.0, 1.0, -math.inf, NAN),
+    },
+    "vertical_slash": {
+        "vertical_tokens": (-1,), "slash_tokens": (-1,), "forced_verticals": (-1,), "forced_slashes": (-1,),
+        "last_queries": (0, 65),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_parameters_out_of_range_are_refused(name: str) -> None:
+    for field, values in OUT_OF_RANGE[name].items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"^{field}: given {re.escape(repr(value))}, expected"):
+                METHODS[name].parameters(**{field: value})
 
 
 def check_density(

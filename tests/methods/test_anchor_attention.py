@@ -7,6 +7,7 @@ from itertools import groupby
 import pytest
 import torch
 
+from benchmarks.batches import random_batch
 from tests.methods.cases import DEVICE, DTYPES, all_lists, by_turns, select
 from vllm_sparse_kernels.attend import attend
 from vllm_sparse_kernels.index import SparseIndex, causal_pairs
@@ -14,8 +15,7 @@ from vllm_sparse_kernels.methods.anchor_attention import method as module
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
 from vllm_sparse_kernels.methods.anchor_attention.reference import anchor_differences, window_start
 from vllm_sparse_kernels.rows import Rows, ceil_div
-from vllm_sparse_kernels.testing.batches import Batch, random_batch
-from vllm_sparse_kernels.testing.budget import expected_attention
+from vllm_sparse_kernels.trial import Batch, expected_attention
 
 # Triton's interpreter cannot multiply bf16 matrices.
 
@@ -370,25 +370,6 @@ def test_a_sampled_query_finds_what_it_alone_looks_for(whole_blocks):
             found = wanted if i_tile == 5 and sample_tokens in (8, 16) else []
             kept = index.tile_keys(0, i_tile)[128 : 128 * i_tile].nonzero().flatten() + 128
             assert kept.tolist() == found, f"tile {i_tile}, sample {sample_tokens}"
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("theta", -0.5),
-        ("theta", math.nan),
-        ("step_tiles", 0),
-        ("step_tiles", -3),
-        ("step_tiles", 2.5),
-        ("window_tokens", 64),
-        ("window_tokens", -128),
-        ("sample_tokens", 3),
-        ("sample_tokens", 256),
-    ],
-)
-def test_parameters_out_of_range_are_refused(field, value):
-    with pytest.raises(ValueError, match=f"{field}: given {value!r}, expected"):
-        AnchorAttention(**{field: value})
 
 
 def test_defaults_are_the_papers():

@@ -6,6 +6,8 @@ import dataclasses
 import pytest
 import torch
 
+from benchmarks.batches import random_batch
+from tests.helpers.lined import assert_between, kept_keys, lined_batch
 from tests.methods.cases import DEVICE, DTYPES, by_turns, select
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 from vllm_sparse_kernels.methods.flex_prefill.reference import (
@@ -15,8 +17,6 @@ from vllm_sparse_kernels.methods.flex_prefill.reference import (
     whole_blocks,
 )
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.testing.batches import random_batch
-from vllm_sparse_kernels.testing.lined import assert_between, kept_keys, lined_batch
 
 MARGIN = 1e-4
 """Kernels and reference see the same inputs and round float32 sums differently: lines may differ that decide over less
@@ -134,19 +134,3 @@ def test_stripe_room_depends_on_the_row_alone_and_is_bounded():
     assert method.stripes_of_row(chunk, 0) == 8192
     assert method.stripe_layout(chunk).offsets[-1] == 64 * 8192
     assert method.stripe_layout(chunk).capacity == 64 * 8192 + 100
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("gamma", 0.0),
-        ("gamma", 1.01),
-        ("gamma", float("nan")),
-        ("max_stripes", -1),
-        ("last_queries", 257),
-        ("estimating", "first"),
-    ],
-)
-def test_parameters_out_of_range(field, value):
-    with pytest.raises(ValueError, match=f"^{field}: given {value!r}"):
-        FlexVerticalSlash(**{field: value})

@@ -5,25 +5,26 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
+from benchmarks.batches import random_batch
 from vllm_sparse_kernels import LayerShape, Rows, SparseIndex, Workspace
 from vllm_sparse_kernels.attend import FlashAttention, attend, flash_engine, workspace_bytes
+from vllm_sparse_kernels.layer import attend_options
 from vllm_sparse_kernels.methods import METHODS
-from vllm_sparse_kernels.methods.base import attend_options
 from vllm_sparse_kernels.rows import TILE_TOKENS
-from vllm_sparse_kernels.testing.batches import Batch, random_batch
+from vllm_sparse_kernels.trial import Batch
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "share_prefill": [{"cluster": 0}],
     "sparge_attn": [{}, {"int8_scores": True}],
     "anchor_attention": [{}, {"sample_tokens": 2, "step_tiles": 1}],
     "sale": [{}, {"int8_scores": True}, {"channels": "half"}, {"block_means": True}],
+    "top_p": [{}, {"channels": "all"}],
     "vertical_slash": [{}, {"block_means": True}],
     "flex_vertical_slash": [{}, {"estimating": "spread", "last_queries": 256}],
 }
-WIDTHS = {"sale": (32, 64)}
+WIDTHS = {"sale": (32, 64), "top_p": (32, 64)}
 CASES = [
     (name, values, width)
     for name, found in METHODS.items()

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from tests.helpers.lined import assert_between, kept_keys, lined_batch, selected
 from tests.methods.cases import DEVICE, DTYPES, by_turns, int32, row_alone
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods import name_of
@@ -28,8 +29,7 @@ from vllm_sparse_kernels.methods.share_prefill.reference import (
     select_share_prefill,
 )
 from vllm_sparse_kernels.select.radix import EQUAL_BITS, LEAST_KEY
-from vllm_sparse_kernels.testing.batches import Batch
-from vllm_sparse_kernels.testing.lined import assert_between, kept_keys, lined_batch, selected
+from vllm_sparse_kernels.trial import Batch
 
 MARGIN = 1e-4
 """Kernels and reference see the same inputs and round float32 sums differently: blocks and lines may differ that decide
@@ -311,22 +311,6 @@ def test_each_head_takes_what_its_own_gamma_holds(reference):
     assert not equal_lists(index, 1, index, 2)
 
 
-@pytest.mark.parametrize("reference", [None, select_share_prefill], ids=["kernels", "reference"])
-def test_lines_may_come_from_queries_all_over_the_chunk(reference):
-    """Those of flex_vertical_slash with the same options; what is shared stays what it was."""
-    batch = small_batch()
-    plain, spread = (
-        selected(layer_of((0, 0, NOISE), 0.9, 1e-6, 0.6, **options), one, 64, reference=reference)
-        for options in ({}, {"estimating": "spread", "last_queries": 8})
-        for one in [dataclasses.replace(batch, rows=dataclasses.replace(batch.rows))]
-    )
-    flex = FlexVerticalSlash(0.6, estimating="spread", last_queries=8)
-    lines = selected(flex, batch, 64, reference=reference and select_flex_vertical_slash)
-    assert equal_lists(spread, 2, lines, 2)
-    assert not equal_lists(spread, 2, plain, 2)
-    assert all(equal_lists(spread, head, plain, head) for head in (0, 1))
-
-
 def test_distance():
     a, b = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.0, 0.0, 1.0])
     assert js_distance(a, a) == 0
@@ -343,6 +327,9 @@ def test_heads_of_a_layer_are_merged():
     assert merged == SharePrefillLayer(clusters=(3, NOISE, 3))
     assert merged.alike == heads[0].alike
     assert name_of(merged) == "share_prefill"
+    for field, value in (("clusters", (0, -2)), ("gammas", (0.5,))):
+        with pytest.raises(ValueError, match=f"^{field}: given "):
+            SharePrefillLayer(**{field: value})
     with pytest.raises(ValueError, match=r"^methods: "):
         SharePrefill.merged([SharePrefill(), SharePrefill(max_distance=0.1)])
     differing = SharePrefill.merged([SharePrefill(gamma=gamma, cluster=3) for gamma in (0.8, 0.95)])
@@ -374,22 +361,3 @@ def test_summary_counts_clusters_over_layers():
     thresholds |= {"last_queries": 64, "estimating": "last"}
     assert SharePrefill.summary(layers) == thresholds | {"clusters": 3, "clustered_heads": 5}
     assert SharePrefill.summary([SharePrefill()]) == thresholds | {"clusters": 0, "clustered_heads": 0}
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("max_sparsity", -0.1),
-        ("max_distance", -0.1),
-        ("gamma", 0.0),
-        ("gamma", 1.1),
-        ("cluster", -2),
-        ("clusters", (0, -2)),
-        ("gammas", (0.5,)),
-        ("last_queries", 0),
-        ("estimating", "first"),
-    ],
-)
-def test_parameters_out_of_range(field, value):
-    with pytest.raises(ValueError, match=f"^{field}: given "):
-        SharePrefillLayer(**{field: value})

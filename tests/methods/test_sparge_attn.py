@@ -7,15 +7,15 @@ import math
 import pytest
 import torch
 
+from benchmarks.batches import random_batch
 from tests.methods.cases import DEVICE, POISON, select
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.base import attend_options
-from vllm_sparse_kernels.methods.sparge_attn import method as module
-from vllm_sparse_kernels.methods.sparge_attn import reference
+from vllm_sparse_kernels.layer import attend_options
+from vllm_sparse_kernels.methods.sparge_attn import method as module, reference
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.select.pooled import KEY_BLOCK_TOKENS, KeyPool, pool_queries, slabs_of
-from vllm_sparse_kernels.testing.batches import Batch, random_batch
+from vllm_sparse_kernels.trial import Batch
 from vllm_sparse_kernels.workspace import Workspace
 
 MARGIN = 1e-5
@@ -294,42 +294,11 @@ def test_raising_theta_forces_more():
     assert densities[0] < densities[1] < densities[2] == 1
 
 
-SETTINGS = [
-    METHOD, SpargeAttn(kept_mass=0.4, min_similarity=-1.0, skip_margin=-5.0), SpargeAttn(kept_mass=1.0),
-    dataclasses.replace(METHOD, min_similarity=0.55, int8_scores=True), METHOD, SpargeAttn(kept_mass=0.9),
-]  # fmt: skip
-
-
-COMMON = {"smooth_keys": True, "keep_sink": True, "skip_whole_steps": False}
-
-
-def test_what_is_merged():
-    merged = SpargeAttn.merged(SETTINGS)
-    assert list(merged.of_heads(6)) == SETTINGS
-    assert merged.alike == METHOD.alike == SpargeAttn()
-    assert [m.skip_margin for m in merged.of_heads(6)] == [None, -5.0, None, None, None, None]
-    asked = attend_options(
-        [METHOD, SETTINGS[1], dataclasses.replace(SETTINGS[1], skip_whole_steps=True)], torch.device(DEVICE)
-    )
-    assert asked.skip_margins.tolist() == [-math.inf, -5.0, -math.inf]
-    assert asked.drop_margins.tolist() == [-math.inf, -math.inf, -5.0]
-    assert SpargeAttn.merged([METHOD] * 3) == METHOD
-    assert METHOD.summary([METHOD] * 2) == METHOD.shown_fields
-    assert merged.summary([merged, METHOD]) == COMMON | {"settings": 5}
-    for field in ("smooth_keys", "keep_sink"):
-        assert dataclasses.replace(METHOD, **{field: False}).alike != METHOD.alike
-        with pytest.raises(ValueError, match="methods alike"):
-            SpargeAttn.merged([METHOD, SpargeAttn(**{field: False})])
-    with pytest.raises(ValueError, match="one for each of the 2 heads"):
-        merged.of_heads(2)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("kept_mass", 0.0), ("kept_mass", 1.01), ("kept_mass", math.nan), ("min_similarity", -1.5),
-     ("min_similarity", 2.0), ("skip_margin", 0.0), ("skip_margin", 1.0), ("skip_margin", -math.inf),
-     ("skip_margin", math.nan)],
-)  # fmt: skip
-def test_parameters_out_of_range_are_refused(field, value):
-    with pytest.raises(ValueError, match=f"{field}: given {value}"):
-        SpargeAttn(**{field: value})
+def test_what_heads_ask_of_attention():
+    skipping = SpargeAttn(skip_margin=-5.0)
+    methods = [METHOD, skipping, dataclasses.replace(skipping, skip_whole_steps=True), SpargeAttn(int8_scores=True)]
+    assert list(SpargeAttn.merged(methods).of_heads(4)) == methods
+    asked = attend_options(methods, torch.device(DEVICE))
+    assert asked.skip_margins.tolist() == [-math.inf, -5.0, -math.inf, -math.inf]
+    assert asked.drop_margins.tolist() == [-math.inf, -math.inf, -5.0, -math.inf]
+    assert asked.int8_heads.tolist() == [0, 0, 0, 1]

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AttentionInterface, DynamicCache, LlamaForCausalLM
 
-from vllm_sparse_backend.settings.plan import Plan, methods_by_head
+from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.attend.reference import attend
+from vllm_sparse_kernels.layer import attend_options, methods_by_head
 from vllm_sparse_kernels.methods import METHODS, name_of
-from vllm_sparse_kernels.methods.base import attend_options
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.dense.reference import select_dense
 from vllm_sparse_kernels.rows import ceil_div

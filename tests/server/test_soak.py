@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server under many clients: all lengths and levels, shared prefixes, requests that are broken off, little cache.
 
-A minute here; SOAK_S=600 in the environment, or ``sparse-prefill bench soak``, goes on for longer.
+A minute here; SOAK_S=600 in the environment, or ``python -m benchmarks.soak``, goes on for longer.
 After it, known requests come one at a time, and the server's counters have to be what follows from these.
 """
 
@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.soak import SERVER_ENV, Asking, add_figures, growth, lines, served_by, soak_and_check
 from tests.server import scenario
-from vllm_sparse_backend.measure.endpoint import Endpoint, Prompts
+from vllm_sparse_backend.measure.client import Endpoint, Prompts
 from vllm_sparse_backend.measure.report import Report
 from vllm_sparse_backend.measure.server import Server, sparse_args
 from vllm_sparse_backend.settings.reasons import Fallback

@@ -3,7 +3,7 @@
 
 import typer
 
-from vllm_sparse_backend.cli import bench, calibrate, demo, doctor, eval, profiles, servers
+from vllm_sparse_backend.cli import bench, demo, doctor, eval, profile
 
 app = typer.Typer(
     name="sparse-prefill",
@@ -14,10 +14,6 @@ app = typer.Typer(
 )
 app.command()(doctor.doctor)
 app.command()(demo.demo)
-app.add_typer(profiles.profile_app, name="profile")
+app.add_typer(profile.profile_app, name="profile")
 app.add_typer(bench.bench, name="bench")
 app.add_typer(eval.evaluate, name="eval")
-for command in calibrate.COMMANDS:
-    profiles.profile_app.command()(command)
-for command in (servers.serve, servers.soak):
-    bench.bench.command()(command)

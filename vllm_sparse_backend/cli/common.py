@@ -7,14 +7,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-PICTURES = (".png", ".svg", ".pdf")
 
 
 def output(path: Path | None) -> Path | None:
@@ -34,28 +32,17 @@ def folder_for(option: str, path: Path) -> Path:
     return path
 
 
-def _picture(path: Path | None) -> Path | None:
-    if path is not None and path.suffix not in PICTURES:
-        raise typer.BadParameter(f"given {path}, expected a name that ends with one of {', '.join(PICTURES)}")
-    return output(path)
-
-
 Json = Annotated[
-    Path | None,
-    typer.Option("--json", help="File for all that was measured, with device and versions.", callback=output),
+    Path | None, typer.Option("--json", help="File for all that was measured, with versions.", callback=output)
 ]
-Results = Annotated[
-    Path | None, typer.Option(help="List of figures, as in docs/results, to merge this run's into.", callback=output)
+Results = Annotated[Path | None, typer.Option(help="List of figures to merge this run's into.", callback=output)]
+ServedModel = Annotated[Path | None, typer.Argument(help="Model to serve; not needed where servers run.")]
+SparseSettings = Annotated[
+    list[str] | None, typer.Option(help="sparse_prefill as JSON, or a profile; may be repeated. Nothing is set.")
 ]
-Png = Annotated[Path | None, typer.Option(help="Picture to draw; needs matplotlib.", callback=_picture)]
-Methods = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--method",
-        help="NAME or NAME:FIELD=VALUE,FIELD=VALUE; may be repeated. By default all, and a server's default.",
-    ),
-]
-Profile = Annotated[str | None, typer.Option(help="Profile whose methods are measured: a bundled name, or a file.")]
+Level = Annotated[list[str] | None, typer.Option(help="Level that requests ask for; may be repeated.")]
+Text = Annotated[Path | None, typer.Option(help="Text file, or folder of *.py and *.md, for prompts.")]
+ServerArgs = Annotated[str, typer.Option("--server-args", help="More arguments for all servers, as one text.")]
 
 
 @contextmanager
@@ -100,14 +87,6 @@ def bar(of: str, total: int | None, done: int = 0) -> Iterator[tuple[Console, Ca
         yield progress.console, lambda: progress.advance(task)
 
 
-def draw(png: Path | None, *panels: Any) -> None:
-    if png is not None:
-        from benchmarks import plots
-
-        plots.draw(png, panels)
-        say(f"Drawn in {png}")
-
-
 def split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
@@ -149,12 +128,9 @@ def device_of(text: str | None) -> str:
 
 def text_of(path: Path | None) -> str | None:
     """What --text names, if it is given."""
-    from vllm_sparse_backend.measure.report import BenchError
+    from vllm_sparse_backend.measure.texts import read_text
 
-    try:
-        return None if path is None else path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise BenchError(f"--text: given {str(path)!r}, expected a text file: {error.strerror}") from None
+    return None if path is None else read_text(path)
 
 
 def refuse_without_model(given: Mapping[str, object]) -> None:
@@ -163,16 +139,3 @@ def refuse_without_model(given: Mapping[str, object]) -> None:
 
     if names := [name for name, value in given.items() if value]:
         raise BenchError(f"{', '.join(names)}: given with running servers, expected only with a MODEL to serve")
-
-
-def shares(option: str, text: str) -> list[float]:
-    """Numbers from 0 to 1."""
-    from vllm_sparse_backend.measure.report import BenchError
-
-    try:
-        found = [float(part) for part in split(text)]
-    except ValueError:
-        found = []
-    if not found or not all(0 <= share <= 1 for share in found):
-        raise BenchError(f"{option}: given {text!r}, expected numbers from 0 to 1, with commas between")
-    return found

@@ -216,7 +216,7 @@ def model_layers(model: Path) -> Iterator[Finding]:
 
 def best_speedups(model: Path) -> Iterator[Finding]:
     """What is to be won at all: whatever a method leaves out, linear layers stay."""
-    from vllm_sparse_backend.settings import attention_share
+    from vllm_sparse_backend.cli import attention_share
     from vllm_sparse_backend.settings.errors import ConfigurationError
     from vllm_sparse_backend.settings.model_shape import config_file
 

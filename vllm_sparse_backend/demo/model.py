@@ -5,16 +5,16 @@ The weights are random but not degenerate: every projection keeps its input's va
 that attention is far from uniform. So what a prefill computes shows in the tokens that follow it.
 """
 
-import importlib.util
 import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from vllm_sparse_backend.measure.texts import project_files
 
 BUNDLED = Path(__file__).parents[1] / "_models/needle"
 FINDING_LAYER = 1
@@ -63,19 +63,6 @@ def bundled_model() -> Path | None:
     return BUNDLED if (BUNDLED / "model.safetensors").exists() else None
 
 
-def project_text() -> str:
-    """The sources of this project's two packages, as one text: what the tokenizer learns and the demo asks about."""
-    return "".join(_project_files())
-
-
-def _project_files() -> Iterator[str]:
-    for package in ("vllm_sparse_backend", "vllm_sparse_kernels"):
-        spec = importlib.util.find_spec(package)
-        for folder in (spec and spec.submodule_search_locations) or ():
-            for path in sorted(Path(folder).rglob("*.py")):
-                yield path.read_text(encoding="utf-8")
-
-
 def make_model(folder: Path, *, seed: int = 0) -> Path:
     """Write the model to ``folder`` and return it; a folder that is already there is left as it is."""
     if folder.exists():
@@ -104,7 +91,7 @@ def write_tokenizer(folder: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_project_files(), trainer)
+    tokenizer.train_from_iterator(project_files(), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{START} $A", special_tokens=[(START, 0)])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

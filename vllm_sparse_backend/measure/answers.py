@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from vllm_sparse_backend.measure.endpoint import RequestError
+from vllm_sparse_backend.measure.client import RequestError
 from vllm_sparse_backend.measure.report import BenchError
 
 Encode = Callable[[str], list[int]]

@@ -6,12 +6,12 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from vllm_sparse_backend.measure.answers import (
     Prompt,
@@ -22,11 +22,10 @@ from vllm_sparse_backend.measure.answers import (
     score,
     standard_error,
 )
+from vllm_sparse_backend.measure.client import Endpoint, RequestError
 from vllm_sparse_backend.measure.contestants import At, Case, densities
-from vllm_sparse_backend.measure.endpoint import Endpoint, RequestError
 from vllm_sparse_backend.measure.report import BenchError, Report
-from vllm_sparse_backend.measure.texts import asked_text, prose
-from vllm_sparse_backend.measure.tokens import first_tokens, tokenize
+from vllm_sparse_backend.measure.texts import prose, read_text
 
 COLUMNS = {
     "label": "server",
@@ -43,9 +42,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Asking:
-    """All that makes the prompts, but for the tokenizer: a ``Job`` of servers."""
-
-    fields: ClassVar[tuple[str, ...]] = ("tokens", "prompt")
+    """All that makes the prompts, but for the tokenizer."""
 
     lengths: tuple[int, ...]
     prompts: int
@@ -56,10 +53,15 @@ class Asking:
     text: str | None
     first_token: str | None
     """Text of the token that prompts start with; empty for none; None for what the tokenizer or its files say."""
+    made: dict[At, Prompt] = field(default_factory=dict, compare=False)
+    """Once a server is there to tokenize."""
+    tokens: list[int] = field(default_factory=list, compare=False)
+    """Of a piece of the text, by that server."""
 
     @staticmethod
     def about(text: Path | None, lengths: Sequence[int], prompts: int, **others: Any) -> "Asking":
-        read = asked_text(text, lengths, prompts)
+        # Eight characters are more than a token has on average, and what is read is tokenised by the server.
+        read = None if text is None else read_text(text, 8 * max(lengths) * max(4, prompts))
         return Asking(tuple(dict.fromkeys(lengths)), prompts, text=read, **others)
 
     @property
@@ -74,24 +76,29 @@ class Asking:
 
     def key(self, *context: object) -> str:
         """Equal where the prompts are, and what they are asked in (``context``)."""
-        made_of = asdict(self) | {"text": self.source, "context": context}
+        made_of = {name: value for name, value in vars(self).items() if name not in ("made", "tokens", "source")}
+        made_of |= {"templates": vars(self.templates), "text": self.source, "context": context}
         return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
 
     @property
     def wanted(self) -> list[At]:
         return list(product(self.lengths, range(self.prompts)))
 
-    def sample(self, endpoint: Endpoint) -> list[int]:
-        return endpoint.tokenize(self.source[:2000])
+    def make(self, endpoint: Endpoint) -> bool:
+        """The prompts, by the first server's tokenizer; whether this one's gives the same. Raises BenchError."""
+        sample = endpoint.tokenize(self.source[:2000], special=True)
+        if not self.made:
+            self.made.update(self.build_prompts(endpoint))
+            self.tokens.extend(sample)
+        return sample == self.tokens
 
-    def build(self, endpoint: Endpoint) -> Callable[[Endpoint, At], Case]:
-        prompts = self.build_prompts(endpoint)
-        return lambda endpoint, at: ask_one(endpoint, prompts[at])
+    def ask(self, endpoint: Endpoint, at: At) -> Case:
+        return ask_one(endpoint, self.made[at])
 
     def build_prompts(self, endpoint: Endpoint) -> dict[At, Prompt]:
         """By length and number: each of a stretch of the text that begins elsewhere."""
-        text_ids = tokenize(endpoint, self.source)
-        begin_ids = first_tokens(endpoint, self.first_token)
+        text_ids = endpoint.tokenize(self.source)
+        begin_ids = endpoint.first_tokens(self.first_token)
         # Stretches begin in different places, so that no two prompts of a length begin alike.
         spare = len(text_ids) - self.longest
         if spare < 16 * self.prompts:
@@ -105,9 +112,8 @@ class Asking:
                 start = spare * i // self.prompts + rng.randrange(spare // self.prompts)
                 stretch = text_ids[start : start + length]
                 built[length, i] = build_prompt(
-                    lambda text: endpoint.tokenize(text, special=False),
-                    begin_ids, stretch, length, self.facts, self.templates, rng,
-                )  # fmt: skip
+                    endpoint.tokenize, begin_ids, stretch, length, self.facts, self.templates, rng
+                )
         return built
 
 

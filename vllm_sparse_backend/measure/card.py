@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from vllm_sparse_backend.measure.report import BenchError
+from vllm_sparse_backend.settings.errors import not_one_of
 from vllm_sparse_kernels import AttendOptions, PagedCache, SparseIndex
 from vllm_sparse_kernels.attend import AttendSpec, Engine, FlashAttention, choose, engines
 from vllm_sparse_kernels.rows import to_device
-from vllm_sparse_kernels.testing.batches import Batch
+from vllm_sparse_kernels.trial import Batch
 
 Run = Callable[[], object]
 
@@ -78,6 +79,12 @@ class Card:
             )  # fmt: skip
 
         return run
+
+    def engines_named(self, names: Sequence[str]) -> list[str]:
+        """These, or all. Raises BenchError where there is none of a name."""
+        if unknown := [name for name in names if name not in self.engines]:
+            raise BenchError(f"--engines: {not_one_of(unknown[0], self.engines)}")
+        return list(names or self.engines)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -12,7 +12,7 @@ import torch
 from vllm_sparse_kernels import SparseIndex
 from vllm_sparse_kernels.attend.reference import fp8_weights, step_margins, walk
 from vllm_sparse_kernels.paged import FP8
-from vllm_sparse_kernels.testing.batches import Batch
+from vllm_sparse_kernels.trial import Batch
 
 SAMPLED_TILES = 12
 BUDGET = 2.0

@@ -4,54 +4,49 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from threading import Event, Lock, Thread
-from typing import Any, Protocol
+from threading import Event, Lock
+from typing import TYPE_CHECKING, Any
 
-from vllm_sparse_backend.measure.endpoint import Endpoint
-from vllm_sparse_backend.measure.pairs import Pairs
+from vllm_sparse_backend.measure.client import Endpoint
 from vllm_sparse_backend.measure.report import BenchError, Report
-from vllm_sparse_backend.measure.scrape import parse
-from vllm_sparse_backend.measure.serve import SPARE_TOKENS, Settings, kv_bytes, max_positions, split_args
-from vllm_sparse_backend.measure.server import Server, ServerError, has_cuda, sparse_args
+from vllm_sparse_backend.measure.scrape import Pairs, parse
+from vllm_sparse_backend.measure.server import (
+    SPARE_TOKENS,
+    Server,
+    ServerError,
+    Settings,
+    has_cuda,
+    kv_bytes,
+    max_positions,
+    sparse_args,
+    split_args,
+)
 from vllm_sparse_backend.settings.auto import AUTO
 from vllm_sparse_backend.settings.metrics import PREFIX
 from vllm_sparse_backend.settings.profile import load_profile
+from vllm_sparse_backend.settings.reasons import Fallback
+
+if TYPE_CHECKING:
+    from vllm_sparse_backend.measure.asking import Asking
 
 Case = dict[str, Any]
 OnCase = Callable[[Case], None]
-At = tuple[Hashable, ...]
-"""Which request of a job: values of the job's ``fields``."""
-Ask = Callable[[Endpoint, At], Case]
+At = tuple[int, int]
+"""Which request: tokens of its prompt, and its number."""
 
 MEMORY = 0.9
 """Share of a card that servers beside each other have together."""
 
 
-class Job(Protocol):
-    """Requests that every server is asked."""
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Of a case: those that tell one request from another."""
-
-    @property
-    def wanted(self) -> Sequence[At]: ...
-
-    def sample(self, endpoint: Endpoint) -> object:
-        """Equal for servers that make the same prompts."""
-
-    def build(self, endpoint: Endpoint) -> Ask:
-        """Asks a server one of the requests.
-
-        A request that fails, or is not answered whole, has its ``error`` in the case, and no answer; ``error`` is None
-        otherwise. Raises BenchError where the prompts cannot be made at all.
-        """
+def at_of(case: Mapping[str, Any]) -> At:
+    return case["tokens"], case["prompt"]
 
 
 _started: set[Server] = set()
@@ -167,13 +162,18 @@ def resume(report: Report, path: Path | None, key: str, contestants: Sequence[Co
     report.cases.extend(case for case in cases if not case.get("error"))
 
 
+def held(cases: Sequence[Case], contestants: Sequence[Contestant], asking: "Asking") -> int:
+    """How many of the requests a report has."""
+    labels, wanted = {one.label for one in contestants}, set(asking.wanted)
+    return sum(case["part"] == "prompt" and case["label"] in labels and at_of(case) in wanted for case in cases)
+
+
 def ask_all(
     contestants: Sequence[Contestant],
-    job: Job,
+    asking: "Asking",
     key: str,
     report: Report,
     concurrency: int,
-    on_case: OnCase,
     jobs: int = 1,
 ) -> None:
     """A case for each contestant and request that the report does not hold yet; ``jobs`` servers at a time.
@@ -182,46 +182,30 @@ def ask_all(
     """
     if len({one.label for one in contestants}) < len(contestants):
         raise BenchError(f"labels {', '.join(one.label for one in contestants)}: expected each of them once")
-    todo: dict[str, list[At]] = {}
-    for one in contestants:
-        held = {tuple(case.get(name) for name in job.fields) for case in report.cases if case["label"] == one.label}
-        todo[one.label] = [at for at in job.wanted if at not in held]
-    made, adding, over = _Made(job), Lock(), Event()
+    there = {(case["label"], at_of(case)) for case in report.cases if case["part"] == "prompt"}
+    todo = {one.label: [at for at in asking.wanted if (one.label, at) not in there] for one in contestants}
+    adding, making, over = Lock(), Lock(), Event()
 
     def add(case: Case) -> None:
         with adding:
             if over.is_set():
                 return  # of a server that was stopped
             report.add_case(case)
-            if case["part"] == "prompt":
-                on_case(case)
 
     def ask(server: Sequence[Contestant]) -> None:
         with server[0].open() as endpoint:
             for one in server:
                 at_level = endpoint if one.level is None else endpoint.at_level(one.level)
                 base = {"key": key, "label": one.label, "what": one.what}
-                _ask_server(at_level, made.ask_for(one, endpoint), todo[one.label], job.fields, base, add, concurrency)
+                with making:  # with the first server that is ready, and the same for all
+                    if not asking.make(endpoint):
+                        raise BenchError(
+                            f"{one.label}: its tokenizer is another than the first server's: prompts would differ"
+                        )
+                _ask_server(at_level, asking, todo[one.label], base, add, concurrency)
 
     waiting = [one for one in contestants if todo[one.label]]
     _each([[*server] for _, server in groupby(waiting, key=lambda one: one.open)], ask, jobs, over)
-
-
-class _Made:
-    """The prompts of a job, made with the first server that is ready, and the same for all."""
-
-    def __init__(self, job: Job) -> None:
-        self._job, self._lock = job, Lock()
-        self._ask: Ask | None = None
-        self._sample: object = None
-
-    def ask_for(self, one: Contestant, endpoint: Endpoint) -> Ask:
-        with self._lock:
-            if self._ask is None:
-                self._ask, self._sample = self._job.build(endpoint), self._job.sample(endpoint)
-            elif self._job.sample(endpoint) != self._sample:
-                raise BenchError(f"{one.label}: its tokenizer is another than the first server's: prompts would differ")
-            return self._ask
 
 
 def _each(
@@ -229,37 +213,23 @@ def _each(
 ) -> None:
     """``ask`` for each, ``jobs`` at a time, in their order. What one of them raises ends all; then it is ``over``.
 
-    Threads are daemons, and servers are stopped from here: who breaks off does not wait for prompts of minutes.
+    Servers are stopped from here: who breaks off does not wait for prompts of minutes.
     """
-    waiting, failed = iter(servers), list[BaseException]()
-
-    def work() -> None:
-        while not over.is_set() and (one := next(waiting, None)) is not None:
-            try:
-                ask(one)
-            except BaseException as error:
-                failed.append(error)
-                over.set()
-
-    threads = [Thread(target=work, daemon=True) for _ in range(min(jobs, len(servers)))]
+    pool = ThreadPoolExecutor(jobs)
     try:
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads) and not over.wait(0.1):
-            pass
+        for done in as_completed([pool.submit(ask, one) for one in servers]):
+            done.result()
     finally:
         over.set()
         for server in [*_started]:
             server.stop()
-    if failed:
-        raise failed[0]
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _ask_server(
     endpoint: Endpoint,
-    ask: Ask,
+    asking: "Asking",
     todo: Sequence[At],
-    fields: Sequence[str],
     base: Mapping[str, Any],
     add: OnCase,
     concurrency: int,
@@ -268,31 +238,46 @@ def _ask_server(
     before = endpoint.metrics()
     pool = ThreadPoolExecutor(concurrency)
     try:
-        for at, case in zip(todo, pool.map(lambda at: ask(endpoint, at), todo)):
-            add({"part": "prompt", **base, **dict(zip(fields, at)), **case})
+        for at, case in zip(todo, pool.map(lambda at: asking.ask(endpoint, at), todo)):
+            add({"part": "prompt", **base, "tokens": at[0], "prompt": at[1], **case})
     finally:
         # Who breaks off does not wait for prompts of minutes: they end with the server.
         pool.shutdown(wait=False, cancel_futures=True)
     after = endpoint.metrics()
     if PREFIX in before and PREFIX in after:  # it counts pairs
-        counted = Pairs.on_page(after) - Pairs.on_page(before)
         rows = parse(after).rows - parse(before).rows
         dense = {reason: count for (path, reason), count in rows.items() if path == "dense"}
-        pairs = {"density": counted.density, "kept_pairs": counted.kept, "causal_pairs": counted.causal}
-        add({"part": "density", **base, **dict.fromkeys(fields), **pairs, "dense_rows": dense})
+        counted = Pairs.on_page(after) - Pairs.on_page(before)
+        add({"part": "density", **base, "tokens": None, "prompt": None, **counted.figures, "dense_rows": dense})
 
 
 def densities(cases: Sequence[Case]) -> dict[str, float | None]:
-    """By label, of all runs that a file holds; of the last one where some did not write how many pairs there were."""
-    runs: dict[str, list[Case]] = {}
-    for case in cases:
-        if case["part"] == "density":
-            runs.setdefault(case["label"], []).append(case)
-    return {label: _density(of) for label, of in runs.items()}
+    """By label, of all runs that a file holds."""
+    counted = [case for case in cases if case["part"] == "density"]
+    labels = dict.fromkeys(case["label"] for case in counted)
+    return {label: Pairs.of_cases(case for case in counted if case["label"] == label).density for label in labels}
 
 
-def _density(runs: Sequence[Case]) -> float | None:
-    if not all("causal_pairs" in run for run in runs):
-        density: float | None = runs[-1]["density"]
-        return density
-    return sum((Pairs(run["kept_pairs"], run["causal_pairs"]) for run in runs), Pairs()).density
+def failures(cases: Sequence[Case]) -> list[str]:
+    """A line for each failed request, and for each server of this backend that ran nothing sparse."""
+    asked = [case for case in cases if case["part"] == "prompt"]
+    lines = [
+        f"failed, and not counted: {case['label']}, {case['tokens']:,} tokens, prompt {case['prompt'] + 1}: "
+        f"{case['error']}"
+        for case in asked
+        if case["error"]
+    ]
+    for label, density in densities(cases).items():
+        if density is None:
+            lines.append(f"{label}: no request ran sparse: {_why_dense([c for c in cases if c['label'] == label])}")
+    return lines
+
+
+def _why_dense(cases: Sequence[Case]) -> str:
+    """What a server counted its rows as; where there were none, why there were none."""
+    rows = sum((Counter(case["dense_rows"]) for case in cases if case["part"] == "density"), Counter[str]())
+    if rows:
+        explained = {one.value: one.explain for one in Fallback}
+        return "; ".join(f"{explained.get(why, why)} (dense rows: {count:,})" for why, count in rows.items())
+    failed = all(case["error"] for case in cases if case["part"] == "prompt")
+    return "all of its requests failed" if failed else "the server's log says why"

@@ -14,6 +14,7 @@ A rung counts if sparse is faster by ``MARGIN``, and so are all longer ones. nul
 import json
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,11 +22,11 @@ from statistics import median
 from typing import Any
 
 from vllm_sparse_backend.identity import package_version
-from vllm_sparse_backend.measure.asked import Asked
+from vllm_sparse_backend.measure.asked import Asked, methods_asked
 from vllm_sparse_backend.measure.card import Card, Run
 from vllm_sparse_backend.measure.check import check_attention
-from vllm_sparse_backend.measure.data import Heads, Prompt
-from vllm_sparse_backend.measure.methods import Layer, layers_of, new_step
+from vllm_sparse_backend.measure.data import Heads, Prompt, structured_clusters, structured_prompts
+from vllm_sparse_backend.measure.layers import Layer, layers_of, new_step
 from vllm_sparse_backend.measure.report import BenchError, Report, write_json
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels.attend import Engine
@@ -50,6 +51,7 @@ COLUMNS = {
     "ms": "ms",
     "times_faster": "times faster",
     "problem": "not timed",
+    "least": "sparse from",
 }
 ENTRY_COLUMNS = {name: name for name in ("method", "params", "engine", "min_tokens", "min_query_tokens")}
 
@@ -82,32 +84,67 @@ def climb_down(
     return found
 
 
-def run_crossover(
+@dataclass(frozen=True)
+class Asking:
+    """Which lengths are tried, and with which engines."""
+
+    engines: Sequence[str]
+    shortest: int
+    longest: int
+    chunk_tokens: int
+    margin: float = MARGIN
+    layers: int = 4
+    new_tokens: Sequence[int] | None = None
+    """After a long cached prefix; None for ``NEW_TOKENS`` as far as they fit."""
+
+    def ladders(self) -> dict[str, dict[int, tuple[int, int]]]:
+        """Of both thresholds: each rung's (seq_len, query_len). Raises BenchError where the prompt is too short."""
+        new = self.new_tokens or [n for n in NEW_TOKENS if n <= self.chunk_tokens and n < self.longest]
+        after_dense = {
+            n: (n + query_len, query_len)
+            for n in ladder(self.shortest, self.longest)
+            if n + (query_len := min(n, self.chunk_tokens // 2)) <= self.longest
+        }
+        if not after_dense or max(new) >= self.longest:
+            raise BenchError(
+                f"--longest: given {self.longest:,}, expected more than --shortest {self.shortest:,} and half a chunk "
+                f"after it, and more than {max(new):,} new tokens"
+            )
+        return {"min_tokens": after_dense, "min_query_tokens": {n: (self.longest, n) for n in new}}
+
+
+def run(
     card: Card,
     heads: Heads,
-    prompts: Sequence[Prompt],
-    plans: Sequence[tuple[Asked, Plan]],
-    engines: Sequence[str],
-    rungs: Sequence[int],
-    new_tokens: Sequence[int],
-    chunk_tokens: int,
+    methods: Sequence[str],
+    profiles: Sequence[str],
+    asking: Asking,
+    table: Path,
     report: Report,
-    margin: float = MARGIN,
 ) -> Iterator[dict[str, Any]]:
-    """Measures each method with each engine; yields each rung as it is reported, and after them ``{"entry": …}``."""
-    longest = min(prompt.num_tokens for prompt in prompts)
-    after_dense = {
-        n: (n + query_len, query_len) for n in rungs if n + (query_len := min(n, chunk_tokens // 2)) <= longest
-    }
-    if not after_dense or max(new_tokens) >= longest:
-        raise BenchError(f"crossover: {max(2 * min(rungs), *new_tokens):,} tokens of a prompt of {longest:,}")
-    after_prefix = {n: (longest, n) for n in new_tokens}
+    """Measures each method with each engine on structured prompts, and writes ``table`` as it goes.
+
+    Yields each rung, and after those of a method and engine what the table says of them.
+    """
+    ladders, shape = asking.ladders(), heads.model(asking.layers)
+    clusters = structured_clusters(heads, asking.layers)
+    plans = [(asked, asked.plan(shape, clusters)) for asked in methods_asked(methods, profiles, shape)]
+    merge_entries(table, [])  # what is no table is found out before anything is measured
+    prompts = structured_prompts(heads, asking.longest, asking.layers, card.device)
     for asked, plan in plans:
-        for engine in engines:
-            measure = partial(_rung, card, prompts, asked, plan, card.engines[engine], report)
-            least = yield from climb_down(after_dense, partial(measure, "min_tokens"), margin)
-            least_new = yield from climb_down(after_prefix, partial(measure, "min_query_tokens"), margin)
-            yield {"entry": entry_of(card, heads, asked, engine, least, least_new, report.command)}
+        for engine in asking.engines:
+            found: dict[str, int | None] = {}
+            for name, rungs in ladders.items():
+                measure = partial(_rung, card, prompts, asked, plan, card.engines[engine], report, name)
+                found[name] = yield from climb_down(rungs, measure, asking.margin)
+            entry = entry_of(card, heads, asked, engine, found, report.command)
+            merge_entries(table, [entry])
+            report.add_case(case := {"method": str(asked), "engine": engine, "entry": entry, "least": _told(found)})
+            yield case
+
+
+def _told(found: Mapping[str, int | None]) -> str:
+    return ", ".join(f"{name} {least}" for name, least in found.items())
 
 
 def _rung(
@@ -150,19 +187,12 @@ def _in_order(*runs: Run) -> Run:
 
 
 def entry_of(
-    card: Card,
-    heads: Heads,
-    asked: Asked,
-    engine: str,
-    min_tokens: int | None,
-    min_query_tokens: int | None,
-    command: str,
+    card: Card, heads: Heads, asked: Asked, engine: str, found: Mapping[str, int | None], command: str
 ) -> dict[str, Any]:
     """What the table says of one method and engine on this card."""
     return {
         "device": card.name, "engine": engine, "method": asked.method, "params": dict(asked.params),
-        "num_heads": heads.num_heads, "num_kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim,
-        "min_tokens": min_tokens, "min_query_tokens": min_query_tokens,
+        "num_heads": heads.num_heads, "num_kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim, **found,
         "vllm": package_version("vllm"), "triton": package_version("triton"),
         "date": datetime.now(UTC).date().isoformat(), "command": command,
     }  # fmt: skip
@@ -181,6 +211,8 @@ def merge_entries(path: Path, entries: Sequence[dict[str, Any]]) -> None:
             old = table["entries"]
         except (ValueError, KeyError, TypeError, AssertionError):
             raise BenchError(f"{path}: not a crossover table of format {FORMAT}") from None
+    if not entries:
+        return
 
     def key(entry: dict[str, Any]) -> list[Any]:
         return [entry.get(name) for name in SAME]

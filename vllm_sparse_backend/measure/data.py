@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts to measure on: structured ones of any length, and captured ones; one layer each, on the device, paged."""
+"""Prompts to measure on: structured ones of any length, one layer each, on the device, paged."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from vllm_sparse_backend.measure.report import BenchError
-from vllm_sparse_backend.profiling.capture import Capture
-from vllm_sparse_backend.profiling.quality import PAGE_TOKENS, paged
+from vllm_sparse_backend.measure.structured import SEQUENCE, paged_batch, structured
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_kernels import PagedCache, Rows
-from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.testing.batches import Batch, in_fp8
-from vllm_sparse_kernels.testing.structured import SEQUENCE, paged_batch, structured
+from vllm_sparse_kernels import Rows
+from vllm_sparse_kernels.trial import Batch
 
 
 @dataclass(frozen=True)
@@ -25,6 +22,14 @@ class Heads:
     head_dim: int = 128
     page_tokens: int = 128
     dtype: torch.dtype = torch.bfloat16
+
+    @staticmethod
+    def of(model: Path | None, page_tokens: int) -> "Heads":
+        """Of a model's folder, if one is given."""
+        if model is None:
+            return Heads(page_tokens=page_tokens)
+        shape = ModelShape.from_folder(model)
+        return Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, page_tokens)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -54,10 +59,6 @@ class Prompt:
         rows = Rows((0,), (query_len,), (context_len,), self.whole.rows.block_table)
         return replace(self.whole, q=self.whole.q[context_len:end], rows=rows)
 
-    def in_fp8(self) -> "Prompt":
-        """Rounded as a server with --kv-cache-dtype fp8 rounds it whose checkpoint has no scales: all are 1."""
-        return Prompt(in_fp8(self.whole))
-
 
 def without_nan(batch: Batch) -> Batch:
     """The batch, its cache free of the NaN that stand in unused places: FlashAttention multiplies these by 0."""
@@ -79,22 +80,3 @@ def structured_clusters(heads: Heads, num_layers: int) -> tuple[tuple[int, ...],
     """Which heads of structured prompts are alike, for SharePrefill: those of a kind."""
     kinds = sorted(set(SEQUENCE))
     return (tuple(kinds.index(SEQUENCE[head % len(SEQUENCE)]) for head in range(heads.num_heads)),) * num_layers
-
-
-def captured_prompts(captured: Capture, copies: int, device: torch.device) -> list[Prompt]:
-    """The captured layers in order, their heads ``copies`` times: few heads do not fill a card."""
-    table = torch.arange(ceil_div(captured.num_tokens, PAGE_TOKENS), dtype=torch.int32, device=device)[None]
-    prompts = []
-    for layer in sorted(captured.scales):
-        q, k, v = (x.repeat(1, copies, 1) for x in captured.read(layer, device))
-        rows = Rows((0,), (captured.num_tokens,), (0,), table)
-        prompts.append(Prompt(without_nan(Batch(q, PagedCache(paged(k), paged(v)), rows, captured.scales[layer]))))
-    return prompts
-
-
-def repeated_clusters(clusters: Sequence[Sequence[int]], copies: int, noise: int) -> tuple[tuple[int, ...], ...]:
-    """Clusters of heads that stand there ``copies`` times; no copy shares with another."""
-    apart = 1 + max(max(heads) for heads in clusters)
-    return tuple(
-        tuple(c if c == noise else c + copy * apart for copy in range(copies) for c in heads) for heads in clusters
-    )

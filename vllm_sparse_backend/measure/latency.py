@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time to first token and per later token of servers, asked in turn: ABBA, one request at a time."""
+"""Time to first token (TTFT) and per later token (TPOT) of servers, asked in turn: ABBA, one request at a time."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from vllm_sparse_backend.measure.endpoint import Answer, Endpoint, Prompts, RequestError
-from vllm_sparse_backend.measure.pairs import Pairs
+from vllm_sparse_backend.measure.client import Answer, Endpoint, Prompts, RequestError
 from vllm_sparse_backend.measure.report import Report
+from vllm_sparse_backend.measure.scrape import Pairs
 
 COLUMNS = {
     "case": "prompt",
     "repeats": "times",
-    "stock_first_s": "stock: first token, s",
+    "stock_first_s": "stock: TTFT, s",
     "ours_first_s": "ours",
     "times_sooner": "times sooner",
     "density": "density",
-    "stock_token_ms": "stock: per later token, ms",
+    "stock_token_ms": "stock: TPOT, ms",
     "ours_token_ms": "ours",
     "token_ratio": "stock ÷ ours",
     "stock_paused_s": "stock: paused a request, s",
@@ -27,6 +27,8 @@ COLUMNS = {
 
 MOST_TO_WARM_UP = 32768
 """Tokens of a prompt: a longer one warms up no better."""
+PAUSE = 10
+"""Times the median wait, from which on a wait is a pause."""
 
 
 @dataclass(frozen=True)
@@ -55,44 +57,21 @@ class Taken:
         return median(answer.first_token_s for answer in self.answers) if self.answers else None
 
     @property
-    def waits_s(self) -> list[float]:
-        """For all later tokens of all answers."""
-        return [wait for answer in self.answers for wait in answer.waits_s]
-
-    @property
-    def token_s(self) -> float | None:
-        """What a later token takes: the median of all. A mean is made by the few for which a whole server pauses."""
-        return median(self.waits_s) if self.waits_s else None
+    def token_ms(self) -> float | None:
+        """The median of requests, each from its first token to its last, by the tokens between."""
+        each = [1e3 * taken for answer in self.answers if (taken := answer.token_s) is not None]
+        return median(each) if each else None
 
     @property
     def paused_s(self) -> float | None:
-        """For how long a request's later tokens paused, in the mean: what waits were longer than ten of the median."""
-        if (usual := self.token_s) is None:
-            return None
-        return sum(wait for wait in self.waits_s if wait > 10 * usual) / len(self.answers)
+        """For how long a request paused after its first token, in the mean."""
+        waits = [wait for answer in self.answers for wait in answer.waits_s]
+        return sum(wait for wait in waits if wait > PAUSE * median(waits)) / len(self.answers) if waits else None
 
 
 def repeats_of(length: Length, most: int) -> int:
     """Fewer of the long ones: they take longer and vary less. Short first tokens of 30 ms drown in noise otherwise."""
     return min(most, max(3, 200_000 // max(1, length.new_tokens)))
-
-
-def compare(
-    stock: Endpoint,
-    ours: Mapping[str, Endpoint],
-    lengths: Sequence[Length],
-    prompts: Prompts,
-    output_tokens: int,
-    most_repeats: int,
-    report: Report,
-    on_case: Callable[[dict[str, Any]], None],
-) -> list[dict[str, Any]]:
-    """Stock and, by label, what is compared with it, all in turn. A length that either never answered gets no ratio."""
-    cases = []
-    servers = [stock, *ours.values()]
-    for length, (of_stock, *of_ours) in ask_in_turn(servers, lengths, prompts, output_tokens, most_repeats):
-        cases += report_cases(length, of_stock, dict(zip(ours, of_ours, strict=True)), report, on_case)
-    return cases
 
 
 def ask_in_turn(
@@ -106,29 +85,11 @@ def ask_in_turn(
         for i in range(-1, repeats_of(length, most_repeats)):  # the first warms up
             prompt = prefix + prompts.take(length.new_tokens if i >= 0 else min(length.new_tokens, MOST_TO_WARM_UP))
             for server, taken in asked if i % 2 else asked[::-1]:
-                before = Pairs.of(server) if i == 0 else Pairs()
+                before = Pairs.on_page(server.metrics()) if i == 0 else Pairs()
                 _ask(server, prefix, prompt, output_tokens, taken, timed=i >= 0)
                 if i == 0:
-                    taken.pairs = Pairs.of(server) - before
+                    taken.pairs = Pairs.on_page(server.metrics()) - before
         yield length, [taken for _, taken in asked]
-
-
-def report_cases(
-    length: Length,
-    of_stock: Taken,
-    ours: Mapping[str, Taken],
-    report: Report,
-    on_case: Callable[[dict[str, Any]], None],
-) -> list[dict[str, Any]]:
-    """Cases and figures of one length, by label."""
-    cases = []
-    for label, taken in ours.items():
-        case = case_of(label, length, of_stock, taken)
-        report.add_case(case)
-        _add_figures(report, label, length, case)
-        cases.append(case)
-        on_case(case)
-    return cases
 
 
 def _ask(server: Endpoint, prefix: list[int], prompt: list[int], output_tokens: int, taken: Taken, timed: bool) -> None:
@@ -143,31 +104,36 @@ def _ask(server: Endpoint, prefix: list[int], prompt: list[int], output_tokens: 
         taken.answers.append(answer)
 
 
+def report_cases(length: Length, of_stock: Taken, ours: Mapping[str, Taken], report: Report) -> list[dict[str, Any]]:
+    """Cases and figures of one length, by label. One that either never answered gets no ratio."""
+    cases = []
+    for label, taken in ours.items():
+        case = case_of(label, length, of_stock, taken)
+        report.add_case(case)
+        _add_figures(report, f"vllm serve, {label}, {length}", case)
+        cases.append(case)
+    return cases
+
+
 def case_of(label: str, length: Length, stock: Taken, ours: Taken) -> dict[str, Any]:
+    both = {"stock": stock, "ours": ours}
     case: dict[str, Any] = {
         "part": "latency", "label": label, "case": str(length), "new_tokens": length.new_tokens,
-        "cached_tokens": length.cached_tokens, "repeats": len(ours.answers),
-        "stock_first_s": stock.first_s, "ours_first_s": ours.first_s,
-        "stock_token_ms": None if stock.token_s is None else stock.token_s * 1e3,
-        "ours_token_ms": None if ours.token_s is None else ours.token_s * 1e3,
-        "stock_paused_s": stock.paused_s, "ours_paused_s": ours.paused_s,
-        "density": ours.pairs.density, "kept_pairs": ours.pairs.kept, "causal_pairs": ours.pairs.causal,
+        "cached_tokens": length.cached_tokens, "repeats": len(ours.answers), **ours.pairs.figures,
         "failures": len(stock.failures) + len(ours.failures),
-        "said": [*(f"stock: {said}" for said in stock.failures), *(f"ours: {said}" for said in ours.failures)][:10],
-        "answers": {
-            name: [(answer.first_token_s, answer.waits_s) for answer in taken.answers]
-            for name, taken in (("stock", stock), ("ours", ours))
-        },
+        "said": [f"{name}: {said}" for name, taken in both.items() for said in taken.failures][:10],
+        "answers": {name: [vars(answer) for answer in taken.answers] for name, taken in both.items()},
     }  # fmt: skip
-    if stock.first_s and ours.first_s:
-        case["times_sooner"] = stock.first_s / ours.first_s
-    if stock.token_s and ours.token_s:
-        case["token_ratio"] = stock.token_s / ours.token_s
+    for name, taken in both.items():
+        of = {"first_s": taken.first_s, "token_ms": taken.token_ms, "paused_s": taken.paused_s}
+        case |= {f"{name}_{key}": value for key, value in of.items()}
+    for ratio, key in (("times_sooner", "first_s"), ("token_ratio", "token_ms")):
+        if case[f"stock_{key}"] and case[f"ours_{key}"]:
+            case[ratio] = case[f"stock_{key}"] / case[f"ours_{key}"]
     return case
 
 
-def _add_figures(report: Report, label: str, length: Length, case: dict[str, Any]) -> None:
-    about = f"vllm serve, {label}, {length}"
+def _add_figures(report: Report, about: str, case: dict[str, Any]) -> None:
     if "times_sooner" in case:
         report.add_figure(f"{about}: first token, times sooner", case["times_sooner"], "ratio", "higher")
         report.add_figure(f"{about}: first token", case["ours_first_s"], "s", "lower")

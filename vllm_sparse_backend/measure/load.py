@@ -1,44 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixed load of short and long prompts, in an open loop, or of so many clients in a closed one.
+"""A mixed load of short and long prompts, sent by vLLM's own `vllm bench serve`.
 
-Open: they arrive as a Poisson process, whether the server keeps up or not. A request's first token is counted from when
-it was to arrive, so that a client that starts late hides nothing. Closed: each client sends the next one as soon as its
-last one is answered. Either way all servers get the same prompts in the same order, one server after the other.
-Throughput is prompt and answer tokens of answered requests, over the time from the first arrival to the last answer; in
-an open loop it compares where the load is more than stock can take.
+In an open loop they arrive as a Poisson process, whether the server keeps up or not; in a closed one so many clients
+send the next as soon as their last is answered. Either way all servers get the same prompts in the same order, one
+server after the other. Throughput is prompt and answer tokens of answered requests, over the time from the first
+request to the last answer; in an open loop it compares where the load is more than stock can take.
 """
 
+import importlib.util
+import json
 import random
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
-from vllm_sparse_backend.measure.endpoint import Endpoint, Prompts, RequestError
-from vllm_sparse_backend.measure.pairs import Pairs
-from vllm_sparse_backend.measure.report import Report
+from vllm_sparse_backend.measure.client import Endpoint, Prompts
+from vllm_sparse_backend.measure.report import BenchError, Report
+from vllm_sparse_backend.measure.scrape import Pairs
+from vllm_sparse_backend.measure.server import environment, vllm_command
 
 COLUMNS = {
     "server": "server",
     "answered": "answered",
     "failures": "failed",
     "tokens_per_s": "tokens/s",
-    "short_p50_s": "short: first token p50, s",
+    "short_p50_s": "short: TTFT p50, s",
     "short_p99_s": "p99",
     "long_p50_s": "long: p50, s",
     "long_p99_s": "p99",
     "span_s": "took, s",
     "density": "density",
 }
-
-
-@dataclass(frozen=True)
-class Arrival:
-    at_s: float
-    prompt_tokens: int
-    output_tokens: int
-    is_long: bool
+TIMEOUT_S = 6 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,8 @@ class Mix:
     """What arrives: ``rate`` requests a second on average, of which ``long_share`` are long."""
 
     num_requests: int
-    rate: float
+    rate: float | None
+    """None for more than stock can take, from the times of single requests."""
     short_lengths: tuple[int, ...]
     long_lengths: tuple[int, ...]
     long_share: float = 0.25
@@ -58,159 +56,118 @@ class Mix:
     def __str__(self) -> str:
         return "mixed load" if self.clients is None else f"mixed load of {self.clients} clients"
 
-    def arrivals(self) -> list[Arrival]:
-        """The same for the same seed. At least one is long and one short, where there are two."""
-        chosen, now, found = random.Random(self.seed), 0.0, []
+    def lengths(self) -> list[tuple[int, bool]]:
+        """Of prompts, and whether they are of the long ones; at least one is long and one short, where there are two.
+
+        The same for the same seed.
+        """
+        chosen = random.Random(self.seed)
         num_long = min(max(1, round(self.num_requests * self.long_share)), max(1, self.num_requests - 1))
         is_long = [True] * num_long + [False] * (self.num_requests - num_long)
         chosen.shuffle(is_long)
-        for long in is_long:
-            length = chosen.choice(self.long_lengths if long else self.short_lengths)
-            found.append(Arrival(now, length, self.output_tokens, long))
-            now += chosen.expovariate(self.rate)
-        return found
+        return [(chosen.choice(self.long_lengths if long else self.short_lengths), long) for long in is_long]
 
+    def saturating(self, first_s: Mapping[int, float], factor: float = 1.3) -> "Mix":
+        """At ``factor`` times what a server can take that needs ``first_s[tokens]`` for each prompt.
 
-@dataclass(frozen=True)
-class Served:
-    """One request: seconds since the first arrival; ``error`` instead of times where it failed."""
-
-    arrival: Arrival
-    first_token_s: float | None
-    """After it was to arrive."""
-    done_at_s: float
-    error: str | None = None
-
-
-def play(server: Endpoint, arrivals: Sequence[Arrival], prompts: Sequence[Sequence[int]]) -> list[Served]:
-    """Send each request when it is due, a thread each, and wait for all."""
-    served: list[Served | None] = [None] * len(arrivals)
-    began = time.perf_counter()
-
-    def one(i: int) -> None:
-        served[i] = _serve(server, arrivals[i], prompts[i], began)
-
-    threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(len(arrivals))]
-    for arrival, thread in zip(arrivals, threads, strict=True):
-        time.sleep(max(0.0, arrival.at_s - (time.perf_counter() - began)))
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [one for one in served if one is not None]
-
-
-def play_closed(
-    server: Endpoint, arrivals: Sequence[Arrival], prompts: Sequence[Sequence[int]], clients: int
-) -> list[Served]:
-    """Let so many clients take one request after the other, each when its last one is answered, whenever due."""
-    served: list[Served | None] = [None] * len(arrivals)
-    began, numbers = time.perf_counter(), iter(range(len(arrivals)))
-    lock = threading.Lock()
-
-    def run() -> None:
-        while True:
-            with lock:
-                i = next(numbers, None)
-            if i is None:
-                return
-            arrival = replace(arrivals[i], at_s=time.perf_counter() - began)
-            served[i] = _serve(server, arrival, prompts[i], began)
-
-    threads = [threading.Thread(target=run, daemon=True) for _ in range(clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [one for one in served if one is not None]
-
-
-def _serve(server: Endpoint, arrival: Arrival, prompt: Sequence[int], began: float) -> Served:
-    sent = time.perf_counter() - began
-    try:
-        answer = server.ask(prompt, arrival.output_tokens)
-    except RequestError as error:
-        return Served(arrival, None, time.perf_counter() - began, str(error))
-    return Served(arrival, sent - arrival.at_s + answer.first_token_s, time.perf_counter() - began)
-
-
-def quantile(values: Sequence[float], q: float) -> float | None:
-    """With linear interpolation between the two nearest; None of nothing."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    place = q * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
-def summary(server: str, label: str, served: Sequence[Served]) -> dict[str, Any]:
-    """Of answered requests alone; failed ones are counted beside them."""
-    answered = [one for one in served if one.first_token_s is not None]
-    failed = [one for one in served if one.error is not None]
-    span = max((one.done_at_s for one in answered), default=0.0)
-    tokens = sum(one.arrival.prompt_tokens + one.arrival.output_tokens for one in answered)
-    case: dict[str, Any] = {
-        "part": "load", "label": label, "server": server, "answered": len(answered), "failures": len(failed),
-        "said": [one.error for one in failed][:10], "span_s": span, "tokens_per_s": tokens / span if span else None,
-    }  # fmt: skip
-    for name, is_long in (("short", False), ("long", True)):
-        firsts = [one.first_token_s for one in answered if one.arrival.is_long == is_long and one.first_token_s]
-        case |= {f"{name}_p50_s": quantile(firsts, 0.5), f"{name}_p99_s": quantile(firsts, 0.99)}
-    case["requests"] = [
-        {"at_s": one.arrival.at_s, "prompt_tokens": one.arrival.prompt_tokens, "first_token_s": one.first_token_s}
-        for one in served
-    ]
-    return case
-
-
-def saturating_rate(mix_lengths: Sequence[tuple[float, int]], first_s: dict[int, float], factor: float = 1.3) -> float:
-    """Requests a second that are ``factor`` times what a server can take that needs ``first_s[tokens]`` for each.
-
-    ``mix_lengths`` are (share, tokens); a length that was not measured counts as the next longer one, or, past them,
-    in proportion.
-    """
-    measured = sorted(first_s)
-    busy = 0.0
-    for share, tokens in mix_lengths:
-        near = next((n for n in measured if n >= tokens), measured[-1])
-        busy += share * first_s[near] * max(1.0, tokens / near)
-    return factor / busy
+        A length that was not measured counts as the next longer one, or, past them, in proportion.
+        """
+        if not first_s:
+            raise BenchError("--rate: not given, and no length was answered that it could be made from")
+        measured, busy = sorted(first_s), 0.0
+        for share, of in ((1 - self.long_share, self.short_lengths), (self.long_share, self.long_lengths)):
+            for tokens in of:
+                near = next((n for n in measured if n >= tokens), measured[-1])
+                busy += share / len(of) * first_s[near] * max(1.0, tokens / near)
+        return replace(self, rate=factor / busy)
 
 
 def run_load(
-    stock: Endpoint,
-    ours: Mapping[str, Endpoint],
-    mix: Mix,
-    prompts: Prompts,
-    report: Report,
-    on_case: Callable[[dict[str, Any]], None],
+    stock: Endpoint, ours: Mapping[str, Endpoint], mix: Mix, prompts: Prompts, report: Report
 ) -> list[dict[str, Any]]:
-    """Play the load to stock and then, by label, to each other; ratios only where no request of the two failed."""
-    arrivals = mix.arrivals()
-    texts = [prompts.take(arrival.prompt_tokens) for arrival in arrivals]
+    """Send the load to stock and then, by label, to each other; ratios only where no request of the two failed."""
+    require_pandas()
+    lengths = mix.lengths()
+    texts = [stock.detokenize(prompts.take(tokens)) for tokens, _ in lengths]
 
-    def case_of(server: Endpoint, label: str) -> dict[str, Any]:
-        before = Pairs.of(server)
-        if mix.clients is None:
-            served = play(server, arrivals, texts)
-        else:
-            served = play_closed(server, arrivals, texts, mix.clients)
-        counted = Pairs.of(server) - before
+    def case_of(server: Endpoint) -> dict[str, Any]:
+        before = Pairs.on_page(server.metrics())
+        case = summary(server.name, send(server, mix, texts), [long for _, long in lengths], mix.output_tokens)
         how = {"rate": mix.rate} if mix.clients is None else {"clients": mix.clients}
-        pairs = {"density": counted.density, "kept_pairs": counted.kept, "causal_pairs": counted.causal}
-        return summary(server.name, label, served) | how | pairs
+        return case | how | (Pairs.on_page(server.metrics()) - before).figures
 
-    of_stock = case_of(stock, "")
-    cases = []
+    of_stock, cases = case_of(stock), []
     for label, server in ours.items():
-        pair = [of_stock | {"label": label}, case_of(server, label)]
+        pair = [{**case, "label": label} for case in (of_stock, case_of(server))]
         for case in pair:
             report.add_case(case)
-            on_case(case)
         cases += pair
         _add_figures(report, f"vllm serve, {label}, {mix}", *pair)
     return cases
+
+
+def require_pandas() -> None:
+    """Before anything is measured."""
+    if importlib.util.find_spec("pandas") is None:
+        raise BenchError(
+            "a mixed load is sent by `vllm bench serve`, which needs pandas for it: "
+            "pip install 'vllm-sparse-backend[measure]', or leave the load out with --requests 0"
+        )
+
+
+def send(server: Endpoint, mix: Mix, texts: Sequence[str]) -> dict[str, Any]:
+    """What `vllm bench serve` writes of a load. Raises BenchError where it fails, with the end of what it said."""
+    with tempfile.TemporaryDirectory() as folder:
+        requests, result = Path(folder) / "requests.jsonl", Path(folder) / "result.json"
+        requests.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
+        command = [*vllm_command(), *arguments(server, mix, len(texts), requests, result)]
+        done = subprocess.run(command, env=environment(), cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
+        if done.returncode or not result.is_file():
+            said = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
+            raise BenchError(f"{server.name}: `vllm bench serve` ended with {done.returncode}:\n{said}")
+        return dict(json.loads(result.read_text(encoding="utf-8")))
+
+
+def arguments(server: Endpoint, mix: Mix, count: int, requests: Path, result: Path) -> list[str]:
+    """Of `vllm bench serve`. The tokenizer is the folder's that the server loaded, where it is of this machine."""
+    tokenizer = server.root if server.root and Path(server.root).is_dir() else server.model
+    how = ["--request-rate", f"{mix.rate:g}"] if mix.clients is None else ["--max-concurrency", str(mix.clients)]
+    return [
+        "bench", "serve", "--backend", "openai", "--base-url", server.url, "--endpoint", "/v1/completions",
+        "--model", server.model, "--tokenizer", tokenizer, "--dataset-name", "custom", "--dataset-path", str(requests),
+        "--disable-shuffle", "--skip-chat-template", "--custom-output-len", str(mix.output_tokens), "--ignore-eos",
+        "--num-prompts", str(count), *how, "--seed", str(mix.seed), "--temperature", "0",
+        "--extra-body", json.dumps(dict(server.extra)), "--save-result", "--save-detailed",
+        "--result-dir", str(result.parent), "--result-filename", result.name, "--disable-tqdm",
+    ]  # fmt: skip
+
+
+def summary(server: str, result: Mapping[str, Any], is_long: Sequence[bool], output_tokens: int) -> dict[str, Any]:
+    """Of answered requests alone; failed ones, and those that got fewer tokens, are counted beside them."""
+    errors = [
+        said or (None if tokens == output_tokens else f"{tokens} tokens answered, asked for {output_tokens}")
+        for said, tokens in zip(result["errors"], result["output_lens"], strict=True)
+    ]
+    good = [i for i, said in enumerate(errors) if said is None]
+    ends = {i: result["start_times"][i] + result["ttfts"][i] + sum(result["itls"][i]) for i in good}
+    span = max(ends.values()) - min(result["start_times"]) if ends else 0.0
+    tokens = sum(result["input_lens"][i] + output_tokens for i in good)
+    case: dict[str, Any] = {
+        "part": "load", "server": server, "answered": len(good), "failures": len(errors) - len(good),
+        "said": [said.strip().splitlines()[-1] for said in errors if said][:10], "span_s": span,
+        "tokens_per_s": tokens / span if span else None,
+    }  # fmt: skip
+    for name, long in (("short", False), ("long", True)):
+        firsts = [result["ttfts"][i] for i in good if is_long[i] == long]
+        case |= {f"{name}_p50_s": percentile(firsts, 50), f"{name}_p99_s": percentile(firsts, 99)}
+    return case | {"requests": [[result["input_lens"][i], result["ttfts"][i]] for i in good]}
+
+
+def percentile(values: Sequence[float], percent: int) -> float | None:
+    """With linear interpolation between the two nearest; None of nothing."""
+    if len(values) < 2:
+        return values[0] if values else None
+    return quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 def _add_figures(report: Report, about: str, stock: dict[str, Any], ours: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -41,6 +41,8 @@ class Report:
             raise BenchError(f"--results, --json: given {results_path} for both, expected two files")
         if results_path is not None and results_path.exists():
             read_figures(results_path)  # what is no results file is found out before anything is measured
+        self.on_case: Callable[[dict[str, Any]], object] = lambda case: None
+        """Is told of each case."""
         self.bench, self.device, self.json_path, self.results_path = bench, device, json_path, results_path
         self.command = command or command_of(sys.argv[1:])
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -51,6 +53,7 @@ class Report:
         # JSON has no NaN.
         self.cases.append({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in case.items()})
         self._write()
+        self.on_case(self.cases[-1])
 
     def add_figure(
         self, name: str, value: float, unit: str, better: Literal["higher", "lower"], bar: float | None = None

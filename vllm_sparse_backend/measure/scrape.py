@@ -2,8 +2,9 @@
 """Read what this backend counted from the text of a server's /metrics, all engines together."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -70,6 +71,41 @@ class Report:
             if not 0 < counts.density < 1:
                 return f"layer {layer} has density {counts.density}, expected more than 0 and less than 1"
         return None
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """(query, key) pairs of sparse rows, of all layers and heads."""
+
+    kept: int = 0
+    causal: int = 0
+
+    @staticmethod
+    def on_page(text: str) -> "Pairs":
+        """Of a /metrics page, since the server started; none where it does not count."""
+        layers = parse(text).layers.values()
+        return Pairs(sum(one.kept_pairs for one in layers), sum(one.causal_pairs for one in layers))
+
+    @property
+    def density(self) -> float | None:
+        """None where no row was sparse."""
+        return self.kept / self.causal if self.causal else None
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """As cases of a report have them."""
+        return {"density": self.density, "kept_pairs": self.kept, "causal_pairs": self.causal}
+
+    @staticmethod
+    def of_cases(cases: Iterable[Mapping[str, Any]]) -> "Pairs":
+        """Of cases of a report, all together."""
+        return sum((Pairs(case["kept_pairs"], case["causal_pairs"]) for case in cases), Pairs())
+
+    def __add__(self, other: "Pairs") -> "Pairs":
+        return Pairs(self.kept + other.kept, self.causal + other.causal)
+
+    def __sub__(self, other: "Pairs") -> "Pairs":
+        return Pairs(self.kept - other.kept, self.causal - other.causal)
 
 
 def parse(text: str) -> Report:

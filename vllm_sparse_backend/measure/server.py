@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real `vllm serve` in its own process group: started, waited for, asked, and always stopped."""
+"""Real servers, stock vLLM's and ours: with which arguments, started, waited for, asked, and always stopped."""
 
 import contextlib
 import json
@@ -16,8 +16,19 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
+
+from vllm_sparse_backend.measure.report import BenchError
+from vllm_sparse_backend.settings.auto import AUTO
+from vllm_sparse_backend.settings.config import KEY, load_config
+from vllm_sparse_backend.settings.crossover import load_crossover
+from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.modelcheck import read_config
+from vllm_sparse_backend.settings.profile import load_profile, name_of_profile
 
 # Loopback must not go through a proxy of the environment.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -32,6 +43,9 @@ CPU_ARGS = ("--gpu-memory-utilization", "0.3", "--dtype", "float32", "--enforce-
 STOP_TIMEOUT_S = 30.0
 FILES = ("profile", "crossover")
 """Settings that may be paths."""
+CHUNK_TOKENS = 8192
+SPARE_TOKENS = 2048
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 _ENGINE_ERROR = re.compile(
     r"^\((?:EngineCore|Worker|VllmWorker)\S* pid=\d+\) (?:ERROR \S+ \S+ \[\S+\] )?"
@@ -72,6 +86,116 @@ def sparse_args(settings: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
+@dataclass(frozen=True)
+class Settings:
+    """One configuration of this backend: the object under ``sparse_prefill``."""
+
+    values: Mapping[str, Any]
+    name: str | None = None
+    """In place of what the values say."""
+
+    @staticmethod
+    def parse(text: str, name: str | None = None, model: Path | None = None) -> "Settings":
+        """From JSON, or the name or path of a profile; for a model, where its folder is here.
+
+        Raises BenchError naming what is wrong: a server would find out when others have been asked for an hour.
+        """
+        try:
+            values = _object_or_profile(text)
+            config = load_config({KEY: values})
+            load_crossover(config.crossover)
+            if config.profile is not None and config.profile != AUTO:
+                profile = load_profile(config.profile)
+                if model is not None and model.is_dir():
+                    profile.check_model(ModelShape.from_folder(model), config.profile)
+        except (ValueError, ConfigurationError) as error:
+            raise BenchError(f"--settings {text!r}: {error}") from None
+        return Settings(values, name)
+
+    def __str__(self) -> str:
+        if self.name is not None:
+            return self.name
+        if not self.values:
+            return "no configuration"
+        params = self.values.get("params") or {}
+        profile = self.values.get("profile")
+        name = f"profile {name_of_profile(profile)}" if profile else str(self.values.get("method") or "default")
+        guard = ["with guard"] if self.values.get("guard") is not None else []
+        return " ".join([name, *(f"{field}={json.dumps(value)}" for field, value in params.items()), *guard])
+
+
+def _object_or_profile(text: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except ValueError:
+        if text.lstrip().startswith("{"):
+            raise
+        return {"profile": text}
+    if not isinstance(values, dict):
+        raise ValueError(unexpected(values, "an object, or the name or path of a profile"))
+    return values
+
+
+def max_positions(model: Path) -> int | None:
+    """None where the model does not say."""
+    if not model.exists():
+        if str(model).startswith(("/", ".", "~")) or len(model.parts) > 2:
+            raise BenchError(f"{model}: no such folder: expected a model's folder, or its name where vLLM finds it")
+        return None  # a name that vLLM resolves
+    try:
+        config = read_config(model)
+    except ConfigurationError as error:
+        raise BenchError(str(error)) from None
+    found = (config.get("text_config") or config).get("max_position_embeddings")
+    return int(found) if found else None
+
+
+def split_args(text: str) -> tuple[str, ...]:
+    """What --server-args holds."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise BenchError(f"--server-args: given {text!r}, expected arguments as a shell takes them: {error}") from None
+
+
+def kv_bytes(model: Path, tokens: int) -> int:
+    """Of 16-bit keys and values of all layers."""
+    try:
+        shape = ModelShape.from_folder(model)
+    except ConfigurationError as error:
+        raise BenchError(f"{error}; a folder is needed to size the caches of two servers on one card") from None
+    return 2 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * tokens
+
+
+def server_args(model: Path, longest: int, kv_tokens: int | None, extra: Sequence[str]) -> tuple[str, ...]:
+    """Arguments of both servers; on a card, with as much cache as is asked for, so that two fit side by side."""
+    if (most := max_positions(model)) is not None and longest > most:
+        raise BenchError(f"{model} has {most:,} positions, and {longest:,} were asked for, answers included")
+    args: tuple[str, ...] = ("--max-model-len", str(longest))
+    if has_cuda():
+        args += ("--max-num-batched-tokens", str(CHUNK_TOKENS), "--gpu-memory-utilization", "0.3")
+        args += ("--kv-cache-memory-bytes", str(kv_bytes(model, kv_tokens or longest + SPARE_TOKENS)))
+    return (*args, *extra)
+
+
+def _host(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None  # whoever connects says so
+
+
+def device_name(*urls: str) -> str:
+    """Of the machine that serves: its card, or its number of CPUs; of servers that run elsewhere, their addresses."""
+    if any(_host(url) not in LOOPBACK for url in urls):
+        return ", ".join(urls)
+    if has_cuda():
+        import torch
+
+        return str(torch.cuda.get_device_name())
+    return f"CPU, {os.cpu_count()} cores"
+
+
 class Server:
     """Context manager around one `vllm serve MODEL` on loopback.
 
@@ -97,11 +221,10 @@ class Server:
         on_cpu = not has_cuda()
         device_args = CPU_ARGS if on_cpu else ()
         address = ("--host", "127.0.0.1", "--port", str(self.port))
-        self.command = [*_vllm(), "serve", self.model, *address, *args, *device_args]
+        self.command = [*vllm_command(), "serve", self.model, *address, *args, *device_args]
         self._folder = tempfile.TemporaryDirectory(prefix="sparse-prefill-")
         self.log_path = log_path or Path(self._folder.name) / "server.log"
-        self._env = {**os.environ, **OFFLINE, **(CPU_ENV if on_cpu else {}), **(env or {})}
-        self._env.pop("TRITON_INTERPRET", None)  # tests switch it on, for kernels
+        self._env = {**environment(), **(CPU_ENV if on_cpu else {}), **(env or {})}
         if any(arg.partition("=")[0] == "--kv-cache-memory-bytes" for arg in args):
             self._env.pop(CPU_CACHE, None)
         self._process: subprocess.Popen[bytes] | None = None
@@ -143,6 +266,8 @@ class Server:
         while time.monotonic() < deadline:
             if (code := self.exit_code()) is not None:
                 raise ServerError(f"{self}\nexited with code {code} before it was ready. {self._end_of_log()}")
+            if self._process is None:
+                raise ServerError(f"{self}\nwas stopped before it was ready.")
             try:
                 self.get("/health", timeout_s=5)
                 return
@@ -225,7 +350,13 @@ def reserve_port() -> socket.socket:
     return held
 
 
-def _vllm() -> list[str]:
+def environment() -> dict[str, str]:
+    """Of this process, for vLLM's commands."""
+    # Tests switch the interpreter on, for kernels.
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | OFFLINE
+
+
+def vllm_command() -> list[str]:
     """The `vllm` command that belongs to this Python; its module where the script is missing."""
     script = shutil.which("vllm", path=str(Path(sys.executable).parent))
     return [script] if script else [sys.executable, "-m", "vllm.entrypoints.cli.main"]

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What prompts are made of: a text of the operator's, or prose of few words that is made here."""
 
+import hashlib
+import importlib.util
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_sparse_backend.measure.report import BenchError
@@ -14,34 +16,42 @@ _OBJECTS = "door boat letter garden horse table window road basket lamp field wa
 _TIMES = "in the morning,before the rain,after a while,at noon,in winter,without a word,once more,that day"
 
 
-def asked_text(path: Path | None, lengths: Sequence[int], prompts: int) -> str | None:
-    """Of the operator's text, if there is one, enough for so many prompts of these lengths in tokens."""
-    if not lengths or min(lengths) < 1:
-        raise BenchError(f"--lengths: given {list(lengths)}, expected numbers of tokens, with commas between")
-    # Eight characters are more than a token has on average, and what is read is tokenised by the server.
-    return None if path is None else read_text(path, 8 * max(lengths) * max(4, prompts))
+def read_text(path: Path, most_chars: int | None = None) -> str:
+    """A text file, or all *.py and *.md of a folder, in a mixed order that is the same everywhere; at most so much.
 
-
-def read_text(path: Path, most_chars: int) -> str:
-    """A text file, or all *.py and *.md of a folder in a mixed order that is the same everywhere; at most so much."""
-    # Not for prose, which is also made where pydantic is not installed.
-    from vllm_sparse_backend.profiling.capture import text_files
-    from vllm_sparse_backend.settings.errors import ConfigurationError
-
-    files: list[Path] = []
-    try:
-        files = text_files(path, "*.[pm][yd]")
-    except ConfigurationError as error:
-        raise BenchError(f"--text: {error}") from None
+    Raises BenchError.
+    """
     parts: list[str] = []
-    for file in files:
-        if file.suffix in (".py", ".md") or file == path:
+    try:
+        for file in _files(path):
             parts.append(file.read_text(encoding="utf-8", errors="replace"))
-            most_chars -= len(parts[-1])
-        if most_chars <= 0:
-            parts[-1] = parts[-1][: most_chars or None]
-            break
-    return "".join(parts)
+            if most_chars is not None and sum(map(len, parts)) >= most_chars:
+                break
+    except OSError as error:
+        raise BenchError(f"--text: given {str(path)!r}, expected a text file or a folder: {error.strerror}") from None
+    if not parts:
+        raise BenchError(f"--text: given {str(path)!r}, expected *.py or *.md in that folder")
+    return "".join(parts)[:most_chars]
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    found = [file for file in path.rglob("*") if file.suffix in (".py", ".md") and file.is_file()]
+    return sorted(found, key=lambda file: hashlib.sha256(str(file.relative_to(path)).encode()).digest())
+
+
+def project_files() -> Iterator[str]:
+    """The sources of this project's two packages."""
+    for package in ("vllm_sparse_backend", "vllm_sparse_kernels"):
+        spec = importlib.util.find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            for path in sorted(Path(folder).rglob("*.py")):
+                yield path.read_text(encoding="utf-8")
+
+
+def project_text() -> str:
+    return "".join(project_files())
 
 
 def prose(num_words: int, seed: int) -> str:

@@ -227,25 +227,6 @@ def prompt_sha256(token_ids: Sequence[int]) -> str:
     return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()
 
 
-def read_tokens(model: Path, files: Sequence[Path], length: int, begin_token: bool = True, skip: int = 0) -> list[int]:
-    """A prompt of ``length`` tokens from text files, one after the other, less their first ``skip`` tokens.
-
-    With ``begin_token``, the tokenizer's own begin-of-sequence token comes first, if it has one. Raises
-    ConfigurationError if the files do not have as many tokens.
-    """
-    tokenizer = load_tokenizer(model)
-    token_ids: list[int] = []
-    for path in files:
-        if len(token_ids) >= skip + length:
-            break
-        text = path.read_text(encoding="utf-8", errors="replace")
-        token_ids += tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    if len(token_ids) < skip + length:
-        given = f"{len(files)} files with {len(token_ids)} tokens"
-        raise ConfigurationError(f"text: {unexpected(given, f'at least {skip + length} tokens')}")
-    return [*(begin_ids(tokenizer) if begin_token else ()), *token_ids[skip:]][:length]
-
-
 def load_tokenizer(model: Path) -> Any:
     """The tokenizer of a model's folder, by transformers."""
     with _readable(model, "tokenizer"):

@@ -1,53 +1,205 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SharePrefill's clusters from a captured prompt, and the plan that a server would make with them."""
+"""Clusters of heads with alike attention, for SharePrefill (arXiv:2505.19578, section 5.2 and appendices A.4 and C).
 
-import json
-import time
-from pathlib import Path
+Each head's attention on one prompt, pooled to a square map, goes through an autoencoder with 64 latent values; heads
+are clustered hierarchically by these, cut at a distance, and clusters of fewer than five heads are noise. What is made
+of them for a profile, ``share_prefill.py`` has.
+
+What the paper leaves open, and how it is settled here:
+
+* Maps have the side of the one cluster file in the authors' repository, 1,936, or what a shorter prompt allows.
+* Maps are divided by their largest value, as the decoder ends in a sigmoid.
+* Representations are standardised, each value over all heads.
+* The linkage is Ward's: cut at 40, the distance in the name of that file, other linkages of standardised
+  representations would join all heads.
+* Training stops when an epoch has not lowered the loss by a thousandth for 50 epochs.
+
+**Memory.** Maps lie on the host in half precision, 7.5 MB a head at that side: 0.5 GB for 64 heads, 7.7 GB for the
+1,024 of an 8B model (at a side of 512 0.5 GB). Making them takes a layer's queries and keys on the device and about
+1 GB beside. Training takes 1 GB there for the autoencoder of that side and Adam's state, some 5 GB for a batch
+(``BATCH_PIXELS``), whose maps come batch by batch.
+"""
+
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vllm_sparse_backend.measure.report import write_json
+import torch
+from torch import nn
+
 from vllm_sparse_backend.profiling.capture import Capture
-from vllm_sparse_backend.profiling.share_prefill import Clusters, attention_maps, cluster_heads, profile_of
-from vllm_sparse_backend.settings.config import SparsePrefillConfig
-from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.plan import Plan
-from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_kernels.methods.share_prefill.method import NOISE
 
-MAP_SIDE, MAP_DISTANCE = 64, 10.0
+LATENT = 64
+SHRINK = 16
+"""Two poolings by 4: what a map's side must be a multiple of."""
+
+SIDE = 1936
+MAP_SIDE = 64
+"""Where heads are told apart for a benchmark, not for a profile."""
+
+SCORE_BYTES = 1 << 28
+"""Of a layer's float32 scores that are made at a time; what comes of them takes as much three times over."""
+
+BATCH = 64
+BATCH_PIXELS = BATCH * 512 * 512
+"""Of all maps of a batch: larger maps come in smaller batches."""
+
+DISTANCE = 10.0
+"""Up to which heads are joined unless told; 40 in the name of the authors' file."""
+
+MIN_HEADS = 5
+"""Of a cluster: heads of smaller ones are noise."""
+
+Clusters = tuple[tuple[int, ...], ...]
+"""Per layer the cluster of each head, −1 for noise."""
 
 
-def head_clusters(captured: Capture, device: str, side: int | None = None, distance: float | None = None) -> Clusters:
-    """SharePrefill's clusters from a captured prompt; heads of layers that were not captured are noise.
+def map_side(num_tokens: int) -> int:
+    """The paper's side, or the largest that so many tokens fill."""
+    return min(SIDE, num_tokens // SHRINK * SHRINK)
 
-    ``side``: of the maps, ``MAP_SIDE`` unless given; ``distance``: up to which heads are joined, ``MAP_DISTANCE``.
+
+def attention_maps(q: torch.Tensor, k: torch.Tensor, scale: float, side: int) -> torch.Tensor:
+    """Causal attention of a layer's heads, averaged over ``side`` × ``side`` blocks of equal width.
+
+    q [num_tokens, num_heads, head_dim] and k [num_tokens, num_kv_heads, head_dim], the same tokens; those that do not
+    fill a block at the end are left out. Returns [num_heads, side, side] float16 on the host, each map divided by its
+    largest value.
     """
-    side, distance = MAP_SIDE if side is None else side, MAP_DISTANCE if distance is None else distance
-    how = "" if (side, distance) == (MAP_SIDE, MAP_DISTANCE) else f"-{side}-{distance:g}"
-    kept = captured.folder / f"clusters-{captured.model}-{captured.prompt_sha256[:16]}{how}.json"
-    if kept.is_file():
-        return tuple(tuple(heads) for heads in json.loads(kept.read_text()))
+    width = len(q) // side
+    if width == 0:
+        raise ValueError(f"attention_maps: given {len(q)} tokens, expected at least side = {side}")
+    group = q.shape[1] // k.shape[1]
+    maps = [_group_maps(heads, k[:, i], scale, side, width) for i, heads in enumerate(q.split(group, 1))]
+    return torch.cat(maps)
+
+
+def _group_maps(q: torch.Tensor, k: torch.Tensor, scale: float, side: int, width: int) -> torch.Tensor:
+    """The heads q [num_tokens, group, head_dim] of one kv head."""
+    num_tokens, group = side * width, q.shape[1]
+    queries, keys = q[:num_tokens].transpose(0, 1).float() * scale, k[:num_tokens].float()
+    blocks = max(1, SCORE_BYTES // (4 * group * num_tokens * width))  # rows of the maps at a time
+    maps = queries.new_zeros(group, side, side)
+    for first in range(0, side, blocks):
+        last = min(first + blocks, side)
+        scores = queries[:, first * width : last * width] @ keys[: last * width].T
+        future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu_(first * width + 1)
+        weights = scores.masked_fill_(future, -torch.inf).softmax(-1)
+        maps[:, first:last, :last] = weights.view(group, last - first, width, last, width).mean((2, 4))
+    return (maps / maps.amax((1, 2), keepdim=True)).half().cpu()
+
+
+class MapAutoencoder(nn.Module):
+    """Table 3 of the paper, for maps of any side that divides by 16."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        if side % SHRINK:
+            raise ValueError(f"MapAutoencoder: given maps of side {side}, expected a multiple of {SHRINK}")
+        small = side // SHRINK
+        self.encoder = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4),
+            nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4),
+            nn.Flatten(), nn.Linear(32 * small * small, LATENT),
+        )  # fmt: skip
+        self.decoder = nn.Sequential(
+            nn.Linear(LATENT, 32 * small * small), nn.ReLU(), nn.Unflatten(1, (32, small, small)),
+            nn.ConvTranspose2d(32, 16, 4, stride=2, padding=1), nn.ReLU(),
+            nn.ConvTranspose2d(16, 8, 4, stride=2, padding=1), nn.ReLU(),
+            nn.ConvTranspose2d(8, 1, 4, stride=4), nn.Sigmoid(),
+        )  # fmt: skip
+
+    def forward(self, maps: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.encoder(maps))
+
+
+def representations(
+    maps: Sequence[torch.Tensor] | torch.Tensor,
+    epochs: int = 1000,
+    learning_rate: float = 1e-3,
+    patience: int = 50,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+) -> torch.Tensor:
+    """Latent values [n, 64] of n maps [side, side], by an autoencoder trained on them. Equal for equal seeds.
+
+    Maps are brought to ``device``, where training runs, batch by batch; they may be of any scale and dtype.
+    """
+    side = maps[0].shape[-1]
+    batch = max(1, min(BATCH, BATCH_PIXELS // side**2))
+
+    def images(chosen: Iterable[int]) -> torch.Tensor:
+        part = torch.stack([maps[i] for i in chosen]).to(device).float().unsqueeze(1)
+        return part / part.amax((1, 2, 3), keepdim=True)
+
+    with torch.random.fork_rng(), torch.backends.cudnn.flags(enabled=True, deterministic=True):
+        torch.manual_seed(seed)
+        model = MapAutoencoder(side).to(device)
+        optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
+        best, waited = float("inf"), 0
+        for _ in range(epochs):
+            total = 0.0
+            for chosen in torch.randperm(len(maps)).split(batch):
+                part = images(chosen.tolist())
+                loss = nn.functional.mse_loss(model(part), part)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                total += float(loss.detach()) * len(chosen)
+            best, waited = (total, 0) if total < best * 0.999 else (best, waited + 1)
+            if waited >= patience:
+                break
+        with torch.no_grad():
+            return torch.cat([model.encoder(images(part.tolist())) for part in torch.arange(len(maps)).split(batch)])
+
+
+def ward_labels(points: torch.Tensor, distance: float) -> list[int]:
+    """Labels of the clusters that Ward's linkage of points [n, d] forms up to ``distance``, by first member."""
+    if len(points) < 2:
+        return [0] * len(points)
+    hierarchy = require_scipy()
+    tree = hierarchy.linkage(points.double().cpu().numpy(), "ward")
+    found = hierarchy.fcluster(tree, distance, "distance").tolist()
+    numbers = {label: i for i, label in enumerate(dict.fromkeys(found))}
+    return [numbers[label] for label in found]
+
+
+def require_scipy() -> Any:
+    """scipy's hierarchical clustering. Raises ConfigurationError where there is none."""
+    try:
+        from scipy.cluster import hierarchy
+    except ImportError as error:
+        raise ConfigurationError(
+            f"clusters need scipy (pip install 'vllm-sparse-backend[calibrate]'), and it could not be imported: {error}"
+        ) from None
+    return hierarchy
+
+
+def cluster_heads(maps: Sequence[torch.Tensor] | torch.Tensor, distance: float = DISTANCE, **training: Any) -> Clusters:
+    """Clusters of all heads from the maps [num_heads, side, side] of each layer, numbered from 0 by first member.
+
+    ``training`` goes to ``representations``.
+    """
+    num_heads = len(maps[0])
+    latent = representations([one for layer in maps for one in layer], **training)
+    spread = latent.std(0)
+    # A latent value that is the same for all heads says nothing, and must not become noise of unit size.
+    standard = (latent - latent.mean(0)) / torch.where(spread > 1e-6 * spread.max(), spread, torch.inf)
+    labels = ward_labels(standard, distance)
+    large = [label for label in dict.fromkeys(labels) if labels.count(label) >= MIN_HEADS]
+    ids = {label: i for i, label in enumerate(large)}
+    flat = [ids.get(label, NOISE) for label in labels]
+    return tuple(tuple(flat[i : i + num_heads]) for i in range(0, len(flat), num_heads))
+
+
+def head_clusters(captured: Capture, device: str, side: int = MAP_SIDE, distance: float = DISTANCE) -> Clusters:
+    """SharePrefill's clusters from a captured prompt; heads of layers that were not captured are noise."""
     layers = sorted(captured.scales)
     maps = []
     for layer in layers:
         q, k, _ = captured.read(layer, device)
         maps.append(attention_maps(q, k, captured.scales[layer], side))
-    found = cluster_heads(maps, distance, device=device)
-    by_layer = dict(zip(layers, found, strict=True))
+    by_layer = dict(zip(layers, cluster_heads(maps, distance, device=device), strict=True))
     noise = (NOISE,) * captured.shape.num_heads
-    clusters = tuple(by_layer.get(layer, noise) for layer in range(captured.shape.num_layers))
-    write_json(kept, clusters)
-    return clusters
-
-
-def plan_of(method: str, params: dict[str, Any], shape: ModelShape, clusters: Clusters | None, folder: Path) -> Plan:
-    """What a server would run with this method on all heads or, where it takes clusters, with their profile.
-
-    ``folder`` is where that profile is written.
-    """
-    config = SparsePrefillConfig(method=method, params=params)
-    if method == "share_prefill" and clusters is not None:
-        path = folder / f"{time.monotonic_ns()}.yaml"
-        path.write_text(profile_of(clusters, shape, SharePrefill(**params)).to_yaml())
-        config = SparsePrefillConfig(profile=str(path))
-    return Plan.build(config, shape)
+    return tuple(by_layer.get(layer, noise) for layer in range(captured.shape.num_layers))

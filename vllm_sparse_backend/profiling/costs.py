@@ -8,7 +8,7 @@ once, on the first layer that asks, and written down: times differ from run to r
 of costs decide alike.
 
 Without a CUDA device references select and attend, whose times say nothing of a server's: costs are then estimates, by
-kept pairs and the shares of FlashAttention's time that selections took on an H200 after 122,880 tokens.
+kept pairs and what methods say of themselves (``MethodSpec.cost``).
 """
 
 import json
@@ -22,25 +22,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 from vllm_sparse_backend.measure.report import write_json
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import describe
-from vllm_sparse_backend.settings.plan import layer_plan
 from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.methods import name_of
+from vllm_sparse_kernels.layer import layer_plan
+from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.measure.card import Card
-    from vllm_sparse_backend.measure.methods import Layer
-    from vllm_sparse_kernels.testing.batches import Batch
+    from vllm_sparse_backend.measure.layers import Layer
+    from vllm_sparse_kernels.trial import Batch
 
 FORMAT = 1
-
-SELECTION_SHARES = {
-    "a_shape": 0.002, "anchor_attention": 0.031, "block_sparse": 0.012, "dense": 0.0, "flex_vertical_slash": 0.07,
-    "sale": 0.22, "share_prefill": 0.08, "sparge_attn": 0.023, "vertical_slash": 0.067,
-}  # fmt: skip
-"""Of the time of dense attention, where nothing is measured."""
 
 MEANS_SHARE = 0.02
 MEANS_PAIRS = 1 / 64
@@ -105,7 +99,7 @@ def share_ms(costs: Costs, method: Method, density: float, num_heads: int) -> fl
 
 @dataclass(frozen=True)
 class EstimatedCosts:
-    """By pairs, and the shares of dense attention that selections are known to take."""
+    """By pairs, and the share of dense attention's time that a selection takes by its method's description."""
 
     num_pairs: int
     """Causal pairs of one head."""
@@ -118,7 +112,7 @@ class EstimatedCosts:
 
     def of(self, method: Method) -> Cost:
         # A third of what a selection takes does not depend on the number of heads.
-        selection = SELECTION_SHARES[name_of(method.selection)] * self.full_ms
+        selection = METHODS[name_of(method)].cost * self.full_ms
         return Cost(self.num_heads * selection / 3, selection * 2 / 3, self.full_ms)
 
     @property
@@ -143,12 +137,11 @@ class PairCosts:
 class MeasuredCosts:
     """Times of a CUDA device, each measured when it is first asked for, and kept in a file.
 
-    ``batches`` gives a layer's served chunks, its heads ``copies`` times over: costs are one copy's. ``key``
-    says what they are of: a file with another one is refused.
+    ``batches`` gives a layer's served chunks. ``key`` says what they are of: a file with another one is refused.
     """
 
-    def __init__(self, card: "Card", path: Path, key: Mapping[str, Any], copies: int = 1) -> None:
-        self.card, self.path, self.key, self.copies = card, path, dict(key), copies
+    def __init__(self, card: "Card", path: Path, key: Mapping[str, Any]) -> None:
+        self.card, self.path, self.key = card, path, dict(key)
         self.batches: Callable[[], Sequence[Batch]] | None = None
         self.known: dict[str, Cost] = {}
         self._layer: LayerCost | None = None
@@ -200,10 +193,10 @@ class MeasuredCosts:
         kept = sum(int(layer.index.kept_pairs()) for layer in layers)
         density = kept / (num_heads * sum(causal_pairs(batch.rows) for batch in batches))
         each = max(0.0, (taken["select"] - taken["alone"]) / max(1, num_heads - 1))
-        full = max(0.0, taken["attend"] - self.copies * self.layer.base_ms) / (density * num_heads)
+        full = max(0.0, taken["attend"] - self.layer.base_ms) / (density * num_heads)
         # What is next to nothing has no rate of its own; none is faster than dense attention's.
         full = full if isinstance(method, Dense) else max(full, self._dense_rate)
-        group = max(0.0, taken["select"] - num_heads * each) / self.copies
+        group = max(0.0, taken["select"] - num_heads * each)
         return Cost(_rounded(group), _rounded(each), _rounded(full))
 
     def _measure_layer(self) -> LayerCost:
@@ -217,8 +210,7 @@ class MeasuredCosts:
         dense = [("dense", self.card.dense(batch, batch.empty_out())) for batch in batches]
         taken = self._ms([self._attentions(plain, "plain"), self._attentions(means, "means"), dense])
         each = max(0.0, taken["means"] - taken["plain"]) / num_heads
-        base, whole = taken["plain"] / self.copies, taken["dense"] / self.copies
-        return LayerCost(_rounded(base), _rounded(each), _rounded(whole))
+        return LayerCost(_rounded(taken["plain"]), _rounded(each), _rounded(taken["dense"]))
 
     def _batches(self) -> Sequence["Batch"]:
         if self.batches is None:
@@ -226,7 +218,7 @@ class MeasuredCosts:
         return self.batches()
 
     def _layers(self, methods: Sequence[Method]) -> list["Layer"]:
-        from vllm_sparse_backend.measure.methods import Layer
+        from vllm_sparse_backend.measure.layers import Layer
         from vllm_sparse_backend.settings.config import AUTO
 
         return [Layer.of(batch, layer_plan(methods), AUTO) for batch in self._batches()]
@@ -243,15 +235,6 @@ class MeasuredCosts:
                 one.state.clear()
 
         return {name: median(ms) for name, ms in self.card.spans_ms(contestants, new_pass, budget_s=0.0).items()}
-
-
-def with_copies(batches: Sequence["Batch"], copies: int) -> list["Batch"]:
-    """Chunks of one prompt, their heads ``copies`` times over."""
-    if copies == 1:
-        return list(batches)
-    cache = batches[0].cache
-    repeated = replace(cache, keys=cache.keys.repeat(1, 1, copies, 1), values=cache.values.repeat(1, 1, copies, 1))
-    return [replace(one, q=one.q.repeat(1, copies, 1), cache=repeated) for one in batches]
 
 
 def _selections(layers: Sequence["Layer"], name: str) -> list[Any]:

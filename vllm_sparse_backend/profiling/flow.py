@@ -1,33 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of a model in order, each judged with what the layers before hand on to it (``Rows.state``).
 
-For methods whose heads look at heads of earlier layers. What a layer is given follows from what those before were
-chosen to do and from nothing behind it: layers that are judged in order, each as it will be served, are judged jointly.
+Some methods' heads look at heads of earlier layers. What a layer is given follows from what those before were chosen to
+do and from nothing behind it: layers that are judged in order, each as it will be served, are judged jointly.
 
-**Memory.** Beside a layer's own (``judge.py``) the state of each chunk of each prompt, twice: of SharePrefill 4 bytes
-for each pair of a tile of queries and a block of keys, by clusters; 0.3 MB a cluster for a prompt of 32,768.
+**Memory.** Beside a layer's own (``judge.py``), where heads depend on others, the state of each chunk of each prompt,
+twice: of SharePrefill 4 bytes for each pair of a tile of queries and a block of keys, by clusters; 0.3 MB a cluster for
+a prompt of 32,768.
 """
 
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
-from vllm_sparse_backend.profiling.costs import EstimatedCosts
 from vllm_sparse_backend.profiling.job import Job
 from vllm_sparse_backend.profiling.judge import CapturedLayer, RememberingJudge, State
 from vllm_sparse_backend.settings.methods import parameters_of
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
+from vllm_sparse_kernels.methods.dense.method import Dense
+
+Of = TypeVar("Of")
 
 
 class Flow:
     """The model so far, on the prompts or on the held-out ones.
 
     ``company``: methods that other heads have, where those of a layer need some (``Method.company``). Outcomes are
-    remembered in the job's folder by what the layers before hand on, which takes nothing but who is in which cluster.
+    remembered in the job's folder by what the layers before hand on, which takes nothing but who has whose company.
     """
 
     def __init__(self, job: Job, kind: str, company: Sequence[Method] = ()) -> None:
@@ -37,33 +39,33 @@ class Flow:
         self._states: list[list[State]] = []
         self._passed = 0
 
-    @property
-    def layer(self) -> int:
-        """The next one."""
-        return len(self.chosen)
-
     def add(self, methods: Sequence[Method]) -> None:
         """What the next layer does."""
         self.chosen.append(list(methods))
 
     def judge(self) -> RememberingJudge:
-        """Of the next layer. Its times are none: nothing is measured."""
-        shape = self.job.shape
-        path = self.job.folder / f"{self.kind}-layer-{self.layer:03}-after-{self._handed_on()}.json"
-        costs = EstimatedCosts(1, shape.num_heads, shape.head_dim)
-        return RememberingJudge(self.layer, shape.num_heads, costs, path, self._read)
+        """Of the next layer."""
+        layer = len(self.chosen)
+        name = f"{self.kind}-layer-{layer:03}{self._handed_on()}.json"
+        judge = RememberingJudge(layer, self.job.shape.num_heads, self.job.folder / name, self._read)
+        if self.kind == "prompts":
+            self.job.costs_on(judge)
+        return judge
 
     def _handed_on(self) -> str:
         given = [[_given(one) for one in heads] for heads in self.chosen]
-        return hashlib.sha256(json.dumps([heads if any(heads) else None for heads in given]).encode()).hexdigest()[:16]
+        if not any(map(any, given)):
+            return ""
+        text = json.dumps([heads if any(heads) else None for heads in given])
+        return f"-after-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def _read(self) -> CapturedLayer:
-        while self._passed < self.layer:
+        while self._passed < len(self.chosen):
             methods = self.chosen[self._passed]
-            if any(map(_is_member, methods)):
+            if any(map(needs_company, methods)):
                 self._states = self._layer(self._passed).after(methods)
             self._passed += 1
-        return self._layer(self.layer)
+        return self._layer(len(self.chosen))
 
     def _layer(self, layer: int) -> CapturedLayer:
         job = self.job
@@ -71,10 +73,46 @@ class Flow:
         return CapturedLayer(captures, layer, job.served, device, job.engines, self._states, self.company)
 
 
-def _is_member(method: Method) -> bool:
-    return isinstance(method, SharePrefill) and method.cluster != NOISE
+def walk(
+    job: Job,
+    kind: str,
+    company: Sequence[Method],
+    choose: Callable[[RememberingJudge], tuple[Sequence[Method], Of | None]],
+) -> tuple[list[list[Method]], list[Of | None]]:
+    """All layers in order: of each the methods of its heads, and what else ``choose`` has of it.
+
+    Layers that never go sparse are dense, and have None.
+    """
+    flow = Flow(job, kind, company)
+    found: list[Of | None] = []
+    job.tell.begin("layers", len(job.layers))
+    for layer in range(job.shape.num_layers):
+        if layer not in job.layers:
+            flow.add([Dense()] * job.shape.num_heads)
+            found.append(None)
+            continue
+        judge = flow.judge()
+        methods, of_layer = choose(judge)
+        judge.save()
+        flow.add(methods)
+        found.append(of_layer)
+        job.tell.step()
+    return flow.chosen, found
+
+
+def needs_company(method: Method) -> bool:
+    """Whether what a head does depends on other heads."""
+    return method.alone != method
 
 
 def _given(method: Method) -> dict[str, Any] | None:
-    """What of a head counts for later layers: neither its γ nor what it asks for beside its selection."""
-    return parameters_of(method.selection.company) if _is_member(method) else None
+    """What of a head counts for later layers: of SharePrefill neither its γ nor what it asks for beside."""
+    return parameters_of(method.selection.company) if needs_company(method) else None
+
+
+def first_judge(job: Job) -> RememberingJudge:
+    """Of the first layer that can go sparse, on the prompts."""
+    flow = Flow(job, "prompts")
+    for _ in range(job.layers[0]):
+        flow.add([Dense()] * job.shape.num_heads)
+    return flow.judge()

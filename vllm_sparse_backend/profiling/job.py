@@ -2,7 +2,7 @@
 """From a model and prompts to a profile, in a folder that a run which was broken off is taken up from.
 
 The folder holds ``job.json``, what is calibrated on what; ``prompts-0`` and so on and ``held-out-0`` and so on, the
-captures, as long as they are needed; ``costs.json``; and a file for each layer with the outcomes of all that was judged
+captures, as long as they are needed; ``costs.json``; and a file for each layer with what came of all that was judged
 there, of the prompts and of the held-out ones. Each of these is put there whole or not at all. Searches ask again from
 their beginning what such a file answers at once, so a run that was broken off, wherever that was, ends with the same
 profile as one that was not; and another search or bound on the same prompts starts from what is known.
@@ -12,36 +12,25 @@ Llama-3.1-8B, 13 GB for a prompt of 32,768. They are deleted once a profile is w
 """
 
 import json
-import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from vllm_sparse_backend.identity import PACKAGE, package_version
 from vllm_sparse_backend.measure.report import versions, write_json
 from vllm_sparse_backend.profiling.capture import Capture, capture_each, weights_sha256
-from vllm_sparse_backend.profiling.costs import Costs, EstimatedCosts, MeasuredCosts, with_copies
-from vllm_sparse_backend.profiling.judge import CapturedLayer, RememberingJudge, Served
-from vllm_sparse_backend.profiling.measure import Bound, Figures, LayerJudge
+from vllm_sparse_backend.profiling.chunks import chunk_rows
+from vllm_sparse_backend.profiling.costs import Costs, EstimatedCosts, MeasuredCosts
+from vllm_sparse_backend.profiling.judge import RememberingJudge, Served
 from vllm_sparse_backend.profiling.prompts import PromptSet
-from vllm_sparse_backend.profiling.quality import chunk_rows
-from vllm_sparse_backend.settings import figures as profile_figures
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.profile import Level, Profile, Provenance
 from vllm_sparse_kernels.attend import Engine
 from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.methods.dense.method import Dense
-
-Search = Callable[[LayerJudge, Bound], list[Method]]
-SLACK = 1.2
-"""What held-out prompts may take of a bound."""
 
 
 class Capturer(Protocol):
@@ -70,15 +59,12 @@ class Job:
     served: Served
     folder: Path
     device: str = "cpu"
-    costs_path: Path | None = None
     seed: int | None = None
     """Of the prompts; None where they are the operator's own."""
     says_min_tokens: bool = False
     """Whether the profile has the positions up to which all is dense, or leaves them to the server."""
     capturer: Capturer | None = None
     """None: transformers, on this device."""
-    copies: int = 1
-    """Of the model's heads, side by side where costs are measured: few heads do not fill a card."""
     tell: Tell = field(default_factory=Tell)
 
     @cached_property
@@ -102,7 +88,7 @@ class Job:
             "model": self.model.resolve().name, "shape": asdict(self.shape), "weights": weights_sha256(self.model),
             "through": through, "prompts": self.prompts.sha256,
             "held_out": self.held_out.sha256, **asdict(self.served), "device": self.device_name,
-            "copies": self.copies, "versions": versions(),
+            "versions": versions(),
         }  # fmt: skip
         return dict(json.loads(json.dumps(made_of)))
 
@@ -129,8 +115,7 @@ class Job:
     @cached_property
     def costs(self) -> Costs:
         if self._card is not None:
-            path = self.costs_path or self.folder / "costs.json"
-            return MeasuredCosts(self._card, path, self.identity, self.copies)
+            return MeasuredCosts(self._card, self.folder / "costs.json", self.identity)
         rows = chunk_rows(
             len(self.prompts.prompts[0]), self.served.chunk_tokens, torch.device("cpu"), self.served.min_tokens
         )
@@ -177,31 +162,29 @@ class Job:
                 "a folder with more room with --work, or ask for fewer or shorter prompts"
             )
 
-    def judge(self, layer: int, kind: str = "prompts") -> RememberingJudge:
-        """Of one layer, on the prompts or on the held-out ones."""
-        device = torch.device(self.device)
+    def costs_on(self, judge: RememberingJudge) -> None:
+        """What costs are not known yet are measured on this layer, if they are asked for."""
+        if isinstance(self.costs, MeasuredCosts):
+            self.costs.batches = lambda: judge.captured.batches
 
-        def read() -> CapturedLayer:
-            return CapturedLayer(self.captures(kind), layer, self.served, device, self.engines)
-
-        path = self.folder / f"{kind}-layer-{layer:03}.json"
-        judge = RememberingJudge(layer, self.shape.num_heads, self.costs, path, read)
-        if isinstance(self.costs, MeasuredCosts) and kind == "prompts":
-            self.costs.batches = cache(lambda: with_copies(judge.captured.batches, self.copies))
-        return judge
+    def remembered(self, name: str, make: Callable[[], Any]) -> Any:
+        """What ``make`` gives, as JSON has it, from the folder if it is there. Raises ConfigurationError if it can't be
+        read."""
+        path = self.folder / f"{name}.json"
+        if not path.exists():
+            write_json(path, make())
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"{path}: cannot be read: {error}; delete it") from None
 
     @cached_property
     def layers(self) -> list[int]:
         """Those that can go sparse. It is written down, as captures are deleted."""
-        path = self.folder / "layers.json"
-        if not path.exists():
-            write_json(path, sorted(self.captures("prompts")[0].scales))
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigurationError(f"{path}: cannot be read: {error}; delete it") from None
+        found = self.remembered("layers", lambda: sorted(self.captures("prompts")[0].scales))
         every = range(self.shape.num_layers)
         if not (isinstance(found, list) and found and all(layer in every for layer in found)):
+            path = self.folder / "layers.json"
             raise ConfigurationError(f"{path}: {unexpected(found, 'a list of layers of the model')}; delete it")
         return found
 
@@ -217,138 +200,3 @@ def _capture_here(
     model: Path, prompts: Sequence[Sequence[int]], folders: Sequence[Path], device: str, dtype: torch.dtype
 ) -> Sequence[Capture]:
     return list(capture_each(model, prompts, folders, device, dtype))
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search found for one bound: methods by layer and head of the whole model, and what came of them."""
-
-    bound: Bound
-    methods: list[list[Method]]
-    figures: list[list[Figures] | None]
-    """On the prompts; None for layers that never go sparse."""
-    held_out: list[list[Figures] | None]
-
-    def summary(self) -> dict[str, float]:
-        """Of the held-out prompts, over the heads that are not dense: what part of them holds the bound, whole and
-        with ``SLACK``; the most that a head takes of it; means."""
-        sparse = [
-            of
-            for methods, figures in zip(self.methods, self.held_out)
-            for method, of in zip(methods, figures or ())
-            if not isinstance(method, Dense)
-        ]
-        if not sparse:
-            return {}
-        shares = [self.bound.share(of) for of in sparse]
-        every = sum(map(len, self.methods))
-        figures = {
-            "heads_within_bound": sum(share <= 1 for share in shares) / len(shares),
-            "heads_within_1.2_of_it": sum(share <= SLACK for share in shares) / len(shares),
-            "most_of_bound": max(shares),
-            "error": sum(of.error for of in sparse) / len(sparse),
-            "worst_error": sum(of.worst for of in sparse) / len(sparse),
-            "error_of_bound": sum(of.error for of in sparse) / len(sparse) / self.bound.error,
-        }
-        if math.isfinite(self.bound.mean):
-            figures["mean_of_bound"] = sum(of.error for of in sparse) / every / self.bound.mean
-        return {name: float(f"{value:.4g}") for name, value in figures.items()}
-
-    @property
-    def density(self) -> float:
-        """Mean over all layers' heads."""
-        heads = [of.density for layer in self.figures for of in layer or ()]
-        whole = sum(len(methods) for methods in self.methods)
-        return (sum(heads) + whole - len(heads)) / whole
-
-
-def mean_error(figures: Sequence[Sequence[Figures] | None], num_heads: int) -> float:
-    """Of all heads of the model; those of layers that have no figures are dense."""
-    return sum(of.error for layer in figures for of in layer or ()) / (len(figures) * num_heads)
-
-
-def run(
-    job: Job, search: Search, bounds: Mapping[str, Bound], source: str, margin: float = 0.0, unseen: bool = False
-) -> Profile:
-    """The profile that a search finds, with a level for each bound, checked on the held-out prompts.
-
-    ``margin``: the share of a bound that searches leave to what prompts they have not seen may have more; ``unseen``:
-    whether they leave what the prompts tell of that too (``Bound.unseen``). Raises ConfigurationError where no head of
-    any layer holds the first bound.
-    """
-    job.enter()
-    found = {name: Found(bound, [], [], []) for name, bound in bounds.items()}
-    layers = job.layers
-    job.tell.begin("layers", len(layers))
-    for layer in range(job.shape.num_layers):
-        if layer in layers:
-            judge, check = job.judge(layer), job.judge(layer, "held-out")
-            for one in found.values():
-                methods = search(judge, one.bound.less(margin, unseen))
-                one.methods.append(methods)
-                one.figures.append(_of_sparse(judge, methods))
-                judge.save()
-                one.held_out.append(_of_sparse(check, methods))
-                check.save()
-            job.tell.step()
-        else:
-            for one in found.values():
-                one.methods.append([Dense()] * job.shape.num_heads)
-                one.figures.append(None)
-                one.held_out.append(None)
-    return profile_of(job, found, source)
-
-
-def _of_sparse(judge: RememberingJudge, methods: Sequence[Method]) -> list[Figures] | None:
-    """None where all heads are dense: nothing is to be judged then."""
-    return None if all(isinstance(method, Dense) for method in methods) else judge.judge(methods)
-
-
-def profile_of(job: Job, found: Mapping[str, Found], source: str) -> Profile:
-    """The first is the profile's own level; others at which nothing goes sparse are left out, as ``exact`` is one."""
-    levels = {
-        name: Level.of_heads(one.methods, provenance_of(job, one, source))
-        for name, one in found.items()
-        if any(not isinstance(method, Dense) for layer in one.methods for method in layer)
-    }
-    if (first := next(iter(found))) not in levels:
-        # Another in its place would be what requests get that name none.
-        numbers = ":".join(f"{x:g}" for x in found[first].bound.numbers.values())
-        raise ConfigurationError(
-            f"{source}: no head of any layer holds the bound {numbers} of level {first} with any setting and pays: "
-            "expected a larger --level, or longer prompts"
-        )
-    own, *others = levels
-    given = {name: getattr(levels[own], name) for name in Level.model_fields}
-    return Profile.model_validate({
-        "format": 1, "model": job.shape, "level": own, **given,
-        "min_tokens": job.served.min_tokens if job.says_min_tokens else None,
-        "levels": {name: levels[name] for name in others},
-    })  # fmt: skip
-
-
-def provenance_of(job: Job, found: Found, source: str) -> Provenance:
-    rows: dict[str, profile_figures.PerHead] = {
-        name: [[getattr(of, of_name) for of in layer] if layer else None for layer in found.figures]
-        for name, of_name in (("density", "density"), ("error", "error"), ("worst_error", "worst"))
-    }
-    return given_provenance(job, source).model_copy(
-        update={
-            "bounds": found.bound.numbers,
-            "density": float(f"{found.density:.4g}"),
-            "figures": profile_figures.Figures.of_heads(**rows),
-            "held_out": found.summary(),
-        }
-    )
-
-
-def given_provenance(job: Job, source: str) -> Provenance:
-    """What is known before anything is searched."""
-    return Provenance(
-        tool_version=package_version(PACKAGE),
-        prompts_sha256=job.prompts.sha256,
-        device=job.device_name,
-        source=source,
-        seed=job.seed,
-        versions=versions(),
-    )

@@ -13,50 +13,30 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from vllm_sparse_backend.measure.data import without_nan
-from vllm_sparse_backend.measure.methods import Layer
+from vllm_sparse_backend.measure.layers import Layer
 from vllm_sparse_backend.measure.report import write_json
 from vllm_sparse_backend.profiling.capture import Capture
-from vllm_sparse_backend.profiling.costs import Costs, share_ms
+from vllm_sparse_backend.profiling.chunks import chunk_rows, dense_attention, paged
 from vllm_sparse_backend.profiling.measure import RARE, WORST, Errors, Figures
-from vllm_sparse_backend.profiling.quality import chunk_rows, dense_attention, paged
 from vllm_sparse_backend.settings.config import AUTO
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import parameters_of
-from vllm_sparse_backend.settings.plan import LayerPlan, layer_plan
 from vllm_sparse_kernels import PagedCache
-from vllm_sparse_kernels.attend import Engine
-from vllm_sparse_kernels.attend.reference import attend as reference_attend
+from vllm_sparse_kernels.attend import PORTABLE, Engine
 from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.layer import LayerPlan, layer_plan
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.testing.batches import Batch
+from vllm_sparse_kernels.trial import Batch
 
-FORMAT = 2
-
+FORMAT = 3
 
 State = dict[Hashable, Any]
 """``Rows.state`` of a chunk: what methods keep from layer to layer."""
-
-
-class Outcome(NamedTuple):
-    """``Figures`` of one head without its time."""
-
-    error: float
-    worst: float
-    l2: float
-    density: float
-    rare: float
-    unseen_error: float
-    unseen_worst: float
-    unseen_rare: float
-
-    def figures(self, time_ms: float) -> Figures:
-        unseen = Errors(self.unseen_error, self.unseen_worst, self.unseen_rare)
-        return Figures(self.error, self.worst, self.rare, self.l2, self.density, time_ms, unseen)
 
 
 @dataclass(frozen=True)
@@ -97,43 +77,35 @@ class LayerPrompt:
     def num_pairs(self) -> int:
         return sum(causal_pairs(batch.rows) for batch in self.batches)
 
-    def _begin(self, chunk: int) -> None:
-        """Nothing is kept from pass to pass."""
-        state = self.batches[chunk].rows.state
-        state.clear()
-        state.update(copy.deepcopy(self.before[chunk]) if self.before else {})
+    def _pass(self, chunk: int) -> Batch:
+        """The chunk in a pass of its own: nothing is kept from pass to pass."""
+        batch = self.batches[chunk]
+        rows = replace(batch.rows)
+        rows.state.update(copy.deepcopy(self.before[chunk]) if self.before else {})
+        return replace(batch, rows=rows)
 
     def after(self, groups: LayerPlan) -> list[State]:
         """Of each chunk, what this layer leaves to the next."""
         states = []
-        for i, batch in enumerate(self.batches):
-            self._begin(i)
+        for i in range(len(self.batches)):
+            batch = self._pass(i)
             Layer.of(batch, groups, AUTO).select()
             states.append(dict(batch.rows.state))
         return states
 
     def outcome(self, groups: LayerPlan, engines: Mapping[str, Engine] | None) -> torch.Tensor:
-        """[5, num_heads] float64 on the device: what an ``Outcome`` has of one prompt. ``engines``: None on a CPU."""
-        errors, squares, pairs = [], [], []
-        for i, (batch, dense, norms) in enumerate(zip(self.batches, self.dense, self.norms, strict=True)):
-            self._begin(i)
-            layer = Layer.of(batch, groups, AUTO)
-            layer.select()
-            if engines is None:
-                reference_attend(batch.q, batch.cache, layer.index, layer.out, batch.scale, options=layer.options)
-            else:
-                layer.attend(layer.engine(engines))
-            off = layer.out.float() - dense.float()
-            errors.append(off.abs().sum(-1) / norms)
-            squares.append(torch.stack((off.square().sum((0, 2)), dense.float().square().sum((0, 2)))).double())
+        """[4, num_heads] float64 on the device: error, worst, rare, density of one prompt. On a CPU no engines."""
+        errors, pairs = [], []
+        for i, (dense, norms) in enumerate(zip(self.dense, self.norms, strict=True)):
+            layer = Layer.of(self._pass(i), groups, AUTO)
+            layer.run(layer.engine(engines) if engines else PORTABLE)
+            errors.append((layer.out.float() - dense.float()).abs().sum(-1) / norms)
             pairs.append(layer.index.pairs_of_heads())
         of_queries = torch.cat(errors)
-        off_squared, whole_squared = torch.stack(squares).sum(0)
         ordered = of_queries.sort(0).values
         worst, rare = (ordered[len(ordered) - 1 - int(share * len(ordered))].double() for share in (WORST, RARE))
         density = torch.stack(pairs).sum(0).double() / self.num_pairs
-        l2 = (off_squared / whole_squared).sqrt()
-        return torch.stack((of_queries.double().mean(0), worst, l2, density, rare))
+        return torch.stack((of_queries.double().mean(0), worst, rare, density))
 
 
 class CapturedLayer:
@@ -168,14 +140,21 @@ class CapturedLayer:
         groups = layer_plan(methods, self.others)
         return [prompt.after(groups) for prompt in self.prompts]
 
-    def outcomes(self, methods: Sequence[Method]) -> list[Outcome]:
+    def figures(self, methods: Sequence[Method]) -> list[Figures]:
         """Of each head with its method: errors of the prompt where they are largest, density of all prompts."""
         groups = layer_plan(methods, self.others)
         found = torch.stack([prompt.outcome(groups, self.engines) for prompt in self.prompts])
         pairs = torch.tensor([prompt.num_pairs for prompt in self.prompts], dtype=torch.float64, device=found.device)
-        most = found.amax(0)
-        most[3] = (found[:, 3] * pairs[:, None]).sum(0) / pairs.sum()
-        return [Outcome(*row) for row in torch.cat((most, unseen(found[:, [0, 1, 4]]))).T.tolist()]
+        density = (found[:, 3] * pairs[:, None]).sum(0) / pairs.sum()
+        errors = found[:, :3]
+        each = torch.cat((errors.amax(0), density[None], unseen(errors))).T.tolist()
+        return [figures_of(one) for one in each]
+
+
+def figures_of(numbers: Sequence[float]) -> Figures:
+    """From error, worst, rare, density, and the three errors that unseen prompts may have."""
+    error, worst, rare, density, *unseen = map(float, numbers)
+    return Figures(error, worst, rare, density, Errors(*unseen))
 
 
 def unseen(errors: torch.Tensor) -> torch.Tensor:
@@ -187,13 +166,13 @@ def unseen(errors: torch.Tensor) -> torch.Tensor:
 class RememberingJudge:
     """A ``LayerJudge`` that writes down what it has judged, and reads the layer only for what it has not.
 
-    ``path`` holds this layer's outcomes, all of one set of prompts; whoever breaks off loses what came after the last
-    ``save``. Times are not among them: they are the costs'.
+    ``path`` holds this layer's figures, all of one set of prompts; whoever breaks off loses what came after the last
+    ``save``.
     """
 
-    def __init__(self, layer: int, num_heads: int, costs: Costs, path: Path, read: Callable[[], CapturedLayer]) -> None:
-        self.layer, self.num_heads, self.costs, self.path, self._read = layer, num_heads, costs, path, read
-        self.known: dict[str, list[Outcome]] = {}
+    def __init__(self, layer: int, num_heads: int, path: Path, read: Callable[[], CapturedLayer]) -> None:
+        self.layer, self.num_heads, self.path, self._read = layer, num_heads, path, read
+        self.known: dict[str, list[Figures]] = {}
         self.changed = False
         if path.exists():
             self.known = _load(path)
@@ -206,25 +185,27 @@ class RememberingJudge:
         if len(methods) != self.num_heads:
             raise ValueError(f"judge: given {len(methods)} methods, expected one for each of {self.num_heads} heads")
         if (key := _key(methods)) not in self.known:
-            self.known[key] = self.captured.outcomes(methods)
+            self.known[key] = self.captured.figures(methods)
             self.changed = True
-        return [
-            one.figures(share_ms(self.costs, method, one.density, self.num_heads))
-            for method, one in zip(methods, self.known[key], strict=True)
-        ]
+        return self.known[key]
 
     def save(self) -> None:
         if self.changed:
-            write_json(self.path, {"format": FORMAT, "judged": self.known})
+            judged = {key: [_numbers(one) for one in heads] for key, heads in self.known.items()}
+            write_json(self.path, {"format": FORMAT, "judged": judged})
             self.changed = False
 
 
-def _load(path: Path) -> dict[str, list[Outcome]]:
+def _numbers(of: Figures) -> tuple[float, ...]:
+    return (of.error, of.worst, of.rare, of.density, *(of.unseen or ()))
+
+
+def _load(path: Path) -> dict[str, list[Figures]]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["format"] != FORMAT:
             raise ValueError(f"format: {data['format']}")
-        return {key: [Outcome(*map(float, one)) for one in heads] for key, heads in data["judged"].items()}
+        return {key: [figures_of(one) for one in heads] for key, heads in data["judged"].items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"{path}: not a layer's outcomes: {error!r}; delete it") from None
 

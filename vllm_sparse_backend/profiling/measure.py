@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method does to each head of a layer, on captured prompts: error of its output, density, time on this device.
+"""What a method does to each head of a layer, on captured prompts: error of its output, density; and bounds of these.
 
-A search asks a ``LayerJudge`` what came of one method for each head; it knows nothing of captures or devices. It is a
-function ``search(judge, bound, ...) -> list[Method]``: one for each head, ``Dense()`` where nothing holds the bound.
+A search asks a ``LayerJudge`` what came of one method for each head; it knows nothing of captures or devices.
 """
 
 import math
@@ -10,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from vllm_sparse_backend.profiling.costs import Costs
 from vllm_sparse_kernels.methods.base import Method
 
 WORST = 0.01
@@ -41,13 +39,8 @@ class Figures:
     """A hundredth of queries (``WORST``) has more."""
     rare: float
     """A thousandth of queries (``RARE``) has more."""
-    l2: float
-    """‖O − Õ‖₂ / ‖O‖₂ over all queries together."""
     density: float
     """Kept pairs over causal pairs."""
-    time_ms: float
-    """This head's share of selection and attention of one prompt's chunks, were the layer's other heads selected by the
-    same kind of method (``costs.py``)."""
     unseen: Errors | None = None
     """What a prompt that was not seen may have, by leave-one-out: as far beyond these prompts as the one with most lies
     beyond the others; of a single prompt what that has."""
@@ -65,17 +58,19 @@ class Bound:
     """Of ``Figures.rare``."""
     mean: float = math.inf
     """Of the mean of all heads' ``Figures.error``, dense ones included: a matter of the whole model, not of a head."""
-    unseen: bool = False
-    """Whether a head is to hold it on prompts that were not seen too, as far as ``Figures.unseen`` can tell."""
 
-    def less(self, margin: float, unseen: bool) -> "Bound":
-        """What searches keep to: all but a share of it, and on unseen prompts if asked."""
+    @property
+    def has_mean(self) -> bool:
+        return math.isfinite(self.mean)
+
+    def less(self, margin: float) -> "Bound":
+        """All but a share of it: what searches keep to."""
         kept = 1 - margin
-        return Bound(self.error * kept, self.worst * kept, self.rare * kept, self.mean * kept, unseen)
+        return Bound(self.error * kept, self.worst * kept, self.rare * kept, self.mean * kept)
 
     def holds(self, figures: Figures) -> bool:
-        """Never for what is no number."""
-        of = figures.unseen if self.unseen and figures.unseen else figures
+        """On unseen prompts too, as far as ``Figures.unseen`` can tell. Never for what is no number."""
+        of = figures.unseen or figures
         return of.error <= self.error and of.worst <= self.worst and of.rare <= self.rare
 
     def share(self, figures: Figures) -> float:
@@ -94,8 +89,6 @@ class LayerJudge(Protocol):
 
     layer: int
     num_heads: int
-    costs: Costs
-    """What kinds of methods take on this device."""
 
     def judge(self, methods: Sequence[Method]) -> list[Figures]:
         """What comes of one method for each head. All heads are selected and attended in one pass of each chunk."""

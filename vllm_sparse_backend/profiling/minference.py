@@ -2,35 +2,35 @@
 """MInference's pattern for each head (arXiv:2407.02490, section 3.2, Algorithm 1; appendix C.2 and table 7).
 
 Table 7's candidates, an A-shape, four vertical-slashes and a block-sparse one, are first brought to equal cost, that of
-the A-shape with 1,024 and 4,096 tokens: a setting is changed in steps of 50 until it costs as much. Then the candidate
-with the least output error is the head's.
+the A-shape with 1,024 and 4,096 tokens: a setting is changed in steps until it costs as much. Then the candidate with
+the least output error is the head's.
 
 What the paper leaves open, and where this departs from it:
 
-* Cost is time on this device: selection and attention of all heads of the layer with the candidate, as served
-  (``costs.py``). The paper counts what its kernels compute, and selection not at all.
-* What changes in a step: the larger of a candidate's two numbers, so that it stays what it is. A step of block-sparse
-  is one block of 64 keys, where the paper's 50 would be 3,200 of them. Candidates are equal that cost the same to
-  within a twentieth, or lie at the step that comes nearest. The walk skips steps: it guesses and halves.
-* A candidate whose smallest setting still costs too much, or whose largest keeps all and costs less, is left out where
+* Cost is time on this device: selection and attention of all heads of the first layer that can go sparse, with the
+  candidate, as served (``costs.py``). The paper counts what its kernels compute, and selection not at all.
+* What changes in a step: the larger of a candidate's two numbers, so that it stays what it is, by 50 tokens. A step of
+  block-sparse is one block of 64 keys, where the paper's 50 would be 3,200 of them.
+* A candidate whose smallest setting costs too much, or that keeps all where it costs as much, is left out where
   Algorithm 1 would not end.
 * Of the candidates that hold ``bound`` the one with the least error is taken, of those that leave out a tenth of the
   head's pairs or more: scattered slashes may keep them all. Where there is none, the head runs dense.
-  Heads of a layer share an index as narrow as the narrowest of them: beside others an A-shape, alone in blocks of 128,
-  keeps a little less. So the choices are judged together, and a head for which its own does not hold takes the next.
 * Beyond the paper: several budgets, multiples of the paper's cost. Each head takes the smallest at which a candidate
-  holds the bound. The paper has one, ``budgets=(1.0,)``. Those as dear as dense attention are left out.
+  holds the bound. The paper has one. Those as dear as dense attention are left out.
 
 Heads of one pattern differ in their numbers within one launch.
 """
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import cycle
-from typing import Any, NamedTuple
+from typing import Any
 
+from vllm_sparse_backend.profiling.costs import Costs, share_ms
+from vllm_sparse_backend.profiling.flow import first_judge
+from vllm_sparse_backend.profiling.job import Job
 from vllm_sparse_backend.profiling.measure import Bound, LayerJudge
-from vllm_sparse_backend.profiling.sparsest import LEAST_SPARSITY, judge_all
+from vllm_sparse_backend.profiling.search import LEAST_SPARSITY, May, Search, judge_all
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
@@ -50,10 +50,7 @@ CANDIDATES = (
 )
 """Table 7."""
 
-STEP = 50
-TOLERANCE = 0.05
-"""ε of Algorithm 1, as a share of the target."""
-
+STEP, MOST_STEPS = 50, 4096
 BUDGETS = (0.5, 1.0, 2.0, 4.0)
 """Of the paper's cost; the paper has 1 alone."""
 
@@ -61,121 +58,75 @@ Space = tuple[Method, ...]
 """Candidates of equal cost."""
 
 
-def search_spaces(judge: LayerJudge, budgets: Sequence[float] = BUDGETS) -> list[Space]:
-    """The candidates of each budget, the cheapest first, by measured cost on this layer: 1 to 8 passes a candidate.
+class Candidates(Search):
+    """Of the cheapest space with one that holds the bound, the candidate of the least error."""
 
-    They are much the same for all layers: a caller may make them once.
-    """
-    target, dense = _cost(judge, TARGET)[0], _cost(judge, Dense())[0]
-    spaces = []
+    def __init__(self, job: Job, bound: Bound, budgets: Sequence[float] = BUDGETS) -> None:
+        judge = first_judge(job)
+        self.bound, self.spaces = bound, list(search_spaces(judge, job.costs, budgets))
+        judge.save()
+
+    def choose(self, judge: LayerJudge, may: May) -> list[Method]:
+        chosen: list[Method | None] = [None] * judge.num_heads
+        for space in self.spaces:
+            passes = [judge_all(judge, self.bound, [candidate] * judge.num_heads) for candidate in space]
+            for head, judged in enumerate(zip(*passes, strict=True)):
+                holding = [one for one in judged if one.holds and one.sparsity >= LEAST_SPARSITY]
+                allowed = [one for one in holding if may(head, one.method)]
+                if chosen[head] is None and allowed:
+                    chosen[head] = min(allowed, key=lambda one: one.figures.error).method
+            if None not in chosen:
+                break
+        return [method or Dense() for method in chosen]
+
+
+def search_spaces(judge: LayerJudge, costs: Costs, budgets: Sequence[float]) -> Iterator[Space]:
+    """The candidates of each budget, the cheapest first: at most twelve passes a candidate."""
+    dense_ms = _cost(judge, costs, Dense())[0]
     for budget in sorted(budgets):
-        aim = budget * target
-        if aim < (1 - LEAST_SPARSITY) * dense:
-            fitted = [TARGET if (one, budget) == (TARGET, 1) else _fitted(judge, one, aim) for one in CANDIDATES]
-            spaces.append(tuple(one for one in fitted if one is not None))
-    return spaces
+        aim = budget * _cost(judge, costs, TARGET)[0]
+        if aim < (1 - LEAST_SPARSITY) * dense_ms:
+            fitted = [one if (one, budget) == (TARGET, 1) else _fitted(judge, costs, one, aim) for one in CANDIDATES]
+            yield tuple(one for one in fitted if one is not None)
 
 
-def search(judge: LayerJudge, bound: Bound, spaces: Sequence[Space] | None = None) -> list[Method]:
-    """One method for each head: of the cheapest space with one that holds the bound, that of the least error; or dense.
-
-    ``spaces``: of ``search_spaces``; None makes them on this layer. One pass for each candidate of a space, until every
-    head has its own, and one or a few for all heads' choices together.
-    """
-    choices: list[list[Method]] = [[] for _ in range(judge.num_heads)]
-    for space in search_spaces(judge) if spaces is None else spaces:
-        passes = [judge_all(judge, bound, [candidate] * judge.num_heads) for candidate in space]
-        for head, judged in enumerate(zip(*passes, strict=True)):
-            holding = [one for one in judged if one.holds and one.sparsity >= LEAST_SPARSITY]
-            holding.sort(key=lambda one: one.figures.error)
-            choices[head] = choices[head] or [one.method for one in holding]
-        if all(choices):
-            break
-    return _together(judge, bound, choices)
-
-
-def _together(judge: LayerJudge, bound: Bound, choices: Sequence[Sequence[Method]]) -> list[Method]:
-    """Of each head the first choice that holds the bound beside the other heads' too; dense where none does."""
-    chosen: list[Method] = [of_head[0] if of_head else Dense() for of_head in choices]
-    judged = judge_all(judge, bound, chosen)
-    if all(one.holds for one, of_head in zip(judged, choices, strict=True) if of_head):
-        return chosen
-    left = [of_head if one.holds else of_head[1:] for one, of_head in zip(judged, choices, strict=True)]
-    return _together(judge, bound, left)
-
-
-def resized(candidate: Method, steps: int | None = None) -> tuple[Method, int]:
-    """ChangeSpace: the candidate with its larger number as so many steps and what it had beside, and that many steps.
-
-    None: as it is.
-    """
+def resized(candidate: Method, steps: int) -> Method:
+    """ChangeSpace: the candidate with so many steps as its larger number, and what it had beside whole steps."""
     match candidate:
         case AShape(local_tokens=number):
             field, step = "local_tokens", STEP
         case VerticalSlash(vertical_tokens=verticals, slash_tokens=slashes):
-            field, number, step = ("slash_tokens", slashes, STEP)
-            if verticals > slashes:
-                field, number = "vertical_tokens", verticals
+            field, number, step = max(
+                ("slash_tokens", slashes, STEP), ("vertical_tokens", verticals, STEP), key=_number
+            )
         case BlockSparse(top_blocks=number):
             field, step = "top_blocks", 1
         case _:
             raise ValueError(f"candidate: given {candidate!r}, expected a pattern of MInference")
-    whole, beside = divmod(number, step)
-    steps = whole if steps is None else steps
-    changes: dict[str, Any] = {field: steps * step + beside}
-    return replace(candidate, **changes), steps
+    changes: dict[str, Any] = {field: steps * step + number % step}
+    return replace(candidate, **changes)
 
 
-def _fitted(judge: LayerJudge, candidate: Method, aim: float) -> Method | None:
-    """The candidate resized until it costs ``aim``, or next to it; None where none of its sizes does."""
-    too_few: Sized = Sized(0, 0.0)
-    too_many: Sized | None = None
-    at, nearest = resized(candidate)[1], (float("inf"), candidate)
-    for halve in cycle((False, True)):
-        method = resized(candidate, at)[0]
-        time_ms, sparsity = _cost(judge, method)
-        nearest = min(nearest, (abs(time_ms - aim), method), key=lambda one: one[0])
-        if nearest[0] <= TOLERANCE * aim:
-            return nearest[1]
-        if time_ms > aim:
-            too_many = Sized(at, time_ms)
-        elif sparsity < LEAST_SPARSITY:
-            return None
-        else:
-            too_few = Sized(at, time_ms)
-        if too_many is not None and too_many.steps - too_few.steps <= 1:
-            return nearest[1] if too_few.steps else None
-        at = _next_size(too_few, too_many, aim, halve)
-    raise AssertionError("a cycle has no end")
+def _number(named: tuple[str, int, int]) -> int:
+    return named[1]
 
 
-class Sized(NamedTuple):
-    """A size, in steps, and its cost."""
+def _fitted(judge: LayerJudge, costs: Costs, candidate: Method, aim: float) -> Method | None:
+    """The candidate in the size that costs next to ``aim``; None where none does, or where it keeps all then."""
 
-    steps: int
-    time_ms: float
+    def taken(steps: int) -> float:
+        return _cost(judge, costs, resized(candidate, steps))[0]
 
-
-def _next_size(too_few: Sized, too_many: Sized | None, aim: float, halve: bool) -> int:
-    """Where cost in proportion to size would be ``aim``; or halfway, as it need not be in proportion."""
-    if too_many is None:
-        return min(max(round(too_few.steps * aim / too_few.time_ms), too_few.steps + 1), 4 * too_few.steps)
-    between = too_many.steps - too_few.steps
-    share = 0.5 if halve else (aim - too_few.time_ms) / (too_many.time_ms - too_few.time_ms)
-    return too_few.steps + min(max(round(share * between), 1), between - 1)
+    over = 1 + bisect_left(range(1, MOST_STEPS), aim, key=taken)
+    if over == 1:
+        return None
+    steps = min(over - 1, over, key=lambda steps: abs(taken(steps) - aim))
+    fitted = resized(candidate, steps)
+    return fitted if _cost(judge, costs, fitted)[1] >= LEAST_SPARSITY else None
 
 
-def _cost(judge: LayerJudge, method: Method) -> tuple[float, float]:
+def _cost(judge: LayerJudge, costs: Costs, method: Method) -> tuple[float, float]:
     """Time of a layer all of whose heads have this method, in ms, and the share of the pairs that it leaves out."""
-    figures = judge.judge([method] * judge.num_heads)
-    return sum(one.time_ms for one in figures), 1 - sum(one.density for one in figures) / judge.num_heads
-
-
-def ladders() -> Mapping[str, tuple[Method, ...]]:
-    """Each pattern for all heads alike, the sparsest first."""
-    shares = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2)
-    return {
-        "a_shape": tuple(AShape(min(n // 4, 1024), n) for n in (512, 1024, 2048, 4096, 8192, 16384)),
-        "vertical_slash": tuple(VerticalSlash(int(1000 * x), int(6096 * x)) for x in shares),
-        "block_sparse": tuple(BlockSparse(n) for n in (8, 16, 32, 64, 100, 160, 256)),
-    }
+    densities = [one.density for one in judge.judge([method] * judge.num_heads)]
+    taken = sum(share_ms(costs, method, density, judge.num_heads) for density in densities)
+    return taken, 1 - sum(densities) / judge.num_heads

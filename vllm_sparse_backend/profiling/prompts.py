@@ -18,7 +18,7 @@ from typing import Any
 
 from vllm_sparse_backend.measure.answers import NAMES, Templates, weave
 from vllm_sparse_backend.profiling.capture import begin_ids, load_tokenizer, prompt_sha256, text_files
-from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of, unexpected
+from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 
 Encode = Callable[[str], list[int]]
 Thread = list[list[int]]
@@ -47,17 +47,8 @@ class PromptSet:
         return prompt_sha256([x for prompt in self.prompts for x in (len(prompt), *prompt)])
 
 
-def chosen_kinds(text: str) -> tuple[str, ...]:
-    """Kinds by comma; none is plain text."""
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    for name in names:
-        if name not in KINDS:
-            raise ConfigurationError(f"--kinds: {not_one_of(name, KINDS)}")
-    return names
-
-
 def make_prompts(
-    model: Path, text: Path, num_tokens: int, count: int, seed: int, kinds: Sequence[str] = KINDS, part: int = 0
+    model: Path, text: Path, num_tokens: int, count: int, seed: int, part: int = 0, kinds: Sequence[str] = KINDS
 ) -> PromptSet:
     """``count`` prompts of ``num_tokens``, equal for equal arguments.
 

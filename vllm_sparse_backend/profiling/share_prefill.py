@@ -1,222 +1,146 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clusters of heads with alike attention, for SharePrefill (arXiv:2505.19578, section 5.2 and appendices A.4 and C).
+"""SharePrefill: clusters of the first prompt's heads, and for each head the γ that holds a bound.
 
-Each head's attention on one prompt, pooled to a square map, goes through an autoencoder with 64 latent values; heads
-are clustered hierarchically by these, cut at a distance, and clusters of fewer than five heads are noise. What is made
-of them for a profile, ``clustered.py`` has.
+The paper (arXiv:2505.19578) has one γ for all heads, and its clusters hold wherever heads are alike. What follows is
+ours; its δ and τ stay. Which pattern a head takes over depends on heads of its own and of earlier layers; but who
+shares depends on clusters, never on γ (``methods/share_prefill/method.py``), and nothing depends on later layers.
 
-What the paper leaves open, and how it is settled here:
+1. *Survey*, with all clusters as they were found. Each head is asked for the least γ of its own vertical-slash that
+   holds the bound, then, as a member of its cluster, for the least γ of whatever it does there. Members that are dense
+   whatever their γ are pivots.
+2. *Choice.* A head leaves its cluster if it does not hold the bound there or keeps no less than by itself. A cluster is
+   dissolved if its pivots cost more than its other heads save. Pivots have the γ of their own lines, which they take in
+   prompts where they are none. By itself a head is dense where no γ holds or less than a tenth is left out.
+3. The whole model is then judged as chosen (``calibrate.py``): heads that do not hold the bound leave their cluster,
+   and those that still do not become dense. If a cluster is left with one member, it is dissolved and all judged again.
 
-* Maps have the side of the one cluster file in the authors' repository, 1,936, or what a shorter prompt allows.
-* Maps are divided by their largest value, as the decoder ends in a sigmoid.
-* Representations are standardised, each value over all heads.
-* The linkage is Ward's: cut at 40, the distance in the name of that file, other linkages of standardised
-  representations would join all heads.
-* Training stops when an epoch has not lowered the loss by a thousandth for 50 epochs.
-
-**Memory.** Maps lie on the host in half precision, 7.5 MB a head at that side: 0.5 GB for 64 heads, 7.7 GB for the
-1,024 of an 8B model (at a side of 512 0.5 GB). Making them takes a layer's queries and keys on the device and about
-1 GB beside. Training takes 1 GB there for the autoencoder of that side and Adam's state, some 5 GB for a batch
-(``BATCH_PIXELS``), and at most 2 GB for maps (``HELD_BYTES``).
+A server on several tensor-parallel ranks shares within each rank only; what is judged here is one rank's.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
-import torch
-from torch import nn
-
+from vllm_sparse_backend.profiling.clusters import DISTANCE, head_clusters, map_side
+from vllm_sparse_backend.profiling.flow import needs_company, walk
+from vllm_sparse_backend.profiling.job import Job
+from vllm_sparse_backend.profiling.measure import Bound, Figures, LayerJudge
+from vllm_sparse_backend.profiling.search import LEAST_SPARSITY, May, Search, halved, sparse_enough, sparsest
 from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.methods import parameters_of
-from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.profile import Profile
-from vllm_sparse_backend.settings.ranges import format_ranges
-from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
-
-LATENT = 64
-SHRINK = 16
-"""Two poolings by 4: what a map's side must be a multiple of."""
-
-SIDE = 1936
-SCORE_BYTES = 1 << 28
-"""Of a layer's float32 scores that are made at a time; what comes of them takes as much three times over."""
-
-BATCH = 64
-BATCH_PIXELS = BATCH * 512 * 512
-"""Of all maps of a batch: larger maps come in smaller batches."""
-
-BASES: Mapping[str, SharePrefill] = MappingProxyType({
-    "share_prefill": SharePrefill(),
-    "share_prefill+spread": SharePrefill(estimating="spread", last_queries=256),
-})  # fmt: skip
-"""By name what all heads have but for γ and cluster. What a name with ``+`` adds goes beyond the paper."""
-
-MIN_HEADS = 5
-"""Of a cluster: heads of smaller ones are noise."""
-
-HELD_BYTES = 1 << 31
-"""Of maps that stay on the device while they are trained on; where there are more, they come batch by batch."""
-
-Clusters = tuple[tuple[int, ...], ...]
-"""Per layer the cluster of each head, −1 for noise."""
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.share_prefill.method import NOISE
 
 
-def map_side(num_tokens: int) -> int:
-    """The paper's side, or the largest that so many tokens fill."""
-    return min(SIDE, num_tokens // SHRINK * SHRINK)
+@dataclass(frozen=True)
+class Choice:
+    """What one head may do."""
+
+    own: Method
+    """By itself."""
+    cluster: int = NOISE
+    shared: Method | None = None
+    """In its cluster, if it holds the bound there and keeps no more than by itself; always where it is a pivot."""
+    saved: float = 0.0
+    """Share of pairs that sharing saves; below 0 of a pivot."""
+    is_pivot: bool = False
 
 
-def attention_maps(q: torch.Tensor, k: torch.Tensor, scale: float, side: int) -> torch.Tensor:
-    """Causal attention of a layer's heads, averaged over ``side`` × ``side`` blocks of equal width.
+class Sharing(Search):
+    """Of each head what saves most: its cluster's pattern, its own lines, or nothing."""
 
-    q [num_tokens, num_heads, head_dim] and k [num_tokens, num_kv_heads, head_dim], the same tokens; those that do not
-    fill a block at the end are left out. Returns [num_heads, side, side] float16 on the host, each map divided by its
-    largest value.
-    """
-    width = len(q) // side
-    if width == 0:
-        raise ValueError(f"attention_maps: given {len(q)} tokens, expected at least side = {side}")
-    group = q.shape[1] // k.shape[1]
-    maps = [_group_maps(heads, k[:, i], scale, side, width) for i, heads in enumerate(q.split(group, 1))]
-    return torch.cat(maps)
+    def __init__(self, job: Job, bound: Bound, ladder: Sequence[Method], distance: float | None = None) -> None:
+        distance = DISTANCE if distance is None else distance
+        side = map_side(min(map(len, job.prompts.prompts)))
+        clusters = job.remembered(
+            f"clusters-{distance:g}", lambda: head_clusters(job.captures("prompts")[0], job.device, side, distance)
+        )
+        self.company = [_member(ladder[0], number) for number in sorted({*chain.from_iterable(clusters)} - {NOISE})]
+        self.choices = self._survey(job, bound, halved(halved(ladder)), clusters)
+        self.left = worth(self.choices)
+        self._require_any()
 
+    def _survey(
+        self, job: Job, bound: Bound, ladder: Sequence[Method], clusters: Sequence[Sequence[int]]
+    ) -> list[list[Choice]]:
+        def survey(judge: LayerJudge) -> tuple[list[Method], list[Choice]]:
+            of_heads = clusters[judge.layer]
+            return [_member(ladder[0], one) for one in of_heads], survey_layer(judge, bound, ladder, of_heads)
 
-def _group_maps(q: torch.Tensor, k: torch.Tensor, scale: float, side: int, width: int) -> torch.Tensor:
-    """The heads q [num_tokens, group, head_dim] of one kv head."""
-    num_tokens, group = side * width, q.shape[1]
-    queries, keys = q[:num_tokens].transpose(0, 1).float() * scale, k[:num_tokens].float()
-    blocks = max(1, SCORE_BYTES // (4 * group * num_tokens * width))  # rows of the maps at a time
-    maps = queries.new_zeros(group, side, side)
-    for first in range(0, side, blocks):
-        last = min(first + blocks, side)
-        scores = queries[:, first * width : last * width] @ keys[: last * width].T
-        future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu_(first * width + 1)
-        weights = scores.masked_fill_(future, -torch.inf).softmax(-1)
-        maps[:, first:last, :last] = weights.view(group, last - first, width, last, width).mean((2, 4))
-    return (maps / maps.amax((1, 2), keepdim=True)).half().cpu()
+        found = walk(job, "prompts", self.company, survey)[1]
+        return [of_layer or [Choice(Dense())] * job.shape.num_heads for of_layer in found]
 
+    def choose(self, judge: LayerJudge, may: May) -> list[Method]:
+        chosen: list[Method] = []
+        for head, one in enumerate(self.choices[judge.layer]):
+            shared = [one.shared] if one.shared and one.cluster in self.left else []
+            chosen.append(next((method for method in (*shared, one.own) if may(head, method)), Dense()))
+        return chosen
 
-class MapAutoencoder(nn.Module):
-    """Table 3 of the paper, for maps of any side that divides by 16."""
+    def again(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
+        """Where a cluster is left with one head, which then has nobody to share with."""
+        members = Counter(one.company for one in chain.from_iterable(methods) if needs_company(one))
+        numbers = {one.cluster for one, count in members.items() if count > 1}  # type: ignore[attr-defined]
+        lonely, self.left = self.left - numbers, self.left & numbers
+        self._require_any()
+        return bool(lonely)
 
-    def __init__(self, side: int) -> None:
-        super().__init__()
-        if side % SHRINK:
-            raise ValueError(f"MapAutoencoder: given maps of side {side}, expected a multiple of {SHRINK}")
-        small = side // SHRINK
-        self.encoder = nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4),
-            nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4),
-            nn.Flatten(), nn.Linear(32 * small * small, LATENT),
-        )  # fmt: skip
-        self.decoder = nn.Sequential(
-            nn.Linear(LATENT, 32 * small * small), nn.ReLU(), nn.Unflatten(1, (32, small, small)),
-            nn.ConvTranspose2d(32, 16, 4, stride=2, padding=1), nn.ReLU(),
-            nn.ConvTranspose2d(16, 8, 4, stride=2, padding=1), nn.ReLU(),
-            nn.ConvTranspose2d(8, 1, 4, stride=4), nn.Sigmoid(),
-        )  # fmt: skip
-
-    def forward(self, maps: torch.Tensor) -> torch.Tensor:
-        return self.decoder(self.encoder(maps))
+    def _require_any(self) -> None:
+        if not self.left:
+            raise ConfigurationError(
+                "profile calibrate --method share_prefill: no two heads keep less by sharing within the bound, and "
+                "without that SharePrefill is flex_vertical_slash: expected a larger --level, or --distance, or "
+                "--method flex_vertical_slash"
+            )
 
 
-def representations(
-    maps: Sequence[torch.Tensor] | torch.Tensor,
-    epochs: int = 1000,
-    learning_rate: float = 1e-3,
-    patience: int = 50,
-    seed: int = 0,
-    device: str | torch.device = "cpu",
-) -> torch.Tensor:
-    """Latent values [n, 64] of n maps [side, side], by an autoencoder trained on them. Equal for equal seeds.
+class InClusters:
+    """A judge of heads as members of their clusters, whatever cluster is asked about."""
 
-    Maps are brought to ``device``, where training runs, before or batch by batch; they may be of any scale and dtype.
-    """
-    side = maps[0].shape[-1]
-    if len(maps) * maps[0].nbytes <= HELD_BYTES:
-        maps = [one.to(device) for one in maps]
-    batch = max(1, min(BATCH, BATCH_PIXELS // side**2))
+    def __init__(self, judge: LayerJudge, clusters: Sequence[int]) -> None:
+        self.judged, self.clusters = judge, clusters
+        self.layer, self.num_heads = judge.layer, judge.num_heads
 
-    def images(chosen: Iterable[int]) -> torch.Tensor:
-        part = torch.stack([maps[i] for i in chosen]).to(device).float().unsqueeze(1)
-        return part / part.amax((1, 2, 3), keepdim=True)
-
-    with torch.random.fork_rng(), torch.backends.cudnn.flags(enabled=True, deterministic=True):
-        torch.manual_seed(seed)
-        model = MapAutoencoder(side).to(device)
-        optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
-        best, waited = float("inf"), 0
-        for _ in range(epochs):
-            total = 0.0
-            for chosen in torch.randperm(len(maps)).split(batch):
-                part = images(chosen.tolist())
-                loss = nn.functional.mse_loss(model(part), part)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                total += float(loss.detach()) * len(chosen)
-            best, waited = (total, 0) if total < best * 0.999 else (best, waited + 1)
-            if waited >= patience:
-                break
-        with torch.no_grad():
-            return torch.cat([model.encoder(images(part.tolist())) for part in torch.arange(len(maps)).split(batch)])
+    def judge(self, methods: Sequence[Method]) -> list[Figures]:
+        return self.judged.judge([_member(one, of) for one, of in zip(methods, self.clusters, strict=True)])
 
 
-def ward_labels(points: torch.Tensor, distance: float) -> list[int]:
-    """Labels of the clusters that Ward's linkage of points [n, d] forms up to ``distance``, by first member."""
-    if len(points) < 2:
-        return [0] * len(points)
-    hierarchy = require_scipy()
-    tree = hierarchy.linkage(points.double().cpu().numpy(), "ward")
-    found = hierarchy.fcluster(tree, distance, "distance").tolist()
-    numbers = {label: i for i, label in enumerate(dict.fromkeys(found))}
-    return [numbers[label] for label in found]
+def survey_layer(judge: LayerJudge, bound: Bound, ladder: Sequence[Method], clusters: Sequence[int]) -> list[Choice]:
+    """What each head may do; ``clusters`` has the cluster of each."""
+    ladders = dict.fromkeys(range(judge.num_heads), ladder)
+    alone = sparsest(judge, bound, ladders)
+    choices = [Choice(sparse_enough(one), clusters[head]) for head, one in alone.items()]
+    if set(clusters) == {NOISE}:
+        return choices
+    for head, one in sparsest(InClusters(judge, clusters), bound, ladders).items():
+        choice, number = choices[head], clusters[head]
+        own_density = 1.0 if isinstance(choice.own, Dense) else alone[head].figures.density
+        saved = own_density - one.figures.density
+        if number == NOISE:
+            continue
+        if one.method == ladder[0] and one.sparsity < LEAST_SPARSITY:
+            own = ladder[-1] if isinstance(choice.own, Dense) else choice.own
+            choices[head] = replace(choice, shared=_member(own, number), saved=saved, is_pivot=True)
+        elif not isinstance(sparse_enough(one), Dense) and saved >= 0:
+            choices[head] = replace(choice, shared=_member(one.method, number), saved=saved)
+    return choices
 
 
-def require_scipy() -> Any:
-    """scipy's hierarchical clustering. Raises ConfigurationError where there is none."""
-    try:
-        from scipy.cluster import hierarchy
-    except ImportError as error:
-        raise ConfigurationError(
-            f"clusters need scipy (pip install 'vllm-sparse-backend[calibrate]'), and it could not be imported: {error}"
-        ) from None
-    return hierarchy
-
-
-def cluster_heads(
-    maps: Sequence[torch.Tensor] | torch.Tensor,
-    distance: float = 10.0,
-    **training: Any,
-) -> Clusters:
-    """Clusters of all heads from the maps [num_heads, side, side] of each layer, numbered from 0 by first member.
-
-    ``training`` goes to ``representations``.
-    """
-    num_heads = len(maps[0])
-    latent = representations([one for layer in maps for one in layer], **training)
-    spread = latent.std(0)
-    # A latent value that is the same for all heads says nothing, and must not become noise of unit size.
-    standard = (latent - latent.mean(0)) / torch.where(spread > 1e-6 * spread.max(), spread, torch.inf)
-    labels = ward_labels(standard, distance)
-    large = [label for label in dict.fromkeys(labels) if labels.count(label) >= MIN_HEADS]
-    ids = {label: i for i, label in enumerate(large)}
-    flat = [ids.get(label, NOISE) for label in labels]
-    return tuple(tuple(flat[i : i + num_heads]) for i in range(0, len(flat), num_heads))
-
-
-def profile_of(clusters: Clusters, shape: ModelShape, thresholds: SharePrefill | None = None) -> Profile:
-    """A profile of SharePrefill with these clusters: noise is the default, other heads are named with theirs."""
-    common = parameters_of(thresholds or SharePrefill())
-    del common["cluster"]
-    layers = {str(i): {"heads": _by_cluster(heads, common)} for i, heads in enumerate(clusters) if set(heads) - {NOISE}}
-    return Profile.model_validate({"format": 1, "model": shape, "default": common, "layers": layers})
-
-
-def _by_cluster(heads: Sequence[int], common: dict[str, object]) -> dict[str, object]:
-    """The heads of each cluster of a layer, as a profile writes them."""
+def worth(choices: Sequence[Sequence[Choice]]) -> set[int]:
+    """Clusters of two heads and more, not all pivots, that cost nothing: where nothing is ever shared, nothing does."""
+    members: dict[int, list[Choice]] = defaultdict(list)
+    for one in chain.from_iterable(choices):
+        if one.shared:
+            members[one.cluster].append(one)
     return {
-        format_ranges(head for head, c in enumerate(heads) if c == cluster): common | {"cluster": cluster}
-        for cluster in sorted(set(heads) - {NOISE})
+        number
+        for number, heads in members.items()
+        if len(heads) > 1 and not all(one.is_pivot for one in heads) and sum(one.saved for one in heads) >= 0
     }
+
+
+def _member(method: Method, cluster: int) -> Method:
+    changes: dict[str, Any] = {"cluster": cluster}
+    return replace(method, **changes)

@@ -17,73 +17,57 @@ Where this departs from that code:
 * λ is searched only with ``skipping``; otherwise ``bound`` is l₁. The engines that are fastest, Hopper's and
   FlashAttention, have no skip, and the one that a layer with a λ runs on instead takes longer by a quarter or more.
 
-Heads differ in all three within one launch.
+Heads differ in all three within one launch. At most ten passes for each θ, and nine for λ.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from vllm_sparse_backend.profiling.measure import Bound, LayerJudge
-from vllm_sparse_backend.profiling.sparsest import LEAST_SPARSITY, Judged, sparse_enough, sparsest
+from vllm_sparse_backend.profiling.search import LEAST_SPARSITY, Judged, May, Search, sparse_enough, sparsest
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 
-PAPER = SpargeAttn()
-
-FIRST_SHARE = 8 / 9
-"""l₁ / l₂."""
+FIRST_MARGIN = 1 / 9
+"""1 − l₁ / l₂."""
 
 TAUS = tuple(step / 1000 for step in range(1, 1000))
 THETAS = tuple(step / 16 for step in range(16))
 MARGINS = tuple(-step / 10 for step in range(1, 351))
 """λ in natural units, the one that skips most first. The code's range, 0 to 50 in base 2, ends where these do."""
 
-LADDER = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998)
 
+class Pairs(Search):
+    """Of each head the pair of τ and θ, and with ``skipping`` the λ, that leave out most."""
 
-def search(
-    judge: LayerJudge,
-    bound: Bound,
-    base: SpargeAttn = PAPER,
-    *,
-    thetas: Sequence[float] = THETAS,
-    skipping: bool = False,
-) -> list[Method]:
-    """One method for each head: ``base`` with the τ and θ, and with ``skipping`` the λ, that leave out most; or dense.
+    def __init__(self, bound: Bound, *, skipping: bool = False) -> None:
+        self.bound, self.skipping = bound, skipping
 
-    Ten passes for each θ, and nine for λ.
-    """
-    first = bound.less(1 - FIRST_SHARE, bound.unseen) if skipping else bound
-    found = _pairs(judge, first, base, thetas)
-    methods = [sparse_enough(found.get(head)) for head in range(judge.num_heads)]
-    return _with_margins(judge, bound, methods) if skipping else methods
+    def choose(self, judge: LayerJudge, may: May) -> list[Method]:
+        found = self._pairs(judge, may)
+        methods = [sparse_enough(found.get(head)) for head in range(judge.num_heads)]
+        return self._with_margins(judge, methods, may) if self.skipping else methods
 
+    def _pairs(self, judge: LayerJudge, may: May) -> dict[int, Judged]:
+        """Of each head the sparsest pair, where one holds."""
+        bound = self.bound.less(FIRST_MARGIN) if self.skipping else self.bound
+        found: dict[int, Judged] = {}
+        heads = list(range(judge.num_heads))
+        for theta in THETAS:
+            at_theta = [SpargeAttn(min_similarity=theta, kept_mass=tau) for tau in TAUS]
+            ladders = {head: [one for one in at_theta if may(head, one)] for head in heads}
+            for head, judged in sparsest(judge, bound, ladders).items():
+                if judged.holds and (head not in found or judged.sparsity > found[head].sparsity):
+                    found[head] = judged
+                if judged.sparsity < LEAST_SPARSITY:
+                    heads.remove(head)  # higher θs keep still more
+        return found
 
-def _pairs(judge: LayerJudge, bound: Bound, base: SpargeAttn, thetas: Sequence[float]) -> dict[int, Judged]:
-    """Of each head the sparsest pair of τ and θ, where one holds."""
-    found: dict[int, Judged] = {}
-    heads = set(range(judge.num_heads))
-    for theta in thetas:
-        at_theta = tuple(replace(base, min_similarity=theta, kept_mass=tau) for tau in TAUS)
-        for head, judged in sparsest(judge, bound, dict.fromkeys(sorted(heads), at_theta)).items():
-            if judged.holds and (head not in found or judged.sparsity > found[head].sparsity):
-                found[head] = judged
-            if judged.sparsity < LEAST_SPARSITY:
-                heads.remove(head)  # higher θs keep still more
-        if not heads:
-            break
-    return found
-
-
-def _with_margins(judge: LayerJudge, bound: Bound, methods: Sequence[Method]) -> list[Method]:
-    """Each with the λ that skips most under the bound, if one does."""
-    pairs = {head: method for head, method in enumerate(methods) if isinstance(method, SpargeAttn)}
-    settings = {head: tuple(replace(pair, skip_margin=margin) for margin in MARGINS) for head, pair in pairs.items()}
-    best = sparsest(judge, bound, settings)
-    skipping = {head: judged.method for head, judged in best.items() if judged.holds}
-    return [skipping.get(head, method) for head, method in enumerate(methods)]
-
-
-def ladder(base: SpargeAttn = PAPER) -> tuple[Method, ...]:
-    """τ for all heads alike, with the θ of ``base`` and no skip, the sparsest first."""
-    return tuple(replace(base, kept_mass=tau) for tau in LADDER)
+    def _with_margins(self, judge: LayerJudge, methods: list[Method], may: May) -> list[Method]:
+        """Each with the λ that skips most under the bound, if one does."""
+        settings = {
+            head: [one for margin in MARGINS if may(head, one := replace(method, skip_margin=margin))]
+            for head, method in enumerate(methods)
+            if isinstance(method, SpargeAttn)
+        }
+        best = sparsest(judge, self.bound, settings)
+        return [best[i].method if i in best and best[i].holds else method for i, method in enumerate(methods)]

@@ -18,12 +18,15 @@ from vllm.config import VllmConfig
 
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.batch import BatchRow
 from vllm_sparse_backend.serving.step import Slab
-from vllm_sparse_backend.settings.config import AUTO, load_config
-from vllm_sparse_backend.settings.crossover import Thresholds, load_crossover
-from vllm_sparse_backend.settings.plan import DEFAULT, LayerPlan, Plan, layer_by_level, methods_by_head
+from vllm_sparse_backend.settings.config import AUTO
+from vllm_sparse_backend.settings.crossover import Thresholds
+from vllm_sparse_backend.settings.plan import DEFAULT
+from vllm_sparse_backend.settings.resolved import Resolved
 from vllm_sparse_kernels import TILE_TOKENS, LayerShape, Rows, SparseIndex, Workspace, shared_bytes, widest_block
 from vllm_sparse_kernels.attend import workspace_bytes
+from vllm_sparse_kernels.layer import LayerPlan, methods_by_head, stripes_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.width import index_block_tokens
@@ -101,18 +104,25 @@ class LayerNeed:
         """Whether any head asks for means of dropped blocks."""
         return any(method.block_means for method in methods_by_head(self.groups))
 
-    def num_bytes(self, slab: Slab) -> int:
+    def num_bytes(self, rows: Rows) -> int:
         """The index, and on top of it the largest of what selecting any group and attending take."""
-        rows, shape = slab.rows, self.shape
-        stripes = [(slab.stripes(method), num_heads) for method, num_heads in self.heads_of_methods]
+        shape = self.shape
+        stripes = [(stripes_of(method, rows), num_heads) for method, num_heads in self.heads_of_methods]
         stripe_capacity = sum(layout.capacity * num_heads for layout, num_heads in stripes)
         longest_stripes = max(layout.longest for layout, _ in stripes)
         index = SparseIndex.bytes_for(rows, shape.num_heads, shape.block_tokens, stripe_capacity)
-        select = max(slab.select_bytes(method, num_heads, shape) for method, num_heads in self.heads_of_methods)
+        select = max(self._select_bytes(rows, method, num_heads) for method, num_heads in self.heads_of_methods)
         attend = workspace_bytes(
             rows, shape, stripe_capacity, longest_stripes, self.int8_scores, self.block_means, self.step_tokens
         )
         return index + max(select, attend)
+
+    def _select_bytes(self, rows: Rows, method: Method, num_heads: int) -> int:
+        """At least what selecting so many heads takes of a workspace."""
+        return rows.once(
+            (method, num_heads, self.shape),
+            lambda: method.workspace_bytes(rows, self.shape, num_heads, stripes_of(method, rows).capacity),
+        )
 
 
 @dataclass(frozen=True)
@@ -123,6 +133,11 @@ class Row:
     token: int
     query_len: int
     context_len: int
+
+    @staticmethod
+    def sparse_of(row: BatchRow, number: int) -> "Row":
+        """What the delegate leaves of a batch's row."""
+        return Row(number, row.dense_end, row.end - row.dense_end, row.context_len + row.dense_end - row.token)
 
     def chunks(self, query_tokens: int) -> list["Row"]:
         """The row as chunks of ``query_tokens``, the last one maybe shorter."""
@@ -145,9 +160,9 @@ class Room:
         self._every_row_fits = self._fits([Row(0, 0, 1, max_len - 1)])
         self._longest_query = longest_row.query_len if longest_row and self._fits([longest_row]) else 0
 
-    def needed(self, slab: Slab) -> int:
+    def needed(self, rows: Rows) -> int:
         """Bytes of the arena that the most demanding layer takes for these rows."""
-        return max(layer.num_bytes(slab) for layer in self.layers)
+        return max(layer.num_bytes(rows) for layer in self.layers)
 
     def fits(self, row: Row) -> bool:
         """Whether at least one tile of the row has room, were it the row's last."""
@@ -158,10 +173,10 @@ class Room:
 
         block_table [num_rows, max_pages]: the pages of the rows by their number.
         """
-        whole = make_slab(rows, block_table, level)
+        whole = rows_of(rows, block_table)
         is_known = len(rows) == 1 and rows[0].query_len <= self._longest_query
         if is_known or self.needed(whole) <= self.num_bytes:
-            return (whole,)
+            return (Slab(whole, level),)
         packed: list[list[Row]] = []
         for chunk in (chunk for row in rows for chunk in self._chunks(row)):
             # Two chunks of one row would need its pages twice.
@@ -169,7 +184,7 @@ class Room:
                 packed[-1].append(chunk)
             else:
                 packed.append([chunk])
-        return tuple(make_slab(part, block_table, level) for part in packed)
+        return tuple(Slab(rows_of(part, block_table), level) for part in packed)
 
     def _chunks(self, row: Row) -> list[Row]:
         """The row itself, or as few chunks of it as fit, each alone."""
@@ -181,23 +196,20 @@ class Room:
             num_tiles = ceil_div(num_tiles, 2)
 
     def _fits(self, rows: Sequence[Row]) -> bool:
-        return self.needed(make_slab(rows)) <= self.num_bytes
+        return self.needed(rows_of(rows)) <= self.num_bytes
 
 
-def make_slab(rows: Sequence[Row], block_table: torch.Tensor | None = None, level: str = DEFAULT) -> Slab:
+def rows_of(rows: Sequence[Row], block_table: torch.Tensor | None = None) -> Rows:
     """Rows with consecutive numbers as kernels take them; without a block table only to reckon with."""
     if block_table is None:
         block_table = torch.empty(len(rows), 0, dtype=torch.int32)
     else:
         block_table = block_table[rows[0].number : rows[-1].number + 1]
-    return Slab(
-        Rows(
-            tokens=tuple(row.token for row in rows),
-            query_lens=tuple(row.query_len for row in rows),
-            context_lens=tuple(row.context_len for row in rows),
-            block_table=block_table,
-        ),
-        level,
+    return Rows(
+        tokens=tuple(row.token for row in rows),
+        query_lens=tuple(row.query_len for row in rows),
+        context_lens=tuple(row.context_len for row in rows),
+        block_table=block_table,
     )
 
 
@@ -228,19 +240,13 @@ class Memory:
     room: Room
 
     @staticmethod
-    def reserve(vllm_config: VllmConfig, device: torch.device) -> "Memory | None":
+    def reserve(vllm_config: VllmConfig, resolved: Resolved, device: torch.device, rank: int = 0) -> "Memory | None":
         """Allocate this worker's arena; None if nothing will ever go sparse here."""
-        config = load_config(vllm_config.additional_config)
-        rank, size = compat.tensor_parallel(vllm_config)
-        model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-        plans = list(Plan.by_level(config, compat.model_shape(vllm_config), rank, size).values())
-        table, device_name = load_crossover(config.crossover), compat.device_name()
-        each = [plan.earliest_thresholds(table, device_name) for plan in plans]
-        thresholds = min(each, key=lambda one: one.severity)
-        max_len = model.max_model_len
-        steps = list(largest_steps(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, max_len, thresholds))
-        layers = _needs(vllm_config, plans, device, config.engine)
-        needed = [max(layer.num_bytes(make_slab(step)) for layer in layers) for step in steps if layers]
+        scheduler, max_len = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
+        most = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+        steps = list(largest_steps(*most, max_len, resolved.earliest_thresholds()))
+        layers = _needs(vllm_config, resolved, device)
+        needed = [max(layer.num_bytes(rows_of(step)) for layer in layers) for step in steps if layers]
         if not needed:
             return None
         limit = int(compat.device_memory_bytes() * DEVICE_SHARE)
@@ -258,14 +264,14 @@ class Memory:
         return Memory(Arena(device, buffer), Room(layers, num_bytes, max_len, steps[0][0]))
 
 
-def _needs(vllm_config: VllmConfig, plans: Sequence[Plan], device: torch.device, engine: str) -> tuple[LayerNeed, ...]:
-    """What each distinct layer of this worker's part of the plans takes; ``engine``: the one that is asked for."""
+def _needs(vllm_config: VllmConfig, resolved: Resolved, device: torch.device) -> tuple[LayerNeed, ...]:
+    """What each distinct layer of this worker's part of the plans takes."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    head_dim = plans[0].shape.head_dim
+    head_dim, engine = resolved.plan.shape.head_dim, resolved.config.engine
     if widest_block(head_dim, shared_bytes(device)) is None:
         return ()
     first, end = model.get_layers_start_end_indices(parallel)
-    layers = {groups for number in range(first, end) for groups in layer_by_level(plans, number)}
+    layers = {groups for number in range(first, end) for groups in resolved.layer(number)}
     num_kv_heads, element_bytes = model.get_num_kv_heads(parallel), model.dtype.itemsize
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     return tuple(

@@ -29,27 +29,15 @@ DEVICE_TYPE = "cpu" if IS_CPU else "cuda"
 if IS_CPU:
     from vllm.v1.attention.backends.cpu_attn import (
         CPUAttentionBackend as DelegateBackend,
-    )
-    from vllm.v1.attention.backends.cpu_attn import (
         CPUAttentionBackendImpl as DelegateImpl,
-    )
-    from vllm.v1.attention.backends.cpu_attn import (
         CPUAttentionMetadata as DelegateMetadata,
-    )
-    from vllm.v1.attention.backends.cpu_attn import (
         CPUAttentionMetadataBuilder as DelegateBuilder,
     )
 else:
     from vllm.v1.attention.backends.flash_attn import (
         FlashAttentionBackend as DelegateBackend,
-    )
-    from vllm.v1.attention.backends.flash_attn import (
         FlashAttentionImpl as DelegateImpl,
-    )
-    from vllm.v1.attention.backends.flash_attn import (
         FlashAttentionMetadata as DelegateMetadata,
-    )
-    from vllm.v1.attention.backends.flash_attn import (
         FlashAttentionMetadataBuilder as DelegateBuilder,
     )
 
@@ -62,39 +50,7 @@ TOKENS_FIRST = (0, 2, 1, 3)
 FP8_STORAGE = torch.uint8
 """What vLLM calls the dtype of a cache in fp8."""
 
-__all__ = [
-    "BULK_PAGE_TOKENS",
-    "DEVICE_TYPE",
-    "IS_CPU",
-    "DelegateBackend",
-    "DelegateBuilder",
-    "DelegateImpl",
-    "DelegateMetadata",
-    "batch_invariant",
-    "check_cpu_layout",
-    "context_parallel_sizes",
-    "device_capability",
-    "device_memory_bytes",
-    "device_name",
-    "flash_attention",
-    "flash_attention_version",
-    "has_head_scales",
-    "hf_config",
-    "host_seq_lens",
-    "keep_schedule",
-    "model_shape",
-    "outside_memory_pool",
-    "page_order",
-    "paged_cache",
-    "prefers_bulk_pages",
-    "random_cache",
-    "reads_fp8",
-    "rust_frontend",
-    "take_prefix_ranges",
-    "tensor_parallel",
-    "uniform_decode_graphs",
-    "with_scales",
-]
+__all__ = ["DelegateBackend", "DelegateBuilder", "DelegateImpl", "DelegateMetadata"]
 
 T = TypeVar("T")
 

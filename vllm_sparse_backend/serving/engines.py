@@ -19,8 +19,7 @@ from vllm_sparse_backend.settings.ranges import format_ranges
 from vllm_sparse_kernels import AttendOptions, SparseIndex, shared_bytes, widest_block
 from vllm_sparse_kernels.attend import PORTABLE, AttendSpec, Choice, Engine, choose, engines
 from vllm_sparse_kernels.attend.block_means import over_index
-from vllm_sparse_kernels.testing.batches import Batch
-from vllm_sparse_kernels.testing.budget import Expected, expected_attention
+from vllm_sparse_kernels.trial import Batch, Expected, expected_attention
 
 logger = logging.getLogger(LOGGER)
 

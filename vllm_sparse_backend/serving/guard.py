@@ -18,7 +18,6 @@ computed for that alone: so that it has recovered is measured as well.
 
 import logging
 import math
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -164,12 +163,6 @@ def pick_queries(step: int, slabs: Sequence[Slab]) -> slice:
     rows, tile = tiles[mixed(step) % len(tiles)]
     end = tile.token + tile.length_tokens
     return slice(max(rows.tokens[tile.row], end - PROBE_TOKENS), end)
-
-
-def row_of(starts: Sequence[int], token: int) -> slice:
-    """The one row that has a token; starts [num_rows + 1]: each row's first."""
-    row = bisect_right(starts, token) - 1
-    return slice(row, row + 1)
 
 
 def mixed(*numbers: int) -> int:

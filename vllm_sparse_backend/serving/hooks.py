@@ -139,7 +139,7 @@ def _marked(original: Function) -> Function:
             return original(self, *args, **kwargs)
         from vllm_sparse_backend.serving.requests import mark_of
 
-        mark = mark_of(self.vllm_config, signature.bind(self, *args, **kwargs).arguments["params"])
+        mark = mark_of(self, signature.bind(self, *args, **kwargs).arguments["params"])
         request = original(self, *args, **kwargs)
         if request.sampling_params is not None:
             request.sampling_params.extra_args = mark.write(request.sampling_params.extra_args)
@@ -156,7 +156,10 @@ def _checked_at_once(original: Function) -> Function:
         if is_ours(self.vllm_config.attention_config.backend):
             from vllm_sparse_backend.serving.requests import mark_of
 
-            mark_of(self.vllm_config, signature.bind(self, *args, **kwargs).arguments["sampling_params"])
+            mark_of(
+                getattr(self, "input_processor", self),
+                signature.bind(self, *args, **kwargs).arguments["sampling_params"],
+            )
         return original(self, *args, **kwargs)
 
     return generate

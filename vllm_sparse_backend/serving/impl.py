@@ -6,28 +6,21 @@ The cache has been written when ``forward`` is called. Nothing in ``forward`` wa
 
 import contextlib
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
 
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.arena import Memory
-from vllm_sparse_backend.serving.guard import Guard
-from vllm_sparse_backend.serving.stats import Recorder
 from vllm_sparse_backend.serving.step import Delegated, Slab, SparseStep
-from vllm_sparse_backend.serving.timing import NO_LAP, Lap, NoLap
-from vllm_sparse_backend.settings.config import AUTO
+from vllm_sparse_backend.serving.worker import Worker
 from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.plan import LayerPlan, methods_by_head
+from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
-from vllm_sparse_kernels import SparseIndex, Workspace, shared_bytes, widest_block
-from vllm_sparse_kernels.attend import PORTABLE, Engine
-from vllm_sparse_kernels.attend.reference import attend as reference_attend
-from vllm_sparse_kernels.methods import METHODS, name_of
-from vllm_sparse_kernels.methods.base import attend_options
+from vllm_sparse_kernels import SparseIndex, shared_bytes, widest_block
+from vllm_sparse_kernels.layer import Layer, LayerPlan, Watch, run
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.width import index_block_tokens
 
 
 class SparsePrefillImpl(compat.DelegateImpl):
@@ -73,21 +66,18 @@ class SparsePrefillImpl(compat.DelegateImpl):
             decode_context_parallel_size=decode_parallel,
             device_type=compat.DEVICE_TYPE,
         )
-        self.groups: LayerPlan | None = None
-        self.recorder: Recorder | None = None
-        self.memory: Memory | None = None
-        self.guard: Guard | None = None
-        self.engine: Engine = PORTABLE  # until warm-up chooses one
+        self.worker: Worker | None = None
+        self.is_adopted = False
         self.levels: dict[str, SparsePrefillImpl] = {}
         self.stays_dense = False  # at this level, though not at another
 
-    def reason(self, groups: LayerPlan | None) -> Fallback | None:
-        """Why this layer prefills dense, where this is its part of the plan; None if it can go sparse."""
+    def reason(self, levels: Sequence[LayerPlan]) -> Fallback | None:
+        """Why this layer prefills dense, where this is its part of each level's plan; None if it can go sparse."""
         if self.fallback is not None:
             return self.fallback
-        if groups is None:
+        if not levels:
             return Fallback.DENSE_LAYER
-        if sum(len(group.heads) for group in groups) != self.num_heads:
+        if sum(len(group.heads) for group in levels[0]) != self.num_heads:
             return Fallback.OTHER_HEADS
         if widest_block(self.head_size, shared_bytes(torch.device(compat.DEVICE_TYPE))) is None:
             return Fallback.SHARED_MEMORY
@@ -96,50 +86,44 @@ class SparsePrefillImpl(compat.DelegateImpl):
     @property
     def attention_name(self) -> str:
         """What computes the attention of this layer's prefills."""
-        if self.groups is None:
-            return "dense"
-        return "torch" if compat.IS_CPU else self.engine.name
+        return self.layer.attention_name if self.is_adopted else "dense"
 
-    def adopt(
-        self,
-        layer: int,
-        groups: LayerPlan,
-        recorder: Recorder,
-        memory: Memory | None,
-        check_index: bool,
-        engine: str = AUTO,
-    ) -> None:
-        """Go sparse from now on, by this layer's part of the plan. ``engine``: the one that is asked for."""
-        self.layer, self.recorder, self.memory, self.check_index = layer, recorder, memory, check_index
-        methods, device = methods_by_head(groups), recorder.device
-        self.block_tokens = index_block_tokens(methods, self.head_size, device, engine)
-        self.heads = [torch.tensor(group.heads, dtype=torch.int32, device=device) for group in groups]
-        self.options = attend_options(methods, device)
-        self.groups = groups
+    def adopt(self, number: int, layer: Layer, worker: Worker) -> None:
+        """Go sparse from now on: the model's layer of that number prefills as ``layer`` says."""
+        self.number, self.layer, self.worker, self.is_adopted = number, layer, worker, True
 
     def at(self, level: str) -> "SparsePrefillImpl":
-        """This layer as rows of that level have it: itself, unless ``add_level`` made another."""
+        """This layer as rows of that level have it: itself, unless another was adopted for it."""
         return self.levels.get(level, self)
 
-    def add_level(self, level: str) -> "SparsePrefillImpl":
-        """The same layer, to ``adopt`` what another level has it do. To be called before this one adopts anything."""
-        self.levels[level] = copy.copy(self)
-        return self.levels[level]
+    def adopt_levels(self, number: int, levels: Sequence[LayerPlan], worker: Worker) -> list["SparsePrefillImpl"]:
+        """``adopt`` this layer's part of each level's plan, the server's own first: one of this class for each."""
+        plans = worker.resolved.plans
+        self.levels = {level: copy.copy(self) for level in plans if level != DEFAULT}
+        each = [self, *self.levels.values()]
+        for one, plan, groups in zip(each, plans.values(), levels, strict=True):
+            one.adopt(number, worker.layer(groups, self.head_size), worker)
+            one.stays_dense = plan.layer(number) is None
+        return each
 
-    def reserve(self, vllm_config: VllmConfig, device: torch.device) -> Memory | None:
-        """The worker's arena, which the first of its layers to ask for it makes."""
-        if self.memory is None:
-            layers = vllm_config.compilation_config.static_forward_context.values()
-            impls = [layer.impl for layer in layers if isinstance(getattr(layer, "impl", None), SparsePrefillImpl)]
-            known = next((impl.memory for impl in impls if impl.memory is not None), None)
-            self.memory = known or Memory.reserve(vllm_config, device)
-        return self.memory
+    def join(self, vllm_config: VllmConfig, device: torch.device, planned: bool = False) -> Worker:
+        """What the worker's layers share, which the first of them to ask for it makes.
+
+        ``planned``: with the plans of the model that this configuration is of. A profile run may have made it from the
+        configuration of a part, whose arena is kept then.
+        """
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        impls = [layer.impl for layer in layers if isinstance(getattr(layer, "impl", None), SparsePrefillImpl)]
+        known = [impl.worker for impl in impls if impl.worker is not None]
+        fitting = [one for one in known if not planned or one.is_of(vllm_config)]
+        self.worker = fitting[0] if fitting else Worker(vllm_config, device, known[0].memory if known else None)
+        return self.worker
 
     def _reserve_in_profile_run(self, device: torch.device) -> None:
         """Now vLLM counts what is allocated. A part of a model may know its own configuration alone: then not now."""
-        if self.fallback is None and self.memory is None:
+        if self.fallback is None and self.worker is None:
             with contextlib.suppress(ConfigurationError):
-                self.reserve(get_current_vllm_config_or_none() or self.config, device)
+                self.join(get_current_vllm_config_or_none() or self.config, device).reserve()
 
     def forward(
         self,
@@ -162,7 +146,7 @@ class SparsePrefillImpl(compat.DelegateImpl):
             self._reserve_in_profile_run(query.device)
         dense, scales = super().forward, (output_scale, output_block_scale)
         step: SparseStep | None = getattr(attn_metadata, "sparse", None)
-        if step is None or self.groups is None or all(self.at(slab.level).stays_dense for slab in step.slabs):
+        if step is None or not self.is_adopted or all(self.at(slab.level).stays_dense for slab in step.slabs):
             return dense(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
 
         def delegate(run: Delegated, out: torch.Tensor) -> None:
@@ -170,59 +154,37 @@ class SparsePrefillImpl(compat.DelegateImpl):
             part = (x if x is None else x[run.tokens] for x in (query, key, value))
             dense(layer, *part, kv_cache, run.metadata, out, *scales)
 
-        if not step.is_dense(self.layer) or step.is_probed(self.layer):
+        if not step.is_dense(self.number) or step.is_probed(self.number):
             for run in step.delegated:
                 delegate(run, output[run.tokens])
             cache = compat.with_scales(compat.paged_cache(kv_cache, self.head_size), layer)
             for slab in step.slabs:
                 self.at(slab.level).run(slab, query, cache, output)
-        if self.guard is not None and step.probe is not None and step.is_probed(self.layer):
+        guard = self.worker.guard if self.worker is not None else None
+        if guard is not None and step.probe is not None and step.is_probed(self.number):
             sparse = output[step.probe.run.tokens]
             delegate(step.probe.run, exact := torch.empty_like(sparse))
-            self.guard.compare(self.layer, sparse, exact)
-        if step.is_dense(self.layer):
+            guard.compare(self.number, sparse, exact)
+        if step.is_dense(self.number):
             dense(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         return output
 
     def run(self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor) -> None:
         """Select and attend for some of the step's rows."""
-        assert self.memory is not None
-        assert self.recorder is not None
-        arena = self.memory.arena
+        assert self.worker is not None
+        assert self.worker.memory is not None
+        arena, recorder, scale = self.worker.memory.arena, self.worker.recorder, self.scale * cache.score_scale
         with arena.frame():
-            lap = self.recorder.lap(self.layer)
-            index = self.select_and_attend(slab, query, cache, output, arena, lap)
-            self.recorder.count_pairs(self.layer, index, lap)
+            watch = CHECKED if self.worker.resolved.config.check_index else recorder.lap(self.number)
+            index = run(self.layer, query, cache, slab.rows, output, scale, arena, watch)
+            recorder.count_pairs(self.number, index, watch)
 
-    def select_and_attend(
-        self,
-        slab: Slab,
-        query: torch.Tensor,
-        cache: PagedCache,
-        output: torch.Tensor,
-        workspace: Workspace,
-        lap: Lap | NoLap = NO_LAP,
-    ) -> SparseIndex:
-        """The index, which stays in the workspace."""
-        assert self.groups is not None
-        index = slab.index(self.groups, self.num_heads, self.block_tokens, workspace)
-        lap.begins()
-        self.select(query, cache, index)
-        lap.selected()
-        if self.check_index:
-            index.check()
-        attend = reference_attend if compat.IS_CPU else self.engine.attend
-        with workspace.frame():
-            attend(query, cache, index, output, self.scale * cache.score_scale, options=self.options)
-        lap.attended()
-        return index
 
-    def select(self, query: torch.Tensor, cache: PagedCache, index: SparseIndex) -> None:
-        """Fill ``index`` for all heads of this layer."""
-        scale = self.scale * cache.score_scale
-        for group, heads in zip(self.groups or (), self.heads, strict=True):
-            with index.workspace.frame():
-                if compat.IS_CPU:
-                    METHODS[name_of(group.method)].reference(group.method, query, cache, index, heads, scale)
-                else:
-                    group.method.select(query, cache, index, heads, scale)
+class _Checked(Watch):
+    """Looks at every index, and waits for the device to do so: for debugging."""
+
+    def selected(self, index: SparseIndex) -> None:
+        index.check()
+
+
+CHECKED = _Checked()

@@ -9,11 +9,10 @@ no chunk size: a row that crosses that border is cut there, its first tokens are
 """
 
 import logging
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from itertools import chain, count, pairwise
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from dataclasses import fields
+from itertools import count, pairwise
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -23,12 +22,13 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat, hooks
 from vllm_sparse_backend.serving.arena import Memory, Row
-from vllm_sparse_backend.serving.guard import Guard, pick_queries, row_of
+from vllm_sparse_backend.serving.batch import DECODE_ROW, PADDING_ROW, BatchRow, RowKind, dense_runs
+from vllm_sparse_backend.serving.guard import Guard, pick_queries
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.layers import ModelLayer, model_layers, refuse_if_none_can
 from vllm_sparse_backend.serving.refusals import slow_path
 from vllm_sparse_backend.serving.row_levels import levels_of_rows
-from vllm_sparse_backend.serving.stats import DECODE, DENSE, PADDING, SPARSE, Recorder, is_counting
+from vllm_sparse_backend.serving.stats import DENSE, SPARSE, is_counting
 from vllm_sparse_backend.serving.step import (
     Delegated,
     Probe,
@@ -37,30 +37,17 @@ from vllm_sparse_backend.serving.step import (
     SparseStep,
     own_block_table,
 )
-from vllm_sparse_backend.settings.config import load_config
-from vllm_sparse_backend.settings.crossover import Thresholds, load_crossover
-from vllm_sparse_backend.settings.plan import DEFAULT, Plan, layer_by_level
+from vllm_sparse_backend.serving.worker import Worker
+from vllm_sparse_backend.settings.crossover import Thresholds
+from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.profile import EXACT
 from vllm_sparse_backend.settings.ranges import format_ranges
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_backend.settings.requests import FIELD, Choices
+from vllm_sparse_backend.settings.resolved import Resolved
 
 logger = logging.getLogger(LOGGER)
 
-
-@dataclass(frozen=True)
-class RowKind:
-    """What one row of a batch runs on, and why where it prefills dense."""
-
-    path: str
-    reason: Fallback | None = None
-    level: str = DEFAULT
-    """Of a sparse row: what its request asked for."""
-
-
-DECODE_ROW = RowKind(DECODE)
-PADDING_ROW = RowKind(PADDING)
-"""A row without tokens, which fills up a batch to a graph's size."""
 
 _numbers = count()
 """Of builders, in the order in which they are made: that of a step's later microbatch comes later."""
@@ -69,7 +56,6 @@ _numbers = count()
 class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
     # Metadata of another cache group would carry this group's sparse rows along.
     supports_update_block_table = False
-    _warned: ClassVar[set[str]] = set()
 
     @classmethod
     def get_cudagraph_support(cls, *args: Any, **kwargs: Any) -> AttentionCGSupport:
@@ -97,63 +83,46 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
 
     def _adopt(self, layers: Mapping[str, ModelLayer]) -> None:
         """Hand each layer of this group its part of the plan, and say at start-up what will run how."""
-        config = load_config(self.vllm_config.additional_config)
-        rank, size = compat.tensor_parallel(self.vllm_config)
-        plans = Plan.by_level(config, compat.model_shape(self.vllm_config), rank, size)
-        groups = {number: layer_by_level(plans.values(), number) for number, _ in layers.values()}
-        reasons = {
-            number: impl.reason(groups[number][0] if groups[number] else None) for number, impl in layers.values()
-        }
         own = [layers[name] for name in self.layer_names if name in layers]
-        for reason in Fallback if rank == 0 else ():
+        worker = own[0].impl.join(self.vllm_config, self.device, planned=True)
+        groups = {number: worker.resolved.layer(number) for number, _ in layers.values()}
+        reasons = {number: impl.reason(groups[number]) for number, impl in layers.values()}
+        for reason in Fallback if worker.rank == 0 else ():
             dense = [number for number, _ in own if reasons[number] is reason]
             if dense:
                 logger.info("sparse-prefill: layers %s prefill dense: %s", format_ranges(dense), reason.explain)
-        self.sparse_layers = tuple(sorted(number for number, _ in own if reasons[number] is None))
-        if not self.sparse_layers:
+        sparse = {number: impl for number, impl in own if reasons[number] is None}
+        self.sparse_layers = tuple(sorted(sparse))
+        if not sparse:
             return
-        # One for the worker, whose groups of layers and whose microbatches have builders of their own.
-        known = next((impl.recorder for _, impl in layers.values() if impl.recorder is not None), None)
-        self.recorder = known or Recorder(self.device, is_first_rank=rank == 0)
+        self.recorder, self.memory, self.guard = worker.recorder, worker.reserve(), worker.watch_over()
         self.recorder.add_layers(self.sparse_layers)
         # Every group sees all rows: that of the worker's first layer that can go sparse counts them.
         first = min(number for number, reason in reasons.items() if reason is None)
         self._counts_rows = first in self.sparse_layers
-        self.memory = own[0].impl.reserve(self.vllm_config, self.device)
-        if config.guard is not None:
-            self.guard = next((impl.guard for _, impl in layers.values() if impl.guard is not None), None)
-            self.guard = self.guard or Guard(config.guard, self.recorder, rank)
-            for _, impl in own:
-                impl.guard = self.guard
-        impls = []
-        for number, impl in own:
-            if reasons[number] is None:
-                of_levels = [impl, *(impl.add_level(level) for level in plans if level != DEFAULT)]
-                for one, plan, of_level in zip(of_levels, plans.values(), groups[number], strict=True):
-                    one.adopt(number, of_level, self.recorder, self.memory, config.check_index, config.engine)
-                    one.stays_dense = plan.layer(number) is None
-                impls += of_levels
+        impls = [
+            one for number in self.sparse_layers for one in sparse[number].adopt_levels(number, groups[number], worker)
+        ]
         if self.memory is not None:
-            self._make_ready(impls, config.engine)
-        table, device_name = load_crossover(config.crossover), compat.device_name()
-        for level, plan in plans.items():
-            engines = {impl.at(level).engine.name for number, impl in own if reasons[number] is None}
-            self.thresholds[level] = plan.thresholds(table, device_name, engines)
+            self._make_ready(impls, worker)
+        for level in worker.resolved.plans:
+            names = {impl.at(level).layer.engine.name for impl in sparse.values()}
+            self.thresholds[level] = worker.resolved.thresholds(level, names)
         hooks.install_in_worker(self.vllm_config)
-        if known is None and rank == 0:
-            self._announce(plans)
+        if worker.rank == 0 and worker.says("plans"):
+            self._announce(worker.resolved)
 
-    def _announce(self, plans: Mapping[str, Plan]) -> None:
-        for level, plan in plans.items():
+    def _announce(self, resolved: Resolved) -> None:
+        for level, plan in resolved.plans.items():
             for line in plan.describe(self.thresholds[level]):
                 logger.info("sparse-prefill: %s", line)
-        choices = Choices(plans[DEFAULT].level_names, plans[DEFAULT].level)
+        choices = Choices(resolved.plan.level_names, resolved.plan.level)
         logger.info("sparse-prefill: requests may have in their vllm_xargs %s: %s", FIELD, choices)
         max_len, min_tokens = self.vllm_config.model_config.max_model_len, self.thresholds[DEFAULT].min_tokens
         if min_tokens is not None and max_len <= min_tokens:
             logger.warning("sparse-prefill: requests have %d tokens at most: all of them run dense", max_len)
 
-    def _make_ready(self, impls: list[SparsePrefillImpl], engine: str) -> None:
+    def _make_ready(self, impls: list[SparsePrefillImpl], worker: Worker) -> None:
         """What has to be checked or compiled before the first step."""
         if compat.IS_CPU:
             compat.check_cpu_layout(self.isa, self.kv_cache_spec)
@@ -161,10 +130,10 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         from vllm_sparse_backend.serving.warmup import warm_up
 
         slow = slow_path(self.kv_cache_spec.block_size, compat.device_capability())
-        if slow is not None and slow not in self._warned:  # once for a worker, whose groups have builders of their own
-            self._warned.add(slow)
+        if slow is not None and worker.says(slow):
             logger.warning("sparse-prefill: %s", slow)
-        warm_up(impls, self.kv_cache_spec, self.device, engine, compat.page_order(self.vllm_config))
+        engine, order = worker.resolved.config.engine, compat.page_order(self.vllm_config)
+        warm_up(impls, self.kv_cache_spec, self.device, engine, order)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -179,50 +148,45 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
                 num_rows = int(common.query_start_loc_cpu[common.num_reqs])
                 self.recorder.count_decodes(self._number, num_rows, common.block_table_tensor)
             return super().build(common_prefix_len, common, fast_build)
-        starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
-        kinds = self._classify(common_prefix_len, common, starts)
-        self._count(kinds, common)
-        if not any(kind.path == SPARSE for kind in kinds):
+        rows = self._classify(common_prefix_len, common)
+        self._count(rows, common)
+        if not any(row.is_sparse for row in rows):
             return super().build(common_prefix_len, common, fast_build)
-        dense_lens = self._dense_lens(common, starts, kinds)
-        delegated = tuple(self._delegate(common, starts, dense_lens, fast_build))
-        slabs = self._slabs(common, starts, dense_lens, kinds)
-        dense_layers, probe = self._guard(common, starts, slabs)
+        delegated = tuple(self._run_of(common, *run, fast_build) for run in dense_runs(rows))
+        slabs = self._slabs(common, rows)
+        dense_layers, probe = self._guard(common, rows, slabs)
         # Last, as the delegate keeps one persistent buffer for its schedule: the whole batch's must be what stays.
         whole = super().build(common_prefix_len, common, fast_build)
         parts = {f.name: getattr(whole, f.name) for f in fields(whole)}
         return SparsePrefillMetadata(**parts, sparse=SparseStep(slabs, delegated, dense_layers, probe))
 
-    def _classify(self, common_prefix_len: int, common: CommonAttentionMetadata, starts: list[int]) -> list[RowKind]:
+    def _classify(self, common_prefix_len: int, common: CommonAttentionMetadata) -> list[BatchRow]:
         """What each row runs on. Rows as short as a decode's are left to the delegate: its graphs may run them."""
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         threshold = self.reorder_batch_threshold or 1
-        query_lens = [end - start for start, end in pairwise(starts)]
-        if common.max_query_len <= threshold:
-            return [DECODE_ROW if query_len else PADDING_ROW for query_len in query_lens]
-        seq_lens = compat.host_seq_lens(common)
-        prefilling = None if common.is_prefilling is None else common.is_prefilling.tolist()
-        prefix_lm = common.mm_req_doc_ranges or {}
-        levels = levels_of_rows(len(query_lens)) or [DEFAULT] * len(query_lens)
-        batch_reason = None
-        if common.causal is not True:
-            batch_reason = Fallback.NON_CAUSAL
-        elif common_prefix_len > 0:
-            batch_reason = Fallback.CASCADE
-        kinds = []
-        for i, query_len in enumerate(query_lens):
+        if common.max_query_len <= threshold:  # nothing prefills: nobody asks how long rows are
+            return [BatchRow(s, end - s, 0, DECODE_ROW if end > s else PADDING_ROW) for s, end in pairwise(starts)]
+        seq_lens, levels = compat.host_seq_lens(common), levels_of_rows(common.num_reqs)
+        prefilling = [True] * common.num_reqs if common.is_prefilling is None else common.is_prefilling.tolist()
+        whole, prefix_lm = _reason_of_batch(common_prefix_len, common), common.mm_req_doc_ranges or {}
+        rows = []
+        for i, (start, end) in enumerate(pairwise(starts)):
+            query_len, context_len, level = end - start, seq_lens[i] - (end - start), levels[i]
             if query_len == 0:
-                kinds.append(PADDING_ROW)
-            elif query_len <= threshold or (prefilling is not None and not prefilling[i]):
-                kinds.append(DECODE_ROW)
-            elif levels[i] == EXACT:
-                kinds.append(RowKind(DENSE, Fallback.REQUESTED))
-            elif batch_reason is not None:
-                kinds.append(RowKind(DENSE, batch_reason))
+                kind = PADDING_ROW
+            elif query_len <= threshold or not prefilling[i]:
+                kind = DECODE_ROW
+            elif level == EXACT:
+                kind = RowKind(DENSE, Fallback.REQUESTED)
+            elif whole is not None:
+                kind = RowKind(DENSE, whole)
             elif prefix_lm.get(i):
-                kinds.append(RowKind(DENSE, Fallback.PREFIX_LM))
+                kind = RowKind(DENSE, Fallback.PREFIX_LM)
             else:
-                kinds.append(self._by_length(query_len, seq_lens[i], levels[i]))
-        return kinds
+                kind = self._by_length(query_len, seq_lens[i], level)
+            min_tokens = self.thresholds[level].min_tokens or 0 if kind.path == SPARSE else 0
+            rows.append(BatchRow(start, query_len, context_len, kind, min_tokens))
+        return rows
 
     def _by_length(self, query_len: int, seq_len: int, level: str) -> RowKind:
         thresholds = self.thresholds[level]
@@ -238,30 +202,14 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
             return RowKind(DENSE, Fallback.NO_ROOM)
         return RowKind(SPARSE, level=level)
 
-    def _dense_lens(self, common: CommonAttentionMetadata, starts: list[int], kinds: list[RowKind]) -> list[int]:
-        """How many of each row's tokens, from its first on, the delegate takes: of a sparse row those in min_tokens."""
-        first = {level: thresholds.min_tokens or 0 for level, thresholds in self.thresholds.items()}
-        lens = zip(kinds, compat.host_seq_lens(common), pairwise(starts), strict=True)
-        return [
-            max(first[kind.level] - (seq_len - (end - start)), 0) if kind.path == SPARSE else end - start
-            for kind, seq_len, (start, end) in lens
-        ]
-
-    def _count(self, kinds: list[RowKind], common: CommonAttentionMetadata) -> None:
+    def _count(self, rows: list[BatchRow], common: CommonAttentionMetadata) -> None:
         if not (self._counts_rows and is_counting()):
             return
-        rows = [(kind.path, kind.reason) for kind in kinds]
-        self.recorder.count_batch(self._number, rows, common.block_table_tensor)
-        for reason in {kind.reason for kind in kinds if kind.reason is not None} - self._logged:
+        ways = [(row.kind.path, row.kind.reason) for row in rows]
+        self.recorder.count_batch(self._number, ways, common.block_table_tensor)
+        for reason in {reason for _, reason in ways if reason is not None} - self._logged:
             self._logged.add(reason)
             logger.info("sparse-prefill: a row prefills dense: %s (said once)", reason.explain)
-
-    def _delegate(
-        self, common: CommonAttentionMetadata, starts: list[int], dense_lens: list[int], fast_build: bool
-    ) -> Iterator[Delegated]:
-        """The runs of neighbouring tokens that are not sparse, each with metadata of its own."""
-        for rows, tokens in dense_runs(starts, dense_lens):
-            yield self._run_of(common, rows, tokens, fast_build)
 
     def _run_of(
         self, common: CommonAttentionMetadata, rows: slice, tokens: slice, fast_build: bool = False
@@ -271,7 +219,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         return Delegated(rows, tokens, metadata)
 
     def _guard(
-        self, common: CommonAttentionMetadata, starts: list[int], slabs: tuple[Slab, ...]
+        self, common: CommonAttentionMetadata, rows: list[BatchRow], slabs: tuple[Slab, ...]
     ) -> tuple[frozenset[int], Probe | None]:
         """Layers that the guard keeps dense in this step, and what it wants to be checked."""
         if self.guard is None:
@@ -283,7 +231,8 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         if not layers or not watched:
             return dense_layers, None
         tokens = pick_queries(number, watched)
-        return dense_layers, Probe(self._run_of(common, row_of(starts, tokens.start), tokens), layers)
+        (row,) = (i for i, row in enumerate(rows) if row.token <= tokens.start < row.end)
+        return dense_layers, Probe(self._run_of(common, slice(row, row + 1), tokens), layers)
 
     def _part_of(self, common: CommonAttentionMetadata, rows: slice, tokens: slice) -> CommonAttentionMetadata:
         """Some rows of a batch as a batch of their own; the first and the last of them may be cut.
@@ -327,37 +276,20 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
             is_prefilling=None if is_prefilling is None else is_prefilling[rows],
         )
 
-    def _slabs(
-        self, common: CommonAttentionMetadata, starts: list[int], dense_lens: list[int], kinds: list[RowKind]
-    ) -> tuple[Slab, ...]:
+    def _slabs(self, common: CommonAttentionMetadata, rows: list[BatchRow]) -> tuple[Slab, ...]:
         """What the delegate leaves of the rows, level by level, dealt out as they fit into the arena."""
         assert self.memory is not None
-        ids: dict[str, list[int]] = defaultdict(list)
-        rows: dict[str, list[Row]] = defaultdict(list)
-        for i, (start, seq_len, kind) in enumerate(zip(starts, compat.host_seq_lens(common), kinds)):
-            token, end = start + dense_lens[i], starts[i + 1]
-            if token < end:
-                row = Row(len(ids[kind.level]), token, end - token, seq_len - (end - token))
-                rows[kind.level].append(row)
-                ids[kind.level].append(i)
-        table = common.block_table_tensor
-        slabs = (
-            self.memory.room.slabs(rows[level], own_block_table(table, ids[level]), level)
-            for level in self.thresholds
-            if level in rows
-        )
-        return tuple(chain.from_iterable(slabs))
+        slabs: list[Slab] = []
+        for level in self.thresholds:
+            ids = [i for i, row in enumerate(rows) if row.is_sparse and row.kind.level == level]
+            if ids:
+                parts = [Row.sparse_of(rows[i], number) for number, i in enumerate(ids)]
+                slabs += self.memory.room.slabs(parts, own_block_table(common.block_table_tensor, ids), level)
+        return tuple(slabs)
 
 
-def dense_runs(starts: list[int], dense_lens: list[int]) -> Iterator[tuple[slice, slice]]:
-    """(rows, tokens) of each stretch of tokens that the delegate takes: the first ``dense_lens[i]`` of each row i."""
-    first = None
-    for i, (start, end) in enumerate(pairwise(starts)):
-        dense_end = start + dense_lens[i]
-        if first is None and dense_end > start:
-            first = i
-        if first is not None and dense_end < end:
-            yield slice(first, i + (dense_end > start)), slice(starts[first], dense_end)
-            first = None
-    if first is not None:
-        yield slice(first, len(dense_lens)), slice(starts[first], starts[-1])
+def _reason_of_batch(common_prefix_len: int, common: CommonAttentionMetadata) -> Fallback | None:
+    """Why no row of the batch can go sparse; None if some may."""
+    if common.causal is not True:
+        return Fallback.NON_CAUSAL
+    return Fallback.CASCADE if common_prefix_len > 0 else None

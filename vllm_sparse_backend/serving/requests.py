@@ -15,14 +15,15 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 
 from vllm_sparse_backend.identity import LOGGER
-from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.settings.config import load_config
-from vllm_sparse_backend.settings.crossover import load_crossover
-from vllm_sparse_backend.settings.plan import DEFAULT, Plan
+from vllm_sparse_backend.serving.worker import resolve
+from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.profile import EXACT
 from vllm_sparse_backend.settings.requests import FIELD, Choices, Mark, fingerprint
 
 logger = logging.getLogger(LOGGER)
+
+CHOICES = "sparse_prefill_choices"
+"""Attribute of vLLM's object that takes requests in."""
 
 BY_BLOCK_HASH = {"OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector"}
 """Connectors that keep blocks by vLLM's own hashes, which tell levels apart."""
@@ -35,29 +36,27 @@ BY_REQUEST = {
 
 
 def choices(vllm_config: VllmConfig) -> Choices:
-    """What requests of this server may ask for. Raises ConfigurationError as ``Plan.build`` does."""
-    config = load_config(vllm_config.additional_config)
-    plans = Plan.by_level(config, compat.model_shape(vllm_config))
-    own = plans[DEFAULT]
-    table, device = load_crossover(config.crossover), compat.device_name()
-    exact = [tokens for plan in plans.values() if (tokens := plan.exact_tokens(table, device)) is not None]
-    connectors = kv_connectors(vllm_config)
+    """What requests of this server may ask for."""
+    resolved, connectors = resolve(vllm_config), kv_connectors(vllm_config)
+    own, plans = resolved.plan, resolved.plans
     if connectors & BY_BLOCK_HASH:
         salts = {level: f"{level}:{fingerprint(plan)}" for level, plan in plans.items()}
     else:
         salts = {level: level for level in (EXACT, *plans) if level != DEFAULT}
-    return Choices(own.level_names, own.level, min(exact, default=None), salts, _refusal(vllm_config, connectors))
+    refusal = _refusal(vllm_config, connectors)
+    return Choices(own.level_names, own.level, resolved.exact_tokens(), salts, refusal)
 
 
-_choices: dict[int, tuple[VllmConfig, Choices]] = {}  # by id of the configuration, kept so that no other gets its id
+def mark_of(front: Any, params: Any) -> Mark:
+    """What a request gets; params: of sampling, or of pooling. Raises what vLLM answers with status 400.
 
-
-def mark_of(vllm_config: VllmConfig, params: Any) -> Mark:
-    """What a request gets; params: of sampling, or of pooling. Raises what vLLM answers with status 400."""
-    if id(vllm_config) not in _choices:
-        _choices[id(vllm_config)] = vllm_config, choices(vllm_config)
+    ``front``: vLLM's object that takes requests in, which keeps what they may ask for.
+    """
+    known = vars(front)
+    if CHOICES not in known:
+        known[CHOICES] = choices(front.vllm_config)
     try:
-        return _choices[id(vllm_config)][1].mark(getattr(params, "extra_args", None))
+        return known[CHOICES].mark(getattr(params, "extra_args", None))
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 

@@ -16,10 +16,10 @@ class Step:
         self.levels = levels
         self.req_ids: Callable[[], Sequence[str]] = tuple
 
-    def of_rows(self, num_rows: int) -> list[str] | None:
-        """The level of each row, by padding rows ``default``; None where all have that."""
+    def of_rows(self, num_rows: int) -> list[str]:
+        """The level of each row, by padding rows ``default``."""
         if not self.levels:
-            return None
+            return [DEFAULT] * num_rows
         rows = [self.levels.get(req_id, DEFAULT) for req_id in self.req_ids()]
         if len(rows) > num_rows:
             raise RuntimeError(
@@ -32,9 +32,9 @@ class Step:
 _step: Step | None = None
 
 
-def levels_of_rows(num_rows: int) -> list[str] | None:
-    """The level that each row of the batch at hand was asked to have; None where all have the server's own."""
-    return None if _step is None else _step.of_rows(num_rows)
+def levels_of_rows(num_rows: int) -> list[str]:
+    """The level that each row of the batch at hand was asked to have."""
+    return [DEFAULT] * num_rows if _step is None else _step.of_rows(num_rows)
 
 
 def name_rows(req_ids: Callable[[], Sequence[str]]) -> None:

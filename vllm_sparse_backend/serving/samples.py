@@ -15,11 +15,11 @@ def worker_samples(worker: Any, start: bool = True) -> dict[str, Any]:
     Of things that msgpack knows, as it passes between processes. start: see ``Recorder.samples``.
     """
     impls = [impl for _, impl in model_layers(worker.vllm_config).values()]
-    recorder = next((impl.recorder for impl in impls if impl.recorder is not None), None)
-    samples, behind = ([], False) if recorder is None else recorder.samples(start)
-    samples = list(samples)
-    memory = next((impl.memory for impl in impls if impl.memory is not None), None)
-    if memory is not None:
+    # Layers that never went sparse may hold what a profile run made of a part's configuration.
+    shared = next((impl.worker for impl in sorted(impls, key=lambda impl: not impl.is_adopted) if impl.worker), None)
+    found, behind = ([], False) if shared is None else shared.recorder.samples(start)
+    samples = list(found)
+    if shared is not None and (memory := shared.memory) is not None:
         samples += [
             ("arena_bytes", [], memory.room.num_bytes),
             ("arena_peak_bytes", [], memory.arena.peak_bytes),

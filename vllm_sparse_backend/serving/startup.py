@@ -7,24 +7,23 @@ from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.engines import refuse_on_cpu
 from vllm_sparse_backend.serving.refusals import refuse
 from vllm_sparse_backend.serving.requests import warn_of_stores
-from vllm_sparse_backend.settings.config import load_config
-from vllm_sparse_backend.settings.crossover import load_crossover
+from vllm_sparse_backend.serving.worker import resolve
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.modelcheck import layer_reasons
-from vllm_sparse_backend.settings.plan import DEFAULT, Plan
 from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
 
 
 def check(vllm_config: VllmConfig) -> None:
-    """Raise ConfigurationError, one line, where the server could not do what was asked for."""
-    config = load_config(vllm_config.additional_config)
-    load_crossover(config.crossover)
-    refuse_on_cpu(config.engine)
+    """Raise ConfigurationError, one line, where the server could not do what was asked for.
+
+    What was read from files goes on to the other processes in the configuration itself: they read none.
+    """
+    resolved = resolve(vllm_config, tp_size=vllm_config.parallel_config.tensor_parallel_size)
+    refuse_on_cpu(resolved.config.engine)
     refuse(vllm_config)
-    hf_config = compat.hf_config(vllm_config)
-    shape = compat.model_shape(vllm_config)
-    plan = Plan.by_level(config, shape, 0, vllm_config.parallel_config.tensor_parallel_size)[DEFAULT]
+    hf_config, plan = compat.hf_config(vllm_config), resolved.plan
+    shape = plan.shape
     # The shape knows older models' names for these.
     reasons = layer_reasons({**hf_config, "num_hidden_layers": shape.num_layers, "head_dim": shape.head_dim})
     everywhere = _server_reason(vllm_config, shape)
@@ -34,6 +33,7 @@ def check(vllm_config: VllmConfig) -> None:
     if not sparse:
         raise ConfigurationError(no_layer_message({reason for reason in reasons if reason is not None}))
     warn_of_stores(vllm_config)
+    vllm_config.additional_config = resolved.carry(vllm_config.additional_config)
 
 
 def _server_reason(vllm_config: VllmConfig, shape: ModelShape) -> Fallback | None:

@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_sparse_backend.serving.timing import NO_LAP, Lap, NoLap, Timer
+from vllm_sparse_backend.serving.timing import Lap, Timer
 from vllm_sparse_backend.settings.metrics import METRICS
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_kernels import SparseIndex
 from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.layer import UNWATCHED, Watch
 from vllm_sparse_kernels.pairs import add_listed_pairs
 
 Sample = tuple[str, list[str], float]
@@ -127,13 +128,13 @@ class Recorder:
             if path != PADDING:
                 self.count_rows(path, reason, number)
 
-    def lap(self, layer: int) -> Lap | NoLap:
+    def lap(self, layer: int) -> Watch:
         """Times the next call of a layer, where it is that one's turn; ``count_pairs`` takes it back."""
         if not is_counting():
-            return NO_LAP
+            return UNWATCHED
         return self._timer.start(layer, len(self._places))
 
-    def count_pairs(self, layer: int, index: SparseIndex, lap: Lap | NoLap = NO_LAP) -> None:
+    def count_pairs(self, layer: int, index: SparseIndex, lap: Watch = UNWATCHED) -> None:
         """Add one layer's index of this step. Stays on the device."""
         if not is_counting():
             return

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one step of the engine is to this backend: its sparse rows, and the runs of rows that the delegate takes."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.settings.plan import DEFAULT, LayerPlan, methods_by_head
-from vllm_sparse_kernels import IndexLayout, LayerShape, Rows, SparseIndex, StripeLayout, Workspace
-from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_backend.settings.plan import DEFAULT
+from vllm_sparse_kernels import Rows
 from vllm_sparse_kernels.rows import ceil_div, to_device
 
 TABLE_STEP = 16
@@ -27,9 +27,8 @@ class Delegated:
     metadata: compat.DelegateMetadata
 
 
-@dataclass
-class Slab:
-    """Sparse rows of a step that select and attend together, and what the host works out of them once for all layers.
+class Slab(NamedTuple):
+    """Sparse rows of a step that select and attend together.
 
     Most steps are one slab; where the arena has no room for all rows at a time, they are several.
     """
@@ -37,31 +36,6 @@ class Slab:
     rows: Rows
     level: str = DEFAULT
     """Of all these rows: what their requests asked for."""
-    _layouts: dict[tuple[int, int], tuple[LayerPlan, IndexLayout]] = field(default_factory=dict)
-    _stripes: dict[Method, StripeLayout] = field(default_factory=dict)
-    _bytes: dict[tuple[Method, int, LayerShape], int] = field(default_factory=dict)
-
-    def index(self, groups: LayerPlan, num_heads: int, block_tokens: int, workspace: Workspace) -> SparseIndex:
-        """Room for one layer's selection. Layers of one plan share its layout."""
-        # The plan's groups are one object for all layers that are alike; it is kept, so that no other gets its id.
-        key = (id(groups), block_tokens)
-        if key not in self._layouts:
-            stripes = {head: self.stripes(method) for head, method in enumerate(methods_by_head(groups))}
-            self._layouts[key] = groups, IndexLayout.of(self.rows, num_heads, block_tokens, stripes)
-        return self._layouts[key][1].allocate(workspace)
-
-    def stripes(self, method: Method) -> StripeLayout:
-        """Room for the stripes of one head, or of the head of a merged method that needs most."""
-        if method not in self._stripes:
-            self._stripes[method] = method.stripe_layout(self.rows)
-        return self._stripes[method]
-
-    def select_bytes(self, method: Method, num_heads: int, shape: LayerShape) -> int:
-        """At least what selecting so many heads takes of a workspace."""
-        key = (method, num_heads, shape)
-        if key not in self._bytes:
-            self._bytes[key] = method.workspace_bytes(self.rows, shape, num_heads, self.stripes(method).capacity)
-        return self._bytes[key]
 
 
 @dataclass(frozen=True)

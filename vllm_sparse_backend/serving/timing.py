@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from vllm_sparse_kernels import SparseIndex
+from vllm_sparse_kernels.layer import UNWATCHED, Watch
+
 LAPS = 8
 """So many calls may be timed and not yet read. A server's host is one or two steps ahead of its device."""
 
@@ -32,7 +35,7 @@ class HostEvent:
         return (end.at - self.at) * 1e3
 
 
-class Lap:
+class Lap(Watch):
     """One call that is timed: its selection, then its attention."""
 
     def __init__(self, new_event: Callable[[], Any]) -> None:
@@ -43,7 +46,7 @@ class Lap:
     def begins(self) -> None:
         self._events[0].record()
 
-    def selected(self) -> None:
+    def selected(self, index: SparseIndex) -> None:
         self._events[1].record()
 
     def attended(self) -> None:
@@ -58,19 +61,6 @@ class Lap:
         return begun.elapsed_time(selected) / 1e3, selected.elapsed_time(attended) / 1e3
 
 
-class NoLap:
-    """Stands in for a lap where a call is not timed."""
-
-    def begins(self) -> None: ...
-
-    def selected(self) -> None: ...
-
-    def attended(self) -> None: ...
-
-
-NO_LAP = NoLap()
-
-
 class Timer:
     """Chooses the calls that are timed, and reads them when they are over."""
 
@@ -81,11 +71,11 @@ class Timer:
         self._running: deque[Lap] = deque()
         self._calls = 0
 
-    def start(self, layer: int, num_layers: int) -> Lap | NoLap:
-        """A lap for one call in ``num_layers`` + 1, so that each layer's turn comes."""
+    def start(self, layer: int, num_layers: int) -> Watch:
+        """A lap for one call in ``num_layers`` + 1, so that each layer's turn comes; else nothing."""
         self._calls += 1
         if self._calls <= num_layers or not self._free:
-            return NO_LAP
+            return UNWATCHED
         self._calls = 0
         lap = self._free.pop()
         lap.layer = layer

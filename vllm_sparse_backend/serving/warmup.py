@@ -9,24 +9,24 @@ that one that was overlooked is met here and not in a request. Layers get their 
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.arena import Row, make_slab
+from vllm_sparse_backend.serving.arena import Row, rows_of
 from vllm_sparse_backend.serving.compilations import warming_up
 from vllm_sparse_backend.serving.engines import EnginePicker
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.step import own_block_table
 from vllm_sparse_backend.settings.config import AUTO
-from vllm_sparse_backend.settings.plan import LayerPlan
 from vllm_sparse_kernels import PagedCache, Workspace
-from vllm_sparse_kernels.attend import Engine
+from vllm_sparse_kernels.layer import Layer, run
 from vllm_sparse_kernels.pairs import add_listed_pairs
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.testing.batches import Batch
+from vllm_sparse_kernels.trial import Batch
 
 logger = logging.getLogger(LOGGER)
 
@@ -59,46 +59,44 @@ def warm_up(
     cache = compat.random_cache(spec, num_pages, device, order)
     table = torch.arange(num_pages, dtype=torch.int32, device=device).repeat(max(map(len, BATCHES)), 1)
     picker = EnginePicker(engine)
-    done: dict[LayerPlan, Engine] = {}
+    done: dict[Layer, Layer] = {}
     with warming_up():
         for impl in impls:
-            if impl.groups is None:
-                continue
-            if impl.groups not in done:
-                done[impl.groups] = _warm_up_layer(impl, cache, table, picker)
-            impl.engine = done[impl.groups]
+            if impl.layer not in done:
+                done[impl.layer] = _warm_up_layer(impl, cache, table, picker)
+            impl.layer = done[impl.layer]
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # vLLM is about to take what is left for its own cache
-    picker.report({impl.layer: impl.engine for impl in impls if impl.groups is not None})
+    picker.report({impl.number: impl.layer.engine for impl in impls})
     logger.info("sparse-prefill: kernels of %d plans ready after %.1f s", len(done), time.monotonic() - start)
 
 
-def _warm_up_layer(impl: SparsePrefillImpl, cache: PagedCache, table: torch.Tensor, picker: EnginePicker) -> Engine:
+def _warm_up_layer(impl: SparsePrefillImpl, cache: PagedCache, table: torch.Tensor, picker: EnginePicker) -> Layer:
     """Choose the layer's engine on the first batch, and run all of them on it."""
-    assert impl.groups is not None
-    assert impl.memory is not None
+    assert impl.worker is not None
+    assert impl.worker.memory is not None
+    layer, memory = impl.layer, impl.worker.memory
     for i, lengths in enumerate(BATCHES):
-        slab = make_slab(rows_of(lengths), own_block_table(table, list(range(len(lengths)))))
-        num_tokens = sum(slab.rows.query_lens)
-        query = torch.randn(num_tokens, impl.num_heads, cache.head_dim, device=table.device).to(cache.keys.dtype)
-        batch = Batch(query, cache, slab.rows, impl.scale, impl.out_dtype)
+        rows = rows_of(in_turn(lengths), own_block_table(table, list(range(len(lengths)))))
+        query = torch.randn(sum(rows.query_lens), impl.num_heads, cache.head_dim, device=table.device)
+        batch = Batch(query.to(cache.keys.dtype), cache, rows, impl.scale, impl.out_dtype)
         # A server of short requests has a smaller arena than these rows take.
-        fits = impl.memory.room.needed(slab) <= impl.memory.room.num_bytes
-        workspace = impl.memory.arena if fits else Workspace(table.device)
+        fits = memory.room.needed(rows) <= memory.room.num_bytes
+        workspace = memory.arena if fits else Workspace(table.device)
         if i == 0:
             with workspace.frame():
-                index = slab.index(impl.groups, impl.num_heads, impl.block_tokens, workspace)
-                impl.select(query, cache, index)
-                impl.engine = picker.pick(batch, index, impl.options)
+                index = layer.index(rows, workspace)
+                layer.select(batch.q, cache, index, impl.scale)
+                layer = replace(layer, engine=picker.pick(batch, index, layer.options))
         with workspace.frame():
-            index = impl.select_and_attend(slab, query, cache, batch.empty_out(), workspace)
+            index = run(layer, batch.q, cache, rows, batch.empty_out(), impl.scale, workspace)
             if not compat.IS_CPU:
                 add_listed_pairs(index, torch.zeros(1, dtype=torch.int64, device=table.device), 0)
-    return impl.engine
+    return layer
 
 
-def rows_of(lengths: Sequence[tuple[int, int]]) -> list[Row]:
+def in_turn(lengths: Sequence[tuple[int, int]]) -> list[Row]:
     """Rows of (context_len, query_len), one behind the other in q."""
     rows: list[Row] = []
     for context_len, query_len in lengths:

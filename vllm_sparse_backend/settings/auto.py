@@ -8,7 +8,6 @@ for another, such as its fine-tunes. What was taken, and why, is said either way
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -31,7 +30,7 @@ def choose(shape: ModelShape, bundled: Mapping[str, Path] | None = None) -> Choi
 
     Of profiles for the same model, those that were calibrated for the served rope_theta and by this tool go first.
     """
-    loaded = {name: _read(path) for name, path in (bundled or bundled_profiles()).items()}
+    loaded = {name: load_profile(path) for name, path in (bundled or bundled_profiles()).items()}
     fitting = {name: one for name, one in loaded.items() if one.model and not one.model.differences(shape)}
     if not fitting:
         return Choice(None, None, f"no bundled profile is for {shape}")
@@ -50,12 +49,6 @@ def choose(shape: ModelShape, bundled: Mapping[str, Path] | None = None) -> Choi
         return Choice(name, loaded[name], f"it was made for {called}{others}")
     why = f"it was made for {models[0] or 'a model of this shape'}, and {called} has its shape: check its answers"
     return Choice(name, loaded[name], why + others)
-
-
-@cache
-def _read(path: Path) -> Profile:
-    """Every rank and group of layers asks, in one process."""
-    return load_profile(path)
 
 
 def _called(shape: ModelShape) -> set[str]:

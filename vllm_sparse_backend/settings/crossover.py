@@ -9,8 +9,9 @@ so.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from importlib import resources
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -198,13 +199,23 @@ def resolve(
     return Thresholds(max(lengths + [UNMEASURED_MIN_TOKENS] * bool(unmeasured)), fewest, tuple(notes))
 
 
-@lru_cache(maxsize=8)
-def load_crossover(path: str | None = None) -> Crossover:
-    """The table in that file, or the one that ships. Raises ``ConfigurationError`` naming file and field."""
+def crossover_file(path: str | None = None) -> Path:
+    """The table's file, or the one that ships. Raises ``ConfigurationError`` where there is none."""
     file = file_at(path or str(resources.files("vllm_sparse_backend") / SHIPPED))
     if file is None:
         raise ConfigurationError(f"crossover: given {path!r}, expected a file that `{COMMAND}` wrote")
+    return file
+
+
+def parse_crossover(text: str, source: str) -> Crossover:
+    """The table that a file's text holds. Raises ``ConfigurationError`` naming ``source`` and field."""
     try:
-        return Crossover.model_validate_json(read_text(file))
+        return Crossover.model_validate_json(text)
     except ValidationError as error:
-        raise report(error, Crossover, f"{file}: ") from None
+        raise report(error, Crossover, f"{source}: ") from None
+
+
+def load_crossover(path: str | None = None) -> Crossover:
+    """The table in that file, or the one that ships."""
+    file = crossover_file(path)
+    return parse_crossover(read_text(file), str(file))

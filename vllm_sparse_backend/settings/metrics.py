@@ -39,6 +39,7 @@ class Metric:
         return (ENGINE, *((RANK,) if self.per_rank else ()), *self.labels)
 
 
+LAYER = ("layer",)
 _TABLE = (
     Metric(
         "rows",
@@ -47,9 +48,9 @@ _TABLE = (
         ("path", "reason"),
         seen_by_all=True,
     ),
-    Metric("tiles", "counter", "Tiles of 128 queries that ran sparse.", ("layer",)),
-    Metric("kept_pairs", "counter", "(query, key) pairs computed in sparse tiles, of all heads.", ("layer",)),
-    Metric("causal_pairs", "counter", "(query, key) pairs that dense would compute there, of all heads.", ("layer",)),
+    Metric("tiles", "counter", "Tiles of 128 queries that ran sparse.", LAYER),
+    Metric("kept_pairs", "counter", "(query, key) pairs computed in sparse tiles, of all heads.", LAYER),
+    Metric("causal_pairs", "counter", "(query, key) pairs that dense would compute there, of all heads.", LAYER),
     Metric(
         "sampled_seconds",
         "counter",
@@ -60,7 +61,7 @@ _TABLE = (
         "sampled_causal_pairs",
         "counter",
         "(query, key) pairs that dense would compute in the calls that were timed.",
-        ("layer",),
+        LAYER,
     ),
     Metric(
         "compilations",
@@ -73,24 +74,10 @@ _TABLE = (
     Metric("arena_peak_bytes", "gauge", "The most of it that was in use at a time.", per_rank=True),
     Metric("device_bytes", "gauge", "Memory of the device that the worker holds, not counting drivers.", per_rank=True),
     Metric("layers", "gauge", "The model's layers by what computes the attention of their prefills.", ("attention",)),
-    Metric(
-        "guard_checks", "counter", "Calls of which the guard computed some queries densely and compared.", ("layer",)
-    ),
-    Metric("guard_trips", "counter", "Times that the guard turned a layer dense.", ("layer",)),
-    Metric(
-        "guard_error",
-        "gauge",
-        "Mean relative error of the guard's last checks.",
-        ("layer",),
-        per_rank=True,
-    ),
-    Metric(
-        "guard_dense",
-        "gauge",
-        "Whether the guard keeps the layer dense at present: 1 or 0.",
-        ("layer",),
-        per_rank=True,
-    ),
+    Metric("guard_checks", "counter", "Calls of which the guard computed some queries densely and compared.", LAYER),
+    Metric("guard_trips", "counter", "Times that the guard turned a layer dense.", LAYER),
+    Metric("guard_error", "gauge", "Mean relative error of the guard's last checks.", LAYER, per_rank=True),
+    Metric("guard_dense", "gauge", "Whether the guard keeps the layer dense at present: 1 or 0.", LAYER, per_rank=True),
     Metric("up", "gauge", "Whether the engine answered when these counts were asked for: 1 or 0."),
 )
 

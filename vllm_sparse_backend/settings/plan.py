@@ -7,43 +7,24 @@ query heads, which the plan is about, are split alike in both cases.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
-from vllm_sparse_backend.settings import auto
 from vllm_sparse_backend.settings.config import OPTION, SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import Crossover, Thresholds, TokenCount, resolve
+from vllm_sparse_backend.settings.documents import Documents
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.settings.methods import make_method, summarize
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.profile import ANY_MODEL, EXACT, Profile, load_profile
+from vllm_sparse_backend.settings.profile import EXACT, Profile
 from vllm_sparse_backend.settings.ranges import format_ranges
+from vllm_sparse_kernels.layer import HeadGroup, LayerPlan, group_heads, methods_by_head
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
 
 DEFAULT = "default"
 """The level that rows have whose request asks for none."""
-
-
-@dataclass(frozen=True)
-class HeadGroup:
-    """Query heads of one layer, numbered on this rank, whose methods are alike, and what selects them together."""
-
-    heads: tuple[int, ...]
-    method: Method
-    extras: tuple[tuple[str, ...], ...] = ()
-    """What each head asks for beside its selection (``Method.extras``); empty where none asks for anything."""
-
-    def methods(self) -> list[Method]:
-        """Each head's own method."""
-        own = list(self.method.of_heads(len(self.heads)))
-        if not self.extras:
-            return own
-        return [replace(one, **dict.fromkeys(names, True)) for one, names in zip(own, self.extras, strict=True)]
-
-
-LayerPlan = tuple[HeadGroup, ...]
 
 
 def layer_by_level(plans: Iterable["Plan"], layer: int) -> tuple[LayerPlan, ...]:
@@ -55,14 +36,6 @@ def layer_by_level(plans: Iterable["Plan"], layer: int) -> tuple[LayerPlan, ...]
     num_heads = max((len(methods_by_head(groups)) for groups in each if groups), default=0)
     dense = (HeadGroup(tuple(range(num_heads)), make_method("dense", {})),)
     return tuple(dense if groups is None else groups for groups in each) if num_heads else ()
-
-
-def methods_by_head(groups: LayerPlan) -> list[Method]:
-    """Each head's own method, as it was before methods were merged."""
-    methods: dict[int, Method] = {}
-    for group in groups:
-        methods.update(zip(group.heads, group.methods(), strict=True))
-    return [methods[head] for head in sorted(methods)]
 
 
 @dataclass(frozen=True)
@@ -87,25 +60,27 @@ class Plan:
     def build(
         config: SparsePrefillConfig, shape: ModelShape, tp_rank: int = 0, tp_size: int = 1, level: str = DEFAULT
     ) -> "Plan":
-        """The plan of one rank. Equal arguments give the same object: a profile is read once in a process.
-
-        ``level``: the server's own, or another of its profile's. Raises ``ConfigurationError`` where the profile does
-        not fit the model, or the heads do not divide by ``tp_size``.
-        """
-        # What was not set matters: then the profile's value counts.
-        key = (config.model_dump_json(exclude_unset=True), shape, shape.names, tp_rank, tp_size, level)
-        if key not in _plans:
-            _plans[key] = _build(config, shape, tp_rank, tp_size, level)
-        return _plans[key]
+        """The plan of one rank at one level, the server's own unless told; errors are ``by_level``'s."""
+        documents = Documents.read(config, shape)
+        return _build(config, documents.parse_profile(config), documents.source, shape, tp_rank, tp_size, level)
 
     @staticmethod
     def by_level(
-        config: SparsePrefillConfig, shape: ModelShape, tp_rank: int = 0, tp_size: int = 1
+        config: SparsePrefillConfig,
+        shape: ModelShape,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        documents: Documents | None = None,
     ) -> dict[str, "Plan"]:
-        """The plan of each level that has one, which ``exact`` has not: the server's own first."""
-        own = Plan.build(config, shape, tp_rank, tp_size)
-        others = [name for name in own.level_names if name not in (EXACT, own.level)]
-        return {DEFAULT: own} | {name: Plan.build(config, shape, tp_rank, tp_size, name) for name in others}
+        """The plan of each level that has one, which ``exact`` has not: the server's own first.
+
+        Raises ``ConfigurationError`` where the profile does not fit the model, or the heads do not divide by
+        ``tp_size``. ``documents``: those of the configuration, read anew unless given.
+        """
+        documents = documents or Documents.read(config, shape)
+        profile = documents.parse_profile(config)
+        levels = [DEFAULT, *(name for name in profile.level_names if name not in (EXACT, profile.level))]
+        return {level: _build(config, profile, documents.source, shape, tp_rank, tp_size, level) for level in levels}
 
     def layer(self, layer: int) -> LayerPlan | None:
         """Groups of a layer; None if it is to run dense, as do layers past the model's own (a draft model's)."""
@@ -164,16 +139,20 @@ class Plan:
         ]
 
 
-_plans: dict[tuple[str, ModelShape, tuple[str, ...], int, int, str], Plan] = {}
-
-
-def _build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int, tp_size: int, level: str) -> Plan:
+def _build(
+    config: SparsePrefillConfig,
+    profile: Profile,
+    source: str,
+    shape: ModelShape,
+    tp_rank: int,
+    tp_size: int,
+    level: str,
+) -> Plan:
     if not 0 <= tp_rank < tp_size or shape.num_heads % tp_size:
         raise ConfigurationError(
             f"tensor parallelism: given rank {tp_rank} of {tp_size} for {shape.num_heads} query heads, expected a rank "
             "below the size, and a size that divides the heads"
         )
-    profile, source = _profile_of(config, shape)
     profile.check_model(shape, source if config.profile is not None else f"{OPTION} sparse_prefill.method")
     if level != DEFAULT:
         profile, source = profile.at_level(level), f"{source} at level {level}"
@@ -186,63 +165,29 @@ def _build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int, tp_size
         raise ConfigurationError(f"dense_layers of {where} name all {len(dense)} layers, expected fewer")
     num_local = shape.num_heads // tp_size
     own = slice(tp_rank * num_local, (tp_rank + 1) * num_local)
-    methods = [
-        () if layer in dense else profile.methods_of(layer, shape.num_heads)[own] for layer in range(shape.num_layers)
-    ]
+    whole = [() if layer in dense else profile.methods_of(layer, shape.num_heads) for layer in range(shape.num_layers)]
+    layers = _group_layers([methods[own] for methods in whole])
+    numbers = _first_given(config, profile, "min_tokens"), _first_given(config, profile, "min_query_tokens")
+    methods = _methods(layers if tp_size == 1 else _group_layers(whole))
+    return Plan(layers, *numbers, source, shape, profile.level, profile.level_names, methods)
+
+
+def _group_layers(methods: Sequence[Sequence[Method]]) -> tuple[LayerPlan | None, ...]:
+    """The groups of each layer whose heads have these methods; None of one that has none. Layers that are alike have
+    one object."""
     counts = Counter(method.selection.company for method in chain.from_iterable(methods))
-    known: dict[LayerPlan, LayerPlan] = {}  # layers that are alike have one object, by which they are known then
-    groups = (_group(of_layer, counts) for of_layer in methods)
-    layers = tuple(known.setdefault(of_layer, of_layer) or None for of_layer in groups)
+    known: dict[LayerPlan, LayerPlan] = {}
+    groups = (group_heads(of_layer, counts) for of_layer in methods)
+    return tuple(known.setdefault(of_layer, of_layer) or None for of_layer in groups)
 
-    def first_given(field: str) -> TokenCount:
-        theirs: TokenCount | None = getattr(profile, field)
-        ours: TokenCount = getattr(config, field)
-        return ours if theirs is None or field in config.model_fields_set else theirs
 
-    numbers = first_given("min_tokens"), first_given("min_query_tokens")
-    whole = Plan.build(config, shape, level=level).methods if tp_size > 1 else _methods(layers)
-    return Plan(layers, *numbers, source, shape, profile.level, profile.level_names, whole)
+def _first_given(config: SparsePrefillConfig, profile: Profile, field: str) -> TokenCount:
+    """The operator's number goes before the profile's."""
+    theirs: TokenCount | None = getattr(profile, field)
+    ours: TokenCount = getattr(config, field)
+    return ours if theirs is None or field in config.model_fields_set else theirs
 
 
 def _methods(layers: Iterable[LayerPlan | None]) -> frozenset[Method]:
     """The methods of all heads, each as the configuration states it."""
     return frozenset(method for groups in set(layers) if groups for method in methods_by_head(groups))
-
-
-def _profile_of(config: SparsePrefillConfig, shape: ModelShape) -> tuple[Profile, str]:
-    """The profile that is asked for, or one that says the same as ``method`` and ``params``; and its name."""
-    note = ""
-    if config.profile == auto.AUTO:
-        choice = auto.choose(shape)
-        if choice.profile is not None:
-            return choice.profile, f"profile {choice.name} (auto: {choice.why})"
-        note = f" (profile auto: {choice.why})"
-    elif config.profile is not None:
-        return load_profile(config.profile, f"{OPTION} sparse_prefill.profile"), f"profile {config.profile}"
-    try:
-        method = config.uniform_method()
-    except ValueError as error:
-        raise ConfigurationError(f"{OPTION} sparse_prefill.{error}") from None
-    return Profile.model_validate({"format": 1, "model": ANY_MODEL, "default": method}), f"method {config.method}{note}"
-
-
-def layer_plan(methods: Sequence[Method], others: Iterable[Method] = ()) -> LayerPlan:
-    """The groups of a layer whose heads have these methods; ``others`` are those of heads of other layers."""
-    return _group(methods, Counter(method.selection.company for method in (*methods, *others)))
-
-
-def _group(methods: Sequence[Method], counts: Mapping[Method, int]) -> LayerPlan:
-    """Heads that select alike, in the order of each group's first head; ``counts``: how many heads are company."""
-    heads: dict[Method, list[int]] = {}
-    selections = [method.selection for method in methods]
-    selections = [one if counts[one.company] > 1 else one.alone for one in selections]
-    for head, selection in enumerate(selections):
-        heads.setdefault(selection.alike, []).append(head)
-    return tuple(
-        HeadGroup(tuple(ids), alike.merged([selections[i] for i in ids]), _extras([methods[i] for i in ids]))
-        for alike, ids in heads.items()
-    )
-
-
-def _extras(methods: Sequence[Method]) -> tuple[tuple[str, ...], ...]:
-    return tuple(method.extras for method in methods) if any(method.extras for method in methods) else ()

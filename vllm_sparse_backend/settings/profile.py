@@ -273,11 +273,10 @@ class Profile(Level):
         return strict_yaml.dump({name: value for name, value in data.items() if value is not None and value != {}})
 
 
-def load_profile(name_or_path: str | Path, asked_by: str = "profile") -> Profile:
-    """The bundled profile of that name, or else the one in that file.
+def profile_file(name_or_path: str | Path, asked_by: str = "profile") -> Path:
+    """The bundled profile of that name, or else that file.
 
-    Raises ``ConfigurationError`` naming file and field; if there is no such profile, with the bundled ones' names and
-    the option that asked for it.
+    Raises ``ConfigurationError`` with the bundled ones' names and the option that asked for it if there is neither.
     """
     bundled = bundled_profiles()
     path = bundled.get(str(name_or_path)) or strict_yaml.file_at(str(name_or_path))
@@ -285,6 +284,12 @@ def load_profile(name_or_path: str | Path, asked_by: str = "profile") -> Profile
         raise ConfigurationError(
             f"{asked_by}: no such file; {not_one_of(str(name_or_path), bundled)}, or a file's path"
         )
+    return path
+
+
+def load_profile(name_or_path: str | Path, asked_by: str = "profile") -> Profile:
+    """The profile in ``profile_file``. Raises ``ConfigurationError`` naming file and field."""
+    path = profile_file(name_or_path, asked_by)
     return parse_profile(strict_yaml.read_text(path), str(path))
 
 

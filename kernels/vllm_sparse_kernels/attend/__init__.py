@@ -3,9 +3,7 @@
 
 import torch
 
-from vllm_sparse_kernels.attend import block_means as means
-from vllm_sparse_kernels.attend import flash as flash_module
-from vllm_sparse_kernels.attend import hopper, portable
+from vllm_sparse_kernels.attend import block_means as means, flash as flash_module, hopper, portable
 from vllm_sparse_kernels.attend.engine import AttendSpec, Choice, Engine, choose
 from vllm_sparse_kernels.attend.flash import FlashAttention, flash_engine
 from vllm_sparse_kernels.attend.hopper import HOPPER

@@ -13,8 +13,6 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from vllm_sparse_kernels.attend import block_means
-from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
@@ -175,12 +173,3 @@ class PerHead(Method):
             return (self,) * num_heads
         require(len(self.settings) == num_heads, "settings", self.settings, f"one for each of the {num_heads} heads")
         return self.settings
-
-
-def attend_options(methods: Sequence[Method], device: torch.device) -> AttendOptions | None:
-    """What the heads of a layer, each with its method, ask of ``attend``; None where it is nothing."""
-    skips, drops = (
-        [m.skip_margin if m.skip_whole_steps is whole else None for m in methods] for whole in (False, True)
-    )
-    options = AttendOptions.of(skips, [m.int8_scores for m in methods], device, drops)
-    return block_means.asking(options, [m.block_means for m in methods], device)

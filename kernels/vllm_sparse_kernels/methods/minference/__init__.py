@@ -17,6 +17,11 @@ SPECS = (
         select_a_shape,
         full=AShape(local_tokens=EVERYTHING),
         demo={"sink_tokens": 128, "local_tokens": 1024},
+        ladder=tuple(
+            {"sink_tokens": min(local // 4, 1024), "local_tokens": local}
+            for local in (512, 1024, 2048, 4096, 8192, 16384)
+        ),
+        cost=0.002,
     ),
     MethodSpec(
         "vertical_slash",
@@ -24,6 +29,11 @@ SPECS = (
         select_vertical_slash,
         full=VerticalSlash(slash_tokens=EVERYTHING),
         demo={"vertical_tokens": 256, "slash_tokens": 104},  # 100 of the slashes are always the nearest
+        ladder=tuple(
+            {"vertical_tokens": int(1000 * share), "slash_tokens": int(6096 * share)}
+            for share in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2)
+        ),
+        cost=0.067,
     ),
     MethodSpec(
         "block_sparse",
@@ -31,5 +41,7 @@ SPECS = (
         select_block_sparse,
         full=BlockSparse(top_blocks=EVERYTHING),
         demo={"top_blocks": 16},
+        ladder=tuple({"top_blocks": count} for count in (8, 16, 32, 64, 100, 160, 256)),
+        cost=0.012,
     ),
 )

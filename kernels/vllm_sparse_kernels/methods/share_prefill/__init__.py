@@ -5,6 +5,11 @@ from vllm_sparse_kernels.methods.share_prefill.method import SharePrefill
 from vllm_sparse_kernels.methods.share_prefill.reference import select_share_prefill
 from vllm_sparse_kernels.methods.spec import MethodSpec
 
+GAMMAS = (0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 0.995)
+"""The paper has 0.9 for all heads."""
+SPREAD = {"estimating": "spread", "last_queries": 256}
+"""Beyond the paper: lines of heads that share nothing, from queries all over the chunk."""
+
 SPECS = (
     MethodSpec(
         "share_prefill",
@@ -12,5 +17,7 @@ SPECS = (
         select_share_prefill,
         full=SharePrefill(gamma=1.0, cluster=0),
         demo={"gamma": 0.5, "cluster": 0},  # all heads in one cluster: they share as far as they are alike
+        ladder=(*({"gamma": gamma} for gamma in GAMMAS), *({"gamma": gamma, **SPREAD} for gamma in GAMMAS)),
+        cost=0.08,
     ),
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``top_p``: of each tile of 128 queries the fewest blocks of 32 keys that hold p of its attention. No paper's: our own.
+"""``top_p``, our own: of each tile of 128 queries the fewest blocks of 32 keys that hold p of its attention.
 
 p is the share of attention that a tile keeps, so one knob means the same for every head, layer and length, and 1 is
 dense. For a row's query q and key k, with s the softmax's scale:
@@ -14,14 +14,16 @@ dense. For a row's query q and key k, with s the softmax's scale:
 3. A[b] is the mean of a[q, b] over the tile's queries, as many as it has. Sink blocks, local region and diagonal are
    kept, and of the others the fewest with which what is kept holds p of Σ_b A[b], of equals the first.
 
-What was measured, on models trained on real text, with 24 facts asked for inside each prompt: at p 0.95 as many
-answers as dense attention and the same perplexity, where SALE's rule at the same density raises it by one to two per
-cent. 8 bits lose nothing against exact scores; 4 bits do. Row maxima are as good as true masses. Means of keys, or of
-queries, are not: the blocks that answer questions are invisible to them.
+What was measured, on a model of 135 million parameters and 64 channels a head, trained on real text, over prompts of
+16,384 to 65,536 tokens with 24 facts asked for inside each: at p 0.95 perplexity no more than 0.2 % above dense
+attention's, at densities of 0.21 to 0.13; SALE's rule (τ 0.03), at 0.18 to 0.08, raises it by 1.1 to 1.5 %. 8 bits lose
+nothing against exact scores, 4 bits do. Row maxima are as good as true masses. Means of keys, or some of the queries,
+are not: the blocks that answer questions are invisible to them.
 
 * ``channels`` "half" multiplies the half of each kv head's channels that moves scores most in this step: variance of
-  keys times mean square of queries, of all heads that share the keys. It costs a few tenths of a per cent of perplexity
-  at the same p, which 0.02 more of p brings back, and half the product, the greater part of the method's time.
+  keys times mean square of queries, of all heads that share the keys. That halves the product, the greater part of the
+  method's time. At the same p it costs 0.3 to 0.5 % of perplexity there, which 0.02 more of p brings half back; a
+  quarter of the channels costs 1 to 5 %.
 * Mean key and channel weights are of samples by position: one group of 64 keys in eight, and of each tile the first
   32 queries. Any vector would do for the mean. Both are of what this step sees, so selection depends on the chunking,
   and on later queries of the same chunk; never on other rows.
@@ -79,8 +81,8 @@ class TopP(PerHead):
     local_tokens: int = 160
     """Keys before a tile's first query that are always kept, and all between its queries."""
 
-    channels: CHANNELS = "all"
-    """What is multiplied: ``half`` is half the product."""
+    channels: CHANNELS = "half"
+    """What is multiplied: ``half`` is half the product, ``all`` keeps a little fewer blocks for the same loss."""
 
     def __post_init__(self) -> None:
         require(0 < self.kept_mass <= 1, "kept_mass", self.kept_mass, "a number in (0, 1]")

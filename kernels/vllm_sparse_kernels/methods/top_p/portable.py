@@ -110,8 +110,9 @@ def _scores_kernel(
             b_s = tl.max(tl.reshape(b_s, [128, 4, 32]), 2)
             # No product with minus infinity: factors past the row's end are 0.
             b_u = tl.maximum(b_s, -65504.0) * (b_factor[:, None] * b_step[None, :])
-            b_u = tl.where(b_s == float("-inf"), b_s, tl.minimum(tl.maximum(b_u, -MOST), MOST))
-            tl.store(target + (i // 32 + tl.arange(0, 4))[None, :] * 128, b_u.to(tl.float16))
+            b_u = tl.where(b_s == float("-inf"), b_s, tl.minimum(tl.maximum(b_u, -MOST), MOST)).to(tl.float16)
+            tl.store(target + (i // 32 + tl.arange(0, 4))[None, :] * 128, b_u)
+            b_u = b_u.to(tl.float32)
             b_new = tl.maximum(b_top, tl.max(b_u, 1))
             b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
             b_sum = b_sum * tl.exp2(b_top - b_finite) + tl.sum(tl.exp2(b_u - b_finite[:, None]), 1)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captured prompts for timings: their layers, heads repeated to fill a card, and what profiles have these heads do."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from vllm_sparse_backend.measure.asked import plan_of_heads
+from vllm_sparse_backend.measure.data import Prompt, without_nan
+from vllm_sparse_backend.profiling.capture import Capture
+from vllm_sparse_backend.profiling.chunks import PAGE_TOKENS, paged
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_backend.settings.profile import load_profile
+from vllm_sparse_kernels import PagedCache, Rows
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
+from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.trial import Batch
+
+FURTHEST_CLUSTER = 10_000
+"""More than a model has heads."""
+
+
+def captured_prompts(captured: Capture, copies: int, device: torch.device) -> list[Prompt]:
+    """The captured layers in order, their heads ``copies`` times: few heads do not fill a card."""
+    table = torch.arange(ceil_div(captured.num_tokens, PAGE_TOKENS), dtype=torch.int32, device=device)[None]
+    prompts = []
+    for layer in sorted(captured.scales):
+        q, k, v = (x.repeat(1, copies, 1) for x in captured.read(layer, device))
+        rows = Rows((0,), (captured.num_tokens,), (0,), table)
+        prompts.append(Prompt(without_nan(Batch(q, PagedCache(paged(k), paged(v)), rows, captured.scales[layer]))))
+    return prompts
+
+
+def repeated_clusters(clusters: Sequence[Sequence[int]], copies: int, noise: int) -> tuple[tuple[int, ...], ...]:
+    """Clusters of heads that stand there ``copies`` times; no copy shares with another."""
+    apart = 1 + max(max(heads) for heads in clusters)
+    return tuple(
+        tuple(c if c == noise else c + copy * apart for copy in range(copies) for c in heads) for heads in clusters
+    )
+
+
+def plan_of_profile(name_or_path: str, shape: ModelShape, copies: int, captured: Sequence[int] | None = None) -> Plan:
+    """What a profile has each head of such a model do, heads ``copies`` times over; layers it leaves dense are so by
+    the method that keeps all. Clusters of SharePrefill are each copy's own.
+
+    ``captured``: the layers that the plan is of, all of them unless given.
+    """
+    profile = load_profile(name_or_path, "--profile")
+    profile.check_model(shape, f"--profile {name_or_path}")
+    every: list[list[Method]] = []
+    numbers = range(shape.num_layers) if captured is None else captured
+    for layer in numbers:
+        dense = layer in profile.dense_layers
+        own = [Dense()] * shape.num_heads if dense else list(profile.methods_of(layer, shape.num_heads))
+        every.append([_of_copy(method, copy) for copy in range(copies) for method in own])
+    num_heads, num_kv_heads = copies * shape.num_heads, copies * shape.num_kv_heads
+    whole = replace(shape, num_layers=len(numbers), num_heads=num_heads, num_kv_heads=num_kv_heads)
+    return plan_of_heads(every, whole, f"profile {name_or_path}")
+
+
+def _of_copy(method: Method, copy: int) -> Method:
+    if isinstance(method, SharePrefill) and method.cluster != NOISE:
+        return replace(method, cluster=method.cluster + copy * FURTHEST_CLUSTER)
+    return method

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What methods keep of a captured prompt: selected as the server does it, layer by layer and chunk by chunk.
+
+A server prefills chunk by chunk through all layers, here each layer does all chunks before the next one is read from
+disk. That is the same: a method keeps nothing from one chunk to the next, and what it keeps from layer to layer
+(``Rows.state``) each chunk has to itself.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from benchmarks.oracle import Bound, Tally, exact_masses, tally
+from benchmarks.paper_density import paper_density
+from vllm_sparse_backend.profiling.capture import Capture, LayerTensors
+from vllm_sparse_backend.profiling.chunks import chunk_rows, dense_attention, paged
+from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
+from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.layer import Layer, LayerPlan, methods_by_head
+
+QUANTILES = (0.01, 0.001, 0.0)
+"""Of queries: the hundredth, the thousandth and the worst have no more recall."""
+
+BINS = 10_000
+
+
+@dataclass
+class Kept:
+    """What one plan keeps of each layer."""
+
+    recall: list[list[float]] = field(default_factory=list)
+    """Per layer and query head."""
+    density: list[list[float]] = field(default_factory=list)
+    output_error: list[float] = field(default_factory=list)
+    """Per layer ‖O − Õ‖₂ / ‖O‖₂ over all heads and tokens, Õ being the sparse output; empty if it was not asked for."""
+    lowest_recalls: list[list[list[float]]] = field(default_factory=list)
+    """Per layer, query head and one of ``QUANTILES``: recall of single queries; empty if it was not asked for."""
+    paper_density: list[list[float | None]] = field(default_factory=list)
+    """Per layer and query head, at the paper's granularity; None where that is not known (``paper_density.py``)."""
+    recall_counts: torch.Tensor = field(default_factory=lambda: torch.zeros(BINS + 1, dtype=torch.int64))
+    """Queries of all layers and heads by their recall, rounded down."""
+
+    @property
+    def mean_recall(self) -> float:
+        return _mean(self.layer_recall)
+
+    @property
+    def mean_density(self) -> float:
+        return _mean([_mean(heads) for heads in self.density])
+
+    @property
+    def mean_paper_density(self) -> float | None:
+        heads = [density for layer in self.paper_density for density in layer]
+        known = [density for density in heads if density is not None]
+        return _mean(known) if known and len(known) == len(heads) else None
+
+    @property
+    def layer_recall(self) -> list[float]:
+        return [_mean(heads) for heads in self.recall]
+
+    @property
+    def mean_error(self) -> float:
+        return _mean(self.output_error)
+
+    def quantiles(self) -> list[float]:
+        """Recall at ``QUANTILES`` of all layers' and heads' queries together, to a ten-thousandth."""
+        up_to = self.recall_counts.cumsum(0)
+        ranks = [max(1, math.ceil(q * int(up_to[-1]))) for q in QUANTILES]
+        return [int((up_to < rank).sum()) / BINS for rank in ranks]
+
+    def add_queries(self, recalls: torch.Tensor) -> None:
+        """Of one layer: [num_heads, num_tokens]."""
+        ordered = recalls.clamp(0, 1).sort(1).values
+        places = [max(0, math.ceil(q * ordered.shape[1]) - 1) for q in QUANTILES]
+        self.lowest_recalls.append(ordered[:, places].tolist())
+        # What rounding of sums takes from a whole is not missing.
+        bins = (ordered * BINS + 1e-2).long().flatten()
+        self.recall_counts += torch.bincount(bins, minlength=BINS + 1).cpu()
+
+    def add_dense(self, num_heads: int, num_tokens: int, asked: "Asked") -> None:
+        """A layer that the plan runs dense."""
+        self.recall.append([1.0] * num_heads)
+        self.density.append([1.0] * num_heads)
+        self.output_error += [0.0] * asked.with_output
+        if asked.with_queries:
+            self.paper_density.append([1.0] * num_heads)
+            self.lowest_recalls.append([[1.0] * len(QUANTILES)] * num_heads)
+            self.recall_counts[BINS] += num_heads * num_tokens
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One plan to be measured. Layers that it runs dense count with a recall and a density of 1."""
+
+    plan: Plan
+    with_output: bool = False
+    """Attend too, and compare with dense attention."""
+    with_queries: bool = False
+    """Recall of single queries too, and density at the paper's granularity."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """``kept[i]`` belongs to the i-th plan; ``bounds[n]`` is what the best blocks of n keys could have had."""
+
+    layers: list[int]
+    kept: list[Kept]
+    bounds: dict[int, Bound]
+
+
+def measure_plans(
+    captured: Capture,
+    asked: Sequence[Asked],
+    chunk_tokens: int,
+    device: str = "cpu",
+    bounds: Sequence[int] = (1, 64, 128),
+    on_layer: Callable[[], None] = lambda: None,
+    min_tokens: int = 0,
+) -> Measured:
+    """Recall, density and what else is asked for of every plan, on one captured prompt.
+
+    On a CUDA device methods select by their kernels, elsewhere by their references, as on a server. ``on_layer`` is
+    called as each layer is done. The first ``min_tokens`` positions, which are dense, are not measured.
+    """
+    measured = Measured(sorted(captured.scales), [Kept() for _ in asked], {n: Bound(n) for n in bounds})
+    chunks = chunk_rows(captured.num_tokens, chunk_tokens, torch.device(device), min_tokens)
+    # Each plan has rows of its own: their state goes with a pass through the layers.
+    rows_of = [[replace(rows) for rows in chunks] for _ in asked]
+    for layer in measured.layers:
+        tensors, scale = captured.read(layer, device), captured.scales[layer]
+        step = _Layer(tensors, scale, chunks, any(a.with_output for a in asked))
+        sparse = []
+        for one, rows, kept in zip(asked, rows_of, measured.kept, strict=True):
+            if (groups := one.plan.layer(layer)) is None:
+                kept.add_dense(captured.shape.num_heads, captured.num_tokens, one)
+            else:
+                sparse.append(_Sparse(one, groups, rows, kept))
+        step.measure(sparse, measured.bounds.values())
+        on_layer()
+    return measured
+
+
+@dataclass
+class _Sparse:
+    """One plan's part of one layer, and what has been counted of it."""
+
+    asked: Asked
+    groups: LayerPlan
+    rows: list[Rows]
+    """Of each chunk."""
+    kept: Kept
+    counted: Tally | None = None
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    recalls: list[torch.Tensor] = field(default_factory=list)
+
+
+class _Layer:
+    """One layer's tensors, cache and exact attention."""
+
+    def __init__(self, tensors: LayerTensors, scale: float, chunks: list[Rows], with_output: bool) -> None:
+        self.scale, self.chunks = scale, chunks
+        self.cache = PagedCache(paged(tensors.k), paged(tensors.v))
+        self.queries = [tensors.q[rows.context_lens[0] : rows.seq_lens[0]] for rows in chunks]
+        self.dense = dense_attention(tensors, scale) if with_output else None
+
+    def measure(self, sparse: Sequence[_Sparse], bounds: Iterable[Bound]) -> None:
+        for i, q in enumerate(self.queries):
+            indices = [select_layer(one.groups, q, self.cache, one.rows[i], self.scale) for one in sparse]
+            by_query = [one for one in sparse if one.asked.with_queries]
+            of_queries = [index for one, index in zip(sparse, indices) if one.asked.with_queries]
+            for mass in exact_masses(q, self.cache, self.chunks[i], self.scale, of_queries):
+                for bound in bounds:
+                    bound.add(mass)
+                for one, index in zip(sparse, indices, strict=True):
+                    part = tally(index, mass)
+                    one.counted = part if one.counted is None else one.counted.plus(part)
+                for one, recalls in zip(by_query, mass.query_recalls, strict=True):
+                    one.recalls.append(recalls)
+            for one, index in zip(sparse, indices, strict=True):
+                if one.asked.with_output:
+                    one.outputs.append(self._attend(one, q, index))
+        for one in sparse:
+            self._write(one)
+
+    def _attend(self, one: _Sparse, q: torch.Tensor, index: SparseIndex) -> torch.Tensor:
+        out = torch.empty_like(q)
+        Layer.of(one.groups, self.cache.head_dim, q.device).attend(q, self.cache, index, out, self.scale)
+        return out
+
+    def _write(self, one: _Sparse) -> None:
+        assert one.counted is not None
+        pairs = [causal_pairs(rows) for rows in self.chunks]
+        quality = one.counted.quality(sum(pairs))
+        one.kept.recall.append(quality.recall.tolist())
+        one.kept.density.append(quality.density.tolist())
+        if self.dense is not None and one.outputs:
+            dense = self.dense[self.chunks[0].context_lens[0] :].float()
+            one.kept.output_error.append(float((torch.cat(one.outputs).float() - dense).norm() / dense.norm()))
+        if one.asked.with_queries:
+            one.kept.add_queries(torch.cat(one.recalls, 1))
+            real = one.kept.density[-1]
+            densities = [
+                paper_density(method, head, real[head], self.queries, self.cache, self.chunks, self.scale)
+                for head, method in enumerate(methods_by_head(one.groups))
+            ]
+            one.kept.paper_density.append(densities)
+
+
+def select_layer(groups: LayerPlan, q: torch.Tensor, cache: PagedCache, rows: Rows, scale: float) -> SparseIndex:
+    """What the groups of one layer select, as the attention layer in the server does it."""
+    layer = Layer.of(groups, cache.head_dim, q.device)
+    index = layer.index(rows)
+    layer.select(q, cache, index, scale)
+    return index

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole methods, selection and attention, against FlashAttention on the same chunk, and what they do to its output.
+
+    python -m benchmarks.methods [--method NAME:FIELD=VALUE] [--profile NAME] [--captured FOLDER] [--kv-cache-dtype fp8]
+
+A chunk is prefilled after its context through all layers of the data, as a server does it: one pass has one set of
+rows, and its layers follow each other. Times are those of the device, summed over layers. The output's error is that of
+the chunk against FlashAttention's own output, ‖O − Õ‖₂ / ‖O‖₂, mean over layers; its rounding to bf16 is in it.
+
+With a cache in fp8 both run on fp8, and errors are against what each is on the bf16 that was rounded: the output's
+against FlashAttention on bf16, where FlashAttention's own on fp8 stands beside it; and what fp8 alone does to a method,
+against the same method on bf16, selection and all.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from benchmarks.batches import in_fp8
+from benchmarks.captured import captured_prompts, plan_of_profile, repeated_clusters
+from benchmarks.options import Chunk, Clusters, Contexts, Engines, Json, Methods, Model, Page, Results
+from vllm_sparse_backend.cli.bench import show
+from vllm_sparse_backend.cli.common import failures, split, token_counts
+from vllm_sparse_backend.measure.asked import Asked, methods_asked
+from vllm_sparse_backend.measure.card import Card, Run, is_default
+from vllm_sparse_backend.measure.check import Check, check_attention, difference
+from vllm_sparse_backend.measure.data import Heads, Prompt, structured_clusters, structured_prompts
+from vllm_sparse_backend.measure.layers import Layer, layers_of, new_step
+from vllm_sparse_backend.measure.report import BenchError, Report
+from vllm_sparse_backend.profiling.capture import Capture
+from vllm_sparse_backend.profiling.clusters import head_clusters
+from vllm_sparse_backend.settings.errors import not_one_of
+from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_backend.settings.profile import name_of_profile
+from vllm_sparse_kernels.attend import Engine
+from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.methods.share_prefill.method import NOISE
+from vllm_sparse_kernels.trial import Batch
+
+COLUMNS = {
+    "method": "method",
+    "engine": "engine",
+    "context_len": "after",
+    "density": "density",
+    "output_error": "output error",
+    "dense_ms": "dense ms",
+    "select_share": "select ÷ dense",
+    "attend_share": "attend ÷ dense",
+    "whole_share": "whole ÷ dense",
+    "times_faster": "times faster",
+    "index_mib": "index, MiB",
+    "problem": "not timed",
+}
+FP8_COLUMNS = {
+    **COLUMNS,
+    "stock_error": "dense's error",
+    "fp8_error": "error by fp8",
+    "fp8_ratio": "by fp8 ÷ dense's",
+}
+
+
+def run_methods(
+    card: Card,
+    prompts: Sequence[Prompt],
+    data: str,
+    plans: Sequence[tuple[Asked | str, Plan]],
+    contexts: Sequence[int],
+    query_len: int,
+    engines: Sequence[str],
+    report: Report,
+    unrounded: Sequence[Prompt] = (),
+) -> Iterator[dict[str, Any]]:
+    """Each method after each context with each engine; yields each case as it is reported.
+
+    ``unrounded``: what prompts in fp8 were before.
+    """
+    for context_len in contexts:
+        chunks = [prompt.chunk(context_len, query_len) for prompt in prompts]
+        dense_outs = [chunk.empty_out() for chunk in chunks]
+        dense = [card.dense(chunk, out) for chunk, out in zip(chunks, dense_outs, strict=True)]
+        for run in dense:
+            run()
+        truths = [_dense_out(card, prompt.chunk(context_len, query_len)) for prompt in unrounded] or dense_outs
+        for asked, plan in plans:
+            for engine in (card.engines[name] for name in engines):
+                layers = layers_of(prompts, plan, context_len, query_len, engine.name)
+                row = {"data": data, "method": str(asked), "engine": engine.name, "context_len": context_len}
+                row["query_len"] = query_len
+                if why := next((w for layer in layers if (w := layer.refusal(engine))), None):
+                    row["problem"] = why
+                else:
+                    _measure(card, layers, engine, dense, truths, row)
+                    if unrounded:
+                        row["stock_error"] = fmean(map(difference, dense_outs, truths))
+                        exact = layers_of(unrounded, plan, context_len, query_len, engine.name)
+                        _add_fp8_error(layers, exact, engine, row)
+                report.add_case(row)
+                if "problem" not in row:
+                    first = layers[0]
+                    default = is_default(card.engines, engine.name, first.batch.cache, first.index, first.options)
+                    _add_figures(report, row, default, card.dense_name)
+                yield row
+
+
+def _dense_out(card: Card, batch: Batch) -> torch.Tensor:
+    out = batch.empty_out()
+    card.dense(batch, out)()
+    return out
+
+
+def _add_fp8_error(layers: Sequence[Layer], exact: Sequence[Layer], engine: Engine, row: dict[str, Any]) -> None:
+    """What the cache's rounding does to the whole method; ``layers`` have run, ``exact`` are the same in bf16."""
+    new_step(exact)()
+    for layer in exact:
+        layer.run(engine)
+    row["fp8_error"] = fmean(difference(a.out, b.out) for a, b in zip(layers, exact, strict=True))
+    row["fp8_ratio"] = row["fp8_error"] / row["stock_error"]
+
+
+def _measure(
+    card: Card,
+    layers: Sequence[Layer],
+    engine: Engine,
+    dense: Sequence[Run],
+    truths: Sequence[torch.Tensor],
+    row: dict[str, Any],
+) -> None:
+    new_step(layers)()
+    checks: list[Check] = []
+    for layer in layers:
+        layer.run(engine)
+        if layer.options is None:  # with options the result is an approximation, by more than rounding
+            checks.append(check_attention(layer.batch, layer.index, layer.out))
+    kept = sum(int(layer.index.kept_pairs()) for layer in layers)
+    row["density"] = kept / sum(layer.batch.num_heads * causal_pairs(layer.batch.rows) for layer in layers)
+    row["output_error"] = fmean(difference(layer.out, truth) for layer, truth in zip(layers, truths, strict=True))
+    row["index_mib"] = max(layer.index.workspace.peak_bytes for layer in layers) / 2**20
+    if failed := [check for check in checks if not check.passed]:
+        row["problem"] = str(failed[0])
+        return
+    ours = [span for layer in layers for span in (("select", layer.select), ("attend", partial(layer.attend, engine)))]
+    taken = card.spans_ms([[("dense", run) for run in dense], ours], new_step(layers))
+    dense_ms, select_ms, attend_ms = (median(taken[name]) / len(layers) for name in ("dense", "select", "attend"))
+    whole_ms = median(s + a for s, a in zip(taken["select"], taken["attend"], strict=True)) / len(layers)
+    row |= {"dense_ms": dense_ms, "select_ms": select_ms, "attend_ms": attend_ms, "whole_ms": whole_ms}
+    row |= {"select_share": select_ms / dense_ms, "attend_share": attend_ms / dense_ms}
+    row |= {"whole_share": whole_ms / dense_ms, "times_faster": dense_ms / whole_ms}
+
+
+def _add_figures(report: Report, row: dict[str, Any], is_default: bool, dense_name: str) -> None:
+    of_engine = "" if is_default else f", {row['engine']}"
+    after, data = f"after {row['context_len']:,}", row["data"]
+    on_data = "" if data == "structured" else f", {data}"
+    report.add_figure(
+        f"selection, {row['method']}{on_data}, chunk {after}: share of {dense_name}", row["select_share"], "share",
+        "lower",
+    )  # fmt: skip
+    whole = f"whole method, {row['method']}{of_engine}, {data}, {after}"
+    report.add_figure(f"{whole}: times faster", row["times_faster"], "ratio", "higher")
+    report.add_figure(f"{whole}: density", row["density"], "share", "lower")
+    report.add_figure(f"{whole}: output error", row["output_error"], "relative", "lower")
+    if "fp8_ratio" in row:
+        report.add_figure(f"{whole}: error by fp8 over dense's", row["fp8_ratio"], "ratio", "lower")
+
+
+def of_capture(
+    folder: Path, others: Path | None, num_heads: int, texts: Sequence[str], profiles: Sequence[str], card: Card
+) -> tuple[list[Prompt], list[tuple[Asked | str, Plan]], str]:
+    """(prompts by layer, plans for their heads, name of the model)."""
+    found = Capture.open(folder)
+    copies, layers = max(1, num_heads // found.shape.num_heads), sorted(found.scales)  # others are not in the capture
+    shape = replace(
+        found.shape, num_layers=len(layers), num_heads=found.shape.num_heads * copies,
+        num_kv_heads=found.shape.num_kv_heads * copies,
+    )  # fmt: skip
+    asked, clusters = methods_asked(texts, (), shape) if texts or not profiles else [], None
+    if any(one.method == "share_prefill" for one in asked):
+        by_layer = head_clusters(Capture.open(others) if others else found, str(card.device))
+        clusters = repeated_clusters([by_layer[layer] for layer in layers], copies, NOISE)
+    plans: list[tuple[Asked | str, Plan]] = [(one, one.plan(shape, clusters)) for one in asked]
+    plans += [
+        (f"profile {name_of_profile(name)}", plan_of_profile(name, found.shape, copies, layers)) for name in profiles
+    ]
+    return captured_prompts(found, copies, card.device), plans, found.model
+
+
+def main(
+    method: Methods = None,
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(help="May be repeated: on a capture as it is, else what most heads of its methods have."),
+    ] = None,
+    captured: Annotated[Path | None, typer.Option(help="Folder of `benchmarks.capture`; else structured data.")] = None,
+    clusters: Clusters = None,
+    contexts: Contexts = "24576,122880",
+    chunk: Chunk = 8192,
+    layers: Annotated[int, typer.Option(help="Layers of structured data, each of its own.", min=1)] = 2,
+    repeat_heads: Annotated[int, typer.Option(help="Heads that captured ones are repeated to.")] = 32,
+    engines: Engines = "",
+    model: Model = None,
+    page_size: Page = 128,
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, or fp8: of the cache, and of queries then.")] = "auto",
+    json_path: Json = None,
+    results: Results = None,
+) -> None:
+    with failures():
+        if kv_cache_dtype not in (known := ("auto", "fp8")):
+            raise BenchError(f"--kv-cache-dtype: {not_one_of(kv_cache_dtype, known)}")
+        is_fp8, lengths = kv_cache_dtype == "fp8", token_counts("--contexts", contexts, least=0)
+        card, heads, texts, profiles = Card(), Heads.of(model, page_size), method or (), profile or ()
+        plans: list[tuple[Asked | str, Plan]]
+        if captured is not None:
+            prompts, plans, name = of_capture(captured, clusters, repeat_heads, texts, profiles, card)
+        else:
+            shape, alike, name = heads.model(layers), structured_clusters(heads, layers), "structured"
+            prompts = structured_prompts(heads, max(lengths) + chunk, layers, card.device)
+            plans = [(one, one.plan(shape, alike)) for one in methods_asked(texts, profiles, shape)]
+        data = f"{name} in fp8" if is_fp8 else name
+        report, chosen = Report("methods", card.name, json_path, results), card.engines_named(split(engines))
+        # As a server rounds whose checkpoint has no scales: all are 1.
+        given = [Prompt(in_fp8(prompt.whole)) for prompt in prompts] if is_fp8 else prompts
+        rows = run_methods(card, given, data, plans, lengths, chunk, chosen, report, prompts if is_fp8 else ())
+        title = f"methods beside {card.dense_name}, {card.name}, {data}, chunk of {chunk:,}"
+        show(title, FP8_COLUMNS if is_fp8 else COLUMNS, rows)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that the lab's programs share, and how they show what comes of a run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from vllm_sparse_backend.measure.asked import Asked
+from vllm_sparse_backend.measure.card import Card
+from vllm_sparse_backend.measure.data import Prompt
+from vllm_sparse_backend.measure.layers import Layer, layers_of
+from vllm_sparse_backend.measure.report import BenchError
+from vllm_sparse_backend.settings.config import SparsePrefillConfig
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_kernels.attend import Engine
+
+Json = Annotated[Path | None, typer.Option("--json", help="File for all that was measured.")]
+Results = Annotated[Path | None, typer.Option(help="List of figures to merge this run's into.")]
+Methods = Annotated[
+    list[str] | None, typer.Option("--method", help="NAME or NAME:FIELD=VALUE,…; may be repeated. By default all.")
+]
+OneMethod = Annotated[str, typer.Option("--method", help="NAME or NAME:FIELD=VALUE,…; the server's default.")]
+Contexts = Annotated[str, typer.Option(help="Cached tokens before the chunk, by comma.")]
+Chunk = Annotated[int, typer.Option(help="Tokens of a chunk, as --max-num-batched-tokens.")]
+Engines = Annotated[str, typer.Option(help="Engines by comma; by default all, each where it can.")]
+Model = Annotated[Path | None, typer.Option(help="Model folder whose heads are measured, in place of an 8B model's.")]
+Page = Annotated[int, typer.Option("--page-size", help="Tokens of a page of the cache.")]
+Clusters = Annotated[
+    Path | None, typer.Option(help="Another capture of the model, to find SharePrefill's clusters in.")
+]
+Device = Annotated[str | None, typer.Option(help="cuda, or cpu, where references select, slowly.")]
+Text = Annotated[Path | None, typer.Option(help="Text file, or folder of *.py; vLLM's sources unless given.")]
+
+
+def device_label(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
+
+
+def plan_asked(method: str, shape: ModelShape) -> tuple[str, Plan]:
+    """What a figure calls it, and the plan of NAME:FIELD=VALUE, or the server's own where ``method`` is empty."""
+    if not method:
+        return "default", Plan.build(SparsePrefillConfig(), shape)
+    asked = Asked.parse(method)
+    return str(asked), asked.plan(shape)
+
+
+def layers_served(
+    card: Card, prompts: Sequence[Prompt], plan: Plan, context_len: int, query_len: int
+) -> tuple[Engine, list[Layer]]:
+    """The chunk in each layer, for the engine that a server would take."""
+    for engine in card.engines.values():
+        layers = layers_of(prompts, plan, context_len, query_len, engine.name)
+        if all(layer.refusal(engine) is None for layer in layers):
+            return engine, layers
+    raise BenchError("no engine can attend over this plan's index here")

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The oracle: how much of exact attention a selection keeps, and at what price.
+
+A tile's queries keep the same keys, so all that a selection's recall depends on is each key's share of the exact mass,
+summed over the tile's queries. ``exact_masses`` finds these shares once, in float32, a slab of tiles at a time (a GPU
+does 32K queries on 32K keys in seconds and under 1 GB, a CPU 8K on 8K); any number of selections is then held against
+them by lookups. Single queries are another matter: what selections keep of each has to be summed while its own shares
+are there, so those whose queries are asked for are given to ``exact_masses``.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from vllm_sparse_backend.measure.structured import Structured
+from vllm_sparse_kernels.index import SparseIndex, causal_pairs
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import Rows, Tile
+
+SLAB_TILES = 32
+
+
+class Quality(NamedTuple):
+    """What each query head keeps, over all queries of all rows: [num_heads] float64."""
+
+    recall: torch.Tensor
+    """Share of a query's exact softmax mass that its kept keys carry, mean over queries."""
+
+    density: torch.Tensor
+    """Kept (query, key) pairs over causal pairs."""
+
+
+@dataclass(frozen=True)
+class ExactMass:
+    """Exact attention of up to ``SLAB_TILES`` tiles of one row."""
+
+    rows: Rows
+    tiles: range
+    """Their ids in ``rows.tile_list``."""
+
+    keys: torch.Tensor  # [num_heads, len(tiles), num_keys] float32, mass of each key summed over a tile's queries
+
+    query_recalls: tuple[torch.Tensor, ...] = ()
+    """For each index that was given, [num_heads, queries of these tiles] float32: the mass that each query keeps."""
+
+    def pairs(self) -> torch.Tensor:
+        """[len(tiles), num_keys] int64: how many of a tile's queries may see each key."""
+        device = self.keys.device
+        tiles = [self.rows.tile_list[i] for i in self.tiles]
+        last = torch.tensor([tile.last_position for tile in tiles], device=device)[:, None]
+        length = torch.tensor([tile.length_tokens for tile in tiles], device=device)[:, None]
+        seen_by = last + 1 - torch.arange(self.keys.shape[2], device=device)
+        return torch.minimum(seen_by.clamp(min=0), length)
+
+
+def exact_masses(
+    q: torch.Tensor, cache: PagedCache, rows: Rows, scale: float, indices: Sequence[SparseIndex] = ()
+) -> Iterator[ExactMass]:
+    """All tiles of all rows, slab by slab.
+
+    q [num_tokens, num_heads, head_dim] holds the queries at the tokens that ``rows`` names, the cache their keys;
+    ``scale`` multiplies q·k. ``indices``, whose heads are all selected and whose rows are like ``rows``, are those of
+    which ``query_recalls`` are wanted.
+    """
+    group = q.shape[1] // cache.num_kv_heads
+    for row in range(rows.num_rows):
+        all_keys = cache.gather(rows.block_table[row], rows.seq_lens[row])[0].float()
+        end = rows.tile_starts[row + 1]
+        for first in range(rows.tile_starts[row], end, SLAB_TILES):
+            tiles = range(first, min(first + SLAB_TILES, end))
+            num_keys = rows.tile_list[tiles[-1]].last_position + 1
+            masses = torch.zeros(q.shape[1], len(tiles), num_keys, device=q.device)
+            flags = [[kept_keys(index, i_tile) for i_tile in tiles] for index in indices]
+            starts = [0, *accumulate(rows.tile_list[i_tile].length_tokens for i_tile in tiles)]
+            recalls = tuple(torch.empty(q.shape[1], starts[-1], device=q.device) for _ in indices)
+            for kv_head in range(cache.num_kv_heads):
+                heads = slice(kv_head * group, (kv_head + 1) * group)
+                keys = all_keys[:num_keys, kv_head].T.contiguous()
+                for place, i_tile in enumerate(tiles):
+                    tile = rows.tile_list[i_tile]
+                    weights = tile_weights(q, keys, tile, heads, scale)
+                    masses[heads, place, : tile.last_position + 1] = weights.sum(1)
+                    for of_tiles, recall in zip(flags, recalls):
+                        kept = (weights @ of_tiles[place][heads, :, None].float()).squeeze(2)
+                        recall[heads, starts[place] : starts[place + 1]] = kept
+            yield ExactMass(rows, tiles, masses, recalls)
+
+
+def tile_weights(q: torch.Tensor, keys: torch.Tensor, tile: Tile, heads: slice, scale: float) -> torch.Tensor:
+    """Exact weights [heads, queries, last_position + 1] of a tile; ``heads`` share the keys [head_dim, num_keys]."""
+    queries = q[tile.token : tile.token + tile.length_tokens, heads].float().transpose(0, 1) * scale
+    scores = queries @ keys[:, : tile.last_position + 1]
+    unseen = torch.ones(tile.length_tokens, tile.length_tokens, dtype=torch.bool, device=q.device).triu_(1)
+    scores[:, :, tile.position :].masked_fill_(unseen, -torch.inf)
+    return scores.softmax(-1)
+
+
+def kept_keys(index: SparseIndex, i_tile: int) -> torch.Tensor:
+    """Bool [num_heads, last_position + 1]: ``SparseIndex.tile_keys`` of all heads."""
+    tile = index.rows.tile_list[i_tile]
+    num_keys = tile.last_position + 1
+    blocks = _block_flags(index, range(i_tile, i_tile + 1), index.num_causal_blocks(tile))[:, 0]
+    keys = blocks.repeat_interleave(index.block_tokens, 1)[:, :num_keys]
+    if longest := int(index.stripe_counts[:, i_tile].max()):
+        rank = torch.arange(longest, device=keys.device)
+        listed = rank < index.stripe_counts[:, i_tile, None]
+        places = (index.stripe_offsets[:, i_tile, None] + rank).clamp(max=len(index.stripe_positions) - 1)
+        positions = torch.where(listed, index.stripe_positions[places], num_keys).long()
+        keys = F.pad(keys, (0, 1)).scatter_(1, positions, True)[:, :num_keys]
+    return keys
+
+
+class Tally(NamedTuple):
+    """What has been counted of an index, per query head: [num_heads]."""
+
+    kept: torch.Tensor  # float64, kept mass
+    total: torch.Tensor  # float64, all mass
+    pairs: torch.Tensor  # int64, kept pairs
+
+    def plus(self, other: "Tally") -> "Tally":
+        return Tally(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def quality(self, num_causal_pairs: int) -> Quality:
+        return Quality(self.kept / self.total, self.pairs.double() / num_causal_pairs)
+
+
+def tally(index: SparseIndex, mass: ExactMass) -> Tally:
+    """What ``index`` keeps of these tiles. Its heads are all selected, its rows are those of ``mass``."""
+    blocks = _pool(mass.keys, index.block_tokens)  # [num_heads, tiles, num_blocks]
+    pairs = _pool(mass.pairs(), index.block_tokens)
+    flags = _block_flags(index, mass.tiles, blocks.shape[2])
+    kept = (blocks * flags).sum((1, 2), dtype=torch.float64)
+    num_pairs = (pairs * flags).sum((1, 2))
+    counts = index.stripe_counts[:, mass.tiles.start : mass.tiles.stop]
+    if longest := int(counts.max()):
+        lengths = torch.tensor([index.rows.tile_list[i].length_tokens for i in mass.tiles], device=counts.device)
+        num_pairs = num_pairs + (counts * lengths).sum(1)
+        kept = kept + torch.stack([_stripe_mass(index, mass, head, longest) for head in range(index.num_heads)])
+    return Tally(kept, blocks.sum((1, 2), dtype=torch.float64), num_pairs)
+
+
+def _pool(x: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Sums of each ``tokens`` keys, the last axis."""
+    return F.pad(x, (0, -x.shape[-1] % tokens)).unflatten(-1, (-1, tokens)).sum(-1)
+
+
+def _block_flags(index: SparseIndex, tiles: range, num_blocks: int) -> torch.Tensor:
+    """Bool [num_heads, len(tiles), num_blocks]: which blocks the lists of the tiles name."""
+    own = slice(tiles.start, tiles.stop)
+    rank = torch.arange(num_blocks, device=index.block_ids.device)
+    places = (index.block_offsets[own, None] + rank).clamp(max=index.block_ids.shape[1] - 1)
+    listed = rank < index.block_counts[:, own, None]
+    ids = torch.where(listed, index.block_ids[:, places], num_blocks).long()
+    flags = torch.zeros(*ids.shape[:2], num_blocks + 1, dtype=torch.bool, device=ids.device)
+    return flags.scatter_(2, ids, True)[:, :, :num_blocks]
+
+
+def _stripe_mass(index: SparseIndex, mass: ExactMass, head: int, longest: int) -> torch.Tensor:
+    """Mass of one head's stripes, of which no tile has more than ``longest``: a float64 scalar."""
+    own = slice(mass.tiles.start, mass.tiles.stop)
+    rank = torch.arange(longest, device=index.block_ids.device)
+    places = (index.stripe_offsets[head, own, None] + rank).clamp(max=len(index.stripe_positions) - 1)
+    listed = rank < index.stripe_counts[head, own, None]
+    positions = torch.where(listed, index.stripe_positions[places], 0).long()
+    return (mass.keys[head].gather(1, positions) * listed).sum(dtype=torch.float64)
+
+
+def measure(q: torch.Tensor, cache: PagedCache, index: SparseIndex, scale: float) -> Quality:
+    """Recall and density of an index whose heads are all selected. Arguments are ``exact_masses``'."""
+    counted = None
+    for mass in exact_masses(q, cache, index.rows, scale):
+        part = tally(index, mass)
+        counted = part if counted is None else counted.plus(part)
+    if counted is None:
+        raise ValueError("measure: given an index without rows, expected at least one")
+    return counted.quality(causal_pairs(index.rows))
+
+
+class Bound:
+    """The most that any choice of blocks of ``block_tokens`` keys could recall at a density, tiles as they are.
+
+    Blocks are ranked over all heads and tiles by mass per pair, the best first; with ``block_tokens`` 64 or 128 those
+    on a tile's diagonal are kept anyway. Ranks are rounded to an eighth of an octave.
+    """
+
+    BINS = 320
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.mass = torch.zeros(self.BINS, dtype=torch.float64)
+        self.pairs = torch.zeros(self.BINS, dtype=torch.float64)
+
+    def add(self, mass: ExactMass) -> None:
+        blocks = _pool(mass.keys, self.block_tokens)
+        pairs = _pool(mass.pairs(), self.block_tokens).double()
+        bins = ((blocks / pairs).log2() * -8).clamp(0, self.BINS - 1)
+        if self.block_tokens > 1:
+            starts = torch.tensor([mass.rows.tile_list[i].position for i in mass.tiles], device=bins.device)
+            ids = torch.arange(bins.shape[2], device=bins.device)
+            bins.masked_fill_(ids >= starts[:, None] // self.block_tokens, 0)
+        # Blocks without pairs lie past the tile: they add nothing, to any bin.
+        bins = bins.nan_to_num().int().flatten()
+        for counted, weights in ((self.mass, blocks.double()), (self.pairs, pairs.expand_as(blocks))):
+            counted += torch.bincount(bins, weights.flatten(), self.BINS).cpu()
+
+    def curve(self) -> tuple[list[float], list[float]]:
+        """Densities and recalls of the best choices, rising."""
+        recall = self.mass.cumsum(0) / self.mass.sum()
+        density = self.pairs.cumsum(0) / self.pairs.sum()
+        return density.tolist(), recall.tolist()
+
+
+def oracle_density(data: Structured, mass: float = 0.95, num_queries: int = 64, seed: int = 0) -> torch.Tensor:
+    """The least share of its causal keys that holds ``mass`` of a query's exact softmax, mean over queries.
+
+    [num_heads] float64 on the CPU, from ``num_queries`` queries drawn from the row, the same for all heads; exact for
+    each, a head at a time in float32.
+    """
+    query_len, num_heads, _ = data.q.shape
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randperm(query_len, generator=generator)[:num_queries].to(data.q.device)
+    positions = tokens + data.context_len
+    hidden = torch.arange(len(data.k), device=data.k.device) > positions[:, None]
+    group = num_heads // data.k.shape[1]
+    shares = []
+    for head in range(num_heads):
+        keys = data.k[:, head // group].float()
+        scores = (data.q[tokens, head].float() @ keys.T * data.scale).masked_fill_(hidden, -torch.inf)
+        kept = scores.softmax(-1).sort(descending=True).values.double().cumsum(-1)
+        needed = (kept < mass).sum(-1) + 1
+        shares.append((needed / (positions + 1)).mean())
+    return torch.stack(shares).double().cpu()

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer's prefill, from its plan to its output: the one way there, for serving, guard, profiling and lab.
+
+    plan (which head has which method) → ``Layer.of``, once
+    each step: ``run`` = ``Layer.index`` (room) → ``Layer.select`` (which keys) → ``Layer.attend`` (the output)
+
+On a GPU methods select by their kernels and an engine attends; on a CPU the references do both, in plain torch.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from vllm_sparse_kernels.attend import PORTABLE, block_means
+from vllm_sparse_kernels.attend.engine import Engine
+from vllm_sparse_kernels.attend.options import AttendOptions
+from vllm_sparse_kernels.attend.reference import attend as reference_attend
+from vllm_sparse_kernels.index import IndexLayout, SparseIndex, StripeLayout
+from vllm_sparse_kernels.methods import METHODS, name_of
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import Rows
+from vllm_sparse_kernels.width import index_block_tokens
+from vllm_sparse_kernels.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Query heads of one layer, numbered on this rank, whose methods are alike, and what selects them together."""
+
+    heads: tuple[int, ...]
+    method: Method
+    extras: tuple[tuple[str, ...], ...] = ()
+    """What each head asks for beside its selection (``Method.extras``); empty where none asks for anything."""
+
+    def methods(self) -> list[Method]:
+        """Each head's own method."""
+        own = list(self.method.of_heads(len(self.heads)))
+        if not self.extras:
+            return own
+        return [replace(one, **dict.fromkeys(names, True)) for one, names in zip(own, self.extras, strict=True)]
+
+
+LayerPlan = tuple[HeadGroup, ...]
+"""One layer's part of a plan: its groups cover each query head of this rank once."""
+
+
+def layer_plan(methods: Sequence[Method], others: Iterable[Method] = ()) -> LayerPlan:
+    """The groups of a layer whose heads have these methods; ``others`` are those of heads of other layers."""
+    return group_heads(methods, Counter(method.selection.company for method in (*methods, *others)))
+
+
+def group_heads(methods: Sequence[Method], counts: Mapping[Method, int]) -> LayerPlan:
+    """Heads that select alike, in the order of each group's first head; ``counts``: how many heads are company."""
+    heads: dict[Method, list[int]] = {}
+    selections = [method.selection for method in methods]
+    selections = [one if counts[one.company] > 1 else one.alone for one in selections]
+    for head, selection in enumerate(selections):
+        heads.setdefault(selection.alike, []).append(head)
+    return tuple(
+        HeadGroup(tuple(ids), alike.merged([selections[i] for i in ids]), _extras([methods[i] for i in ids]))
+        for alike, ids in heads.items()
+    )
+
+
+def _extras(methods: Sequence[Method]) -> tuple[tuple[str, ...], ...]:
+    return tuple(method.extras for method in methods) if any(method.extras for method in methods) else ()
+
+
+def methods_by_head(groups: LayerPlan) -> list[Method]:
+    """Each head's own method, as it was before methods were merged."""
+    methods: dict[int, Method] = {}
+    for group in groups:
+        methods.update(zip(group.heads, group.methods(), strict=True))
+    return [methods[head] for head in sorted(methods)]
+
+
+def attend_options(methods: Sequence[Method], device: torch.device) -> AttendOptions | None:
+    """What the heads of a layer, each with its method, ask of ``attend``; None where it is nothing."""
+    skips, drops = (
+        [m.skip_margin if m.skip_whole_steps is whole else None for m in methods] for whole in (False, True)
+    )
+    options = AttendOptions.of(skips, [m.int8_scores for m in methods], device, drops)
+    return block_means.asking(options, [m.block_means for m in methods], device)
+
+
+def stripes_of(method: Method, rows: Rows) -> StripeLayout:
+    """Room for the stripes of one head, or of the head of a merged method that needs most."""
+    return rows.once(method, lambda: method.stripe_layout(rows))
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """What one layer does in every step, made once before the first: layers of one plan may be one object."""
+
+    groups: LayerPlan
+    head_ids: tuple[torch.Tensor, ...]  # of each group, int32, on the device
+    options: AttendOptions | None
+    block_tokens: int  # of the index
+    by_kernels: bool
+    """On a GPU; else the references select and attend."""
+    engine: Engine = PORTABLE
+
+    @staticmethod
+    def of(groups: LayerPlan, head_dim: int, device: torch.device, asked: str = "auto") -> "Layer":
+        """``asked``: name of the engine that is asked for. Waits for the device: not for a step."""
+        methods = methods_by_head(groups)
+        return Layer(
+            groups,
+            tuple(torch.tensor(group.heads, dtype=torch.int32, device=device) for group in groups),
+            attend_options(methods, device),
+            index_block_tokens(methods, head_dim, device, asked),
+            by_kernels=device.type == "cuda",
+        )
+
+    @property
+    def num_heads(self) -> int:
+        return sum(len(group.heads) for group in self.groups)
+
+    @property
+    def attention_name(self) -> str:
+        """What computes its attention."""
+        return self.engine.name if self.by_kernels else "torch"
+
+    def index(self, rows: Rows, workspace: Workspace | None = None) -> SparseIndex:
+        """Room for what the layer selects of these rows. Where lists lie is worked out once for the rows."""
+        return rows.once(self, lambda: self._layout(rows)).allocate(workspace or Workspace(rows.device))
+
+    def _layout(self, rows: Rows) -> IndexLayout:
+        stripes = {head: stripes_of(method, rows) for head, method in enumerate(methods_by_head(self.groups))}
+        return IndexLayout.of(rows, self.num_heads, self.block_tokens, stripes)
+
+    def select(self, query: torch.Tensor, cache: PagedCache, index: SparseIndex, scale: float) -> None:
+        """Fill ``index`` for all heads. On a GPU nothing here waits for it."""
+        for group, heads in zip(self.groups, self.head_ids, strict=True):
+            select = type(group.method).select if self.by_kernels else METHODS[name_of(group.method)].reference
+            with index.workspace.frame():
+                select(group.method, query, cache, index, heads, scale)
+
+    def attend(
+        self, query: torch.Tensor, cache: PagedCache, index: SparseIndex, out: torch.Tensor, scale: float
+    ) -> None:
+        """Attention over ``index`` into ``out``, as ``attend.engine.Attend`` has it."""
+        attend = self.engine.attend if self.by_kernels else reference_attend
+        with index.workspace.frame():
+            attend(query, cache, index, out, scale, options=self.options)
+
+
+class Watch:
+    """What is told how far a layer's run has come: it may take times, or look at the index. This one does nothing."""
+
+    def begins(self) -> None: ...
+
+    def selected(self, index: SparseIndex) -> None: ...
+
+    def attended(self) -> None: ...
+
+
+UNWATCHED = Watch()
+
+
+def run(
+    layer: Layer,
+    query: torch.Tensor,
+    cache: PagedCache,
+    rows: Rows,
+    out: torch.Tensor,
+    scale: float,
+    workspace: Workspace | None = None,
+    watch: Watch = UNWATCHED,
+) -> SparseIndex:
+    """Select and attend: write the output of the rows' queries into ``out``, and leave its other tokens untouched.
+
+    query and out: [num_tokens, num_heads, head_dim]; ``scale`` takes products of queries' and keys' elements to scores:
+    the softmax's times ``cache.score_scale``. The index is returned; it lies in the workspace.
+    """
+    index = layer.index(rows, workspace)
+    watch.begins()
+    layer.select(query, cache, index, scale)
+    watch.selected(index)
+    layer.attend(query, cache, index, out, scale)
+    watch.attended()
+    return index

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trial: one batch through a kernel, against float64, within an error budget. Server start-up and tests make them.
+
+A kernel may be as far from the exact result as eager torch is in the same dtype, times a small factor.
+The factor is 3: over the tests' shapes the kernel's largest error is 0.2 to 0.5 times eager's in fp16, and around 1
+times in fp32, but up to 2.4 times there at head_dim 256, where two libraries sum 256 products in different orders.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_sparse_kernels.attend.options import AttendOptions
+from vllm_sparse_kernels.attend.reference import attend, fp8_weights
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import FP8, PagedCache, wide_dtype
+from vllm_sparse_kernels.rows import Rows
+
+
+@dataclass(frozen=True)
+class Batch:
+    q: torch.Tensor  # [num_tokens, num_heads, head_dim]
+    cache: PagedCache
+    rows: Rows
+    scale: float
+    """What takes products of q's and the keys' elements to scores."""
+
+    out_dtype: torch.dtype | None = None
+    """Of attention's result; None: q's, or fp16 where that is fp8."""
+
+    @property
+    def num_heads(self) -> int:
+        return self.q.shape[1]
+
+    def empty_out(self) -> torch.Tensor:
+        return torch.full_like(self.q, float("nan"), dtype=self.out_dtype or wide_dtype(self.q.dtype))
+
+
+def error_budget(eager: torch.Tensor, exact: torch.Tensor, factor: float = 3.0) -> float:
+    """Largest error that a kernel's result may have, absolute.
+
+    ``eager`` is computed by plain torch operations in the kernel's dtype, ``exact`` in float64, both of one shape;
+    places where ``exact`` is NaN do not count. The budget is ``factor`` times eager's largest error, but no less than
+    ``factor`` roundings of the largest exact value, since on a few numbers eager may be exact by luck.
+    """
+    counted = ~exact.isnan()
+    error = (eager.double() - exact)[counted].abs().max()
+    rounding = torch.finfo(eager.dtype).eps * exact[counted].abs().max()
+    return factor * float(torch.maximum(error, rounding))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What attention over an index must give. Tokens outside the index's rows are NaN."""
+
+    out: torch.Tensor  # [num_tokens, num_heads, head_dim] float64
+    lse: torch.Tensor  # [num_heads, num_tokens] float64
+    out_budget: float
+    lse_budget: float
+
+    def assert_close(self, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
+        """Within the budget where a row has tokens, and untouched NaN elsewhere."""
+        for name, given, exact, budget in (
+            ("out", out, self.out, self.out_budget),
+            ("lse", lse, self.lse, self.lse_budget),
+        ):
+            if given is None:
+                continue
+            assert torch.equal(given.isnan(), exact.isnan()), f"{name}: NaN where there should be none, or written gaps"
+            error = float((given.double() - exact).nan_to_num().abs().max())
+            assert error <= budget, f"{name}: error {error:.3e}, budget {budget:.3e}"
+
+
+def expected_attention(batch: Batch, index: SparseIndex, options: AttendOptions | None = None) -> Expected:
+    """The exact attention of a batch over an index, and the budgets of a kernel that computes it in q's dtype.
+
+    Where that is fp8, weights are rounded to fp8 and results to fp16: engines may do the former, and matrix units keep
+    no more than some 13 bits of a sum of fp8 products. ``options``: no approximations, but means of dropped blocks may
+    be asked for.
+    """
+    results = []
+    is_fp8 = batch.q.dtype == FP8  # products of its elements are too large for fp16
+    eager = torch.float32 if is_fp8 else batch.q.dtype
+    for dtype, kept, weights in (
+        (torch.float64, torch.float64, None),
+        (eager, wide_dtype(batch.q.dtype), fp8_weights if is_fp8 else None),
+    ):
+        out = torch.full_like(batch.q, float("nan"), dtype=kept)
+        lse = out.new_full((batch.num_heads, len(batch.q)), float("nan"))
+        attend(batch.q, batch.cache, index, out, batch.scale, lse, dtype, options, weights)
+        results.append((out, lse))
+    (out, lse), (eager_out, eager_lse) = results
+    return Expected(out, lse, error_budget(eager_out, out), error_budget(eager_lse, lse))

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which methods heads get where figures and costs are known, and error of a given mean, spent where it saves most."""
+
+import itertools
+import random
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+
+import pytest
+
+from tests.calibrate.fake_judge import FakeJudge, figures
+from tests.calibrate.made import HEADS, make_job
+from vllm_sparse_backend.profiling import cheapest
+from vllm_sparse_backend.profiling.calibrate import run, together
+from vllm_sparse_backend.profiling.cheapest import Cheapest, choose, holding, judged, price_of
+from vllm_sparse_backend.profiling.costs import Cost, LayerCost, PairCosts, head_ms, kind_of
+from vllm_sparse_backend.profiling.measure import Bound
+from vllm_sparse_kernels.methods import name_of
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
+from vllm_sparse_kernels.methods.sale.method import Sale
+from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
+
+CHEAP, CLOSE = SpargeAttn(kept_mass=0.5), SpargeAttn(kept_mass=0.9)
+LOCAL, FINE = AShape(64, 512), Sale(tau=0.03)
+AMONG = [LOCAL, CHEAP, CLOSE, FINE]
+BOUND = Bound(0.05)
+
+
+@dataclass
+class Known:
+    """Ten milliseconds a dense head; by name what a kind's selection takes, and each of its heads."""
+
+    kinds: dict[str, tuple[float, float]] = field(default_factory=dict)
+    layer: LayerCost = LayerCost(base_ms=0.0, means_ms=0.5, dense_ms=40.0)  # noqa: RUF009
+
+    def of(self, method: Method) -> Cost:
+        return Cost(*self.kinds.get(name_of(method.selection), (0.0, 0.0)), full_ms=10.0)
+
+
+def judge_of(*heads: dict[Method, tuple[float, float]]) -> FakeJudge:
+    """Per head (error, density) of each method; what is not named loses everything, dense nothing."""
+
+    def curve(of):
+        return lambda m: figures(0.0, 1.0) if isinstance(m, Dense) else figures(*of.get(m, (1.0, 0.01)))
+
+    return FakeJudge(*map(curve, heads))
+
+
+def chosen(costs: Known, *heads: dict[Method, tuple[float, float]], among=AMONG) -> list[Method]:
+    return together(judge_of(*heads), Cheapest(None, BOUND, among, costs), BOUND)[0]
+
+
+def test_each_head_has_the_cheapest_that_holds():
+    sure = {LOCAL: (0.2, 0.05), CHEAP: (0.04, 0.3), CLOSE: (0.01, 0.6), FINE: (0.03, 0.2)}
+    heads = sure, sure | {FINE: (0.9, 0.2)}, sure | {FINE: (0.9, 0.2), CHEAP: (0.06, 0.3)}, {CLOSE: (0.06, 0.6)}
+    judge = judge_of(*heads)
+    assert together(judge, Cheapest(None, BOUND, AMONG, Known()), BOUND)[0] == [FINE, CHEAP, CLOSE, Dense()]
+    # One pass for each candidate, and one of what was chosen.
+    assert judge.passes == [[one] * 4 for one in AMONG] + [[FINE, CHEAP, CLOSE, Dense()]]
+
+
+def test_what_costs_more_in_time_is_not_taken_for_its_density():
+    of = {CHEAP: (0.04, 0.3), FINE: (0.04, 0.2)}
+    assert chosen(Known(), of) == [FINE]
+    dear = Known({"sale": (0.0, 1.5)})
+    assert chosen(dear, of) == [CHEAP]
+    without, means = (head_ms(dear, one, 0.3) for one in (CHEAP, replace(CHEAP, block_means=True)))
+    assert means == without + 0.5
+    assert kind_of(replace(CHEAP, block_means=True)) == kind_of(CLOSE) != kind_of(FINE)
+
+
+def test_a_kind_that_serves_few_heads_is_not_worth_its_selection():
+    """3 ms whatever the number of heads: for one head less is saved, for three more."""
+    of = {CHEAP: (0.04, 0.5), FINE: (0.04, 0.3)}
+    costs = Known({"sale": (3.0, 0.0)})
+    heads = [{CHEAP: (0.04, 0.5)}] * 3
+    assert chosen(costs, of, *heads) == [CHEAP] * 4
+    assert chosen(costs, of, of, of, heads[0]) == [FINE] * 3 + [CHEAP]
+
+
+def test_a_layer_on_which_sparse_costs_as_much_is_dense():
+    of = {CHEAP: (0.04, 0.5)}
+    assert chosen(Known({"sparge_attn": (30.0, 0.0)}), *[of] * 4) == [Dense()] * 4
+    assert chosen(Known({"sparge_attn": (10.0, 0.0)}), *[of] * 4) == [CHEAP] * 4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_choice_of_the_same_mean_error_keeps_less(seed):
+    rng = random.Random(seed)
+    among, heads = [SpargeAttn(kept_mass=tau) for tau in (0.3, 0.6, 0.9)], []
+    for _ in range(4):  # what keeps more loses less
+        errors, kept = (sorted(rng.random() for _ in among) for _ in range(2))
+        heads.append(dict(zip(among, zip(reversed(errors), kept), strict=True)))
+    held = holding(judged(judge_of(*heads), among), Bound(1.0))
+    costs, layers = PairCosts(2), [held[:2], held[2:]]
+    assert price_of(layers, costs, 1.0) == price_of(layers, costs, float("inf")) == 0.0
+    for most_mean in (0.05, 0.2, 0.4):
+        price = price_of(layers, costs, most_mean)
+        found = [method for layer in layers for method in choose(layer, costs, price)]
+        points = [(0.0, 1.0) if isinstance(one, Dense) else of[one] for one, of in zip(found, heads)]
+        error, density = (fmean(point[i] for point in points) for i in range(2))
+        assert error <= most_mean
+        for other in itertools.product(*([(0.0, 1.0), *of.values()] for of in heads)):
+            if fmean(one[0] for one in other) <= error:
+                assert fmean(one[1] for one in other) >= density - 1e-12
+
+
+def test_means_count_as_what_they_cost():
+    plain, means = Sale(tau=0.1), Sale(tau=0.1, block_means=True)
+    held = holding(judged(judge_of({plain: (0.10, 0.50), means: (0.08, 0.50)}), [plain, means]), Bound(1.0))
+    assert choose(held, PairCosts(1)) == [plain]
+    assert choose(held, PairCosts(1), price=1.0) == [means]  # 0.02 of error for a 64th of the pairs
+
+
+@pytest.mark.full
+def test_a_profile_of_a_bounded_mean(tmp_path, monkeypatch):
+    """It holds the mean, the bounds of single heads, and keeps less where the mean is wider; whatever price was found
+    for heads that were judged apart."""
+    among = [AShape(64, 128), SpargeAttn(kept_mass=0.6), SpargeAttn(kept_mass=0.9)]
+    bounds = {"high": Bound(0.5, 3.0, 4.0, mean=0.005), "fast": Bound(0.5, 3.0, 4.0, mean=0.1)}
+
+    def made():
+        return run(make_job(tmp_path / "work"), lambda job, bound: Cheapest(job, bound, among, PairCosts(HEADS)),
+                   bounds, "a test")  # fmt: skip
+
+    profile = made()
+    for name, bound in bounds.items():
+        level = profile.at_level(name)
+        errors = level.provenance.figures.rows("error", profile.model)
+        assert fmean(x for layer in errors for x in layer or [0.0] * HEADS) <= bound.mean * 1.0001
+        assert max(x for layer in errors for x in layer or [0.0]) <= bound.error
+        assert level.provenance.bounds == bound.numbers
+        assert level.provenance.held_out["mean_of_bound"] > 0
+    assert profile.at_level("fast").provenance.density < profile.provenance.density < 1
+    assert made().to_yaml() == profile.to_yaml()
+    monkeypatch.setattr(cheapest, "price_of", lambda *_: 0.0)
+    errors = made().provenance.figures.rows("error", profile.model)
+    assert 0 < fmean(x for layer in errors for x in layer or [0.0] * HEADS) <= 0.005

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention's share of prefill: against measured first tokens, by hand, and for models that are not all attention."""
+
+from typing import Any
+
+import pytest
+
+from vllm_sparse_backend.cli.attention_share import ATTENTION_FLOPS, LINEAR_FLOPS, prefill_share
+from vllm_sparse_backend.settings.errors import ConfigurationError
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+}
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "first_token_s", "attention_s", "best"), [(131_072, 10.3, 7.5, 3.7), (32_768, 1.21, 0.45, 1.6)]
+)
+def test_it_is_what_was_measured(num_tokens: int, first_token_s: float, attention_s: float, best: float) -> None:
+    """Stock vLLM 0.26 on an H100, an 8B model; and FlashAttention-3 alone, times 32 layers."""
+    share = prefill_share(LLAMA_8B, num_tokens)
+    assert share.sparse_s == pytest.approx(attention_s, rel=0.05)
+    assert share.linear_s + share.sparse_s == pytest.approx(first_token_s, rel=0.06)
+    assert share.best_speedup == pytest.approx(best, abs=0.1)
+
+
+def test_by_hand() -> None:
+    config = {
+        "architectures": ["A"], "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "hidden_size": 32, "head_dim": 16, "intermediate_size": 10,
+    }  # fmt: skip
+    share = prefill_share(config, 3)
+    assert share.sparse_s == pytest.approx(4 * 16 * 2 * 6 / ATTENTION_FLOPS)
+    assert share.linear_s == pytest.approx(2 * (32 * 16 * (2 + 1 + 1 + 2) + 3 * 32 * 10) * 3 / LINEAR_FLOPS)
+    assert share.dense_s == 0
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "intermediate_size", "num_experts_per_tok", "n_shared_experts"])
+@pytest.mark.parametrize("given", ["4096", [4096, 8192], -1, 10**400], ids=["text", "list", "negative", "huge"])
+def test_widths_that_are_not_one_number(field: str, given: Any) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^M/config\.json: {field}: given .*, expected one number"):
+        prefill_share(LLAMA_8B | {"head_dim": 128, field: given}, 8192, "M/config.json")
+
+
+def test_windows_stay_and_cost_what_is_within_them() -> None:
+    kinds = ["sliding_attention", "full_attention"] * 16
+    whole, mixed = (
+        prefill_share(LLAMA_8B | more, 8192) for more in ({}, {"layer_types": kinds, "sliding_window": 1024})
+    )
+    assert mixed.sparse_s == pytest.approx(whole.sparse_s / 2)
+    pairs = 8192 * 8193 / 2
+    within = sum(min(i + 1, 1024) for i in range(8192))
+    assert mixed.dense_s == pytest.approx(whole.sparse_s / 2 * within / pairs)
+    assert mixed.best_speedup < whole.best_speedup
+
+
+def test_a_window_wider_than_the_prompt_is_none() -> None:
+    config = LLAMA_8B | {"layer_types": ["sliding_attention", "full_attention"] * 16, "sliding_window": 65536}
+    share = prefill_share(config, 8192)
+    assert share.dense_s == pytest.approx(share.sparse_s)
+
+
+def test_linear_attention_is_not_counted_as_attention() -> None:
+    kinds = (["linear_attention"] * 3 + ["full_attention"]) * 8
+    hybrid = prefill_share(LLAMA_8B | {"layer_types": kinds}, 8192)
+    assert hybrid.sparse_s == pytest.approx(prefill_share(LLAMA_8B, 8192).sparse_s / 4)
+    assert hybrid.dense_s == 0
+
+
+def test_of_experts_only_those_that_a_token_is_sent_to_count() -> None:
+    moe = {"num_experts_per_tok": 2, "num_local_experts": 8}
+    dense, experts, small = (
+        prefill_share(LLAMA_8B | more, 8192).linear_s
+        for more in (
+            {"intermediate_size": 2 * 14336},
+            moe,
+            moe | {"moe_intermediate_size": 1000, "n_shared_experts": 1},
+        )
+    )
+    assert experts == pytest.approx(dense)
+    assert small == pytest.approx(prefill_share(LLAMA_8B | {"intermediate_size": 3000}, 8192).linear_s)
+    first = prefill_share(LLAMA_8B | moe | {"first_k_dense_replace": 32}, 8192).linear_s
+    assert first == pytest.approx(prefill_share(LLAMA_8B, 8192).linear_s)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strided attention: the pattern of Sparse Transformers (arXiv:1904.10509, section 4.2), over blocks of keys.
+
+A query keeps the first tokens, a local window, and of all other keys every ``stride_tokens``-th. A tile of 128 queries
+keeps the blocks that hold such a key. Nothing of the queries or keys is looked at.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods.base import PerHead
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import TILE_FIELDS
+from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, tile_blocks
+from vllm_sparse_kernels.select.parameters import MOST, on_device, require
+
+
+@dataclass(frozen=True)
+class Strided(PerHead):
+    """First tokens ``sink_tokens``, local window ``local_tokens``, and the stride of all keys between."""
+
+    block_tokens = 128
+    differing = ("sink_tokens", "local_tokens", "stride_tokens")
+
+    sink_tokens: int = 128
+    local_tokens: int = 1024
+    stride_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        for name, least in (("sink_tokens", 0), ("local_tokens", 1), ("stride_tokens", 1)):
+            require(getattr(self, name) >= least, name, getattr(self, name), f">= {least}")
+
+    def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
+        settings = self.of_heads(len(heads))
+        numbers = tuple(min(getattr(one, name), MOST) for name in self.differing for one in settings)
+        _strided_kernel[(index.rows.num_tiles, len(heads))](
+            heads, on_device(numbers, heads.device), index.rows.tiles, index.rows.num_tiles,
+            index.block_offsets, index.block_counts, index.block_ids, index.block_ids.stride(0),
+            BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, FIELDS=TILE_FIELDS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tiles", "stride_ids"])
+def _strided_kernel(
+    heads, numbers, tiles, num_tiles, block_offsets, block_counts, block_ids, stride_ids,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """One tile's list of one head; ``numbers`` [3, n]: what heads differ in."""
+    i_tile, i_entry, num_entries = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    i_head = tl.load(heads + i_entry).to(tl.int64)
+    sink_tokens = tl.load(numbers + i_entry).to(tl.int32)
+    local_tokens = tl.load(numbers + num_entries + i_entry).to(tl.int32)
+    stride_tokens = tl.load(numbers + 2 * num_entries + i_entry).to(tl.int32)
+    position = tl.load(tiles + i_tile * FIELDS + 3)  # of the tile's first query
+    num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)[1]
+    target = block_ids + i_head * stride_ids + tl.load(block_offsets + i_tile)
+    count = 0
+    for start in range(0, num_causal, CHUNK):
+        o_n = start + tl.arange(0, CHUNK)
+        b_first, b_last = o_n * BLOCK_N, o_n * BLOCK_N + BLOCK_N - 1
+        b_kept = (b_first < sink_tokens) | (b_last > position - local_tokens)
+        b_kept |= b_last // stride_tokens * stride_tokens >= b_first
+        count = append(target, count, o_n, b_kept & (o_n < num_causal))
+    tl.store(block_counts + i_head * num_tiles + i_tile, count)

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sparse-prefill profile best|calibrate`: a profile of one's own model, from prompts."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from vllm_sparse_backend.cli.common import device_of, exit_on_sigterm, failures, folder_for, say
+
+if TYPE_CHECKING:
+    from vllm_sparse_backend.profiling.job import Capturer, Job, Tell
+    from vllm_sparse_backend.profiling.measure import Bound
+    from vllm_sparse_backend.profiling.prompts import PromptSet
+    from vllm_sparse_backend.settings.profile import Profile
+
+Level = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="NAME=ERROR[:WORST[:RARE[:MEAN]]], high or fast: the most error of a head's output, on average, at the "
+        "worst hundredth of queries and at the worst thousandth; and the most that all heads have on average, which is "
+        "spent where it saves most. The first is the profile's own; may be repeated. By default high=0.1:0.4."
+    ),
+]
+Margin = Annotated[float, typer.Option(help="Share of a bound that is left to unseen prompts.", min=0.0, max=0.9)]
+
+DEFAULT_LEVELS = ("high=0.1:0.4",)
+
+
+def job_of(
+    model: Annotated[Path, typer.Argument(help="Folder of a model in Hugging Face's format.")],
+    out: Annotated[Path, typer.Option(help="The profile to write; it must not exist yet.")],
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(help="A text, or .jsonl of prompts or chats; may be repeated. Made of a text unless given."),
+    ] = None,
+    held_out: Annotated[
+        list[Path] | None, typer.Option(help="The same for the check at the end; made of another text unless given.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Text file, or folder of *.py, to make prompts of; vLLM's sources unless given.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Length of made prompts, and the most of others.", min=64)] = 32768,
+    count: Annotated[int, typer.Option(help="Made prompts.", min=1)] = 3,
+    seed: Annotated[int, typer.Option(help="Of made prompts.")] = 0,
+    chunk: Annotated[int, typer.Option(help="Tokens of a step, as --max-num-batched-tokens.", min=1)] = 8192,
+    min_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Positions up to which all is dense, which the profile will say; without it 4,096 are not judged.",
+            min=0,
+        ),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cuda, or cpu, where references judge, slowly.")] = None,
+    through: Annotated[str, typer.Option(help="What runs the model: transformers, or vllm.")] = "transformers",
+    tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that vLLM spreads the model over.", min=1)] = 1,
+    work: Annotated[
+        Path | None, typer.Option(help="Folder to go on in where a run was broken off; beside --out unless given.")
+    ] = None,
+    tell: Any = None,
+) -> "Job":
+    """The options that both commands have."""
+    from vllm_sparse_backend.profiling.capture import default_text, require_model
+    from vllm_sparse_backend.profiling.job import Job, Tell
+    from vllm_sparse_backend.profiling.judge import Served
+    from vllm_sparse_backend.profiling.prompts import make_prompts, read_prompts
+
+    work = _folders(out, work)
+    require_model(model, tokens)
+    capturer, device = _capturer(through, tensor_parallel_size), device_of(device)
+
+    def prompts_of(files: list[Path] | None, count: int, part: int) -> "PromptSet":
+        if files:
+            return read_prompts(model, files, tokens)
+        return make_prompts(model, text or default_text(), tokens, count, seed + part, part)
+
+    return Job(
+        model,
+        prompts_of(prompts, count, 0),
+        prompts_of(held_out, max(1, count // 2), 1),
+        Served(chunk, min(4096, tokens // 2) if min_tokens is None else min_tokens),
+        work,
+        device,
+        None if prompts else seed,
+        min_tokens is not None,
+        capturer,
+        tell or Tell(),
+    )
+
+
+def _folders(out: Path, work: Path | None) -> Path:
+    """The run's folder. Raises where that or the profile can't be written."""
+    from vllm_sparse_backend.settings.errors import ConfigurationError
+
+    if out.exists():
+        raise ConfigurationError(f"--out {out}: exists already: name another file, or delete it")
+    if not out.absolute().parent.is_dir():
+        raise ConfigurationError(f"--out {out}: there is no folder {out.parent}: make it first")
+    folder_for("--out", out.parent)
+    work = folder_for("--work", work or out.with_suffix(".work"))
+    if work.absolute() == out.absolute():
+        raise ConfigurationError(f"--out {out}: the run's folder has that name: name another file, or another --work")
+    return work
+
+
+def _capturer(through: str, tensor_parallel_size: int) -> "Capturer | None":
+    from vllm_sparse_backend.profiling.vllm_capture import VllmCapturer
+    from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
+
+    if through not in ("transformers", "vllm"):
+        raise ConfigurationError(f"--through: {not_one_of(through, ('transformers', 'vllm'))}")
+    if tensor_parallel_size > 1 and through != "vllm":
+        raise ConfigurationError("--tensor-parallel-size: needs --through vllm")
+    return VllmCapturer(tensor_parallel_size) if through == "vllm" else None
+
+
+def _with_job(run: Callable[..., "Profile"]) -> Callable[..., None]:
+    """A command with the options of ``job_of`` and its own: ``run(job, **own)`` makes the profile, which is written.
+
+    ``run`` is given what makes the job: what is wrong with its own options is told before prompts are made.
+    """
+    own = [p for name, p in inspect.signature(run, eval_str=False).parameters.items() if name != "make_job"]
+    shared = [p for name, p in inspect.signature(job_of).parameters.items() if name != "tell"]
+
+    def command(**given: Any) -> None:
+        exit_on_sigterm()
+        mine = {p.name: given.pop(p.name) for p in own}
+        jobs: list[Job] = []
+
+        def make_job() -> "Job":
+            jobs.append(job_of(**given, tell=tell))
+            return jobs[0]
+
+        with failures(), _progress() as tell:
+            profile = run(make_job, **mine)
+            _write(profile, given["out"])
+            jobs[0].clear()
+            _report(profile, given["out"])
+
+    ordered = sorted([*shared, *own], key=lambda p: p.default is not inspect.Parameter.empty)
+    command.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in ordered}
+    command.__doc__, command.__name__ = run.__doc__, run.__name__
+    return command
+
+
+@contextmanager
+def _progress() -> Iterator["Tell"]:
+    """A bar on stderr with the time left."""
+    from vllm_sparse_backend.profiling.job import Tell
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("prompts", total=None)
+        yield Tell(
+            lambda what, steps: progress.reset(task, description=what, total=steps),
+            lambda: progress.advance(task),
+            lambda text: progress.update(task, description=escape(text)),
+        )
+
+
+def _write(profile: "Profile", out: Path) -> None:
+    """Whole or not at all."""
+    aside = out.with_name(f".{out.name}.new")
+    aside.write_text(profile.to_yaml(), encoding="utf-8")
+    aside.replace(out)
+
+
+def _report(profile: "Profile", out: Path) -> None:
+    for name in profile.level_names[1:] or (None,):
+        of = (profile.at_level(name) if name else profile).provenance
+        bounds = ", ".join(f"{what} {value:g}" for what, value in (of.bounds or {}).items())
+        say(f"{name or 'bounds'}: {bounds}; density {of.density:.3f} over all heads")
+        held = ", ".join(f"{what.replace('_', ' ')} {value:.4g}" for what, value in (of.held_out or {}).items())
+        say(f"  on held-out prompts: {held}")
+    say(f"Written to {out}")
+
+
+def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
+    from vllm_sparse_backend.profiling.measure import Bound
+    from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of, unexpected
+    from vllm_sparse_backend.settings.profile import BOUNDS
+
+    found: dict[str, Bound] = {}
+    for text in levels or DEFAULT_LEVELS:
+        name, _, rest = text.partition("=")
+        try:
+            given = [float(number) for number in rest.split(":")]
+        except ValueError:
+            raise ConfigurationError(f"--level: {unexpected(text, 'NAME=ERROR:WORST, such as high=0.1:0.4')}") from None
+        if name not in BOUNDS:
+            raise ConfigurationError(f"--level {text}: {not_one_of(name, BOUNDS)}")
+        if not all(number > 0 for number in given) or len(given) > 4 or name in found:
+            raise ConfigurationError(f"--level: {unexpected(text, 'errors above 0, and each level once')}")
+        found[name] = Bound(*given, *[math.inf] * (4 - len(given)))
+    return found
+
+
+def best(
+    make_job: "Callable[[], Job]",
+    level: Level = None,
+    margin: Margin = 0.1,
+    method: Annotated[
+        list[str] | None, typer.Option(help="A method to choose from; may be repeated. By default all.")
+    ] = None,
+) -> "Profile":
+    """Per head the cheapest of all methods, in time on this device, whose output error holds the bound; else dense."""
+    from vllm_sparse_backend.profiling import calibrate as part
+
+    how, bounds = part.best(method or part.by_themselves()), _bounds(level)
+    return part.run(make_job(), how, bounds, "sparse-prefill profile best", margin)
+
+
+def calibrate(
+    make_job: "Callable[[], Job]",
+    method: Annotated[
+        str,
+        typer.Option(
+            help="minference, share_prefill, sparge_attn (sparge_attn+skip searches its λ too), or any method with a "
+            "ladder; NAME:FIELD=VALUE takes the settings of its ladder that have this value."
+        ),
+    ],
+    level: Level = None,
+    margin: Margin = 0.1,
+    distance: Annotated[
+        float | None, typer.Option(help="Up to which share_prefill joins heads; 10 unless given, the authors' is 40.")
+    ] = None,
+) -> "Profile":
+    """One method, as its paper calibrates it: each head's setting, as sparse as the bound allows; else dense.
+
+    Where a level bounds the mean of all heads too, heads choose among all settings of the method, beyond its paper.
+    """
+    from vllm_sparse_backend.profiling import calibrate as part
+
+    bounds = _bounds(level)
+    how = part.strategy(method, bounds, distance)
+    cut = "" if distance is None else f" --distance {distance:g}"
+    return part.run(make_job(), how, bounds, f"sparse-prefill profile calibrate --method {method}{cut}", margin)
+
+
+COMMANDS = tuple(_with_job(run) for run in (best, calibrate))
+"""Of ``sparse-prefill profile``."""

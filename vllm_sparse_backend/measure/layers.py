@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A chunk's way through the layers of a prompt, as a server has it: what is timed beside dense attention."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from vllm_sparse_backend.measure.card import refusal
+from vllm_sparse_backend.measure.data import Prompt
+from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_kernels import AttendOptions, SparseIndex, layer as layers
+from vllm_sparse_kernels.attend import AttendSpec, Engine, choose
+from vllm_sparse_kernels.layer import LayerPlan
+from vllm_sparse_kernels.trial import Batch
+
+
+@dataclass
+class Layer:
+    """One layer's part of a pass: its chunk, what selects, and where results go."""
+
+    batch: Batch
+    served: layers.Layer
+    index: SparseIndex
+    out: torch.Tensor
+
+    @staticmethod
+    def of(batch: Batch, groups: LayerPlan, engine: str) -> "Layer":
+        """``engine``: the name of the one that will attend."""
+        served = layers.Layer.of(groups, batch.cache.head_dim, batch.q.device, engine)
+        return Layer(batch, served, served.index(batch.rows), batch.empty_out())
+
+    @property
+    def options(self) -> AttendOptions | None:
+        return self.served.options
+
+    def select(self) -> None:
+        with self.index.workspace.frame():
+            self.served.select(self.batch.q, self.batch.cache, self.index, self.batch.scale)
+
+    def attend(self, engine: Engine) -> None:
+        batch = self.batch
+        with self.index.workspace.frame():
+            engine.attend(batch.q, batch.cache, self.index, self.out, batch.scale, options=self.options)
+
+    def run(self, engine: Engine) -> None:
+        self.select()
+        self.attend(engine)
+
+    def engine(self, table: Mapping[str, Engine]) -> Engine:
+        """The one that a server takes for this layer."""
+        return choose(table, AttendSpec.of(self.batch.cache, self.index, self.options)).engine
+
+    def refusal(self, engine: Engine) -> str | None:
+        """Why an engine cannot attend over this layer's index."""
+        return refusal(engine, self.batch.cache, self.index, self.options)
+
+
+def layers_of(prompts: Sequence[Prompt], plan: Plan, context_len: int, query_len: int, engine: str) -> list[Layer]:
+    """The chunk in each layer, all with the same rows: it is one step."""
+    rows = prompts[0].chunk(context_len, query_len).rows
+    layers = []
+    for i, prompt in enumerate(prompts):
+        groups = plan.layer(i)
+        assert groups is not None, "a benchmark's plan has no dense layers"
+        layers.append(Layer.of(replace(prompt.chunk(context_len, query_len), rows=rows), groups, engine))
+    return layers
+
+
+def new_step(layers: Sequence[Layer]) -> Callable[[], None]:
+    """What makes the next pass a new step: nothing is kept from the last one."""
+    state = layers[0].batch.rows.state
+    return state.clear

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Per head the cheapest of all methods whose output error holds the bound; dense where none does. (No paper has this.)
+
+Every candidate is judged once with all heads of the layer on it, which gives every head's figures in one pass. What a
+selection takes beside its heads is paid once for each kind of method in a layer (``costs.py``), so the choice is one
+for the whole layer: of all sets of up to ``MOST_KINDS`` kinds and dense attention, the one in which heads with their
+cheapest settings take least time together. If dense attention of the whole layer takes no longer, it is that.
+
+With a bound for each head alone, every head comes as near to it as it can, and none has anything of what another
+leaves. A bound of the mean over all heads (``Bound.mean``) beside it is kept to by a price of error. Under it heads
+take what costs least in time and error together; at one price for the whole model no other choice of the same mean
+error costs less (heads then have equal slopes: Lagrange). ``price_of`` finds the least price at which the mean holds;
+for that every layer is judged before the first is chosen for.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from statistics import fmean
+
+from vllm_sparse_backend.profiling.costs import Costs, head_ms, kind_of
+from vllm_sparse_backend.profiling.flow import walk
+from vllm_sparse_backend.profiling.job import Job
+from vllm_sparse_backend.profiling.measure import Bound, Figures, LayerJudge
+from vllm_sparse_backend.profiling.search import May, Search
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+
+MOST_KINDS = 3
+"""Of sparse methods in a layer: each has a selection of its own."""
+
+PRICE_STEPS = 40
+"""Of a bisection between a thousandth and a million times what a dense head costs."""
+
+LEAST_PRICE = 1e-3
+"""Of what a dense head costs."""
+
+DEARER = 1.25
+"""By which a price rises where heads that were chosen by it miss the mean once they are judged together."""
+
+
+class Cheapest(Search):
+    """Of each head what costs least of settings that hold the bound, its error included at one price for all heads."""
+
+    def __init__(self, job: Job, bound: Bound, among: Sequence[Method], costs: Costs) -> None:
+        self.bound, self.among, self.costs = bound, among, costs
+        self.price = 0.0
+        """What an error of 1 is worth, in the unit of costs."""
+        if bound.has_mean:
+            layers = [holding(figures, bound) for figures in judged_everywhere(job, among)]
+            # Layers that never go sparse have no error, and are part of the mean.
+            self.price = price_of(layers, costs, bound.mean * job.shape.num_layers / len(layers))
+
+    def choose(self, judge: LayerJudge, may: May) -> list[Method]:
+        held = holding(judged(judge, self.among), self.bound)
+        allowed = [{one: seen for one, seen in of.items() if may(i, one)} for i, of in enumerate(held)]
+        return choose(allowed, self.costs, self.price)
+
+    def again(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
+        """What does not hold in company is chosen anew, and may lose more than it did when the price was found."""
+        if mean_error <= self.bound.mean:
+            return False
+        dense_ms = self.costs.layer.dense_ms / len(methods[0])
+        self.price = max(self.price * DEARER, LEAST_PRICE * dense_ms)
+        return True
+
+
+def with_means(settings: Sequence[Method]) -> list[Method]:
+    """Each without and with means in place of what it drops."""
+    return [*settings, *(replace(one, block_means=True) for one in settings)]
+
+
+def judged_everywhere(job: Job, among: Sequence[Method]) -> list[dict[Method, list[Figures]]]:
+    """Of every layer that can go sparse all heads' figures under each method."""
+    dense = [Dense()] * job.shape.num_heads
+    found = walk(job, "prompts", (), lambda judge: (dense, judged(judge, among)))[1]
+    return [of_layer for of_layer in found if of_layer is not None]
+
+
+def judged(judge: LayerJudge, among: Sequence[Method]) -> dict[Method, list[Figures]]:
+    """What comes of each where all heads of the layer have it."""
+    return {method: judge.judge([method] * judge.num_heads) for method in among}
+
+
+def holding(figures: Mapping[Method, Sequence[Figures]], bound: Bound) -> list[dict[Method, Figures]]:
+    """Of each head the methods that hold the bound."""
+    num_heads = len(next(iter(figures.values())))
+    return [{method: of[head] for method, of in figures.items() if bound.holds(of[head])} for head in range(num_heads)]
+
+
+def price_of(layers: Sequence[Sequence[Mapping[Method, Figures]]], costs: Costs, most_mean: float) -> float:
+    """The least price of error at which heads that choose by it have a mean error of at most ``most_mean``.
+
+    ``layers``: ``holding`` of every layer. 0 where what is cheapest holds it.
+    """
+
+    def holds(price: float) -> bool:
+        errors = []
+        for heads in layers:
+            chosen = zip(heads, choose(heads, costs, price), strict=True)
+            errors += [of[method].error if method in of else 0.0 for of, method in chosen]
+        return fmean(errors) <= most_mean
+
+    return 0.0 if math.isinf(most_mean) else least_price(holds, costs.layer.dense_ms / len(layers[0]))
+
+
+def least_price(holds: Callable[[float], bool], dense: float) -> float:
+    """The least price of error that holds, 0 if that does; ``dense``: what a dense head costs."""
+    if holds(0.0):
+        return 0.0
+    low, high = LEAST_PRICE * dense, 1e6 * dense
+    for _ in range(PRICE_STEPS):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def choose(holding: Sequence[Mapping[Method, Figures]], costs: Costs, price: float = 0.0) -> list[Method]:
+    """The methods that cost the layer least, of those that each head may have; every head may be dense."""
+    dense: Method = Dense()
+    dense_ms = head_ms(costs, dense, 1.0)
+    cheapest = [_cheapest_of_kinds(may, costs, price) for may in holding]
+    group_ms = {kind: costs.of(kind).group_ms for of in cheapest for kind in of}
+    base_ms = costs.layer.base_ms
+    best_ms, best = costs.layer.dense_ms, [dense] * len(holding)
+    for size in range(1, MOST_KINDS + 1):
+        for chosen in combinations(group_ms, size):
+            total_ms = base_ms + sum(group_ms[kind] for kind in chosen)
+            heads: list[Method] = []
+            for of in cheapest:
+                ms, method = min(((*of[kind],) for kind in chosen if kind in of), key=_ms, default=(dense_ms, dense))
+                ms, method = (ms, method) if ms < dense_ms else (dense_ms, dense)
+                total_ms += ms
+                heads.append(method)
+            if total_ms < best_ms:
+                best_ms, best = total_ms, heads
+    return best
+
+
+def _ms(timed: tuple[float, Method]) -> float:
+    return timed[0]
+
+
+def _cheapest_of_kinds(may: Mapping[Method, Figures], costs: Costs, price: float) -> dict[Method, tuple[float, Method]]:
+    """By kind what its cheapest setting costs, error included, and that."""
+    found: dict[Method, tuple[float, Method]] = {}
+    for method, figures in may.items():
+        timed = head_ms(costs, method, figures.density) + price * figures.error, method
+        kind = kind_of(method)
+        if kind not in found or timed[0] < found[kind][0]:
+            found[kind] = timed
+    return found

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a search found, as a profile: methods of all heads, what came of them, and on what that was judged."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from vllm_sparse_backend.identity import PACKAGE, package_version
+from vllm_sparse_backend.measure.report import versions
+from vllm_sparse_backend.profiling.job import Job
+from vllm_sparse_backend.profiling.measure import Bound, Figures
+from vllm_sparse_backend.settings import figures as profile_figures
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.profile import Level, Profile, Provenance
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+
+SLACK = 1.2
+"""What held-out prompts may take of a bound."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found for one bound: methods by layer and head of the whole model, and what came of them."""
+
+    bound: Bound
+    methods: list[list[Method]]
+    figures: list[list[Figures] | None]
+    """On the prompts; None for layers that never go sparse."""
+    held_out: list[list[Figures] | None]
+
+    def summary(self) -> dict[str, float]:
+        """Of the held-out prompts, over the heads that are not dense: what part of them holds the bound, whole and
+        with ``SLACK``; the most that a head takes of it; means."""
+        sparse = [
+            of
+            for methods, figures in zip(self.methods, self.held_out)
+            for method, of in zip(methods, figures or ())
+            if not isinstance(method, Dense)
+        ]
+        if not sparse:
+            return {}
+        shares = [self.bound.share(of) for of in sparse]
+        every = sum(map(len, self.methods))
+        figures = {
+            "heads_within_bound": sum(share <= 1 for share in shares) / len(shares),
+            "heads_within_1.2_of_it": sum(share <= SLACK for share in shares) / len(shares),
+            "most_of_bound": max(shares),
+            "error": sum(of.error for of in sparse) / len(sparse),
+            "worst_error": sum(of.worst for of in sparse) / len(sparse),
+            "error_of_bound": sum(of.error for of in sparse) / len(sparse) / self.bound.error,
+        }
+        if self.bound.has_mean:
+            figures["mean_of_bound"] = sum(of.error for of in sparse) / every / self.bound.mean
+        return {name: float(f"{value:.4g}") for name, value in figures.items()}
+
+    @property
+    def density(self) -> float:
+        """Mean over all layers' heads."""
+        heads = [of.density for layer in self.figures for of in layer or ()]
+        whole = sum(len(methods) for methods in self.methods)
+        return (sum(heads) + whole - len(heads)) / whole
+
+
+def mean_error(figures: Sequence[Sequence[Figures] | None], num_heads: int) -> float:
+    """Of all heads of the model; those of layers that have no figures are dense."""
+    return sum(of.error for layer in figures for of in layer or ()) / (len(figures) * num_heads)
+
+
+def profile_of(job: Job, found: Mapping[str, Found], source: str) -> Profile:
+    """The first is the profile's own level; others at which nothing goes sparse are left out, as ``exact`` is one."""
+    levels = {
+        name: Level.of_heads(one.methods, provenance_of(job, one, source))
+        for name, one in found.items()
+        if any(not isinstance(method, Dense) for layer in one.methods for method in layer)
+    }
+    if (first := next(iter(found))) not in levels:
+        # Another in its place would be what requests get that name none.
+        numbers = ":".join(f"{x:g}" for x in found[first].bound.numbers.values())
+        raise ConfigurationError(
+            f"{source}: no head of any layer holds the bound {numbers} of level {first} with any setting and pays: "
+            "expected a larger --level, or longer prompts"
+        )
+    own, *others = levels
+    given = {name: getattr(levels[own], name) for name in Level.model_fields}
+    return Profile.model_validate({
+        "format": 1, "model": job.shape, "level": own, **given,
+        "min_tokens": job.served.min_tokens if job.says_min_tokens else None,
+        "levels": {name: levels[name] for name in others},
+    })  # fmt: skip
+
+
+def provenance_of(job: Job, found: Found, source: str) -> Provenance:
+    rows: dict[str, profile_figures.PerHead] = {
+        name: [[getattr(of, of_name) for of in layer] if layer else None for layer in found.figures]
+        for name, of_name in (("density", "density"), ("error", "error"), ("worst_error", "worst"))
+    }
+    return Provenance(
+        tool_version=package_version(PACKAGE),
+        prompts_sha256=job.prompts.sha256,
+        device=job.device_name,
+        source=source,
+        seed=job.seed,
+        versions=versions(),
+        bounds=found.bound.numbers,
+        density=float(f"{found.density:.4g}"),
+        figures=profile_figures.Figures.of_heads(**rows),
+        held_out=found.summary(),
+    )

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that a process knows of its settings: made once where it starts, and handed on."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_sparse_backend.settings import documents
+from vllm_sparse_backend.settings.config import SparsePrefillConfig, load_config
+from vllm_sparse_backend.settings.crossover import Crossover, Thresholds
+from vllm_sparse_backend.settings.documents import Documents
+from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.plan import DEFAULT, Plan, layer_by_level
+from vllm_sparse_kernels.layer import LayerPlan
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The configuration, the plan of each level, the server's own first, and from which lengths on sparse pays."""
+
+    config: SparsePrefillConfig
+    documents: Documents
+    plans: Mapping[str, Plan]
+    table: Crossover
+    device: str
+    """As the table names devices."""
+
+    @staticmethod
+    def of(
+        additional_config: Mapping[str, Any] | None, shape: ModelShape, device: str, tp_rank: int = 0, tp_size: int = 1
+    ) -> "Resolved":
+        """Files are read where their texts did not come along (``carry``). Raises ``ConfigurationError``."""
+        config = load_config(additional_config)
+        read = Documents.carried(additional_config or {}, config) or Documents.read(config, shape)
+        plans = Plan.by_level(config, shape, tp_rank, tp_size, read)
+        return Resolved(config, read, plans, read.parse_crossover(), device)
+
+    def carry(self, additional_config: Mapping[str, Any] | None) -> dict[str, Any]:
+        """``additional_config`` with the texts of all files: who gets it reads none."""
+        return {**(additional_config or {}), documents.KEY: self.documents.data()}
+
+    @property
+    def plan(self) -> Plan:
+        """The server's own."""
+        return self.plans[DEFAULT]
+
+    def layer(self, number: int) -> tuple[LayerPlan, ...]:
+        """One layer's groups at each level; empty where it is dense at all of them."""
+        return layer_by_level(self.plans.values(), number)
+
+    def thresholds(self, level: str, engines: Collection[str]) -> Thresholds:
+        """From which lengths on rows of that level go sparse, with engines each of which some layer has."""
+        return self.plans[level].thresholds(self.table, self.device, engines)
+
+    def earliest_thresholds(self) -> Thresholds:
+        """The least that any level may have, on whichever engine."""
+        each = [plan.earliest_thresholds(self.table, self.device) for plan in self.plans.values()]
+        return min(each, key=lambda one: one.severity)
+
+    def exact_tokens(self) -> int | None:
+        """So many positions of every row are dense at all levels; None if nothing ever goes sparse."""
+        each = [plan.exact_tokens(self.table, self.device) for plan in self.plans.values()]
+        return min((tokens for tokens in each if tokens is not None), default=None)
