@@ -22,7 +22,7 @@ from benchmarks.compile_matrix import hasty_arrivals
 from vllm_sparse_kernels.methods.top_p import hopper
 from vllm_sparse_kernels.methods.top_p.slabs import Rounded, pairs_of
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.testing.offline import Code, Recorder, compiling_for
+from benchmarks.offline import Code, Recorder, compiling_for
 from vllm_sparse_kernels.workspace import Workspace
 
 kept_d = int(sys.argv[1])

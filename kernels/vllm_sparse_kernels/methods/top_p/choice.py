@@ -16,11 +16,13 @@ from vllm_sparse_kernels.select.lists import append, tile_blocks
 KEY_BLOCK = tl.constexpr(32)
 
 HELD_BLOCKS = 4096
-"""Masses that stay in registers while the threshold is searched, at most: those of 131,072 keys. Others are read
-again."""
+"""Masses that stay in registers while the threshold is searched, those of 131,072 keys. Others are read again."""
 
 LISTED_BLOCKS = tl.constexpr(1024)
-"""Blocks whose place in a list is found at a time, and the fewest that are held."""
+"""Blocks whose place in a list is found at a time: more would take registers from other programs."""
+
+MAX_REGISTERS = 64
+"""Of a thread, of 256: four programs a multiprocessor, which wait for sums by turns."""
 
 TWO_BITS = tl.constexpr(0x40000000)
 """The bits of 2.0. Masses are at most 1, but for rounding."""
@@ -34,13 +36,13 @@ def choose(
 
     Of heads whose ``kept_mass`` [len(heads)] is 1 or more masses are not read: they keep everything.
     """
-    num_heads, num_tiles, width = masses.shape
-    held = min(max(triton.next_power_of_2(width), LISTED_BLOCKS.value), HELD_BLOCKS)
+    num_heads, num_tiles, _ = masses.shape
     _choose_kernel[(num_tiles, num_heads)](
         masses, masses.stride(0), masses.stride(1), heads, index.rows.tiles, index.rows.num_tiles, first_tile,
         kept_mass, sink_tokens, local_tokens,
         index.block_counts, index.block_ids, index.block_ids.stride(0), index.block_offsets,
-        PARTS=index.block_tokens // KEY_BLOCK.value, CHUNK=held, FIELDS=TILE_FIELDS, num_warps=8, maxnreg=64,
+        PARTS=index.block_tokens // KEY_BLOCK.value, CHUNK=HELD_BLOCKS, FIELDS=TILE_FIELDS,
+        num_warps=8, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 
 
