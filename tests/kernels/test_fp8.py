@@ -34,6 +34,7 @@ METHODS_ASKED = [
         ("sale", {"channels": "half"}),
         ("share_prefill", {"cluster": 0}),
         ("sparge_attn", {}),
+        ("top_p", {}),
         ("vertical_slash", {"vertical_tokens": 40, "slash_tokens": 128}),
     )
 ]
