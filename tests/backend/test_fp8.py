@@ -131,7 +131,7 @@ def test_scales_of_a_whole_layer_are_read(as_on_hopper: None) -> None:
 @interpreted
 @pytest.mark.parametrize(
     ("method", "params", "engine"),
-    [("sale", {"block_means": True}, "flash"), ("anchor_attention", {}, "flash"), ("vertical_slash", {}, "portable")],
+    [("sale", {}, "flash"), ("anchor_attention", {}, "flash"), ("vertical_slash", {}, "portable")],
 )
 def test_warm_up_meets_every_kernel(
     as_on_hopper: None, method: str, params: dict[str, Any], engine: str, monkeypatch: pytest.MonkeyPatch

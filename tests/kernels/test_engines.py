@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every engine, every shape it may meet, against exact softmax attention over the same index.
+"""Every engine, every shape it may meet, against exact softmax attention over the same index, and beside it over means
+in place of dropped blocks.
 
 An engine that refuses a case is skipped there, with its reason. Outputs are poisoned with NaN, and so are all places of
 the cache that no position owns, as far as the engine promises not to read them. Budgets are those of testing/budget.py:
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
+from vllm_sparse_kernels.attend.block_means import asking
 
 from benchmarks.batches import random_batch, random_index, repaged
 from tests.helpers.paged_varlen import STAND_IN, paged_varlen
@@ -37,6 +39,9 @@ from vllm_sparse_kernels.workspace import Workspace
 
 # Triton's interpreter multiplies bf16 tiles wrongly, without an error; on a GPU vLLM's caches are bf16 or fp16.
 DTYPES = [torch.bfloat16, torch.float16] if torch.cuda.is_available() else [torch.float32, torch.float16]
+
+FULL = pytest.mark.full
+EACH_DTYPE = [DTYPES[0], pytest.param(DTYPES[1], marks=FULL)]
 
 READS_PAST_THE_END = {"flash"}
 """Engines that multiply values past a row's end, on its last page, by zero: what lies there must be finite."""
@@ -65,6 +70,22 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     return ENGINES[request.param]
 
 
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.full)], ids=["", "means"])
+def means(request: pytest.FixtureRequest) -> bool:
+    """Whether heads ask for means in place of what is dropped."""
+    return request.param
+
+
+def means_of(flags: Sequence[bool], device: str | torch.device) -> AttendOptions:
+    options = asking(None, flags, torch.device(device))
+    assert options is not None
+    return options
+
+
+def asked(means: bool, batch: Batch) -> AttendOptions | None:
+    return means_of([True] * batch.num_heads, batch.q.device) if means else None
+
+
 def run(
     engine: Engine, batch: Batch, index: SparseIndex, options: AttendOptions | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,64 +105,73 @@ def run(
     return out, lse
 
 
-def check(engine: Engine, batch: Batch, index: SparseIndex) -> None:
+def check(engine: Engine, batch: Batch, index: SparseIndex, options: AttendOptions | None = None) -> None:
     index.check()
-    expected_attention(batch, index).assert_close(*run(engine, batch, index))
+    expected_attention(batch, index, options).assert_close(*run(engine, batch, index, options))
 
 
 def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
     return all(torch.equal(a.nan_to_num(nan=7), b.nan_to_num(nan=7)) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 @pytest.mark.parametrize(
     "lengths",
-    [[(0, 1)], [(0, 63)], [(1000, 1)], [(37, 1000)], [(5, 63), (0, 1), (301, 150), (64, 128)]],
+    [[(0, 63)], [(1000, 1)], pytest.param([(37, 1000)], marks=FULL), [(5, 63), (0, 1), (301, 150), (64, 128)]],
     ids=str,
 )
-def test_lengths(engine, device, lengths, dtype):
+def test_lengths(engine, device, lengths, dtype, means):
     batch = random_batch(lengths, 1, 1, 64, 16, dtype, device, gap_tokens=5)
-    check(engine, batch, random_index(batch, 64, 0.2, stripes=90))
+    check(engine, batch, random_index(batch, 64, 0.2, stripes=90), asked(means, batch))
 
 
-def test_long_row(engine, device):
+@FULL
+def test_long_row(engine, device, means):
     batch = random_batch([(0, 2049)], 1, 1, 64, 64, DTYPES[1], device)
-    check(engine, batch, random_index(batch, 64, 0.05, stripes=40))
+    check(engine, batch, random_index(batch, 64, 0.05, stripes=40), asked(means, batch))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2), (6, 2), (4, 1), (8, 1)])
-def test_query_heads_find_their_kv_head(engine, device, num_heads, num_kv_heads, dtype):
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"),
+    [(6, 2), *(pytest.param(*pair, marks=FULL) for pair in ((2, 2), (4, 2), (4, 1), (8, 1)))],
+)
+def test_query_heads_find_their_kv_head(engine, device, num_heads, num_kv_heads, dtype, means):
     batch = random_batch([(71, 40), (0, 3)], num_heads, num_kv_heads, 64, 16, dtype, device)
-    check(engine, batch, random_index(batch, 64, 0.5, stripes=20))
+    check(engine, batch, random_index(batch, 64, 0.5, stripes=20), asked(means, batch))
 
 
+@FULL
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("block_tokens", [32, 64, 128])
 @pytest.mark.parametrize("page_size", [16, 48, 64, 128])
-def test_pages(engine, device, page_size, block_tokens, layout):
+def test_pages(engine, device, page_size, block_tokens, layout, means):
     batch = random_batch([(333, 40), (0, 50)], 2, 2, 64, page_size, DTYPES[0], device, layout=layout, gap_tokens=2)
-    check(engine, batch, random_index(batch, block_tokens, 0.5, stripes=30))
+    check(engine, batch, random_index(batch, block_tokens, 0.5, stripes=30), asked(means, batch))
 
 
-@pytest.mark.parametrize("block_tokens", [32, 64, 128])
-def test_a_diagonal_anywhere(engine, device, block_tokens):
+@pytest.mark.parametrize("block_tokens", [64, pytest.param(32, marks=FULL), pytest.param(128, marks=FULL)])
+def test_a_diagonal_anywhere(engine, device, block_tokens, means):
     """Tiles that begin at any place of a block, over one to five blocks of their own, whole and cut short."""
     lengths = [(c, 130) for c in (1, 31, 33, 97, 127, 129)] + [(c, 33) for c in (0, 31, 32, 64, 128, 191)]
     batch = random_batch(lengths, 1, 1, 64, 128, DTYPES[0], device)
-    check(engine, batch, random_index(batch, block_tokens, 0.3))
+    check(engine, batch, random_index(batch, block_tokens, 0.3), asked(means, batch))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 @pytest.mark.parametrize(
-    ("head_dim", "block_tokens"), [(64, 64), (64, 128), (96, 64), (96, 128), (128, 64), (128, 128), (256, 64)]
+    ("head_dim", "block_tokens"),
+    [
+        (96, 64),
+        *(pytest.param(*c, marks=FULL) for c in ((64, 64), (64, 128), (96, 128), (128, 64), (128, 128), (256, 64))),
+    ],
 )
-def test_head_dims(engine, device, head_dim, block_tokens, dtype):
+def test_head_dims(engine, device, head_dim, block_tokens, dtype, means):
     batch = random_batch([(150, 70)], 2, 1, head_dim, 16, dtype, device)
-    check(engine, batch, random_index(batch, block_tokens, 0.5, stripes=70))
+    check(engine, batch, random_index(batch, block_tokens, 0.5, stripes=70), asked(means, batch))
 
 
-@pytest.mark.parametrize("stripes", [0, 1, 64, 200])
+@pytest.mark.parametrize("stripes", [64, *(pytest.param(number, marks=FULL) for number in (0, 1, 200))])
 def test_stripes(engine, device, stripes):
     batch = random_batch([(700, 130)], 2, 1, 64, 16, DTYPES[0], device)
     index = random_index(batch, 64, 0.1, stripes=stripes)
@@ -160,6 +190,7 @@ def test_stripes_of_some_heads_and_tiles(engine, device):
     check(engine, batch, index)
 
 
+@FULL
 def test_stripes_that_tiles_share(engine, device):
     """AnchorAttention's groups of tiles have one list each."""
     batch = random_batch([(700, 300)], 2, 1, 64, 16, torch.float16, device)
@@ -171,7 +202,7 @@ def test_stripes_that_tiles_share(engine, device):
     check(engine, batch, index)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_full_index_is_dense_attention(engine, device, dtype):
     """Against softmax over whole matrices, which knows neither tiles nor indices."""
     batch = random_batch([(37, 200), (0, 90)], 4, 2, 64, 16, dtype, device, gap_tokens=1)
@@ -195,38 +226,24 @@ def test_full_index_is_dense_attention(engine, device, dtype):
         assert float((lse[:, token : token + query_len] - scores.logsumexp(-1)).abs().max()) <= expected.lse_budget
 
 
-def test_other_tokens_and_lse_stay_untouched(engine, device):
-    """Tokens of no row keep what was in out, and lse may be left out."""
-    batch = random_batch([(10, 70), (3, 20)], 2, 1, 64, 16, DTYPES[0], device, gap_tokens=9)
-    index = random_index(batch, 64, 0.5)
-    whole = run(engine, batch, index)[0]
-    out = torch.full_like(batch.q, 7.0)
-    attend(batch.q, batch.cache, index, out, batch.scale, engine=engine)
-    owned = torch.zeros(len(batch.q), dtype=torch.bool, device=device)
-    for token, query_len in zip(batch.rows.tokens, batch.rows.query_lens, strict=True):
-        owned[token : token + query_len] = True
-    assert (out[~owned] == 7.0).all()
-    assert torch.equal(out[owned], whole[owned])
-
-
-def test_strided_queries_and_outputs(engine, device):
-    """vLLM's q is a slice of the fused projection, and out may be one of a larger buffer."""
-    batch = random_batch([(70, 100)], 2, 1, 64, 16, DTYPES[0], device)
-    index = random_index(batch, 64, 0.5, stripes=10)
-    whole = run(engine, batch, index)[0]
-    fused = batch.q.new_full((len(batch.q), 4, 64), float("nan"))
+def test_nothing_else_is_written(engine, device, means):
+    """Tokens of no row keep what was in out; vLLM's q is a slice of the fused projection, out may be one of a larger
+    buffer, and lse may be left out."""
+    batch = random_batch([(100, 70), (3, 20)], 2, 1, 64, 16, DTYPES[0], device, gap_tokens=9)
+    index, options = random_index(batch, 64, 0.5, stripes=10), asked(means, batch)
+    whole = run(engine, batch, index, options)[0]
+    fused, wide = (torch.full((len(batch.q), n, 64), 7.0, dtype=batch.q.dtype, device=device) for n in (4, 5))
     fused[:, :2] = batch.q
-    wide = batch.q.new_full((len(batch.q), 5, 64), float("nan"))
-    attend(fused[:, :2], batch.cache, index, wide[:, 1:3], batch.scale, engine=engine)
-    assert torch.equal(wide[:, 1:3], whole)
-    assert wide[:, [0, 3, 4]].isnan().all()
+    attend(fused[:, :2], batch.cache, index, wide[:, 1:3], batch.scale, options=options, engine=engine)
+    assert torch.equal(wide[:, 1:3], whole.nan_to_num(nan=7.0))
+    assert (wide[:, [0, 3, 4]] == 7.0).all()
 
 
-def test_large_scores_neither_overflow_nor_vanish(engine, device):
+def test_large_scores_neither_overflow_nor_vanish(engine, device, means):
     """Scores of thousands: the running maximum must be subtracted before the exponential."""
     batch = random_batch([(200, 70)], 2, 1, 64, 16, DTYPES[0], device)
     batch.q.mul_(300.0)
-    check(engine, batch, random_index(batch, 64, 0.5, stripes=30))
+    check(engine, batch, random_index(batch, 64, 0.5, stripes=30), asked(means, batch))
 
 
 def test_the_cache_is_only_read(engine, device):
@@ -271,28 +288,31 @@ def part_of(batch: Batch, index: SparseIndex, row: int) -> tuple[Batch, SparseIn
     return alone, single
 
 
-def independent(engine: Engine, batch: Batch, index: SparseIndex, chosen: Sequence[int]) -> None:
-    together, lse = run(engine, batch, index)
+def independent(
+    engine: Engine, batch: Batch, index: SparseIndex, chosen: Sequence[int], options: AttendOptions | None = None
+) -> None:
+    together, lse = run(engine, batch, index, options)
     for row in chosen:
-        out, single_lse = run(engine, *part_of(batch, index, row))
+        out, single_lse = run(engine, *part_of(batch, index, row), options)
         tokens = slice(batch.rows.tokens[row], batch.rows.tokens[row] + batch.rows.query_lens[row])
         assert same((out[tokens], single_lse[:, tokens]), (together[tokens], lse[:, tokens]))
 
 
-def test_a_row_does_not_depend_on_its_neighbours(engine, device):
+def test_a_row_does_not_depend_on_its_neighbours(engine, device, means):
     """Bitwise, whatever else is in the batch."""
     batch = random_batch([(333, 140), (530, 1), (200, 30)], 2, 1, 64, 16, DTYPES[0], device, gap_tokens=3)
-    independent(engine, batch, random_index(batch, 64, 0.5, stripes=70), range(3))
+    options = asked(means, batch)
+    independent(engine, batch, random_index(batch, 64, 0.5, stripes=70), range(3), options)
 
 
 @pytest.mark.parametrize(("page_size", "layout"), [(16, "NHD"), (48, "HND"), (128, "HND"), (128, "NHD")])
-def test_a_row_does_not_depend_on_pages(engine, device, page_size, layout):
+def test_a_row_does_not_depend_on_pages(engine, device, page_size, layout, means):
     """Bitwise, whatever the page size, the layout and where pages lie."""
     batch = random_batch([(333, 140), (20, 5)], 4, 2, 64, 64, DTYPES[0], device)
-    index = random_index(batch, 64, 0.5, stripes=70)
+    index, options = random_index(batch, 64, 0.5, stripes=70), asked(means, batch)
     other = repaged(batch, page_size, layout)
     moved = dataclasses.replace(index, rows=other.rows)
-    assert same(run(engine, batch, index), run(engine, other, moved))
+    assert same(run(engine, batch, index, options), run(engine, other, moved, options))
 
 
 @pytest.mark.parametrize(
@@ -323,6 +343,7 @@ shapes = st.fixed_dictionaries(
 )
 
 
+@FULL
 @pytest.mark.parametrize("name", ENGINES)
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
 @given(shape=shapes)
@@ -343,9 +364,9 @@ class TestOnGpu:
     @pytest.mark.parametrize(
         ("head_dim", "block_tokens"), [(128, 32), (128, 64), (128, 128), (96, 64), (64, 64), (64, 128), (256, 64)]
     )
-    def test_matches_the_reference(self, engine, lengths, dtype, head_dim, block_tokens):
+    def test_matches_the_reference(self, engine, lengths, dtype, head_dim, block_tokens, means):
         batch = random_batch(lengths, 8, 2, head_dim, 128, dtype, "cuda", gap_tokens=3)
-        check(engine, batch, random_index(batch, block_tokens, 0.2, stripes=200))
+        check(engine, batch, random_index(batch, block_tokens, 0.2, stripes=200), asked(means, batch))
 
 
 @pytest.mark.gpu
