@@ -104,7 +104,7 @@ def _threshold(b_first, row, begin, end, num_blocks, share, CHUNK: tl.constexpr)
         bits = tl.where(reached, middle, bits)
         too_many = tl.where(reached, too_many, middle)
     missing = target - _mass(b_first, row, begin, end, bits + 1, CHUNK)
-    num_equal = tl.ceil(tl.minimum(missing / bits.to(tl.float32, bitcast=True), 1e9)).to(tl.int32)
+    num_equal = tl.ceil(tl.minimum(missing / tl.cast(bits, tl.float32, bitcast=True), 1e9)).to(tl.int32)
     return bits, num_equal
 
 

@@ -41,7 +41,7 @@ STAGES = gl.constexpr(4)
 """Steps of keys in shared memory."""
 
 MAX_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 80, gl.constexpr(104), gl.constexpr(24)
-"""Of a thread at the start, of which two programs fit a multiprocessor; then of consumers and of the producer's group."""
+"""Of a thread: at the start, when two programs fit a multiprocessor; then of consumers and of the producer's group."""
 
 STEP = gl.constexpr(128)
 """Keys of one step, and queries of a tile."""
@@ -105,10 +105,11 @@ def masses(
     )  # fmt: skip
     _scores_kernel[(num_pairs, num_spans, num_selected)](
         rounded, bulk(rounded.queries), bulk(rounded.keys), heads, kept, tiles, first_tile, pairs, scratch,
-        num_tiles, num_spans, num_rounds, GROUP=group, KEPT_D=kept_d, SPAN=SPAN_TOKENS, FIELDS=TILE_FIELDS, num_warps=4, maxnreg=MAX_REGISTERS,
+        num_tiles, num_spans, num_rounds,
+        GROUP=group, KEPT_D=kept_d, SPAN=SPAN_TOKENS, FIELDS=TILE_FIELDS, num_warps=4, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     _masses_kernel[(ceil_div(num_rounds, MASS_ROUNDS), num_tiles, num_selected)](
-        kept, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target, target.stride(0), target.stride(1),
+        kept, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target, *target.stride()[:2],
         SPAN=SPAN_TOKENS, ROUNDS=MASS_ROUNDS, FIELDS=TILE_FIELDS, num_warps=4,
     )  # fmt: skip
 

@@ -84,7 +84,8 @@ def moments(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, workspa
             )
         _moments_kernel[(rows.num_rows, num_kv_heads)](
             sums, num_splits, squares, _tile_bounds(rows), rows.row_ends, means, channels,
-            GROUP=num_heads // num_kv_heads, **shape, KEPT_D=kept_d, GROUPS=SPLIT_GROUPS, num_warps=max(block_d // 8, 4),
+            GROUP=num_heads // num_kv_heads, **shape, KEPT_D=kept_d, GROUPS=SPLIT_GROUPS,
+            num_warps=max(block_d // 8, 4),
         )  # fmt: skip
     return Moments(means, channels)
 
