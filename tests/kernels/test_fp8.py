@@ -23,22 +23,6 @@ SCALES = (0.03, 0.05, 0.2)
 
 READS_FP8 = [name for name in ENGINES if name != "hopper"]
 
-<<<<<<< HEAD
-METHODS_ASKED = [
-    METHODS[name].parameters(**values)
-    for name, values in (
-        ("anchor_attention", {"step_tiles": 1}),
-        ("anchor_attention", {"step_tiles": 1, "sample_tokens": 32}),
-        ("block_sparse", {"top_blocks": 3}),
-        ("flex_vertical_slash", {}),
-        ("sale", {}),
-        ("sale", {"channels": "half"}),
-        ("share_prefill", {"cluster": 0}),
-        ("sparge_attn", {}),
-        ("top_p", {}),
-        ("vertical_slash", {"vertical_tokens": 40, "slash_tokens": 128}),
-    )
-=======
 SMALL = {"anchor_attention": {"step_tiles": 1}, "block_sparse": {"top_blocks": 3}, "share_prefill": {"cluster": 0}}
 SMALL |= {"vertical_slash": {"vertical_tokens": 40, "slash_tokens": 128}}
 READING = [name for name in sparse_names() if name != "a_shape"]
@@ -47,7 +31,6 @@ METHODS_ASKED = [METHODS[name].parameters(**SMALL.get(name, {})) for name in REA
 METHODS_ASKED += [
     METHODS["anchor_attention"].parameters(step_tiles=1, sample_tokens=32),
     METHODS["sale"].parameters(channels="half"),
->>>>>>> main
 ]
 
 
