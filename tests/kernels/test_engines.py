@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every engine, every shape it may meet, against exact softmax attention over the same index, and beside it over means
-in place of dropped blocks.
+"""Every engine, every shape it may meet, against exact softmax attention over the same index.
 
 An engine that refuses a case is skipped there, with its reason. Outputs are poisoned with NaN, and so are all places of
 the cache that no position owns, as far as the engine promises not to read them. Budgets are those of testing/budget.py:
@@ -13,7 +12,6 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
-from vllm_sparse_kernels.attend.block_means import asking
 
 from benchmarks.batches import random_batch, random_index, repaged
 from tests.helpers.paged_varlen import STAND_IN, paged_varlen
@@ -70,22 +68,6 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     return ENGINES[request.param]
 
 
-@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.full)], ids=["", "means"])
-def means(request: pytest.FixtureRequest) -> bool:
-    """Whether heads ask for means in place of what is dropped."""
-    return request.param
-
-
-def means_of(flags: Sequence[bool], device: str | torch.device) -> AttendOptions:
-    options = asking(None, flags, torch.device(device))
-    assert options is not None
-    return options
-
-
-def asked(means: bool, batch: Batch) -> AttendOptions | None:
-    return means_of([True] * batch.num_heads, batch.q.device) if means else None
-
-
 def run(
     engine: Engine, batch: Batch, index: SparseIndex, options: AttendOptions | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,15 +102,15 @@ def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool
     [[(0, 63)], [(1000, 1)], pytest.param([(37, 1000)], marks=FULL), [(5, 63), (0, 1), (301, 150), (64, 128)]],
     ids=str,
 )
-def test_lengths(engine, device, lengths, dtype, means):
+def test_lengths(engine, device, lengths, dtype):
     batch = random_batch(lengths, 1, 1, 64, 16, dtype, device, gap_tokens=5)
-    check(engine, batch, random_index(batch, 64, 0.2, stripes=90), asked(means, batch))
+    check(engine, batch, random_index(batch, 64, 0.2, stripes=90))
 
 
 @FULL
-def test_long_row(engine, device, means):
+def test_long_row(engine, device):
     batch = random_batch([(0, 2049)], 1, 1, 64, 64, DTYPES[1], device)
-    check(engine, batch, random_index(batch, 64, 0.05, stripes=40), asked(means, batch))
+    check(engine, batch, random_index(batch, 64, 0.05, stripes=40))
 
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
@@ -136,26 +118,26 @@ def test_long_row(engine, device, means):
     ("num_heads", "num_kv_heads"),
     [(6, 2), *(pytest.param(*pair, marks=FULL) for pair in ((2, 2), (4, 2), (4, 1), (8, 1)))],
 )
-def test_query_heads_find_their_kv_head(engine, device, num_heads, num_kv_heads, dtype, means):
+def test_query_heads_find_their_kv_head(engine, device, num_heads, num_kv_heads, dtype):
     batch = random_batch([(71, 40), (0, 3)], num_heads, num_kv_heads, 64, 16, dtype, device)
-    check(engine, batch, random_index(batch, 64, 0.5, stripes=20), asked(means, batch))
+    check(engine, batch, random_index(batch, 64, 0.5, stripes=20))
 
 
 @FULL
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("block_tokens", [32, 64, 128])
 @pytest.mark.parametrize("page_size", [16, 48, 64, 128])
-def test_pages(engine, device, page_size, block_tokens, layout, means):
+def test_pages(engine, device, page_size, block_tokens, layout):
     batch = random_batch([(333, 40), (0, 50)], 2, 2, 64, page_size, DTYPES[0], device, layout=layout, gap_tokens=2)
-    check(engine, batch, random_index(batch, block_tokens, 0.5, stripes=30), asked(means, batch))
+    check(engine, batch, random_index(batch, block_tokens, 0.5, stripes=30))
 
 
 @pytest.mark.parametrize("block_tokens", [64, pytest.param(32, marks=FULL), pytest.param(128, marks=FULL)])
-def test_a_diagonal_anywhere(engine, device, block_tokens, means):
+def test_a_diagonal_anywhere(engine, device, block_tokens):
     """Tiles that begin at any place of a block, over one to five blocks of their own, whole and cut short."""
     lengths = [(c, 130) for c in (1, 31, 33, 97, 127, 129)] + [(c, 33) for c in (0, 31, 32, 64, 128, 191)]
     batch = random_batch(lengths, 1, 1, 64, 128, DTYPES[0], device)
-    check(engine, batch, random_index(batch, block_tokens, 0.3), asked(means, batch))
+    check(engine, batch, random_index(batch, block_tokens, 0.3))
 
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
@@ -166,9 +148,9 @@ def test_a_diagonal_anywhere(engine, device, block_tokens, means):
         *(pytest.param(*c, marks=FULL) for c in ((64, 64), (64, 128), (96, 128), (128, 64), (128, 128), (256, 64))),
     ],
 )
-def test_head_dims(engine, device, head_dim, block_tokens, dtype, means):
+def test_head_dims(engine, device, head_dim, block_tokens, dtype):
     batch = random_batch([(150, 70)], 2, 1, head_dim, 16, dtype, device)
-    check(engine, batch, random_index(batch, block_tokens, 0.5, stripes=70), asked(means, batch))
+    check(engine, batch, random_index(batch, block_tokens, 0.5, stripes=70))
 
 
 @pytest.mark.parametrize("stripes", [64, *(pytest.param(number, marks=FULL) for number in (0, 1, 200))])
@@ -226,24 +208,24 @@ def test_full_index_is_dense_attention(engine, device, dtype):
         assert float((lse[:, token : token + query_len] - scores.logsumexp(-1)).abs().max()) <= expected.lse_budget
 
 
-def test_nothing_else_is_written(engine, device, means):
+def test_nothing_else_is_written(engine, device):
     """Tokens of no row keep what was in out; vLLM's q is a slice of the fused projection, out may be one of a larger
     buffer, and lse may be left out."""
     batch = random_batch([(100, 70), (3, 20)], 2, 1, 64, 16, DTYPES[0], device, gap_tokens=9)
-    index, options = random_index(batch, 64, 0.5, stripes=10), asked(means, batch)
-    whole = run(engine, batch, index, options)[0]
+    index = random_index(batch, 64, 0.5, stripes=10)
+    whole = run(engine, batch, index)[0]
     fused, wide = (torch.full((len(batch.q), n, 64), 7.0, dtype=batch.q.dtype, device=device) for n in (4, 5))
     fused[:, :2] = batch.q
-    attend(fused[:, :2], batch.cache, index, wide[:, 1:3], batch.scale, options=options, engine=engine)
+    attend(fused[:, :2], batch.cache, index, wide[:, 1:3], batch.scale, engine=engine)
     assert torch.equal(wide[:, 1:3], whole.nan_to_num(nan=7.0))
     assert (wide[:, [0, 3, 4]] == 7.0).all()
 
 
-def test_large_scores_neither_overflow_nor_vanish(engine, device, means):
+def test_large_scores_neither_overflow_nor_vanish(engine, device):
     """Scores of thousands: the running maximum must be subtracted before the exponential."""
     batch = random_batch([(200, 70)], 2, 1, 64, 16, DTYPES[0], device)
     batch.q.mul_(300.0)
-    check(engine, batch, random_index(batch, 64, 0.5, stripes=30), asked(means, batch))
+    check(engine, batch, random_index(batch, 64, 0.5, stripes=30))
 
 
 def test_the_cache_is_only_read(engine, device):
@@ -298,21 +280,20 @@ def independent(
         assert same((out[tokens], single_lse[:, tokens]), (together[tokens], lse[:, tokens]))
 
 
-def test_a_row_does_not_depend_on_its_neighbours(engine, device, means):
+def test_a_row_does_not_depend_on_its_neighbours(engine, device):
     """Bitwise, whatever else is in the batch."""
     batch = random_batch([(333, 140), (530, 1), (200, 30)], 2, 1, 64, 16, DTYPES[0], device, gap_tokens=3)
-    options = asked(means, batch)
-    independent(engine, batch, random_index(batch, 64, 0.5, stripes=70), range(3), options)
+    independent(engine, batch, random_index(batch, 64, 0.5, stripes=70), range(3))
 
 
 @pytest.mark.parametrize(("page_size", "layout"), [(16, "NHD"), (48, "HND"), (128, "HND"), (128, "NHD")])
-def test_a_row_does_not_depend_on_pages(engine, device, page_size, layout, means):
+def test_a_row_does_not_depend_on_pages(engine, device, page_size, layout):
     """Bitwise, whatever the page size, the layout and where pages lie."""
     batch = random_batch([(333, 140), (20, 5)], 4, 2, 64, 64, DTYPES[0], device)
-    index, options = random_index(batch, 64, 0.5, stripes=70), asked(means, batch)
+    index = random_index(batch, 64, 0.5, stripes=70)
     other = repaged(batch, page_size, layout)
     moved = dataclasses.replace(index, rows=other.rows)
-    assert same(run(engine, batch, index, options), run(engine, other, moved, options))
+    assert same(run(engine, batch, index), run(engine, other, moved))
 
 
 @pytest.mark.parametrize(
@@ -364,9 +345,9 @@ class TestOnGpu:
     @pytest.mark.parametrize(
         ("head_dim", "block_tokens"), [(128, 32), (128, 64), (128, 128), (96, 64), (64, 64), (64, 128), (256, 64)]
     )
-    def test_matches_the_reference(self, engine, lengths, dtype, head_dim, block_tokens, means):
+    def test_matches_the_reference(self, engine, lengths, dtype, head_dim, block_tokens):
         batch = random_batch(lengths, 8, 2, head_dim, 128, dtype, "cuda", gap_tokens=3)
-        check(engine, batch, random_index(batch, block_tokens, 0.2, stripes=200), asked(means, batch))
+        check(engine, batch, random_index(batch, block_tokens, 0.2, stripes=200))
 
 
 @pytest.mark.gpu
