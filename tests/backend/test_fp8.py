@@ -131,7 +131,7 @@ def test_scales_of_a_whole_layer_are_read(as_on_hopper: None) -> None:
 @interpreted
 @pytest.mark.parametrize(
     ("method", "params", "engine"),
-    [("sale", {"block_means": True}, "flash"), ("anchor_attention", {}, "flash"), ("vertical_slash", {}, "portable")],
+    [("sale", {}, "flash"), ("anchor_attention", {}, "flash"), ("vertical_slash", {}, "portable")],
 )
 def test_warm_up_meets_every_kernel(
     as_on_hopper: None, method: str, params: dict[str, Any], engine: str, monkeypatch: pytest.MonkeyPatch
@@ -155,7 +155,9 @@ def test_warm_up_meets_every_kernel(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("engine", ["auto", "portable"])
-@pytest.mark.parametrize("method", ["anchor_attention", "sale", "share_prefill", "sparge_attn", "vertical_slash"])
+@pytest.mark.parametrize(
+    "method", ["anchor_attention", "sale", "share_prefill", "sparge_attn", "top_p", "vertical_slash"]
+)
 def test_nothing_compiles_after_warm_up_on_a_gpu(method: str, engine: str) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
 

@@ -414,7 +414,7 @@ def test_settings_that_a_server_would_refuse_are_refused_before_it_starts():
     needle = bundled_model()
     assert Settings.parse("streaming", model=needle).values == {"profile": "streaming"}
     for text, problem in (
-        ("best-code-lm-29m-128k", "the profile is for .* 8 layers"),
+        ("minference-llama-3.1-8b-instruct", "the profile is for .* 32 layers"),
         ('{"crossover": "nosuch.json"}', "crossover: given 'nosuch.json'"),
     ):
         with pytest.raises(BenchError, match=problem):

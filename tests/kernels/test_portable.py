@@ -22,7 +22,11 @@ def run(batch: Batch, index: SparseIndex, bulk: bool) -> tuple[torch.Tensor, tor
 
 
 @pytest.mark.parametrize(
-    ("page_size", "block_tokens", "layout"), [(64, 64, "HND"), (128, 64, "NHD"), (128, 128, "NHD"), (128, 128, "HND")]
+    ("page_size", "block_tokens", "layout"),
+    [
+        (128, 64, "NHD"),
+        *(pytest.param(*c, marks=pytest.mark.full) for c in ((64, 64, "HND"), (128, 128, "NHD"), (128, 128, "HND"))),
+    ],
 )
 def test_bulk_copies(device, page_size, block_tokens, layout):
     """Blocks fetched as matrices give what blocks fetched by pointers give."""

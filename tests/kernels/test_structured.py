@@ -18,15 +18,10 @@ def probabilities(data, head):
     )
 
 
-@pytest.mark.parametrize(
-    ("query_len", "context_len", "num_heads", "num_kv_heads", "head_dim"),
-    [(1, 0, 1, 1, 32), (63, 1000, 4, 2, 64), (2049, 0, 16, 4, 96), (130, 2049, 5, 1, 128), (64, 5, 2, 2, 256)],
-)
-def test_shapes_and_seeds(query_len, context_len, num_heads, num_kv_heads, head_dim):
-    def make(seed):
-        return structured(query_len, context_len, num_heads, num_kv_heads, head_dim, torch.float16, DEVICE, seed)
-
-    one, same, other = make(3), make(3), make(4)
+@pytest.mark.parametrize("shape", [(1, 0, 1, 1, 32), (63, 1000, 4, 2, 64), (130, 2049, 5, 1, 128), (64, 5, 2, 2, 256)])
+def test_shapes_and_seeds(shape):
+    query_len, context_len, num_heads, num_kv_heads, head_dim = shape
+    one, same, other = (structured(*shape, torch.float16, DEVICE, seed) for seed in (3, 3, 4))
     assert one.q.shape == (query_len, num_heads, head_dim)
     assert one.k.shape == one.v.shape == (context_len + query_len, num_kv_heads, head_dim)
     assert one.q.dtype == one.k.dtype == one.v.dtype == torch.float16
@@ -53,6 +48,7 @@ def test_the_oracle_is_what_whole_matrices_say():
         assert float(got[head]) == pytest.approx(sum(shares) / len(shares), rel=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("context_len", [24576, 49152])
 def test_densities_spread_as_on_a_trained_model(context_len):
     density = oracle_density(structured(8192, context_len, 16, 4, 128, torch.bfloat16, DEVICE), num_queries=32)
@@ -63,6 +59,7 @@ def test_densities_spread_as_on_a_trained_model(context_len):
     assert 0.0003 < float(density.min()) < 0.006
 
 
+@pytest.mark.full
 def test_every_part_is_there():
     """Sinks, band, slashes and heavy keys, each where a head's kind has it, hold more mass than their number would."""
     data = structured(512, 7000, 16, 4, 128, device=DEVICE, seed=2)
@@ -84,6 +81,7 @@ def test_every_part_is_there():
     assert of["heavy"][3] > 0.6 > 0.2 > of["spread"][3]
 
 
+@pytest.mark.full
 def test_heavy_keys_change_with_the_position():
     data = structured(16384, 0, 4, 4, 64, device=DEVICE)
     head = data.kinds.index("heavy")

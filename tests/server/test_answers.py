@@ -20,6 +20,7 @@ from vllm_sparse_kernels.methods import METHODS
 
 pytestmark = [
     pytest.mark.server,
+    pytest.mark.full,
     pytest.mark.skipif(torch.cuda.is_available(), reason="asks servers for what `sparse-prefill eval` measures"),
 ]
 pytest.importorskip("vllm")

@@ -13,6 +13,6 @@ SPECS = (
         full=TopP(kept_mass=1.0),
         demo={"kept_mass": 0.5},
         ladder=tuple({"kept_mass": p} for p in (0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995)),
-        cost=0.2,
+        cost=0.17,
     ),
 )

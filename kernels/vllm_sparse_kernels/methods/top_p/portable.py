@@ -147,10 +147,10 @@ def _masses_kernel(
             b_sum = b_sum * tl.exp2(b_top - b_finite) + b_other
             b_top = b_new
         in_row = o_m < length
-        b_sum = tl.where(in_row, b_top + tl.log2(b_sum), float("inf"))
+        b_weight = tl.where(in_row, 1 / (b_sum * length), 0.0)
         at = scratch.scores + (place * num_blocks + o_b)[:, None] * 128 + o_m[None, :]
         there = (o_b < num_causal)[:, None] & in_row[None, :]
         b_u = tl.load(at, mask=there, other=float("-inf")).to(tl.float32)
-        b_mass = tl.sum(tl.exp2(b_u - b_sum[None, :]), 1) / length
+        b_mass = tl.sum(tl.exp2(b_u - tl.where(in_row, b_top, 0.0)[None, :]) * b_weight[None, :], 1)
         out = target + i_entry * stride_head + i_tile.to(tl.int64) * stride_tile
         tl.store(out + o_b, b_mass, mask=o_b < num_causal)

@@ -78,7 +78,7 @@ def kept_channels(method: "TopP", sample: torch.Tensor, queries: torch.Tensor) -
     num_kv_heads, head_dim = sample.shape[1:]
     count = max((1 << (head_dim - 1).bit_length()) // 2, LEAST_CHANNELS) if method.channels == "half" else head_dim
     squares = sum(part[: SAMPLE // 2].square().mean(0) for part in queries.split(TILE_TOKENS))
-    weights = sample.var(0, correction=0) * squares.view(num_kv_heads, -1, head_dim).sum(1)  # type: ignore[union-attr]
+    weights = sample.var(0, correction=0) * squares.view(num_kv_heads, -1, head_dim).sum(1)
     order = weights.argsort(dim=1, descending=True, stable=True)
     return torch.zeros_like(order, dtype=torch.bool).scatter_(1, order[:, :count], True)
 
