@@ -155,7 +155,9 @@ def test_warm_up_meets_every_kernel(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("engine", ["auto", "portable"])
-@pytest.mark.parametrize("method", ["anchor_attention", "sale", "share_prefill", "sparge_attn", "vertical_slash"])
+@pytest.mark.parametrize(
+    "method", ["anchor_attention", "sale", "share_prefill", "sparge_attn", "top_p", "vertical_slash"]
+)
 def test_nothing_compiles_after_warm_up_on_a_gpu(method: str, engine: str) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
 

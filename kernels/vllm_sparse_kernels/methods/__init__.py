@@ -15,6 +15,7 @@ FOLDERS = (
     "sale",
     "share_prefill",
     "sparge_attn",
+    "top_p",
 )
 
 METHODS = Registry(spec for folder in FOLDERS for spec in import_module(f"{__name__}.{folder}").SPECS)
