@@ -101,7 +101,7 @@ class TopP(PerHead):
             compact_blocks(None, index, heads)
             return
         kept = on_device(shares, q.device)
-        if on_hopper(q.device):
+        if on_hopper(q.device, kept_channels(cache.head_dim, self.channels == "half")):
             try:
                 self._fill(hopper, q, cache, index, heads, kept, scale)  # type: ignore[arg-type]
                 return
@@ -139,8 +139,8 @@ class TopP(PerHead):
                 choose(masses, index, run.first_tile, heads, kept, self.sink_tokens, self.local_tokens)
 
 
-def on_hopper(device: torch.device) -> bool:
-    if hopper is None or UNUSABLE or device.type != "cuda":
+def on_hopper(device: torch.device, kept_d: int) -> bool:
+    if hopper is None or UNUSABLE or device.type != "cuda" or kept_d > hopper.WIDEST:
         return False
     return torch.cuda.get_device_capability(device) == (9, 0)
 
