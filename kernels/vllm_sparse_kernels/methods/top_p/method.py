@@ -16,9 +16,10 @@ dense. For a row's query q and key k, with s the softmax's scale:
 
 What was measured, by emulating the rule in plain torch (not through a server yet), on a model of 135 million parameters
 and 64 channels a head, trained on real text, over prompts of 16,384 to 65,536 tokens with 24 facts asked for inside
-each: at p 0.95 perplexity no more than 0.2 % above dense attention's, at densities of 0.21 to 0.13; SALE's (τ 0.03), at
-0.18 to 0.08, raises it by 1.1 to 1.5 %. 8 bits lose nothing against exact scores, 4 bits do. Row maxima are as good
-as true masses. Means of keys, or some of the queries, are not: the blocks that answer questions are invisible to them.
+each: at p 0.95 perplexity no more than 0.2 % above dense attention's, at densities of 0.21 to 0.13; SALE's rule (τ
+0.03), at 0.18 to 0.08, raises it by 1.1 to 1.5 %. 8 bits lose nothing against exact scores, 4 bits do. Row maxima are
+as good as true masses. Means of keys, or some of the queries, are not: the blocks that answer questions are invisible
+to them.
 
 * ``channels`` "half" multiplies the half of each kv head's channels that moves scores most in this step: variance of
   keys times mean square of queries, of all heads that share the keys. That halves the product, the greater part of the
@@ -101,7 +102,7 @@ class TopP(PerHead):
             compact_blocks(None, index, heads)
             return
         kept = on_device(shares, q.device)
-        if on_hopper(q.device):
+        if on_hopper(q.device, kept_channels(cache.head_dim, self.channels == "half")):
             try:
                 self._fill(hopper, q, cache, index, heads, kept, scale)  # type: ignore[arg-type]
                 return
@@ -139,8 +140,8 @@ class TopP(PerHead):
                 choose(masses, index, run.first_tile, heads, kept, self.sink_tokens, self.local_tokens)
 
 
-def on_hopper(device: torch.device) -> bool:
-    if hopper is None or UNUSABLE or device.type != "cuda":
+def on_hopper(device: torch.device, kept_d: int) -> bool:
+    if hopper is None or UNUSABLE or device.type != "cuda" or kept_d > hopper.WIDEST:
         return False
     return torch.cuda.get_device_capability(device) == (9, 0)
 
