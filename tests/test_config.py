@@ -76,10 +76,7 @@ def test_all_wrong_fields_are_named_at_once() -> None:
         ({"min_tokens": True}, "sparse_prefill.min_tokens: given True, expected an integer"),
         ({"min_tokens": "8192"}, "sparse_prefill.min_tokens: given '8192', expected an integer"),
         ({"check_index": "yes"}, "sparse_prefill.check_index: given 'yes', expected true or false"),
-        (
-            {"engine": "flsh"},
-            "sparse_prefill.engine: given 'flsh', expected 'auto', 'hopper', 'flash' or 'portable'",
-        ),
+        ({"engine": "flsh"}, "sparse_prefill.engine: given 'flsh', expected 'auto', 'hopper', 'flash' or 'portable'"),
         ({"metrics_interval_s": 0}, "sparse_prefill.metrics_interval_s: given 0, expected more than 0"),
         ({"metrics_interval_s": 6}, "sparse_prefill.metrics_interval_s: given 6, expected at most 5"),
         (
