@@ -126,11 +126,6 @@ class TestMicrobatches:
             recorder.count_batch(number, kinds, self.table[rows])
         return found(recorder)
 
-    def test_a_cut_row_counts_once(self) -> None:
-        step = [(0, slice(0, 3), [DECODE, SPARSE, SPARSE]), (1, slice(2, 4), [SPARSE, SHORT])]
-        assert self.counted(*step) == {"rows decode": 1, "rows sparse": 2, "rows dense too_short": 1}
-        assert self.counted(*step, *step) == {"rows decode": 2, "rows sparse": 4, "rows dense too_short": 2}
-
     @pytest.mark.parametrize("parts", [(SHORT, SPARSE), (SPARSE, SHORT), (SPARSE, DECODE), (SPARSE, PADDING)])
     def test_a_row_is_what_its_sparsest_part_is(self, parts: tuple[Any, Any]) -> None:
         step = [(i, slice(0, 1), [kind]) for i, kind in enumerate(parts)]
@@ -154,9 +149,6 @@ class TestMicrobatches:
         assert found(recorder) == self.counted(*batches)
         recorder.count_decodes(0, 3, self.table[1:4])
         assert found(recorder)["rows decode"] == self.counted(*batches)["rows decode"] + 3
-
-    def test_the_next_step_of_the_same_row_counts(self) -> None:
-        assert self.counted((0, slice(0, 1), [SPARSE]), (0, slice(0, 1), [SPARSE])) == {"rows sparse": 2}
 
 
 def test_what_runs_for_no_request_is_not_counted() -> None:

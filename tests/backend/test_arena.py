@@ -2,7 +2,6 @@
 """One arena for all layers of a worker: its size, who allocates it when, and rows that do not fit all at once."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,7 @@ from vllm_sparse_backend.settings.crossover import Thresholds
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_backend.settings.reasons import Fallback
-from vllm_sparse_kernels import SparseIndex, Workspace
-from vllm_sparse_kernels.layer import HeadGroup, Layer, stripes_of
+from vllm_sparse_kernels.layer import HeadGroup
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 
 MIN_TOKENS = 100
@@ -71,10 +69,6 @@ class TestSlabs:
         st.tuples(st.integers(0, LONGEST - 3000), st.integers(1, 3000)), min_size=1, max_size=6
     )  # fmt: skip
 
-    def test_rows_that_fit_run_together(self) -> None:
-        rows = in_turn([(1000, 500), (0, 3000), (7, 1)])
-        assert dealt(Room(needs(), 1 << 40, LONGEST), rows) == [rows]
-
     @given(lengths=LENGTHS, times=st.sampled_from([1.0, 1.1, 1.5, 4.0]))
     @settings(max_examples=60, deadline=None)
     def test_every_token_runs_once_and_every_slab_fits(self, lengths: list[tuple[int, int]], times: float) -> None:
@@ -104,18 +98,6 @@ class TestSlabs:
             alone = [chunk.query_len for slab in only for chunk in slab]
             beside = [chunk.query_len for slab in slabs for chunk in slab if chunk.number == row.number]
             assert beside == alone
-
-    def test_a_row_without_room_for_one_tile_does_not_fit(self) -> None:
-        one_tile = Room(needs(), 0, LONGEST).needed(rows_of([Row(0, 0, 1, 9_999)]))
-        room = Room(needs(), one_tile, LONGEST)
-        assert room.fits(Row(0, 0, 500, 9_500))
-        assert not room.fits(Row(0, 0, 500, 12_000))
-
-    def test_room_depends_on_the_layer_that_needs_most(self) -> None:
-        slab = rows_of(in_turn([(5000, 500)]))
-        small, large = (Room(needs(vertical_tokens=n), 0, LONGEST) for n in (40, 400))
-        both = Room([*needs(vertical_tokens=400), *needs(vertical_tokens=40)], 0, LONGEST)
-        assert small.needed(slab) < large.needed(slab) == both.needed(slab)
 
     def test_means_of_dropped_blocks_need_room_wherever_in_the_step_a_row_lies(self) -> None:
         step_tokens = 1 << 20  # so that their log-sum-exps take more than any selection
@@ -157,16 +139,6 @@ class TestSize:
         assert [max(row.query_len for row in step) for step in largest_steps(*arguments)][: len(expected)] == expected
         assert bool(expected) or not list(largest_steps(*arguments))
 
-    def test_it_holds_the_longest_row(self, configured: Callable[..., Any], lines: list[str]) -> None:
-        config = configured(method="vertical_slash", params=LINES, min_tokens=MIN_TOKENS)
-        (layer,) = make_layers(config, [0])
-        memory = layer.impl.join(config, CPU).reserve()
-        max_len, max_tokens = config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens
-        query_len = min(max_tokens, max_len - MIN_TOKENS)
-        (slab,) = memory.room.slabs([Row(0, 0, query_len, max_len - query_len)], torch.zeros(1, 1, dtype=torch.int32))
-        assert memory.room.needed(slab.rows) <= memory.room.num_bytes == len(memory.arena.buffer)
-        assert any(line.startswith("sparse-prefill: an arena of ") for line in lines)
-
     def test_it_is_no_larger_than_its_share_of_the_device(
         self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -174,16 +146,6 @@ class TestSize:
         config = configured(method="vertical_slash", params=LINES, min_tokens=MIN_TOKENS)
         (layer,) = make_layers(config, [0])
         assert len(layer.impl.join(config, CPU).reserve().arena.buffer) == 1 << 16
-
-    @pytest.mark.parametrize(("method", "block_tokens"), [("vertical_slash", 64), ("sale", 32), ("dense", 128)])
-    def test_an_index_takes_what_is_reckoned(self, method: str, block_tokens: int) -> None:
-        need = needs(method)[0]
-        assert need.shape.block_tokens == block_tokens
-        rows = rows_of(in_turn([(3000, 500), (0, 129), (700, 1)]))
-        workspace = Workspace(CPU)
-        replace(Layer.of(need.groups, 64, CPU), block_tokens=block_tokens).index(rows, workspace)
-        capacity = sum(stripes_of(group.method, rows).capacity * len(group.heads) for group in need.groups)
-        assert workspace.peak_bytes == SparseIndex.bytes_for(rows, 8, block_tokens, capacity)
 
     @pytest.mark.parametrize(("engine", "block_tokens"), [("auto", 32), ("hopper", 32), ("portable", 64)])
     def test_it_is_reckoned_with_the_blocks_that_layers_have(
@@ -231,12 +193,6 @@ class TestReservation:
         assert [builder.sparse_layers for builder in builders] == [(0, 1), (2, 3)]
         assert builders[0].memory is builders[1].memory is arena
         assert builders[0].recorder is builders[1].recorder
-
-    def test_layers_that_cannot_go_sparse_reserve_nothing(self, configured: Callable[..., Any]) -> None:
-        config = configured(method="dense")
-        (layer,) = make_layers(config, [0], per_layer_sliding_window=64)
-        layer.impl.forward(layer, torch.zeros(5, 4, 32), None, None, torch.empty(0), None, torch.empty(5, 4, 32))
-        assert layer.impl.worker is None
 
 
 class TestForward:

@@ -19,9 +19,8 @@ if torch.cuda.is_available():
 from benchmarks.batches import random_batch, random_index
 from tests.helpers.paged_varlen import STAND_IN
 from vllm_sparse_backend.serving import compat, engines, warmup
-from vllm_sparse_backend.serving.engines import EnginePicker, failure, forecast, refuse_on_cpu, usual_attention
+from vllm_sparse_backend.serving.engines import EnginePicker, failure, refuse_on_cpu
 from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_kernels.attend import PORTABLE, Engine, engines as all_engines, flash_engine
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.reference import attend as reference
@@ -94,15 +93,6 @@ def test_the_next_engine_is_taken_and_the_log_says_why(lines: list[str]) -> None
         assert line.startswith("sparse-prefill: engine hopper not taken: its result on the warm-up batch is off by")
 
 
-def test_layers_alike_are_tried_once() -> None:
-    calls = []
-    picker = EnginePicker(table=table(broken(lambda out: calls.append(1), "portable")))
-    for _ in range(3):
-        picker.pick(BATCH, BLOCKS, None)
-    picker.pick(BATCH, STRIPES, None)
-    assert len(calls) == 2
-
-
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
@@ -127,20 +117,6 @@ def test_on_a_cpu_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compat.flash_attention() is None
     monkeypatch.setattr(compat, "IS_CPU", False)
     refuse_on_cpu("flash")
-
-
-def test_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "DEVICE_TYPE", "cpu")  # of which the interpreter asks no shared memory
-    shape = ModelShape("LlamaForCausalLM", 4, 16, 4, 256)
-    spec, usual = usual_attention(shape), usual_attention()
-    assert spec is not None
-    assert usual is not None
-    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (16, 4, 256)
-    assert (usual.num_heads, usual.head_dim, usual.has_stripes) == (32, 128, True)
-    monkeypatch.setattr(compat, "flash_attention", lambda: None)
-    taken, refusals = forecast(spec)
-    assert taken == "portable"
-    assert refusals["flash"] == "there is no FlashAttention for this device"
 
 
 @pytest.mark.full

@@ -343,26 +343,6 @@ class TestForward:
         assert (told.gauges["guard_dense", 0], told.gauges["guard_dense", 1]) == (0, 1)
         assert told.gauges["guard_error", 0] < 0.1 < 0.5 < told.gauges["guard_error", 1]
 
-    @pytest.mark.full
-    def test_it_comes_back_as_soon_as_it_would_be_right_again(
-        self, configured: Callable[..., Any], lines: list[str]
-    ) -> None:
-        """While dense its sparse output is measured all the same, and that alone: outputs stay vLLM's."""
-        config = configured(**TINY, **COMMON, guard={"rate": 0.5, "recover": 4})
-        (layer,) = layers = make_layers(config, [0])
-        builder = make_builder(config, layers)
-        far, near = (look(make_step(layer, LONG), layer, far=far) for far in (True, False))
-        assert serve(builder, layers, far, 30)[-1] == [True]
-        exact = near.delegated(layer, builder)
-        steps = []
-        for _ in range(20):
-            metadata = builder.build(0, near.common)
-            steps.append(metadata.sparse.is_dense(0))
-            assert torch.equal(near.forward(layer, metadata), exact) == steps[-1]
-        assert steps == [True] * (back := steps.index(False)) + [False] * (20 - back)
-        assert 6 <= back <= 9
-        assert "layer 0 goes sparse again (4 checks in a row, bound 0.3" in lines[-1]
-
     def test_steps_without_sparse_rows_are_not_counted(self, configured: Callable[..., Any]) -> None:
         config = configured(**TINY, **COMMON, guard={"rate": 0.5})
         builder = make_builder(config, make_layers(config, [0]))

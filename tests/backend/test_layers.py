@@ -16,7 +16,6 @@ if not current_platform.is_cpu():
     pytest.skip("needs vLLM's CPU build", allow_module_level=True)
 
 from tests.backend.served import (
-    CPU,
     layer_name,
     make_builder,
     make_common,
@@ -98,28 +97,6 @@ class TestGroups:
         assert stays_dense(make_builder(config, more))
         assert make_builder(config, others).sparse_layers == (1, 2)
         assert f"sparse-prefill: layers 0 prefill dense: {Fallback.OTHER_HEADS.explain}" in lines
-
-    def test_each_rank_takes_its_own_heads(
-        self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, lines: list[str]
-    ) -> None:
-        heads = '{"0-2": {method: dense}}'
-        profile = tmp_path / "profile.yaml"
-        profile.write_text(
-            f"format: 1\nmodel: any\ndefault: {{method: a_shape}}\nlayers: {{'0-3': {{heads: {heads}}}}}\n"
-        )
-        config = make_config(make_model(tmp_path / "model"), {"profile": str(profile)})
-        monkeypatch.setattr(config.parallel_config, "tensor_parallel_size", 2)
-        names = {}
-        for rank in range(2):
-            config.compilation_config.static_forward_context.clear()
-            monkeypatch.setattr(compat, "tensor_parallel", lambda config, rank=rank: (rank, 2))
-            (layer,) = layers = make_layers(config, [0])
-            lines.clear()
-            make_builder(config, layers)
-            assert layer.impl.num_heads == 2
-            names[rank] = [(group.heads, type(group.method).__name__) for group in layer.impl.layer.groups]
-            assert bool(lines) == (rank == 0)  # told once
-        assert names == {0: [((0, 1), "Dense")], 1: [((0,), "Dense"), ((1,), "AShape")]}
 
 
 class TestDrafts:
@@ -258,30 +235,6 @@ class TestCounting:
                 builder.build(0, part)
         assert self.rows(first) == {"decode": 2, "sparse": 2, "dense too_short": 2}
 
-    def test_every_pipeline_stage_counts_rows_and_its_own_layers(
-        self, configured: Configure, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The page takes the rows of one of them (tests/test_metrics_page.py)."""
-        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
-        monkeypatch.setattr(config.parallel_config, "pipeline_parallel_size", 2)
-        samples = []
-        for stage in range(2):
-            config.compilation_config.static_forward_context.clear()
-            monkeypatch.setattr(
-                type(config.model_config), "get_layers_start_end_indices", lambda *_, s=stage: (s, s + 1)
-            )
-            (layer,) = layers = make_layers(config, [stage])
-            builder = make_builder(config, layers)
-            step = make_step(layer, [(50, 1), (0, 200)])
-            step.forward(layer, builder.build(0, step.common))
-            told = worker_samples(SimpleNamespace(vllm_config=config, rank=stage))["samples"]
-            samples.append({(name, *labels): value for name, labels, value in told})
-        first, second = samples
-        assert [stage["layers", "torch"] for stage in samples] == [1, 1]
-        for stage in samples:
-            assert stage["rows", "sparse", ""] == stage["rows", "decode", ""] == 1
-        assert first["tiles", "0"] == second["tiles", "1"] == 1
-
     def test_what_a_worker_hands_to_the_server(self, configured: Configure) -> None:
         import msgspec
         from vllm.v1.serial_utils import run_method
@@ -314,31 +267,3 @@ class TestCounting:
     def test_a_worker_without_such_layers_has_little_to_tell(self, configured: Configure) -> None:
         told = worker_samples(SimpleNamespace(vllm_config=configured(method="dense"), rank=0))
         assert {name for name, *_ in told["samples"]} == {"compilations"}
-
-    def test_pairs_and_tiles_of_a_step(self, configured: Configure) -> None:
-        config = configured(
-            method="a_shape", params={"sink_tokens": 64, "local_tokens": 64}, min_tokens=MIN_TOKENS, min_query_tokens=1
-        )
-        layers = make_layers(config, [0, 1])
-        builder = make_builder(config, layers)
-        step = make_step(layers[0], [(50, 1), (0, 200), (300, 170)])
-        metadata = builder.build(0, step.common)
-        for layer in layers:
-            step.forward(layer, metadata)
-        (slab,) = metadata.sparse.slabs
-        impl = layers[0].impl
-        index = impl.layer.index(slab.rows)
-        cache = compat.paged_cache(step.kv_cache, impl.head_size)
-        impl.layer.select(step.query, cache, index, impl.scale)
-        kept = sum(int(index.to_mask(row).sum()) for row in range(2))
-        recorder = builder.recorder
-        counted = {labels[0]: count for name, labels, count in recorder.samples()[0] if name == "kept_pairs"}
-        assert counted == {"0": kept, "1": kept}
-        assert dict(recorder._tiles) == {0: 3, 1: 3}  # the first 100 positions are dense
-        causal = 100 * 100 + 100 * 101 // 2 + 170 * 300 + 170 * 171 // 2
-        assert dict(recorder._causal) == dict.fromkeys((0, 1), 4 * causal)
-        assert kept < recorder._causal[0]
-
-    def test_device(self, configured: Configure) -> None:
-        config = configured(method="dense")
-        assert make_builder(config, make_layers(config, [0])).recorder.device == CPU

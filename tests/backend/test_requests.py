@@ -33,7 +33,7 @@ from vllm_sparse_backend.serving.stats import DECODE, DENSE, SPARSE
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.reasons import Fallback
-from vllm_sparse_backend.settings.requests import MARK, Mark
+from vllm_sparse_backend.settings.requests import Mark
 from vllm_sparse_kernels.attend import PORTABLE
 
 EXACT = Mark("exact", "exact", 100)
@@ -181,21 +181,6 @@ class TestFront:
         hooks.put_around(Front, "process_inputs", hooks._marked, ("params",))
         hooks.put_around(Front, "generate", hooks._checked_at_once, ("sampling_params",))
         return Front()
-
-    @pytest.mark.parametrize(
-        ("given", "level"), [(0, "exact"), ("fast", "fast"), (1, None), ("high", None), (None, None)]
-    )
-    def test_requests_get_their_mark(self, front: Any, given: Any, level: str | None) -> None:
-        extra_args = {"mine": 1} | ({} if given is None else {"sparse_prefill": given})
-        params = SamplingParams(extra_args=dict(extra_args))
-        done = front.process_inputs("r", "prompt", params).sampling_params
-        expected = None if level is None else Mark(level, level, MIN_TOKENS)
-        assert Mark.of(done.extra_args) == expected
-        assert {key: value for key, value in done.extra_args.items() if key != MARK} == params.extra_args == extra_args
-
-    def test_nobody_else_writes_marks(self, front: Any) -> None:
-        forged = SamplingParams(extra_args={MARK: ["exact", None, 10**6]})
-        assert front.process_inputs("r", "prompt", params=forged).sampling_params.extra_args is None
 
     def test_a_wrong_one_is_refused_before_anything_streams(self, front: Any) -> None:
         wrong = SamplingParams(extra_args={"sparse_prefill": "fastest"})

@@ -13,7 +13,6 @@ pytest.importorskip("vllm", reason="needs vLLM")
 from transformers import (
     Gemma3Config,
     GPT2Config,
-    GptOssConfig,
     LlamaConfig,
     LlavaConfig,
     MambaConfig,
@@ -83,13 +82,6 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_can_go_sparse_passes(config: Any) -> None:
     startup.check(config)
-
-
-def test_shape_of_a_multimodal_model_is_its_text_parts_under_the_whole_models_name() -> None:
-    whole = served(LlavaConfig(architectures=["LlavaForConditionalGeneration"], text_config=llama()))
-    shape = compat.model_shape(whole)
-    assert (shape.architecture, shape.num_layers, shape.num_heads) == ("LlavaForConditionalGeneration", 6, 4)
-    assert shape.head_dim == 64
 
 
 @pytest.mark.parametrize(
@@ -236,13 +228,6 @@ class TestSleepMode:
         segments = [(s["address"], s["address"] + s["total_size"]) for s in pool.snapshot()]
         held = [any(low <= x.data_ptr() < high for low, high in segments) for x in (inside, outside)]
         assert held == [True, False]
-
-
-def test_sinks_in_every_layer_windows_in_some() -> None:
-    with pytest.raises(ConfigurationError, match="no layer of this model") as error:
-        startup.check(served(GptOssConfig(architectures=["GptOssForCausalLM"])))
-    for reason in (Fallback.SINKS, Fallback.SLIDING_WINDOW):
-        assert f"{reason.value}: {reason.explain}" in str(error.value)
 
 
 def test_layers_that_could_are_all_switched_off() -> None:

@@ -21,7 +21,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.backend.specialised import HOPPER, Key, recorded_keys
-from vllm_sparse_backend.serving import compat, compilations, engines, warmup
+from vllm_sparse_backend.serving import compat, compilations, engines
 from vllm_sparse_backend.serving.arena import Arena, LayerNeed, Memory, Room, Row, rows_of
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.stats import Recorder
@@ -196,18 +196,6 @@ class TestKeys:
         assert impls[0].worker.memory is not None
         assert impls[0].worker.memory.arena.overflows == 0
         assert not any("arena" in line for line in lines)
-
-    @pytest.mark.full
-    def test_a_kernel_that_warm_up_does_not_meet_shows(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of rows that end within their first tile no stripes can be kept: attention is compiled without them."""
-        impls = make_impls("vertical_slash", {}, self.CPU)
-        monkeypatch.setattr(warmup, "BATCHES", warmup.BATCHES[:1])
-        with recorded_keys(monkeypatch) as warm:
-            warm_up(impls, make_spec(16), self.CPU, "portable")
-        with recorded_keys(monkeypatch) as served:
-            run_steps(impls, 16, [[(0, 100)]], self.CPU)
-        assert {name for name, _ in served - warm} == {"attend_kernel"}
-        assert "STRIPES" in closest(served - warm, warm)
 
 
 def uncomputed(*, q: torch.Tensor, out: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
