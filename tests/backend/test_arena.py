@@ -10,13 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-pytest.importorskip("vllm", reason="needs vLLM")
-
-from vllm.platforms import current_platform
-
-if not current_platform.is_cpu():
-    pytest.skip("needs vLLM's CPU build", allow_module_level=True)
-
+import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from tests.backend.served import CPU, make_builder, make_common, make_config, make_layers, make_model, make_step
 from vllm_sparse_backend.serving import arena as arenas, compat
 from vllm_sparse_backend.serving.arena import Arena, LayerNeed, Memory, Room, Row, largest_steps, rows_of
@@ -198,11 +192,10 @@ class TestReservation:
 class TestForward:
     LENGTHS = ((333, 150), (40, 1), (1, 200), (100, 400), (701, 40))
 
-    def outputs(self, configured: Callable[..., Any], num_bytes: int | None, **config: Any) -> tuple[torch.Tensor, int]:
+    def outputs(self, built: Callable[..., Any], num_bytes: int | None, **config: Any) -> tuple[torch.Tensor, int]:
         """Of one layer with an arena of that size, and how many slabs there were."""
-        config = configured(min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True, **config)
-        (layer,) = layers = make_layers(config, [0])
-        builder = make_builder(config, layers)
+        layers, builder = built(0, check_index=True, **config)
+        (layer,) = layers
         if num_bytes is not None:
             room = Room(builder.memory.room.layers, num_bytes, config.model_config.max_model_len)
             layer.impl.worker.memory = builder.memory = Memory(
@@ -240,9 +233,8 @@ class TestForward:
         torch.testing.assert_close(cut, whole, rtol=0, atol=2e-6)
         assert count >= 1
 
-    def test_a_row_without_room_is_dense_and_counted(self, configured: Callable[..., Any]) -> None:
-        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
-        builder = make_builder(config, make_layers(config, [0]))
+    def test_a_row_without_room_is_dense_and_counted(self, built: Callable[..., Any]) -> None:
+        _, builder = built(0)
         needed = builder.memory.room.needed(rows_of([Row(0, 0, 1, 2000)]))
         builder.memory = Memory(builder.memory.arena, Room(builder.memory.room.layers, needed, 8192))
         common = make_common([(1000, 300), (5000, 300)])

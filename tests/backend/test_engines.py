@@ -62,20 +62,14 @@ def table(*found: Engine) -> dict[str, Engine]:
         (raises, "it fails: RuntimeError: no kernel image is available"),
         (lambda out: out[3, 1, 5].fill_(float("nan")), "holds NaN"),
         (lambda out: out[3, 1, 5].add_(1e-3), "is off by 1.0"),
-        (lambda out: out[-1].zero_(), "is off by"),
     ],
 )
 def test_what_a_trial_finds(change: Callable[[torch.Tensor], None], says: str | None) -> None:
-    exact = expected_attention(BATCH, STRIPES)
-    found = failure(broken(change), BATCH, STRIPES, None, exact)
+    found = failure(broken(change), BATCH, STRIPES, None, expected_attention(BATCH, STRIPES))
     assert found is None if says is None else says in str(found)
-
-
-def test_with_options_nan_is_what_can_be_found() -> None:
-    options = AttendOptions.of([-1.0, None], [False, True], CPU)
-    assert failure(broken(lambda out: None), BATCH, BLOCKS, options, None) is None
-    nan = broken(lambda out: out.fill_(float("nan")))
-    assert "NaN" in str(failure(nan, BATCH, BLOCKS, options, None))
+    options = AttendOptions.of([-1.0, None], [False, True], CPU)  # with these nothing but NaN can be found
+    found = failure(broken(change), BATCH, BLOCKS, options, None)
+    assert found is None if says is None or "off" in says else says in str(found)
 
 
 def test_the_next_engine_is_taken_and_the_log_says_why(lines: list[str]) -> None:

@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="needs vLLM")
-
-from vllm.platforms import current_platform
-
-if not current_platform.is_cpu():
-    pytest.skip("needs vLLM's CPU build", allow_module_level=True)
-
+import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from tests.backend.served import CPU, PAGE_TOKENS, Step, make_builder, make_config, make_layers, make_model, make_step
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
@@ -120,10 +114,8 @@ class TestCache:
 
 class TestMixedBatches:
     @pytest.mark.parametrize("in_cache", [True, False], ids=["keys in the cache alone", "keys given too"])
-    def test_at_full_density_it_is_vllms_attention(self, configured: Callable[..., Any], in_cache: bool) -> None:
-        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True)
-        (layer,) = layers = make_layers(config, [2])
-        builder = make_builder(config, layers)
+    def test_at_full_density_it_is_vllms_attention(self, built: Callable[..., Any], in_cache: bool) -> None:
+        (layer,), builder = built(2, min_tokens=MIN_TOKENS, check_index=True)
         step = make_step(layer, MIXED)
         metadata = builder.build(0, step.common)
         (slab,) = metadata.sparse.slabs
@@ -167,13 +159,9 @@ class TestMethods:
     @pytest.mark.parametrize(
         "method", [one if one in QUICK else pytest.param(one, marks=pytest.mark.full) for one in SETTINGS]
     )
-    def test_sparse_rows_are_the_reference_of_each_row_alone(self, configured: Callable[..., Any], method: str) -> None:
+    def test_sparse_rows_are_the_reference_of_each_row_alone(self, built: Callable[..., Any], method: str) -> None:
         """Neither neighbours, nor pages, nor another layer of the step change what a row selects and gives."""
-        config = configured(
-            method=method, params=SETTINGS[method], min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True
-        )
-        layers = make_layers(config, [0, 1])
-        builder = make_builder(config, layers)
+        layers, builder = built(0, 1, method=method, params=SETTINGS[method], min_tokens=MIN_TOKENS, check_index=True)
         step = make_step(layers[0], MIXED)
         metadata, dense = builder.build(0, step.common), step.delegated(layers[0], builder)
         first, second = (step.forward(layer, metadata) for layer in layers)
@@ -192,9 +180,7 @@ class TestMethods:
         if method != "share_prefill":  # there a layer's heads look at those of the layers before
             assert torch.equal(first, second)
 
-    def test_heads_ask_attention_for_what_their_methods_say(
-        self, configured: Callable[..., Any], tmp_path: Path
-    ) -> None:
+    def test_heads_ask_attention_for_what_their_methods_say(self, built: Callable[..., Any], tmp_path: Path) -> None:
         """SpargeAttn's heads, merged, and others in between; where a head asks for nothing, nothing changes."""
         profile = tmp_path / "options.yaml"
         profile.write_text(
@@ -208,9 +194,7 @@ class TestMethods:
             '      "2": {method: sale, tau: 0.2, int8_scores: true}\n'
             '      "3": {method: sparge_attn, kept_mass: 0.7, int8_scores: true}\n'
         )
-        config = configured(profile=str(profile), min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True)
-        layer, plain = layers = make_layers(config, [1, 2])
-        builder = make_builder(config, layers)
+        (layer, plain), builder = built(1, 2, profile=str(profile), min_tokens=MIN_TOKENS, check_index=True)
         assert [group.heads for group in layer.impl.layer.groups] == [(0, 3), (1,), (2,)]
         assert layer.impl.layer.options.skip_margins.tolist() == [-0.5, *[float("-inf")] * 3]
         assert layer.impl.layer.options.int8_heads.tolist() == [0, 0, 1, 1]

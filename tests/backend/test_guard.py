@@ -198,9 +198,8 @@ class TestNothingWaits:
         assert told.counts == {("guard_checks", layer): 1 for layer in range(3)}
 
     @needs_cpu_build
-    def test_queries_are_cut_out_of_a_batch_by_lengths_of_the_host(self, configured: Callable[..., Any]) -> None:
-        config = configured(**TINY, **COMMON, guard={})
-        builder = make_builder(config, make_layers(config, [0]))
+    def test_queries_are_cut_out_of_a_batch_by_lengths_of_the_host(self, built: Callable[..., Any]) -> None:
+        _, builder = built(0, **TINY, **COMMON, guard={})
         common = make_common(MIXED)
         on_device = {
             name: getattr(common, name).to("meta")
@@ -276,12 +275,10 @@ class TestForward:
 
     @pytest.mark.full
     def test_queries_are_compared_with_vllms_attention(
-        self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+        self, built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Whichever queries of whichever row: bitwise what the output holds, and what vLLM makes of the whole batch."""
-        config = configured(**TINY, **COMMON, guard={"rate": 1.0})
-        (layer,) = layers = make_layers(config, [2])
-        builder = make_builder(config, layers)
+        (layer,), builder = built(2, **TINY, **COMMON, guard={"rate": 1.0})
         step, seen = make_step(layer, MIXED), []
         monkeypatch.setattr(layer.impl.worker.guard, "compare", lambda *arguments: seen.append(arguments))
         dense, rows, off = step.delegated(layer, builder), set(), []
@@ -316,7 +313,7 @@ class TestForward:
 
     @pytest.mark.full
     def test_a_starved_layer_is_caught_and_a_good_one_never_trips(
-        self, configured: Callable[..., Any], tmp_path: Path, lines: list[str]
+        self, built: Callable[..., Any], tmp_path: Path, lines: list[str]
     ) -> None:
         """With default settings, within 100 steps: of two layers on the same queries the one that keeps too little."""
         profile = tmp_path / "starved.yaml"
@@ -324,9 +321,8 @@ class TestForward:
             "format: 1\nmodel: any\ndefault: {method: vertical_slash, vertical_tokens: 40, slash_tokens: 104}\n"
             'layers:\n  "1": {default: {method: a_shape, sink_tokens: 16, local_tokens: 64}}\n'
         )
-        config = configured(profile=str(profile), **COMMON, guard={})
-        layers = good, starved = make_layers(config, [0, 1])
-        builder = make_builder(config, layers)
+        layers, builder = built(0, 1, profile=str(profile), **COMMON, guard={})
+        good, starved = layers
         step = look(make_step(good, LONG), good, far=True)
         told = starved.impl.worker.guard.recorder = Told()
         dense = serve(builder, layers, step, 100)
@@ -343,9 +339,8 @@ class TestForward:
         assert (told.gauges["guard_dense", 0], told.gauges["guard_dense", 1]) == (0, 1)
         assert told.gauges["guard_error", 0] < 0.1 < 0.5 < told.gauges["guard_error", 1]
 
-    def test_steps_without_sparse_rows_are_not_counted(self, configured: Callable[..., Any]) -> None:
-        config = configured(**TINY, **COMMON, guard={"rate": 0.5})
-        builder = make_builder(config, make_layers(config, [0]))
+    def test_steps_without_sparse_rows_are_not_counted(self, built: Callable[..., Any]) -> None:
+        _, builder = built(0, **TINY, **COMMON, guard={"rate": 0.5})
         for lengths in ([(300, 1)], [(0, 100)], [(0, 400)], [(5, 1)], [(0, 400)]):
             builder.build(0, make_common(lengths))
         assert builder.sparse_steps == 2

@@ -13,16 +13,14 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
-from vllm.platforms import current_platform
-
-if not current_platform.is_cpu():
-    pytest.skip("needs vLLM's CPU build", allow_module_level=True)
 
 import torch
 from vllm.config import AttentionConfig, VllmConfig, set_current_vllm_config
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
+import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from tests.backend.served import make_config, make_model
 from vllm_sparse_backend import plugin
 from vllm_sparse_backend.settings.errors import ConfigurationError

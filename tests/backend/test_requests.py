@@ -8,21 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("vllm", reason="needs vLLM")
-
-from vllm.platforms import current_platform
-
-if not current_platform.is_cpu():
-    pytest.skip("needs vLLM's CPU build", allow_module_level=True)
-
+import torch
 from vllm.config import KVTransferConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core import block_pool, kv_cache_utils
 from vllm.v1.request import Request
 
+import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from tests.backend.served import make_builder, make_common, make_layers, make_step
 from tests.backend.test_forward import CLOSE, MIN_TOKENS, MIXED, SPARSE_ROWS, dense_tokens, reference
 from vllm_sparse_backend.serving import compat, hooks, requests, row_levels
@@ -379,9 +374,8 @@ class TestRunners:
 class TestRows:
     LENGTHS = ((300, 1), (0, 200), (0, 50), (0, 300), (400, 60))
 
-    def test_exact_rows_are_dense_and_say_why(self, configured: Callable[..., Any], at_step: Any) -> None:
-        config = configured(method="a_shape", min_tokens=MIN_TOKENS, min_query_tokens=1)
-        builder = make_builder(config, make_layers(config, [0]))
+    def test_exact_rows_are_dense_and_say_why(self, built: Callable[..., Any], at_step: Any) -> None:
+        _, builder = built(0, method="a_shape", min_tokens=MIN_TOKENS)
         common = make_common(self.LENGTHS)
         at_step(["exact", "exact", "exact", DEFAULT, "exact"])
         asked, sparse = RowKind(DENSE, Fallback.REQUESTED), RowKind(SPARSE)
