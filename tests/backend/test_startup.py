@@ -103,9 +103,7 @@ def test_settings_that_do_not_fit(config: Any, parts: list[str]) -> None:
     ],
 )
 def test_no_layer_can(config: Any, reason: Fallback) -> None:
-    with pytest.raises(
-        ConfigurationError, match="^--attention-backend sparse-prefill: no layer of this model"
-    ) as error:
+    with pytest.raises(ConfigurationError, match=r"^--attention-backend sparse-prefill: no layer ") as error:
         startup.check(config)
     assert f"({reason.value}: {reason.explain})" in str(error.value)
 
