@@ -146,7 +146,7 @@ provenance: {recall: 2, prompts_sha256: abc}
         (HEADER + "layers: {1: {}, '1': {}}", "layers: given 1 in both 1 and '1'"),
         (
             HEADER + "layers: {2: {heads: {0-3: {method: dense}, 3: {method: dense}}}}",
-            "layers.2.heads: given 3 in both",
+            "layers.2.heads: given 3 in",
         ),
         (HEADER + "layers: {4-6: {}}", "layers.4-6: given 6, expected at most 5"),
         (HEADER + "layers: {0: {heads: {8: {method: dense}}}}", "layers.0.heads.8: given 8, expected at most 7"),

@@ -11,9 +11,8 @@ from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import Crossover
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.plan import DEFAULT, Plan, layer_by_level
+from vllm_sparse_backend.settings.plan import DEFAULT, Plan
 from vllm_sparse_backend.settings.requests import MARK, Choices, Mark, fingerprint
-from vllm_sparse_kernels.layer import methods_by_head
 
 SHAPE = ModelShape(architecture="LlamaForCausalLM", num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32)
 NOTHING = Crossover(format=1, entries=())
@@ -98,13 +97,6 @@ class TestPlans:
         plain = Plan.by_level(SparsePrefillConfig(), SHAPE)
         assert list(plain) == [DEFAULT]
         assert (plain[DEFAULT].level_names, plain[DEFAULT].level) == (("exact",), None)
-
-    def test_a_layer_that_is_dense_at_one_level_keeps_everything_there(self, config: SparsePrefillConfig) -> None:
-        plans = Plan.by_level(config, SHAPE, 1, 2).values()
-        dense, sale, a_shape = (make_method(name, {}) for name in ("dense", "sale", "a_shape"))
-        kinds = [[type(methods_by_head(groups)[0]) for groups in layer_by_level(plans, i)] for i in range(4)]
-        assert kinds == [[], [type(dense), type(a_shape)], [type(sale), type(a_shape)], [type(sale), type(dense)]]
-        assert {len(methods_by_head(groups)) for i in range(4) for groups in layer_by_level(plans, i)} == {2}
 
     def test_a_fingerprint_is_that_of_what_is_computed(
         self, config: SparsePrefillConfig, monkeypatch: pytest.MonkeyPatch

@@ -117,21 +117,12 @@ class TestSize:
         assert [len(step) for step in steps] == [1, 2, 4, 8]
         assert all(row.context_len + row.query_len == 131_072 for step in steps for row in step)
         assert all(sum(row.query_len for row in step) == 8192 for step in steps)
-
-    @pytest.mark.parametrize(
-        ("arguments", "expected"),
-        [
-            ((8192, 256, 17_000, Thresholds(16_384, 1024)), [616]),  # no more positions are sparse
-            ((8192, 2, 131_072, Thresholds(0, 1)), [8192, 4096]),  # no more rows at a time
-            ((1000, 3, 131_072, Thresholds(0, 1)), [1000, 512, 384]),
-            ((8192, 256, 16_384, Thresholds(16_384, 1024)), []),
-            ((8192, 256, 131_072, Thresholds(None, 1024)), []),
-            ((512, 256, 131_072, Thresholds(0, 1024)), [512]),  # a chunk that is never long enough
-        ],
-    )
-    def test_limits(self, arguments: tuple[Any, ...], expected: list[int]) -> None:
-        assert [max(row.query_len for row in step) for step in largest_steps(*arguments)][: len(expected)] == expected
-        assert bool(expected) or not list(largest_steps(*arguments))
+        few = largest_steps(1000, 3, 131_072, Thresholds(0, 1))  # in whole tiles
+        assert [[row.query_len for row in step] for step in few] == [[1000], [512] * 2, [384] * 3]
+        for limits in ((16_384, Thresholds(16_384, 1)), (131_072, Thresholds(None, 1))):  # nothing ever goes sparse
+            assert list(largest_steps(8192, 256, *limits)) == []
+        ((one,), *_) = largest_steps(8192, 256, 17_000, Thresholds(16_384, 1024))
+        assert one.query_len == 616  # no more positions are sparse
 
     def test_it_is_no_larger_than_its_share_of_the_device(
         self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -166,11 +157,12 @@ class TestReservation:
         assert all(layer.impl.worker.memory is memory for layer in layers)
         assert make_builder(config, layers).memory is memory
 
-    def test_a_part_that_knows_only_its_own_configuration_leaves_it_to_the_builder(
-        self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        config = configured(method="dense", dense_layers=[9])
-        (layer,) = make_layers(config, [0])
+    @pytest.mark.parametrize(
+        ("settings", "options"), [({"dense_layers": [9]}, {}), ({}, {"per_layer_sliding_window": 64})]
+    )
+    def test_who_reserves_nothing(self, configured: Callable[..., Any], settings: Any, options: Any) -> None:
+        """A part that knows its own configuration alone leaves it to the builder; a layer that stays dense needs none."""
+        (layer,) = make_layers(configured(method="dense", **settings), [0], **options)
         layer.impl.forward(layer, torch.zeros(5, 4, 32), None, None, torch.empty(0), None, torch.empty(5, 4, 32))
         assert layer.impl.worker is None
 

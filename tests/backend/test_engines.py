@@ -2,33 +2,25 @@
 """The choice of engines at start-up: by refusal and by trial, in the log and in the error where none is left."""
 
 from collections.abc import Callable
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 if torch.cuda.is_available():
     pytest.skip("engines are chosen in Triton's interpreter here", allow_module_level=True)
 
 from benchmarks.batches import random_batch, random_index
 from tests.helpers.paged_varlen import STAND_IN
-from vllm_sparse_backend.serving import compat, engines, warmup
+from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.engines import EnginePicker, failure, refuse_on_cpu
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_kernels.attend import PORTABLE, Engine, engines as all_engines, flash_engine
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.reference import attend as reference
-from vllm_sparse_kernels.layer import HeadGroup, Layer
-from vllm_sparse_kernels.methods.minference.a_shape import AShape
-from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.trial import expected_attention
-from vllm_sparse_kernels.workspace import Workspace
 
 CPU = torch.device("cpu")
 BATCH = random_batch([(200, 140)], 2, 1, 64, 32, torch.float32)
@@ -111,44 +103,6 @@ def test_on_a_cpu_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compat.flash_attention() is None
     monkeypatch.setattr(compat, "IS_CPU", False)
     refuse_on_cpu("flash")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("asked", ["auto", "portable"])
-def test_warm_up_gives_layers_their_engines(asked: str, monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
-    """The kernels themselves, in the interpreter, on a small batch; flash is a stand-in that is wrong for stripes."""
-    from vllm_sparse_kernels.attend import flash as flash_module
-
-    monkeypatch.setattr(warmup, "BATCHES", (((300, 140),),))
-
-    def attend(q, cache, index, out, *args, **more) -> None:
-        flash_module.attend(STAND_IN, q, cache, index, out, *args, **more)
-        if index.has_stripes:
-            out.add_(1)
-
-    found = table(Engine("flash", flash_engine(STAND_IN).refusal, attend), PORTABLE)
-    monkeypatch.setattr(engines, "engines", lambda flash: found)
-    methods = [AShape(64, 64), VerticalSlash(40, 100), AShape(64, 64)]
-    impls: list[Any] = [fake_impl(number, method) for number, method in enumerate(methods)]
-    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
-    warmup.warm_up(impls, spec, CPU, asked)
-    names = [impl.layer.engine.name for impl in impls]
-    assert names == (["flash", "portable", "flash"] if asked == "auto" else ["portable"] * 3)
-    if asked == "auto":
-        assert "sparse-prefill: attention: layers 0,2 on flash; layers 1 on portable" in lines
-        assert any("engine flash not taken: its result on the warm-up batch is off by" in line for line in lines)
-
-
-def fake_impl(number: int, method: Any) -> Any:
-    memory = SimpleNamespace(arena=Workspace(CPU), room=SimpleNamespace(needed=lambda rows: 0, num_bytes=0))
-    return SimpleNamespace(
-        number=number,
-        layer=replace(Layer.of((HeadGroup((0, 1), method),), 64, CPU), by_kernels=True, block_tokens=64),
-        num_heads=2,
-        scale=0.125,
-        out_dtype=None,
-        worker=SimpleNamespace(memory=memory),
-    )
 
 
 def test_every_engine_can_be_asked_for_by_name() -> None:

@@ -152,13 +152,6 @@ class TestDerived:
         assert getattr(metadata, "sparse", None) is None
         assert make_builder(config, layers[:1]).sparse_layers == (0,)
 
-    def test_encoders_are_not_causal(self, configured: Configure) -> None:
-        from vllm.v1.attention.backend import AttentionType
-
-        config = configured(method="dense")
-        (layer,) = make_layers(config, [0], attn_type=AttentionType.ENCODER_ONLY)
-        assert layer.impl.fallback is Fallback.NOT_DECODER
-
 
 class TestCounting:
     @staticmethod

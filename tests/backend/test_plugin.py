@@ -75,13 +75,6 @@ class TestMetrics:
         assert plugins.load_endpoint_plugins.__wrapped__ is own
         return plugins.load_endpoint_plugins
 
-    def test_the_endpoint_plugin_is_one_as_vllm_defines_it(self, loaded: Any) -> None:
-        from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
-
-        (one,), (other,) = loaded(("generate",)), loaded(None)
-        assert isinstance(one, EndpointPlugin)
-        assert one.page is not other.page  # each of its own app
-
     def test_without_a_place_for_it_there_is_a_line_and_a_server(
         self, untouched: type, lines: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -93,8 +86,12 @@ class TestMetrics:
 
     @pytest.mark.parametrize("backend", ["sparse-prefill", None])
     def test_only_servers_of_this_backend_have_a_page(self, untouched: type, loaded: Any, backend: str | None) -> None:
+        from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
+
         plugin.register()
-        (endpoint,) = loaded(("generate",))
+        (endpoint,), (other,) = loaded(("generate",)), loaded(None)
+        assert isinstance(endpoint, EndpointPlugin)
+        assert endpoint.page is not other.page  # each of its own app
         chosen = SimpleNamespace(backend=AttentionConfig(backend=backend).backend)
         config = SimpleNamespace(attention_config=chosen, additional_config={"sparse_prefill": {"method": "a_shape"}})
         asyncio.run(endpoint.init_state(SimpleNamespace(vllm_config=config), None, Namespace()))

@@ -186,17 +186,6 @@ class TestKeys:
         assert {(impl.layer.block_tokens, impl.layer.engine.name) for impl in impls} == {(32, "portable")}
         assert any("engine portable takes longer for blocks of 32 keys" in line for line in lines)
 
-    @pytest.mark.full
-    def test_a_small_arena_is_not_asked_for_more_than_it_has(
-        self, monkeypatch: pytest.MonkeyPatch, lines: list[str]
-    ) -> None:
-        impls = make_impls("vertical_slash", {}, self.CPU, 1 << 20)
-        with recorded_keys(monkeypatch):
-            warm_up(impls, make_spec(16), self.CPU)
-        assert impls[0].worker.memory is not None
-        assert impls[0].worker.memory.arena.overflows == 0
-        assert not any("arena" in line for line in lines)
-
 
 def uncomputed(*, q: torch.Tensor, out: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """In place of FlashAttention's function."""
