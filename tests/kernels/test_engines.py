@@ -297,8 +297,7 @@ def test_a_row_does_not_depend_on_pages(engine, device, page_size, layout):
 
 
 @pytest.mark.parametrize(
-    ("q_shape", "out_shape"),
-    [((5, 3, 64), (5, 3, 64)), ((5, 2, 32), (5, 2, 32)), ((5, 2, 64), (5, 2, 32))],
+    ("q_shape", "out_shape"), [((5, 3, 64), (5, 3, 64)), ((5, 2, 32), (5, 2, 32)), ((5, 2, 64), (5, 2, 32))]
 )
 def test_shapes_that_do_not_fit(engine, device, q_shape, out_shape):
     batch = random_batch([(0, 5)], 2, 1, 64, 16, DTYPES[0], device)
