@@ -14,9 +14,8 @@ from vllm_sparse_kernels.layer import attend_options
 from vllm_sparse_kernels.methods.sparge_attn import method as module, reference
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 from vllm_sparse_kernels.rows import Rows, ceil_div
-from vllm_sparse_kernels.select.pooled import KEY_BLOCK_TOKENS, KeyPool, pool_queries, slabs_of
+from vllm_sparse_kernels.select.pooled import KEY_BLOCK_TOKENS
 from vllm_sparse_kernels.trial import Batch
-from vllm_sparse_kernels.workspace import Workspace
 
 MARGIN = 1e-5
 """Of similarities and of τ. Float32 sums of a tile's or a softmax's terms are closer than this to float64."""
@@ -162,25 +161,6 @@ def test_similarity_is_the_mean_cosine_over_pairs():
     assert torch.allclose(similarity[0], torch.tensor([(1 + 1 + 0.5 + 0.5) / 4, (1 + 1 + 0.8 + 0.8) / 4, 0.0]))
     assert torch.allclose(mean[0, 0], torch.tensor([1.0, math.sqrt(3.0) / 2]))
     assert reference.compress(tokens[:3], 2)[1][0, 1] == 1.0
-
-
-def test_kernels_measure_short_blocks_to_the_margin():
-    """Means and similarities, those of the row's last block of 13 keys and tile of 5 queries too."""
-    batch = make_batch([(200, 133)], 1, 1)
-    heads = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    q, k = row_inputs(batch, 0, torch.float64)
-    tile_means, tile_similarity = reference.compress(q, 128)
-    block_means, _ = reference.compress(k, KEY_BLOCK_TOKENS)
-    rows, workspace = batch.rows, Workspace(batch.rows.device)
-    slabs = slabs_of(rows, 1, 1, 64, 1)
-    for smooth in (True, False):
-        _, block_similarity = reference.compress(k - k.mean(0) if smooth else k, KEY_BLOCK_TOKENS)
-        blocks = KeyPool(batch.cache, rows, slabs, heads, 1, workspace, similar=True, centered=smooth).pool(slabs[0])
-        assert torch.allclose(blocks.similarity, block_similarity.float(), rtol=0, atol=MARGIN)
-        assert torch.allclose(blocks.means, block_means.float(), atol=MARGIN)
-    tiles = pool_queries(batch.q, rows, heads, 1, workspace, similar=True)
-    assert torch.allclose(tiles.similarity, tile_similarity.float(), rtol=0, atol=MARGIN)
-    assert torch.allclose(tiles.means, tile_means.float(), atol=MARGIN)
 
 
 def keep_top_mass(scores: torch.Tensor, kept_mass: float, block_tokens=64, similar=None, sink=False) -> torch.Tensor:
