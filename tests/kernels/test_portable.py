@@ -60,7 +60,6 @@ def test_bulk_copies_that_cannot_be_had(device, page_size, stride_page):
         (128, 99, 64),
         (96, 99, 64),
         (256, 227, 64),
-        (256, 163, 64),
         (256, 99, None),
     ],
 )

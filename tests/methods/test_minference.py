@@ -111,6 +111,7 @@ def test_a_shape_keeps_sinks_and_windows_and_little_else():
     assert not (mask & ~allowed).any()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", [AShape(), VerticalSlash(), BlockSparse()], ids=str)
 def test_short_prompts_are_dense_at_the_defaults(method):
     """The papers' budgets exceed a few hundred tokens: nothing may be lost."""
@@ -125,6 +126,7 @@ def test_fewer_last_queries(last_queries):
     vertical_slash_between(method, batch, select(method, batch, 64))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", [VerticalSlash(30, 10, 64, 0, 0), FlexVerticalSlash(0.5)], ids=name_of)
 def test_a_longer_row_that_is_split_less_takes_nothing_from_a_shorter_one(monkeypatch, method):
     """33 tiles of keys make 7 splits of 5 where 32 make 8 of 4: the shorter row has the most."""

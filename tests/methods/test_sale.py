@@ -119,6 +119,7 @@ def test_sink_and_local_region_are_kept_at_any_score(reference):
     assert index.blocks_of(0, 0).tolist() == [0, *range((32 + 8 * 128) // 64, 1310 // 64 + 1)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("block_tokens", [32, 64])
 def test_channels_that_hold_nothing_need_not_be_multiplied(block_tokens):
     """Half of 128 channels are the same in all keys of the first kv head, in all queries of the second: bitwise."""
@@ -156,6 +157,7 @@ def test_the_channels_that_weigh_most_are_multiplied(head_dim):
         assert not means.left_out[row, kv, head_dim:].any()
 
 
+@pytest.mark.full
 def test_rows_in_slabs_select_what_they_select_together(monkeypatch):
     """Three rows of which two are cut, in slabs of 512 keys and in one; bitwise, blocks of 32."""
     batch = make_batch([(1211, 130), (700, 5), (300, 70)], 4, 2)

@@ -24,6 +24,7 @@ from vllm_sparse_kernels.select.pooled import slabs_of
 from vllm_sparse_kernels.width import index_block_tokens
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", [BlockSparse(2), SpargeAttn(0.5, -1.0), SpargeAttn(0.5, -1.0, smooth_keys=False)])
 def test_slabs_change_nothing(monkeypatch, method):
     """One slab, one for each tile, and two of which one holds two rows."""

@@ -218,6 +218,7 @@ def test_a_head_too_sparse_is_no_pivot(by_reference):
     assert of_head(index, 3) == of_head(lines, 3)
 
 
+@pytest.mark.full
 def test_rows_never_see_each_other():
     """Two rows in one batch select bitwise what each selects alone, layer after layer, with pivots of their own."""
     batch = small_batch(((75, 135), (230, 60)), num_heads=2)
@@ -232,6 +233,7 @@ def test_rows_never_see_each_other():
             assert all_lists(alone) == all_lists(both, tiles_of(batch.rows, row))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
 def test_each_head_takes_what_its_own_gamma_holds(by_reference):
     """Heads that differ in γ share with each other, in this layer and in the next, each as if it were all heads' γ."""

@@ -230,6 +230,7 @@ def test_raising_tau_never_drops_a_block(sink):
         before = kept
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("block_tokens", [64, 128])
 def test_sink_adds_the_first_block_and_nothing_else(block_tokens):
     """Keys of the first block point away from all queries: TopCdf never chooses it, and τ does not count it."""
@@ -268,6 +269,7 @@ def test_unlike_blocks_are_always_computed(min_similarity):
     assert bool(flags.all()) if tile_unlike else int(flags[:14].sum()) <= int(unlike[:14].sum()) + 1
 
 
+@pytest.mark.full
 def test_raising_theta_forces_more():
     batch = make_batch([(800, 130)], 1, 1)
     densities = [select(dataclasses.replace(METHOD, min_similarity=t), batch).density() for t in (-1.0, 0.55, 1.0)]
