@@ -49,16 +49,6 @@ def test_lines_of_code() -> None:
     assert house.code_lines("") == set()
 
 
-def test_options_of_commands() -> None:
-    app, sub = typer.Typer(), typer.Typer()
-    app.command()(one := lambda a, b=1: None)
-    one.__name__ = "one"
-    sub.command("two")(lambda: None)
-    sub.command("three")(lambda c: None)
-    app.add_typer(sub, name="sub")
-    assert sorted(house.options(typer.main.get_command(app))) == [0, 1, 2]
-
-
 @pytest.mark.parametrize(("seconds", "code"), [(299.0, 0), (301.0, 1)])
 def test_a_bar_that_is_missed_is_an_exit_code(
     seconds: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
