@@ -23,7 +23,7 @@ from tests.backend.test_warmup import (
     run_steps,
     uncomputed,
 )
-from vllm_sparse_backend.serving import compat, engines, startup
+from vllm_sparse_backend.serving import compat, compilations, engines, startup
 from vllm_sparse_backend.serving.arena import rows_of
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.step import Slab, SparseStep
