@@ -151,7 +151,7 @@ class TestReservation:
         ("settings", "options"), [({"dense_layers": [9]}, {}), ({}, {"per_layer_sliding_window": 64})]
     )
     def test_who_reserves_nothing(self, configured: Callable[..., Any], settings: Any, options: Any) -> None:
-        """A part that knows its own configuration alone leaves it to the builder; a layer that stays dense has no need."""
+        """A part that knows its own configuration alone leaves it to the builder; so does a dense layer."""
         (layer,) = make_layers(configured(method="dense", **settings), [0], **options)
         layer.impl.forward(layer, torch.zeros(5, 4, 32), None, None, torch.empty(0), None, torch.empty(5, 4, 32))
         assert layer.impl.worker is None
