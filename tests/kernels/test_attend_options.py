@@ -177,19 +177,6 @@ def test_a_head_may_skip_products_and_drop_steps(device):
     assert not torch.equal(by_reference(batch, index, options)[0].nan_to_num(), apart[0].nan_to_num())
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("block_tokens", [64, 128])
-def test_bulk_copies_give_the_same(device, block_tokens):
-    batch = lossless_batch([(641, 40), (500, 70)], 2, 2, 64, 128, torch.float16, device)
-    if device == "cuda" and not supports_bulk(batch.cache):
-        pytest.skip("bulk tensor copies need Hopper or later")
-    index = random_index(batch, block_tokens, 0.7, stripes=30)
-    options = mixed_options(batch, index, drops=(1,))
-    check(batch, index, options, bulk=True)
-    by_copies, by_pointers = (run(batch, index, options, bulk) for bulk in (True, False))
-    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(by_copies, by_pointers))
-
-
 def test_what_asks_for_nothing_changes_nothing(device):
     """λ → −∞ beside no options at all, and flags of all heads beside a launch that knows of nothing else: bitwise."""
     batch = random_batch([(333, 140), (0, 70)], 2, 1, 64, 16, DTYPES[0], device, gap_tokens=3)
@@ -272,30 +259,10 @@ def test_8_bit_scores_are_as_accurate_as_sage_attention(device):
 
 
 @pytest.mark.parametrize("margin", [-math.inf, -2.0, -0.3])
-def test_the_reference_is_the_online_softmax_of_algorithm_1(margin):
-    """Lines 12 to 16 step by step, with a test of all queries together."""
-    generator = torch.Generator().manual_seed(4)
-    scores, values = (torch.randn(*size, generator=generator, dtype=torch.float64) for size in ((5, 70), (70, 8)))
-    scores[:, 20:50] -= 4
-    steps = torch.arange(70) // 10
-    online_max, total, acc = torch.full((5,), -math.inf).double(), torch.zeros(5).double(), torch.zeros(5, 8).double()
-    skipped = 0
-    for s, v in zip(scores.split(10, 1), values.split(10)):
-        local = s.amax(1)
-        new_max = torch.maximum(online_max, local)
-        p, decay = (s - new_max[:, None]).exp(), (online_max - new_max).exp()
-        total = total * decay + p.sum(1)
-        keep = bool((local - new_max).max() >= margin)
-        acc = acc * decay[:, None] + (p @ v if keep else 0)
-        online_max, skipped = new_max, skipped + (not keep)
-    assert (skipped > 0) == (margin > -math.inf)
-    kept = (reference.step_margins(scores, steps) >= margin)[steps]
-    torch.testing.assert_close((scores.softmax(-1) * kept) @ values, acc / total[:, None], rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("margin", [-math.inf, -2.0, -0.3])
-def test_the_reference_drops_what_the_authors_kernel_skips(margin):
-    """``update_mo`` and the branch after it, step by step: the test is against the maximum before the step."""
+@pytest.mark.parametrize("whole", [False, True], ids=["products", "steps"])
+def test_the_reference_is_an_online_softmax_step_by_step(margin, whole):
+    """Algorithm 1, lines 12 to 16, with a test of all queries together. Of whole steps the authors' ``update_mo`` and
+    the branch after it, whose test is against the maximum before the step."""
     generator = torch.Generator().manual_seed(4)
     scores, values = (torch.randn(*size, generator=generator, dtype=torch.float64) for size in ((5, 70), (70, 8)))
     scores[:, 20:50] -= 4
@@ -305,16 +272,15 @@ def test_the_reference_drops_what_the_authors_kernel_skips(margin):
     for s, v in zip(scores.split(10, 1), values.split(10)):
         before, local = online_max, s.amax(1)
         online_max = torch.maximum(before, local)
-        decay = (before - online_max).exp()
-        total, acc = total * decay, acc * decay[:, None]
-        if bool((local - before).max() - margin > 0):
-            p = (s - online_max[:, None]).exp()
-            total, acc = total + p.sum(1), acc + p @ v
-        else:
-            skipped += 1
+        p, decay = (s - online_max[:, None]).exp(), (before - online_max).exp()
+        keep = bool((local - (before if whole else online_max)).max() >= margin)
+        total = total * decay + (p.sum(1) if keep or not whole else 0)
+        acc = acc * decay[:, None] + (p @ v if keep else 0)
+        skipped += not keep
     assert (skipped > 0) == (margin > -math.inf)
-    kept = scores.masked_fill((reference.step_margins(scores, steps) < margin)[steps], -torch.inf)
-    torch.testing.assert_close(kept.softmax(-1) @ values, acc / total[:, None], rtol=0, atol=1e-12)
+    left_out = (reference.step_margins(scores, steps) < margin)[steps]
+    kept = scores.masked_fill(left_out, -torch.inf) if whole else scores
+    torch.testing.assert_close((kept.softmax(-1) * ~left_out) @ values, acc / total[:, None], rtol=0, atol=1e-12)
     torch.testing.assert_close(kept.logsumexp(-1), online_max + total.log(), rtol=0, atol=1e-12)
 
 
@@ -349,14 +315,6 @@ def test_smoothing_takes_the_keys_common_part_out_of_the_error():
     rough = (q_int8 @ k_int8.T * q_step * k_step * 128**-0.5).softmax(-1)
     assert error(biased) < 1.1 * error(k)
     assert float((rough - exact).abs().sum(-1).mean()) > 10 * error(k)
-
-
-def test_8_bit_rounds_to_the_nearest():
-    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(6))
-    integers, step = reference.quantize(x, (0, 1))
-    assert int(integers.abs().max()) == 127
-    assert float((integers * step - x).abs().max()) <= float(step) / 2 * 1.0001
-    assert not reference.quantize(torch.zeros(4, 4), (0, 1))[0].any()
 
 
 def test_options_of_heads():

@@ -8,6 +8,8 @@ the error that eager torch makes in the same dtype, times a small factor.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -96,69 +98,49 @@ def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool
     return all(torch.equal(a.nan_to_num(nan=7), b.nan_to_num(nan=7)) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("dtype", EACH_DTYPE)
-@pytest.mark.parametrize(
-    "lengths",
-    [[(0, 63)], [(1000, 1)], pytest.param([(37, 1000)], marks=FULL), [(5, 63), (0, 1), (301, 150), (64, 128)]],
-    ids=str,
-)
-def test_lengths(engine, device, lengths, dtype):
-    batch = random_batch(lengths, 1, 1, 64, 16, dtype, device, gap_tokens=5)
-    check(engine, batch, random_index(batch, 64, 0.2, stripes=90))
+USUAL = {"lengths": [(150, 70), (0, 3)], "heads": (2, 1), "head_dim": 64, "page_size": 16, "block_tokens": 64}
+USUAL |= {"layout": "NHD", "density": 0.5, "stripes": 30, "dtype": DTYPES[0]}
+# Tiles that begin at any place of a block, over one to five blocks of their own, whole and cut short.
+ASKEW = [(c, 130) for c in (1, 31, 33, 97, 127, 129)] + [(c, 33) for c in (0, 31, 32, 64, 128, 191)]
+DIAGONALS = {"lengths": ASKEW, "heads": (1, 1), "page_size": 128, "density": 0.3, "stripes": 0}
+LENGTHS = [[(0, 63)], [(1000, 1)], [(37, 1000)], [(5, 63), (0, 1), (301, 150), (64, 128)]]
+STRIPED = {"lengths": [(700, 130)], "density": 0.1}
+QUICK = [
+    {"lengths": LENGTHS[3], "heads": (1, 1), "density": 0.2, "stripes": 90},
+    {"lengths": [(1000, 1), (0, 63)], "heads": (6, 2), "head_dim": 96},
+    DIAGONALS,
+    STRIPED | {"stripes": 64},
+]
+OTHERS = [
+    *({"lengths": lengths, "heads": (1, 1), "density": 0.2, "stripes": 90} for lengths in LENGTHS[:3]),
+    {"lengths": [(0, 2049)], "heads": (1, 1), "page_size": 64, "density": 0.05, "stripes": 40},
+    *({"heads": heads} for heads in ((2, 2), (4, 2), (4, 1), (8, 1), (6, 2))),
+    *(
+        {"page_size": page_size, "block_tokens": block_tokens, "layout": layout, "lengths": [(333, 40), (0, 50)]}
+        for page_size, block_tokens, layout in product((16, 48, 64, 128), (32, 64, 128), ("NHD", "HND"))
+    ),
+    *({"head_dim": head_dim, "block_tokens": 64} for head_dim in (64, 96, 128, 256)),
+    *({"head_dim": head_dim, "block_tokens": 128} for head_dim in (64, 96, 128)),
+    *(DIAGONALS | {"block_tokens": block_tokens} for block_tokens in (32, 128)),
+    *(STRIPED | {"stripes": stripes} for stripes in (0, 1, 200)),
+]
+OTHERS += [case | {"dtype": DTYPES[1]} for case in QUICK + OTHERS if "page_size" not in case]
 
 
-@FULL
-def test_long_row(engine, device):
-    batch = random_batch([(0, 2049)], 1, 1, 64, 64, DTYPES[1], device)
-    check(engine, batch, random_index(batch, 64, 0.05, stripes=40))
-
-
-@pytest.mark.parametrize("dtype", EACH_DTYPE)
-@pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads"),
-    [(6, 2), *(pytest.param(*pair, marks=FULL) for pair in ((2, 2), (4, 2), (4, 1), (8, 1)))],
-)
-def test_query_heads_find_their_kv_head(engine, device, num_heads, num_kv_heads, dtype):
-    batch = random_batch([(71, 40), (0, 3)], num_heads, num_kv_heads, 64, 16, dtype, device)
-    check(engine, batch, random_index(batch, 64, 0.5, stripes=20))
-
-
-@FULL
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("block_tokens", [32, 64, 128])
-@pytest.mark.parametrize("page_size", [16, 48, 64, 128])
-def test_pages(engine, device, page_size, block_tokens, layout):
-    batch = random_batch([(333, 40), (0, 50)], 2, 2, 64, page_size, DTYPES[0], device, layout=layout, gap_tokens=2)
-    check(engine, batch, random_index(batch, block_tokens, 0.5, stripes=30))
-
-
-@pytest.mark.parametrize("block_tokens", [64, pytest.param(32, marks=FULL), pytest.param(128, marks=FULL)])
-def test_a_diagonal_anywhere(engine, device, block_tokens):
-    """Tiles that begin at any place of a block, over one to five blocks of their own, whole and cut short."""
-    lengths = [(c, 130) for c in (1, 31, 33, 97, 127, 129)] + [(c, 33) for c in (0, 31, 32, 64, 128, 191)]
-    batch = random_batch(lengths, 1, 1, 64, 128, DTYPES[0], device)
-    check(engine, batch, random_index(batch, block_tokens, 0.3))
-
-
-@pytest.mark.parametrize("dtype", EACH_DTYPE)
-@pytest.mark.parametrize(
-    ("head_dim", "block_tokens"),
-    [
-        (96, 64),
-        *(pytest.param(*c, marks=FULL) for c in ((64, 64), (64, 128), (96, 128), (128, 64), (128, 128), (256, 64))),
-    ],
-)
-def test_head_dims(engine, device, head_dim, block_tokens, dtype):
-    batch = random_batch([(150, 70)], 2, 1, head_dim, 16, dtype, device)
-    check(engine, batch, random_index(batch, block_tokens, 0.5, stripes=70))
-
-
-@pytest.mark.parametrize("stripes", [64, *(pytest.param(number, marks=FULL) for number in (0, 1, 200))])
-def test_stripes(engine, device, stripes):
-    batch = random_batch([(700, 130)], 2, 1, 64, 16, DTYPES[0], device)
-    index = random_index(batch, 64, 0.1, stripes=stripes)
-    assert bool(index.stripe_counts.any()) == (stripes > 0)
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=FULL) for case in OTHERS)], ids=str)
+def test_softmax_over_the_index(engine, device, case):
+    """Lengths, head counts, head sizes, pages, blocks, layouts, stripes: one thing out of the usual each."""
+    batch, index = made(USUAL | case, device)
+    if case.get("lengths") == STRIPED["lengths"]:
+        assert bool(index.stripe_counts.any()) == (case["stripes"] > 0)
     check(engine, batch, index)
+
+
+def made(shape: dict[str, Any], device: str, seed: int = 0) -> tuple[Batch, SparseIndex]:
+    more = {"layout": shape["layout"], "gap_tokens": 3}
+    sizes = *shape["heads"], shape["head_dim"], shape["page_size"]
+    batch = random_batch(shape["lengths"], *sizes, shape["dtype"], device, seed, **more)
+    return batch, random_index(batch, shape["block_tokens"], shape["density"], shape["stripes"], seed)
 
 
 def test_stripes_of_some_heads_and_tiles(engine, device):
@@ -297,8 +279,7 @@ def test_a_row_does_not_depend_on_pages(engine, device, page_size, layout):
 
 
 @pytest.mark.parametrize(
-    ("q_shape", "out_shape"),
-    [((5, 3, 64), (5, 3, 64)), ((5, 2, 32), (5, 2, 32)), ((5, 2, 64), (5, 2, 32))],
+    ("q_shape", "out_shape"), [((5, 3, 64), (5, 3, 64)), ((5, 2, 32), (5, 2, 32)), ((5, 2, 64), (5, 2, 32))]
 )
 def test_shapes_that_do_not_fit(engine, device, q_shape, out_shape):
     batch = random_batch([(0, 5)], 2, 1, 64, 16, DTYPES[0], device)
@@ -311,7 +292,7 @@ def test_shapes_that_do_not_fit(engine, device, q_shape, out_shape):
 shapes = st.fixed_dictionaries(
     {
         "lengths": st.lists(st.tuples(st.integers(0, 150), st.integers(1, 140)), min_size=1, max_size=2),
-        "group": st.sampled_from([1, 2, 3]),
+        "heads": st.sampled_from([(1, 1), (2, 1), (3, 1)]),
         "head_dim": st.sampled_from([64, 96]),
         "page_size": st.sampled_from([16, 48, 128]),
         "block_tokens": st.sampled_from([32, 64, 128]),
@@ -329,25 +310,18 @@ shapes = st.fixed_dictionaries(
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
 @given(shape=shapes)
 def test_any_shape(name, shape):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    batch = random_batch(
-        shape["lengths"], shape["group"], 1, shape["head_dim"], shape["page_size"], shape["dtype"], device,
-        shape["seed"], shape["layout"], gap_tokens=3,
-    )  # fmt: skip
-    index = random_index(batch, shape["block_tokens"], shape["density"], shape["stripes"], shape["seed"])
-    check(ENGINES[name], batch, index)
+    check(ENGINES[name], *made(shape, "cuda" if torch.cuda.is_available() else "cpu", shape["seed"]))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lengths", [[(0, 2049)], [(1000, 8192)], [(4000, 2049), (0, 63), (130, 1000)]], ids=str)
-class TestOnGpu:
-    @pytest.mark.parametrize(
-        ("head_dim", "block_tokens"), [(128, 32), (128, 64), (128, 128), (96, 64), (64, 64), (64, 128), (256, 64)]
-    )
-    def test_matches_the_reference(self, engine, lengths, dtype, head_dim, block_tokens):
-        batch = random_batch(lengths, 8, 2, head_dim, 128, dtype, "cuda", gap_tokens=3)
-        check(engine, batch, random_index(batch, block_tokens, 0.2, stripes=200))
+@pytest.mark.parametrize(
+    ("head_dim", "block_tokens"), [(128, 32), (128, 64), (128, 128), (96, 64), (64, 64), (64, 128), (256, 64)]
+)
+def test_long_rows_on_gpu(engine, lengths, dtype, head_dim, block_tokens):
+    batch = random_batch(lengths, 8, 2, head_dim, 128, dtype, "cuda", gap_tokens=3)
+    check(engine, batch, random_index(batch, block_tokens, 0.2, stripes=200))
 
 
 @pytest.mark.gpu

@@ -55,44 +55,6 @@ def test_it_is_what_whole_matrices_say(num_heads, num_kv_heads, head_dim, page_s
     assert bool((got.recall < 0.99).all())
 
 
-def test_everything_kept_is_all_of_it_exactly():
-    batch = random_batch(LENGTHS, 4, 2, 64, 16, device=DEVICE, gap_tokens=1)
-    assert {float(x) for figures in quality(batch, random_index(batch, 64, 1.0)) for x in figures} == {1.0}
-
-
-def test_keeping_more_never_recalls_less():
-    batch = random_batch([(300, 200)], 4, 2, 64, 16, device=DEVICE)
-    ladder = [quality(batch, random_index(batch, 64, density)) for density in (0.0, 0.2, 0.5, 0.9)]  # nested: one seed
-    for less, more in itertools.pairwise(ladder):
-        assert bool((less.recall <= more.recall).all())
-        assert bool((less.density <= more.density).all())
-    assert bool((ladder[0].recall < ladder[-1].recall).all())
-
-
-def test_scores_far_apart_are_no_trouble():
-    batch = random_batch([(200, 100)], 2, 1, 64, 16, device=DEVICE)
-    batch.q.mul_(1000)
-    index = random_index(batch, 64, 0.5)
-    torch.testing.assert_close(quality(batch, index).recall, by_whole_matrices(batch, index).recall, rtol=0, atol=1e-3)
-
-
-def uniform(length: int) -> tuple[Batch, SparseIndex]:
-    """Queries of zeros, which look at all keys alike, and their own blocks alone kept."""
-    batch = random_batch([(0, length)], 2, 1, 64, 128, device=DEVICE)
-    batch.q.zero_()
-    return batch, random_index(batch, 64, 0.0)
-
-
-@pytest.mark.full
-def test_eight_thousand_tokens_where_recall_is_known():
-    batch, index = uniform(8192)
-    positions = torch.arange(8192, dtype=torch.float64)
-    kept = positions % 128 + 1  # the blocks on a tile's diagonal, up to the query
-    got = quality(batch, index)
-    assert got.recall.tolist() == pytest.approx([float((kept / (positions + 1)).mean())] * 2, abs=1e-7)
-    assert got.density.tolist() == pytest.approx([float(kept.sum() / (positions + 1).sum())] * 2, abs=1e-12)
-
-
 @pytest.mark.gpu
 def test_thirty_two_thousand_tokens_fit():
     batch = random_batch([(0, 32768)], 32, 8, 128, 128, torch.bfloat16, "cuda")

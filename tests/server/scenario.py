@@ -15,13 +15,8 @@ from vllm_sparse_backend.measure.scrape import LayerCounts, Report, parse
 from vllm_sparse_backend.measure.server import Server
 
 CHUNK_TOKENS = 512
-SERVER_ARGS = (
-    "--max-model-len",
-    "8192",
-    "--max-num-batched-tokens",
-    str(CHUNK_TOKENS),
-    "--enable-prompt-tokens-details",
-)
+SERVER_ARGS = ("--max-model-len", "8192", "--enable-prompt-tokens-details")
+SERVER_ARGS += ("--max-num-batched-tokens", str(CHUNK_TOKENS))
 CONCURRENT_LENGTHS = (1, 63, 300, 777, 1000, 1301)
 PAGE_TOKENS = 128
 
@@ -59,8 +54,7 @@ def prompt(length: int, seed: int) -> list[int]:
 
 CHUNKS = prompt(1501, seed=1)
 CACHED = {
-    "prefix: same prompt": 1501 // PAGE_TOKENS * PAGE_TOKENS,
-    "prefix: other tail": 1000 // PAGE_TOKENS * PAGE_TOKENS,
+    f"prefix: {name}": n // PAGE_TOKENS * PAGE_TOKENS for name, n in (("same prompt", 1501), ("other tail", 1000))
 }
 """So many tokens of these are found in the cache, by whoever may read what those before them wrote."""
 
@@ -71,23 +65,15 @@ def tail_changed(token_ids: list[int]) -> list[int]:
 
 
 def ask(server: Server, token_ids: list[int], max_tokens: int = 8, level: object = None) -> Answer:
-    body: dict[str, Any] = {
-        "model": server.model,
-        "prompt": token_ids,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "logprobs": 0,
-        "return_token_ids": True,
-    }
+    body: dict[str, Any] = {"model": server.model, "prompt": token_ids, "max_tokens": max_tokens, "logprobs": 0}
+    body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
     if level is not None:
         body["vllm_xargs"] = {"sparse_prefill": level}
     answer = server.post("/v1/completions", body)
     choice, details = answer["choices"][0], answer["usage"]["prompt_tokens_details"] or {}
     assert len(choice["token_ids"]) == max_tokens
-    return Answer(
-        tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]), details.get("cached_tokens") or 0
-    )
+    logprobs = choice["logprobs"]["token_logprobs"]
+    return Answer(tuple(choice["token_ids"]), tuple(logprobs), details.get("cached_tokens") or 0)
 
 
 def ask_together(server: Server, requests: Mapping[str, tuple[Any, ...]]) -> dict[str, Answer]:

@@ -96,7 +96,8 @@ def test_the_level_has_every_method_and_mixed_layers() -> None:
     profile = Profile.model_validate({"format": 1, "model": "any", **levels.MIXED})
     layers = [profile.methods_of(layer, CONFIG["num_attention_heads"]) for layer in range(NUM_LAYERS)]
     assert {type(method) for layer in layers for method in layer} == {entry.parameters for entry in METHODS.values()}
-    assert [len({type(method) for method in layer}) for layer in layers] == [8, 5, 3, 1]
+    last = {one["method"] for one in levels.BESIDE[3]} | {"vertical_slash"}
+    assert [len({type(method) for method in layer}) for layer in layers] == [len(levels.BESIDE[0]), 5, 3, len(last)]
 
 
 def test_every_head_runs_its_own_method(served: Served, planned: Planned, small_model: Path) -> None:
