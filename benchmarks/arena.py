@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from vllm_sparse_backend.measure.report import merge_figures
+from benchmarks.figures import merge_figures
 from vllm_sparse_backend.serving.arena import SEVERAL_ROWS_BYTES, SLACK, LayerNeed, largest_steps, rows_of
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import (
@@ -41,7 +41,7 @@ def arena_bytes(method: str, max_len: int, step_tokens: int) -> int:
     (groups,) = Plan.build(SparsePrefillConfig(method=method), SHAPE).layers
     assert groups is not None
     kv_heads, head_dim = SHAPE.num_kv_heads, SHAPE.head_dim
-    need = LayerNeed.of(groups, kv_heads, head_dim, 2, torch.device("cpu"), step_tokens=step_tokens)
+    need = LayerNeed.of(groups, kv_heads, head_dim, 2, torch.device("cpu"))
     thresholds = Thresholds(UNMEASURED_MIN_TOKENS, UNMEASURED_MIN_QUERY_TOKENS)
     needed = [need.num_bytes(rows_of(step)) for step in largest_steps(step_tokens, MAX_ROWS, max_len, thresholds)]
     return int(max(needed[0], min(max(needed), SEVERAL_ROWS_BYTES)) * SLACK)

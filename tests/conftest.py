@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels run in Triton's interpreter where there is no CUDA device; tests marked `gpu` are skipped there."""
+"""Kernels run in Triton's interpreter where there is no CUDA device; tests marked `gpu` are skipped there.
+
+A run ends with each reason for which tests were skipped, and how many it were.
+"""
 
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -24,3 +28,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = Counter(str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", []))
+    if skipped:
+        terminalreporter.section("skipped")
+    for reason, count in skipped.most_common():
+        terminalreporter.write_line(f"{count:5} {reason.removeprefix('Skipped: ')}")

@@ -3,7 +3,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,12 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import Thresholds
 from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.methods import describe, make_method
+from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_backend.settings.profile import LayerProfile, Profile
 from vllm_sparse_backend.settings.resolved import Resolved
-from vllm_sparse_kernels.layer import HeadGroup, methods_by_head
+from vllm_sparse_kernels.layer import HeadGroup
 from vllm_sparse_kernels.methods.share_prefill.method import SharePrefill, SharePrefillLayer
 
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=4, num_heads=8, num_kv_heads=2, head_dim=64)
@@ -181,21 +180,3 @@ def test_description_says_what_runs_how(write: Write) -> None:
         "sparse prefill with method a_shape, for no rows",
         "layers 0-3: a_shape(sink_tokens=1, local_tokens=2) on 16 heads of this rank",
     ]
-
-
-def test_what_heads_ask_for_beside_their_selection_divides_no_group(write: Write) -> None:
-    means = {"block_means": True}
-    layers = {
-        (1,): LayerProfile(heads={(0, 1, 2, 3): replace(WIDE, **means)}),
-        (2,): LayerProfile(default=share(3, **means), heads={(7,): share(3)}),
-    }
-    path = write(layers=layers)
-    plan = Plan.build(SparsePrefillConfig(profile=path), SHAPE)
-    assert all(len(groups or ()) == 1 for groups in plan.layers)
-    assert plan.layer(0)[0].extras == ()
-    assert [m.block_means for m in methods_by_head(plan.layer(1))] == [True] * 4 + [False] * 4
-    group = plan.layer(2)[0]
-    assert group.method.clusters == (3,) * 8  # the eighth head is not the only one of its cluster
-    assert [m.extras for m in group.methods()] == [("block_means",)] * 7 + [()]
-    assert "layers 1-2: block_means on 11 heads of this rank" in plan.describe(Thresholds(0, 1))
-    assert describe(share(3, **means)).endswith("block_means=True)")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
 WHERE = {
     "prometheus": "Debian's package prometheus",
     "promtool": "Debian's package prometheus",

@@ -9,11 +9,11 @@ On a GPU methods select by their kernels and an engine attends; on a CPU the ref
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from vllm_sparse_kernels.attend import PORTABLE, block_means
+from vllm_sparse_kernels.attend import PORTABLE
 from vllm_sparse_kernels.attend.engine import Engine
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.reference import attend as reference_attend
@@ -32,15 +32,10 @@ class HeadGroup:
 
     heads: tuple[int, ...]
     method: Method
-    extras: tuple[tuple[str, ...], ...] = ()
-    """What each head asks for beside its selection (``Method.extras``); empty where none asks for anything."""
 
     def methods(self) -> list[Method]:
         """Each head's own method."""
-        own = list(self.method.of_heads(len(self.heads)))
-        if not self.extras:
-            return own
-        return [replace(one, **dict.fromkeys(names, True)) for one, names in zip(own, self.extras, strict=True)]
+        return list(self.method.of_heads(len(self.heads)))
 
 
 LayerPlan = tuple[HeadGroup, ...]
@@ -49,24 +44,16 @@ LayerPlan = tuple[HeadGroup, ...]
 
 def layer_plan(methods: Sequence[Method], others: Iterable[Method] = ()) -> LayerPlan:
     """The groups of a layer whose heads have these methods; ``others`` are those of heads of other layers."""
-    return group_heads(methods, Counter(method.selection.company for method in (*methods, *others)))
+    return group_heads(methods, Counter(method.company for method in (*methods, *others)))
 
 
 def group_heads(methods: Sequence[Method], counts: Mapping[Method, int]) -> LayerPlan:
     """Heads that select alike, in the order of each group's first head; ``counts``: how many heads are company."""
     heads: dict[Method, list[int]] = {}
-    selections = [method.selection for method in methods]
-    selections = [one if counts[one.company] > 1 else one.alone for one in selections]
+    selections = [one if counts[one.company] > 1 else one.alone for one in methods]
     for head, selection in enumerate(selections):
         heads.setdefault(selection.alike, []).append(head)
-    return tuple(
-        HeadGroup(tuple(ids), alike.merged([selections[i] for i in ids]), _extras([methods[i] for i in ids]))
-        for alike, ids in heads.items()
-    )
-
-
-def _extras(methods: Sequence[Method]) -> tuple[tuple[str, ...], ...]:
-    return tuple(method.extras for method in methods) if any(method.extras for method in methods) else ()
+    return tuple(HeadGroup(tuple(ids), alike.merged([selections[i] for i in ids])) for alike, ids in heads.items())
 
 
 def methods_by_head(groups: LayerPlan) -> list[Method]:
@@ -82,8 +69,7 @@ def attend_options(methods: Sequence[Method], device: torch.device) -> AttendOpt
     skips, drops = (
         [m.skip_margin if m.skip_whole_steps is whole else None for m in methods] for whole in (False, True)
     )
-    options = AttendOptions.of(skips, [m.int8_scores for m in methods], device, drops)
-    return block_means.asking(options, [m.block_means for m in methods], device)
+    return AttendOptions.of(skips, [m.int8_scores for m in methods], device, drops)
 
 
 def stripes_of(method: Method, rows: Rows) -> StripeLayout:

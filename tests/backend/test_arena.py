@@ -93,16 +93,6 @@ class TestSlabs:
             beside = [chunk.query_len for slab in slabs for chunk in slab if chunk.number == row.number]
             assert beside == alone
 
-    def test_means_of_dropped_blocks_need_room_wherever_in_the_step_a_row_lies(self) -> None:
-        step_tokens = 1 << 20  # so that their log-sum-exps take more than any selection
-        config = SparsePrefillConfig(method="vertical_slash", params=LINES | {"block_means": True})
-        groups = Plan.build(config, SHAPE).layers[0]
-        asking = LayerNeed.of(groups, SHAPE.num_kv_heads, SHAPE.head_dim, 2, CPU, step_tokens=step_tokens)
-        first, last = (rows_of([Row(0, token, 500, 5000)]) for token in (0, step_tokens - 500))
-        assert asking.num_bytes(first) == asking.num_bytes(last)
-        means = 2 * SHAPE.num_kv_heads * (5500 // 64) * SHAPE.head_dim * 2
-        assert asking.num_bytes(first) >= means + 4 * SHAPE.num_heads * step_tokens
-
     def test_heads_that_differ_need_room_for_the_one_that_keeps_most(self) -> None:
         slab = rows_of(in_turn([(5000, 500)]))
         merged = VerticalSlash.merged([VerticalSlash(40), VerticalSlash(4000), VerticalSlash(7)])

@@ -33,6 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sale": {"tau": 0.2},
     "share_prefill": {"gamma": 0.5, "cluster": 0, "max_sparsity": 2.0, "max_distance": 2.0},
     "sparge_attn": {"kept_mass": 0.4, "min_similarity": -1.0},
+    "top_p": {"kept_mass": 0.3, "sink_tokens": 0, "local_tokens": 128},
     "vertical_slash": {"vertical_tokens": 40, "slash_tokens": 104},
 }
 LEAVE_NOTHING_OUT = {"dense"}
@@ -211,28 +212,3 @@ class TestMethods:
             torch.testing.assert_close(out[tokens, 1], without[tokens, 1], **CLOSE)
             assert all(not torch.allclose(out[tokens, h], without[tokens, h], atol=1e-4) for h in (2, 3))
         assert not torch.allclose(out[:, 0], without[:, 0], atol=1e-4)
-
-    @pytest.mark.full
-    def test_heads_with_means(self, configured: Callable[..., Any], tmp_path: Path) -> None:
-        """Of heads that select together, each gets what it asked for beside that."""
-        few = "method: a_shape, sink_tokens: 16, local_tokens: 16"
-        heads = f'"1": {{heads: {{"0": {{{few}, block_means: true}}}}}}'
-        profile = tmp_path / "extras.yaml"
-        profile.write_text(f"format: 1\nmodel: any\ndefault: {{{few}}}\nlayers:\n  {heads}\n")
-        config = configured(profile=str(profile), min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True)
-        layer, plain = layers = make_layers(config, [1, 2])
-        builder = make_builder(config, layers)
-        assert [group.heads for group in layer.impl.layer.groups] == [(0, 1, 2, 3)]
-        assert layer.impl.layer.options.mean_heads.tolist() == [1, 0, 0, 0]
-        assert plain.impl.layer.options is None
-        step = make_step(layer, MIXED)
-        out = step.forward(layer, builder.build(0, step.common))
-        groups, layer.impl.layer = layer.impl.layer.groups, plain.impl.layer
-        without = step.forward(layer, builder.build(0, step.common))
-        changed = torch.zeros(4, dtype=torch.bool)
-        for row in SPARSE_ROWS:
-            tokens = slice(step.tokens(row).start + dense_tokens(step, row), step.tokens(row).stop)
-            expected, _ = reference(step, row, groups, layer.impl.scale)
-            torch.testing.assert_close(out[tokens], expected, **CLOSE)
-            changed |= ((out[tokens] - without[tokens]).abs() > 1e-3).any(2).any(0)
-        assert changed.tolist() == [True, False, False, False]

@@ -23,7 +23,7 @@ from tests.backend.test_warmup import (
     run_steps,
     uncomputed,
 )
-from vllm_sparse_backend.serving import compat, engines, startup
+from vllm_sparse_backend.serving import compat, compilations, engines, startup
 from vllm_sparse_backend.serving.arena import rows_of
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.step import Slab, SparseStep
@@ -122,7 +122,7 @@ def test_servers_that_read_fp8(as_on_hopper: None, cache_dtype: str, scheme: Any
 @interpreted
 @pytest.mark.parametrize(
     ("method", "params", "engine"),
-    [("sale", {"block_means": True}, "flash"), ("anchor_attention", {}, "flash"), ("vertical_slash", {}, "portable")],
+    [("sale", {}, "flash"), ("anchor_attention", {}, "flash"), ("vertical_slash", {}, "portable")],
 )
 def test_warm_up_meets_every_kernel(
     as_on_hopper: None, method: str, params: dict[str, Any], engine: str, monkeypatch: pytest.MonkeyPatch
@@ -142,3 +142,24 @@ def test_warm_up_meets_every_kernel(
     assert {impl.layer.engine.name for impl in impls} == {engine}
     assert any("fp8" in key for _, key in steps)
     assert not (late := steps - warm), closest(late, warm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["auto", "portable"])
+@pytest.mark.parametrize(
+    "method", ["anchor_attention", "sale", "share_prefill", "sparge_attn", "top_p", "vertical_slash"]
+)
+def test_nothing_compiles_after_warm_up_on_a_gpu(method: str, engine: str) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    device, spec = torch.device("cuda", 0), make_spec(128, torch.uint8)
+    impls = make_impls(method, {"cluster": 0} if method == "share_prefill" else {}, device, engine=engine)
+    for impl in impls:
+        impl.out_dtype = torch.bfloat16
+    with set_current_vllm_config(VllmConfig()):  # FlashAttention's backend asks it for the cache's layout
+        warm_up(impls, spec, device, engine)
+    assert {impl.layer.engine.name for impl in impls} == {"flash" if engine == "auto" else engine}
+    before = dict(compilations.listener().counts)
+    run_steps(impls, 128, random_steps(seed=1, number=40), device, in_fp8=True)
+    torch.cuda.synchronize()
+    assert compilations.listener().counts == before

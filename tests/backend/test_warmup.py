@@ -45,8 +45,9 @@ LONGEST = 24_000
 PARAMS: dict[str, list[dict[str, Any]]] = {
     "share_prefill": [{"cluster": 0}],
     "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}, {"skip_margin": -5.0, "skip_whole_steps": True}],
-    "sale": [{}, {"int8_scores": True}, {"channels": "half"}, {"block_means": True}],
-    "vertical_slash": [{}, {"block_means": True}],
+    "sale": [{}, {"int8_scores": True}, {"channels": "half"}],
+    "top_p": [{}, {"channels": "all"}],
+    "vertical_slash": [{}],
 }
 CASES = [(name, params) for name in METHODS for params in PARAMS.get(name, [{}])]
 

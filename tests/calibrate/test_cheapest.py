@@ -3,7 +3,7 @@
 
 import itertools
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean
 
 import pytest
@@ -13,7 +13,7 @@ from tests.calibrate.made import HEADS, make_job
 from vllm_sparse_backend.profiling import cheapest
 from vllm_sparse_backend.profiling.calibrate import run, together
 from vllm_sparse_backend.profiling.cheapest import Cheapest, choose, holding, judged, price_of
-from vllm_sparse_backend.profiling.costs import Cost, LayerCost, PairCosts, head_ms, kind_of
+from vllm_sparse_backend.profiling.costs import Cost, LayerCost, PairCosts, kind_of
 from vllm_sparse_backend.profiling.measure import Bound
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
@@ -33,10 +33,10 @@ class Known:
     """Ten milliseconds a dense head; by name what a kind's selection takes, and each of its heads."""
 
     kinds: dict[str, tuple[float, float]] = field(default_factory=dict)
-    layer: LayerCost = LayerCost(base_ms=0.0, means_ms=0.5, dense_ms=40.0)  # noqa: RUF009
+    layer: LayerCost = LayerCost(base_ms=0.0, dense_ms=40.0)  # noqa: RUF009
 
     def of(self, method: Method) -> Cost:
-        return Cost(*self.kinds.get(name_of(method.selection), (0.0, 0.0)), full_ms=10.0)
+        return Cost(*self.kinds.get(name_of(method), (0.0, 0.0)), full_ms=10.0)
 
 
 def judge_of(*heads: dict[Method, tuple[float, float]]) -> FakeJudge:
@@ -66,9 +66,7 @@ def test_what_costs_more_in_time_is_not_taken_for_its_density():
     assert chosen(Known(), of) == [FINE]
     dear = Known({"sale": (0.0, 1.5)})
     assert chosen(dear, of) == [CHEAP]
-    without, means = (head_ms(dear, one, 0.3) for one in (CHEAP, replace(CHEAP, block_means=True)))
-    assert means == without + 0.5
-    assert kind_of(replace(CHEAP, block_means=True)) == kind_of(CLOSE) != kind_of(FINE)
+    assert kind_of(CHEAP) == kind_of(CLOSE) != kind_of(FINE)
 
 
 def test_a_kind_that_serves_few_heads_is_not_worth_its_selection():
@@ -105,13 +103,6 @@ def test_no_choice_of_the_same_mean_error_keeps_less(seed):
         for other in itertools.product(*([(0.0, 1.0), *of.values()] for of in heads)):
             if fmean(one[0] for one in other) <= error:
                 assert fmean(one[1] for one in other) >= density - 1e-12
-
-
-def test_means_count_as_what_they_cost():
-    plain, means = Sale(tau=0.1), Sale(tau=0.1, block_means=True)
-    held = holding(judged(judge_of({plain: (0.10, 0.50), means: (0.08, 0.50)}), [plain, means]), Bound(1.0))
-    assert choose(held, PairCosts(1)) == [plain]
-    assert choose(held, PairCosts(1), price=1.0) == [means]  # 0.02 of error for a 64th of the pairs
 
 
 @pytest.mark.full

@@ -206,7 +206,7 @@ def test_sparge_attn_ends_with_the_similarity_under_which_nothing_is_left_out():
 class Costs:
     """A head's time is its pairs', and of patterns that select, a share of all."""
 
-    layer = LayerCost(0.0, 0.0, 3.0)
+    layer = LayerCost(0.0, 3.0)
 
     def __init__(self, selection: float = 0.02) -> None:
         self.selection = selection

@@ -204,7 +204,7 @@ def searched(job: Job, bound: Bound = BOUND) -> Profile:
     return run(job, partial(Sharing, ladder=LADDER, distance=1000.0), {"high": bound}, "a test", margin=0.1)
 
 
-def test_outcomes_are_known_again_whatever_gamma_and_means_earlier_heads_have(tmp_path):
+def test_outcomes_are_known_again_whatever_gamma_earlier_heads_have(tmp_path):
     """Later layers are given who is in which cluster, and nothing else of it."""
     job = sharing_job(tmp_path / "work")
 
@@ -214,7 +214,7 @@ def test_outcomes_are_known_again_whatever_gamma_and_means_earlier_heads_have(tm
         return flow.judge().path
 
     member = replace(LADDER[0], cluster=0)
-    assert path(member, Dense()) == path(replace(member, gamma=0.5, block_means=True), replace(LADDER[0], gamma=0.7))
+    assert path(member, Dense()) == path(replace(member, gamma=0.5), replace(LADDER[0], gamma=0.7))
     assert len({path(member, Dense()), path(Dense(), member), path(replace(member, cluster=1), Dense())}) == 3
 
 

@@ -30,7 +30,7 @@ level: high
 default: {method: sale, tau: 0.01, sink_tokens: 32, local_tokens: 128, int8_scores: false, channels: all}
 layers:
   2-3: {default: {method: a_shape, sink_tokens: 64, local_tokens: 256}, heads: {0-3: {method: dense}}}
-  4: {heads: {'1,5': {method: vertical_slash, vertical_tokens: 30, slash_tokens: 800, block_means: true}}}
+  4: {heads: {'1,5': {method: vertical_slash, vertical_tokens: 30, slash_tokens: 800}}}
 levels:
   fast:
     dense_layers: [5]

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches whose attention has columns and diagonals, and what methods that follow such lines keep of them."""
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from benchmarks.batches import random_batch
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.trial import Batch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,25 +50,6 @@ def waves(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
     return torch.cat((angles.cos(), angles.sin()), -1)
 
 
-def selected(
-    method: Method,
-    batch: Batch,
-    block_tokens: int,
-    heads: Sequence[int] | None = None,
-    reference: Callable[..., None] | None = None,
-) -> SparseIndex:
-    """What the method, or its reference, selects for ``heads`` (all unless told), in an index poisoned beforehand."""
-    heads = list(range(batch.num_heads)) if heads is None else heads
-    layouts = {head: method.stripe_layout(batch.rows) for head in heads}
-    index = SparseIndex.allocate(batch.rows, batch.num_heads, block_tokens, layouts)
-    for poisoned in (index.block_counts, index.block_ids, index.stripe_counts, index.stripe_positions):
-        poisoned.fill_(-7)
-    ids = torch.tensor(heads, dtype=torch.int32, device=DEVICE)
-    select = type(method).select if reference is None else reference
-    select(method, batch.q, batch.cache, index, ids, batch.scale)
-    return index
-
-
 def kept_keys(index: SparseIndex, heads: Sequence[int]) -> list[torch.Tensor]:
     """Per head and tile, which keys the tile keeps."""
     return [index.tile_keys(head, i_tile) for head in heads for i_tile in range(index.rows.num_tiles)]
@@ -82,12 +60,3 @@ def assert_between(got: list[torch.Tensor], least: list[torch.Tensor], most: lis
     for i, (a, b, c) in enumerate(zip(least, got, most, strict=True)):
         assert not bool((a & ~b).any()), f"list {i}: keys missing"
         assert not bool((b & ~c).any()), f"list {i}: keys too many"
-
-
-def single_row(batch: Batch, row: int) -> Batch:
-    """One row of a batch as a batch of its own."""
-    rows = batch.rows
-    alone = Rows(
-        (rows.tokens[row],), (rows.query_lens[row],), (rows.context_lens[row],), rows.block_table[row : row + 1]
-    )
-    return dataclasses.replace(batch, rows=alone)

@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from benchmarks.batches import random_batch, random_index
-from vllm_sparse_kernels.attend import reference, supports_bulk
+from tests.kernels.test_engines import DTYPES, FULL, independent
+from vllm_sparse_kernels.attend import PORTABLE, reference, supports_bulk
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.portable import attend
 from vllm_sparse_kernels.attend.smooth_keys import smooth_keys
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.trial import Batch, Expected, expected_attention
 from vllm_sparse_kernels.workspace import Workspace
 
-DTYPES = [torch.bfloat16, torch.float16] if torch.cuda.is_available() else [torch.float32, torch.float16]
 INT8_STEP, RUN = 64, 128
 CLEAR = 1e-3
 """How far λ stays from every step's margin: kernels' scores are closer than this to float64."""
@@ -137,36 +136,34 @@ CASES = {
     "group": ([(571, 40)], 8, 1, 64, 48, 64, 0, "NHD"),
     "wide": ([(700, 130)], 2, 2, 128, 128, 128, 70, "HND"),
     "odd-head": ([(1100, 77)], 4, 1, 96, 32, 128, 0, "NHD"),
+    "short": ([(0, 1), (0, 63), (60, 5), (641, 129)], 2, 1, 64, 16, 64, 20, "NHD"),
+    "long": ([(0, 1000)], 2, 1, 64, 16, 64, 20, "NHD"),
     "widest-head": ([(640, 20)], 2, 1, 256, 64, 64, 30, "NHD"),
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES)
-def test_heads_of_all_kinds_in_one_launch(device, case, dtype):
-    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, stripes, layout = CASES[case]
-    batch = lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, layout)
-    index = random_index(batch, block_tokens, 0.7, stripes)
-    check(batch, index, mixed_options(batch, index))
-
-
-@pytest.mark.parametrize(("skips", "int8"), [(True, False), (False, True)])
-@pytest.mark.parametrize("lengths", [[(0, 1), (0, 63), (60, 5), (641, 129)], [(0, 1000)]], ids=str)
-def test_one_option_alone(device, lengths, skips, int8):
-    batch = lossless_batch(lengths, 2, 1, 64, 16, torch.float16, device)
-    index = random_index(batch, 64, 0.7, stripes=20)
-    check(batch, index, mixed_options(batch, index, skips, int8))
+SKIPPED_OR_DROPPED = [("one", (0, 1)), ("mixed", (0,)), ("wide", (1,)), ("odd-head", (0, 1)), ("widest-head", (0, 1))]
 
 
 @pytest.mark.parametrize(
-    ("case", "drops"), [("one", (0, 1)), ("mixed", (0,)), ("wide", (1,)), ("odd-head", (0, 1)), ("widest-head", (0, 1))]
+    ("case", "dtype", "asked"),
+    [
+        ("mixed", torch.float16, {"drops": (0,)}),
+        *(pytest.param(case, dtype, {}, marks=FULL) for case in CASES for dtype in DTYPES),
+        # Beside skipped products or alone, in 8 bits or not; (0, 1) leaves no head that skips products.
+        *(pytest.param(case, torch.float16, {"drops": drops}, marks=FULL) for case, drops in SKIPPED_OR_DROPPED),
+        *(
+            pytest.param(case, torch.float16, asked, marks=FULL)
+            for case in ("short", "long")
+            for asked in ({"int8": False}, {"skips": False})
+        ),
+    ],
 )
-def test_dropped_steps(device, case, drops):
-    """Beside skipped products or alone, in 8 bits or not; (0, 1) leaves no head that skips products."""
+def test_heads_of_all_kinds_in_one_launch(device, case, dtype, asked):
     lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, stripes, layout = CASES[case]
-    batch = lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, torch.float16, device, layout)
+    batch = lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, layout)
     index = random_index(batch, block_tokens, 0.7, stripes)
-    check(batch, index, mixed_options(batch, index, drops=drops))
+    check(batch, index, mixed_options(batch, index, **asked))
 
 
 def test_a_head_may_skip_products_and_drop_steps(device):
@@ -178,18 +175,6 @@ def test_a_head_may_skip_products_and_drop_steps(device):
     check(batch, index, options)
     apart = by_reference(batch, index, AttendOptions(options.skip_margins, None))
     assert not torch.equal(by_reference(batch, index, options)[0].nan_to_num(), apart[0].nan_to_num())
-
-
-@pytest.mark.parametrize("block_tokens", [64, 128])
-def test_bulk_copies_give_the_same(device, block_tokens):
-    batch = lossless_batch([(641, 40), (500, 70)], 2, 2, 64, 128, torch.float16, device)
-    if device == "cuda" and not supports_bulk(batch.cache):
-        pytest.skip("bulk tensor copies need Hopper or later")
-    index = random_index(batch, block_tokens, 0.7, stripes=30)
-    options = mixed_options(batch, index, drops=(1,))
-    check(batch, index, options, bulk=True)
-    by_copies, by_pointers = (run(batch, index, options, bulk) for bulk in (True, False))
-    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(by_copies, by_pointers))
 
 
 def test_what_asks_for_nothing_changes_nothing(device):
@@ -209,21 +194,9 @@ def test_what_asks_for_nothing_changes_nothing(device):
 
 
 def test_a_row_does_not_depend_on_its_neighbours(device):
-    lengths = [(333, 140), (530, 1), (200, 30)]
-    batch = random_batch(lengths, 2, 1, 64, 16, DTYPES[0], device, gap_tokens=3)
+    batch = random_batch([(333, 140), (530, 1), (200, 30)], 2, 1, 64, 16, DTYPES[0], device, gap_tokens=3)
     options = AttendOptions.of([-1.0, None], [True, False], batch.q.device, [None, -2.0])
-
-    def full(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        whole = Batch(batch.q, batch.cache, rows, batch.scale)
-        return run(whole, random_index(whole, 64, 1.0), options)
-
-    together, rows = full(batch.rows), batch.rows
-    for row in range(3):
-        parts = ((values[row],) for values in (rows.tokens, rows.query_lens, rows.context_lens))
-        out, lse = full(Rows(*parts, rows.block_table[row : row + 1]))
-        tokens = slice(rows.tokens[row], rows.tokens[row] + rows.query_lens[row])
-        assert torch.equal(out[tokens], together[0][tokens])
-        assert torch.equal(lse[:, tokens], together[1][:, tokens])
+    independent(PORTABLE, batch, random_index(batch, 64, 1.0), range(3), options)
 
 
 @pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (96, 128)])
@@ -286,30 +259,10 @@ def test_8_bit_scores_are_as_accurate_as_sage_attention(device):
 
 
 @pytest.mark.parametrize("margin", [-math.inf, -2.0, -0.3])
-def test_the_reference_is_the_online_softmax_of_algorithm_1(margin):
-    """Lines 12 to 16 step by step, with a test of all queries together."""
-    generator = torch.Generator().manual_seed(4)
-    scores, values = (torch.randn(*size, generator=generator, dtype=torch.float64) for size in ((5, 70), (70, 8)))
-    scores[:, 20:50] -= 4
-    steps = torch.arange(70) // 10
-    online_max, total, acc = torch.full((5,), -math.inf).double(), torch.zeros(5).double(), torch.zeros(5, 8).double()
-    skipped = 0
-    for s, v in zip(scores.split(10, 1), values.split(10)):
-        local = s.amax(1)
-        new_max = torch.maximum(online_max, local)
-        p, decay = (s - new_max[:, None]).exp(), (online_max - new_max).exp()
-        total = total * decay + p.sum(1)
-        keep = bool((local - new_max).max() >= margin)
-        acc = acc * decay[:, None] + (p @ v if keep else 0)
-        online_max, skipped = new_max, skipped + (not keep)
-    assert (skipped > 0) == (margin > -math.inf)
-    kept = (reference.step_margins(scores, steps) >= margin)[steps]
-    torch.testing.assert_close((scores.softmax(-1) * kept) @ values, acc / total[:, None], rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("margin", [-math.inf, -2.0, -0.3])
-def test_the_reference_drops_what_the_authors_kernel_skips(margin):
-    """``update_mo`` and the branch after it, step by step: the test is against the maximum before the step."""
+@pytest.mark.parametrize("whole", [False, True], ids=["products", "steps"])
+def test_the_reference_is_an_online_softmax_step_by_step(margin, whole):
+    """Algorithm 1, lines 12 to 16, with a test of all queries together. Of whole steps the authors' ``update_mo`` and
+    the branch after it, whose test is against the maximum before the step."""
     generator = torch.Generator().manual_seed(4)
     scores, values = (torch.randn(*size, generator=generator, dtype=torch.float64) for size in ((5, 70), (70, 8)))
     scores[:, 20:50] -= 4
@@ -319,16 +272,15 @@ def test_the_reference_drops_what_the_authors_kernel_skips(margin):
     for s, v in zip(scores.split(10, 1), values.split(10)):
         before, local = online_max, s.amax(1)
         online_max = torch.maximum(before, local)
-        decay = (before - online_max).exp()
-        total, acc = total * decay, acc * decay[:, None]
-        if bool((local - before).max() - margin > 0):
-            p = (s - online_max[:, None]).exp()
-            total, acc = total + p.sum(1), acc + p @ v
-        else:
-            skipped += 1
+        p, decay = (s - online_max[:, None]).exp(), (before - online_max).exp()
+        keep = bool((local - (before if whole else online_max)).max() >= margin)
+        total = total * decay + (p.sum(1) if keep or not whole else 0)
+        acc = acc * decay[:, None] + (p @ v if keep else 0)
+        skipped += not keep
     assert (skipped > 0) == (margin > -math.inf)
-    kept = scores.masked_fill((reference.step_margins(scores, steps) < margin)[steps], -torch.inf)
-    torch.testing.assert_close(kept.softmax(-1) @ values, acc / total[:, None], rtol=0, atol=1e-12)
+    left_out = (reference.step_margins(scores, steps) < margin)[steps]
+    kept = scores.masked_fill(left_out, -torch.inf) if whole else scores
+    torch.testing.assert_close((kept.softmax(-1) * ~left_out) @ values, acc / total[:, None], rtol=0, atol=1e-12)
     torch.testing.assert_close(kept.logsumexp(-1), online_max + total.log(), rtol=0, atol=1e-12)
 
 
@@ -363,14 +315,6 @@ def test_smoothing_takes_the_keys_common_part_out_of_the_error():
     rough = (q_int8 @ k_int8.T * q_step * k_step * 128**-0.5).softmax(-1)
     assert error(biased) < 1.1 * error(k)
     assert float((rough - exact).abs().sum(-1).mean()) > 10 * error(k)
-
-
-def test_8_bit_rounds_to_the_nearest():
-    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(6))
-    integers, step = reference.quantize(x, (0, 1))
-    assert int(integers.abs().max()) == 127
-    assert float((integers * step - x).abs().max()) <= float(step) / 2 * 1.0001
-    assert not reference.quantize(torch.zeros(4, 4), (0, 1))[0].any()
 
 
 def test_options_of_heads():

@@ -8,6 +8,8 @@ the error that eager torch makes in the same dtype, times a small factor.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +39,9 @@ from vllm_sparse_kernels.workspace import Workspace
 
 # Triton's interpreter multiplies bf16 tiles wrongly, without an error; on a GPU vLLM's caches are bf16 or fp16.
 DTYPES = [torch.bfloat16, torch.float16] if torch.cuda.is_available() else [torch.float32, torch.float16]
+
+FULL = pytest.mark.full
+EACH_DTYPE = [DTYPES[0], pytest.param(DTYPES[1], marks=FULL)]
 
 READS_PAST_THE_END = {"flash"}
 """Engines that multiply values past a row's end, on its last page, by zero: what lies there must be finite."""
@@ -84,69 +89,58 @@ def run(
     return out, lse
 
 
-def check(engine: Engine, batch: Batch, index: SparseIndex) -> None:
+def check(engine: Engine, batch: Batch, index: SparseIndex, options: AttendOptions | None = None) -> None:
     index.check()
-    expected_attention(batch, index).assert_close(*run(engine, batch, index))
+    expected_attention(batch, index, options).assert_close(*run(engine, batch, index, options))
 
 
 def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
     return all(torch.equal(a.nan_to_num(nan=7), b.nan_to_num(nan=7)) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "lengths",
-    [[(0, 1)], [(0, 63)], [(1000, 1)], [(37, 1000)], [(5, 63), (0, 1), (301, 150), (64, 128)]],
-    ids=str,
-)
-def test_lengths(engine, device, lengths, dtype):
-    batch = random_batch(lengths, 1, 1, 64, 16, dtype, device, gap_tokens=5)
-    check(engine, batch, random_index(batch, 64, 0.2, stripes=90))
+USUAL = {"lengths": [(150, 70), (0, 3)], "heads": (2, 1), "head_dim": 64, "page_size": 16, "block_tokens": 64}
+USUAL |= {"layout": "NHD", "density": 0.5, "stripes": 30, "dtype": DTYPES[0]}
+# Tiles that begin at any place of a block, over one to five blocks of their own, whole and cut short.
+ASKEW = [(c, 130) for c in (1, 31, 33, 97, 127, 129)] + [(c, 33) for c in (0, 31, 32, 64, 128, 191)]
+DIAGONALS = {"lengths": ASKEW, "heads": (1, 1), "page_size": 128, "density": 0.3, "stripes": 0}
+LENGTHS = [[(0, 63)], [(1000, 1)], [(37, 1000)], [(5, 63), (0, 1), (301, 150), (64, 128)]]
+STRIPED = {"lengths": [(700, 130)], "density": 0.1}
+QUICK = [
+    {"lengths": LENGTHS[3], "heads": (1, 1), "density": 0.2, "stripes": 90},
+    {"lengths": [(1000, 1), (0, 63)], "heads": (6, 2), "head_dim": 96},
+    DIAGONALS,
+    STRIPED | {"stripes": 64},
+]
+OTHERS = [
+    *({"lengths": lengths, "heads": (1, 1), "density": 0.2, "stripes": 90} for lengths in LENGTHS[:3]),
+    {"lengths": [(0, 2049)], "heads": (1, 1), "page_size": 64, "density": 0.05, "stripes": 40},
+    *({"heads": heads} for heads in ((2, 2), (4, 2), (4, 1), (8, 1), (6, 2))),
+    *(
+        {"page_size": page_size, "block_tokens": block_tokens, "layout": layout, "lengths": [(333, 40), (0, 50)]}
+        for page_size, block_tokens, layout in product((16, 48, 64, 128), (32, 64, 128), ("NHD", "HND"))
+    ),
+    *({"head_dim": head_dim, "block_tokens": 64} for head_dim in (64, 96, 128, 256)),
+    *({"head_dim": head_dim, "block_tokens": 128} for head_dim in (64, 96, 128)),
+    *(DIAGONALS | {"block_tokens": block_tokens} for block_tokens in (32, 128)),
+    *(STRIPED | {"stripes": stripes} for stripes in (0, 1, 200)),
+]
+OTHERS += [case | {"dtype": DTYPES[1]} for case in QUICK + OTHERS if "page_size" not in case]
 
 
-def test_long_row(engine, device):
-    batch = random_batch([(0, 2049)], 1, 1, 64, 64, DTYPES[1], device)
-    check(engine, batch, random_index(batch, 64, 0.05, stripes=40))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2), (6, 2), (4, 1), (8, 1)])
-def test_query_heads_find_their_kv_head(engine, device, num_heads, num_kv_heads, dtype):
-    batch = random_batch([(71, 40), (0, 3)], num_heads, num_kv_heads, 64, 16, dtype, device)
-    check(engine, batch, random_index(batch, 64, 0.5, stripes=20))
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("block_tokens", [32, 64, 128])
-@pytest.mark.parametrize("page_size", [16, 48, 64, 128])
-def test_pages(engine, device, page_size, block_tokens, layout):
-    batch = random_batch([(333, 40), (0, 50)], 2, 2, 64, page_size, DTYPES[0], device, layout=layout, gap_tokens=2)
-    check(engine, batch, random_index(batch, block_tokens, 0.5, stripes=30))
-
-
-@pytest.mark.parametrize("block_tokens", [32, 64, 128])
-def test_a_diagonal_anywhere(engine, device, block_tokens):
-    """Tiles that begin at any place of a block, over one to five blocks of their own, whole and cut short."""
-    lengths = [(c, 130) for c in (1, 31, 33, 97, 127, 129)] + [(c, 33) for c in (0, 31, 32, 64, 128, 191)]
-    batch = random_batch(lengths, 1, 1, 64, 128, DTYPES[0], device)
-    check(engine, batch, random_index(batch, block_tokens, 0.3))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("head_dim", "block_tokens"), [(64, 64), (64, 128), (96, 64), (96, 128), (128, 64), (128, 128), (256, 64)]
-)
-def test_head_dims(engine, device, head_dim, block_tokens, dtype):
-    batch = random_batch([(150, 70)], 2, 1, head_dim, 16, dtype, device)
-    check(engine, batch, random_index(batch, block_tokens, 0.5, stripes=70))
-
-
-@pytest.mark.parametrize("stripes", [0, 1, 64, 200])
-def test_stripes(engine, device, stripes):
-    batch = random_batch([(700, 130)], 2, 1, 64, 16, DTYPES[0], device)
-    index = random_index(batch, 64, 0.1, stripes=stripes)
-    assert bool(index.stripe_counts.any()) == (stripes > 0)
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=FULL) for case in OTHERS)], ids=str)
+def test_softmax_over_the_index(engine, device, case):
+    """Lengths, head counts, head sizes, pages, blocks, layouts, stripes: one thing out of the usual each."""
+    batch, index = made(USUAL | case, device)
+    if case.get("lengths") == STRIPED["lengths"]:
+        assert bool(index.stripe_counts.any()) == (case["stripes"] > 0)
     check(engine, batch, index)
+
+
+def made(shape: dict[str, Any], device: str, seed: int = 0) -> tuple[Batch, SparseIndex]:
+    more = {"layout": shape["layout"], "gap_tokens": 3}
+    sizes = *shape["heads"], shape["head_dim"], shape["page_size"]
+    batch = random_batch(shape["lengths"], *sizes, shape["dtype"], device, seed, **more)
+    return batch, random_index(batch, shape["block_tokens"], shape["density"], shape["stripes"], seed)
 
 
 def test_stripes_of_some_heads_and_tiles(engine, device):
@@ -160,6 +154,7 @@ def test_stripes_of_some_heads_and_tiles(engine, device):
     check(engine, batch, index)
 
 
+@FULL
 def test_stripes_that_tiles_share(engine, device):
     """AnchorAttention's groups of tiles have one list each."""
     batch = random_batch([(700, 300)], 2, 1, 64, 16, torch.float16, device)
@@ -171,7 +166,7 @@ def test_stripes_that_tiles_share(engine, device):
     check(engine, batch, index)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_full_index_is_dense_attention(engine, device, dtype):
     """Against softmax over whole matrices, which knows neither tiles nor indices."""
     batch = random_batch([(37, 200), (0, 90)], 4, 2, 64, 16, dtype, device, gap_tokens=1)
@@ -195,31 +190,17 @@ def test_full_index_is_dense_attention(engine, device, dtype):
         assert float((lse[:, token : token + query_len] - scores.logsumexp(-1)).abs().max()) <= expected.lse_budget
 
 
-def test_other_tokens_and_lse_stay_untouched(engine, device):
-    """Tokens of no row keep what was in out, and lse may be left out."""
-    batch = random_batch([(10, 70), (3, 20)], 2, 1, 64, 16, DTYPES[0], device, gap_tokens=9)
-    index = random_index(batch, 64, 0.5)
-    whole = run(engine, batch, index)[0]
-    out = torch.full_like(batch.q, 7.0)
-    attend(batch.q, batch.cache, index, out, batch.scale, engine=engine)
-    owned = torch.zeros(len(batch.q), dtype=torch.bool, device=device)
-    for token, query_len in zip(batch.rows.tokens, batch.rows.query_lens, strict=True):
-        owned[token : token + query_len] = True
-    assert (out[~owned] == 7.0).all()
-    assert torch.equal(out[owned], whole[owned])
-
-
-def test_strided_queries_and_outputs(engine, device):
-    """vLLM's q is a slice of the fused projection, and out may be one of a larger buffer."""
-    batch = random_batch([(70, 100)], 2, 1, 64, 16, DTYPES[0], device)
+def test_nothing_else_is_written(engine, device):
+    """Tokens of no row keep what was in out; vLLM's q is a slice of the fused projection, out may be one of a larger
+    buffer, and lse may be left out."""
+    batch = random_batch([(100, 70), (3, 20)], 2, 1, 64, 16, DTYPES[0], device, gap_tokens=9)
     index = random_index(batch, 64, 0.5, stripes=10)
     whole = run(engine, batch, index)[0]
-    fused = batch.q.new_full((len(batch.q), 4, 64), float("nan"))
+    fused, wide = (torch.full((len(batch.q), n, 64), 7.0, dtype=batch.q.dtype, device=device) for n in (4, 5))
     fused[:, :2] = batch.q
-    wide = batch.q.new_full((len(batch.q), 5, 64), float("nan"))
     attend(fused[:, :2], batch.cache, index, wide[:, 1:3], batch.scale, engine=engine)
-    assert torch.equal(wide[:, 1:3], whole)
-    assert wide[:, [0, 3, 4]].isnan().all()
+    assert torch.equal(wide[:, 1:3], whole.nan_to_num(nan=7.0))
+    assert (wide[:, [0, 3, 4]] == 7.0).all()
 
 
 def test_large_scores_neither_overflow_nor_vanish(engine, device):
@@ -271,10 +252,12 @@ def part_of(batch: Batch, index: SparseIndex, row: int) -> tuple[Batch, SparseIn
     return alone, single
 
 
-def independent(engine: Engine, batch: Batch, index: SparseIndex, chosen: Sequence[int]) -> None:
-    together, lse = run(engine, batch, index)
+def independent(
+    engine: Engine, batch: Batch, index: SparseIndex, chosen: Sequence[int], options: AttendOptions | None = None
+) -> None:
+    together, lse = run(engine, batch, index, options)
     for row in chosen:
-        out, single_lse = run(engine, *part_of(batch, index, row))
+        out, single_lse = run(engine, *part_of(batch, index, row), options)
         tokens = slice(batch.rows.tokens[row], batch.rows.tokens[row] + batch.rows.query_lens[row])
         assert same((out[tokens], single_lse[:, tokens]), (together[tokens], lse[:, tokens]))
 
@@ -296,8 +279,7 @@ def test_a_row_does_not_depend_on_pages(engine, device, page_size, layout):
 
 
 @pytest.mark.parametrize(
-    ("q_shape", "out_shape"),
-    [((5, 3, 64), (5, 3, 64)), ((5, 2, 32), (5, 2, 32)), ((5, 2, 64), (5, 2, 32))],
+    ("q_shape", "out_shape"), [((5, 3, 64), (5, 3, 64)), ((5, 2, 32), (5, 2, 32)), ((5, 2, 64), (5, 2, 32))]
 )
 def test_shapes_that_do_not_fit(engine, device, q_shape, out_shape):
     batch = random_batch([(0, 5)], 2, 1, 64, 16, DTYPES[0], device)
@@ -310,7 +292,7 @@ def test_shapes_that_do_not_fit(engine, device, q_shape, out_shape):
 shapes = st.fixed_dictionaries(
     {
         "lengths": st.lists(st.tuples(st.integers(0, 150), st.integers(1, 140)), min_size=1, max_size=2),
-        "group": st.sampled_from([1, 2, 3]),
+        "heads": st.sampled_from([(1, 1), (2, 1), (3, 1)]),
         "head_dim": st.sampled_from([64, 96]),
         "page_size": st.sampled_from([16, 48, 128]),
         "block_tokens": st.sampled_from([32, 64, 128]),
@@ -323,29 +305,23 @@ shapes = st.fixed_dictionaries(
 )
 
 
+@FULL
 @pytest.mark.parametrize("name", ENGINES)
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
 @given(shape=shapes)
 def test_any_shape(name, shape):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    batch = random_batch(
-        shape["lengths"], shape["group"], 1, shape["head_dim"], shape["page_size"], shape["dtype"], device,
-        shape["seed"], shape["layout"], gap_tokens=3,
-    )  # fmt: skip
-    index = random_index(batch, shape["block_tokens"], shape["density"], shape["stripes"], shape["seed"])
-    check(ENGINES[name], batch, index)
+    check(ENGINES[name], *made(shape, "cuda" if torch.cuda.is_available() else "cpu", shape["seed"]))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lengths", [[(0, 2049)], [(1000, 8192)], [(4000, 2049), (0, 63), (130, 1000)]], ids=str)
-class TestOnGpu:
-    @pytest.mark.parametrize(
-        ("head_dim", "block_tokens"), [(128, 32), (128, 64), (128, 128), (96, 64), (64, 64), (64, 128), (256, 64)]
-    )
-    def test_matches_the_reference(self, engine, lengths, dtype, head_dim, block_tokens):
-        batch = random_batch(lengths, 8, 2, head_dim, 128, dtype, "cuda", gap_tokens=3)
-        check(engine, batch, random_index(batch, block_tokens, 0.2, stripes=200))
+@pytest.mark.parametrize(
+    ("head_dim", "block_tokens"), [(128, 32), (128, 64), (128, 128), (96, 64), (64, 64), (64, 128), (256, 64)]
+)
+def test_long_rows_on_gpu(engine, lengths, dtype, head_dim, block_tokens):
+    batch = random_batch(lengths, 8, 2, head_dim, 128, dtype, "cuda", gap_tokens=3)
+    check(engine, batch, random_index(batch, block_tokens, 0.2, stripes=200))
 
 
 @pytest.mark.gpu

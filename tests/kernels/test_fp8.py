@@ -13,29 +13,25 @@ from vllm_sparse_kernels.attend import AttendSpec
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.reference import attend as reference
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods import METHODS
+from vllm_sparse_kernels.methods import METHODS, name_of, sparse_names
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import FP8, PagedCache
-from vllm_sparse_kernels.trial import Batch, expected_attention
+from vllm_sparse_kernels.trial import Batch
 
 SCALES = (0.03, 0.05, 0.2)
 """Of queries, keys and values: elements reach far beyond what fp16 holds products of."""
 
 READS_FP8 = [name for name in ENGINES if name != "hopper"]
 
-METHODS_ASKED = [
-    METHODS[name].parameters(**values)
-    for name, values in (
-        ("anchor_attention", {"step_tiles": 1}),
-        ("anchor_attention", {"step_tiles": 1, "sample_tokens": 32}),
-        ("block_sparse", {"top_blocks": 3}),
-        ("flex_vertical_slash", {"max_distance": 0.2}),
-        ("sale", {}),
-        ("sale", {"channels": "half"}),
-        ("share_prefill", {"cluster": 0}),
-        ("sparge_attn", {}),
-        ("vertical_slash", {"vertical_tokens": 40, "slash_tokens": 128}),
-    )
+SMALL = {"anchor_attention": {"step_tiles": 1}, "block_sparse": {"top_blocks": 3}, "share_prefill": {"cluster": 0}}
+SMALL |= {"vertical_slash": {"vertical_tokens": 40, "slash_tokens": 128}}
+SMALL |= {"top_p": {"kept_mass": 0.5, "sink_tokens": 0, "local_tokens": 128}}
+READING = [name for name in sparse_names() if name != "a_shape"]
+"""Methods that look at keys."""
+METHODS_ASKED = [METHODS[name].parameters(**SMALL.get(name, {})) for name in READING]
+METHODS_ASKED += [
+    METHODS["anchor_attention"].parameters(step_tiles=1, sample_tokens=32),
+    METHODS["sale"].parameters(channels="half"),
 ]
 
 
@@ -52,15 +48,11 @@ def selected(method: Method, batch: Batch, by_reference: bool = False) -> Sparse
     index = SparseIndex.allocate(batch.rows, batch.num_heads, method.block_tokens, layouts)
     heads = torch.arange(batch.num_heads, dtype=torch.int32, device=batch.q.device)
     if by_reference:
-        METHODS[name_of_class(method)].reference(method, batch.q, batch.cache, index, heads, batch.scale)
+        METHODS[name_of(method)].reference(method, batch.q, batch.cache, index, heads, batch.scale)
     else:
         method.select(batch.q, batch.cache, index, heads, batch.scale)
     index.check()
     return index
-
-
-def name_of_class(method: Method) -> str:
-    return next(name for name, entry in METHODS.items() if isinstance(method.alike, entry.parameters))
 
 
 def apart(one: SparseIndex, other: SparseIndex) -> float:
@@ -68,6 +60,7 @@ def apart(one: SparseIndex, other: SparseIndex) -> float:
     return float((one.to_mask(0) != other.to_mask(0)).float().mean())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", METHODS_ASKED, ids=str)
 def test_methods_keep_what_they_keep_of_the_same_elements_in_fp16(method, device):
     """In the interpreter to the bit; matrix units add up products of fp8 less exactly."""
@@ -94,14 +87,6 @@ def test_a_rows_result_is_the_same_over_other_pages_and_beside_other_rows(engine
     batches = [in_fp8(b, *SCALES) for b in (exact, repaged(exact, 64, "HND"))]
     out, other = (run(ENGINES[engine], b, random_index(b, 64, 0.4, 20)) for b in batches)
     assert same(out, other)
-
-
-@pytest.mark.parametrize("engine", READS_FP8)
-def test_means_of_dropped_blocks_are_in_the_values_own_units(engine, device):
-    batch = in_fp8(random_batch([(300, 100)], 4, 2, 64, 16, device=device), *SCALES)
-    index = random_index(batch, 64, 0.4, 20)
-    options = AttendOptions(None, None, mean_heads=torch.tensor([1, 0, 1, 1], dtype=torch.uint8, device=device))
-    expected_attention(batch, index, options).assert_close(*run(ENGINES[engine], batch, index, options))
 
 
 def test_eight_bit_scores_and_skips(device):

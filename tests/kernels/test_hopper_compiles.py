@@ -5,6 +5,8 @@ import pytest
 
 from benchmarks.compile_matrix import figures_with
 
+pytestmark = pytest.mark.full
+
 CASES = ["128-128-blocks-bf16", "128-32-stripes-bf16", "64-64-stripes-fp16"]
 
 

@@ -20,18 +20,13 @@ def _order(batch: Batch, index: SparseIndex) -> list[tuple[int, int]]:
         return [(int(i) % index.num_heads, int(i) // index.num_heads) for i in lists.order]
 
 
-def _keys(index: SparseIndex) -> torch.Tensor:
-    """[num_heads, num_tiles]: what an item costs; a stripe counts as one and a half."""
-    return index.block_counts * float(index.block_tokens) + index.stripe_counts * 1.5
-
-
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "stripes"), [(4, 2, 0), (6, 2, 24), (3, 3, 7)])
 def test_work_goes_by_kv_head_and_then_by_falling_number_of_keys(
     num_heads: int, num_kv_heads: int, stripes: int
 ) -> None:
     batch = random_batch([(1000, 300), (0, 63), (512, 129)], num_heads, num_kv_heads, 64, 64)
     index = random_index(batch, 32, 0.5, stripes)
-    keys = _keys(index)
+    keys = index.block_counts * float(index.block_tokens) + index.stripe_counts * 1.5  # what items cost
     order = _order(batch, index)
     assert sorted(order) == [(h, t) for h in range(num_heads) for t in range(batch.rows.num_tiles)]
 

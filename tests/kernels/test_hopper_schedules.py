@@ -13,7 +13,10 @@ from vllm_sparse_kernels.attend import hopper
 from vllm_sparse_kernels.attend.portable import matrix_args
 from vllm_sparse_kernels.attend.reference import attend as reference_attend
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the host, and says nothing of a device")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the host, and says nothing of a device"),
+]
 
 # Tiles that lie askew and that are not full; items of one step and of several.
 LENGTHS = [(130, 200), (0, 63), (301, 129)]

@@ -61,34 +61,37 @@ class TestRows:
         rows = Rows((), (), (), torch.zeros(0, 1, dtype=torch.int32))
         assert (rows.tile_list, rows.tile_starts, rows.tiles.shape) == ((), (0,), (0, 4))
 
-    def test_lengths_must_agree(self):
-        with pytest.raises(ValueError, match="differ in length"):
-            Rows((0,), (4, 4), (0, 0), torch.zeros(2, 1, dtype=torch.int32))
-        with pytest.raises(ValueError, match="differ in length"):
-            Rows((0,), (4,), (0,), torch.zeros(2, 1, dtype=torch.int32))
-
-    @pytest.mark.parametrize(("query_len", "context_len"), [(0, 5), (3, -1)])
-    def test_lengths_out_of_range(self, query_len, context_len):
-        with pytest.raises(ValueError, match=r"query_lens .* must be >= 1, context_lens .* >= 0"):
-            Rows((0,), (query_len,), (context_len,), torch.zeros(1, 1, dtype=torch.int32))
+    @pytest.mark.parametrize(
+        ("queries", "contexts", "num_rows", "says"),
+        [
+            ((4, 4), (0, 0), 2, "differ in length"),
+            ((4,), (0,), 2, "differ in length"),
+            ((0,), (5,), 1, r"query_lens .* must be >= 1, context_lens .* >= 0"),
+            ((3,), (-1,), 1, r"query_lens .* must be >= 1, context_lens .* >= 0"),
+        ],
+    )
+    def test_lengths_that_cannot_be(self, queries, contexts, num_rows, says):
+        with pytest.raises(ValueError, match=says):
+            Rows((0,), queries, contexts, torch.zeros(num_rows, 1, dtype=torch.int32))
 
 
 class TestPagedCache:
-    def test_shapes_must_agree(self):
+    @pytest.mark.parametrize("shapes", [((2, 16, 1, 64), (2, 16, 1, 32)), ((2, 16, 64), (2, 16, 64))])
+    def test_shapes_must_agree(self, shapes):
         with pytest.raises(ValueError, match="must both be"):
-            PagedCache(torch.zeros(2, 16, 1, 64), torch.zeros(2, 16, 1, 32))
-        with pytest.raises(ValueError, match="must both be"):
-            PagedCache(torch.zeros(2, 16, 64), torch.zeros(2, 16, 64))
+            PagedCache(*map(torch.zeros, shapes))
 
-    def test_kernels_need_contiguous_heads(self):
-        keys = torch.zeros(2, 16, 64, 2).transpose(2, 3)
+    @pytest.mark.parametrize(
+        ("keys", "values"),
+        [
+            (torch.zeros(2, 16, 64, 2).transpose(2, 3), torch.zeros(2, 16, 64, 2).transpose(2, 3)),
+            (torch.zeros(2, 16, 1, 64), torch.zeros(2, 16, 1, 128)[..., :64]),
+        ],
+        ids=["heads that are not contiguous", "strides that differ"],
+    )
+    def test_what_kernels_cannot_read_is_refused(self, keys, values):
         with pytest.raises(ValueError, match="equal strides with contiguous head_dim"):
-            _ = PagedCache(keys, keys).strides
-
-    def test_kernels_need_equal_strides(self):
-        cache = PagedCache(torch.zeros(2, 16, 1, 64), torch.zeros(2, 16, 1, 128)[..., :64])
-        with pytest.raises(ValueError, match="equal strides with contiguous head_dim"):
-            _ = cache.strides
+            _ = PagedCache(keys, values).strides
 
     @pytest.mark.parametrize("layout", ["NHD", "HND"])
     @pytest.mark.parametrize("page_size", [16, 48, 128])
@@ -188,81 +191,61 @@ class TestContents:
             assert index.density() == kept / (4 * causal_pairs(batch.rows))
 
 
-class TestCheck:
-    """Each test breaks one invariant of a valid index."""
+def put_blocks(head: int, i_tile: int, place: int, *ids: int):
+    """Other ids from a place of a list on."""
 
-    def test_no_blocks(self, index):
-        index.block_counts[0, 0] = 0
-        with pytest.raises(AssertionError, match="head 0, tile 0 at position 100: 0 blocks, capacity 4"):
-            index.check()
+    def damage(index: SparseIndex) -> None:
+        start = int(index.block_offsets[i_tile]) + place
+        index.block_ids[head, start : start + len(ids)] = torch.tensor(ids, dtype=torch.int32)
 
-    def test_more_blocks_than_fit(self, index):
-        index.block_counts[1, 1] = 6
-        with pytest.raises(AssertionError, match="head 1, tile 1 at position 228: 6 blocks, capacity 5"):
-            index.check()
+    return damage
 
-    def test_negative_count(self, index):
-        index.block_counts[1, 1] = -1
-        with pytest.raises(AssertionError, match="-1 blocks"):
-            index.check()
 
-    def test_blocks_not_sorted(self, index):
-        start = int(index.block_offsets[0])
-        index.block_ids[0, start : start + 2] = torch.tensor([1, 0], dtype=torch.int32)
-        with pytest.raises(AssertionError, match=r"head 0, tile 0 .* not sorted and unique"):
-            index.check()
+def put_stripes(place: int, *positions: int):
+    """The same of head 1's stripes for its second tile."""
 
-    def test_block_twice(self, index):
-        index.block_ids[0, int(index.block_offsets[0])] = 1
-        with pytest.raises(AssertionError, match=r"head 0, tile 0 .* not sorted and unique"):
-            index.check()
+    def damage(index: SparseIndex) -> None:
+        start = int(index.stripe_offsets[1, 1]) + place
+        index.stripe_positions[start : start + len(positions)] = torch.tensor(positions, dtype=torch.int32)
 
-    def test_block_not_causal(self, index):
-        index.block_ids[1, int(index.block_offsets[1]) + 1] = 5
-        with pytest.raises(AssertionError, match=r"head 1, tile 1 .* block outside \[0, 5\)"):
-            index.check()
+    return damage
 
-    def test_negative_block(self, index):
-        index.block_ids[1, int(index.block_offsets[0])] = -1
-        with pytest.raises(AssertionError, match=r"head 1, tile 0 .* block outside"):
-            index.check()
 
-    def test_diagonal_block_missing(self, index):
-        start = int(index.block_offsets[1])
-        index.block_ids[1, start : start + 2] = torch.tensor([2, 4], dtype=torch.int32)
-        with pytest.raises(AssertionError, match=r"head 1, tile 1 .* diagonal block missing"):
-            index.check()
+def count(of: str, head: int, i_tile: int, number: int):
+    def damage(index: SparseIndex) -> None:
+        getattr(index, of)[head, i_tile] = number
 
-    @pytest.mark.parametrize("count", [-1, 100])
-    def test_stripe_count(self, index, count):
-        index.stripe_counts[1, 1] = count
-        with pytest.raises(AssertionError, match=f"head 1, tile 1 .* {count} stripes"):
-            index.check()
+    return damage
 
-    @pytest.mark.parametrize("stripes", [[5, 3, 70], [3, 3, 70]])
-    def test_stripes_not_sorted_or_twice(self, index, stripes):
-        start = int(index.stripe_offsets[1, 1])
-        index.stripe_positions[start : start + 3] = torch.tensor(stripes, dtype=torch.int32)
-        with pytest.raises(AssertionError, match=r"head 1, tile 1 .* stripes not sorted and unique"):
-            index.check()
 
-    @pytest.mark.parametrize("stripes", [[-1, 5, 70], [3, 5, 229]])
-    def test_stripe_not_causal(self, index, stripes):
-        start = int(index.stripe_offsets[1, 1])
-        index.stripe_positions[start : start + 3] = torch.tensor(stripes, dtype=torch.int32)
-        with pytest.raises(AssertionError, match=r"head 1, tile 1 .* stripe not causal"):
-            index.check()
+NOT_UNIQUE, NOT_CAUSAL = "head 1, tile 1 .* stripes not sorted and unique", "head 1, tile 1 .* stripe not causal"
 
-    def test_stripe_inside_a_kept_block(self, index):
-        index.stripe_positions[int(index.stripe_offsets[1, 1]) + 2] = 195
-        with pytest.raises(AssertionError, match=r"head 1, tile 1 .* stripe inside a kept block"):
-            index.check()
 
-    def test_stripe_at_the_tiles_first_query(self, index):
-        """Position 228 may be seen by every query of the tile, but always lies in its diagonal blocks."""
-        index.stripe_positions[int(index.stripe_offsets[1, 1]) + 2] = 228
-        with pytest.raises(AssertionError, match=r"head 1, tile 1 .* stripe"):
-            index.check()
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (count("block_counts", 0, 0, 0), "head 0, tile 0 at position 100: 0 blocks, capacity 4"),
+        (count("block_counts", 1, 1, 6), "head 1, tile 1 at position 228: 6 blocks, capacity 5"),
+        (count("block_counts", 1, 1, -1), "-1 blocks"),
+        (put_blocks(0, 0, 0, 1, 0), r"head 0, tile 0 .* not sorted and unique"),
+        (put_blocks(0, 0, 0, 1), r"head 0, tile 0 .* not sorted and unique"),
+        (put_blocks(1, 1, 1, 5), r"head 1, tile 1 .* block outside \[0, 5\)"),
+        (put_blocks(1, 0, 0, -1), r"head 1, tile 0 .* block outside"),
+        (put_blocks(1, 1, 0, 2, 4), r"head 1, tile 1 .* diagonal block missing"),
+        (count("stripe_counts", 1, 1, -1), "head 1, tile 1 .* -1 stripes"),
+        (count("stripe_counts", 1, 1, 100), "head 1, tile 1 .* 100 stripes"),
+        (put_stripes(0, 5, 3, 70), NOT_UNIQUE),
+        (put_stripes(0, 3, 3, 70), NOT_UNIQUE),
+        (put_stripes(0, -1, 5, 70), NOT_CAUSAL),
+        (put_stripes(0, 3, 5, 229), NOT_CAUSAL),
+        (put_stripes(2, 195), "head 1, tile 1 .* stripe inside a kept block"),
+        (put_stripes(2, 228), "head 1, tile 1 .* stripe"),  # every query sees it, in the tile's diagonal blocks
+    ],
+)
+def test_every_broken_invariant_is_found(index, damage, says):
+    damage(index)
+    with pytest.raises(AssertionError, match=says):
+        index.check()
 
 
 def test_index_is_immutable(index):

@@ -5,34 +5,38 @@ import pytest
 import torch
 
 from benchmarks.batches import random_batch, random_index
+from tests.kernels.test_attend_options import check, lossless_batch, mixed_options, run
+from tests.kernels.test_engines import FULL, same
 from vllm_sparse_kernels.attend import supports_bulk, widest_block
 from vllm_sparse_kernels.attend.portable import attend
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.trial import Batch, expected_attention
+from vllm_sparse_kernels.trial import expected_attention
 
 
-def run(batch: Batch, index: SparseIndex, bulk: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of the kernel, poisoned before."""
-    out = batch.empty_out()
-    lse = torch.full((batch.num_heads, len(batch.q)), float("nan"), device=batch.q.device)
-    attend(batch.q, batch.cache, index, out, batch.scale, lse, bulk=bulk)
-    return out, lse
-
-
+@pytest.mark.parametrize("drops", [None, pytest.param((1,), marks=FULL)], ids=["plain", "with options"])
 @pytest.mark.parametrize(
-    ("page_size", "block_tokens", "layout"), [(64, 64, "HND"), (128, 64, "NHD"), (128, 128, "NHD"), (128, 128, "HND")]
+    ("page_size", "block_tokens", "layout"),
+    [
+        (128, 64, "NHD"),
+        *(pytest.param(*c, marks=FULL) for c in ((64, 64, "HND"), (128, 128, "NHD"), (128, 128, "HND"))),
+    ],
 )
-def test_bulk_copies(device, page_size, block_tokens, layout):
+def test_bulk_copies(device, page_size, block_tokens, layout, drops):
     """Blocks fetched as matrices give what blocks fetched by pointers give."""
-    batch = random_batch([(170, 40), (0, 50)], 2, 2, 64, page_size, torch.float16, device, layout=layout)
+    lengths = [(170, 40), (0, 50)] if drops is None else [(641, 40), (500, 70)]
+    batch = lossless_batch(lengths, 2, 2, 64, page_size, torch.float16, device, layout)
     if device == "cuda" and not supports_bulk(batch.cache):
         pytest.skip("bulk tensor copies need Hopper or later")
-    index = random_index(batch, block_tokens, 0.5, stripes=30)
-    by_copies = run(batch, index, bulk=True)
-    expected_attention(batch, index).assert_close(*by_copies)
-    assert all(torch.equal(a, b) for a, b in zip(run(batch, index, bulk=False), by_copies, strict=True))
+    index = random_index(batch, block_tokens, 0.5 if drops is None else 0.7, stripes=30)
+    options = None if drops is None else mixed_options(batch, index, drops=drops)
+    by_copies = run(batch, index, options, bulk=True)
+    if options is None:
+        expected_attention(batch, index).assert_close(*by_copies)
+    else:
+        check(batch, index, options, bulk=True)
+    assert same(run(batch, index, options, bulk=False), by_copies)
 
 
 @pytest.mark.parametrize(("page_size", "stride_page"), [(16, 16 * 64), (64, 64 * 64 + 8)])
@@ -49,15 +53,19 @@ def test_bulk_copies_that_cannot_be_had(device, page_size, stride_page):
 
 @pytest.mark.parametrize(
     ("head_dim", "limit_kib", "widest"),
-    [(128, 227, 128), (64, 99, 128), (128, 163, 128), (128, 99, 64), (96, 99, 64), (256, 227, 64), (256, 163, 64)],
+    [
+        (128, 227, 128),
+        (64, 99, 128),
+        (128, 163, 128),
+        (128, 99, 64),
+        (96, 99, 64),
+        (256, 227, 64),
+        (256, 99, None),
+    ],
 )
 def test_blocks_fit_shared_memory(head_dim, limit_kib, widest):
     """H100 has 227 KiB a program, A100 163, an RTX 4090 99."""
     assert widest_block(head_dim, limit_kib * 1024) == widest
-
-
-def test_no_block_fits():
-    assert widest_block(256, 99 * 1024) is None
 
 
 @pytest.mark.gpu
@@ -68,4 +76,4 @@ def test_pointers_on_gpu(lengths, dtype, head_dim, block_tokens):
     """What other devices run; Hopper takes bulk copies (test_engines.py) unless it is told not to."""
     batch = random_batch(lengths, 8, 2, head_dim, 128, dtype, "cuda", gap_tokens=3)
     index = random_index(batch, block_tokens, 0.2, stripes=200)
-    expected_attention(batch, index).assert_close(*run(batch, index, bulk=False))
+    expected_attention(batch, index).assert_close(*run(batch, index, None, bulk=False))

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from tests.helpers.lined import DEVICE
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.trial import Batch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter multiplies bf16 tiles wrongly, without an error.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 F32 = DTYPES[-1] if DEVICE == "cuda" else torch.float32

@@ -59,6 +59,8 @@ if DEVICE == "cuda":
         for block_tokens, dtype in ((64, torch.bfloat16), (128, torch.float16))
     ]
 LONG = Case(((0, 2049),), 1, 1, page_size=64, dtype=F16)
+LONGER = Case(((4200, 65),), 1, 1, page_size=128)
+"""More key blocks than one product has, and more splits than are joined at once."""
 
 
 def sure_and_possible(scores: torch.Tensor, k: int, margin: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,14 +33,22 @@ SMALL: dict[str, list[dict[str, Any]]] = {
     "sale": [{"tau": 0.3}, {"tau": 0.3, "channels": "half"}],
     "share_prefill": [{"gamma": 0.6, "cluster": 0, "max_sparsity": 0.9, "max_distance": 0.3}],
     "sparge_attn": [{"kept_mass": 0.6, "min_similarity": 0.1}, {"kept_mass": 0.5, "smooth_keys": False}],
+    "top_p": [
+        {"kept_mass": 0.6, "sink_tokens": 32, "local_tokens": 128, "channels": "all"},
+        {"kept_mass": 0.5, "sink_tokens": 0, "local_tokens": 128},
+    ],
     "vertical_slash": [{"vertical_tokens": 30, "slash_tokens": 10, "forced_verticals": 5, "forced_slashes": 5}],
 }
 """Parameters at which a few hundred keys are not kept whole; of a method that is not here its demo's."""
-CASES = [(name, params) for name, spec in METHODS.items() for params in SMALL.get(name, [dict(spec.demo)])]
+CASES = [
+    pytest.param(name, params, marks=pytest.mark.full if i else ())
+    for name, spec in METHODS.items()
+    for i, params in enumerate(SMALL.get(name, [dict(spec.demo)]))
+]
 LENGTHS = [(561, 70), (0, 63), (330, 1)]
 LONG = [(0, 2049), (6143, 1000), (0, 63), (2999, 1)]
 
-every_method = pytest.mark.parametrize(("name", "params"), CASES, ids=str)
+every_method = pytest.mark.parametrize(("name", "params"), CASES)
 
 
 def merged(name: str, params: dict[str, Any], num_heads: int) -> Method:
@@ -112,7 +120,7 @@ def test_what_heads_of_one_launch_share_may_not_differ(name: str) -> None:
     own = METHODS[name].parameters()
     if not isinstance(own, PerHead):
         pytest.skip(f"{name} has no settings that heads of one launch may differ in")
-    shared = {one.name for one in fields(own) if one.init} - {"block_means", *own.differing}
+    shared = {one.name for one in fields(own) if one.init} - {*own.differing}
     assert own.merged([own, own]).summary([own]) == own.shown_fields
     assert {one for one in own.merged([own, METHODS[name].full]).summary([own]) if one in shared} == shared
     with pytest.raises(ValueError, match="one for each of the 3 heads"):
@@ -141,6 +149,9 @@ OUT_OF_RANGE: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "sparge_attn": {
         "kept_mass": (0.0, 1.01, NAN), "min_similarity": (-1.5, 2.0), "skip_margin": (0.0, 1.0, -math.inf, NAN),
+    },
+    "top_p": {
+        "kept_mass": (0.0, 1.01, NAN), "sink_tokens": (16, -32, 32.0), "local_tokens": (96, 130), "channels": ("most",),
     },
     "vertical_slash": {
         "vertical_tokens": (-1,), "slash_tokens": (-1,), "forced_verticals": (-1,), "forced_slashes": (-1,),
@@ -173,6 +184,7 @@ def check_density(
     expected_attention(batch, dense).assert_close(out)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", METHODS)
 def test_set_to_keep_everything_it_is_dense_attention(name: str) -> None:
     """Within attention's own error budget."""

@@ -61,6 +61,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", OTHERS.values(), ids=OTHERS)
 def test_other_queries(method):
     batch = lined_batch([(37, 200), (301, 70), (0, 5)], 4, 2, 64, 16, gap_tokens=2)
@@ -68,6 +69,7 @@ def test_other_queries(method):
     check_between(method, batch, index)
 
 
+@pytest.mark.full
 def test_queries_spread_over_the_chunk_find_what_its_last_ones_do_not():
     """Keys that only the first half of a chunk looks at."""
     batch = random_batch([(512, 256)], 1, 1, 64, 16, torch.float32, DEVICE)
@@ -91,6 +93,7 @@ def test_diagonals_are_those_of_blocks():
     assert block_diagonals(weights, torch.tensor([255, 290])).tolist() == [8, 0, 2, 1, 4]
 
 
+@pytest.mark.full
 def test_crowded_columns_become_whole_blocks():
     """With room for few stripes nothing is lost, and no tile keeps more than its room."""
     batch = lined_batch([(400, 130)], 2, 1, 64, 16)

@@ -19,11 +19,12 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "share_prefill": [{"cluster": 0}],
     "sparge_attn": [{}, {"int8_scores": True}],
     "anchor_attention": [{}, {"sample_tokens": 2, "step_tiles": 1}],
-    "sale": [{}, {"int8_scores": True}, {"channels": "half"}, {"block_means": True}],
-    "vertical_slash": [{}, {"block_means": True}],
+    "sale": [{}, {"int8_scores": True}, {"channels": "half"}],
+    "top_p": [{}, {"channels": "all"}],
+    "vertical_slash": [{}],
     "flex_vertical_slash": [{}, {"estimating": "spread", "last_queries": 256}],
 }
-WIDTHS = {"sale": (32, 64)}
+WIDTHS = {"sale": (32, 64), "top_p": (32, 64)}
 CASES = [
     (name, values, width)
     for name, found in METHODS.items()
@@ -64,9 +65,7 @@ def peaks(name: str, values: dict[str, Any], batch: Batch, block_tokens: int) ->
     with workspace.frame():
         attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
     int8_scores = options is not None and options.int8_heads is not None
-    announced = workspace_bytes(
-        rows, shape, layout.capacity * num_heads, layout.longest, int8_scores, method.block_means, len(batch.q)
-    )
+    announced = workspace_bytes(rows, shape, layout.capacity * num_heads, layout.longest, int8_scores)
     found.append((taken(), announced))
     if not int8_scores and batch.q.dtype != torch.float32:
         workspace.peak_bytes = workspace.used_bytes

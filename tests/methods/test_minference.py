@@ -8,44 +8,48 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from benchmarks.batches import random_batch
-from tests.methods.cases import DEVICE, F32, all_lists, lists, row_alone, row_parts, select
-from tests.methods.minference_cases import CASES, LONG, UNIT, Case, block_sparse_between, vertical_slash_between
+from tests.methods.cases import DEVICE, F32, all_lists, int32, lists, row_alone, select
+from tests.methods.minference_cases import (
+    CASES,
+    LONG,
+    LONGER,
+    Case,
+    block_sparse_between,
+    vertical_slash_between,
+)
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
-from vllm_sparse_kernels.methods.flex_prefill.reference import block_diagonals, softmax_of
 from vllm_sparse_kernels.methods.minference import block_sparse as minference, reference
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
-from vllm_sparse_kernels.methods.minference.block_sparse import PER_TILE, BlockSparse, write_top_blocks
+from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.select import last_queries, lines
-from vllm_sparse_kernels.select.last_queries import Sums, last_query_sums
+from vllm_sparse_kernels.select.last_queries import Sums
 from vllm_sparse_kernels.select.lines import Lines, write_lines
-from vllm_sparse_kernels.select.pooled import KeyPool, pool_queries, products_of_slabs, slabs_of
 from vllm_sparse_kernels.trial import Batch
-from vllm_sparse_kernels.workspace import Workspace
+
+
+def vertical_slash_of(case: Case) -> VerticalSlash:
+    """Parameters that leave something out at a case's length."""
+    total = max(c + n for c, n in case.lengths)
+    return VerticalSlash(total // 10, total // 40, 64, total // 40, total // 100)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", [*CASES, LONG], ids=str)
-@pytest.mark.parametrize("method", [AShape(100, 150), AShape(0, 1), AShape(65, 64)], ids=str)
-def test_a_shape_kernel_is_the_reference(case, method):
+@pytest.mark.parametrize("case", [*CASES, LONG, LONGER], ids=str)
+def test_kernels_are_the_reference(case):
     batch = case.batch()
-    assert all_lists(select(method, batch, case.block_tokens)) == all_lists(
-        select(method, batch, case.block_tokens, by_reference=True)
-    )
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", [*CASES, LONG], ids=str)
-@pytest.mark.parametrize("method", [BlockSparse(2)], ids=str)
-def test_block_sparse_kernel_is_the_reference(case, method):
-    batch = case.batch()
-    by_kernel = select(method, batch, case.block_tokens)
-    by_reference = select(method, batch, case.block_tokens, by_reference=True)
-    block_sparse_between(method, batch, by_kernel, by_reference)
+    methods = [AShape(100, 150), AShape(0, 1), AShape(65, 64), BlockSparse(2), vertical_slash_of(case)]
+    for method in methods:
+        both = [select(method, batch, case.block_tokens, by_reference=way) for way in (False, True)]
+        if isinstance(method, AShape):
+            assert all_lists(both[0]) == all_lists(both[1])
+        else:
+            between = block_sparse_between if isinstance(method, BlockSparse) else vertical_slash_between
+            between(method, batch, *both)
 
 
 def test_reference_block_scores_by_their_definition():
@@ -61,25 +65,6 @@ def test_reference_block_scores_by_their_definition():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("context_len", "query_len"), [(4200, 65), (70, 4200)])
-def test_pooled_scores_beyond_one_tile(context_len, query_len):
-    """More than 64 query or key blocks, within the bound of ``block_sparse_between``."""
-    batch = random_batch([(context_len, query_len)], 1, 1, 64, 128, F32, DEVICE)
-    heads = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    q, keys = row_parts(batch, 0, 0)
-    exact = reference.block_scores(q, keys, batch.scale)
-    size = reference.mean_pool(q.abs()) @ reference.mean_pool(keys.abs()).T * batch.scale
-    workspace = Workspace(batch.rows.device)
-    slabs = slabs_of(batch.rows, 1, 1, 64, PER_TILE)
-    queries = pool_queries(batch.q, batch.rows, heads, PER_TILE, workspace, similar=False)
-    pool = KeyPool(batch.cache, batch.rows, slabs, heads, 1, workspace)
-    for slab, scores in products_of_slabs(queries, pool, slabs, heads, batch.scale, PER_TILE, workspace):
-        assert slab == slabs[0]
-        scores = scores[0, : exact.shape[0], : exact.shape[1]]
-        assert (((scores - exact).abs() <= UNIT * (64 + 132) * size) | (exact == -torch.inf)).all()
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("held", [64, 128, 2048])
 @pytest.mark.parametrize("top_blocks", [0, 3, 40, 10**9])
 def test_long_rows_are_joined_in_parts(held, top_blocks, monkeypatch):
@@ -92,7 +77,7 @@ def test_long_rows_are_joined_in_parts(held, top_blocks, monkeypatch):
     last = torch.tensor([63, 127, 189, -1], device=DEVICE) + rows.context_lens[0]
     unseen = 64 * torch.arange(256, device=DEVICE) > last[:, None]
     unseen[3] = True
-    heads = torch.arange(2, dtype=torch.int32, device=DEVICE)
+    heads = int32(range(2))
     kernel, wanted = (SparseIndex.allocate(rows, 2, 64) for _ in range(2))
     method = BlockSparse(top_blocks)
     minference.write_top_blocks(scores.masked_fill(unseen, torch.nan), method, kernel, 0, heads)
@@ -126,26 +111,12 @@ def test_a_shape_keeps_sinks_and_windows_and_little_else():
     assert not (mask & ~allowed).any()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", [AShape(), VerticalSlash(), BlockSparse()], ids=str)
 def test_short_prompts_are_dense_at_the_defaults(method):
     """The papers' budgets exceed a few hundred tokens: nothing may be lost."""
     batch = random_batch([(150, 140), (0, 9)], 2, 1, 64, 16, F32, DEVICE)
     assert select(method, batch, 64).density() == 1.0
-
-
-def vertical_slash_of(case: Case) -> VerticalSlash:
-    """Parameters that leave something out at a case's length."""
-    total = max(c + n for c, n in case.lengths)
-    return VerticalSlash(total // 10, total // 40, 64, total // 40, total // 100)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", [*CASES, LONG], ids=str)
-def test_vertical_slash_kernel_is_the_reference(case):
-    batch, method = case.batch(), vertical_slash_of(case)
-    by_kernel = select(method, batch, case.block_tokens)
-    by_reference = select(method, batch, case.block_tokens, by_reference=True)
-    vertical_slash_between(method, batch, by_kernel, by_reference)
 
 
 @pytest.mark.parametrize("last_queries", [1, 17])
@@ -155,60 +126,7 @@ def test_fewer_last_queries(last_queries):
     vertical_slash_between(method, batch, select(method, batch, 64))
 
 
-def check_sums(batch: Batch, heads: list[int], band: int, last_queries: int = 64, spread: bool = False) -> None:
-    """Every column sum and every sum of diagonals, within the bound of ``vertical_slash_bounds``."""
-    index = SparseIndex.allocate(batch.rows, batch.num_heads, 64)
-    entries = torch.tensor(heads, dtype=torch.int32, device=DEVICE)
-    num_rows, starts = batch.rows.num_rows, batch.rows.key_starts
-    sums = last_query_sums(
-        batch.q, batch.cache, index, (0, num_rows), entries, batch.scale, last_queries, band, spread=spread
-    )
-    columns, diagonals = sums.values.split([len(heads) * starts[-1], len(heads) * starts[-1] // band])
-    for row, seq_len in enumerate(batch.rows.seq_lens):
-        for i_entry, head in enumerate(heads):
-            q, keys = row_parts(batch, row, head)
-            count = min(last_queries, len(q))
-            places = torch.arange(len(q) - count, len(q), device=DEVICE)
-            if spread:
-                places = torch.tensor([(i + 1) * len(q) // count - 1 for i in range(count)], device=DEVICE)
-            positions = seq_len - len(q) + places
-            size = float((q[places].abs() @ keys.abs().T).max()) * batch.scale
-            relative = UNIT * (2 * (q.shape[1] + 4) * size + seq_len + 64 * band + 8)
-            weights = softmax_of(q[places], keys, positions, batch.scale)
-            exact = weights.sum(0)
-            given = columns.view(len(heads), -1)[i_entry, starts[row] : starts[row] + seq_len]
-            assert ((given - exact).abs() <= relative * exact).all()
-            if band == 1:
-                exact = reference.vertical_slash_sums(q[places], keys, batch.scale)[1]
-            else:
-                exact = block_diagonals(weights, positions)
-            start = starts[row] // band
-            given = diagonals.view(len(heads), -1)[i_entry, start : start + len(exact)]
-            assert ((given - exact).abs() <= relative * exact).all()
-
-
 @pytest.mark.full
-@pytest.mark.parametrize(("band", "queries", "spread"), [(1, 64, False), (64, 128, False), (64, 50, True)])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_sums_are_those_of_the_softmax(case, band, queries, spread):
-    """Heads of one's own choice, all rows at once."""
-    batch = case.batch()
-    check_sums(batch, [batch.num_heads - 1, 0][: batch.num_heads], band, queries, spread)
-
-
-@pytest.mark.full
-def test_more_splits_than_are_joined_at_once():
-    check_sums(random_batch([(4299, 70)], 1, 1, 64, 128, F32, DEVICE), [0], 64)
-
-
-def test_queries_spread_over_a_chunk():
-    """Of more queries than are asked, over several key tiles that some of them may not look at."""
-    check_sums(random_batch([(100, 333), (0, 40)], 4, 2, 64, 16, F32, DEVICE), [0, 3], 64, 256, spread=True)
-
-
-SETTINGS = [VerticalSlash(40, 9, 64, 3, 2), VerticalSlash(7, 60, 64, 0, 50), VerticalSlash(0, 0), VerticalSlash(400, 3)]
-
-
 @pytest.mark.parametrize("method", [VerticalSlash(30, 10, 64, 0, 0), FlexVerticalSlash(0.5)], ids=name_of)
 def test_a_longer_row_that_is_split_less_takes_nothing_from_a_shorter_one(monkeypatch, method):
     """33 tiles of keys make 7 splits of 5 where 32 make 8 of 4: the shorter row has the most."""
@@ -318,20 +236,22 @@ def unread_row(query_len: int, context_len: int) -> Rows:
     return Rows((0,), (query_len,), (context_len,), torch.zeros(1, 1, dtype=torch.int32, device=DEVICE))
 
 
+def check_a_shape(method: AShape, rows: Rows, block_tokens: int) -> None:
+    """The kernel's lists, of rows that nobody reads, are the reference's."""
+    nothing, cache = torch.empty(0, device=DEVICE), PagedCache(*torch.empty(2, 1, 16, 1, 64, device=DEVICE))
+    ours, theirs = (SparseIndex.allocate(rows, 1, block_tokens) for _ in range(2))
+    method.select(nothing, cache, ours, int32([0]), 1.0)
+    reference.select_a_shape(method, nothing, cache, theirs, int32([0]), 1.0)
+    ours.check()
+    assert all_lists(ours) == all_lists(theirs)
+
+
 @pytest.mark.parametrize("block_tokens", [64, 128])
 def test_a_shape_at_the_edges_of_blocks(block_tokens):
     """The oldest key of the first query's window, and the end of the sinks, one before, at and one after an edge."""
-    rows, nothing = unread_row(70, 201), torch.empty(0, device=DEVICE)
-    cache = PagedCache(*torch.empty(2, 1, 16, 1, 64, device=DEVICE))
-    heads = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     for oldest in (-1, 0, 1, 63, 64, 65, 127, 128, 129):
         for sink_tokens in (0, 1, 63, 64, 65, 128, 300):
-            method = AShape(sink_tokens, 202 - oldest)
-            indices = [SparseIndex.allocate(rows, 1, block_tokens) for _ in range(2)]
-            method.select(nothing, cache, indices[0], heads, 1.0)
-            reference.select_a_shape(method, nothing, cache, indices[1], heads, 1.0)
-            indices[0].check()
-            assert all_lists(indices[0]) == all_lists(indices[1])
+            check_a_shape(AShape(sink_tokens, 202 - oldest), unread_row(70, 201), block_tokens)
 
 
 @pytest.mark.parametrize("block_tokens", [64, 128])
@@ -342,11 +262,11 @@ def test_lists_at_the_edges_of_blocks(block_tokens):
     offsets = sorted({o for edge in edges for o in (edge - 1, edge, edge + 1) if 0 <= o < 351})
     keys = [(64 * i + i % 3 - 1) % 351 for i in range(len(offsets))]
     slashes = torch.eye(384, device=DEVICE, dtype=torch.int32)[offsets]
-    verticals = torch.tensor(keys, dtype=torch.int32, device=DEVICE)[None, :, None]
-    heads = torch.arange(len(offsets), dtype=torch.int32, device=DEVICE)
+    verticals = int32(keys)[None, :, None]
+    heads = int32(range(len(offsets)))
     layouts = dict.fromkeys(range(len(offsets)), VerticalSlash(1).stripe_layout(rows))
     index = SparseIndex.allocate(rows, len(offsets), block_tokens, layouts)
-    counts = torch.ones(1, len(offsets), dtype=torch.int32, device=DEVICE)
+    counts = int32([[1] * len(offsets)])
     write_lines(index, (0, 1), heads, Lines(verticals, counts, None, slashes.cumsum(1).int()), 1)
     index.check()
     for head, (offset, key) in enumerate(zip(offsets, keys, strict=True)):
@@ -355,43 +275,30 @@ def test_lists_at_the_edges_of_blocks(block_tokens):
 
 
 @pytest.mark.parametrize("block_tokens", [64, 128])
-class TestBeyondOneChunk:
-    def test_a_shape(self, block_tokens):
-        rows, nothing = unread_row(70, 200_000), torch.empty(0, device=DEVICE)
-        indices = [SparseIndex.allocate(rows, 1, block_tokens) for _ in range(2)]
-        method, heads = AShape(70_000, 90_000), torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        cache = PagedCache(*torch.empty(2, 1, 16, 1, 64, device=DEVICE))
-        method.select(nothing, cache, indices[0], heads, 1.0)
-        reference.select_a_shape(method, nothing, cache, indices[1], heads, 1.0)
-        assert all_lists(indices[0]) == all_lists(indices[1])
+def test_lists_beyond_one_chunk(block_tokens):
+    """Of a row of 200,070 keys: a-shape's, a vertical and slash merge's, and block-sparse's."""
+    rows, heads, generator = unread_row(70, 200_000), int32([0]), torch.Generator(DEVICE).manual_seed(0)
+    check_a_shape(AShape(70_000, 90_000), rows, block_tokens)
 
-    def test_vertical_slash(self, block_tokens):
-        rows = unread_row(70, 200_000)
-        generator = torch.Generator(DEVICE).manual_seed(0)
-        verticals = torch.randperm(200_070, generator=generator, device=DEVICE)[:2500].sort().values
-        slashes = torch.rand(200_128, generator=generator, device=DEVICE) < 0.001
-        slashes[200_070:] = False
-        counts = torch.full((1, 1), 2500, dtype=torch.int32, device=DEVICE)
-        index = SparseIndex.allocate(rows, 1, block_tokens, {0: VerticalSlash(2500).stripe_layout(rows)})
-        heads = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        lines = Lines(verticals.int().view(1, 1, -1), counts, None, slashes.cumsum(0)[None].int())
-        write_lines(index, (0, 1), heads, lines, 1)
-        index.check()
-        offsets = slashes.nonzero().flatten().tolist()[::-1]
-        assert lists(index, 0, 0) == reference.merge(verticals.tolist(), offsets, rows.tile_list[0], block_tokens)
+    verticals = torch.randperm(200_070, generator=generator, device=DEVICE)[:2500].sort().values
+    slashes = torch.rand(200_128, generator=generator, device=DEVICE) < 0.001
+    slashes[200_070:] = False
+    index = SparseIndex.allocate(rows, 1, block_tokens, {0: VerticalSlash(2500).stripe_layout(rows)})
+    found = Lines(verticals.int().view(1, 1, -1), int32([[2500]]), None, slashes.cumsum(0)[None].int())
+    write_lines(index, (0, 1), heads, found, 1)
+    index.check()
+    offsets = slashes.nonzero().flatten().tolist()[::-1]
+    assert lists(index, 0, 0) == reference.merge(verticals.tolist(), offsets, rows.tile_list[0], block_tokens)
 
-    def test_block_sparse(self, block_tokens):
-        method = BlockSparse(100)
-        rows = unread_row(70, 200_000)
-        scores = torch.randn(1, 2, 3136, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
-        index, expected = (SparseIndex.allocate(rows, 1, block_tokens) for _ in range(2))
-        # The first query block ends at position 200,063, in key block 3125; the second at 200,069, in 3126.
-        causal = scores[0, :, :3127].clone()
-        causal[0, 3126] = -torch.inf
-        reference.set_block_sparse(reference.tile_blocks(causal, 100)[0], expected, 0, 0)
-        write_top_blocks(scores, method, index, 0, torch.zeros(1, dtype=torch.int32, device=DEVICE))
-        index.check()
-        assert all_lists(index) == all_lists(expected)
+    scores = torch.randn(1, 2, 3136, generator=generator, device=DEVICE)
+    index, expected = (SparseIndex.allocate(rows, 1, block_tokens) for _ in range(2))
+    # The first query block ends at position 200,063, in key block 3125; the second at 200,069, in 3126.
+    causal = scores[0, :, :3127].clone()
+    causal[0, 3126] = -torch.inf
+    reference.set_block_sparse(reference.tile_blocks(causal, 100)[0], expected, 0, 0)
+    minference.write_top_blocks(scores, BlockSparse(100), index, 0, heads)
+    index.check()
+    assert all_lists(index) == all_lists(expected)
 
 
 def made_up(kind: str, count: int) -> torch.Tensor:

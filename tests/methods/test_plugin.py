@@ -28,10 +28,11 @@ USE = """
 import json
 from pathlib import Path
 from vllm_sparse_backend.demo.run import settings_of
+from vllm_sparse_backend.measure.asked import Asked
+from vllm_sparse_backend.profiling.calibrate import by_themselves, calibrated
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
-from vllm_sparse_backend.settings.profile import parse_profile
 from vllm_sparse_backend.settings.schema import profile_schema
 from vllm_sparse_kernels.methods import METHODS, name_of
 
@@ -44,6 +45,8 @@ print(json.dumps({
     "plan": [name_of(group.method), group.method.stride_tokens, list(group.heads)],
     "schema": "strided" in names,
     "demo": settings_of("strided", bundled=False)["params"],
+    "calibrated": "strided" in calibrated() and "strided" in by_themselves(),
+    "measured": str(Asked.parse("strided:stride_tokens=512")),
 }))
 """
 
@@ -66,6 +69,8 @@ def test_an_installed_method_is_one_like_any_other(environment: dict[str, str]) 
         "plan": ["strided", 512, [0, 1, 2, 3]],
         "schema": True,
         "demo": {"sink_tokens": 64, "local_tokens": 128, "stride_tokens": 512},
+        "calibrated": True,
+        "measured": "strided stride_tokens=512",
     }
 
 

@@ -3,14 +3,14 @@
 that rounded keys take.
 """
 
-from itertools import pairwise, product
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.batches import random_batch
-from tests.methods.cases import DEVICE, DTYPES, by_turns, select
+from tests.methods.cases import DEVICE, DTYPES, all_lists, by_turns, select
 from tests.methods.sale_cases import (
     assert_agrees,
     channels_of,
@@ -119,15 +119,7 @@ def test_sink_and_local_region_are_kept_at_any_score(reference):
     assert index.blocks_of(0, 0).tolist() == [0, *range((32 + 8 * 128) // 64, 1310 // 64 + 1)]
 
 
-def test_local_region_has_128_to_224_tokens():
-    sizes = {
-        num_blocks * 32 - local
-        for position in range(300, 900, 17)
-        for _, local, num_blocks in regions(Sale(), position, 128)
-    }
-    assert sizes == {128, 160, 192, 224}
-
-
+@pytest.mark.full
 @pytest.mark.parametrize("block_tokens", [32, 64])
 def test_channels_that_hold_nothing_need_not_be_multiplied(block_tokens):
     """Half of 128 channels are the same in all keys of the first kv head, in all queries of the second: bitwise."""
@@ -136,9 +128,7 @@ def test_channels_that_hold_nothing_need_not_be_multiplied(block_tokens):
     batch.cache.keys[:, :, 0, dead] = 0.5
     batch.q[:, 2:, dead] = 0.5
     halves, wholes = (select(Sale(0.3, channels=channels), batch, block_tokens) for channels in ("half", "all"))
-    assert torch.equal(halves.block_counts, wholes.block_counts)
-    for head, i_tile in product(range(4), range(batch.rows.num_tiles)):
-        assert torch.equal(halves.blocks_of(head, i_tile), wholes.blocks_of(head, i_tile))
+    assert all_lists(halves) == all_lists(wholes)
     assert halves.density() < 0.9
     queries, keys = rounded_by_kernels(Sale(0.3, channels="half"), batch)
     assert queries.integers.shape[2] == keys.integers.shape[2] == 64
@@ -167,14 +157,7 @@ def test_the_channels_that_weigh_most_are_multiplied(head_dim):
         assert not means.left_out[row, kv, head_dim:].any()
 
 
-def test_higher_tau_keeps_less():
-    batch = random_batch([(900, 128)], 2, 1, 64, 16, torch.float32, DEVICE)
-    masks = [select(Sale(tau), batch, by_reference=True).to_mask(0) for tau in (0.15, 0.25, 0.35, 0.5)]
-    for more, less in pairwise(masks):
-        assert bool((more | ~less).all())
-        assert int(more.sum()) > int(less.sum())
-
-
+@pytest.mark.full
 def test_rows_in_slabs_select_what_they_select_together(monkeypatch):
     """Three rows of which two are cut, in slabs of 512 keys and in one; bitwise, blocks of 32."""
     batch = make_batch([(1211, 130), (700, 5), (300, 70)], 4, 2)
@@ -185,9 +168,7 @@ def test_rows_in_slabs_select_what_they_select_together(monkeypatch):
     monkeypatch.setattr(module, "SLAB_TOKENS", 512)
     assert len(module.slabs_of_rows(methods[0], batch.rows)) > 3
     apart = select(Sale.merged(methods), batch, 32)
-    assert torch.equal(apart.block_counts, together.block_counts)
-    for head, i_tile in product(range(4), range(batch.rows.num_tiles)):
-        assert torch.equal(apart.blocks_of(head, i_tile), together.blocks_of(head, i_tile))
+    assert all_lists(apart) == all_lists(together)
     assert 0.1 < together.density() < 0.9
 
 
@@ -278,17 +259,6 @@ def test_on_the_same_integers_flags_are_equal_bit_for_bit(integers, tau, mean, m
 
 
 @pytest.mark.parametrize("integers", INTEGERS, ids=str)
-def test_what_a_row_may_reach_is_stored_beside_its_integers(integers, monkeypatch):
-    monkeypatch.setattr(module, "integer_dtype", lambda device: integers)
-    batch = make_batch([(300, 260)], num_heads=2)
-    queries, keys = rounded_by_kernels(Sale(), batch)
-    again = rounded_row(*(x.integers.float() for x in (queries, keys)), queries.thresholds, keys.biases, integers)
-    for x, y in zip((queries.squares, *keys[3:6]), (again[0].squares, *again[1][3:6]), strict=True):
-        assert torch.equal(x, y)
-    assert bool((queries.inverse_steps[:, 260:] == 0).all())
-
-
-@pytest.mark.parametrize("integers", INTEGERS, ids=str)
 @pytest.mark.parametrize("block_tokens", [32, 64, 128])
 def test_scores_and_thresholds_below_zero(integers, block_tokens):
     """Biases that fall from key to key: in one tile blocks fail and pass at scores that are all negative."""
@@ -346,20 +316,6 @@ def test_half_precision_is_used_within_its_range_alone(integers, bias, sevens, f
     ours, expected = flags_twice(Sale(0.5), *row, batch, 64, dtype)
     assert torch.equal(ours, expected)
     assert int(ours[0, 150 // 64]) == (dtype == torch.float16)
-
-
-def test_slabs_hold_every_key_once_and_cut_rows_at_spans_alone():
-    num_keys = [1280, 0, 128, 640, 3072, 256]
-    slabs = sale_rounding.slabs_of(num_keys, 1024, 512)
-    seen = [[] for _ in num_keys]
-    for slab in slabs:
-        assert slab[0].start == 0
-        assert all(one.start + one.num_keys == other.start for one, other in pairwise(slab))
-        assert 0 < slab[-1].start + slab[-1].num_keys <= 1024
-        for piece in slab:
-            assert piece.begin % 512 == 0
-            seen[piece.row] += range(piece.begin, piece.begin + piece.num_keys)
-    assert seen == [list(range(n)) for n in num_keys]
 
 
 def test_memory_does_not_grow_with_the_number_of_cached_tokens():

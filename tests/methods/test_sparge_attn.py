@@ -14,9 +14,8 @@ from vllm_sparse_kernels.layer import attend_options
 from vllm_sparse_kernels.methods.sparge_attn import method as module, reference
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 from vllm_sparse_kernels.rows import Rows, ceil_div
-from vllm_sparse_kernels.select.pooled import KEY_BLOCK_TOKENS, KeyPool, pool_queries, slabs_of
+from vllm_sparse_kernels.select.pooled import KEY_BLOCK_TOKENS
 from vllm_sparse_kernels.trial import Batch
-from vllm_sparse_kernels.workspace import Workspace
 
 MARGIN = 1e-5
 """Of similarities and of τ. Float32 sums of a tile's or a softmax's terms are closer than this to float64."""
@@ -164,25 +163,6 @@ def test_similarity_is_the_mean_cosine_over_pairs():
     assert reference.compress(tokens[:3], 2)[1][0, 1] == 1.0
 
 
-def test_kernels_measure_short_blocks_to_the_margin():
-    """Means and similarities, those of the row's last block of 13 keys and tile of 5 queries too."""
-    batch = make_batch([(200, 133)], 1, 1)
-    heads = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    q, k = row_inputs(batch, 0, torch.float64)
-    tile_means, tile_similarity = reference.compress(q, 128)
-    block_means, _ = reference.compress(k, KEY_BLOCK_TOKENS)
-    rows, workspace = batch.rows, Workspace(batch.rows.device)
-    slabs = slabs_of(rows, 1, 1, 64, 1)
-    for smooth in (True, False):
-        _, block_similarity = reference.compress(k - k.mean(0) if smooth else k, KEY_BLOCK_TOKENS)
-        blocks = KeyPool(batch.cache, rows, slabs, heads, 1, workspace, similar=True, centered=smooth).pool(slabs[0])
-        assert torch.allclose(blocks.similarity, block_similarity.float(), rtol=0, atol=MARGIN)
-        assert torch.allclose(blocks.means, block_means.float(), atol=MARGIN)
-    tiles = pool_queries(batch.q, rows, heads, 1, workspace, similar=True)
-    assert torch.allclose(tiles.similarity, tile_similarity.float(), rtol=0, atol=MARGIN)
-    assert torch.allclose(tiles.means, tile_means.float(), atol=MARGIN)
-
-
 def keep_top_mass(scores: torch.Tensor, kept_mass: float, block_tokens=64, similar=None, sink=False) -> torch.Tensor:
     """The last kernel alone on rows of base-2 scores [heads, blocks] of one query each: bool of the same shape.
 
@@ -250,6 +230,7 @@ def test_raising_tau_never_drops_a_block(sink):
         before = kept
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("block_tokens", [64, 128])
 def test_sink_adds_the_first_block_and_nothing_else(block_tokens):
     """Keys of the first block point away from all queries: TopCdf never chooses it, and τ does not count it."""
@@ -288,6 +269,7 @@ def test_unlike_blocks_are_always_computed(min_similarity):
     assert bool(flags.all()) if tile_unlike else int(flags[:14].sum()) <= int(unlike[:14].sum()) + 1
 
 
+@pytest.mark.full
 def test_raising_theta_forces_more():
     batch = make_batch([(800, 130)], 1, 1)
     densities = [select(dataclasses.replace(METHOD, min_similarity=t), batch).density() for t in (-1.0, 0.55, 1.0)]

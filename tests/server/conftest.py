@@ -1,13 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One small model for all servers, and each server's answers taken once: starting one costs half a minute or more."""
+"""One small model, stock vLLM and this backend on it, started side by side and once: each start costs a minute."""
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from tests.server import levels, scenario
+from tests.server.scenario import Servers
 from vllm_sparse_backend.demo.model import make_model
+from vllm_sparse_backend.measure.server import Server, sparse_args
 
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "small")
+
+
+@pytest.fixture(scope="session")
+def servers(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    settings = levels.write(tmp_path_factory.mktemp("ours"), *levels.ALL)
+    both = Servers(
+        Server(small_model, scenario.SERVER_ARGS, env={"VLLM_PLUGINS": "none"}),
+        Server(small_model, (*sparse_args(settings), *scenario.SERVER_ARGS)),
+    )
+    with ExitStack() as stack:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(stack.enter_context, both))
+        yield both

@@ -8,20 +8,23 @@ import random
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_sparse_backend.demo.model import VOCAB_SIZE
+from vllm_sparse_backend.measure.scrape import LayerCounts, Report, parse
 from vllm_sparse_backend.measure.server import Server
 
 CHUNK_TOKENS = 512
-SERVER_ARGS = (
-    "--max-model-len",
-    "8192",
-    "--max-num-batched-tokens",
-    str(CHUNK_TOKENS),
-    "--enable-prompt-tokens-details",
-)
-CONCURRENT_LENGTHS = (1, 63, 300, 777, 1000, 1501, 2049, 2600)
+SERVER_ARGS = ("--max-model-len", "8192", "--enable-prompt-tokens-details")
+SERVER_ARGS += ("--max-num-batched-tokens", str(CHUNK_TOKENS))
+CONCURRENT_LENGTHS = (1, 63, 300, 777, 1000, 1301)
+PAGE_TOKENS = 128
+
+
+class Servers(NamedTuple):
+    stock: Server
+    ours: Server
+    """With every level of ``levels``, whose own is ``high``."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,29 @@ class Answer:
     cached_tokens: int
 
 
+def counted(server: Server, before: Report | None = None) -> Report:
+    """What /metrics says of rows and layers, less what it said ``before``."""
+    report = parse(server.get("/metrics"))
+    if before is None:
+        return report
+    rows, layers = report.rows - before.rows, {}
+    for layer, now in report.layers.items():
+        then = before.layers.get(layer, LayerCounts())
+        pairs = now.kept_pairs - then.kept_pairs, now.causal_pairs - then.causal_pairs
+        layers[layer] = LayerCounts(now.tiles - then.tiles, *pairs)
+    return Report(rows=rows, layers=layers)
+
+
 def prompt(length: int, seed: int) -> list[int]:
     generator = random.Random(seed)
     return [0, *(generator.randrange(2, VOCAB_SIZE) for _ in range(length - 1))]
+
+
+CHUNKS = prompt(1501, seed=1)
+CACHED = {
+    f"prefix: {name}": n // PAGE_TOKENS * PAGE_TOKENS for name, n in (("same prompt", 1501), ("other tail", 1000))
+}
+"""So many tokens of these are found in the cache, by whoever may read what those before them wrote."""
 
 
 def tail_changed(token_ids: list[int]) -> list[int]:
@@ -42,23 +65,15 @@ def tail_changed(token_ids: list[int]) -> list[int]:
 
 
 def ask(server: Server, token_ids: list[int], max_tokens: int = 8, level: object = None) -> Answer:
-    body: dict[str, Any] = {
-        "model": server.model,
-        "prompt": token_ids,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "logprobs": 0,
-        "return_token_ids": True,
-    }
+    body: dict[str, Any] = {"model": server.model, "prompt": token_ids, "max_tokens": max_tokens, "logprobs": 0}
+    body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
     if level is not None:
         body["vllm_xargs"] = {"sparse_prefill": level}
     answer = server.post("/v1/completions", body)
     choice, details = answer["choices"][0], answer["usage"]["prompt_tokens_details"] or {}
     assert len(choice["token_ids"]) == max_tokens
-    return Answer(
-        tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]), details.get("cached_tokens") or 0
-    )
+    logprobs = choice["logprobs"]["token_logprobs"]
+    return Answer(tuple(choice["token_ids"]), tuple(logprobs), details.get("cached_tokens") or 0)
 
 
 def ask_together(server: Server, requests: Mapping[str, tuple[Any, ...]]) -> dict[str, Answer]:
@@ -73,18 +88,18 @@ def run(server: Server, level: object = None, beside: object = None) -> dict[str
     level: what requests ask for; beside: what others ask for, sent along with those that are sent together, which
     begin as they do.
     """
-    shared = prompt(2000, seed=2)
+    shared = prompt(1000, seed=2)
     alone = {
-        "chunks": prompt(3001, seed=1),
-        "prefix: same prompt": prompt(3001, seed=1),
-        "prefix: first tail": shared + prompt(701, seed=3)[1:],
-        "prefix: other tail": shared + prompt(1234, seed=4)[1:],
+        "chunks": CHUNKS,
+        "prefix: same prompt": CHUNKS,
+        "prefix: first tail": shared + prompt(401, seed=3)[1:],
+        "prefix: other tail": shared + prompt(634, seed=4)[1:],
     }
     # The first decodes for so long that the chunks of the others share its steps.
     mixed = {
-        "mixed: decode": (prompt(70, seed=5), 96),
-        "mixed: prefill 1800": (prompt(1800, seed=6), 8),
-        "mixed: prefill 1301": (prompt(1301, seed=7), 8),
+        "mixed: decode": (prompt(70, seed=5), 64),
+        "mixed: prefill 901": (prompt(901, seed=6), 8),
+        "mixed: prefill 701": (prompt(701, seed=7), 8),
     }
     concurrent = {f"concurrent: {length}": (prompt(length, seed=100 + length), 8) for length in CONCURRENT_LENGTHS}
     answers = {name: ask(server, token_ids, level=level) for name, token_ids in alone.items()}

@@ -19,25 +19,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 VOCABULARY = 512
 SETTINGS = {"method": "dense", "min_tokens": 128, "min_query_tokens": 1}
 LENGTHS = (90, 701, 1000)
 SIZE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.1,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
+    "initializer_range": 0.1, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 
 
 def llama(**more: Any) -> Any:
@@ -150,11 +141,8 @@ def counted() -> Iterator[Counter[int]]:
         runs[self.layer] += 1
         return original(self, *args, **more)
 
-    SparsePrefillImpl.run = run  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(SparsePrefillImpl, "run", run):
         yield runs
-    finally:
-        SparsePrefillImpl.run = original  # type: ignore[method-assign]
 
 
 def answers(model: Path, lora: Path | None, **more: Any) -> list[list[int]]:
@@ -185,11 +173,8 @@ def told(run: str, name: str, folder: Path) -> dict[str, Any]:
     ours = {"attention_backend": "sparse-prefill", "additional_config": {"sparse_prefill": SETTINGS}}
     try:
         with counted() as runs:
-            return {
-                "name": name,
-                "tokens": answers(model, lora, **more, **(ours if run == OURS else {})),
-                "sparse": dict(runs),
-            }
+            tokens = answers(model, lora, **more, **(ours if run == OURS else {}))
+            return {"name": name, "tokens": tokens, "sparse": dict(runs)}
     except Exception as error:
         traceback.print_exc()
         return {"name": name, "error": f"{type(error).__name__}: {error}"}

@@ -20,12 +20,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.server]
 pytest.importorskip("vllm")
 
 NUM_EACH, EXACT_TOKENS, SPARSE_TOKENS, MIN_TOKENS = 4, 2000, 3000, 256
-SETTINGS = {
-    "method": "a_shape",
-    "params": {"sink_tokens": 64, "local_tokens": 128},
-    "min_tokens": MIN_TOKENS,
-    "min_query_tokens": 1,
-}
+PARAMS = {"sink_tokens": 64, "local_tokens": 128}
+SETTINGS = {"method": "a_shape", "params": PARAMS, "min_tokens": MIN_TOKENS, "min_query_tokens": 1}
 ARGS = ("--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-batched-tokens", "32768")
 DETAILS = ("--gpu-memory-utilization", "0.1", "--enable-prompt-tokens-details")
 

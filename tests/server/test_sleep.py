@@ -16,10 +16,8 @@ from vllm_sparse_backend.measure.server import Server, sparse_args
 pytestmark = [pytest.mark.server, pytest.mark.gpu]
 pytest.importorskip("vllm")
 
-SETTINGS = {
-    "method": "vertical_slash", "params": {"vertical_tokens": 64, "slash_tokens": 104}, "min_tokens": 256,
-    "min_query_tokens": 1,
-}  # fmt: skip
+PARAMS = {"vertical_tokens": 64, "slash_tokens": 104}
+SETTINGS = {"method": "vertical_slash", "params": PARAMS, "min_tokens": 256, "min_query_tokens": 1}
 
 
 def tell(server: Server, path: str) -> None:

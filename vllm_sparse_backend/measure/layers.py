@@ -40,8 +40,7 @@ class Layer:
 
     def attend(self, engine: Engine) -> None:
         batch = self.batch
-        with self.index.workspace.frame():
-            engine.attend(batch.q, batch.cache, self.index, self.out, batch.scale, options=self.options)
+        replace(self.served, engine=engine).attend(batch.q, batch.cache, self.index, self.out, batch.scale)
 
     def run(self, engine: Engine) -> None:
         self.select()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 
-from vllm_sparse_backend.profiling.cheapest import Cheapest, with_means
+from vllm_sparse_backend.profiling.cheapest import Cheapest
 from vllm_sparse_backend.profiling.clusters import require_scipy
 from vllm_sparse_backend.profiling.costs import PairCosts
 from vllm_sparse_backend.profiling.flow import walk
@@ -76,7 +76,7 @@ def strategy(text: str, bounds: Mapping[str, Bound], distance: float | None = No
         if distance is not None and not distance > 0:
             raise ConfigurationError(f"--distance: {unexpected(distance, 'a number above 0')}")
         return partial(Sharing, ladder=settings, distance=distance)
-    every = with_means(halved(settings if fields else ladder_of(name.split("+")[0])))
+    every = halved(settings if fields else ladder_of(name.split("+")[0]))
 
     def search(job: Job, bound: Bound) -> Search:
         if bound.has_mean:
@@ -102,11 +102,11 @@ def _settings(name: str, fields: str) -> list[Method]:
 
 
 def best(methods: Sequence[str]) -> Strategy:
-    """All settings of these methods, without and with means in place of what they drop, compete in time."""
+    """All settings of these methods compete in time."""
     for name in methods:
         if name not in by_themselves():
             raise ConfigurationError(f"--method: {not_one_of(name, by_themselves())}")
-    settings = with_means([one for name in methods for one in ladder_of(name)])
+    settings = [one for name in methods for one in ladder_of(name)]
     return lambda job, bound: Cheapest(job, bound, settings, job.costs)
 
 

@@ -15,7 +15,6 @@ for that every layer is judged before the first is chosen for.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations
 from statistics import fmean
 
@@ -64,11 +63,6 @@ class Cheapest(Search):
         dense_ms = self.costs.layer.dense_ms / len(methods[0])
         self.price = max(self.price * DEARER, LEAST_PRICE * dense_ms)
         return True
-
-
-def with_means(settings: Sequence[Method]) -> list[Method]:
-    """Each without and with means in place of what it drops."""
-    return [*settings, *(replace(one, block_means=True) for one in settings)]
 
 
 def judged_everywhere(job: Job, among: Sequence[Method]) -> list[dict[Method, list[Figures]]]:

@@ -13,7 +13,7 @@ kept pairs and what methods say of themselves (``MethodSpec.cost``).
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from statistics import median
@@ -34,12 +34,8 @@ if TYPE_CHECKING:
     from vllm_sparse_backend.measure.layers import Layer
     from vllm_sparse_kernels.trial import Batch
 
-FORMAT = 1
+FORMAT = 2
 
-MEANS_SHARE = 0.02
-MEANS_PAIRS = 1 / 64
-"""The share of all pairs that means are, one for a block of 64 keys. (``MeasuredCosts`` sees their time: after 32,768
-tokens on an H200 0.06 of dense attention's.)"""
 PAIR_MS = 7.6e-10
 """FlashAttention-3 on an H200, head_dim 128."""
 
@@ -62,8 +58,6 @@ class LayerCost:
 
     base_ms: float
     """Attention to next to nothing."""
-    means_ms: float
-    """Means in place of dropped blocks, a head."""
     dense_ms: float
     """The whole layer by the delegate."""
 
@@ -78,7 +72,7 @@ class Costs(Protocol):
 @lru_cache(maxsize=4096)
 def kind_of(method: Method) -> Method:
     """Equal for methods that a layer selects together."""
-    return method.selection.alike
+    return method.alike
 
 
 @lru_cache(maxsize=4096)
@@ -89,7 +83,7 @@ def _kind_name(method: Method) -> str:
 def head_ms(costs: Costs, method: Method, density: float) -> float:
     """What one head more of its kind takes."""
     cost = costs.of(method)
-    return cost.head_ms + density * cost.full_ms + (costs.layer.means_ms if method.block_means else 0.0)
+    return cost.head_ms + density * cost.full_ms
 
 
 def share_ms(costs: Costs, method: Method, density: float, num_heads: int) -> float:
@@ -117,7 +111,7 @@ class EstimatedCosts:
 
     @property
     def layer(self) -> LayerCost:
-        return LayerCost(0.0, MEANS_SHARE * self.full_ms, self.num_heads * self.full_ms)
+        return LayerCost(0.0, self.num_heads * self.full_ms)
 
 
 class PairCosts:
@@ -131,7 +125,7 @@ class PairCosts:
 
     @property
     def layer(self) -> LayerCost:
-        return LayerCost(0.0, MEANS_PAIRS, float(self.num_heads))
+        return LayerCost(0.0, float(self.num_heads))
 
 
 class MeasuredCosts:
@@ -169,7 +163,7 @@ class MeasuredCosts:
 
     def of(self, method: Method) -> Cost:
         if (name := _kind_name(method)) not in self.known:
-            self.known[name] = self._measure(method.selection)
+            self.known[name] = self._measure(method)
             self._write()
         return self.known[name]
 
@@ -204,13 +198,11 @@ class MeasuredCosts:
         tiny = AShape(sink_tokens=64, local_tokens=128)
         num_heads = batches[0].num_heads
         plain = self._layers([tiny] * num_heads)
-        means = self._layers([replace(tiny, block_means=True)] * num_heads)
-        for layer in (*plain, *means):
+        for layer in plain:
             layer.select()
         dense = [("dense", self.card.dense(batch, batch.empty_out())) for batch in batches]
-        taken = self._ms([self._attentions(plain, "plain"), self._attentions(means, "means"), dense])
-        each = max(0.0, taken["means"] - taken["plain"]) / num_heads
-        return LayerCost(_rounded(taken["plain"]), _rounded(each), _rounded(taken["dense"]))
+        taken = self._ms([self._attentions(plain, "plain"), dense])
+        return LayerCost(_rounded(taken["plain"]), _rounded(taken["dense"]))
 
     def _batches(self) -> Sequence["Batch"]:
         if self.batches is None:

@@ -106,8 +106,8 @@ def needs_company(method: Method) -> bool:
 
 
 def _given(method: Method) -> dict[str, Any] | None:
-    """What of a head counts for later layers: of SharePrefill neither its γ nor what it asks for beside."""
-    return parameters_of(method.selection.company) if needs_company(method) else None
+    """What of a head counts for later layers: of SharePrefill not its γ."""
+    return parameters_of(method.company) if needs_company(method) else None
 
 
 def first_judge(job: Job) -> RememberingJudge:

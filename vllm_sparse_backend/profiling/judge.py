@@ -18,18 +18,16 @@ from typing import Any
 import torch
 
 from vllm_sparse_backend.measure.data import without_nan
-from vllm_sparse_backend.measure.layers import Layer
 from vllm_sparse_backend.measure.report import write_json
 from vllm_sparse_backend.profiling.capture import Capture
 from vllm_sparse_backend.profiling.chunks import chunk_rows, dense_attention, paged
 from vllm_sparse_backend.profiling.measure import RARE, WORST, Errors, Figures
-from vllm_sparse_backend.settings.config import AUTO
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import parameters_of
 from vllm_sparse_kernels import PagedCache
-from vllm_sparse_kernels.attend import PORTABLE, Engine
+from vllm_sparse_kernels.attend import AttendSpec, Engine, choose
 from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.layer import LayerPlan, layer_plan
+from vllm_sparse_kernels.layer import Layer, LayerPlan, layer_plan, run
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.trial import Batch
 
@@ -89,7 +87,8 @@ class LayerPrompt:
         states = []
         for i in range(len(self.batches)):
             batch = self._pass(i)
-            Layer.of(batch, groups, AUTO).select()
+            layer = Layer.of(groups, batch.cache.head_dim, batch.q.device)
+            layer.select(batch.q, batch.cache, layer.index(batch.rows), batch.scale)
             states.append(dict(batch.rows.state))
         return states
 
@@ -97,10 +96,14 @@ class LayerPrompt:
         """[4, num_heads] float64 on the device: error, worst, rare, density of one prompt. On a CPU no engines."""
         errors, pairs = [], []
         for i, (dense, norms) in enumerate(zip(self.dense, self.norms, strict=True)):
-            layer = Layer.of(self._pass(i), groups, AUTO)
-            layer.run(layer.engine(engines) if engines else PORTABLE)
-            errors.append((layer.out.float() - dense.float()).abs().sum(-1) / norms)
-            pairs.append(layer.index.pairs_of_heads())
+            batch = self._pass(i)
+            layer, out = Layer.of(groups, batch.cache.head_dim, batch.q.device), batch.empty_out()
+            if engines:  # the one that a server takes
+                spec = AttendSpec.of(batch.cache, layer.index(batch.rows), layer.options)
+                layer = replace(layer, engine=choose(engines, spec).engine)
+            index = run(layer, batch.q, batch.cache, batch.rows, out, batch.scale)
+            errors.append((out.float() - dense.float()).abs().sum(-1) / norms)
+            pairs.append(index.pairs_of_heads())
         of_queries = torch.cat(errors)
         ordered = of_queries.sort(0).values
         worst, rare = (ordered[len(ordered) - 1 - int(share * len(ordered))].double() for share in (WORST, RARE))

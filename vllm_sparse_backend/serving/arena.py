@@ -67,7 +67,6 @@ class LayerNeed:
 
     groups: LayerPlan
     shape: LayerShape
-    step_tokens: int = 0
     """The most that a step has: each token may have a log-sum-exp, whether it belongs to a sparse row or not."""
 
     @staticmethod
@@ -78,13 +77,12 @@ class LayerNeed:
         element_bytes: int,
         device: torch.device,
         engine: str = AUTO,
-        step_tokens: int = 0,
     ) -> "LayerNeed":
         """engine: the one that is asked for."""
         methods = methods_by_head(groups)
         num_heads, block_tokens = len(methods), index_block_tokens(methods, head_dim, device, engine)
         shape = LayerShape(num_heads, num_kv_heads, head_dim, block_tokens, element_bytes)
-        return LayerNeed(groups, shape, step_tokens)
+        return LayerNeed(groups, shape)
 
     @cached_property
     def heads_of_methods(self) -> tuple[tuple[Method, int], ...]:
@@ -99,11 +97,6 @@ class LayerNeed:
         """Whether any head asks for 8-bit scores."""
         return any(method.int8_scores for method in methods_by_head(self.groups))
 
-    @cached_property
-    def block_means(self) -> bool:
-        """Whether any head asks for means of dropped blocks."""
-        return any(method.block_means for method in methods_by_head(self.groups))
-
     def num_bytes(self, rows: Rows) -> int:
         """The index, and on top of it the largest of what selecting any group and attending take."""
         shape = self.shape
@@ -112,9 +105,7 @@ class LayerNeed:
         longest_stripes = max(layout.longest for layout, _ in stripes)
         index = SparseIndex.bytes_for(rows, shape.num_heads, shape.block_tokens, stripe_capacity)
         select = max(self._select_bytes(rows, method, num_heads) for method, num_heads in self.heads_of_methods)
-        attend = workspace_bytes(
-            rows, shape, stripe_capacity, longest_stripes, self.int8_scores, self.block_means, self.step_tokens
-        )
+        attend = workspace_bytes(rows, shape, stripe_capacity, longest_stripes, self.int8_scores)
         return index + max(select, attend)
 
     def _select_bytes(self, rows: Rows, method: Method, num_heads: int) -> int:
@@ -273,7 +264,4 @@ def _needs(vllm_config: VllmConfig, resolved: Resolved, device: torch.device) ->
     first, end = model.get_layers_start_end_indices(parallel)
     layers = {groups for number in range(first, end) for groups in resolved.layer(number)}
     num_kv_heads, element_bytes = model.get_num_kv_heads(parallel), model.dtype.itemsize
-    step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-    return tuple(
-        LayerNeed.of(groups, num_kv_heads, head_dim, element_bytes, device, engine, step_tokens) for groups in layers
-    )
+    return tuple(LayerNeed.of(groups, num_kv_heads, head_dim, element_bytes, device, engine) for groups in layers)

@@ -18,7 +18,6 @@ from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.ranges import format_ranges
 from vllm_sparse_kernels import AttendOptions, SparseIndex, shared_bytes, widest_block
 from vllm_sparse_kernels.attend import PORTABLE, AttendSpec, Choice, Engine, choose, engines
-from vllm_sparse_kernels.attend.block_means import over_index
 from vllm_sparse_kernels.trial import Batch, Expected, expected_attention
 
 logger = logging.getLogger(LOGGER)
@@ -42,7 +41,7 @@ class EnginePicker:
         spec = AttendSpec.of(batch.cache, index, options)
         if spec not in self.choices:
             # Skips and 8 bits are approximations: that there is no NaN is all that can be asked there.
-            exact = expected_attention(batch, index, options) if over_index(options) is None else None
+            exact = expected_attention(batch, index, options) if options is None else None
             forced = None if self.asked == AUTO else self.asked
             try:
                 self.choices[spec] = choose(

@@ -29,6 +29,7 @@ StreamingLLM's pattern is A-shape.
 """
 
 LEFT = {
+    "block_means": "leave it out: means in place of dropped blocks helped no model that others trained",
     "dense_last_tile": "leave it out; guard, dense_layers or a level that keeps more are what remains for last queries",
     "gamma_per_tile": "leave it out and raise gamma, 0.95 for 0.9",
     "max_distance": "leave it out: all heads keep lines, those that were chosen by mean queries too",

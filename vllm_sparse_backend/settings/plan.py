@@ -126,17 +126,7 @@ class Plan:
             alike = next(iter(settings.values()))
             what = summarize(alike) if len(settings) == 1 else f"{name} ({len(settings)} settings)"
             lines.append(f"layers {format_ranges(layers[name])}: {what} on {heads[name]} heads of this rank")
-        return lines + self._describe_extras()
-
-    def _describe_extras(self) -> list[str]:
-        layers: dict[str, list[int]] = defaultdict(list)
-        for i, groups in enumerate(self.layers):
-            for extra in (name for method in methods_by_head(groups or ()) for name in method.extras):
-                layers[extra].append(i)
-        return [
-            f"layers {format_ranges(sorted(set(numbers)))}: {name} on {len(numbers)} heads of this rank"
-            for name, numbers in layers.items()
-        ]
+        return lines
 
 
 def _build(
@@ -175,7 +165,7 @@ def _build(
 def _group_layers(methods: Sequence[Sequence[Method]]) -> tuple[LayerPlan | None, ...]:
     """The groups of each layer whose heads have these methods; None of one that has none. Layers that are alike have
     one object."""
-    counts = Counter(method.selection.company for method in chain.from_iterable(methods))
+    counts = Counter(method.company for method in chain.from_iterable(methods))
     known: dict[LayerPlan, LayerPlan] = {}
     groups = (group_heads(of_layer, counts) for of_layer in methods)
     return tuple(known.setdefault(of_layer, of_layer) or None for of_layer in groups)

@@ -152,7 +152,7 @@ class Level(Section):
         methods: dict[type[Method], list[Method]] = defaultdict(list)
         for layer in set(range(shape.num_layers)) - set(self.dense_layers):
             for method in self.methods_of(layer, shape.num_heads):
-                methods[type(method)].append(method.selection)
+                methods[type(method)].append(method)
         return [why for kind, heads in methods.items() if (why := kind.objection(heads)) is not None]
 
     def _data(self, spec: Spec) -> dict[str, Any]:

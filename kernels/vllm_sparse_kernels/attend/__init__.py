@@ -3,7 +3,7 @@
 
 import torch
 
-from vllm_sparse_kernels.attend import block_means as means, flash as flash_module, hopper, portable
+from vllm_sparse_kernels.attend import flash as flash_module, hopper, portable
 from vllm_sparse_kernels.attend.engine import AttendSpec, Choice, Engine, choose
 from vllm_sparse_kernels.attend.flash import FlashAttention, flash_engine
 from vllm_sparse_kernels.attend.hopper import HOPPER
@@ -61,17 +61,14 @@ def workspace_bytes(
     stripe_capacity: int,
     longest_stripes: int,
     int8_scores: bool,
-    block_means: bool = False,
-    step_tokens: int = 0,
 ) -> int:
     """At least what attention over these rows takes from the index's workspace, with whichever engine.
 
     ``stripe_capacity`` and ``longest_stripes``: positions that all lists of the index together, and the longest of
-    them, have room for. ``step_tokens``: of all rows of the step, or more.
+    them, have room for.
     """
-    of_means = means.workspace_bytes(rows, shape, step_tokens) if block_means else 0
     by_portable = portable.workspace_bytes(rows, shape, int8_scores)
     if int8_scores:
-        return of_means + by_portable
+        return by_portable
     by_hopper = hopper.workspace_bytes(rows, shape, stripe_capacity)
-    return of_means + max(by_portable, by_hopper, flash_module.workspace_bytes(rows, shape, longest_stripes))
+    return max(by_portable, by_hopper, flash_module.workspace_bytes(rows, shape, longest_stripes))

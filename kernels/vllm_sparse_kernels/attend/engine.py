@@ -3,8 +3,6 @@
 
 An engine says from what is known at start-up whether it can serve a layer; of those that can, the fastest is chosen
 once, before the first step. Engines differ in speed and in rounding, in nothing else.
-
-Means in place of dropped blocks are a pass after any engine, that goes on from its log-sum-exp: all of them have it.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +11,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from vllm_sparse_kernels.attend.block_means import attend_to_means, lse_columns, over_index
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
@@ -38,9 +35,6 @@ class AttendSpec:
     int8: bool = False
     """Whether any head asks for 8-bit scores."""
 
-    means: bool = False
-    """Whether any head asks for means of dropped blocks. No engine refuses that: they come after it."""
-
     @staticmethod
     def of(cache: PagedCache, index: SparseIndex, options: AttendOptions | None = None) -> "AttendSpec":
         return AttendSpec(
@@ -55,7 +49,6 @@ class AttendSpec:
             has_stripes=index.has_stripes,
             skips=options is not None and options.skips,
             int8=options is not None and options.int8_heads is not None,
-            means=options is not None and options.mean_heads is not None,
         )
 
     @property
@@ -92,33 +85,7 @@ class Engine:
     refusal: Callable[[AttendSpec], str | None]
     """Why the engine cannot serve a layer, in words that end a sentence; None if it can."""
 
-    over_index: Attend
-    """Attention over the index, with its log-sum-exp where that is asked for; it never sees ``mean_heads``."""
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        cache: PagedCache,
-        index: SparseIndex,
-        out: torch.Tensor,
-        scale: float,
-        lse: torch.Tensor | None = None,
-        options: AttendOptions | None = None,
-    ) -> None:
-        """See ``Attend``: over the index, and then over the means of dropped blocks in heads that ask for them.
-
-        The log-sum-exp counts these too.
-        """
-        if options is None or options.mean_heads is None:
-            self.over_index(q, cache, index, out, scale, lse, options=options)
-            return
-        workspace = index.workspace
-        with workspace.frame():
-            if lse is None:
-                lse = workspace.empty(index.num_heads, lse_columns(index.rows))
-            with workspace.frame():
-                self.over_index(q, cache, index, out, scale, lse, options=over_index(options))
-            attend_to_means(q, cache, index, out, lse, scale, options.mean_heads)
+    attend: Attend
 
 
 class Choice(NamedTuple):

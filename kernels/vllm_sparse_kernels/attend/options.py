@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -21,14 +21,10 @@ class AttendOptions:
     the log-sum-exp is of what is left.
 
     8-bit heads take SageAttention's scores of int8 queries and keys (``smooth_keys``); values stay as they are.
-
-    Heads with means attend to the means of dropped blocks too (``block_means``): of the options, only this one adds to
-    what the index has.
     """
 
     skip_margins: torch.Tensor | None  # [num_heads] float32
     int8_heads: torch.Tensor | None  # [num_heads] uint8
-    mean_heads: torch.Tensor | None = field(default=None, kw_only=True)  # [num_heads] uint8
     all_int8: bool = False
     """Whether every head is an 8-bit one: known to the host, it spares the kernel the other half."""
 

@@ -18,7 +18,6 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_sparse_kernels.attend.block_means_reference import attend_to_means
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.portable import STRIPE_STEP
 from vllm_sparse_kernels.attend.smooth_keys import STEP_TOKENS
@@ -45,9 +44,6 @@ def attend(
     cache may be in fp8, its scales as in ``engine.Attend``. ``round_weights`` is what becomes of weights [queries,
     keys] before they meet values.
     """
-    mean_heads = None if options is None else options.mean_heads
-    if mean_heads is not None and lse is None:
-        lse = torch.empty(index.num_heads, len(q), dtype=dtype, device=q.device)
     rows, num_heads, group = index.rows, index.num_heads, q.shape[1] // cache.num_kv_heads
     margins, drops, int8_heads = [-math.inf] * num_heads, [-math.inf] * num_heads, [0] * num_heads
     if options is not None:
@@ -83,8 +79,6 @@ def attend(
                 out[tokens, head] = (p @ values[kept, i_kv]).to(out.dtype)
                 if lse is not None:
                     lse[head, tokens] = (scores.logsumexp(-1) + shift).to(lse.dtype)
-    if mean_heads is not None and lse is not None:
-        attend_to_means(q, cache, index, out, lse, scale, dtype, mean_heads)
 
 
 def fp8_weights(p: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ torch, and the folder's ``SPECS`` pairs the two (``spec.py``).
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
 import torch
@@ -19,20 +19,10 @@ from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.select.footprint import most_bytes
 from vllm_sparse_kernels.select.parameters import require
 
-EXTRAS = ("block_means",)
-"""Fields that every method has."""
-
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """Parameters of one selection method; heads of a layer whose methods are alike are selected together.
-
-    The fields here are what a head may ask for beside its selection, whatever its method. No paper of ours has them,
-    and they are off unless asked for. ``select`` knows nothing of them: ``selection`` is the method without.
-    """
-
-    block_means: bool = field(default=False, kw_only=True)
-    """Attend to the means of dropped blocks too (``attend/block_means.py``)."""
+    """Parameters of one selection method; heads of a layer whose methods are alike are selected together."""
 
     block_tokens: ClassVar[int] = 64
     """Widest block of an index that keeps the method's selection as narrow as it is; 128 runs faster on Hopper."""
@@ -46,20 +36,9 @@ class Method(ABC):
         return None
 
     @property
-    def selection(self) -> Self:
-        """What is left of it for ``select``: equal methods then keep the same."""
-        return replace(self, block_means=False) if self.extras else self
-
-    @property
-    def extras(self) -> tuple[str, ...]:
-        """Names of what the head asks for beside its selection."""
-        return tuple(name for name in EXTRAS if getattr(self, name))
-
-    @property
     def shown_fields(self) -> dict[str, object]:
-        """The method's own fields, and after them, where they are on, those that all methods have."""
-        own = {one.name: getattr(self, one.name) for one in fields(self) if one.init and one.name not in EXTRAS}
-        return own | dict.fromkeys(self.extras, True)
+        """The method's parameters by name."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.init}
 
     @property
     def alike(self) -> "Method":
@@ -156,7 +135,7 @@ class PerHead(Method):
 
     @property
     def alike(self) -> Method:
-        kept = (one.name for one in fields(self) if one.init and one.name not in (*EXTRAS, *self.differing))
+        kept = (one.name for one in fields(self) if one.init and one.name not in self.differing)
         return type(self)(**{name: getattr(self, name) for name in kept})
 
     @classmethod

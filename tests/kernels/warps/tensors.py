@@ -44,24 +44,8 @@ def bare(x: Any) -> Any:
 
 
 def _add_operators() -> None:
-    names = (
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "floordiv",
-        "mod",
-        "and_",
-        "or_",
-        "xor",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "eq",
-        "ne",
-    )
-    for name in names:
+    arithmetic, comparisons = ("add", "sub", "mul", "truediv", "floordiv", "mod"), ("lt", "le", "gt", "ge", "eq", "ne")
+    for name in (*arithmetic, *comparisons, "and_", "or_", "xor"):
         of = getattr(operator, name)
         python = name.rstrip("_")
         setattr(Value, f"__{python}__", lambda a, b, of=of: Value(of(np.asarray(a.data), bare(b))))

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How large the house is: lines of code, the longest file and function, commands and options, pages of documents.
+
+    python -m benchmarks.house [--test-seconds 290] [--test-all-seconds 2000] [--json docs/results/house.json]
+
+Lines of code are those that hold a token of the program: no docstrings, comments or blank lines. A line of a function
+within another counts for both. How long the tests took comes from who ran them; what is not given stays as it was told.
+Exit code 1 where a bar is missed.
+"""
+
+import ast
+import io
+import json
+import os
+import tokenize
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+PARTS = {"wheel": ("vllm_sparse_backend", "kernels"), "lab": ("benchmarks",), "tests": ("tests",)}
+LINE_BARS = {"wheel": 15_500, "lab": 5_000, "tests": 12_000}
+FILE_BAR, FUNCTION_BAR = 450, 60
+TEST_BAR_S, TEST_ALL_BAR_S = 300, 2_100
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_NO_CODE = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
+}  # fmt: skip
+
+
+class Size(NamedTuple):
+    lines: int
+    where: str
+
+
+def code_lines(source: str) -> set[int]:
+    """Numbers of the lines that hold code."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    code = {line for t in tokens if t.type not in _NO_CODE for line in range(t.start[0], t.end[0] + 1)}
+    for node in ast.walk(ast.parse(source)):
+        # A text that stands alone is a docstring, also below a field.
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            code -= set(range(node.lineno, (node.end_lineno or 0) + 1))
+    return code
+
+
+def functions(source: str, where: str) -> Iterator[Size]:
+    """Each function's lines of code, its head and decorators among them."""
+    code = code_lines(source)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, _FUNCTIONS):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            inside = code & set(range(first, (node.end_lineno or 0) + 1))
+            yield Size(len(inside), f"{where}:{node.lineno} {node.name}")
+
+
+def options(command: Any) -> Iterator[int]:
+    """How many options and arguments each command has that can be run, of click's or of typer's own click."""
+    if hasattr(command, "commands"):
+        for one in command.commands.values():
+            yield from options(one)
+    else:
+        yield len(command.params)
+
+
+def text_lines(paths: Iterable[Path]) -> int:
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def figure(
+    name: str, value: float, unit: str, bar: float | None = None, device: str = "none: counted"
+) -> dict[str, Any]:
+    command = "python -m benchmarks.house"
+    return {
+        "name": name, "value": value, "unit": unit, "bar": bar, "better": "lower", "device": device, "command": command,
+    }  # fmt: skip
+
+
+def longest(name: str, sizes: list[Size], bar: int) -> tuple[dict[str, Any], str]:
+    most, too_long = max(sizes), sum(size.lines > bar for size in sizes)
+    return figure(name, most.lines, "lines", bar), most.where + (f", {too_long} too long" if too_long else "")
+
+
+def of_code() -> Iterator[tuple[dict[str, Any], str]]:
+    files: list[Size] = []
+    found: list[Size] = []
+    for part, folders in PARTS.items():
+        paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+        sources = {str(path.relative_to(ROOT)): path.read_text() for path in paths}
+        own = [Size(len(code_lines(source)), where) for where, source in sources.items()]
+        found += (size for where, source in sources.items() for size in functions(source, where))
+        files += own
+        yield figure(f"code, {part}", sum(size.lines for size in own), "lines", LINE_BARS[part]), f"{len(own)} files"
+    yield longest("longest file", files, FILE_BAR)
+    yield longest("longest function", found, FUNCTION_BAR)
+
+
+def counted() -> Iterator[tuple[dict[str, Any], str]]:
+    """Figures, and where what they tell of is found."""
+    from vllm_sparse_backend.cli import app
+
+    yield from of_code()
+    slots = list(options(typer.main.get_command(app)))
+    yield figure("commands", len(slots), "commands"), "sparse-prefill"
+    yield figure("options and arguments", sum(slots), "options"), "of all commands"
+    yield figure("README", text_lines([ROOT / "README.md"]), "lines"), "README.md"
+    yield figure("documents", text_lines((ROOT / "docs").glob("*.md")), "lines"), "docs"
+
+
+def show(figures: list[dict[str, Any]], where: dict[str, str]) -> None:
+    table = Table("what", "value", "bar", "where")
+    for one in figures:
+        style = "red" if missed(one) else None
+        table.add_row(
+            one["name"], f"{one['value']:,} {one['unit']}", f"{one['bar']:,}" if one["bar"] else "",
+            where.get(one["name"], one["device"]), style=style,
+        )  # fmt: skip
+    Console(width=120, highlight=False).print(table)
+
+
+def missed(one: dict[str, Any]) -> bool:
+    return one["bar"] is not None and one["value"] > one["bar"]
+
+
+def main(
+    test_seconds: Annotated[float | None, typer.Option(min=0, help="How long `make test` took.")] = None,
+    test_all_seconds: Annotated[float | None, typer.Option(min=0, help="How long `make test-all` took.")] = None,
+    json_path: Annotated[Path, typer.Option("--json", help="Where figures go.")] = ROOT / "docs/results/house.json",
+) -> None:
+    """Count, print a table, write the figures; exit code 1 if one misses its bar."""
+    found = list(counted())
+    figures, where = [one for one, _ in found], {one["name"]: place for one, place in found}
+    known = {one["name"]: one for one in json.loads(json_path.read_text())} if json_path.is_file() else {}
+    device = f"CPU, {os.cpu_count()} cores"
+    for name, seconds, bar in (
+        ("make test", test_seconds, TEST_BAR_S),
+        ("make test-all", test_all_seconds, TEST_ALL_BAR_S),
+    ):
+        if seconds is not None:
+            known[name] = figure(name, seconds, "s", bar, device)
+        if name in known:
+            figures.append(known[name])
+    json_path.write_text(json.dumps(figures, indent=1) + "\n")
+    show(figures, where)
+    raise typer.Exit(1 if any(map(missed, figures)) else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

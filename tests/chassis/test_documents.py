@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What documents name exists: commands with their options, programs of the lab, targets of make, files of tests."""
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from tests.tools import ROOT
+from vllm_sparse_backend.cli import app
+
+DOCUMENTS = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "deploy").rglob("*.md"),
+    ROOT / "tests/README.md",
+]
+AS_IT_WAS_THEN = ("CHANGELOG.md", "performance.md")
+"""What tells of earlier versions, or of figures by the commands that made them."""
+NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS if path.name not in AS_IT_WAS_THEN]
+
+
+def told(name: str, pattern: str) -> list[tuple[str, ...]]:
+    """What is set as code, on a line or in a block, a command over several lines being one."""
+    text = (ROOT / name).read_text().replace("\\\n", " ")
+    code = re.findall(r"`+([^`\n]+)`+", text) + re.findall(
+        r"^(?: {4}|\$ |(?=sparse-prefill|python|make))(.*)$", text, re.MULTILINE
+    )
+    return [found for line in code for found in re.findall(pattern, line)]
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], set[str]]]:
+    """By path, the options of each command and of each group of commands."""
+    yield path, {option for param in command.params for option in (*param.opts, *param.secondary_opts)} | {"--help"}
+    for name, one in getattr(command, "commands", {}).items():
+        yield from commands(one, (*path, name))
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+LEAVES = {path for path in COMMANDS if not any(other[:-1] == path for other in COMMANDS if other)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_and_their_options(name: str) -> None:
+    for words, rest in told(name, r"(?:^|[\s/(])sparse-prefill((?: [a-z]+)+)([^|;&]*)"):
+        path = tuple(words.split())
+        if path[:1] not in COMMANDS:
+            continue  # a line of a log
+        while path not in COMMANDS:
+            path = path[:-1]
+        assert path in LEAVES or path == tuple(words.split()), (name, words)
+        own = re.sub(r"'[^']*'|\"[^\"]*\"", "", rest)  # what is quoted may be another program's
+        assert set(re.findall(r"(?<!\S)--[a-z][a-z-]*", own)) <= COMMANDS[path], (name, words, rest)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_programs_and_targets(name: str) -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for module in told(name, r"python -m (benchmarks[\w.]+)"):
+        assert importlib.util.find_spec(str(module)) is not None, (name, module)
+    for target in told(name, r"^make ([a-z-]+)"):
+        assert target in targets, (name, target)
+
+
+@pytest.mark.parametrize(("name", "folder"), [("tests/README.md", "tests"), ("CONTRIBUTING.md", ".")])
+def test_files(name: str, folder: str) -> None:
+    files = [Path(str(found)) for found in told(name, r"^((?:\w+/)+\w+\.\w+)$")]
+    assert files
+    assert [str(path) for path in files if not (ROOT / folder / path).is_file()] == []

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real Prometheus, configured as in deploy/ but for the server's address and the pace, scrapes the server."""
+
+import json
+import shutil
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests import queries, tools
+from tests.server import scenario
+from tests.server.scenario import Servers
+from vllm_sparse_backend.measure.server import Server, reserve_port
+
+pytestmark = [pytest.mark.server, pytest.mark.full]
+
+MONITORING = Path(__file__).parents[2] / "deploy/monitoring"
+Query = Callable[[str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def server(servers: Servers) -> Server:
+    """After requests of all kinds."""
+    requests = {str(length): (scenario.prompt(length, seed=length + 50), 4) for length in (90, 1000)}
+    scenario.ask_together(servers.ours, requests)
+    return servers.ours
+
+
+@pytest.fixture(scope="module")
+def query(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Query]:
+    folder = tmp_path_factory.mktemp("prometheus")
+    config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
+    config["global"] |= {"scrape_interval": "1s", "scrape_timeout": "1s"}
+    config["scrape_configs"][0]["static_configs"][0]["targets"] = [server.url.removeprefix("http://")]
+    shutil.copy(MONITORING / "alerts.yml", folder)
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    held = reserve_port()
+    port = held.getsockname()[1]
+    command = [
+        tools.find("prometheus"), "--config.file", folder / "prometheus.yml",
+        "--storage.tsdb.path", folder / "data", "--web.listen-address", f"127.0.0.1:{port}",
+    ]  # fmt: skip
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def ask(expression: str) -> list[dict[str, Any]]:
+        url = f"http://127.0.0.1:{port}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as response:
+            return json.load(response)["data"]["result"]
+
+    try:
+        deadline = time.monotonic() + 60
+        while not _answers(ask, "count_over_time(sparse_prefill_up[1m]) >= 4"):
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < deadline, (folder / "log").read_text()
+            time.sleep(0.5)
+        yield ask
+    finally:
+        process.terminate()
+        process.wait()
+        held.close()
+
+
+def _answers(ask: Query, expression: str) -> bool:
+    try:
+        return bool(ask(expression))
+    except OSError:  # it does not listen yet
+        return False
+
+
+def test_it_holds_what_the_page_says(query: Query, server: Server) -> None:
+    report = scenario.counted(server)
+    (up,) = query("sparse_prefill_up")
+    assert (up["metric"]["engine"], up["value"][1]) == ("0", "1")
+    density = query("sum(sparse_prefill_kept_pairs_total) / sum(sparse_prefill_causal_pairs_total)")
+    assert float(density[0]["value"][1]) == pytest.approx(report.density)
+    rows = {r["metric"]["path"]: int(r["value"][1]) for r in query("sum by (path) (sparse_prefill_rows_total)")}
+    assert rows == {path: report.rows_of(path) for path in ("sparse", "dense", "decode")}
+
+
+def test_what_the_dashboard_asks_has_an_answer(query: Query, server: Server) -> None:
+    """And vLLM's own metrics are called so."""
+    page = server.get("/metrics")
+    for name, asked in queries.dashboard_queries().items():
+        assert query(asked), name
+        for metric in queries.METRIC.findall(asked):
+            assert metric in page, name
