@@ -28,6 +28,7 @@ import torch
 import typer
 
 from benchmarks.by_query import Recalls
+from benchmarks.figures import Report
 from benchmarks.kept import select_layer
 from benchmarks.options import Clusters as ClustersOption, Device, Json, Results, device_label
 from benchmarks.oracle import exact_masses
@@ -35,7 +36,7 @@ from benchmarks.recall import length_name
 from benchmarks.tables import markdown_table
 from vllm_sparse_backend.cli.common import device_of, failures, split
 from vllm_sparse_backend.measure.asked import Asked, Clusters
-from vllm_sparse_backend.measure.report import BenchError, Report
+from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.profiling.capture import Capture
 from vllm_sparse_backend.profiling.chunks import chunk_rows, dense_attention, paged
 from vllm_sparse_backend.profiling.clusters import head_clusters

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from vllm_sparse_backend.measure.report import merge_figures
+from benchmarks.figures import merge_figures
 from vllm_sparse_backend.serving.arena import SEVERAL_ROWS_BYTES, SLACK, LayerNeed, largest_steps, rows_of
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import (

@@ -19,8 +19,8 @@ from typing import Annotated
 import torch
 import typer
 
+from benchmarks.figures import Report, read_figures
 from benchmarks.kept import select_layer
-from vllm_sparse_backend.measure.report import Report, read_figures
 from vllm_sparse_backend.measure.server import Settings
 from vllm_sparse_backend.profiling.capture import Capture
 from vllm_sparse_backend.profiling.chunks import chunk_rows, paged
@@ -75,7 +75,7 @@ def plan_asked(settings: Settings, captured: Capture) -> tuple[Plan, int]:
 def main(
     captured: Annotated[Path, typer.Argument(help="Folder of `benchmarks.capture`, as long as the longest length.")],
     lengths: Annotated[str, typer.Option(help="Tokens of prompts, by comma.")] = "12000,32000,65000,130000",
-    answers: Annotated[Path, typer.Option(help="What `sparse-prefill eval answers --results` wrote.")] = ANSWERS,
+    answers: Annotated[Path, typer.Option(help="Figures of `sparse-prefill eval answers`.")] = ANSWERS,
     more: Annotated[
         list[str] | None, typer.Option("--settings", help="Others, as JSON or a profile; may be repeated.")
     ] = None,

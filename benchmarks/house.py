@@ -42,8 +42,9 @@ def code_lines(source: str) -> set[int]:
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     code = {line for t in tokens if t.type not in _NO_CODE for line in range(t.start[0], t.end[0] + 1)}
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Module, ast.ClassDef, *_FUNCTIONS)) and ast.get_docstring(node) is not None:
-            code -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+        # A text that stands alone is a docstring, also below a field.
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            code -= set(range(node.lineno, (node.end_lineno or 0) + 1))
     return code
 
 

@@ -24,6 +24,7 @@ import typer
 
 from benchmarks.batches import in_fp8
 from benchmarks.captured import captured_prompts, plan_of_profile, repeated_clusters
+from benchmarks.figures import Report
 from benchmarks.options import Chunk, Clusters, Contexts, Engines, Json, Methods, Model, Page, Results
 from vllm_sparse_backend.cli.bench import show
 from vllm_sparse_backend.cli.common import failures, split, token_counts
@@ -32,7 +33,7 @@ from vllm_sparse_backend.measure.card import Card, Run, is_default
 from vllm_sparse_backend.measure.check import Check, check_attention, difference
 from vllm_sparse_backend.measure.data import Heads, Prompt, structured_clusters, structured_prompts
 from vllm_sparse_backend.measure.layers import Layer, layers_of, new_step
-from vllm_sparse_backend.measure.report import BenchError, Report
+from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.profiling.capture import Capture
 from vllm_sparse_backend.profiling.clusters import head_clusters
 from vllm_sparse_backend.settings.errors import not_one_of

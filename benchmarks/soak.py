@@ -26,6 +26,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.counters import Audit, Bound, Look, Served, audit, wait_until_idle
+from benchmarks.figures import Report
 from benchmarks.options import Json, Results
 from vllm_sparse_backend.cli.common import (
     ServedModel,
@@ -39,7 +40,7 @@ from vllm_sparse_backend.cli.common import (
     text_of,
 )
 from vllm_sparse_backend.measure.client import Endpoint, Prompts, RequestError
-from vllm_sparse_backend.measure.report import BenchError, Report
+from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.measure.scrape import parse
 from vllm_sparse_backend.measure.server import Server, Settings, device_name, server_args, sparse_args, split_args
 from vllm_sparse_backend.settings.profile import EXACT

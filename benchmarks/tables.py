@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_sparse_backend.measure.report import read_figures
+from benchmarks.figures import read_figures
 
 Figure = Mapping[str, Any]
 

@@ -25,7 +25,8 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_sparse_backend.measure.report import BenchError, Report
+from benchmarks.figures import Report
+from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.measure.server import SPARE_TOKENS, Server, Settings, device_name, kv_bytes, sparse_args
 
 CLI = [sys.executable, "-m", "vllm_sparse_backend.cli"]

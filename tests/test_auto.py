@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from vllm_sparse_backend.settings.auto import choose
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import Thresholds
 from vllm_sparse_backend.settings.methods import make_method
-from vllm_sparse_backend.settings.model_shape import ModelShape, name_of_path
+from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_backend.settings.profile import Profile, Provenance, bundled_profiles, load_profile
 
@@ -76,31 +77,25 @@ def test_the_log_says_what_was_taken_and_the_default_runs_where_nothing_was() ->
     assert plan.source.startswith("method default (profile auto: tune has the shape of Qwen/Qwen2-7B-Instruct and of")
 
 
+CONFIG = {"architectures": ["M"], "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}
+
+
 @pytest.mark.parametrize(
-    ("path", "name"),
+    ("path", "names"),
     [
-        ("Qwen/Qwen2-7B-Instruct", "Qwen/Qwen2-7B-Instruct"),
-        ("/models/Qwen2-7B-Instruct/", "Qwen2-7B-Instruct"),
-        ("./models/mine", "mine"),
-        ("mine", "mine"),
-        ("/c/hub/models--Qwen--Qwen2-7B-Instruct/snapshots/0123abc", "Qwen/Qwen2-7B-Instruct"),
+        ("Qwen/Qwen2-7B-Instruct", ("Qwen/Qwen2-7B-Instruct",)),
+        ("/models/Qwen2-7B-Instruct/", ("Qwen2-7B-Instruct",)),
+        ("./models/mine", ("mine",)),
+        ("/c/hub/models--Qwen--Qwen2-7B-Instruct/snapshots/0123abc", ("Qwen/Qwen2-7B-Instruct",)),
+        *((nameless, ()) for nameless in ("", "/", None, 3)),
     ],
 )
-def test_name_of_a_path(path: str, name: str) -> None:
-    assert name_of_path(path) == name
-    config = {"architectures": ["M"], "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}
-    assert ModelShape.from_config(config | {"_name_or_path": path}).names == (name,)
-
-
-@pytest.mark.parametrize("path", ["", "/", None, 3])
-def test_no_name(path: object) -> None:
-    config = {"architectures": ["M"], "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}
-    assert ModelShape.from_config(config | {"_name_or_path": path}).names == ()
+def test_name_of_a_path(path: Any, names: tuple[str, ...]) -> None:
+    assert ModelShape.from_config(CONFIG | {"_name_or_path": path}).names == names
 
 
 def test_a_folder_names_its_model_as_it_does_on_a_server(tmp_path: Path) -> None:
     (folder := tmp_path / "Mine").mkdir()
-    config = {"architectures": ["M"], "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}
-    (folder / "config.json").write_text(json.dumps(config | {"_name_or_path": "o/Base"}))
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"_name_or_path": "o/Base"}))
     assert ModelShape.from_folder(folder).names == ("Mine",)
     assert ModelShape.from_folder(folder / "config.json").names == ("o/Base",)

@@ -159,34 +159,25 @@ def test_an_engine_that_does_not_answer_keeps_what_it_said(monkeypatch: pytest.M
     assert len(calls) == 4  # while an answer was late it was not asked for again
 
 
-def test_readers_share_a_question_and_questions_keep_apart() -> None:
-    client = Client({0: [worker(0, [])]})
-
-    async def scrapes() -> float:
-        page = open_page(client, interval_s=0.1)
-        began = time.monotonic()
-        await asyncio.gather(*[page.text() for _ in range(8)])
-        assert len(client.asked) == 1
-        await page.text()
-        return time.monotonic() - began
-
-    assert asyncio.run(scrapes()) >= 0.1
-    assert len(client.asked) == 2
-
-
-def test_a_reader_that_leaves_takes_nothing_from_the_others() -> None:
+def test_readers_share_a_question_that_none_takes_from_the_others_and_questions_keep_apart() -> None:
     async def slow(start: bool) -> list[dict[str, Any]]:
         await asyncio.sleep(0.05)
         return [worker(0, [("tiles", ["0"], 1)])]
 
-    async def scrapes() -> bytes:
-        page = open_page(Client({0: slow}))
-        first, second = (asyncio.create_task(page.text()) for _ in range(2))
+    client = Client({0: slow})
+
+    async def scrapes() -> float:
+        page, began = open_page(client, interval_s=0.2), time.monotonic()
+        first, *others = (asyncio.create_task(page.text()) for _ in range(8))
         await asyncio.sleep(0.01)
         first.cancel()
-        return await second
+        assert all("tiles_total{engine=0,layer=0}" in values(text) for text in await asyncio.gather(*others))
+        assert len(client.asked) == 1
+        await page.text()
+        return time.monotonic() - began
 
-    assert "tiles_total{engine=0,layer=0}" in values(asyncio.run(scrapes()))
+    assert asyncio.run(scrapes()) >= 0.2
+    assert len(client.asked) == 2
 
 
 def test_every_metric_can_be_exported_and_is_documented() -> None:
@@ -249,14 +240,12 @@ class TestMiddleware:
         assert values(body) == {"vllm:up{}": 1, "tiles_total{engine=0,layer=0}": 3, "up{engine=0}": 1}
 
     @pytest.mark.parametrize(
-        ("path", "scope"), [("/health", {}), ("/metrics", {"method": "POST"}), ("/v1/metrics", {})]
+        ("path", "scope"), [("/health", {}), ("/metrics", {"method": "POST"}), ("/v1/metrics", {}), ("/metrics", {})]
     )
     def test_nothing_else_is_touched(self, page: MetricsPage, path: str, scope: dict[str, str]) -> None:
-        _, body, _ = self.get(MetricsMiddleware(self.app(), page), path, **scope)
-        assert gzip.decompress(body) == b"vllm:up 1.0\n"
-
-    def test_a_server_of_another_backend(self) -> None:
-        _, body, _ = self.get(MetricsMiddleware(self.app(), MetricsPage()))
+        """Nor anything of a server of another backend, whose page stays closed."""
+        mine = MetricsPage() if (path, scope) == ("/metrics", {}) else page
+        _, body, _ = self.get(MetricsMiddleware(self.app(), mine), path, **scope)
         assert gzip.decompress(body) == b"vllm:up 1.0\n"
 
     @pytest.mark.parametrize("answer", [{"status": 401}, {"content_type": b"application/json"}])

@@ -41,15 +41,6 @@ def write(tmp_path: Path) -> Write:
     return write_profile
 
 
-def test_one_method_for_all_heads() -> None:
-    config = SparsePrefillConfig(method="vertical_slash", params={"last_queries": 64})
-    plan = Plan.build(config, SHAPE)
-    assert plan.layers == ((HeadGroup(tuple(range(8)), WIDE),),) * 4
-    assert (plan.min_tokens, plan.min_query_tokens) == ("auto", "auto")
-    assert plan.layers[0] is plan.layers[3]
-    assert isinstance(hash(plan), int)
-
-
 def test_equal_methods_are_one_group_in_order_of_their_first_heads(write: Write) -> None:
     layers = {(1,): LayerProfile(heads={(0, 3): NARROW, (7,): NARROW, (2,): DENSE})}
     plan = Plan.build(SparsePrefillConfig(profile=write(layers=layers)), SHAPE)
@@ -130,29 +121,6 @@ def test_head_left_alone_in_its_cluster_on_a_rank_is_noise_there(write: Write) -
     assert clusters_of(whole, 2) == (-1, -1, -1, 3, -1, -1, -1, -1)
 
 
-def test_sharing_without_clusters_is_refused_and_says_what_it_would_be() -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        Plan.build(SparsePrefillConfig(method="share_prefill", params={"gamma": 0.8}), SHAPE)
-    assert str(caught.value).startswith("--additional-config sparse_prefill.method: share_prefill: no two heads can")
-    assert "expected a profile" in str(caught.value)
-    assert "or method flex_vertical_slash" in str(caught.value)
-    plan = Plan.build(SparsePrefillConfig(method="share_prefill", params={"cluster": 0}), SHAPE)
-    assert clusters_of(plan, 3) == (0,) * 8
-
-
-def test_description_counts_the_clusters_of_this_rank(write: Write) -> None:
-    layers = {(0,): LayerProfile(heads={(0, 1, 5): share(0), (2,): share(4)}), (2,): LayerProfile(default=share(4))}
-    path = write(default=share(), layers=layers)
-    described = [
-        Plan.build(SparsePrefillConfig(profile=path), SHAPE, rank, 2).describe(Thresholds(0, 0))[1:] for rank in (0, 1)
-    ]
-    thresholds = "max_sparsity=0.3, max_distance=0.2, gamma=0.9, last_queries=64, estimating='last'"
-    assert described == [
-        [f"layers 0-3: share_prefill({thresholds}, clusters=2, clustered_heads=7) on 16 heads of this rank"],
-        [f"layers 0-3: share_prefill({thresholds}, clusters=1, clustered_heads=4) on 16 heads of this rank"],
-    ]
-
-
 # What goes before what, and what is said of it
 
 
@@ -162,10 +130,6 @@ def test_dense_layers_of_configuration_and_profile_add_up(write: Write) -> None:
     assert plan.layer(0) is None
     assert plan.layer(2) is None
     assert plan.layer(1) == plan.layer(3) == (HeadGroup(tuple(range(8)), WIDE),)
-
-
-def test_layers_past_the_model_run_dense() -> None:
-    assert Plan.build(SparsePrefillConfig(method="dense"), SHAPE).layer(4) is None
 
 
 def test_files_are_read_once_and_travel(write: Write, tmp_path: Path) -> None:
@@ -191,24 +155,13 @@ def test_files_are_read_once_and_travel(write: Write, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "parallel", "expected"),
     [
-        ({"dense_layers": (1, 4)}, (0, 1), r"sparse_prefill\.dense_layers: given 4, expected at most 3"),
         ({"dense_layers": (0, 1, 2, 3)}, (0, 1), "name all 4 layers, expected fewer"),
-        ({"profile": "no-such"}, (0, 1), "sparse_prefill.profile: no such file; given 'no-such'"),
-        ({}, (0, 3), "given rank 0 of 3 for 8 query heads"),
         ({}, (2, 2), "given rank 2 of 2"),
     ],
 )
 def test_what_cannot_be_planned(config: dict[str, Any], parallel: tuple[int, int], expected: str) -> None:
-    method = {} if "profile" in config else {"method": "dense"}
     with pytest.raises(ConfigurationError, match=expected):
-        Plan.build(SparsePrefillConfig(**config, **method), SHAPE, *parallel)
-
-
-def test_layers_that_a_profile_keeps_dense_are_laid_to_it_alone(write: Write) -> None:
-    path = write(dense_layers=[0, 1, 2, 3])
-    with pytest.raises(ConfigurationError) as caught:
-        Plan.build(SparsePrefillConfig(profile=path), SHAPE)
-    assert str(caught.value) == f"dense_layers of profile {path} name all 4 layers, expected fewer"
+        Plan.build(SparsePrefillConfig(method="dense", **config), SHAPE, *parallel)
 
 
 def test_description_says_what_runs_how(write: Write) -> None:

@@ -43,30 +43,30 @@ def test_property_gives_its_reason(reason: Fallback, properties: dict[str, objec
 @pytest.mark.parametrize(
     "properties",
     [
-        {"sliding_window": -1},
-        {"softcap": 0.0},
+        {"sliding_window": -1, "softcap": 0.0, "head_scales": True},
         {"dtype": "torch.float16"},
-        {"kv_cache_dtype": "bfloat16"},
         {"dtype": "torch.bfloat16", "kv_cache_dtype": "bfloat16"},
         {"dtype": "float32", "device_type": "cpu"},
         {"kv_cache_dtype": "fp8_e4m3", "reads_fp8": True},
         {"kv_cache_dtype": "fp8", "reads_fp8": True, "head_dim": 80},
-        {"head_scales": True},
     ],
 )
 def test_property_that_is_fine(properties: dict[str, object]) -> None:
     assert layer_fallback(**(FITTING | properties)) is None
 
 
-@pytest.mark.parametrize("changes", [{"reads_fp8": False}, {"head_dim": 16}, {"head_dim": 72}], ids=str)
-def test_fp8_that_no_one_reads_here(changes: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"reads_fp8": False},
+        {"head_dim": 16},
+        {"head_dim": 72},
+        *({"kv_cache_dtype": name} for name in ("nvfp4", "fp8_per_token_head", "fp8_inc", "turboquant_3bit")),
+    ],
+)
+def test_quantised_caches_that_no_one_reads_here(changes: dict[str, object]) -> None:
     fp8 = FITTING | {"kv_cache_dtype": "fp8", "reads_fp8": True}
     assert layer_fallback(**(fp8 | changes)) is Fallback.QUANTISED_CACHE
-
-
-@pytest.mark.parametrize("name", ["nvfp4", "fp8_per_token_head", "int8_per_token_head", "fp8_inc", "turboquant_3bit"])
-def test_other_quantised_caches(name: str) -> None:
-    assert layer_fallback(**FITTING, kv_cache_dtype=name, reads_fp8=True) is Fallback.QUANTISED_CACHE
 
 
 def test_head_dims() -> None:

@@ -11,9 +11,8 @@ from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import Crossover
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.plan import DEFAULT, Plan, layer_by_level
+from vllm_sparse_backend.settings.plan import DEFAULT, Plan
 from vllm_sparse_backend.settings.requests import MARK, Choices, Mark, fingerprint
-from vllm_sparse_kernels.layer import methods_by_head
 
 SHAPE = ModelShape(architecture="LlamaForCausalLM", num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32)
 NOTHING = Crossover(format=1, entries=())
@@ -99,24 +98,6 @@ class TestPlans:
         assert list(plain) == [DEFAULT]
         assert (plain[DEFAULT].level_names, plain[DEFAULT].level) == (("exact",), None)
 
-    def test_a_layer_that_is_dense_at_one_level_keeps_everything_there(self, config: SparsePrefillConfig) -> None:
-        plans = Plan.by_level(config, SHAPE, 1, 2).values()
-        dense, sale, a_shape = (make_method(name, {}) for name in ("dense", "sale", "a_shape"))
-        kinds = [[type(methods_by_head(groups)[0]) for groups in layer_by_level(plans, i)] for i in range(4)]
-        assert kinds == [[], [type(dense), type(a_shape)], [type(sale), type(a_shape)], [type(sale), type(dense)]]
-        assert {len(methods_by_head(groups)) for i in range(4) for groups in layer_by_level(plans, i)} == {2}
-
-    def test_exact_positions_are_those_of_whichever_engine_there_is(self, config: SparsePrefillConfig) -> None:
-        assert Plan.build(config, SHAPE).exact_tokens(NOTHING, "cpu") == 300
-        table = Crossover.model_validate(
-            {"format": 1, "entries": [entry("flash", 4096), entry("hopper", 2048), entry("portable", None)]}
-        )
-        plan = Plan.build(SparsePrefillConfig(method="a_shape"), SHAPE)
-        assert plan.exact_tokens(table, "card") == 2048
-        engines = ("flash", "hopper", "portable", "another")
-        lengths = [plan.thresholds(table, "card", [engine]).min_tokens for engine in engines]
-        assert all(length is None or length >= 2048 for length in lengths)
-
     def test_a_fingerprint_is_that_of_what_is_computed(
         self, config: SparsePrefillConfig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -129,9 +110,3 @@ class TestPlans:
         assert fingerprint(Plan.build(later, SHAPE)) != before
         monkeypatch.setattr(requests, "package_version", lambda name: "another")
         assert fingerprint(plans[DEFAULT]) != before
-
-
-def entry(engine: str, tokens: int | None) -> dict[str, Any]:
-    what = {"device": "card", "engine": engine, "method": "a_shape", "vllm": "0.32", "triton": "3.9", "date": "today"}
-    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
-    return {**what, **heads, "min_tokens": tokens, "min_query_tokens": tokens}

@@ -45,6 +45,20 @@ def configured(default_config: Any, monkeypatch: pytest.MonkeyPatch) -> Callable
 
 
 @pytest.fixture
+def built(configured: Callable[..., Any]) -> Callable[..., Any]:
+    """A function: numbers of layers, settings → the layers and their builder. Rows go sparse early unless told."""
+    from tests.backend.served import make_builder, make_layers
+
+    def build(*numbers: int, **settings: Any) -> Any:
+        method = {} if "profile" in settings else {"method": "dense"}
+        config = configured(**({"min_tokens": 100, "min_query_tokens": 1} | method | settings))
+        layers = make_layers(config, numbers)
+        return layers, make_builder(config, layers)
+
+    return build
+
+
+@pytest.fixture
 def lines() -> Iterator[list[str]]:
     """What the plugin logs. Once vLLM has set up logging, its logger does not pass lines on to pytest's own handler."""
     from vllm_sparse_backend.plugin import LOGGER

@@ -23,18 +23,10 @@ POISON = 1e3
 """What no row owns: vLLM's CPU attention reads past a row's end and multiplies by zero, so NaN would show there too."""
 
 SHAPE: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 512,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 
 
 def make_model(folder: Path, dtype: str = "float32", **changes: Any) -> ModelConfig:

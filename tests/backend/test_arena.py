@@ -2,7 +2,6 @@
 """One arena for all layers of a worker: its size, who allocates it when, and rows that do not fit all at once."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-pytest.importorskip("vllm", reason="needs vLLM")
-
-from vllm.platforms import current_platform
-
-if not current_platform.is_cpu():
-    pytest.skip("needs vLLM's CPU build", allow_module_level=True)
-
+import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from tests.backend.served import CPU, make_builder, make_common, make_config, make_layers, make_model, make_step
 from vllm_sparse_backend.serving import arena as arenas, compat
 from vllm_sparse_backend.serving.arena import Arena, LayerNeed, Memory, Room, Row, largest_steps, rows_of
@@ -26,8 +19,7 @@ from vllm_sparse_backend.settings.crossover import Thresholds
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_backend.settings.reasons import Fallback
-from vllm_sparse_kernels import SparseIndex, Workspace
-from vllm_sparse_kernels.layer import HeadGroup, Layer, stripes_of
+from vllm_sparse_kernels.layer import HeadGroup
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 
 MIN_TOKENS = 100
@@ -71,10 +63,6 @@ class TestSlabs:
         st.tuples(st.integers(0, LONGEST - 3000), st.integers(1, 3000)), min_size=1, max_size=6
     )  # fmt: skip
 
-    def test_rows_that_fit_run_together(self) -> None:
-        rows = in_turn([(1000, 500), (0, 3000), (7, 1)])
-        assert dealt(Room(needs(), 1 << 40, LONGEST), rows) == [rows]
-
     @given(lengths=LENGTHS, times=st.sampled_from([1.0, 1.1, 1.5, 4.0]))
     @settings(max_examples=60, deadline=None)
     def test_every_token_runs_once_and_every_slab_fits(self, lengths: list[tuple[int, int]], times: float) -> None:
@@ -105,18 +93,6 @@ class TestSlabs:
             beside = [chunk.query_len for slab in slabs for chunk in slab if chunk.number == row.number]
             assert beside == alone
 
-    def test_a_row_without_room_for_one_tile_does_not_fit(self) -> None:
-        one_tile = Room(needs(), 0, LONGEST).needed(rows_of([Row(0, 0, 1, 9_999)]))
-        room = Room(needs(), one_tile, LONGEST)
-        assert room.fits(Row(0, 0, 500, 9_500))
-        assert not room.fits(Row(0, 0, 500, 12_000))
-
-    def test_room_depends_on_the_layer_that_needs_most(self) -> None:
-        slab = rows_of(in_turn([(5000, 500)]))
-        small, large = (Room(needs(vertical_tokens=n), 0, LONGEST) for n in (40, 400))
-        both = Room([*needs(vertical_tokens=400), *needs(vertical_tokens=40)], 0, LONGEST)
-        assert small.needed(slab) < large.needed(slab) == both.needed(slab)
-
     def test_heads_that_differ_need_room_for_the_one_that_keeps_most(self) -> None:
         slab = rows_of(in_turn([(5000, 500)]))
         merged = VerticalSlash.merged([VerticalSlash(40), VerticalSlash(4000), VerticalSlash(7)])
@@ -131,31 +107,12 @@ class TestSize:
         assert [len(step) for step in steps] == [1, 2, 4, 8]
         assert all(row.context_len + row.query_len == 131_072 for step in steps for row in step)
         assert all(sum(row.query_len for row in step) == 8192 for step in steps)
-
-    @pytest.mark.parametrize(
-        ("arguments", "expected"),
-        [
-            ((8192, 256, 17_000, Thresholds(16_384, 1024)), [616]),  # no more positions are sparse
-            ((8192, 2, 131_072, Thresholds(0, 1)), [8192, 4096]),  # no more rows at a time
-            ((1000, 3, 131_072, Thresholds(0, 1)), [1000, 512, 384]),
-            ((8192, 256, 16_384, Thresholds(16_384, 1024)), []),
-            ((8192, 256, 131_072, Thresholds(None, 1024)), []),
-            ((512, 256, 131_072, Thresholds(0, 1024)), [512]),  # a chunk that is never long enough
-        ],
-    )
-    def test_limits(self, arguments: tuple[Any, ...], expected: list[int]) -> None:
-        assert [max(row.query_len for row in step) for step in largest_steps(*arguments)][: len(expected)] == expected
-        assert bool(expected) or not list(largest_steps(*arguments))
-
-    def test_it_holds_the_longest_row(self, configured: Callable[..., Any], lines: list[str]) -> None:
-        config = configured(method="vertical_slash", params=LINES, min_tokens=MIN_TOKENS)
-        (layer,) = make_layers(config, [0])
-        memory = layer.impl.join(config, CPU).reserve()
-        max_len, max_tokens = config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens
-        query_len = min(max_tokens, max_len - MIN_TOKENS)
-        (slab,) = memory.room.slabs([Row(0, 0, query_len, max_len - query_len)], torch.zeros(1, 1, dtype=torch.int32))
-        assert memory.room.needed(slab.rows) <= memory.room.num_bytes == len(memory.arena.buffer)
-        assert any(line.startswith("sparse-prefill: an arena of ") for line in lines)
+        few = largest_steps(1000, 3, 131_072, Thresholds(0, 1))  # in whole tiles
+        assert [[row.query_len for row in step] for step in few] == [[1000], [512] * 2, [384] * 3]
+        for limits in ((16_384, Thresholds(16_384, 1)), (131_072, Thresholds(None, 1))):  # nothing ever goes sparse
+            assert list(largest_steps(8192, 256, *limits)) == []
+        ((one,), *_) = largest_steps(8192, 256, 17_000, Thresholds(16_384, 1024))
+        assert one.query_len == 616  # no more positions are sparse
 
     def test_it_is_no_larger_than_its_share_of_the_device(
         self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -164,16 +121,6 @@ class TestSize:
         config = configured(method="vertical_slash", params=LINES, min_tokens=MIN_TOKENS)
         (layer,) = make_layers(config, [0])
         assert len(layer.impl.join(config, CPU).reserve().arena.buffer) == 1 << 16
-
-    @pytest.mark.parametrize(("method", "block_tokens"), [("vertical_slash", 64), ("sale", 32), ("dense", 128)])
-    def test_an_index_takes_what_is_reckoned(self, method: str, block_tokens: int) -> None:
-        need = needs(method)[0]
-        assert need.shape.block_tokens == block_tokens
-        rows = rows_of(in_turn([(3000, 500), (0, 129), (700, 1)]))
-        workspace = Workspace(CPU)
-        replace(Layer.of(need.groups, 64, CPU), block_tokens=block_tokens).index(rows, workspace)
-        capacity = sum(stripes_of(group.method, rows).capacity * len(group.heads) for group in need.groups)
-        assert workspace.peak_bytes == SparseIndex.bytes_for(rows, 8, block_tokens, capacity)
 
     @pytest.mark.parametrize(("engine", "block_tokens"), [("auto", 32), ("hopper", 32), ("portable", 64)])
     def test_it_is_reckoned_with_the_blocks_that_layers_have(
@@ -200,11 +147,12 @@ class TestReservation:
         assert all(layer.impl.worker.memory is memory for layer in layers)
         assert make_builder(config, layers).memory is memory
 
-    def test_a_part_that_knows_only_its_own_configuration_leaves_it_to_the_builder(
-        self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        config = configured(method="dense", dense_layers=[9])
-        (layer,) = make_layers(config, [0])
+    @pytest.mark.parametrize(
+        ("settings", "options"), [({"dense_layers": [9]}, {}), ({}, {"per_layer_sliding_window": 64})]
+    )
+    def test_who_reserves_nothing(self, configured: Callable[..., Any], settings: Any, options: Any) -> None:
+        """A part that knows its own configuration alone leaves it to the builder; a layer that stays dense has no need."""
+        (layer,) = make_layers(configured(method="dense", **settings), [0], **options)
         layer.impl.forward(layer, torch.zeros(5, 4, 32), None, None, torch.empty(0), None, torch.empty(5, 4, 32))
         assert layer.impl.worker is None
 
@@ -222,21 +170,14 @@ class TestReservation:
         assert builders[0].memory is builders[1].memory is arena
         assert builders[0].recorder is builders[1].recorder
 
-    def test_layers_that_cannot_go_sparse_reserve_nothing(self, configured: Callable[..., Any]) -> None:
-        config = configured(method="dense")
-        (layer,) = make_layers(config, [0], per_layer_sliding_window=64)
-        layer.impl.forward(layer, torch.zeros(5, 4, 32), None, None, torch.empty(0), None, torch.empty(5, 4, 32))
-        assert layer.impl.worker is None
-
 
 class TestForward:
     LENGTHS = ((333, 150), (40, 1), (1, 200), (100, 400), (701, 40))
 
-    def outputs(self, configured: Callable[..., Any], num_bytes: int | None, **config: Any) -> tuple[torch.Tensor, int]:
+    def outputs(self, built: Callable[..., Any], num_bytes: int | None, **config: Any) -> tuple[torch.Tensor, int]:
         """Of one layer with an arena of that size, and how many slabs there were."""
-        config = configured(min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True, **config)
-        (layer,) = layers = make_layers(config, [0])
-        builder = make_builder(config, layers)
+        layers, builder = built(0, check_index=True, **config)
+        (layer,) = layers
         if num_bytes is not None:
             room = Room(builder.memory.room.layers, num_bytes, config.model_config.max_model_len)
             layer.impl.worker.memory = builder.memory = Memory(
@@ -274,9 +215,8 @@ class TestForward:
         torch.testing.assert_close(cut, whole, rtol=0, atol=2e-6)
         assert count >= 1
 
-    def test_a_row_without_room_is_dense_and_counted(self, configured: Callable[..., Any]) -> None:
-        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
-        builder = make_builder(config, make_layers(config, [0]))
+    def test_a_row_without_room_is_dense_and_counted(self, built: Callable[..., Any]) -> None:
+        _, builder = built(0)
         needed = builder.memory.room.needed(rows_of([Row(0, 0, 1, 2000)]))
         builder.memory = Memory(builder.memory.arena, Room(builder.memory.room.layers, needed, 8192))
         common = make_common([(1000, 300), (5000, 300)])

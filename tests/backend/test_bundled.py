@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="needs vLLM")
-
-from vllm.platforms import current_platform
-
-if not current_platform.is_cpu():
-    pytest.skip("needs vLLM's CPU build", allow_module_level=True)
-
+import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from tests.backend.served import CPU, Step, make_builder, make_layers, make_step
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.settings.model_shape import ModelShape

@@ -2,34 +2,25 @@
 """The choice of engines at start-up: by refusal and by trial, in the log and in the error where none is left."""
 
 from collections.abc import Callable
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 if torch.cuda.is_available():
     pytest.skip("engines are chosen in Triton's interpreter here", allow_module_level=True)
 
 from benchmarks.batches import random_batch, random_index
 from tests.helpers.paged_varlen import STAND_IN
-from vllm_sparse_backend.serving import compat, engines, warmup
-from vllm_sparse_backend.serving.engines import EnginePicker, failure, forecast, refuse_on_cpu, usual_attention
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.engines import EnginePicker, failure, refuse_on_cpu
 from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_kernels.attend import PORTABLE, Engine, engines as all_engines, flash_engine
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.reference import attend as reference
-from vllm_sparse_kernels.layer import HeadGroup, Layer
-from vllm_sparse_kernels.methods.minference.a_shape import AShape
-from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.trial import expected_attention
-from vllm_sparse_kernels.workspace import Workspace
 
 CPU = torch.device("cpu")
 BATCH = random_batch([(200, 140)], 2, 1, 64, 32, torch.float32)
@@ -63,20 +54,14 @@ def table(*found: Engine) -> dict[str, Engine]:
         (raises, "it fails: RuntimeError: no kernel image is available"),
         (lambda out: out[3, 1, 5].fill_(float("nan")), "holds NaN"),
         (lambda out: out[3, 1, 5].add_(1e-3), "is off by 1.0"),
-        (lambda out: out[-1].zero_(), "is off by"),
     ],
 )
 def test_what_a_trial_finds(change: Callable[[torch.Tensor], None], says: str | None) -> None:
-    exact = expected_attention(BATCH, STRIPES)
-    found = failure(broken(change), BATCH, STRIPES, None, exact)
+    found = failure(broken(change), BATCH, STRIPES, None, expected_attention(BATCH, STRIPES))
     assert found is None if says is None else says in str(found)
-
-
-def test_with_options_nan_is_what_can_be_found() -> None:
-    options = AttendOptions.of([-1.0, None], [False, True], CPU)
-    assert failure(broken(lambda out: None), BATCH, BLOCKS, options, None) is None
-    nan = broken(lambda out: out.fill_(float("nan")))
-    assert "NaN" in str(failure(nan, BATCH, BLOCKS, options, None))
+    options = AttendOptions.of([-1.0, None], [False, True], CPU)  # with these nothing but NaN can be found
+    found = failure(broken(change), BATCH, BLOCKS, options, None)
+    assert found is None if says is None or "off" in says else says in str(found)
 
 
 def test_the_next_engine_is_taken_and_the_log_says_why(lines: list[str]) -> None:
@@ -92,15 +77,6 @@ def test_the_next_engine_is_taken_and_the_log_says_why(lines: list[str]) -> None
     assert reasons
     for line in reasons:
         assert line.startswith("sparse-prefill: engine hopper not taken: its result on the warm-up batch is off by")
-
-
-def test_layers_alike_are_tried_once() -> None:
-    calls = []
-    picker = EnginePicker(table=table(broken(lambda out: calls.append(1), "portable")))
-    for _ in range(3):
-        picker.pick(BATCH, BLOCKS, None)
-    picker.pick(BATCH, STRIPES, None)
-    assert len(calls) == 2
 
 
 @pytest.mark.parametrize(
@@ -127,58 +103,6 @@ def test_on_a_cpu_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compat.flash_attention() is None
     monkeypatch.setattr(compat, "IS_CPU", False)
     refuse_on_cpu("flash")
-
-
-def test_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "DEVICE_TYPE", "cpu")  # of which the interpreter asks no shared memory
-    shape = ModelShape("LlamaForCausalLM", 4, 16, 4, 256)
-    spec, usual = usual_attention(shape), usual_attention()
-    assert spec is not None
-    assert usual is not None
-    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (16, 4, 256)
-    assert (usual.num_heads, usual.head_dim, usual.has_stripes) == (32, 128, True)
-    monkeypatch.setattr(compat, "flash_attention", lambda: None)
-    taken, refusals = forecast(spec)
-    assert taken == "portable"
-    assert refusals["flash"] == "there is no FlashAttention for this device"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("asked", ["auto", "portable"])
-def test_warm_up_gives_layers_their_engines(asked: str, monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
-    """The kernels themselves, in the interpreter, on a small batch; flash is a stand-in that is wrong for stripes."""
-    from vllm_sparse_kernels.attend import flash as flash_module
-
-    monkeypatch.setattr(warmup, "BATCHES", (((300, 140),),))
-
-    def attend(q, cache, index, out, *args, **more) -> None:
-        flash_module.attend(STAND_IN, q, cache, index, out, *args, **more)
-        if index.has_stripes:
-            out.add_(1)
-
-    found = table(Engine("flash", flash_engine(STAND_IN).refusal, attend), PORTABLE)
-    monkeypatch.setattr(engines, "engines", lambda flash: found)
-    methods = [AShape(64, 64), VerticalSlash(40, 100), AShape(64, 64)]
-    impls: list[Any] = [fake_impl(number, method) for number, method in enumerate(methods)]
-    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
-    warmup.warm_up(impls, spec, CPU, asked)
-    names = [impl.layer.engine.name for impl in impls]
-    assert names == (["flash", "portable", "flash"] if asked == "auto" else ["portable"] * 3)
-    if asked == "auto":
-        assert "sparse-prefill: attention: layers 0,2 on flash; layers 1 on portable" in lines
-        assert any("engine flash not taken: its result on the warm-up batch is off by" in line for line in lines)
-
-
-def fake_impl(number: int, method: Any) -> Any:
-    memory = SimpleNamespace(arena=Workspace(CPU), room=SimpleNamespace(needed=lambda rows: 0, num_bytes=0))
-    return SimpleNamespace(
-        number=number,
-        layer=replace(Layer.of((HeadGroup((0, 1), method),), 64, CPU), by_kernels=True, block_tokens=64),
-        num_heads=2,
-        scale=0.125,
-        out_dtype=None,
-        worker=SimpleNamespace(memory=memory),
-    )
 
 
 def test_every_engine_can_be_asked_for_by_name() -> None:

@@ -9,16 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="needs vLLM")
-
-from vllm.platforms import current_platform
-
-if not current_platform.is_cpu():
-    pytest.skip("needs vLLM's CPU build", allow_module_level=True)
-
+import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from tests.backend.served import CPU, PAGE_TOKENS, Step, make_builder, make_config, make_layers, make_model, make_step
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.metadata import SparsePrefillMetadata
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.attend.reference import attend
 from vllm_sparse_kernels.layer import HeadGroup, attend_options, methods_by_head
@@ -40,6 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sale": {"tau": 0.2},
     "share_prefill": {"gamma": 0.5, "cluster": 0, "max_sparsity": 2.0, "max_distance": 2.0},
     "sparge_attn": {"kept_mass": 0.4, "min_similarity": -1.0},
+    "top_p": {"kept_mass": 0.3, "sink_tokens": 0, "local_tokens": 128},
     "vertical_slash": {"vertical_tokens": 40, "slash_tokens": 104},
 }
 LEAVE_NOTHING_OUT = {"dense"}
@@ -121,10 +115,8 @@ class TestCache:
 
 class TestMixedBatches:
     @pytest.mark.parametrize("in_cache", [True, False], ids=["keys in the cache alone", "keys given too"])
-    def test_at_full_density_it_is_vllms_attention(self, configured: Callable[..., Any], in_cache: bool) -> None:
-        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True)
-        (layer,) = layers = make_layers(config, [2])
-        builder = make_builder(config, layers)
+    def test_at_full_density_it_is_vllms_attention(self, built: Callable[..., Any], in_cache: bool) -> None:
+        (layer,), builder = built(2, min_tokens=MIN_TOKENS, check_index=True)
         step = make_step(layer, MIXED)
         metadata = builder.build(0, step.common)
         (slab,) = metadata.sparse.slabs
@@ -160,25 +152,6 @@ class TestMixedBatches:
             error, allowed = (float((x[step.tokens(row)].double() - expected).abs().max()) for x in (out, vllms))
             assert error <= 1.5 * allowed + 2e-6, f"row {row}"
 
-    def test_layers_that_stay_dense_take_the_whole_batch(self, configured: Callable[..., Any]) -> None:
-        config = configured(
-            method="a_shape", params=SETTINGS["a_shape"], dense_layers=[1], min_tokens=MIN_TOKENS, min_query_tokens=1
-        )
-        layers = make_layers(config, [0, 1])
-        builder = make_builder(config, layers)
-        step = make_step(layers[1], MIXED)
-        metadata = builder.build(0, step.common)
-        assert type(metadata) is SparsePrefillMetadata
-        assert torch.equal(step.forward(layers[1], metadata), step.delegated(layers[1], builder))
-        assert not torch.allclose(step.forward(layers[0], metadata), step.delegated(layers[0], builder), atol=1e-2)
-
-    def test_profiling_runs_have_no_metadata(self, configured: Callable[..., Any]) -> None:
-        config = configured(method="dense")
-        (layer,) = layers = make_layers(config, [0])
-        make_builder(config, layers)
-        step = make_step(layer, [(0, 5)])
-        assert step.forward(layer, None).shape == step.query.shape
-
 
 class TestMethods:
     def test_all_are_here(self) -> None:
@@ -187,13 +160,9 @@ class TestMethods:
     @pytest.mark.parametrize(
         "method", [one if one in QUICK else pytest.param(one, marks=pytest.mark.full) for one in SETTINGS]
     )
-    def test_sparse_rows_are_the_reference_of_each_row_alone(self, configured: Callable[..., Any], method: str) -> None:
+    def test_sparse_rows_are_the_reference_of_each_row_alone(self, built: Callable[..., Any], method: str) -> None:
         """Neither neighbours, nor pages, nor another layer of the step change what a row selects and gives."""
-        config = configured(
-            method=method, params=SETTINGS[method], min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True
-        )
-        layers = make_layers(config, [0, 1])
-        builder = make_builder(config, layers)
+        layers, builder = built(0, 1, method=method, params=SETTINGS[method], min_tokens=MIN_TOKENS, check_index=True)
         step = make_step(layers[0], MIXED)
         metadata, dense = builder.build(0, step.common), step.delegated(layers[0], builder)
         first, second = (step.forward(layer, metadata) for layer in layers)
@@ -212,32 +181,7 @@ class TestMethods:
         if method != "share_prefill":  # there a layer's heads look at those of the layers before
             assert torch.equal(first, second)
 
-    @pytest.mark.full
-    def test_heads_of_one_layer_by_different_methods(self, configured: Callable[..., Any], tmp_path: Path) -> None:
-        profile = tmp_path / "mixed.yaml"
-        profile.write_text(
-            "format: 1\n"
-            "model: {architecture: LlamaForCausalLM, num_layers: 4, num_heads: 4, num_kv_heads: 2, head_dim: 32}\n"
-            "default: {method: vertical_slash, vertical_tokens: 40, slash_tokens: 104}\n"
-            "layers:\n"
-            '  "1":\n'
-            "    heads:\n"
-            '      "0,3": {method: a_shape, sink_tokens: 64, local_tokens: 64}\n'
-            '      "2": {method: block_sparse, top_blocks: 2}\n'
-        )
-        config = configured(profile=str(profile), min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True)
-        (layer,) = layers = make_layers(config, [1])
-        builder = make_builder(config, layers)
-        assert [group.heads for group in layer.impl.layer.groups] == [(0, 3), (1,), (2,)]
-        step = make_step(layer, MIXED)
-        out = step.forward(layer, builder.build(0, step.common))
-        for row in SPARSE_ROWS:
-            expected, _ = reference(step, row, layer.impl.layer.groups, layer.impl.scale)
-            torch.testing.assert_close(out[step.tokens(row)][dense_tokens(step, row) :], expected, **CLOSE)
-
-    def test_heads_ask_attention_for_what_their_methods_say(
-        self, configured: Callable[..., Any], tmp_path: Path
-    ) -> None:
+    def test_heads_ask_attention_for_what_their_methods_say(self, built: Callable[..., Any], tmp_path: Path) -> None:
         """SpargeAttn's heads, merged, and others in between; where a head asks for nothing, nothing changes."""
         profile = tmp_path / "options.yaml"
         profile.write_text(
@@ -251,9 +195,7 @@ class TestMethods:
             '      "2": {method: sale, tau: 0.2, int8_scores: true}\n'
             '      "3": {method: sparge_attn, kept_mass: 0.7, int8_scores: true}\n'
         )
-        config = configured(profile=str(profile), min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True)
-        layer, plain = layers = make_layers(config, [1, 2])
-        builder = make_builder(config, layers)
+        (layer, plain), builder = built(1, 2, profile=str(profile), min_tokens=MIN_TOKENS, check_index=True)
         assert [group.heads for group in layer.impl.layer.groups] == [(0, 3), (1,), (2,)]
         assert layer.impl.layer.options.skip_margins.tolist() == [-0.5, *[float("-inf")] * 3]
         assert layer.impl.layer.options.int8_heads.tolist() == [0, 0, 1, 1]

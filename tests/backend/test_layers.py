@@ -8,15 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="needs vLLM")
-
-from vllm.platforms import current_platform
-
-if not current_platform.is_cpu():
-    pytest.skip("needs vLLM's CPU build", allow_module_level=True)
-
+import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from tests.backend.served import (
-    CPU,
     layer_name,
     make_builder,
     make_common,
@@ -51,75 +44,38 @@ class TestGroups:
         self, configured: Configure, lines: list[str]
     ) -> None:
         config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
-        windowed, full = make_layers(config, [0, 1, 2], per_layer_sliding_window=64), make_layers(config, [3])
-        window_builder, full_builder = make_builder(config, windowed), make_builder(config, full)
-        assert stays_dense(window_builder)
-        assert full_builder.sparse_layers == (3,)
-        assert type(full_builder.build(0, make_common(LONG))) is SparsePrefillMetadata
-        assert f"sparse-prefill: layers 0-2 prefill dense: {Fallback.SLIDING_WINDOW.explain}" in lines
-
-    def test_one_group_may_hold_both(self, configured: Configure) -> None:
-        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
-        layers = make_layers(config, [0, 2], per_layer_sliding_window=64) + make_layers(config, [1, 3])
-        builder = make_builder(config, layers)
+        windowed, full = make_layers(config, [0, 2], per_layer_sliding_window=64), make_layers(config, [1, 3])
+        assert stays_dense(make_builder(config, windowed))
+        assert f"sparse-prefill: layers 0,2 prefill dense: {Fallback.SLIDING_WINDOW.explain}" in lines
+        builder = make_builder(config, windowed + full)  # one group may hold both
         assert builder.sparse_layers == (1, 3)
-        assert not layers[0].impl.is_adopted
-        step = make_step(layers[0], [(150, 1), (0, 200), (3, 90)])
+        step = make_step(windowed[0], [(150, 1), (0, 200), (3, 90)])
         metadata = builder.build(0, step.common)
-        assert torch.equal(step.forward(layers[0], metadata), step.delegated(layers[0], builder))
+        assert type(metadata) is SparsePrefillMetadata
+        assert torch.equal(step.forward(windowed[0], metadata), step.delegated(windowed[0], builder))
 
-    def test_no_layer_at_all_is_an_error(self, configured: Configure) -> None:
-        config = configured()
-        layers = make_layers(config, range(4), per_layer_sliding_window=64)
-        with pytest.raises(ConfigurationError, match=r"can prefill sparsely \(sliding_window: "):
-            make_builder(config, layers)
-
-    def test_in_a_pipeline_it_is_a_warning_as_other_stages_have_other_layers(
+    def test_no_layer_at_all_is_an_error_but_a_warning_in_a_pipeline_as_other_stages_have_other_layers(
         self, configured: Configure, lines: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         config = configured()
         layers = make_layers(config, range(4), per_layer_sliding_window=64)
+        with pytest.raises(ConfigurationError, match=r"can prefill sparsely \(sliding_window: "):
+            make_builder(config, layers)
         monkeypatch.setattr(config.parallel_config, "pipeline_parallel_size", 2)
         assert stays_dense(make_builder(config, layers))
         assert any("no layer of this model can prefill sparsely" in line for line in lines)
 
-    def test_dense_layers_of_the_configuration(self, configured: Configure, lines: list[str]) -> None:
+    def test_layers_that_the_plan_leaves_out(self, configured: Configure, lines: list[str]) -> None:
+        """By the configuration, or as they have other heads than the model's config states."""
         config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1, dense_layers=[0, 2])
-        layers = make_layers(config, range(4))
-        first, second = make_builder(config, layers[:1]), make_builder(config, layers[1:])
+        layers = make_layers(config, range(3)) + make_layers(config, [3], num_heads=8)
+        first, second, third = (make_builder(config, part) for part in (layers[:1], layers[1:3], layers[3:]))
         assert stays_dense(first)
-        assert second.sparse_layers == (1, 3)
+        assert second.sparse_layers == (1,)
+        assert stays_dense(third)
         assert f"sparse-prefill: layers 2 prefill dense: {Fallback.DENSE_LAYER.explain}" in lines
+        assert f"sparse-prefill: layers 3 prefill dense: {Fallback.OTHER_HEADS.explain}" in lines
         assert sum(line.startswith("sparse-prefill: sparse prefill with method dense, for rows") for line in lines) == 1
-
-    def test_layers_with_other_heads_than_the_config_states(self, configured: Configure, lines: list[str]) -> None:
-        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
-        more, others = make_layers(config, [0], num_heads=8), make_layers(config, [1, 2])
-        assert stays_dense(make_builder(config, more))
-        assert make_builder(config, others).sparse_layers == (1, 2)
-        assert f"sparse-prefill: layers 0 prefill dense: {Fallback.OTHER_HEADS.explain}" in lines
-
-    def test_each_rank_takes_its_own_heads(
-        self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, lines: list[str]
-    ) -> None:
-        heads = '{"0-2": {method: dense}}'
-        profile = tmp_path / "profile.yaml"
-        profile.write_text(
-            f"format: 1\nmodel: any\ndefault: {{method: a_shape}}\nlayers: {{'0-3': {{heads: {heads}}}}}\n"
-        )
-        config = make_config(make_model(tmp_path / "model"), {"profile": str(profile)})
-        monkeypatch.setattr(config.parallel_config, "tensor_parallel_size", 2)
-        names = {}
-        for rank in range(2):
-            config.compilation_config.static_forward_context.clear()
-            monkeypatch.setattr(compat, "tensor_parallel", lambda config, rank=rank: (rank, 2))
-            (layer,) = layers = make_layers(config, [0])
-            lines.clear()
-            make_builder(config, layers)
-            assert layer.impl.num_heads == 2
-            names[rank] = [(group.heads, type(group.method).__name__) for group in layer.impl.layer.groups]
-            assert bool(lines) == (rank == 0)  # told once
-        assert names == {0: [((0, 1), "Dense")], 1: [((0,), "Dense"), ((1,), "AShape")]}
 
 
 class TestDrafts:
@@ -196,13 +152,6 @@ class TestDerived:
         assert getattr(metadata, "sparse", None) is None
         assert make_builder(config, layers[:1]).sparse_layers == (0,)
 
-    def test_encoders_are_not_causal(self, configured: Configure) -> None:
-        from vllm.v1.attention.backend import AttentionType
-
-        config = configured(method="dense")
-        (layer,) = make_layers(config, [0], attn_type=AttentionType.ENCODER_ONLY)
-        assert layer.impl.fallback is Fallback.NOT_DECODER
-
 
 class TestCounting:
     @staticmethod
@@ -221,14 +170,12 @@ class TestCounting:
         assert self.rows(builders[1]) == {"decode": 2, "sparse": 1, "dense too_short": 1}
 
     @pytest.mark.parametrize("call", FOR_NO_REQUEST)
-    def test_what_a_worker_runs_for_no_request_counts_nothing(self, configured: Configure, call: str) -> None:
+    def test_what_a_worker_runs_for_no_request_counts_nothing(self, built: Configure, call: str) -> None:
         """As vLLM calls its workers: by name, through the wrapper around each of them."""
         from vllm.v1.serial_utils import run_method
         from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
-        layers = make_layers(config, [0])
-        builder = make_builder(config, layers)
+        layers, builder = built(0)
         step = make_step(layers[0], [(50, 1), (0, 200)])
 
         def run(*args: int, **more: int) -> tuple[Any, ...]:
@@ -258,44 +205,18 @@ class TestCounting:
                 builder.build(0, part)
         assert self.rows(first) == {"decode": 2, "sparse": 2, "dense too_short": 2}
 
-    def test_every_pipeline_stage_counts_rows_and_its_own_layers(
-        self, configured: Configure, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The page takes the rows of one of them (tests/test_metrics_page.py)."""
-        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
-        monkeypatch.setattr(config.parallel_config, "pipeline_parallel_size", 2)
-        samples = []
-        for stage in range(2):
-            config.compilation_config.static_forward_context.clear()
-            monkeypatch.setattr(
-                type(config.model_config), "get_layers_start_end_indices", lambda *_, s=stage: (s, s + 1)
-            )
-            (layer,) = layers = make_layers(config, [stage])
-            builder = make_builder(config, layers)
-            step = make_step(layer, [(50, 1), (0, 200)])
-            step.forward(layer, builder.build(0, step.common))
-            told = worker_samples(SimpleNamespace(vllm_config=config, rank=stage))["samples"]
-            samples.append({(name, *labels): value for name, labels, value in told})
-        first, second = samples
-        assert [stage["layers", "torch"] for stage in samples] == [1, 1]
-        for stage in samples:
-            assert stage["rows", "sparse", ""] == stage["rows", "decode", ""] == 1
-        assert first["tiles", "0"] == second["tiles", "1"] == 1
-
-    def test_what_a_worker_hands_to_the_server(self, configured: Configure) -> None:
+    def test_what_a_worker_hands_to_the_server(self, built: Configure) -> None:
         import msgspec
         from vllm.v1.serial_utils import run_method
         from vllm.v1.worker.worker_base import WorkerWrapperBase
 
         settings = {"params": {"sink_tokens": 64, "local_tokens": 64}, "dense_layers": [3]}
-        config = configured(method="a_shape", min_tokens=MIN_TOKENS, min_query_tokens=1, **settings)
-        layers = make_layers(config, range(4))
-        builder = make_builder(config, layers)
+        layers, builder = built(*range(4), method="a_shape", **settings)
         step = make_step(layers[0], [(300, 170)])
         step.forward(layers[0], builder.build(0, step.common))
         plugin.register()
         wrapper = WorkerWrapperBase()
-        wrapper.worker = SimpleNamespace(vllm_config=config, rank=3)
+        wrapper.worker = SimpleNamespace(vllm_config=builder.vllm_config, rank=3)
         told = run_method(wrapper, WORKER_METHOD, (), {})
         told = msgspec.msgpack.decode(msgspec.msgpack.encode(told))  # as it travels
         assert (told["rank"], told["behind"]) == (3, False)
@@ -305,40 +226,11 @@ class TestCounting:
         assert samples["rows", "sparse", ""] == 1
         assert samples["tiles", "0"] == 2
         assert 0 < samples["kept_pairs", "0"] < samples["causal_pairs", "0"]
-        assert (
-            0 < samples["arena_peak_bytes",] <= samples["arena_bytes",] == layers[0].impl.worker.memory.room.num_bytes
-        )
+        reserved = layers[0].impl.worker.memory.room.num_bytes
+        assert 0 < samples["arena_peak_bytes",] <= samples["arena_bytes",] == reserved
         assert samples["arena_overflows",] == samples["compilations", "serving"] == 0
         assert {name for name, *_ in samples} <= set(METRICS)
 
     def test_a_worker_without_such_layers_has_little_to_tell(self, configured: Configure) -> None:
         told = worker_samples(SimpleNamespace(vllm_config=configured(method="dense"), rank=0))
         assert {name for name, *_ in told["samples"]} == {"compilations"}
-
-    def test_pairs_and_tiles_of_a_step(self, configured: Configure) -> None:
-        config = configured(
-            method="a_shape", params={"sink_tokens": 64, "local_tokens": 64}, min_tokens=MIN_TOKENS, min_query_tokens=1
-        )
-        layers = make_layers(config, [0, 1])
-        builder = make_builder(config, layers)
-        step = make_step(layers[0], [(50, 1), (0, 200), (300, 170)])
-        metadata = builder.build(0, step.common)
-        for layer in layers:
-            step.forward(layer, metadata)
-        (slab,) = metadata.sparse.slabs
-        impl = layers[0].impl
-        index = impl.layer.index(slab.rows)
-        cache = compat.paged_cache(step.kv_cache, impl.head_size)
-        impl.layer.select(step.query, cache, index, impl.scale)
-        kept = sum(int(index.to_mask(row).sum()) for row in range(2))
-        recorder = builder.recorder
-        counted = {labels[0]: count for name, labels, count in recorder.samples()[0] if name == "kept_pairs"}
-        assert counted == {"0": kept, "1": kept}
-        assert dict(recorder._tiles) == {0: 3, 1: 3}  # the first 100 positions are dense
-        causal = 100 * 100 + 100 * 101 // 2 + 170 * 300 + 170 * 171 // 2
-        assert dict(recorder._causal) == dict.fromkeys((0, 1), 4 * causal)
-        assert kept < recorder._causal[0]
-
-    def test_device(self, configured: Configure) -> None:
-        config = configured(method="dense")
-        assert make_builder(config, make_layers(config, [0])).recorder.device == CPU

@@ -12,14 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-pytest.importorskip("vllm", reason="needs vLLM")
-
-from vllm.platforms import current_platform
-
-if not current_platform.is_cpu():
-    pytest.skip("needs vLLM's CPU build", allow_module_level=True)
-
-from tests.backend.served import make_builder, make_common, make_layers
+import tests.backend.cpu_build  # noqa: F401 — skips where there is none
+from tests.backend.served import make_common
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.batch import RowKind
 from vllm_sparse_backend.serving.metadata import SparsePrefillMetadataBuilder
@@ -36,9 +30,8 @@ def dense(reason: Fallback) -> RowKind:
 
 
 @pytest.fixture
-def builder(configured: Callable[..., Any]) -> SparsePrefillMetadataBuilder:
-    config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=MIN_QUERY_TOKENS)
-    return make_builder(config, make_layers(config, range(4)))
+def builder(built: Callable[..., Any]) -> SparsePrefillMetadataBuilder:
+    return built(*range(4), min_query_tokens=MIN_QUERY_TOKENS)[1]
 
 
 def kinds(
@@ -51,43 +44,23 @@ class TestClassification:
     def test_each_row_by_its_own_lengths(self, builder: SparsePrefillMetadataBuilder) -> None:
         short, short_query = dense(Fallback.TOO_SHORT), dense(Fallback.SHORT_QUERY)
         expected = {
-            (500, 1): DECODES,
-            (0, 1): DECODES,
-            (0, 99): short,
-            (0, 100): short,
-            (98, 2): short,
-            (98, 3): short_query,
-            (0, 119): short_query,
-            (0, 120): SPARSES,
-            (4000, 19): short_query,
-            (4000, 20): SPARSES,
-            (90, 30): SPARSES,
-            (90, 29): short_query,
-            (0, 2): short,
-        }
+            (500, 1): DECODES, (0, 1): DECODES, (0, 2): short, (0, 99): short, (0, 100): short, (98, 2): short,
+            (98, 3): short_query, (0, 119): short_query, (0, 120): SPARSES, (4000, 19): short_query,
+            (4000, 20): SPARSES, (90, 30): SPARSES, (90, 29): short_query,
+        }  # fmt: skip
         assert kinds(builder, list(expected)) == list(expected.values())
 
-    def test_where_sparse_never_pays_every_row_says_so(self, configured: Callable[..., Any], tmp_path: Path) -> None:
+    def test_where_sparse_never_pays_every_row_says_so(self, built: Callable[..., Any], tmp_path: Path) -> None:
         """Not even the arena is there then; where the operator sets a number, that counts."""
         table = tmp_path / "table.json"
-        entry = {
-            "device": "cpu",
-            "engine": "portable",
-            "method": "dense",
-            "num_heads": 4,
-            "num_kv_heads": 2,
-            "head_dim": 32,
-        }
-        entry |= {"min_tokens": None, "min_query_tokens": None, "vllm": "0.32", "triton": "3.9", "date": "2026-11-21"}
+        entry = {"device": "cpu", "engine": "portable", "method": "dense", "num_heads": 4, "num_kv_heads": 2}
+        entry |= {"head_dim": 32, "min_tokens": None, "min_query_tokens": None, "vllm": "", "triton": "", "date": ""}
         table.write_text(json.dumps({"format": 1, "entries": [entry]}))
-        config = configured(method="dense", crossover=str(table))
-        layers = make_layers(config, range(4))
-        builder = make_builder(config, layers)
+        layers, builder = built(*range(4), crossover=str(table), min_tokens="auto", min_query_tokens="auto")
         assert kinds(builder, [(0, 5000), (9, 1)]) == [dense(Fallback.NEVER_FASTER), DECODES]
         assert type(builder.build(0, make_common([(0, 5000)]))) is compat.DelegateMetadata
         assert layers[0].impl.worker.memory is None
-        config = configured(method="dense", crossover=str(table), min_tokens=2000)
-        builder = make_builder(config, make_layers(config, range(4)))
+        _, builder = built(*range(4), crossover=str(table), min_tokens=2000)
         assert kinds(builder, [(0, 5000), (0, 2000)]) == [SPARSES, dense(Fallback.TOO_SHORT)]
 
     def test_rows_that_decode_are_no_prefill_at_any_length(self, builder: SparsePrefillMetadataBuilder) -> None:
@@ -111,17 +84,20 @@ class TestClassification:
         assert kinds(builder, [(300, 24), (300, 25), (300, 1)]) == [DECODES, SPARSES, DECODES]
         assert kinds(builder, [(300, 24), (300, 2)]) == [DECODES, DECODES]
 
-    def test_only_rows_that_have_ranges_are_prefix_lm(self, builder: SparsePrefillMetadataBuilder) -> None:
-        """vLLM lists every row of a prefix-LM's batch, most with no range."""
-        got = kinds(builder, [(0, 200), (0, 300), (400, 1)], mm_req_doc_ranges={0: [], 1: [(5, 60)], 2: [(5, 60)]})
-        assert got == [SPARSES, dense(Fallback.PREFIX_LM), DECODES]
-
-    @pytest.mark.parametrize("causal", [False, torch.tensor([1, 1], dtype=torch.int32)], ids=["none", "told per row"])
-    def test_non_causal_batches(self, builder: SparsePrefillMetadataBuilder, causal: Any) -> None:
-        assert kinds(builder, [(0, 200), (200, 1)], causal=causal) == [dense(Fallback.NON_CAUSAL), DECODES]
-
-    def test_cascade_batches(self, builder: SparsePrefillMetadataBuilder) -> None:
-        assert kinds(builder, [(300, 200), (300, 1)], common_prefix_len=256) == [dense(Fallback.CASCADE), DECODES]
+    @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [
+            ({"mm_req_doc_ranges": {0: [], 1: [(5, 60)], 2: [(5, 60)]}}, Fallback.PREFIX_LM),  # a row may have no range
+            ({"causal": False}, Fallback.NON_CAUSAL),
+            ({"causal": torch.tensor([0, 1, 1], dtype=torch.int32)}, Fallback.NON_CAUSAL),
+            ({"common_prefix_len": 256}, Fallback.CASCADE),
+        ],
+    )
+    def test_rows_that_attend_otherwise(
+        self, builder: SparsePrefillMetadataBuilder, changes: Any, reason: Fallback
+    ) -> None:
+        got = kinds(builder, [(300, 200), (300, 300), (400, 1)], **changes)
+        assert got == [SPARSES if reason is Fallback.PREFIX_LM else dense(reason), dense(reason), DECODES]
 
     def test_lengths_on_the_device_are_not_asked_for(self, builder: SparsePrefillMetadataBuilder) -> None:
         """The upper bound alone decides; without it, and off the CPU, nothing could."""
@@ -200,18 +176,6 @@ class TestMetadata:
             for start, query_len in zip(slab.rows.tokens, slab.rows.query_lens):
                 tokens += range(start, start + query_len)
         assert sorted(tokens) == list(range(sum(query_len for _, query_len in lengths)))
-
-    def test_what_numbers_the_whole_batch_does_not_come_along(self, builder: SparsePrefillMetadataBuilder) -> None:
-        common = make_common(self.LENGTHS, positions=torch.arange(343), mm_req_doc_ranges={4: [(3, 9)]})
-        common._token_to_req_indices_cache = torch.zeros(343, dtype=torch.int32)
-        common.compute_num_computed_tokens()
-        part = builder._part_of(common, slice(4, 5), slice(202, 232))
-        carried = {f.name for f in dataclasses.fields(part) if getattr(part, f.name) is not None}
-        for name in ("positions", "mm_req_doc_ranges", "_token_to_req_indices_cache", "_num_computed_tokens_cache"):
-            assert name not in carried
-        assert part.compute_num_computed_tokens().tolist() == [0]
-        assert part.is_prefilling.tolist() == [True]
-        assert part.seq_lens_cpu_upper_bound.tolist() == [30]
 
     def test_decodes_beside_sparse_rows_may_be_as_long_as_drafts_get(
         self, builder: SparsePrefillMetadataBuilder, monkeypatch: pytest.MonkeyPatch

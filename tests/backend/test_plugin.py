@@ -3,12 +3,8 @@
 
 import asyncio
 import contextlib
-import multiprocessing
-import operator
-import pickle
 from argparse import Namespace
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,16 +13,14 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
-from vllm.platforms import current_platform
-
-if not current_platform.is_cpu():
-    pytest.skip("needs vLLM's CPU build", allow_module_level=True)
 
 import torch
 from vllm.config import AttentionConfig, VllmConfig, set_current_vllm_config
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
+import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from tests.backend.served import make_config, make_model
 from vllm_sparse_backend import plugin
 from vllm_sparse_backend.settings.errors import ConfigurationError
@@ -81,13 +75,6 @@ class TestMetrics:
         assert plugins.load_endpoint_plugins.__wrapped__ is own
         return plugins.load_endpoint_plugins
 
-    def test_the_endpoint_plugin_is_one_as_vllm_defines_it(self, loaded: Any) -> None:
-        from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
-
-        (one,), (other,) = loaded(("generate",)), loaded(None)
-        assert isinstance(one, EndpointPlugin)
-        assert one.page is not other.page  # each of its own app
-
     def test_without_a_place_for_it_there_is_a_line_and_a_server(
         self, untouched: type, lines: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -99,51 +86,16 @@ class TestMetrics:
 
     @pytest.mark.parametrize("backend", ["sparse-prefill", None])
     def test_only_servers_of_this_backend_have_a_page(self, untouched: type, loaded: Any, backend: str | None) -> None:
+        from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
+
         plugin.register()
-        (endpoint,) = loaded(("generate",))
+        (endpoint,), (other,) = loaded(("generate",)), loaded(None)
+        assert isinstance(endpoint, EndpointPlugin)
+        assert endpoint.page is not other.page  # each of its own app
         chosen = SimpleNamespace(backend=AttentionConfig(backend=backend).backend)
         config = SimpleNamespace(attention_config=chosen, additional_config={"sparse_prefill": {"method": "a_shape"}})
         asyncio.run(endpoint.init_state(SimpleNamespace(vllm_config=config), None, Namespace()))
         assert endpoint.page.is_open == (backend is not None)
-
-    @pytest.mark.parametrize("processes", [1, 2])
-    def test_on_the_page_that_vllm_serves(
-        self, loaded: Any, processes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        """With several processes vLLM has a registry of its own, made anew for each reader."""
-        from fastapi import FastAPI
-        from fastapi.testclient import TestClient
-        from vllm.entrypoints.serve.instrumentator.metrics import attach_router
-
-        if processes > 1:
-            monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))  # as vLLM does
-        plugin.register()
-
-        async def answer(method: str, timeout: None, args: tuple[bool]) -> list[dict[str, Any]]:
-            return [{"rank": 0, "behind": False, "samples": [("tiles", ["3"], 5)]}]
-
-        backend = SimpleNamespace(backend=AttentionConfig(backend="sparse-prefill").backend)
-        client = SimpleNamespace(
-            vllm_config=SimpleNamespace(attention_config=backend, additional_config={}),
-            engine_core=SimpleNamespace(engine_ranks_managed=[0]),
-            collective_rpc=answer,
-        )
-        app = FastAPI()
-        attach_router(app)
-        (endpoint,) = loaded(("generate",))
-        endpoint.attach_router(app)
-        asyncio.run(endpoint.init_state(client, app.state, Namespace()))
-        with TestClient(app) as http:
-            assert http.get("/health").status_code == 404
-            for path in ("/metrics", "/metrics/"):
-                response = http.get(path, headers={"accept-encoding": "gzip", "accept": "application/openmetrics-text"})
-                assert response.status_code == 200
-                assert ("python_info{" in response.text) == (processes == 1)
-                lines = [line for line in response.text.splitlines() if line.startswith("sparse_prefill")]
-                assert lines == [
-                    'sparse_prefill_tiles_total{engine="0",layer="3"} 5.0',
-                    'sparse_prefill_up{engine="0"} 1.0',
-                ]
 
 
 class TestRegistration:
@@ -256,13 +208,3 @@ class TestPlatform:
         plugin.register()
         config = VllmConfig(attention_config=AttentionConfig(backend="sparse-prefill"))
         assert config.model_config is None
-
-
-class TestSpawn:
-    @pytest.mark.full
-    def test_the_choice_survives_in_a_process_that_has_no_plugin_yet(self) -> None:
-        plugin.register()
-        backend = AttentionConfig(backend="sparse-prefill").backend
-        assert pickle.loads(pickle.dumps(backend)) is backend
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            assert pool.submit(operator.attrgetter("name"), backend).result(timeout=300) == "CUSTOM"

@@ -8,21 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("vllm", reason="needs vLLM")
-
-from vllm.platforms import current_platform
-
-if not current_platform.is_cpu():
-    pytest.skip("needs vLLM's CPU build", allow_module_level=True)
-
+import torch
 from vllm.config import KVTransferConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core import block_pool, kv_cache_utils
 from vllm.v1.request import Request
 
+import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from tests.backend.served import make_builder, make_common, make_layers, make_step
 from tests.backend.test_forward import CLOSE, MIN_TOKENS, MIXED, SPARSE_ROWS, dense_tokens, reference
 from vllm_sparse_backend.serving import compat, hooks, requests, row_levels
@@ -33,7 +28,7 @@ from vllm_sparse_backend.serving.stats import DECODE, DENSE, SPARSE
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.reasons import Fallback
-from vllm_sparse_backend.settings.requests import MARK, Mark
+from vllm_sparse_backend.settings.requests import Mark
 from vllm_sparse_kernels.attend import PORTABLE
 
 EXACT = Mark("exact", "exact", 100)
@@ -73,38 +68,36 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return begin
 
 
-class TestPuttingAround:
-    class Owner:
-        def method(self, number: int) -> int:
-            return number
+class Owner:
+    def method(self, number: int) -> int:
+        return number
 
-        @classmethod
-        def of_class(cls, number: int) -> tuple[type, int]:
-            return cls, number
+    @classmethod
+    def of_class(cls, number: int) -> tuple[type, int]:
+        return cls, number
 
-    @staticmethod
-    def doubled(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, number: original(self, 2 * number)
 
-    def test_once(self) -> None:
-        owner = type("Owner", (self.Owner,), {})
-        for _ in range(3):
-            hooks.put_around(owner, "method", self.doubled, ("self", "number"))
-        assert owner().method(3) == 6
-        assert self.Owner().method(3) == 3
-        hooks.put_around(owner, "of_class", lambda original: lambda cls, number: original(number + 1))
-        assert owner.of_class(1) == (owner, 2)
+def doubled(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, number: original(self, 2 * number)
 
-    @pytest.mark.parametrize(
-        ("name", "expects", "said"),
-        [
-            ("gone", (), r"Owner\.gone is missing"),
-            ("method", ("number", "more", "yet"), r"Owner\.method\(self, number: int\) -> int has no more, yet"),
-        ],
-    )
-    def test_what_does_not_fit_is_an_error(self, name: str, expects: Sequence[str], said: str) -> None:
-        with pytest.raises(ConfigurationError, match=rf"vLLM \d.*{said}, expected it as in 0\.26 to 0\.33"):
-            hooks.put_around(self.Owner, name, self.doubled, expects)
+
+def test_a_hook_is_put_around_once() -> None:
+    owner = type("Owner", (Owner,), {})
+    for _ in range(3):
+        hooks.put_around(owner, "method", doubled, ("self", "number"))
+    assert owner().method(3) == 6
+    assert Owner().method(3) == 3
+    hooks.put_around(owner, "of_class", lambda original: lambda cls, number: original(number + 1))
+    assert owner.of_class(1) == (owner, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("gone", r"Owner\.gone is missing"), ("method", r"Owner\.method\(self, number: int\) -> int has no more, yet")],
+)
+def test_what_a_hook_does_not_fit_is_an_error(name: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"vLLM \d.*{said}, expected it as in 0\.26 to 0\.33"):
+        hooks.put_around(Owner, name, doubled, ("number", "more", "yet"))
 
 
 class TestBlocks:
@@ -165,67 +158,34 @@ class TestBlocks:
 
 
 class TestFront:
-    @pytest.fixture
-    def front(self, levels: Any) -> Any:
-        """A processor of requests and what a server generates with, around nothing."""
+    """What requests get and are refused is in tests/test_requests.py, and of a server in tests/server."""
 
+    def test_other_backends_take_what_they_are_given(self, levels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         class Front:
             vllm_config = levels
 
-            def process_inputs(self, request_id: str, prompt: str, params: Any, tasks: Any = ()) -> Any:
+            def process_inputs(self, request_id: str, prompt: str, params: Any) -> Any:
                 return SimpleNamespace(sampling_params=params.clone())
 
-            async def generate(self, prompt: str, sampling_params: Any, request_id: str) -> Any:
-                yield sampling_params
-
         hooks.put_around(Front, "process_inputs", hooks._marked, ("params",))
-        hooks.put_around(Front, "generate", hooks._checked_at_once, ("sampling_params",))
-        return Front()
-
-    @pytest.mark.parametrize(
-        ("given", "level"), [(0, "exact"), ("fast", "fast"), (1, None), ("high", None), (None, None)]
-    )
-    def test_requests_get_their_mark(self, front: Any, given: Any, level: str | None) -> None:
-        extra_args = {"mine": 1} | ({} if given is None else {"sparse_prefill": given})
-        params = SamplingParams(extra_args=dict(extra_args))
-        done = front.process_inputs("r", "prompt", params).sampling_params
-        expected = None if level is None else Mark(level, level, MIN_TOKENS)
-        assert Mark.of(done.extra_args) == expected
-        assert {key: value for key, value in done.extra_args.items() if key != MARK} == params.extra_args == extra_args
-
-    def test_nobody_else_writes_marks(self, front: Any) -> None:
-        forged = SamplingParams(extra_args={MARK: ["exact", None, 10**6]})
-        assert front.process_inputs("r", "prompt", params=forged).sampling_params.extra_args is None
-
-    def test_a_wrong_one_is_refused_before_anything_streams(self, front: Any) -> None:
         wrong = SamplingParams(extra_args={"sparse_prefill": "fastest"})
-        for call in (front.process_inputs, "r", "prompt", wrong), (front.generate, "prompt", wrong, "r"):
-            with pytest.raises(VLLMValidationError, match=r"given 'fastest', expected one of 0 .*, 'high', 'fast'"):
-                call[0](*call[1:])
-
-    def test_other_backends_take_what_they_are_given(self, front: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(front.vllm_config.attention_config, "backend", None)
-        wrong = SamplingParams(extra_args={"sparse_prefill": "fastest"})
-        assert front.process_inputs("r", "prompt", wrong).sampling_params.extra_args == wrong.extra_args
-
-    def test_beams_forget_what_a_request_asks_for_so_it_is_refused(self) -> None:
-        searched = [hook for hook in hooks.HOOKS if hook.where == hooks.SERVER]
-        hooks._install(hooks.SERVER)
-        assert len(searched) == 4
-        for cls in (hooks.owner_of(hook.module, hook.owner) for hook in searched):
-            request = cls.model_construct(vllm_xargs={"sparse_prefill": 0})
-            with pytest.raises(VLLMValidationError, match="vllm_xargs sparse_prefill: given with use_beam_search"):
-                request.to_beam_search_params(5, {})
-        with pytest.raises(ConfigurationError, match=r"protocol\.Gone is missing"):
-            hooks.owner_of(searched[0].module, "Gone")
+        with pytest.raises(VLLMValidationError, match="given 'fastest', expected one of 0"):
+            Front().process_inputs("r", "prompt", wrong)
+        monkeypatch.setattr(levels.attention_config, "backend", None)
+        assert Front().process_inputs("r", "prompt", wrong).sampling_params.extra_args == wrong.extra_args
 
     def test_vllms_own_are_what_the_hooks_expect(self) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.input_processor import InputProcessor
 
         hooks.install_in_front()
+        hooks._install(hooks.SERVER)
         assert getattr(AsyncLLM.generate, hooks.OURS)
         assert getattr(InputProcessor.process_inputs, hooks.OURS)
+        assert len([hook for hook in hooks.HOOKS if hook.where == hooks.SERVER]) == 4
+
+
+MULTI = {"several": {"connectors": [{"kv_connector": "NixlConnector"}, {"kv_connector": "LMCacheMPConnector"}]}}
 
 
 class TestStores:
@@ -248,27 +208,15 @@ class TestStores:
         assert found.mark(None).salt == found.salts[DEFAULT]
         assert found.mark({"sparse_prefill": 0}).salt is None
 
-    @pytest.mark.parametrize(
-        ("name", "extra"),
-        [
-            ("LMCacheConnectorV1", {}),
-            ("ExampleConnector", {}),
-            (
-                "MultiConnector",
-                {"connectors": [{"kv_connector": "NixlConnector"}, {"kv_connector": "LMCacheMPConnector"}]},
-            ),
-        ],
-    )
+    @pytest.mark.parametrize("name", ["LMCacheConnectorV1", "ExampleConnector", *MULTI])
     def test_with_one_by_tokens_levels_are_refused_and_the_log_says_why(
-        self, served: Callable[..., Any], lines: list[str], name: str, extra: Any
+        self, served: Callable[..., Any], lines: list[str], name: str
     ) -> None:
-        from vllm_sparse_backend.serving.requests import warn_of_stores
-
-        config = served(name, **extra)
+        config = served("MultiConnector", **MULTI[name]) if name in MULTI else served(name)
         with pytest.raises(ValueError, match=r"given 0, but this server keeps keys and values with (LMC|Exam)"):
             choices(config).mark({"sparse_prefill": 0})
         assert choices(config).mark({"sparse_prefill": 1}).level == DEFAULT
-        warn_of_stores(config)
+        requests.warn_of_stores(config)
         assert "by their tokens alone" in lines[0]
         assert "Give it a store of its own" in lines[0]
 
@@ -282,19 +230,14 @@ class TestStores:
         assert requests.stores_by_token(levels) == by_token
         assert (DEFAULT in choices(levels).salts) == (not by_token)
 
-    @pytest.mark.parametrize(
-        ("name", "extra"),
-        [("NixlConnector", {}), ("MultiConnector", {"connectors": [{"kv_connector": "NixlPullConnector"}]})],
-    )
     def test_blocks_that_are_handed_to_one_request_are_no_store(
-        self, served: Callable[..., Any], lines: list[str], name: str, extra: Any
+        self, served: Callable[..., Any], lines: list[str]
     ) -> None:
-        from vllm_sparse_backend.serving.requests import warn_of_stores
-
-        config = served(name, **extra)
-        assert choices(config).refusal is None
-        assert choices(config).salts == {"exact": "exact", "fast": "fast"}
-        warn_of_stores(config)
+        handed = {"connectors": [{"kv_connector": "NixlPullConnector"}]}
+        for config in (served("NixlConnector"), served("MultiConnector", **handed)):
+            assert choices(config).refusal is None
+            assert choices(config).salts == {"exact": "exact", "fast": "fast"}
+            requests.warn_of_stores(config)
         assert lines == []
 
     def test_microbatches_have_no_names_for_their_rows(self, levels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,9 +337,8 @@ class TestRunners:
 class TestRows:
     LENGTHS = ((300, 1), (0, 200), (0, 50), (0, 300), (400, 60))
 
-    def test_exact_rows_are_dense_and_say_why(self, configured: Callable[..., Any], at_step: Any) -> None:
-        config = configured(method="a_shape", min_tokens=MIN_TOKENS, min_query_tokens=1)
-        builder = make_builder(config, make_layers(config, [0]))
+    def test_exact_rows_are_dense_and_say_why(self, built: Callable[..., Any], at_step: Any) -> None:
+        _, builder = built(0, method="a_shape", min_tokens=MIN_TOKENS)
         common = make_common(self.LENGTHS)
         at_step(["exact", "exact", "exact", DEFAULT, "exact"])
         asked, sparse = RowKind(DENSE, Fallback.REQUESTED), RowKind(SPARSE)
@@ -446,13 +388,12 @@ class TestRows:
     ) -> None:
         """As on a server of its own: what another level's engine is measured to take says nothing of it."""
         (tmp_path / "levels.yaml").write_text(LEVELS)
-        entry = {"device": compat.device_name(), "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "vllm": "",
-                 "triton": "", "date": ""}  # fmt: skip
-        measured = {("portable", "a_shape"): 100, ("portable", "block_sparse"): 700, ("flash", "block_sparse"): 300,
-                    ("flash", "a_shape"): 900}  # fmt: skip
+        entry = {"device": compat.device_name(), "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+        entry |= dict.fromkeys(("vllm", "triton", "date"), "")
+        measured = (("portable", "a_shape", 100), ("portable", "block_sparse", 700), ("flash", "block_sparse", 300))
         entries = [
             entry | {"engine": engine, "method": method, "min_tokens": tokens, "min_query_tokens": tokens // 10}
-            for (engine, method), tokens in measured.items()
+            for engine, method, tokens in (*measured, ("flash", "a_shape", 900))
         ]
         (tmp_path / "crossover.json").write_text(json.dumps({"format": 1, "entries": entries}))
         config = configured(profile=str(tmp_path / "levels.yaml"), crossover=str(tmp_path / "crossover.json"))

@@ -13,7 +13,6 @@ pytest.importorskip("vllm", reason="needs vLLM")
 from transformers import (
     Gemma3Config,
     GPT2Config,
-    GptOssConfig,
     LlamaConfig,
     LlavaConfig,
     MambaConfig,
@@ -26,13 +25,9 @@ from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.reasons import Fallback
 
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 256,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64,
+}  # fmt: skip
 
 
 def served(
@@ -65,7 +60,6 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        served(llama()),
         served(llama(), {"method": "anchor_attention", "min_tokens": 1, "dense_layers": [0, 1]}),
         served(llama(), {"method": "dense"}, parallel={"tensor_parallel_size": 4}),
         served(llama(), dtype=torch.float16, cache={"cache_dtype": "float16"}),
@@ -73,23 +67,11 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         served(GPT2Config(architectures=["GPT2LMHeadModel"], n_embd=768, n_layer=12, n_head=12)),
         served(LlavaConfig(architectures=["LlavaForConditionalGeneration"], text_config=llama())),
         served(Gemma3Config(architectures=["Gemma3ForConditionalGeneration"])),
-        served(Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"])),
         served(Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]), {"dense_layers": [3, 7, 11]}),
-    ],
-    ids=[
-        *("plain", "settings", "4 ranks", "cache like model", "some layers quantised", "GPT-2", "LLaVA", "Gemma 3"),
-        *("hybrid", "some of a hybrid's layers that attend"),
     ],
 )
 def test_what_can_go_sparse_passes(config: Any) -> None:
     startup.check(config)
-
-
-def test_shape_of_a_multimodal_model_is_its_text_parts_under_the_whole_models_name() -> None:
-    whole = served(LlavaConfig(architectures=["LlavaForConditionalGeneration"], text_config=llama()))
-    shape = compat.model_shape(whole)
-    assert (shape.architecture, shape.num_layers, shape.num_heads) == ("LlavaForConditionalGeneration", 6, 4)
-    assert shape.head_dim == 64
 
 
 @pytest.mark.parametrize(
@@ -97,22 +79,17 @@ def test_shape_of_a_multimodal_model_is_its_text_parts_under_the_whole_models_na
     [
         (served(llama(), {"method": "denso"}), ["sparse_prefill.method", "'denso'", "'dense'?"]),
         (served(llama(), {"crossover": "/nowhere.json"}), ["crossover: given '/nowhere.json'", "expected a file"]),
-        (served(llama(), {"method": "dense", "min_tokens": -1}), ["sparse_prefill.min_tokens", "at least 0"]),
         (served(llama(), "no-such-profile"), ["profile: no such file", "no-such-profile"]),
         (served(llama(), {"dense_layers": [6]}), ["sparse_prefill.dense_layers", "given 6", "at most 5"]),
-        (served(llama(), {"dense_layers": list(range(6))}), ["dense_layers", "all 6 layers"]),
         (served(llama(), parallel={"tensor_parallel_size": 3}), ["tensor parallelism", "of 3 for 4 query heads"]),
         (served(MambaConfig(architectures=["MambaForCausalLM"])), ["/a/model", "num_heads"]),
     ],
-    ids=["method", "table", "value", "profile", "layer", "all layers", "ranks", "no heads"],
 )
 def test_settings_that_do_not_fit(config: Any, parts: list[str]) -> None:
     with pytest.raises(ConfigurationError) as error:
         startup.check(config)
-    message = str(error.value)
-    assert "\n" not in message
-    for part in parts:
-        assert part in message
+    assert "\n" not in str(error.value)
+    assert all(part in str(error.value) for part in parts)
 
 
 @pytest.mark.parametrize(
@@ -123,18 +100,11 @@ def test_settings_that_do_not_fit(config: Any, parts: list[str]) -> None:
         (served(llama(), parallel={"decode_context_parallel_size": 2}), Fallback.DECODE_CONTEXT_PARALLEL),
         (served(llama(), parallel={"prefill_context_parallel_size": 2}), Fallback.PREFILL_CONTEXT_PARALLEL),
         (served(llama(head_dim=100)), Fallback.HEAD_SIZE),
-        (served(llama(kv_lora_rank=512)), Fallback.MLA),
-        (served(llama(alibi=True)), Fallback.ALIBI),
-        (served(llama(sliding_window=4096)), Fallback.SLIDING_WINDOW),
     ],
-    ids=lambda x: x.value if isinstance(x, Fallback) else "",
 )
 def test_no_layer_can(config: Any, reason: Fallback) -> None:
-    with pytest.raises(ConfigurationError) as error:
+    with pytest.raises(ConfigurationError, match=r"^--attention-backend sparse-prefill: no layer ") as error:
         startup.check(config)
-    assert str(error.value).startswith(
-        "--attention-backend sparse-prefill: no layer of this model can prefill sparsely"
-    )
     assert f"({reason.value}: {reason.explain})" in str(error.value)
 
 
@@ -149,12 +119,8 @@ ADAPTIVE = SimpleNamespace(enable_adaptive_verification=True)
         ({"speculative_config": ADAPTIVE}, '"enable_adaptive_verification": false into --speculative-config'),
         ({"model_config.rswa_window": 128}, "reference sliding window"),
         ({"model_config.is_mm_prefix_lm": True}, "from version 4 on, and vLLM takes version 3 here"),
-        (
-            {"model_config.runner_type": "pooling", "kv_transfer_config": STORE},
-            "by which OffloadingConnector would tell what they write",
-        ),
+        ({"model_config.runner_type": "pooling", "kv_transfer_config": STORE}, "OffloadingConnector would tell what"),
     ],
-    ids=["batch invariance", "adaptive verification", "R-SWA", "prefix-LM on FlashAttention-3", "pooling and a store"],
 )
 def test_options_that_are_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], says: str) -> None:
     monkeypatch.setattr(compat, "batch_invariant", lambda: not changes)
@@ -178,10 +144,14 @@ def test_prefix_lm_models_that_run(monkeypatch: pytest.MonkeyPatch, version: int
     startup.check(config)
 
 
-def test_batch_invariance_is_asked_of_vllms_own_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_invariance_is_asked_of_vllms_own_variable_and_denied(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_sparse_backend.serving.backend import SparsePrefillBackend
+
     assert not compat.batch_invariant()
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert compat.batch_invariant()
+    assert not SparsePrefillBackend.supports_batch_invariance()
+    assert not SparsePrefillBackend.supports_rswa()
 
 
 def test_a_front_process_that_passes_our_hooks_by_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,27 +162,11 @@ def test_a_front_process_that_passes_our_hooks_by_is_refused(monkeypatch: pytest
     startup.check(served(llama()))
 
 
-def test_the_backend_answers_no_where_vllm_asks_itself() -> None:
-    from vllm_sparse_backend.serving.backend import SparsePrefillBackend
-
-    assert not SparsePrefillBackend.supports_batch_invariance()
-    assert not SparsePrefillBackend.supports_rswa()
-
-
-@pytest.mark.parametrize(
-    ("page_tokens", "capability", "says"),
-    [
-        (128, (9, 0), None),
-        (256, (9, 0), None),
-        (16, None, None),
-        (16, (9, 0), "pages of 16 tokens"),
-        (544, (9, 0), "a multiple of 128"),
-        (128, (8, 0), "compute capability 8.0"),
-    ],
-)
-def test_slow_paths(page_tokens: int, capability: tuple[int, int] | None, says: str | None) -> None:
-    why = refusals.slow_path(page_tokens, capability)
-    assert why is None if says is None else says in str(why)
+def test_slow_paths() -> None:
+    assert [refusals.slow_path(*given) for given in ((128, (9, 0)), (256, (9, 0)), (16, None))] == [None] * 3
+    assert "pages of 16 tokens" in str(refusals.slow_path(16, (9, 0)))
+    assert "a multiple of 128" in str(refusals.slow_path(544, (9, 0)))
+    assert "compute capability 8.0" in str(refusals.slow_path(128, (8, 0)))
 
 
 class TestSleepMode:
@@ -224,25 +178,6 @@ class TestSleepMode:
             config.model_config.enable_sleep_mode = asleep
             places.append(compat.outside_memory_pool(config, torch.device("cpu"), threading.get_ident))
         assert places[0] == threading.get_ident() != places[1]
-
-    @pytest.mark.gpu
-    def test_a_pool_does_not_get_it(self) -> None:
-        config, device = served(llama()), torch.device("cuda", 0)
-        config.model_config.enable_sleep_mode = True
-        pool = torch.cuda.MemPool()
-        with torch.cuda.use_mem_pool(pool):
-            inside = torch.ones(1 << 22, device=device)
-            outside = compat.outside_memory_pool(config, device, lambda: torch.ones(1 << 22, device=device))
-        segments = [(s["address"], s["address"] + s["total_size"]) for s in pool.snapshot()]
-        held = [any(low <= x.data_ptr() < high for low, high in segments) for x in (inside, outside)]
-        assert held == [True, False]
-
-
-def test_sinks_in_every_layer_windows_in_some() -> None:
-    with pytest.raises(ConfigurationError, match="no layer of this model") as error:
-        startup.check(served(GptOssConfig(architectures=["GptOssForCausalLM"])))
-    for reason in (Fallback.SINKS, Fallback.SLIDING_WINDOW):
-        assert f"{reason.value}: {reason.explain}" in str(error.value)
 
 
 def test_layers_that_could_are_all_switched_off() -> None:

@@ -4,7 +4,7 @@
 from pathlib import Path
 
 from benchmarks import arena
-from vllm_sparse_backend.measure.report import read_figures
+from benchmarks.figures import read_figures
 
 ROOT = Path(__file__).resolve().parents[2]
 

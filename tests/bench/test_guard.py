@@ -6,11 +6,11 @@ import torch
 
 pytest.importorskip("vllm", reason="the guard is a part of what runs in vLLM")
 
+from benchmarks.figures import Report
 from benchmarks.guard import run_guard
 from tests.bench.conftest import HEADS, CpuCard
 from vllm_sparse_backend.measure.asked import Asked
 from vllm_sparse_backend.measure.data import structured_prompts
-from vllm_sparse_backend.measure.report import Report
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for the card has no kernels")
 

@@ -3,19 +3,18 @@
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import counters as counting, soak as module
-from benchmarks.counters import Bound, Counts, Sent, Served, wait_until_idle
+from benchmarks import soak as module
+from benchmarks.counters import Counts, Sent, Served
+from benchmarks.figures import Report
 from benchmarks.shape import make_shape
-from benchmarks.soak import Asking, Client, add_figures, growth, lines, soak_and_check
+from benchmarks.soak import Asking, add_figures, growth, lines, soak_and_check
 from tests.bench.stub import Stub, running
 from vllm_sparse_backend.measure.client import Answer, Endpoint, Prompts
-from vllm_sparse_backend.measure.report import BenchError, Report
 
 SETTINGS = {"method": "a_shape", "min_tokens": 256, "min_query_tokens": 64, "dense_layers": [1]}
 
@@ -64,27 +63,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(module, "SCRAPE_S", 0.1)
 
 
-def requests(seed: int, count: int = 400):
-    asking = Asking(1.0, 4, 4, 1024, levels=(None, 0, "fast"), abort_share=0.25, seed=seed)
-    prompts = Prompts(range(5000))
-    client = Client(asking, [prompts.take(1024) for _ in range(3)], prompts, 0)
-    return [client.next() for _ in range(count)], client.prefixes
-
-
-def test_requests_are_of_all_kinds_and_alike_for_a_seed():
-    drawn, prefixes = requests(3)
-    assert drawn == requests(3)[0]
-    assert drawn != requests(4)[0]
-    lengths = [len(one.prompt) for one in drawn]
-    assert (min(lengths), max(lengths)) >= (4, 900)
-    assert max(lengths) <= 1024
-    assert 0.3 < sum(n < 64 for n in lengths) / len(drawn) < 0.7  # as many short ones as long ones
-    assert {one.level for one in drawn} == {None, 0, "fast"}
-    assert 0.15 < sum(one.stop_after is not None for one in drawn) / len(drawn) < 0.35
-    shared = sum(any(one.prompt[:3] == prefix[:3] for prefix in prefixes) for one in drawn)
-    assert 0.3 < shared / len(drawn) < 0.7
-
-
 def test_faults_are_told_and_counted(tmp_path, monkeypatch):
     """Prompts of some lengths are answered with an error, too few tokens, what is no number, or not at all."""
     monkeypatch.setattr(Endpoint, "metrics", lambda endpoint: "sparse_prefill_up 1\n")
@@ -106,16 +84,6 @@ def test_faults_are_told_and_counted(tmp_path, monkeypatch):
     assert done.problems == outcome.errors[: module.MOST_SHOWN]
     assert done.bounds == []  # who knows what came of those that failed
     assert f"{len(outcome.errors)} errors" in lines(asking, done)[0]
-
-
-def test_memory_that_grows():
-    samples = [(float(i), 500 if i < 25 else 1000 + i) for i in range(101)]
-    assert growth(samples, 100.0) == pytest.approx(1081 / 1043.5 - 1, abs=1e-3)
-    # Looks that are missing, whenever that is, leave others to compare.
-    assert growth(samples[:26] + samples[80:], 100.0) == pytest.approx(1095.5 / 1085 - 1, abs=1e-3)
-    assert growth(samples[:80], 100.0) == pytest.approx(1065.5 / 1038 - 1, abs=1e-3)
-    assert growth(samples[:26], 100.0) is None
-    assert growth([], 100.0) is None
 
 
 class TestCounters:
@@ -158,39 +126,6 @@ class TestCounters:
             "layers that the guard turned dense: 1, expected none"
         ]
 
-    @staticmethod
-    def showing(served: Served, page: Callable[[], str]) -> CountingServer:
-        server = CountingServer(served)
-        server.metrics = page  # type: ignore[method-assign]
-        return server
-
-    def test_servers_of_others_are_refused(self, monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
-        monkeypatch.setattr(counting, "LOOKS", 1)
-        with pytest.raises(BenchError, match=r"no counters of ours; expected a server with --attention-backend"):
-            self.checked(self.showing(served, lambda: ""), None)
-        with pytest.raises(BenchError, match=r"1 engines that did not answer"):
-            self.checked(self.showing(served, lambda: "sparse_prefill_up 0\n"), None)
-
-    def test_a_server_that_does_not_come_to_rest(self, monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
-        """It says that it is at work; whether it is, its rows tell: a client may have gone unnoticed."""
-        busy, rows = "vllm:num_requests_running 2\n", iter(range(1000))
-        counts = self.showing(served, lambda: f'{busy}sparse_prefill_rows_total{{path="decode"}} {next(rows)}\n')
-        with pytest.raises(BenchError, match=r"still at work 1 s after"):
-            wait_until_idle(counts, 1.0)  # type: ignore[arg-type]
-        monkeypatch.setattr(counting, "QUIET_S", 0.3)
-        wait_until_idle(self.showing(served, lambda: busy), 5.0)  # type: ignore[arg-type]
-
-    def test_what_was_seen_is_told_where_counters_are_lost(
-        self, monkeypatch: pytest.MonkeyPatch, served: Served
-    ) -> None:
-        monkeypatch.setattr(counting, "LOOKS", 1)
-        server = CountingServer(served)
-        pages = iter([server.metrics()])
-        done = self.checked(self.showing(served, lambda: next(pages, "vllm:none 1\n")), served)
-        assert done.outcome.num_requests > 10
-        assert [problem.partition(": ")[2][:20] for problem in done.problems] == ["no counters of ours;"]
-        assert lines(self.ASKING, done)
-
 
 class TestExpected:
     """By hand: chunks of 512, 256 tokens dense, at least 64 new ones."""
@@ -218,10 +153,3 @@ class TestExpected:
     )
     def test_rows(self, served: Served, sent: Sent, cached: int, rows: dict[tuple[str, str], int]) -> None:
         assert served.expected(sent, cached).rows == rows
-
-    def test_levels_and_bounds(self, served: Served) -> None:
-        assert served.most_pairs(5000, 0) == served.most_pairs(256, 1) == 0
-        assert served.dense_layers() == 1
-        assert not Bound("rows", 5, 6).holds
-        assert not Bound("rows", 5, 0, 4).holds
-        assert Bound("rows", 5, 5, 5).holds

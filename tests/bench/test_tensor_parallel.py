@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tensor_parallel as module
+from benchmarks.figures import Report
 from benchmarks.shape import make_shape
-from benchmarks.tensor_parallel import Wanted, compare_answers, compare_speed
-from vllm_sparse_backend.measure.report import Report
+from benchmarks.tensor_parallel import Wanted, compare_speed
 from vllm_sparse_backend.measure.server import Settings
 
 A_SHAPE = Settings({"method": "a_shape"})
@@ -49,17 +49,6 @@ def test_speed(ran: list[list[str]], tmp_path: Path) -> None:
     figure = report.figures["a_shape, TP 2, 4,096 tokens: times sooner than stock ÷ TP 1's"]
     assert (figure["value"], figure["bar"], figure["better"]) == (0.95, 0.9, "higher")
     assert len(report.figures) == 3
-
-
-def test_answers(ran: list[list[str]], tmp_path: Path) -> None:
-    report = Report("tensor parallelism", "2 cards")
-    compare_answers({1: "http://one", 2: "http://two"}, tmp_path, "64", 1, tmp_path, report)
-    assert ran[0][ran[0].index("--url") : ran[0].index("--lengths")] == [
-        "--url", "http://one", "--label", "TP 1", "--url", "http://two", "--label", "TP 2",
-    ]  # fmt: skip
-    figure = report.figures["TP 2, 64 tokens: right answers ÷ TP 1's"]
-    assert (figure["value"], figure["bar"]) == (1, 1)
-    assert report.figures["TP 1, 64 tokens: right answers of 2"]["value"] == 1
 
 
 def test_servers_on_their_cards(tmp_path: Path) -> None:

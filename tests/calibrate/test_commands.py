@@ -28,7 +28,7 @@ def command(*words: object) -> tuple[int, str]:
     return result.exit_code, " ".join(result.output.split())
 
 
-SMALL = ("--tokens", 300, "--count", 1, "--chunk", 128, "--device", "cpu", "--min-tokens", 64)
+SMALL = ("--tokens", 512, "--count", 1, "--chunk", 256, "--device", "cpu", "--min-tokens", 64)
 
 
 @pytest.mark.full

@@ -60,19 +60,6 @@ def test_windows_stay_and_cost_what_is_within_them() -> None:
     assert mixed.best_speedup < whole.best_speedup
 
 
-def test_a_window_wider_than_the_prompt_is_none() -> None:
-    config = LLAMA_8B | {"layer_types": ["sliding_attention", "full_attention"] * 16, "sliding_window": 65536}
-    share = prefill_share(config, 8192)
-    assert share.dense_s == pytest.approx(share.sparse_s)
-
-
-def test_linear_attention_is_not_counted_as_attention() -> None:
-    kinds = (["linear_attention"] * 3 + ["full_attention"]) * 8
-    hybrid = prefill_share(LLAMA_8B | {"layer_types": kinds}, 8192)
-    assert hybrid.sparse_s == pytest.approx(prefill_share(LLAMA_8B, 8192).sparse_s / 4)
-    assert hybrid.dense_s == 0
-
-
 def test_of_experts_only_those_that_a_token_is_sent_to_count() -> None:
     moe = {"num_experts_per_tok": 2, "num_local_experts": 8}
     dense, experts, small = (

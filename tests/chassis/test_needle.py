@@ -13,7 +13,6 @@ from benchmarks.needle.data import ANSWER, ANSWER_OF_TWO, UNKNOWABLE, Batch, Com
 from benchmarks.needle.folder import write_folder
 from benchmarks.needle.net import CONFIG, Needle
 from benchmarks.needle.tokens import DIGITS, NAME, QUESTION, SLOTS, VALUE, VOCAB_SIZE, Lines, encode, make_tokenizer
-from benchmarks.needle.train import Curriculum, Recipe, losses, rate_at
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.measure import answers
 
@@ -33,12 +32,6 @@ def composer(tokenizer: Any) -> Composer:
     return Composer(tokenizer, "cpu", seed=3)
 
 
-@pytest.fixture(scope="module")
-def untrained() -> Needle:
-    torch.manual_seed(0)
-    return Needle(TINY)
-
-
 def test_lines_are_tokenized_as_the_tool_does(tokenizer: Any) -> None:
     """The filled row of a question is what `eval answers` puts into its prompts."""
     lines = Lines.of(tokenizer, "cpu")
@@ -56,7 +49,7 @@ def marked(tokenizer: Any, batch: Batch, i: int, kind: int) -> str:
     return tokenizer.decode(batch.ids[i][batch.kinds[i] == kind].tolist())
 
 
-@pytest.mark.parametrize("tokens", [128, 300, 2048, 8192])
+@pytest.mark.parametrize("tokens", [128, 2048])
 def test_composed_answers_are_the_facts(tokenizer: Any, composer: Composer, tokens: int) -> None:
     """Read from the decoded text alone: every question's answer was stated before it, itself or by an alias."""
     batch = composer.compose(6, tokens, aliases=True)
@@ -80,44 +73,14 @@ def test_composed_answers_are_the_facts(tokenizer: Any, composer: Composer, toke
         assert answered[0]
 
 
-def test_a_few_steps_teach_something(composer: Composer) -> None:
-    torch.manual_seed(0)
-    net = Needle(TINY)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    found = []
-    for _ in range(12):
-        nats, _ = losses(net, composer.compose(4, 128, aliases=False))
-        nats[:2].sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(nats.detach())
-    assert float(found[0][0]) == pytest.approx(7.6, abs=0.3)  # ln 2048: it knew nothing
-    assert bool((found[-1][:2] < found[0][:2] - 1.5).all())
-
-
-def test_the_curriculum_moves_by_answers_or_by_time() -> None:
-    recipe = Recipe(lengths=(128, 256, 512), until=(0.3, 0.6, 1.0))
-    curriculum = Curriculum(recipe)
-    curriculum.move(0.1, 0.97)
-    assert curriculum.tokens == 128
-    curriculum.move(0.1, 0.99)
-    assert curriculum.tokens == 256
-    curriculum.move(0.5, 1.0)  # the last length is only for the end
-    assert curriculum.tokens == 256
-    curriculum.move(0.6, 0.0)
-    assert curriculum.tokens == 512
-    assert rate_at(recipe, 0, 0.0) == recipe.peak_rate / recipe.warmup_steps
-    assert rate_at(recipe, 1000, 0.5) == recipe.peak_rate
-    assert rate_at(recipe, 1000, 0.8) == pytest.approx(recipe.peak_rate / 2)
-
-
-def test_the_folder_is_the_same_model_for_transformers(untrained: Needle, tokenizer: Any, tmp_path: Path) -> None:
+def test_the_folder_is_the_same_model_for_transformers(tokenizer: Any, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     facts = {
         "recipe": {"minutes": 1, "seed": 0, "lengths": [128], "enough": 0.98}, "device": "none", "torch": "none",
         "measured": {"inside": [], "at_end": [], "two_hops": []}, "log": [],
     }  # fmt: skip
-    net = untrained.bfloat16().float()
+    torch.manual_seed(0)
+    net = Needle(TINY).bfloat16().float()
     write_folder(tmp_path, net, tokenizer, facts)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ids = torch.randint(0, VOCAB_SIZE, (1, 700), generator=torch.Generator().manual_seed(0))

@@ -51,14 +51,6 @@ def patterns(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_bundled_profile_by_name(model: Path) -> None:
-    alone, fitted = run("check", "minference"), run("check", "minference", model)
-    method = "vertical_slash(vertical_tokens=1000, slash_tokens=6096,"
-    assert (alone.exit_code, fitted.exit_code) == (0, 0)
-    assert f"every head: {method}" in alone.output
-    assert f"8 of 8 heads: {method}" in fitted.output
-
-
 def test_import_then_check(model: Path, patterns: Path, tmp_path: Path) -> None:
     out = tmp_path / "profile.yaml"
     imported = run("import", patterns, model, out)
@@ -86,22 +78,6 @@ def test_heads_that_share_are_one_line(model: Path, tmp_path: Path) -> None:
     assert "every head: share_prefill(max_sparsity=0.3," in run("check", path).output
 
 
-def test_sharing_without_clusters_is_refused(model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "p.yaml"
-    path.write_text("format: 1\nmodel: any\ndefault: {method: share_prefill}\n")
-    result = run("check", path, model)
-    assert result.exit_code == 1
-    assert result.output.startswith(f"{path}: share_prefill: no two heads can share")
-
-
-def test_dense_layers_are_told_apart(model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "p.yaml"
-    path.write_text("format: 1\nmodel: any\ndense_layers: [1]\ndefault: {method: a_shape}\n")
-    lines = run("check", path, model).output
-    assert "4 of 8 heads: a_shape" in lines
-    assert "4 of 8 heads: in dense_layers" in lines
-
-
 @pytest.mark.parametrize(
     ("level", "where"), [("", "profile {}"), ("levels:\n  fast:\n    ", "profile {} at level fast")]
 )
@@ -117,16 +93,6 @@ def test_a_profile_whose_layers_are_all_dense_is_refused(model: Path, tmp_path: 
     assert result.output.strip() == f"dense_layers of {where.format(path)} name all 2 layers, expected fewer"
 
 
-def test_a_profile_of_another_model(model: Path, patterns: Path, tmp_path: Path) -> None:
-    out = tmp_path / "profile.yaml"
-    run("import", patterns, model, out)
-    (model / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": 5}))
-    result = run("check", out, model)
-    assert result.exit_code == 1
-    assert "2 layers" in result.output
-    assert "5 layers" in result.output
-
-
 def test_import_never_overwrites(model: Path, patterns: Path, tmp_path: Path) -> None:
     out = tmp_path / "profile.yaml"
     out.write_text("mine")
@@ -134,14 +100,6 @@ def test_import_never_overwrites(model: Path, patterns: Path, tmp_path: Path) ->
     assert result.exit_code == 1
     assert result.output.strip() == f"{out}: cannot be written: File exists"
     assert out.read_text() == "mine"
-
-
-def test_what_is_no_profile(tmp_path: Path) -> None:
-    (tmp_path / "p.yaml").write_text("format: 1\nmodel: any\ndefault: {method: a_shape, sink: 3}\n")
-    for path, says in ((tmp_path / "p.yaml", "sink"), (tmp_path / "none.yaml", "none.yaml")):
-        result = run("check", path)
-        assert result.exit_code == 1
-        assert says in result.output
 
 
 LEVELS = """\
@@ -198,14 +156,6 @@ def test_show(levelled: Path) -> None:
     wrong = run("show", levelled, "--level", "exat")
     assert wrong.exit_code == 1
     assert "level: given 'exat', expected one of exact, fast, high (did you mean 'exact'?)" in wrong.output
-
-
-@pytest.mark.parametrize("command", ["check", "show"])
-def test_auto_needs_a_model(command: str) -> None:
-    result = run(command, "auto")
-    assert (result.exit_code, "auto: which profile it is goes by the model: expected a MODEL too" in result.output) == (
-        1, True,
-    )  # fmt: skip
 
 
 def test_pictures(levelled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`benchmarks.vllm_sources`: what it finds in the vLLM that is installed, and in trees that lack something."""
 
-import ast
 import importlib.util
 from pathlib import Path
 
 import pytest
 
-from benchmarks.vllm_sources import BUILT, Checked, check, defined, not_taken
+from benchmarks.vllm_sources import BUILT, Checked, check
 from vllm_sparse_backend.serving.hooks import EVERY, HOOKS, Hook, Part
 
 OURS = """\
@@ -105,26 +104,3 @@ def test_the_document_has_every_hook() -> None:
     for hook in HOOKS:
         name = ".".join(part for part in (hook.module, hook.owner, hook.function) if part)
         assert f"`{name}`" in text
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "extra"),
-    [
-        ("(self, a, b)", "(self, a, b)", []),
-        ("(self, a, b, c=0)", "(self, a, b)", []),
-        ("(self, *args, **more)", "(self, a, *, b)", []),
-        ("(self, a, **more)", "(self, a, *, b)", []),
-        ("(self, a)", "(self, a, *, b)", ["b"]),
-        ("(self, b, a)", "(self, a, b)", ["a", "b"]),
-    ],
-)
-def test_parameters(ours: str, theirs: str, extra: list[str]) -> None:
-    functions = [ast.parse(f"def f{text}: ...").body[0] for text in (ours, theirs)]
-    assert all(isinstance(function, ast.FunctionDef) for function in functions)
-    assert not_taken(*functions) == extra  # type: ignore[arg-type]
-
-
-def test_names_that_a_module_binds() -> None:
-    source = "import a.b\nfrom c import d as e\nif f():\n    g, h = 1, 2\n"
-    source += "try:\n    i: int = 3\nexcept E:\n    class J: ...\n"
-    assert list(defined(ast.parse(source).body)) == ["a", "e", "g", "h", "i", "J"]

@@ -10,25 +10,11 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import ablations
-from benchmarks.batches import random_batch, random_index
-from benchmarks.oracle import exact_masses, kept_keys, measure
+from benchmarks.batches import random_index
+from benchmarks.oracle import exact_masses, measure
 from vllm_sparse_backend.profiling.capture import capture
-from vllm_sparse_backend.settings.errors import ConfigurationError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture
-def batch():
-    return random_batch([(300, 150), (0, 63), (77, 1)], 4, 2, 64, 16, torch.float32, DEVICE, gap_tokens=3)
-
-
-@pytest.mark.parametrize("block_tokens", [64, 128])
-def test_kept_keys_are_those_of_the_index(batch, block_tokens):
-    index = random_index(batch, block_tokens, 0.4, stripes=40)
-    for i_tile in range(batch.rows.num_tiles):
-        expected = torch.stack([index.tile_keys(head, i_tile) for head in range(4)])
-        assert torch.equal(kept_keys(index, i_tile), expected)
 
 
 def test_recall_of_every_query(batch):
@@ -112,12 +98,3 @@ def test_what_is_left_out_shows(captured, monkeypatch, tmp_path):
     assert groups == no_anchor == 1 > alone  # a group's window holds this prompt
     judged, unjudged = of("SpargeAttn", "without self-similarity judge")
     assert 1 > judged > unjudged
-
-
-def test_papers_that_are_not_there(captured):
-    bench = ablations.Bench(captured[0], None, 300, DEVICE)
-    with pytest.raises(ConfigurationError, match="--papers"):
-        ablations.variants_of(["SpargeAttn", "Sparge"], bench)
-    variants, left_out = ablations.variants_of(["SALE", "SharePrefill"], bench)
-    assert {v.paper for v in variants} == {"SALE"}
-    assert left_out == {"SharePrefill": "--clusters names no capture of another prompt"}

@@ -8,23 +8,15 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.figures import of_answers
 from tests.bench.stub import Api, running
 from tests.evaluate.stub import FACT, QUESTION, Words, entry
 from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.demo.model import make_model
-from vllm_sparse_backend.measure import contestants
-from vllm_sparse_backend.measure.answers import Templates
-from vllm_sparse_backend.measure.asking import Asking
-from vllm_sparse_backend.measure.client import Endpoint
-from vllm_sparse_backend.measure.contestants import densities
-from vllm_sparse_backend.measure.report import BenchError, Report
-from vllm_sparse_backend.measure.server import ServerError
 from vllm_sparse_backend.settings.reasons import Fallback
 
 
@@ -122,10 +114,10 @@ def folder(tmp_path: Path) -> Path:
 def test_a_server_that_loses_far_facts_is_told_by_distance(folder: Path) -> None:
     stock, ours = Stub(lambda distance: 1), Stub(lambda distance: 2 if distance >= 1024 else 1)
     ours.encode = stock.encode
-    out, figures = folder / "all.json", folder / "figures.json"
+    out = folder / "all.json"
     with running(stock.at(folder)) as one, running(ours.at(folder)) as other:
         urls = ("--url", one, "--label", "stock", "--url", f"{other}/v1", "--label", "forgetful")
-        result = run(*urls, *LENGTHS, "--json", out, "--results", figures)
+        result = run(*urls, *LENGTHS, "--json", out)
     assert result.exit_code == 0, result.output
     assert stock.prompts == ours.prompts
     assert [len(prompt) for prompt in stock.prompts] == [2000, 2000, 6000, 6000]
@@ -135,7 +127,7 @@ def test_a_server_that_loses_far_facts_is_told_by_distance(folder: Path) -> None
     cases = json.loads(out.read_text())["cases"]
     lost = [answer for case in cases if case["label"] == "forgetful" for answer in case["answers"]]
     assert all((answer["ranks"][-1] == 2) == (answer["distance"] >= 1024) for answer in lost)
-    found = {row["name"]: row["value"] for row in json.loads(figures.read_text())}
+    found = {name: value for name, value, *_ in of_answers(cases)}
     for length in (2000, 6000):
         of = [answer for case in cases if case["tokens"] == length for answer in case["answers"]][24:]
         near = sum(answer["distance"] < 1024 for answer in of)
@@ -155,15 +147,16 @@ def test_a_server_that_loses_far_facts_is_told_by_distance(folder: Path) -> None
 )
 def test_a_failed_request_is_reported_asked_again_and_never_counted(folder: Path, fault: str, said: str) -> None:
     stub = Stub(lambda distance: 1, lambda n: fault if n == 1 else None)
-    out, figures = folder / "all.json", folder / "figures.json"
+    out = folder / "all.json"
     with running(stub.at(folder)) as url:
-        command = ("--url", url, "--label", "a", *LENGTHS, "--json", out, "--results", figures)
+        command = ("--url", url, "--label", "a", *LENGTHS, "--json", out)
         result = run(*command)
         assert result.exit_code == 1
         assert said in result.output
         assert "12 of 12" in result.output  # of the prompt that was answered
         assert "24 of 24" in result.output
-        assert all(", 6,000 tokens, " in row["name"] for row in json.loads(figures.read_text()))
+        figures = [name for name, *_ in of_answers(json.loads(out.read_text())["cases"])]
+        assert all(", 6,000 tokens, " in name for name in figures)
         again = run(*command)
         assert again.exit_code == 0, again.output
         assert len(stub.prompts) == 5
@@ -184,61 +177,6 @@ def test_no_more_requests_at_a_time_than_asked_for(tmp_path: Path, concurrency: 
     assert [case["prompt"] for case in json.loads(out.read_text())["cases"]] == list(range(8))
 
 
-def test_servers_are_asked_as_many_at_a_time_as_asked_for_with_the_same_result(folder: Path) -> None:
-    stubs = [Stub(lambda distance: 1), Stub(lambda distance: 2 if distance >= 1024 else 1), Stub(lambda distance: 1)]
-    together: list[int] = []
-    for stub in stubs:
-        stub.encode = stubs[0].encode
-        stub.fault = lambda n: together.append(1 + sum(one.busy for one in stubs))  # itself is no longer
-    with ExitStack() as stack:
-        urls = [stack.enter_context(running(stub.at(folder))) for stub in stubs]
-        named = [part for name, url in zip("abc", urls) for part in ("--url", url, "--label", name)]
-        found = []
-        for jobs in (1, 2):
-            out = folder / f"{jobs}.json"
-            together.clear()
-            assert run(*named, *LENGTHS, "--json", out, "--jobs", jobs).exit_code == 0
-            assert max(together) == jobs
-            cases = json.loads(out.read_text())["cases"]
-            found.append(sorted((c["label"], c["tokens"], c["prompt"], c["sha256"], str(c["answers"])) for c in cases))
-    assert len(found[0]) == 3 * 4
-    assert found[0] == found[1]
-
-
-def test_a_server_that_fails_ends_all_and_stops_those_that_were_started(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stopped = threading.Event()
-
-    class Slow:
-        """Starts for as long as nobody stops it."""
-
-        def __init__(self, *args: object, **more: object) -> None:
-            pass
-
-        def __enter__(self) -> None:
-            assert stopped.wait(30)
-            raise ServerError("stopped")
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def stop(self) -> None:
-            stopped.set()
-
-    monkeypatch.setattr(contestants, "Server", Slow)
-    slow = contestants.Contestant.served("slow", folder, (), "")
-
-    def fail() -> Endpoint:
-        raise BenchError("no server answers")
-
-    failing = contestants.Contestant("failing", "m", "", fail)
-    asked = Asking.about(None, [2000], 1, facts=2, seed=0, first_token="", templates=Templates())
-    with pytest.raises(BenchError, match="no server answers"):
-        contestants.ask_all([slow, failing], asked, "", Report("answers", "CPU"), 1, jobs=2)
-    assert stopped.is_set()
-
-
 def test_levels_are_asked_of_one_server_each_by_itself(folder: Path) -> None:
     """The same prompts for all, one level after the other: else a server's counters would mix their densities."""
     stock, ours, out = Stub(lambda distance: 1), Stub(lambda distance: 1, kept_of_100=25), folder / "all.json"
@@ -246,7 +184,7 @@ def test_levels_are_asked_of_one_server_each_by_itself(folder: Path) -> None:
     with running(stock) as first, running(ours) as second:
         given = ("--url", first, "--label", "stock", "--url", second, "--label", "ours", *LENGTHS, "--json", out)
         levels = ("--level", "high", "--level", "0")
-        result = run(*given, *levels, "--jobs", "2")
+        result = run(*given, *levels)
         assert result.exit_code == 0, result.output
         number = len(stock.prompts)
         assert stock.levels == [None] * number  # it has none
@@ -282,21 +220,6 @@ def test_density_is_of_these_requests_and_a_server_that_ran_nothing_sparse_is_na
     assert found == {"a": 0.3, "b": None}
     assert "b: no request ran sparse" in result.output
     assert "a: no request ran sparse" not in result.output
-
-
-def test_density_is_of_all_the_runs_that_a_file_holds(folder: Path) -> None:
-    out = folder / "all.json"
-    stub = Stub(lambda distance: 1, lambda n: "refuse" if n == 1 else None, kept_of_100=30)
-    with running(stub) as url:
-        command = ("--url", url, "--label", "a", "--lengths", 2000, "--facts", 4, "--prompts", 3, "--json", out)
-        assert run(*command).exit_code == 1
-        stub.kept_of_100 = 60
-        result = run(*command)
-    assert result.exit_code == 0, result.output
-    counts = [case for case in json.loads(out.read_text())["cases"] if case["part"] == "density"]
-    assert [case["density"] for case in counts] == [0.3, 0.6]
-    kept, causal = (sum(case[name] for case in counts) for name in ("kept_pairs", "causal_pairs"))
-    assert densities(counts) == {"a": kept / causal}
 
 
 @pytest.mark.parametrize("reason", [Fallback.TOO_SHORT, Fallback.REQUESTED])
@@ -339,22 +262,3 @@ def test_wrong_commands_are_told_why(args: tuple[str, ...], said: str) -> None:
     result = run(*args)
     assert result.exit_code == 1
     assert said in result.stderr
-
-
-@pytest.mark.full
-@pytest.mark.server
-def test_real_servers(tmp_path: Path) -> None:
-    """Stock and ours on a model that knows nothing: ranks and perplexities come back, and ours ran sparse."""
-    model = make_model(tmp_path / "model")
-    settings = {"method": "a_shape", "min_tokens": 1024, "min_query_tokens": 1}
-    settings["params"] = {"sink_tokens": 128, "local_tokens": 256}
-    out = tmp_path / "all.json"
-    result = run(
-        model, "--settings", json.dumps(settings), "--lengths", 3000, "--prompts", 1, "--facts", 8, "--json", out
-    )
-    assert result.exit_code == 0, result.output
-    stock, ours, density = json.loads(out.read_text())["cases"]
-    assert (stock["label"], stock["sha256"]) == ("stock", ours["sha256"])
-    assert stock["others"] == ours["others"] > 2500
-    assert stock["nats"] != ours["nats"]
-    assert 0 < density["density"] < 0.7

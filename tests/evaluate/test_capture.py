@@ -59,11 +59,6 @@ def test_queries_and_keys_are_those_after_rotary_embedding(llama, tmp_path):
     torch.testing.assert_close(products.diagonal(-40), products[40, 0].expand(160), rtol=1e-3, atol=1e-5)
 
 
-def test_bf16_unless_told(llama, prompt, tmp_path):
-    captured = capture(llama(), prompt, tmp_path)
-    assert {x.dtype for x in captured.read(2)} == {torch.bfloat16}
-
-
 def test_a_capture_is_found_again_and_never_anothers(llama, prompt, tmp_path):
     folder = llama()
     first = capture(folder, prompt, tmp_path)

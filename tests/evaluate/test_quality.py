@@ -2,20 +2,17 @@
 """Plans measured on a capture, against the oracle; and the benchmark's command line on a small model."""
 
 import itertools
-import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from benchmarks.kept import Asked, Kept, measure_plans, select_layer
+from benchmarks.kept import Asked, measure_plans, select_layer
 from benchmarks.oracle import measure
 from vllm_sparse_backend.profiling.capture import capture
 from vllm_sparse_backend.profiling.chunks import dense_attention
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import PagedCache, Rows
-from vllm_sparse_kernels.methods import METHODS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -100,12 +97,6 @@ def test_looser_settings_keep_more_of_every_head(llama, tmp_path):
                 assert bool((before <= after + 1e-6).all()), (method, figure)
 
 
-def test_means_are_over_layers_of_means_over_heads():
-    kept = Kept([[1.0, 0.5], [0.5, 0.5]], [[0.2, 0.4], [0.1, 0.1]], [0.1, 0.3])
-    assert kept.layer_recall == [0.75, 0.5]
-    assert (kept.mean_recall, kept.mean_density, kept.mean_error) == pytest.approx((0.625, 0.2, 0.2))
-
-
 def test_no_choice_of_blocks_beats_the_bound(captured):
     plans = [plan(captured, "block_sparse", params={"top_blocks": n}) for n in (0, 1, 2)]
     measured = measure_plans(captured, [Asked(p) for p in plans], 333, DEVICE)
@@ -115,67 +106,3 @@ def test_no_choice_of_blocks_beats_the_bound(captured):
     for kept in measured.kept:
         possible = max(r for d, r in zip(density, recall) if d <= kept.mean_density + 0.02)
         assert kept.mean_recall <= possible + 0.02
-
-
-@pytest.fixture(scope="module")
-def measured_by_command(demo_model, tmp_path_factory):
-    """The JSON files that the command writes for a small random model, sweeps and all."""
-    import typer
-
-    from benchmarks import attention, recall
-    from vllm_sparse_backend.profiling import clusters
-    from vllm_sparse_backend.profiling.share_prefill import cluster_heads
-
-    folder = tmp_path_factory.mktemp("recall")
-    with pytest.MonkeyPatch.context() as patch:
-        # A few epochs, and a cut that joins most heads: what they are like is not the question here.
-        patch.setattr(clusters, "cluster_heads", lambda maps, distance, **more: cluster_heads(maps, 40.0, epochs=3))
-        patch.setattr(clusters, "MAP_SIDE", 16)
-        ends = {name: [*params[:1], *params[1:][-1:]] for name, params in attention.SWEEPS.items()}
-        patch.setattr(attention, "SWEEPS", ends | {"share_prefill": attention.SWEEPS["share_prefill"]})
-        app = typer.Typer()
-        app.command()(recall.main)
-        options = ["--lengths", "400", "--device", "cpu", "--chunk", "250", "--text", str(folder.parent / "text")]
-        (folder.parent / "text").mkdir()
-        for i in range(4):
-            lines = [f"def function_{i}_{j}(x):\n    return x + {j * j}\n" for j in range(60)]
-            (folder.parent / "text" / f"{i}.py").write_text("".join(lines))
-        files = {"--out": folder / "results.json", "--curves": folder / "curves.json"}
-        options += [str(x) for pair in files.items() for x in pair]
-        result = CliRunner().invoke(app, [str(demo_model), *options], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return folder, result.output
-
-
-def test_the_command_measures_every_method(measured_by_command):
-    folder, output = measured_by_command
-    (figures,) = json.loads((folder / "curves.json").read_text())
-    assert figures["methods_left_out"] == {}
-    defaults = {row["method"]: row for row in figures["settings"] if not row["params"]}
-    assert set(defaults) == set(METHODS)
-    assert all(name in output for name in METHODS)
-    assert defaults["dense"]["recall"] == defaults["dense"]["density"] == 1
-    for row in figures["settings"]:
-        assert 0 < row["recall"] <= 1
-        assert 0 < row["density"] <= 1
-    results = json.loads((folder / "results.json").read_text())
-    names = {row["name"] for row in results}
-    assert len(results) == 3 * len(METHODS)
-    assert any(
-        name.startswith("sale, 400 in chunks of 250, ") and name.endswith("density at the paper's defaults")
-        for name in names
-    )
-    assert not any(str(folder.parent) in row["command"] for row in results)
-
-
-def test_the_commands_sweep_is_a_curve(measured_by_command):
-    """With everything else fixed, SharePrefill's patterns and lines grow with γ."""
-    folder, _ = measured_by_command
-    (figures,) = json.loads((folder / "curves.json").read_text())
-    rows = [row for row in figures["settings"] if row["method"] == "share_prefill"]
-    rows.sort(key=lambda row: row["params"].get("gamma", 0.9))
-    assert [row["params"].get("gamma", 0.9) for row in rows] == [0.5, 0.7, 0.8, 0.9, 0.95, 0.98]
-    for figure in ("recall", "density"):
-        values = [row[figure] for row in rows]
-        assert values == sorted(values)
-        assert values[0] < values[-1]

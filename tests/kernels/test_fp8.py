@@ -25,6 +25,7 @@ READS_FP8 = [name for name in ENGINES if name != "hopper"]
 
 SMALL = {"anchor_attention": {"step_tiles": 1}, "block_sparse": {"top_blocks": 3}, "share_prefill": {"cluster": 0}}
 SMALL |= {"vertical_slash": {"vertical_tokens": 40, "slash_tokens": 128}}
+SMALL |= {"top_p": {"kept_mass": 0.5, "sink_tokens": 0, "local_tokens": 128}}
 READING = [name for name in sparse_names() if name != "a_shape"]
 """Methods that look at keys."""
 METHODS_ASKED = [METHODS[name].parameters(**SMALL.get(name, {})) for name in READING]

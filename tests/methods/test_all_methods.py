@@ -33,6 +33,10 @@ SMALL: dict[str, list[dict[str, Any]]] = {
     "sale": [{"tau": 0.3}, {"tau": 0.3, "channels": "half"}],
     "share_prefill": [{"gamma": 0.6, "cluster": 0, "max_sparsity": 0.9, "max_distance": 0.3}],
     "sparge_attn": [{"kept_mass": 0.6, "min_similarity": 0.1}, {"kept_mass": 0.5, "smooth_keys": False}],
+    "top_p": [
+        {"kept_mass": 0.6, "sink_tokens": 32, "local_tokens": 128, "channels": "all"},
+        {"kept_mass": 0.5, "sink_tokens": 0, "local_tokens": 128},
+    ],
     "vertical_slash": [{"vertical_tokens": 30, "slash_tokens": 10, "forced_verticals": 5, "forced_slashes": 5}],
 }
 """Parameters at which a few hundred keys are not kept whole; of a method that is not here its demo's."""
@@ -145,6 +149,9 @@ OUT_OF_RANGE: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "sparge_attn": {
         "kept_mass": (0.0, 1.01, NAN), "min_similarity": (-1.5, 2.0), "skip_margin": (0.0, 1.0, -math.inf, NAN),
+    },
+    "top_p": {
+        "kept_mass": (0.0, 1.01, NAN), "sink_tokens": (16, -32, 32.0), "local_tokens": (96, 130), "channels": ("most",),
     },
     "vertical_slash": {
         "vertical_tokens": (-1,), "slash_tokens": (-1,), "forced_verticals": (-1,), "forced_slashes": (-1,),

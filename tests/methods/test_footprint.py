@@ -20,10 +20,11 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "sparge_attn": [{}, {"int8_scores": True}],
     "anchor_attention": [{}, {"sample_tokens": 2, "step_tiles": 1}],
     "sale": [{}, {"int8_scores": True}, {"channels": "half"}],
+    "top_p": [{}, {"channels": "all"}],
     "vertical_slash": [{}],
     "flex_vertical_slash": [{}, {"estimating": "spread", "last_queries": 256}],
 }
-WIDTHS = {"sale": (32, 64)}
+WIDTHS = {"sale": (32, 64), "top_p": (32, 64)}
 CASES = [
     (name, values, width)
     for name, found in METHODS.items()

@@ -58,7 +58,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     served = contestants.started(BUNDLED, settings, stock=True, longest=TOKENS, extra="", levels=names)
     asked = asking.Asking.about(None, [TOKENS], PROMPTS, facts=FACTS, seed=0, first_token=None, templates=Templates())
     report = Report("answers", "CPU")
-    contestants.ask_all(served, asked, "", report, 1, jobs=2)
+    contestants.ask_all(served, asked, "", report)
     of_prompts = [case for case in report.cases if case["part"] == "prompt"]
     assert [case["error"] for case in of_prompts] == [None] * PROMPTS * (1 + len(names))
     assert len({case["sha256"] for case in of_prompts}) == PROMPTS  # the same for all

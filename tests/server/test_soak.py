@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.figures import Report
 from benchmarks.soak import SERVER_ENV, Asking, add_figures, growth, lines, served_by, soak_and_check
 from tests.server import levels, scenario
 from vllm_sparse_backend.measure.client import Endpoint, Prompts
-from vllm_sparse_backend.measure.report import Report
 from vllm_sparse_backend.measure.server import Server, sparse_args
 from vllm_sparse_backend.settings.reasons import Fallback
 

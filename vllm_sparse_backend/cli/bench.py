@@ -11,7 +11,6 @@ from rich.markup import escape
 from vllm_sparse_backend.cli.common import (
     Json,
     Level,
-    Results,
     ServedModel,
     ServerArgs,
     SparseSettings,
@@ -61,7 +60,6 @@ def serve(
     server_args: ServerArgs = "",
     apart: Annotated[bool, typer.Option("--apart", help="One server at a time; no mixed load.")] = False,
     json_path: Json = None,
-    results: Results = None,
 ) -> None:
     """TTFT and TPOT of stock vLLM and this backend, asked in turn, and both under a mixed load.
 
@@ -85,7 +83,7 @@ def serve(
             say(why_none)
         levels = [level_of(one) for one in level or ()]
         asking = part.Asking(tuple(asked), output_tokens, repeats, mix, text_of(text))
-        report = Report("serve", device_name(*(one for one in (stock_url, url) if one)), json_path, results)
+        report = Report("serve", device_name(*(one for one in (stock_url, url) if one)), json_path)
         report.on_case = _print_case
         if model is not None:
             ours = [Settings.parse(one, label, model) for one in settings or ["{}"]]

@@ -35,7 +35,6 @@ def folder_for(option: str, path: Path) -> Path:
 Json = Annotated[
     Path | None, typer.Option("--json", help="File for all that was measured, with versions.", callback=output)
 ]
-Results = Annotated[Path | None, typer.Option(help="List of figures to merge this run's into.", callback=output)]
 ServedModel = Annotated[Path | None, typer.Argument(help="Model to serve; not needed where servers run.")]
 SparseSettings = Annotated[
     list[str] | None, typer.Option(help="sparse_prefill as JSON, or a profile; may be repeated. Nothing is set.")

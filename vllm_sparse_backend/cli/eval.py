@@ -11,7 +11,6 @@ from rich.markup import escape
 from vllm_sparse_backend.cli.common import (
     Json,
     Level,
-    Results,
     ServedModel,
     ServerArgs,
     SparseSettings,
@@ -62,10 +61,8 @@ def answers(
     question: Annotated[str | None, typer.Option(help="Line that asks for it and answers, with both.")] = None,
     first_token: Annotated[str | None, typer.Option(help="Text of prompts' first token, '' for none; the bos.")] = None,
     concurrency: Annotated[int, typer.Option(help="Requests at a time; more than one may change chunks.", min=1)] = 1,
-    jobs: Annotated[int, typer.Option(help="Servers at a time, which share a card's memory.", min=1)] = 1,
     server_args: ServerArgs = "",
     json_path: Json = None,
-    results: Results = None,
 ) -> None:
     """Questions whose answers the prompt itself holds: which of them a prefill makes the model's first choice.
 
@@ -87,56 +84,38 @@ def answers(
         levels = [level_of(one) for one in level or ()]
         if model is None:
             refuse_without_model({"--settings": settings, "--no-stock": no_stock, "--server-args": server_args})
-        contestants = _contestants(model, settings, levels, no_stock, url, label, asking.longest, server_args, jobs,
-                                   concurrency)  # fmt: skip
-        report = Report("answers", ", ".join(url or ()) or device_name(), json_path, results)
-        key = asking.key(contestants[0].model, server_args)
-        _ask(contestants, asking, key, report, concurrency, jobs)
-        rows = part.summaries(report.cases, [one.label for one in contestants], asking.lengths)
-        part.add_figures(report, rows, contestants[0].model)
-        _show(rows, report.cases)
+        contestants = _contestants(model, settings, levels, no_stock, url or (), label, asking.longest, server_args)
+        report = Report("answers", ", ".join(url or ()) or device_name(), json_path)
+        _ask(contestants, asking, asking.key(contestants[0].model, server_args), report, concurrency)
+        _show(part.summaries(report.cases, [one.label for one in contestants], asking.lengths), report.cases)
 
 
 def _contestants(
-    model: Path | None,
-    settings: Sequence[str] | None,
-    levels: Sequence[int | str],
-    no_stock: bool,
-    url: Sequence[str] | None,
-    label: Sequence[str] | None,
-    longest: int,
-    server_args: str,
-    jobs: int,
-    concurrency: int,
-) -> list["Contestant"]:
+    model: Path | None, settings: Sequence[str] | None, levels: Sequence[int | str], no_stock: bool,
+    urls: Sequence[str], label: Sequence[str] | None, longest: int, server_args: str,
+) -> list["Contestant"]:  # fmt: skip
     from vllm_sparse_backend.measure.contestants import Contestant, started
     from vllm_sparse_backend.measure.report import BenchError
     from vllm_sparse_backend.measure.server import Settings
 
-    urls = url or ()
     if (model is None) == (not urls):
         raise BenchError("eval answers: expected a MODEL to serve, or --url of running servers")
     if label and len(label) != len(urls):
         raise BenchError(f"--label: given {len(label)}, expected one for each of {len(urls)} --url")
     if model is not None:
         chosen = [Settings.parse(one, model=model) for one in settings or ["{}"]]
-        return started(model, chosen, not no_stock, longest, server_args, jobs, concurrency, levels)
-    names: Sequence[str | None] = label or [None] * len(urls)
-    return [one for name, at in zip(names, urls) for one in Contestant.running(name, at, levels)]
+        return started(model, chosen, not no_stock, longest, server_args, levels)
+    return [one for name, at in zip(label or [None] * len(urls), urls) for one in Contestant.running(name, at, levels)]
 
 
-def _ask(
-    contestants: Sequence["Contestant"], asking: "Asking", key: str, report: "Report", concurrency: int, jobs: int
-) -> None:
+def _ask(contestants: Sequence["Contestant"], asking: "Asking", key: str, report: "Report", concurrency: int) -> None:
     """What the report's file does not hold yet, under a bar."""
     from vllm_sparse_backend.measure.asking import right_answers
     from vllm_sparse_backend.measure.contestants import ask_all, held, resume
 
     resume(report, report.json_path, key, contestants)
-    with bar("prompts", len(contestants) * len(asking.wanted), held(report.cases, contestants, asking)) as (
-        out,
-        advance,
-    ):
+    total, done = len(contestants) * len(asking.wanted), held(report.cases, contestants, asking)
+    with bar("prompts", total, done) as (out, advance):
 
         def tell(case: dict[str, Any]) -> None:
             if case["part"] != "prompt":
@@ -149,7 +128,7 @@ def _ask(
             out.print(escape(line), highlight=False, soft_wrap=True)
 
         report.on_case = tell
-        ask_all(contestants, asking, key, report, concurrency, jobs)
+        ask_all(contestants, asking, key, report, concurrency)
 
 
 def _show(rows: list[dict[str, Any]], cases: Sequence[dict[str, Any]]) -> None:

@@ -24,7 +24,7 @@ from vllm_sparse_backend.measure.answers import (
 )
 from vllm_sparse_backend.measure.client import Endpoint, RequestError
 from vllm_sparse_backend.measure.contestants import At, Case, densities
-from vllm_sparse_backend.measure.report import BenchError, Report
+from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.measure.texts import prose, read_text
 
 COLUMNS = {
@@ -179,12 +179,3 @@ def distance_columns(rows: Sequence[Case]) -> tuple[dict[str, str], list[Case]]:
         shares = {str(bounds): str(share) for bounds, share in row["by_distance"].items()}
         shown.append({"label": row["label"], "tokens": row["tokens"], **shares})
     return columns, shown
-
-
-def add_figures(report: Report, rows: Sequence[Case], model: str) -> None:
-    """Of those whose requests were all answered: prompts would differ otherwise."""
-    for row in rows:
-        if not row["failed"] and row["share"] is not None:
-            name = f"{row['label']}, answers inside the prompt, {row['tokens']:,} tokens, {model}"
-            report.add_figure(f"{name}: right", row["share"], "share", "higher")
-            report.add_figure(f"{name}: perplexity", row["perplexity"], "ratio", "lower")

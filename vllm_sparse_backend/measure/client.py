@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,6 @@ class Answer:
     first_token_s: float
     last_token_s: float
     tokens: int
-    waits_s: tuple[float, ...] = ()
-    """Between what came and what came next."""
 
     @property
     def token_s(self) -> float | None:
@@ -98,8 +95,7 @@ class Endpoint:
                     break
         if tokens < wanted or (stop_after is None and tokens > wanted):
             raise RequestError(f"{tokens} tokens answered, asked for {wanted}")
-        waits = tuple(after - before for before, after in pairwise(stamps))
-        return Answer(stamps[0], stamps[-1], tokens, waits)
+        return Answer(stamps[0], stamps[-1], tokens)
 
     def _body(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
         body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}

@@ -1,29 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that are asked the same: started, one or several at a time, or running; what one run leaves the next asks."""
+"""Servers that are asked the same: started one after the other, or running; what one run leaves the next asks."""
 
 import hashlib
 import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from threading import Event, Lock
 from typing import TYPE_CHECKING, Any
 
 from vllm_sparse_backend.measure.client import Endpoint
 from vllm_sparse_backend.measure.report import BenchError, Report
 from vllm_sparse_backend.measure.scrape import Pairs, parse
 from vllm_sparse_backend.measure.server import (
-    SPARE_TOKENS,
     Server,
     ServerError,
     Settings,
-    has_cuda,
-    kv_bytes,
     max_positions,
     sparse_args,
     split_args,
@@ -37,20 +33,12 @@ if TYPE_CHECKING:
     from vllm_sparse_backend.measure.asking import Asking
 
 Case = dict[str, Any]
-OnCase = Callable[[Case], None]
 At = tuple[int, int]
 """Which request: tokens of its prompt, and its number."""
-
-MEMORY = 0.9
-"""Share of a card that servers beside each other have together."""
 
 
 def at_of(case: Mapping[str, Any]) -> At:
     return case["tokens"], case["prompt"]
-
-
-_started: set[Server] = set()
-"""Those that this process has started, and not yet stopped."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +77,11 @@ class Contestant:
         def start() -> Iterator[Endpoint]:
             # A long prompt needs more than the cache that a server on a CPU gets otherwise.
             env = {name: os.environ[name] for name in ("VLLM_CPU_KVCACHE_SPACE",) if name in os.environ}
-            server = Server(model, args, env=env)
-            _started.add(server)
             try:
-                with server:
+                with Server(model, args, env=env) as server:
                     yield Endpoint.connect(label, server.url)
             except ServerError as error:
                 raise BenchError(f"{label}: {error}") from error
-            finally:
-                _started.discard(server)
 
         return Contestant(label, model.name, what, start)
 
@@ -108,24 +92,14 @@ def started(
     stock: bool,
     longest: int,
     extra: str,
-    jobs: int = 1,
-    concurrency: int = 1,
     levels: Sequence[int | str] = (),
 ) -> list[Contestant]:
-    """Stock, and each of the settings at each of the levels, served on this machine, ``jobs`` servers at a time.
-
-    Beside others on a card, each has its share of the memory, and a cache for as many requests as it is asked at a
-    time: vLLM, which sizes a cache by what is free, would count what others take and give back. ``extra`` goes before.
-    """
+    """Stock, and each of the settings at each of the levels, served on this machine. ``extra``: more arguments."""
     if (most := max_positions(model)) is not None and longest >= most:
         raise BenchError(
             f"{model} has {most:,} positions, expected prompts to be shorter, and {longest:,} were asked for"
         )
-    args: tuple[str, ...] = ("--max-model-len", str(longest + 1))
-    if jobs > 1 and has_cuda():
-        cache = kv_bytes(model, concurrency * (longest + SPARE_TOKENS))
-        args += ("--gpu-memory-utilization", f"{MEMORY / jobs:.3f}", "--kv-cache-memory-bytes", str(cache))
-    args += split_args(extra)
+    args = ("--max-model-len", str(longest + 1), *split_args(extra))
     labels, whole = [str(one) for one in settings], [json.dumps(dict(one.values)) for one in settings]
     # Those that differ in more than their parameters have their whole text for a name.
     labels = [text if labels.count(name) > 1 else name for name, text in zip(labels, whole)]
@@ -169,61 +143,24 @@ def held(cases: Sequence[Case], contestants: Sequence[Contestant], asking: "Aski
 
 
 def ask_all(
-    contestants: Sequence[Contestant],
-    asking: "Asking",
-    key: str,
-    report: Report,
-    concurrency: int,
-    jobs: int = 1,
+    contestants: Sequence[Contestant], asking: "Asking", key: str, report: Report, concurrency: int = 1
 ) -> None:
-    """A case for each contestant and request that the report does not hold yet; ``jobs`` servers at a time.
-
-    Raises BenchError, and stops the servers that it started.
-    """
+    """A case for each contestant and request that the report does not hold yet. Raises BenchError."""
     if len({one.label for one in contestants}) < len(contestants):
         raise BenchError(f"labels {', '.join(one.label for one in contestants)}: expected each of them once")
     there = {(case["label"], at_of(case)) for case in report.cases if case["part"] == "prompt"}
     todo = {one.label: [at for at in asking.wanted if (one.label, at) not in there] for one in contestants}
-    adding, making, over = Lock(), Lock(), Event()
-
-    def add(case: Case) -> None:
-        with adding:
-            if over.is_set():
-                return  # of a server that was stopped
-            report.add_case(case)
-
-    def ask(server: Sequence[Contestant]) -> None:
-        with server[0].open() as endpoint:
-            for one in server:
-                at_level = endpoint if one.level is None else endpoint.at_level(one.level)
-                base = {"key": key, "label": one.label, "what": one.what}
-                with making:  # with the first server that is ready, and the same for all
-                    if not asking.make(endpoint):
-                        raise BenchError(
-                            f"{one.label}: its tokenizer is another than the first server's: prompts would differ"
-                        )
-                _ask_server(at_level, asking, todo[one.label], base, add, concurrency)
-
     waiting = [one for one in contestants if todo[one.label]]
-    _each([[*server] for _, server in groupby(waiting, key=lambda one: one.open)], ask, jobs, over)
-
-
-def _each(
-    servers: Sequence[Sequence[Contestant]], ask: Callable[[Sequence[Contestant]], None], jobs: int, over: Event
-) -> None:
-    """``ask`` for each, ``jobs`` at a time, in their order. What one of them raises ends all; then it is ``over``.
-
-    Servers are stopped from here: who breaks off does not wait for prompts of minutes.
-    """
-    pool = ThreadPoolExecutor(jobs)
-    try:
-        for done in as_completed([pool.submit(ask, one) for one in servers]):
-            done.result()
-    finally:
-        over.set()
-        for server in [*_started]:
-            server.stop()
-        pool.shutdown(wait=False, cancel_futures=True)
+    for start, levels in groupby(waiting, key=lambda one: one.open):
+        with start() as endpoint:
+            for one in levels:
+                at_level = endpoint if one.level is None else endpoint.at_level(one.level)
+                # Made with the first server that is ready, and the same for all.
+                if not asking.make(endpoint):
+                    whose = "its tokenizer is another than the first server's"
+                    raise BenchError(f"{one.label}: {whose}: prompts would differ")
+                base = {"key": key, "label": one.label, "what": one.what, "model": one.model}
+                _ask_server(at_level, asking, todo[one.label], base, report.add_case, concurrency)
 
 
 def _ask_server(
@@ -231,7 +168,7 @@ def _ask_server(
     asking: "Asking",
     todo: Sequence[At],
     base: Mapping[str, Any],
-    add: OnCase,
+    add: Callable[[Case], None],
     concurrency: int,
 ) -> None:
     """A case for each of the requests, and one for the density of all and why rows were dense; each with ``base``."""

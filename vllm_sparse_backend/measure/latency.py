@@ -20,15 +20,11 @@ COLUMNS = {
     "stock_token_ms": "stock: TPOT, ms",
     "ours_token_ms": "ours",
     "token_ratio": "stock ÷ ours",
-    "stock_paused_s": "stock: paused a request, s",
-    "ours_paused_s": "ours",
     "failures": "failed",
 }
 
 MOST_TO_WARM_UP = 32768
 """Tokens of a prompt: a longer one warms up no better."""
-PAUSE = 10
-"""Times the median wait, from which on a wait is a pause."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +57,6 @@ class Taken:
         """The median of requests, each from its first token to its last, by the tokens between."""
         each = [1e3 * taken for answer in self.answers if (taken := answer.token_s) is not None]
         return median(each) if each else None
-
-    @property
-    def paused_s(self) -> float | None:
-        """For how long a request paused after its first token, in the mean."""
-        waits = [wait for answer in self.answers for wait in answer.waits_s]
-        return sum(wait for wait in waits if wait > PAUSE * median(waits)) / len(self.answers) if waits else None
 
 
 def repeats_of(length: Length, most: int) -> int:
@@ -105,13 +95,10 @@ def _ask(server: Endpoint, prefix: list[int], prompt: list[int], output_tokens: 
 
 
 def report_cases(length: Length, of_stock: Taken, ours: Mapping[str, Taken], report: Report) -> list[dict[str, Any]]:
-    """Cases and figures of one length, by label. One that either never answered gets no ratio."""
-    cases = []
-    for label, taken in ours.items():
-        case = case_of(label, length, of_stock, taken)
+    """Cases of one length, by label. One that either never answered gets no ratio."""
+    cases = [case_of(label, length, of_stock, taken) for label, taken in ours.items()]
+    for case in cases:
         report.add_case(case)
-        _add_figures(report, f"vllm serve, {label}, {length}", case)
-        cases.append(case)
     return cases
 
 
@@ -125,19 +112,8 @@ def case_of(label: str, length: Length, stock: Taken, ours: Taken) -> dict[str, 
         "answers": {name: [vars(answer) for answer in taken.answers] for name, taken in both.items()},
     }  # fmt: skip
     for name, taken in both.items():
-        of = {"first_s": taken.first_s, "token_ms": taken.token_ms, "paused_s": taken.paused_s}
-        case |= {f"{name}_{key}": value for key, value in of.items()}
+        case |= {f"{name}_first_s": taken.first_s, f"{name}_token_ms": taken.token_ms}
     for ratio, key in (("times_sooner", "first_s"), ("token_ratio", "token_ms")):
         if case[f"stock_{key}"] and case[f"ours_{key}"]:
             case[ratio] = case[f"stock_{key}"] / case[f"ours_{key}"]
     return case
-
-
-def _add_figures(report: Report, about: str, case: dict[str, Any]) -> None:
-    if "times_sooner" in case:
-        report.add_figure(f"{about}: first token, times sooner", case["times_sooner"], "ratio", "higher")
-        report.add_figure(f"{about}: first token", case["ours_first_s"], "s", "lower")
-        if case["density"] is not None:
-            report.add_figure(f"{about}: density of its sparse rows", case["density"], "share", "lower")
-    if "token_ratio" in case:
-        report.add_figure(f"{about}: per output token, times faster", case["token_ratio"], "ratio", "higher")

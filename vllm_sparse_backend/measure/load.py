@@ -53,9 +53,6 @@ class Mix:
     clients: int | None = None
     """So many, in a closed loop, where ``rate`` says nothing; None for an open one."""
 
-    def __str__(self) -> str:
-        return "mixed load" if self.clients is None else f"mixed load of {self.clients} clients"
-
     def lengths(self) -> list[tuple[int, bool]]:
         """Of prompts, and whether they are of the long ones; at least one is long and one short, where there are two.
 
@@ -85,7 +82,7 @@ class Mix:
 def run_load(
     stock: Endpoint, ours: Mapping[str, Endpoint], mix: Mix, prompts: Prompts, report: Report
 ) -> list[dict[str, Any]]:
-    """Send the load to stock and then, by label, to each other; ratios only where no request of the two failed."""
+    """Send the load to stock and then, by label, to each other."""
     require_pandas()
     lengths = mix.lengths()
     texts = [stock.detokenize(prompts.take(tokens)) for tokens, _ in lengths]
@@ -102,7 +99,6 @@ def run_load(
         for case in pair:
             report.add_case(case)
         cases += pair
-        _add_figures(report, f"vllm serve, {label}, {mix}", *pair)
     return cases
 
 
@@ -168,17 +164,3 @@ def percentile(values: Sequence[float], percent: int) -> float | None:
     if len(values) < 2:
         return values[0] if values else None
     return quantiles(values, n=100, method="inclusive")[percent - 1]
-
-
-def _add_figures(report: Report, about: str, stock: dict[str, Any], ours: dict[str, Any]) -> None:
-    if stock["failures"] or ours["failures"]:
-        return
-    for key, what in (("short_p99_s", "p99"), ("short_p50_s", "p50")):
-        if stock[key] and ours[key]:
-            name = f"{about}: {what} of short requests' first token, times sooner"
-            report.add_figure(name, stock[key] / ours[key], "ratio", "higher")
-    if stock["tokens_per_s"] and ours["tokens_per_s"]:
-        ratio = ours["tokens_per_s"] / stock["tokens_per_s"]
-        report.add_figure(f"{about}: throughput, times stock's", ratio, "ratio", "higher")
-    if ours["density"] is not None:
-        report.add_figure(f"{about}: density of its sparse rows", ours["density"], "share", "lower")

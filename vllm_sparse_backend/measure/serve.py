@@ -162,6 +162,4 @@ def _add_densities(labels: Iterable[str], cases: Sequence[Mapping[str, Any]], re
     """Of all sparse rows that were counted: a request of each length, and the mixed load."""
     for label in labels:
         density = Pairs.of_cases(case for case in cases if case["label"] == label).density
-        if density is not None:
-            report.add_figure(f"vllm serve, {label}: density of its sparse rows", density, "share", "lower")
         report.add_case({"part": "density", "label": label, "density": density})

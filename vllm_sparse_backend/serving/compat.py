@@ -78,10 +78,7 @@ def tensor_parallel(vllm_config: VllmConfig) -> tuple[int, int]:
 def context_parallel_sizes(vllm_config: VllmConfig) -> tuple[int, int]:
     """(prefill, decode) context parallel sizes; 1 where a version has no such thing."""
     parallel = vllm_config.parallel_config
-    return (
-        getattr(parallel, "prefill_context_parallel_size", 1),
-        getattr(parallel, "decode_context_parallel_size", 1),
-    )
+    return (getattr(parallel, "prefill_context_parallel_size", 1), getattr(parallel, "decode_context_parallel_size", 1))
 
 
 def uniform_decode_graphs(support: AttentionCGSupport) -> AttentionCGSupport:

@@ -33,12 +33,7 @@ WORKER = "workers"
 OLDER = "workers with the older runner"
 NEWER = "workers with Model Runner V2"
 
-FOR_NO_REQUEST = (
-    "determine_available_memory",
-    "compile_or_warm_up_model",
-    "elastic_ep_execute",
-    "execute_dummy_batch",
-)
+FOR_NO_REQUEST = ("determine_available_memory", "compile_or_warm_up_model", "elastic_ep_execute", "execute_dummy_batch")
 """Calls to a worker that run the model for no request. What these count is not counted.
 
 The last is what ranks without requests do beside busy ones. Steps for requests come by other ways, and not by the same

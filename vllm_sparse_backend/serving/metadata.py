@@ -29,14 +29,7 @@ from vllm_sparse_backend.serving.layers import ModelLayer, model_layers, refuse_
 from vllm_sparse_backend.serving.refusals import slow_path
 from vllm_sparse_backend.serving.row_levels import levels_of_rows
 from vllm_sparse_backend.serving.stats import DENSE, SPARSE, is_counting
-from vllm_sparse_backend.serving.step import (
-    Delegated,
-    Probe,
-    Slab,
-    SparsePrefillMetadata,
-    SparseStep,
-    own_block_table,
-)
+from vllm_sparse_backend.serving.step import Delegated, Probe, Slab, SparsePrefillMetadata, SparseStep, own_block_table
 from vllm_sparse_backend.serving.worker import Worker
 from vllm_sparse_backend.settings.crossover import Thresholds
 from vllm_sparse_backend.settings.plan import DEFAULT

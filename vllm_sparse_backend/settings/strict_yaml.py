@@ -2,6 +2,7 @@
 """YAML for files that people write: nothing is executed, a key given twice is an error, and 1e-3 is a number."""
 
 import re
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 class _Loader(_SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: list[Any] = []
+        seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
-            seen.append(key)
+            if not isinstance(key, Hashable) or key in seen:
+                problem = f"key {key!r} is given twice" if isinstance(key, Hashable) else "found unhashable key"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            seen.add(key)
         return super().construct_mapping(node, deep)
 
 

@@ -2,30 +2,23 @@
 """The methods by name. One added here is a folder, its test and a line of FOLDERS."""
 
 from functools import lru_cache
+from importlib import import_module
 
-from vllm_sparse_kernels.methods import (
-    anchor_attention,
-    dense,
-    flex_prefill,
-    minference,
-    sale,
-    share_prefill,
-    sparge_attn,
-)
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.registry import Registry
 
 FOLDERS = (
-    anchor_attention,
-    dense,
-    flex_prefill,
-    minference,
-    sale,
-    share_prefill,
-    sparge_attn,
+    "anchor_attention",
+    "dense",
+    "flex_prefill",
+    "minference",
+    "sale",
+    "share_prefill",
+    "sparge_attn",
+    "top_p",
 )
 
-METHODS = Registry(spec for folder in FOLDERS for spec in folder.SPECS)
+METHODS = Registry(spec for folder in FOLDERS for spec in import_module(f"{__name__}.{folder}").SPECS)
 
 
 def sparse_names() -> list[str]:

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures that have a name, as the lists of docs/results: of the lab's programs, or made from users' commands.
+
+    python -m benchmarks.figures served.json docs/results/performance.json
+
+puts those of what `bench serve --json` or `eval answers --json` wrote into a list.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from vllm_sparse_backend.measure import report as product
+from vllm_sparse_backend.measure.asking import summaries
+from vllm_sparse_backend.measure.report import BenchError, write_json
+
+FIELDS = ("name", "value", "unit", "bar", "better", "device", "command")
+Named = tuple[str, float | None, str, str]
+"""A figure's name, value and unit, and whether higher or lower is better."""
+
+
+class Report(product.Report):
+    """A run's cases, and its figures: ``results_path`` is a list of many runs', in which a name's bar is kept."""
+
+    def __init__(
+        self,
+        bench: str,
+        device: str,
+        json_path: Path | None = None,
+        results_path: Path | None = None,
+        command: str | None = None,
+    ) -> None:
+        if results_path is not None and results_path.exists():
+            read_figures(results_path)  # what is no results file is found out before anything is measured
+        super().__init__(bench, device, json_path, command)
+        self.results_path = results_path
+        self.figures: dict[str, dict[str, Any]] = {}
+
+    def add_figure(
+        self, name: str, value: float, unit: str, better: Literal["higher", "lower"], bar: float | None = None
+    ) -> None:
+        """``bar``: what is expected of it, for a results file that has none for it yet."""
+        values = (name, float(f"{value:.4g}"), unit, bar, better, self.device, self.command)
+        self.figures[name] = dict(zip(FIELDS, values, strict=True))
+        if self.results_path is not None:
+            merge_figures(self.results_path, self.figures)
+
+
+def merge_figures(path: Path, figures: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put figures by name into a list of such on disk: in the place of one of the same name, and with its bar."""
+    old = read_figures(path) if path.exists() else []
+    new = dict(figures)
+    merged: list[Mapping[str, Any]] = []
+    for row in old:
+        if row["name"] in new:
+            row = {**new.pop(row["name"]), "bar": row["bar"]}
+        merged.append(row)
+    write_json(path, [*merged, *new.values()])
+
+
+def read_figures(path: Path) -> list[dict[str, Any]]:
+    """The figures of a results file. Raises BenchError where it is no such file."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BenchError(f"{path}: not a results file: {error}") from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and {"name", "bar"} <= set(row) for row in rows):
+        raise BenchError(f"{path}: not a results file, expected a list of objects with {', '.join(FIELDS)}")
+    return rows
+
+
+def of_latency(about: str, case: Mapping[str, Any]) -> Iterator[Named]:
+    yield f"{about}: first token, times sooner", case.get("times_sooner"), "ratio", "higher"
+    if "times_sooner" in case:
+        yield f"{about}: first token", case["ours_first_s"], "s", "lower"
+        yield f"{about}: density of its sparse rows", case["density"], "share", "lower"
+    yield f"{about}: per output token, times faster", case.get("token_ratio"), "ratio", "higher"
+
+
+def of_load(about: str, stock: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[Named]:
+    if stock["failures"] or ours["failures"]:
+        return
+    for key, what in (("short_p99_s", "p99"), ("short_p50_s", "p50")):
+        if stock[key] and ours[key]:
+            ratio = stock[key] / ours[key]
+            yield f"{about}: {what} of short requests' first token, times sooner", ratio, "ratio", "higher"
+    if stock["tokens_per_s"] and ours["tokens_per_s"]:
+        yield f"{about}: throughput, times stock's", ours["tokens_per_s"] / stock["tokens_per_s"], "ratio", "higher"
+    yield f"{about}: density of its sparse rows", ours["density"], "share", "lower"
+
+
+def of_serve(cases: Sequence[Mapping[str, Any]]) -> Iterator[Named]:
+    """Those of `bench serve`: no ratio where a request of the load failed, or a length was never answered."""
+    for label in dict.fromkeys(case["label"] for case in cases):
+        of = {part: [c for c in cases if (c["label"], c["part"]) == (label, part)] for part in ("latency", "load")}
+        for case in of["latency"]:
+            yield from of_latency(f"vllm serve, {label}, {case['case']}", case)
+        if of["load"]:
+            mix = "mixed load" if "rate" in of["load"][0] else f"mixed load of {of['load'][0]['clients']} clients"
+            yield from of_load(f"vllm serve, {label}, {mix}", *of["load"])
+        for case in cases:
+            if (case["label"], case["part"]) == (label, "density"):
+                yield f"vllm serve, {label}: density of its sparse rows", case["density"], "share", "lower"
+
+
+def of_answers(cases: Sequence[dict[str, Any]]) -> Iterator[Named]:
+    """Those of `eval answers`, of lengths whose requests were all answered: prompts would differ otherwise."""
+    asked = [case for case in cases if case["part"] == "prompt"]
+    labels, lengths = (list(dict.fromkeys(case[key] for case in asked)) for key in ("label", "tokens"))
+    model = asked[0]["model"]
+    for row in summaries(cases, labels, lengths):
+        if not row["failed"] and row["share"] is not None:
+            name = f"{row['label']}, answers inside the prompt, {row['tokens']:,} tokens, {model}"
+            yield f"{name}: right", row["share"], "share", "higher"
+            yield f"{name}: perplexity", row["perplexity"], "ratio", "lower"
+
+
+OF = {"serve": of_serve, "answers": of_answers}
+
+
+def main(
+    measured: Annotated[Path, typer.Argument(help="What --json of `bench serve` or `eval answers` wrote.")],
+    results: Annotated[Path, typer.Argument(help="List of figures to put these into.")],
+) -> None:
+    data = json.loads(measured.read_text(encoding="utf-8"))
+    report = Report(data["bench"], data["device"], None, results, data["command"])
+    for name, value, unit, better in OF[data["bench"]](data["cases"]):
+        if value is not None:
+            report.add_figure(name, value, unit, better)  # type: ignore[arg-type]
+    print(f"{len(report.figures)} figures in {results}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

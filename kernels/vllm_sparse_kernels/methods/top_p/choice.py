@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fewest blocks of a tile that hold p of its mass: one program a tile and head, over an array that fits registers.
+
+Nothing is sorted: the least mass that is kept is found by halving what bits it may have, and of equal masses the first
+blocks are taken. Bits of floats >= 0 sort as the floats do.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.rows import TILE_FIELDS
+from vllm_sparse_kernels.select.lists import append, tile_blocks
+
+KEY_BLOCK = tl.constexpr(32)
+
+HELD_BLOCKS = 4096
+"""Masses that stay in registers while the threshold is searched, those of 131,072 keys. Others are read again."""
+
+LISTED_BLOCKS = tl.constexpr(1024)
+"""Blocks whose place in a list is found at a time: more would take registers from other programs."""
+
+MAX_REGISTERS = 64
+"""Of a thread, of 256: four programs a multiprocessor, which wait for sums by turns."""
+
+TWO_BITS = tl.constexpr(0x40000000)
+"""The bits of 2.0. Masses are at most 1, but for rounding."""
+
+
+def choose(
+    masses: torch.Tensor, index: SparseIndex, first_tile: int, heads: torch.Tensor, kept_mass: torch.Tensor,
+    sink_tokens: int, local_tokens: int,
+) -> None:  # fmt: skip
+    """Lists of the tiles from ``first_tile`` on, by masses [len(heads), tiles, width] float32 of 32-key blocks.
+
+    Of heads whose ``kept_mass`` [len(heads)] is 1 or more masses are not read: they keep everything.
+    """
+    num_heads, num_tiles, _ = masses.shape
+    _choose_kernel[(num_tiles, num_heads)](
+        masses, masses.stride(0), masses.stride(1), heads, index.rows.tiles, index.rows.num_tiles, first_tile,
+        kept_mass, sink_tokens, local_tokens,
+        index.block_counts, index.block_ids, index.block_ids.stride(0), index.block_offsets,
+        PARTS=index.block_tokens // KEY_BLOCK.value, CHUNK=HELD_BLOCKS, FIELDS=TILE_FIELDS,
+        num_warps=8, maxnreg=MAX_REGISTERS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["stride_head", "stride_tile", "num_tiles", "first_tile", "sink", "local", "stride_ids"])
+def _choose_kernel(
+    masses, stride_head, stride_tile, heads, tiles, num_tiles, first_tile, kept_mass, sink, local,
+    block_counts, block_ids, stride_ids, block_offsets,
+    PARTS: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_head = tl.load(heads + i_entry).to(tl.int64)
+    row = masses + i_entry * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
+    # The blocks between sink and local region are chosen from.
+    begin = (sink + KEY_BLOCK - 1) // KEY_BLOCK
+    end = tl.maximum(tl.load(tiles + i_tile * FIELDS + 3) - local, 0) // KEY_BLOCK
+    num_blocks = tile_blocks(tiles, i_tile, KEY_BLOCK, FIELDS)[1]
+    share = tl.load(kept_mass + i_entry)
+    whole = share >= 1
+    if whole:
+        begin = num_blocks
+    b_first = _load(row, 0, begin, end, CHUNK)
+    bits, num_equal = _threshold(b_first, row, begin, end, num_blocks, share, CHUNK)
+
+    diagonal, num_causal = tile_blocks(tiles, i_tile, KEY_BLOCK * PARTS, FIELDS)
+    ids = block_ids + i_head * stride_ids + tl.load(block_offsets + i_tile)
+    count, seen = 0, 0
+    for first in range(0, num_blocks, LISTED_BLOCKS):
+        o_n = first + tl.arange(0, LISTED_BLOCKS)
+        b_bits = _load(row, first, begin, end, LISTED_BLOCKS).to(tl.int32, bitcast=True)
+        b_equal = (b_bits == bits).to(tl.int32)
+        b_chosen = (b_bits > bits) | ((b_equal != 0) & (seen + tl.cumsum(b_equal, 0) <= num_equal))
+        seen += tl.sum(b_equal, 0)
+        b_kept = (b_chosen | (o_n < begin) | (o_n >= end)).to(tl.int32)
+        b_kept = tl.max(tl.reshape(b_kept, [LISTED_BLOCKS // PARTS, PARTS]), 1) != 0
+        o_p = first // PARTS + tl.arange(0, LISTED_BLOCKS // PARTS)
+        count = append(ids, count, o_p, (o_p < num_causal) & (b_kept | (o_p >= diagonal)))
+    tl.store(block_counts + i_head * num_tiles + i_tile, count)
+
+
+@triton.jit
+def _load(row, first, begin, end, CHUNK: tl.constexpr):
+    """Masses of blocks from ``first`` on, 0 but for those of [begin, end)."""
+    o_n = first + tl.arange(0, CHUNK)
+    return tl.load(row + o_n, mask=(o_n >= begin) & (o_n < end), other=0.0)
+
+
+@triton.jit
+def _threshold(b_first, row, begin, end, num_blocks, share, CHUNK: tl.constexpr):
+    """(bits of the least mass that is kept, how many of just those bits)."""
+    inner = _mass(b_first, row, begin, end, 1, CHUNK)
+    outer = tl.zeros([], tl.float32)
+    for first in range(0, tl.where(begin < end, num_blocks, 0), CHUNK):
+        o_n = first + tl.arange(0, CHUNK)
+        outer += tl.sum(tl.load(row + o_n, mask=((o_n < begin) | (o_n >= end)) & (o_n < num_blocks), other=0.0), 0)
+    target = tl.minimum(share * (inner + outer) - outer, inner)
+    bits = 1
+    too_many = TWO_BITS + 1
+    for _ in range(tl.where(begin < end, 30, 0)):
+        middle = bits + (too_many - bits) // 2
+        reached = _mass(b_first, row, begin, end, middle, CHUNK) >= target
+        bits = tl.where(reached, middle, bits)
+        too_many = tl.where(reached, too_many, middle)
+    missing = target - _mass(b_first, row, begin, end, bits + 1, CHUNK)
+    num_equal = tl.ceil(tl.minimum(missing / tl.cast(bits, tl.float32, bitcast=True), 1e9)).to(tl.int32)
+    return bits, num_equal
+
+
+@triton.jit
+def _mass(b_first, row, begin, end, bits, CHUNK: tl.constexpr):
+    """Sum of the masses of at least these bits. In floating point too it never falls as more of them count."""
+    total = _part(b_first, bits)
+    for first in range(CHUNK, end, CHUNK):
+        total += _part(_load(row, first, begin, end, CHUNK), bits)
+    return total
+
+
+@triton.jit
+def _part(b_masses, bits):
+    return tl.sum(tl.where(b_masses.to(tl.int32, bitcast=True) >= bits, b_masses, 0.0), 0)

@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masses of blocks on Hopper: three launches for a run of tiles.
+
+1. ``_own_kernel``, each tile and the keys that some of its queries may not see: the only masks. Of each query what all
+   its scores are measured against (``tops``), and the sum of exponentials over those keys' blocks.
+2. ``_scores_kernel``, in Gluon, all keys before: one maximum per query and block, one exponential, one byte. A producer
+   brings keys; two consumer groups hold the scores of a tile each, and do not wait for each other. Two such programs
+   fit a multiprocessor: while a group looks at its scores, others' products run.
+3. ``_masses_kernel``: bytes back into numbers, over each query's own sum, and the mean over the tile's queries.
+
+Keys lie permuted within steps of 128 (``rounding.py``): all scores of a query and block then lie in one thread, and a
+maximum costs one instruction for two scores. Products are added up in half precision, which loses 2^-11 of a sum.
+
+One thread of a group hands a step of keys back for all four warps: Triton has them meet between their wait for the
+product and that arrival, which a test reads off the machine code (see ``attend.hopper_kernel``).
+
+A byte has six bits of exponent and two of mantissa: from 2^-24 to 2^39 of what its query's scores are measured against,
+the largest one near the query and among the first 128 keys. Rounding is by up to a ninth, and what sums it up does so
+over 128 queries. Bytes of [128 queries, 16 blocks] lie together, a query's after each other; its 16 in four words by
+the block's place in its step, where each thread of the matrix product has one.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.gluon_names import (
+    TensorDescriptor,
+    barrier,
+    bulk_load,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from vllm_sparse_kernels.methods.top_p.slabs import Rounded
+from vllm_sparse_kernels.rows import TILE_FIELDS, ceil_div
+from vllm_sparse_kernels.workspace import Workspace
+
+STAGES = gl.constexpr(4)
+"""Steps of keys in shared memory."""
+
+MAX_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 80, gl.constexpr(104), gl.constexpr(24)
+"""Of a thread: at the start, when two programs fit a multiprocessor; then of consumers and of the producer's group."""
+
+STEP = gl.constexpr(128)
+"""Keys of one step, and queries of a tile."""
+
+ROUND = gl.constexpr(512)
+"""Keys of one round, four steps: the 16 blocks whose bytes lie together."""
+
+SPAN_TOKENS = 8192
+"""Keys of one program: enough that its start does not show, few enough to fill a card."""
+
+PAIR_FIELDS = gl.constexpr(3)
+
+PERMUTED = True
+"""Keys lie permuted within steps."""
+
+WIDEST = 256
+"""Channels up to which a program's queries and keys fit shared memory."""
+
+MASS_ROUNDS = 64
+"""Rounds of one program of ``_masses_kernel``."""
+
+
+class Scratch(NamedTuple):
+    """What the launches leave each other."""
+
+    tops: Any  # [num_selected, num_tiles, 128] float32
+    own: Any  # [num_selected, num_tiles, 128] float32, sums over the tile's own keys
+    parts: Any  # [num_selected, num_tiles, num_spans, 128] float32, sums over the keys of spans
+    bytes: Any  # [num_selected, num_tiles, num_rounds, 128, 4] int32
+
+
+def scratch_bytes(num_selected: int, reach: int) -> int:
+    """What one tile whose queries see fewer than ``reach`` keys takes."""
+    rounds, spans = ceil_div(reach, ROUND.value), ceil_div(reach, SPAN_TOKENS)
+    return num_selected * STEP.value * (16 * rounds + 4 * spans + 8)
+
+
+def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) -> Scratch:
+    rounds, spans = ceil_div(reach, ROUND.value), ceil_div(reach, SPAN_TOKENS)
+    return Scratch(
+        workspace.empty(num_selected, num_tiles, 128), workspace.empty(num_selected, num_tiles, 128),
+        workspace.empty(num_selected, num_tiles, spans, 128),
+        workspace.empty(num_selected, num_tiles, rounds, 128, 4, dtype=torch.int32),
+    )  # fmt: skip
+
+
+def masses(
+    rounded: Rounded, heads: torch.Tensor, kept: torch.Tensor, group: int, tiles: torch.Tensor, first_tile: int,
+    pairs: torch.Tensor, scratch: Scratch, target: torch.Tensor,
+) -> None:  # fmt: skip
+    """Mean over each tile's queries of their share in each block: ``target`` [num_selected, num_tiles, width] float32.
+
+    The mass of all the tile's own keys stands at the first of their blocks, 0 at the others. Not written: what lies
+    past the tile's causal blocks, and heads whose ``kept`` is 1 or more.
+    """
+    num_selected, num_pairs, kept_d = len(heads), len(pairs), rounded.keys.shape[2]
+    num_tiles, num_spans, num_rounds = scratch.bytes.shape[1], scratch.parts.shape[2], scratch.bytes.shape[2]
+    _own_kernel[(num_pairs, 4, num_selected)](
+        rounded, heads, kept, tiles, first_tile, pairs, scratch, num_tiles,
+        GROUP=group, KEPT_D=kept_d, FIELDS=TILE_FIELDS, PAIR=PAIR_FIELDS.value, num_warps=4,
+    )  # fmt: skip
+    _scores_kernel[(num_pairs, num_spans, num_selected)](
+        rounded, bulk(rounded.queries), bulk(rounded.keys), heads, kept, tiles, first_tile, pairs, scratch,
+        num_tiles, num_spans, num_rounds,
+        GROUP=group, KEPT_D=kept_d, SPAN=SPAN_TOKENS, FIELDS=TILE_FIELDS, num_warps=4, maxnreg=MAX_REGISTERS,
+    )  # fmt: skip
+    _masses_kernel[(ceil_div(num_rounds, MASS_ROUNDS), num_tiles, num_selected)](
+        kept, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target, *target.stride()[:2],
+        SPAN=SPAN_TOKENS, ROUNDS=MASS_ROUNDS, FIELDS=TILE_FIELDS, num_warps=4,
+    )  # fmt: skip
+
+
+def bulk(vectors: torch.Tensor) -> TensorDescriptor:
+    """For copies of STEP vectors of [heads, n, KEPT_D]."""
+    rows = vectors.flatten(0, 1)
+    block = [STEP.value, rows.shape[1]]
+    return TensorDescriptor.from_tensor(rows, block, gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv))
+
+
+@triton.jit(do_not_specialize=["first_tile", "num_tiles"])
+def _own_kernel(
+    rounded, heads, kept, tiles, first_tile, pairs, scratch, num_tiles,
+    GROUP: tl.constexpr, KEPT_D: tl.constexpr, FIELDS: tl.constexpr, PAIR: tl.constexpr,
+):  # fmt: skip
+    """Half a tile of one head: the keys of the step that the tile's first query stands in, and of those behind."""
+    i_entry = tl.program_id(2)
+    pair = pairs + tl.program_id(0) * PAIR
+    i_tile = tl.load(pair) + tl.program_id(1) // 2
+    if (tl.program_id(1) // 2 < tl.load(pair + 1)) & (tl.load(kept + i_entry) < 1):
+        length = tl.load(tiles + i_tile * FIELDS + 2)
+        position = tl.load(tiles + i_tile * FIELDS + 3)
+        o_m = tl.program_id(1) % 2 * 64 + tl.arange(0, 64)
+        o_d = tl.arange(0, KEPT_D)
+        o_q = i_entry.to(tl.int64) * rounded.num_queries + i_tile * 128 + o_m
+        b_q = tl.load(rounded.queries + o_q[:, None] * KEPT_D + o_d[None, :])
+        b_factor = tl.load(rounded.factors + o_q)
+        first_key = (tl.load(heads + i_entry) // GROUP).to(tl.int64) * rounded.num_keys + tl.load(pair + 2)
+        own = position // 128
+        num_own = (position + length - 1) // 128 - own + 1
+        b_top = tl.full([64], float("-inf"), tl.float32)
+        b_sum = tl.zeros([64], tl.float32)
+        # The first step, the one before the tile's own, then those.
+        for i in range(tl.where(own == 0, 2, 0), num_own + 2):
+            i_step = tl.where(i == 0, 0, own + i - 2)
+            b_u = _step_maxima(rounded, first_key + i_step * 128, b_q, b_factor, position + o_m - i_step * 128, KEPT_D)
+            b_new = tl.maximum(b_top, tl.max(b_u, 1))
+            b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
+            b_sum = b_sum * tl.exp2(b_top - b_finite)
+            if i >= 2:
+                b_sum += tl.sum(tl.exp2(b_u - b_finite[:, None]), 1)
+            b_top = b_new
+        o_t = (i_entry * num_tiles + i_tile - first_tile) * 128 + o_m
+        tl.store(scratch.tops + o_t, b_top)
+        tl.store(scratch.own + o_t, b_sum)
+
+
+@triton.jit
+def _step_maxima(rounded, first, b_q, b_factor, b_last, KEPT_D: tl.constexpr):
+    """[queries, 4]: of each query and block of the step that begins at key ``first`` of all heads' the largest score.
+
+    ``b_last``: each query's last key, counted from there.
+    """
+    o_n = tl.arange(0, 128)
+    o_d = tl.arange(0, KEPT_D)
+    b_k = tl.load(rounded.keys + (first + o_n)[:, None] * KEPT_D + o_d[None, :])
+    b_step = tl.load(rounded.steps + first // 32 + tl.arange(0, 4))
+    b_s = tl.dot(b_q, tl.trans(b_k))
+    o_key = o_n // 2 % 4 * 32 + o_n // 8 * 2 + o_n % 2  # which key stands at a slot
+    b_s = tl.where(o_key[None, :] <= b_last[:, None], b_s, float("-inf"))
+    b_s = tl.max(tl.max(tl.reshape(b_s, [b_q.shape[0], 16, 4, 2]), 3), 1)
+    # Past the row's end factors are 0, and 0 times minus infinity would not be a number.
+    return tl.where(b_s == float("-inf"), b_s, b_s * (b_factor[:, None] * b_step[None, :]))
+
+
+@gluon.jit
+def _larger_pairs(b_a, b_b):
+    """Maximum in half precision, two elements in one instruction."""
+    return gl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [b_a, b_b], gl.float16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _largest(b_a, b_b, b_c):
+    """Of three: one instruction too, once assembled."""
+    return gl.inline_asm_elementwise(
+        "{.reg .b32 m; max.f16x2 m, $1, $2; max.f16x2 $0, m, $3;}", "=r,r,r,r", [b_a, b_b, b_c], gl.float16,
+        is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _block_maxima(b_s):
+    """[queries, 4] float32: the largest score of each block. One thread has them all: 16 pairs."""
+    b_s = b_s.reshape([b_s.shape[0], 2, 2, 2, 2, 4, 2]).permute((0, 5, 6, 1, 2, 3, 4))
+    b_a, b_b = b_s.split()
+    b_0, b_1, b_2, b_3 = _quarters(b_a)
+    b_4, b_5, b_6, b_7 = _quarters(b_b)
+    b_0 = _largest(_largest(b_0[0], b_0[1], b_1[0]), b_1[1], b_2[0])
+    b_3 = _largest(_largest(b_2[1], b_3[0], b_3[1]), b_4[0], b_4[1])
+    b_5 = _largest(_largest(b_5[0], b_5[1], b_6[0]), b_6[1], b_7[0])
+    b_even, b_odd = _larger_pairs(_largest(b_0, b_3, b_5), b_7[1]).split()
+    return gl.maximum(b_even, b_odd).to(gl.float32)
+
+
+@gluon.jit
+def _quarters(b_x):
+    """The eight of a half, by pairs."""
+    b_a, b_b = b_x.split()
+    b_0, b_1 = b_a.split()
+    b_2, b_3 = b_b.split()
+    return b_0.split(), b_1.split(), b_2.split(), b_3.split()
+
+
+@gluon.jit(do_not_specialize=["first_tile", "num_tiles", "num_spans", "num_rounds"])
+def _scores_kernel(
+    rounded, bulk_queries, bulk_keys, heads, kept, tiles, first_tile, pairs, scratch, num_tiles, num_spans, num_rounds,
+    GROUP: gl.constexpr, KEPT_D: gl.constexpr, SPAN: gl.constexpr, FIELDS: gl.constexpr,
+):  # fmt: skip
+    """Two tiles of one head, a consumer group each, and one span of keys that all of their queries may see."""
+    i_span, i_entry = gl.program_id(1), gl.program_id(2)
+    pair = pairs + gl.program_id(0) * PAIR_FIELDS
+    i_tile = gl.load(pair)
+    num_pair = gl.load(pair + 1)
+    first_step = i_span * (SPAN // STEP)
+    most = gl.where(gl.load(kept + i_entry) < 1, SPAN // STEP, 0)
+    steps_a = gl.minimum(gl.load(tiles + i_tile * FIELDS + 3) // STEP - first_step, most)
+    steps_b = gl.minimum(gl.load(tiles + (i_tile + num_pair - 1) * FIELDS + 3) // STEP - first_step, most)
+    key = gl.load(heads + i_entry) // GROUP * rounded.num_keys + gl.load(pair + 2) + first_step * STEP
+    query = i_entry * rounded.num_queries + i_tile * STEP
+
+    q_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2, STEP, KEPT_D], bulk_keys.layout)
+    k_steps = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, STEP, KEPT_D], bulk_keys.layout)
+    q_full = _barriers(1, 1)
+    full = _barriers(STAGES, 1)
+    empty = _barriers(STAGES, 2)
+    fence_async_shared()
+    barrier()
+    place = i_entry * num_tiles + i_tile - first_tile
+    shared = (q_tiles, k_steps, q_full, full, empty)
+    target = (rounded, scratch, num_spans, num_rounds, query, key, place, i_span, num_pair)
+    gl.warp_specialize(
+        [
+            (_consume, (shared, target, steps_a, 0, SPAN)),
+            (_consume, (shared, target, steps_b, 1, SPAN)),
+            (_produce, (shared, bulk_queries, bulk_keys, query, key, steps_b)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM):
+        mbarrier.init(bars.index(i), count=COUNT)
+    return bars
+
+
+@gluon.jit
+def _produce(shared, bulk_queries, bulk_keys, query, key, num_steps):
+    """Queries of both tiles, then the span's keys. The second tile sees no fewer of them than the first."""
+    q_tiles, k_steps, q_full, full, empty = shared
+    mbarrier.expect(q_full.index(0), 2 * STEP * q_tiles.shape[2])
+    bulk_load(bulk_queries, [query.to(gl.int32), 0], q_full.index(0), q_tiles.index(0))
+    bulk_load(bulk_queries, [(query + STEP).to(gl.int32), 0], q_full.index(0), q_tiles.index(1))
+    for i in range(num_steps):
+        stage = i % STAGES
+        mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
+        mbarrier.expect(full.index(stage), STEP * k_steps.shape[2])
+        bulk_load(bulk_keys, [(key + i * STEP).to(gl.int32), 0], full.index(stage), k_steps.index(stage))
+
+
+@gluon.jit
+def _consume(shared, target, num_steps, W: gl.constexpr, SPAN: gl.constexpr):
+    """Tile W of the pair. Where there is none, the first one's keys are looked at all the same, and nothing is kept."""
+    q_tiles, k_steps, q_full, full, empty = shared
+    rounded, scratch, num_spans, num_rounds, query, key, place, i_span, num_pair = target
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 32])
+    zero = gl.zeros([STEP, STEP], gl.float16, mma)
+    # The layout in which maxima come out, found on a tile of zeros that is never computed.
+    found: gl.constexpr = _block_maxima(zero).type.layout
+    o_m = gl.arange(0, STEP, gl.SliceLayout(1, found))
+    o_t = gl.arange(0, 4, gl.SliceLayout(0, found))
+    there = o_m < gl.where(num_pair > W, STEP, 0)
+    tile = place + W
+    b_factor = gl.load(rounded.factors + query + W * STEP + o_m, there, 0.0)
+    b_top = gl.load(scratch.tops + tile * STEP + o_m, there, 0.0)
+    b_sum = gl.zeros([STEP, 4], gl.float32, found)
+    b_word = gl.zeros([STEP, 4], gl.int32, found)
+    words = scratch.bytes + (tile.to(gl.int64) * num_rounds + i_span * (SPAN // ROUND)) * (STEP * 4)
+    words = words + (o_m[:, None] * 4 + o_t[None, :])
+    steps = rounded.steps + key // 32 + o_t
+    b_step = gl.load(steps)
+    mbarrier.wait(q_full.index(0), 0)
+    for i in range(num_steps):
+        stage = i % STAGES
+        mbarrier.wait(full.index(stage), i // STAGES & 1)
+        keys = k_steps.index(stage).permute((1, 0))
+        token = warpgroup_mma(q_tiles.index(W), keys, zero, use_acc=False, is_async=True)
+        b_next = gl.load(steps + gl.minimum(i + 1, num_steps - 1) * 4)
+        b_s = warpgroup_mma_wait(0, deps=(token,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        b_x = gl.exp2(_block_maxima(b_s) * (b_factor[:, None] * b_step[None, :]) - b_top[:, None])
+        b_x = gl.minimum(gl.maximum(b_x, 2.0**-24), 1.75 * 2.0**39)  # numbers, whatever was multiplied
+        b_sum += b_x
+        b_word = _append_byte(b_word, b_x)
+        if (i % 4 == 3) | (i + 1 == num_steps):
+            gl.store(words + i // 4 * (STEP * 4), b_word >> (24 - i % 4 * 8), mask=there[:, None])
+        b_step = b_next
+    part = scratch.parts + (tile * num_spans + i_span) * STEP + o_m
+    gl.store(part, gl.sum(b_sum, 1), mask=there & (o_m < num_steps * STEP))
+
+
+@gluon.jit
+def _append_byte(b_word, b_x):
+    """Words moved down by a byte, with six bits of exponent and two of mantissa, to nearest, in the highest one."""
+    b_bits = (b_x.to(gl.int32, bitcast=True) << 3) + 1686110208  # (bits + 2^20 - 103 · 2^23) · 8
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x7321;", "=r,r,r", [b_word, b_bits], gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit(do_not_specialize=["first_tile", "num_tiles", "num_spans", "num_rounds", "stride_head", "stride_tile"])
+def _masses_kernel(
+    kept, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target, stride_head, stride_tile,
+    SPAN: gl.constexpr, ROUNDS: gl.constexpr, FIELDS: gl.constexpr,
+):  # fmt: skip
+    """Up to ROUNDS rounds of one tile and head. A warp has a round, each of its threads 16 words."""
+    i_place, i_entry = gl.program_id(1), gl.num_programs(2) - 1 - gl.program_id(2)  # the newest are still in cache
+    tile = tiles + (first_tile + i_place) * FIELDS
+    length = gl.load(tile + 2)
+    position = gl.load(tile + 3)
+    num_blocks = position // STEP * 4  # before the tile's own keys
+    begin = gl.program_id(0) * ROUNDS
+    end = gl.minimum(begin + ROUNDS, (num_blocks + 15) // 16)
+    if ((begin == 0) | (begin < end)) & (gl.load(kept + i_entry) < 1):
+        WARPS: gl.constexpr = gl.num_warps()
+        layout: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
+        per_query: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
+        per_block: gl.constexpr = gl.SliceLayout(1, layout)
+        place = i_entry * num_tiles + i_place
+        line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+        o_m = gl.arange(0, STEP, line)
+        b_own = gl.load(scratch.own + place * STEP + o_m)
+        b_weight = _weights(scratch, num_spans, place, b_own, (position // STEP * STEP + SPAN - 1) // SPAN, length, o_m)
+        out = target + i_entry.to(gl.int64) * stride_head + i_place * stride_tile
+        if begin == 0:
+            own = gl.sum(gl.where(o_m < length, b_own, 0.0) * b_weight, 0)
+            num_own = (position + length - 1) // 32 + 1 - num_blocks
+            gl.store(out + num_blocks + o_m, gl.where(o_m == 0, own, 0.0), mask=o_m < num_own)
+        b_weight = gl.convert_layout(b_weight * 2.0**103, per_query)
+        o_r = gl.arange(0, WARPS, gl.SliceLayout(1, per_block))
+        o_t = gl.arange(0, 4, gl.SliceLayout(0, per_block))
+        o_b = o_r[:, None] * 16 + o_t[None, :]
+        o_round = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+        o_word = gl.arange(0, STEP, per_query)[None, :, None] * 4
+        o_word = o_word + gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+        words = scratch.bytes + place.to(gl.int64) * num_rounds * (STEP * 4) + o_word
+        b_next = gl.load(words + gl.minimum(begin + o_round, gl.maximum(end - 1, 0)) * (STEP * 4))
+        for i in range(begin, end, WARPS):
+            b_word = b_next
+            b_next = gl.load(words + gl.minimum(i + WARPS + o_round, end - 1) * (STEP * 4))
+            for slot in gl.static_range(4):
+                # A byte at the place of a float's lowest exponents: 2^103 makes up for it.
+                b_bits = (b_word << (21 - 8 * slot)) if slot < 3 else (b_word >> 3)
+                b_x = (b_bits & 0x1FE00000).to(gl.float32, bitcast=True)
+                b_mass = gl.sum(b_x * b_weight[None, :, None], 1)
+                o_block = i * 16 + slot * 4 + o_b
+                gl.store(out + o_block, b_mass, mask=o_block < num_blocks)
+
+
+@gluon.jit
+def _weights(scratch, num_spans, place, b_own, spans, length, o_m):
+    """What a query's exponentials count in the mean of the tile: one over its sum and the number of queries."""
+    b_sum = b_own
+    parts = scratch.parts + place * num_spans * STEP + o_m
+    for i in range(0, spans, 8):
+        for j in gl.static_range(8):  # eight loads under way
+            b_sum += gl.load(parts + (i + j) * STEP, mask=o_m < (spans - i - j) * STEP, other=0.0)
+    return gl.where(o_m < length, 1.0 / (b_sum * length.to(gl.float32)), 0.0)

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masses of blocks wherever Triton runs: two launches for a run of tiles.
+
+1. ``_scores_kernel``: of each query and block of 32 keys the largest score, in half precision, and of each query and
+   span of keys the largest of these and their sum of exponentials.
+2. ``_masses_kernel``: the scores once more, over each query's own sum, and the mean over the tile's queries.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.methods.top_p.slabs import PAIR_FIELDS, Rounded
+from vllm_sparse_kernels.rows import TILE_FIELDS, ceil_div
+from vllm_sparse_kernels.workspace import Workspace
+
+PERMUTED = False
+"""Keys lie in their own order."""
+
+SPAN_TOKENS = 8192
+"""Keys of one program."""
+
+MASS_BLOCKS = 64
+"""Blocks of one program of ``_masses_kernel``."""
+
+MOST = tl.constexpr(60000.0)
+"""Scores lie within: half precision has no numbers much larger."""
+
+
+class Scratch(NamedTuple):
+    """What the launches leave each other."""
+
+    scores: Any  # [num_selected, num_tiles, num_blocks, 128] float16; undefined past a tile's causal blocks
+    parts: Any  # [num_selected, num_tiles, num_spans, 2, 128] float32: largest score, sum; undefined past its spans
+
+
+def scratch_bytes(num_selected: int, reach: int) -> int:
+    """What one tile takes whose queries may see ``reach`` keys."""
+    return num_selected * (blocks_of(reach) * 256 + ceil_div(reach, SPAN_TOKENS) * 1024)
+
+
+def blocks_of(reach: int) -> int:
+    """Whole steps of four."""
+    return ceil_div(reach, 128) * 4
+
+
+def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) -> Scratch:
+    blocks, spans = blocks_of(reach), ceil_div(reach, SPAN_TOKENS)
+    return Scratch(
+        workspace.empty(num_selected, num_tiles, blocks, 128, dtype=torch.float16),
+        workspace.empty(num_selected, num_tiles, spans, 2, 128),
+    )  # fmt: skip
+
+
+def masses(
+    rounded: Rounded, heads: torch.Tensor, kept: torch.Tensor, group: int, tiles: torch.Tensor, first_tile: int,
+    pairs: torch.Tensor, scratch: Scratch, target: torch.Tensor,
+) -> None:  # fmt: skip
+    """Mean over each tile's queries of their share in each block: ``target`` [num_selected, num_tiles, width] float32.
+
+    Not written: what lies past the tile's causal blocks, and heads whose ``kept`` is 1 or more.
+    """
+    num_selected, num_tiles, num_spans = scratch.parts.shape[:3]
+    num_blocks = scratch.scores.shape[2]
+    _scores_kernel[(len(pairs) * 2, num_spans, num_selected)](
+        rounded, heads, kept, tiles, first_tile, pairs, scratch, num_tiles, num_spans, num_blocks,
+        GROUP=group, KEPT_D=rounded.keys.shape[2], SPAN=SPAN_TOKENS, FIELDS=TILE_FIELDS, PAIR=PAIR_FIELDS,
+        WIDEN=not rounded.keys.is_cuda, num_warps=8, num_stages=3,
+    )  # fmt: skip
+    _masses_kernel[(ceil_div(num_blocks, MASS_BLOCKS), num_tiles, num_selected)](
+        kept, tiles, first_tile, scratch, num_spans, num_blocks, target, target.stride(0), target.stride(1),
+        SPAN=SPAN_TOKENS, BLOCKS=MASS_BLOCKS, FIELDS=TILE_FIELDS, num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first_tile", "num_tiles", "num_spans", "num_blocks"])
+def _scores_kernel(
+    rounded, heads, kept, tiles, first_tile, pairs, scratch, num_tiles, num_spans, num_blocks,
+    GROUP: tl.constexpr, KEPT_D: tl.constexpr, SPAN: tl.constexpr, FIELDS: tl.constexpr, PAIR: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """One tile, span of keys and head."""
+    i_span, i_entry = tl.program_id(1), tl.program_id(2)
+    pair, i_second = pairs + tl.program_id(0) // 2 * PAIR, tl.program_id(0) % 2
+    i_tile = tl.load(pair) + i_second
+    length = tl.load(tiles + i_tile * FIELDS + 2, mask=i_second < tl.load(pair + 1), other=0)
+    position = tl.load(tiles + i_tile * FIELDS + 3, mask=length > 0, other=0)
+    begin = i_span * SPAN
+    end = tl.minimum(begin + SPAN, position + length)
+    if (length > 0) & (begin < end) & (tl.load(kept + i_entry) < 1):
+        o_m, o_n, o_d = tl.arange(0, 128), tl.arange(0, 128), tl.arange(0, KEPT_D)
+        o_q = i_entry.to(tl.int64) * rounded.num_queries + i_tile * 128 + o_m
+        b_q = tl.load(rounded.queries + o_q[:, None] * KEPT_D + o_d[None, :])
+        b_factor = tl.load(rounded.factors + o_q)
+        first_key = (tl.load(heads + i_entry) // GROUP).to(tl.int64) * rounded.num_keys + tl.load(pair + 2)
+        place = (i_entry * num_tiles + i_tile - first_tile).to(tl.int64)
+        target = scratch.scores + place * num_blocks * 128 + o_m[:, None]
+        b_top = tl.full([128], float("-inf"), tl.float32)
+        b_sum = tl.zeros([128], tl.float32)
+        for i in range(begin, end, 128):
+            b_k = tl.load(rounded.keys + (first_key + i + o_n)[:, None] * KEPT_D + o_d[None, :])
+            b_step = tl.load(rounded.steps + (first_key + i) // 32 + tl.arange(0, 4))
+            if WIDEN:
+                b_s = tl.dot(b_q.to(tl.float32), tl.trans(b_k.to(tl.float32)), input_precision="ieee")
+            else:
+                b_s = tl.dot(b_q, tl.trans(b_k)).to(tl.float32)
+            b_s = tl.where((i + o_n)[None, :] <= (position + o_m)[:, None], b_s, float("-inf"))
+            b_s = tl.max(tl.reshape(b_s, [128, 4, 32]), 2)
+            # No product with minus infinity: factors past the row's end are 0.
+            b_u = tl.maximum(b_s, -65504.0) * (b_factor[:, None] * b_step[None, :])
+            b_u = tl.where(b_s == float("-inf"), b_s, tl.minimum(tl.maximum(b_u, -MOST), MOST)).to(tl.float16)
+            tl.store(target + (i // 32 + tl.arange(0, 4))[None, :] * 128, b_u)
+            b_u = b_u.to(tl.float32)
+            b_new = tl.maximum(b_top, tl.max(b_u, 1))
+            b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
+            b_sum = b_sum * tl.exp2(b_top - b_finite) + tl.sum(tl.exp2(b_u - b_finite[:, None]), 1)
+            b_top = b_new
+        parts = scratch.parts + (place * num_spans + i_span) * 256 + o_m
+        tl.store(parts, b_top)
+        tl.store(parts + 128, b_sum)
+
+
+@triton.jit(do_not_specialize=["first_tile", "num_spans", "num_blocks", "stride_head", "stride_tile"])
+def _masses_kernel(
+    kept, tiles, first_tile, scratch, num_spans, num_blocks, target, stride_head, stride_tile,
+    SPAN: tl.constexpr, BLOCKS: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """Some blocks of one tile and head."""
+    i_tile, i_entry = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    length = tl.load(tiles + (first_tile + i_tile) * FIELDS + 2)
+    reach = tl.load(tiles + (first_tile + i_tile) * FIELDS + 3) + length
+    num_causal = (reach + 31) // 32
+    o_b = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    if (tl.program_id(0) * BLOCKS < num_causal) & (tl.load(kept + i_entry) < 1):
+        o_m = tl.arange(0, 128)
+        place = i_entry * tl.num_programs(1) + i_tile
+        parts = scratch.parts + place * num_spans * 256 + o_m
+        b_top = tl.full([128], float("-inf"), tl.float32)
+        b_sum = tl.zeros([128], tl.float32)
+        for i in range((reach + SPAN - 1) // SPAN):
+            b_part = tl.load(parts + i * 256)
+            b_new = tl.maximum(b_top, b_part)
+            b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
+            b_other = tl.load(parts + i * 256 + 128) * tl.exp2(b_part - b_finite)
+            b_sum = b_sum * tl.exp2(b_top - b_finite) + b_other
+            b_top = b_new
+        in_row = o_m < length
+        b_weight = tl.where(in_row, 1 / (b_sum * length), 0.0)
+        at = scratch.scores + (place * num_blocks + o_b)[:, None] * 128 + o_m[None, :]
+        there = (o_b < num_causal)[:, None] & in_row[None, :]
+        b_u = tl.load(at, mask=there, other=float("-inf")).to(tl.float32)
+        b_mass = tl.sum(tl.exp2(b_u - tl.where(in_row, b_top, 0.0)[None, :]) * b_weight[None, :], 1)
+        out = target + i_entry * stride_head + i_tile.to(tl.int64) * stride_tile
+        tl.store(out + o_b, b_mass, mask=o_b < num_causal)

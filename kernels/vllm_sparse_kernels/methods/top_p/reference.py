@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rule of ``top_p`` in plain float32 torch: the same steps as method.py, whose docstring has the equations."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import pad
+
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
+
+if TYPE_CHECKING:
+    from vllm_sparse_kernels.methods.top_p.method import TopP
+
+KEY_BLOCK = 32
+LARGEST = 15
+TINY = 1e-20  # stands in for the largest magnitude of zeros
+LEAST_CHANNELS = 32
+SAMPLE, EVERY = 64, 8  # of so many groups of keys, the first is the sample
+
+
+def select_top_p(
+    method: "TopP", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
+) -> None:
+    """Fill the index, in whose blocks the union of 32-key blocks is taken."""
+    index.stripe_counts.index_fill_(0, heads.long(), 0)
+    settings = dict(zip(heads.tolist(), method.of_heads(len(heads))))
+    parts = index.block_tokens // KEY_BLOCK
+    for head, i_tile, masses in tile_masses(method, q, cache, index.rows, heads, scale):
+        tile = index.rows.tile_list[i_tile]
+        kept = fewest(settings[head], masses, tile.position)
+        num_blocks = index.num_causal_blocks(tile)
+        index.set_blocks(head, i_tile, pad(kept, (0, num_blocks * parts - len(kept))).view(num_blocks, parts).any(1))
+
+
+def fewest(method: "TopP", masses: torch.Tensor, position: int) -> torch.Tensor:
+    """Sink, local region and diagonal, and of the blocks between them the fewest that make up p of all mass."""
+    if method.kept_mass == 1:
+        return torch.ones_like(masses, dtype=torch.bool)
+    kept = torch.ones_like(masses, dtype=torch.bool)
+    kept[ceil_div(method.sink_tokens, KEY_BLOCK) : max(position - method.local_tokens, 0) // KEY_BLOCK] = False
+    between = (~kept).nonzero().flatten()
+    order = masses[between].argsort(descending=True, stable=True)
+    held = masses[kept].sum() + masses[between][order].cumsum(0)
+    before = pad(held, (1, 0), value=float(masses[kept].sum()))[:-1]
+    kept[between[order[before < method.kept_mass * masses.sum()]]] = True
+    return kept
+
+
+def tile_masses(
+    method: "TopP", q: torch.Tensor, cache: PagedCache, rows: Rows, heads: torch.Tensor, scale: float
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """For every (head, tile) its mean mass of each causal block of 32 keys."""
+    group = q.shape[1] // cache.num_kv_heads
+    for row in range(rows.num_rows):
+        keys = cache.gather(rows.block_table[row], rows.seq_lens[row])[0].float()
+        queries = q[rows.tokens[row] : rows.tokens[row] + rows.query_lens[row]].float()
+        sample = keys[torch.arange(len(keys), device=keys.device) // SAMPLE % EVERY == 0]
+        kept = kept_channels(method, sample, queries)
+        rounded = round_to_e4m3((keys - sample.mean(0)) * kept, KEY_BLOCK)
+        for head in heads.tolist():
+            ours = round_to_e4m3((queries[:, head] * kept[head // group])[:, None], 1)[:, 0]
+            for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
+                tile = rows.tile_list[i_tile]
+                first = tile.position - rows.context_lens[row]
+                b_q, b_k = ours[first : first + tile.length_tokens], rounded[: tile.last_position + 1, head // group]
+                o_m = torch.arange(tile.position, tile.last_position + 1, device=q.device)[:, None]
+                future = torch.arange(len(b_k), device=q.device) > o_m
+                scores = ((b_q @ b_k.T) * scale).masked_fill_(future, -torch.inf)
+                scores = pad(scores, (0, -len(b_k) % KEY_BLOCK), value=-torch.inf)
+                yield head, i_tile, scores.unflatten(1, (-1, KEY_BLOCK)).amax(2).softmax(1).mean(0)
+
+
+def kept_channels(method: "TopP", sample: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """Which channels are multiplied, bool [num_kv_heads, head_dim]: all, or those that move scores most."""
+    num_kv_heads, head_dim = sample.shape[1:]
+    count = max((1 << (head_dim - 1).bit_length()) // 2, LEAST_CHANNELS) if method.channels == "half" else head_dim
+    squares = sum(part[: SAMPLE // 2].square().mean(0) for part in queries.split(TILE_TOKENS))
+    weights = sample.var(0, correction=0) * squares.view(num_kv_heads, -1, head_dim).sum(1)
+    order = weights.argsort(dim=1, descending=True, stable=True)
+    return torch.zeros_like(order, dtype=torch.bool).scatter_(1, order[:, :count], True)
+
+
+def round_to_e4m3(x: torch.Tensor, count: int) -> torch.Tensor:
+    """[n, heads, head_dim] with a scale for each head and ``count`` vectors; given back as what it stands for."""
+    groups = pad(x, (0, 0, 0, 0, 0, -len(x) % count)).unflatten(0, (-1, count))
+    step = groups.abs().amax((1, 3), keepdim=True).clamp_min(TINY) / LARGEST
+    return ((groups * (1 / step)).to(torch.float8_e4m3fn).float() * step).flatten(0, 1)[: len(x)]

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queries and keys in e4m3, in as many channels as are multiplied.
+
+A key counts less the mean of its row's keys, which shifts all scores of a query alike. Any vector would: the mean is
+one over a sample, as are the moments that tell channels apart. Samples are by position in the row and in the step, so
+what is written about a row depends on that row alone.
+
+A channel of a kv head weighs as much as it moves scores: the variance of keys in it times the second moment, about
+zero, of the queries of all heads that read it. Each channel is kept or left by itself.
+
+Of a block of 32 keys, and of a query, the largest element becomes 15: sums of products are at most 15 · 15 · 256, which
+half precision still has.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, widen
+from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.workspace import Workspace
+
+LARGEST = tl.constexpr(15.0)
+MAGIC = tl.constexpr(12582912.0)  # 1.5 · 2^23: a float32 of that size has no fraction
+TINY = tl.constexpr(1e-20)  # stands in for the largest magnitude of zeros
+LOG2_E = 1.4426950408889634
+
+SAMPLE = tl.constexpr(64)
+"""Keys of a group of the sample, and half as many queries of a tile."""
+
+EVERY = tl.constexpr(8)
+"""Of so many groups of keys, the first belongs to the sample."""
+
+SPLIT_GROUPS = 4
+"""Groups of the sample that one program adds up."""
+
+SPLIT_TOKENS = SAMPLE.value * EVERY.value * SPLIT_GROUPS
+
+LEAST_CHANNELS = 32
+"""Of a product in 8 bits: matrix instructions take no fewer."""
+
+
+class QueryArgs(NamedTuple):
+    """q, head_dim contiguous."""
+
+    q: Any
+    stride_token: int
+    stride_head: int
+
+
+class Moments(NamedTuple):
+    """Per row and kv head."""
+
+    means: Any  # [num_rows, num_kv_heads, BLOCK_D] float32, of keys
+    channels: Any  # [num_rows, num_kv_heads, KEPT_D] int32, ascending; not read where all are kept
+
+
+def kept_channels(head_dim: int, half: bool) -> int:
+    """KEPT_D: channels that are multiplied, those that fill up head_dim to a power of two included."""
+    block_d = triton.next_power_of_2(head_dim)
+    return max(block_d // 2, LEAST_CHANNELS) if half and block_d > LEAST_CHANNELS else block_d
+
+
+def moments(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, workspace: Workspace) -> Moments:
+    num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
+    block_d = triton.next_power_of_2(head_dim)
+    chooses = kept_d < block_d
+    num_splits = ceil_div(max(rows.seq_lens), SPLIT_TOKENS)
+    means = workspace.empty(rows.num_rows, num_kv_heads, block_d)
+    channels = workspace.empty(rows.num_rows, num_kv_heads, kept_d, dtype=torch.int32)
+    with workspace.frame():
+        sums = workspace.empty(rows.num_rows, num_kv_heads, num_splits, 2, block_d)
+        squares = workspace.empty(rows.num_tiles, num_heads, block_d) if chooses else None
+        shape = {"HEAD_DIM": head_dim, "BLOCK_D": block_d}
+        _key_sums_kernel[(num_splits, num_kv_heads, rows.num_rows)](
+            key_args(cache, rows.block_table), rows.row_ends, sums, **shape, GROUPS=SPLIT_GROUPS,
+            num_warps=max(block_d // 16, 4),
+        )  # fmt: skip
+        if chooses:
+            _query_squares_kernel[(rows.num_tiles, num_heads)](
+                QueryArgs(q, q.stride(0), q.stride(1)), rows.tiles, squares, **shape, FIELDS=TILE_FIELDS
+            )
+        _moments_kernel[(rows.num_rows, num_kv_heads)](
+            sums, num_splits, squares, _tile_bounds(rows), rows.row_ends, means, channels,
+            GROUP=num_heads // num_kv_heads, **shape, KEPT_D=kept_d, GROUPS=SPLIT_GROUPS,
+            num_warps=max(block_d // 8, 4),
+        )  # fmt: skip
+    return Moments(means, channels)
+
+
+def _tile_bounds(rows: Rows) -> torch.Tensor:
+    """[num_rows + 1] int32 on the device: ``tile_starts``."""
+    if (found := rows.state.get(_tile_bounds)) is None:
+        found = rows.state[_tile_bounds] = to_device(rows.tile_starts, torch.int32, rows.device)
+    return found
+
+
+def round_queries(
+    q: torch.Tensor, rows: Rows, found: Moments, heads: torch.Tensor, group: int, scale: float, kept_d: int,
+    dtype: torch.dtype, workspace: Workspace,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Values [len(heads), num_tiles · 128, KEPT_D], and factors of them: float32, 0 past a row's end."""
+    num_queries = rows.num_tiles * TILE_TOKENS
+    values = workspace.empty(len(heads), num_queries, kept_d, dtype=dtype)
+    factors = workspace.empty(len(heads), num_queries)
+    _round_queries_kernel[(rows.num_tiles, len(heads))](
+        QueryArgs(q, q.stride(0), q.stride(1)), rows.tiles, found, heads, scale * LOG2_E, values, factors,
+        HEAD_DIM=q.shape[2], BLOCK_D=found.means.shape[2], KEPT_D=kept_d, GROUP=group,
+        KV_HEADS=found.means.shape[1], FIELDS=TILE_FIELDS, num_warps=8,
+    )  # fmt: skip
+    return values, factors
+
+
+def round_keys(
+    cache: PagedCache, rows: Rows, first_row: int, key_starts: torch.Tensor, longest: int, found: Moments,
+    values: torch.Tensor, steps: torch.Tensor, permuted: bool,
+) -> None:  # fmt: skip
+    """Keys of the rows from ``first_row`` on, row i's at ``key_starts[i]`` (multiples of 128) of ``values``.
+
+    ``values`` [num_kv_heads, num_keys, KEPT_D], ``steps`` [num_kv_heads, num_keys / 32] float32; ``longest``: keys of
+    the longest row. Where ``permuted``, key 32 t + w of each 128 stands at 8 (w // 2) + 2 t + w % 2 of them.
+    """
+    _round_keys_kernel[(ceil_div(longest, 128), cache.num_kv_heads, len(key_starts))](
+        key_args(cache, rows.block_table), rows.row_ends, first_row, key_starts, found, values, steps, values.shape[1],
+        HEAD_DIM=cache.head_dim, BLOCK_D=found.means.shape[2], KEPT_D=values.shape[2], PERMUTED=permuted, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _key_sums_kernel(keys, row_ends, sums, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUPS: tl.constexpr):
+    """Sums of the sample's keys and of their squares, of one row, kv head and split."""
+    i_split, i_kv, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seq_len = tl.load(row_ends + i_row)
+    if i_split * (SAMPLE * EVERY * GROUPS) < seq_len:
+        b_sum = tl.zeros([SAMPLE, BLOCK_D], tl.float32)
+        b_square = tl.zeros([SAMPLE, BLOCK_D], tl.float32)
+        for i in tl.static_range(GROUPS):
+            o_n = (i_split * GROUPS + i) * (SAMPLE * EVERY) + tl.arange(0, SAMPLE)
+            b_k = load_keys(keys, i_row, i_kv, o_n, seq_len, HEAD_DIM, BLOCK_D).to(tl.float32)
+            b_sum += b_k
+            b_square += b_k * b_k
+        o_d = tl.arange(0, BLOCK_D)
+        target = sums + ((i_row * tl.num_programs(1) + i_kv) * tl.num_programs(0) + i_split) * (2 * BLOCK_D) + o_d
+        tl.store(target, tl.sum(b_sum, 0))
+        tl.store(target + BLOCK_D, tl.sum(b_square, 0))
+
+
+@triton.jit
+def _query_squares_kernel(queries, tiles, squares, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr):
+    """Mean square of the first queries of one tile and head."""
+    i_tile, i_head = tl.program_id(0), tl.program_id(1)
+    o_m, o_d = tl.arange(0, SAMPLE // 2), tl.arange(0, BLOCK_D)
+    length = tl.minimum(tl.load(tiles + i_tile * FIELDS + 2), SAMPLE // 2)
+    token = tl.load(tiles + i_tile * FIELDS + 1)
+    o_q = (token + o_m).to(tl.int64)[:, None] * queries.stride_token + i_head * queries.stride_head + o_d[None, :]
+    in_head = (o_m < length)[:, None] & (o_d < HEAD_DIM)[None, :]
+    b_q = tl.load(queries.q + o_q, mask=in_head, other=0.0).to(tl.float32)
+    target = squares + (i_tile * tl.num_programs(1) + i_head) * BLOCK_D + o_d
+    tl.store(target, tl.sum(b_q * b_q, 0) / length)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _moments_kernel(
+    sums, num_splits, squares, bounds, row_ends, means, channels,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Mean key of one row and kv head, and the KEPT_D channels that weigh most; of equals the lower ones."""
+    i_row, num_kv_heads = tl.program_id(0), tl.num_programs(1)
+    i_kv = i_row * num_kv_heads + tl.program_id(1)
+    seq_len = tl.load(row_ends + i_row)
+    o_d, o_s = tl.arange(0, BLOCK_D), tl.arange(0, 32)
+    splits = (seq_len + SAMPLE * EVERY * GROUPS - 1) // (SAMPLE * EVERY * GROUPS)
+    b_sum = tl.zeros([32, BLOCK_D], tl.float32)
+    b_square = tl.zeros([32, BLOCK_D], tl.float32)
+    for i in range(0, splits, 32):
+        at = sums + (i_kv * num_splits + i + o_s)[:, None] * (2 * BLOCK_D) + o_d[None, :]
+        b_sum += tl.load(at, mask=(i + o_s < splits)[:, None], other=0.0)
+        b_square += tl.load(at + BLOCK_D, mask=(i + o_s < splits)[:, None], other=0.0)
+    whole = seq_len // (SAMPLE * EVERY) * SAMPLE
+    count = (whole + tl.minimum(seq_len % (SAMPLE * EVERY), SAMPLE)).to(tl.float32)
+    b_mean = tl.sum(b_sum, 0) / count
+    tl.store(means + i_kv * BLOCK_D + o_d, b_mean)
+    if KEPT_D < BLOCK_D:
+        b_weight = tl.maximum(tl.fma(-b_mean, b_mean, tl.sum(b_square, 0) / count), 0.0)
+        b_weight *= _mean_square(
+            squares, bounds + i_row, tl.program_id(1) * GROUP, num_kv_heads * GROUP, GROUP, BLOCK_D
+        )
+        b_weight = tl.where(b_weight == b_weight, b_weight, 0.0)  # 0 · infinity
+        b_weight = tl.where(o_d < HEAD_DIM, b_weight, -1.0)
+        b_equal = (b_weight[None, :] == b_weight[:, None]) & (o_d[None, :] < o_d[:, None])
+        b_rank = tl.sum(((b_weight[None, :] > b_weight[:, None]) | b_equal).to(tl.int32), 1)
+        b_kept = b_rank < KEPT_D
+        tl.store(channels + i_kv * KEPT_D + tl.cumsum(b_kept.to(tl.int32), 0) - 1, o_d, mask=b_kept)
+
+
+@triton.jit
+def _mean_square(squares, bounds, first_head, num_heads, GROUP: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Of the row's queries in GROUP heads, up to a factor: [BLOCK_D]."""
+    o_d, o_s = tl.arange(0, BLOCK_D), tl.arange(0, 32)
+    begin, end = tl.load(bounds) * GROUP, tl.load(bounds + 1) * GROUP
+    b_square = tl.zeros([32, BLOCK_D], tl.float32)
+    for i in range(begin, end, 32):
+        o_i = i + o_s  # tile by tile, of each its heads
+        at = squares + (o_i // GROUP * num_heads + first_head + o_i % GROUP)[:, None] * BLOCK_D + o_d[None, :]
+        b_square += tl.load(at, mask=(o_i < end)[:, None], other=0.0)
+    return tl.sum(b_square, 0)
+
+
+@triton.jit
+def in_e4m3(b_x, dtype: tl.constexpr):
+    """Rounded to e4m3, ties to even, and stored as ``dtype``, where that is not e4m3 itself."""
+    if dtype == tl.float8e4nv:
+        return b_x.to(dtype)
+    else:
+        # Three bits of mantissa, and no step finer than 2^-9.
+        b_power = ((b_x.to(tl.int32, bitcast=True) >> 23) & 255) - 3
+        b_power = tl.maximum(b_power, 127 - 9)
+        b_step = (b_power << 23).to(tl.float32, bitcast=True)
+        b_inverse = ((254 - b_power) << 23).to(tl.float32, bitcast=True)
+        return (((b_x * b_inverse + MAGIC) - MAGIC) * b_step).to(dtype)
+
+
+@triton.jit
+def _kept(b_x, channels, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr):
+    """The kept channels of ``b_x`` [n, BLOCK_D]: [n, KEPT_D] float32."""
+    if KEPT_D == BLOCK_D:
+        return b_x.to(tl.float32)
+    else:
+        # Products of 32 columns were assembled with a wrong descriptor (ptxas of Triton 3.6): none is narrower than 64.
+        COLUMNS: tl.constexpr = KEPT_D if KEPT_D > 64 else 64
+        o_c = tl.arange(0, COLUMNS)
+        b_columns = tl.load(channels + o_c, mask=o_c < KEPT_D, other=-1)
+        # A product with zeros and ones, of which one in each column, moves elements and changes none.
+        b_ones = (tl.arange(0, BLOCK_D)[:, None] == b_columns[None, :]).to(b_x.dtype)
+        b_kept = tl.dot(b_x, b_ones, input_precision="ieee")
+        return tl.sum(tl.reshape(b_kept, [b_x.shape[0], COLUMNS // KEPT_D, KEPT_D]), 1)
+
+
+@triton.jit
+def _round_queries_kernel(
+    queries, tiles, found, heads, factor, values, factors,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+    FIELDS: tl.constexpr,
+):  # fmt: skip
+    """One tile and head."""
+    i_tile, i_entry = tl.program_id(0), tl.program_id(1)
+    i_head = tl.load(heads + i_entry)
+    tile = tiles + i_tile * FIELDS
+    o_m, o_d, o_c = tl.arange(0, 128), tl.arange(0, BLOCK_D), tl.arange(0, KEPT_D)
+    in_row = o_m < tl.load(tile + 2)
+    o_q = (tl.load(tile + 1) + o_m).to(tl.int64)[:, None] * queries.stride_token + o_d[None, :]
+    in_head = in_row[:, None] & (o_d < HEAD_DIM)[None, :]
+    b_q = widen(tl.load(queries.q + o_q + i_head * queries.stride_head, mask=in_head, other=0.0))
+    i_kv = tl.load(tile) * KV_HEADS + i_head // GROUP
+    b_q = _kept(b_q, found.channels + i_kv * KEPT_D, BLOCK_D, KEPT_D)
+    b_step = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LARGEST
+    o_r = i_entry.to(tl.int64) * (tl.num_programs(0) * 128) + i_tile * 128 + o_m
+    b_q = b_q * (1.0 / b_step)[:, None]
+    tl.store(values + o_r[:, None] * KEPT_D + o_c[None, :], in_e4m3(b_q, values.dtype.element_ty))
+    tl.store(factors + o_r, tl.where(in_row, b_step * factor, 0.0))
+
+
+@triton.jit(do_not_specialize=["first_row"])
+def _round_keys_kernel(
+    keys, row_ends, first_row, key_starts, found, values, steps, num_keys,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, PERMUTED: tl.constexpr,
+):  # fmt: skip
+    """128 keys of one row and kv head."""
+    i_step, i_kv, i_place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_row = first_row + i_place
+    seq_len = tl.load(row_ends + i_row)
+    if i_step * 128 < seq_len:
+        o_n, o_c = tl.arange(0, 128), tl.arange(0, KEPT_D)
+        o_key = i_step * 128 + o_n
+        b_k = widen(load_keys(keys, i_row, i_kv, o_key, seq_len, HEAD_DIM, BLOCK_D))
+        i_mean = i_row * tl.num_programs(1) + i_kv
+        channels = found.channels + i_mean * KEPT_D
+        b_k = _kept(b_k, channels, BLOCK_D, KEPT_D)
+        o_mean = tl.load(channels + o_c) if KEPT_D < BLOCK_D else o_c
+        b_k = b_k - tl.load(found.means + i_mean * BLOCK_D + o_mean)[None, :]
+        b_k = tl.where((o_key < seq_len)[:, None], b_k, 0.0)
+        b_step = tl.max(tl.reshape(tl.max(tl.abs(b_k), 1), [4, 32]), 1)
+        b_step = tl.maximum(b_step, TINY) / LARGEST
+        first = i_kv.to(tl.int64) * num_keys + tl.load(key_starts + i_place) + i_step * 128
+        tl.store(steps + first // 32 + tl.arange(0, 4), b_step)
+        b_k = tl.reshape(tl.reshape(b_k, [4, 32, KEPT_D]) * (1.0 / b_step)[:, None, None], [128, KEPT_D])
+        o_slot = o_n
+        if PERMUTED:
+            o_slot = o_n % 32 // 2 * 8 + o_n // 32 * 2 + o_n % 2
+        tl.store(values + (first + o_slot)[:, None] * KEPT_D + o_c[None, :], in_e4m3(b_k, values.dtype.element_ty))

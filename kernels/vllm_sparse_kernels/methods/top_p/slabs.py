@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is rounded, measured and chosen from together: rows whose keys fit a buffer, and of these tiles whose scores do.
+
+Rows are never cut and tiles never looked at in part, so what a tile keeps does not depend on what runs beside it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_sparse_kernels.rows import Rows, ceil_div, to_device
+
+STEP_TOKENS = 128
+"""Keys of a row are rounded in whole steps."""
+
+SLAB_TOKENS = 1 << 17
+"""Keys that are rounded at a time, unless one row has more: 67 MB with 8 kv heads and 64 channels."""
+
+SCRATCH_BYTES = 288 << 20
+"""What the scores of some tiles take, unless one tile needs more: with 32 heads 64 tiles after 24,576 tokens, or 16
+after 122,880. A launch of less leaves a card waiting at its end."""
+
+PAIR_FIELDS = 3
+
+
+class Rounded(NamedTuple):
+    """Queries and keys of a slab, in e4m3. The units are such that scores are logarithms to the base of two."""
+
+    queries: Any  # [num_selected, num_queries, KEPT_D]
+    factors: Any  # [num_selected, num_queries] float32, 0 past the row's end
+    num_queries: int  # whole tiles
+    keys: Any  # [num_kv_heads, num_keys, KEPT_D]
+    steps: Any  # [num_kv_heads, num_keys / 32] float32
+    num_keys: int  # a multiple of 128
+
+
+class Run(NamedTuple):
+    """Tiles [first_tile, end_tile) of a slab, which are measured by one launch."""
+
+    first_tile: int
+    end_tile: int
+    reach: int  # keys that the furthest of them may see
+    pairs: torch.Tensor  # [num_pairs, PAIR_FIELDS] int32: for each two tiles of a row ``pairs_of``
+
+    @property
+    def num_tiles(self) -> int:
+        return self.end_tile - self.first_tile
+
+
+class Slab(NamedTuple):
+    first_row: int
+    key_starts: torch.Tensor  # [rows of the slab] int32, where a row's keys begin in the buffer: multiples of 128
+    num_keys: int  # of the buffer
+    longest: int  # keys of the longest row
+    runs: list[Run]
+
+
+def slabs_of(rows: Rows, num_selected: int, scratch_bytes: Callable[[int, int], int]) -> list[Slab]:
+    """``scratch_bytes``: of one tile, by the heads and by the keys that it may see. The same for all layers of a pass
+    that select as many heads."""
+    key = (slabs_of, num_selected, scratch_bytes)
+    if (found := rows.state.get(key)) is None:
+        found = rows.state[key] = [
+            _slab(rows, first, end, num_selected, scratch_bytes) for first, end in rows_of_slabs(rows)
+        ]
+    return found
+
+
+def rows_of_slabs(rows: Rows) -> Iterator[tuple[int, int]]:
+    """Rows [first, end) of each slab."""
+    first = taken = 0
+    for row, num_keys in enumerate(map(padded, rows.seq_lens)):
+        if row > first and taken + num_keys > SLAB_TOKENS:
+            yield first, row
+            first, taken = row, 0
+        taken += num_keys
+    yield first, rows.num_rows
+
+
+def padded(seq_len: int) -> int:
+    return ceil_div(seq_len, STEP_TOKENS) * STEP_TOKENS
+
+
+def tiles_of_runs(
+    rows: Rows, first_tile: int, end_tile: int, num_selected: int, scratch_bytes: Callable[[int, int], int]
+) -> Iterator[tuple[int, int, int]]:
+    """(first, end, reach) of the runs of tiles: as many tiles as fit ``SCRATCH_BYTES`` if all reach as far."""
+    reach = max(tile.last_position for tile in rows.tile_list[first_tile:end_tile]) + 1
+    fit = max(SCRATCH_BYTES // scratch_bytes(num_selected, reach), 1)
+    num_tiles = end_tile - first_tile
+    each = ceil_div(ceil_div(num_tiles, ceil_div(num_tiles, fit)), 2) * 2
+    each = each if each <= fit else max(fit // 2 * 2, 1)
+    for first in range(first_tile, end_tile, each):
+        yield first, min(first + each, end_tile), reach
+
+
+def pairs_of(rows: Rows, first_tile: int, end_tile: int, key_starts: Sequence[int]) -> list[int]:
+    """For each two tiles of a row: first tile, tiles, and where the row's keys begin in the slab."""
+    flat: list[int] = []
+    for row in range(rows.num_rows):
+        end = min(end_tile, rows.tile_starts[row + 1])
+        for tile in range(max(first_tile, rows.tile_starts[row]), end, 2):
+            flat += [tile, min(2, end - tile), key_starts[row]]
+    return flat
+
+
+def _slab(
+    rows: Rows, first_row: int, end_row: int, num_selected: int, scratch_bytes: Callable[[int, int], int]
+) -> Slab:
+    starts = [0] * rows.num_rows
+    num_keys = 0
+    for row in range(first_row, end_row):
+        starts[row], num_keys = num_keys, num_keys + padded(rows.seq_lens[row])
+    tiles = rows.tile_starts[first_row], rows.tile_starts[end_row]
+    runs = []
+    for first, end, reach in tiles_of_runs(rows, *tiles, num_selected, scratch_bytes):
+        flat = pairs_of(rows, first, end, starts)
+        runs.append(Run(first, end, reach, to_device(flat, torch.int32, rows.device).view(-1, PAIR_FIELDS)))
+    of_slab = to_device(starts[first_row:end_row], torch.int32, rows.device)
+    return Slab(first_row, of_slab, num_keys, max(rows.seq_lens[first_row:end_row]), runs)

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``top_p``: kernels against its equations in float64, what its rule promises, and what may not break it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.nn.functional import pad
+
+from benchmarks.batches import Batch, random_batch
+from tests.methods.cases import DEVICE, DTYPES, all_lists, by_turns, int32, row_parts, select
+from vllm_sparse_kernels.methods.top_p import method as module, portable, slabs
+from vllm_sparse_kernels.methods.top_p.method import TopP
+from vllm_sparse_kernels.methods.top_p.reference import round_to_e4m3, tile_masses
+from vllm_sparse_kernels.methods.top_p.rounding import in_e4m3
+
+METHOD = TopP(kept_mass=0.7, sink_tokens=32, local_tokens=128, channels="all")
+HALF = replace(METHOD, channels="half")
+MASS_ERROR = 5e-3
+"""Of a tile's masses in all: half precision keeps scores of up to 32 to 2^-7, and exponentials are off by as much."""
+LENGTHS = [(0, 1), (700, 63), (130, 140), (321, 1)]
+
+
+def make_batch(
+    lengths: Any = LENGTHS, heads: tuple[int, int, int] = (2, 1, 64), page_size: int = 16, dtype: Any = torch.float32,
+    seed: int = 0,
+) -> Batch:  # fmt: skip
+    """Keys about a mean far from zero, and queries that like some blocks of keys much more than others."""
+    batch = random_batch(lengths, *heads, page_size, dtype, DEVICE, seed, gap_tokens=3)
+    generator = torch.Generator(DEVICE).manual_seed(seed + 1)
+    batch.cache.keys.add_(3 * torch.randn(heads[1:], generator=generator, device=DEVICE).to(dtype))
+    return replace(batch, q=batch.q * 2.5)
+
+
+def masses_of(method: TopP, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """What the kernels choose from: [heads, tiles, blocks], 0 past a tile's causal blocks."""
+    rows = batch.rows
+    found = torch.zeros(batch.num_heads, rows.num_tiles, max(rows.block_capacities(32)), device=DEVICE)
+
+    def keep(masses: torch.Tensor, index: Any, first_tile: int, *others: Any) -> None:
+        for i in range(masses.shape[1]):
+            count = rows.block_capacities(32)[first_tile + i]
+            found[:, first_tile + i, :count] = masses[:, i, :count]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "choose", keep)
+        index = module.SparseIndex.allocate(rows, batch.num_heads, 32)
+        every = torch.arange(batch.num_heads, dtype=torch.int32, device=DEVICE)
+        method.select(batch.q, batch.cache, index, every, batch.scale)
+    return found
+
+
+def exact_masses(batch: Batch, head: int, i_tile: int) -> torch.Tensor:
+    """By the equations, of scores that were never rounded, in float64."""
+    tile = batch.rows.tile_list[i_tile]
+    queries, keys = row_parts(batch, tile.row, head)
+    first = tile.position - batch.rows.context_lens[tile.row]
+    scores = queries[first : first + tile.length_tokens] @ keys[: tile.last_position + 1].T * batch.scale
+    scores = scores.masked_fill(torch.ones_like(scores).triu(tile.position + 1).bool(), -torch.inf)
+    top = pad(scores, (0, -scores.shape[1] % 32), value=-torch.inf).unflatten(1, (-1, 32)).amax(2).exp()
+    return (top / top.sum(1, keepdim=True)).mean(0)
+
+
+@pytest.mark.parametrize(
+    ("method", "heads", "dtype", "page_size"),
+    by_turns([METHOD, HALF, METHOD, HALF], [(2, 1, 64), (3, 3, 128), (4, 1, 80), (2, 2, 256)], DTYPES, [16, 48, 128]),
+)
+def test_masses_are_those_of_the_reference(method, heads, dtype, page_size, monkeypatch) -> None:
+    batch = make_batch(heads=heads, dtype=dtype, page_size=page_size)
+    ours = masses_of(method, batch, monkeypatch)
+    for head, i_tile, masses in tile_masses(
+        method, batch.q, batch.cache, batch.rows, int32(range(heads[0])), batch.scale
+    ):
+        assert float((ours[head, i_tile, : len(masses)] - masses).abs().sum()) < MASS_ERROR, (head, i_tile)
+
+
+def test_eight_bits_are_close_to_exact_scores() -> None:
+    """Of tiles with some queries, where errors average out: half the masses' difference is what may go astray."""
+    batch = make_batch([(1500, 300)], (2, 1, 128), dtype=torch.float32)
+    for head, i_tile, masses in tile_masses(METHOD, batch.q, batch.cache, batch.rows, int32([0, 1]), batch.scale):
+        assert float((masses - exact_masses(batch, head, i_tile)).abs().sum()) / 2 < 0.02
+
+
+def check_fewest(method: TopP, batch: Batch, masses: torch.Tensor) -> None:
+    """Sink, local region and diagonal are kept; what is kept holds p, and would not without its least block between."""
+    index = select(method, batch, 32)
+    for i_tile, tile in enumerate(batch.rows.tile_list):
+        count = batch.rows.block_capacities(32)[i_tile]
+        begin, end = method.sink_tokens // 32, max(tile.position - method.local_tokens, 0) // 32
+        for head in range(batch.num_heads):
+            kept = torch.zeros(count, dtype=torch.bool, device=DEVICE)
+            kept[index.blocks_of(head, i_tile)] = True
+            assert bool(kept[:begin].all())
+            assert bool(kept[max(end, 0) :].all())
+            ours = masses[head, i_tile, :count].double()
+            between = torch.zeros_like(kept)
+            between[begin : max(end, begin)] = True
+            chosen, left = ours[kept & between], ours[~kept & between]
+            held, goal = float(ours[kept].sum()), method.kept_mass * float(ours.sum())
+            assert held >= goal - 1e-6
+            if len(chosen):
+                assert held - float(chosen.min()) < goal + 1e-6
+            if len(chosen) and len(left):
+                assert float(chosen.min()) >= float(left.max())
+
+
+@pytest.mark.parametrize("kept_mass", [0.02, 0.5, 0.9, 0.999999])
+def test_the_fewest_blocks_that_hold_p_are_kept(kept_mass: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch([(900, 130), (0, 63), (500, 1)])
+    method = replace(METHOD, kept_mass=kept_mass)
+    check_fewest(method, batch, masses_of(method, batch, monkeypatch))
+
+
+def test_rows_longer_than_what_registers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch([(2000, 49)])
+    expected = all_lists(select(METHOD, batch, 32))
+    monkeypatch.setattr("vllm_sparse_kernels.methods.top_p.choice.HELD_BLOCKS", 16)
+    assert all_lists(select(METHOD, batch, 32)) == expected
+
+
+def test_equal_masses_go_by_position() -> None:
+    """All keys alike: every block weighs the same, and the first ones between sink and local region are kept."""
+    batch = make_batch([(1023, 1)], (1, 1, 64))
+    batch.cache.keys.nan_to_num_(0.0).fill_(0.5)
+    blocks = select(replace(METHOD, kept_mass=0.5), batch, 32).blocks_of(0, 0).tolist()
+    forced = [0, *range((1023 - 128) // 32, 32)]
+    assert blocks == sorted({*forced, *range(1, 1 + 16 - len(forced))})
+
+
+@pytest.mark.parametrize("method", [METHOD, HALF])
+def test_what_one_query_looks_for_is_kept(method: TopP) -> None:
+    """One of 128 queries looks at one far key alone: its block weighs 1 in 128, however alike its tile's others are."""
+    batch = make_batch([(1024, 128)], (1, 1, 64), dtype=torch.float16)
+    page, slot = int(batch.rows.block_table[0, 300 // 16]), 300 % 16
+    key = batch.cache.keys[page, slot, 0]
+    generator = torch.Generator(DEVICE).manual_seed(5)
+    key.copy_(torch.randn(64, generator=generator, device=DEVICE) * 4)
+    for i, size in ((batch.rows.tokens[0] + 77, 20.0),):
+        batch.q.mul_(0.02)[i, 0] = (key.float() * size / key.float().norm()).to(batch.q.dtype)
+    masses = exact_masses(batch, 0, 0)
+    assert float(masses[300 // 32]) > 1 / 128
+    assert 300 // 32 in select(replace(method, kept_mass=0.3), batch, 32).blocks_of(0, 0).tolist()
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-6, 10.0])
+def test_any_magnitude_selects_as_the_reference(factor: float) -> None:
+    """Vectors of zeros; and scores so far apart that of each query one block holds all."""
+    batch = make_batch([(600, 70)], (2, 1, 128), dtype=torch.float16)
+    batch.q.mul_(factor)
+    batch.cache.keys.mul_(factor)
+    ours, theirs = (select(METHOD, batch, 32, by_reference=way) for way in (False, True))
+    assert abs(ours.density() - theirs.density()) < 0.03
+
+
+def test_scores_beyond_half_precision_give_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch([(600, 70)], (2, 1, 128), dtype=torch.float16)
+    batch.q.mul_(1000)
+    batch.cache.keys.mul_(1000)
+    torch.testing.assert_close(masses_of(METHOD, batch, monkeypatch).sum(2), torch.ones(2, 1, device=DEVICE))
+
+
+@pytest.mark.parametrize(("name", "value"), [("SLAB_TOKENS", 512), ("SCRATCH_BYTES", 1)])
+def test_slabs_change_nothing(name: str, value: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch([(200, 300), (0, 63), (600, 5)])
+    expected = all_lists(select(METHOD, batch, 32))
+    monkeypatch.setattr(slabs, name, value)
+    rows = replace(batch.rows)
+    assert len([run for slab in slabs.slabs_of(rows, 2, portable.scratch_bytes) for run in slab.runs]) > 1
+    assert all_lists(select(METHOD, replace(batch, rows=rows), 32)) == expected
+
+
+def test_where_hopper_kernels_fail_the_portable_ones_run(monkeypatch, caplog) -> None:
+    class Broken:
+        PERMUTED = True
+        scratch_bytes = staticmethod(portable.scratch_bytes)
+        room = staticmethod(portable.room)
+
+        @staticmethod
+        def masses(*args: Any) -> None:
+            raise RuntimeError("no such instruction")
+
+    batch = make_batch([(300, 40)])
+    expected = all_lists(select(METHOD, batch, 32))
+    monkeypatch.setattr(module, "UNUSABLE", [])
+    monkeypatch.setattr(module, "hopper", Broken)
+    monkeypatch.setattr(module, "on_hopper", lambda device: not module.UNUSABLE)
+    for _ in range(2):
+        assert all_lists(select(METHOD, batch, 32)) == expected
+    assert len(module.UNUSABLE) == 1
+    assert "no such instruction" in caplog.text
+
+
+def test_rounding_without_fp8_is_that_of_fp8() -> None:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(x, y):
+        o = tl.arange(0, 4096)
+        tl.store(y + o, in_e4m3(tl.load(x + o), tl.float16))
+
+    every = torch.arange(1 << 7, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    every = every[every <= 15]
+    middles = (every[1:] + every[:-1]) / 2
+    x = torch.cat([every, middles, middles * (1 + 2**-20), middles * (1 - 2**-20), torch.linspace(0, 15, 3000)])
+    x = pad(torch.cat([x, -x])[:4096], (0, 4096 - min(4096, 2 * len(x)))).to(DEVICE)
+    y = torch.empty(4096, dtype=torch.float16, device=DEVICE)
+    kernel[(1,)](x, y)
+    assert torch.equal(y.float(), x.to(torch.float8_e4m3fn).float())
+
+
+def test_the_reference_rounds_by_block() -> None:
+    x = torch.randn(70, 2, 64)
+    rounded = round_to_e4m3(x, 32)
+    assert float((rounded - x).abs().max() / x.abs().max()) < 1 / 16
+    largest = x[:32, 0].abs().max()
+    torch.testing.assert_close(rounded[:32, 0].abs().max(), largest)
+
+
+@pytest.mark.full
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 700), st.integers(1, 300)), min_size=1, max_size=3),
+    kept_mass=st.floats(0.01, 0.999),
+    half=st.booleans(),
+    page_size=st.sampled_from([16, 48, 64, 128]),
+    heads=st.sampled_from([(1, 1, 64), (4, 2, 64), (3, 1, 128), (2, 2, 32)]),
+    seed=st.integers(0, 1000),
+)
+def test_random_cases(lengths, kept_mass, half, page_size, heads, seed) -> None:
+    batch = make_batch(lengths, heads, page_size, torch.float16, seed)
+    method = replace(HALF if half else METHOD, kept_mass=kept_mass)
+    with pytest.MonkeyPatch.context() as patch:
+        masses = masses_of(method, batch, patch)
+    check_fewest(method, batch, masses)
+    for head, i_tile, theirs in tile_masses(
+        method, batch.q, batch.cache, batch.rows, int32(range(heads[0])), batch.scale
+    ):
+        assert float((masses[head, i_tile, : len(theirs)] - theirs).abs().sum()) < MASS_ERROR
+
+
+@pytest.mark.full
+def test_long_rows_of_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a span of keys; 2,049 new tokens; a row of one."""
+    batch = make_batch([(8100, 150), (0, 2049), (0, 1)], (2, 1, 32), dtype=torch.float16)
+    masses = masses_of(METHOD, batch, monkeypatch)
+    for head, i_tile, theirs in tile_masses(METHOD, batch.q, batch.cache, batch.rows, int32([0, 1]), batch.scale):
+        assert float((masses[head, i_tile, : len(theirs)] - theirs).abs().sum()) < MASS_ERROR
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", [METHOD, HALF])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_hopper_and_portable_masses_agree(method: TopP, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not module.on_hopper(torch.device(DEVICE)):
+        pytest.skip("no Hopper GPU, or its kernels do not compile here")
+    batch = make_batch([(20_000, 700), (0, 2049), (5000, 1)], (8, 2, 128), 16, dtype)
+    ours = masses_of(method, batch, monkeypatch)
+    monkeypatch.setattr(module, "hopper", None)
+    theirs = masses_of(method, batch, monkeypatch)
+    for i_tile, tile in enumerate(batch.rows.tile_list):
+        own = tile.position // 128 * 4  # of the tile's own keys only the sum is told
+        for x in (ours, theirs):
+            x[:, i_tile, own] = x[:, i_tile, own:].sum(1)
+        a, b = ours[:, i_tile, : own + 1], theirs[:, i_tile, : own + 1]
+        assert bool(((a - b).abs() <= 0.02 * b + 0.13 * b.sqrt() / tile.length_tokens**0.5).all())
