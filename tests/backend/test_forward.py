@@ -37,8 +37,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "vertical_slash": {"vertical_tokens": 40, "slash_tokens": 104},
 }
 LEAVE_NOTHING_OUT = {"dense"}
-QUICK = {"block_sparse", "vertical_slash", "sale"}
-"""One that keeps blocks, one with stripes, and the default."""
+QUICK = {"block_sparse", "sale"}
+"""One that keeps blocks, and the default."""
 NO_AMX = "with AMX instructions vLLM keeps bfloat16 keys in a layout that the plugin does not read, and says so"
 
 
