@@ -53,6 +53,10 @@ def test_it_is_what_whole_matrices_say(num_heads, num_kv_heads, head_dim, page_s
     assert torch.equal(got.density, expected.density)
     assert float(got.density.mean()) == pytest.approx(index.density(), abs=1e-12)
     assert bool((got.recall < 0.99).all())
+    assert {float(x) for figures in quality(batch, random_index(batch, block_tokens, 1.0)) for x in figures} == {1.0}
+    batch.q.mul_(500)  # scores far apart
+    got, expected = quality(batch, index), by_whole_matrices(batch, index)
+    torch.testing.assert_close(got.recall, expected.recall, rtol=0, atol=1e-3)
 
 
 @pytest.mark.gpu

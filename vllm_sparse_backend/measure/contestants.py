@@ -16,14 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_sparse_backend.measure.client import Endpoint
 from vllm_sparse_backend.measure.report import BenchError, Report
 from vllm_sparse_backend.measure.scrape import Pairs, parse
-from vllm_sparse_backend.measure.server import (
-    Server,
-    ServerError,
-    Settings,
-    max_positions,
-    sparse_args,
-    split_args,
-)
+from vllm_sparse_backend.measure.server import Server, ServerError, Settings, max_positions, sparse_args, split_args
 from vllm_sparse_backend.settings.auto import AUTO
 from vllm_sparse_backend.settings.metrics import PREFIX
 from vllm_sparse_backend.settings.profile import load_profile
@@ -87,12 +80,7 @@ class Contestant:
 
 
 def started(
-    model: Path,
-    settings: Sequence[Settings],
-    stock: bool,
-    longest: int,
-    extra: str,
-    levels: Sequence[int | str] = (),
+    model: Path, settings: Sequence[Settings], stock: bool, longest: int, extra: str, levels: Sequence[int | str] = ()
 ) -> list[Contestant]:
     """Stock, and each of the settings at each of the levels, served on this machine. ``extra``: more arguments."""
     if (most := max_positions(model)) is not None and longest >= most:
