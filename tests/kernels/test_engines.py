@@ -2,8 +2,8 @@
 """Every engine, every shape it may meet, against exact softmax attention over the same index.
 
 An engine that refuses a case is skipped there, with its reason. Outputs are poisoned with NaN, and so are all places of
-the cache that no position owns, as far as the engine promises not to read them. Budgets are those of testing/budget.py:
-the error that eager torch makes in the same dtype, times a small factor.
+the cache that no position owns, as far as the engine promises not to read them. The error budget is what eager torch
+makes in the same dtype, times a small factor.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from benchmarks.batches import random_batch, random_index, repaged
 from tests.helpers.paged_varlen import STAND_IN, paged_varlen
+from tests.methods.cases import row_alone, tiles_of
 from vllm_sparse_kernels.attend import (
     PORTABLE,
     AttendSpec,
@@ -33,7 +34,6 @@ from vllm_sparse_kernels.index import SparseIndex, StripeLayout
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.paged import FP8
-from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.trial import Batch, expected_attention
 from vllm_sparse_kernels.workspace import Workspace
 
@@ -175,32 +175,31 @@ def test_full_index_is_dense_attention(engine, device, dtype):
     out, lse = run(engine, batch, index)
     expected = expected_attention(batch, index)
     expected.assert_close(out, lse)
-    for row, (token, query_len, context_len) in enumerate(
-        zip(batch.rows.tokens, batch.rows.query_lens, batch.rows.context_lens, strict=True)
-    ):
-        keys, values = batch.cache.gather(batch.rows.block_table[row], context_len + query_len)
-        q, k, v = (
-            x.double().transpose(0, 1)
-            for x in (batch.q[token : token + query_len], *(t.repeat_interleave(2, 1) for t in (keys, values)))
-        )
+    rows = batch.rows
+    for row, (token, query_len) in enumerate(zip(rows.tokens, rows.query_lens, strict=True)):
+        tokens = slice(token, token + query_len)
+        cached = (x.repeat_interleave(2, 1) for x in batch.cache.gather(rows.block_table[row], rows.seq_lens[row]))
+        q, k, v = (x.double().transpose(0, 1) for x in (batch.q[tokens], *cached))
         scores = q @ k.transpose(1, 2) * batch.scale
-        scores = scores + torch.full_like(scores, -torch.inf).triu(context_len + 1)
+        scores = scores + torch.full_like(scores, -torch.inf).triu(rows.context_lens[row] + 1)
         exact = (scores.softmax(-1) @ v).transpose(0, 1)
-        assert float((out[token : token + query_len] - exact).abs().max()) <= expected.out_budget
-        assert float((lse[:, token : token + query_len] - scores.logsumexp(-1)).abs().max()) <= expected.lse_budget
+        assert float((out[tokens] - exact).abs().max()) <= expected.out_budget
+        assert float((lse[:, tokens] - scores.logsumexp(-1)).abs().max()) <= expected.lse_budget
 
 
 def test_nothing_else_is_written(engine, device):
-    """Tokens of no row keep what was in out; vLLM's q is a slice of the fused projection, out may be one of a larger
-    buffer, and lse may be left out."""
+    """Tokens of no row keep what was in out, and the cache what it held; vLLM's q is a slice of the fused projection,
+    out may be one of a larger buffer, and lse may be left out."""
     batch = random_batch([(100, 70), (3, 20)], 2, 1, 64, 16, DTYPES[0], device, gap_tokens=9)
     index = random_index(batch, 64, 0.5, stripes=10)
     whole = run(engine, batch, index)[0]
     fused, wide = (torch.full((len(batch.q), n, 64), 7.0, dtype=batch.q.dtype, device=device) for n in (4, 5))
     fused[:, :2] = batch.q
+    before = batch.cache.keys.clone(), batch.cache.values.clone()
     attend(fused[:, :2], batch.cache, index, wide[:, 1:3], batch.scale, engine=engine)
     assert torch.equal(wide[:, 1:3], whole.nan_to_num(nan=7.0))
     assert (wide[:, [0, 3, 4]] == 7.0).all()
+    assert same(before, (batch.cache.keys, batch.cache.values))
 
 
 def test_large_scores_neither_overflow_nor_vanish(engine, device):
@@ -208,15 +207,6 @@ def test_large_scores_neither_overflow_nor_vanish(engine, device):
     batch = random_batch([(200, 70)], 2, 1, 64, 16, DTYPES[0], device)
     batch.q.mul_(300.0)
     check(engine, batch, random_index(batch, 64, 0.5, stripes=30))
-
-
-def test_the_cache_is_only_read(engine, device):
-    batch = random_batch([(200, 70)], 2, 1, 64, 64, DTYPES[0], device)
-    index = random_index(batch, 64, 0.5, stripes=30)
-    run(engine, batch, index)
-    before = batch.cache.keys.clone(), batch.cache.values.clone()
-    run(engine, batch, index)
-    assert same(before, (batch.cache.keys, batch.cache.values))
 
 
 def test_temporary_tensors_come_from_the_workspace(engine, device):
@@ -235,21 +225,11 @@ def test_temporary_tensors_come_from_the_workspace(engine, device):
 
 def part_of(batch: Batch, index: SparseIndex, row: int) -> tuple[Batch, SparseIndex]:
     """One row of a batch alone, and what the index keeps of it."""
-    rows, device = batch.rows, batch.q.device
-    parts = ((values[row],) for values in (rows.tokens, rows.query_lens, rows.context_lens))
-    alone = dataclasses.replace(batch, rows=Rows(*parts, rows.block_table[row : row + 1]))
-    layout = StripeLayout.per_tile(alone.rows, index.longest_stripes)
-    single = SparseIndex.allocate(
-        alone.rows, index.num_heads, index.block_tokens, dict.fromkeys(range(index.num_heads), layout)
-    )
-    for i_tile, tile in enumerate(alone.rows.tile_list):
-        source = rows.tile_starts[row] + i_tile
-        for head in range(index.num_heads):
-            kept = torch.zeros(single.num_causal_blocks(tile), dtype=torch.bool, device=device)
-            kept[index.blocks_of(head, source)] = True
-            single.set_blocks(head, i_tile, kept)
-            single.set_stripes(head, i_tile, index.stripes_of(head, source))
-    return alone, single
+    alone, own = row_alone(batch, row), tiles_of(batch.rows, row)
+    tiles = slice(own.start, own.stop)
+    names = ("block_counts", "stripe_counts", "stripe_offsets")
+    lists = {name: getattr(index, name)[:, tiles].contiguous() for name in names}
+    return alone, dataclasses.replace(index, rows=alone.rows, block_offsets=index.block_offsets[tiles], **lists)
 
 
 def independent(
@@ -268,7 +248,10 @@ def test_a_row_does_not_depend_on_its_neighbours(engine, device):
     independent(engine, batch, random_index(batch, 64, 0.5, stripes=70), range(3))
 
 
-@pytest.mark.parametrize(("page_size", "layout"), [(16, "NHD"), (48, "HND"), (128, "HND"), (128, "NHD")])
+@pytest.mark.parametrize(
+    ("page_size", "layout"),
+    [(48, "HND"), *(pytest.param(*one, marks=FULL) for one in ((16, "NHD"), (128, "HND"), (128, "NHD")))],
+)
 def test_a_row_does_not_depend_on_pages(engine, device, page_size, layout):
     """Bitwise, whatever the page size, the layout and where pages lie."""
     batch = random_batch([(333, 140), (20, 5)], 4, 2, 64, 64, DTYPES[0], device)
@@ -346,6 +329,7 @@ def test_the_same_however_often(engine, stripes):
 
 
 class TestFlash:
+    @FULL
     def test_parts_change_nothing(self, device, monkeypatch):
         """Sequences that run a few at a time, cut within a kv head, a tile and a group of heads."""
         batch = random_batch([(70, 300), (3, 20)], 6, 2, 64, 16, DTYPES[0], device)
@@ -355,6 +339,7 @@ class TestFlash:
             monkeypatch.setattr(flash_module, "PART_SEQUENCES", sequences)
             assert same(run(ENGINES["flash"], batch, index), whole)
 
+    @FULL
     def test_the_workspace_bounds_what_runs_at_once(self, device, monkeypatch):
         batch = random_batch([(500, 300)], 4, 2, 64, 16, DTYPES[0], device)
         peaks = []

@@ -8,12 +8,12 @@ import torch
 
 from benchmarks.batches import in_fp8, random_batch, random_index, repaged, widened
 from tests.kernels.test_engines import ENGINES, check, run, same
+from tests.methods.cases import select
 from vllm_sparse_backend.measure.structured import paged_batch, structured
 from vllm_sparse_kernels.attend import AttendSpec
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.reference import attend as reference
-from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods import METHODS, name_of, sparse_names
+from vllm_sparse_kernels.methods import METHODS, sparse_names
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import FP8, PagedCache
 from vllm_sparse_kernels.trial import Batch
@@ -35,41 +35,33 @@ METHODS_ASKED += [
 ]
 
 
-def structured_fp8(context_len: int, query_len: int, page_size: int, device: str, heads=(4, 2, 64)) -> Batch:
-    return in_fp8(paged_batch(structured(query_len, context_len, *heads, device=device), page_size), *SCALES)
-
-
-def selected(method: Method, batch: Batch, by_reference: bool = False) -> SparseIndex:
-    """What a method keeps in all heads, found alone: nothing of an earlier selection is at hand."""
-    batch = replace(batch, rows=replace(batch.rows))
+def apart(method: Method, batch: Batch, other: Batch, by_reference: bool = False) -> float:
+    """Share of pairs that one of two selections keeps and the other does not. Each is found alone: nothing of an
+    earlier one is at hand."""
     method = method.merged([method] * batch.num_heads)
-    layout = method.stripe_layout(batch.rows)
-    layouts = dict.fromkeys(range(batch.num_heads), layout) if layout.capacity else None
-    index = SparseIndex.allocate(batch.rows, batch.num_heads, method.block_tokens, layouts)
-    heads = torch.arange(batch.num_heads, dtype=torch.int32, device=batch.q.device)
-    if by_reference:
-        METHODS[name_of(method)].reference(method, batch.q, batch.cache, index, heads, batch.scale)
-    else:
-        method.select(batch.q, batch.cache, index, heads, batch.scale)
-    index.check()
-    return index
+    asked = ((batch, False), (other, by_reference))
+    kept = [select(method, b, method.block_tokens, None, way, replace(b.rows)) for b, way in asked]
+    assert 0.05 < float(kept[0].density()) < 0.98 or len(batch.q) > 1000
+    return float((kept[0].to_mask(0) != kept[1].to_mask(0)).float().mean())
 
 
-def apart(one: SparseIndex, other: SparseIndex) -> float:
-    """Share of pairs that one of two selections keeps and the other does not."""
-    return float((one.to_mask(0) != other.to_mask(0)).float().mean())
+ON_GPU = [((2047, 1100), page_size, (8, 2, head_dim)) for page_size in (16, 128) for head_dim in (64, 128)]
 
 
-@pytest.mark.full
+@pytest.mark.parametrize(
+    ("lengths", "page_size", "shape"),
+    [
+        pytest.param((150, 170), 16, (2, 1, 64), marks=pytest.mark.full),
+        *(pytest.param(*case, marks=pytest.mark.gpu) for case in ON_GPU),
+    ],
+)
 @pytest.mark.parametrize("method", METHODS_ASKED, ids=str)
-def test_methods_keep_what_they_keep_of_the_same_elements_in_fp16(method, device):
+def test_methods_keep_what_they_keep_of_the_same_elements_in_fp16(method, lengths, page_size, shape, device):
     """In the interpreter to the bit; matrix units add up products of fp8 less exactly."""
-    batch = structured_fp8(150, 170, 16, device, (2, 1, 64))
-    kept = selected(method, batch)
-    assert 0.05 < float(kept.density()) < 0.98
-    bound = 0.0 if device == "cpu" else 0.01
-    assert apart(kept, selected(method, widened(batch))) <= bound
-    assert apart(kept, selected(method, batch, by_reference=True)) <= 0.01
+    data = structured(*reversed(lengths), *shape, device=device)
+    batch = in_fp8(paged_batch(data, page_size), *SCALES)
+    assert apart(method, batch, widened(batch)) <= (0.0 if device == "cpu" else 0.01)
+    assert apart(method, batch, batch, by_reference=True) <= (0.01 if lengths == (150, 170) else 0.02)
 
 
 @pytest.mark.parametrize("engine", READS_FP8)
@@ -81,6 +73,7 @@ def test_engines(engine, stripes, page_size, layout, device):
     check(ENGINES[engine], batch, random_index(batch, 64, 0.4, stripes))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", READS_FP8)
 def test_a_rows_result_is_the_same_over_other_pages_and_beside_other_rows(engine, device):
     exact = random_batch([(200, 150), (65, 70)], 2, 1, 64, 16, device=device)
@@ -112,6 +105,8 @@ def test_scales_are_what_elements_count(device):
     assert other.cache.value_scale == 0.25
     index = random_index(one, 64, 0.5, 20)
     assert same(*(run(ENGINES["portable"], batch, index) for batch in (one, other)))
+    untold = PagedCache(one.cache.keys, one.cache.values)
+    assert (untold.score_scale, untold.value_scale) == (1.0, 1.0)
 
 
 def test_who_reads_fp8(device):
@@ -122,22 +117,6 @@ def test_who_reads_fp8(device):
     assert ENGINES["hopper"].refusal(spec) is not None
     if "flash" in ENGINES:
         assert "no multiple of 16" in (ENGINES["flash"].refusal(replace(spec, head_dim=72)) or "")
-
-
-def test_a_cache_in_fp8_has_no_scales_unless_told():
-    keys = torch.zeros(1, 16, 1, 32).to(FP8)
-    assert (PagedCache(keys, keys).score_scale, PagedCache(keys, keys).value_scale) == (1.0, 1.0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("page_size", [16, 128])
-@pytest.mark.parametrize("method", METHODS_ASKED, ids=str)
-def test_methods_on_gpu(method, page_size, head_dim):
-    batch = structured_fp8(2047, 1100, page_size, "cuda", (8, 2, head_dim))
-    kept = selected(method, batch)
-    assert apart(kept, selected(method, widened(batch))) <= 0.01
-    assert apart(kept, selected(method, batch, by_reference=True)) <= 0.02
 
 
 @pytest.mark.gpu

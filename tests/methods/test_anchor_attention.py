@@ -228,12 +228,15 @@ def plant(batch: Batch, scores: dict[tuple[int, int, int], float]) -> None:
         batch.cache.keys[page, position % 16, 0, dim] = score
 
 
-def planted_batch() -> Batch:
+def test_a_key_that_one_tile_wants_is_kept_for_its_group_alone():
     """Scores of 20 with key 0 for all queries, and of 15 with key 300 for the queries at [640, 768) alone; else 0."""
     batch = make_batch([(0, 1100)], num_heads=1)
     plant(batch, {(0, 0, 0): 20.0, (0, 300, 1): 15.0})
     batch.q[:1100, 0, 0] = batch.q[640:768, 0, 1] = batch.scale**-1
-    return batch
+    index = select(AnchorAttention(step_tiles=2), batch)
+    for i_tile, tile in enumerate(batch.rows.tile_list):
+        wanted = [300] if 512 <= tile.position < 768 else []
+        assert index.stripes_of(0, i_tile).tolist() == wanted, f"tile at {tile.position}"
 
 
 def holed_batch(lengths, *holes, **kwargs) -> Batch:
@@ -288,20 +291,6 @@ def test_stripes_around_whole_blocks_stay_in_order(monkeypatch):
     holed = {position // 64 for position in holes}
     assert index.stripes_of(0, 0).tolist() == [n for n in range(last) if n // 64 in holed and n not in holes]
     assert index.blocks_of(0, 0).tolist() == [i for i in range(ceil_div(last + 276, 64)) if i not in holed]
-
-
-def test_a_key_that_one_tile_wants_is_kept_for_its_group_alone():
-    batch, method = planted_batch(), AnchorAttention(step_tiles=2)
-    index = select(method, batch)
-    for i_tile, tile in enumerate(batch.rows.tile_list):
-        wanted = [300] if 512 <= tile.position < 768 else []
-        assert index.stripes_of(0, i_tile).tolist() == wanted, f"tile at {tile.position}"
-
-
-def test_without_anchor_a_fixed_threshold_keeps_what_the_anchor_rules_out():
-    batch = planted_batch()
-    assert select(AnchorAttention(step_tiles=2, use_anchor=False), batch).density() == 1.0
-    assert select(AnchorAttention(step_tiles=2), batch).density() < 0.7
 
 
 def test_chunks_cut_between_groups_select_as_the_whole_prompt():

@@ -29,14 +29,10 @@ def figures() -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.parametrize("kernel", THREADS)
-def test_keys_are_copied_a_tile_ahead(figures: dict[str, dict[str, int]], kernel: str) -> None:
-    """A look-up that a tile's address waits for would have each tile wait for its whole way from memory."""
+def test_passes_over_the_last_queries(figures: dict[str, dict[str, int]], kernel: str) -> None:
+    """Keys are copied a tile ahead: a look-up that a tile's address waits for would have each tile wait for its whole
+    way from memory. Two programs fit a multiprocessor: one's exponentials hide behind the other's products."""
     assert figures[kernel]["copies_ahead"] >= 1
-
-
-@pytest.mark.parametrize("kernel", THREADS)
-def test_two_programs_fit_a_multiprocessor(figures: dict[str, dict[str, int]], kernel: str) -> None:
-    """One's exponentials hide behind the other's products."""
     assert 2 * (figures[kernel]["shared_bytes"] + 1024) <= SHARED_BYTES
     assert 2 * THREADS[kernel] * figures[kernel]["registers"] <= REGISTERS
 

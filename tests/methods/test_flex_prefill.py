@@ -16,7 +16,6 @@ from vllm_sparse_kernels.methods.flex_prefill.reference import (
     softmax_of,
     whole_blocks,
 )
-from vllm_sparse_kernels.rows import Rows
 
 MARGIN = 1e-4
 """Kernels and reference see the same inputs and round float32 sums differently: lines may differ that decide over less
@@ -126,14 +125,3 @@ def test_whole_blocks_are_the_fullest():
     assert whole_blocks(columns, 5, 64).tolist() == [True, True, False, False]
     assert whole_blocks(columns, 4, 64).tolist() == [True, True, True, False]
     assert whole_blocks(columns, 0, 64).tolist() == [True, True, True, True]
-
-
-def test_stripe_room_depends_on_the_row_alone_and_is_bounded():
-    table = torch.zeros(2, 1, dtype=torch.int32)
-    method = FlexVerticalSlash()
-    long = Rows((0,), (131072,), (0,), table[:1])
-    assert method.stripe_layout(long).capacity <= 1024 * 1024
-    chunk = Rows((0, 8192), (8192, 64), (122880, 100), table)
-    assert method.stripes_of_row(chunk, 0) == 8192
-    assert method.stripe_layout(chunk).offsets[-1] == 64 * 8192
-    assert method.stripe_layout(chunk).capacity == 64 * 8192 + 100

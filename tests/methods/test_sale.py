@@ -258,6 +258,13 @@ def test_on_the_same_integers_flags_are_equal_bit_for_bit(integers, tau, mean, m
     assert 0.1 < ours.float().mean() < 0.9
 
 
+def check_flags(row: tuple[RoundedQueries, RoundedKeys], batch: Batch, block_tokens: int, dtype: torch.dtype):
+    """The kernel's flags are those of its arithmetic, done over."""
+    ours, expected = flags_twice(Sale(0.5), *row, batch, block_tokens, dtype)
+    assert torch.equal(ours, expected)
+    return ours
+
+
 @pytest.mark.parametrize("integers", INTEGERS, ids=str)
 @pytest.mark.parametrize("block_tokens", [32, 64, 128])
 def test_scores_and_thresholds_below_zero(integers, block_tokens):
@@ -271,9 +278,7 @@ def test_scores_and_thresholds_below_zero(integers, block_tokens):
     thresholds[:, 260:] = torch.inf
     biases = -1.2 * torch.arange(1664.0, device=DEVICE)[None] - 50
     row = rounded_row(q, k, thresholds, biases, integers)
-    ours, expected = flags_twice(Sale(0.5), *row, batch, block_tokens, compared_as(integers))
-    assert torch.equal(ours, expected)
-    assert 0 in ours[:, : 1300 // block_tokens]
+    assert 0 in check_flags(row, batch, block_tokens, compared_as(integers))[:, : 1300 // block_tokens]
 
 
 @pytest.mark.parametrize(("head_dim", "largest"), [(256, 7), (128, 4)])
@@ -294,9 +299,7 @@ def test_sums_of_the_largest_integers_are_exact(integers, head_dim, largest):
     zeros = torch.zeros(1, 896, device=DEVICE)
     # Of integers there are no roundings to tell apart, in half precision where it has all of them.
     row = rounded_row(q, k, thresholds, zeros, integers)
-    ours, expected = flags_twice(Sale(0.5), *row, batch, 64, torch.float32)
-    assert torch.equal(ours, expected)
-    assert 0 in ours
+    assert 0 in check_flags(row, batch, 64, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -313,9 +316,7 @@ def test_half_precision_is_used_within_its_range_alone(integers, bias, sevens, f
     biases[0, 150], biases[0, 330] = 1000.3, bias
     row = rounded_row(q, k, torch.full((1, 256), 1000.4, device=DEVICE), biases, integers)
     dtype = compared_as(integers, fits)
-    ours, expected = flags_twice(Sale(0.5), *row, batch, 64, dtype)
-    assert torch.equal(ours, expected)
-    assert int(ours[0, 150 // 64]) == (dtype == torch.float16)
+    assert int(check_flags(row, batch, 64, dtype)[0, 150 // 64]) == (dtype == torch.float16)
 
 
 def test_memory_does_not_grow_with_the_number_of_cached_tokens():
