@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from vllm_sparse_backend.measure.client import Endpoint, Prompts, RequestError
 from vllm_sparse_backend.measure.report import BenchError
-from vllm_sparse_backend.measure.scrape import Report, parse, total
+from vllm_sparse_backend.measure.scrape import Report, parse
 from vllm_sparse_backend.settings.config import KEY, load_config
 from vllm_sparse_backend.settings.crossover import Thresholds, load_crossover
 from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -325,3 +327,9 @@ def _prompts(served: Served, level: object, prompts: Prompts, longest: int) -> I
     yield last
     tail = min(past, len(last) // 2)
     yield last[: len(last) - tail] + prompts.take(tail)
+
+
+def total(text: str, name: str) -> float:
+    """The sum of a metric's samples of exactly that name, such as one of vLLM's own; 0 where there is none."""
+    families = text_string_to_metric_families(text)
+    return sum(sample.value for family in families for sample in family.samples if sample.name == name)

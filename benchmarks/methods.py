@@ -25,12 +25,24 @@ import typer
 from benchmarks.batches import in_fp8
 from benchmarks.captured import captured_prompts, plan_of_profile, repeated_clusters
 from benchmarks.figures import Report
-from benchmarks.options import Chunk, Clusters, Contexts, Engines, Json, Methods, Model, Page, Results
+from benchmarks.options import (
+    Chunk,
+    Clusters,
+    Contexts,
+    Engines,
+    Json,
+    Methods,
+    Model,
+    Page,
+    Results,
+    difference,
+    is_default,
+)
 from vllm_sparse_backend.cli.bench import show
 from vllm_sparse_backend.cli.common import failures, split, token_counts
 from vllm_sparse_backend.measure.asked import Asked, methods_asked
-from vllm_sparse_backend.measure.card import Card, Run, is_default
-from vllm_sparse_backend.measure.check import Check, check_attention, difference
+from vllm_sparse_backend.measure.card import Card, Run
+from vllm_sparse_backend.measure.check import Check, check_attention
 from vllm_sparse_backend.measure.data import Heads, Prompt, structured_clusters, structured_prompts
 from vllm_sparse_backend.measure.layers import Layer, layers_of, new_step
 from vllm_sparse_backend.measure.report import BenchError

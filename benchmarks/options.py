@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that the lab's programs share, and how they show what comes of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +16,8 @@ from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
-from vllm_sparse_kernels.attend import Engine
+from vllm_sparse_kernels import AttendOptions, PagedCache, SparseIndex
+from vllm_sparse_kernels.attend import AttendSpec, Engine, choose
 
 Json = Annotated[Path | None, typer.Option("--json", help="File for all that was measured.")]
 Results = Annotated[Path | None, typer.Option(help="List of figures to merge this run's into.")]
@@ -57,3 +58,15 @@ def layers_served(
         if all(layer.refusal(engine) is None for layer in layers):
             return engine, layers
     raise BenchError("no engine can attend over this plan's index here")
+
+
+def is_default(
+    table: Mapping[str, Engine], name: str, cache: PagedCache, index: SparseIndex, options: AttendOptions | None = None
+) -> bool:
+    """Whether a server takes this engine for such an index, unless told: then its figures are the project's."""
+    return choose(table, AttendSpec.of(cache, index, options)).engine.name == name
+
+
+def difference(out: torch.Tensor, dense: torch.Tensor) -> float:
+    """‖out − dense‖ / ‖dense‖ over everything."""
+    return float((out.float() - dense.float()).norm() / dense.float().norm())

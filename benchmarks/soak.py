@@ -16,8 +16,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -379,6 +380,18 @@ def add_figures(report: Report, asking: Asking, done: Checked, label: str = "") 
         )
 
 
+def resident_bytes_of(pid: int) -> int:
+    """Memory of a process and those that it started; needs psutil, which comes with vLLM."""
+    import psutil
+
+    parent = psutil.Process(pid)
+    total = 0
+    for process in (parent, *parent.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # some end while others are asked
+            total += process.memory_info().rss
+    return total
+
+
 def main(
     model: ServedModel = None,
     url: Annotated[str | None, typer.Option(help="A running server with this backend.")] = None,
@@ -419,7 +432,7 @@ def main(
                 more = ("--max-num-batched-tokens", str(chunk), *split_args(more_args))
                 args = server_args(model, longest + asking.most_output_tokens + 16, 2 * longest, more)
                 server = stack.enter_context(Server(model, (*args, *sparse_args(own.values)), env=SERVER_ENV))
-                url, resident_bytes = server.url, server.resident_bytes
+                url, resident_bytes = server.url, partial(resident_bytes_of, server.pid)
             endpoint = Endpoint.connect("server", url or "")
             served = served_by(endpoint, own.values, model, chunk) if model or settings else None
             done = soak_and_check(endpoint, asking, Prompts.of(endpoint, given_text), resident_bytes, served)

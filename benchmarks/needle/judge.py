@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.needle.tokens import STYLES, encode
-from vllm_sparse_backend.measure.answers import NAMES, Line, Prompt, Share, Templates, bucket, build_prompt
+from vllm_sparse_backend.measure.answers import NAMES, Line, Prompt, Share, Templates, build_prompt
 from vllm_sparse_backend.measure.texts import prose
 
 DEPTHS = tuple(i / 10 for i in range(11))
@@ -106,3 +106,9 @@ class Judge:
 
 def _share(right: Sequence[bool]) -> float:
     return Share(sum(right), len(right)).share
+
+
+def bucket(distance: int) -> tuple[int, int]:
+    """Distances by doublings: below 1,024, below 2,048 and so on. Returns its bounds, the upper one excluded."""
+    upper = max(1024, 1 << distance.bit_length())
+    return (0 if upper == 1024 else upper // 2), upper

@@ -151,7 +151,7 @@ class TestReservation:
         ("settings", "options"), [({"dense_layers": [9]}, {}), ({}, {"per_layer_sliding_window": 64})]
     )
     def test_who_reserves_nothing(self, configured: Callable[..., Any], settings: Any, options: Any) -> None:
-        """A part that knows its own configuration alone leaves it to the builder; a layer that stays dense has no need."""
+        """A part knows its own configuration alone, and the builder will know more; a layer may stay dense."""
         (layer,) = make_layers(configured(method="dense", **settings), [0], **options)
         layer.impl.forward(layer, torch.zeros(5, 4, 32), None, None, torch.empty(0), None, torch.empty(5, 4, 32))
         assert layer.impl.worker is None
@@ -179,7 +179,7 @@ class TestForward:
         layers, builder = built(0, check_index=True, **config)
         (layer,) = layers
         if num_bytes is not None:
-            room = Room(builder.memory.room.layers, num_bytes, config.model_config.max_model_len)
+            room = Room(builder.memory.room.layers, num_bytes, builder.vllm_config.model_config.max_model_len)
             layer.impl.worker.memory = builder.memory = Memory(
                 Arena(CPU, torch.empty(num_bytes, dtype=torch.uint8)), room
             )
@@ -193,24 +193,24 @@ class TestForward:
 
     @pytest.mark.full
     @pytest.mark.parametrize("method", ["a_shape", "sale", "share_prefill"])
-    def test_several_slabs_give_what_one_gives(self, configured: Callable[..., Any], method: str) -> None:
+    def test_several_slabs_give_what_one_gives(self, built: Callable[..., Any], method: str) -> None:
         """To the bit, as long as no row is cut."""
         params = {"share_prefill": {"cluster": 0}, "a_shape": {"sink_tokens": 64, "local_tokens": 64}}.get(method, {})
-        whole, count = self.outputs(configured, None, method=method, params=params)
+        whole, count = self.outputs(built, None, method=method, params=params)
         assert count == 1
-        (need,) = make_needs(configured, method, params)
+        (need,) = make_needs(built, method=method, params=params)
         room = Room([need], 0, 8192)
         longest = max(room.needed(rows_of([Row(0, 0, new, cached)])) for cached, new in self.LENGTHS)
-        slabs, count = self.outputs(configured, longest + 10_000, method=method, params=params)
+        slabs, count = self.outputs(built, longest + 10_000, method=method, params=params)
         assert count > 1
         assert torch.equal(whole, slabs)
 
-    def test_a_row_that_is_cut_gives_what_its_chunks_give(self, configured: Callable[..., Any]) -> None:
+    def test_a_row_that_is_cut_gives_what_its_chunks_give(self, built: Callable[..., Any]) -> None:
         settings = {"method": "a_shape", "params": {"sink_tokens": 64, "local_tokens": 128}}
-        (need,) = make_needs(configured, **settings)
+        (need,) = make_needs(built, **settings)
         one_tile = Room([need], 0, 8192).needed(rows_of([Row(0, 0, 128, 8000)]))
-        cut, count = self.outputs(configured, one_tile, **settings)
-        whole, _ = self.outputs(configured, None, **settings)
+        cut, count = self.outputs(built, one_tile, **settings)
+        whole, _ = self.outputs(built, None, **settings)
         # An A-shape's tiles know of no other: chunks of whole tiles select as the row does.
         torch.testing.assert_close(cut, whole, rtol=0, atol=2e-6)
         assert count >= 1
@@ -226,10 +226,8 @@ class TestForward:
         assert builder.recorder._rows["dense", "no_room"] == 1
 
 
-def make_needs(configured: Callable[..., Any], method: str, params: dict[str, Any]) -> tuple[LayerNeed, ...]:
-    config = configured(method=method, params=params, min_tokens=MIN_TOKENS, min_query_tokens=1)
-    (layer,) = make_layers(config, [0])
-    return layer.impl.join(config, CPU).reserve().room.layers
+def make_needs(built: Callable[..., Any], **settings: Any) -> tuple[LayerNeed, ...]:
+    return built(0, **settings)[1].memory.room.layers
 
 
 def test_what_does_not_fit_comes_from_torch_and_is_counted_and_said_once(lines: list[str]) -> None:

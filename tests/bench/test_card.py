@@ -74,14 +74,6 @@ def test_device_time_is_that_of_the_spans_alone(card, clock):
     assert len(passes) == 2 + (MIN_PASSES + 1) * (2 + 7)
 
 
-def test_the_host_is_ahead_of_what_takes_it_longer_than_the_device(card, clock):
-    """Else the device would be timed waiting for it; what takes the device longer waits for nothing."""
-    slow, quick = clock.takes(5, host_ms=17), clock.takes(30, host_ms=17)
-    taken = card.spans_ms([[("slow", slow)], [("quick", quick)]], budget_s=0.0)
-    assert taken == {"slow": [pytest.approx(5)] * MIN_PASSES, "quick": [pytest.approx(30)] * MIN_PASSES}
-    assert clock.waited_ms == [pytest.approx(17)] * (MIN_PASSES + 1)  # the first pass knows neither yet
-
-
 def test_wall_time_is_a_runs_mean_and_contestants_take_turns(card, clock):
     order = []
 

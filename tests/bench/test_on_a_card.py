@@ -12,18 +12,7 @@ pytestmark = pytest.mark.gpu
 SMALL = {
     "attend": ("--contexts", "1000", "--chunk", "1024", "--densities", "1,0.3", "--stripes", "100", "--options"),
     "methods": ("--contexts", "1000,4096", "--chunk", "1024", "--layers", "2"),
-    "crossover": (
-        "--longest",
-        "8192",
-        "--shortest",
-        "4096",
-        "--chunk",
-        "1024",
-        "--new",
-        "20,300",
-        "--layers",
-        "2",
-    ),
+    "crossover": ("--longest", "8192", "--shortest", "4096", "--chunk", "1024", "--new", "20,300", "--layers", "2"),
 }
 
 

@@ -132,6 +132,7 @@ def test_levels_of_one_server_are_compared_each(pair, log, sent, tmp_path):
     assert [name for name, *_ in sent[1:]] == ["stock", "ours", "ours"]
 
 
+@pytest.mark.full
 def test_servers_that_do_not_fit_side_by_side_are_asked_the_same(log, tmp_path, monkeypatch):
     """Stand-ins for servers that count how many of them run at a time."""
     up = []

@@ -12,9 +12,8 @@ from benchmarks import soak as module
 from benchmarks.counters import Counts, Sent, Served
 from benchmarks.figures import Report
 from benchmarks.shape import make_shape
-from benchmarks.soak import Asking, add_figures, growth, lines, soak_and_check
-from tests.bench.stub import Stub, running
-from vllm_sparse_backend.measure.client import Answer, Endpoint, Prompts
+from benchmarks.soak import Asking, add_figures, lines, soak_and_check
+from vllm_sparse_backend.measure.client import Answer, Prompts
 
 SETTINGS = {"method": "a_shape", "min_tokens": 256, "min_query_tokens": 64, "dense_layers": [1]}
 
@@ -61,29 +60,6 @@ class CountingServer:
 def quick(monkeypatch):
     monkeypatch.setattr(module, "SAMPLE_S", 0.05)
     monkeypatch.setattr(module, "SCRAPE_S", 0.1)
-
-
-def test_faults_are_told_and_counted(tmp_path, monkeypatch):
-    """Prompts of some lengths are answered with an error, too few tokens, what is no number, or not at all."""
-    monkeypatch.setattr(Endpoint, "metrics", lambda endpoint: "sparse_prefill_up 1\n")
-    log: list[tuple[str, list[int]]] = []
-    faults = {0: "error", 1: "short", 2: "refuse", 3: "nan"}
-    with running(Stub("ours", log, lambda length: 0.001, fault=lambda length: faults.get(length % 10))) as url:
-        endpoint = Endpoint.connect("ours", url)
-        asking = Asking(1.0, clients=3, shortest=8, longest=64, abort_share=0.0, most_output_tokens=4)
-        done = soak_and_check(endpoint, asking, Prompts(range(3000)), lambda: 1000)
-    outcome = done.outcome
-    assert outcome.num_requests == len(log) + sum("400" in error for error in outcome.errors)
-    expected = sum(len(prompt) % 10 in (0, 1, 3) for _, prompt in log)
-    assert len([error for error in outcome.errors if "400" not in error]) == expected > 0
-    assert any("log-probability nan" in error for error in outcome.errors)
-    assert growth(outcome.resident_bytes, 1.0) == 0
-    assert outcome.device_bytes == []
-    report = Report("soak", "here", None, tmp_path / "figures.json")
-    add_figures(report, asking, done)
-    assert done.problems == outcome.errors[: module.MOST_SHOWN]
-    assert done.bounds == []  # who knows what came of those that failed
-    assert f"{len(outcome.errors)} errors" in lines(asking, done)[0]
 
 
 class TestCounters:

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo's parts that need no server: its parameters, its model, and its refusals."""
 
-import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.demo.model import BUNDLED, CANNOT_FIND, CONFIG, END, START, bundled_model, make_model
 from vllm_sparse_backend.demo.question import ASKED, NUM_FACTS, make_questions
-from vllm_sparse_backend.demo.run import Given, _show_answers, settings_of
+from vllm_sparse_backend.demo.run import settings_of
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -50,11 +48,6 @@ def test_the_model_is_the_same_each_time(model: Path, tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in ours.values()} == {torch.float32}
     assert (model / "tokenizer.json").read_bytes() == (again / "tokenizer.json").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again"]  # nothing half made stays
-
-
-def test_a_model_that_is_there_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    assert list(make_model(tmp_path / "model").iterdir()) == []
 
 
 def test_tokenizer_starts_prompts_once_and_takes_any_text(model: Path) -> None:
@@ -111,17 +104,3 @@ def test_an_answer_is_right_only_with_the_value() -> None:
     assert not question.is_answered_by(f" {other.value}.")
     assert not question.is_answered_by(f" {question.value[:6]}")
     assert not question.is_answered_by(None)
-
-
-def test_the_table_of_answers_fits_a_terminal() -> None:
-    question, other = make_questions(lambda text: len(text.split()), 500)
-    console = Console(width=80, record=True, file=io.StringIO())
-    servers = ("stock vLLM", "sparse-prefill")
-    _show_answers(
-        [Given(server, "chat", one, f" {question.value}.\n") for server in servers for one in (question, other)],
-        console,
-    )
-    shown = console.export_text()
-    assert shown.count(f"{question.value}. right") == shown.count(f"{question.value}. wrong") == len(servers)
-    assert question.name in shown
-    assert other.name in shown

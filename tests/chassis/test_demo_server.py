@@ -56,10 +56,6 @@ def test_the_message_ends_with_the_engines_own_error(tmp_path: Path) -> None:
     assert said.endswith(f"{ENDS}The engine's own error: {RAISED}")
 
 
-def test_the_message_ends_with_the_log_where_the_engine_said_nothing(tmp_path: Path) -> None:
-    assert str(start(ENDS, tmp_path)).endswith(f"The end of its log:\n{ENDS.rstrip()}")
-
-
 def test_a_reserved_port_is_nobody_elses_but_the_servers() -> None:
     held = [reserve_port() for _ in range(200)]
     ports = {one.getsockname()[1] for one in held}
@@ -74,13 +70,6 @@ def test_a_reserved_port_is_nobody_elses_but_the_servers() -> None:
             assert client.recv(1) == b"x"
     for one in held:
         one.close()
-
-
-def test_a_servers_port_is_free_again_once_it_is_stopped(tmp_path: Path) -> None:
-    server = Server(tmp_path)
-    server.stop()
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", server.port))
 
 
 def test_files_are_found_from_the_servers_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

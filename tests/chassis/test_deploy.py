@@ -159,19 +159,3 @@ def test_workflow_actions_are_pinned_by_commit() -> None:
     for path in (ROOT / ".github/workflows").glob("*.yml"):
         for action in re.findall(r"uses: ([^\s]+)", path.read_text()):
             assert action.startswith("./") or re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action), (path, action)
-
-
-def test_production_stack_serves_this_backend() -> None:
-    spec = yaml.safe_load((KUBERNETES / "production-stack.yaml").read_text())["servingEngineSpec"]
-    (model,) = spec["modelSpec"]
-    args = model["vllmConfig"]["extraArgs"]
-    assert args[args.index("--attention-backend") + 1] == "sparse-prefill"
-    json.loads(args[args.index("--additional-config") + 1])
-    assert model["requestGPU"] == model["vllmConfig"]["tensorParallelSize"]
-    assert spec["serviceMonitor"]["enabled"]
-
-
-def test_nothing_sets_a_variable_for_counters() -> None:
-    for path in [*DEPLOY.rglob("*"), ROOT / "Makefile", ROOT / ".ci/run"]:
-        if path.is_file() and path.name != "production-stack.yaml":
-            assert "PROMETHEUS_MULTIPROC_DIR" not in path.read_text(), path

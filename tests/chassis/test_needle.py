@@ -3,14 +3,12 @@
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.needle.data import ANSWER, ANSWER_OF_TWO, UNKNOWABLE, Batch, Composer
-from benchmarks.needle.folder import write_folder
 from benchmarks.needle.net import CONFIG, Needle
 from benchmarks.needle.tokens import DIGITS, NAME, QUESTION, SLOTS, VALUE, VOCAB_SIZE, Lines, encode, make_tokenizer
 from vllm_sparse_backend.demo.model import BUNDLED
@@ -71,28 +69,6 @@ def test_composed_answers_are_the_facts(tokenizer: Any, composer: Composer, toke
         assert answered == [marked(tokenizer, batch, i, kind) for kind in (ANSWER, ANSWER_OF_TWO)]
         assert len(marked(tokenizer, batch, i, UNKNOWABLE)) % DIGITS == 0
         assert answered[0]
-
-
-def test_the_folder_is_the_same_model_for_transformers(tokenizer: Any, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    facts = {
-        "recipe": {"minutes": 1, "seed": 0, "lengths": [128], "enough": 0.98}, "device": "none", "torch": "none",
-        "measured": {"inside": [], "at_end": [], "two_hops": []}, "log": [],
-    }  # fmt: skip
-    torch.manual_seed(0)
-    net = Needle(TINY).bfloat16().float()
-    write_folder(tmp_path, net, tokenizer, facts)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    ids = torch.randint(0, VOCAB_SIZE, (1, 700), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(ids).logits, net(ids), rtol=1e-3, atol=1e-3)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    text = "def f(x):\n\treturn '日本語 🙂' + 12"
-    assert theirs.decode(theirs.encode(text), skip_special_tokens=True) == text
-    assert theirs.encode("a")[0] == CONFIG["bos_token_id"]
-    asked = [{"role": "user", "content": "# Question: what is the magic number of a b c?"}]
-    chat = theirs.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    assert chat == "<s># Question: what is the magic number of a b c? Answer: "
 
 
 def test_the_bundled_model_is_small_and_able() -> None:

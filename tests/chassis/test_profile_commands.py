@@ -178,19 +178,6 @@ def test_pictures(levelled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (refused.exit_code, "matplotlib, which is not installed" in refused.output) == (1, True)
 
 
-def test_which_profile_auto_takes(tmp_path: Path, model: Path) -> None:
-    shape = {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": 128}
-    config = SHAPE | shape | {"architectures": ["Qwen2ForCausalLM"], "_name_or_path": "Qwen/Qwen2-7B-Instruct"}
-    (path := tmp_path / "config.json").write_text(json.dumps(config))
-    result = run("check", "auto", path)
-    assert result.output.startswith(
-        "auto: minference-qwen2-7b-instruct: it was made for Qwen/Qwen2-7B-Instruct; others"
-    )
-    result = run("check", "auto", model)
-    assert result.exit_code == 1
-    assert "auto: no profile, the server's default method runs: no bundled profile is for Llama" in result.output
-
-
 def test_schema_takes_what_a_server_takes(levelled: Path) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema checks by schemas")
     schema = json.loads(run("schema").output)

@@ -10,14 +10,9 @@ from typer.testing import CliRunner
 
 from benchmarks import plots, recall
 from benchmarks.kept import Asked, measure_plans
-from benchmarks.paper_density import paper_density
 from vllm_sparse_backend.profiling.capture import capture
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.plan import Plan
-from vllm_sparse_kernels import Rows
-from vllm_sparse_kernels.methods.minference.a_shape import AShape
-from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
-from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -45,16 +40,6 @@ def test_single_queries_recall_what_a_mask_leaves_them(captured):
     assert kept.quantiles()[2] == pytest.approx(
         min(x for layer in kept.lowest_recalls for h in layer for x in h), abs=1e-4
     )
-
-
-def test_the_papers_densities():
-    table = torch.zeros(1, 4, dtype=torch.int32)
-    chunks = [Rows((0,), (200,), (0,), table), Rows((0,), (100,), (200,), table)]
-    of = {"queries": [], "cache": None, "chunks": chunks, "scale": 1.0}
-    # Query blocks reach 1, 2, 3 and 4 blocks of 64 keys, and, from token 200 on, 5 and 5.
-    assert paper_density(BlockSparse(top_blocks=3), 0, 0.9, **of) == (1 + 2 + 3 + 3 + 3 + 3) / 20
-    assert paper_density(SpargeAttn(), 0, 0.9, **of) == 0.9
-    assert paper_density(AShape(), 0, 0.9, **of) is None
 
 
 def run(*args: object):

@@ -9,7 +9,6 @@ import torch
 from benchmarks.kept import Asked, measure_plans, select_layer
 from benchmarks.oracle import measure
 from vllm_sparse_backend.profiling.capture import capture
-from vllm_sparse_backend.profiling.chunks import dense_attention
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import PagedCache, Rows
@@ -45,32 +44,6 @@ def test_chunks_are_measured_as_rows_of_their_own(captured):
     assert 0 < min(kept.density[1]) < 1
 
 
-def test_dense_keeps_everything_and_dense_layers_count_as_such(captured):
-    strict = {"params": {"sink_tokens": 0, "local_tokens": 1}}
-    plans = [plan(captured, "dense"), plan(captured, "a_shape", **strict, dense_layers=(1,))]
-    dense, narrow = measure_plans(captured, [Asked(p, with_output=True) for p in plans], 200, DEVICE).kept
-    assert {x for layer in dense.recall + dense.density for x in layer} == {1.0}
-    assert max(dense.output_error) < 0.01  # bf16
-    assert narrow.recall[1] == narrow.density[1] == [1.0] * 4
-    assert narrow.output_error[1] == 0
-    assert all(x < 0.95 for layer in (0, 2) for x in narrow.recall[layer])
-    assert min(narrow.output_error[0], narrow.output_error[2]) > 0.05
-
-
-def test_output_error_is_that_of_masked_attention(captured):
-    asked = plan(captured, "a_shape", params={"sink_tokens": 0, "local_tokens": 1})
-    (kept,) = measure_plans(captured, [Asked(asked, with_output=True)], 333, DEVICE).kept
-    q, k, v = (x.float() for x in captured.read(0, DEVICE))
-    positions = torch.arange(333, device=DEVICE)
-    near = positions[:, None] // 128 == positions // 128  # the tile's own blocks
-    seen = near & (positions[:, None] >= positions)
-    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) * captured.scales[0]
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    sparse = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(2, 1))
-    dense = dense_attention((q, k, v), captured.scales[0])
-    assert kept.output_error[0] == pytest.approx(float((sparse - dense).norm() / dense.norm()), rel=0.02)
-
-
 LADDERS = {
     "a_shape": [{"sink_tokens": 0, "local_tokens": n} for n in (1, 200, 600)],
     "anchor_attention": [{"theta": x, "step_tiles": 1} for x in (0.0, 6.0)],
@@ -82,6 +55,7 @@ LADDERS = {
 }
 
 
+@pytest.mark.full
 def test_looser_settings_keep_more_of_every_head(llama, tmp_path):
     token_ids = torch.randint(97, (900,), generator=torch.Generator().manual_seed(3)).tolist()
     captured = capture(llama(initializer_range=0.08, head_dim=64), token_ids, tmp_path, DEVICE)
@@ -95,14 +69,3 @@ def test_looser_settings_keep_more_of_every_head(llama, tmp_path):
             for figure in ("recall", "density"):
                 before, after = (torch.tensor(getattr(kept, figure)) for kept in (less, more))
                 assert bool((before <= after + 1e-6).all()), (method, figure)
-
-
-def test_no_choice_of_blocks_beats_the_bound(captured):
-    plans = [plan(captured, "block_sparse", params={"top_blocks": n}) for n in (0, 1, 2)]
-    measured = measure_plans(captured, [Asked(p) for p in plans], 333, DEVICE)
-    density, recall = measured.bounds[64].curve()
-    assert (density[-1], recall[-1]) == pytest.approx((1, 1))
-    assert all(a <= b for values in (density, recall) for a, b in itertools.pairwise(values))
-    for kept in measured.kept:
-        possible = max(r for d, r in zip(density, recall) if d <= kept.mean_density + 0.02)
-        assert kept.mean_recall <= possible + 0.02

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.figures import Report
-from benchmarks.soak import SERVER_ENV, Asking, add_figures, growth, lines, served_by, soak_and_check
+from benchmarks.soak import SERVER_ENV, Asking, add_figures, growth, lines, resident_bytes_of, served_by, soak_and_check
 from tests.server import levels, scenario
 from vllm_sparse_backend.measure.client import Endpoint, Prompts
 from vllm_sparse_backend.measure.server import Server, sparse_args
@@ -32,7 +32,7 @@ def test_all_is_answered_memory_stays_and_counters_fit(small_model: Path, tmp_pa
         prompts = Prompts(scenario.prompt(8000, seed=9))
         asking = Asking(SECONDS, clients=8, shortest=1, longest=3000, levels=(None, 0, 1, "fast"), abort_share=0.2)
         served = served_by(endpoint, settings, small_model, scenario.CHUNK_TOKENS)
-        done = soak_and_check(endpoint, asking, prompts, server.resident_bytes, served)
+        done = soak_and_check(endpoint, asking, prompts, lambda: resident_bytes_of(server.pid), served)
         pages = [scenario.counted(server) for _ in range(6)]  # each connection gets one of the two
     print(*lines(asking, done), sep="\n")
     assert done.problems == []

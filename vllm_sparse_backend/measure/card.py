@@ -16,7 +16,7 @@ import torch
 from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.settings.errors import not_one_of
 from vllm_sparse_kernels import AttendOptions, PagedCache, SparseIndex
-from vllm_sparse_kernels.attend import AttendSpec, Engine, FlashAttention, choose, engines
+from vllm_sparse_kernels.attend import AttendSpec, Engine, FlashAttention, engines
 from vllm_sparse_kernels.rows import to_device
 from vllm_sparse_kernels.trial import Batch
 
@@ -153,13 +153,6 @@ class Card:
 def refusal(engine: Engine, cache: PagedCache, index: SparseIndex, options: AttendOptions | None = None) -> str | None:
     """Why an engine cannot attend over such an index; None if it can."""
     return engine.refusal(AttendSpec.of(cache, index, options))
-
-
-def is_default(
-    table: Mapping[str, Engine], name: str, cache: PagedCache, index: SparseIndex, options: AttendOptions | None = None
-) -> bool:
-    """Whether a server takes this engine for such an index, unless told: then its figures are the project's."""
-    return choose(table, AttendSpec.of(cache, index, options)).engine.name == name
 
 
 def _launch_ms(spans: Sequence[Span], new_pass: Run) -> float:

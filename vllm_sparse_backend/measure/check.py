@@ -40,12 +40,7 @@ class Check:
 
 
 def check_attention(
-    batch: Batch,
-    index: SparseIndex,
-    out: torch.Tensor,
-    norm: int = 2,
-    margin: float | None = None,
-    drops: bool = False,
+    batch: Batch, index: SparseIndex, out: torch.Tensor, norm: int = 2, margin: float | None = None, drops: bool = False
 ) -> Check:
     """``out`` against softmax over the index's keys. Reads the device.
 
@@ -86,8 +81,3 @@ def check_attention(
             break
         eager = max(eager, float((rounded - truth).norm(norm) / truth.norm(norm)))
     return Check(ours, eager or 1.0)
-
-
-def difference(out: torch.Tensor, dense: torch.Tensor) -> float:
-    """‖out − dense‖ / ‖dense‖ over everything."""
-    return float((out.float() - dense.float()).norm() / dense.float().norm())

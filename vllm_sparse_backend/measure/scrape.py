@@ -121,12 +121,6 @@ def parse(text: str) -> Report:
     return report
 
 
-def total(text: str, name: str) -> float:
-    """The sum of a metric's samples of exactly that name, such as one of vLLM's own; 0 where there is none."""
-    families = text_string_to_metric_families(text)
-    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
-
-
 def _add(report: Report, name: str, labels: Mapping[str, str], value: float) -> None:
     if name == "rows":
         report.rows[labels["path"], labels.get("reason", "")] += int(value)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real servers, stock vLLM's and ours: with which arguments, started, waited for, asked, and always stopped."""
 
-import contextlib
 import json
 import os
 import re
@@ -78,12 +77,7 @@ def sparse_args(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """
     files = {name: Path(settings[name]) for name in FILES if settings.get(name)}
     settings = {**settings, **{name: str(path.resolve()) for name, path in files.items() if path.is_file()}}
-    return (
-        "--attention-backend",
-        "sparse-prefill",
-        "--additional-config",
-        json.dumps({"sparse_prefill": settings}),
-    )
+    return ("--attention-backend", "sparse-prefill", "--additional-config", json.dumps({"sparse_prefill": settings}))
 
 
 @dataclass(frozen=True)
@@ -275,17 +269,10 @@ class Server:
                 time.sleep(0.25)
         raise ServerError(f"{self}\nwas not ready after {self.ready_timeout_s:.0f} s. {self._end_of_log()}")
 
-    def resident_bytes(self) -> int:
-        """Memory of all of its processes; needs psutil, which comes with vLLM."""
-        import psutil
-
+    @property
+    def pid(self) -> int:
         assert self._process is not None
-        parent = psutil.Process(self._process.pid)
-        total = 0
-        for process in (parent, *parent.children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):  # some end while others are asked
-                total += process.memory_info().rss
-        return total
+        return self._process.pid
 
     def exit_code(self) -> int | None:
         return self._process.poll() if self._process else None

@@ -252,8 +252,12 @@ class Part(NamedTuple):
 
 
 _BLOCK = ("request", "start_token_idx", "end_token_idx")
-_SPOKEN, _OPENAI = "vllm.entrypoints.speech_to_text", "vllm.entrypoints.openai"
-_NO_BEAMS = "beam search forgets vllm_xargs: such requests get status 400"
+_OF_BEAMS = (
+    ("openai.completion", "CompletionRequest"),
+    ("openai.chat_completion", "ChatCompletionRequest"),
+    ("speech_to_text.transcription", "TranscriptionRequest"),
+    ("speech_to_text.translation", "TranslationRequest"),
+)
 
 # fmt: off
 HOOKS = (
@@ -269,14 +273,8 @@ HOOKS = (
          "each request is checked, and marked with its level for the processes that it goes on to"),
     Hook(FRONT, "vllm.v1.engine.async_llm", "AsyncLLM", "generate", ("sampling_params",), _checked_at_once,
          "a stream's request is refused before its answer begins"),
-    Hook(SERVER, f"{_OPENAI}.completion.protocol", "CompletionRequest", "to_beam_search_params", (), _without_levels,
-         _NO_BEAMS),
-    Hook(SERVER, f"{_OPENAI}.chat_completion.protocol", "ChatCompletionRequest", "to_beam_search_params", (),
-         _without_levels, _NO_BEAMS),
-    Hook(SERVER, f"{_SPOKEN}.transcription.protocol", "TranscriptionRequest", "to_beam_search_params", (),
-         _without_levels, _NO_BEAMS),
-    Hook(SERVER, f"{_SPOKEN}.translation.protocol", "TranslationRequest", "to_beam_search_params", (),
-         _without_levels, _NO_BEAMS),
+    *(Hook(SERVER, f"vllm.entrypoints.{module}.protocol", owner, "to_beam_search_params", (), _without_levels,
+           "beam search forgets vllm_xargs: such requests get status 400") for module, owner in _OF_BEAMS),
     Hook(CORE, "vllm.v1.core.kv_cache_utils", "", "generate_block_hash_extra_keys", _BLOCK, _salted,
          "cached blocks past the exact positions are found by requests of their own level alone"),
     Hook(OLDER, "vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "execute_model", ("scheduler_output",),

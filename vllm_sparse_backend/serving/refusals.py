@@ -4,6 +4,7 @@
 Each was read in vLLM's sources from 0.26 to 0.33; docs/compatibility.md says more of each.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -16,75 +17,45 @@ from vllm_sparse_backend.settings.errors import ConfigurationError
 
 def refuse(vllm_config: VllmConfig) -> None:
     """Raise ConfigurationError where answers would be wrong, or not what an option promises."""
-    for refusal in (
-        _batch_invariant,
-        _adaptive_verification,
-        _reference_window,
-        _prefix_lm,
-        _rust_frontend,
-        _pooled_store,
-    ):
-        if (why := refusal(vllm_config)) is not None:
-            raise ConfigurationError(f"--attention-backend sparse-prefill: {why}")
+    if (why := next(_reasons(vllm_config), None)) is not None:
+        raise ConfigurationError(f"--attention-backend sparse-prefill: {why}")
 
 
-def _batch_invariant(_: VllmConfig) -> str | None:
-    if not compat.batch_invariant():
-        return None
-    return (
-        "VLLM_BATCH_INVARIANT is set, and which keys a row keeps depends on the chunks that the scheduler cuts it "
-        "into, which depend on other requests; unset it, or serve without this backend"
-    )
-
-
-def _adaptive_verification(vllm_config: VllmConfig) -> str | None:
+def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
+    if compat.batch_invariant():
+        yield (
+            "VLLM_BATCH_INVARIANT is set, and which keys a row keeps depends on the chunks that the scheduler cuts it "
+            "into, which depend on other requests; unset it, or serve without this backend"
+        )
     # It wants graphs whose decodes have any lengths; ours have drafts of one length (compat.uniform_decode_graphs).
-    if not _of(vllm_config, "speculative_config", "enable_adaptive_verification"):
-        return None
-    return (
-        "adaptive verification of drafts needs graphs for decodes of different lengths, which this backend does not "
-        'capture; put "enable_adaptive_verification": false into --speculative-config'
-    )
-
-
-def _reference_window(vllm_config: VllmConfig) -> str | None:
-    if _of(vllm_config, "model_config", "rswa_window") is None:
-        return None
-    return (
-        "the model attends within a reference sliding window (R-SWA), whose prompts' lengths do not reach rows that "
-        "are delegated one by one; serve it without this backend"
-    )
-
-
-def _prefix_lm(vllm_config: VllmConfig) -> str | None:
-    if compat.IS_CPU or not _of(vllm_config, "model_config", "is_mm_prefix_lm"):
-        return None
-    found = compat.flash_attention_version(vllm_config)
-    if found == 4:
-        return None
-    return (
-        "parts of this model's prompts (its images) attend in both directions, which FlashAttention does from version "
-        f"4 on, and vLLM takes version {found} here; serve it without this backend, on vLLM's own choice of one"
-    )
-
-
-def _rust_frontend(_: VllmConfig) -> str | None:
-    if not compat.rust_frontend():
-        return None
-    return (
-        "VLLM_USE_RUST_FRONTEND is set, and this backend finds what a request asks for, and shows its counters, in the "
-        "front process in Python; unset it, or serve without this backend"
-    )
-
-
-def _pooled_store(vllm_config: VllmConfig) -> str | None:
+    if _of(vllm_config, "speculative_config", "enable_adaptive_verification"):
+        yield (
+            "adaptive verification of drafts needs graphs for decodes of different lengths, which this backend does "
+            'not capture; put "enable_adaptive_verification": false into --speculative-config'
+        )
+    if _of(vllm_config, "model_config", "rswa_window") is not None:
+        yield (
+            "the model attends within a reference sliding window (R-SWA), whose prompts' lengths do not reach rows "
+            "that are delegated one by one; serve it without this backend"
+        )
+    both_ways = not compat.IS_CPU and _of(vllm_config, "model_config", "is_mm_prefix_lm")
+    if both_ways and (found := compat.flash_attention_version(vllm_config)) != 4:
+        yield (
+            "parts of this model's prompts (its images) attend in both directions, which FlashAttention does from "
+            f"version 4 on, and vLLM takes version {found} here; serve it without this backend, on vLLM's own choice "
+            "of one"
+        )
+    if compat.rust_frontend():
+        yield (
+            "VLLM_USE_RUST_FRONTEND is set, and this backend finds what a request asks for, and shows its counters, in "
+            "the front process in Python; unset it, or serve without this backend"
+        )
     stores = kv_connectors(vllm_config) & BY_BLOCK_HASH
-    if not stores or _of(vllm_config, "model_config", "runner_type") != "pooling":
-        return None
-    return (
-        f"requests for pooling have no hashes of their own, by which {', '.join(sorted(stores))} would tell what they "
-        "write from exact keys and values; serve it without that store, or without this backend"
-    )
+    if stores and _of(vllm_config, "model_config", "runner_type") == "pooling":
+        yield (
+            f"requests for pooling have no hashes of their own, by which {', '.join(sorted(stores))} would tell what "
+            "they write from exact keys and values; serve it without that store, or without this backend"
+        )
 
 
 def _of(vllm_config: VllmConfig, part: str, field: str) -> Any:

@@ -6,21 +6,18 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     StrictBool,
     StrictFloat,
     StrictInt,
     StrictStr,
-    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from vllm_sparse_backend.settings.crossover import AUTO, TokenCount
-from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of, report, unexpected
+from vllm_sparse_backend.settings.errors import ConfigurationError, Section, not_one_of, unexpected
 from vllm_sparse_backend.settings.methods import make_method, method_names
 from vllm_sparse_backend.settings.ranges import MOST_COUNT
 from vllm_sparse_kernels.methods.base import Method
@@ -29,13 +26,11 @@ KEY = "sparse_prefill"
 OPTION = "--additional-config"
 
 
-class GuardConfig(BaseModel):
+class GuardConfig(Section):
     """The online guard: how often it looks, what it puts up with, for how long. ``docs/guard.md`` says how to choose.
 
     An error is that of one layer's output for up to 128 queries: ‖O − Õ‖₂ / ‖O‖₂ over the layer's heads on one rank.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rate: Annotated[StrictFloat, Field(ge=1e-6, le=1)] = 0.1
     """Share of the steps with sparse rows in which a layer is checked; one step in so many, as a whole number."""
@@ -56,10 +51,8 @@ class GuardConfig(BaseModel):
         return max(round(1 / self.rate), 1)
 
 
-class SparsePrefillConfig(BaseModel):
+class SparsePrefillConfig(Section):
     """One method for every head, or a profile that says which; and when not to go sparse."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     profile: StrictStr | None = None
     """Name of a bundled profile, path of a YAML file, or ``auto``: the bundled one for the model that is served, the
@@ -69,7 +62,7 @@ class SparsePrefillConfig(BaseModel):
     """A registered method, or a preset: ``default``, the fastest of what loses nothing measurable, ``minference``,
     vertical-slash with its authors' defaults, or ``streaming``, A-shape."""
 
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = Field(default={})
     """Fields of the method that differ from its defaults."""
 
     min_tokens: TokenCount = AUTO
@@ -143,10 +136,7 @@ def load_config(additional_config: Mapping[str, Any] | None) -> SparsePrefillCon
         given = {"profile": given}
     if not isinstance(given, Mapping):
         raise ConfigurationError(f"{OPTION} {KEY}: {unexpected(given, 'a mapping, or the name or path of a profile')}")
-    try:
-        return SparsePrefillConfig.model_validate(dict(given))
-    except ValidationError as error:
-        raise report(error, SparsePrefillConfig, f"{OPTION} ", KEY) from None
+    return SparsePrefillConfig.read(dict(given), f"{OPTION} ", KEY)
 
 
 def _refuse_slips(additional_config: Mapping[str, Any]) -> None:

@@ -14,19 +14,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    StrictInt,
-    StrictStr,
-    ValidationError,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import Field, PlainValidator, StrictInt, StrictStr, WithJsonSchema, model_validator
 
-from vllm_sparse_backend.settings.errors import ConfigurationError, report, unexpected
+from vllm_sparse_backend.settings.errors import ConfigurationError, Section, unexpected
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.ranges import MOST_COUNT
 from vllm_sparse_backend.settings.strict_yaml import file_at, read_text
@@ -70,16 +60,14 @@ Count = Annotated[StrictInt, Field(ge=1)]
 Tokens = Annotated[StrictInt, Field(ge=0, le=MOST_COUNT)]
 
 
-class Entry(BaseModel):
+class Entry(Section):
     """One measurement. Either number is null where sparse never paid, up to the longest length that was tried."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     device: StrictStr
     """As torch names it, such as ``NVIDIA H100 80GB HBM3``."""
     engine: StrictStr
     method: StrictStr
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = Field(default={})
     """Those that differ from the method's defaults."""
     num_heads: Count
     num_kv_heads: Count
@@ -109,10 +97,8 @@ class Entry(BaseModel):
         return self.num_heads, self.num_kv_heads, self.head_dim
 
 
-class Crossover(BaseModel):
+class Crossover(Section):
     """A table of measurements, as its file has it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal[1]
     entries: tuple[Entry, ...]
@@ -209,10 +195,7 @@ def crossover_file(path: str | None = None) -> Path:
 
 def parse_crossover(text: str, source: str) -> Crossover:
     """The table that a file's text holds. Raises ``ConfigurationError`` naming ``source`` and field."""
-    try:
-        return Crossover.model_validate_json(text)
-    except ValidationError as error:
-        raise report(error, Crossover, f"{source}: ") from None
+    return Crossover.read(text, f"{source}: ")
 
 
 def load_crossover(path: str | None = None) -> Crossover:

@@ -5,9 +5,9 @@ import difflib
 import reprlib
 from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
-from typing import Any, get_args, get_type_hints
+from typing import Any, Self, get_args, get_type_hints
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 _short = reprlib.Repr()
@@ -108,3 +108,17 @@ def _models_in(annotation: Any) -> Iterator[type]:
         yield annotation
     for part in get_args(annotation):
         yield from _models_in(part)
+
+
+class Section(BaseModel):
+    """A part of what people write; a field that it does not know is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def read(cls, given: object, source: str, root: str = "") -> Self:
+        """From plain values, or JSON's text. Raises ``ConfigurationError`` as ``report`` words it."""
+        try:
+            return cls.model_validate_json(given) if isinstance(given, str) else cls.model_validate(given)
+        except ValidationError as error:
+            raise report(error, cls, source, root) from None

@@ -15,10 +15,10 @@ they are written is here: ``Figures.of_heads`` makes them from plain lists, ``ro
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictFloat, WithJsonSchema, field_validator
+from pydantic import BeforeValidator, Field, StrictFloat, WithJsonSchema, field_validator
 
 from vllm_sparse_backend.settings import strict_yaml
-from vllm_sparse_backend.settings.errors import unexpected
+from vllm_sparse_backend.settings.errors import Section, unexpected
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.ranges import DisjointRanges, Ranges, format_ranges
 
@@ -41,18 +41,16 @@ Fractions = Annotated[tuple[Fraction, ...], BeforeValidator(_as_list), Field(min
 Amounts = Annotated[tuple[Amount, ...], BeforeValidator(_as_list), Field(min_length=1), _schema()]
 
 
-class Figures(BaseModel):
+class Figures(Section):
     """Measured figures of each head, by layers; heads and layers are the whole model's."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    density: Annotated[dict[Ranges, Fractions], DisjointRanges] = {}
+    density: Annotated[dict[Ranges, Fractions], DisjointRanges] = Field(default={})
     """Kept (query, key) pairs over causal pairs, mean over the prompts."""
 
-    error: Annotated[dict[Ranges, Amounts], DisjointRanges] = {}
+    error: Annotated[dict[Ranges, Amounts], DisjointRanges] = Field(default={})
     """Mean over queries of ‖o − õ‖₁ / ‖o‖₁, o a query's output under dense attention; on the worst prompt."""
 
-    worst_error: Annotated[dict[Ranges, Amounts], DisjointRanges] = {}
+    worst_error: Annotated[dict[Ranges, Amounts], DisjointRanges] = Field(default={})
     """What a hundredth of the queries has more of."""
 
     @field_validator("*")

@@ -40,35 +40,19 @@ class Metric:
 
 
 LAYER = ("layer",)
+# fmt: off
 _TABLE = (
-    Metric(
-        "rows",
-        "counter",
-        "Rows (one request in one step) by what they ran on, and why dense.",
-        ("path", "reason"),
-        seen_by_all=True,
-    ),
+    Metric("rows", "counter", "Rows (one request in one step) by what they ran on, and why dense.",
+           ("path", "reason"), seen_by_all=True),
     Metric("tiles", "counter", "Tiles of 128 queries that ran sparse.", LAYER),
     Metric("kept_pairs", "counter", "(query, key) pairs computed in sparse tiles, of all heads.", LAYER),
     Metric("causal_pairs", "counter", "(query, key) pairs that dense would compute there, of all heads.", LAYER),
-    Metric(
-        "sampled_seconds",
-        "counter",
-        "Device time of the calls that were timed, by part: select or attend.",
-        ("layer", "part"),
-    ),
-    Metric(
-        "sampled_causal_pairs",
-        "counter",
-        "(query, key) pairs that dense would compute in the calls that were timed.",
-        LAYER,
-    ),
-    Metric(
-        "compilations",
-        "counter",
-        "Kernels that were compiled, or read from disk, and when: warmup or serving.",
-        ("when",),
-    ),
+    Metric("sampled_seconds", "counter", "Device time of the calls that were timed, by part: select or attend.",
+           ("layer", "part")),
+    Metric("sampled_causal_pairs", "counter",
+           "(query, key) pairs that dense would compute in the calls that were timed.", LAYER),
+    Metric("compilations", "counter", "Kernels that were compiled, or read from disk, and when: warmup or serving.",
+           ("when",)),
     Metric("arena_overflows", "counter", "Tensors that took other memory than the arena's: a mistake."),
     Metric("arena_bytes", "gauge", "Memory reserved for selection and attention.", per_rank=True),
     Metric("arena_peak_bytes", "gauge", "The most of it that was in use at a time.", per_rank=True),
@@ -80,5 +64,6 @@ _TABLE = (
     Metric("guard_dense", "gauge", "Whether the guard keeps the layer dense at present: 1 or 0.", LAYER, per_rank=True),
     Metric("up", "gauge", "Whether the engine answered when these counts were asked for: 1 or 0."),
 )
+# fmt: on
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}

@@ -12,14 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     PlainValidator,
     StrictFloat,
     StrictInt,
     StrictStr,
-    ValidationError,
     WithJsonSchema,
     field_validator,
     model_validator,
@@ -27,7 +24,7 @@ from pydantic import (
 
 from vllm_sparse_backend.settings import strict_yaml
 from vllm_sparse_backend.settings.crossover import TokenCount
-from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of, report, unexpected
+from vllm_sparse_backend.settings.errors import ConfigurationError, Section, not_one_of, unexpected
 from vllm_sparse_backend.settings.figures import Figures
 from vllm_sparse_backend.settings.methods import make_method, method_names, parameters_of
 from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -73,20 +70,16 @@ Spec = Callable[[Method], dict[str, Any]]
 Share = Annotated[StrictFloat, Field(ge=0, le=1)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class LayerProfile(_Section):
+class LayerProfile(Section):
     """What one layer, or several alike, do otherwise than the profile's default."""
 
     default: MethodSpec | None = None
     """For the heads that ``heads`` does not name; None for the profile's default."""
 
-    heads: Annotated[dict[Ranges, MethodSpec], DisjointRanges] = {}
+    heads: Annotated[dict[Ranges, MethodSpec], DisjointRanges] = Field(default={})
 
 
-class Provenance(_Section):
+class Provenance(Section):
     """Where a profile's or a level's numbers come from. All of it is optional, and none of it changes what runs."""
 
     tool_version: StrictStr | None = None
@@ -107,12 +100,12 @@ class Provenance(_Section):
     versions: dict[StrictStr, StrictStr] | None = None
 
 
-class Level(_Section):
+class Level(Section):
     """What every layer and head does where one bound on the error holds, and what was measured of that."""
 
     dense_layers: Ranges = ()
     default: MethodSpec
-    layers: Annotated[dict[Ranges, LayerProfile], DisjointRanges] = {}
+    layers: Annotated[dict[Ranges, LayerProfile], DisjointRanges] = Field(default={})
     provenance: Provenance = Provenance()
 
     @staticmethod
@@ -186,7 +179,7 @@ class Profile(Level):
     min_query_tokens: TokenCount | None = None
     level: LevelName | None = None
     """Which bound the profile's own default, layers and dense_layers hold; None where nobody says."""
-    levels: dict[LevelName, Level] = {}
+    levels: dict[LevelName, Level] = Field(default={})
     """Other bounds, and what holds them, or other settings to compare. A request may name them."""
 
     @field_validator("model", mode="before")
@@ -295,10 +288,7 @@ def load_profile(name_or_path: str | Path, asked_by: str = "profile") -> Profile
 
 def parse_profile(text: str, source: str) -> Profile:
     """The profile that a YAML text holds; errors name ``source``."""
-    try:
-        return Profile.model_validate(strict_yaml.parse(text, source))
-    except ValidationError as error:
-        raise report(error, Profile, f"{source}: ") from None
+    return Profile.read(strict_yaml.parse(text, source), f"{source}: ")
 
 
 def bundled_profiles() -> dict[str, Path]:

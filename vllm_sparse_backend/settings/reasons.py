@@ -28,88 +28,58 @@ class Fallback(StrEnum):
         member.explain = explain
         return member
 
+    # fmt: off
     # These hold for a layer from construction on.
-    NOT_DECODER = (
-        "not_decoder",
+    NOT_DECODER = ("not_decoder",
         "not a decoder's self-attention (encoder, cross-attention or no attention at all); nothing to do, such layers "
-        "stay dense",
-    )
-    SLIDING_WINDOW = (
-        "sliding_window",
+        "stay dense")
+    SLIDING_WINDOW = ("sliding_window",
         "the layer attends within a sliding window, which is sparse already; nothing to do, its other layers can go "
-        "sparse",
-    )
+        "sparse")
     ALIBI = ("alibi", "the layer adds ALiBi position biases; use a model with rotary positions")
     SOFTCAP = ("softcap", "the layer caps its logits (attn_logit_softcapping); use a model without soft cap")
     SINKS = ("sinks", "the layer has learnt attention sinks; use a model without them")
-    HEAD_SIZE = (
-        "head_size",
-        f"head_dim is no multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}; use a model whose is",
-    )
-    DTYPE = (
-        "dtype",
-        "the model runs in a dtype that kernels do not take; use --dtype bfloat16 or float16 (float32 on CPU only)",
-    )
-    QUANTISED_CACHE = (
-        "quantised_cache",
+    HEAD_SIZE = ("head_size",
+        f"head_dim is no multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}; use a model whose is")
+    DTYPE = ("dtype",
+        "the model runs in a dtype that kernels do not take; use --dtype bfloat16 or float16 (float32 on CPU only)")
+    QUANTISED_CACHE = ("quantised_cache",
         "the KV cache is quantised in a way that is not read here, or of another dtype than the model; use "
         f"--kv-cache-dtype auto, or fp8 on an H100 or H200 with a head_dim from {MIN_FP8_HEAD_DIM} on that "
-        f"{FP8_HEAD_DIM_STEP} divides",
-    )
-    HEAD_SCALES = (
-        "head_scales",
+        f"{FP8_HEAD_DIM_STEP} divides")
+    HEAD_SCALES = ("head_scales",
         "the checkpoint scales its fp8 KV cache head by head (kv_cache_scheme with strategy attn_head); use a "
-        "checkpoint with one scale for each layer, or --kv-cache-dtype bfloat16",
-    )
+        "checkpoint with one scale for each layer, or --kv-cache-dtype bfloat16")
     MLA = ("mla", "multi-head latent attention keeps compressed keys; use a model with plain keys and values")
-    PREFILL_CONTEXT_PARALLEL = (
-        "prefill_context_parallel",
-        "prefill context parallelism spreads a row's keys over devices; use --prefill-context-parallel-size 1",
-    )
-    DECODE_CONTEXT_PARALLEL = (
-        "decode_context_parallel",
-        "decode context parallelism spreads a row's keys over devices; use --decode-context-parallel-size 1",
-    )
+    PREFILL_CONTEXT_PARALLEL = ("prefill_context_parallel",
+        "prefill context parallelism spreads a row's keys over devices; use --prefill-context-parallel-size 1")
+    DECODE_CONTEXT_PARALLEL = ("decode_context_parallel",
+        "decode context parallelism spreads a row's keys over devices; use --decode-context-parallel-size 1")
     DENSE_LAYER = ("dense_layer", "the layer is listed in dense_layers; take it off that list to let it go sparse")
-    OTHER_HEADS = (
-        "other_heads",
+    OTHER_HEADS = ("other_heads",
         "the layer has another number of query heads than the model's config states; nothing to do, its other layers "
-        "can go sparse",
-    )
-    SHARED_MEMORY = (
-        "shared_memory",
+        "can go sparse")
+    SHARED_MEMORY = ("shared_memory",
         "this GPU has too little shared memory for tiles of this head_dim; use one with more (head_dim 256 takes an "
-        "A100 or H100)",
-    )
+        "A100 or H100)")
     # These are found out per row and step.
     NON_CAUSAL = ("non_causal", "the row attends in both directions; nothing to do, such rows stay dense")
-    PREFIX_LM = (
-        "prefix_lm",
-        "part of the row (such as an image) attends in both directions; nothing to do, such rows stay dense",
-    )
+    PREFIX_LM = ("prefix_lm",
+        "part of the row (such as an image) attends in both directions; nothing to do, such rows stay dense")
     CASCADE = ("cascade", "vLLM runs this step as cascade attention over a shared prefix; use --disable-cascade-attn")
     TOO_SHORT = ("too_short", "the row ends within min_tokens; lower min_tokens if sparse still pays")
-    SHORT_QUERY = (
-        "short_query",
-        "the row has fewer than min_query_tokens new tokens past min_tokens; lower that number if sparse still pays",
-    )
-    GUARD = (
-        "guard",
+    SHORT_QUERY = ("short_query",
+        "the row has fewer than min_query_tokens new tokens past min_tokens; lower that number if sparse still pays")
+    GUARD = ("guard",
         "the online guard measured too large an error of the layer's output; use settings that keep more there, or "
-        "list the layer in dense_layers",
-    )
-    NEVER_FASTER = (
-        "never_faster",
-        "on this device the method was never measured to be faster than dense attention; see the log at start-up",
-    )
-    NO_ROOM = (
-        "no_room",
-        "not even one tile of the row fits into the arena, whose size the log states at start-up; use another method",
-    )
-    REQUESTED = (
-        "requested",
-        "the request asked for exact attention (sparse_prefill 0 or exact); leave that out of it to let it go sparse",
-    )
+        "list the layer in dense_layers")
+    NEVER_FASTER = ("never_faster",
+        "on this device the method was never measured to be faster than dense attention; see the log at start-up")
+    NO_ROOM = ("no_room",
+        "not even one tile of the row fits into the arena, whose size the log states at start-up; use another method")
+    REQUESTED = ("requested",
+        "the request asked for exact attention (sparse_prefill 0 or exact); leave that out of it to let it go sparse")
+    # fmt: on
 
 
 def layer_fallback(
