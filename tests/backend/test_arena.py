@@ -179,7 +179,7 @@ class TestForward:
         layers, builder = built(0, check_index=True, **config)
         (layer,) = layers
         if num_bytes is not None:
-            room = Room(builder.memory.room.layers, num_bytes, config.model_config.max_model_len)
+            room = Room(builder.memory.room.layers, num_bytes, builder.vllm_config.model_config.max_model_len)
             layer.impl.worker.memory = builder.memory = Memory(
                 Arena(CPU, torch.empty(num_bytes, dtype=torch.uint8)), room
             )

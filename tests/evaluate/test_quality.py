@@ -55,6 +55,7 @@ LADDERS = {
 }
 
 
+@pytest.mark.full
 def test_looser_settings_keep_more_of_every_head(llama, tmp_path):
     token_ids = torch.randint(97, (900,), generator=torch.Generator().manual_seed(3)).tolist()
     captured = capture(llama(initializer_range=0.08, head_dim=64), token_ids, tmp_path, DEVICE)

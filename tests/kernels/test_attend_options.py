@@ -177,6 +177,7 @@ def test_a_head_may_skip_products_and_drop_steps(device):
     assert not torch.equal(by_reference(batch, index, options)[0].nan_to_num(), apart[0].nan_to_num())
 
 
+@pytest.mark.full
 def test_what_asks_for_nothing_changes_nothing(device):
     """λ → −∞ beside no options at all, and flags of all heads beside a launch that knows of nothing else: bitwise."""
     batch = random_batch([(333, 140), (0, 70)], 2, 1, 64, 16, DTYPES[0], device, gap_tokens=3)
@@ -193,6 +194,7 @@ def test_what_asks_for_nothing_changes_nothing(device):
     assert not torch.equal(given[0].nan_to_num(), plain[0].nan_to_num())
 
 
+@pytest.mark.full
 def test_a_row_does_not_depend_on_its_neighbours(device):
     batch = random_batch([(333, 140), (530, 1), (200, 30)], 2, 1, 64, 16, DTYPES[0], device, gap_tokens=3)
     options = AttendOptions.of([-1.0, None], [True, False], batch.q.device, [None, -2.0])

@@ -248,7 +248,10 @@ def test_a_row_does_not_depend_on_its_neighbours(engine, device):
     independent(engine, batch, random_index(batch, 64, 0.5, stripes=70), range(3))
 
 
-@pytest.mark.parametrize(("page_size", "layout"), [(16, "NHD"), (48, "HND"), (128, "HND"), (128, "NHD")])
+@pytest.mark.parametrize(
+    ("page_size", "layout"),
+    [(48, "HND"), *(pytest.param(*one, marks=FULL) for one in ((16, "NHD"), (128, "HND"), (128, "NHD")))],
+)
 def test_a_row_does_not_depend_on_pages(engine, device, page_size, layout):
     """Bitwise, whatever the page size, the layout and where pages lie."""
     batch = random_batch([(333, 140), (20, 5)], 4, 2, 64, 64, DTYPES[0], device)
@@ -326,6 +329,7 @@ def test_the_same_however_often(engine, stripes):
 
 
 class TestFlash:
+    @FULL
     def test_parts_change_nothing(self, device, monkeypatch):
         """Sequences that run a few at a time, cut within a kv head, a tile and a group of heads."""
         batch = random_batch([(70, 300), (3, 20)], 6, 2, 64, 16, DTYPES[0], device)
@@ -335,6 +339,7 @@ class TestFlash:
             monkeypatch.setattr(flash_module, "PART_SEQUENCES", sequences)
             assert same(run(ENGINES["flash"], batch, index), whole)
 
+    @FULL
     def test_the_workspace_bounds_what_runs_at_once(self, device, monkeypatch):
         batch = random_batch([(500, 300)], 4, 2, 64, 16, DTYPES[0], device)
         peaks = []

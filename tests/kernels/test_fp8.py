@@ -73,6 +73,7 @@ def test_engines(engine, stripes, page_size, layout, device):
     check(ENGINES[engine], batch, random_index(batch, 64, 0.4, stripes))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", READS_FP8)
 def test_a_rows_result_is_the_same_over_other_pages_and_beside_other_rows(engine, device):
     exact = random_batch([(200, 150), (65, 70)], 2, 1, 64, 16, device=device)

@@ -160,31 +160,22 @@ class TestContents:
             assert index.density() == kept / (4 * causal_pairs(batch.rows))
 
 
+def count(of: str, head: int, i_tile: int, number: int):
+    return lambda index: getattr(index, of)[head, i_tile].fill_(number)
+
+
+def put(values: torch.Tensor, start: torch.Tensor, others: tuple[int, ...]) -> None:
+    values[int(start) : int(start) + len(others)] = torch.tensor(others, dtype=torch.int32)
+
+
 def put_blocks(head: int, i_tile: int, place: int, *ids: int):
     """Other ids from a place of a list on."""
-
-    def damage(index: SparseIndex) -> None:
-        start = int(index.block_offsets[i_tile]) + place
-        index.block_ids[head, start : start + len(ids)] = torch.tensor(ids, dtype=torch.int32)
-
-    return damage
+    return lambda index: put(index.block_ids[head], index.block_offsets[i_tile] + place, ids)
 
 
 def put_stripes(place: int, *positions: int):
     """The same of head 1's stripes for its second tile."""
-
-    def damage(index: SparseIndex) -> None:
-        start = int(index.stripe_offsets[1, 1]) + place
-        index.stripe_positions[start : start + len(positions)] = torch.tensor(positions, dtype=torch.int32)
-
-    return damage
-
-
-def count(of: str, head: int, i_tile: int, number: int):
-    def damage(index: SparseIndex) -> None:
-        getattr(index, of)[head, i_tile] = number
-
-    return damage
+    return lambda index: put(index.stripe_positions, index.stripe_offsets[1, 1] + place, positions)
 
 
 NOT_UNIQUE, NOT_CAUSAL = "head 1, tile 1 .* stripes not sorted and unique", "head 1, tile 1 .* stripe not causal"

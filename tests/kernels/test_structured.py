@@ -24,6 +24,7 @@ def test_shapes_that_cannot_be_made_are_refused(heads, kv_heads, head_dim):
         structured(8, 8, heads, kv_heads, head_dim)
 
 
+@pytest.mark.full
 def test_the_oracle_is_what_whole_matrices_say():
     data = structured(300, 437, 16, 4, 64, device=DEVICE)
     got = oracle_density(data, 0.9, num_queries=1000)  # more than there are: all of them

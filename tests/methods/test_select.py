@@ -100,13 +100,9 @@ def test_what_shares_an_index_with_others_is_as_wide_as_these(
     assert index_block_tokens(methods, 128, device) == expected
 
 
-def test_without_a_gpu_as_on_hopper() -> None:
-    assert index_block_tokens(SALE, 128, CPU) == 32
-    assert index_block_tokens(SALE, 128, CPU, "portable") == 64
+def test_without_a_gpu_as_on_hopper_and_shared_memory_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [index_block_tokens(SALE, 128, CPU, engine) for engine in ("auto", "portable")] == [32, 64]
     assert index_block_tokens([AnchorAttention(whole_blocks=True)], 128, CPU) == 32
-
-
-def test_shared_memory_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: AMPERE)
     monkeypatch.setattr(width, "shared_bytes", lambda device: 99 << 10)
     assert index_block_tokens([Dense()], 128, CUDA) == 64

@@ -185,7 +185,7 @@ def test_where_hopper_kernels_fail_the_portable_ones_run(monkeypatch, caplog) ->
     expected = all_lists(select(METHOD, batch, 32))
     monkeypatch.setattr(module, "UNUSABLE", [])
     monkeypatch.setattr(module, "hopper", Broken)
-    monkeypatch.setattr(module, "on_hopper", lambda device: not module.UNUSABLE)
+    monkeypatch.setattr(module, "on_hopper", lambda device, kept_d: not module.UNUSABLE)
     for _ in range(2):
         assert all_lists(select(METHOD, batch, 32)) == expected
     assert len(module.UNUSABLE) == 1
@@ -254,7 +254,7 @@ def test_long_rows_of_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("method", [METHOD, HALF])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_hopper_and_portable_masses_agree(method: TopP, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not module.on_hopper(torch.device(DEVICE)):
+    if not module.on_hopper(torch.device(DEVICE), 64):
         pytest.skip("no Hopper GPU, or its kernels do not compile here")
     batch = make_batch([(20_000, 700), (0, 2049), (5000, 1)], (8, 2, 128), 16, dtype)
     ours = masses_of(method, batch, monkeypatch)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_sparse_backend.measure.client import Endpoint
 from vllm_sparse_backend.measure.report import BenchError, Report
 from vllm_sparse_backend.measure.scrape import Pairs, parse
-from vllm_sparse_backend.measure.server import Server, ServerError, Settings, max_positions, sparse_args, split_args
+from vllm_sparse_backend.measure.server import Server, Settings, max_positions, sparse_args, split_args
 from vllm_sparse_backend.settings.auto import AUTO
 from vllm_sparse_backend.settings.metrics import PREFIX
 from vllm_sparse_backend.settings.profile import load_profile
@@ -70,11 +70,8 @@ class Contestant:
         def start() -> Iterator[Endpoint]:
             # A long prompt needs more than the cache that a server on a CPU gets otherwise.
             env = {name: os.environ[name] for name in ("VLLM_CPU_KVCACHE_SPACE",) if name in os.environ}
-            try:
-                with Server(model, args, env=env) as server:
-                    yield Endpoint.connect(label, server.url)
-            except ServerError as error:
-                raise BenchError(f"{label}: {error}") from error
+            with Server(model, args, env=env) as server:
+                yield Endpoint.connect(label, server.url)
 
         return Contestant(label, model.name, what, start)
 
@@ -133,7 +130,7 @@ def held(cases: Sequence[Case], contestants: Sequence[Contestant], asking: "Aski
 def ask_all(
     contestants: Sequence[Contestant], asking: "Asking", key: str, report: Report, concurrency: int = 1
 ) -> None:
-    """A case for each contestant and request that the report does not hold yet. Raises BenchError."""
+    """A case for each contestant and request that the report does not hold yet. Raises BenchError, or ServerError."""
     if len({one.label for one in contestants}) < len(contestants):
         raise BenchError(f"labels {', '.join(one.label for one in contestants)}: expected each of them once")
     there = {(case["label"], at_of(case)) for case in report.cases if case["part"] == "prompt"}

