@@ -136,5 +136,5 @@ def test_what_was_judged_is_not_judged_again(layer, tmp_path):
         again.judge(methods[:1])
     for broken in ("{", json.dumps({"format": 1, "judged": {}}), json.dumps({"format": 3, "judged": {"x": [1]}})):
         path.write_text(broken)
-        with pytest.raises(ConfigurationError, match=r"layer\.json: not a layer's outcomes"):
+        with pytest.raises(ConfigurationError, match=r"layer\.json: its outcomes cannot be read: .*; delete it"):
             RememberingJudge(1, HEADS, path, never)

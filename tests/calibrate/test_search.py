@@ -246,8 +246,6 @@ def test_candidates_of_minference_cost_the_same():
             changed = one.slash_tokens - candidate.slash_tokens, one.vertical_tokens - candidate.vertical_tokens
             assert sorted(x == 0 for x in changed) == [False, True]
             assert all(x % minference.STEP == 0 for x in changed)
-    with pytest.raises(ValueError, match=r"candidate: given Dense.*, expected a pattern of MInference"):
-        minference.resized(Dense(), 1)
 
 
 def test_minference_leaves_out_what_cannot_cost_as_much_and_dear_budgets():

@@ -108,7 +108,7 @@ def test_a_capture_that_is_damaged_is_an_error(llama, prompt, tmp_path):
     path = tmp_path / "capture.json"
     for text in ("[]", "{", json.dumps(json.loads(path.read_text()) | {"scales": 3})):
         path.write_text(text)
-        with pytest.raises(ConfigurationError, match="not what a capture writes"):
+        with pytest.raises(ConfigurationError, match=r"its fields cannot be read: .*; capture the prompt again"):
             Capture.open(tmp_path)
 
 

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Foreign files as their tools write them, for a model of 3 layers and 4 heads."""
 
+import json
+from pathlib import Path
 from typing import Any
+
+import torch
 
 NUM_LAYERS, NUM_HEADS = 3, 4
 CONFIG = {"architectures": ["M"], "num_hidden_layers": NUM_LAYERS, "num_attention_heads": NUM_HEADS, "hidden_size": 64}
@@ -25,8 +29,6 @@ def clusters() -> dict[str, Any]:
 
 
 def sparge_state() -> dict[str, Any]:
-    import torch
-
     state: dict[str, Any] = {}
     for layer in range(NUM_LAYERS):
         path = f"model.layers.{layer}.self_attn.inner_attention"
@@ -39,6 +41,13 @@ def sparge_state() -> dict[str, Any]:
 
 
 def sale_thresholds() -> Any:
-    import torch
-
     return torch.tensor([[0.008, 0.004, 0.002, 0.0], [0.008] * NUM_HEADS, [0.0] * NUM_HEADS])
+
+
+def save(content: Any, path: Path) -> Path:
+    """As its tool does: JSON, or torch.save where it has tensors."""
+    try:
+        path.write_text(json.dumps(content))
+    except TypeError:
+        torch.save(content, path)
+    return path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Damaged files: each loads or is refused naming the file, and none crashes or hangs."""
 
-import io
-import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from tests.foreign.files import clusters, patterns, sale_thresholds, sparge_state
+from tests.foreign.files import clusters, patterns, sale_thresholds, save, sparge_state
 from vllm_sparse_backend.profiling.importers.detect import import_profile
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.profile import Profile, bundled_profiles, parse_profile
@@ -133,11 +131,7 @@ def test_mutated_foreign_files(make: Callable[[], Any], model: Path) -> None:
             content = source.choice(others)
         elif not i % 2:
             change(content, source)
-        if make in (sparge_state, sale_thresholds):
-            torch.save(content, buffer := io.BytesIO())
-            whole = buffer.getvalue()
-        else:
-            whole = json.dumps(content).encode()
+        whole = save(content, path).read_bytes()
         path.write_bytes(mutated_bytes(whole, source) if i % 2 else whole)
         refused += not loads(lambda: import_profile(path, model), str(path))
     assert refused > FOREIGN / 40

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Foreign files become profiles, or are refused naming the place."""
 
-import json
 import math
 import pickle
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.foreign.files import clusters, patterns, sale_thresholds, sparge_state
+from tests.foreign.files import clusters, patterns, sale_thresholds, save, sparge_state
 from vllm_sparse_backend.profiling.importers.detect import import_profile
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import make_method
@@ -29,21 +28,12 @@ def methods(profile: Profile) -> list[tuple[Method, ...]]:
 
 def imported(content: Any, model: Path) -> Profile:
     """Of a file with that content, whose profile is the same once it is written and read again."""
-    profile = import_profile(written(content, model.parent), model)
+    profile = import_profile(save(content, model.parent / "given"), model)
     assert profile.model == ModelShape("M", 3, 4, 4, 16)
     for compact in (False, True):
         assert parse_profile(text := profile.to_yaml(compact), "") == profile
         assert parse_profile(text, "").to_yaml(compact) == text
     return profile
-
-
-def written(content: Any, folder: Path) -> Path:
-    path = folder / "given"
-    if isinstance(content, torch.Tensor) or any(isinstance(one, torch.Tensor) for one in dict(content or {}).values()):
-        torch.save(content, path)
-    else:
-        path.write_text(json.dumps(content))
-    return path
 
 
 def refused(path: Path, model: Path) -> str:
@@ -57,29 +47,21 @@ def refused(path: Path, model: Path) -> str:
 
 def changed(make: Callable[[], Any], change: Change, model: Path) -> str:
     """Why it is refused once it has been changed."""
-    content = make()
-    path = model.parent / "given"
-    change(content)
-    if make in (sparge_state, sale_thresholds):
-        torch.save(content, path)
-    else:
-        path.write_text(json.dumps(content))
-    return refused(path, model)
+    change(content := make())
+    return refused(save(content, model.parent / "given"), model)
 
 
 # MInference
 
 
 def test_minference(model: Path) -> None:
-    (path := model.parent / "given").write_text(json.dumps(patterns()))
-    profile = import_profile(path, model)
+    profile = imported(patterns(), model)
     usual = make_method("vertical_slash", {"vertical_tokens": 1000, "slash_tokens": 6096})
     stream = make_method("a_shape", {"sink_tokens": 100, "local_tokens": 800})
     few = make_method("vertical_slash", {"vertical_tokens": 30, "slash_tokens": 800})
     blocks = make_method("block_sparse", {"top_blocks": 100})
     assert methods(profile) == [(usual,) * 4, (usual, usual, stream, stream), (blocks, usual, usual, few)]
-    assert (profile.model, profile.default) == (ModelShape("M", 3, 4, 4, 16), usual)
-    assert parse_profile(profile.to_yaml(), "") == profile
+    assert profile.default == usual
 
 
 def put(layer: int, head: str, entry: object) -> Change:
@@ -119,12 +101,10 @@ def test_wrong_minference_file(change: Change, expected: str, model: Path) -> No
     ],
 )
 def test_files_of_no_known_form(text: str, expected: str, model: Path) -> None:
-    (path := model.parent / "given").write_text(text)
+    path = model.parent / "given"
+    assert "cannot be read: No such file" in refused(path, model)
+    path.write_text(text)
     assert expected in refused(path, model)
-
-
-def test_a_file_that_is_not_there(model: Path) -> None:
-    assert "cannot be read: No such file" in refused(model.parent / "none", model)
 
 
 # SharePrefill
@@ -273,6 +253,6 @@ def test_a_file_of_an_old_torch(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_cut_off(model: Path, tmp_path: Path) -> None:
-    path = written(sparge_state(), tmp_path)
+    path = save(sparge_state(), tmp_path / "given")
     path.write_bytes(path.read_bytes()[:-500])
     assert "not a whole file of torch.save: " in refused(path, model)

@@ -14,12 +14,14 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 
+from vllm_sparse_backend.measure.report import write_json
+from vllm_sparse_backend.profiling.outside import needed, readable, safetensors
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.modelcheck import read_config
@@ -56,17 +58,15 @@ class Capture:
 
     def read(self, layer: int, device: str | torch.device = "cpu") -> LayerTensors:
         """One of the layers that ``scales`` names. Raises ConfigurationError where its file cannot be read."""
-        _, load_file = safetensors_files()
         if not self._path(layer).is_file():
             raise ConfigurationError(f"{self._path(layer)}: missing; capture the prompt again")
-        with _readable(self._path(layer), "tensors"):
-            tensors = load_file(self._path(layer), device=str(device))
+        with readable(self._path(layer), "tensors"):
+            tensors = safetensors().load_file(self._path(layer), device=str(device))
             return LayerTensors(tensors["q"], tensors["k"], tensors["v"])
 
     def add(self, layer: int, tensors: LayerTensors, scale: float) -> None:
         """Write a layer, its tensors contiguous."""
-        save_file, _ = safetensors_files()
-        save_file(tensors._asdict(), self._path(layer))
+        safetensors().save_file(tensors._asdict(), self._path(layer))
         self.scales[layer] = scale
 
     def _path(self, layer: int) -> Path:
@@ -78,27 +78,11 @@ class Capture:
         path = folder / "capture.json"
         if not path.is_file():
             raise ConfigurationError(f"{folder}: no capture there, as capture.json is missing")
-        try:
-            data = json.loads(path.read_text())
+        with readable(path, "fields", "capture the prompt again"):
+            data = json.loads(path.read_text(encoding="utf-8"))
             if data.pop("format", None) != FORMAT:
                 raise ConfigurationError(f"{path}: format: expected {FORMAT}; capture the prompt again")
-            scales = {int(layer): scale for layer, scale in data.pop("scales").items()}
-            left_out = {int(layer): why for layer, why in data.pop("left_out").items()}
-            fields: dict[str, Any] = data.pop("shape")
-            shape = ModelShape(**fields | {"names": tuple(fields.get("names") or ())})
-            return Capture(folder, shape=shape, scales=scales, left_out=left_out, **data)
-        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-            raise ConfigurationError(
-                f"{path}: not what a capture writes ({error!r}); capture the prompt again"
-            ) from None
-
-    def _write(self) -> None:
-        data = dataclasses.asdict(self) | {"format": FORMAT}
-        del data["folder"]
-        # Put there whole or not at all: a capture that was broken off is none.
-        aside = self.folder / ".capture.json.new"
-        aside.write_text(json.dumps(data, indent=1))
-        aside.replace(self.folder / "capture.json")
+            return TypeAdapter(Capture).validate_python(data | {"folder": folder})
 
 
 def capture(
@@ -160,7 +144,9 @@ def finish_capture(made: Capture) -> None:
     """Say that it is whole. Raises ConfigurationError where it has no layer."""
     if not made.scales:
         raise ConfigurationError(f"{made.model}: no layer to capture: {made.left_out or 'none called attention'}")
-    made._write()
+    fields = {name: value for name, value in dataclasses.asdict(made).items() if name != "folder"}
+    # Put there whole or not at all: a capture that was broken off is none.
+    write_json(made.folder / "capture.json", fields | {"format": FORMAT})
 
 
 class _Network:
@@ -185,7 +171,7 @@ class _Network:
 
         transformers.AttentionInterface.register(ATTENTION, record)
         transformers.AttentionMaskInterface.register(ATTENTION, transformers.AttentionMaskInterface()["sdpa"])
-        with _readable(model, "weights"):
+        with readable(model, "weights"):
             network = transformers.AutoModelForCausalLM.from_pretrained(
                 model, attn_implementation=ATTENTION, dtype=dtype, local_files_only=True
             )
@@ -229,20 +215,8 @@ def prompt_sha256(token_ids: Sequence[int]) -> str:
 
 def load_tokenizer(model: Path) -> Any:
     """The tokenizer of a model's folder, by transformers."""
-    with _readable(model, "tokenizer"):
+    with readable(model, "tokenizer"):
         return _transformers().AutoTokenizer.from_pretrained(model, local_files_only=True)
-
-
-@contextmanager
-def _readable(path: Path, what: str) -> Iterator[None]:
-    """What a folder lacks, or a file holds in pieces, its readers tell in exceptions of many kinds."""
-    try:
-        yield
-    except ConfigurationError:
-        raise
-    except Exception as error:
-        why = next(iter(str(error).splitlines()), "") or repr(error)
-        raise ConfigurationError(f"{path}: its {what} cannot be read: {why}") from error
 
 
 def begin_ids(tokenizer: Any) -> list[int]:
@@ -272,18 +246,4 @@ def text_files(path: Path, pattern: str = "*.py") -> list[Path]:
 
 
 def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigurationError(
-            f"capturing needs transformers, which comes with vLLM, and it could not be imported: {error}"
-        ) from None
-    return transformers
-
-
-def safetensors_files() -> tuple[Any, Any]:
-    try:
-        from safetensors.torch import load_file, save_file
-    except ImportError as error:
-        raise ConfigurationError(f"captures need safetensors, which comes with vLLM: {error}") from None
-    return save_file, load_file
+    return needed("transformers", "capturing needs transformers, which comes with vLLM")

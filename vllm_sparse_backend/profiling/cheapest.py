@@ -14,8 +14,9 @@ for that every layer is judged before the first is chosen for.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
+from operator import itemgetter
 from statistics import fmean
 
 from vllm_sparse_backend.profiling.costs import Costs, head_ms, kind_of
@@ -47,7 +48,9 @@ class Cheapest(Search):
         self.price = 0.0
         """What an error of 1 is worth, in the unit of costs."""
         if bound.has_mean:
-            layers = [holding(figures, bound) for figures in judged_everywhere(job, among)]
+            dense: list[Method] = [Dense()] * job.shape.num_heads
+            found = walk(job, "prompts", (), lambda judge: (dense, holding(judged(judge, among), bound)))[1]
+            layers = [of_layer for of_layer in found if of_layer is not None]
             # Layers that never go sparse have no error, and are part of the mean.
             self.price = price_of(layers, costs, bound.mean * job.shape.num_layers / len(layers))
 
@@ -63,13 +66,6 @@ class Cheapest(Search):
         dense_ms = self.costs.layer.dense_ms / len(methods[0])
         self.price = max(self.price * DEARER, LEAST_PRICE * dense_ms)
         return True
-
-
-def judged_everywhere(job: Job, among: Sequence[Method]) -> list[dict[Method, list[Figures]]]:
-    """Of every layer that can go sparse all heads' figures under each method."""
-    dense = [Dense()] * job.shape.num_heads
-    found = walk(job, "prompts", (), lambda judge: (dense, judged(judge, among)))[1]
-    return [of_layer for of_layer in found if of_layer is not None]
 
 
 def judged(judge: LayerJudge, among: Sequence[Method]) -> dict[Method, list[Figures]]:
@@ -96,14 +92,10 @@ def price_of(layers: Sequence[Sequence[Mapping[Method, Figures]]], costs: Costs,
             errors += [of[method].error if method in of else 0.0 for of, method in chosen]
         return fmean(errors) <= most_mean
 
-    return 0.0 if math.isinf(most_mean) else least_price(holds, costs.layer.dense_ms / len(layers[0]))
-
-
-def least_price(holds: Callable[[float], bool], dense: float) -> float:
-    """The least price of error that holds, 0 if that does; ``dense``: what a dense head costs."""
-    if holds(0.0):
+    if math.isinf(most_mean) or holds(0.0):
         return 0.0
-    low, high = LEAST_PRICE * dense, 1e6 * dense
+    dense_ms = costs.layer.dense_ms / len(layers[0])
+    low, high = LEAST_PRICE * dense_ms, 1e6 * dense_ms
     for _ in range(PRICE_STEPS):
         middle = math.sqrt(low * high)
         low, high = (low, middle) if holds(middle) else (middle, high)
@@ -123,17 +115,13 @@ def choose(holding: Sequence[Mapping[Method, Figures]], costs: Costs, price: flo
             total_ms = base_ms + sum(group_ms[kind] for kind in chosen)
             heads: list[Method] = []
             for of in cheapest:
-                ms, method = min(((*of[kind],) for kind in chosen if kind in of), key=_ms, default=(dense_ms, dense))
-                ms, method = (ms, method) if ms < dense_ms else (dense_ms, dense)
+                offers = [(dense_ms, dense), *(of[kind] for kind in chosen if kind in of)]
+                ms, method = min(offers, key=itemgetter(0))
                 total_ms += ms
                 heads.append(method)
             if total_ms < best_ms:
                 best_ms, best = total_ms, heads
     return best
-
-
-def _ms(timed: tuple[float, Method]) -> float:
-    return timed[0]
 
 
 def _cheapest_of_kinds(may: Mapping[Method, Figures], costs: Costs, price: float) -> dict[Method, tuple[float, Method]]:

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from vllm_sparse_backend.profiling.capture import Capture
-from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.profiling.outside import needed
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE
 
 LATENT = 64
@@ -167,13 +167,7 @@ def ward_labels(points: torch.Tensor, distance: float) -> list[int]:
 
 def require_scipy() -> Any:
     """scipy's hierarchical clustering. Raises ConfigurationError where there is none."""
-    try:
-        from scipy.cluster import hierarchy
-    except ImportError as error:
-        raise ConfigurationError(
-            f"clusters need scipy (pip install 'vllm-sparse-backend[calibrate]'), and it could not be imported: {error}"
-        ) from None
-    return hierarchy
+    return needed("scipy.cluster.hierarchy", "clusters need scipy (pip install 'vllm-sparse-backend[calibrate]')")
 
 
 def cluster_heads(maps: Sequence[torch.Tensor] | torch.Tensor, distance: float = DISTANCE, **training: Any) -> Clusters:

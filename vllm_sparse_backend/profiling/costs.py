@@ -12,15 +12,15 @@ kept pairs and what methods say of themselves (``MethodSpec.cost``).
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_sparse_backend.measure.report import write_json
-from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.profiling.outside import readable
 from vllm_sparse_backend.settings.methods import describe
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import layer_plan
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm_sparse_backend.measure.layers import Layer
     from vllm_sparse_kernels.trial import Batch
 
-FORMAT = 2
+FORMAT = 3
 
 PAIR_MS = 7.6e-10
 """FlashAttention-3 on an H200, head_dim 128."""
@@ -131,35 +131,21 @@ class PairCosts:
 class MeasuredCosts:
     """Times of a CUDA device, each measured when it is first asked for, and kept in a file.
 
-    ``batches`` gives a layer's served chunks. ``key`` says what they are of: a file with another one is refused.
+    ``batches`` gives a layer's served chunks. The file lies in a job's folder, and is of that job.
     """
 
-    def __init__(self, card: "Card", path: Path, key: Mapping[str, Any]) -> None:
-        self.card, self.path, self.key = card, path, dict(key)
+    def __init__(self, card: "Card", path: Path) -> None:
+        self.card, self.path = card, path
         self.batches: Callable[[], Sequence[Batch]] | None = None
         self.known: dict[str, Cost] = {}
         self._layer: LayerCost | None = None
         if path.exists():
-            self._read()
-
-    def _read(self) -> None:
-        try:
-            data = json.loads(self.path.read_text(encoding="utf-8"))
-            held, layer, kinds = data["key"], data["layer"], data["kinds"]
-            if data["format"] != FORMAT:
-                raise ValueError(f"format: {data['format']}")
-            self._layer = LayerCost(**layer)
-            self.known = {name: Cost(**cost) for name, cost in kinds.items()}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(f"{self.path}: no file of costs: {error!r}") from None
-        if held != self.key:
-            names = [name for name in {**held, **self.key} if held.get(name) != self.key.get(name)]
-            raise ConfigurationError(f"{self.path}: costs of another job, they differ in {', '.join(sorted(names))}")
-
-    def _write(self) -> None:
-        assert self._layer is not None
-        kinds = {name: asdict(cost) for name, cost in self.known.items()}
-        write_json(self.path, {"format": FORMAT, "key": self.key, "layer": asdict(self._layer), "kinds": kinds})
+            with readable(path, "costs", "delete it"):
+                data = json.loads(path.read_text(encoding="utf-8"))
+                if data["format"] != FORMAT:
+                    raise ValueError(f"format {data['format']}")
+                self._layer = LayerCost(**data["layer"])
+                self.known = {name: Cost(**cost) for name, cost in data["kinds"].items()}
 
     def of(self, method: Method) -> Cost:
         if (name := _kind_name(method)) not in self.known:
@@ -174,30 +160,27 @@ class MeasuredCosts:
             self._write()
         return self._layer
 
-    @cached_property
-    def _dense_rate(self) -> float:
-        return self.of(Dense()).full_ms
+    def _write(self) -> None:
+        kinds = {name: asdict(cost) for name, cost in self.known.items()}
+        write_json(self.path, {"format": FORMAT, "layer": asdict(self.layer), "kinds": kinds})
 
     def _measure(self, method: Method) -> Cost:
         batches = self._batches()
         num_heads = batches[0].num_heads
         layers, alone = self._layers([method] * num_heads), self._layers([method])
-        spans = _selections(layers, "select"), _selections(alone, "alone"), self._attentions(layers, "attend")
-        taken = self._ms([(*spans[0], *spans[2]), spans[1]])
+        select, attend = [("select", layer.select) for layer in layers], self._attentions(layers, "attend")
+        taken = self._ms([(*select, *attend), [("alone", layer.select) for layer in alone]])
         kept = sum(int(layer.index.kept_pairs()) for layer in layers)
         density = kept / (num_heads * sum(causal_pairs(batch.rows) for batch in batches))
         each = max(0.0, (taken["select"] - taken["alone"]) / max(1, num_heads - 1))
         full = max(0.0, taken["attend"] - self.layer.base_ms) / (density * num_heads)
         # What is next to nothing has no rate of its own; none is faster than dense attention's.
-        full = full if isinstance(method, Dense) else max(full, self._dense_rate)
-        group = max(0.0, taken["select"] - num_heads * each)
-        return Cost(_rounded(group), _rounded(each), _rounded(full))
+        full = full if isinstance(method, Dense) else max(full, self.of(Dense()).full_ms)
+        return Cost(*map(_rounded, (max(0.0, taken["select"] - num_heads * each), each, full)))
 
     def _measure_layer(self) -> LayerCost:
         batches = self._batches()
-        tiny = AShape(sink_tokens=64, local_tokens=128)
-        num_heads = batches[0].num_heads
-        plain = self._layers([tiny] * num_heads)
+        plain = self._layers([AShape(sink_tokens=64, local_tokens=128)] * batches[0].num_heads)
         for layer in plain:
             layer.select()
         dense = [("dense", self.card.dense(batch, batch.empty_out())) for batch in batches]
@@ -220,17 +203,12 @@ class MeasuredCosts:
 
     def _ms(self, contestants: Sequence[Sequence[Any]]) -> dict[str, float]:
         """Medians; nothing is kept from one pass to the next."""
-        rows = [batch.rows for batch in self._batches()]
 
         def new_pass() -> None:
-            for one in rows:
-                one.state.clear()
+            for batch in self._batches():
+                batch.rows.state.clear()
 
         return {name: median(ms) for name, ms in self.card.spans_ms(contestants, new_pass, budget_s=0.0).items()}
-
-
-def _selections(layers: Sequence["Layer"], name: str) -> list[Any]:
-    return [(name, layer.select) for layer in layers]
 
 
 def _rounded(ms: float) -> float:

@@ -69,7 +69,7 @@ class Flow:
 
     def _layer(self, layer: int) -> CapturedLayer:
         job = self.job
-        captures, device = job.captures(self.kind), torch.device(job.device)
+        captures, device = job.captures[self.kind], torch.device(job.device)
         return CapturedLayer(captures, layer, job.served, device, job.engines, self._states, self.company)
 
 

@@ -13,7 +13,7 @@ Llama-3.1-8B, 13 GB for a prompt of 32,768. They are deleted once a profile is w
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from vllm_sparse_backend.profiling.capture import Capture, capture_each, weights
 from vllm_sparse_backend.profiling.chunks import chunk_rows
 from vllm_sparse_backend.profiling.costs import Costs, EstimatedCosts, MeasuredCosts
 from vllm_sparse_backend.profiling.judge import RememberingJudge, Served
+from vllm_sparse_backend.profiling.outside import readable
 from vllm_sparse_backend.profiling.prompts import PromptSet
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -36,7 +37,7 @@ from vllm_sparse_kernels.index import causal_pairs
 class Capturer(Protocol):
     """Captures prompts of a model into folders, those that are not there yet."""
 
-    def __call__(self, model: Path, prompts: Sequence[Sequence[int]], folders: Sequence[Path]) -> Sequence[Capture]: ...
+    def __call__(self, model: Path, prompts: Sequence[Sequence[int]], folders: Sequence[Path]) -> Iterable[Capture]: ...
 
 
 @dataclass(frozen=True)
@@ -92,30 +93,32 @@ class Job:
         }  # fmt: skip
         return dict(json.loads(json.dumps(made_of)))
 
+    @property
+    def _parts(self) -> dict[str, PromptSet]:
+        return {"prompts": self.prompts, "held-out": self.held_out}
+
     def enter(self) -> None:
         """Make the folder, or see that it holds this very job. Raises ConfigurationError naming what differs."""
-        path = self.folder / "job.json"
-        shortest = min((len(ids) for ids in (*self.prompts.prompts, *self.held_out.prompts)), default=0)
+        shortest = min((len(ids) for of in self._parts.values() for ids in of.prompts), default=0)
         if shortest <= self.served.min_tokens:
             expected = f"prompts of more than {self.served.min_tokens} tokens, up to which all is dense"
             raise ConfigurationError(f"prompts: {unexpected(f'{shortest} tokens', expected)}")
-        if path.exists():
-            try:
-                held = dict(json.loads(path.read_text(encoding="utf-8")))
-            except (OSError, ValueError, TypeError) as error:
-                raise ConfigurationError(f"{path}: cannot be read: {error}; delete the folder") from None
-            if names := sorted(name for name in {**held, **self.identity} if held.get(name) != self.identity.get(name)):
-                raise ConfigurationError(
-                    f"{self.folder}: holds another job, which differs in {', '.join(names)}: name another folder with "
-                    "--work, or delete it"
-                )
-        else:
+        path = self.folder / "job.json"
+        if not path.exists():
             write_json(path, self.identity)
+            return
+        with readable(path, "job", "delete the folder"):
+            held = dict(json.loads(path.read_text(encoding="utf-8")))
+        if names := sorted(name for name in {**held, **self.identity} if held.get(name) != self.identity.get(name)):
+            raise ConfigurationError(
+                f"{self.folder}: holds another job, which differs in {', '.join(names)}: name another folder with "
+                "--work, or delete it"
+            )
 
     @cached_property
     def costs(self) -> Costs:
         if self._card is not None:
-            return MeasuredCosts(self._card, self.folder / "costs.json", self.identity)
+            return MeasuredCosts(self._card, self.folder / "costs.json")
         rows = chunk_rows(
             len(self.prompts.prompts[0]), self.served.chunk_tokens, torch.device("cpu"), self.served.min_tokens
         )
@@ -134,23 +137,20 @@ class Job:
         """Those of a CUDA device."""
         return None if self._card is None else dict(self._card.engines)
 
-    def captures(self, kind: str) -> list[Capture]:
-        """Of ``prompts`` or of ``held-out``: what is missing of either is captured now, with one load of the model."""
-        if not self._captured:
-            every = {"prompts": self.prompts.prompts, "held-out": self.held_out.prompts}
-            prompts = [ids for of in every.values() for ids in of]
-            folders = [self.folder / f"{kind}-{i}" for kind, of in every.items() for i in range(len(of))]
-            self._check_disk([ids for ids, folder in zip(prompts, folders) if not (folder / "capture.json").exists()])
-            self.tell.say(f"capturing {len(prompts)} prompts")
-            run = self.capturer or partial(_capture_here, device=self.device, dtype=self.dtype)
-            found = list(run(self.model, prompts, folders))
-            cut = len(self.prompts.prompts)
-            self._captured.update({"prompts": found[:cut], "held-out": found[cut:]})
-        return self._captured[kind]
-
     @cached_property
-    def _captured(self) -> dict[str, list[Capture]]:
-        return {}
+    def captures(self) -> dict[str, list[Capture]]:
+        """Of ``prompts`` and of ``held-out``: what is missing of either is captured, with one load of the model."""
+        prompts = [ids for of in self._parts.values() for ids in of.prompts]
+        folders = self._capture_folders()
+        self._check_disk([ids for ids, folder in zip(prompts, folders) if not (folder / "capture.json").exists()])
+        self.tell.say(f"capturing {len(prompts)} prompts")
+        run = self.capturer or partial(capture_each, device=self.device, dtype=self.dtype)
+        found = list(run(self.model, prompts, folders))
+        cut = len(self.prompts.prompts)
+        return {"prompts": found[:cut], "held-out": found[cut:]}
+
+    def _capture_folders(self) -> list[Path]:
+        return [self.folder / f"{kind}-{i}" for kind, of in self._parts.items() for i in range(len(of.prompts))]
 
     def _check_disk(self, prompts: Sequence[Sequence[int]]) -> None:
         shape = self.shape
@@ -173,15 +173,13 @@ class Job:
         path = self.folder / f"{name}.json"
         if not path.exists():
             write_json(path, make())
-        try:
+        with readable(path, "contents", "delete it"):
             return json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigurationError(f"{path}: cannot be read: {error}; delete it") from None
 
     @cached_property
     def layers(self) -> list[int]:
         """Those that can go sparse. It is written down, as captures are deleted."""
-        found = self.remembered("layers", lambda: sorted(self.captures("prompts")[0].scales))
+        found = self.remembered("layers", lambda: sorted(self.captures["prompts"][0].scales))
         every = range(self.shape.num_layers)
         if not (isinstance(found, list) and found and all(layer in every for layer in found)):
             path = self.folder / "layers.json"
@@ -190,13 +188,6 @@ class Job:
 
     def clear(self) -> None:
         """Delete the captures: they are most of the folder, and can be made again."""
-        for kind, of in (("prompts", self.prompts), ("held-out", self.held_out)):
-            for i in range(len(of.prompts)):
-                shutil.rmtree(self.folder / f"{kind}-{i}", ignore_errors=True)
-        self._captured.clear()
-
-
-def _capture_here(
-    model: Path, prompts: Sequence[Sequence[int]], folders: Sequence[Path], device: str, dtype: torch.dtype
-) -> Sequence[Capture]:
-    return list(capture_each(model, prompts, folders, device, dtype))
+        for folder in self._capture_folders():
+            shutil.rmtree(folder, ignore_errors=True)
+        self.__dict__.pop("captures", None)

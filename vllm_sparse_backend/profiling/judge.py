@@ -10,8 +10,9 @@ one chunk two outputs in float32 and an index; and 4 bytes for each token and he
 import copy
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from vllm_sparse_backend.measure.report import write_json
 from vllm_sparse_backend.profiling.capture import Capture
 from vllm_sparse_backend.profiling.chunks import chunk_rows, dense_attention, paged
 from vllm_sparse_backend.profiling.measure import RARE, WORST, Errors, Figures
-from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.profiling.outside import readable
 from vllm_sparse_backend.settings.methods import parameters_of
 from vllm_sparse_kernels import PagedCache
 from vllm_sparse_kernels.attend import AttendSpec, Engine, choose
@@ -55,11 +56,13 @@ class LayerPrompt:
     """Of each chunk [query_len, num_heads, head_dim]: its output under dense attention."""
     norms: list[torch.Tensor]
     """Of each chunk [query_len, num_heads] float32: ‖o‖₁."""
-    before: Sequence[State] = field(default=(), kw_only=True)
+    before: Sequence[State] = ()
     """Of each chunk, what the layers before have left; nothing unless given."""
 
     @staticmethod
-    def read(captured: Capture, layer: int, served: Served, device: torch.device) -> "LayerPrompt":
+    def read(
+        captured: Capture, layer: int, served: Served, device: torch.device, before: Sequence[State] = ()
+    ) -> "LayerPrompt":
         tensors, scale = captured.read(layer, device), captured.scales[layer]
         cache = PagedCache(paged(tensors.k), paged(tensors.v))
         rows = chunk_rows(captured.num_tokens, served.chunk_tokens, device, served.min_tokens)
@@ -69,7 +72,7 @@ class LayerPrompt:
         norms = [part.float().abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny) for part in dense]
         batches = [Batch(tensors.q[span], cache, one, scale) for span, one in zip(spans, rows, strict=True)]
         without_nan(batches[0])  # of the cache that all of them have
-        return LayerPrompt(batches, dense, norms)
+        return LayerPrompt(batches, dense, norms, before)
 
     @property
     def num_pairs(self) -> int:
@@ -129,9 +132,8 @@ class CapturedLayer:
         others: Sequence[Method] = (),
     ) -> None:
         self.engines, self.others = engines, tuple(others)
-        self.prompts = [LayerPrompt.read(captured, layer, served, device) for captured in captures]
-        if before:
-            self.prompts = [replace(one, before=of) for one, of in zip(self.prompts, before, strict=True)]
+        of_each = zip(captures, before or repeat(()))
+        self.prompts = [LayerPrompt.read(captured, layer, served, device, of) for captured, of in of_each]
 
     @property
     def batches(self) -> list[Batch]:
@@ -178,7 +180,11 @@ class RememberingJudge:
         self.known: dict[str, list[Figures]] = {}
         self.changed = False
         if path.exists():
-            self.known = _load(path)
+            with readable(path, "outcomes", "delete it"):
+                data = json.loads(path.read_text(encoding="utf-8"))
+                if data["format"] != FORMAT:
+                    raise ValueError(f"format {data['format']}")
+                self.known = {key: [figures_of(one) for one in heads] for key, heads in data["judged"].items()}
 
     @cached_property
     def captured(self) -> CapturedLayer:
@@ -194,23 +200,12 @@ class RememberingJudge:
 
     def save(self) -> None:
         if self.changed:
-            judged = {key: [_numbers(one) for one in heads] for key, heads in self.known.items()}
+            judged = {
+                key: [(of.error, of.worst, of.rare, of.density, *(of.unseen or ())) for of in heads]
+                for key, heads in self.known.items()
+            }
             write_json(self.path, {"format": FORMAT, "judged": judged})
             self.changed = False
-
-
-def _numbers(of: Figures) -> tuple[float, ...]:
-    return (of.error, of.worst, of.rare, of.density, *(of.unseen or ()))
-
-
-def _load(path: Path) -> dict[str, list[Figures]]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data["format"] != FORMAT:
-            raise ValueError(f"format: {data['format']}")
-        return {key: [figures_of(one) for one in heads] for key, heads in data["judged"].items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(f"{path}: not a layer's outcomes: {error!r}; delete it") from None
 
 
 def _key(methods: Sequence[Method]) -> str:

@@ -6,7 +6,7 @@ A search asks a ``LayerJudge`` what came of one method for each head; it knows n
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import NamedTuple, Protocol
 
 from vllm_sparse_kernels.methods.base import Method
@@ -65,8 +65,7 @@ class Bound:
 
     def less(self, margin: float) -> "Bound":
         """All but a share of it: what searches keep to."""
-        kept = 1 - margin
-        return Bound(self.error * kept, self.worst * kept, self.rare * kept, self.mean * kept)
+        return Bound(*(most * (1 - margin) for most in astuple(self)))
 
     def holds(self, figures: Figures) -> bool:
         """On unseen prompts too, as far as ``Figures.unseen`` can tell. Never for what is no number."""
@@ -80,8 +79,7 @@ class Bound:
     @property
     def numbers(self) -> dict[str, float]:
         """By name, those that bind."""
-        of = {"error": self.error, "worst": self.worst, "rare": self.rare, "mean": self.mean}
-        return {name: value for name, value in of.items() if math.isfinite(value)}
+        return {name: value for name, value in asdict(self).items() if math.isfinite(value)}
 
 
 class LayerJudge(Protocol):

@@ -50,6 +50,11 @@ CANDIDATES = (
 )
 """Table 7."""
 
+SIZES: dict[type[Method], tuple[str, ...]] = {
+    AShape: ("local_tokens",), VerticalSlash: ("slash_tokens", "vertical_tokens"), BlockSparse: ("top_blocks",),
+}  # fmt: skip
+"""What a step may change."""
+
 STEP, MOST_STEPS = 50, 4096
 BUDGETS = (0.5, 1.0, 2.0, 4.0)
 """Of the paper's cost; the paper has 1 alone."""
@@ -92,23 +97,10 @@ def search_spaces(judge: LayerJudge, costs: Costs, budgets: Sequence[float]) -> 
 
 def resized(candidate: Method, steps: int) -> Method:
     """ChangeSpace: the candidate with so many steps as its larger number, and what it had beside whole steps."""
-    match candidate:
-        case AShape(local_tokens=number):
-            field, step = "local_tokens", STEP
-        case VerticalSlash(vertical_tokens=verticals, slash_tokens=slashes):
-            field, number, step = max(
-                ("slash_tokens", slashes, STEP), ("vertical_tokens", verticals, STEP), key=_number
-            )
-        case BlockSparse(top_blocks=number):
-            field, step = "top_blocks", 1
-        case _:
-            raise ValueError(f"candidate: given {candidate!r}, expected a pattern of MInference")
+    number, field = max((getattr(candidate, field), field) for field in SIZES[type(candidate)])
+    step = 1 if isinstance(candidate, BlockSparse) else STEP
     changes: dict[str, Any] = {field: steps * step + number % step}
     return replace(candidate, **changes)
-
-
-def _number(named: tuple[str, int, int]) -> int:
-    return named[1]
 
 
 def _fitted(judge: LayerJudge, costs: Costs, candidate: Method, aim: float) -> Method | None:

@@ -55,7 +55,7 @@ class Sharing(Search):
         distance = DISTANCE if distance is None else distance
         side = map_side(min(map(len, job.prompts.prompts)))
         clusters = job.remembered(
-            f"clusters-{distance:g}", lambda: head_clusters(job.captures("prompts")[0], job.device, side, distance)
+            f"clusters-{distance:g}", lambda: head_clusters(job.captures["prompts"][0], job.device, side, distance)
         )
         self.company = [_member(ladder[0], number) for number in sorted({*chain.from_iterable(clusters)} - {NOISE})]
         self.choices = self._survey(job, bound, halved(halved(ladder)), clusters)

@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_sparse_backend.profiling.outside import needed
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.figures import Figures
 from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -80,18 +81,14 @@ def draw(level: Level, shape: ModelShape, path: Path, title: str) -> list[str]:
     Layers go down, heads to the right. Raises ``ConfigurationError`` if matplotlib is not installed, or the file cannot
     be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        reason = "pictures are drawn with matplotlib, which is not installed: pip install matplotlib"
-        raise ConfigurationError(reason) from None
+    picture = needed("matplotlib.figure", "pictures need matplotlib (pip install matplotlib)")
     figures = level.provenance.figures or Figures()
     nothing = [float("nan")] * shape.num_heads
     maps = {TITLES[name]: figures.rows(name, shape) for name in TITLES}
     maps = {name: [row or nothing for row in rows] for name, rows in maps.items() if any(rows)}
     names = [[_name(method) for method in methods] for methods in _methods(level, shape)]
     known = sorted({name for row in names for name in row})
-    page = Figure(figsize=((2.2 + 0.16 * shape.num_heads) * (1 + len(maps)), 1.6 + 0.16 * shape.num_layers))
+    page = picture.Figure(figsize=((2.2 + 0.16 * shape.num_heads) * (1 + len(maps)), 1.6 + 0.16 * shape.num_layers))
     page.set_layout_engine("constrained")
     axes = page.subplots(1, 1 + len(maps), squeeze=False)[0]
     numbers = [[known.index(name) for name in row] for row in names]

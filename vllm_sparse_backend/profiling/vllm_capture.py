@@ -23,8 +23,8 @@ from vllm_sparse_backend.profiling.capture import (
     begin_capture,
     finish_capture,
     held_capture,
-    safetensors_files,
 )
+from vllm_sparse_backend.profiling.outside import needed, safetensors
 from vllm_sparse_backend.settings.errors import ConfigurationError
 
 DENSE_TOKENS = 1 << 30
@@ -61,7 +61,6 @@ def record(impl: Any, folder: Path | None, layer: int, rank: int) -> None:
     if folder is None:
         impl.forward = forward
         return
-    save_file, _ = safetensors_files()
     parts = 0
 
     def write(
@@ -73,7 +72,7 @@ def record(impl: Any, folder: Path | None, layer: int, rank: int) -> None:
             num_tokens = getattr(attn_metadata, "num_actual_tokens", len(query))
             given = zip("qkv", (query, key, value), strict=True)
             tensors = {name: x[:num_tokens].reshape(num_tokens, -1, impl.head_size).contiguous() for name, x in given}
-            save_file(tensors, _part(folder, layer, rank, parts))
+            safetensors().save_file(tensors, _part(folder, layer, rank, parts))
             parts += 1
         return forward(module, query, key, value, kv_cache, attn_metadata, *rest, **more)
 
@@ -89,7 +88,7 @@ def join(made: Capture, layers: dict[int, tuple[float | None, str | None]], rank
 
     Raises ConfigurationError where they do not hold the prompt, each token once.
     """
-    _, load_file = safetensors_files()
+    load_file = safetensors().load_file
     for layer, (scale, why) in sorted(layers.items()):
         if scale is None:
             made.left_out[layer] = str(why)
@@ -99,23 +98,23 @@ def join(made: Capture, layers: dict[int, tuple[float | None, str | None]], rank
         # Where there are more ranks than kv heads, neighbours have the same one.
         copies = max(1, ranks // made.shape.num_kv_heads)
         chosen = {"q": of_ranks, "k": of_ranks[::copies], "v": of_ranks[::copies]}
-        whole = {
-            name: torch.cat([torch.cat([part[name] for part in parts]) for parts in of if parts], 1).contiguous()
-            if all(of)
-            else torch.empty(0, 0, 0)
-            for name, of in chosen.items()
-        }
-        tensors = LayerTensors(**whole)
+        tensors = LayerTensors(**{name: _side_by_side(name, of) for name, of in chosen.items()})
         heads = made.shape.num_heads, made.shape.num_kv_heads, made.shape.num_kv_heads
         wanted = [(made.num_tokens, n, made.shape.head_dim) for n in heads]
-        if [tuple(x.shape) for x in tensors] != wanted:
-            given = [tuple(x.shape) for x in tensors]
+        if (given := [tuple(x.shape) for x in tensors]) != wanted:
             raise ConfigurationError(
                 f"capture through vLLM: layer {layer}: given q, k, v of {given}, expected {wanted}"
             )
         made.add(layer, tensors, scale)
         for path in (path for of in paths for path in of):
             path.unlink()
+
+
+def _side_by_side(name: str, of_ranks: list[list[dict[str, torch.Tensor]]]) -> torch.Tensor:
+    """A tensor's chunks of each rank; empty where a rank has none."""
+    if not all(of_ranks):
+        return torch.empty(0, 0, 0)
+    return torch.cat([torch.cat([part[name] for part in parts]) for parts in of_ranks], 1).contiguous()
 
 
 class VllmCapturer:
@@ -140,11 +139,7 @@ class VllmCapturer:
     def _load(self, model: Path, longest: int) -> Any:
         # Workers are told a method of theirs by its name.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        try:
-            from vllm import LLM
-        except ImportError as error:
-            raise ConfigurationError(f"--through vllm: it could not be imported: {error}") from None
-        return LLM(
+        return needed("vllm", "--through vllm: needs vLLM").LLM(
             str(model),
             tensor_parallel_size=self.tensor_parallel_size,
             attention_backend="SPARSE-PREFILL",

@@ -21,6 +21,7 @@ from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import Level, Provenance
 from vllm_sparse_kernels.methods.base import Method
 
+FORM = "MInference's patterns, a list of one object for each layer"
 PATTERNS: dict[str, Callable[[int, int], Method]] = {
     "vertical_and_slash": lambda a, b: make_method("vertical_slash", {"vertical_tokens": a, "slash_tokens": b}),
     "stream_llm": lambda a, b: make_method("a_shape", {"sink_tokens": a, "local_tokens": b}),

@@ -17,6 +17,7 @@ from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import Level, Provenance
 from vllm_sparse_kernels.methods.base import Method
 
+FORM = "SALE's thresholds, one tensor [layers, heads]"
 LEAST = 1e-5
 
 

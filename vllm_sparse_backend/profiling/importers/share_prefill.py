@@ -17,6 +17,7 @@ from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import Level, Provenance
 
+FORM = "SharePrefill's clusters, an object with clusters and shared_clusters"
 FIELDS = {"clusters", "shared_clusters"}
 MAX_DIGITS = 6
 

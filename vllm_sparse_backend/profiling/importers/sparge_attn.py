@@ -19,13 +19,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from vllm_sparse_backend.profiling.importers.torch_file import per_head, rounded
+from vllm_sparse_backend.profiling.importers.torch_file import rounded, table
 from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import Level, Provenance
 from vllm_sparse_kernels.methods.base import Method
 
+FORM = "SpargeAttn's state, tensors called LAYER.cdfthreshd and so on"
 NEEDED = ("cdfthreshd", "simthreshd1", "pvthreshd")
 STATE = (*NEEDED, "is_sparse", "simthreshd2")
 UNITS = "skip_margin = -pvthreshd * ln 2, from base 2 to natural units"
@@ -43,7 +44,7 @@ def level(content: dict[Any, Any], shape: ModelShape, source: str) -> Level:
         layer, field = _place(name, shape, source)
         if field in state[layer]:
             raise ConfigurationError(f"{source}: {name:.80}: given, but layer {layer} has {field} already")
-        state[layer][field] = per_head(tensor, shape.num_heads, f"{source}: {name:.80}")
+        state[layer][field] = table(tensor, (shape.num_heads,), f"{source}: {name:.80}")
     methods = [_layer(fields, shape.num_heads, f"{source}: layer {layer}") for layer, fields in state.items()]
     return Level.of_heads(methods, Provenance(source=f"imported from SpargeAttn's {Path(source).name}; {UNITS}"))
 

@@ -11,22 +11,14 @@ from vllm_sparse_backend.settings.errors import ConfigurationError
 MAX_BYTES = 16 << 20
 """Hundred times what thresholds of 80 layers and 64 heads take."""
 
-_MAGIC = b"PK\x03\x04"
-_OLD_MAGIC = b"\x80"
-"""Of a pickle; no text in UTF-8 begins so."""
+ZIP = b"PK\x03\x04"
+"""Begins files of torch 1.6 and later."""
+PICKLE = b"\x80"
+"""Begins those of torch before 1.6, a row of pickles; no text in UTF-8 begins so."""
 
 
-def is_one(path: Path) -> bool:
-    """Whether a file begins as those of torch 1.6 and later do, a zip archive; False where it cannot be read."""
-    return _begins(path, _MAGIC)
-
-
-def is_old(path: Path) -> bool:
-    """Whether a file begins as those of torch before 1.6 do, a row of pickles."""
-    return _begins(path, _OLD_MAGIC)
-
-
-def _begins(path: Path, magic: bytes) -> bool:
+def begins(path: Path, magic: bytes) -> bool:
+    """False where the file cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(len(magic)) == magic
@@ -54,11 +46,6 @@ def read(path: Path) -> Any:
     except Exception as error:  # torch's reader and unpickler raise whatever a damaged file leads them to
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigurationError(f"{path}: not a whole file of torch.save: {reason:.200}") from None
-
-
-def per_head(tensor: Any, num_heads: int, where: str) -> list[float]:
-    """The numbers of a tensor that has one for each head."""
-    return table(tensor, (num_heads,), where)
 
 
 def table(tensor: Any, shape: tuple[int, ...], where: str) -> list[Any]:
