@@ -181,6 +181,26 @@ class TestMethods:
         if method != "share_prefill":  # there a layer's heads look at those of the layers before
             assert torch.equal(first, second)
 
+    def test_pairs_that_are_counted_are_those_that_the_reference_keeps(self, built: Callable[..., Any]) -> None:
+        """Exactly, and of both layers of the step: of the sparse rows, past their first MIN_TOKENS positions."""
+        params = SETTINGS["a_shape"]
+        layers, builder = built(0, 1, method="a_shape", params=params, min_tokens=MIN_TOKENS)
+        step = make_step(layers[0], MIXED)
+        metadata = builder.build(0, step.common)
+        for layer in layers:
+            step.forward(layer, metadata)
+        impl, kept, causal = layers[0].impl, 0, 0
+        for row in SPARSE_ROWS:
+            _, index = reference(step, row, impl.layer.groups, impl.scale)
+            mask = index.to_mask(0)
+            kept += int(mask.sum())
+            first, end = max(step.lengths[row][0], MIN_TOKENS), sum(step.lengths[row])
+            causal += impl.num_heads * sum(range(first + 1, end + 1))
+        counted = {(name, *labels): count for name, labels, count in builder.recorder.samples()[0]}
+        for layer in "01":
+            assert (counted["kept_pairs", layer], counted["causal_pairs", layer]) == (kept, causal)
+        assert kept < causal
+
     def test_heads_ask_attention_for_what_their_methods_say(self, built: Callable[..., Any], tmp_path: Path) -> None:
         """SpargeAttn's heads, merged, and others in between; where a head asks for nothing, nothing changes."""
         profile = tmp_path / "options.yaml"

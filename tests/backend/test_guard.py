@@ -282,6 +282,36 @@ class TestForward:
         assert len(rows) > 1
         assert rows <= {0, 3, 4, 6}
 
+    @pytest.mark.parametrize(
+        "settings", [TINY, {"method": "share_prefill", "params": {"gamma": 0.5, "cluster": 0, "max_distance": 2.0}}]
+    )
+    def test_outputs_are_what_they_are_without_it(self, built: Callable[..., Any], settings: dict[str, Any]) -> None:
+        """To the bit, while nothing trips."""
+        outputs = []
+        for guard in ({}, {"guard": {"rate": 1.0, "bound": 100.0}}):
+            layers, builder = built(0, 1, **settings, **COMMON, **guard)
+            step = make_step(layers[0], MIXED)
+            metadata = builder.build(0, step.common)
+            assert (metadata.sparse.probe is not None) == bool(guard)
+            outputs.append([step.forward(layer, metadata) for layer in layers])
+        assert all(torch.equal(without, guarded) for without, guarded in zip(*outputs))
+
+    def test_it_comes_back_as_soon_as_it_would_be_right_again(
+        self, built: Callable[..., Any], lines: list[str]
+    ) -> None:
+        """While dense its sparse output is measured all the same, and that alone: outputs stay vLLM's."""
+        (layer,), builder = built(0, **TINY, **COMMON, guard={"rate": 0.5, "recover": 4})
+        far, near = (look(make_step(layer, LONG), layer, far=far) for far in (True, False))
+        assert serve(builder, [layer], far, 30)[-1] == [True]
+        exact, dense = near.delegated(layer, builder), []
+        for _ in range(20):
+            metadata = builder.build(0, near.common)
+            dense.append(metadata.sparse.is_dense(0))
+            assert torch.equal(near.forward(layer, metadata), exact) == dense[-1]
+        assert dense == [True] * (back := dense.index(False)) + [False] * (20 - back)
+        assert 6 <= back <= 9
+        assert "layer 0 goes sparse again (4 checks in a row, bound 0.3" in lines[-1]
+
     @pytest.mark.full
     def test_a_starved_layer_is_caught_and_a_good_one_never_trips(
         self, built: Callable[..., Any], tmp_path: Path, lines: list[str]

@@ -77,6 +77,24 @@ class TestGroups:
         assert f"sparse-prefill: layers 3 prefill dense: {Fallback.OTHER_HEADS.explain}" in lines
         assert sum(line.startswith("sparse-prefill: sparse prefill with method dense, for rows") for line in lines) == 1
 
+    def test_each_rank_takes_its_own_heads_and_the_first_tells_the_plan(
+        self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+    ) -> None:
+        (profile := tmp_path / "profile.yaml").write_text(
+            "format: 1\nmodel: any\ndefault: {method: a_shape}\nlayers: {0-3: {heads: {0-2: {method: dense}}}}\n"
+        )
+        config = make_config(make_model(tmp_path / "model"), {"profile": str(profile)})
+        monkeypatch.setattr(config.parallel_config, "tensor_parallel_size", 2)
+        expected = [[((0, 1), "Dense")], [((0,), "Dense"), ((1,), "AShape")]]
+        for rank, groups in enumerate(expected):
+            config.compilation_config.static_forward_context.clear()
+            monkeypatch.setattr(compat, "tensor_parallel", lambda config, rank=rank: (rank, 2))
+            (layer,) = layers = make_layers(config, [0])
+            lines.clear()
+            make_builder(config, layers)
+            assert [(group.heads, type(group.method).__name__) for group in layer.impl.layer.groups] == groups
+            assert bool(lines) == (rank == 0)
+
 
 class TestDrafts:
     def test_layers_of_a_draft_model_have_no_part_in_the_plan(self, configured: Configure) -> None:
@@ -204,6 +222,26 @@ class TestCounting:
             for builder, part in zip((first, second), split_attn_metadata(slices, whole), strict=True):
                 builder.build(0, part)
         assert self.rows(first) == {"decode": 2, "sparse": 2, "dense too_short": 2}
+
+    def test_every_pipeline_stage_counts_rows_and_its_own_layers(
+        self, configured: Configure, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The page takes the rows of one of them (tests/test_metrics_page.py)."""
+        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
+        monkeypatch.setattr(config.parallel_config, "pipeline_parallel_size", 2)
+        for stage in range(2):
+            config.compilation_config.static_forward_context.clear()
+            indices = "get_layers_start_end_indices"
+            monkeypatch.setattr(type(config.model_config), indices, lambda *_, s=stage: (s, s + 1))
+            (layer,) = layers = make_layers(config, [stage])
+            builder = make_builder(config, layers)
+            step = make_step(layer, [(50, 1), (0, 200)])
+            step.forward(layer, builder.build(0, step.common))
+            told = worker_samples(SimpleNamespace(vllm_config=config, rank=stage))["samples"]
+            samples = {(name, *labels): value for name, labels, value in told}
+            assert samples["layers", "torch"] == samples["tiles", str(stage)] == 1
+            assert samples["rows", "sparse", ""] == samples["rows", "decode", ""] == 1
+            assert not {("tiles", str(1 - stage)), ("layers", "dense")} & {*samples}
 
     def test_what_a_worker_hands_to_the_server(self, built: Configure) -> None:
         import msgspec

@@ -177,6 +177,18 @@ class TestMetadata:
                 tokens += range(start, start + query_len)
         assert sorted(tokens) == list(range(sum(query_len for _, query_len in lengths)))
 
+    def test_what_numbers_the_whole_batch_does_not_come_along(self, builder: SparsePrefillMetadataBuilder) -> None:
+        common = make_common(self.LENGTHS, positions=torch.arange(343), mm_req_doc_ranges={4: [(3, 9)]})
+        common._token_to_req_indices_cache = torch.zeros(343, dtype=torch.int32)
+        common.compute_num_computed_tokens()
+        part = builder._part_of(common, slice(4, 5), slice(202, 232))
+        for name in ("positions", "mm_req_doc_ranges", "_token_to_req_indices_cache", "_num_computed_tokens_cache"):
+            assert getattr(common, name) is not None
+            assert getattr(part, name) is None
+        assert part.compute_num_computed_tokens().tolist() == [0]
+        assert part.is_prefilling.tolist() == [True]
+        assert part.seq_lens_cpu_upper_bound.tolist() == [30]
+
     def test_decodes_beside_sparse_rows_may_be_as_long_as_drafts_get(
         self, builder: SparsePrefillMetadataBuilder, monkeypatch: pytest.MonkeyPatch
     ) -> None:

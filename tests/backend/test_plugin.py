@@ -3,8 +3,12 @@
 
 import asyncio
 import contextlib
+import multiprocessing
+import operator
+import pickle
 from argparse import Namespace
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -208,3 +212,35 @@ class TestPlatform:
         plugin.register()
         config = VllmConfig(attention_config=AttentionConfig(backend="sparse-prefill"))
         assert config.model_config is None
+
+
+class TestSpawn:
+    """A new process, which has no plugin until vLLM's own loader brings it."""
+
+    def test_the_choice_survives_there(self) -> None:
+        plugin.register()
+        backend = AttentionConfig(backend="sparse-prefill").backend
+        assert pickle.loads(pickle.dumps(backend)) is backend
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            assert pool.submit(operator.attrgetter("name"), backend).result(timeout=300) == "CUSTOM"
+
+    @pytest.mark.parametrize("plugins", ["none", "sparse_prefill"])
+    def test_left_out_it_is_stock_vllm(self, monkeypatch: pytest.MonkeyPatch, plugins: str) -> None:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            assert pool.submit(registered_there).result(timeout=300) == ([plugins != "none"] * 3)
+
+
+def registered_there() -> list[bool]:
+    """Where vLLM has loaded its plugins: whether the flag, the one open place and the platform's methods are ours."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    try:
+        known = AttentionConfig(backend="sparse-prefill").backend is CUSTOM
+    except ValueError:
+        known = False
+    platform = type(current_platform)
+    wrapped = {getattr(vars(platform)[name].__func__, "sparse_prefill", False) for name in WRAPPED}
+    assert len(wrapped) == 1
+    return [known, CUSTOM.is_overridden(), *wrapped]

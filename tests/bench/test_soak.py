@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the soak sends, and what it makes of answers and counters, against a stub."""
 
+import itertools
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import soak as module
+from benchmarks import counters, soak as module
 from benchmarks.counters import Counts, Sent, Served
 from benchmarks.figures import Report
 from benchmarks.shape import make_shape
 from benchmarks.soak import Asking, add_figures, lines, soak_and_check
 from vllm_sparse_backend.measure.client import Answer, Prompts
+from vllm_sparse_backend.measure.report import BenchError
 
 SETTINGS = {"method": "a_shape", "min_tokens": 256, "min_query_tokens": 64, "dense_layers": [1]}
 
@@ -101,6 +105,57 @@ class TestCounters:
         assert self.checked(CountingServer(served, "tripped"), None).problems == [
             "layers that the guard turned dense: 1, expected none"
         ]
+
+    @staticmethod
+    def showing(served: Served, page: Callable[[], str]) -> CountingServer:
+        server = CountingServer(served)
+        server.metrics = page  # type: ignore[method-assign]
+        return server
+
+    def test_servers_of_others_are_refused(self, monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+        monkeypatch.setattr(counters, "LOOKS", 1)
+        with pytest.raises(BenchError, match=r"no counters of ours; expected a server with --attention-backend"):
+            self.checked(self.showing(served, lambda: ""), None)
+        with pytest.raises(BenchError, match=r"1 engines that did not answer"):
+            self.checked(self.showing(served, lambda: "sparse_prefill_up 0\n"), None)
+
+    def test_a_server_that_does_not_come_to_rest(self, monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+        """It says that it is at work; whether it is, its rows tell: a client may have gone unnoticed."""
+        busy, rows = "sparse_prefill_up 1\nvllm:num_requests_running 2\n", itertools.count()
+        at_work = self.showing(served, lambda: f'{busy}sparse_prefill_rows_total{{path="decode"}} {next(rows)}\n')
+        with pytest.raises(BenchError, match=r"still at work 1 s after"):
+            counters.wait_until_idle(at_work, 1.0)  # type: ignore[arg-type]
+        monkeypatch.setattr(module, "wait_until_idle", partial(counters.wait_until_idle, timeout_s=1.0))
+        (told,) = self.checked(at_work, served).problems
+        assert "still at work" in told
+        monkeypatch.setattr(counters, "QUIET_S", 0.3)
+        counters.wait_until_idle(self.showing(served, lambda: busy), 5.0)  # type: ignore[arg-type]
+
+    def test_what_was_seen_is_told_where_counters_are_lost(
+        self, monkeypatch: pytest.MonkeyPatch, served: Served
+    ) -> None:
+        monkeypatch.setattr(counters, "LOOKS", 1)
+        pages = iter([CountingServer(served).metrics()])
+        done = self.checked(self.showing(served, lambda: next(pages, "vllm:none 1\n")), served)
+        assert done.outcome.num_requests > 10
+        assert [problem.partition(": ")[2][:20] for problem in done.problems] == ["no counters of ours;"]
+
+
+def test_growth() -> None:
+    """Once warm, by medians of halves; where looks are missing, others are compared."""
+    samples = [(float(i), 500 if i < 25 else 1000 + i) for i in range(101)]
+    assert module.growth(samples, 100.0) == pytest.approx(1081 / 1043.5 - 1, abs=1e-3)
+    assert module.growth(samples[:26] + samples[80:], 100.0) == pytest.approx(1095.5 / 1085 - 1, abs=1e-3)
+    assert module.growth(samples[:26], 100.0) is None
+
+
+@pytest.mark.parametrize(("by", "told"), [(10, ["the server's memory grew by"]), (0, [])])
+def test_memory_that_grows(monkeypatch: pytest.MonkeyPatch, served: Served, by: int, told: list[str]) -> None:
+    monkeypatch.setattr(module, "LEAST_S_TO_GROW", 1.0)
+    taken = itertools.count(100, by)
+    asking = TestCounters.ASKING
+    done = soak_and_check(CountingServer(served), asking, Prompts(range(3000)), taken.__next__)  # type: ignore[arg-type]
+    assert [problem[:27] for problem in done.problems] == told
 
 
 class TestExpected:

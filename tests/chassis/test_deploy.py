@@ -11,6 +11,7 @@ import yaml
 
 from tests import queries, tools
 from tests.test_reasons import OF_A_ROW
+from vllm_sparse_backend.settings.config import load_config
 from vllm_sparse_backend.settings.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]
@@ -153,6 +154,25 @@ def test_nothing_in_a_container_may_be_written_but_what_is_mounted() -> None:
         assert service["read_only"]
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_production_stack_serves_this_backend() -> None:
+    spec = yaml.safe_load((KUBERNETES / "production-stack.yaml").read_text())["servingEngineSpec"]
+    (model,) = spec["modelSpec"]
+    args = model["vllmConfig"]["extraArgs"]
+    assert args[args.index("--attention-backend") + 1] == "sparse-prefill"
+    load_config(json.loads(args[args.index("--additional-config") + 1]))
+    assert model["requestGPU"] == model["vllmConfig"]["tensorParallelSize"]
+    assert not model["lmcacheConfig"]["enabled"]
+    assert spec["serviceMonitor"]["enabled"]
+
+
+def test_nothing_sets_a_variable_for_counters() -> None:
+    """Processes of a server are counted together without one."""
+    files = [path for path in DEPLOY.rglob("*") if path.is_file() and path.name != "production-stack.yaml"]
+    assert len(files) > 5
+    for path in [*files, ROOT / "Makefile", ROOT / ".ci/run"]:
+        assert "PROMETHEUS_MULTIPROC_DIR" not in path.read_text(), path
 
 
 def test_workflow_actions_are_pinned_by_commit() -> None:

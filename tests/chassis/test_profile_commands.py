@@ -93,6 +93,44 @@ def test_a_profile_whose_layers_are_all_dense_is_refused(model: Path, tmp_path: 
     assert result.output.strip() == f"dense_layers of {where.format(path)} name all 2 layers, expected fewer"
 
 
+WRONG = {
+    "another model": (
+        "format: 1\nmodel: {architecture: LlamaForCausalLM, num_layers: 5, num_heads: 4, num_kv_heads: 2, "
+        "head_dim: 64}\ndefault: {method: a_shape}\n",
+        ("5 layers", "2 layers"),
+    ),
+    "another field": (
+        "format: 1\nmodel: any\ndefault: {method: a_shape, sink: 3}\n",
+        ("sink: unknown parameter of a_shape",),
+    ),
+    "no profile": ("a story\n", ("expected a mapping of fields to values",)),
+    "no clusters": (
+        "format: 1\nmodel: any\ndefault: {method: share_prefill}\n",
+        ("{}: share_prefill: no two heads can share",),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_a_server_would_refuse_is_one_line(model: Path, tmp_path: Path, what: str) -> None:
+    text, says = WRONG[what]
+    (path := tmp_path / "p.yaml").write_text(text)
+    _is_refused(run("check", path, model), str(path), *(said.format(path) for said in says))
+
+
+def test_without_a_file_or_a_model_there_is_nothing_to_check(tmp_path: Path) -> None:
+    _is_refused(run("check", tmp_path / "none.yaml"), "none.yaml")
+    for command in ("check", "show"):
+        says = "auto: which profile it is goes by the model: expected a MODEL too"
+        _is_refused(run(command, "auto"), says)
+
+
+def _is_refused(result: Result, *says: str) -> None:
+    (line,) = result.output.splitlines()
+    assert result.exit_code == 1
+    assert all(said in line for said in says), line
+
+
 def test_import_never_overwrites(model: Path, patterns: Path, tmp_path: Path) -> None:
     out = tmp_path / "profile.yaml"
     out.write_text("mine")
