@@ -121,6 +121,7 @@ class TestCounters:
 
     def test_a_server_that_does_not_come_to_rest(self, monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
         """It says that it is at work; whether it is, its rows tell: a client may have gone unnoticed."""
+        monkeypatch.setattr(counters, "QUIET_S", 0.3)
         busy, rows = "sparse_prefill_up 1\nvllm:num_requests_running 2\n", itertools.count()
         at_work = self.showing(served, lambda: f'{busy}sparse_prefill_rows_total{{path="decode"}} {next(rows)}\n')
         with pytest.raises(BenchError, match=r"still at work 1 s after"):
@@ -128,7 +129,6 @@ class TestCounters:
         monkeypatch.setattr(module, "wait_until_idle", partial(counters.wait_until_idle, timeout_s=1.0))
         (told,) = self.checked(at_work, served).problems
         assert "still at work" in told
-        monkeypatch.setattr(counters, "QUIET_S", 0.3)
         counters.wait_until_idle(self.showing(served, lambda: busy), 5.0)  # type: ignore[arg-type]
 
     def test_what_was_seen_is_told_where_counters_are_lost(
