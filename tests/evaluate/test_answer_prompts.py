@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.evaluate.stub import FACT, QUESTION, Words, entry
+from tests.bench.stub import FACT, QUESTION, Words, entry
 from vllm_sparse_backend.measure.answers import (
     NAMES,
     Answer,

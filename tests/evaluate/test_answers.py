@@ -14,8 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.figures import of_answers
-from tests.bench.stub import Api, running
-from tests.evaluate.stub import FACT, QUESTION, Words, entry
+from tests.bench.stub import FACT, METRICS, QUESTION, Api, Words, entry, running
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.settings.reasons import Fallback
 
@@ -64,13 +63,10 @@ class Stub(Api):
         """Of each prompt so far 100 causal pairs; a server that counts but keeps -1 ran nothing sparse."""
         if self.kept_of_100 is None:
             return ""
-        pairs = {"kept": self.kept_of_100 * len(self.prompts), "causal": 100 * len(self.prompts)}
-        dense = f'sparse_prefill_rows_total{{path="dense",reason="{self.reason}"}} {len(self.prompts)}'
-        lines = ["# TYPE sparse_prefill_rows counter", dense]
-        for name, count in pairs.items() if self.kept_of_100 >= 0 else ():
-            lines.append(f"# TYPE sparse_prefill_{name}_pairs counter")
-            lines.append(f'sparse_prefill_{name}_pairs_total{{layer="0"}} {count}')
-        return "\n".join([*lines, ""])
+        dense = f'sparse_prefill_rows_total{{path="dense",reason="{self.reason}"}} {len(self.prompts)}\n'
+        kept, causal = self.kept_of_100 * len(self.prompts), 100 * len(self.prompts)
+        pairs = METRICS.format(kept=kept, causal=causal) if kept >= 0 else ""
+        return f"# TYPE sparse_prefill_rows counter\n{dense}{pairs}"
 
     def complete(self, body: dict) -> tuple[int, dict]:
         """No two at a time, though many may wait."""

@@ -4,7 +4,7 @@
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, DynamicCache, LlamaForCausalLM
@@ -12,10 +12,9 @@ from transformers import AttentionInterface, DynamicCache, LlamaForCausalLM
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.attend.reference import attend
-from vllm_sparse_kernels.layer import attend_options, methods_by_head
+from vllm_sparse_kernels.layer import HeadGroup, attend_options, methods_by_head
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.dense.method import Dense
-from vllm_sparse_kernels.methods.dense.reference import select_dense
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.width import index_block_tokens
 
@@ -28,25 +27,17 @@ def load(folder: Path) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(folder, attn_implementation=ATTENTION, dtype=torch.float32)
 
 
-class Chunk(NamedTuple):
-    """The rows of one step: all of it, and its queries before and from ``min_tokens`` on, None where there are none."""
+Parts = tuple[Rows, Rows | None, Rows | None]
 
-    rows: Rows
-    dense: Rows | None
-    sparse: Rows | None
 
-    @staticmethod
-    def of(rows: Rows, min_tokens: int) -> "Chunk":
-        (context_len,), (query_len,) = rows.context_lens, rows.query_lens
-        num_dense = min(max(min_tokens - context_len, 0), query_len)
-        left = query_len - num_dense
-        return Chunk(
-            rows,
-            replace(rows, query_lens=(num_dense,)) if num_dense else None,
-            replace(rows, tokens=(num_dense,), query_lens=(left,), context_lens=(context_len + num_dense,))
-            if left
-            else None,
-        )
+def parts_of(rows: Rows, min_tokens: int) -> Parts:
+    """A step's row whole, and its queries before and from ``min_tokens`` on, None where there are none. One for all
+    layers: what one keeps for the next lies there."""
+    (context_len,), (query_len,) = rows.context_lens, rows.query_lens
+    num_dense = min(max(min_tokens - context_len, 0), query_len)
+    dense = replace(rows, query_lens=(num_dense,)) if num_dense else None
+    sparse = Rows((num_dense,), (query_len - num_dense,), (context_len + num_dense,), rows.block_table)
+    return rows, dense, sparse if num_dense < query_len else None
 
 
 class Request:
@@ -68,42 +59,47 @@ class Request:
     def _step(self, token_ids: torch.Tensor) -> torch.Tensor:
         context_len, query_len = self.cache.get_seq_length(), len(token_ids)
         pages = torch.randperm(ceil_div(context_len + query_len, PAGE_TOKENS), dtype=torch.int32)
-        chunk = Chunk.of(Rows((0,), (query_len,), (context_len,), pages[None]), self.min_tokens)
-        done = self.model(token_ids[None], past_key_values=self.cache, use_cache=True, request=self, chunk=chunk)
+        parts = parts_of(Rows((0,), (query_len,), (context_len,), pages[None]), self.min_tokens)
+        done = self.model(token_ids[None], past_key_values=self.cache, use_cache=True, request=self, parts=parts)
         return done.logits[0]
 
     def keep(self, num_tokens: int) -> None:
         """Forget what was prefilled after the first ``num_tokens``."""
         self.cache.crop(num_tokens - self.cache.get_seq_length())
 
-    def attend(self, layer: int, q: torch.Tensor, cache: PagedCache, chunk: Chunk, scale: float) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, cache: PagedCache, parts: Parts, scale: float) -> torch.Tensor:
         groups = self.plan.layer(layer)
         assert groups is not None
-        out = torch.empty_like(q)
-        if chunk.dense is not None:
-            index = SparseIndex.allocate(chunk.dense, q.shape[1], PAGE_TOKENS)
-            select_dense(Dense(), q, cache, index, torch.arange(q.shape[1], dtype=torch.int32), scale)
-            attend(q, cache, index, out, scale)
-        if chunk.sparse is not None:
-            methods = methods_by_head(groups)
-            layouts = {head: method.stripe_layout(chunk.sparse) for head, method in enumerate(methods)}
-            block_tokens = index_block_tokens(methods, cache.head_dim, q.device)
-            index = SparseIndex.allocate(chunk.sparse, q.shape[1], block_tokens, layouts)
-            for group in groups:
-                heads = torch.tensor(group.heads, dtype=torch.int32)
-                METHODS[name_of(group.method)].reference(group.method, q, cache, index, heads, scale)
-            attend(q, cache, index, out, scale, options=attend_options(methods, q.device))
+        out, every = torch.empty_like(q), (HeadGroup(tuple(range(q.shape[1])), Dense()),)
+        _, dense, sparse = parts
+        if dense is not None:
+            self._attend(every, q, cache, dense, out, scale)
+        if sparse is not None:
+            index = self._attend(groups, q, cache, sparse, out, scale)
             self.kept_pairs[layer] += int(index.kept_pairs())
         return out
+
+    def _attend(
+        self, groups: tuple[HeadGroup, ...], q: torch.Tensor, cache: PagedCache, rows: Rows, out: torch.Tensor,
+        scale: float,
+    ) -> SparseIndex:  # fmt: skip
+        methods = methods_by_head(groups)
+        layouts = {head: method.stripe_layout(rows) for head, method in enumerate(methods)}
+        index = SparseIndex.allocate(rows, q.shape[1], index_block_tokens(methods, cache.head_dim, q.device), layouts)
+        for group in groups:
+            heads = torch.tensor(group.heads, dtype=torch.int32)
+            METHODS[name_of(group.method)].reference(group.method, q, cache, index, heads, scale)
+        attend(q, cache, index, out, scale, options=attend_options(methods, q.device))
+        return index
 
 
 def _attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, *,
-    scaling: float, request: Request, chunk: Chunk, **_: Any,
+    scaling: float, request: Request, parts: Parts, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """query [1, num_heads, query_len, head_dim], key and value [1, num_kv_heads, seq_len, head_dim]."""
-    cache = PagedCache(_paged(key, chunk.rows), _paged(value, chunk.rows))
-    return request.attend(module.layer_idx, query[0].transpose(0, 1), cache, chunk, scaling)[None], None
+    cache = PagedCache(_paged(key, parts[0]), _paged(value, parts[0]))
+    return request.attend(module.layer_idx, query[0].transpose(0, 1), cache, parts, scaling)[None], None
 
 
 def _paged(x: torch.Tensor, rows: Rows) -> torch.Tensor:
