@@ -117,6 +117,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bytes(undisturbed, tmp_path):
     assert profile_of(make_job(folder, seed=7)) == undisturbed
 
 
+@pytest.mark.full
 def test_a_capture_that_was_broken_off_is_made_anew(undisturbed, tmp_path):
     job = make_job(tmp_path / "work", seed=7)
     job.enter()

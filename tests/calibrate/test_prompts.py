@@ -99,28 +99,22 @@ def test_files_of_prompts_and_chats(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "problem"),
+    ("text", "problem"),
     [
-        ("{", "not JSON"),
-        ("[1]", r"given \[1\], expected an object with messages"),
-        ('{"text": 3}', "expected an object with messages"),
-        ('{"messages": [3]}', "messages: given 3, expected objects with role and content"),
+        ("fine\n{", r"b\.jsonl:2: not JSON"),
+        ("fine\n[1]", r"b\.jsonl:2: given \[1\], expected an object with messages"),
+        ('fine\n{"text": 3}', r"b\.jsonl:2: .*expected an object with messages"),
+        ('fine\n{"messages": [3]}', r"b\.jsonl:2: messages: given 3, expected objects with role and content"),
+        ("\n \n", r"b\.jsonl: given 'no prompt', expected one at least"),
     ],
 )
-def test_malformed_lines_are_refused_with_their_place(tmp_path, line, problem):
-    path = tmp_path / "b.jsonl"
-    path.write_text('{"text": "fine"}\n' + line)
-    with pytest.raises(ConfigurationError, match=rf"b\.jsonl:2: .*{problem}"):
-        read_prompts(NEEDLE, [path], 64)
-    with pytest.raises(ConfigurationError, match=r"missing\.txt: cannot be read"):
-        read_prompts(NEEDLE, [tmp_path / "missing.txt"], 64)
-
-
-def test_files_without_a_prompt_are_refused(tmp_path):
+def test_malformed_lines_are_refused_with_their_place(tmp_path, text, problem):
     """Before the run's folder takes them for its own."""
     path = tmp_path / "b.jsonl"
-    path.write_text("\n \n")
-    with pytest.raises(ConfigurationError, match=r"b\.jsonl: given 'no prompt', expected one at least"):
+    with pytest.raises(ConfigurationError, match=r"b\.jsonl: cannot be read"):
+        read_prompts(NEEDLE, [path], 64)
+    path.write_text(text.replace("fine", '{"text": "fine"}'))
+    with pytest.raises(ConfigurationError, match=problem):
         read_prompts(NEEDLE, [path], 64)
 
 

@@ -81,7 +81,7 @@ def test_ward_by_hand():
 
 
 def test_without_scipy_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "scipy.cluster", None)
+    monkeypatch.setitem(sys.modules, "scipy.cluster.hierarchy", None)
     with pytest.raises(
         ConfigurationError, match=r"clusters need scipy \(pip install 'vllm-sparse-backend\[calibrate\]'\)"
     ):

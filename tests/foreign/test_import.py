@@ -45,12 +45,6 @@ def refused(path: Path, model: Path) -> str:
     return message.removeprefix(f"{path}: ")
 
 
-def changed(make: Callable[[], Any], change: Change, model: Path) -> str:
-    """Why it is refused once it has been changed."""
-    change(content := make())
-    return refused(save(content, model.parent / "given"), model)
-
-
 # MInference
 
 
@@ -66,27 +60,6 @@ def test_minference(model: Path) -> None:
 
 def put(layer: int, head: str, entry: object) -> Change:
     return lambda layers: layers[layer].update({head: entry})
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (put(1, "2", ["flex_vertical_and_slash", 1, 2, 0.0]), "layer 1, head 2: pattern: given 'flex_v"),
-        (put(1, "2", ["flex_vertical_and_slash", [0.9, 4096], [0.9, 4096], 0.0]), "layer 1, head 2: given"),
-        (put(0, "0", ["stream_llm", 100, 800]), "layer 0, head 0: given ['stream_llm', 100, 800], expected [pattern"),
-        (put(0, "0", ["stream_llm", "100", 800, 1]), "layer 0, head 0: given"),
-        (put(0, "0", ["stream_llm", True, 800, 1]), "layer 0, head 0: sink_tokens: given True"),
-        (put(0, "0", None), "layer 0, head 0: given None"),
-        (put(2, "1", ["vertical_and_slash", -1, 800, 1]), "layer 2, head 1: vertical_tokens: given -1"),
-        (put(2, "4", ["vertical_and_slash", 1, 800, 1]), "layer 2: given heads 0, 1, 2, 3, 4, expected an object with"),
-        (put(2, "x", ["vertical_and_slash", 1, 800, 1]), "layer 2: given heads 0, 1, 2, 3, x"),
-        (lambda layers: layers.pop(), "given 2 layers, expected a list of 3 for M with 3 layers"),
-        (lambda layers: layers.__setitem__(0, 1), "layer 0: given 1, expected an object with the heads 0 to 3"),
-        (lambda layers: layers[0].clear(), "layer 0: given heads none, expected an object with the heads 0 to 3"),
-    ],
-)
-def test_wrong_minference_file(change: Change, expected: str, model: Path) -> None:
-    assert expected in changed(patterns, change, model)
 
 
 @pytest.mark.parametrize(
@@ -120,29 +93,6 @@ def test_share_prefill(model: Path) -> None:
     assert "1 of its 3 clusters share" in str(profile.provenance.source)
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (lambda c: c.pop("shared_clusters"), "given ['clusters'], expected the fields ['clusters', 'shared_clusters']"),
-        (lambda c: c.update(more=1), "given ['clusters', 'more', 'shared_clusters'], expected the fields"),
-        (lambda c: c.update(clusters=[]), "clusters: given [], expected an object of lists of [layer, head]"),
-        (lambda c: c["clusters"].update({"x": []}), "clusters.x: given 'x', expected a number of at most 6 digits"),
-        (lambda c: c["clusters"].update({"09": []}), "clusters.09: given cluster '9' too"),
-        (lambda c: c["clusters"].update({"5": 3}), "clusters.5: given 3, expected a list of [layer, head]"),
-        (lambda c: c["clusters"]["7"].append([3, 0]), "clusters.7.1: given [3, 0], expected [layer, head] of M with 3"),
-        (lambda c: c["clusters"]["7"].append([0, 4]), "clusters.7.1: given [0, 4]"),
-        (lambda c: c["clusters"]["7"].append([-1, 0]), "clusters.7.1: given [-1, 0]"),
-        (lambda c: c["clusters"]["7"].append("00"), "clusters.7.1: given '00'"),
-        (lambda c: c["clusters"]["7"].append([2, 3]), "clusters.7: given layer 2, head 3, as cluster 9 is"),
-        (lambda c: c.update(shared_clusters="9"), "shared_clusters: given '9', expected a list of clusters"),
-        (lambda c: c.update(shared_clusters=["9", "8"]), "shared_clusters.1: given '8', expected the"),
-        (lambda c: c.update(shared_clusters=[[]]), "shared_clusters.0: given []"),
-    ],
-)
-def test_wrong_share_prefill_file(change: Change, expected: str, model: Path) -> None:
-    assert expected in changed(clusters, change, model)
-
-
 # SpargeAttn
 
 
@@ -166,9 +116,50 @@ def test_sparge_attn_without_what_their_kernels_do_not_use(model: Path) -> None:
 PATH = "model.layers.1.self_attn.inner_attention"
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
+# SALE
+
+
+def test_sale(model: Path) -> None:
+    profile = imported(sale_thresholds(), model)
+    taus = [make_method("sale", {"tau": tau}) for tau in (0.008, 0.004, 0.002)]
+    assert methods(profile) == [(*taus, DENSE), (taus[0],) * 4, (DENSE,) * 4]
+    assert profile.dense_layers == (2,)
+
+
+# What is wrong, and where
+
+WRONG = {
+    patterns: [
+        (put(1, "2", ["flex_vertical_and_slash", 1, 2, 0.0]), "layer 1, head 2: pattern: given 'flex_v"),
+        (put(1, "2", ["flex_vertical_and_slash", [0.9, 4096], [0.9, 4096], 0.0]), "layer 1, head 2: given"),
+        (put(0, "0", ["stream_llm", 100, 800]), "layer 0, head 0: given ['stream_llm', 100, 800], expected [pattern"),
+        (put(0, "0", ["stream_llm", "100", 800, 1]), "layer 0, head 0: given"),
+        (put(0, "0", ["stream_llm", True, 800, 1]), "layer 0, head 0: sink_tokens: given True"),
+        (put(0, "0", None), "layer 0, head 0: given None"),
+        (put(2, "1", ["vertical_and_slash", -1, 800, 1]), "layer 2, head 1: vertical_tokens: given -1"),
+        (put(2, "4", ["vertical_and_slash", 1, 800, 1]), "layer 2: given heads 0, 1, 2, 3, 4, expected an object with"),
+        (put(2, "x", ["vertical_and_slash", 1, 800, 1]), "layer 2: given heads 0, 1, 2, 3, x"),
+        (lambda layers: layers.pop(), "given 2 layers, expected a list of 3 for M with 3 layers"),
+        (lambda layers: layers.__setitem__(0, 1), "layer 0: given 1, expected an object with the heads 0 to 3"),
+        (lambda layers: layers[0].clear(), "layer 0: given heads none, expected an object with the heads 0 to 3"),
+    ],
+    clusters: [
+        (lambda c: c.pop("shared_clusters"), "given ['clusters'], expected the fields ['clusters', 'shared_clusters']"),
+        (lambda c: c.update(more=1), "given ['clusters', 'more', 'shared_clusters'], expected the fields"),
+        (lambda c: c.update(clusters=[]), "clusters: given [], expected an object of lists of [layer, head]"),
+        (lambda c: c["clusters"].update({"x": []}), "clusters.x: given 'x', expected a number of at most 6 digits"),
+        (lambda c: c["clusters"].update({"09": []}), "clusters.09: given cluster '9' too"),
+        (lambda c: c["clusters"].update({"5": 3}), "clusters.5: given 3, expected a list of [layer, head]"),
+        (lambda c: c["clusters"]["7"].append([3, 0]), "clusters.7.1: given [3, 0], expected [layer, head] of M with 3"),
+        (lambda c: c["clusters"]["7"].append([0, 4]), "clusters.7.1: given [0, 4]"),
+        (lambda c: c["clusters"]["7"].append([-1, 0]), "clusters.7.1: given [-1, 0]"),
+        (lambda c: c["clusters"]["7"].append("00"), "clusters.7.1: given '00'"),
+        (lambda c: c["clusters"]["7"].append([2, 3]), "clusters.7: given layer 2, head 3, as cluster 9 is"),
+        (lambda c: c.update(shared_clusters="9"), "shared_clusters: given '9', expected a list of clusters"),
+        (lambda c: c.update(shared_clusters=["9", "8"]), "shared_clusters.1: given '8', expected the"),
+        (lambda c: c.update(shared_clusters=[[]]), "shared_clusters.0: given []"),
+    ],
+    sparge_state: [
         (lambda s: s.pop(f"{PATH}.pvthreshd"), "layer 1: pvthreshd: missing"),
         (lambda s: s.update({f"{PATH}.cdf": torch.zeros(4)}), "cdf': given 'cdf', expected one of cdf"),
         (lambda s: s.update({3: torch.zeros(4)}), "3: given '', expected one of"),
@@ -186,32 +177,19 @@ PATH = "model.layers.1.self_attn.inner_attention"
             "a tensor that is not plain",
         ),
     ],
-)
-def test_wrong_sparge_attn_file(change: Change, expected: str, model: Path) -> None:
-    assert expected in changed(sparge_state, change, model)
-
-
-# SALE
-
-
-def test_sale(model: Path) -> None:
-    profile = imported(sale_thresholds(), model)
-    taus = [make_method("sale", {"tau": tau}) for tau in (0.008, 0.004, 0.002)]
-    assert methods(profile) == [(*taus, DENSE), (taus[0],) * 4, (DENSE,) * 4]
-    assert profile.dense_layers == (2,)
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
+    sale_thresholds: [
         (lambda t: t.resize_(2, 4), "thresholds [layers, heads]: given a tensor [2, 4], expected [3, 4]"),
         (lambda t: t[1].fill_(1.5), "layer 1, head 0: tau: given 1.5, expected a number from 0 to 1"),
         (lambda t: t[2].fill_(-0.1), "layer 2, head 0: tau: given -0.1"),
         (lambda t: t[0].fill_(math.inf), "thresholds [layers, heads]: given a number that is not finite"),
     ],
-)
-def test_wrong_sale_file(change: Change, expected: str, model: Path) -> None:
-    assert expected in changed(sale_thresholds, change, model)
+}
+
+
+@pytest.mark.parametrize(("make", "change", "expected"), [(make, *one) for make, of in WRONG.items() for one in of])
+def test_wrong_files(make: Callable[[], Any], change: Change, expected: str, model: Path) -> None:
+    change(content := make())
+    assert expected in refused(save(content, model.parent / "given"), model)
 
 
 # Files of torch.save
