@@ -88,6 +88,14 @@ def test_misspelt_key_is_no_silent_default(key: str) -> None:
         load_config([key])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("beside", [{}, {"sparse_prefill": {"min_tokens": 1}}])
+def test_settings_one_level_too_high_are_no_silent_default(beside: dict[str, Any]) -> None:
+    for key, value in (("method", "a_shape"), ("profile", "mine.yaml"), ("min_tokens", 1)):
+        with pytest.raises(ConfigurationError, match=f"given key '{key}' at the top, expected it inside of"):
+            load_config({**beside, key: value})
+    assert load_config({**beside, "of_another_plugin": 1}) == load_config(beside)
+
+
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_every_registered_method_can_be_named_and_written_down(name: str) -> None:
     method = make_method(name, {})

@@ -77,6 +77,20 @@ class TestGroups:
         assert f"sparse-prefill: layers 3 prefill dense: {Fallback.OTHER_HEADS.explain}" in lines
         assert sum(line.startswith("sparse-prefill: sparse prefill with method dense, for rows") for line in lines) == 1
 
+    @pytest.mark.parametrize(
+        ("batched", "threshold", "chunk"), [(1024, 0, 1024), (8192, 512, 512), (8192, 0, None), (1025, 0, None)]
+    )
+    def test_chunks_too_small_to_go_sparse_are_told(
+        self, configured: Configure, monkeypatch: pytest.MonkeyPatch, lines: list[str], batched: int, threshold: int,
+        chunk: int | None,
+    ) -> None:  # fmt: skip
+        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1024)
+        monkeypatch.setattr(config.scheduler_config, "max_num_batched_tokens", batched)
+        monkeypatch.setattr(config.scheduler_config, "long_prefill_token_threshold", threshold)
+        make_builder(config, make_layers(config, [0]))
+        told = [line for line in lines if "new tokens of a request at most" in line]
+        assert [f"a step has {chunk} new tokens" in line for line in told] == [True] * (chunk is not None)
+
     def test_each_rank_takes_its_own_heads_and_the_first_tells_the_plan(
         self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, lines: list[str]
     ) -> None:

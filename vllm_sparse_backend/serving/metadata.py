@@ -34,7 +34,7 @@ from vllm_sparse_backend.serving.worker import Worker
 from vllm_sparse_backend.settings.crossover import Thresholds
 from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.profile import EXACT
-from vllm_sparse_backend.settings.ranges import format_ranges
+from vllm_sparse_backend.settings.ranges import MOST_COUNT, format_ranges
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_backend.settings.requests import FIELD, Choices
 from vllm_sparse_backend.settings.resolved import Resolved
@@ -111,9 +111,18 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
                 logger.info("sparse-prefill: %s", line)
         choices = Choices(resolved.plan.level_names, resolved.plan.level)
         logger.info("sparse-prefill: requests may have in their vllm_xargs %s: %s", FIELD, choices)
-        max_len, min_tokens = self.vllm_config.model_config.max_model_len, self.thresholds[DEFAULT].min_tokens
-        if min_tokens is not None and max_len <= min_tokens:
+        max_len, own = self.vllm_config.model_config.max_model_len, self.thresholds[DEFAULT]
+        if own.min_tokens is None:
+            return
+        if max_len <= own.min_tokens:
             logger.warning("sparse-prefill: requests have %d tokens at most: all of them run dense", max_len)
+        # A request that decodes beside takes a token of the step.
+        elif (chunk := largest_chunk(self.vllm_config)) <= own.min_query_tokens:
+            logger.warning(
+                "sparse-prefill: a step has %d new tokens of a request at most, fewer beside requests that decode, and "
+                "runs dense with fewer than %d: raise --max-num-batched-tokens (and --long-prefill-token-threshold, "
+                "where it is set), or lower min_query_tokens", chunk, own.min_query_tokens,
+            )  # fmt: skip
 
     def _make_ready(self, impls: list[SparsePrefillImpl], worker: Worker) -> None:
         """What has to be checked or compiled before the first step."""
@@ -279,6 +288,12 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
                 parts = [Row.sparse_of(rows[i], number) for number, i in enumerate(ids)]
                 slabs += self.memory.room.slabs(parts, own_block_table(common.block_table_tensor, ids), level)
         return tuple(slabs)
+
+
+def largest_chunk(vllm_config: VllmConfig) -> int:
+    """Most new tokens that a step may have of one request."""
+    scheduler = vllm_config.scheduler_config
+    return min(scheduler.max_num_batched_tokens, scheduler.long_prefill_token_threshold or MOST_COUNT)
 
 
 def _reason_of_batch(common_prefix_len: int, common: CommonAttentionMetadata) -> Fallback | None:

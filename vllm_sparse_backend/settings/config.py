@@ -130,8 +130,7 @@ def load_config(additional_config: Mapping[str, Any] | None) -> SparsePrefillCon
     if not isinstance(additional_config, Mapping):
         raise ConfigurationError(f"{OPTION}: {unexpected(additional_config, f'a mapping with the key {KEY!r}')}")
     given = additional_config.get(KEY, {})
-    if KEY not in additional_config:
-        _refuse_slips(additional_config)
+    _refuse_slips(additional_config)
     if isinstance(given, str):
         given = {"profile": given}
     if not isinstance(given, Mapping):
@@ -140,7 +139,10 @@ def load_config(additional_config: Mapping[str, Any] | None) -> SparsePrefillCon
 
 
 def _refuse_slips(additional_config: Mapping[str, Any]) -> None:
-    # The key is the operator's only way in: one that was misspelt must not pass for "no settings".
-    for key in additional_config:
-        if difflib.get_close_matches(str(key).lower().replace("-", "_"), [KEY], cutoff=0.85):
+    """The key is the operator's only way in: settings beside it, or under a misspelt one, must not pass for none."""
+    for key in map(str, additional_config):
+        if key in SparsePrefillConfig.model_fields:
+            raise ConfigurationError(f"{OPTION}: given key {key!r} at the top, expected it inside of {KEY!r}")
+        alike = difflib.get_close_matches(key.lower().replace("-", "_"), [KEY], cutoff=0.85)
+        if alike and key != KEY:
             raise ConfigurationError(f"{OPTION}: given key {key!r}, expected {KEY!r}")
