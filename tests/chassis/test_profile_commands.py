@@ -118,8 +118,8 @@ def test_what_a_server_would_refuse_is_one_line(model: Path, tmp_path: Path, wha
     _is_refused(run("check", path, model), str(path), *(said.format(path) for said in says))
 
 
-def test_without_a_file_or_a_model_there_is_nothing_to_check(tmp_path: Path) -> None:
-    _is_refused(run("check", tmp_path / "none.yaml"), "none.yaml")
+def test_without_a_file_or_a_model_there_is_nothing_to_check() -> None:
+    _is_refused(run("check", "nosuch.yaml"), "no such file", "nosuch.yaml")
     for command in ("check", "show"):
         says = "auto: which profile it is goes by the model: expected a MODEL too"
         _is_refused(run(command, "auto"), says)
