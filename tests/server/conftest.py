@@ -22,11 +22,9 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def servers(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     settings = levels.write(tmp_path_factory.mktemp("ours"), *levels.ALL)
-    both = Servers(
-        Server(small_model, scenario.SERVER_ARGS, env={"VLLM_PLUGINS": "none"}),
-        Server(small_model, (*sparse_args(settings), *scenario.SERVER_ARGS)),
-    )
+    stock = Server(small_model, scenario.SERVER_ARGS, env={"VLLM_PLUGINS": "none"})
+    ours = Server(small_model, (*sparse_args(settings), *scenario.SERVER_ARGS))
     with ExitStack() as stack:
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(stack.enter_context, both))
-        yield both
+            list(pool.map(stack.enter_context, (stock, ours)))
+        yield Servers(stock, ours, scenario.counted(ours))

@@ -25,6 +25,8 @@ class Servers(NamedTuple):
     stock: Server
     ours: Server
     """With every level of ``levels``, whose own is ``high``."""
+    untouched: Report
+    """Our server's counters before any test asked it."""
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def counted() -> Iterator[Counter[int]]:
     original = SparsePrefillImpl.run
 
     def run(self: Any, *args: Any, **more: Any) -> Any:
-        runs[self.layer] += 1
+        runs[self.number] += 1
         return original(self, *args, **more)
 
     with mock.patch.object(SparsePrefillImpl, "run", run):

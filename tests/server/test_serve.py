@@ -48,8 +48,6 @@ class Asked(NamedTuple):
     """All that the servers are asked, in this order."""
 
     stock: Served
-    untouched: Report
-    """Our server's counters before anything was asked."""
     everything: Served
     sparse: Served
     """At the server's own level."""
@@ -63,11 +61,10 @@ class Asked(NamedTuple):
 
 @pytest.fixture(scope="module")
 def asked(servers: Servers) -> Asked:
-    ours, untouched = servers.ours, scenario.counted(servers.ours)
+    ours = servers.ours
     named = {str(level): (scenario.CHUNKS, 8, level) for level in ("exact", "high", "fast", 1)}
     return Asked(
         Served.by(servers.stock),
-        untouched,
         Served.by(ours, level="everything"),
         Served.by(ours),
         Served.by(ours, level=0, beside=1),
@@ -116,8 +113,8 @@ def test_rows_are_counted_by_the_way_they_went(asked: Asked) -> None:
         assert decodes <= served.report.rows_of("decode") <= decodes + len(served.answers)
 
 
-def test_nothing_is_counted_before_the_first_request(asked: Asked) -> None:
-    before = asked.untouched
+def test_nothing_is_counted_before_the_first_request(servers: Servers) -> None:
+    before = servers.untouched
     assert (before.rows, before.layers, before.attention) == ({}, {}, {"torch": NUM_LAYERS})
 
 
@@ -128,6 +125,12 @@ def test_sparse_prefill_leaves_out_something_in_every_layer_and_it_shows(asked: 
     for name in ("chunks", "prefix: same prompt", "prefix: other tail", "mixed: prefill 901", "concurrent: 1301"):
         expected = asked.stock.answers[name].logprobs
         assert asked.sparse.answers[name].logprobs != pytest.approx(expected, abs=1e-3), name
+
+
+def test_a_guard_that_checks_every_step_trips_in_none(servers: Servers, asked: Asked) -> None:
+    """It looks at the server's own level, which keeps too much to trip it."""
+    report = scenario.counted(servers.ours)
+    assert (report.guard_checks > 0, report.guard_trips) == (True, 0)
 
 
 def test_short_prompts_are_dense_at_sparse_servers(asked: Asked) -> None:
