@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/first_steps.md: its commands run, one after the other in one shell, as a newcomer types them."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tools import ROOT
+from vllm_sparse_backend.measure.server import OFFLINE, has_cuda, reserve_port
+
+pytestmark = [pytest.mark.server, pytest.mark.full]
+
+BLOCKS = re.findall(r"^```bash\n(.*?)^```$", (ROOT / "docs/first_steps.md").read_text(), re.MULTILINE | re.DOTALL)
+INSTALLING, *OTHERS = BLOCKS
+REQUESTS, ROWS = (next(block for block in BLOCKS if mark in block) for mark in ("PROMPT=", "rows_total"))
+SHELL = """\
+set -e -o pipefail
+stop() { [ -z "${SERVER:-}" ] || { kill "$SERVER" && wait "$SERVER" || true; }; SERVER=; }
+ready() { until curl --fail -s http://localhost:8000/health; do kill -0 "$SERVER" && sleep 1; done; }
+trap stop EXIT
+"""
+
+
+def test_installing_is_what_every_change_passes() -> None:
+    """A clone, `make setup` and `make demo` are steps of .ci/run."""
+    clone, demo, activate = INSTALLING.splitlines()
+    assert clone.startswith("git clone ")
+    assert f"step {demo}" in (ROOT / ".ci/run").read_text().splitlines()
+    assert activate == "source .venv/bin/activate"
+
+
+def in_one_shell(block: str) -> str:
+    """Servers go to the background, and the next one takes the place of the one before."""
+    return f"stop\n{block.rstrip()} > server.log 2>&1 &\nSERVER=$!\nready\n" if block.startswith("vllm serve") else block
+
+
+def test_every_command_runs(tmp_path: Path) -> None:
+    (tmp_path / "vllm_sparse_backend").symlink_to(ROOT / "vllm_sparse_backend")
+    blocks = [block for block in OTHERS if not (has_cuda() and "VLLM_CPU" in block)]
+    script = SHELL + "".join(map(in_one_shell, [*blocks, "echo with the profile\n", REQUESTS, ROWS]))
+    with reserve_port() as port:
+        number = port.getsockname()[1]
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        done = subprocess.run(
+            ["bash", "-c", script.replace("8000", str(number))], cwd=tmp_path, capture_output=True, text=True,
+            timeout=900, env=os.environ | OFFLINE | {"PATH": path, "no_proxy": "*"}, check=False,
+        )  # fmt: skip
+    log = (tmp_path / "server.log").read_text() if (tmp_path / "server.log").exists() else ""
+    assert done.returncode == 0, done.stdout + done.stderr + log[-3000:]
+    of_method, of_profile = done.stdout.split("with the profile\n")
+    for said in (of_method, of_profile):
+        assert said.count('"object":"text_completion"') == 2
+        for way in ('path="sparse"', 'reason="requested"'):
+            rows = [line for line in said.splitlines() if "rows_total{" in line and way in line]
+            assert rows
+            assert all(float(row.split()[-1]) > 0 for row in rows)
+    assert "right" in of_method
