@@ -75,7 +75,7 @@ class TopP(PerHead):
     differing = ("kept_mass",)
     finest_block_tokens = KEY_BLOCK.value
 
-    kept_mass: float = 0.95
+    kept_mass: float = 0.9
     """p, in (0, 1]: share of each tile's estimated attention that its kept blocks hold. 1 keeps every block."""
 
     sink_tokens: int = 128
