@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What documents name exists: commands with their options, programs of the lab, targets of make, files of tests."""
+"""What documents name exists: commands with their options, programs of the lab, targets of make, files, links."""
 
 import importlib.util
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,16 +13,18 @@ import typer
 
 from tests.tools import ROOT
 from vllm_sparse_backend.cli import app
+from vllm_sparse_backend.settings.methods import PRESETS
+from vllm_sparse_kernels.methods import METHODS
 
 DOCUMENTS = [
     *ROOT.glob("*.md"),
     *(ROOT / "docs").glob("*.md"),
     *(ROOT / "deploy").rglob("*.md"),
-    ROOT / "tests/README.md",
+    *(ROOT / name / "README.md" for name in ("tests", "profiles", "docs/results")),
 ]
-AS_IT_WAS_THEN = ("CHANGELOG.md", "performance.md")
+AS_IT_WAS_THEN = ("CHANGELOG.md", "docs/results/README.md")
 """What tells of earlier versions, or of figures by the commands that made them."""
-NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS if path.name not in AS_IT_WAS_THEN]
+NAMES = [name for name in (str(path.relative_to(ROOT)) for path in DOCUMENTS) if name not in AS_IT_WAS_THEN]
 
 
 def told(name: str, pattern: str) -> list[tuple[str, ...]]:
@@ -71,3 +74,34 @@ def test_files(name: str, folder: str) -> None:
     files = [Path(str(found)) for found in told(name, r"^((?:\w+/)+\w+\.\w+)$")]
     assert files
     assert [str(path) for path in files if not (ROOT / folder / path).is_file()] == []
+
+
+def test_where_a_tiles_blocks_are_chosen() -> None:
+    """CONTRIBUTING.md names the one file of the default's folder that writes lists of blocks; README leads there."""
+    (named,) = re.findall(
+        r"a tile's blocks are chosen\W.*`(\S+)` \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
+    )
+    method = METHODS[PRESETS["default"][0]].parameters
+    files = Path(inspect.getfile(method)).parent.glob("*.py")
+    writing = [path for path in files if "block_ids" in path.read_text() and path.name != "reference.py"]
+    assert writing == [ROOT / named]
+    assert "(CONTRIBUTING.md)" in (ROOT / "README.md").read_text()
+
+
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def anchors(path: Path) -> set[str]:
+    """Of a document's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links(path: Path) -> None:
+    for target, anchor in LINK.findall(re.sub(r"<!--.*?-->", "", path.read_text(), flags=re.DOTALL)):
+        if "://" in target:
+            continue
+        found = path.parent / target if target else path
+        assert found.exists(), (path.name, target)
+        assert not anchor or anchor in anchors(found), (path.name, target, anchor)

@@ -35,7 +35,9 @@ def test_installing_is_what_every_change_passes() -> None:
 
 def in_one_shell(block: str) -> str:
     """Servers go to the background, and the next one takes the place of the one before."""
-    return f"stop\n{block.rstrip()} > server.log 2>&1 &\nSERVER=$!\nready\n" if block.startswith("vllm serve") else block
+    return (
+        f"stop\n{block.rstrip()} > server.log 2>&1 &\nSERVER=$!\nready\n" if block.startswith("vllm serve") else block
+    )
 
 
 def test_every_command_runs(tmp_path: Path) -> None:

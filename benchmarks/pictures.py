@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README's two pictures, of figures in docs/results: TTFT by prompt length; answers and perplexity by speed-up.
+
+    python -m benchmarks.pictures [--results docs/results/real.json] [--folder docs]
+
+Reads rows named ``default, widened, TTFT, N tokens`` (stock's time ÷ ours), ``stock, widened, TTFT, N tokens`` (s), and
+``curve, MODEL, p P, N tokens: QUANTITY``: answers and perplexity (÷ stock's), density, speed-up. A picture that
+lacks a row is not drawn, and the row is named; exit code 1.
+"""
+
+import io
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from benchmarks.figures import read_figures
+from vllm_sparse_kernels.methods import METHODS
+
+RESULTS = Path("docs/results/real.json")
+OURS, STOCK = "default, widened, TTFT, {} tokens", "stock, widened, TTFT, {} tokens"
+CURVE = "curve, {model}, p {p:g}, {tokens} tokens: {quantity}"
+QUANTITIES = ("answers", "perplexity", "density", "speed-up")
+COLORS = {"stock": "#6e7781", "ours": "#0969da"}
+LINES = ("#0969da", "#cf222e", "#1a7f37", "#9a6700", "#8250df", "#bf3989")
+"""Each is told from white and from black, as is the white that pictures lie on: GitHub shows them on either."""
+
+
+class MissingRows(ValueError):
+    """Rows that a picture needs and the figures lack."""
+
+
+class Point(NamedTuple):
+    """What one p gives, against stock."""
+
+    p: float
+    speed_up: float
+    answers: float
+    perplexity: float
+
+
+class Ttft(NamedTuple):
+    """By prompt length in tokens, seconds."""
+
+    stock: dict[int, float]
+    ours: dict[int, float]
+    device: str
+
+
+Curves = dict[tuple[str, int], list[Point]]
+"""By model and prompt length, by p."""
+
+
+def _values(rows: list[dict[str, Any]]) -> dict[str, float]:
+    return {row["name"]: row["value"] for row in rows}
+
+
+def _needs(names: Mapping[str, bool]) -> None:
+    if missing := [name for name, found in names.items() if not found]:
+        raise MissingRows("missing: " + "; ".join(missing))
+
+
+def ttft_of(rows: list[dict[str, Any]]) -> Ttft:
+    values = _values(rows)
+    found = (re.fullmatch(r"(?:default|stock), widened, TTFT, ([\d,]+) tokens", name) for name in values)
+    lengths = sorted({match[1] for match in found if match}, key=_number)
+    pairs = [(STOCK.format(length), OURS.format(length)) for length in lengths or ("N",)]
+    _needs({name: name in values for pair in pairs for name in pair})
+    stock = {_number(length): values[name] for length, (name, _) in zip(lengths, pairs, strict=True)}
+    ratios = {_number(length): values[name] for length, (_, name) in zip(lengths, pairs, strict=True)}
+    device = next(row["device"] for row in rows if row["name"] == pairs[0][0])
+    return Ttft(stock, {tokens: stock[tokens] / ratio for tokens, ratio in ratios.items()}, device)
+
+
+def curves_of(rows: list[dict[str, Any]]) -> Curves:
+    values, seen = _values(rows), set()
+    for name in values:
+        if match := re.fullmatch(r"curve, ([^,]+), p ([\d.]+), ([\d,]+) tokens: [\w-]+", name):
+            seen.add((match[1], float(match[2]), match[3]))
+    if not seen:
+        raise MissingRows("missing: " + "; ".join(f"curve, MODEL, p P, N tokens: {one}" for one in QUANTITIES))
+    names = {
+        one: [CURVE.format(model=one[0], p=one[1], tokens=one[2], quantity=quantity) for quantity in QUANTITIES]
+        for one in sorted(seen, key=lambda one: (one[0], _number(one[2]), one[1]))
+    }
+    _needs({name: name in values for of in names.values() for name in of})
+    curves: Curves = {}
+    for (model, p, tokens), (answers, perplexity, _, speed_up) in names.items():
+        point = Point(p, values[speed_up], values[answers], values[perplexity])
+        curves.setdefault((model, _number(tokens)), []).append(point)
+    return curves
+
+
+def _number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def _figure(panels: int) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, panels, figsize=(7.6, 3.6), squeeze=False, layout="constrained")
+    for axis in axes[0]:
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes[0]
+
+
+def draw_ttft(ttft: Ttft, path: Path) -> None:
+    figure, (axis,) = _figure(1)
+    for name, seconds in (("stock", ttft.stock), ("ours", ttft.ours)):
+        label = {"stock": "stock vLLM", "ours": "sparse-prefill"}[name]
+        axis.plot(list(seconds), list(seconds.values()), "o-", color=COLORS[name], label=label, linewidth=2)
+    for tokens, seconds in ttft.ours.items():
+        text = f"{ttft.stock[tokens] / seconds:.2f}×"
+        axis.annotate(text, (tokens, seconds), (0, -15), textcoords="offset points", ha="center", color=COLORS["ours"])
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.set_ylim(min(ttft.ours.values()) / 2)
+    axis.set_xticks(list(ttft.stock), [f"{tokens:,}" for tokens in ttft.stock], rotation=25)
+    axis.set(xlabel="prompt, tokens", ylabel="TTFT, s")
+    axis.set_title(f"Time to first token, 8B shape with trained attention, {ttft.device}", fontsize=10)
+    axis.legend(frameon=False)
+    _save(figure, path)
+
+
+def draw_curves(curves: Curves, path: Path) -> None:
+    """Answers and perplexity in panels of their own; large marks are the p that a server takes by itself."""
+    figure, panels = _figure(2)
+    default = METHODS["top_p"].parameters().kept_mass  # type: ignore[attr-defined]
+    for color, ((model, tokens), points) in zip(LINES * len(curves), curves.items()):
+        for panel, quantity in zip(panels, ("answers", "perplexity"), strict=True):
+            over, change = [one.speed_up for one in points], [100 * (getattr(one, quantity) - 1) for one in points]
+            panel.plot(over, change, "o-", color=color, markersize=4, label=f"{model}, {tokens:,} tokens")
+            for one, x, y in zip(points, over, change, strict=True):
+                panel.annotate(f"{one.p:g}", (x, y), (4, 4), textcoords="offset points", fontsize=7, color=color)
+                if one.p == default:
+                    panel.plot([x], [y], "o", color=color, markersize=10)
+    for panel, title in zip(panels, ("right answers against stock, %", "perplexity against stock, %"), strict=True):
+        panel.axhline(0, color=COLORS["stock"], linewidth=1)
+        panel.set(xlabel="speed-up over stock")
+        panel.set_title(title, fontsize=10)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8
+    )
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    """With 64 colors, which is a quarter of the bytes."""
+    from matplotlib import pyplot
+    from PIL import Image
+
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=110, facecolor="white")
+    pyplot.close(figure)
+    Image.open(drawn).convert("RGB").quantize(64).save(path, optimize=True)
+
+
+def main(
+    results: Annotated[Path, typer.Option(help="List of figures.")] = RESULTS,
+    folder: Annotated[Path, typer.Option(help="Where ttft.png and curve.png go.")] = Path("docs"),
+) -> None:
+    rows, failed = read_figures(results), False
+    for name, read, draw in (("ttft.png", ttft_of, draw_ttft), ("curve.png", curves_of, draw_curves)):
+        try:
+            draw(read(rows), folder / name)  # type: ignore[operator]
+            print(f"{folder / name} written")
+        except MissingRows as error:
+            print(f"{folder / name} not drawn; {results}: {error}")
+            failed = True
+    raise typer.Exit(failed)
+
+
+if __name__ == "__main__":
+    typer.run(main)
