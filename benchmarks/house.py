@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large the house is: lines of code, the longest file and function, commands and options, pages of documents.
+"""How large the house is: lines of code, the longest file and function, commands, options, documents, and their words.
 
     python -m benchmarks.house [--test-seconds 290] [--test-all-seconds 2000] [--json docs/results/house.json]
 
@@ -12,8 +12,9 @@ import ast
 import io
 import json
 import os
+import re
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -25,7 +26,15 @@ ROOT = Path(__file__).parents[1]
 PARTS = {"wheel": ("vllm_sparse_backend", "kernels"), "lab": ("benchmarks",), "tests": ("tests",)}
 LINE_BARS = {"wheel": 15_500, "lab": 5_000, "tests": 12_000}
 FILE_BAR, FUNCTION_BAR = 450, 60
+COMMAND_BAR, OPTION_BAR, README_BAR, DOCUMENT_BAR = 12, 80, 150, 1_500
 TEST_BAR_S, TEST_ALL_BAR_S = 300, 2_100
+JARGON = re.compile(
+    r"\b(?:sooner|company|alone|worst\w*|delegat\w*)\b"
+    r"|\| asked \||(?:most|least|percent) was asked|\basked of (?:it|them|us|ourselves)\b|\(asked:",
+    re.IGNORECASE,
+)
+"""Words that are not the field's: it says TTFT ratio, tile union, per head, p99 or maximum, dense backend and target. To
+ask a server a question is no such word."""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
@@ -67,6 +76,32 @@ def options(command: Any) -> Iterator[int]:
         yield len(command.params)
 
 
+def helps(command: Any) -> Iterator[str]:
+    """What ``--help`` of a command, and of those below it, is made of."""
+    yield from (command.help or "", *(f"{one.metavar or ''} {getattr(one, 'help', '') or ''}" for one in command.params))
+    for one in getattr(command, "commands", {}).values():
+        yield from helps(one)
+
+
+def jargon(texts: Mapping[str, str]) -> list[str]:
+    """Where each word stands that has a better one."""
+    return [f"{where}: {found[0]}" for where, text in texts.items() for found in JARGON.finditer(text)]
+
+
+def read_texts(app: Any) -> dict[str, str]:
+    """All that people read and type, by place."""
+    from vllm_sparse_backend.settings.config import SparsePrefillConfig
+    from vllm_sparse_backend.settings.metrics import METRICS
+    from vllm_sparse_backend.settings.schema import profile_schema
+
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return {str(path.relative_to(ROOT)): path.read_text() for path in documents} | {
+        "help": "\n".join(helps(app)),
+        "metrics": "\n".join(f"{metric.sample} {metric.help}" for metric in METRICS.values()),
+        "settings": json.dumps([SparsePrefillConfig.model_json_schema(), profile_schema()]),
+    }
+
+
 def text_lines(paths: Iterable[Path]) -> int:
     return sum(len(path.read_text().splitlines()) for path in paths)
 
@@ -104,11 +139,13 @@ def counted() -> Iterator[tuple[dict[str, Any], str]]:
     from vllm_sparse_backend.cli import app
 
     yield from of_code()
-    slots = list(options(typer.main.get_command(app)))
-    yield figure("commands", len(slots), "commands"), "sparse-prefill"
-    yield figure("options and arguments", sum(slots), "options"), "of all commands"
-    yield figure("README", text_lines([ROOT / "README.md"]), "lines"), "README.md"
-    yield figure("documents", text_lines((ROOT / "docs").glob("*.md")), "lines"), "docs"
+    command = typer.main.get_command(app)
+    slots, found = list(options(command)), jargon(read_texts(command))
+    yield figure("commands", len(slots), "commands", COMMAND_BAR), "sparse-prefill"
+    yield figure("options and arguments", sum(slots), "options", OPTION_BAR), "of all commands"
+    yield figure("README", text_lines([ROOT / "README.md"]), "lines", README_BAR), "README.md"
+    yield figure("documents", text_lines((ROOT / "docs").glob("*.md")), "lines", DOCUMENT_BAR), "docs"
+    yield figure("words", len(found), "words", 0), "; ".join(found[:3]) or "README, docs, help, metrics, settings"
 
 
 def show(figures: list[dict[str, Any]], where: dict[str, str]) -> None:
@@ -116,7 +153,7 @@ def show(figures: list[dict[str, Any]], where: dict[str, str]) -> None:
     for one in figures:
         style = "red" if missed(one) else None
         table.add_row(
-            one["name"], f"{one['value']:,} {one['unit']}", f"{one['bar']:,}" if one["bar"] else "",
+            one["name"], f"{one['value']:,} {one['unit']}", f"{one['bar']:,}" if one["bar"] is not None else "",
             where.get(one["name"], one["device"]), style=style,
         )  # fmt: skip
     Console(width=120, highlight=False).print(table)

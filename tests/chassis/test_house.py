@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from benchmarks import house
 from tests.tools import ROOT
+from vllm_sparse_backend.cli import app as app_of_product
 
 SOURCE = '''\
 """A docstring
@@ -47,6 +48,27 @@ def test_lines_of_code() -> None:
         (7, "a.py:11 outer"), (3, "a.py:16 inner"),
     ]  # fmt: skip
     assert house.code_lines("") == set()
+
+
+def test_words_that_have_better_ones() -> None:
+    texts = {
+        "docs/a.md": "It came 2.6 times sooner. A server is asked a question, and asked for an answer.",
+        "help": "The Worst thousandth | asked | value; half a percent at most was asked.",
+        "metrics": "worst_error; rows that were delegated, by standalone servers",
+    }
+    assert house.jargon(texts) == [
+        "docs/a.md: sooner", "help: Worst", "help: | asked |", "help: most was asked", "metrics: worst_error",
+        "metrics: delegated",
+    ]  # fmt: skip
+
+
+def test_what_is_read_are_documents_helps_metrics_and_settings() -> None:
+    texts = house.read_texts(typer.main.get_command(app_of_product))
+    assert {"README.md", "docs/README.md", "help", "metrics", "settings"} <= set(texts)
+    assert "--additional-config" in texts["README.md"]
+    assert "Look at this installation" in texts["help"]
+    assert "sparse_prefill_rows_total" in texts["metrics"]
+    assert "min_query_tokens" in texts["settings"]
 
 
 @pytest.mark.parametrize(("seconds", "code"), [(299.0, 0), (301.0, 1)])
