@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A list of figures, as docs/results has them, as a Markdown table, and which of them miss what is asked.
+"""A list of figures, as docs/results has them, as a Markdown table, and which of them miss their targets.
 
     python -m benchmarks.tables docs/results/performance.json [--only 'vllm serve'] [--column 2]
 
@@ -24,19 +24,19 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def met(figure: Figure) -> bool:
-    """Whether a figure is what is asked of it; one without a bar is."""
+    """Whether a figure reaches its target, its bar; one without a bar does."""
     bar, value = figure["bar"], figure["value"]
     return bar is None or bool(value >= bar if figure["better"] == "higher" else value <= bar)
 
 
 def cell(figure: Figure) -> str:
-    return f"{figure['value']:.4g}" + ("" if met(figure) else f" (asked: {figure['bar']:g})")
+    return f"{figure['value']:.4g}" + ("" if met(figure) else f" (target: {figure['bar']:g})")
 
 
 def list_of(figures: Sequence[Figure]) -> str:
     """A row for each figure."""
     rows = [[f["name"], cell(f), f["unit"], "" if f["bar"] is None else f"{f['bar']:g}"] for f in figures]
-    return markdown_table(("figure", "value", "unit", "asked"), rows)
+    return markdown_table(("figure", "value", "unit", "target"), rows)
 
 
 def pivot(figures: Sequence[Figure], parts: int) -> str:
@@ -60,7 +60,7 @@ def main(
     figures = [figure for figure in read_figures(results) if re.search(only, figure["name"])]
     print(pivot(figures, column) if column else list_of(figures))
     missed = [figure for figure in figures if not met(figure)]
-    print(f"\n{len(figures)} figures, {len(missed)} miss what is asked of them")
+    print(f"\n{len(figures)} figures, {len(missed)} miss their targets")
     raise typer.Exit(bool(missed))
 
 

@@ -22,6 +22,6 @@ def test_tables_and_missed_bars(tmp_path):
     assert result.exit_code == 1
     assert result.output.splitlines() == [
         "|  | faster | density |", "| --- | --- | --- |", "| attend, 8,192 tokens | 2 | 0.5 |",
-        "| attend, 32,768 tokens | 1 (asked: 1.5) |  |", "", "3 figures, 1 miss what is asked of them",
+        "| attend, 32,768 tokens | 1 (target: 1.5) |  |", "", "3 figures, 1 miss their targets",
     ]  # fmt: skip
     assert CliRunner().invoke(app, [str(path), "--only", "8,192"]).exit_code == 0
