@@ -33,7 +33,7 @@ JARGON = re.compile(
     r"|\| asked \||(?:most|least|percent) was asked|\basked of (?:it|them|us|ourselves)\b|\(asked:",
     re.IGNORECASE,
 )
-"""Words that are not the field's: it says TTFT ratio, tile union, per head, p99 or maximum, dense backend and target. To
+"""Words that are not the field's, which has speed-up, tile union, per head, p99 or maximum, dense backend, target. To
 ask a server a question is no such word."""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _NO_CODE = {
