@@ -78,7 +78,10 @@ def options(command: Any) -> Iterator[int]:
 
 def helps(command: Any) -> Iterator[str]:
     """What ``--help`` of a command, and of those below it, is made of."""
-    yield from (command.help or "", *(f"{one.metavar or ''} {getattr(one, 'help', '') or ''}" for one in command.params))
+    yield from (
+        command.help or "",
+        *(f"{one.metavar or ''} {getattr(one, 'help', '') or ''}" for one in command.params),
+    )
     for one in getattr(command, "commands", {}).values():
         yield from helps(one)
 

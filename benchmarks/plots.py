@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recall against density: a panel a prompt, a line a method, large marks the defaults.
 
-    python -m benchmarks.plots docs/results/recall_curves.json recall.png
+python -m benchmarks.plots docs/results/recall_curves.json recall.png
 """
 
 import json
