@@ -225,9 +225,8 @@ def flags_twice(
     expected = ours.clone()
     (slab,) = module.slabs_of_rows(method, batch.rows)
     selected, always = selected_heads(method, batch), Regions(method.sink_tokens, method.local_tokens)
-    half = keys.integers.dtype == torch.float8_e4m3fn and module.adds_up_in_half(torch.device(DEVICE))
     sale_scores.first_flags(ours, index, selected, always)
-    sale_scores.flag_blocks(queries, keys, ours, index, selected, always, group, slab.pairs, slab.longest, half)
+    sale_scores.flag_blocks(queries, keys, ours, index, selected, always, group, slab.pairs, slab.longest)
     passed = flags_of(queries, keys, group, dtype)
     for i_tile, tile in enumerate(batch.rows.tile_list):
         fine = passed[:, i_tile * 128 : (i_tile + 1) * 128].any(1)
@@ -253,7 +252,7 @@ def test_on_the_same_integers_flags_are_equal_bit_for_bit(integers, tau, mean, m
     assert float(queries.integers.float().abs().max()) == float(keys.integers.float().abs().max()) == 7
     largest = float((queries.inverse_steps.amax(1) * keys.biases[:, :1500].abs().amax(1)).min())
     assert (largest > 2048) == (mean == 60)
-    ours, expected = flags_twice(method, queries, keys, batch, 64, compared_as(integers, mean < 60))
+    ours, expected = flags_twice(method, queries, keys, batch, 64, compared_as(mean < 60))
     assert torch.equal(ours, expected)
     assert 0.1 < ours.float().mean() < 0.9
 
@@ -278,7 +277,7 @@ def test_scores_and_thresholds_below_zero(integers, block_tokens):
     thresholds[:, 260:] = torch.inf
     biases = -1.2 * torch.arange(1664.0, device=DEVICE)[None] - 50
     row = rounded_row(q, k, thresholds, biases, integers)
-    assert 0 in check_flags(row, batch, block_tokens, compared_as(integers))[:, : 1300 // block_tokens]
+    assert 0 in check_flags(row, batch, block_tokens, compared_as())[:, : 1300 // block_tokens]
 
 
 @pytest.mark.parametrize(("head_dim", "largest"), [(256, 7), (128, 4)])
@@ -315,7 +314,7 @@ def test_half_precision_is_used_within_its_range_alone(integers, bias, sevens, f
     biases = torch.zeros(1, 896, device=DEVICE)
     biases[0, 150], biases[0, 330] = 1000.3, bias
     row = rounded_row(q, k, torch.full((1, 256), 1000.4, device=DEVICE), biases, integers)
-    dtype = compared_as(integers, fits)
+    dtype = compared_as(fits)
     assert int(check_flags(row, batch, 64, dtype)[0, 150 // 64]) == (dtype == torch.float16)
 
 

@@ -28,7 +28,7 @@ def place_blocks_kernel(
     count = tl.load(index.block_counts + i_head * tl.num_programs(0) + i_tile)
     for first in range(0, count, CHUNK):
         o_n = first + tl.arange(0, CHUNK)
-        position = tl.load(index.blocks + start + o_n, mask=o_n < count, other=0) * BLOCK_N
+        position = tl.load(index.block_ids + start + o_n, mask=o_n < count, other=0) * BLOCK_N
         page = tl.load(block_table + i_row * stride_table + position // page_size, mask=o_n < count, other=0)
         tl.store(places + start + o_n, page * rows_per_page + position % page_size, mask=o_n < count)
 
@@ -77,7 +77,7 @@ def attend_kernel(
         b_sum = tl.where(in_tile, b_sum, 1.0)
 
     # Blocks before the diagonal need no mask; the diagonal ones are always there, and last.
-    blocks = index.blocks + i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
+    blocks = index.block_ids + i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
     num_blocks = tl.load(index.block_counts + i_head * num_tiles + i_tile)
     num_full = num_blocks - ((first + length - 1) // BLOCK_N - first // BLOCK_N + 1)
     lists = (blocks, num_full, num_blocks, first, index, i_head, i_tile, num_tiles)

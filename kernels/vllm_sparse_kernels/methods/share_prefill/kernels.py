@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.methods.share_prefill.block_average import average_tile, divergence, softmax_sums
-from vllm_sparse_kernels.select.lists import append, tile_blocks
+from vllm_sparse_kernels.select.lists import append, list_of, tile_blocks
 from vllm_sparse_kernels.select.radix import DIGITS, mass_keys, masses_by_digit, masses_by_high_digit, next_digit
 
 TILES_AT_ONCE = tl.constexpr(32)
@@ -227,26 +227,26 @@ def low_weights_kernel(
     tl.store(args.left + i_out, left)
 
 
-@triton.jit(do_not_specialize=["stride_map", "num_rows", "stride_estimate", "stride_last", "stride_ids", "num_tiles"])
+@triton.jit(do_not_specialize=["stride_map", "num_rows", "stride_estimate", "stride_last", "num_tiles"])
 def apply_patterns_kernel(
     args, stride_map, num_rows, estimates, stride_estimate, exists, last_rows, stride_last, block_starts,
-    heads, tiles, rows, block_offsets, block_counts, block_ids, stride_ids, stripe_counts, num_tiles,
+    heads, rows, index, num_tiles,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
     ROW_FIELDS: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """The list of one (tile, head) that shares or is the pivot."""
     i_tile = tl.program_id(0)
-    i_row = tl.load(tiles + i_tile * FIELDS)
+    i_row = tl.load(index.tiles + i_tile * FIELDS)
     i = _ranked_head(args, i_row, num_rows, True, HEADS, SHARED)
     if i < 0:
         return
     pattern = tl.load(args.patterns + i * num_rows + i_row)
     i_head = tl.load(heads + i).to(tl.int64)
-    diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
-    start = tl.load(block_offsets + i_tile)
+    diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N, FIELDS)
+    start = tl.load(index.block_offsets + i_tile)
     slot = tl.load(args.slots + tl.load(args.places + i)).to(tl.int64)
     values = args.maps + slot * stride_map + start
-    target = block_ids + i_head * stride_ids + start
+    target = list_of(index, i_head, i_tile)
     threshold = 0
     if pattern == SHARED:
         i_entry = i.to(tl.int64) * num_tiles
@@ -259,11 +259,11 @@ def apply_patterns_kernel(
         causal = o_n < num_causal
         b_kept = mass_keys(tl.load(values + o_n, mask=causal, other=0.0)) >= threshold
         count = append(target, count, o_n, causal & (b_kept | (o_n >= diagonal) | (pattern == DENSE)))
-    tl.store(block_counts + i_head * num_tiles + i_tile, count)
-    tl.store(stripe_counts + i_head * num_tiles + i_tile, 0)
+    tl.store(index.block_counts + i_head * num_tiles + i_tile, count)
+    tl.store(index.stripe_counts + i_head * num_tiles + i_tile, 0)
 
     # The pivot's last tile, which ends where the row does, keeps the estimate.
-    end = tl.load(tiles + i_tile * FIELDS + 3) + tl.load(tiles + i_tile * FIELDS + 2)
+    end = tl.load(index.tiles + i_tile * FIELDS + 3) + tl.load(index.tiles + i_tile * FIELDS + 2)
     if (pattern == DENSE) & (end == tl.load(rows + i_row * ROW_FIELDS + 2)):
         begin = tl.load(block_starts + i_row)
         for first in range(0, num_causal, CHUNK):
