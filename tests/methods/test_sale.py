@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.batches import random_batch
+from benchmarks.paper_density import sale_density
 from tests.methods.cases import DEVICE, DTYPES, all_lists, by_turns, select
 from tests.methods.sale_cases import (
     assert_agrees,
@@ -30,7 +31,7 @@ from vllm_sparse_kernels.methods.sale import (
     scores as sale_scores,
 )
 from vllm_sparse_kernels.methods.sale.method import Sale
-from vllm_sparse_kernels.methods.sale.reference import paper_blocks, paper_density
+from vllm_sparse_kernels.methods.sale.reference import paper_blocks
 from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries
 from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.trial import Batch
@@ -75,7 +76,7 @@ def test_reference_agrees_with_the_paper(case):
     for row, head in product(range(len(lengths)), range(num_heads)):
         for i_tile, surely, maybe in definition(batch, method, row, head):
             assert bool((ours[head, i_tile] | ~surely).all() and (maybe | ~ours[head, i_tile]).all())
-    density = paper_density(method, batch.q, batch.cache, batch.rows, heads, batch.scale)
+    density = sale_density(method, batch.q, batch.cache, batch.rows, heads, batch.scale)
     assert density == pytest.approx(
         sum(int(x.sum()) for x in ours.values())
         / sum(b[2] for t in batch.rows.tile_list for b in regions(method, t.position, t.length_tokens)) / num_heads

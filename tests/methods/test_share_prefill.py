@@ -116,7 +116,7 @@ def test_averages_are_those_of_all_pairs(block_tokens):
     batch = lined_batch([(333, 140), (5, 3)], 2, 1, 64, 16, gap_tokens=1)
     index = SparseIndex.allocate(batch.rows, 2, block_tokens)
     heads = int32([1, 0])
-    averages = BlockAverages(batch.q, batch.cache, index, heads, batch.scale, Spans.of(index))
+    averages = BlockAverages(batch.q, batch.cache, index, heads, batch.scale, Spans.of(index), int32([0, 0]))
     estimates, sparsity = averages.estimates()
     estimates = estimates.double()
     expected = [torch.cat([estimate(batch, row, head, block_tokens) for row in (0, 1)]) for head in (1, 0)]

@@ -62,9 +62,7 @@ from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 from vllm_sparse_kernels.methods.share_prefill.block_average import BlockAverages, Spans
 from vllm_sparse_kernels.methods.share_prefill.kernels import (
-    DecideArgs,
-    MapArgs,
-    NewMapArgs,
+    ShareArgs,
     apply_patterns_kernel,
     decide_kernel,
     low_weights_kernel,
@@ -182,9 +180,7 @@ class SharePrefill(PerHead):
             patterns = index.workspace.empty(len(heads), index.rows.num_rows, dtype=torch.int32)
             with index.workspace.frame():
                 averages = BlockAverages(q, cache, index, heads, scale, pivots.spans, places)
-                estimates = _decide(self, pivots, index, averages, places, slots, patterns)
-                maps = _weigh(self, pivots, index, patterns, places, slots)
-                _apply_patterns(pivots, index, heads, maps, estimates)
+                _share(self, pivots, index, averages, places, slots, patterns)
             self.fallback.select_where(q, cache, index, heads, scale, patterns)
 
 
@@ -233,74 +229,33 @@ def _with_room(kept: torch.Tensor, number: int) -> torch.Tensor:
     return new
 
 
-def _decide(
-    method: SharePrefill,
-    pivots: Pivots,
-    index: SparseIndex,
-    averages: BlockAverages,
-    places: torch.Tensor,
-    slots: torch.Tensor,
-    patterns: torch.Tensor,
-) -> torch.Tensor:
-    """Algorithm 3: fill patterns [heads, num_rows] int32 and make the maps of new pivots; returns heads' estimates.
-
-    places [heads] is each head's cluster among those of the layer, slots [clusters of the layer] their slots in
-    ``pivots``.
-    """
+def _share(
+    method: SharePrefill, pivots: Pivots, index: SparseIndex, averages: BlockAverages, places: torch.Tensor,
+    slots: torch.Tensor, patterns: torch.Tensor,
+) -> None:  # fmt: skip
+    """Algorithm 3: fill patterns [heads, num_rows] int32, make the maps of new pivots and keep their estimates ã; and
+    Algorithm 2: write the lists of shared and dense heads."""
+    rows, room = index.rows, index.workspace.empty
     estimates, sparsity = averages.estimates()
     num_heads, num_rows = sparsity.shape
-    args = DecideArgs(
-        estimates, sparsity, places, slots, pivots.exists, pivots.last_rows, pivots.spans.block_starts, patterns
-    )
-    num_map_programs = len(slots) * index.rows.num_tiles
-    maps = NewMapArgs(
-        averages.mean_keys, averages.heads, index.rows.tiles, index.block_offsets, pivots.maps, pivots.weights
-    )
-    decide_kernel[(num_map_programs + num_heads * num_rows,)](
-        args, estimates.stride(0), pivots.last_rows.stride(0), num_heads, num_rows,
-        method.max_sparsity, method.max_distance, averages.queries, averages.keys,
-        maps, num_map_programs, pivots.spans.num_blocks,
-        pivots.maps.stride(0), index.rows.num_tiles,
-        HEADS=triton.next_power_of_2(num_heads), CHUNK=CHUNK_BLOCKS, SHARED=SHARED, DENSE=DENSE,
-        **averages.tile_options, num_warps=8,
-    )  # fmt: skip
-    return estimates
-
-
-def _weigh(
-    method: SharePrefill,
-    pivots: Pivots,
-    index: SparseIndex,
-    patterns: torch.Tensor,
-    places: torch.Tensor,
-    slots: torch.Tensor,
-) -> MapArgs:
-    """What Algorithm 2's thresholds follow from, for the heads and rows that share."""
-    rows, room, num_heads = index.rows, index.workspace.empty, len(patterns)
-    maps = MapArgs(
-        pivots.maps, slots, places, patterns, pivots.weights,
+    shares = on_device(tuple(one.kernel_share for one in method.fallback.of_heads(num_heads)), rows.device)
+    args = ShareArgs(
+        averages.heads, places, slots, patterns, shares, estimates, sparsity, averages.mean_keys,
+        pivots.exists, pivots.last_rows, pivots.maps, pivots.weights,
         room(num_heads, rows.num_tiles, DIGITS.value), room(num_heads, rows.num_tiles, dtype=torch.int32),
-        room(num_heads, rows.num_tiles),
-        on_device(tuple(one.kernel_share for one in method.fallback.of_heads(num_heads)), rows.device),
-        pivots.spans.tile_starts,
+        room(num_heads, rows.num_tiles), pivots.spans.block_starts, pivots.spans.tile_starts,
     )  # fmt: skip
-    low_weights_kernel[(rows.num_tiles, num_heads)](
-        maps, pivots.maps.stride(0), rows.num_rows, rows.tiles, index.block_offsets,
-        BLOCK_N=index.block_tokens, FIELDS=TILE_FIELDS, CHUNK=CHUNK_BLOCKS,
-        HEADS=triton.next_power_of_2(num_heads), SHARED=SHARED,
+    stride_map, stride_last = pivots.maps.stride(0), pivots.last_rows.stride(0)
+    num_map_programs = len(slots) * rows.num_tiles
+    heads = {"HEADS": triton.next_power_of_2(num_heads), "CHUNK": CHUNK_BLOCKS, "SHARED": SHARED}
+    tiles = {"BLOCK_N": index.block_tokens, "FIELDS": TILE_FIELDS}
+    decide_kernel[(num_map_programs + num_heads * num_rows,)](
+        args, estimates.stride(0), stride_last, num_heads, num_rows, method.max_sparsity, method.max_distance,
+        averages.queries, averages.keys, index.args, num_map_programs, pivots.spans.num_blocks, stride_map,
+        rows.num_tiles, **heads, DENSE=DENSE, **averages.tile_options, num_warps=8,
     )  # fmt: skip
-    return maps
-
-
-def _apply_patterns(
-    pivots: Pivots, index: SparseIndex, heads: torch.Tensor, maps: MapArgs, estimates: torch.Tensor
-) -> None:
-    """Write the lists of shared and dense heads, and keep the new pivots' estimates ã."""
-    rows = index.rows
-    apply_patterns_kernel[(rows.num_tiles, len(heads))](
-        maps, pivots.maps.stride(0), rows.num_rows, estimates, estimates.stride(0),
-        pivots.exists, pivots.last_rows, pivots.last_rows.stride(0), pivots.spans.block_starts,
-        heads, rows.row_table, index.args, rows.num_tiles, BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS,
-        FIELDS=TILE_FIELDS, ROW_FIELDS=ROW_FIELDS,
-        HEADS=triton.next_power_of_2(len(heads)), SHARED=SHARED, DENSE=DENSE,
+    low_weights_kernel[(rows.num_tiles, num_heads)](args, stride_map, num_rows, index.args, **tiles, **heads)
+    apply_patterns_kernel[(rows.num_tiles, num_heads)](
+        args, stride_map, num_rows, estimates.stride(0), stride_last, rows.row_table, index.args, rows.num_tiles,
+        **tiles, **heads, DENSE=DENSE, ROW_FIELDS=ROW_FIELDS,
     )  # fmt: skip
