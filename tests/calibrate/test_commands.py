@@ -68,8 +68,6 @@ def test_a_profile_from_one_command(words, names, text, tmp_path):
         (["best", "--level", "high=0"], "--level: given 'high=0', expected errors above 0, and each level once"),
         (["best", "--level", "high=1", "--level", "high=2"], "expected errors above 0, and each level once"),
         (["best", "--device", "gpu"], "--device: given 'gpu', expected cuda"),
-        (["best", "--through", "jax"], "--through: given 'jax', expected one of transformers, vllm"),
-        (["best", "--tensor-parallel-size", "2"], "--tensor-parallel-size: needs --through vllm"),
         (["calibrate", "--method", "minference", "--level", "high=1:1:1:1"], "a bound of the mean of all heads"),
         (["calibrate", "--method", "share_prefill", "--distance", "0"], "--distance: given 0.0, expected a number abo"),
     ],

@@ -196,26 +196,6 @@ def test_show(levelled: Path) -> None:
     assert "level: given 'exat', expected one of exact, fast, high (did you mean 'exact'?)" in wrong.output
 
 
-def test_pictures(levelled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    image = pytest.importorskip("matplotlib.image", reason="matplotlib draws pictures")
-    path = tmp_path / "maps.png"
-    result = run("show", levelled, "--png", path)
-    assert f"Written to {path}: method, density, output error" in result.output
-    pixels = image.imread(path)
-    assert pixels.shape[0] < pixels.shape[1]
-    assert len({tuple(pixel) for pixel in pixels.reshape(-1, pixels.shape[2]).round(3).tolist()}) > 6
-    formula = tmp_path / "b$x_{$y.yaml"
-    formula.write_bytes(Path(levelled).read_bytes())
-    assert run("show", formula, "--png", path).exit_code == 0  # names are no formulas
-    refused = run("show", "minference", "--png", path)
-    assert (refused.exit_code, "fits any model: name one" in refused.output) == (1, True)
-    refused = run("show", levelled, "--png", tmp_path / "none" / "maps.png")
-    assert (refused.exit_code, "cannot be written: No such file" in refused.output) == (1, True)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    refused = run("show", levelled, "--png", path)
-    assert (refused.exit_code, "pictures need matplotlib" in refused.output) == (1, True)
-
-
 def test_schema_takes_what_a_server_takes(levelled: Path) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema checks by schemas")
     schema = json.loads(run("schema").output)

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from vllm_sparse_backend.cli.common import device_of, exit_on_sigterm, failures, folder_for, say
 
 if TYPE_CHECKING:
-    from vllm_sparse_backend.profiling.job import Capturer, Job, Tell
+    from vllm_sparse_backend.profiling.job import Job, Tell
     from vllm_sparse_backend.profiling.measure import Bound
     from vllm_sparse_backend.profiling.prompts import PromptSet
     from vllm_sparse_backend.settings.profile import Profile
@@ -59,8 +59,6 @@ def job_of(
         ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cuda, or cpu, where references judge, slowly.")] = None,
-    through: Annotated[str, typer.Option(help="What runs the model: transformers, or vllm.")] = "transformers",
-    tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that vLLM spreads the model over.", min=1)] = 1,
     work: Annotated[
         Path | None, typer.Option(help="Folder to go on in where a run was broken off; beside --out unless given.")
     ] = None,
@@ -74,7 +72,6 @@ def job_of(
 
     work = _folders(out, work)
     require_model(model, tokens)
-    capturer, device = _capturer(through, tensor_parallel_size), device_of(device)
 
     def prompts_of(files: list[Path] | None, count: int, part: int) -> "PromptSet":
         if files:
@@ -87,11 +84,10 @@ def job_of(
         prompts_of(held_out, max(1, count // 2), 1),
         Served(chunk, min(4096, tokens // 2) if min_tokens is None else min_tokens),
         work,
-        device,
+        device_of(device),
         None if prompts else seed,
         min_tokens is not None,
-        capturer,
-        tell or Tell(),
+        tell=tell or Tell(),
     )
 
 
@@ -108,17 +104,6 @@ def _folders(out: Path, work: Path | None) -> Path:
     if work.absolute() == out.absolute():
         raise ConfigurationError(f"--out {out}: the run's folder has that name: name another file, or another --work")
     return work
-
-
-def _capturer(through: str, tensor_parallel_size: int) -> "Capturer | None":
-    from vllm_sparse_backend.profiling.vllm_capture import VllmCapturer
-    from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
-
-    if through not in ("transformers", "vllm"):
-        raise ConfigurationError(f"--through: {not_one_of(through, ('transformers', 'vllm'))}")
-    if tensor_parallel_size > 1 and through != "vllm":
-        raise ConfigurationError("--tensor-parallel-size: needs --through vllm")
-    return VllmCapturer(tensor_parallel_size) if through == "vllm" else None
 
 
 def _with_job(run: Callable[..., "Profile"]) -> Callable[..., None]:

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vllm_sparse_backend.cli import making
-from vllm_sparse_backend.cli.common import failure, failures, say
+from vllm_sparse_backend.cli.common import failure, say
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -60,9 +60,8 @@ def show(
     profile: ProfileName,
     model: FittedModel = None,
     level: LevelOption = None,
-    png: Annotated[Path | None, typer.Option(help="Draw heat maps of it to this PNG file; needs matplotlib.")] = None,
 ) -> None:
-    """Tables of what a profile says: by layer, and by setting; as a picture too."""
+    """Tables of what a profile says: by layer, and by setting."""
     from vllm_sparse_backend.profiling import show as part
 
     loaded, shape = _load(profile, model)
@@ -75,14 +74,9 @@ def show(
     for name, value in loaded.provenance.model_dump(exclude_none=True, exclude={"figures"}).items():
         say(f"{name}: {_told(value)}")
     if shape is None:
-        if png is not None:
-            raise failure(f"{profile}: fits any model: name one to draw it for")
         return
     _table(("layers", "heads by method", "settings", "density", "worst error"), part.layer_rows(loaded, shape))
     _table(("heads", "setting", "layers"), part.setting_rows(loaded, shape))
-    if png is not None:
-        with failures():
-            say(f"Written to {png}: {', '.join(part.draw(loaded, shape, png, f'{profile}, {shape}'))}")
 
 
 @profile_app.command("import")
