@@ -13,7 +13,7 @@ from tests.calibrate.made import HEADS, make_job
 from vllm_sparse_backend.profiling import cheapest
 from vllm_sparse_backend.profiling.calibrate import run, together
 from vllm_sparse_backend.profiling.cheapest import Cheapest, choose, holding, judged, price_of
-from vllm_sparse_backend.profiling.costs import Cost, LayerCost, PairCosts, kind_of
+from vllm_sparse_backend.profiling.costs import Cost, EstimatedCosts, LayerCost, kind_of
 from vllm_sparse_backend.profiling.measure import Bound
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
@@ -92,7 +92,7 @@ def test_no_choice_of_the_same_mean_error_keeps_less(seed):
         errors, kept = (sorted(rng.random() for _ in among) for _ in range(2))
         heads.append(dict(zip(among, zip(reversed(errors), kept), strict=True)))
     held = holding(judged(judge_of(*heads), among), Bound(1.0))
-    costs, layers = PairCosts(2), [held[:2], held[2:]]
+    costs, layers = EstimatedCosts(2, selects=False), [held[:2], held[2:]]
     assert price_of(layers, costs, 1.0) == price_of(layers, costs, float("inf")) == 0.0
     for most_mean in (0.05, 0.2, 0.4):
         price = price_of(layers, costs, most_mean)
@@ -113,7 +113,7 @@ def test_a_profile_of_a_bounded_mean(tmp_path, monkeypatch):
     bounds = {"high": Bound(0.5, 3.0, 4.0, mean=0.005), "fast": Bound(0.5, 3.0, 4.0, mean=0.1)}
 
     def made():
-        return run(make_job(tmp_path / "work"), lambda job, bound: Cheapest(job, bound, among, PairCosts(HEADS)),
+        return run(make_job(tmp_path / "work"), lambda job, bound: Cheapest(job, bound, among, EstimatedCosts(HEADS, selects=False)),
                    bounds, "a test")  # fmt: skip
 
     profile = made()

@@ -134,7 +134,7 @@ def test_what_was_judged_is_not_judged_again(layer, tmp_path):
         again.judge([SpargeAttn(kept_mass=0.6)] * HEADS)
     with pytest.raises(ValueError, match="given 1 methods, expected one for each of 4 heads"):
         again.judge(methods[:1])
-    for broken in ("{", json.dumps({"format": 1, "judged": {}}), json.dumps({"format": 3, "judged": {"x": [1]}})):
+    for broken in ("{", json.dumps({"format": 1}), json.dumps({"x": [{"error": 1}]})):
         path.write_text(broken)
-        with pytest.raises(ConfigurationError, match=r"layer\.json: its outcomes cannot be read: .*; delete it"):
+        with pytest.raises(ConfigurationError, match=r"layer\.json: its contents cannot be read: .*; delete it"):
             RememberingJudge(1, HEADS, path, never)

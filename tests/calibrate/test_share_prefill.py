@@ -159,7 +159,6 @@ def test_survey_asks_each_head_by_itself_and_in_its_cluster():
     clusters = (0, 0, 0, NOISE, 1, 1)
     choices = survey_layer(judge, BOUND, LADDER, clusters)
     assert [one.own for one in choices] == [own(0.8), own(0.7), own(0.5), own(0.5), Dense(), own(0.3)]
-    assert [one.is_pivot for one in choices] == [True] + [False] * 5
     members = [own(0.8), own(0.9), own(0.99), None, own(0.8), None]  # the last keeps less by itself
     expected = [method and replace(method, cluster=number) for method, number in zip(members, clusters, strict=True)]
     assert [one.shared for one in choices] == expected
@@ -177,20 +176,18 @@ def test_pivots_that_hold_no_lines_have_the_largest_gamma():
     assert (one.own, one.shared) == (Dense(), replace(LADDER[-1], cluster=3))
 
 
-def choice(cluster: int, saved: float | None = None, pivot: bool = False) -> Choice:
-    shared = SharePrefill(cluster=cluster) if saved is not None else None
-    return Choice(own(0.5), cluster, shared, saved or 0.0, pivot)
+def choice(cluster: int, saved: float | None = None) -> Choice:
+    return Choice(own(0.5), None if saved is None else SharePrefill(cluster=cluster), saved or 0.0)
 
 
-def test_clusters_are_dissolved_where_pivots_cost_more_than_others_save():
+def test_clusters_are_dissolved_where_pivots_cost_as_much_as_others_save():
     """Over all layers; and where nobody would be left to share with."""
-    pays = [choice(0, -0.5, True), choice(0, 0.3)], [choice(0, 0.2)]
-    costs = [choice(1, -0.5, True), choice(1, 0.3)], [choice(1, 0.1)]
+    pays = [choice(0, -0.5), choice(0, 0.3)], [choice(0, 0.3)]
+    costs = [choice(1, -0.5), choice(1, 0.3)], [choice(1, 0.1)]
     alone = [choice(2, 0.3), choice(2)], [choice(2)]
-    pivots = [choice(3, 0.0, True), choice(3, 0.0, True)], []
-    never = [choice(4, 0.0), choice(NOISE)], [choice(4, 0.0)]
-    layers = [[one for of in (pays, costs, alone, pivots, never) for one in of[layer]] for layer in range(2)]
-    assert worth(layers) == {0, 4}
+    nothing = [choice(3, 0.0), choice(NOISE)], [choice(3, 0.0)]
+    layers = [[one for of in (pays, costs, alone, nothing) for one in of[layer]] for layer in range(2)]
+    assert worth(layers) == {0}
 
 
 def sharing_job(folder: Path, **changes: object) -> Job:
