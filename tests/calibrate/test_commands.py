@@ -7,13 +7,13 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.demo.model import bundled_model
+from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.settings.profile import load_profile
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.dense.method import Dense
 
 pytest.importorskip("transformers", reason="models are run with transformers, which comes with vLLM")
-NEEDLE = bundled_model()
+NEEDLE = BUNDLED
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from vllm_sparse_backend.demo.model import bundled_model
+from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.profiling.capture import load_tokenizer
 from vllm_sparse_backend.profiling.prompts import PromptSet, make_prompts, read_prompts
 from vllm_sparse_backend.settings.errors import ConfigurationError
 
 pytest.importorskip("transformers", reason="tokenizers are read with transformers, which comes with vLLM")
-NEEDLE = bundled_model()
+NEEDLE = BUNDLED
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 

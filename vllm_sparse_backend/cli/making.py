@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill profile best|calibrate`: a profile of one's own model, from prompts."""
 
+import errno
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from vllm_sparse_backend.cli.common import device_of, exit_on_sigterm, failures, folder_for, say
+from vllm_sparse_backend.cli.common import Chunk, Model, device_of, exit_on_sigterm, failures, folder_for, say
+from vllm_sparse_backend.cli.progress import bar
 
 if TYPE_CHECKING:
-    from vllm_sparse_backend.profiling.job import Job, Tell
+    from vllm_sparse_backend.profiling.job import Job
     from vllm_sparse_backend.profiling.measure import Bound
     from vllm_sparse_backend.profiling.prompts import PromptSet
     from vllm_sparse_backend.settings.profile import Profile
@@ -24,9 +23,8 @@ if TYPE_CHECKING:
 Level = Annotated[
     list[str] | None,
     typer.Option(
-        help="NAME=ERROR[:WORST[:RARE[:MEAN]]], high or fast: the most error of a head's output, on average, at the "
-        "worst hundredth of queries and at the worst thousandth; and the most that all heads have on average, which is "
-        "spent where it saves most. The first is the profile's own; may be repeated. By default high=0.1:0.4."
+        help="NAME=ERROR[:WORST[:RARE[:MEAN]]], high or fast: the most error of a head's output: mean, at the worst "
+        "hundredth of queries, at the worst thousandth; MEAN: of all heads together. May be repeated; high=0.1:0.4."
     ),
 ]
 Margin = Annotated[float, typer.Option(help="Share of a bound that is left to unseen prompts.", min=0.0, max=0.9)]
@@ -35,33 +33,25 @@ DEFAULT_LEVELS = ("high=0.1:0.4",)
 
 
 def job_of(
-    model: Annotated[Path, typer.Argument(help="Folder of a model in Hugging Face's format.")],
+    model: Model,
     out: Annotated[Path, typer.Option(help="The profile to write; it must not exist yet.")],
     prompts: Annotated[
         list[Path] | None,
         typer.Option(help="A text, or .jsonl of prompts or chats; may be repeated. Made of a text unless given."),
     ] = None,
-    held_out: Annotated[
-        list[Path] | None, typer.Option(help="The same for the check at the end; made of another text unless given.")
-    ] = None,
+    held_out: Annotated[list[Path] | None, typer.Option(help="The same, for the check at the end.")] = None,
     text: Annotated[
         Path | None, typer.Option(help="Text file, or folder of *.py, to make prompts of; vLLM's sources unless given.")
     ] = None,
     tokens: Annotated[int, typer.Option(help="Length of made prompts, and the most of others.", min=64)] = 32768,
     count: Annotated[int, typer.Option(help="Made prompts.", min=1)] = 3,
-    seed: Annotated[int, typer.Option(help="Of made prompts.")] = 0,
-    chunk: Annotated[int, typer.Option(help="Tokens of a step, as --max-num-batched-tokens.", min=1)] = 8192,
+    chunk: Chunk = 8192,
     min_tokens: Annotated[
         int | None,
-        typer.Option(
-            help="Positions up to which all is dense, which the profile will say; without it 4,096 are not judged.",
-            min=0,
-        ),
+        typer.Option(help="First positions, always dense, as the profile then says; 4,096 are not judged.", min=0),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cuda, or cpu, where references judge, slowly.")] = None,
-    work: Annotated[
-        Path | None, typer.Option(help="Folder to go on in where a run was broken off; beside --out unless given.")
-    ] = None,
+    work: Annotated[Path | None, typer.Option(help="Folder to go on in after a stop; beside --out.")] = None,
     tell: Any = None,
 ) -> "Job":
     """The options that both commands have."""
@@ -76,7 +66,7 @@ def job_of(
     def prompts_of(files: list[Path] | None, count: int, part: int) -> "PromptSet":
         if files:
             return read_prompts(model, files, tokens)
-        return make_prompts(model, text or default_text(), tokens, count, seed + part, part)
+        return make_prompts(model, text or default_text(), tokens, count, part, part)
 
     return Job(
         model,
@@ -85,7 +75,7 @@ def job_of(
         Served(chunk, min(4096, tokens // 2) if min_tokens is None else min_tokens),
         work,
         device_of(device),
-        None if prompts else seed,
+        None if prompts else 0,
         min_tokens is not None,
         tell=tell or Tell(),
     )
@@ -115,19 +105,22 @@ def _with_job(run: Callable[..., "Profile"]) -> Callable[..., None]:
     shared = [p for name, p in inspect.signature(job_of).parameters.items() if name != "tell"]
 
     def command(**given: Any) -> None:
+        from vllm_sparse_backend.profiling.job import Tell
+
         exit_on_sigterm()
         mine = {p.name: given.pop(p.name) for p in own}
         jobs: list[Job] = []
 
         def make_job() -> "Job":
-            jobs.append(job_of(**given, tell=tell))
+            jobs.append(job_of(**given, tell=Tell(shown.begin, shown.step, shown.say)))
             return jobs[0]
 
-        with failures(), _progress() as tell:
+        work = given["work"] or given["out"].with_suffix(".work")
+        with failures(f"The same command goes on with what {work} holds."), bar("prompts") as shown:
             profile = run(make_job, **mine)
-            _write(profile, given["out"])
+            write_whole(profile, given["out"])
             jobs[0].clear()
-            _report(profile, given["out"])
+        _report(profile, given["out"])
 
     ordered = sorted([*shared, *own], key=lambda p: p.default is not inspect.Parameter.empty)
     command.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
@@ -136,29 +129,19 @@ def _with_job(run: Callable[..., "Profile"]) -> Callable[..., None]:
     return command
 
 
-@contextmanager
-def _progress() -> Iterator["Tell"]:
-    """A bar on stderr with the time left."""
-    from vllm_sparse_backend.profiling.job import Tell
+def write_whole(profile: "Profile", out: Path) -> None:
+    """Whole or not at all, and over no other file. Raises ConfigurationError."""
+    from vllm_sparse_backend.settings.errors import ConfigurationError
 
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
-        TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("prompts", total=None)
-        yield Tell(
-            lambda what, steps: progress.reset(task, description=what, total=steps),
-            lambda: progress.advance(task),
-            lambda text: progress.update(task, description=escape(text)),
-        )
-
-
-def _write(profile: "Profile", out: Path) -> None:
-    """Whole or not at all."""
     aside = out.with_name(f".{out.name}.new")
-    aside.write_text(profile.to_yaml(), encoding="utf-8")
-    aside.replace(out)
+    try:
+        if out.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        aside.write_text(profile.to_yaml(), encoding="utf-8")
+        aside.replace(out)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise ConfigurationError(f"{out}: cannot be written: {error.strerror}") from error
 
 
 def _report(profile: "Profile", out: Path) -> None:
@@ -211,14 +194,14 @@ def calibrate(
     method: Annotated[
         str,
         typer.Option(
-            help="minference, share_prefill, sparge_attn (sparge_attn+skip searches its λ too), or any method with a "
-            "ladder; NAME:FIELD=VALUE takes the settings of its ladder that have this value."
+            help="minference, sparge_attn+skip (its λ too), or a method with a ladder; NAME:FIELD=VALUE: the settings "
+            "of its ladder with this value."
         ),
     ],
     level: Level = None,
     margin: Margin = 0.1,
     distance: Annotated[
-        float | None, typer.Option(help="Up to which share_prefill joins heads; 10 unless given, the authors' is 40.")
+        float | None, typer.Option(help="Up to which share_prefill joins heads: 10; the authors' is 40.")
     ] = None,
 ) -> "Profile":
     """One method, as its paper calibrates it: each head's setting, as sparse as the bound allows; else dense.
