@@ -17,8 +17,8 @@ from rich.markup import escape
 def group(help: str) -> typer.Typer:
     """Commands under one name, all of which take -h."""
     return typer.Typer(
-        help=help, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        help=help, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )  # fmt: skip
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 Level = Annotated[
     list[str] | None,
     typer.Option(
-        help="NAME=ERROR[:WORST[:RARE[:MEAN]]], high or fast: the most error of a head's output: mean, at the worst "
-        "hundredth of queries, at the worst thousandth; MEAN: of all heads together. May be repeated; high=0.1:0.4."
+        help="NAME=ERROR[:WORST[:RARE[:MEAN]]], NAME high or fast: the most error of a head, its mean, at the worst "
+        "100th and 1,000th of queries, and the mean of all heads. May be repeated; high=0.1:0.4."
     ),
 ]
 Margin = Annotated[float, typer.Option(help="Share of a bound that is left to unseen prompts.", min=0.0, max=0.9)]
@@ -37,18 +37,18 @@ def job_of(
     out: Annotated[Path, typer.Option(help="The profile to write; it must not exist yet.")],
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(help="A text, or .jsonl of prompts or chats; may be repeated. Made of a text unless given."),
+        typer.Option(help="A text, or .jsonl of prompts or chats; may be repeated. Else made of --text."),
     ] = None,
     held_out: Annotated[list[Path] | None, typer.Option(help="The same, for the check at the end.")] = None,
     text: Annotated[
-        Path | None, typer.Option(help="Text file, or folder of *.py, to make prompts of; vLLM's sources unless given.")
+        Path | None, typer.Option(help="Text file, or folder of *.py, to make prompts of; vLLM's sources.")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Length of made prompts, and the most of others.", min=64)] = 32768,
+    tokens: Annotated[int, typer.Option(help="Length of made prompts, the most of others.", min=64)] = 32768,
     count: Annotated[int, typer.Option(help="Made prompts.", min=1)] = 3,
     chunk: Chunk = 8192,
     min_tokens: Annotated[
         int | None,
-        typer.Option(help="First positions, always dense, as the profile then says; 4,096 are not judged.", min=0),
+        typer.Option(help="First positions, dense, as the profile then says; 4,096 not judged.", min=0),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cuda, or cpu, where references judge, slowly.")] = None,
     work: Annotated[Path | None, typer.Option(help="Folder to go on in after a stop; beside --out.")] = None,
@@ -178,9 +178,7 @@ def best(
     make_job: "Callable[[], Job]",
     level: Level = None,
     margin: Margin = 0.1,
-    method: Annotated[
-        list[str] | None, typer.Option(help="A method to choose from; may be repeated. By default all.")
-    ] = None,
+    method: Annotated[list[str] | None, typer.Option(help="A method to choose from; may be repeated. All.")] = None,
 ) -> "Profile":
     """Per head the cheapest of all methods, in time on this device, whose output error holds the bound; else dense."""
     from vllm_sparse_backend.profiling import calibrate as part
@@ -194,8 +192,7 @@ def calibrate(
     method: Annotated[
         str,
         typer.Option(
-            help="minference, sparge_attn+skip (its λ too), or a method with a ladder; NAME:FIELD=VALUE: the settings "
-            "of its ladder with this value."
+            help="minference, sparge_attn+skip (its λ too), or a method with a ladder; NAME:FIELD=VALUE for a part."
         ),
     ],
     level: Level = None,
@@ -204,10 +201,7 @@ def calibrate(
         float | None, typer.Option(help="Up to which share_prefill joins heads: 10; the authors' is 40.")
     ] = None,
 ) -> "Profile":
-    """One method, as its paper calibrates it: each head's setting, as sparse as the bound allows; else dense.
-
-    Where a level bounds the mean of all heads too, heads choose among all settings of the method, beyond its paper.
-    """
+    """One method, as its paper calibrates it: each head's setting, as sparse as the bound allows; else dense."""
     from vllm_sparse_backend.profiling import calibrate as part
 
     bounds = _bounds(level)

@@ -166,6 +166,6 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 for command in making.COMMANDS:
     method = " --method sale" if command.__name__ == "calibrate" else ""
-    profile_app.command(
-        epilog=f"Example: sparse-prefill profile {command.__name__} MODEL{method} --prompts chats.jsonl --out mine.yaml"
-    )(command)
+    profile_app.command(epilog=f"Example: sparse-prefill profile {command.__name__} MODEL{method} --out mine.yaml")(
+        command
+    )

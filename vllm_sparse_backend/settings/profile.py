@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from vllm_sparse_backend.settings import strict_yaml
-from vllm_sparse_backend.settings.crossover import TokenCount
+from vllm_sparse_backend.settings.crossover import OwnCrossover, TokenCount
 from vllm_sparse_backend.settings.errors import ConfigurationError, Section, not_one_of, unexpected
 from vllm_sparse_backend.settings.figures import Figures
 from vllm_sparse_backend.settings.methods import make_method, method_names, parameters_of
@@ -106,6 +106,8 @@ class Level(Section):
     dense_layers: Ranges = ()
     default: MethodSpec
     layers: Annotated[dict[Ranges, LayerProfile], DisjointRanges] = Field(default={})
+    crossover: OwnCrossover | None = None
+    """From which lengths on it pays, as measured: what ``auto`` stands for on that device and with those engines."""
     provenance: Provenance = Provenance()
 
     @staticmethod
@@ -164,6 +166,7 @@ class Level(Section):
             "dense_layers": _key(self.dense_layers) if self.dense_layers else None,
             "default": spec(self.default),
             "layers": {_key(layers): _layer_data(profile, spec) for layers, profile in self.layers.items()},
+            "crossover": strict_yaml.FlowDict(self.crossover.model_dump(mode="json")) if self.crossover else None,
             "provenance": provenance,
         }
         return {name: value for name, value in data.items() if value is not None and value != {}}
