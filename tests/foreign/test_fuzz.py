@@ -29,6 +29,7 @@ default: {method: sale, tau: 0.01, sink_tokens: 32, local_tokens: 128, int8_scor
 layers:
   2-3: {default: {method: a_shape, sink_tokens: 64, local_tokens: 256}, heads: {0-3: {method: dense}}}
   4: {heads: {'1,5': {method: vertical_slash, vertical_tokens: 30, slash_tokens: 800}}}
+crossover: {device: a card, engines: [hopper], longest_tokens: 32768, min_tokens: null, min_query_tokens: 256}
 levels:
   fast:
     dense_layers: [5]

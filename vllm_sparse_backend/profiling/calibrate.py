@@ -16,6 +16,7 @@ from typing import Any
 from vllm_sparse_backend.profiling.cheapest import Cheapest
 from vllm_sparse_backend.profiling.clusters import require_scipy
 from vllm_sparse_backend.profiling.costs import EstimatedCosts
+from vllm_sparse_backend.profiling.crossover import own_crossover
 from vllm_sparse_backend.profiling.flow import walk
 from vllm_sparse_backend.profiling.job import Job
 from vllm_sparse_backend.profiling.measure import Bound, Figures, LayerJudge
@@ -127,7 +128,8 @@ def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str, margi
             methods, figures = walk(job, "prompts", search.company, choose)
             if not search.again(methods, mean_error(figures, job.shape.num_heads)):
                 break
-        found[name] = Found(bound, methods, figures, _held_out(job, search, methods))
+        held_out = _held_out(job, search, methods)
+        found[name] = Found(bound, methods, figures, held_out, own_crossover(job, methods))
     return profile_of(job, found, source)
 
 

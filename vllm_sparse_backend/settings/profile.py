@@ -111,7 +111,9 @@ class Level(Section):
     provenance: Provenance = Provenance()
 
     @staticmethod
-    def of_heads(methods: Sequence[Sequence[Method]], provenance: Provenance | None = None) -> "Level":
+    def of_heads(
+        methods: Sequence[Sequence[Method]], provenance: Provenance, crossover: OwnCrossover | None = None
+    ) -> "Level":
         """What says of each layer's heads that they have these methods, in as few words as there are.
 
         Layers all of whose heads are plainly dense become ``dense_layers``, where there are others too.
@@ -125,7 +127,9 @@ class Level(Section):
         for i, layer in sparse.items():
             alike[layer].append(i)
         layers = {tuple(i): _layer_of(layer, default) for layer, i in alike.items() if set(layer) != {default}}
-        return Level(dense_layers=tuple(dense), default=default, layers=layers, provenance=provenance or Provenance())
+        return Level(
+            dense_layers=tuple(dense), default=default, layers=layers, crossover=crossover, provenance=provenance
+        )
 
     def methods_of(self, layer: int, num_heads: int) -> tuple[Method, ...]:
         """The method of each of the model's ``num_heads`` query heads in one layer."""
