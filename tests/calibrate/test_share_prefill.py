@@ -70,14 +70,13 @@ def test_representations_are_equal_for_equal_seeds():
     assert not torch.equal(first, representations(maps, epochs=3, seed=1))
 
 
-def test_ward_by_hand():
-    points = torch.tensor([[10.0], [0.0], [1.0]])
-    assert ward_labels(points, 0.99) == [0, 1, 2]
-    assert ward_labels(points, 1.0) == [0, 1, 1]
-    between = (2 * 2 * 1 / 3) ** 0.5 * 9.5  # sqrt(2 |A| |B| / (|A| + |B|)) between the means
-    assert ward_labels(points, between - 0.01) == [0, 1, 1]
-    assert ward_labels(points, between + 0.01) == [0, 0, 0]
-    assert ward_labels(points[:1], 1.0) == [0]
+@pytest.mark.parametrize(("distance", "joined"), [(0.99, 3), (1.0, 2), (10.96, 2), (10.98, 1)])
+def test_ward_by_hand(distance, joined):
+    """Of 10, 0 and 1; between the means of one and two points 9.5 apart lie sqrt(2 · 2 · 1 / 3) · 9.5 = 10.97."""
+    labels = ward_labels(torch.tensor([[10.0], [0.0], [1.0]]), distance)
+    assert len(set(labels)) == joined
+    assert (labels[1] == labels[2]) == (joined < 3)
+    assert len(ward_labels(torch.zeros(1, 1), distance)) == 1
 
 
 def test_without_scipy_the_extra_is_named(monkeypatch):

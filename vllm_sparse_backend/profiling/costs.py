@@ -32,8 +32,8 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.trial import Batch
 
-PAIR_MS = 7.6e-10
-"""FlashAttention-3 on an H200, head_dim 128."""
+PAIR_MS = 7.6e-10 / 128
+"""Of one channel: FlashAttention-3 on an H200."""
 
 
 @dataclass(frozen=True)
@@ -82,24 +82,15 @@ def head_ms(costs: Costs, method: Method, density: float) -> float:
     return cost.head_ms + density * cost.full_ms
 
 
-def share_ms(costs: Costs, method: Method, density: float, num_heads: int) -> float:
-    """A head's share where all ``num_heads`` of the layer are of its kind."""
-    return head_ms(costs, method, density) + (costs.of(method).group_ms + costs.layer.base_ms) / num_heads
-
-
 @dataclass(frozen=True)
 class EstimatedCosts:
     """By pairs, and the share of dense attention's time that a selection takes by its method's description."""
 
     num_heads: int
     full_ms: float = 1.0
+    """Of a head's attention to all pairs."""
     selects: bool = True
     """False: kept pairs are all that counts, for searches of what is sparsest, on no device in particular."""
-
-    @staticmethod
-    def of_pairs(num_pairs: int, num_heads: int, head_dim: int) -> "EstimatedCosts":
-        """``num_pairs``: causal pairs of one head."""
-        return EstimatedCosts(num_heads, num_pairs * PAIR_MS * head_dim / 128)
 
     def of(self, method: Method) -> Cost:
         # A third of what a selection takes does not depend on the number of heads.

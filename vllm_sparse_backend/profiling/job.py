@@ -26,7 +26,7 @@ from vllm_sparse_backend.measure.card import Card
 from vllm_sparse_backend.measure.report import versions, write_json
 from vllm_sparse_backend.profiling.capture import Capture, capture_each, weights_sha256
 from vllm_sparse_backend.profiling.chunks import chunk_rows
-from vllm_sparse_backend.profiling.costs import Costs, EstimatedCosts, MeasuredCosts
+from vllm_sparse_backend.profiling.costs import PAIR_MS, Costs, EstimatedCosts, MeasuredCosts
 from vllm_sparse_backend.profiling.judge import LayerPrompt, Served
 from vllm_sparse_backend.profiling.outside import read_json
 from vllm_sparse_backend.profiling.prompts import PromptSet
@@ -119,7 +119,8 @@ class Job:
         rows = chunk_rows(
             len(self.prompts.prompts[0]), self.served.chunk_tokens, torch.device("cpu"), self.served.min_tokens
         )
-        return EstimatedCosts.of_pairs(sum(map(causal_pairs, rows)), self.shape.num_heads, self.shape.head_dim)
+        full_ms = sum(map(causal_pairs, rows)) * self.shape.head_dim * PAIR_MS
+        return EstimatedCosts(self.shape.num_heads, full_ms)
 
     def first_batches(self) -> list[Batch]:
         """The first prompt's chunks in the first layer that can go sparse."""
