@@ -117,18 +117,6 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bytes(undisturbed, tmp_path):
     assert profile_of(make_job(folder, seed=7)) == undisturbed
 
 
-@pytest.mark.full
-def test_a_capture_that_was_broken_off_is_made_anew(undisturbed, tmp_path):
-    job = make_job(tmp_path / "work", seed=7)
-    job.enter()
-    assert len(job.captures["prompts"]) == 1
-    (tmp_path / "work" / "prompts-0" / "capture.json").unlink()
-    (tmp_path / "work" / "prompts-0" / "layer-001.safetensors").write_bytes(b"half")
-    again = StructuredCapturer()
-    assert profile_of(make_job(tmp_path / "work", seed=7, capturer=again)) == undisturbed
-    assert again.captured == ["prompts-0"]
-
-
 def test_a_folder_of_another_job_is_refused(tmp_path):
     make_job(tmp_path / "work").enter()
     make_job(tmp_path / "work", seed=3).enter()

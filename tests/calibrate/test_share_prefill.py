@@ -104,28 +104,6 @@ def test_attention_maps_average_blocks(monkeypatch, score_bytes):
         attention_maps(q, k, 0.7, 80)
 
 
-@pytest.mark.gpu
-def test_the_papers_side_takes_no_more_memory_than_is_said():
-    """Maps of 32,768 tokens of an 8B model's layer; training on eight of them, twice alike."""
-    q, k = (torch.randn(32768, heads, 128, dtype=torch.bfloat16, device="cuda") for heads in (32, 8))
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    maps = attention_maps(q, k, 0.1, module.SIDE)
-    assert torch.cuda.max_memory_allocated() - before < 1.3e9
-    assert torch.cuda.memory_allocated() == before
-    assert (maps.shape, maps.dtype, str(maps.device)) == ((32, 1936, 1936), torch.float16, "cpu")
-    del q, k
-    torch.cuda.reset_peak_memory_stats()
-    first, again = (representations(maps[:8], epochs=2, device="cuda") for _ in range(2))
-    assert torch.cuda.max_memory_allocated() < 8.5e9
-    assert torch.equal(first, again)
-
-
-def test_the_scale_and_the_precision_of_maps_do_not_matter(clusters):
-    halved = [(layer / layer.amax((1, 2), keepdim=True)).half() for layer in synthetic_maps()]
-    assert cluster_heads(halved, epochs=12) == clusters
-
-
 # Each head's γ
 
 LADDER = [SharePrefill(gamma=gamma, max_sparsity=0.9, max_distance=0.3) for gamma in (0.3, 0.5, 0.7, 0.8, 0.9, 0.99)]
@@ -170,11 +148,6 @@ def test_survey_asks_each_head_by_itself_and_in_its_cluster():
     assert len(without.passes) <= most_passes(len(LADDER))
 
 
-def test_pivots_that_hold_no_lines_have_the_largest_gamma():
-    (one,) = survey_layer(FakeJudge(head(0.9995)), BOUND, LADDER, (3,))
-    assert (one.own, one.shared) == (Dense(), replace(LADDER[-1], cluster=3))
-
-
 def choice(cluster: int, saved: float | None = None) -> Choice:
     return Choice(own(0.5), None if saved is None else SharePrefill(cluster=cluster), saved or 0.0)
 
@@ -198,20 +171,6 @@ def sharing_job(folder: Path, **changes: object) -> Job:
 
 def searched(job: Job, bound: Bound = BOUND) -> Profile:
     return run(job, partial(Sharing, ladder=LADDER, distance=1000.0), {"high": bound}, "a test", margin=0.1)
-
-
-def test_outcomes_are_known_again_whatever_gamma_earlier_heads_have(tmp_path):
-    """Later layers are given who is in which cluster, and nothing else of it."""
-    job = sharing_job(tmp_path / "work")
-
-    def path(*heads: Method) -> Path:
-        flow = Flow(job, "prompts")
-        flow.add(heads)
-        return flow.judge().path
-
-    member = replace(LADDER[0], cluster=0)
-    assert path(member, Dense()) == path(replace(member, gamma=0.5), replace(LADDER[0], gamma=0.7))
-    assert len({path(member, Dense()), path(Dense(), member), path(replace(member, cluster=1), Dense())}) == 3
 
 
 @pytest.mark.full
