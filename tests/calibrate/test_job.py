@@ -1,14 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole runs on captures of structured heads: what is written, and that a run which is broken off loses nothing."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -90,31 +83,6 @@ def test_a_run_that_was_stopped_between_layers_goes_on_to_the_same_bytes(undistu
     assert not list((tmp_path / "work").glob("*/"))
     assert profile_of(make_job(tmp_path / "work", seed=7, capturer=again)) == undisturbed
     assert again.captured == []
-
-
-KILLED = """
-import sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-from tests.calibrate.test_job import make_job, profile_of
-profile_of(make_job(Path({folder!r}), seed=7))
-"""
-
-
-@pytest.mark.full
-def test_a_run_that_is_killed_goes_on_to_the_same_bytes(undisturbed, tmp_path):
-    """By SIGKILL, once the first layer is on the disk: nothing is done on the way out."""
-    folder = tmp_path / "work"
-    code = KILLED.format(tests=str(Path(__file__).parents[2]), folder=str(folder))
-    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"})
-    deadline = time.monotonic() + 120
-    while not (folder / "prompts-layer-000.json").exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    known = json.loads((folder / "prompts-layer-000.json").read_text())
-    assert len(known) >= len(AMONG)
-    assert profile_of(make_job(folder, seed=7)) == undisturbed
 
 
 def test_a_folder_of_another_job_is_refused(tmp_path):

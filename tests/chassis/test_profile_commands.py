@@ -58,38 +58,14 @@ def test_import_then_check(model: Path, patterns: Path, tmp_path: Path) -> None:
     assert checked.exit_code == 0, checked.output
     assert checked.output.splitlines() == imported.output.splitlines()[:-2]
     assert imported.output.splitlines()[-2] == "imported from MInference's best_pattern.json"
+    again = run("import", patterns, model, out)
+    assert (again.exit_code, again.output.strip()) == (1, f"{out}: cannot be written: File exists")
     for line in (
         "4 of 8 heads: block_sparse(top_blocks=100)",
         "3 of 8 heads: vertical_slash(last_queries=64, forced_verticals=30, forced_slashes=100, settings=2)",
         "1 of 8 heads: a_shape(sink_tokens=128, local_tokens=512)",
     ):
         assert line in checked.output
-
-
-def test_heads_that_share_are_one_line(model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "p.yaml"
-    heads = "{0-1: {method: share_prefill, cluster: 2}, 2: {method: a_shape}, 3: {method: share_prefill, cluster: 5}}"
-    path.write_text(f"format: 1\nmodel: any\ndefault: {{method: share_prefill}}\nlayers:\n  1: {{heads: {heads}}}\n")
-    thresholds = "max_sparsity=0.3, max_distance=0.2, gamma=0.9, last_queries=64, estimating='last'"
-    shared = f"share_prefill({thresholds}, clusters=2, clustered_heads=3)"
-    lines = run("check", path, model).output.splitlines()[1:]
-    assert lines == [f"7 of 8 heads: {shared}", "1 of 8 heads: a_shape(sink_tokens=1024, local_tokens=4096)"]
-    assert "every head: share_prefill(max_sparsity=0.3," in run("check", path).output
-
-
-@pytest.mark.parametrize(
-    ("level", "where"), [("", "profile {}"), ("levels:\n  fast:\n    ", "profile {} at level fast")]
-)
-def test_a_profile_whose_layers_are_all_dense_is_refused(model: Path, tmp_path: Path, level: str, where: str) -> None:
-    """As a server refuses it."""
-    path = tmp_path / "p.yaml"
-    own = "level: high\ndefault: {method: a_shape}\n" if level else ""
-    indent = "    " if level else ""
-    path.write_text(f"format: 1\nmodel: any\n{own}{level}dense_layers: 0-1\n{indent}default: {{method: a_shape}}\n")
-    assert run("check", path).exit_code == 0
-    result = run("check", path, model)
-    assert result.exit_code == 1
-    assert result.output.strip() == f"dense_layers of {where.format(path)} name all 2 layers, expected fewer"
 
 
 WRONG = {
@@ -103,6 +79,10 @@ WRONG = {
         ("sink: unknown parameter of a_shape",),
     ),
     "no profile": ("a story\n", ("expected a mapping of fields to values",)),
+    "all dense": (
+        "format: 1\nmodel: any\ndense_layers: 0-1\ndefault: {method: a_shape}\n",
+        ("dense_layers of profile {} name all 2 layers, expected fewer",),
+    ),
     "no clusters": (
         "format: 1\nmodel: any\ndefault: {method: share_prefill}\n",
         ("{}: share_prefill: no two heads can share",),
@@ -128,15 +108,6 @@ def _is_refused(result: Result, *says: str) -> None:
     (line,) = result.output.splitlines()
     assert result.exit_code == 1
     assert all(said in line for said in says), line
-
-
-def test_import_never_overwrites(model: Path, patterns: Path, tmp_path: Path) -> None:
-    out = tmp_path / "profile.yaml"
-    out.write_text("mine")
-    result = run("import", patterns, model, out)
-    assert result.exit_code == 1
-    assert result.output.strip() == f"{out}: cannot be written: File exists"
-    assert out.read_text() == "mine"
 
 
 LEVELS = """\
