@@ -18,12 +18,12 @@ import torch
 import typer
 
 from benchmarks.batches import random_batch, random_index
+from benchmarks.check import BUDGET, Check, check_attention
 from benchmarks.figures import Report
 from benchmarks.options import Chunk, Contexts, Engines, Json, Model, Page, Results, difference, is_default
 from vllm_sparse_backend.cli.bench import show
 from vllm_sparse_backend.cli.common import failures, split, token_counts
 from vllm_sparse_backend.measure.card import Card, Span, refusal
-from vllm_sparse_backend.measure.check import BUDGET, Check, check_attention
 from vllm_sparse_backend.measure.data import Heads, without_nan
 from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_kernels import AttendOptions, SparseIndex

@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
-from vllm_sparse_backend.measure.asked import Asked
+from benchmarks.asked import Asked
 from vllm_sparse_backend.measure.card import Card
 from vllm_sparse_backend.measure.data import Prompt
 from vllm_sparse_backend.measure.layers import Layer, layers_of
@@ -19,6 +19,7 @@ from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import AttendOptions, PagedCache, SparseIndex
 from vllm_sparse_kernels.attend import AttendSpec, Engine, choose
 
+CHUNK_TOKENS = 8192
 Json = Annotated[Path | None, typer.Option("--json", help="File for all that was measured.")]
 Results = Annotated[Path | None, typer.Option(help="List of figures to merge this run's into.")]
 Methods = Annotated[
@@ -54,7 +55,7 @@ def layers_served(
 ) -> tuple[Engine, list[Layer]]:
     """The chunk in each layer, for the engine that a server would take."""
     for engine in card.engines.values():
-        layers = layers_of(prompts, plan, context_len, query_len, engine.name)
+        layers = layers_of(prompts, plan.layers, context_len, query_len, engine.name)
         if all(layer.refusal(engine) is None for layer in layers):
             return engine, layers
     raise BenchError("no engine can attend over this plan's index here")

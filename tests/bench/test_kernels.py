@@ -11,14 +11,14 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import attend, methods
+from benchmarks.asked import Asked, methods_asked
 from benchmarks.batches import random_batch, random_index
+from benchmarks.check import Check, check_attention
 from benchmarks.figures import Report
 from tests.bench.conftest import HEADS, CpuCard
 from tests.helpers.lined import DEVICE
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.measure import crossover, data
-from vllm_sparse_backend.measure.asked import Asked, methods_asked
-from vllm_sparse_backend.measure.check import Check, check_attention
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_kernels.attend import PORTABLE, Engine
 from vllm_sparse_kernels.attend.reference import attend as reference

@@ -13,9 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.figures import main as figures_of, of_serve, read_figures
+from benchmarks.tiny import CONFIG, make_model
 from tests.bench.stub import Stub, running
 from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.demo.model import CONFIG, bundled_model, make_model
+from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.measure import latency, load, serve, server
 from vllm_sparse_backend.measure.client import Answer, Endpoint, Prompts, RequestError
 from vllm_sparse_backend.measure.latency import Length
@@ -366,7 +367,7 @@ def test_settings_that_a_server_would_refuse_are_refused_before_it_starts():
         with pytest.raises(BenchError, match="--settings"):
             Settings.parse(given)
     assert Settings.parse('{"profile": "auto"}').values == {"profile": "auto"}  # is left to the server
-    needle = bundled_model()
+    needle = BUNDLED
     assert Settings.parse("streaming", model=needle).values == {"profile": "streaming"}
     for text, problem in (
         ("minference-llama-3.1-8b-instruct", "the profile is for .* 32 layers"),

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from benchmarks.oracle import oracle_density
+from benchmarks.structured import NUM_SINKS, SEQUENCE, paged_batch, structured
 from tests.helpers.lined import DEVICE
-from vllm_sparse_backend.measure.structured import NUM_SINKS, SEQUENCE, paged_batch, structured
 
 
 def probabilities(data, head):

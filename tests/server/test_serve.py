@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from benchmarks.tiny import CONFIG
 from tests.server import levels, scenario
 from tests.server.scenario import Servers
-from vllm_sparse_backend.demo.model import CONFIG
 from vllm_sparse_backend.measure.scrape import Report
 from vllm_sparse_backend.measure.server import Server, ServerError
 from vllm_sparse_backend.settings.reasons import Fallback

@@ -6,8 +6,6 @@ if the model that is brought along answers wrong.
 """
 
 import contextlib
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_sparse_backend.demo.model import CANNOT_FIND, FINDING_LAYER, bundled_model, make_model
+from vllm_sparse_backend.demo.model import BUNDLED, CANNOT_FIND, FINDING_LAYER
 from vllm_sparse_backend.demo.question import Question, make_questions
 from vllm_sparse_backend.measure.scrape import Report, parse
 from vllm_sparse_backend.measure.server import Server, sparse_args
@@ -50,18 +48,15 @@ class Given:
         return self.question.is_answered_by(self.answer)
 
 
-def run_demo(model: Path | None, method: str, work_dir: Path | None, console: Console) -> None:
+def run_demo(model: Path | None, method: str, console: Console) -> None:
     """Run the demo; raises ``DemoError``, ``ServerError`` or ``ConfigurationError`` with the reason if it fails.
 
     The model that is brought along is asked through stock vLLM too, and has to be right. A model of the user's is
     asked through this backend alone, as starting it twice may take long, and may answer what it will.
     """
-    known = bundled_model() if model is None else None
-    chosen = model or known or make_model((work_dir or _default_work_dir()) / "demo-model")
-    if known is None and model is None:
-        console.print(f"Model, made locally: {escape(str(chosen))}", highlight=False, soft_wrap=True)
+    known, chosen = model is None, model or BUNDLED
     length = ("--max-model-len", str(_max_model_len(chosen)))
-    settings = settings_of(method, bundled=known is not None)
+    settings = settings_of(method, bundled=known)
     given = []
     if "dense_layers" in settings:
         console.print(
@@ -97,11 +92,6 @@ def _started(name: str, server: Server, console: Console) -> Iterator[Server]:
             stack.enter_context(server)
         console.print(f"The server is ready after {time.monotonic() - began:.0f} s.")
         yield server
-
-
-def _default_work_dir() -> Path:
-    in_venv = sys.prefix != sys.base_prefix
-    return Path(sys.prefix if in_venv else tempfile.gettempdir()) / "sparse-prefill"
 
 
 def _max_model_len(model: Path) -> int:
