@@ -63,5 +63,5 @@ def card(monkeypatch: pytest.MonkeyPatch) -> CpuCard:
     found = CpuCard()
     for module in ("vllm_sparse_backend.measure.card", "benchmarks.attend", "benchmarks.methods"):
         monkeypatch.setattr(f"{module}.Card", lambda: found)
-    monkeypatch.setattr(Heads, "of", staticmethod(lambda model, page_size: HEADS))
+    monkeypatch.setattr(Heads, "of", staticmethod(lambda model, page_size=128: HEADS))
     return found
