@@ -34,7 +34,7 @@ def test_lines_are_tokenized_as_the_tool_does(tokenizer: Any) -> None:
     """The filled row of a question is what `eval answers` puts into its prompts."""
     lines = Lines.of(tokenizer, "cpu")
     name, value = "amber falcon river", "4071523"
-    tool = answers.Line.of(lambda text: encode(tokenizer, text), answers.TEMPLATES.question, name, value)
+    tool = answers.Line.of(lambda text: encode(tokenizer, text), answers.Templates().question, name, value)
     filled = torch.zeros(SLOTS, dtype=torch.long)
     filled[NAME : NAME + 3] = torch.tensor(encode(tokenizer, f" {name}"))
     filled[VALUE : VALUE + DIGITS] = torch.tensor(encode(tokenizer, value))

@@ -27,7 +27,7 @@ from vllm_sparse_backend.measure.texts import prose, read_text
 
 def build(encode: Words, num_tokens: int = 3000, num_facts: int = 9, seed: int = 0) -> Prompt:
     text = encode(prose(num_tokens, 5))
-    return build_prompt(encode, [0], text, num_tokens, num_facts, random.Random(seed))
+    return build_prompt(encode, [0], text, num_tokens, num_facts, answers.Templates(), random.Random(seed))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_prompts_start_as_the_tokenizer_or_the_operator_says(
 
 
 def test_digits_alone_are_judged_where_a_space_has_a_token() -> None:
-    line = Line.of(Words(), answers.TEMPLATES.question, NAMES[7], "1999999")
+    line = Line.of(Words(), answers.Templates().question, NAMES[7], "1999999")
     assert line.end - line.begin == 7
 
 
@@ -86,7 +86,7 @@ def test_lines_that_do_not_fit_and_short_texts_are_refused() -> None:
     with pytest.raises(BenchError, match=r"50 facts .* of a prompt's 3,000 tokens, expected at most half"):
         build(encode, num_facts=50)
     with pytest.raises(BenchError, match="text: given 100 tokens, expected at least"):
-        build_prompt(encode, [0], [1] * 100, 3000, 9, random.Random(0))
+        build_prompt(encode, [0], [1] * 100, 3000, 9, answers.Templates(), random.Random(0))
     with pytest.raises(BenchError, match="the same tokens"):
         Line.of(lambda text: [1, 2, 3], "{name} {value}", "a", "1234567")
 

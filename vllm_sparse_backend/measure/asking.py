@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from vllm_sparse_backend.measure.answers import Facts, Prompt, Share, build_prompt, score, standard_error
+from vllm_sparse_backend.measure.answers import Facts, Prompt, Share, Templates, build_prompt, score, standard_error
 from vllm_sparse_backend.measure.client import Endpoint, RequestError
 from vllm_sparse_backend.measure.contestants import At, Case, densities
 from vllm_sparse_backend.measure.report import BenchError
@@ -64,8 +64,11 @@ class Asking:
             from tokenizers import Tokenizer
 
             tokenizer = Tokenizer.from_file(str(file))
-            facts = Facts.draw(lambda text: tokenizer.encode(text, add_special_tokens=False).ids, self.facts, Random(0))
-            facts.room(min(self.lengths), 1)
+
+            def encode(text: str) -> list[int]:
+                return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+            Facts.draw(encode, self.facts, Templates(), Random(SEED)).room(min(self.lengths), 1)
 
     @property
     def longest(self) -> int:
@@ -114,7 +117,8 @@ class Asking:
                 rng = Random(f"{SEED}/{length}/{i}")
                 start = spare * i // self.count + rng.randrange(spare // self.count)
                 stretch = text_ids[start : start + length]
-                built[length, i] = build_prompt(endpoint.tokenize, begin_ids, stretch, length, self.facts, rng)
+                prompt = (endpoint.tokenize, begin_ids, stretch, length, self.facts, Templates(), rng)
+                built[length, i] = build_prompt(*prompt)
         return built
 
 
