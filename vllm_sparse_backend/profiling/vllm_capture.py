@@ -139,7 +139,7 @@ class VllmCapturer:
     def _load(self, model: Path, longest: int) -> Any:
         # Workers are told a method of theirs by its name.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        return needed("vllm", "--through vllm: needs vLLM").LLM(
+        return needed("vllm", "--tensor-parallel-size: needs vLLM").LLM(
             str(model),
             tensor_parallel_size=self.tensor_parallel_size,
             attention_backend="SPARSE-PREFILL",
