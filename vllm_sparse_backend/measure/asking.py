@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from vllm_sparse_backend.measure.answers import Facts, Prompt, Share, Templates, build_prompt, score, standard_error
 from vllm_sparse_backend.measure.client import Endpoint, RequestError
@@ -45,18 +44,16 @@ class Asking:
     """Of each length."""
     facts: int
     text: str | None
-    first_token: str | None
-    """Text of the token that prompts start with; empty for none; None for what the tokenizer or its files say."""
     made: dict[At, Prompt] = field(default_factory=dict, compare=False)
     """Once a server is there to tokenize."""
     tokens: list[int] = field(default_factory=list, compare=False)
     """Of a piece of the text, by that server."""
 
     @staticmethod
-    def about(text: Path | None, lengths: Sequence[int], count: int, **others: Any) -> "Asking":
+    def about(text: Path | None, lengths: Sequence[int], count: int, facts: int) -> "Asking":
         # Eight characters are more than a token has on average, and what is read is tokenised by the server.
         read = None if text is None else read_text(text, 8 * max(lengths) * max(4, count))
-        return Asking(tuple(dict.fromkeys(lengths)), count, text=read, **others)
+        return Asking(tuple(dict.fromkeys(lengths)), count, facts, read)
 
     def require_room(self, model: Path) -> None:
         """Raise BenchError where a length cannot hold the facts, before a server starts, if the tokenizer is here."""
@@ -104,7 +101,7 @@ class Asking:
     def build_prompts(self, endpoint: Endpoint) -> dict[At, Prompt]:
         """By length and number: each of a stretch of the text that begins elsewhere."""
         text_ids = endpoint.tokenize(self.source)
-        begin_ids = endpoint.first_tokens(self.first_token)
+        begin_ids = endpoint.first_tokens()
         # Stretches begin in different places, so that no two prompts of a length begin alike.
         spare = len(text_ids) - self.longest
         if spare < 16 * self.count:
