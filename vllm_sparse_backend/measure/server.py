@@ -24,7 +24,7 @@ from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.settings.auto import AUTO
 from vllm_sparse_backend.settings.config import KEY, load_config
 from vllm_sparse_backend.settings.crossover import load_crossover
-from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.modelcheck import read_config
 from vllm_sparse_backend.settings.profile import load_profile, name_of_profile
@@ -91,7 +91,7 @@ class Settings:
         Raises BenchError naming what is wrong: a server would find out when others have been asked for an hour.
         """
         try:
-            values = _object_or_profile(text)
+            values = json.loads(text) if text.lstrip().startswith("{") else {"profile": text}
             config = load_config({KEY: values})
             load_crossover(config.crossover)
             if config.profile is not None and config.profile != AUTO:
@@ -110,18 +110,6 @@ class Settings:
         name = f"profile {name_of_profile(profile)}" if profile else str(self.values.get("method") or "default")
         guard = ["with guard"] if self.values.get("guard") is not None else []
         return " ".join([name, *(f"{field}={json.dumps(value)}" for field, value in params.items()), *guard])
-
-
-def _object_or_profile(text: str) -> dict[str, Any]:
-    try:
-        values = json.loads(text)
-    except ValueError:
-        if text.lstrip().startswith("{"):
-            raise
-        return {"profile": text}
-    if not isinstance(values, dict):
-        raise ValueError(unexpected(values, "an object, or the name or path of a profile"))
-    return values
 
 
 def max_positions(model: Path) -> int | None:
