@@ -28,8 +28,8 @@ def worker(rank: int, samples: Samples, behind: bool = False) -> dict[str, Any]:
 class Client:
     """Of a server: its engines' answers, by number, each a list of workers' answers or a function of ``start``."""
 
-    def __init__(self, engines: dict[int, Any]) -> None:
-        self.engines = engines
+    def __init__(self, engines: dict[int, Any], method: str = WORKER_METHOD) -> None:
+        self.engines, self.method = engines, method
         self.asked: list[tuple[int, bool]] = []
         core = SimpleNamespace(
             engine_ranks_managed=list(engines),
@@ -49,7 +49,7 @@ class Client:
         return await self._answer(int.from_bytes(engine, "little"), method, args)
 
     async def _answer(self, engine: int, method: str, args: tuple[bool]) -> Any:
-        assert method == WORKER_METHOD
+        assert method == self.method
         self.asked.append((engine, *args))
         answer = self.engines[engine]
         return (await answer(*args)) if callable(answer) else answer

@@ -79,13 +79,16 @@ class TestGroups:
         assert sum(line.startswith("sparse-prefill: sparse prefill with method dense, for rows") for line in lines) == 1
 
     @pytest.mark.parametrize(
-        ("batched", "threshold", "chunk"), [(1024, 0, 1024), (8192, 512, 512), (8192, 0, None), (1025, 0, None)]
+        ("batched", "threshold", "chunk"),
+        [(1024, 0, 1024), (8192, 512, 512), (8192, 0, None), (1279, 0, None), (1278, 0, 1278)],
     )
     def test_chunks_too_small_to_go_sparse_are_told(
         self, configured: Configure, monkeypatch: pytest.MonkeyPatch, lines: list[str], batched: int, threshold: int,
         chunk: int | None,
     ) -> None:  # fmt: skip
+        """Or too small beside as many decodes as there may be."""
         config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1024)
+        monkeypatch.setattr(config.scheduler_config, "max_num_seqs", 256)
         monkeypatch.setattr(config.scheduler_config, "max_num_batched_tokens", batched)
         monkeypatch.setattr(config.scheduler_config, "long_prefill_token_threshold", threshold)
         make_builder(config, make_layers(config, [0]))

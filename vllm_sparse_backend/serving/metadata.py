@@ -32,7 +32,7 @@ from vllm_sparse_backend.serving.row_levels import levels_of_rows
 from vllm_sparse_backend.serving.stats import DENSE, SPARSE, is_counting
 from vllm_sparse_backend.serving.step import Delegated, Probe, Slab, SparsePrefillMetadata, SparseStep, own_block_table
 from vllm_sparse_backend.serving.worker import Worker
-from vllm_sparse_backend.settings.crossover import Thresholds
+from vllm_sparse_backend.settings.crossover import AUTO, Thresholds
 from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.profile import EXACT
 from vllm_sparse_backend.settings.ranges import MOST_COUNT, format_ranges
@@ -104,7 +104,9 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
             self._make_ready(impls, worker)
         for level in worker.resolved.plans:
             names = {impl.at(level).layer.engine.name for impl in sparse.values()}
-            self.thresholds[level] = worker.resolved.thresholds(level, names)
+            found = worker.resolved.thresholds(level, names)
+            by_operator = worker.resolved.config.min_query_tokens != AUTO
+            self.thresholds[level] = found if by_operator else found.fitted(*largest_chunks(self.vllm_config))
         hooks.install_in_worker(self.vllm_config)
         if worker.rank == 0 and worker.says("plans"):
             self._announce(worker.resolved)
@@ -120,12 +122,14 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
             return
         if max_len <= own.min_tokens:
             logger.warning("sparse-prefill: requests have %d tokens at most: all of them run dense", max_len)
-        # A request that decodes beside takes a token of the step.
-        elif (chunk := largest_chunk(self.vllm_config)) <= own.min_query_tokens:
+            return
+        chunk, busy = largest_chunks(self.vllm_config)
+        if busy < own.min_query_tokens:
             logger.warning(
-                "sparse-prefill: a step has %d new tokens of a request at most, fewer beside requests that decode, and "
-                "runs dense with fewer than %d: raise --max-num-batched-tokens (and --long-prefill-token-threshold, "
-                "where it is set), or lower min_query_tokens", chunk, own.min_query_tokens,
+                "sparse-prefill: a step has %d new tokens of a request at most, and %d beside as many decodes as there "
+                "may be, and runs dense with fewer than %d: raise --max-num-batched-tokens (and "
+                "--long-prefill-token-threshold, where it is set), or lower min_query_tokens",
+                chunk, busy, own.min_query_tokens,
             )  # fmt: skip
 
     def _make_ready(self, impls: list[SparsePrefillImpl], worker: Worker) -> None:
@@ -300,10 +304,12 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         return tuple(slabs)
 
 
-def largest_chunk(vllm_config: VllmConfig) -> int:
-    """Most new tokens that a step may have of one request."""
-    scheduler = vllm_config.scheduler_config
-    return min(scheduler.max_num_batched_tokens, scheduler.long_prefill_token_threshold or MOST_COUNT)
+def largest_chunks(vllm_config: VllmConfig) -> tuple[int, int]:
+    """Most new tokens that a step may have of one request: alone, and beside as many decodes as there may be."""
+    scheduler, drafts = vllm_config.scheduler_config, vllm_config.num_speculative_tokens
+    decodes = (scheduler.max_num_seqs - 1) * (1 + drafts)
+    most, longest = scheduler.max_num_batched_tokens, scheduler.long_prefill_token_threshold or MOST_COUNT
+    return min(most, longest), max(min(most - decodes, longest), 1)
 
 
 def _reason_of_batch(common_prefix_len: int, common: CommonAttentionMetadata) -> Fallback | None:

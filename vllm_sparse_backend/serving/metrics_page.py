@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from vllm_sparse_backend.identity import LOGGER, is_ours
 from vllm_sparse_backend.settings.config import load_config
-from vllm_sparse_backend.settings.metrics import METRICS, PREFIX, WORKER_METHOD
+from vllm_sparse_backend.settings.metrics import METRICS, PREFIX, SWITCH_PATH, WORKER_METHOD
 
 logger = logging.getLogger(LOGGER)
 
@@ -32,7 +32,8 @@ LOOKS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 Answers = list[dict[str, Any]]
 """Of each worker of an engine: ``samples.worker_samples``."""
 
-Ask = Callable[[bool], Awaitable[Answers]]
+Ask = Callable[..., Awaitable[Any]]
+"""With the arguments of a method of all workers of an engine."""
 
 
 class MetricsPage:
@@ -66,7 +67,7 @@ class MetricsPage:
             await asyncio.sleep(max(self._due - time.monotonic(), 0))
             # Who comes from here on waits for the next question: this one's answer may be older than others were told.
             self._next, self._due = None, time.monotonic() + self._interval_s
-            asks = engines_of(self._client)
+            asks = engines_of(self._client, WORKER_METHOD)
             tasks = {engine: asyncio.create_task(self._ask_anew(engine, ask)) for engine, ask in asks.items()}
             await asyncio.wait(tasks.values(), timeout=TIMEOUT_S)
             answers, failed = {}, {}
@@ -126,20 +127,18 @@ def _speakers(name: str, workers: Answers) -> Answers:
     return sorted(with_some, key=lambda worker: int(worker["rank"]))[:1]
 
 
-def engines_of(client: Any) -> dict[str, Ask]:
-    """By its number, how to ask each engine that a server's client knows: all of its workers at once.
+def engines_of(client: Any, method: str) -> dict[str, Ask]:
+    """By its number, how to call a method of each engine that a server's client knows: of all of its workers at once.
 
     ``collective_rpc`` asks all engines, but hands on what the first one answers.
     """
     core = client.engine_core
     numbers = [str(number) for number in getattr(core, "engine_ranks_managed", [0])]
     if len(numbers) == 1:
-        return {numbers[0]: lambda start: client.collective_rpc(WORKER_METHOD, None, (start,))}
+        return {numbers[0]: lambda *given: client.collective_rpc(method, None, given)}
 
     def asking(engine: Any) -> Ask:
-        return lambda start: core._call_utility_async(
-            "collective_rpc", WORKER_METHOD, None, (start,), None, engine=engine
-        )
+        return lambda *given: core._call_utility_async("collective_rpc", method, None, given, None, engine=engine)
 
     return {number: asking(engine) for number, engine in zip(numbers, core.core_engines)}
 
@@ -223,10 +222,15 @@ class MetricsEndpoint:
         self.page = MetricsPage()
 
     def attach_router(self, app: Any) -> None:
+        self.app = app
         app.add_middleware(MetricsMiddleware, page=self.page)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         config = getattr(engine_client, "vllm_config", None)
         if config is not None and is_ours(config.attention_config.backend):
-            interval_s = load_config(config.additional_config).metrics_interval_s
-            self.page.open(engine_client, config.model_config.served_model_name, interval_s)
+            settings = load_config(config.additional_config)
+            self.page.open(engine_client, config.model_config.served_model_name, settings.metrics_interval_s)
+            if settings.switch:
+                from vllm_sparse_backend.serving.switch import Switch
+
+                self.app.router.add_route(SWITCH_PATH, Switch(engine_client).answer, methods=["POST"])

@@ -11,6 +11,10 @@ from typing import Literal
 PREFIX = "sparse_prefill_"
 WORKER_METHOD = "sparse_prefill_samples"
 """What the server calls its workers' counts by: vLLM's ``collective_rpc`` takes any name."""
+SWITCH_METHOD = "sparse_prefill_switch"
+"""What the engine's core answers itself, before its workers are asked."""
+SWITCH_PATH = "/v1/sparse_prefill/switch"
+"""vLLM asks for its API key, where it has one, for all that begins with /v1."""
 
 MODEL, ENGINE, RANK = "model_name", "engine", "rank"
 
@@ -67,6 +71,7 @@ _TABLE = (
     Metric("guard_error", "gauge", "Mean relative error of the guard's last checks.", LAYER_LEVEL, per_rank=True),
     Metric("guard_dense", "gauge", "Whether the guard keeps the layer dense at present: 1 or 0.", LAYER_LEVEL,
            per_rank=True),
+    Metric("switched_exact", "gauge", "Whether all new requests are exact, as the server was switched: 1 or 0."),
     Metric("up", "gauge", "Whether the engine answered when these counts were asked for: 1 or 0."),
 )
 # fmt: on
