@@ -44,7 +44,8 @@ class Load(NamedTuple):
 def sixty_requests(server: Server, stock: Server, own: Endpoint) -> Load:
     """Half exact, beginnings shared by threes, a tenth broken off; the switch thrown four times; counters read."""
     prompts = [
-        scenario.prompt(700, seed=i // 3) + scenario.prompt(40 + 37 * i % 600, seed=900 + i)[1:] for i in range(60)
+        scenario.prompt(700, seed=500 + i // 3) + scenario.prompt(40 + 37 * i % 600, seed=900 + i)[1:]
+        for i in range(60)
     ]
     exact = [i for i in range(60) if i % 2 == 0 and i % 10 != 4]
     over, readings = Event(), []
