@@ -18,8 +18,9 @@ from vllm_sparse_backend.serving.worker import Worker
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
+from vllm_sparse_backend.settings.requests import share_of
 from vllm_sparse_kernels import SparseIndex, shared_bytes, widest_block
-from vllm_sparse_kernels.layer import Layer, LayerPlan, Watch, run
+from vllm_sparse_kernels.layer import Layer, LayerPlan, Watch, keeping, run
 from vllm_sparse_kernels.paged import PagedCache
 
 
@@ -176,7 +177,9 @@ class SparsePrefillImpl(compat.DelegateImpl):
         arena, recorder, scale = self.worker.memory.arena, self.worker.recorder, self.scale * cache.score_scale
         with arena.frame():
             watch = CHECKED if self.worker.resolved.config.check_index else recorder.lap(self.number)
-            index = run(self.layer, query, cache, slab.rows, output, scale, arena, watch)
+            share = share_of(slab.level)
+            layer = self.layer if share is None else keeping(self.layer, share)
+            index = run(layer, query, cache, slab.rows, output, scale, arena, watch)
             recorder.count_pairs(self.number, index, watch)
 
 

@@ -27,6 +27,7 @@ from vllm_sparse_backend.serving.guard import Guard, pick_queries
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.layers import ModelLayer, model_layers, refuse_if_none_can
 from vllm_sparse_backend.serving.refusals import slow_path
+from vllm_sparse_backend.serving.requests import choices
 from vllm_sparse_backend.serving.row_levels import levels_of_rows
 from vllm_sparse_backend.serving.stats import DENSE, SPARSE, is_counting
 from vllm_sparse_backend.serving.step import Delegated, Probe, Slab, SparsePrefillMetadata, SparseStep, own_block_table
@@ -36,7 +37,7 @@ from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.profile import EXACT
 from vllm_sparse_backend.settings.ranges import MOST_COUNT, format_ranges
 from vllm_sparse_backend.settings.reasons import Fallback
-from vllm_sparse_backend.settings.requests import FIELD, Choices
+from vllm_sparse_backend.settings.requests import FIELD, plan_of
 from vllm_sparse_backend.settings.resolved import Resolved
 
 logger = logging.getLogger(LOGGER)
@@ -78,6 +79,13 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         """Hand each layer of this group its part of the plan, and say at start-up what will run how."""
         own = [layers[name] for name in self.layer_names if name in layers]
         worker = own[0].impl.join(self.vllm_config, self.device, planned=True)
+        if worker.resolved.is_dense:
+            if worker.rank == 0 and worker.says("pooling"):
+                logger.info(
+                    "sparse-prefill: this server pools: every row prefills dense, as vLLM has it; what is embedded is "
+                    'compared with what is stored. "requests": {"default": "on"} in the settings lets it go sparse'
+                )
+            return
         groups = {number: worker.resolved.layer(number) for number, _ in layers.values()}
         reasons = {number: impl.reason(groups[number]) for number, impl in layers.values()}
         for reason in Fallback if worker.rank == 0 else ():
@@ -109,8 +117,9 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         for level, plan in resolved.plans.items():
             for line in plan.describe(self.thresholds[level]):
                 logger.info("sparse-prefill: %s", line)
-        choices = Choices(resolved.plan.level_names, resolved.plan.level)
-        logger.info("sparse-prefill: requests may have in their vllm_xargs %s: %s", FIELD, choices)
+        logger.info(
+            "sparse-prefill: requests may have in their vllm_xargs %s: %s", FIELD, choices(self.vllm_config, resolved)
+        )
         max_len, own = self.vllm_config.model_config.max_model_len, self.thresholds[DEFAULT]
         if own.min_tokens is None:
             return
@@ -186,12 +195,12 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
                 kind = RowKind(DENSE, Fallback.PREFIX_LM)
             else:
                 kind = self._by_length(query_len, seq_lens[i], level)
-            min_tokens = self.thresholds[level].min_tokens or 0 if kind.path == SPARSE else 0
+            min_tokens = self.thresholds[plan_of(level)].min_tokens or 0 if kind.path == SPARSE else 0
             rows.append(BatchRow(start, query_len, context_len, kind, min_tokens))
         return rows
 
     def _by_length(self, query_len: int, seq_len: int, level: str) -> RowKind:
-        thresholds = self.thresholds[level]
+        thresholds = self.thresholds[plan_of(level)]
         min_tokens = thresholds.min_tokens
         if min_tokens is None:
             return RowKind(DENSE, Fallback.NEVER_FASTER)
@@ -282,7 +291,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         """What the delegate leaves of the rows, level by level, dealt out as they fit into the arena."""
         assert self.memory is not None
         slabs: list[Slab] = []
-        for level in self.thresholds:
+        for level in dict.fromkeys([*self.thresholds, *(row.kind.level for row in rows)]):
             ids = [i for i, row in enumerate(rows) if row.is_sparse and row.kind.level == level]
             if ids:
                 parts = [Row.sparse_of(rows[i], number) for number, i in enumerate(ids)]
