@@ -119,7 +119,7 @@ class TestPolicy:
         only = self.under(allow=[])
         assert only.mark({"sparse_prefill": "high"}).level == DEFAULT
         for given in (0, "fast", 0.97):
-            with pytest.raises(ValueError, match="requests.allow"):
+            with pytest.raises(ValueError, match=r"requests\.allow"):
                 only.mark({"sparse_prefill": given})
 
     @pytest.mark.parametrize(

@@ -146,9 +146,7 @@ class LevelsEndpoint:
             return self.choices.grant({}, model)
         place, given = found[0]
         if path not in PREFILLING:
-            raise ValueError(
-                f"{place} {FIELD}: given {given!r}, but nothing is prefilled for POST {path}; leave it out"
-            )
+            raise ValueError(f"{place} {FIELD}: given {given!r}, but POST {path} prefills nothing; leave it out")
         if len(found) > 1:
             raise ValueError(f"{place} {FIELD}: given in {found[1][0]} too, expected it in one place")
         return self.choices.grant({FIELD: given}, model)
