@@ -20,17 +20,11 @@ def consume(
     out, scale, buffers, barriers, W: gl.constexpr, SHAPE: gl.constexpr, STRIPES: gl.constexpr
 ):  # fmt: skip
     """Queries [64 W, 64 W + 64) of every item's tile."""
-    BLOCK_N: gl.constexpr = SHAPE[1]
     D: gl.constexpr = SHAPE[2]
-    BLOCKS: gl.constexpr = STEP // BLOCK_N
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     STAGES: gl.constexpr = SHAPE[3]
     q_tiles, k_steps, v_steps, items = buffers
     q_full, q_empty = barriers[0], barriers[1]
     kv = (k_steps, v_steps, barriers[2], barriers[3], barriers[4], barriers[5])
-    k_full = barriers[2]
-    k_empty = barriers[3]
     i_item, i_step = gl.to_tensor(0), gl.to_tensor(0)
     mbarrier.wait(q_full.index(0), 0)
     i_head = published(items, 0, 0)
@@ -38,64 +32,108 @@ def consume(
         slot = i_item % 2
         q = q_tiles.index(slot * 2 + W)
         token, length = published(items, slot, 1), published(items, slot, 2)
-        first, num_blocks = published(items, slot, 3), published(items, slot, 4)
-        rest = first_step(num_blocks, BLOCKS)
-        num_steps = (num_blocks - rest) // BLOCKS + 1
-        last_block = (first + length - 1) // BLOCK_N
-        num_diagonal = last_block - first // BLOCK_N + 1
-        num_masked = 1 + (gl.maximum(num_diagonal - rest, 0) + BLOCKS - 1) // BLOCKS
-        last = i_step + num_steps
-        num_stripes = 0
+        walk = _walk_of(items, slot, length, i_step, W, SHAPE[1], STRIPES)
+        b_p, b_acc, b_max, b_sum, i_step = _first_scores(q, kv, i_step, scale, walk, SHAPE, STRIPES)
+        b_p, b_acc, b_max, b_sum, i_step = _block_steps(
+            q, kv, i_step, scale, walk, b_p, b_acc, b_max, b_sum, SHAPE, STRIPES
+        )
         if STRIPES:
-            num_stripes = published(items, slot, 5)
-            last += (num_stripes + STEP - 1) // STEP
-        diagonal = (last_block, num_diagonal, first + W * HALF)
-
-        stage = i_step % STAGES
-        mbarrier.wait(k_full.index(stage), i_step // STAGES & 1)
-        zero = gl.zeros([HALF, STEP], gl.float32, s_layout)
-        b_s = warpgroup_mma(q, k_steps.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-        b_s = warpgroup_mma_wait(0, deps=(b_s,))
-        mbarrier.arrive(k_empty.index(stage), count=1)
-        b_s = _mask_diagonal(b_s, rest, diagonal, BLOCK_N)
-        b_max = gl.max(b_s, 1) * scale
-        b_p = gl.exp2(b_s * scale - _finite(b_max)[:, None])
-        b_sum = gl.sum(b_p, 1)
-        b_acc = gl.zeros([HALF, D], gl.float32, o_layout)
-        if STRIPES:
-            b_p = _operand(b_p, b_acc, v_steps)
-        i_step += 1
-        mbarrier.wait(k_full.index(i_step % STAGES), i_step // STAGES & 1, pred=i_step < last)
-
-        for i in range(1, num_masked):
-            where = (rest + i * BLOCKS, diagonal)
-            b_p, b_acc, b_max, b_sum = _step(
-                q, kv, i_step, last, scale, where, b_p, b_acc, b_max, b_sum, "diagonal", False, STRIPES, STAGES, BLOCK_N
+            b_p, b_acc, b_max, b_sum, i_step = _stripe_steps(
+                q, kv, i_step, scale, walk, b_p, b_acc, b_max, b_sum, SHAPE
             )
-            i_step += 1
-        for _ in range(num_masked, num_steps):
-            b_p, b_acc, b_max, b_sum = _step(
-                q, kv, i_step, last, scale, None, b_p, b_acc, b_max, b_sum, None, False, STRIPES, STAGES, BLOCK_N
-            )
-            i_step += 1
-        if STRIPES:
-            for _ in range(num_stripes // STEP):
-                b_p, b_acc, b_max, b_sum = _step(
-                    q, kv, i_step, last, scale, None, b_p, b_acc, b_max, b_sum, None, True, STRIPES, STAGES, BLOCK_N
-                )
-                i_step += 1
-            if num_stripes % STEP != 0:
-                b_p, b_acc, b_max, b_sum = _step(
-                    q, kv, i_step, last, scale, num_stripes % STEP, b_p, b_acc, b_max, b_sum,
-                    "stripes", True, STRIPES, STAGES, BLOCK_N,
-                )  # fmt: skip
-                i_step += 1
         mbarrier.arrive(q_empty.index(slot), count=1)
         b_acc = _last_product(kv, i_step - 1, b_p, b_acc, STRIPES, STAGES)
         _write(out, i_head, token + W * HALF, length - W * HALF, b_acc, b_max, b_sum, D)
         i_item += 1
         mbarrier.wait(q_full.index(i_item % 2), i_item // 2 & 1)
         i_head = published(items, i_item % 2, 0)
+
+
+@gluon.jit
+def _walk_of(
+    items, slot, length, i_step, W: gl.constexpr, BLOCK_N: gl.constexpr, STRIPES: gl.constexpr
+):  # fmt: skip
+    """Of an item's steps: blocks of step 0, steps over blocks, those of them that are masked, stripes, the number of
+    the step after all of them, and what ``_mask_diagonal`` asks for."""
+    BLOCKS: gl.constexpr = STEP // BLOCK_N
+    first, num_blocks = published(items, slot, 3), published(items, slot, 4)
+    rest = first_step(num_blocks, BLOCKS)
+    num_steps = (num_blocks - rest) // BLOCKS + 1
+    last_block = (first + length - 1) // BLOCK_N
+    num_diagonal = last_block - first // BLOCK_N + 1
+    num_masked = 1 + (gl.maximum(num_diagonal - rest, 0) + BLOCKS - 1) // BLOCKS
+    last = i_step + num_steps
+    num_stripes = 0
+    if STRIPES:
+        num_stripes = published(items, slot, 5)
+        last += (num_stripes + STEP - 1) // STEP
+    return rest, num_steps, num_masked, num_stripes, last, (last_block, num_diagonal, first + W * HALF)
+
+
+@gluon.jit
+def _first_scores(q, kv, i_step, scale, walk, SHAPE: gl.constexpr, STRIPES: gl.constexpr):
+    """Exponents, an empty sum of products, maxima and sums after step 0, whose product with values is still to come."""
+    k_steps, v_steps, k_full, k_empty, _, _ = kv
+    D: gl.constexpr = SHAPE[2]
+    STAGES: gl.constexpr = SHAPE[3]
+    stage = i_step % STAGES
+    mbarrier.wait(k_full.index(stage), i_step // STAGES & 1)
+    zero = gl.zeros([HALF, STEP], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16]))
+    b_s = warpgroup_mma(q, k_steps.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    b_s = warpgroup_mma_wait(0, deps=(b_s,))
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    b_s = _mask_diagonal(b_s, walk[0], walk[5], SHAPE[1])
+    b_max = gl.max(b_s, 1) * scale
+    b_p = gl.exp2(b_s * scale - _finite(b_max)[:, None])
+    b_sum = gl.sum(b_p, 1)
+    b_acc = gl.zeros([HALF, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
+    if STRIPES:
+        b_p = _operand(b_p, b_acc, v_steps)
+    i_step += 1
+    mbarrier.wait(k_full.index(i_step % STAGES), i_step // STAGES & 1, pred=i_step < walk[4])
+    return b_p, b_acc, b_max, b_sum, i_step
+
+
+@gluon.jit
+def _block_steps(
+    q, kv, i_step, scale, walk, b_p, b_acc, b_max, b_sum, SHAPE: gl.constexpr, STRIPES: gl.constexpr
+):  # fmt: skip
+    """The other steps over blocks, masked ones first."""
+    rest, num_steps, num_masked, _, last, diagonal = walk
+    BLOCK_N: gl.constexpr = SHAPE[1]
+    STAGES: gl.constexpr = SHAPE[3]
+    for i in range(1, num_masked):
+        where = (rest + i * (STEP // BLOCK_N), diagonal)
+        b_p, b_acc, b_max, b_sum = _step(
+            q, kv, i_step, last, scale, where, b_p, b_acc, b_max, b_sum, "diagonal", False, STRIPES, STAGES, BLOCK_N
+        )
+        i_step += 1
+    for _ in range(num_masked, num_steps):
+        b_p, b_acc, b_max, b_sum = _step(
+            q, kv, i_step, last, scale, None, b_p, b_acc, b_max, b_sum, None, False, STRIPES, STAGES, BLOCK_N
+        )
+        i_step += 1
+    return b_p, b_acc, b_max, b_sum, i_step
+
+
+@gluon.jit
+def _stripe_steps(q, kv, i_step, scale, walk, b_p, b_acc, b_max, b_sum, SHAPE: gl.constexpr):
+    """Steps over stripes; the last one, where it is not full, is masked."""
+    num_stripes, last = walk[3], walk[4]
+    BLOCK_N: gl.constexpr = SHAPE[1]
+    STAGES: gl.constexpr = SHAPE[3]
+    for _ in range(num_stripes // STEP):
+        b_p, b_acc, b_max, b_sum = _step(
+            q, kv, i_step, last, scale, None, b_p, b_acc, b_max, b_sum, None, True, True, STAGES, BLOCK_N
+        )
+        i_step += 1
+    if num_stripes % STEP != 0:
+        b_p, b_acc, b_max, b_sum = _step(
+            q, kv, i_step, last, scale, num_stripes % STEP, b_p, b_acc, b_max, b_sum,
+            "stripes", True, True, STAGES, BLOCK_N,
+        )  # fmt: skip
+        i_step += 1
+    return b_p, b_acc, b_max, b_sum, i_step
 
 
 @gluon.jit

@@ -28,7 +28,6 @@ def produce(
     What the next item is has been looked up by the time that its turn comes: three loads, each for the next one.
     """
     NUM_HEADS: gl.constexpr = SHAPE[0]
-    BLOCK_N: gl.constexpr = SHAPE[1]
     D: gl.constexpr = SHAPE[2]
     FIELDS: gl.constexpr = SHAPE[4]
     places, stripe_places, order = lists
@@ -44,32 +43,16 @@ def produce(
     while rank < num_tiles * NUM_HEADS:
         rank = following
         following = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
-        i_kv = i_head // GROUP
         slot = i_item % 2
         mbarrier.wait(q_empty.index(slot), (i_item // 2 & 1) ^ 1)
         publish(items, slot, i_head, token, length, first, num_blocks, num_stripes)
-        mbarrier.expect(q_full.index(slot), 2 * HALF * D * 2)
-        column = i_head * matrix.columns_per_query_head
-        for half in gl.static_range(2):
-            for part in gl.static_range(D // HALF):
-                target = q_tiles.index((slot * 2 + half) * (D // HALF) + part)
-                bulk_load(q_desc, [token + half * HALF, column + part * HALF], q_full.index(slot), target)
-
-        listed = places + i_head.to(gl.int64) * index.stride_blocks + gl.load(index.block_offsets + i_tile)
-        offset, column = i_kv * matrix.rows_per_head, i_kv * matrix.columns_per_head
-        # Past the row's end the cache holds anything, NaN too, and 0 · NaN would still be NaN.
-        row_end = gl.load(index.seq_lens + gl.load(index.tiles + i_tile * FIELDS))
-        tail = row_end - (first + length - 1) // BLOCK_N * BLOCK_N
-        mends = tail < BLOCK_N
-        where = (listed, num_blocks, offset, column)
-        _load_first_step(k_desc, v_desc, loaded, i_step, where, tail, num_mended & 1, SHAPE)
+        _load_queries(q_desc, q_tiles, q_full.index(slot), slot, token, i_head * matrix.columns_per_query_head, D)
+        i_kv = i_head // GROUP
+        item = (i_head, i_tile, i_kv, length, first, num_blocks)
+        i_step, mends = _load_blocks_of(
+            k_desc, v_desc, matrix, index, places, item, loaded, i_step, num_mended & 1, SHAPE
+        )
         num_mended += mends.to(gl.int32)
-        rest = first_step(num_blocks, STEP // BLOCK_N)
-        num_steps = 1 + (num_blocks - rest) // (STEP // BLOCK_N)
-        for i in range(1, num_steps):
-            begin = num_blocks - rest - i * (STEP // BLOCK_N)
-            _load_step(k_desc, v_desc, loaded, i_step + i, where, begin, SHAPE)
-        i_step += num_steps
         if STRIPES:
             listed = stripe_places + gl.load(index.stripe_offsets + i_head * num_tiles + i_tile)
             o_head = i_kv.to(gl.int64) * cache.stride_head
@@ -96,6 +79,37 @@ def _item(index, order, rank, num_tiles, NUM_HEADS: gl.constexpr, FIELDS: gl.con
     num_blocks = gl.load(index.block_counts + i_head * num_tiles + i_tile)
     num_stripes = gl.load(index.stripe_counts + i_head * num_tiles + i_tile)
     return i_head, i_tile, token, length, first, num_blocks, num_stripes
+
+
+@gluon.jit
+def _load_queries(q_desc, q_tiles, full, slot, token, column, D: gl.constexpr):
+    """A tile's queries, as parts of 64 queries and 64 columns."""
+    mbarrier.expect(full, 2 * HALF * D * 2)
+    for half in gl.static_range(2):
+        for part in gl.static_range(D // HALF):
+            target = q_tiles.index((slot * 2 + half) * (D // HALF) + part)
+            bulk_load(q_desc, [token + half * HALF, column + part * HALF], full, target)
+
+
+@gluon.jit
+def _load_blocks_of(
+    k_desc, v_desc, matrix, index, places, item, loaded, i_step, parity, SHAPE: gl.constexpr
+):  # fmt: skip
+    """All steps over blocks of an item: the number of the step after them, and whether values had to be mended."""
+    i_head, i_tile, i_kv, length, first, num_blocks = item
+    BLOCK_N: gl.constexpr = SHAPE[1]
+    BLOCKS: gl.constexpr = STEP // BLOCK_N
+    listed = places + i_head.to(gl.int64) * index.stride_blocks + gl.load(index.block_offsets + i_tile)
+    where = (listed, num_blocks, i_kv * matrix.rows_per_head, i_kv * matrix.columns_per_head)
+    # Past the row's end the cache holds anything, NaN too, and 0 · NaN would still be NaN.
+    row_end = gl.load(index.seq_lens + gl.load(index.tiles + i_tile * SHAPE[4]))
+    tail = row_end - (first + length - 1) // BLOCK_N * BLOCK_N
+    _load_first_step(k_desc, v_desc, loaded, i_step, where, tail, parity, SHAPE)
+    rest = first_step(num_blocks, BLOCKS)
+    num_steps = 1 + (num_blocks - rest) // BLOCKS
+    for i in range(1, num_steps):
+        _load_step(k_desc, v_desc, loaded, i_step + i, where, num_blocks - rest - i * BLOCKS, SHAPE)
+    return i_step + num_steps, tail < BLOCK_N
 
 
 @gluon.jit

@@ -31,6 +31,9 @@ WIDEST_HEAD = 128
 STEP_TOKENS = gl.constexpr(128)
 """Keys of one step, and queries of a tile."""
 
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_TOKENS.value, 32]))
+"""How a warp group holds the scores of a tile and a step."""
+
 
 def bulk(integers: torch.Tensor) -> TensorDescriptor:
     """For copies of STEP_TOKENS vectors of e4m3 integers [heads, n, BLOCK_D]."""
@@ -163,50 +166,20 @@ def _test_span(
     i_group, i_kv, i_tile, begin, end, shift = where
     N: gl.constexpr = STEP_TOKENS
     BLOCKS: gl.constexpr = N // INDEX_N
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
-    per_query: gl.constexpr = gl.SliceLayout(1, mma)
-    per_key: gl.constexpr = gl.SliceLayout(0, mma)
-    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, BLOCK_D], gl.float8e4nv)
-    q_shared = gl.allocate_shared_memory(gl.float8e4nv, [2, N, BLOCK_D], shared)
-    k_shared = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, N, BLOCK_D], shared)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES + 1):
-        mbarrier.init(ready.index(i), count=1)
-    fence_async_shared()
-    barrier()
-
+    q_shared, k_shared, ready = _room(BLOCK_D, STAGES)
     row = (i_group * queries.num_queries + i_tile * N).to(gl.int32)
-    q_ready = ready.index(STAGES)
-    mbarrier.expect(q_ready, 2 * N * BLOCK_D)
-    bulk_load(bulk_queries, [row, 0], q_ready, q_shared.index(0))
-    bulk_load(bulk_queries, [row + N, 0], q_ready, q_shared.index(1))
     first_step = begin // N
     num_steps = (end + N - 1) // N - first_step
     key = (i_kv * keys.num_keys + shift + first_step * N).to(gl.int32)
-    for i in gl.static_range(STAGES):
-        mbarrier.expect(ready.index(i), N * BLOCK_D, pred=i < num_steps)
-        bulk_load(bulk_keys, [key + i * N, 0], ready.index(i), k_shared.index(i), pred=i < num_steps)
+    _load_first(bulk_queries, bulk_keys, row, key, num_steps, q_shared, k_shared, ready, STAGES)
 
-    o_m = gl.arange(0, N, per_query)
-    o_q = i_group.to(gl.int64) * queries.num_queries + i_tile * N + o_m
-    second = stop_b > 0  # whether there is a second tile
-    thr_a = gl.load(queries.thresholds + o_q)
-    thr_b = gl.load(queries.thresholds + o_q + N, mask=o_m < gl.where(second, N, 0), other=float("inf"))
-    inv_a = gl.load(queries.inverse_steps + o_q).to(gl.float16)
-    inv_b = gl.load(queries.inverse_steps + o_q + N, mask=o_m < gl.where(second, N, 0), other=0.0).to(gl.float16)
-    zero = gl.zeros([N, N], gl.float16, mma)
-    # The layout in which the largest scores come out, found on a tile of zeros that is never computed.
-    tops: gl.constexpr = _largest(zero).type.layout
-    groups: gl.constexpr = gl.SliceLayout(0, tops)
-    o_step = gl.arange(0, N // 32, gl.SliceLayout(1, groups))[:, None] * 4
-    o_step = o_step + gl.arange(0, 4, gl.SliceLayout(0, groups))[None, :]
-    steps = keys.steps + (i_kv.to(gl.int64) * keys.num_keys + shift + first_step * N) // 8 + o_step
-    biases = keys.half_biases + i_group.to(gl.int64) * keys.num_keys + shift + first_step * N
-    biases = biases + gl.arange(0, N, per_key)
+    thr_a, thr_b, inv_a, inv_b = _of_queries(queries, i_group.to(gl.int64) * queries.num_queries + i_tile * N, stop_b)
+    zero = gl.zeros([N, N], gl.float16, SCORES)
+    steps, biases = _of_keys(keys, i_group, i_kv, shift + first_step * N, zero)
     b_bias = gl.load(biases)
     b_step = gl.load(steps)
 
-    mbarrier.wait(q_ready, 0)
+    mbarrier.wait(ready.index(STAGES), 0)
     mbarrier.wait(ready.index(0), 0)
     q_a = q_shared.index(0)
     q_b = q_shared.index(1)
@@ -233,10 +206,66 @@ def _test_span(
             else:
                 b_b = warpgroup_mma_wait(0, deps=(b_t,))
             barrier()
-            later = step + STAGES
-            mbarrier.expect(ready.index(slot), N * BLOCK_D, pred=later < num_steps)
-            bulk_load(bulk_keys, [key + later * N, 0], ready.index(slot), k_shared.index(slot), pred=later < num_steps)
+            _load_step(bulk_keys, key, step + STAGES, num_steps, ready.index(slot), k_shared.index(slot))
             _store_flags(target_b, _over(b_b, inv_b, b_bias, b_step, thr_b, BLOCKS), i_block, stop_b, BLOCKS)
             b_bias = next_bias
             b_step = next_step
         mbarrier.wait(ready.index(0), phase ^ 1, pred=i + STAGES < num_steps)
+
+
+@gluon.jit
+def _room(BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+    """Shared memory for two tiles and STAGES steps of keys, and what says that each step, and the tiles, are there."""
+    N: gl.constexpr = STEP_TOKENS
+    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, BLOCK_D], gl.float8e4nv)
+    q_shared = gl.allocate_shared_memory(gl.float8e4nv, [2, N, BLOCK_D], shared)
+    k_shared = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, N, BLOCK_D], shared)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES + 1):
+        mbarrier.init(ready.index(i), count=1)
+    fence_async_shared()
+    barrier()
+    return q_shared, k_shared, ready
+
+
+@gluon.jit
+def _load_first(bulk_queries, bulk_keys, row, key, num_steps, q_shared, k_shared, ready, STAGES: gl.constexpr):
+    """Both tiles, and the first steps of keys."""
+    N: gl.constexpr = STEP_TOKENS
+    q_ready = ready.index(STAGES)
+    mbarrier.expect(q_ready, 2 * N * q_shared.shape[2])
+    bulk_load(bulk_queries, [row, 0], q_ready, q_shared.index(0))
+    bulk_load(bulk_queries, [row + N, 0], q_ready, q_shared.index(1))
+    for i in gl.static_range(STAGES):
+        _load_step(bulk_keys, key, i, num_steps, ready.index(i), k_shared.index(i))
+
+
+@gluon.jit
+def _load_step(bulk_keys, key, step, num_steps, ready, room):
+    mbarrier.expect(ready, STEP_TOKENS * room.shape[1], pred=step < num_steps)
+    bulk_load(bulk_keys, [key + step * STEP_TOKENS, 0], ready, room, pred=step < num_steps)
+
+
+@gluon.jit
+def _of_queries(queries, first, stop_b):
+    """Thresholds and inverse steps of both tiles' queries; nothing passes those of a second tile that is not there."""
+    o_m = gl.arange(0, STEP_TOKENS, gl.SliceLayout(1, SCORES))
+    o_q = first + o_m
+    there = o_m < gl.where(stop_b > 0, STEP_TOKENS, 0)
+    thr_a = gl.load(queries.thresholds + o_q)
+    thr_b = gl.load(queries.thresholds + o_q + STEP_TOKENS, mask=there, other=float("inf"))
+    inv_a = gl.load(queries.inverse_steps + o_q).to(gl.float16)
+    inv_b = gl.load(queries.inverse_steps + o_q + STEP_TOKENS, mask=there, other=0.0).to(gl.float16)
+    return thr_a, thr_b, inv_a, inv_b
+
+
+@gluon.jit
+def _of_keys(keys, i_group, i_kv, first, zero):
+    """Where the first step's key steps and biases lie, in the layouts of the largest scores and of scores."""
+    # The layout in which the largest scores come out, found on a tile of zeros that is never computed.
+    groups: gl.constexpr = gl.SliceLayout(0, _largest(zero).type.layout)
+    o_step = gl.arange(0, STEP_TOKENS // 32, gl.SliceLayout(1, groups))[:, None] * 4
+    o_step = o_step + gl.arange(0, 4, gl.SliceLayout(0, groups))[None, :]
+    steps = keys.steps + (i_kv.to(gl.int64) * keys.num_keys + first) // 8 + o_step
+    biases = keys.half_biases + i_group.to(gl.int64) * keys.num_keys + first
+    return steps, biases + gl.arange(0, STEP_TOKENS, gl.SliceLayout(0, zero.type.layout))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fewest blocks of a tile that hold p of its mass: one program a tile and head, over an array that fits registers.
 
-Nothing is sorted: the least mass that is kept is found by halving what bits it may have, and of equal masses the first
+A negative mass is one of a block that is kept whatever it holds. Nothing is sorted: the least mass that is kept is found by halving what bits it may have, and of equal masses the first
 blocks are taken. Bits of floats >= 0 sort as the floats do.
 """
 
@@ -63,7 +63,7 @@ def _choose_kernel(
     whole = share >= 1
     if whole:
         begin = num_blocks
-    b_first = _load(row, 0, begin, end, CHUNK)
+    b_first = tl.abs(_load(row, 0, begin, end, CHUNK))
     bits, num_equal = _threshold(b_first, row, begin, end, num_blocks, share, CHUNK)
 
     diagonal, num_causal = tile_blocks(tiles, i_tile, KEY_BLOCK * PARTS, FIELDS)
@@ -71,9 +71,10 @@ def _choose_kernel(
     count, seen = 0, 0
     for first in range(0, num_blocks, LISTED_BLOCKS):
         o_n = first + tl.arange(0, LISTED_BLOCKS)
-        b_bits = _load(row, first, begin, end, LISTED_BLOCKS).to(tl.int32, bitcast=True)
+        b_masses = _load(row, first, begin, end, LISTED_BLOCKS)
+        b_bits = tl.abs(b_masses).to(tl.int32, bitcast=True)
         b_equal = (b_bits == bits).to(tl.int32)
-        b_chosen = (b_bits > bits) | ((b_equal != 0) & (seen + tl.cumsum(b_equal, 0) <= num_equal))
+        b_chosen = (b_bits > bits) | ((b_equal != 0) & (seen + tl.cumsum(b_equal, 0) <= num_equal)) | (b_masses < 0)
         seen += tl.sum(b_equal, 0)
         b_kept = (b_chosen | (o_n < begin) | (o_n >= end)).to(tl.int32)
         b_kept = tl.max(tl.reshape(b_kept, [LISTED_BLOCKS // PARTS, PARTS]), 1) != 0
@@ -96,7 +97,8 @@ def _threshold(b_first, row, begin, end, num_blocks, share, CHUNK: tl.constexpr)
     outer = tl.zeros([], tl.float32)
     for first in range(0, tl.where(begin < end, num_blocks, 0), CHUNK):
         o_n = first + tl.arange(0, CHUNK)
-        outer += tl.sum(tl.load(row + o_n, mask=((o_n < begin) | (o_n >= end)) & (o_n < num_blocks), other=0.0), 0)
+        b_outer = tl.load(row + o_n, mask=((o_n < begin) | (o_n >= end)) & (o_n < num_blocks), other=0.0)
+        outer += tl.sum(tl.abs(b_outer), 0)
     target = tl.minimum(share * (inner + outer) - outer, inner)
     bits = 1
     too_many = TWO_BITS + 1
@@ -115,7 +117,7 @@ def _mass(b_first, row, begin, end, bits, CHUNK: tl.constexpr):
     """Sum of the masses of at least these bits. In floating point too it never falls as more of them count."""
     total = _part(b_first, bits)
     for first in range(CHUNK, end, CHUNK):
-        total += _part(_load(row, first, begin, end, CHUNK), bits)
+        total += _part(tl.abs(_load(row, first, begin, end, CHUNK)), bits)
     return total
 
 
