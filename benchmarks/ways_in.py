@@ -133,8 +133,7 @@ class Asker:
         if "sparse_prefill: given" in said:
             return f"broken off: {said[:200]}"
         if path.endswith("/render"):  # what it makes of the body is for another path
-            found = json.loads(said)["sampling_params"].get("extra_args") or {}
-            return HONOURED if "sparse_prefill" in found else "passed on" if variant == "none" else IGNORED
+            return "passed on" if variant == "none" else HONOURED if '"sparse_prefill":0' in said else IGNORED
         exact, sparse = (now - before for now, before in zip(self.rows(), (exact, sparse)))
         if variant == "none":
             return "sparse" if sparse else "exact" if exact or self.is_exact() else "nothing prefilled"

@@ -32,6 +32,7 @@ from vllm_sparse_backend.serving.stats import DECODE, DENSE, SPARSE
 from vllm_sparse_backend.serving.ways_in import LevelsEndpoint, LevelsMiddleware
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import DEFAULT
+from vllm_sparse_backend.settings.profile import Profile
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_backend.settings.requests import MARK, Granted, Mark
 from vllm_sparse_kernels.attend import PORTABLE
@@ -523,6 +524,34 @@ class TestRows:
                 torch.testing.assert_close(out[tokens][cut:], expected, **CLOSE)
                 is_dense = torch.allclose(expected, dense[tokens][cut:], atol=1e-5)
                 assert is_dense == (number not in sparse_at[level]), (number, row)
+
+    def test_each_row_keeps_the_share_that_its_request_gives(
+        self, built: Callable[..., Any], at_step: Any, tmp_path: Any
+    ) -> None:
+        """As on a server with that p, to the bit, within the same arena; heads of other methods are what they are."""
+
+        def made(share: float) -> Any:
+            by_mass = {"method": "top_p", "kept_mass": share, "sink_tokens": 0, "local_tokens": 128}
+            heads = {0: by_mass, 1: by_mass | {"kept_mass": share if share < 0.9 else 1.0}}
+            profile = {"format": 1, "model": "any", "default": {"method": "a_shape"}, "layers": {0: {"heads": heads}}}
+            path.write_text(Profile.model_validate(profile).to_yaml())
+            (layer,), builder = built(0, profile=str(path), min_tokens=MIN_TOKENS)
+            return layer, builder
+
+        path = tmp_path / "by_mass.yaml"
+        step, alone = make_step(made(0.9)[0], MIXED), {}
+        for share in (0.1, 0.5, 0.9):
+            layer, builder = made(share)
+            alone[share] = step.forward(layer, builder.build(0, step.common))
+        asked = {0: 0.1, 4: 0.5, 6: 0.5}
+        at_step([f"p={asked[row]}" if row in asked else DEFAULT for row in range(len(MIXED))])
+        together = step.forward(layer, builder.build(0, step.common))
+        for row in SPARSE_ROWS:
+            tokens = step.tokens(row)
+            assert torch.equal(together[tokens], alone[asked.get(row, 0.9)][tokens])
+            if row in (0, 6):  # the others are too short to leave much out
+                assert not torch.equal(together[tokens], alone[0.9][tokens])
+        assert layer.impl.worker.memory.arena.overflows == 0
 
     def test_a_layer_that_no_row_of_the_step_is_sparse_in_is_vllms(self, layers: Any, at_step: Any) -> None:
         made, builder = layers
