@@ -28,16 +28,17 @@ from vllm_sparse_backend.serving.guard import Guard, Place, pick_queries
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.layers import ModelLayer, model_layers, refuse_if_none_can
 from vllm_sparse_backend.serving.refusals import slow_path
+from vllm_sparse_backend.serving.requests import choices
 from vllm_sparse_backend.serving.row_levels import levels_of_rows
 from vllm_sparse_backend.serving.stats import DENSE, SPARSE, is_counting
 from vllm_sparse_backend.serving.step import Delegated, Probe, Slab, SparsePrefillMetadata, SparseStep, own_block_table
 from vllm_sparse_backend.serving.worker import Worker
 from vllm_sparse_backend.settings.crossover import AUTO, Thresholds
 from vllm_sparse_backend.settings.plan import DEFAULT
-from vllm_sparse_backend.settings.profile import EXACT
+from vllm_sparse_backend.settings.profile import EXACT, SHARE
 from vllm_sparse_backend.settings.ranges import MOST_COUNT, format_ranges
 from vllm_sparse_backend.settings.reasons import Fallback
-from vllm_sparse_backend.settings.requests import FIELD, Choices
+from vllm_sparse_backend.settings.requests import FIELD, counted_as, plan_of
 from vllm_sparse_backend.settings.resolved import Resolved
 
 logger = logging.getLogger(LOGGER)
@@ -80,6 +81,13 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         """Hand each layer of this group its part of the plan, and say at start-up what will run how."""
         own = [layers[name] for name in self.layer_names if name in layers]
         worker = own[0].impl.join(self.vllm_config, self.device, planned=True)
+        if worker.resolved.is_dense:
+            if worker.rank == 0 and worker.says("pooling"):
+                logger.info(
+                    "sparse-prefill: this server pools: every row prefills dense, as vLLM has it; what is embedded is "
+                    'compared with what is stored. "requests": {"default": "on"} in the settings lets it go sparse'
+                )
+            return
         groups = {number: worker.resolved.layer(number) for number, _ in layers.values()}
         reasons = {number: impl.reason(groups[number]) for number, impl in layers.values()}
         for reason in Fallback if worker.rank == 0 else ():
@@ -91,7 +99,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         if not sparse:
             return
         self.recorder, self.memory, self.guard = worker.recorder, worker.reserve(), worker.watch_over()
-        self.recorder.add_layers(self.sparse_layers, worker.resolved.plans)
+        self.recorder.add_layers(self.sparse_layers, (*worker.resolved.plans, SHARE))
         can = {number for number, reason in reasons.items() if reason is None}
         for level, plan in worker.resolved.plans.items():
             self.layers_at[level] = {number for number in can if plan.layer(number) is not None}
@@ -115,8 +123,9 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         for level, plan in resolved.plans.items():
             for line in plan.describe(self.thresholds[level]):
                 logger.info("sparse-prefill: %s", line)
-        choices = Choices(resolved.plan.level_names, resolved.plan.level)
-        logger.info("sparse-prefill: requests may have in their vllm_xargs %s: %s", FIELD, choices)
+        logger.info(
+            "sparse-prefill: requests may have in their vllm_xargs %s: %s", FIELD, choices(self.vllm_config, resolved)
+        )
         max_len, own = self.vllm_config.model_config.max_model_len, self.thresholds[DEFAULT]
         if own.min_tokens is None:
             return
@@ -194,12 +203,12 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
                 kind = RowKind(DENSE, Fallback.PREFIX_LM, level)
             else:
                 kind = self._by_length(query_len, seq_lens[i], level)
-            min_tokens = self.thresholds[level].min_tokens or 0 if kind.path == SPARSE else 0
+            min_tokens = self.thresholds[plan_of(level)].min_tokens or 0 if kind.path == SPARSE else 0
             rows.append(BatchRow(start, query_len, context_len, kind, min_tokens))
         return rows
 
     def _by_length(self, query_len: int, seq_len: int, level: str) -> RowKind:
-        thresholds = self.thresholds[level]
+        thresholds = self.thresholds[plan_of(level)]
         min_tokens = thresholds.min_tokens
         if min_tokens is None:
             return RowKind(DENSE, Fallback.NEVER_FASTER, level)
@@ -223,10 +232,10 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
 
     def _way(self, row: BatchRow) -> RowKind:
         """What the row counts as: dense where the guard holds every layer that would go sparse."""
-        kind = row.kind
+        kind = row.kind._replace(level=counted_as(row.kind.level))
         if self.guard is None or kind.path != SPARSE:
             return kind
-        places = {(layer, kind.level) for layer in self.layers_at[kind.level]}
+        places = {(layer, kind.level) for layer in self.layers_at[plan_of(row.kind.level)]}
         return RowKind(DENSE, Fallback.GUARD, kind.level) if places and places <= self.guard.held else kind
 
     def _run_of(
@@ -242,8 +251,9 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         """What the guard keeps dense in this step, and what it wants to be checked, level by level."""
         probes = []
         for level in dict.fromkeys(slab.level for slab in slabs):
-            number, own = self.sparse_steps[level], self.layers_at[level].intersection(self.sparse_layers)
-            self.sparse_steps[level] += 1
+            number = self.sparse_steps[counted_as(level)]
+            self.sparse_steps[counted_as(level)] += 1
+            own = self.layers_at[plan_of(level)].intersection(self.sparse_layers)
             if layers := guard.due(own, number):
                 tokens = pick_queries(number, [slab for slab in slabs if slab.level == level])
                 (row,) = (i for i, row in enumerate(rows) if row.token <= tokens.start < row.end)
@@ -296,7 +306,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         """What the delegate leaves of the rows, level by level, dealt out as they fit into the arena."""
         assert self.memory is not None
         slabs: list[Slab] = []
-        for level in self.thresholds:
+        for level in dict.fromkeys([*self.thresholds, *(row.kind.level for row in rows)]):
             ids = [i for i, row in enumerate(rows) if row.is_sparse and row.kind.level == level]
             if ids:
                 parts = [Row.sparse_of(rows[i], number) for number, i in enumerate(ids)]

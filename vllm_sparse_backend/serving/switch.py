@@ -19,12 +19,11 @@ from vllm_sparse_backend.serving.metrics_page import engines_of
 from vllm_sparse_backend.serving.requests import choices
 from vllm_sparse_backend.settings.errors import unexpected
 from vllm_sparse_backend.settings.metrics import SWITCH_METHOD
-from vllm_sparse_backend.settings.profile import EXACT
-from vllm_sparse_backend.settings.requests import FIELD, Mark
+from vllm_sparse_backend.settings.profile import EXACT, ON
+from vllm_sparse_backend.settings.requests import FIELD, Granted, Mark
 
 logger = logging.getLogger(LOGGER)
 
-ON = "on"
 TIMEOUT_S = 60.0
 
 MARK = "sparse_prefill_switched"
@@ -33,12 +32,10 @@ MARK = "sparse_prefill_switched"
 
 def turn(core: Any, to: str) -> str:
     """In the core: from now on. Returns why it can't be, or nothing."""
-    mark: Mark | None = None
-    if to == EXACT:
-        try:
-            mark = choices(core.vllm_config).mark({FIELD: EXACT})
-        except ValueError as error:
-            return str(error)
+    found = choices(core.vllm_config)
+    if to == EXACT and found.refusal is not None:
+        return found.refusal
+    mark = found.mark({FIELD: Granted(EXACT)}) if to == EXACT else None
     setattr(core, MARK, mark)
     logger.warning("sparse-prefill: switched: all new requests %s", "are exact" if mark else "have what they ask for")
     return ""
