@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from vllm_sparse_backend.identity import BACKEND, RELEASES, is_ours
 from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.metrics import SWITCH_METHOD, WORKER_METHOD
+from vllm_sparse_backend.settings.metrics import REPORT_METHOD, SWITCH_METHOD, WORKER_METHOD
 
 Function = Callable[..., Any]
 
@@ -106,6 +106,10 @@ def _counting(original: Function) -> Function:
             from vllm_sparse_backend.serving.samples import worker_samples
 
             return functools.partial(worker_samples, self.worker)
+        if attr == REPORT_METHOD:
+            from vllm_sparse_backend.serving.reports import about
+
+            return about
         found = original(self, attr)
         return _uncounted(found) if attr in FOR_NO_REQUEST else found
 
