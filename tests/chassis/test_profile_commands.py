@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill profile`, from the command line."""
 
+import errno
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -138,6 +140,37 @@ def test_import_never_overwrites(model: Path, patterns: Path, tmp_path: Path) ->
     assert result.exit_code == 1
     assert result.output.strip() == f"{out}: cannot be written: File exists"
     assert out.read_text() == "mine"
+
+
+def test_import_on_a_full_disk_leaves_nothing_in_the_way(
+    model: Path, patterns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Path.open
+
+    def full(self: Path, mode: str = "r", **more: Any) -> Any:
+        file = opened(self, mode, **more)
+        return file if mode != "x" else Full(file)
+
+    monkeypatch.setattr(Path, "open", full)
+    result = run("import", patterns, model, out := tmp_path / "full.yaml")
+    assert (result.exit_code, result.output.strip()) == (1, f"{out}: cannot be written: No space left on device")
+    assert not out.exists()
+
+
+class Full:
+    """A file that has no room for what is written to it."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def __enter__(self) -> "Full":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def write(self, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 LEVELS = """\

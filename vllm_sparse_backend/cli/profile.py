@@ -104,7 +104,12 @@ def import_file(
         if imported.model is not None:
             imported.check_model(imported.model, str(file))
         with out.open("x", encoding="utf-8") as target:
-            target.write(imported.to_yaml())
+            try:
+                target.write(imported.to_yaml())
+                target.flush()
+            except OSError:  # a full disk: what is half written would be in the way of the next try
+                out.unlink()
+                raise
     except ConfigurationError as error:
         raise failure(error) from error
     except OSError as error:
