@@ -34,10 +34,10 @@ from vllm_sparse_backend.serving.step import Delegated, Probe, Slab, SparsePrefi
 from vllm_sparse_backend.serving.worker import Worker
 from vllm_sparse_backend.settings.crossover import Thresholds
 from vllm_sparse_backend.settings.plan import DEFAULT
-from vllm_sparse_backend.settings.profile import EXACT
+from vllm_sparse_backend.settings.profile import EXACT, SHARE
 from vllm_sparse_backend.settings.ranges import MOST_COUNT, format_ranges
 from vllm_sparse_backend.settings.reasons import Fallback
-from vllm_sparse_backend.settings.requests import FIELD, plan_of
+from vllm_sparse_backend.settings.requests import FIELD, split
 from vllm_sparse_backend.settings.resolved import Resolved
 
 logger = logging.getLogger(LOGGER)
@@ -115,7 +115,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
 
     def _announce(self, resolved: Resolved) -> None:
         for level, plan in resolved.plans.items():
-            for line in plan.describe(self.thresholds[level]):
+            for line in plan.describe(self.thresholds[level]) if level != SHARE else ():
                 logger.info("sparse-prefill: %s", line)
         logger.info(
             "sparse-prefill: requests may have in their vllm_xargs %s: %s", FIELD, choices(self.vllm_config, resolved)
@@ -182,7 +182,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         whole, prefix_lm = _reason_of_batch(common_prefix_len, common), common.mm_req_doc_ranges or {}
         rows = []
         for i, (start, end) in enumerate(pairwise(starts)):
-            query_len, context_len, level = end - start, seq_lens[i] - (end - start), levels[i]
+            query_len, context_len, (level, share) = end - start, seq_lens[i] - (end - start), split(levels[i])
             if query_len == 0:
                 kind = PADDING_ROW
             elif query_len <= threshold or not prefilling[i]:
@@ -195,12 +195,12 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
                 kind = RowKind(DENSE, Fallback.PREFIX_LM)
             else:
                 kind = self._by_length(query_len, seq_lens[i], level)
-            min_tokens = self.thresholds[plan_of(level)].min_tokens or 0 if kind.path == SPARSE else 0
-            rows.append(BatchRow(start, query_len, context_len, kind, min_tokens))
+            min_tokens = self.thresholds[level].min_tokens or 0 if kind.path == SPARSE else 0
+            rows.append(BatchRow(start, query_len, context_len, kind, min_tokens, share))
         return rows
 
     def _by_length(self, query_len: int, seq_len: int, level: str) -> RowKind:
-        thresholds = self.thresholds[plan_of(level)]
+        thresholds = self.thresholds[level]
         min_tokens = thresholds.min_tokens
         if min_tokens is None:
             return RowKind(DENSE, Fallback.NEVER_FASTER)
@@ -291,11 +291,12 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         """What the delegate leaves of the rows, level by level, dealt out as they fit into the arena."""
         assert self.memory is not None
         slabs: list[Slab] = []
-        for level in dict.fromkeys([*self.thresholds, *(row.kind.level for row in rows)]):
-            ids = [i for i, row in enumerate(rows) if row.is_sparse and row.kind.level == level]
-            if ids:
-                parts = [Row.sparse_of(rows[i], number) for number, i in enumerate(ids)]
-                slabs += self.memory.room.slabs(parts, own_block_table(common.block_table_tensor, ids), level)
+        asked = {(row.kind.level, row.share) for row in rows if row.is_sparse}
+        for level, share in sorted(asked, key=lambda one: (one[0], one[1] or 0)):
+            ids = [i for i, row in enumerate(rows) if row.is_sparse and (row.kind.level, row.share) == (level, share)]
+            parts = [Row.sparse_of(rows[i], number) for number, i in enumerate(ids)]
+            found = self.memory.room.slabs(parts, own_block_table(common.block_table_tensor, ids), level)
+            slabs += [slab._replace(share=share) for slab in found]
         return tuple(slabs)
 
 
