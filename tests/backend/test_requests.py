@@ -25,10 +25,10 @@ import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from tests.backend.served import make_builder, make_common, make_layers, make_step
 from tests.backend.test_forward import CLOSE, MIN_TOKENS, MIXED, SPARSE_ROWS, dense_tokens, reference
 from vllm_sparse_backend.serving import compat, hooks, requests, row_levels
-from vllm_sparse_backend.serving.batch import RowKind
+from vllm_sparse_backend.serving.batch import DECODE_ROW, RowKind
 from vllm_sparse_backend.serving.metadata import SparsePrefillMetadataBuilder
 from vllm_sparse_backend.serving.requests import choices
-from vllm_sparse_backend.serving.stats import DECODE, DENSE, SPARSE
+from vllm_sparse_backend.serving.stats import DENSE, SPARSE
 from vllm_sparse_backend.serving.ways_in import LevelsEndpoint, LevelsMiddleware
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import DEFAULT
@@ -64,18 +64,6 @@ def levels(configured: Callable[..., Any], tmp_path: Any) -> Any:
     return configured(
         profile=str(tmp_path / "levels.yaml"), min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True
     )
-
-
-@pytest.fixture
-def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A function: the level of each row → as if a runner were at a step that has them."""
-
-    def begin(rows: Sequence[str]) -> None:
-        step = row_levels.Step({str(i): level for i, level in enumerate(rows) if level != DEFAULT})
-        step.req_ids = lambda: [str(i) for i in range(len(rows))]
-        monkeypatch.setattr(row_levels, "_step", step)
-
-    return begin
 
 
 class Owner:
@@ -491,8 +479,8 @@ class TestRows:
         _, builder = built(0, method="a_shape", min_tokens=MIN_TOKENS)
         common = make_common(self.LENGTHS)
         at_step(["exact", "exact", "exact", DEFAULT, "exact"])
-        asked, sparse = RowKind(DENSE, Fallback.REQUESTED), RowKind(SPARSE)
-        assert [row.kind for row in builder._classify(0, common)] == [RowKind(DECODE), asked, asked, sparse, asked]
+        asked, sparse = RowKind(DENSE, Fallback.REQUESTED, "exact"), RowKind(SPARSE)
+        assert [row.kind for row in builder._classify(0, common)] == [DECODE_ROW, asked, asked, sparse, asked]
         (slab,) = builder.build(0, common).sparse.slabs
         assert slab.rows.tokens == (1 + 200 + 50 + MIN_TOKENS,)
 

@@ -5,6 +5,7 @@ Everything kept, tokens must equal stock's, however the prompt arrives: in chunk
 step with decodes, or together with others. So must exact requests' at a sparse server, whatever others ask for.
 """
 
+import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from benchmarks.ways_in import HONOURED, KEPT, NOT_SERVED, Asker
 from tests.server import levels, scenario
 from tests.server.scenario import Servers
+from vllm_sparse_backend.cli import switch
 from vllm_sparse_backend.demo.model import CONFIG
 from vllm_sparse_backend.measure.scrape import Report
 from vllm_sparse_backend.measure.server import Server, ServerError
@@ -127,10 +129,11 @@ def test_sparse_prefill_leaves_out_something_in_every_layer_and_it_shows(asked: 
         assert asked.sparse.answers[name].logprobs != pytest.approx(expected, abs=1e-3), name
 
 
-def test_a_guard_that_checks_every_step_trips_in_none(servers: Servers, asked: Asked) -> None:
-    """It looks at the server's own level, which keeps too much to trip it."""
-    report = scenario.counted(servers.ours)
-    assert (report.guard_checks > 0, report.guard_trips) == (True, 0)
+def test_a_guard_that_checks_every_step_looks_at_every_level_and_trips_in_none(servers: Servers, asked: Asked) -> None:
+    page = servers.ours.get("/metrics")
+    for level in ("default", "fast", "everything"):
+        assert re.search(rf'\nsparse_prefill_guard_checks_total{{.*layer="0",level="{level}".* [1-9]', page), level
+    assert scenario.counted(servers.ours).guard_trips == 0
 
 
 def test_short_prompts_are_dense_at_sparse_servers(asked: Asked) -> None:
@@ -195,3 +198,20 @@ def test_every_path_honours_a_level_or_refuses_it(servers: Servers) -> None:
     assert {"/v1/completions, beams", "/v1/responses, a stream", "/v1/messages", "/generative_scoring"} <= set(
         generating
     )
+
+
+def test_switched_all_new_requests_are_exact_and_back_they_are_what_they_were(servers: Servers, asked: Asked) -> None:
+    named = {"own": (scenario.CHUNKS, 8), "fast": (scenario.CHUNKS, 8, "fast")}
+    before, *answers = (scenario.ask_together(servers.ours, named),)
+    try:
+        switch.ask(servers.ours.url, switch.To.EXACT)
+        answers.append(scenario.ask_together(servers.ours, named))
+        assert re.search(r"\nsparse_prefill_switched_exact{.*} 1", servers.ours.get("/metrics"))
+    finally:
+        switch.ask(servers.ours.url, switch.To.ON)
+    answers.append(scenario.ask_together(servers.ours, named))
+    assert re.search(r"\nsparse_prefill_switched_exact{.*} 0", servers.ours.get("/metrics"))
+    exact, after = answers
+    assert_same(exact, dict.fromkeys(named, asked.stock.answers["chunks"]))
+    assert_same(after, before)
+    assert after["own"].logprobs != pytest.approx(exact["own"].logprobs, abs=1e-3)

@@ -3,7 +3,7 @@
 
 import typer
 
-from vllm_sparse_backend.cli import bench, demo, doctor, eval, profile
+from vllm_sparse_backend.cli import bench, demo, doctor, eval, profile, switch
 
 app = typer.Typer(
     name="sparse-prefill",
@@ -14,6 +14,7 @@ app = typer.Typer(
 )
 app.command()(doctor.doctor)
 app.command()(demo.demo)
+app.command()(switch.switch)
 app.add_typer(profile.profile_app, name="profile")
 app.add_typer(bench.bench, name="bench")
 app.add_typer(eval.evaluate, name="eval")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from vllm_sparse_backend.identity import BACKEND, RELEASES, is_ours
 from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.metrics import WORKER_METHOD
+from vllm_sparse_backend.settings.metrics import SWITCH_METHOD, WORKER_METHOD
 
 Function = Callable[..., Any]
 
@@ -176,6 +176,34 @@ def _salted(original: Function) -> Function:
     return generate_block_hash_extra_keys
 
 
+def _switched(original: Function) -> Function:
+    """Each request of an engine comes through here, before its blocks are hashed."""
+
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        from vllm_sparse_backend.serving import switch
+
+        switch.apply(self, request)
+        return original(self, request)
+
+    return preprocess_add_request
+
+
+def _switching(original: Function) -> Function:
+    """What servers ask an engine's workers by name: of our names the core answers one, and adds to another."""
+
+    def collective_rpc(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+        from vllm_sparse_backend.serving import switch
+
+        if method == SWITCH_METHOD:
+            return [switch.turn(self, *args)]
+        answers = original(self, method, timeout, args, kwargs)
+        if method == WORKER_METHOD:
+            answers[0]["samples"].append(("switched_exact", [], float(switch.is_exact(self))))
+        return answers
+
+    return collective_rpc
+
+
 # --- workers: whose rows a step has ---
 
 
@@ -257,6 +285,10 @@ HOOKS = (
          "requests have the level of the HTTP request that they come of; a stream's is refused before it begins"),
     Hook(CORE, "vllm.v1.core.kv_cache_utils", "", "generate_block_hash_extra_keys", _BLOCK, _salted,
          "cached blocks past the exact positions are found by requests of their own level alone"),
+    Hook(CORE, "vllm.v1.engine.core", "EngineCore", "preprocess_add_request", ("request",), _switched,
+         "all new requests are exact where the server is switched so"),
+    Hook(CORE, "vllm.v1.engine.core", "EngineCore", "collective_rpc", ("method", "timeout", "args", "kwargs"),
+         _switching, "the server is switched, and /metrics shows it"),
     Hook(OLDER, "vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "execute_model", ("scheduler_output",),
          _known_by_runner, "the rows of a step are known by their requests, and these by their levels"),
     Hook(NEWER, "vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "execute_model", ("scheduler_output",),

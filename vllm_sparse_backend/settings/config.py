@@ -108,6 +108,10 @@ class SparsePrefillConfig(Section):
     guard: GuardConfig | None = None
     """Compare with dense attention now and then, and let layers that are far off run dense: off unless given."""
 
+    switch: StrictBool = False
+    """Let ``sparse-prefill switch`` make all new requests exact, and back, without a restart: whoever may post to the
+    server's /v1 may then do so."""
+
     requests: RequestsConfig = RequestsConfig()
     """Who gets which level."""
 
