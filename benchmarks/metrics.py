@@ -22,13 +22,13 @@ import typer
 from rich.console import Console
 
 from benchmarks.figures import Report
-from benchmarks.options import Chunk, Contexts, Json, OneMethod, Results, layers_served, plan_asked
+from benchmarks.options import CHUNK_TOKENS, Chunk, Contexts, Json, OneMethod, Results, layers_served, plan_asked
 from benchmarks.shape import SHAPE
+from benchmarks.structured import structured_prompts
 from vllm_sparse_backend.measure.card import Card, Run
-from vllm_sparse_backend.measure.data import Heads, Prompt, structured_prompts
+from vllm_sparse_backend.measure.data import Heads, Prompt
 from vllm_sparse_backend.measure.layers import Layer, new_step
 from vllm_sparse_backend.measure.report import table_of
-from vllm_sparse_backend.measure.server import CHUNK_TOKENS
 from vllm_sparse_backend.serving.stats import Recorder
 from vllm_sparse_backend.settings.plan import Plan
 
@@ -115,7 +115,7 @@ def run_prefill(
     spans = [[("layer", run) for run in step], [("count", run) for run in counts]]
     taken = {name: median(ms) / len(layers) for name, ms in card.spans_ms(spans, new_step(layers), budget_s).items()}
     table = torch.zeros(1, 8, dtype=torch.int32, device=card.device)
-    rows_us = host_us(card, lambda: recorder.count_batch(0, [("sparse", None)], table))
+    rows_us = host_us(card, lambda: recorder.count_batch(0, [("sparse", None, "default")], table))
     row: dict[str, Any] = {"what": f"{query_len:,} tokens after {context_len:,}", "engine": engine.name}
     row |= {"layer_ms": taken["layer"], "step_ms": taken["layer"] * NUM_LAYERS}
     row["device_us"] = 1e3 * NUM_LAYERS * taken["count"]

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from benchmarks.batches import random_batch, random_index
-from vllm_sparse_backend.measure.structured import paged_batch, structured
+from benchmarks.structured import paged_batch, structured
 from vllm_sparse_kernels.attend import hopper, portable
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale.method import Sale

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``top_p``: kernels against its equations in float64, what its rule promises, and what may not break it."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +14,10 @@ from benchmarks.batches import Batch, random_batch
 from tests.methods.cases import DEVICE, DTYPES, all_lists, by_turns, int32, row_parts, select
 from vllm_sparse_kernels.methods.top_p import method as module, portable, slabs
 from vllm_sparse_kernels.methods.top_p.method import TopP
-from vllm_sparse_kernels.methods.top_p.reference import round_to_e4m3, tile_masses
+from vllm_sparse_kernels.methods.top_p.reference import round_to_e4m3, tile_shares
 from vllm_sparse_kernels.methods.top_p.rounding import in_e4m3
 
-METHOD = TopP(kept_mass=0.7, sink_tokens=32, local_tokens=128, channels="all")
+METHOD = TopP(kept_mass=0.7, sink_tokens=32, local_tokens=128, most_share=1.0, channels="all", peak_share=1.0)
 HALF = replace(METHOD, channels="half")
 MASS_ERROR = 5e-3
 """Of a tile's masses in all: half precision keeps scores of up to 32 to 2^-7, and exponentials are off by as much."""
@@ -70,17 +71,18 @@ def exact_masses(batch: Batch, head: int, i_tile: int) -> torch.Tensor:
 def test_masses_are_those_of_the_reference(method, heads, dtype, page_size, monkeypatch) -> None:
     batch = make_batch(heads=heads, dtype=dtype, page_size=page_size)
     ours = masses_of(method, batch, monkeypatch)
-    for head, i_tile, masses in tile_masses(
+    for head, i_tile, shares in tile_shares(
         method, batch.q, batch.cache, batch.rows, int32(range(heads[0])), batch.scale
     ):
+        masses = shares.mean(0)
         assert float((ours[head, i_tile, : len(masses)] - masses).abs().sum()) < MASS_ERROR, (head, i_tile)
 
 
 def test_eight_bits_are_close_to_exact_scores() -> None:
     """Of tiles with some queries, where errors average out: half the masses' difference is what may go astray."""
     batch = make_batch([(1500, 300)], (2, 1, 128), dtype=torch.float32)
-    for head, i_tile, masses in tile_masses(METHOD, batch.q, batch.cache, batch.rows, int32([0, 1]), batch.scale):
-        assert float((masses - exact_masses(batch, head, i_tile)).abs().sum()) / 2 < 0.02
+    for head, i_tile, shares in tile_shares(METHOD, batch.q, batch.cache, batch.rows, int32([0, 1]), batch.scale):
+        assert float((shares.mean(0) - exact_masses(batch, head, i_tile)).abs().sum()) / 2 < 0.02
 
 
 def check_fewest(method: TopP, batch: Batch, masses: torch.Tensor) -> None:
@@ -127,6 +129,45 @@ def test_equal_masses_go_by_position() -> None:
     blocks = select(replace(METHOD, kept_mass=0.5), batch, 32).blocks_of(0, 0).tolist()
     forced = [0, *range((1023 - 128) // 32, 32)]
     assert blocks == sorted({*forced, *range(1, 1 + 16 - len(forced))})
+
+
+@pytest.mark.parametrize(("share", "held"), [(0.1, 32), (0.1, 4096), (0.3, 32)])
+def test_no_more_than_the_most_are_kept(share: float, held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the largest masses; and fewer where fewer hold p."""
+    batch = make_batch([(2000, 130), (0, 63)])
+    monkeypatch.setattr("vllm_sparse_kernels.methods.top_p.choice.HELD_BLOCKS", held)
+    method = replace(METHOD, kept_mass=0.9, most_share=share)
+    masses = masses_of(method, batch, monkeypatch)
+    index, without = select(method, batch, 32), select(replace(METHOD, kept_mass=0.9), batch, 32)
+    for i_tile, tile in enumerate(batch.rows.tile_list):
+        count = batch.rows.block_capacities(32)[i_tile]
+        begin, end = method.sink_tokens // 32, max(tile.position - method.local_tokens, 0) // 32
+        most = math.ceil(share * count)
+        for head in range(batch.num_heads):
+            blocks = index.blocks_of(head, i_tile)
+            chosen = blocks[(blocks >= begin) & (blocks < end)].tolist()
+            every = without.blocks_of(head, i_tile)
+            assert len(chosen) == min(most, int(((every >= begin) & (every < end)).sum()))
+            if chosen:
+                expected = (masses[head, i_tile, begin:end].topk(len(chosen)).indices + begin).tolist()
+                assert sorted(chosen) == sorted(expected)
+
+
+@pytest.mark.parametrize("lengths", [[(900, 130), (0, 63), (500, 1)], [(2000, 49)]])
+def test_blocks_are_kept_for_what_some_query_looks_for(lengths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And beside them the same ones as without: what is kept for a peak does not count towards p."""
+    batch = make_batch(lengths)
+    method = replace(METHOD, kept_mass=0.3, peak_share=0.1)
+    monkeypatch.setattr("vllm_sparse_kernels.methods.top_p.choice.HELD_BLOCKS", 32)
+    index, without = select(method, batch, 32), select(replace(method, peak_share=1.0), batch, 32)
+    several = 0
+    for head, i_tile, shares in tile_shares(method, batch.q, batch.cache, batch.rows, int32([0, 1]), batch.scale):
+        kept, most = set(index.blocks_of(head, i_tile).tolist()), shares.amax(0)
+        fewest = set(without.blocks_of(head, i_tile).tolist())
+        surely = set((most > 0.1 * 1.02).nonzero().flatten().tolist())
+        assert fewest | surely <= kept <= fewest | set((most > 0.1 * 0.98).nonzero().flatten().tolist())
+        several += len(surely - fewest)
+    assert several > 3
 
 
 @pytest.mark.parametrize("method", [METHOD, HALF])
@@ -235,9 +276,10 @@ def test_random_cases(lengths, kept_mass, half, page_size, heads, seed) -> None:
     with pytest.MonkeyPatch.context() as patch:
         masses = masses_of(method, batch, patch)
     check_fewest(method, batch, masses)
-    for head, i_tile, theirs in tile_masses(
+    for head, i_tile, shares in tile_shares(
         method, batch.q, batch.cache, batch.rows, int32(range(heads[0])), batch.scale
     ):
+        theirs = shares.mean(0)
         assert float((masses[head, i_tile, : len(theirs)] - theirs).abs().sum()) < MASS_ERROR
 
 
@@ -246,7 +288,8 @@ def test_long_rows_of_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than a span of keys; 2,049 new tokens; a row of one."""
     batch = make_batch([(8100, 150), (0, 2049), (0, 1)], (2, 1, 32), dtype=torch.float16)
     masses = masses_of(METHOD, batch, monkeypatch)
-    for head, i_tile, theirs in tile_masses(METHOD, batch.q, batch.cache, batch.rows, int32([0, 1]), batch.scale):
+    for head, i_tile, shares in tile_shares(METHOD, batch.q, batch.cache, batch.rows, int32([0, 1]), batch.scale):
+        theirs = shares.mean(0)
         assert float((masses[head, i_tile, : len(theirs)] - theirs).abs().sum()) < MASS_ERROR
 
 

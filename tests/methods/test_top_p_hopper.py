@@ -42,7 +42,7 @@ with compiling_for():
         scratch = hopper.room(8, rows.num_tiles, context_len + query_len, Workspace(torch.device("cpu")))
         heads, kept = torch.arange(8, dtype=torch.int32), torch.zeros(8)
         target = torch.zeros(8, rows.num_tiles, -(-num_keys // 512) * 16)
-        hopper.masses(rounded, heads, kept, 4, rows.tiles, 0, pairs, scratch, target)
+        hopper.masses(rounded, heads, kept, 0.2, 4, rows.tiles, 0, pairs, scratch, target)
 found = {}
 for name, recorder in recorders.items():
     code = Code.of(recorder.compiled[0])
@@ -120,7 +120,7 @@ def scored(lengths: list[tuple[int, int]], kept_d: int):  # type: ignore[no-unty
     return rows, Rounded(q8, factors, q8.shape[1], permuted, k_steps, k8.shape[1]), k8, starts
 
 
-def masses(rows, rounded, starts: list[int], first: int, end: int) -> torch.Tensor:  # type: ignore[no-untyped-def]
+def masses(rows, rounded, starts: list[int], first: int, end: int, peak: float = 2.0) -> torch.Tensor:  # type: ignore[no-untyped-def]
     """Of tiles [first, end), where nothing that is read was left unwritten."""
     from vllm_sparse_kernels.methods.top_p import hopper
     from vllm_sparse_kernels.methods.top_p.slabs import pairs_of
@@ -132,7 +132,7 @@ def masses(rows, rounded, starts: list[int], first: int, end: int) -> torch.Tens
         one.view(torch.int32).fill_(POISON)
     pairs = torch.tensor(pairs_of(rows, first, end, starts), dtype=torch.int32, device="cuda").view(-1, 3)
     heads, kept = torch.arange(HEADS, dtype=torch.int32, device="cuda"), torch.full((HEADS,), 0.95, device="cuda")
-    hopper.masses(rounded, heads, kept, GROUP, rows.tiles, first, pairs, scratch, target)
+    hopper.masses(rounded, heads, kept, peak, GROUP, rows.tiles, first, pairs, scratch, target)
     return target
 
 
@@ -171,6 +171,24 @@ def test_masses_are_the_references(lengths: list[tuple[int, int]], kept_d: int) 
             torch.testing.assert_close(ours[own], mean[own:].sum(), rtol=0.01, atol=1e-5)
             assert (ours[own + 1 :] == 0).all()
             assert abs(float(ours.sum()) - 1) < 0.12
+
+
+@pytest.mark.gpu
+def test_masses_are_negative_where_a_query_reaches_the_peak() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("these kernels are for compute capability 9.0")
+    rows, rounded, k8, starts = scored([(77, 333), (8300, 200)], 64)
+    plain, marked = (masses(rows, rounded, starts, 0, rows.num_tiles, peak) for peak in (2.0, 0.2))
+    several = 0
+    for i_tile, tile in enumerate(rows.tile_list):
+        own = tile.position // 128 * 4
+        assert torch.equal(marked[:, i_tile, : own + 1].abs(), plain[:, i_tile, : own + 1])
+        for head in range(HEADS):
+            most, found = shares(rows, rounded, k8, starts, i_tile, head).amax(0)[:own], marked[head, i_tile, :own] < 0
+            assert bool(found[most > 0.2 * 1.15].all())
+            assert not bool(found[most < 0.2 / 1.15].any())
+            several += int(found.sum())
+    assert several > 10
 
 
 @pytest.mark.gpu

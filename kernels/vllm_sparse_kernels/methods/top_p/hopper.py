@@ -6,7 +6,8 @@
 2. ``_scores_kernel``, in Gluon, all keys before: one maximum per query and block, one exponential, one byte. A producer
    brings keys; two consumer groups hold the scores of a tile each, and do not wait for each other. Two such programs
    fit a multiprocessor: while a group looks at its scores, others' products run.
-3. ``_masses_kernel``: bytes back into numbers, over each query's own sum, and the mean over the tile's queries.
+3. ``_masses_kernel``: bytes back into numbers, over each query's own sum, their mean over the tile's queries, and
+   whether one of them reaches the peak.
 
 Keys lie permuted within steps of 128 (``rounding.py``): all scores of a query and block then lie in one thread, and a
 maximum costs one instruction for two scores. Products are added up in half precision, which loses 2^-11 of a sum.
@@ -93,13 +94,14 @@ def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) ->
 
 
 def masses(
-    rounded: Rounded, heads: torch.Tensor, kept: torch.Tensor, group: int, tiles: torch.Tensor, first_tile: int,
-    pairs: torch.Tensor, scratch: Scratch, target: torch.Tensor,
+    rounded: Rounded, heads: torch.Tensor, kept: torch.Tensor, peak: float, group: int, tiles: torch.Tensor,
+    first_tile: int, pairs: torch.Tensor, scratch: Scratch, target: torch.Tensor,
 ) -> None:  # fmt: skip
     """Mean over each tile's queries of their share in each block: ``target`` [num_selected, num_tiles, width] float32.
 
-    The mass of all the tile's own keys stands at the first of their blocks, 0 at the others. Not written: what lies
-    past the tile's causal blocks, and heads whose ``kept`` is 1 or more.
+    Negative where the share of some query is at least ``peak``. The mass of all the tile's own keys stands at the first
+    of their blocks, 0 at the others. Not written: what lies past the tile's causal blocks, and heads whose ``kept`` is
+    1 or more.
     """
     num_selected, num_pairs, kept_d = len(heads), len(pairs), rounded.keys.shape[2]
     num_tiles, num_spans, num_rounds = scratch.bytes.shape[1], scratch.parts.shape[2], scratch.bytes.shape[2]
@@ -113,7 +115,7 @@ def masses(
         GROUP=group, KEPT_D=kept_d, SPAN=SPAN_TOKENS, FIELDS=TILE_FIELDS, num_warps=4, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     _masses_kernel[(ceil_div(num_rounds, MASS_ROUNDS), num_tiles, num_selected)](
-        kept, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target, *target.stride()[:2],
+        kept, peak, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target, *target.stride()[:2],
         SPAN=SPAN_TOKENS, ROUNDS=MASS_ROUNDS, FIELDS=TILE_FIELDS, num_warps=4,
     )  # fmt: skip
 
@@ -330,7 +332,7 @@ def _append_byte(b_word, b_x):
 
 @gluon.jit(do_not_specialize=["first_tile", "num_tiles", "num_spans", "num_rounds", "stride_head", "stride_tile"])
 def _masses_kernel(
-    kept, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target, stride_head, stride_tile,
+    kept, peak, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target, stride_head, stride_tile,
     SPAN: gl.constexpr, ROUNDS: gl.constexpr, FIELDS: gl.constexpr,
 ):  # fmt: skip
     """Up to ROUNDS rounds of one tile and head. A warp has a round, each of its threads 16 words."""
@@ -372,7 +374,9 @@ def _masses_kernel(
                 # A byte at the place of a float's lowest exponents: 2^103 makes up for it.
                 b_bits = (b_word << (21 - 8 * slot)) if slot < 3 else (b_word >> 3)
                 b_x = (b_bits & 0x1FE00000).to(gl.float32, bitcast=True)
-                b_mass = gl.sum(b_x * b_weight[None, :, None], 1)
+                b_x = b_x * b_weight[None, :, None]
+                b_mass = gl.sum(b_x, 1)
+                b_mass = gl.where(gl.max(b_x, 1) * length.to(gl.float32) >= peak, -b_mass, b_mass)
                 o_block = i * 16 + slot * 4 + o_b
                 gl.store(out + o_block, b_mass, mask=o_block < num_blocks)
 

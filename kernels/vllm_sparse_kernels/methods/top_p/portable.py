@@ -3,7 +3,8 @@
 
 1. ``_scores_kernel``: of each query and block of 32 keys the largest score, in half precision, and of each query and
    span of keys the largest of these and their sum of exponentials.
-2. ``_masses_kernel``: the scores once more, over each query's own sum, and the mean over the tile's queries.
+2. ``_masses_kernel``: the scores once more, over each query's own sum, their mean over the tile's queries, and whether
+   one of them reaches the peak.
 """
 
 from typing import Any, NamedTuple
@@ -55,12 +56,13 @@ def room(num_selected: int, num_tiles: int, reach: int, workspace: Workspace) ->
 
 
 def masses(
-    rounded: Rounded, heads: torch.Tensor, kept: torch.Tensor, group: int, tiles: torch.Tensor, first_tile: int,
-    pairs: torch.Tensor, scratch: Scratch, target: torch.Tensor,
+    rounded: Rounded, heads: torch.Tensor, kept: torch.Tensor, peak: float, group: int, tiles: torch.Tensor,
+    first_tile: int, pairs: torch.Tensor, scratch: Scratch, target: torch.Tensor,
 ) -> None:  # fmt: skip
     """Mean over each tile's queries of their share in each block: ``target`` [num_selected, num_tiles, width] float32.
 
-    Not written: what lies past the tile's causal blocks, and heads whose ``kept`` is 1 or more.
+    Negative where the share of some query is at least ``peak``. Not written: what lies past the tile's causal blocks,
+    and heads whose ``kept`` is 1 or more.
     """
     num_selected, num_tiles, num_spans = scratch.parts.shape[:3]
     num_blocks = scratch.scores.shape[2]
@@ -70,7 +72,7 @@ def masses(
         WIDEN=not rounded.keys.is_cuda, num_warps=8, num_stages=3,
     )  # fmt: skip
     _masses_kernel[(ceil_div(num_blocks, MASS_BLOCKS), num_tiles, num_selected)](
-        kept, tiles, first_tile, scratch, num_spans, num_blocks, target, target.stride(0), target.stride(1),
+        kept, peak, tiles, first_tile, scratch, num_spans, num_blocks, target, target.stride(0), target.stride(1),
         SPAN=SPAN_TOKENS, BLOCKS=MASS_BLOCKS, FIELDS=TILE_FIELDS, num_warps=8,
     )  # fmt: skip
 
@@ -124,7 +126,7 @@ def _scores_kernel(
 
 @triton.jit(do_not_specialize=["first_tile", "num_spans", "num_blocks", "stride_head", "stride_tile"])
 def _masses_kernel(
-    kept, tiles, first_tile, scratch, num_spans, num_blocks, target, stride_head, stride_tile,
+    kept, peak, tiles, first_tile, scratch, num_spans, num_blocks, target, stride_head, stride_tile,
     SPAN: tl.constexpr, BLOCKS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Some blocks of one tile and head."""
@@ -151,6 +153,8 @@ def _masses_kernel(
         at = scratch.scores + (place * num_blocks + o_b)[:, None] * 128 + o_m[None, :]
         there = (o_b < num_causal)[:, None] & in_row[None, :]
         b_u = tl.load(at, mask=there, other=float("-inf")).to(tl.float32)
-        b_mass = tl.sum(tl.exp2(b_u - tl.where(in_row, b_top, 0.0)[None, :]) * b_weight[None, :], 1)
+        b_share = tl.exp2(b_u - tl.where(in_row, b_top, 0.0)[None, :]) * b_weight[None, :]
+        b_mass = tl.sum(b_share, 1)
+        b_mass = tl.where(tl.max(b_share, 1) * length >= peak, -b_mass, b_mass)
         out = target + i_entry * stride_head + i_tile.to(tl.int64) * stride_tile
         tl.store(out + o_b, b_mass, mask=o_b < num_causal)

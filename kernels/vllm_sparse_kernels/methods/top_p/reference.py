@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rule of ``top_p`` in plain float32 torch: the same steps as method.py, whose docstring has the equations."""
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 KEY_BLOCK = 32
 LARGEST = 15
 TINY = 1e-20  # stands in for the largest magnitude of zeros
-LEAST_CHANNELS = 32
+LEAST_CHANNELS = 64
 SAMPLE, EVERY = 64, 8  # of so many groups of keys, the first is the sample
 
 
@@ -28,9 +29,9 @@ def select_top_p(
     index.stripe_counts.index_fill_(0, heads.long(), 0)
     settings = dict(zip(heads.tolist(), method.of_heads(len(heads))))
     parts = index.block_tokens // KEY_BLOCK
-    for head, i_tile, masses in tile_masses(method, q, cache, index.rows, heads, scale):
+    for head, i_tile, shares in tile_shares(method, q, cache, index.rows, heads, scale):
         tile = index.rows.tile_list[i_tile]
-        kept = fewest(settings[head], masses, tile.position)
+        kept = fewest(settings[head], shares.mean(0), tile.position) | peaks(method, shares)
         num_blocks = index.num_causal_blocks(tile)
         index.set_blocks(head, i_tile, pad(kept, (0, num_blocks * parts - len(kept))).view(num_blocks, parts).any(1))
 
@@ -45,14 +46,20 @@ def fewest(method: "TopP", masses: torch.Tensor, position: int) -> torch.Tensor:
     order = masses[between].argsort(descending=True, stable=True)
     held = masses[kept].sum() + masses[between][order].cumsum(0)
     before = pad(held, (1, 0), value=float(masses[kept].sum()))[:-1]
-    kept[between[order[before < method.kept_mass * masses.sum()]]] = True
+    most = math.ceil(method.most_share * len(masses))
+    kept[between[order[before < method.kept_mass * masses.sum()][:most]]] = True
     return kept
 
 
-def tile_masses(
+def peaks(method: "TopP", shares: torch.Tensor) -> torch.Tensor:
+    """Blocks in which some query has a share of at least ``peak_share``."""
+    return (shares >= method.least_peak).any(0)
+
+
+def tile_shares(
     method: "TopP", q: torch.Tensor, cache: PagedCache, rows: Rows, heads: torch.Tensor, scale: float
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """For every (head, tile) its mean mass of each causal block of 32 keys."""
+    """For every (head, tile) the share of its queries in each causal block of 32 keys, [queries, blocks]."""
     group = q.shape[1] // cache.num_kv_heads
     for row in range(rows.num_rows):
         keys = cache.gather(rows.block_table[row], rows.seq_lens[row])[0].float()
@@ -70,7 +77,7 @@ def tile_masses(
                 future = torch.arange(len(b_k), device=q.device) > o_m
                 scores = ((b_q @ b_k.T) * scale).masked_fill_(future, -torch.inf)
                 scores = pad(scores, (0, -len(b_k) % KEY_BLOCK), value=-torch.inf)
-                yield head, i_tile, scores.unflatten(1, (-1, KEY_BLOCK)).amax(2).softmax(1).mean(0)
+                yield head, i_tile, scores.unflatten(1, (-1, KEY_BLOCK)).amax(2).softmax(1)
 
 
 def kept_channels(method: "TopP", sample: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trained models through servers that run: answers, perplexity, density, TTFT and TPOT of several settings together.
+
+    python -m benchmarks.real prompts MODEL OUT.json TEXT.txt ... [--lengths 16384,32768,65536] [--each 24]
+    python -m benchmarks.real quality PROMPTS.json stock=http://localhost:8000 ours=http://localhost:8001
+    python -m benchmarks.real speed PROMPTS.json stock=http://localhost:8000 ours=http://localhost:8001@fast
+
+A setting is NAME=URL, or NAME=URL@LEVEL; the first one is what the others are compared to. Prompts are texts with 24
+facts spread over them, each asked for and answered further on in the same prompt: decoding is dense, and hides what a
+prefill lost. An answer is right if each of its tokens is the model's first choice. Perplexity is over the last two
+thirds, facts and questions left out; its standard error is that of the difference over prompts. Density is that of the
+rows that ran sparse, from /metrics. TTFT is the time of a request for one token, settings asked in turns.
+"""
+
+import http.client
+import json
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import typer
+
+from vllm_sparse_backend.measure.answers import Templates, build_prompt
+from vllm_sparse_backend.measure.scrape import Pairs
+
+FACTS = 24
+LINE_TOKENS = 40
+"""At most so many tokens of a line stand before the value."""
+
+TEMPLATES = (
+    Templates(),
+    Templates("The code for {name} is {value}.", "What is the code for {name}? It is {value}."),
+    Templates('{name} = "{value}"', 'assert {name} == "{value}"'),
+)
+"""Facts as the models were trained on, and in two forms that they were not."""
+
+app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True)
+class Setting:
+    name: str
+    url: str
+    level: str | None
+
+    @staticmethod
+    def parse(text: str) -> "Setting":
+        name, found, where = text.partition("=")
+        url, _, level = where.partition("@")
+        if not found or not url.startswith("http"):
+            raise typer.BadParameter(f"given {text!r}, expected NAME=http://HOST:PORT or NAME=http://HOST:PORT@LEVEL")
+        return Setting(name, url, level or None)
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[http.client.HTTPConnection, Any]:
+        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=600)
+        if body is None:
+            connection.request("GET", path)
+        else:
+            more = {"vllm_xargs": {"sparse_prefill": self.level}} if self.level else {}
+            text = json.dumps({"model": "m", "temperature": 0, "max_tokens": 1, **more, **body})
+            connection.request("POST", path, text, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise SystemExit(f"{self.name}: {path} answers {answer.status}: {answer.read()[:300]!r}")
+        return connection, answer
+
+    def pairs(self) -> Pairs:
+        time.sleep(1.2)  # counters are read from workers once a second
+        return Pairs.on_page(self.ask("/metrics")[1].read().decode())
+
+
+@dataclass
+class Quality:
+    """Of one setting and length, by prompt."""
+
+    right: list[int] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
+    nats: list[float] = field(default_factory=list)
+    density: float | None = None
+
+    def against(self, other: "Quality") -> dict[str, Any]:
+        """Answers ÷ the other's, perplexity ÷ the other's, with standard errors."""
+        changes = [ours - theirs for ours, theirs in zip(self.nats, other.nats)]
+        answers = [(ours - theirs) / sum(other.right) for ours, theirs in zip(self.right, other.right)]
+        return {
+            "answers": sum(self.right) / sum(other.right),
+            "answers_error": math.sqrt(len(answers)) * stdev(answers) if len(answers) > 1 else math.nan,
+            "right": sum(self.right), "asked": sum(self.asked), "perplexity": math.exp(fmean(changes)),
+            "perplexity_error": stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else math.nan,
+            "density": self.density,
+        }  # fmt: skip
+
+
+@app.command()
+def prompts(
+    model: Path,
+    out: Path,
+    texts: list[Path],
+    lengths: str = "16384,32768,65536",
+    each: int = 24,
+    forms: str = "0,1,2",
+    seed: int = 0,
+) -> None:
+    """Write prompts: ``each`` of every length, from the texts in turn and with facts in these forms in turn."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    begin = json.loads((model / "config.json").read_text()).get("bos_token_id")
+    ids = [tokenizer.encode(text.read_text(errors="ignore"), add_special_tokens=False).ids for text in texts]
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
+    rng, chosen, written = random.Random(seed), [int(form) for form in forms.split(",")], []
+    for length in map(int, lengths.split(",")):
+        for i in range(each):
+            text, form = ids[i % len(ids)], chosen[i // len(ids) % len(chosen)]
+            start = rng.randrange(max(len(text) - length, 1))
+            templates = TEMPLATES[form]
+            one = build_prompt(encode, [] if begin is None else [begin], text[start:], length, FACTS, templates, rng)
+            spans = [(answer.begin, answer.end) for answer in one.answers]
+            facts = [answer.fact_at for answer in one.answers]
+            written.append({"length": length, "form": form, "ids": one.token_ids, "spans": spans, "facts": facts})
+    out.write_text(json.dumps(written))
+
+
+def _score(setting: Setting, prompt: dict[str, Any]) -> tuple[int, int, float]:
+    """(answers right, asked, mean nats of the text's last two thirds)."""
+    ids = prompt["ids"]
+    connection, answer = setting.ask(
+        "/v1/completions", {"prompt": ids, "prompt_logprobs": 0, "add_special_tokens": False}
+    )
+    returned = json.loads(answer.read())["choices"][0]["prompt_logprobs"]
+    connection.close()
+    own = [returned[i][str(ids[i])] if i else {"rank": 0, "logprob": 0.0} for i in range(len(ids))]
+    right = sum(all(own[i]["rank"] == 1 for i in range(*span)) for span in prompt["spans"])
+    of_values = [*prompt["spans"], *((at, at + 9) for at in prompt["facts"])]
+    lines = {i for begin, end in of_values for i in range(begin - LINE_TOKENS, end + 3)}
+    plain = [-own[i]["logprob"] for i in range(len(ids) // 3, len(ids)) if i not in lines]
+    return right, len(prompt["spans"]), fmean(plain)
+
+
+def _qualities(setting: Setting, prompts: Sequence[dict[str, Any]], jobs: int) -> Iterator[tuple[str, Quality]]:
+    for length in sorted({one["length"] for one in prompts}):
+        of_length = [one for one in prompts if one["length"] == length]
+        before, quality = setting.pairs(), Quality()
+        with ThreadPoolExecutor(jobs) as pool:
+            for right, asked, nats in pool.map(partial(_score, setting), of_length):
+                quality.right.append(right)
+                quality.asked.append(asked)
+                quality.nats.append(nats)
+        after = setting.pairs()
+        quality.density = Pairs(after.kept - before.kept, after.causal - before.causal).density
+        print(
+            setting.name, length, sum(quality.right), sum(quality.asked), f"{fmean(quality.nats):.5f}", quality.density
+        )
+        yield str(length), quality
+
+
+@app.command()
+def quality(
+    prompts: Path,
+    settings: Annotated[list[str], typer.Argument(metavar="NAME=URL[@LEVEL]...")],
+    most: Annotated[int, typer.Option(help="Prompts of each length.")] = 1000,
+    jobs: Annotated[int, typer.Option(help="Requests at a time.")] = 1,
+    out: Annotated[Path | None, typer.Option("--json")] = None,
+) -> None:
+    """Answers, perplexity and density of every setting. Servers are asked side by side, one server's levels in turn."""
+    every = json.loads(prompts.read_text())
+    of_length = {one["length"]: [x for x in every if x["length"] == one["length"]][:most] for one in every}
+    chosen = [one for group in of_length.values() for one in group]
+    parsed = [Setting.parse(text) for text in settings]
+    urls = list(dict.fromkeys(one.url for one in parsed))
+    found: dict[str, dict[str, Quality]] = {}
+
+    def ask(url: str) -> None:
+        for setting in parsed:
+            if setting.url == url:
+                found[setting.name] = dict(_qualities(setting, chosen, jobs))
+
+    with ThreadPoolExecutor(len(urls)) as pool:
+        list(pool.map(ask, urls))
+    first = found[parsed[0].name]
+    table = {
+        name: {length: {**one.against(first[length]), "prompts": asdict(one)} for length, one in of.items()}
+        for name, of in found.items()
+    }
+    for name, of in table.items():
+        for length, one in of.items():
+            print(_line(name, length, one))
+    if out:
+        out.write_text(json.dumps(table))
+
+
+def _line(name: str, length: str, one: dict[str, Any]) -> str:
+    answers = f"{one['answers']:.4f} ± {one['answers_error']:.4f} ({one['right']} of {one['asked']})"
+    perplexity = f"{100 * (one['perplexity'] - 1):+.3f} % ± {100 * one['perplexity_error']:.3f}"
+    return f"{name:12} {length:>7}: answers {answers}, perplexity {perplexity}, density {one['density']}"
+
+
+def _timed(setting: Setting, ids: Sequence[int], tokens: int) -> tuple[float, float]:
+    """(s to the first token, s a token after it)."""
+    begin = time.perf_counter()
+    body = {"prompt": ids, "max_tokens": tokens, "ignore_eos": True, "stream": True, "add_special_tokens": False}
+    connection, answer = setting.ask("/v1/completions", body)
+    at = [time.perf_counter() for line in answer if line.startswith(b"data: {")]
+    connection.close()
+    return at[0] - begin, (at[-1] - at[0]) / max(tokens - 1, 1)
+
+
+@app.command()
+def speed(
+    prompts: Path,
+    settings: Annotated[list[str], typer.Argument(metavar="NAME=URL[@LEVEL]...")],
+    lengths: str = "1024,8192,16384,32768,65536,131000",
+    times: Annotated[int, typer.Option(help="Requests of each length.")] = 5,
+    after: Annotated[int, typer.Option(help="Tokens that are cached before 1,000 new ones; 0: none.")] = 0,
+    tokens: Annotated[int, typer.Option(help="Output tokens for TPOT, after the shortest prompts.")] = 128,
+    out: Annotated[Path | None, typer.Option("--json")] = None,
+) -> None:
+    """TTFT by length, and TPOT: medians, every request with a text of its own, settings in turns."""
+    ids = [token for one in json.loads(prompts.read_text()) for token in one["ids"]]
+    parsed, found, place = [Setting.parse(text) for text in settings], {}, 0
+
+    def piece(length: int) -> list[int]:
+        nonlocal place
+        place = (place + 100_003) % (len(ids) - length)
+        return ids[place : place + length]
+
+    def measure(name: str, texts: Sequence[Sequence[int]], tokens: int = 1) -> None:
+        seen: dict[str, list[tuple[float, float]]] = {one.name: [] for one in parsed}
+        for text in texts:
+            for one in parsed:
+                seen[one.name].append(_timed(one, text, tokens))
+        found[name] = {key: [median(x[i] for x in of[1:]) for i in (0, 1)] for key, of in seen.items()}
+        first = found[name][parsed[0].name]
+        which = 1 if tokens > 1 else 0
+        print(name, {key: (round(x[which], 5), round(first[which] / x[which], 3)) for key, x in found[name].items()})
+
+    for length in map(int, lengths.split(",")):
+        measure(f"TTFT {length}", [piece(length) for _ in range(times + 1)])
+    if after:
+        prefix = piece(after)
+        measure(f"TTFT 1000 after {after}", [prefix + piece(1000) for _ in range(times + 1)])
+    measure("TPOT", [piece(512) for _ in range(4)], tokens)
+    if out:
+        out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    app()
