@@ -83,13 +83,6 @@ def test_reference_agrees_with_the_paper(case):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("reference", [False, True])
-@pytest.mark.parametrize("tau", [0.0, 1e-300])
-def test_smallest_tau_is_dense(tau, reference):
-    index = select(Sale(tau), make_batch([(500, 140), (0, 70)]), by_reference=reference)
-    assert index.density() == 1
-
-
 def test_one_element_keeps_its_block():
     batch = random_batch([(650, 200)], 2, 1, 64, 16, torch.float32, DEVICE)
     method = Sale(0.9)
