@@ -26,6 +26,7 @@ def _add_listed_pairs_kernel(
     block_counts, stripe_counts, tile_lengths, totals, i_total, num_lists, num_tiles,
     BLOCK_N: tl.constexpr, STRIPES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """Σ over CHUNK lists of (blocks · BLOCK_N + stripes) · queries of the tile, added to totals[i_total], int64."""
     o_list = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     valid = o_list < num_lists
     b_keys = tl.load(block_counts + o_list, mask=valid, other=0) * BLOCK_N

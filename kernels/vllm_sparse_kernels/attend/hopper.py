@@ -32,10 +32,7 @@ except (ImportError, AttributeError) as error:  # Gluon is young: names come and
 
 STAGES = {64: 4, 128: 2}
 """Steps of keys and values that are loaded ahead, by head_dim: what shared memory has room for beside two tiles of
-queries. (Three steps and one tile, tried at 128: 1 to 2 % faster where most is kept, 2 to 4 % slower where little is,
-as the next item's queries come late. Three of values alone, with outputs turned in the queries' room: no faster beyond
-what two runs differ by.)
-"""
+queries."""
 
 RANKING = {"RANKED": 8, "OTHERS": 1024}
 """Items that a program puts in order, and how many others it compares them with at a time."""

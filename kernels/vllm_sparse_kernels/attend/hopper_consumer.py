@@ -209,6 +209,7 @@ def _mask_diagonal(b_s, to_end, diagonal, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _last_product(kv, i_step, b_p, b_acc, STRIPES: gl.constexpr, STAGES: gl.constexpr):
+    """The product of an item's last step with its values, added to b_acc [HALF, D] float32."""
     _, v_steps, _, _, v_full, v_empty = kv
     stage = i_step % STAGES
     mbarrier.wait(v_full.index(stage), i_step // STAGES & 1)

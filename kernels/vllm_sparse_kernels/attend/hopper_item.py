@@ -25,6 +25,7 @@ def publish(items, slot, i_head, token, length, first, num_blocks, num_stripes):
 
 @gluon.jit
 def published(items, slot, WORD: gl.constexpr):
+    """One word of the item in a slot, the same in all threads."""
     return gl.max(items.index(slot * WORDS + WORD).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 

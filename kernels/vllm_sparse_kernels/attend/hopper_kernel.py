@@ -18,8 +18,8 @@ something must have held its warps together since they looked at it: Triton has 
 product and the arrival, and a group of producers meets after each wait for room. Tests read the former off the SASS,
 and launch the kernel thousands of times on a card, beside other processes too.
 
-Items do not overlap. With an item's first scores multiplied while the one before is written out, the loop gained 1 to
-3 % where most is kept, lost up to 7 % where little is, and gave NaN on a card beside other processes; why is not known.
+Items do not overlap: multiplying an item's first scores while the one before is written out gave NaN on a card beside
+other processes.
 
 ptxas likes to hoist the wait for P·V above all exponents of the step, which undoes the overlap. Waiting for the next
 step's keys between the two keeps it where it stands, with every Triton from 3.6 to 3.9; a test reads it off the SASS,
@@ -38,6 +38,12 @@ def hopper_kernel(
     NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     FIELDS: gl.constexpr, STRIPES: gl.constexpr,
 ):  # fmt: skip
+    """O = softmax(scale · Q Kᵀ) V of all (query head, tile) items, as ``portable_kernel.attend_kernel`` has it.
+
+    q, keys and values come by descriptors of matrices whose rows are tokens and whose columns are heads · D; tiles have
+    128 queries, 64 for each consumer; scores, sums and outputs are float32 until they are stored in 16 bits.
+    ``lists``: where blocks and stripes lie, and the order of the work; ``counter`` [1] int32: the next item.
+    """
     dtype: gl.constexpr = k_desc.dtype
     PARTS: gl.constexpr = D // HALF
     SHAPE: gl.constexpr = (NUM_HEADS, BLOCK_N, D, STAGES, FIELDS)
@@ -91,6 +97,7 @@ def hopper_kernel(
 
 @gluon.jit
 def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
+    """NUM barriers in shared memory, each of which COUNT arrivals complete."""
     bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM):
         mbarrier.init(bars.index(i), count=COUNT)

@@ -114,5 +114,6 @@ def _first_by(b_keys, b_kv_head, scale):
 
 @triton.jit
 def _store_places(target, b_position, mask, table, page_size, rows_per_page):
+    """Rows of the cache, seen as a matrix of tokens, in which the positions of one row of the batch lie."""
     page = tl.load(table + b_position // page_size, mask=mask, other=0)
     tl.store(target, page * rows_per_page + b_position % page_size, mask=mask)

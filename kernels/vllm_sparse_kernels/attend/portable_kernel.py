@@ -22,6 +22,10 @@ def place_blocks_kernel(
     index, block_table, stride_table, places, page_size, rows_per_page,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
+    """Where the blocks of one (query head, tile) lie in the cache's matrix of tokens: ``places``, as block_ids.
+
+    Of block j of a row: block_table[row, BLOCK_N j // page_size] · rows_per_page + BLOCK_N j mod page_size, tokens.
+    """
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
     i_row = tl.load(index.tiles + i_tile * FIELDS).to(tl.int64)
     start = i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
@@ -41,6 +45,13 @@ def attend_kernel(
     BLOCK_N: tl.constexpr, STRIPES: tl.constexpr, FIELDS: tl.constexpr, PRECISION: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """O = softmax(scale · Q Kᵀ) V of one (query head, tile), over the index's keys up to each query's own position.
+
+    q and out [tokens, NUM_HEADS, HEAD_DIM], 16 bits; keys and values in pages of ``cache``; lse [NUM_HEADS, tokens]
+    float32, in natural units. Online softmax in float32 and base 2: of each step S = scale log₂e · Q Kᵀ,
+    m' = max(m, max S), l' = 2^(m − m') l + Σ 2^(S − m'), O' = 2^(m − m') O + 2^(S − m') V; at the end O / l.
+    ``skip_margins`` and ``drop_margins`` [NUM_HEADS] are SpargeAttn's λ, in natural units.
+    """
     # kv head, then tile by falling weight, then head of the group
     i_program = tl.program_id(0)
     num_tiles = tl.num_programs(0) // NUM_HEADS
@@ -157,13 +168,12 @@ def _walk_full(
     """Blocks that every query of the tile sees whole.
 
     Nothing that places a block is carried from one iteration to the next: loads that depend on carried values are not
-    pipelined. Computing scores one block ahead by hand gained nothing and cost registers.
+    pipelined.
 
     Triton pipelines the loads that products at the loop's top level need, and only where there is no such product all
     loads. So the step stands in a branch (its condition holds: the compiler does not see it), and all that a step needs
-    is loaded AHEAD buffers before. Blocks of 128 so run a tenth faster at density 0.2 than with keys and values loaded
-    each for their own product. With a margin, where the values' product is in a branch anyway, nothing else loads them
-    before they are needed.
+    is loaded AHEAD buffers before. With a margin, where the values' product is in a branch anyway, nothing else loads
+    them before they are needed.
     """
     AHEAD: tl.constexpr = SHAPE[5]
     for i in tl.range(0, num_full, num_stages=AHEAD if AHEAD > 0 else None):

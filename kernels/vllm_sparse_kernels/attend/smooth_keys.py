@@ -8,7 +8,7 @@ kv head: δ = max |k − k̄| / 127. (Queries get one scale for each tile of 128
 The mean is over the keys that this step sees: the last bits of the rounding depend on the chunking.
 
 Keys are quantised once for each call of ``attend``, out of the paged cache into a workspace of a byte for each element
-of the rows' keys, row after row; a quarter millisecond for 131,072 keys of 8 kv heads of 128 at an H100's bandwidth.
+of the rows' keys, row after row.
 """
 
 from typing import NamedTuple

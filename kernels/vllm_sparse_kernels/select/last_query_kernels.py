@@ -98,6 +98,7 @@ def _row_queries(MEMBERS: tl.constexpr, QUERIES: tl.constexpr):
 
 @triton.jit
 def _lengths(args, i_row, FIELDS: tl.constexpr):
+    """The first three fields of a row: see ``rows.py``."""
     row = args.rows + i_row * FIELDS
     return tl.load(row), tl.load(row + 1), tl.load(row + 2)
 

@@ -103,6 +103,11 @@ def _write_lines_kernel(
     heads, lines, max_columns, rows, first_row, num_rows, capacity, patterns, first_tile, index, num_tiles,
     BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr,
 ):  # fmt: skip
+    """One (tile, head)'s list: blocks that a kept diagonal crosses, blocks kept whole, and the diagonal ones.
+
+    Of the columns kept one by one those before the tile's diagonal blocks and in no kept block become stripes.
+    Heads whose ``patterns`` [heads, rows] is not 0 are written elsewhere.
+    """
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)
     i_row = tl.load(index.tiles + i_tile * FIELDS)

@@ -50,6 +50,7 @@ def compact_blocks(kept: torch.Tensor | None, index: SparseIndex, heads: torch.T
 def _compact_blocks_kernel(
     kept, stride_kept, heads, index, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr
 ):
+    """One (tile, head)'s list of block ids, in order, from its flags uint8; see ``compact_blocks``."""
     i_tile, i_group = tl.program_id(0), tl.program_id(1)
     i_head = tl.load(heads + i_group).to(tl.int64)
     diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N, FIELDS)

@@ -273,6 +273,11 @@ def _pool_queries_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PER_TILE: tl.constexpr, POOL: tl.constexpr, BLOCK: tl.constexpr,
     FIELDS: tl.constexpr,
 ):  # fmt: skip
+    """Mean query of POOL tokens of one tile and head, and, where asked for, the mean cosine of all their pairs.
+
+    means [heads, pooled, HEAD_DIM] and similarity [heads, pooled] float32; PER_TILE pooled queries a tile, the
+    last ones of a short tile untouched.
+    """
     i_entry, i_pooled = tl.program_id(0), tl.program_id(1)
     i_head = tl.load(heads + i_entry)
     tile = tiles + i_pooled // PER_TILE * FIELDS

@@ -181,6 +181,7 @@ def _kept_columns(row, start, end, threshold, BLOCK_N: tl.constexpr, CHUNK: tl.c
 
 @triton.jit
 def _kept_bands(row, start, end, threshold, CHUNK: tl.constexpr):
+    """Numbers of CHUNK bands from ``start`` on, and whether their mass reaches the threshold: int32 0 or 1."""
     o_n = start + tl.arange(0, CHUNK)
     b_kept = (o_n < end) & (mass_keys(tl.load(row + o_n, mask=o_n < end, other=0.0)) >= threshold)
     return o_n, b_kept.to(tl.int32)

@@ -135,6 +135,7 @@ def _next_bit(threshold, reach, above, n, k, bit):
 
 @triton.jit
 def _settled(threshold, reach, above, k):
+    """(threshold, ties) of one row: where no more than k values reach the threshold, all of these are kept."""
     return tl.where(reach <= k, tl.maximum(threshold, 1) - 1, threshold), tl.where(reach <= k, 0, k - above)
 
 

@@ -160,6 +160,11 @@ def _test_span(
     queries, keys, bulk_queries, bulk_keys, where, target_a, target_b, stop_a, stop_b,
     BLOCK_D: gl.constexpr, INDEX_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """Step 3 for two tiles of one head and the keys [begin, end): ``sale_scores._test_span`` by products in fp8.
+
+    Queries and keys are integers −7 … 7 in e4m3, [64, BLOCK_D] a step; their sums of products are exact in half
+    precision. Flags of the tiles' blocks of INDEX_N keys go to ``target_a`` and ``target_b``.
+    """
     i_group, i_kv, i_tile, begin, end, shift = where
     N: gl.constexpr = STEP_TOKENS
     BLOCKS: gl.constexpr = N // INDEX_N
@@ -239,6 +244,7 @@ def _load_first(bulk_queries, bulk_keys, row, key, num_steps, q_shared, k_shared
 
 @gluon.jit
 def _load_step(bulk_keys, key, step, num_steps, ready, room):
+    """Begin to copy a step of keys [STEP_TOKENS, channels], a byte each; ``ready`` completes when it is there."""
     mbarrier.expect(ready, STEP_TOKENS * room.shape[1], pred=step < num_steps)
     bulk_load(bulk_keys, [key + step * STEP_TOKENS, 0], ready, room, pred=step < num_steps)
 

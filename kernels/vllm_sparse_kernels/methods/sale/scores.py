@@ -141,6 +141,10 @@ def _tested(tiles, i_tile, sink_tokens, local_tokens, INDEX_N: tl.constexpr, FIE
 def _first_flags_kernel(
     flags, log_taus, sink_tokens, local_tokens, INDEX_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr
 ):
+    """Flags uint8 of one (tile, head)'s causal blocks: 1 in sink, local region and diagonal, 0 where step 3 decides.
+
+    A head with τ = 0 (ln τ = −∞) keeps every block.
+    """
     i_tile, i_group = tl.program_id(0), tl.program_id(1)
     begin, end = _tested(flags.tiles, i_tile, sink_tokens, local_tokens, INDEX_N, FIELDS)
     if tl.load(log_taus + i_group) == float("-inf"):

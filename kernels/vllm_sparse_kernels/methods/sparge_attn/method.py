@@ -140,6 +140,12 @@ def _keep_top_mass_kernel(
     scores, width, similarity, heads, index, num_tiles, first_tile, kept_mass, min_similarity, num_sink,
     BLOCK: tl.constexpr, HALVES: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
+    """One (tile, head)'s list: the fewest blocks that hold the share ``kept_mass`` of Σ exp(score).
+
+    scores [heads, tiles, width · ALIGNED] float32, of mean queries with mean keys of BLOCK keys; −∞ for blocks whose
+    keys are not alike, which are kept. A tile whose queries' mean cosine is below ``min_similarity`` keeps every block;
+    sink and diagonal are always kept. HALVES neighbouring blocks make one of the index, kept if one of them is.
+    """
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)
     row = scores + (i_entry * tl.num_programs(0) + tl.program_id(0)) * (width * ALIGNED)
@@ -182,6 +188,7 @@ def _keep_top_mass_kernel(
 
 @triton.jit
 def _load(row, first, num_blocks, other, CHUNK: tl.constexpr):
+    """CHUNK values of a row of scores from block ``first`` on; ``other`` past the last block."""
     o_n = first + tl.arange(0, CHUNK)
     return tl.load(row + o_n, mask=o_n < num_blocks, other=other)
 
@@ -220,4 +227,5 @@ def _mass(b_first, row, num_blocks, bits, CHUNK: tl.constexpr):
 
 @triton.jit
 def _part(b_e, bits):
+    """The sum of those exponentials of a chunk that have at least these bits."""
     return tl.sum(tl.where(b_e.to(tl.int32, bitcast=True) >= bits, b_e, 0.0), 0)

@@ -54,6 +54,13 @@ def _choose_kernel(
     block_counts, block_ids, stride_ids, block_offsets,
     PARTS: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
+    """One (tile, head)'s list: the fewest blocks between sink and local region that hold the share ``kept_mass``.
+
+    masses [heads, tiles, width] float32, of blocks of KEY_BLOCK keys: A[b] of ``method.py``, negative where some query
+    has its peak, which keeps the block. What is always kept (sink, local region, diagonal) counts towards the share; no
+    more than ``most_share`` of the blocks are kept for it. ``sink`` and ``local`` are tokens. PARTS neighbouring blocks
+    make one of the index, kept if one of them is.
+    """
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)
     row = masses + i_entry * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
@@ -129,5 +136,6 @@ def _held(b_first, row, begin, end, bits, CHUNK: tl.constexpr):
 
 @triton.jit
 def _part(b_masses, bits):
+    """(sum, number) of those masses of a chunk that have at least these bits."""
     b_counts = b_masses.to(tl.int32, bitcast=True) >= bits
     return tl.sum(tl.where(b_counts, b_masses, 0.0), 0), tl.sum(b_counts.to(tl.int32), 0)

@@ -260,6 +260,7 @@ def _scores_kernel(
 
 @gluon.jit
 def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
+    """NUM barriers in shared memory, each of which COUNT arrivals complete."""
     bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM):
         mbarrier.init(bars.index(i), count=COUNT)
