@@ -9,7 +9,8 @@ On a GPU methods select by their kernels and an engine attends; on a CPU the ref
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -132,6 +133,12 @@ class Layer:
         attend = self.engine.attend if self.by_kernels else reference_attend
         with index.workspace.frame():
             attend(query, cache, index, out, scale, options=self.options)
+
+
+@lru_cache(maxsize=1024)
+def keeping(layer: Layer, share: float) -> Layer:
+    """The layer with this p in all heads whose method has one: it takes the same room, kernels and engine."""
+    return replace(layer, groups=tuple(replace(group, method=group.method.keeping(share)) for group in layer.groups))
 
 
 class Watch:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm_sparse_backend.profiling.job import Job
     from vllm_sparse_backend.profiling.measure import Bound
     from vllm_sparse_backend.profiling.prompts import PromptSet
+    from vllm_sparse_backend.settings.crossover import OwnCrossover
     from vllm_sparse_backend.settings.profile import Profile
 
 Level = Annotated[
@@ -51,9 +52,6 @@ def job_of(
         typer.Option(help="First positions, dense, as the profile then says; 4,096 not judged.", min=0),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cuda, or cpu, where references judge, slowly.")] = None,
-    tensor_parallel_size: Annotated[
-        int | None, typer.Option(help="Run the model by vLLM on so many GPUs; else by transformers.", min=1)
-    ] = None,
     work: Annotated[Path | None, typer.Option(help="Folder to go on in after a stop; beside --out.")] = None,
     tell: Any = None,
 ) -> "Job":
@@ -62,7 +60,6 @@ def job_of(
     from vllm_sparse_backend.profiling.job import Job, Tell
     from vllm_sparse_backend.profiling.judge import Served
     from vllm_sparse_backend.profiling.prompts import make_prompts, read_prompts
-    from vllm_sparse_backend.profiling.vllm_capture import VllmCapturer
 
     work = _folders(out, work)
     require_model(model, tokens)
@@ -81,8 +78,7 @@ def job_of(
         device_of(device),
         None if prompts else 0,
         min_tokens is not None,
-        VllmCapturer(tensor_parallel_size) if tensor_parallel_size else None,
-        tell or Tell(),
+        tell=tell or Tell(),
     )
 
 
@@ -150,13 +146,27 @@ def write_whole(profile: "Profile", out: Path) -> None:
 
 
 def _report(profile: "Profile", out: Path) -> None:
-    for name in profile.level_names[1:] or (None,):
-        of = (profile.at_level(name) if name else profile).provenance
+    for name in profile.level_names[1:]:
+        level = profile.at_level(name)
+        of = level.provenance
         bounds = ", ".join(f"{what} {value:g}" for what, value in (of.bounds or {}).items())
-        say(f"{name or 'bounds'}: {bounds}; density {of.density:.3f} over all heads")
+        say(f"{name}: {bounds}; density {of.density:.3f} over all heads")
         held = ", ".join(f"{what.replace('_', ' ')} {value:.4g}" for what, value in (of.held_out or {}).items())
         say(f"  on held-out prompts: {held}")
+        say(f"  {_pays(level.crossover)}")
     say(f"Written to {out}")
+
+
+def _pays(found: "OwnCrossover | None") -> str:
+    if found is None:
+        return (
+            "from which length on it pays was not measured, which needs a CUDA device and a prompt of 4,096 tokens: "
+            "auto goes by the table of `bench crossover`"
+        )
+    where = f"on {found.device} with {', '.join(found.engines)}, up to {found.longest_tokens:,} tokens"
+    if found.pays:
+        return f"pays from {found.min_tokens:,} tokens on, {found.min_query_tokens:,} of them new: {where}"
+    return f"never pays {where}: auto leaves every row dense; expected longer prompts, or a larger --level"
 
 
 def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:

@@ -45,14 +45,13 @@ def check(profile: ProfileName, model: MaybeModel = None) -> None:
         _describe(loaded, shape)
 
 
-@profile_app.command(epilog="Example: sparse-prefill profile show mine.yaml MODEL --png mine.png")
+@profile_app.command(epilog="Example: sparse-prefill profile show mine.yaml MODEL")
 def show(
     profile: ProfileName,
     model: MaybeModel = None,
     level: LevelOption = None,
-    png: Annotated[Path | None, typer.Option(help="Draw heat maps of it to this PNG file; needs matplotlib.")] = None,
 ) -> None:
-    """Tables of what a profile says: by layer, and by setting; as a picture too."""
+    """Tables of what a profile says: by layer, and by setting."""
     from vllm_sparse_backend.profiling import show as part
 
     with failures():
@@ -68,10 +67,6 @@ def show(
         if shape is not None:
             _table(("layers", "heads by method", "settings", "density", "worst error"), part.layer_rows(loaded, shape))
             _table(("heads", "setting", "layers"), part.setting_rows(loaded, shape))
-        elif png is not None:
-            raise failure(f"{profile}: fits any model: name one to draw it for")
-        if shape is not None and png is not None:
-            say(f"Written to {png}: {', '.join(part.draw(loaded, shape, png, f'{profile}, {shape}'))}")
 
 
 @profile_app.command("import", epilog="Example: sparse-prefill profile import patterns.json MODEL mine.yaml")

@@ -203,25 +203,30 @@ class Timed:
         """The last ``query_len`` tokens of ``seq_len``, measured and reported."""
         row: dict[str, Any] = {"method": told(self.method), "engine": self.engine.name, "ladder": which}
         row |= {"context_len": seq_len - query_len, "query_len": query_len}
-        row |= {"problem": self.problem} if self.problem else self._times(seq_len - query_len, query_len)
+        if self.problem:
+            row["problem"] = self.problem
+        else:
+            layers = self.layers(seq_len - query_len, query_len)
+            row |= against_dense(self.card, layers, [self.engine] * len(layers))
         report.add_case(row)
         return row
 
-    def _times(self, context_len: int, query_len: int) -> dict[str, Any]:
-        layers = self.layers(context_len, query_len)
-        begin = new_step(layers)
 
-        def first() -> None:
-            begin()
-            layers[0].run(self.engine)
+def against_dense(card: Card, layers: Sequence[Layer], engines: Sequence[Engine]) -> dict[str, float]:
+    """Wall time of a layer in a step through all of them, each on its engine, beside dense attention's."""
+    begin = new_step(layers)
 
-        dense: list[Run] = [self.card.dense(layer.batch, layer.batch.empty_out()) for layer in layers]
-        ours: list[Run] = [first, *(partial(layer.run, self.engine) for layer in layers[1:])]
-        taken = self.card.wall_ms({"dense": dense * STEPS, "ours": ours * STEPS}, PASSES_S)
-        dense_ms, ms = median(taken["dense"]), median(taken["ours"])
-        kept = sum(int(layer.index.kept_pairs()) for layer in layers)
-        causal = sum(layer.batch.num_heads * causal_pairs(layer.batch.rows) for layer in layers)
-        return {"density": kept / causal, "dense_ms": dense_ms, "ms": ms, "times_faster": dense_ms / ms}
+    def first() -> None:
+        begin()
+        layers[0].run(engines[0])
+
+    dense: list[Run] = [card.dense(layer.batch, layer.batch.empty_out()) for layer in layers]
+    ours: list[Run] = [first, *(partial(layer.run, engine) for layer, engine in list(zip(layers, engines))[1:])]
+    taken = card.wall_ms({"dense": dense * STEPS, "ours": ours * STEPS}, PASSES_S)
+    dense_ms, ms = median(taken["dense"]), median(taken["ours"])
+    kept = sum(int(layer.index.kept_pairs()) for layer in layers)
+    causal = sum(layer.batch.num_heads * causal_pairs(layer.batch.rows) for layer in layers)
+    return {"density": kept / causal, "dense_ms": dense_ms, "ms": ms, "times_faster": dense_ms / ms}
 
 
 def entry_of(

@@ -246,11 +246,16 @@ class Server:
 
     def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float = 600) -> dict[str, Any]:
         """POST ``body`` as JSON; an answer other than 2xx raises ``ServerError`` with what the server said."""
+        answer: dict[str, Any] = json.loads(self.post_text(path, body, timeout_s=timeout_s))
+        return answer
+
+    def post_text(self, path: str, body: Mapping[str, Any], *, timeout_s: float = 600) -> str:
+        """The answer as it comes, which may be a stream."""
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         try:
             with _DIRECT.open(request, timeout=timeout_s) as response:
-                return json.load(response)
+                return response.read().decode()
         except urllib.error.HTTPError as error:
             said = f"POST {path} answered {error.code}: {error.read().decode(errors='replace')}"
             if error.code >= 500:

@@ -84,6 +84,15 @@ class Method(ABC):
         """What a head does instead if no other head of its rank, in any layer, has an equal ``company``."""
         return self
 
+    @property
+    def share_kept(self) -> float | None:
+        """p, the share of attention that is kept, of a method that lets requests set it."""
+        return None
+
+    def keeping(self, share: float) -> "Method":
+        """The method, maybe merged of several, with this p; itself if it has none."""
+        return self
+
     @classmethod
     def objection(cls, methods: Sequence[Self]) -> str | None:
         """Why these methods, those of this class on all heads of a model, would not do what they are for."""
@@ -134,12 +143,12 @@ class PerHead(Method):
     """Of methods that were merged: these, head by head."""
 
     @property
-    def alike(self) -> Method:
+    def alike(self) -> Self:
         kept = (one.name for one in fields(self) if one.init and one.name not in self.differing)
         return type(self)(**{name: getattr(self, name) for name in kept})
 
     @classmethod
-    def merged(cls, methods: Sequence[Self]) -> Method:
+    def merged(cls, methods: Sequence[Self]) -> Self:
         merged = methods[0].alike
         require(all(m.alike == merged for m in methods), "methods", methods, f"methods alike {merged}")
         if len(set(methods)) == 1:
