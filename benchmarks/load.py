@@ -5,8 +5,8 @@
 
 In an open loop (``--rate``) they arrive as a Poisson process, whether the server keeps up or not; in a closed one so
 many clients send the next as soon as their last is answered. Either way all servers get the same prompts in the same
-order, one server after the other. Throughput is prompt and answer tokens of answered requests, over the time from the first
-request to the last answer; in an open loop it compares where the load is more than stock can take.
+order, one server after the other. Throughput is prompt and answer tokens of answered requests, over the time from the
+first request to the last answer; in an open loop it compares where the load is more than stock can take.
 """
 
 import importlib.util
