@@ -199,7 +199,7 @@ def test_first_and_later_tokens_are_the_servers(pair):
         assert 0.02 <= answer.first_token_s < 0.2
         assert answer.tokens == 9
         assert 0.018 < answer.token_s < 0.08
-        assert 0.019 * burst < answer.pause_s < 0.2
+        assert 0.019 * burst < answer.pause_s < 2
 
 
 def test_tokens_that_come_in_one_burst_have_no_time_of_their_own():
@@ -256,14 +256,13 @@ def test_settings_that_a_server_would_refuse_are_refused_before_it_starts():
         with pytest.raises(BenchError, match="--settings"):
             Settings.parse(given)
     assert Settings.parse('{"profile": "auto"}').values == {"profile": "auto"}  # is left to the server
-    needle = BUNDLED
-    assert Settings.parse("streaming", model=needle).values == {"profile": "streaming"}
+    assert Settings.parse("streaming", model=BUNDLED).values == {"profile": "streaming"}
     for text, problem in (
         ("minference-llama-3.1-8b-instruct", "the profile is for .* 32 layers"),
         ('{"crossover": "nosuch.json"}', "crossover: given 'nosuch.json'"),
     ):
         with pytest.raises(BenchError, match=problem):
-            Settings.parse(text, model=needle)
+            Settings.parse(text, model=BUNDLED)
 
 
 def test_servers_get_room_for_what_is_asked(tmp_path):
