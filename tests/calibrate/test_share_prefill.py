@@ -193,7 +193,7 @@ def test_the_profile_that_is_written_was_judged_as_a_whole(tmp_path):
         flow.company = tuple(one for i, other in enumerate(methods) if i != layer for one in other)
         figures_of = flow._read().figures(of_layer)
         assert [one.density for one in figures_of] == pytest.approx(density[layer], rel=1e-3)
-        flow.add(of_layer)
+        flow.chosen.append(of_layer)
     job.clear()
     again = sharing_job(tmp_path / "work")
     assert searched(again).to_yaml() == profile.to_yaml()

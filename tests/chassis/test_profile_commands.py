@@ -157,11 +157,11 @@ def test_show(levelled: Path) -> None:
         ["device: a card"],
     ]
     assert ["1", "2 a_shape, 2 sale", "2", "0.25", "0.03"] in found
-    assert ["6", "sale(tau=0.01)", "0-1"] in found
-    assert ["2", "a_shape(sink_tokens=64, local_tokens=256)", "1"] in found
+    assert ["6", "sale tau=0.01", "0-1"] in found
+    assert ["2", "a_shape sink_tokens=64 local_tokens=256", "1"] in found
     fast = rows(run("show", levelled, "--level", "fast"))
     assert ["0", "4 dense layer", "1"] in fast
-    assert ["4", "sale(tau=0.03)", "1"] in fast
+    assert ["4", "sale tau=0.03", "1"] in fast
     wrong = run("show", levelled, "--level", "exat")
     assert wrong.exit_code == 1
     assert "level: given 'exat', expected one of exact, fast, high (did you mean 'exact'?)" in wrong.output

@@ -127,15 +127,18 @@ def held_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture
     """The capture of this prompt by this model, if ``folder`` holds it."""
     if not (folder / "capture.json").is_file():
         return None
-    wanted = (model.name, ModelShape.from_folder(model), prompt_sha256(token_ids), weights_sha256(model))
-    found = Capture.open(folder)
-    return found if (found.model, found.shape, found.prompt_sha256, found.weights_sha256) == wanted else None
+    found, wanted = Capture.open(folder), _empty(model, token_ids, folder)
+    return found if dataclasses.replace(found, scales={}, left_out={}) == wanted else None
 
 
 def begin_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture:
     """An empty one in ``folder``, whatever that held. Layers are put into it with ``Capture.add``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "capture.json").unlink(missing_ok=True)
+    return _empty(model, token_ids, folder)
+
+
+def _empty(model: Path, token_ids: Sequence[int], folder: Path) -> Capture:
     shape = ModelShape.from_folder(model)
     return Capture(folder, model.name, shape, len(token_ids), prompt_sha256(token_ids), {}, {}, weights_sha256(model))
 
