@@ -38,6 +38,7 @@ from benchmarks.options import (
     Page,
     Results,
     difference,
+    engines_named,
     is_default,
 )
 from benchmarks.structured import structured_clusters, structured_prompts
@@ -236,7 +237,7 @@ def main(
             prompts = structured_prompts(heads, max(lengths) + chunk, layers, card.device)
             plans = [(one, one.plan(shape, alike)) for one in methods_asked(texts, profiles, shape)]
         data = f"{name} in fp8" if is_fp8 else name
-        report, chosen = Report("methods", card.name, json_path, results), card.engines_named(split(engines))
+        report, chosen = Report("methods", card.name, json_path, results), engines_named(card, split(engines))
         # As a server rounds whose checkpoint has no scales: all are 1.
         given = [Prompt(in_fp8(prompt.whole)) for prompt in prompts] if is_fp8 else prompts
         rows = run_methods(card, given, data, plans, lengths, chunk, chosen, report, prompts if is_fp8 else ())

@@ -115,7 +115,7 @@ def run_prefill(
     spans = [[("layer", run) for run in step], [("count", run) for run in counts]]
     taken = {name: median(ms) / len(layers) for name, ms in card.spans_ms(spans, new_step(layers), budget_s).items()}
     table = torch.zeros(1, 8, dtype=torch.int32, device=card.device)
-    rows_us = host_us(card, lambda: recorder.count_batch(0, [("sparse", None)], table))
+    rows_us = host_us(card, lambda: recorder.count_batch(0, [("sparse", None, "default")], table))
     row: dict[str, Any] = {"what": f"{query_len:,} tokens after {context_len:,}", "engine": engine.name}
     row |= {"layer_ms": taken["layer"], "step_ms": taken["layer"] * NUM_LAYERS}
     row["device_us"] = 1e3 * NUM_LAYERS * taken["count"]

@@ -14,6 +14,7 @@ from vllm_sparse_backend.measure.data import Prompt
 from vllm_sparse_backend.measure.layers import Layer, layers_of
 from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
+from vllm_sparse_backend.settings.errors import not_one_of
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import AttendOptions, PagedCache, SparseIndex
@@ -36,6 +37,13 @@ Clusters = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="cuda, or cpu, where references select, slowly.")]
 Text = Annotated[Path | None, typer.Option(help="Text file, or folder of *.py; vLLM's sources unless given.")]
+
+
+def engines_named(card: Card, names: Sequence[str]) -> list[str]:
+    """These, or all. Raises BenchError where there is none of a name."""
+    if unknown := [name for name in names if name not in card.engines]:
+        raise BenchError(f"--engines: {not_one_of(unknown[0], card.engines)}")
+    return list(names or card.engines)
 
 
 def device_label(device: str) -> str:

@@ -69,6 +69,31 @@ def test_the_closest_measurement_counts(entries: list[dict[str, Any]], expected:
     assert resolved(table(*entries)).min_tokens == expected
 
 
+@pytest.mark.parametrize(
+    ("chunk", "busy", "given", "expected"),
+    [
+        (8192, 7000, "auto", 2048),
+        (2048, 2047, "auto", 2047),  # a single decode beside
+        (2048, 1025, "auto", 1792),
+        (1800, 1800, "auto", 1800),
+        (1791, 1791, "auto", 2048),  # too small to have been measured: only told
+        (4096, 3841, 4096, 2048),  # of a profile that was made for larger steps
+        (2048, 1025, 4096, 1792),
+        (2048, 1025, 512, 512),
+    ],
+)
+def test_steps_too_small_for_the_number_lower_it_as_far_as_was_measured(
+    chunk: int, busy: int, given: Any, expected: int
+) -> None:
+    found = resolved(table(entry(9000, 2048)), min_query_tokens=given).fitted(chunk, busy)
+    assert found.min_query_tokens == expected
+    before = 2048 if given == "auto" else given
+    lines = [f"min_query_tokens is {expected} here, not {before}: a step has {chunk} new tokens"] * (expected != before)
+    assert [note.partition(" of a")[0] for note in found.notes] == lines
+    unmeasured = resolved(table(), min_query_tokens=given)
+    assert unmeasured.fitted(chunk, busy) is unmeasured
+
+
 @pytest.mark.parametrize("others", [[], [entry(1, device="other")], [entry(1, engine="portable")]])
 def test_without_one_it_is_cautious_and_says_what_measures(others: list[dict[str, Any]]) -> None:
     found = resolved(table(*others))
@@ -158,7 +183,7 @@ def test_the_configuration_goes_before_the_profile(profile: Any, config: Any, ex
     [
         ('{"format": 2, "entries": []}', "format: given 2, expected 1"),
         ('{"format": 1}', "entries: missing"),
-        ("[", "Invalid JSON"),
+        ("root:x:0:0:root", "table.json: not JSON: expected value at line 1 column 1"),  # and nothing of what it is
         (json.dumps({"format": 1, "entries": [entry(-1)]}), "entries.0.min_tokens: given -1, expected at least 0"),
         (json.dumps({"format": 1, "entries": [entry(1, speed=3)]}), "entries.0.speed: unknown field"),
         (json.dumps({"format": 1, "entries": [entry(1, params={"sink": 3})]}), "sink: unknown parameter of a_shape"),

@@ -130,7 +130,8 @@ provenance: {recall: 2, prompts_sha256: abc}
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[1, 2]", "given [1, 2], expected a mapping"),
+        ("[1, 2]", "given a list, expected a mapping"),
+        ("root:x:0:0\nnobody", "given a text, expected a mapping"),
         ("{a: 1\n", "line 2, column 1: "),
         (HEADER + "layers:\n  1: {}\n  1: {}\n", "line 6, column 3: key 1 is given twice"),
         (HEADER + "? [1, 2]\n: 3", "unhashable key"),
@@ -365,7 +366,7 @@ def test_levels() -> None:
         ("level: fast", "level: Quick", "level: given 'Quick', expected a name of small letters, digits, '_', '.' and"),
         ("level: fast\n", "", "level: missing, expected a name such as high, as levels are given"),
         ("level: fast", "level: high", "levels.high: given, but high is the profile's own level"),
-        ("  high:", "  exact:", "such as high or fast, other than exact and default"),
+        ("  high:", "  exact:", "such as high or fast, other than exact, default, on, p"),
         ("  high:", "  1:", "given 1, expected a name of small letters"),
         ("dense_layers: 0-1", "dense_layers: 0-6", "levels.high.dense_layers: given 6, expected at most 5"),
         ("dense_layers: 0-1", "dense_layer: 0-1", "levels.high.dense_layer: unknown field: given 'dense_layer'"),

@@ -2,13 +2,15 @@
 """What a request may ask for, and the mark that goes along with it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from vllm_sparse_backend.settings import requests
-from vllm_sparse_backend.settings.config import SparsePrefillConfig
+from vllm_sparse_backend.settings.config import RequestsConfig, SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import Crossover
+from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import DEFAULT, Plan
@@ -17,6 +19,7 @@ from vllm_sparse_backend.settings.requests import MARK, Choices, Mark, fingerpri
 SHAPE = ModelShape(architecture="LlamaForCausalLM", num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32)
 NOTHING = Crossover(format=1, entries=())
 CHOICES = Choices(("exact", "high", "fast"), "high", 256, {"exact": "exact", "fast": "fast"})
+BY_MASS = replace(CHOICES, shares=frozenset({0.9}))
 PROFILE = """
 format: 1
 model: any
@@ -41,7 +44,7 @@ def config(tmp_path: Any) -> SparsePrefillConfig:
     ("given", "level"),
     [
         (0, "exact"), (1, DEFAULT), (False, "exact"), (True, DEFAULT), (0.0, "exact"), (1.0, DEFAULT),
-        ("exact", "exact"), ("high", DEFAULT), ("fast", "fast"),
+        ("exact", "exact"), ("on", DEFAULT), ("high", DEFAULT), ("fast", "fast"),
     ],
 )  # fmt: skip
 def test_values_and_the_levels_that_they_name(given: object, level: str) -> None:
@@ -50,28 +53,103 @@ def test_values_and_the_levels_that_they_name(given: object, level: str) -> None
     assert (mark.level, mark.salt) == (level, CHOICES.salts.get(level))
 
 
-@pytest.mark.parametrize("given", [2, -1, 0.5, "0", "Exact", "", "default", None, [0], {"level": 0}, float("nan")])
+@pytest.mark.parametrize("given", [2, -1, 1.5, "0", "Exact", "", "default", None, [0], {"level": 0}, float("nan")])
 def test_anything_else_is_an_error_that_lists_what_is_allowed(given: object) -> None:
-    with pytest.raises(
-        ValueError, match=r"sparse_prefill: given .*, expected one of 0 \(exact\), 1 .*, high\)"
-    ) as caught:
-        CHOICES.mark({"sparse_prefill": given})
-    assert "'exact', 'high', 'fast'" in str(caught.value)
-
-
-def test_a_server_that_can_do_nothing_but_its_own_says_why() -> None:
-    choices = Choices(("exact",), refusal="it has a store")
-    assert choices.mark({"sparse_prefill": 1}).level == DEFAULT
-    with pytest.raises(ValueError, match="given 0, but it has a store; leave it out, or give 1"):
-        choices.mark({"sparse_prefill": 0})
+    said = r"sparse_prefill: given .*, expected one of 0 \(exact\), 1 .*, high\), 'exact', 'high', 'fast'"
+    for choices, more in (CHOICES, "$"), (BY_MASS, r", a number between 0 and 1 \(p of its top_p heads\)$"):
+        with pytest.raises(ValueError, match=said + more):
+            choices.mark({"sparse_prefill": given})
 
 
 @pytest.mark.parametrize(
-    "extra_args", [None, {}, {"other": 1}, {MARK: ["fast", None, 0]}, {"other": 1, MARK: "forged"}]
+    "key",
+    ["sparse-prefill", "sparse_prefil", "Sparse_Prefill", "sparsePrefill", "sparse_prefill_level", "spase_prefill"],
+)
+def test_a_key_that_looks_like_ours_is_no_key_to_ignore(key: str) -> None:
+    with pytest.raises(ValueError, match=f"given '{key}', expected the key 'sparse_prefill'"):
+        CHOICES.mark({key: 0})
+    assert CHOICES.mark({"prefill": 0, "sparse": 1, "session_id": "s", MARK: 0}) == Mark(DEFAULT, None, 256)
+
+
+class TestShares:
+    """A number between 0 and 1 is p for the heads that choose by mass."""
+
+    def test_each_has_blocks_of_its_own(self) -> None:
+        marks = [BY_MASS.mark({"sparse_prefill": share}) for share in (0.5, 0.97, 0.975)]
+        assert [mark.salt for mark in marks] == [mark.level for mark in marks] == ["p=0.5", "p=0.97", "p=0.975"]
+        assert [requests.share_of(mark.level) for mark in marks] == [0.5, 0.97, 0.975]
+        assert {requests.counted_as(mark.level) for mark in marks} == {"p"}
+        stored = replace(BY_MASS, salts={DEFAULT: "default:print", "fast": "fast:print"})
+        assert stored.mark({"sparse_prefill": 0.97}).salt == "p=0.97:default:print"
+
+    def test_the_servers_own_is_no_other_level(self) -> None:
+        assert BY_MASS.mark({"sparse_prefill": 0.9}) == BY_MASS.mark(None)
+        several = replace(CHOICES, shares=frozenset({0.9, 0.95}))
+        assert several.mark({"sparse_prefill": 0.9}).level == "p=0.9"
+
+    def test_without_such_heads_it_is_refused_and_said_why(self) -> None:
+        with pytest.raises(
+            ValueError, match=r"given 0\.97, but no head of this server's plan chooses by mass \(top_p\)"
+        ):
+            CHOICES.mark({"sparse_prefill": 0.97})
+
+
+class TestPolicy:
+    def under(self, choices: Choices = BY_MASS, **policy: Any) -> Choices:
+        return choices.under(RequestsConfig.read(policy, ""))
+
+    @pytest.mark.parametrize("default", ["exact", "on", "high", "fast", True, 0])
+    def test_requests_that_ask_for_none(self, default: Any) -> None:
+        found = self.under(default=default)
+        assert found.mark(None).level == {"exact": "exact", 0: "exact", "fast": "fast"}.get(default, DEFAULT)
+        for given, level in (1, DEFAULT), (0, "exact"), ("fast", "fast"), (0.5, "p=0.5"):
+            assert found.mark({"sparse_prefill": given}).level == level
+
+    def test_by_the_name_that_a_model_is_served_by(self) -> None:
+        found = self.under(models={"a": "exact", "b": "on"}, default="fast")
+        assert [found.grant({}, model) for model in ("a", "b", "c", None)] == ["exact", DEFAULT, "fast", "fast"]
+        assert found.grant({"sparse_prefill": 1}, "a") == DEFAULT
+
+    def test_clients_are_kept_from_levels(self) -> None:
+        found = self.under(default="exact", allow=["on", "p"])
+        for given, level in (0, "exact"), ("exact", "exact"), (1, DEFAULT), (0.97, "p=0.97"):
+            assert found.mark({"sparse_prefill": given}).level == level
+        with pytest.raises(ValueError, match=r"given 'fast', but this server's settings \(requests.allow\) keep"):
+            found.mark({"sparse_prefill": "fast"})
+        only = self.under(allow=[])
+        assert only.mark({"sparse_prefill": "high"}).level == DEFAULT
+        for given in (0, "fast", 0.97):
+            with pytest.raises(ValueError, match=r"requests\.allow"):
+                only.mark({"sparse_prefill": given})
+
+    @pytest.mark.parametrize(
+        ("policy", "said"),
+        [
+            ({"default": "slow"}, "requests.default: given 'slow', expected one of exact, fast, high, on"),
+            ({"default": "p"}, "requests.default: given 'p'"),
+            ({"models": {"a": "fats"}}, r"requests.models.a: given 'fats', .*did you mean 'fast'"),
+            ({"allow": ["on", "exactly"]}, "requests.allow: given 'exactly'"),
+            ({"default": 0.5}, "default: given 0.5, expected a text"),
+        ],
+    )
+    def test_what_no_level_is_called_is_an_error(self, policy: dict[str, Any], said: str) -> None:
+        with pytest.raises(ConfigurationError, match=said):
+            self.under(**policy)
+
+    def test_a_server_that_can_do_nothing_but_its_own_says_why(self) -> None:
+        for default, other in ("on", 0), ("exact", 1):
+            found = self.under(replace(CHOICES, refusal="it has a store"), default=default)
+            assert found.mark({"sparse_prefill": default}) == found.mark(None)
+            with pytest.raises(ValueError, match=f"given {other}, but it has a store; leave it out"):
+                found.mark({"sparse_prefill": other})
+
+
+@pytest.mark.parametrize(
+    "extra_args", [None, {}, {"other": 1}, {MARK: ["fast", None, 0]}, {"other": 1, MARK: "forged", "sparse_prefill": 0}]
 )
 def test_a_mark_goes_along_with_other_arguments(extra_args: Mapping[str, Any] | None) -> None:
-    """And takes the place of one that somebody sent. The server's own level needs none."""
-    others = {key: value for key, value in (extra_args or {}).items() if key != MARK}
+    """And takes the place of what was asked for, and of one that somebody sent. The server's own level needs none."""
+    others = {key: value for key, value in (extra_args or {}).items() if key == "other"}
     exact = Mark("exact", "salt", 256)
     assert Mark.of(exact.write(extra_args)) == exact
     assert exact.write(extra_args).items() >= others.items()

@@ -12,14 +12,14 @@ from vllm_sparse_backend.serving.stats import Recorder, not_counting
 from vllm_sparse_backend.settings.reasons import Fallback
 
 CPU = torch.device("cpu")
-SPARSE, DECODE, PADDING = ("sparse", None), ("decode", None), ("padding", None)
-SHORT = ("dense", Fallback.TOO_SHORT)
+SPARSE, DECODE, PADDING = ("sparse", None, "default"), ("decode", None, ""), ("padding", None, "default")
+SHORT = ("dense", Fallback.TOO_SHORT, "default")
 CAUSAL = 4 * 200 * 201 // 2
 
 
 def make(**options: Any) -> Recorder:
     recorder = Recorder(CPU, **options)
-    recorder.add_layers((1, 5))
+    recorder.add_layers((1, 5), ("default", "fast"))
     return recorder
 
 
@@ -28,18 +28,20 @@ def full_index() -> Any:
 
 
 def found(recorder: Recorder, start: bool = True) -> dict[str, float]:
-    """Samples but those of time."""
+    """Samples but those of time; of labels all but the level where it is the server's own."""
     samples, _ = recorder.samples(start)
-    return {" ".join([name, *labels]).strip(): value for name, labels, value in samples if "sampled" not in name}
+    keys = [" ".join([name, *labels]).removesuffix(" default").strip() for name, labels, _ in samples]
+    return {key: value for key, (_, _, value) in zip(keys, samples) if "sampled" not in key}
 
 
 def test_rows_by_path_and_reason() -> None:
     recorder = make()
     assert found(recorder) == {}
-    recorder.count_rows("sparse", None)
-    recorder.count_rows("dense", Fallback.TOO_SHORT, 3)
+    recorder.count_rows(SPARSE)
+    recorder.count_rows(("sparse", None, "fast"))
+    recorder.count_rows(SHORT, 3)
     recorder.count_batch(0, [DECODE, DECODE, SHORT, PADDING], torch.zeros(4, 8))
-    assert found(recorder) == {"rows sparse": 1, "rows decode": 2, "rows dense too_short": 4}
+    assert found(recorder) == {"rows sparse": 1, "rows sparse  fast": 1, "rows decode": 2, "rows dense too_short": 4}
 
 
 def test_pairs_of_steps_add_up() -> None:
@@ -50,10 +52,10 @@ def test_pairs_of_steps_add_up() -> None:
     recorder = make()
     for index in indices[:2]:
         recorder.count_pairs(1, index)
-    recorder.count_pairs(5, indices[2])
+    recorder.count_pairs(5, indices[2], level="fast")
     expected = {
-        "tiles 1": 10, "tiles 5": 5, "causal_pairs 1": 2 * causal, "causal_pairs 5": causal,
-        "kept_pairs 1": kept[0] + kept[1], "kept_pairs 5": kept[2],
+        "tiles 1": 10, "tiles 5 fast": 5, "causal_pairs 1": 2 * causal, "causal_pairs 5 fast": causal,
+        "kept_pairs 1": kept[0] + kept[1], "kept_pairs 5 fast": kept[2],
     }  # fmt: skip
     assert found(recorder) == expected
     recorder.count_pairs(1, indices[2])
@@ -95,10 +97,10 @@ class TestOnItsWay:
     def test_what_arrives_is_of_one_moment(self, event: Event) -> None:
         recorder = make()
         recorder.count_pairs(1, full_index())
-        recorder.count_rows("sparse", None)
+        recorder.count_rows(SPARSE)
         assert recorder.samples() == ([], True)
         recorder.count_pairs(1, full_index())  # past that moment, on the host and on the device
-        recorder.count_rows("sparse", None)
+        recorder.count_rows(SPARSE)
         assert recorder.samples() == ([], True)
         event.arrived = True
         once = {"rows sparse": 1, "tiles 1": 2, "causal_pairs 1": CAUSAL, "kept_pairs 1": CAUSAL}
@@ -108,9 +110,9 @@ class TestOnItsWay:
 
     def test_an_answer_that_nobody_came_back_for_is_not_the_next_one(self, event: Event) -> None:
         recorder = make()
-        recorder.count_rows("decode", None)
+        recorder.count_rows(DECODE)
         assert recorder.samples() == ([], True)
-        recorder.count_rows("decode", None)
+        recorder.count_rows(DECODE)
         event.arrived = True
         assert found(recorder) == {"rows decode": 2}
 
@@ -155,7 +157,7 @@ def test_what_runs_for_no_request_is_not_counted() -> None:
         with not_counting():
             recorder.count_batch(0, [DECODE], table := torch.zeros(1, 4))
             recorder.count_decodes(0, 2, table)
-        recorder.count_rows("dense", Fallback.TOO_SHORT)
+        recorder.count_rows(SHORT)
         recorder.count_pairs(1, full_index(), recorder.lap(1))
         assert not stats.is_counting()
     assert found(recorder) == {}
@@ -230,7 +232,7 @@ class TestTime:
         torch.cuda.synchronize()
         samples, behind = recorder.samples(start=False)
         assert not behind
-        assert ("kept_pairs", ["1"], 4 * CAUSAL) in samples
+        assert ("kept_pairs", ["1", "default"], 4 * CAUSAL) in samples
         samples, _ = recorder.samples()
         torch.cuda.synchronize()
         seconds = {labels[1]: s for name, labels, s in recorder.samples(start=False)[0] if name == "sampled_seconds"}
@@ -241,10 +243,11 @@ class TestTime:
 class TestMore:
     def test_counters_and_gauges_of_others(self) -> None:
         recorder = make()
-        recorder.gauge("guard_error", {"layer": 3}, 0.25)
-        recorder.gauge("guard_error", {"layer": 3}, 0.5)
-        recorder.count("guard_checks", {"layer": 3})
-        recorder.count("guard_checks", {"layer": 3}, 2)
+        place = {"layer": 3, "level": "default"}
+        recorder.gauge("guard_error", place, 0.25)
+        recorder.gauge("guard_error", place, 0.5)
+        recorder.count("guard_checks", place)
+        recorder.count("guard_checks", place, 2)
         assert found(recorder) == {"guard_error 3": 0.5, "guard_checks 3": 3}
 
     def test_none_that_is_not_in_the_table(self) -> None:

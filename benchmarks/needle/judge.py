@@ -61,7 +61,7 @@ class Judge:
 
     def _inside_prompt(self, tokens: int, facts: int, rng: random.Random) -> Prompt:
         start = rng.randrange(len(self.text) - tokens)
-        return build_prompt(self.encode, [0], self.text[start:], tokens, facts, rng)
+        return build_prompt(self.encode, [0], self.text[start:], tokens, facts, Templates(), rng)
 
     def at_end(self, tokens: int, prompts: int) -> dict[str, Any]:
         """One question at the prompt's end, with its fact at each of DEPTHS."""

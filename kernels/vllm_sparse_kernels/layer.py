@@ -9,7 +9,8 @@ On a GPU methods select by their kernels and an engine attends; on a CPU the ref
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -24,6 +25,9 @@ from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.width import index_block_tokens
 from vllm_sparse_kernels.workspace import Workspace
+
+P = "kept_mass"
+"""The field of methods that choose by mass: the share of attention that they keep."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,21 @@ class Layer:
         attend = self.engine.attend if self.by_kernels else reference_attend
         with index.workspace.frame():
             attend(query, cache, index, out, scale, options=self.options)
+
+
+def share_kept(method: Method) -> float | None:
+    """p of a method that chooses by mass, maybe merged of several; None of every other one."""
+    return getattr(method, P, None)
+
+
+@lru_cache(maxsize=1024)
+def keeping(layer: Layer, share: float) -> Layer:
+    """The layer with this p in all heads that choose by mass: it takes the same room, kernels and engine."""
+    groups = tuple(
+        group if share_kept(group.method) is None else replace(group, method=replace(group.method.alike, **{P: share}))
+        for group in layer.groups
+    )
+    return replace(layer, groups=groups)
 
 
 class Watch:

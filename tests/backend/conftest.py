@@ -2,7 +2,7 @@
 """What the tests of the plugin share. They need vLLM's CPU build, and no server."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -56,6 +56,21 @@ def built(configured: Callable[..., Any]) -> Callable[..., Any]:
         return layers, make_builder(config, layers)
 
     return build
+
+
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A function: the level of each row → as if a runner were at a step that has them."""
+
+    from vllm_sparse_backend.serving import row_levels
+    from vllm_sparse_backend.settings.plan import DEFAULT
+
+    def begin(rows: Sequence[str]) -> None:
+        step = row_levels.Step({str(i): level for i, level in enumerate(rows) if level != DEFAULT})
+        step.req_ids = lambda: [str(i) for i in range(len(rows))]
+        monkeypatch.setattr(row_levels, "_step", step)
+
+    return begin
 
 
 @pytest.fixture

@@ -198,7 +198,10 @@ class TestMethods:
             causal += impl.num_heads * sum(range(first + 1, end + 1))
         counted = {(name, *labels): count for name, labels, count in builder.recorder.samples()[0]}
         for layer in "01":
-            assert (counted["kept_pairs", layer], counted["causal_pairs", layer]) == (kept, causal)
+            assert (counted["kept_pairs", layer, "default"], counted["causal_pairs", layer, "default"]) == (
+                kept,
+                causal,
+            )
         assert kept < causal
 
     def test_heads_ask_attention_for_what_their_methods_say(self, built: Callable[..., Any], tmp_path: Path) -> None:

@@ -21,8 +21,9 @@ from vllm.platforms import current_platform
 from tests.backend.served import PAGE_TOKENS, Step, make_builder, make_common, make_layers, make_step
 from vllm_sparse_backend.serving.arena import Row, rows_of
 from vllm_sparse_backend.serving.guard import MOST_DOUBLINGS, RECOVERY_SHARE, Check, Guard, pick_queries
-from vllm_sparse_backend.serving.step import Slab, SparseStep
+from vllm_sparse_backend.serving.step import Slab
 from vllm_sparse_backend.settings.config import GuardConfig, load_config
+from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.reasons import Fallback
 
 needs_cpu_build = pytest.mark.skipif(not current_platform.is_cpu(), reason="needs vLLM's CPU build")
@@ -32,6 +33,7 @@ LONG = ((320, 200),)
 MIXED = ((333, 150), (40, 1), (0, 63), (1, 200), (100, 131), (0, 1), (701, 40), (64, 1), (31, 64))
 TINY = {"method": "a_shape", "params": {"sink_tokens": 16, "local_tokens": 64}}
 COMMON = {"min_tokens": MIN_TOKENS, "min_query_tokens": 1}
+PLACE = (4, "fast")
 FAR = slice(140, 144)
 """Past the block of 128 with A-shape's first keys, and before those around its window."""
 
@@ -40,14 +42,14 @@ class Told:
     """In a recorder's place."""
 
     def __init__(self) -> None:
-        self.counts: Counter[tuple[str, int]] = Counter()
-        self.gauges: dict[tuple[str, int], float] = {}
+        self.counts: Counter[Any] = Counter()
+        self.gauges: dict[Any, float] = {}
 
-    def count(self, name: str, labels: dict[str, Any], amount: float = 1) -> None:
-        self.counts[name, labels["layer"]] += amount
+    def count(self, name: str, labels: dict[str, Any]) -> None:
+        self.counts[name, labels["layer"], labels["level"]] += 1
 
     def gauge(self, name: str, labels: dict[str, Any], value: float) -> None:
-        self.gauges[name, labels["layer"]] = value
+        self.gauges[name, labels["layer"], labels["level"]] = value
 
 
 def make_guard(**settings: Any) -> tuple[Guard, Told]:
@@ -55,18 +57,16 @@ def make_guard(**settings: Any) -> tuple[Guard, Told]:
     return Guard(GuardConfig(**settings), told), told  # type: ignore[arg-type]
 
 
-def see(guard: Guard, layer: int, *errors: float) -> None:
+def judge(guard: Guard, sparse: torch.Tensor, dense: torch.Tensor) -> None:
+    guard.compare(PLACE, sparse, dense)
+    guard.judge_arrived()
+
+
+def see(guard: Guard, *errors: float) -> None:
     """Checks of two heads, each with that error."""
     for error in errors:
         dense = torch.ones(3, 2, 8)
-        guard.compare(layer, dense * (1 + error), dense)
-        guard.judge_arrived()
-
-
-def judge(guard: Guard, sparse: torch.Tensor, dense: torch.Tensor, times: int = 1) -> None:
-    for _ in range(times):
-        guard.compare(3, sparse, dense)
-    guard.judge_arrived()
+        judge(guard, dense * (1 + error), dense)
 
 
 class TestWhatIsChecked:
@@ -95,40 +95,40 @@ class TestWhatIsChecked:
 class TestJudgement:
     def test_patience(self, lines: list[str]) -> None:
         guard, told = make_guard(bound=0.2, patience=3)
-        see(guard, 4, 0.3, 0.3, 0.1, 0.21, 0.3, 0.19, 0.3, 0.3)
+        see(guard, 0.3, 0.3, 0.1, 0.21, 0.3, 0.19, 0.3, 0.3)
         (started,) = lines
-        assert "checks each layer once in 10 steps with sparse rows" in started
-        assert guard.dense_layers == frozenset()
-        see(guard, 4, 0.4)
-        assert guard.dense_layers == {4}
+        assert "checks each layer once in 10 steps with sparse rows of a level" in started
+        assert guard.held == frozenset()
+        see(guard, 0.4)
+        assert guard.held == {PLACE}
         _, line = lines
-        assert "layer 4 runs dense from now on" in line
+        assert "layer 4 runs dense from now on at level fast" in line
         assert Fallback.GUARD.explain in line
         assert "3 checks in a row, bound 0.2, errors 0.300, 0.300, 0.400" in line
-        see(guard, 4, 0.4, 0.4, 0.4, 0.4)
+        see(guard, 0.4, 0.4, 0.4, 0.4)
         assert len(lines) == 2
-        assert told.counts == {("guard_checks", 4): 13, ("guard_trips", 4): 1}
+        assert told.counts == {("guard_checks", *PLACE): 13, ("guard_trips", *PLACE): 1}
         lately = (0.21 + 0.3 + 0.19 + 0.3 + 0.3 + 5 * 0.4) / 10
-        assert told.gauges == {("guard_error", 4): pytest.approx(lately), ("guard_dense", 4): 1}
+        assert told.gauges == {("guard_error", *PLACE): pytest.approx(lately), ("guard_dense", *PLACE): 1}
 
     def test_back_with_hysteresis(self, lines: list[str]) -> None:
         guard, told = make_guard(bound=0.2, patience=1, recover=3)
         good, between = 0.2 * RECOVERY_SHARE * 0.99, 0.2 * 0.95
-        see(guard, 0, 0.3, good, good, between, good, good)
-        assert guard.dense_layers == {0}
-        see(guard, 0, good)
-        assert guard.dense_layers == frozenset()
-        assert "layer 0 goes sparse again" in lines[-1]
-        assert told.gauges["guard_dense", 0] == 0
-        see(guard, 0, between, between, between)
-        assert guard.dense_layers == frozenset()
+        see(guard, 0.3, good, good, between, good, good)
+        assert guard.held == {PLACE}
+        see(guard, good)
+        assert guard.held == frozenset()
+        assert "layer 4 goes sparse again at level fast" in lines[-1]
+        assert told.gauges["guard_dense", *PLACE] == 0
+        see(guard, between, between, between)
+        assert guard.held == frozenset()
         for trip in range(1, 10):  # each time it takes twice as long
-            see(guard, 0, 0.3)
+            see(guard, 0.3)
             needed = 3 * 2 ** min(trip, MOST_DOUBLINGS)
-            see(guard, 0, *[good] * (needed - 1))
-            assert guard.dense_layers == {0}
-            see(guard, 0, good)
-            assert guard.dense_layers == frozenset()
+            see(guard, *[good] * (needed - 1))
+            assert guard.held == {PLACE}
+            see(guard, good)
+            assert guard.held == frozenset()
         assert len(lines) == 21
 
     def test_errors_are_of_all_heads_together(self, lines: list[str]) -> None:
@@ -136,10 +136,9 @@ class TestJudgement:
         guard, told = make_guard(bound=0.05, patience=1)
         dense = torch.randn(128, 3, 8) * torch.tensor([1.0, 2.0, 0.01])[:, None]
         sparse = dense + torch.randn_like(dense) * torch.tensor([0.1, 0.1, 0.01])[:, None]
-        guard.compare(7, sparse, dense)
-        guard.judge_arrived()
+        judge(guard, sparse, dense)
         expected = float((sparse - dense).norm() / dense.norm())
-        assert told.gauges["guard_error", 7] == pytest.approx(expected, rel=1e-5)
+        assert told.gauges["guard_error", *PLACE] == pytest.approx(expected, rel=1e-5)
         worst = float((sparse - dense)[:, 2].norm() / dense[:, 2].norm())
         assert f"head 2 had {worst:.2f} in the last" in lines[1]
 
@@ -149,11 +148,11 @@ class TestJudgement:
         sparse, dense = torch.ones(2, 3, 2, 8)
         sparse[1, 1, 5] = float(number)
         judge(guard, sparse, dense)
-        assert (guard.dense_layers, told.gauges["guard_error", 3]) == ({3}, 1)
+        assert (guard.held, told.gauges["guard_error", *PLACE]) == ({PLACE}, 1)
         assert f"errors {number}" in lines[-1]
         assert f"head 1 had {number}" in lines[-1]
-        judge(guard, dense, dense, times=2)
-        assert guard.dense_layers == frozenset()
+        see(guard, 0, 0)
+        assert guard.held == frozenset()
 
     def test_what_was_no_number_before_the_layer_is_not_its_fault(self) -> None:
         guard, told = make_guard(patience=1)
@@ -161,27 +160,27 @@ class TestJudgement:
         dense[2, 0, 0] = float("nan")
         for sparse in (dense, dense * float("nan"), torch.ones(3, 2, 8)):
             judge(guard, sparse, dense)
-        assert (guard.dense_layers, told.counts, told.gauges) == (frozenset(), {("guard_checks", 3): 3}, {})
+        assert (guard.held, told.counts, told.gauges) == (frozenset(), {("guard_checks", *PLACE): 3}, {})
 
     def test_outputs_of_zero(self) -> None:
         guard, told = make_guard(patience=1)
         judge(guard, zero := torch.zeros(3, 2, 8), zero)
-        assert told.gauges == {("guard_error", 3): 0, ("guard_dense", 3): 0}
+        assert told.gauges == {("guard_error", *PLACE): 0, ("guard_dense", *PLACE): 0}
         judge(guard, zero + 1e-3, zero)
-        assert guard.dense_layers == {3}
+        assert guard.held == {PLACE}
 
 
 class TestNothingWaits:
     def test_what_has_not_arrived_is_left_alone(self) -> None:
         guard, told = make_guard()
         events = [SimpleNamespace(query=lambda: True), SimpleNamespace(query=lambda: False)]
-        guard._checks += [Check(i, torch.ones(2, 4), event) for i, event in enumerate(events)]  # type: ignore[arg-type]
-        guard._checks.append(Check(2, torch.ones(2, 4), events[0]))  # type: ignore[arg-type]
+        guard._checks += [Check((i, "fast"), torch.ones(2, 4), event) for i, event in enumerate(events)]  # type: ignore[arg-type]
+        guard._checks.append(Check((2, "fast"), torch.ones(2, 4), events[0]))  # type: ignore[arg-type]
         guard.judge_arrived()
-        assert set(told.counts) == {("guard_checks", 0)}
+        assert set(told.counts) == {("guard_checks", 0, "fast")}
         events[1].query = lambda: True
         guard.judge_arrived()
-        assert told.counts == {("guard_checks", layer): 1 for layer in range(3)}
+        assert told.counts == {("guard_checks", layer, "fast"): 1 for layer in range(3)}
 
     @needs_cpu_build
     def test_queries_are_cut_out_of_a_batch_by_lengths_of_the_host(self, built: Callable[..., Any]) -> None:
@@ -201,20 +200,19 @@ class TestNothingWaits:
     def test_on_a_gpu_torch_sees_no_wait(self) -> None:
         guard, told = make_guard()
         sparse, dense = torch.randn(2, 128, 32, 128, dtype=torch.bfloat16, device="cuda")
-        guard.compare(0, sparse, dense)  # what is allocated for the first time may wait
+        judge(guard, sparse, dense)  # what is allocated for the first time may wait
         torch.cuda.synchronize()
-        guard.judge_arrived()
         torch.cuda.set_sync_debug_mode("error")
         try:
             for layer in range(50):
-                guard.compare(layer, sparse, dense)
+                guard.compare((layer, "fast"), sparse, dense)
                 guard.judge_arrived()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
         guard.judge_arrived()
         expected = float((sparse.double() - dense.double()).norm() / dense.double().norm())
-        found = [told.gauges["guard_error", layer] for layer in range(50)]
+        found = [told.gauges["guard_error", layer, "fast"] for layer in range(50)]
         assert found == [pytest.approx(expected, rel=1e-3)] * 50
 
 
@@ -243,9 +241,9 @@ def serve(builder: Any, layers: Sequence[Any], step: Step, number: int) -> list[
     dense = []
     for _ in range(number):
         metadata = builder.build(0, step.common)
-        dense.append([metadata.sparse.is_dense(layer.impl.number) for layer in layers])
+        dense.append([metadata.sparse.is_held(layer.impl.number, DEFAULT) for layer in layers])
         for layer in layers:
-            if metadata.sparse.is_probed(layer.impl.number):
+            if metadata.sparse.probes_of(layer.impl.number):
                 step.forward(layer, metadata)
     return dense
 
@@ -257,7 +255,7 @@ class TestForward:
         config = configured(**TINY, **COMMON)
         layers = make_layers(config, [0])
         step = make_builder(config, layers).build(0, make_step(layers[0], LONG).common).sparse
-        assert (step.probe, step.dense_layers, layers[0].impl.worker.guard) == (None, frozenset(), None)
+        assert (step.probes, step.held, layers[0].impl.worker.guard) == ((), frozenset(), None)
 
     @pytest.mark.full
     def test_queries_are_compared_with_vllms_attention(
@@ -271,12 +269,13 @@ class TestForward:
         for _ in range(6):
             metadata = builder.build(0, step.common)
             out = step.forward(layer, metadata)
-            tokens, ((number, sparse, exact),) = metadata.sparse.probe.run.tokens, seen
-            assert number == 2
+            ((place, sparse, exact),), (probe,) = seen, metadata.sparse.probes
+            assert place == (2, DEFAULT)
+            tokens = probe.run.tokens
             assert torch.equal(sparse, out[tokens])
             torch.testing.assert_close(exact, dense[tokens], rtol=0, atol=2e-6)
             off.append(float((sparse - exact).norm() / exact.norm()))
-            rows.add(metadata.sparse.probe.run.rows.start)
+            rows.add(probe.run.rows.start)
             seen.clear()
         assert max(off) > 0.1
         assert len(rows) > 1
@@ -292,7 +291,7 @@ class TestForward:
             layers, builder = built(0, 1, **settings, **COMMON, **guard)
             step = make_step(layers[0], MIXED)
             metadata = builder.build(0, step.common)
-            assert (metadata.sparse.probe is not None) == bool(guard)
+            assert bool(metadata.sparse.probes) == bool(guard)
             outputs.append([step.forward(layer, metadata) for layer in layers])
         assert all(torch.equal(without, guarded) for without, guarded in zip(*outputs))
 
@@ -306,11 +305,11 @@ class TestForward:
         exact, dense = near.delegated(layer, builder), []
         for _ in range(20):
             metadata = builder.build(0, near.common)
-            dense.append(metadata.sparse.is_dense(0))
+            dense.append(metadata.sparse.is_held(0, DEFAULT))
             assert torch.equal(near.forward(layer, metadata), exact) == dense[-1]
         assert dense == [True] * (back := dense.index(False)) + [False] * (20 - back)
         assert 6 <= back <= 9
-        assert "layer 0 goes sparse again (4 checks in a row, bound 0.3" in lines[-1]
+        assert "layer 0 goes sparse again at level default (4 checks in a row, bound 0.3" in lines[-1]
 
     @pytest.mark.full
     def test_a_starved_layer_is_caught_and_a_good_one_never_trips(
@@ -336,21 +335,89 @@ class TestForward:
         metadata = builder.build(0, step.common)
         assert torch.equal(step.forward(starved, metadata), step.delegated(starved, builder))
         assert not torch.equal(step.forward(good, metadata), step.delegated(good, builder))
-        assert told.counts == {("guard_checks", 0): 10, ("guard_checks", 1): 10, ("guard_trips", 1): 1}
-        assert (told.gauges["guard_dense", 0], told.gauges["guard_dense", 1]) == (0, 1)
-        assert told.gauges["guard_error", 0] < 0.1 < 0.5 < told.gauges["guard_error", 1]
+        assert told.counts == {
+            ("guard_checks", 0, DEFAULT): 10,
+            ("guard_checks", 1, DEFAULT): 10,
+            ("guard_trips", 1, DEFAULT): 1,
+        }
+        assert [told.gauges["guard_dense", layer, DEFAULT] for layer in (0, 1)] == [0, 1]
+        assert told.gauges["guard_error", 0, DEFAULT] < 0.1 < 0.5 < told.gauges["guard_error", 1, DEFAULT]
 
     def test_steps_without_sparse_rows_are_not_counted(self, built: Callable[..., Any]) -> None:
         _, builder = built(0, **TINY, **COMMON, guard={"rate": 0.5})
         for lengths in ([(300, 1)], [(0, 100)], [(0, 400)], [(5, 1)], [(0, 400)]):
             builder.build(0, make_common(lengths))
-        assert builder.sparse_steps == 2
+        assert builder.sparse_steps == {DEFAULT: 2}
 
     def test_groups_of_layers_share_one(self, configured: Callable[..., Any]) -> None:
         config = configured(**TINY, **COMMON, guard={})
         layers = make_layers(config, [0, 1])
         builders = [make_builder(config, [layer]) for layer in layers]
         assert builders[0].guard is builders[1].guard is layers[0].impl.worker.guard is layers[1].impl.worker.guard
-        builders[0].guard.dense_layers = frozenset({0, 1})
-        steps: list[SparseStep] = [builder.build(0, make_common([(0, 400)])).sparse for builder in builders]
-        assert [step.dense_layers for step in steps] == [{0}, {1}]
+
+
+class TestLevels:
+    """Of two levels that each keep too little: every one is looked at, and judged by itself."""
+
+    @pytest.fixture
+    def served(self, configured: Callable[..., Any], tmp_path: Path) -> Any:
+        profile = tmp_path / "levels.yaml"
+        profile.write_text(
+            "format: 1\nmodel: any\nlevel: high\ndefault: {method: a_shape, sink_tokens: 16, local_tokens: 64}\n"
+            "levels: {fast: {default: {method: a_shape, sink_tokens: 16, local_tokens: 32}, dense_layers: [1]}}\n"
+        )
+        config = configured(profile=str(profile), **COMMON, guard={"rate": 1.0, "patience": 2, "recover": 2})
+        layers = make_layers(config, [0, 1])
+        return layers, make_builder(config, layers), make_step(layers[0], [(0, 400), (0, 300), (50, 1), (0, 350)])
+
+    def test_each_level_is_sampled_in_layers_that_are_sparse_at_it(self, served: Any, at_step: Any) -> None:
+        _, builder, step = served
+        at_step(["fast", DEFAULT, DEFAULT, "exact"])
+        probes = builder.build(0, step.common).sparse.probes
+        assert {probe.level: probe.layers for probe in probes} == {"fast": {0}, DEFAULT: {0, 1}}
+        assert {probe.level: probe.run.rows.start for probe in probes} == {"fast": 0, DEFAULT: 1}
+
+    def test_what_trips_at_one_level_stays_sparse_at_the_other(
+        self, served: Any, at_step: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its rows are vLLM's to the bit, the others' what they were, and it goes on being checked."""
+        (layer, _), builder, step = served
+        guard = layer.impl.worker.guard
+        at_step(["fast", DEFAULT, DEFAULT, "exact"])
+        sparse, dense = step.forward(layer, builder.build(0, step.common)), step.delegated(layer, builder)
+        seen: list[Any] = []
+        monkeypatch.setattr(guard, "compare", lambda *check: seen.append(check))
+        for held in ({"fast"}, {DEFAULT}, {"fast", DEFAULT}):
+            guard.held = frozenset((0, level) for level in held)
+            seen.clear()
+            metadata = builder.build(0, step.common)
+            out = step.forward(layer, metadata)
+            for row, level in enumerate(("fast", DEFAULT)):
+                tokens = step.tokens(row)
+                assert torch.equal(out[tokens], (dense if level in held else sparse)[tokens])
+            for probe in metadata.sparse.probes:
+                (found,) = (found for place, found, _ in seen if place == (0, probe.level))
+                assert torch.equal(found, sparse[probe.run.tokens])
+
+    def test_rows_and_pairs_of_what_is_held_count_as_dense(self, served: Any, at_step: Any) -> None:
+        layers, builder, step = served
+        at_step(["fast", DEFAULT, DEFAULT, "exact"])
+
+        def counts(held: set[Any]) -> dict[Any, float]:
+            def now() -> dict[Any, float]:
+                samples, _ = builder.recorder.samples()
+                return {(name, *labels): n for name, labels, n in samples if name in ("rows", "tiles", "causal_pairs")}
+
+            before, layers[0].impl.worker.guard.held = now(), frozenset(held)
+            metadata = builder.build(0, step.common)
+            for layer in layers:
+                step.forward(layer, metadata)
+            return {key: n - before.get(key, 0) for key, n in now().items() if n > before.get(key, 0)}
+
+        free = counts(set())
+        assert free["rows", "sparse", "", "fast"] == free["rows", "sparse", "", DEFAULT] == 1
+        assert free["rows", "dense", "requested", "exact"] == 1
+        held = counts({(0, "fast"), (0, DEFAULT)})  # of the own level one layer is left
+        assert held["rows", "dense", "guard", "fast"] == held["rows", "sparse", "", DEFAULT] == 1
+        assert {key[1:] for key in held if key[0] != "rows"} == {("1", "fast"), ("1", DEFAULT)}
+        assert all(held[key] == free[key] for key in held if key[0] != "rows")

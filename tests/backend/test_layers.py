@@ -28,6 +28,7 @@ from vllm_sparse_backend.serving.metadata import SparsePrefillMetadata, SparsePr
 from vllm_sparse_backend.serving.samples import worker_samples
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.metrics import METRICS, WORKER_METHOD
+from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.reasons import Fallback
 
 MIN_TOKENS = 100
@@ -78,13 +79,16 @@ class TestGroups:
         assert sum(line.startswith("sparse-prefill: sparse prefill with method dense, for rows") for line in lines) == 1
 
     @pytest.mark.parametrize(
-        ("batched", "threshold", "chunk"), [(1024, 0, 1024), (8192, 512, 512), (8192, 0, None), (1025, 0, None)]
+        ("batched", "threshold", "chunk"),
+        [(1024, 0, 1024), (8192, 512, 512), (8192, 0, None), (1279, 0, None), (1278, 0, 1278)],
     )
     def test_chunks_too_small_to_go_sparse_are_told(
         self, configured: Configure, monkeypatch: pytest.MonkeyPatch, lines: list[str], batched: int, threshold: int,
         chunk: int | None,
     ) -> None:  # fmt: skip
+        """Or too small beside as many decodes as there may be."""
         config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1024)
+        monkeypatch.setattr(config.scheduler_config, "max_num_seqs", 256)
         monkeypatch.setattr(config.scheduler_config, "max_num_batched_tokens", batched)
         monkeypatch.setattr(config.scheduler_config, "long_prefill_token_threshold", threshold)
         make_builder(config, make_layers(config, [0]))
@@ -189,7 +193,7 @@ class TestCounting:
     @staticmethod
     def rows(builder: SparsePrefillMetadataBuilder) -> dict[str, float]:
         samples, _ = builder.recorder.samples()
-        return {" ".join(labels).strip(): count for name, labels, count in samples if name == "rows"}
+        return {" ".join(labels[:2]).strip(): count for name, labels, count in samples if name == "rows"}
 
     def test_rows_count_once_however_many_groups_see_them(self, configured: Configure) -> None:
         config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
@@ -253,9 +257,9 @@ class TestCounting:
             step.forward(layer, builder.build(0, step.common))
             told = worker_samples(SimpleNamespace(vllm_config=config, rank=stage))["samples"]
             samples = {(name, *labels): value for name, labels, value in told}
-            assert samples["layers", "torch"] == samples["tiles", str(stage)] == 1
-            assert samples["rows", "sparse", ""] == samples["rows", "decode", ""] == 1
-            assert not {("tiles", str(1 - stage)), ("layers", "dense")} & {*samples}
+            assert samples["layers", "torch"] == samples["tiles", str(stage), DEFAULT] == 1
+            assert samples["rows", "sparse", "", DEFAULT] == samples["rows", "decode", "", ""] == 1
+            assert not {("tiles", str(1 - stage), DEFAULT), ("layers", "dense")} & {*samples}
 
     def test_what_a_worker_hands_to_the_server(self, built: Configure) -> None:
         import msgspec
@@ -275,9 +279,9 @@ class TestCounting:
         samples = {(name, *labels): value for name, labels, value in told["samples"]}
         assert samples["layers", "torch"] == 3
         assert samples["layers", "dense"] == 1
-        assert samples["rows", "sparse", ""] == 1
-        assert samples["tiles", "0"] == 2
-        assert 0 < samples["kept_pairs", "0"] < samples["causal_pairs", "0"]
+        assert samples["rows", "sparse", "", DEFAULT] == 1
+        assert samples["tiles", "0", DEFAULT] == 2
+        assert 0 < samples["kept_pairs", "0", DEFAULT] < samples["causal_pairs", "0", DEFAULT]
         reserved = layers[0].impl.worker.memory.room.num_bytes
         assert 0 < samples["arena_peak_bytes",] <= samples["arena_bytes",] == reserved
         assert samples["arena_overflows",] == samples["compilations", "serving"] == 0

@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from tests.backend.served import make_common
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.batch import RowKind
+from vllm_sparse_backend.serving.batch import DECODE_ROW, RowKind
 from vllm_sparse_backend.serving.metadata import SparsePrefillMetadataBuilder
 from vllm_sparse_backend.serving.stats import DECODE, DENSE, SPARSE
 from vllm_sparse_backend.settings.reasons import Fallback
 
 MIN_TOKENS, MIN_QUERY_TOKENS = 100, 20
-DECODES, SPARSES = RowKind(DECODE), RowKind(SPARSE)
+DECODES, SPARSES = DECODE_ROW, RowKind(SPARSE)
 PADDING = RowKind("padding")
 
 
@@ -127,7 +127,7 @@ class TestMetadata:
         monkeypatch.setattr(SparsePrefillMetadataBuilder, "_classify", None)
         common = make_common(lengths)
         assert type(builder.build(0, common)) is compat.DelegateMetadata
-        assert builder.recorder.samples()[0] == [("rows", [DECODE, ""], sum(q for _, q in lengths))]
+        assert builder.recorder.samples()[0] == [("rows", [DECODE, "", ""], sum(q for _, q in lengths))]
 
     def test_their_pages_lie_where_kernels_are_compiled_for(self, builder: SparsePrefillMetadataBuilder) -> None:
         for lengths, ids in (self.LENGTHS, [2, 3, 5]), (self.LENGTHS[:4], [2, 3]), (self.LENGTHS[:3], [2]):

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests that ask for a level: from what comes in, over the hashes of cached blocks, to the rows of a step."""
 
+import asyncio
 import json
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,24 +13,28 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM")
 import torch
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
 from vllm.config import KVTransferConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core import block_pool, kv_cache_utils
-from vllm.v1.request import Request
+from vllm.v1.request import Request as EngineRequest
 
 import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from tests.backend.served import make_builder, make_common, make_layers, make_step
 from tests.backend.test_forward import CLOSE, MIN_TOKENS, MIXED, SPARSE_ROWS, dense_tokens, reference
 from vllm_sparse_backend.serving import compat, hooks, requests, row_levels
-from vllm_sparse_backend.serving.batch import RowKind
+from vllm_sparse_backend.serving.batch import DECODE_ROW, RowKind
 from vllm_sparse_backend.serving.metadata import SparsePrefillMetadataBuilder
 from vllm_sparse_backend.serving.requests import choices
-from vllm_sparse_backend.serving.stats import DECODE, DENSE, SPARSE
+from vllm_sparse_backend.serving.stats import DENSE, SPARSE
+from vllm_sparse_backend.serving.ways_in import LevelsEndpoint, LevelsMiddleware
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import DEFAULT
+from vllm_sparse_backend.settings.profile import Profile
 from vllm_sparse_backend.settings.reasons import Fallback
-from vllm_sparse_backend.settings.requests import Mark
+from vllm_sparse_backend.settings.requests import MARK, Granted, Mark
 from vllm_sparse_kernels.attend import PORTABLE
 
 EXACT = Mark("exact", "exact", 100)
@@ -47,6 +53,10 @@ levels:
 """
 
 
+def asking(level: object) -> dict[str, Any]:
+    return {"vllm_xargs": {"sparse_prefill": level}}
+
+
 @pytest.fixture
 def levels(configured: Callable[..., Any], tmp_path: Any) -> Any:
     """A configuration whose profile has two levels, and layers that are dense at none, either and both of them."""
@@ -54,18 +64,6 @@ def levels(configured: Callable[..., Any], tmp_path: Any) -> Any:
     return configured(
         profile=str(tmp_path / "levels.yaml"), min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True
     )
-
-
-@pytest.fixture
-def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A function: the level of each row → as if a runner were at a step that has them."""
-
-    def begin(rows: Sequence[str]) -> None:
-        step = row_levels.Step({str(i): level for i, level in enumerate(rows) if level != DEFAULT})
-        step.req_ids = lambda: [str(i) for i in range(len(rows))]
-        monkeypatch.setattr(row_levels, "_step", step)
-
-    return begin
 
 
 class Owner:
@@ -115,7 +113,7 @@ class TestBlocks:
     def blocks(self, mark: Mark | None = None, num_tokens: int = 200, decoded: int = 0, **options: Any) -> list[bytes]:
         params = SamplingParams(max_tokens=99, extra_args=None if mark is None else mark.write({"other": 1}))
         hasher = kv_cache_utils.get_request_block_hasher(BLOCK_TOKENS, self.hashed)
-        request = Request("r", list(range(num_tokens)), params, None, block_hasher=hasher, **options)
+        request = EngineRequest("r", list(range(num_tokens)), params, None, block_hasher=hasher, **options)
         for token in range(num_tokens, num_tokens + decoded):
             request.append_output_token_ids(token)
         return list(request.block_hashes)
@@ -175,14 +173,154 @@ class TestFront:
         assert Front().process_inputs("r", "prompt", wrong).sampling_params.extra_args == wrong.extra_args
 
     def test_vllms_own_are_what_the_hooks_expect(self) -> None:
+        from vllm import plugins
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.input_processor import InputProcessor
 
         hooks.install_in_front()
-        hooks._install(hooks.SERVER)
-        assert getattr(AsyncLLM.generate, hooks.OURS)
-        assert getattr(InputProcessor.process_inputs, hooks.OURS)
-        assert len([hook for hook in hooks.HOOKS if hook.where == hooks.SERVER]) == 4
+        for function in (AsyncLLM.generate, InputProcessor.process_inputs, plugins.load_endpoint_plugins):
+            assert getattr(function, hooks.OURS)
+
+    def test_what_is_asked_for_the_sake_of_an_http_request_has_its_level(self, levels: Any) -> None:
+        """Sampling parameters that were made anew, as for beams, know nothing of it."""
+        client, params = SimpleNamespace(vllm_config=levels), SamplingParams(extra_args={"other": 1})
+        requests.check_in(client, params)
+        assert requests.mark_of(client, params) == Mark(DEFAULT, None, MIN_TOKENS)
+        token = requests.ASKED.set(Granted("fast"))
+        try:
+            requests.check_in(client, params)
+        finally:
+            requests.ASKED.reset(token)
+        mark = requests.mark_of(client, params)
+        assert (mark, type(mark.level)) == (Mark("fast", "fast", MIN_TOKENS), str)
+        assert mark.write(params.extra_args) == {"other": 1, MARK: ["fast", "fast", MIN_TOKENS]}
+
+    def test_on_a_server_that_pools(self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        """Every row is dense, vLLM's own all the way; ``on`` lets it go sparse. Requests have what the server has."""
+        for policy, own, other in ({}, 0, 1), ({"default": "on"}, 1, 0):
+            config = configured(method="a_shape", min_tokens=MIN_TOKENS, min_query_tokens=1, requests=policy)
+            monkeypatch.setattr(config.model_config, "runner_type", "pooling")
+            found = choices(config)
+            assert found.mark({"sparse_prefill": own}) == found.mark(None)
+            with pytest.raises(ValueError, match="but this server pools, and has one level for all requests"):
+                found.mark({"sparse_prefill": other})
+            made = make_layers(config, range(4))
+            builder = make_builder(config, made)
+            assert builder.sparse_layers == (() if own == 0 else (0, 1, 2, 3))
+            assert (made[0].impl.worker.reserve() is None) == (own == 0)
+            step = make_step(made[0], MIXED)
+            metadata = builder.build(0, step.common)
+            exact = torch.equal(step.forward(made[0], metadata), step.delegated(made[0], builder))
+            assert exact == (own == 0)
+        for wrong in ({"default": "fast"}, {"models": {"a": "exact"}}):
+            config = configured(method="a_shape", requests=wrong)
+            with pytest.raises(ConfigurationError, match=rf"requests.{next(iter(wrong))}: given.* this server pools"):
+                choices(config)
+
+    @pytest.mark.parametrize("policy", [{"default": "exact"}, {"default": "fast"}, {"models": {"a": "exact"}}])
+    def test_who_gets_what_unasked_has_vllms_own_hashes(
+        self, levels: Any, monkeypatch: pytest.MonkeyPatch, policy: Any
+    ) -> None:
+        """So routers find what most requests write. Where nothing keeps levels apart, several are refused at start."""
+        monkeypatch.setitem(levels.additional_config["sparse_prefill"], "requests", policy)
+        found = choices(levels)
+        assert found.mark(None).salt is None
+        assert set(found.salts) == {DEFAULT, "exact", "fast"} - {found.default}
+        monkeypatch.setattr(levels.parallel_config, "enable_dbo", True)
+        with pytest.raises(ConfigurationError, match=r"requests: given .* but this server splits steps"):
+            choices(levels)
+
+
+class TestWaysIn:
+    """What of the middleware no server is needed for; benchmarks.ways_in asks real ones by every path."""
+
+    @pytest.fixture
+    def post(self, levels: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
+        """A function: path, body → status, and the level of what was asked, or what is said of it."""
+        policy = {"models": {"b": "exact"}, "default": "fast"}
+        monkeypatch.setitem(levels.additional_config["sparse_prefill"], "requests", policy)
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            body = await Request(scope, receive).body()
+            assert body == scope["sent"]
+            await PlainTextResponse(str(requests.ASKED.get()))(scope, receive, send)
+
+        async def ask(path: str, body: bytes, kind: str, model: str) -> tuple[int, str]:
+            endpoint = LevelsEndpoint()
+            await endpoint.init_state(
+                SimpleNamespace(vllm_config=levels), None, Namespace(served_model_name=["a", "b"], model="m")
+            )
+            parts = iter([body[:7], body[7:]])
+            sent: list[Any] = []
+
+            async def receive() -> Any:
+                return {"type": "http.request", "body": next(parts), "more_body": parts.__length_hint__() > 0}
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+
+            headers = [(b"content-type", kind.encode())]
+            scope = {
+                "type": "http",
+                "method": "POST",
+                "path": "/root" + path,
+                "root_path": "/root",
+                "sent": body,
+                "app": app,
+            }
+            await LevelsMiddleware(app, endpoint)({**scope, "headers": headers, "query_string": b""}, receive, send)
+            return sent[0]["status"], sent[1]["body"].decode()
+
+        def post(path: str, body: Any, kind: str = "application/json", model: str = "a") -> tuple[int, str]:
+            return asyncio.run(ask(path, body if isinstance(body, bytes) else json.dumps(body).encode(), kind, model))
+
+        return post
+
+    @pytest.mark.parametrize(
+        ("body", "level"),
+        [
+            ({}, "fast"), ({"model": "b"}, "exact"), ({"model": "b", **asking(1)}, DEFAULT), (asking("exact"), "exact"),
+            ({"sampling_params": {"extra_args": {"sparse_prefill": 0}}}, "exact"), (b"no json at all", "fast"),
+            ([1, 2], "fast"), ({"vllm_xargs": None, "messages": [{"sparse_prefill": 3}]}, "fast"),
+        ],
+    )  # fmt: skip
+    def test_bodies_and_the_levels_that_they_ask_for(self, post: Any, body: Any, level: str) -> None:
+        """Nothing is said of what vLLM itself will refuse, nor of what users write where they like."""
+        assert post("/v1/completions", body) == (200, level)
+
+    def test_forms(self, post: Any) -> None:
+        part = '--X\r\nContent-Disposition: form-data; name="vllm_xargs"\r\n\r\n{}\r\n--X--\r\n'
+        for value, status, said in (0, 200, "exact"), (3, 400, "given 3, expected one of 0"):
+            form = part.format(json.dumps({"sparse_prefill": value})).encode()
+            answer = post("/v1/audio/transcriptions", form, "multipart/form-data; boundary=X")
+            assert answer[0] == status
+            assert said in answer[1]
+        assert post("/v1/audio/transcriptions", b"--X broken", "multipart/form-data; boundary=X")[0] == 200
+
+    @pytest.mark.parametrize(
+        ("path", "body", "said"),
+        [
+            ("/v1/responses", {**asking("zzz"), "stream": True}, "given 'zzz', expected one of 0"),
+            ("/v1/completions", {"sparse_prefill": 0}, "given 'sparse_prefill' there, expected it in vllm_xargs"),
+            ("/v1/completions", {"extra_args": {"sparse_prefill": 0}}, "extra_args: given 'sparse_prefill' there"),
+            ("/v1/completions", {"extra_body": {"sparse-prefill": 0}}, "extra_body: given 'sparse-prefill'"),
+            ("/v1/completions", {"vllm_xargs": {MARK: ["fast", None, 0]}}, f"vllm_xargs: given '{MARK}'"),
+            ("/v1/completions", {**asking(0), "sampling_params": {"extra_args": asking(0)["vllm_xargs"]}}, "one place"),
+            ("/tokenize", asking(0), "but POST /tokenize prefills nothing"),
+        ],
+    )
+    def test_what_is_refused(self, post: Any, path: str, body: Any, said: str) -> None:
+        status, answer = post(path, body)
+        about = json.loads(answer)["error"]
+        assert (status, about["code"], said in about["message"]) == (400, 400, True), answer
+
+    def test_a_model_that_nobody_serves_is_an_error_at_start(self, levels: Any, monkeypatch: Any) -> None:
+        monkeypatch.setitem(levels.additional_config["sparse_prefill"], "requests", {"models": {"c": "exact"}})
+        started = LevelsEndpoint().init_state(
+            SimpleNamespace(vllm_config=levels), None, Namespace(served_model_name=None, model="m")
+        )
+        with pytest.raises(ConfigurationError, match=r"requests\.models: given 'c', expected one of m"):
+            asyncio.run(started)
 
 
 MULTI = {"several": {"connectors": [{"kv_connector": "NixlConnector"}, {"kv_connector": "LMCacheMPConnector"}]}}
@@ -341,8 +479,8 @@ class TestRows:
         _, builder = built(0, method="a_shape", min_tokens=MIN_TOKENS)
         common = make_common(self.LENGTHS)
         at_step(["exact", "exact", "exact", DEFAULT, "exact"])
-        asked, sparse = RowKind(DENSE, Fallback.REQUESTED), RowKind(SPARSE)
-        assert [row.kind for row in builder._classify(0, common)] == [RowKind(DECODE), asked, asked, sparse, asked]
+        asked, sparse = RowKind(DENSE, Fallback.REQUESTED, "exact"), RowKind(SPARSE)
+        assert [row.kind for row in builder._classify(0, common)] == [DECODE_ROW, asked, asked, sparse, asked]
         (slab,) = builder.build(0, common).sparse.slabs
         assert slab.rows.tokens == (1 + 200 + 50 + MIN_TOKENS,)
 
@@ -374,6 +512,34 @@ class TestRows:
                 torch.testing.assert_close(out[tokens][cut:], expected, **CLOSE)
                 is_dense = torch.allclose(expected, dense[tokens][cut:], atol=1e-5)
                 assert is_dense == (number not in sparse_at[level]), (number, row)
+
+    def test_each_row_keeps_the_share_that_its_request_gives(
+        self, built: Callable[..., Any], at_step: Any, tmp_path: Any
+    ) -> None:
+        """As on a server with that p, to the bit, within the same arena; heads of other methods are what they are."""
+
+        def made(share: float) -> Any:
+            by_mass = {"method": "top_p", "kept_mass": share, "sink_tokens": 0, "local_tokens": 128}
+            heads = {0: by_mass, 1: by_mass | {"kept_mass": share if share < 0.9 else 1.0}}
+            profile = {"format": 1, "model": "any", "default": {"method": "a_shape"}, "layers": {0: {"heads": heads}}}
+            path.write_text(Profile.model_validate(profile).to_yaml())
+            (layer,), builder = built(0, profile=str(path), min_tokens=MIN_TOKENS)
+            return layer, builder
+
+        path = tmp_path / "by_mass.yaml"
+        step, alone = make_step(made(0.9)[0], MIXED), {}
+        for share in (0.1, 0.5, 0.9):
+            layer, builder = made(share)
+            alone[share] = step.forward(layer, builder.build(0, step.common))
+        asked = {0: 0.1, 4: 0.5, 6: 0.5}
+        at_step([f"p={asked[row]}" if row in asked else DEFAULT for row in range(len(MIXED))])
+        together = step.forward(layer, builder.build(0, step.common))
+        for row in SPARSE_ROWS:
+            tokens = step.tokens(row)
+            assert torch.equal(together[tokens], alone[asked.get(row, 0.9)][tokens])
+            if row in (0, 6):  # the others are too short to leave much out
+                assert not torch.equal(together[tokens], alone[0.9][tokens])
+        assert layer.impl.worker.memory.arena.overflows == 0
 
     def test_a_layer_that_no_row_of_the_step_is_sparse_in_is_vllms(self, layers: Any, at_step: Any) -> None:
         made, builder = layers

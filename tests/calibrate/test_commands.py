@@ -85,7 +85,7 @@ def test_what_cannot_be_written_or_run_is_refused_before_anything_is_done(text, 
     (tmp_path / "file").touch()
     for words, problem in (
         ((NEEDLE, "--out", tmp_path / "missing" / "x.yaml"), "there is no folder"),
-        (("owner/name", "--out", tmp_path / "x.yaml"), "expected a model folder"),
+        (("owner/name", "--out", tmp_path / "x.yaml"), "expected a model folder, or a name whose files lie in the"),
         ((NEEDLE, "--out", tmp_path / "x.yaml", "--tokens", 1_000_000), "--tokens: given 1000000, expected at most"),
         ((NEEDLE, "--out", tmp_path / "x.yaml", "--work", tmp_path / "file" / "a"), "expected a folder that can be"),
         ((NEEDLE, "--out", tmp_path / "x.yaml", "--work", tmp_path / "file"), "--work: given"),

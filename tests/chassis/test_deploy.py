@@ -62,6 +62,16 @@ def test_every_query_is_promql(tmp_path: Path) -> None:
     tools.check("promtool", "check", "rules", tmp_path / "rules.yml")
 
 
+def test_alerts_fire_for_one_bad_server_of_many(tmp_path: Path) -> None:
+    cases = yaml.safe_load((Path(__file__).parent / "alerts.yml").read_text())
+    (tmp_path / "tests.yml").write_text(json.dumps({**cases, "rule_files": [str(DEPLOY / "monitoring/alerts.yml")]}))
+    tools.check("promtool", "test", "rules", tmp_path / "tests.yml")
+    for rule in ALERTS:
+        assert rule["alert"] in json.dumps(cases), rule["alert"]
+        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert f"\n## {anchor.capitalize()}\n" in (ROOT / page).read_text()
+
+
 @pytest.mark.parametrize("name", QUERIES)
 def test_queries_name_metrics_and_labels_that_there_are(name: str) -> None:
     query = QUERIES[name]

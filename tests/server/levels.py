@@ -47,10 +47,10 @@ ALL: dict[str, dict[str, Any]] = {
 
 
 def write(folder: Path, *names: str) -> dict[str, Any]:
-    """Settings of a server with these levels, the first its own, and a guard that checks every step and never trips."""
+    """Settings of a server with these levels, the first its own; with the switch, and a guard that never trips."""
     own, *others = names
     starts = {"format": 1, "model": "any", "min_tokens": MIN_TOKENS, "min_query_tokens": 1}
     profile = starts | {"level": own, **ALL[own], "levels": {name: ALL[name] for name in others}}
     path = folder / f"{own}.yaml"
     path.write_text(Profile.model_validate(profile).to_yaml())
-    return {"profile": str(path), "guard": {"rate": 1.0, "bound": 1e6}}
+    return {"profile": str(path), "guard": {"rate": 1.0, "bound": 1e6}, "switch": True}

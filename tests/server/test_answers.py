@@ -55,7 +55,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     profile.write_text(yaml.safe_dump(own | {"levels": levels}))
     names, settings = ["starved", *levels], [Settings.parse(str(profile))]
     served = contestants.started(BUNDLED, settings, TOKENS + 1, levels=names)
-    asked = asking.Asking.about(None, [TOKENS], PROMPTS, facts=FACTS, first_token=None)
+    asked = asking.Asking.about(None, [TOKENS], PROMPTS, FACTS)
     report = Report("answers", "CPU")
     contestants.ask_all(served, asked, "", report)
     of_prompts = [case for case in report.cases if case["part"] == "prompt"]

@@ -5,6 +5,7 @@ Everything kept, tokens must equal stock's, however the prompt arrives: in chunk
 step with decodes, or together with others. So must exact requests' at a sparse server, whatever others ask for.
 """
 
+import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from benchmarks.tiny import CONFIG
 from tests.server import levels, scenario
 from tests.server.scenario import Servers
+from vllm_sparse_backend.cli import switch
 from vllm_sparse_backend.measure.scrape import Report
 from vllm_sparse_backend.measure.server import Server, ServerError
 from vllm_sparse_backend.settings.reasons import Fallback
@@ -127,10 +129,11 @@ def test_sparse_prefill_leaves_out_something_in_every_layer_and_it_shows(asked: 
         assert asked.sparse.answers[name].logprobs != pytest.approx(expected, abs=1e-3), name
 
 
-def test_a_guard_that_checks_every_step_trips_in_none(servers: Servers, asked: Asked) -> None:
-    """It looks at the server's own level, which keeps too much to trip it."""
-    report = scenario.counted(servers.ours)
-    assert (report.guard_checks > 0, report.guard_trips) == (True, 0)
+def test_a_guard_that_checks_every_step_looks_at_every_level_and_trips_in_none(servers: Servers, asked: Asked) -> None:
+    page = servers.ours.get("/metrics")
+    for level in ("default", "fast", "everything"):
+        assert re.search(rf'\nsparse_prefill_guard_checks_total{{.*layer="0",level="{level}".* [1-9]', page), level
+    assert scenario.counted(servers.ours).guard_trips == 0
 
 
 def test_short_prompts_are_dense_at_sparse_servers(asked: Asked) -> None:
@@ -184,3 +187,47 @@ def test_what_nobody_can_ask_for_is_refused_at_once(asked: Asked, name: str) -> 
     if name != "beams":
         names = "'exact', 'high', 'fast', 'everything', 'mixed'"
         assert f"expected one of 0 (exact), 1 (this server's own level, high), {names}" in said
+
+
+def test_switched_all_new_requests_are_exact_and_back_they_are_what_they_were(servers: Servers, asked: Asked) -> None:
+    named = {"own": (scenario.CHUNKS, 8), "fast": (scenario.CHUNKS, 8, "fast")}
+    before, *answers = (scenario.ask_together(servers.ours, named),)
+    try:
+        switch.ask(servers.ours.url, switch.To.EXACT)
+        answers.append(scenario.ask_together(servers.ours, named))
+        assert re.search(r"\nsparse_prefill_switched_exact{.*} 1", servers.ours.get("/metrics"))
+    finally:
+        switch.ask(servers.ours.url, switch.To.ON)
+    answers.append(scenario.ask_together(servers.ours, named))
+    assert re.search(r"\nsparse_prefill_switched_exact{.*} 0", servers.ours.get("/metrics"))
+    exact, after = answers
+    assert_same(exact, dict.fromkeys(named, asked.stock.answers["chunks"]))
+    assert_same(after, before)
+    assert after["own"].logprobs != pytest.approx(exact["own"].logprobs, abs=1e-3)
+
+
+def test_an_answer_says_how_it_was_prefilled_if_it_is_asked(servers: Servers, asked: Asked) -> None:
+    """As openai's client sees it, in the body and in the last chunk of a stream; and the log has it by request."""
+    import openai
+
+    ours, prompt = servers.ours, scenario.prompt(1000, seed=70)
+    direct = openai.DefaultHttpxClient(trust_env=False)
+    client = openai.OpenAI(base_url=f"{ours.url}/v1", api_key="none", http_client=direct)
+
+    def ask(level: object, **more: Any) -> Any:
+        xargs = {"sparse_prefill": level, "sparse_prefill_report": True}
+        body = {"vllm_xargs": xargs}
+        return client.completions.create(model=ours.model, prompt=prompt, max_tokens=3, extra_body=body, **more)
+
+    whole, chunks, exact = ask("fast"), list(ask("fast", stream=True)), ask(0)
+    report = whole.sparse_prefill_report
+    assert 0 < report.pop("share_kept") < 0.7
+    assert report == {"level": "fast", "dense_tokens": levels.MIN_TOKENS, "sparse_tokens": 1000 - levels.MIN_TOKENS}
+    last, found = chunks[-1].sparse_prefill_report, 1000 // scenario.PAGE_TOKENS * scenario.PAGE_TOKENS
+    assert [last["dense_tokens"], last["sparse_tokens"]] == [0, 1000 - found]  # the rest was cached
+    assert not any(hasattr(chunk, "sparse_prefill_report") for chunk in chunks[:-1])
+    dense_tokens = 1000 - levels.MIN_TOKENS
+    expected = {"level": "exact", "dense_tokens": dense_tokens, "sparse_tokens": 0, "share_kept": None}
+    assert exact.sparse_prefill_report == expected
+    line = rf"request {whole.id}\S*, level fast: 256 tokens prefilled dense, 744 sparse, 0\.\d+ of their pairs kept"
+    assert re.search(line, ours.log_path.read_text())

@@ -3,17 +3,24 @@
 
 A minute here; SOAK_S=600 in the environment, or ``python -m benchmarks.soak``, goes on for longer.
 Two processes of the server answer. After it, known requests come one at a time, and the server's counters have to be
-what follows from these.
+what follows from these; then sixty more while the switch is thrown, of which the exact ones must equal stock's.
 """
 
 import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
+from threading import Event
+from typing import NamedTuple
 
 import pytest
 
 from benchmarks.figures import Report
 from benchmarks.soak import SERVER_ENV, Asking, add_figures, growth, lines, resident_bytes_of, served_by, soak_and_check
 from tests.server import levels, scenario
+from tests.server.scenario import Servers
+from vllm_sparse_backend.cli import switch
 from vllm_sparse_backend.measure.client import Endpoint, Prompts
 from vllm_sparse_backend.measure.server import Server, sparse_args
 from vllm_sparse_backend.settings.reasons import Fallback
@@ -23,7 +30,55 @@ pytestmark = [pytest.mark.server, pytest.mark.full]
 SECONDS = float(os.environ.get("SOAK_S", "60"))
 
 
-def test_all_is_answered_memory_stays_and_counters_fit(small_model: Path, tmp_path: Path) -> None:
+class Load(NamedTuple):
+    """What sixty requests of eight clients came to."""
+
+    differing: list[int]
+    """Of the exact ones that were not broken off: those that stock answers otherwise."""
+    fallen: set[str]
+    """Counters that some reading had lower than an earlier one."""
+    exact: int
+    readings: int
+
+
+def sixty_requests(server: Server, stock: Server, own: Endpoint) -> Load:
+    """Half exact, beginnings shared by threes, a tenth broken off; the switch thrown four times; counters read."""
+    prompts = [
+        scenario.prompt(700, seed=500 + i // 3) + scenario.prompt(40 + 37 * i % 600, seed=900 + i)[1:]
+        for i in range(60)
+    ]
+    exact = [i for i in range(60) if i % 2 == 0 and i % 10 != 4]
+    over, readings = Event(), []
+
+    def send(i: int) -> scenario.Answer | None:
+        if i % 10 == 4:
+            own.ask(prompts[i], 8, stop_after=1, vllm_xargs={"sparse_prefill": 0})
+            return None
+        return scenario.ask(server, prompts[i], level=0 if i % 2 == 0 else (None, "fast")[i % 4 == 1])
+
+    def read() -> None:
+        while not over.wait(0.2):
+            readings.append(counters(server.get("/metrics")))
+
+    with ThreadPoolExecutor(10) as pool:
+        reading = pool.submit(read)
+        answers = []
+        for part, to in enumerate((*switch.To, *switch.To)):
+            switch.ask(server.url, to)
+            answers += pool.map(send, range(15 * part, 15 * part + 15))
+        over.set()
+        reading.result()
+        expected = dict(zip(exact, pool.map(lambda i: scenario.ask(stock, prompts[i]), exact)))
+    fallen = {name for one, other in pairwise(readings) for name in one if other.get(name, one[name]) < one[name]}
+    differing = [i for i, answer in expected.items() if answers[i].token_ids != answer.token_ids]
+    return Load(differing, fallen, len(exact), len(readings))
+
+
+def counters(page: str) -> dict[str, float]:
+    return {name: float(value) for name, value in re.findall(r"(?m)^(sparse_prefill_\w+_total{.*}) (\S+)$", page)}
+
+
+def test_all_is_answered_memory_stays_and_counters_fit(small_model: Path, tmp_path: Path, servers: Servers) -> None:
     settings = levels.write(tmp_path, "high", "fast")
     # A cache of some 12,000 tokens for eight requests of up to 3,000: not all have room at a time.
     args = (*scenario.SERVER_ARGS, "--kv-cache-memory-bytes", str(48 << 20), "--api-server-count", "2")
@@ -33,10 +88,12 @@ def test_all_is_answered_memory_stays_and_counters_fit(small_model: Path, tmp_pa
         asking = Asking(SECONDS, clients=8, shortest=1, longest=3000, levels=(None, 0, 1, "fast"), abort_share=0.2)
         served = served_by(endpoint, settings, small_model, scenario.CHUNK_TOKENS)
         done = soak_and_check(endpoint, asking, prompts, lambda: resident_bytes_of(server.pid), served)
+        load = sixty_requests(server, servers.stock, endpoint)
         pages = [scenario.counted(server) for _ in range(6)]  # each connection gets one of the two
     print(*lines(asking, done), sep="\n")
     assert done.problems == []
     assert pages == [pages[0]] * len(pages)
+    assert (load.differing, load.fallen, load.exact, load.readings > 10) == ([], set(), 24, True)
     outcome, report = done.outcome, done.after.report
     assert set(outcome.asked) == {"None", "0", "1", "fast"}
     assert outcome.num_requests > 50

@@ -25,7 +25,6 @@ from vllm_sparse_backend.cli.common import (
     levels_of,
     output,
     split,
-    token_counts,
     wide_console,
 )
 from vllm_sparse_backend.cli.progress import bar
@@ -90,9 +89,13 @@ def _line(case: Mapping[str, Any]) -> str:
 def _lengths(text: str) -> "list[Length]":
     """``8192,200+32768``: whole prompts, and new tokens after a cached prefix."""
     from vllm_sparse_backend.measure.latency import Length
+    from vllm_sparse_backend.measure.report import BenchError
 
-    parts = [token_counts("--lengths", part.replace("+", ",")) for part in split(text) or [""]]
-    return [Length(*part[:2]) for part in parts]
+    parts = [part.split("+") for part in split(text)]
+    if not parts or any(len(one) > 2 or not all(n.isdecimal() and int(n) for n in one) for one in parts):
+        expected = "whole numbers above 0, or NEW+CACHED, with commas between"
+        raise BenchError(f"--lengths: given {text!r}, expected {expected}")
+    return [Length(*map(int, one)) for one in parts]
 
 
 def _show_serve(cases: Sequence[dict[str, Any]]) -> None:

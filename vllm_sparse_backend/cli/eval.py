@@ -50,7 +50,6 @@ def answers(
     lengths: Annotated[str, typer.Option(help="Tokens of prompts, by comma.")] = "8192",
     count: Annotated[int, typer.Option(help="Prompts of each length.", min=1)] = 4,
     facts: Annotated[int, typer.Option(help="Facts in a prompt, each asked for once.", min=1, max=1000)] = 24,
-    first_token: Annotated[str | None, typer.Option(help="Text of prompts' first token, '' for none; the bos.")] = None,
     concurrency: Annotated[int, typer.Option(help="Requests at a time; more than one may change chunks.", min=1)] = 1,
     text: Text = None,
     server_args: ServerArgs = "",
@@ -69,9 +68,7 @@ def answers(
         from vllm_sparse_backend.measure.report import Report
         from vllm_sparse_backend.measure.server import device_name
 
-        asking = part.Asking.about(
-            text, token_counts("--lengths", lengths), count, facts=facts, first_token=first_token
-        )
+        asking = part.Asking.about(text, token_counts("--lengths", lengths), count, facts)
         if model is not None:
             asking.require_room(model)
         contestants = asked_for(

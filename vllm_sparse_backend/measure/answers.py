@@ -39,9 +39,6 @@ class Templates:
     question: str = "# Question: what is the magic number of {name}? Answer: {value}."
 
 
-TEMPLATES = Templates()
-
-
 @dataclass(frozen=True)
 class Answer:
     """Places count the prompt's tokens from 0."""
@@ -109,12 +106,11 @@ class Facts:
     asked: list[Line]
 
     @staticmethod
-    def draw(encode: Encode, count: int, rng: random.Random) -> "Facts":
+    def draw(encode: Encode, count: int, templates: Templates, rng: random.Random) -> "Facts":
         names = rng.sample(NAMES, count)
         values = [str(value) for value in rng.sample(range(1_000_000, 10_000_000), count)]
-        lines = (
-            [Line.of(encode, of, *one) for one in zip(names, values)] for of in (TEMPLATES.fact, TEMPLATES.question)
-        )
+        both = (templates.fact, templates.question)
+        lines = ([Line.of(encode, of, *one) for one in zip(names, values)] for of in both)
         return Facts(names, values, *lines)
 
     def room(self, num_tokens: int, num_first: int) -> int:
@@ -134,6 +130,7 @@ def build_prompt(
     text_ids: Sequence[int],
     num_tokens: int,
     num_facts: int,
+    templates: Templates,
     rng: random.Random,
 ) -> Prompt:
     """``num_tokens`` tokens: ``begin_ids``, then ``text_ids`` from their first on, with facts and questions between.
@@ -141,7 +138,7 @@ def build_prompt(
     Both places of a fact are uniform over the text, the question at the later one. Raises BenchError if the lines do
     not fit or the text is too short.
     """
-    facts = Facts.draw(encode, num_facts, rng)
+    facts = Facts.draw(encode, num_facts, templates, rng)
     room = facts.room(num_tokens, len(begin_ids))
     if len(text_ids) < room:
         raise BenchError(f"text: given {len(text_ids):,} tokens, expected at least {room:,}")

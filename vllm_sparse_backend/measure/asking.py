@@ -12,9 +12,8 @@ from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from random import Random
-from typing import Any
 
-from vllm_sparse_backend.measure.answers import Facts, Prompt, Share, build_prompt, score, standard_error
+from vllm_sparse_backend.measure.answers import Facts, Prompt, Share, Templates, build_prompt, score, standard_error
 from vllm_sparse_backend.measure.client import Endpoint, RequestError
 from vllm_sparse_backend.measure.contestants import At, Case, densities
 from vllm_sparse_backend.measure.report import BenchError
@@ -45,18 +44,16 @@ class Asking:
     """Of each length."""
     facts: int
     text: str | None
-    first_token: str | None
-    """Text of the token that prompts start with; empty for none; None for what the tokenizer or its files say."""
     made: dict[At, Prompt] = field(default_factory=dict, compare=False)
     """Once a server is there to tokenize."""
     tokens: list[int] = field(default_factory=list, compare=False)
     """Of a piece of the text, by that server."""
 
     @staticmethod
-    def about(text: Path | None, lengths: Sequence[int], count: int, **others: Any) -> "Asking":
+    def about(text: Path | None, lengths: Sequence[int], count: int, facts: int) -> "Asking":
         # Eight characters are more than a token has on average, and what is read is tokenised by the server.
         read = None if text is None else read_text(text, 8 * max(lengths) * max(4, count))
-        return Asking(tuple(dict.fromkeys(lengths)), count, text=read, **others)
+        return Asking(tuple(dict.fromkeys(lengths)), count, facts, read)
 
     def require_room(self, model: Path) -> None:
         """Raise BenchError where a length cannot hold the facts, before a server starts, if the tokenizer is here."""
@@ -64,8 +61,11 @@ class Asking:
             from tokenizers import Tokenizer
 
             tokenizer = Tokenizer.from_file(str(file))
-            facts = Facts.draw(lambda text: tokenizer.encode(text, add_special_tokens=False).ids, self.facts, Random(0))
-            facts.room(min(self.lengths), 1)
+
+            def encode(text: str) -> list[int]:
+                return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+            Facts.draw(encode, self.facts, Templates(), Random(SEED)).room(min(self.lengths), 1)
 
     @property
     def longest(self) -> int:
@@ -101,7 +101,7 @@ class Asking:
     def build_prompts(self, endpoint: Endpoint) -> dict[At, Prompt]:
         """By length and number: each of a stretch of the text that begins elsewhere."""
         text_ids = endpoint.tokenize(self.source)
-        begin_ids = endpoint.first_tokens(self.first_token)
+        begin_ids = endpoint.first_tokens()
         # Stretches begin in different places, so that no two prompts of a length begin alike.
         spare = len(text_ids) - self.longest
         if spare < 16 * self.count:
@@ -114,7 +114,8 @@ class Asking:
                 rng = Random(f"{SEED}/{length}/{i}")
                 start = spare * i // self.count + rng.randrange(spare // self.count)
                 stretch = text_ids[start : start + length]
-                built[length, i] = build_prompt(endpoint.tokenize, begin_ids, stretch, length, self.facts, rng)
+                prompt = (endpoint.tokenize, begin_ids, stretch, length, self.facts, Templates(), rng)
+                built[length, i] = build_prompt(*prompt)
         return built
 
 

@@ -166,23 +166,16 @@ class Endpoint:
         except RequestError:
             return ""
 
-    def first_tokens(self, given: str | None) -> list[int]:
-        """What prompts start with: the given token, or what the tokenizer adds, or the bos token of the model's folder.
+    def first_tokens(self) -> list[int]:
+        """What prompts start with: what the tokenizer adds, or the bos token of the model's folder.
 
         The tokenizer of a model that was trained with a bos token does not always add it, and attention without its
         sink is another one.
         """
-        if given is None:
-            plain, full = self.tokenize("a"), self.tokenize("a", special=True)
-            if plain and plain[0] in full and (added := full[: full.index(plain[0])]):
-                return added
-            given = _bos_token(self.root)
-        if not given:
-            return []
-        ids = self.tokenize(given)
-        if len(ids) != 1:
-            raise BenchError(f"--first-token: {given!r} is {len(ids)} tokens of {self.model}, expected one")
-        return ids
+        plain, full = self.tokenize("a"), self.tokenize("a", special=True)
+        if plain and plain[0] in full and (added := full[: full.index(plain[0])]):
+            return added
+        return self.tokenize(bos) if (bos := _bos_token(self.root)) else []
 
 
 def _bos_token(folder: str | None) -> str | None:

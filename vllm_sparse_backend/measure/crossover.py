@@ -29,6 +29,7 @@ from vllm_sparse_backend.measure.data import Heads, Prompt, planted_prompt
 from vllm_sparse_backend.measure.layers import Layer, layers_of, new_step
 from vllm_sparse_backend.measure.report import BenchError, Report, write_json
 from vllm_sparse_backend.settings.config import KEY, load_config
+from vllm_sparse_backend.settings.crossover import load_crossover
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
@@ -244,20 +245,13 @@ SAME = ("device", "engine", "method", "params", "num_heads", "num_kv_heads", "he
 
 
 def merge_entries(path: Path, entries: Sequence[dict[str, Any]]) -> None:
-    """Write entries into a table; those of the same card, engine, method and heads give way."""
-    old: list[dict[str, Any]] = []
-    if path.exists():
-        try:
-            table = json.loads(path.read_text(encoding="utf-8"))
-            assert table["format"] == FORMAT
-            old = table["entries"]
-        except (ValueError, KeyError, TypeError, AssertionError):
-            raise BenchError(f"{path}: not a crossover table of format {FORMAT}") from None
+    """Write entries into a table; those of the same card, engine, method and heads give way.
+
+    Raises ConfigurationError where the file holds something else.
+    """
+    old = [entry.model_dump() for entry in load_crossover(str(path)).entries] if path.exists() else []
     if not entries:
         return
-
-    def key(entry: dict[str, Any]) -> list[Any]:
-        return [entry.get(name) for name in SAME]
-
-    new = [key(entry) for entry in entries]
-    write_json(path, {"format": FORMAT, "entries": [*(e for e in old if key(e) not in new), *entries]})
+    new = [[entry[name] for name in SAME] for entry in entries]
+    kept = [entry for entry in old if [entry[name] for name in SAME] not in new]
+    write_json(path, {"format": FORMAT, "entries": [*kept, *entries]})

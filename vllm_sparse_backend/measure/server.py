@@ -24,7 +24,7 @@ from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.settings.auto import AUTO
 from vllm_sparse_backend.settings.config import KEY, load_config
 from vllm_sparse_backend.settings.crossover import load_crossover
-from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.modelcheck import read_config
 from vllm_sparse_backend.settings.profile import load_profile, name_of_profile
@@ -91,7 +91,7 @@ class Settings:
         Raises BenchError naming what is wrong: a server would find out when others have been asked for an hour.
         """
         try:
-            values = _object_or_profile(text)
+            values = json.loads(text) if text.lstrip().startswith("{") else {"profile": text}
             config = load_config({KEY: values})
             load_crossover(config.crossover)
             if config.profile is not None and config.profile != AUTO:
@@ -110,18 +110,6 @@ class Settings:
         name = f"profile {name_of_profile(profile)}" if profile else str(self.values.get("method") or "default")
         guard = ["with guard"] if self.values.get("guard") is not None else []
         return " ".join([name, *(f"{field}={json.dumps(value)}" for field, value in params.items()), *guard])
-
-
-def _object_or_profile(text: str) -> dict[str, Any]:
-    try:
-        values = json.loads(text)
-    except ValueError:
-        if text.lstrip().startswith("{"):
-            raise
-        return {"profile": text}
-    if not isinstance(values, dict):
-        raise ValueError(unexpected(values, "an object, or the name or path of a profile"))
-    return values
 
 
 def max_positions(model: Path) -> int | None:
@@ -258,11 +246,16 @@ class Server:
 
     def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float = 600) -> dict[str, Any]:
         """POST ``body`` as JSON; an answer other than 2xx raises ``ServerError`` with what the server said."""
+        answer: dict[str, Any] = json.loads(self.post_text(path, body, timeout_s=timeout_s))
+        return answer
+
+    def post_text(self, path: str, body: Mapping[str, Any], *, timeout_s: float = 600) -> str:
+        """The answer as it comes, which may be a stream."""
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         try:
             with _DIRECT.open(request, timeout=timeout_s) as response:
-                return json.load(response)
+                return response.read().decode()
         except urllib.error.HTTPError as error:
             said = f"POST {path} answered {error.code}: {error.read().decode(errors='replace')}"
             if error.code >= 500:

@@ -16,10 +16,10 @@ class RowKind(NamedTuple):
     path: str
     reason: Fallback | None = None
     level: str = DEFAULT
-    """Of a sparse row: what its request asked for."""
+    """What its request asked for; of decodes nobody knows."""
 
 
-DECODE_ROW = RowKind(DECODE)
+DECODE_ROW = RowKind(DECODE, level="")
 PADDING_ROW = RowKind(PADDING)
 """A row without tokens, which fills up a batch to a graph's size."""
 

@@ -146,6 +146,11 @@ def flash_attention_version(vllm_config: VllmConfig) -> int | None:
     return None if found is None else int(found)
 
 
+def pools(vllm_config: VllmConfig) -> bool:
+    """Whether the server's requests are for pooling: embeddings, scores, classes."""
+    return getattr(vllm_config.model_config, "runner_type", None) == "pooling"
+
+
 def batch_invariant() -> bool:
     """Whether the server was promised to give the same answers in any batch (VLLM_BATCH_INVARIANT)."""
     from vllm import envs

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The online guard: what does sparse attention lose on the prompts that come in, layer by layer?
 
-One in so many steps with sparse rows a layer is checked: up to 128 queries of one row are computed by the delegate too,
-over all keys, and the two outputs are compared. A layer that is too far off several times in a row runs dense from then
-on, and at once where its output is no number, which is no loss but a fault. It still is checked, its sparse output
-computed for that alone: so that it has recovered is measured as well.
+One in so many steps with sparse rows of a level a layer is checked: up to 128 queries of one such row are computed by
+the delegate too, over all keys, and the two outputs are compared. A layer that is too far off several times in a row
+runs dense from then on for rows of that level, and at once where its output is no number, which is no loss but a fault.
+It still is checked, its sparse output computed for that alone: so that it has recovered is measured as well.
 
-* **Which queries**: any 128 neighbours among the step's sparse ones, not always a row's last. Methods that estimate
-  from a chunk's last queries are at their best there.
+* **Which queries**: any 128 neighbours among the level's sparse ones in the step, not always a row's last. Methods that
+  estimate from a chunk's last queries are at their best there.
 * **When**: one step out of every ``period_steps``, which one a hash of the period and the layer says. So neither can
   the prompts' chunks fall in step with it, nor is a layer left out by chance; and tensor-parallel ranks, which see the
   same steps, check the same queries.
@@ -19,7 +19,7 @@ computed for that alone: so that it has recovered is measured as well.
 import logging
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.stats import Recorder
 from vllm_sparse_backend.serving.step import Slab
 from vllm_sparse_backend.settings.config import GuardConfig
+from vllm_sparse_backend.settings.metrics import LAYER_LEVEL
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_kernels import TILE_TOKENS
 
@@ -47,10 +48,14 @@ LATELY = 10
 """Checks whose mean error is exported."""
 
 
+Place = tuple[int, str]
+"""A layer, and the level of rows."""
+
+
 class Check(NamedTuple):
     """Sums of one check on their way to the host; None arrived already."""
 
-    layer: int
+    place: Place
     sums: torch.Tensor  # [2, num_heads]: of squared differences, of squared dense outputs
     arrived: torch.cuda.Event | None
 
@@ -65,59 +70,60 @@ class LayerState:
 
 
 class Guard:
-    """Of one worker. ``dense_layers`` are those that run dense until further notice."""
+    """Of one worker. ``held``: where it has rows run dense until further notice."""
 
     def __init__(self, settings: GuardConfig, recorder: Recorder, rank: int = 0) -> None:
         self.settings, self.recorder = settings, recorder
-        self.dense_layers: frozenset[int] = frozenset()
+        self.held: frozenset[Place] = frozenset()
         self._where = f" (tensor-parallel rank {rank})" if rank else ""
-        self._states: dict[int, LayerState] = {}
+        self._states: dict[Place, LayerState] = {}
         self._checks: deque[Check] = deque()
         if rank == 0:
             logger.info(
-                "sparse-prefill: the guard checks each layer once in %d steps with sparse rows; a layer with an error "
-                "above %g in %d checks in a row runs dense", settings.period_steps, settings.bound, settings.patience,
+                "sparse-prefill: the guard checks each layer once in %d steps with sparse rows of a level; a layer "
+                "with an error above %g in %d checks in a row runs dense at that level",
+                settings.period_steps, settings.bound, settings.patience,
             )  # fmt: skip
 
-    def due(self, layers: Collection[int], step: int) -> frozenset[int]:
-        """Layers to check in the step of that number, of those that have sparse rows."""
+    def due(self, layers: Iterable[int], step: int) -> frozenset[int]:
+        """Layers to check in the step of that number, of those that have sparse rows of a level."""
         period, place = divmod(step, self.settings.period_steps)
         return frozenset(layer for layer in layers if mixed(period, layer) % self.settings.period_steps == place)
 
-    def compare(self, layer: int, sparse: torch.Tensor, dense: torch.Tensor) -> None:
-        """Start a check: the layer's output for the same queries, [num_tokens, num_heads, head_dim] each."""
+    def compare(self, place: Place, sparse: torch.Tensor, dense: torch.Tensor) -> None:
+        """Start a check: a layer's output for the same queries, [num_tokens, num_heads, head_dim] each."""
         exact = dense.float()
         sums = torch.stack([(sparse.float() - exact).square().sum((0, 2)), exact.square().sum((0, 2))])
         if sums.device.type != "cuda":
-            self._checks.append(Check(layer, sums, None))
+            self._checks.append(Check(place, sums, None))
             return
         host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
         host.copy_(sums, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        self._checks.append(Check(layer, host, arrived))
+        self._checks.append(Check(place, host, arrived))
 
     def judge_arrived(self) -> None:
         """Draw conclusions from what has arrived; on the host, between steps."""
         while self._checks and (self._checks[0].arrived is None or self._checks[0].arrived.query()):
             check = self._checks.popleft()
-            self.recorder.count("guard_checks", {"layer": check.layer})
+            self.recorder.count("guard_checks", labels_of(check.place))
             # Where the dense output is no number either, what came into the layer was none: no fault of this one.
             if bool(check.sums[1].isfinite().all()):
-                self._judge(check.layer, *relative_errors(check.sums))
+                self._judge(check.place, *relative_errors(check.sums))
 
-    def _judge(self, layer: int, error: float, heads: list[float]) -> None:
-        state = self._states.setdefault(layer, LayerState())
+    def _judge(self, place: Place, error: float, heads: list[float]) -> None:
+        state = self._states.setdefault(place, LayerState())
         bound = self.settings.bound * (RECOVERY_SHARE if state.is_dense else 1)
         is_good = error <= bound  # NaN is not
         state.errors = [*state.errors, error] if is_good is state.is_dense else []
         is_fault = not math.isfinite(error) and not state.is_dense
         if is_fault or len(state.errors) >= self._needed(state):
             worst = max(range(len(heads)), key=lambda head: (math.isnan(heads[head]), heads[head]))
-            self._change(layer, state, f"head {worst} had {heads[worst]:.2f} in the last")
+            self._change(place, state, f"head {worst} had {heads[worst]:.2f} in the last")
         # What is no number counts as 1, as if nothing were left.
         state.lately.append(error if math.isfinite(error) else 1.0)
-        labels = {"layer": layer}
+        labels = labels_of(place)
         self.recorder.gauge("guard_error", labels, sum(state.lately) / len(state.lately))
         self.recorder.gauge("guard_dense", labels, float(state.is_dense))
 
@@ -126,7 +132,7 @@ class Guard:
             return self.settings.patience
         return self.settings.recover << min(state.trips - 1, MOST_DOUBLINGS)
 
-    def _change(self, layer: int, state: LayerState, worst: str) -> None:
+    def _change(self, place: Place, state: LayerState, worst: str) -> None:
         """From sparse to dense, or back."""
         errors = f"{len(state.errors)} checks in a row, bound {self.settings.bound:g}, errors " + ", ".join(
             f"{error:.3f}" for error in state.errors[-3:]
@@ -134,15 +140,19 @@ class Guard:
         state.is_dense, state.errors = not state.is_dense, []
         if state.is_dense:
             state.trips += 1
-            self.recorder.count("guard_trips", {"layer": layer})
-            self.dense_layers |= {layer}
+            self.recorder.count("guard_trips", labels_of(place))
+            self.held |= {place}
             logger.warning(
-                "sparse-prefill: layer %d runs dense from now on%s: %s (%s; %s)", layer, self._where,
+                "sparse-prefill: layer %d runs dense from now on at level %s%s: %s (%s; %s)", *place, self._where,
                 Fallback.GUARD.explain, errors, worst,
             )  # fmt: skip
         else:
-            self.dense_layers -= {layer}
-            logger.warning("sparse-prefill: layer %d goes sparse again%s (%s)", layer, self._where, errors)
+            self.held -= {place}
+            logger.warning("sparse-prefill: layer %d goes sparse again at level %s%s (%s)", *place, self._where, errors)
+
+
+def labels_of(place: Place) -> dict[str, object]:
+    return dict(zip(LAYER_LEVEL, place, strict=True))
 
 
 def relative_errors(sums: torch.Tensor) -> tuple[float, list[float]]:

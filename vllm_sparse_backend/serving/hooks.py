@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from vllm_sparse_backend.identity import BACKEND, RELEASES, is_ours
 from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.metrics import WORKER_METHOD
+from vllm_sparse_backend.settings.metrics import REPORT_METHOD, SWITCH_METHOD, WORKER_METHOD
 
 Function = Callable[..., Any]
 
@@ -27,7 +27,7 @@ EVERY = "every process"
 ON_CPU = "every process, on a CPU"
 COUNTERS = "every process, for /metrics"
 FRONT = "the front process"
-SERVER = "the front process of a server"
+SERVER = "servers' processes"
 CORE = "the engine's core"
 WORKER = "workers"
 OLDER = "workers with the older runner"
@@ -59,11 +59,25 @@ def _checked(original: Function) -> Function:
         if is_ours(vllm_config.attention_config.backend) and vllm_config.model_config is not None and not is_part:
             from vllm_sparse_backend.serving.startup import check
 
-            check(vllm_config)
+            try:
+                check(vllm_config)
+            except ConfigurationError as error:
+                sys.excepthook = functools.partial(_in_one_line, error, sys.excepthook)
+                raise
             install_in_front()
             install_in_core()  # which may be this process
 
     return check_and_update_config
+
+
+def _in_one_line(
+    ours: ConfigurationError, others: Callable[..., object], kind: type, error: BaseException, trace: Any
+) -> None:
+    """How a process ends that nothing keeps from it: our error says what to mend, and a traceback would hide it."""
+    if error is ours:
+        print(f"sparse-prefill: {error}", file=sys.stderr)
+    else:
+        others(kind, error, trace)
 
 
 def _selectable(original: Function) -> Function:
@@ -82,17 +96,18 @@ def _selectable(original: Function) -> Function:
 # --- every process: counters ---
 
 
-def _with_our_endpoint(original: Function) -> Function:
+def _with_our_endpoints(original: Function) -> Function:
     """Endpoint plugins see a server's app and its engine client.
 
     From an entry point vLLM loads them only where VLLM_PLUGINS names them, as they may open routes to strangers. Ours
-    opens none, it adds lines to a page that is there; so it comes with the backend, and needs no variable.
+    open none, they look at what comes and goes; so they come with the backend, and need no variable.
     """
 
     def load_endpoint_plugins(*args: Any, **kwargs: Any) -> list[Any]:
         from vllm_sparse_backend.serving.metrics_page import MetricsEndpoint
+        from vllm_sparse_backend.serving.ways_in import LevelsEndpoint
 
-        return [*original(*args, **kwargs), MetricsEndpoint()]
+        return [*original(*args, **kwargs), MetricsEndpoint(), LevelsEndpoint()]
 
     return load_endpoint_plugins
 
@@ -105,6 +120,10 @@ def _counting(original: Function) -> Function:
             from vllm_sparse_backend.serving.samples import worker_samples
 
             return functools.partial(worker_samples, self.worker)
+        if attr == REPORT_METHOD:
+            from vllm_sparse_backend.serving.reports import about
+
+            return about
         found = original(self, attr)
         return _uncounted(found) if attr in FOR_NO_REQUEST else found
 
@@ -149,25 +168,12 @@ def _checked_at_once(original: Function) -> Function:
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_ours(self.vllm_config.attention_config.backend):
-            from vllm_sparse_backend.serving.requests import mark_of
+            from vllm_sparse_backend.serving.requests import check_in
 
-            mark_of(
-                getattr(self, "input_processor", self),
-                signature.bind(self, *args, **kwargs).arguments["sampling_params"],
-            )
+            check_in(self, signature.bind(self, *args, **kwargs).arguments["sampling_params"])
         return original(self, *args, **kwargs)
 
     return generate
-
-
-def _without_levels(original: Function) -> Function:
-    def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_sparse_backend.serving.requests import refuse_beams
-
-        refuse_beams(self.vllm_xargs)
-        return original(self, *args, **kwargs)
-
-    return to_beam_search_params
 
 
 # --- the engine's core: which cached blocks a request may read ---
@@ -186,6 +192,34 @@ def _salted(original: Function) -> Function:
         return keys if key is None else (*(keys or ()), key), next_mm_idx
 
     return generate_block_hash_extra_keys
+
+
+def _switched(original: Function) -> Function:
+    """Each request of an engine comes through here, before its blocks are hashed."""
+
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        from vllm_sparse_backend.serving import switch
+
+        switch.apply(self, request)
+        return original(self, request)
+
+    return preprocess_add_request
+
+
+def _switching(original: Function) -> Function:
+    """What servers ask an engine's workers by name: of our names the core answers one, and adds to another."""
+
+    def collective_rpc(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+        from vllm_sparse_backend.serving import switch
+
+        if method == SWITCH_METHOD:
+            return [switch.turn(self, *args)]
+        answers = original(self, method, timeout, args, kwargs)
+        if method == WORKER_METHOD:
+            answers[0]["samples"].append(("switched_exact", [], float(switch.is_exact(self))))
+        return answers
+
+    return collective_rpc
 
 
 # --- workers: whose rows a step has ---
@@ -252,12 +286,6 @@ class Part(NamedTuple):
 
 
 _BLOCK = ("request", "start_token_idx", "end_token_idx")
-_OF_BEAMS = (
-    ("openai.completion", "CompletionRequest"),
-    ("openai.chat_completion", "ChatCompletionRequest"),
-    ("speech_to_text.transcription", "TranscriptionRequest"),
-    ("speech_to_text.translation", "TranslationRequest"),
-)
 
 # fmt: off
 HOOKS = (
@@ -265,18 +293,20 @@ HOOKS = (
          "the configuration is checked before a model loads; then the front process and the core get their hooks"),
     Hook(ON_CPU, "vllm.platforms", "current_platform", "get_attn_backend_cls",
          ("selected_backend", "attn_selector_config"), _selectable, "a CPU runs the backend that was asked for"),
-    Hook(COUNTERS, "vllm.plugins", "", "load_endpoint_plugins", (), _with_our_endpoint,
-         "the server's /metrics shows our counters"),
+    Hook(SERVER, "vllm.plugins", "", "load_endpoint_plugins", (), _with_our_endpoints,
+         "bodies of POST are read for levels, whatever they are posted to; /metrics shows our counters"),
     Hook(COUNTERS, "vllm.v1.worker.worker_base", "WorkerWrapperBase", "__getattr__", ("attr",), _counting,
          "workers hand out their counts, and count nothing that runs for no request"),
     Hook(FRONT, "vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", ("params",), _marked,
          "each request is checked, and marked with its level for the processes that it goes on to"),
     Hook(FRONT, "vllm.v1.engine.async_llm", "AsyncLLM", "generate", ("sampling_params",), _checked_at_once,
-         "a stream's request is refused before its answer begins"),
-    *(Hook(SERVER, f"vllm.entrypoints.{module}.protocol", owner, "to_beam_search_params", (), _without_levels,
-           "beam search forgets vllm_xargs: such requests get status 400") for module, owner in _OF_BEAMS),
+         "requests have the level of the HTTP request that they come of; a stream's is refused before it begins"),
     Hook(CORE, "vllm.v1.core.kv_cache_utils", "", "generate_block_hash_extra_keys", _BLOCK, _salted,
          "cached blocks past the exact positions are found by requests of their own level alone"),
+    Hook(CORE, "vllm.v1.engine.core", "EngineCore", "preprocess_add_request", ("request",), _switched,
+         "all new requests are exact where the server is switched so"),
+    Hook(CORE, "vllm.v1.engine.core", "EngineCore", "collective_rpc", ("method", "timeout", "args", "kwargs"),
+         _switching, "the server is switched, and /metrics shows it"),
     Hook(OLDER, "vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "execute_model", ("scheduler_output",),
          _known_by_runner, "the rows of a step are known by their requests, and these by their levels"),
     Hook(NEWER, "vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "execute_model", ("scheduler_output",),
@@ -296,9 +326,6 @@ PARTS = (
 
 # --- putting them in, process by process ---
 
-_SERVING = ("vllm.entrypoints.openai", "vllm.entrypoints.launchers")
-"""Of these a process has modules that serves over HTTP; in others requests' classes would be loaded for nothing."""
-
 
 def install() -> None:
     """What every process needs, whatever backend is chosen."""
@@ -315,6 +342,7 @@ def install() -> None:
 def install_counters() -> str | None:
     """What every process needs for /metrics; why there are no counters, where vLLM has changed."""
     try:
+        _install(SERVER)
         _install(COUNTERS)
     except ConfigurationError as error:
         return f"{error}; no counters on /metrics"
@@ -324,8 +352,7 @@ def install_counters() -> str | None:
 def install_in_front() -> None:
     """Check what requests ask for where they come in, and mark them for the processes that they go on to."""
     _install(FRONT)
-    if any(name.startswith(_SERVING) for name in sys.modules):
-        _install(SERVER)
+    _install(SERVER)
 
 
 def install_in_core() -> None:

@@ -13,13 +13,16 @@ import torch
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
 
 from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.reports import Spans, add_pairs
+from vllm_sparse_backend.serving.stats import is_counting, not_counting
 from vllm_sparse_backend.serving.step import Delegated, Slab, SparseStep
 from vllm_sparse_backend.serving.worker import Worker
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
+from vllm_sparse_backend.settings.requests import counted_as, share_of
 from vllm_sparse_kernels import SparseIndex, shared_bytes, widest_block
-from vllm_sparse_kernels.layer import Layer, LayerPlan, Watch, run
+from vllm_sparse_kernels.layer import Layer, LayerPlan, Watch, keeping, run
 from vllm_sparse_kernels.paged import PagedCache
 
 
@@ -154,30 +157,50 @@ class SparsePrefillImpl(compat.DelegateImpl):
             part = (x if x is None else x[run.tokens] for x in (query, key, value))
             dense(layer, *part, kv_cache, run.metadata, out, *scales)
 
-        if not step.is_dense(self.number) or step.is_probed(self.number):
+        cache = compat.with_scales(compat.paged_cache(kv_cache, self.head_size), layer)
+        levels = {slab.level for slab in step.slabs}
+        held = {level for level in levels if step.is_held(self.number, counted_as(level))}
+        probes = step.probes_of(self.number)
+
+        def go_sparse(levels: set[str]) -> None:
+            for slab in step.slabs:
+                if slab.level in levels:
+                    self.at(slab.level).run(slab, query, cache, output, step.spans)
+
+        with not_counting():  # of rows that run dense, for checks alone: it is overwritten
+            go_sparse(held & {probe.level for probe in probes})
+        of_held = {probe.level: output[probe.run.tokens].clone() for probe in probes if probe.level in held}
+        if held:
+            dense(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+        else:
             for run in step.delegated:
                 delegate(run, output[run.tokens])
-            cache = compat.with_scales(compat.paged_cache(kv_cache, self.head_size), layer)
-            for slab in step.slabs:
-                self.at(slab.level).run(slab, query, cache, output)
-        guard = self.worker.guard if self.worker is not None else None
-        if guard is not None and step.probe is not None and step.is_probed(self.number):
-            sparse = output[step.probe.run.tokens]
-            delegate(step.probe.run, exact := torch.empty_like(sparse))
-            guard.compare(self.number, sparse, exact)
-        if step.is_dense(self.number):
-            dense(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+        go_sparse(levels - held)
+        for probe in probes:
+            sparse = of_held.get(probe.level, output[probe.run.tokens])
+            delegate(probe.run, exact := torch.empty_like(sparse))
+            self.check(probe.level, sparse, exact)
         return output
 
-    def run(self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor) -> None:
+    def check(self, level: str, sparse: torch.Tensor, exact: torch.Tensor) -> None:
+        """Hand the guard some queries' outputs, computed both ways."""
+        assert self.worker is not None
+        assert self.worker.guard is not None
+        self.worker.guard.compare((self.number, counted_as(level)), sparse, exact)
+
+    def run(self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor, spans: Spans = ()) -> None:
         """Select and attend for some of the step's rows."""
         assert self.worker is not None
         assert self.worker.memory is not None
         arena, recorder, scale = self.worker.memory.arena, self.worker.recorder, self.scale * cache.score_scale
         with arena.frame():
             watch = CHECKED if self.worker.resolved.config.check_index else recorder.lap(self.number)
-            index = run(self.layer, query, cache, slab.rows, output, scale, arena, watch)
-            recorder.count_pairs(self.number, index, watch)
+            share = share_of(slab.level)
+            layer = self.layer if share is None else keeping(self.layer, share)
+            index = run(layer, query, cache, slab.rows, output, scale, arena, watch)
+            recorder.count_pairs(self.number, index, watch, counted_as(slab.level))
+            if spans and is_counting():
+                add_pairs(spans, index)
 
 
 class _Checked(Watch):

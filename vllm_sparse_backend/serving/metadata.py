@@ -9,6 +9,7 @@ no chunk size: a row that crosses that border is cut there, its first tokens are
 """
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields
 from itertools import count, pairwise
@@ -23,20 +24,22 @@ from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat, hooks
 from vllm_sparse_backend.serving.arena import Memory, Row
 from vllm_sparse_backend.serving.batch import DECODE_ROW, PADDING_ROW, BatchRow, RowKind, dense_runs
-from vllm_sparse_backend.serving.guard import Guard, pick_queries
+from vllm_sparse_backend.serving.guard import Guard, Place, pick_queries
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.layers import ModelLayer, model_layers, refuse_if_none_can
 from vllm_sparse_backend.serving.refusals import slow_path
-from vllm_sparse_backend.serving.row_levels import levels_of_rows
+from vllm_sparse_backend.serving.reports import TALLIES, spans_of
+from vllm_sparse_backend.serving.requests import choices
+from vllm_sparse_backend.serving.row_levels import ids_of_rows, levels_of_rows
 from vllm_sparse_backend.serving.stats import DENSE, SPARSE, is_counting
 from vllm_sparse_backend.serving.step import Delegated, Probe, Slab, SparsePrefillMetadata, SparseStep, own_block_table
 from vllm_sparse_backend.serving.worker import Worker
-from vllm_sparse_backend.settings.crossover import Thresholds
+from vllm_sparse_backend.settings.crossover import AUTO, Thresholds
 from vllm_sparse_backend.settings.plan import DEFAULT
-from vllm_sparse_backend.settings.profile import EXACT
+from vllm_sparse_backend.settings.profile import EXACT, SHARE
 from vllm_sparse_backend.settings.ranges import MOST_COUNT, format_ranges
 from vllm_sparse_backend.settings.reasons import Fallback
-from vllm_sparse_backend.settings.requests import FIELD, Choices
+from vllm_sparse_backend.settings.requests import FIELD, counted_as, plan_of
 from vllm_sparse_backend.settings.resolved import Resolved
 
 logger = logging.getLogger(LOGGER)
@@ -60,8 +63,9 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.guard: Guard | None = None
-        self.sparse_steps = 0
+        self.sparse_steps: Counter[str] = Counter()
         self.sparse_layers: tuple[int, ...] = ()
+        self.layers_at: dict[str, set[int]] = {}
         self.memory: Memory | None = None
         self.thresholds = {DEFAULT: Thresholds(None, 0)}
         self._counts_rows = False
@@ -78,6 +82,13 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         """Hand each layer of this group its part of the plan, and say at start-up what will run how."""
         own = [layers[name] for name in self.layer_names if name in layers]
         worker = own[0].impl.join(self.vllm_config, self.device, planned=True)
+        if worker.resolved.is_dense:
+            if worker.rank == 0 and worker.says("pooling"):
+                logger.info(
+                    "sparse-prefill: this server pools: every row prefills dense, as vLLM has it; what is embedded is "
+                    'compared with what is stored. "requests": {"default": "on"} in the settings lets it go sparse'
+                )
+            return
         groups = {number: worker.resolved.layer(number) for number, _ in layers.values()}
         reasons = {number: impl.reason(groups[number]) for number, impl in layers.values()}
         for reason in Fallback if worker.rank == 0 else ():
@@ -89,10 +100,12 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         if not sparse:
             return
         self.recorder, self.memory, self.guard = worker.recorder, worker.reserve(), worker.watch_over()
-        self.recorder.add_layers(self.sparse_layers)
+        self.recorder.add_layers(self.sparse_layers, (*worker.resolved.plans, SHARE))
+        can = {number for number, reason in reasons.items() if reason is None}
+        for level, plan in worker.resolved.plans.items():
+            self.layers_at[level] = {number for number in can if plan.layer(number) is not None}
         # Every group sees all rows: that of the worker's first layer that can go sparse counts them.
-        first = min(number for number, reason in reasons.items() if reason is None)
-        self._counts_rows = first in self.sparse_layers
+        self._counts_rows = min(can) in self.sparse_layers
         impls = [
             one for number in self.sparse_layers for one in sparse[number].adopt_levels(number, groups[number], worker)
         ]
@@ -100,7 +113,9 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
             self._make_ready(impls, worker)
         for level in worker.resolved.plans:
             names = {impl.at(level).layer.engine.name for impl in sparse.values()}
-            self.thresholds[level] = worker.resolved.thresholds(level, names)
+            found = worker.resolved.thresholds(level, names)
+            by_operator = worker.resolved.config.min_query_tokens != AUTO
+            self.thresholds[level] = found if by_operator else found.fitted(*largest_chunks(self.vllm_config))
         hooks.install_in_worker(self.vllm_config)
         if worker.rank == 0 and worker.says("plans"):
             self._announce(worker.resolved)
@@ -109,19 +124,22 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         for level, plan in resolved.plans.items():
             for line in plan.describe(self.thresholds[level]):
                 logger.info("sparse-prefill: %s", line)
-        choices = Choices(resolved.plan.level_names, resolved.plan.level)
-        logger.info("sparse-prefill: requests may have in their vllm_xargs %s: %s", FIELD, choices)
+        logger.info(
+            "sparse-prefill: requests may have in their vllm_xargs %s: %s", FIELD, choices(self.vllm_config, resolved)
+        )
         max_len, own = self.vllm_config.model_config.max_model_len, self.thresholds[DEFAULT]
         if own.min_tokens is None:
             return
         if max_len <= own.min_tokens:
             logger.warning("sparse-prefill: requests have %d tokens at most: all of them run dense", max_len)
-        # A request that decodes beside takes a token of the step.
-        elif (chunk := largest_chunk(self.vllm_config)) <= own.min_query_tokens:
+            return
+        chunk, busy = largest_chunks(self.vllm_config)
+        if busy < own.min_query_tokens:
             logger.warning(
-                "sparse-prefill: a step has %d new tokens of a request at most, fewer beside requests that decode, and "
-                "runs dense with fewer than %d: raise --max-num-batched-tokens (and --long-prefill-token-threshold, "
-                "where it is set), or lower min_query_tokens", chunk, own.min_query_tokens,
+                "sparse-prefill: a step has %d new tokens of a request at most, and %d beside as many decodes as there "
+                "may be, and runs dense with fewer than %d: raise --max-num-batched-tokens (and "
+                "--long-prefill-token-threshold, where it is set), or lower min_query_tokens",
+                chunk, busy, own.min_query_tokens,
             )  # fmt: skip
 
     def _make_ready(self, impls: list[SparsePrefillImpl], worker: Worker) -> None:
@@ -152,15 +170,16 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
             return super().build(common_prefix_len, common, fast_build)
         rows = self._classify(common_prefix_len, common)
         self._count(rows, common)
+        spans = spans_of(rows, ids_of_rows(), self._counts_rows and self.recorder.is_first_rank) if TALLIES else ()
         if not any(row.is_sparse for row in rows):
             return super().build(common_prefix_len, common, fast_build)
         delegated = tuple(self._run_of(common, *run, fast_build) for run in dense_runs(rows))
         slabs = self._slabs(common, rows)
-        dense_layers, probe = self._guard(common, rows, slabs)
+        held, probes = (frozenset(), ()) if self.guard is None else self._guard(self.guard, common, rows, slabs)
         # Last, as the delegate keeps one persistent buffer for its schedule: the whole batch's must be what stays.
         whole = super().build(common_prefix_len, common, fast_build)
         parts = {f.name: getattr(whole, f.name) for f in fields(whole)}
-        return SparsePrefillMetadata(**parts, sparse=SparseStep(slabs, delegated, dense_layers, probe))
+        return SparsePrefillMetadata(**parts, sparse=SparseStep(slabs, delegated, held, probes, spans))
 
     def _classify(self, common_prefix_len: int, common: CommonAttentionMetadata) -> list[BatchRow]:
         """What each row runs on. Rows as short as a decode's are left to the delegate: its graphs may run them."""
@@ -179,39 +198,47 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
             elif query_len <= threshold or not prefilling[i]:
                 kind = DECODE_ROW
             elif level == EXACT:
-                kind = RowKind(DENSE, Fallback.REQUESTED)
+                kind = RowKind(DENSE, Fallback.REQUESTED, level)
             elif whole is not None:
-                kind = RowKind(DENSE, whole)
+                kind = RowKind(DENSE, whole, level)
             elif prefix_lm.get(i):
-                kind = RowKind(DENSE, Fallback.PREFIX_LM)
+                kind = RowKind(DENSE, Fallback.PREFIX_LM, level)
             else:
                 kind = self._by_length(query_len, seq_lens[i], level)
-            min_tokens = self.thresholds[level].min_tokens or 0 if kind.path == SPARSE else 0
+            min_tokens = self.thresholds[plan_of(level)].min_tokens or 0 if kind.path == SPARSE else 0
             rows.append(BatchRow(start, query_len, context_len, kind, min_tokens))
         return rows
 
     def _by_length(self, query_len: int, seq_len: int, level: str) -> RowKind:
-        thresholds = self.thresholds[level]
+        thresholds = self.thresholds[plan_of(level)]
         min_tokens = thresholds.min_tokens
         if min_tokens is None:
-            return RowKind(DENSE, Fallback.NEVER_FASTER)
+            return RowKind(DENSE, Fallback.NEVER_FASTER, level)
         if self.memory is None or seq_len <= min_tokens:
-            return RowKind(DENSE, Fallback.TOO_SHORT)
+            return RowKind(DENSE, Fallback.TOO_SHORT, level)
         sparse_len = min(query_len, seq_len - min_tokens)
         if sparse_len < thresholds.min_query_tokens:
-            return RowKind(DENSE, Fallback.SHORT_QUERY)
+            return RowKind(DENSE, Fallback.SHORT_QUERY, level)
         if not self.memory.room.fits(Row(0, 0, sparse_len, seq_len - sparse_len)):
-            return RowKind(DENSE, Fallback.NO_ROOM)
+            return RowKind(DENSE, Fallback.NO_ROOM, level)
         return RowKind(SPARSE, level=level)
 
     def _count(self, rows: list[BatchRow], common: CommonAttentionMetadata) -> None:
         if not (self._counts_rows and is_counting()):
             return
-        ways = [(row.kind.path, row.kind.reason) for row in rows]
+        ways = [self._way(row) for row in rows]
         self.recorder.count_batch(self._number, ways, common.block_table_tensor)
-        for reason in {reason for _, reason in ways if reason is not None} - self._logged:
+        for reason in {reason for _, reason, _ in ways if reason is not None} - self._logged:
             self._logged.add(reason)
             logger.info("sparse-prefill: a row prefills dense: %s (said once)", reason.explain)
+
+    def _way(self, row: BatchRow) -> RowKind:
+        """What the row counts as: dense where the guard holds every layer that would go sparse."""
+        kind = row.kind._replace(level=counted_as(row.kind.level))
+        if self.guard is None or kind.path != SPARSE:
+            return kind
+        places = {(layer, kind.level) for layer in self.layers_at[plan_of(row.kind.level)]}
+        return RowKind(DENSE, Fallback.GUARD, kind.level) if places and places <= self.guard.held else kind
 
     def _run_of(
         self, common: CommonAttentionMetadata, rows: slice, tokens: slice, fast_build: bool = False
@@ -221,20 +248,19 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         return Delegated(rows, tokens, metadata)
 
     def _guard(
-        self, common: CommonAttentionMetadata, rows: list[BatchRow], slabs: tuple[Slab, ...]
-    ) -> tuple[frozenset[int], Probe | None]:
-        """Layers that the guard keeps dense in this step, and what it wants to be checked."""
-        if self.guard is None:
-            return frozenset(), None
-        dense_layers = self.guard.dense_layers.intersection(self.sparse_layers)
-        number, self.sparse_steps = self.sparse_steps, self.sparse_steps + 1
-        layers = self.guard.due(self.sparse_layers, number)
-        watched = [slab for slab in slabs if slab.level == DEFAULT]  # other levels keep to other bounds
-        if not layers or not watched:
-            return dense_layers, None
-        tokens = pick_queries(number, watched)
-        (row,) = (i for i, row in enumerate(rows) if row.token <= tokens.start < row.end)
-        return dense_layers, Probe(self._run_of(common, slice(row, row + 1), tokens), layers)
+        self, guard: Guard, common: CommonAttentionMetadata, rows: list[BatchRow], slabs: tuple[Slab, ...]
+    ) -> tuple[frozenset[Place], tuple[Probe, ...]]:
+        """What the guard keeps dense in this step, and what it wants to be checked, level by level."""
+        probes = []
+        for level in dict.fromkeys(slab.level for slab in slabs):
+            number = self.sparse_steps[counted_as(level)]
+            self.sparse_steps[counted_as(level)] += 1
+            own = self.layers_at[plan_of(level)].intersection(self.sparse_layers)
+            if layers := guard.due(own, number):
+                tokens = pick_queries(number, [slab for slab in slabs if slab.level == level])
+                (row,) = (i for i, row in enumerate(rows) if row.token <= tokens.start < row.end)
+                probes.append(Probe(level, self._run_of(common, slice(row, row + 1), tokens), layers))
+        return guard.held, tuple(probes)
 
     def _part_of(self, common: CommonAttentionMetadata, rows: slice, tokens: slice) -> CommonAttentionMetadata:
         """Some rows of a batch as a batch of their own; the first and the last of them may be cut.
@@ -282,7 +308,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         """What the delegate leaves of the rows, level by level, dealt out as they fit into the arena."""
         assert self.memory is not None
         slabs: list[Slab] = []
-        for level in self.thresholds:
+        for level in dict.fromkeys([*self.thresholds, *(row.kind.level for row in rows)]):
             ids = [i for i, row in enumerate(rows) if row.is_sparse and row.kind.level == level]
             if ids:
                 parts = [Row.sparse_of(rows[i], number) for number, i in enumerate(ids)]
@@ -290,10 +316,12 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         return tuple(slabs)
 
 
-def largest_chunk(vllm_config: VllmConfig) -> int:
-    """Most new tokens that a step may have of one request."""
-    scheduler = vllm_config.scheduler_config
-    return min(scheduler.max_num_batched_tokens, scheduler.long_prefill_token_threshold or MOST_COUNT)
+def largest_chunks(vllm_config: VllmConfig) -> tuple[int, int]:
+    """Most new tokens that a step may have of one request: alone, and beside as many decodes as there may be."""
+    scheduler, drafts = vllm_config.scheduler_config, vllm_config.num_speculative_tokens
+    decodes = (scheduler.max_num_seqs - 1) * (1 + drafts)
+    most, longest = scheduler.max_num_batched_tokens, scheduler.long_prefill_token_threshold or MOST_COUNT
+    return min(most, longest), max(min(most - decodes, longest), 1)
 
 
 def _reason_of_batch(common_prefix_len: int, common: CommonAttentionMetadata) -> Fallback | None:

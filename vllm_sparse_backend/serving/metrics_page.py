@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server's side: asks every engine's workers what they counted, when somebody reads /metrics, and adds it there.
 
-All of a server's processes ask all of its engines, so whichever of them answers says the same. Readers at one time
-share one question, and questions keep ``metrics_interval_s`` apart: a reader who comes earlier waits, and no reader can
-keep an engine busy. An engine that does not answer in time shows with what it said before.
+All of a server's processes ask all of its engines, so whichever of them answers says the same; and each reader is told
+what was asked for after it came, so no counter ever falls from one process to the next. Readers at one time share one
+question, and questions keep ``metrics_interval_s`` apart: a reader who comes earlier waits, and no reader can keep an
+engine busy. An engine that does not answer in time shows with ``up`` 0, and with nothing that it said before.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from vllm_sparse_backend.identity import LOGGER, is_ours
 from vllm_sparse_backend.settings.config import load_config
-from vllm_sparse_backend.settings.metrics import METRICS, PREFIX, WORKER_METHOD
+from vllm_sparse_backend.settings.metrics import METRICS, PREFIX, SWITCH_PATH, WORKER_METHOD
 
 logger = logging.getLogger(LOGGER)
 
@@ -31,23 +32,24 @@ LOOKS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 Answers = list[dict[str, Any]]
 """Of each worker of an engine: ``samples.worker_samples``."""
 
-Ask = Callable[[bool], Awaitable[Answers]]
+Ask = Callable[..., Awaitable[Any]]
+"""With the arguments of a method of all workers of an engine."""
 
 
 class MetricsPage:
-    """The last answers of all engines, and the question that is under way."""
+    """The question that is under way, and the next one."""
 
     def __init__(self) -> None:
         self._client: Any = None
-        self._interval_s = 0.0
-        self._answers: dict[str, Answers] = {}
+        self._model_name, self._interval_s = "", 0.0
         self._silent: set[str] = set()
-        self._task: asyncio.Task[None] | None = None
+        self._next: asyncio.Task[bytes] | None = None
+        self._turn = asyncio.Lock()
         self._asked: dict[str, asyncio.Task[Answers]] = {}
         self._due = 0.0
 
-    def open(self, engine_client: Any, interval_s: float) -> None:
-        self._client, self._interval_s = engine_client, interval_s
+    def open(self, engine_client: Any, model_name: str, interval_s: float) -> None:
+        self._client, self._model_name, self._interval_s = engine_client, model_name, interval_s
 
     @property
     def is_open(self) -> bool:
@@ -56,53 +58,55 @@ class MetricsPage:
 
     async def text(self) -> bytes:
         """What the engines say now, in Prometheus's text format."""
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._ask_all())
-        await asyncio.shield(self._task)
-        return generate_latest(_Collected(self._families()))
+        if self._next is None:
+            self._next = asyncio.create_task(self._ask_all())
+        return await asyncio.shield(self._next)
 
-    async def _ask_all(self) -> None:
-        await asyncio.sleep(max(self._due - time.monotonic(), 0))
-        self._due = time.monotonic() + self._interval_s
-        asks = engines_of(self._client)
-        # An answer that was late last time is still awaited, and nothing else asked for meanwhile.
-        self._asked = {
-            engine: self._asked.get(engine) or asyncio.create_task(_ask_until_arrived(ask))
-            for engine, ask in asks.items()
-        }
-        await asyncio.wait(self._asked.values(), timeout=TIMEOUT_S)
-        failed = {}
-        for engine, task in list(self._asked.items()):
-            if not task.done():
-                failed[engine] = f"no answer after {TIMEOUT_S:.0f} s"
-                continue
-            del self._asked[engine]
-            if (error := task.exception()) is None:
-                self._answers[engine] = task.result()
-            else:
-                failed[engine] = f"{type(error).__name__}: {error}"
-        for engine, why in failed.items():
-            if engine not in self._silent:
-                logger.warning("sparse-prefill: engine %s does not tell its counters: %s", engine, why)
-        self._silent = set(failed)
-        self._answers = {engine: self._answers.get(engine, []) for engine in asks}
+    async def _ask_all(self) -> bytes:
+        async with self._turn:
+            await asyncio.sleep(max(self._due - time.monotonic(), 0))
+            # Who comes from here on waits for the next question: this one's answer may be older than others were told.
+            self._next, self._due = None, time.monotonic() + self._interval_s
+            asks = engines_of(self._client, WORKER_METHOD)
+            tasks = {engine: asyncio.create_task(self._ask_anew(engine, ask)) for engine, ask in asks.items()}
+            await asyncio.wait(tasks.values(), timeout=TIMEOUT_S)
+            answers, failed = {}, {}
+            for engine, task in tasks.items():
+                if not task.done():
+                    task.cancel()
+                    failed[engine] = f"no answer after {TIMEOUT_S:.0f} s"
+                elif (error := task.exception()) is None:
+                    answers[engine] = task.result()
+                else:
+                    failed[engine] = f"{type(error).__name__}: {error}"
+            for engine in failed.keys() - self._silent:
+                logger.warning("sparse-prefill: engine %s does not tell its counters: %s", engine, failed[engine])
+            self._silent = set(failed)
+            return generate_latest(_Collected(self._families(answers)))
 
-    def _families(self) -> Iterator[Metric]:
-        up = {engine: engine not in self._silent for engine in self._answers}
-        totals = {name: dict(total(name, self._answers)) for name in METRICS}
-        totals["up"] = {(engine,): float(is_up) for engine, is_up in up.items()}
+    async def _ask_anew(self, engine: str, ask: Ask) -> Answers:
+        """While an earlier answer is late nothing else is asked; once it is there, it is old."""
+        if (late := self._asked.get(engine)) is not None:
+            await asyncio.wait([late])
+        self._asked[engine] = asyncio.create_task(_ask_until_arrived(ask))
+        return await asyncio.shield(self._asked[engine])
+
+    def _families(self, answers: Mapping[str, Answers]) -> Iterator[Metric]:
+        totals = {name: dict(total(name, answers)) for name in METRICS}
+        totals["up"] = {(engine,): float(engine in answers) for engine in (*answers, *self._silent)}
         for name, metric in METRICS.items():
             if not totals[name]:
                 continue
             new = CounterMetricFamily if metric.type == "counter" else GaugeMetricFamily
             family = new(PREFIX + name, metric.help, labels=metric.all_labels)
             for labels, value in totals[name].items():
-                family.add_metric(labels, value)
+                family.add_metric((self._model_name, *labels), value)
             yield family
 
 
 def total(name: str, answers: Mapping[str, Answers]) -> Mapping[tuple[str, ...], float]:
-    """By its labels' values, a metric of all engines' workers: added up within an engine, or as ``Metric`` says."""
+    """A metric of all engines' workers, by its labels' values but the model's name: added up within an engine, or as
+    ``Metric`` says."""
     found: dict[tuple[str, ...], float] = {}
     for engine, workers in answers.items():
         for worker in _speakers(name, workers):
@@ -123,20 +127,18 @@ def _speakers(name: str, workers: Answers) -> Answers:
     return sorted(with_some, key=lambda worker: int(worker["rank"]))[:1]
 
 
-def engines_of(client: Any) -> dict[str, Ask]:
-    """By its number, how to ask each engine that a server's client knows: all of its workers at once.
+def engines_of(client: Any, method: str) -> dict[str, Ask]:
+    """By its number, how to call a method of each engine that a server's client knows: of all of its workers at once.
 
     ``collective_rpc`` asks all engines, but hands on what the first one answers.
     """
     core = client.engine_core
     numbers = [str(number) for number in getattr(core, "engine_ranks_managed", [0])]
     if len(numbers) == 1:
-        return {numbers[0]: lambda start: client.collective_rpc(WORKER_METHOD, None, (start,))}
+        return {numbers[0]: lambda *given: client.collective_rpc(method, None, given)}
 
     def asking(engine: Any) -> Ask:
-        return lambda start: core._call_utility_async(
-            "collective_rpc", WORKER_METHOD, None, (start,), None, engine=engine
-        )
+        return lambda *given: core._call_utility_async("collective_rpc", method, None, given, None, engine=engine)
 
     return {number: asking(engine) for number, engine in zip(numbers, core.core_engines)}
 
@@ -220,9 +222,15 @@ class MetricsEndpoint:
         self.page = MetricsPage()
 
     def attach_router(self, app: Any) -> None:
+        self.app = app
         app.add_middleware(MetricsMiddleware, page=self.page)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         config = getattr(engine_client, "vllm_config", None)
         if config is not None and is_ours(config.attention_config.backend):
-            self.page.open(engine_client, load_config(config.additional_config).metrics_interval_s)
+            settings = load_config(config.additional_config)
+            self.page.open(engine_client, config.model_config.served_model_name, settings.metrics_interval_s)
+            if settings.switch:
+                from vllm_sparse_backend.serving.switch import Switch
+
+                self.app.router.add_route(SWITCH_PATH, Switch(engine_client).answer, methods=["POST"])

@@ -13,15 +13,16 @@ from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.compat import BULK_PAGE_TOKENS
 from vllm_sparse_backend.serving.requests import BY_BLOCK_HASH, kv_connectors
 from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.resolved import Resolved
 
 
-def refuse(vllm_config: VllmConfig) -> None:
+def refuse(vllm_config: VllmConfig, resolved: Resolved) -> None:
     """Raise ConfigurationError where answers would be wrong, or not what an option promises."""
-    if (why := next(_reasons(vllm_config), None)) is not None:
+    if (why := next(_reasons(vllm_config, resolved), None)) is not None:
         raise ConfigurationError(f"--attention-backend sparse-prefill: {why}")
 
 
-def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
+def _reasons(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
     if compat.batch_invariant():
         yield (
             "VLLM_BATCH_INVARIANT is set, and which keys a row keeps depends on the chunks that the scheduler cuts it "
@@ -51,10 +52,10 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
             "the front process in Python; unset it, or serve without this backend"
         )
     stores = kv_connectors(vllm_config) & BY_BLOCK_HASH
-    if stores and _of(vllm_config, "model_config", "runner_type") == "pooling":
+    if stores and resolved.pools and not resolved.is_dense:
         yield (
             f"requests for pooling have no hashes of their own, by which {', '.join(sorted(stores))} would tell what "
-            "they write from exact keys and values; serve it without that store, or without this backend"
+            "they write from exact keys and values; serve it without that store, or exact (requests: {default: exact})"
         )
 
 

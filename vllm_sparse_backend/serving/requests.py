@@ -8,17 +8,23 @@ there under vLLM's own hashes is exact, whoever wrote it, and what a level wrote
 """
 
 import logging
-from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 
 from vllm_sparse_backend.identity import LOGGER
+from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker import resolve
+from vllm_sparse_backend.settings.config import KEY, OPTION, RequestsConfig
+from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.settings.plan import DEFAULT
-from vllm_sparse_backend.settings.profile import EXACT
-from vllm_sparse_backend.settings.requests import FIELD, Choices, Mark, fingerprint
+from vllm_sparse_backend.settings.profile import EXACT, ON
+from vllm_sparse_backend.settings.requests import FIELD, Choices, Granted, Mark, fingerprint
+from vllm_sparse_backend.settings.resolved import Resolved
+from vllm_sparse_kernels.layer import share_kept
 
 logger = logging.getLogger(LOGGER)
 
@@ -35,37 +41,76 @@ BY_REQUEST = {
 """Connectors that hand a request's blocks to that request alone."""
 
 
-def choices(vllm_config: VllmConfig) -> Choices:
-    """What requests of this server may ask for."""
-    resolved, connectors = resolve(vllm_config), kv_connectors(vllm_config)
-    own, plans = resolved.plan, resolved.plans
-    if connectors & BY_BLOCK_HASH:
-        salts = {level: f"{level}:{fingerprint(plan)}" for level, plan in plans.items()}
-    else:
-        salts = {level: level for level in (EXACT, *plans) if level != DEFAULT}
+def choices(vllm_config: VllmConfig, resolved: Resolved | None = None) -> Choices:
+    """What requests of this server may ask for. Raises ConfigurationError where its policy cannot be kept to."""
+    resolved, connectors = resolved or resolve(vllm_config), kv_connectors(vllm_config)
+    own, policy = resolved.plan, resolved.config.requests
+    shares = frozenset(share for method in own.methods if (share := share_kept(method)) is not None)
     refusal = _refusal(vllm_config, connectors)
-    return Choices(own.level_names, own.level, resolved.exact_tokens(), salts, refusal)
+    known = Choices(own.level_names, own.level, resolved.exact_tokens(), {}, refusal, shares)
+    if resolved.pools:
+        policy = _policy_of_pooling(policy, resolved.is_dense)
+    found = known.under(policy)
+    if connectors & BY_BLOCK_HASH:
+        salts = {level: f"{level}:{fingerprint(plan)}" for level, plan in resolved.plans.items()}
+    else:
+        salts = {level: level for level in (EXACT, *resolved.plans) if level != found.default}
+    _refuse_mixture(found, can_name_rows=not vllm_config.parallel_config.use_ubatching)
+    return replace(found, salts=salts)
 
 
-def mark_of(front: Any, params: Any) -> Mark:
-    """What a request gets; params: of sampling, or of pooling. Raises what vLLM answers with status 400.
+def _policy_of_pooling(policy: RequestsConfig, is_exact: bool) -> RequestsConfig:
+    """Requests for pooling carry no sampling parameters, in which a level could travel."""
+    where = f"{OPTION} {KEY}.requests"
+    if policy.models:
+        raise ConfigurationError(f"{where}.models: given, but this server pools, and has one level for all requests")
+    if policy.default not in (None, EXACT, ON):
+        raise ConfigurationError(f"{where}.default: {unexpected(policy.default, 'exact or on, as this server pools')}")
+    return policy.model_copy(update={"default": EXACT if is_exact else ON})
 
-    ``front``: vLLM's object that takes requests in, which keeps what they may ask for.
-    """
+
+def _refuse_mixture(found: Choices, can_name_rows: bool) -> None:
+    """Raise ConfigurationError where a policy gives requests what nothing keeps apart here."""
+    given = {found.default, *found.models.values()}
+    if found.refusal is not None and (len(given) > 1 or not (can_name_rows or given == {DEFAULT})):
+        raise ConfigurationError(
+            f"{OPTION} {KEY}.requests: given {', '.join(sorted(given))} as levels of requests that ask for none, but "
+            f"{found.refusal}"
+        )
+
+
+def choices_at(front: Any) -> Choices:
+    """Those of vLLM's object that takes requests in, which keeps them."""
     known = vars(front)
     if CHOICES not in known:
         known[CHOICES] = choices(front.vllm_config)
+    found: Choices = known[CHOICES]
+    return found
+
+
+def front_of(client: Any) -> Any:
+    """That object, of a server's engine client."""
+    return getattr(client, "input_processor", client)
+
+
+def mark_of(front: Any, params: Any) -> Mark:
+    """What a request gets; params: of sampling, or of pooling. Raises what vLLM answers with status 400."""
     try:
-        return known[CHOICES].mark(getattr(params, "extra_args", None))
+        return choices_at(front).mark(getattr(params, "extra_args", None))
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
 
-def refuse_beams(vllm_xargs: Mapping[str, Any] | None) -> None:
-    """Raise what vLLM answers with status 400 where a request that is searched by beams asks for a level."""
-    if FIELD in (vllm_xargs or {}):
-        message = f"vllm_xargs {FIELD}: given with use_beam_search, for which it is not to be had"
-        raise VLLMValidationError(message, parameter="vllm_xargs")
+ASKED: ContextVar[Granted | None] = ContextVar("sparse_prefill_asked", default=None)
+"""The level of the HTTP request at hand, which ``ways_in`` found. The engine may be asked several things for its sake,
+by ways that lose what stood in its ``vllm_xargs``: beams, and scores of labels."""
+
+
+def check_in(client: Any, params: Any) -> None:
+    """Give sampling parameters the level of the HTTP request that they were made for, and check what they ask for."""
+    if (asked := ASKED.get()) is not None:
+        params.extra_args = {**(params.extra_args or {}), FIELD: asked}
+    mark_of(front_of(client), params)
 
 
 def kv_connectors(vllm_config: VllmConfig) -> set[str]:
@@ -88,6 +133,8 @@ def stores_by_token(vllm_config: VllmConfig) -> list[str]:
 
 
 def _refusal(vllm_config: VllmConfig, connectors: set[str]) -> str | None:
+    if compat.pools(vllm_config):
+        return "this server pools, and has one level for all requests"
     if stores := stores_by_token(vllm_config):
         return (
             f"this server keeps keys and values with {', '.join(stores)}, by their tokens alone, where a request may "

@@ -6,7 +6,7 @@ from vllm.config import VllmConfig
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.engines import refuse_on_cpu
 from vllm_sparse_backend.serving.refusals import refuse
-from vllm_sparse_backend.serving.requests import warn_of_stores
+from vllm_sparse_backend.serving.requests import choices, warn_of_stores
 from vllm_sparse_backend.serving.worker import resolve
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -21,7 +21,8 @@ def check(vllm_config: VllmConfig) -> None:
     """
     resolved = resolve(vllm_config, tp_size=vllm_config.parallel_config.tensor_parallel_size)
     refuse_on_cpu(resolved.config.engine)
-    refuse(vllm_config)
+    refuse(vllm_config, resolved)
+    choices(vllm_config, resolved)
     hf_config, plan = compat.hf_config(vllm_config), resolved.plan
     shape = plan.shape
     # The shape knows older models' names for these.

@@ -8,12 +8,14 @@ reads its /metrics. What it then gets is of one moment: host's and device's coun
 from collections import Counter as Tally
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import NamedTuple
 
 import torch
 
 from vllm_sparse_backend.serving.timing import Lap, Timer
 from vllm_sparse_backend.settings.metrics import METRICS
+from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_kernels import SparseIndex
 from vllm_sparse_kernels.index import causal_pairs
@@ -23,8 +25,8 @@ from vllm_sparse_kernels.pairs import add_listed_pairs
 Sample = tuple[str, list[str], float]
 """A metric's name, its labels' values, and its own; such things as travel between processes as they are."""
 
-Way = tuple[str, Fallback | None]
-"""What a row ran on, and why dense."""
+Way = tuple[str, Fallback | None, str]
+"""What a row ran on, why dense, and its level, of which a decode has none."""
 
 PADDING, DECODE, DENSE, SPARSE = PATHS = ("padding", "decode", "dense", "sparse")
 """Of two parts of one row, that which comes later here names what the row ran on."""
@@ -63,7 +65,7 @@ class OnItsWay(NamedTuple):
     """Counts of one moment; the device's are there once the event has passed."""
 
     of_host: list[Sample]
-    masked: Mapping[int, int]
+    masked: Mapping[tuple[int, str], int]
     listed: torch.Tensor
     event: torch.cuda.Event | None
 
@@ -77,12 +79,12 @@ class Recorder:
     def __init__(self, device: torch.device, is_first_rank: bool = True) -> None:
         self.device = device
         self.is_first_rank = is_first_rank
-        self._places: dict[int, int] = {}
+        self._places: dict[tuple[int, str], int] = {}
         self._listed = torch.zeros(0, dtype=torch.int64, device=device)
         self._rows: Tally[Way] = Tally()
-        self._tiles: Tally[int] = Tally()
-        self._causal: Tally[int] = Tally()
-        self._masked: Tally[int] = Tally()
+        self._tiles: Tally[tuple[int, str]] = Tally()
+        self._causal: Tally[tuple[int, str]] = Tally()
+        self._masked: Tally[tuple[int, str]] = Tally()
         self._more: dict[tuple[str, tuple[str, ...]], float] = {}
         self._timer = Timer(device)
         self._last: Part | None = None
@@ -90,15 +92,15 @@ class Recorder:
         self._on_its_way: OnItsWay | None = None
         self._arrived: list[Sample] = []
 
-    def add_layers(self, layers: Iterable[int]) -> None:
-        """Make room for these layers, if there is none yet; before the first step."""
-        for layer in layers:
-            self._places.setdefault(layer, len(self._places))
+    def add_layers(self, layers: Iterable[int], levels: Iterable[str] = (DEFAULT,)) -> None:
+        """Make room for these layers at these levels, if there is none yet; before the first step."""
+        for place in product(layers, levels):
+            self._places.setdefault(place, len(self._places))
         self._listed = torch.cat([self._listed, self._listed.new_zeros(len(self._places) - len(self._listed))])
 
-    def count_rows(self, path: str, reason: Fallback | None, rows: int = 1) -> None:
+    def count_rows(self, way: Way, rows: int = 1) -> None:
         if self.is_first_rank and is_counting():
-            self._rows[path, reason] += rows
+            self._rows[way] += rows
 
     def count_decodes(self, microbatch: int, rows: int, table: torch.Tensor) -> None:
         """Count a batch of rows of one token each, as ``count_batch`` does. The first may be what is left of a row that
@@ -107,12 +109,12 @@ class Recorder:
             before, self._last = self._last, None
             if before is not None and before.goes_on(microbatch, table) and before.kind[0] != PADDING:
                 rows -= 1
-            self.count_rows(DECODE, None, rows)
+            self.count_rows((DECODE, None, ""), rows)
 
     def count_batch(self, microbatch: int, kinds: Sequence[Way], table: torch.Tensor) -> None:
         """Count a batch's rows. A row that is cut between two microbatches counts once.
 
-        microbatch: a number that is larger for a step's later ones; kinds: of each row (path, reason); table
+        microbatch: a number that is larger for a step's later ones; kinds: of each row; table
         [num_rows, max_pages]: of all microbatches of a step parts of one tensor, by which such a row is known.
         """
         if not (is_counting() and kinds):
@@ -121,43 +123,43 @@ class Recorder:
         before, rows = self._last, list(kinds)
         if before is not None and before.goes_on(microbatch, table):
             if before.kind[0] != PADDING:
-                self.count_rows(*before.kind, -1)
+                self.count_rows(before.kind, -1)
             rows[0] = max(before.kind, rows[0], key=lambda kind: PATHS.index(kind[0]))
         self._last = Part(microbatch, last, rows[-1])
-        for (path, reason), number in Tally(rows).items():
-            if path != PADDING:
-                self.count_rows(path, reason, number)
+        for way, number in Tally(rows).items():
+            if way[0] != PADDING:
+                self.count_rows(way, number)
 
     def lap(self, layer: int) -> Watch:
         """Times the next call of a layer, where it is that one's turn; ``count_pairs`` takes it back."""
         if not is_counting():
             return UNWATCHED
-        return self._timer.start(layer, len(self._places))
+        return self._timer.start(layer, len({of for of, _ in self._places}))
 
-    def count_pairs(self, layer: int, index: SparseIndex, lap: Watch = UNWATCHED) -> None:
-        """Add one layer's index of this step. Stays on the device."""
+    def count_pairs(self, layer: int, index: SparseIndex, lap: Watch = UNWATCHED, level: str = DEFAULT) -> None:
+        """Add one layer's index of this step's rows of a level. Stays on the device."""
         if not is_counting():
             return
         if self.device.type == "cpu":
-            self._listed[self._places[layer]] += index.listed_pairs().sum()
+            self._listed[self._places[layer, level]] += index.listed_pairs().sum()
         else:
-            add_listed_pairs(index, self._listed, self._places[layer])
-        self._masked[layer] += index.masked_pairs
+            add_listed_pairs(index, self._listed, self._places[layer, level])
+        self._masked[layer, level] += index.masked_pairs
         causal = index.num_heads * causal_pairs(index.rows)
-        self._causal[layer] += causal
+        self._causal[layer, level] += causal
         if self.is_first_rank:
-            self._tiles[layer] += index.rows.num_tiles
+            self._tiles[layer, level] += index.rows.num_tiles
         if isinstance(lap, Lap):
             self._timer.stop(lap, causal)
             self._read_laps()
 
     def count(self, name: str, labels: Mapping[str, object], amount: float = 1) -> None:
-        """Add to one of the counters in ``settings.metrics``; labels: all but ``engine`` and ``rank``."""
+        """Add to one of the counters in ``settings.metrics``; labels: all that are its own."""
         key = _key(name, "counter", labels)
         self._more[key] = self._more.get(key, 0) + amount
 
     def gauge(self, name: str, labels: Mapping[str, object], value: float) -> None:
-        """Set one of the gauges in ``settings.metrics``; labels: all but ``engine`` and ``rank``."""
+        """Set one of the gauges in ``settings.metrics``; labels: all that are its own."""
         self._more[_key(name, "gauge", labels)] = value
 
     def samples(self, start: bool = True) -> tuple[list[Sample], bool]:
@@ -191,21 +193,22 @@ class Recorder:
         if event is None or event.query():
             counts = listed.tolist()
             of_device: list[Sample] = [
-                ("kept_pairs", [str(layer)], counts[self._places[layer]] - pairs) for layer, pairs in masked.items()
+                ("kept_pairs", [str(layer), level], counts[self._places[layer, level]] - pairs)
+                for (layer, level), pairs in masked.items()
             ]
             self._arrived = of_host + of_device
             self._on_its_way = None
 
     def _of_host(self) -> list[Sample]:
         rows: list[Sample] = [
-            ("rows", [path, reason.value if reason else ""], count)
-            for (path, reason), count in self._rows.items()
+            ("rows", [path, reason.value if reason else "", level], count)
+            for (path, reason, level), count in self._rows.items()
             if count
         ]
         layers: list[Sample] = [
-            (name, [str(layer)], count)
+            (name, [str(layer), level], count)
             for name, tally in (("tiles", self._tiles), ("causal_pairs", self._causal))
-            for layer, count in tally.items()
+            for (layer, level), count in tally.items()
         ]
         return rows + layers + [(name, list(values), value) for (name, values), value in self._more.items()]
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.reports import Spans
 from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_kernels import Rows
 from vllm_sparse_kernels.rows import ceil_div, to_device
@@ -40,11 +41,12 @@ class Slab(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """Queries of a sparse row for which some layers of the step are compared with the delegate.
+    """Queries of a sparse row of a level for which some layers of the step are compared with the delegate.
 
     ``run``: these queries as if they were the whole batch, over all keys that they may see.
     """
 
+    level: str
     run: Delegated
     layers: frozenset[int]
 
@@ -53,19 +55,21 @@ class Probe:
 class SparseStep:
     """The part of a step that prefills sparsely.
 
-    ``dense_layers``: those that the guard keeps dense by now; they run on the whole batch's metadata.
+    ``held``: layers and levels that the guard keeps dense by now; these rows run on the whole batch's metadata.
     """
 
     slabs: tuple[Slab, ...]
     delegated: tuple[Delegated, ...]
-    dense_layers: frozenset[int] = frozenset()
-    probe: Probe | None = None
+    held: frozenset[tuple[int, str]] = frozenset()
+    probes: tuple[Probe, ...] = ()
+    spans: Spans = ()
+    """Sparse tokens of requests that asked for a report."""
 
-    def is_dense(self, layer: int) -> bool:
-        return layer in self.dense_layers
+    def is_held(self, layer: int, level: str) -> bool:
+        return (layer, level) in self.held
 
-    def is_probed(self, layer: int) -> bool:
-        return self.probe is not None and layer in self.probe.layers
+    def probes_of(self, layer: int) -> list[Probe]:
+        return [probe for probe in self.probes if layer in probe.layers]
 
 
 @dataclass

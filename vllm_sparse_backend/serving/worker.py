@@ -14,8 +14,8 @@ from vllm_sparse_kernels.layer import Layer, LayerPlan
 
 def resolve(vllm_config: VllmConfig, tp_rank: int = 0, tp_size: int = 1) -> Resolved:
     """The settings of a process. Raises ConfigurationError where they do not fit the model."""
-    shape = compat.model_shape(vllm_config)
-    return Resolved.of(vllm_config.additional_config, shape, compat.device_name(), tp_rank, tp_size)
+    shape, pools = compat.model_shape(vllm_config), compat.pools(vllm_config)
+    return Resolved.of(vllm_config.additional_config, shape, compat.device_name(), tp_rank, tp_size, pools)
 
 
 class Worker:
@@ -40,7 +40,7 @@ class Worker:
 
     def reserve(self) -> Memory | None:
         """The arena, allocated when it is first asked for; None if nothing will ever go sparse here."""
-        if self.memory is None:
+        if self.memory is None and not self.resolved.is_dense:
             self.memory = Memory.reserve(self.vllm_config, self.resolved, self.device, self.rank)
         return self.memory
 

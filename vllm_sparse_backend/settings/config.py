@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an operator can set, under the key ``sparse_prefill`` of vLLM's ``--additional-config``."""
 
-import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    BeforeValidator,
     Field,
     StrictBool,
     StrictFloat,
@@ -17,12 +17,15 @@ from pydantic import (
 )
 
 from vllm_sparse_backend.settings.crossover import AUTO, TokenCount
-from vllm_sparse_backend.settings.errors import ConfigurationError, Section, not_one_of, unexpected
+from vllm_sparse_backend.settings.errors import ConfigurationError, Section, looks_like, not_one_of, unexpected
 from vllm_sparse_backend.settings.methods import make_method, method_names
+from vllm_sparse_backend.settings.profile import EXACT, ON
 from vllm_sparse_backend.settings.ranges import MOST_COUNT
 from vllm_sparse_kernels.methods.base import Method
 
 KEY = "sparse_prefill"
+DOCUMENTS = "sparse_prefill_documents"
+"""Beside it, where the server's processes find the files that it names (``documents``)."""
 OPTION = "--additional-config"
 
 
@@ -49,6 +52,28 @@ class GuardConfig(Section):
     def period_steps(self) -> int:
         """One check of each layer in so many steps."""
         return max(round(1 / self.rate), 1)
+
+
+def _to_name(given: object) -> object:
+    """YAML reads ``on`` as true; requests themselves say 0 and 1."""
+    return {0: EXACT, 1: ON}.get(given, given) if isinstance(given, (bool, int)) else given
+
+
+Choice = Annotated[StrictStr, BeforeValidator(_to_name)]
+"""``exact``, ``on`` for the server's own method or profile, or the name of one of its levels."""
+
+
+class RequestsConfig(Section):
+    """Which level requests get that ask for none, and which they may ask for. docs/requests.md says more."""
+
+    default: Choice | None = None
+    """Of requests that ask for none: ``on`` unless given; on a server that pools, ``exact``."""
+
+    models: dict[StrictStr, Choice] = Field(default={})
+    """The same by model, for servers with several names (``--served-model-name a b``)."""
+
+    allow: tuple[Choice, ...] | None = None
+    """What requests may ask for beside what they get anyway; ``p`` stands for every share. All unless given."""
 
 
 class SparsePrefillConfig(Section):
@@ -82,6 +107,13 @@ class SparsePrefillConfig(Section):
 
     guard: GuardConfig | None = None
     """Compare with dense attention now and then, and let layers that are far off run dense: off unless given."""
+
+    switch: StrictBool = False
+    """Let ``sparse-prefill switch`` make all new requests exact, and back, without a restart: whoever may post to the
+    server's /v1 may then do so."""
+
+    requests: RequestsConfig = RequestsConfig()
+    """Who gets which level."""
 
     check_index: StrictBool = False
     """Check each layer's index in each step. It waits for the device every time: for debugging only."""
@@ -143,6 +175,5 @@ def _refuse_slips(additional_config: Mapping[str, Any]) -> None:
     for key in map(str, additional_config):
         if key in SparsePrefillConfig.model_fields:
             raise ConfigurationError(f"{OPTION}: given key {key!r} at the top, expected it inside of {KEY!r}")
-        alike = difflib.get_close_matches(key.lower().replace("-", "_"), [KEY], cutoff=0.85)
-        if alike and key != KEY:
+        if key not in (KEY, DOCUMENTS) and looks_like(key, KEY):
             raise ConfigurationError(f"{OPTION}: given key {key!r}, expected {KEY!r}")

@@ -8,7 +8,7 @@ stands in the profile, and goes before the table. Where no entry fits, cautious 
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -151,6 +151,25 @@ class Thresholds:
     min_query_tokens: int
     """Rows with fewer new tokens past ``min_tokens`` are dense."""
     notes: tuple[str, ...] = ()
+    measured: int | None = field(default=None, compare=False)
+    """``min_query_tokens`` of the table; None where it has none for some method."""
+
+    def fitted(self, chunk: int, busy: int) -> "Thresholds":
+        """With fewer ``min_query_tokens``, where steps are too small for them and the table has smaller ones pay.
+
+        chunk: most new tokens that a step has of a request; busy: of those beside as many decodes as there may be. What
+        was measured lies up to half below its number, as lengths were tried by doubling: an eighth less passes for it.
+        """
+        if busy >= self.min_query_tokens or self.measured is None:
+            return self
+        fewest = max(min(self.measured, busy), self.measured - self.measured // 8)
+        if not fewest < self.min_query_tokens or fewest > chunk:
+            return self
+        note = (
+            f"min_query_tokens is {fewest} here, not {self.min_query_tokens}: a step has {chunk} new tokens of a "
+            f"request at most, {busy} beside as many decodes as there may be; measured to pay from {self.measured} on"
+        )
+        return replace(self, min_query_tokens=fewest, notes=(*self.notes, note))
 
     @property
     def severity(self) -> tuple[float, int]:
@@ -197,11 +216,12 @@ def resolve(
             f"min_query_tokens {UNMEASURED_MIN_QUERY_TOKENS} there; `{COMMAND}` measures them"
         )
     queries = [entry.min_query_tokens for entry in entries if entry.min_query_tokens is not None]
-    if unmeasured or not queries:
+    measured = None if unmeasured or not queries else max(queries)
+    if measured is None:
         queries.append(UNMEASURED_MIN_QUERY_TOKENS)
     fewest = max(queries) if min_query_tokens == "auto" else min_query_tokens
     if min_tokens != "auto":
-        return Thresholds(min_tokens, fewest, tuple(notes) if min_query_tokens == "auto" else ())
+        return Thresholds(min_tokens, fewest, tuple(notes) if min_query_tokens == "auto" else (), measured)
     if never:
         note = (
             f"{', '.join(never)} never faster than dense attention {where}, as measured: all rows run dense; "
@@ -209,7 +229,7 @@ def resolve(
         )
         return Thresholds(None, fewest, (note,))
     lengths = [entry.min_tokens for entry in entries if entry.min_tokens is not None]
-    return Thresholds(max(lengths + [UNMEASURED_MIN_TOKENS] * bool(unmeasured)), fewest, tuple(notes))
+    return Thresholds(max(lengths + [UNMEASURED_MIN_TOKENS] * bool(unmeasured)), fewest, tuple(notes), measured)
 
 
 def crossover_file(path: str | None = None) -> Path:

@@ -10,15 +10,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_sparse_backend.settings import auto
-from vllm_sparse_backend.settings.config import OPTION, SparsePrefillConfig
+from vllm_sparse_backend.settings.config import DOCUMENTS, OPTION, SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import Crossover, crossover_file, load_crossover, parse_crossover
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import ANY_MODEL, Profile, bundled_profiles, parse_profile, profile_file
 from vllm_sparse_backend.settings.strict_yaml import read_text
-
-KEY = "sparse_prefill_documents"
-"""In ``additional_config``, beside what the operator gave."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class Documents:
     @staticmethod
     def carried(additional_config: Mapping[str, Any], config: SparsePrefillConfig) -> "Documents | None":
         """Those that came along in ``additional_config``, if they were read for this configuration."""
-        data = additional_config.get(KEY)
+        data = additional_config.get(DOCUMENTS)
         if data is None or tuple(data["asked"]) != (config.profile, config.crossover):
             return None
         return Documents(**{**data, "asked": tuple(data["asked"])})

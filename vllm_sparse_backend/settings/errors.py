@@ -37,6 +37,12 @@ def not_one_of(given: object, allowed: Iterable[str]) -> str:
     return unexpected(given, f"one of {', '.join(names)}" + (f" (did you mean {close[0]!r}?)" if close else ""))
 
 
+def looks_like(key: object, ours: str) -> bool:
+    """Whether a key may be a slip of ours: however it is cut up, with letters missing, or with more at its ends."""
+    plain, name = ("".join(filter(str.isalnum, str(one).lower())) for one in (key, ours))
+    return name in plain or difflib.SequenceMatcher(None, plain, name).ratio() >= 0.85
+
+
 EXPECTED = {
     "int_type": "an integer",
     "int_parsing": "an integer",
@@ -68,6 +74,8 @@ def reason_of(detail: ErrorDetails) -> str:
         return str(detail["ctx"]["error"])
     if kind == "missing":
         return "missing"
+    if kind == "json_invalid":  # whatever file it is, its content is nobody's business
+        return f"not JSON: {detail['ctx']['error']}"
     if kind in EXPECTED:
         return unexpected(given, EXPECTED[kind].format(**detail.get("ctx", {})))
     return unexpected(given, detail["msg"])

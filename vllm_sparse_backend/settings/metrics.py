@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a server exports on its /metrics: one table for the workers that count, the page, and those who read it.
 
-Names here go without the prefix; a counter's samples end in ``_total``. Every sample has the label ``engine``, as those
-of vLLM itself: the number of the data-parallel engine.
+Names here go without the prefix; a counter's samples end in ``_total``. Every sample has the labels of vLLM's own:
+``model_name``, and ``engine``, the number of the data-parallel engine.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,14 @@ from typing import Literal
 PREFIX = "sparse_prefill_"
 WORKER_METHOD = "sparse_prefill_samples"
 """What the server calls its workers' counts by: vLLM's ``collective_rpc`` takes any name."""
+REPORT_METHOD = "sparse_prefill_report_of"
+"""And what they have of the requests of one answer."""
+SWITCH_METHOD = "sparse_prefill_switch"
+"""What the engine's core answers itself, before its workers are asked."""
+SWITCH_PATH = "/v1/sparse_prefill/switch"
+"""vLLM asks for its API key, where it has one, for all that begins with /v1."""
 
-ENGINE, RANK = "engine", "rank"
+MODEL, ENGINE, RANK = "model_name", "engine", "rank"
 
 
 @dataclass(frozen=True)
@@ -36,17 +42,20 @@ class Metric:
 
     @property
     def all_labels(self) -> tuple[str, ...]:
-        return (ENGINE, *((RANK,) if self.per_rank else ()), *self.labels)
+        return (MODEL, ENGINE, *((RANK,) if self.per_rank else ()), *self.labels)
 
 
 LAYER = ("layer",)
+LEVEL = "level"
+"""What rows' requests asked for: ``default`` is the server's own."""
+LAYER_LEVEL = (*LAYER, LEVEL)
 # fmt: off
 _TABLE = (
     Metric("rows", "counter", "Rows (one request in one step) by what they ran on, and why dense.",
-           ("path", "reason"), seen_by_all=True),
-    Metric("tiles", "counter", "Tiles of 128 queries that ran sparse.", LAYER),
-    Metric("kept_pairs", "counter", "(query, key) pairs computed in sparse tiles, of all heads.", LAYER),
-    Metric("causal_pairs", "counter", "(query, key) pairs that dense would compute there, of all heads.", LAYER),
+           ("path", "reason", LEVEL), seen_by_all=True),
+    Metric("tiles", "counter", "Tiles of 128 queries that ran sparse.", LAYER_LEVEL),
+    Metric("kept_pairs", "counter", "(query, key) pairs computed in sparse tiles, of all heads.", LAYER_LEVEL),
+    Metric("causal_pairs", "counter", "(query, key) pairs that dense would compute there, of all heads.", LAYER_LEVEL),
     Metric("sampled_seconds", "counter", "Device time of the calls that were timed, by part: select or attend.",
            ("layer", "part")),
     Metric("sampled_causal_pairs", "counter",
@@ -58,10 +67,13 @@ _TABLE = (
     Metric("arena_peak_bytes", "gauge", "The most of it that was in use at a time.", per_rank=True),
     Metric("device_bytes", "gauge", "Memory of the device that the worker holds, not counting drivers.", per_rank=True),
     Metric("layers", "gauge", "The model's layers by what computes the attention of their prefills.", ("attention",)),
-    Metric("guard_checks", "counter", "Calls of which the guard computed some queries densely and compared.", LAYER),
-    Metric("guard_trips", "counter", "Times that the guard turned a layer dense.", LAYER),
-    Metric("guard_error", "gauge", "Mean relative error of the guard's last checks.", LAYER, per_rank=True),
-    Metric("guard_dense", "gauge", "Whether the guard keeps the layer dense at present: 1 or 0.", LAYER, per_rank=True),
+    Metric("guard_checks", "counter", "Calls of which the guard computed some queries densely and compared.",
+           LAYER_LEVEL),
+    Metric("guard_trips", "counter", "Times that the guard turned a layer dense.", LAYER_LEVEL),
+    Metric("guard_error", "gauge", "Mean relative error of the guard's last checks.", LAYER_LEVEL, per_rank=True),
+    Metric("guard_dense", "gauge", "Whether the guard keeps the layer dense at present: 1 or 0.", LAYER_LEVEL,
+           per_rank=True),
+    Metric("switched_exact", "gauge", "Whether all new requests are exact, as the server was switched: 1 or 0."),
     Metric("up", "gauge", "Whether the engine answered when these counts were asked for: 1 or 0."),
 )
 # fmt: on

@@ -37,7 +37,9 @@ METHOD_MARK = "x-method"
 EXACT = "exact"
 BOUNDS = ("high", "fast")
 """Levels that calibration makes: bounds on the error, the closest first."""
-OTHERS = (EXACT, "default")
+ON, SHARE = "on", "p"
+"""How settings and requests call the server's own level, and settings those of requests that give a share p."""
+OTHERS = (EXACT, "default", ON, SHARE)
 """What every server has without any profile: every head dense, and the server's own level."""
 
 LEVEL_NAME = "[a-z][a-z0-9_.-]*"
@@ -47,7 +49,7 @@ def _to_level_name(given: object) -> str:
     if isinstance(given, str) and re.fullmatch(LEVEL_NAME, given) and given not in OTHERS:
         return given
     expected = f"a name of small letters, digits, '_', '.' and '-', such as {' or '.join(BOUNDS)}"
-    raise ValueError(unexpected(given, f"{expected}, other than {' and '.join(OTHERS)}"))
+    raise ValueError(unexpected(given, f"{expected}, other than {', '.join(OTHERS)}"))
 
 
 # Within allOf, as pydantic makes of a key's pattern one that other keys need not have.

@@ -1,23 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may ask for: exact attention, the server's own level, or another level of its profile.
+"""What a request may ask for: exact attention, the server's own level, another level of its profile, or a share p.
 
 It stands in the request's ``vllm_xargs`` under ``sparse_prefill``. The front process checks it and leaves a mark in the
 request's sampling parameters, which the engine's core (for the hashes of cached blocks) and every worker read.
 """
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm_sparse_backend.identity import PACKAGE, package_version
-from vllm_sparse_backend.settings.errors import unexpected
+from vllm_sparse_backend.settings.config import KEY, OPTION, RequestsConfig
+from vllm_sparse_backend.settings.errors import ConfigurationError, looks_like, not_one_of, unexpected
 from vllm_sparse_backend.settings.plan import DEFAULT, Plan
-from vllm_sparse_backend.settings.profile import EXACT
+from vllm_sparse_backend.settings.profile import EXACT, ON, SHARE
 
 FIELD = "sparse_prefill"
+REPORT = "sparse_prefill_report"
+"""Beside it: true asks how the request was prefilled."""
 MARK = "sparse_prefill_mark"
 """The front process writes it, over whatever a request may hold there."""
+
+
+class Granted(str):
+    """A level that a server has found its request may have; no request can send such a value."""
+
+
+def share_level(share: float) -> str:
+    """The level of requests whose heads that choose by mass keep this share of it."""
+    return f"{SHARE}={share!r}"
+
+
+def share_of(level: str) -> float | None:
+    """The p of such a level; None of every other one."""
+    name, _, share = level.partition("=")
+    return float(share) if name == SHARE else None
+
+
+def plan_of(level: str) -> str:
+    """The level whose plan, and whose thresholds, rows of this one have."""
+    return DEFAULT if share_of(level) is not None else level
+
+
+def counted_as(level: str) -> str:
+    """What counters call a level: requests that give a p are one, whatever it is."""
+    return SHARE if share_of(level) is not None else level
+
+
+def refuse_slips(where: str, keys: Iterable[object]) -> None:
+    """Raise ValueError where one of the keys looks like ours, and is not: it must not pass for none."""
+    for key in keys:
+        if key not in (FIELD, REPORT) and looks_like(key, FIELD):
+            raise ValueError(f"{where}: {unexpected(key, f'the key {FIELD!r} in vllm_xargs')}")
+
+
+def asks_report(given: Mapping[str, Any]) -> bool:
+    """Whether the request with these ``vllm_xargs`` wants to know how it was prefilled. Raises ValueError."""
+    asked = given.get(REPORT, False)
+    if asked not in (True, False):
+        raise ValueError(f"vllm_xargs {REPORT}: {unexpected(asked, 'true or false')}")
+    return bool(asked)
 
 
 @dataclass(frozen=True)
@@ -42,8 +85,8 @@ class Mark:
         return None if data is None else Mark(*data)
 
     def write(self, extra_args: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """``extra_args`` with this mark, or without any where there is nothing to say."""
-        others = {key: value for key, value in (extra_args or {}).items() if key != MARK}
+        """``extra_args`` with this mark in place of what was asked for; without any where there is nothing to say."""
+        others = {key: value for key, value in (extra_args or {}).items() if key not in (FIELD, MARK)}
         if self.level == DEFAULT and self.salt is None:
             return others or None
         return {**others, MARK: [self.level, self.salt, self.exact_tokens]}
@@ -56,36 +99,91 @@ class Choices:
     levels: tuple[str, ...]
     """``exact`` first, then those of the profile."""
     own: str | None = None
-    """The level that the server has unless told, where its profile says."""
+    """The name of the server's own level, where its profile says."""
     exact_tokens: int | None = None
     """The first positions of every row, which are dense at all levels; None if nothing ever goes sparse."""
     salts: Mapping[str, str] = field(default_factory=dict)
-    """By level; those without one share their blocks."""
+    """By level; one without has the hashes of vLLM."""
     refusal: str | None = None
-    """Why requests can have nothing but the server's own level here."""
+    """Why requests can have nothing here but what they get unasked."""
+    shares: frozenset[float] = frozenset()
+    """The p of all heads that choose by mass; empty if there are none."""
+    default: str = DEFAULT
+    """The level of requests that ask for none."""
+    models: Mapping[str, str] = field(default_factory=dict)
+    """The same, by the served name that requests give as their model."""
+    allowed: frozenset[str] | None = None
+    """Levels that requests may have beside what they get unasked; None: all."""
+
+    def under(self, policy: RequestsConfig) -> "Choices":
+        """These choices, as an operator's policy has them. Raises ConfigurationError that names the field."""
+        default = DEFAULT if policy.default is None else self._named("default", policy.default)
+        models = {model: self._named(f"models.{model}", name) for model, name in policy.models.items()}
+        allowed = None
+        if policy.allow is not None:
+            allowed = frozenset(self._named("allow", name, SHARE) for name in policy.allow)
+        return replace(self, default=default, models=models, allowed=allowed)
+
+    def _named(self, where: str, name: str, *more: str) -> str:
+        names = (ON, *more, *self.levels)
+        if name not in names:
+            raise ConfigurationError(f"{OPTION} {KEY}.requests.{where}: {not_one_of(name, names)}")
+        return DEFAULT if name in (ON, self.own) else name
 
     def mark(self, extra_args: Mapping[str, Any] | None) -> Mark:
         """What a request with these ``extra_args`` gets. Raises ValueError that lists what is allowed."""
-        level = self.level(extra_args[FIELD]) if extra_args and FIELD in extra_args else DEFAULT
-        salt = None if self.exact_tokens is None else self.salts.get(level)
-        return Mark(level, salt, self.exact_tokens or 0)
+        given = {key: value for key, value in (extra_args or {}).items() if key != MARK}
+        refuse_slips("vllm_xargs", given)
+        asks_report(given)
+        level = str(self.grant(given))  # plain, as it travels to other processes
+        return Mark(level, self._salt(level), self.exact_tokens or 0)
+
+    def grant(self, asked: Mapping[str, Any], model: str | None = None) -> Granted:
+        """The level of a request that asks for this one, if for any, of the served model of that name.
+
+        Raises ValueError where it may not have it.
+        """
+        unasked = self.models.get(model or "", self.default)
+        if FIELD not in asked:
+            return Granted(unasked)
+        given = asked[FIELD]
+        if isinstance(given, Granted):
+            return given
+        level = self.level(given)
+        if level != unasked and (why := self._why_not(level)) is not None:
+            raise ValueError(f"vllm_xargs {FIELD}: given {given!r}, but {why}; leave it out")
+        return Granted(level)
 
     def level(self, given: object) -> str:
-        """The level that a request's value names: ``exact``, ``default`` or another of the profile's."""
+        """The level that a request's value names: ``exact``, ``default``, another of the profile's, or a share's."""
         if isinstance(given, (bool, int, float)) and given in (0, 1):
-            level = DEFAULT if given else EXACT
-        elif isinstance(given, str) and given in self.levels:
-            level = DEFAULT if given == self.own else given
-        else:
-            raise ValueError(f"vllm_xargs {FIELD}: {unexpected(given, f'one of {self}')}")
-        if level != DEFAULT and self.refusal is not None:
-            raise ValueError(f"vllm_xargs {FIELD}: given {given!r}, but {self.refusal}; leave it out, or give 1")
-        return level
+            return DEFAULT if given else EXACT
+        if isinstance(given, str) and given in (ON, *self.levels):
+            return DEFAULT if given in (ON, self.own) else given
+        if isinstance(given, float) and 0 < given < 1:
+            if not self.shares:
+                why = "no head of this server's plan chooses by mass (top_p), so that there is no p to set"
+                raise ValueError(f"vllm_xargs {FIELD}: given {given!r}, but {why}; expected one of {self}")
+            return DEFAULT if self.shares == {given} else share_level(given)
+        raise ValueError(f"vllm_xargs {FIELD}: {unexpected(given, f'one of {self}')}")
+
+    def _why_not(self, level: str) -> str | None:
+        if self.refusal is None and self.allowed is not None and counted_as(level) not in self.allowed:
+            return "this server's settings (requests.allow) keep requests from it"
+        return self.refusal
+
+    def _salt(self, level: str) -> str | None:
+        if self.exact_tokens is None:
+            return None
+        if share_of(level) is None:
+            return self.salts.get(level)
+        return ":".join([level, *filter(None, [self.salts.get(DEFAULT)])])
 
     def __str__(self) -> str:
         own = f", {self.own}" if self.own is not None else ""
         names = [f"'{level}'" for level in self.levels]
-        return f"0 (exact), 1 (this server's own level{own}), {', '.join(names)}"
+        share = ", a number between 0 and 1 (p of its top_p heads)" if self.shares else ""
+        return f"0 (exact), 1 (this server's own level{own}), {', '.join(names)}{share}"
 
 
 def fingerprint(plan: Plan) -> str:

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sparse-prefill switch`: exact for all new requests of a running server, and back."""
+
+import json
+import os
+import urllib.error
+import urllib.request
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from vllm_sparse_backend.cli.common import failures, say
+from vllm_sparse_backend.settings.metrics import SWITCH_PATH
+
+TIMEOUT_S = 90
+
+
+class To(StrEnum):
+    EXACT = "exact"
+    ON = "on"
+
+
+def switch(
+    url: Annotated[str, typer.Argument(help="Of the server, such as http://localhost:8000.")],
+    to: Annotated[To, typer.Argument(help="exact: all new requests run dense; on: they have what they ask for.")],
+) -> None:
+    """Make all new requests of a running server exact, or let them go sparse again; with the key in OPENAI_API_KEY.
+
+    The server must allow it: "switch": true in its settings.
+    """
+    with failures():
+        ask(url.rstrip("/").removesuffix("/v1"), to)
+    say(f"{url}: all new requests {'are exact' if to is To.EXACT else 'have what they ask for'}")
+
+
+def ask(url: str, to: To) -> None:
+    """Raises ServerError where the server did not do it."""
+    from vllm_sparse_backend.measure.server import ServerError
+
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get("OPENAI_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
+    try:
+        request = urllib.request.Request(url + SWITCH_PATH, json.dumps({"to": to.value}).encode(), headers)
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        direct.open(request, timeout=TIMEOUT_S).close()
+    except urllib.error.HTTPError as error:
+        said = error.read().decode(errors="replace")
+        why = {
+            401: "it asks for a key: set OPENAI_API_KEY to it",
+            404: 'it has no switch: start it with --additional-config \'{"sparse_prefill": {"switch": true, ...}}\'',
+        }.get(error.code, said)
+        raise ServerError(f"{url} answered {error.code}: {why}") from None
+    except (OSError, ValueError) as error:
+        raise ServerError(f"{url}: no answer: {error}") from None

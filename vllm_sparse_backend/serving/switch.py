@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact for all new requests, and back, without a restart: POST /v1/sparse_prefill/switch, where the settings allow it.
+
+The engine's core decides, as it takes requests in: it is one process, whichever of the server's processes a request or
+the switch came through, and every rank and pipeline stage learns a request's level from it. Of several data-parallel
+engines all are told, and the answer waits for them.
+"""
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from vllm_sparse_backend.identity import LOGGER
+from vllm_sparse_backend.serving.metrics_page import engines_of
+from vllm_sparse_backend.serving.requests import choices
+from vllm_sparse_backend.settings.errors import unexpected
+from vllm_sparse_backend.settings.metrics import SWITCH_METHOD
+from vllm_sparse_backend.settings.profile import EXACT, ON
+from vllm_sparse_backend.settings.requests import FIELD, Granted, Mark
+
+logger = logging.getLogger(LOGGER)
+
+TIMEOUT_S = 60.0
+
+MARK = "sparse_prefill_switched"
+"""Attribute of the engine's core: what all new requests get; absent or None where they get what they ask for."""
+
+
+def turn(core: Any, to: str) -> str:
+    """In the core: from now on. Returns why it can't be, or nothing."""
+    found = choices(core.vllm_config)
+    if to == EXACT and found.refusal is not None:
+        return found.refusal
+    mark = found.mark({FIELD: Granted(EXACT)}) if to == EXACT else None
+    setattr(core, MARK, mark)
+    logger.warning("sparse-prefill: switched: all new requests %s", "are exact" if mark else "have what they ask for")
+    return ""
+
+
+def apply(core: Any, request: Any) -> None:
+    """In the core: give a request that comes in what the switch says."""
+    mark: Mark | None = getattr(core, MARK, None)
+    if mark is not None and request.sampling_params is not None:
+        request.sampling_params.extra_args = mark.write(request.sampling_params.extra_args)
+
+
+def is_exact(core: Any) -> bool:
+    return getattr(core, MARK, None) is not None
+
+
+class Switch:
+    """In a server's process: what answers to ``SWITCH_PATH``."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+
+    async def answer(self, request: Request) -> JSONResponse:
+        try:
+            given = json.loads(await request.body())
+        except ValueError:
+            given = None
+        if given not in ({"to": EXACT}, {"to": ON}):
+            return _error(400, unexpected(given, f'{{"to": "{EXACT}"}} or {{"to": "{ON}"}}'))
+        asks = engines_of(self.client, SWITCH_METHOD)
+        tasks = {engine: asyncio.create_task(_said(ask(given["to"]))) for engine, ask in asks.items()}
+        await asyncio.wait(tasks.values(), timeout=TIMEOUT_S)
+        late = [engine for engine, task in tasks.items() if not task.done()]
+        if late:
+            return _error(504, f"no answer from engine {', '.join(late)} after {TIMEOUT_S:.0f} s; ask again")
+        wrong = [f"engine {engine}: {said}" for engine, task in tasks.items() if (said := task.result())]
+        return _error(409, "; ".join(wrong)) if wrong else JSONResponse({FIELD: given["to"]})
+
+
+async def _said(answer: Any) -> str:
+    try:
+        return str((await answer)[0])
+    except Exception as error:  # whatever an engine raises that is going down
+        return f"{type(error).__name__}: {error}"
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": f"sparse-prefill: {message}", "code": status}}, status)
