@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from benchmarks.tiny import CONFIG
 from benchmarks.ways_in import HONOURED, KEPT, NOT_SERVED, Asker
 from tests.server import levels, scenario
 from tests.server.scenario import Servers
 from vllm_sparse_backend.cli import switch
-from vllm_sparse_backend.demo.model import CONFIG
 from vllm_sparse_backend.measure.scrape import Report
 from vllm_sparse_backend.measure.server import Server, ServerError
 from vllm_sparse_backend.settings.reasons import Fallback

@@ -59,11 +59,25 @@ def _checked(original: Function) -> Function:
         if is_ours(vllm_config.attention_config.backend) and vllm_config.model_config is not None and not is_part:
             from vllm_sparse_backend.serving.startup import check
 
-            check(vllm_config)
+            try:
+                check(vllm_config)
+            except ConfigurationError as error:
+                sys.excepthook = functools.partial(_in_one_line, error, sys.excepthook)
+                raise
             install_in_front()
             install_in_core()  # which may be this process
 
     return check_and_update_config
+
+
+def _in_one_line(
+    ours: ConfigurationError, others: Callable[..., object], kind: type, error: BaseException, trace: Any
+) -> None:
+    """How a process ends that nothing keeps from it: our error says what to mend, and a traceback would hide it."""
+    if error is ours:
+        print(f"sparse-prefill: {error}", file=sys.stderr)
+    else:
+        others(kind, error, trace)
 
 
 def _selectable(original: Function) -> Function:
