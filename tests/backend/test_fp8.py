@@ -129,9 +129,9 @@ def test_warm_up_meets_every_kernel(
     monkeypatch.setattr(compat, "flash_attention", lambda: FlashAttention.of_version(3, uncomputed))
     monkeypatch.setattr(engines, "expected_attention", lambda batch, index, options: None)
     monkeypatch.setattr(engines, "failure", lambda *_: None)
-    steps = check_keys(
-        make_impls(method, params, CPU, engine=engine), 128, engine, random_steps(5, 8), monkeypatch, True
-    )
+    impls = make_impls(method, params, CPU, engine=engine)
+    steps = check_keys(impls, 128, engine, random_steps(seed=5, number=8), monkeypatch, in_fp8=True)
+    assert {impl.layer.engine.name for impl in impls} == {engine}
     assert any("fp8" in key for _, key in steps)
 
 
