@@ -19,7 +19,7 @@ from vllm_sparse_backend.settings.methods import make_method, summarize
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import EXACT, Profile
 from vllm_sparse_backend.settings.ranges import format_ranges
-from vllm_sparse_kernels.layer import HeadGroup, LayerPlan, group_heads, methods_by_head, share_kept
+from vllm_sparse_kernels.layer import HeadGroup, LayerPlan, group_heads, methods_by_head
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
 
@@ -40,7 +40,7 @@ def layer_by_level(plans: Iterable["Plan"], layer: int) -> tuple[LayerPlan, ...]
 
 def shares_of(plan: "Plan") -> frozenset[float]:
     """The p of all heads that choose by mass; empty if there are none."""
-    return frozenset(share for method in plan.methods if (share := share_kept(method)) is not None)
+    return frozenset(share for method in plan.methods if (share := method.share_kept) is not None)
 
 
 @dataclass(frozen=True)
