@@ -51,7 +51,7 @@ def test_every_layer_adopts_its_part_and_runs_it(
     profile = load_profile(name)
     assert profile.model is not None
     shape = ModelShape(**(vars(profile.model) | {"head_dim": HEAD_DIM}))
-    (path := tmp_path / "tiny.yaml").write_text(profile.model_copy(update={"model": shape}).to_yaml(compact=True))
+    (path := tmp_path / "tiny.yaml").write_text(profile.model_copy(update={"model": shape}).to_yaml())
     config = configured(profile=str(path), min_tokens=0, min_query_tokens=1)
     monkeypatch.setattr(compat, "model_shape", lambda config: shape)
     monkeypatch.setattr(config.model_config, "get_layers_start_end_indices", lambda parallel: (0, shape.num_layers))

@@ -212,10 +212,17 @@ class TestFront:
             metadata = builder.build(0, step.common)
             exact = torch.equal(step.forward(made[0], metadata), step.delegated(made[0], builder))
             assert exact == (own == 0)
-        for wrong in ({"default": "fast"}, {"models": {"a": "exact"}}):
-            config = configured(method="a_shape", requests=wrong)
-            with pytest.raises(ConfigurationError, match=rf"requests.{next(iter(wrong))}: given.* this server pools"):
-                choices(config)
+
+    @pytest.mark.parametrize(
+        ("policy", "given"), [({"default": "fast"}, "fast"), ({"models": {"a": "on"}}, "default, exact")]
+    )
+    def test_requests_for_pooling_carry_no_level(
+        self, levels: Any, monkeypatch: pytest.MonkeyPatch, policy: Any, given: str
+    ) -> None:
+        monkeypatch.setattr(levels.model_config, "runner_type", "pooling")
+        monkeypatch.setitem(levels.additional_config["sparse_prefill"], "requests", policy)
+        with pytest.raises(ConfigurationError, match=rf"requests: given {given} for .* but this server pools"):
+            choices(levels)
 
     @pytest.mark.parametrize("policy", [{"default": "exact"}, {"default": "fast"}, {"models": {"a": "exact"}}])
     def test_who_gets_what_unasked_has_vllms_own_hashes(

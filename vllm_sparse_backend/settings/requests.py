@@ -148,7 +148,8 @@ class Choices:
 
     def _why_not(self, level: str) -> str | None:
         if self.refusal is None and self.allowed is not None and split(level)[0] not in self.allowed:
-            return "this server's settings (requests.allow) keep requests from it"
+            names = ", ".join(sorted(ON if name == DEFAULT else name for name in self.allowed)) or "nothing"
+            return f"beside what they get anyway, this server's settings (requests.allow) let requests have {names}"
         return self.refusal
 
     def _salt(self, level: str) -> str | None:
