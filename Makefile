@@ -25,7 +25,7 @@ $(INSTALLED): pyproject.toml deploy/install.py
 	@touch $@
 
 demo: $(INSTALLED)
-	@$(BIN)/sparse-prefill demo $(if $(MODEL),--model '$(MODEL)') $(if $(METHOD),--method '$(METHOD)')
+	@$(BIN)/sparse-prefill demo $(if $(MODEL),'$(MODEL)') $(if $(METHOD),--method '$(METHOD)')
 
 # What to run on every change: five minutes on two cores. The second half starts stock vLLM and this backend, once.
 test: $(INSTALLED)

@@ -27,6 +27,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from benchmarks.asked import Asked, Clusters
 from benchmarks.by_query import Recalls
 from benchmarks.figures import Report
 from benchmarks.kept import select_layer
@@ -35,7 +36,6 @@ from benchmarks.oracle import exact_masses
 from benchmarks.recall import length_name
 from benchmarks.tables import markdown_table
 from vllm_sparse_backend.cli.common import device_of, failures, split
-from vllm_sparse_backend.measure.asked import Asked, Clusters
 from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.profiling.capture import Capture
 from vllm_sparse_backend.profiling.chunks import chunk_rows, dense_attention, paged

@@ -18,12 +18,23 @@ import torch
 import typer
 
 from benchmarks.batches import random_batch, random_index
+from benchmarks.check import BUDGET, Check, check_attention
 from benchmarks.figures import Report
-from benchmarks.options import Chunk, Contexts, Engines, Json, Model, Page, Results, difference, is_default
+from benchmarks.options import (
+    Chunk,
+    Contexts,
+    Engines,
+    Json,
+    Model,
+    Page,
+    Results,
+    difference,
+    engines_named,
+    is_default,
+)
 from vllm_sparse_backend.cli.bench import show
 from vllm_sparse_backend.cli.common import failures, split, token_counts
 from vllm_sparse_backend.measure.card import Card, Span, refusal
-from vllm_sparse_backend.measure.check import BUDGET, Check, check_attention
 from vllm_sparse_backend.measure.data import Heads, without_nan
 from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_kernels import AttendOptions, SparseIndex
@@ -250,7 +261,7 @@ def main(
         )  # fmt: skip
         card, heads = Card(), Heads.of(model, page_size)
         report = Report("attend", card.name, json_path, results)
-        rows = run_attend(card, heads, cases, card.engines_named(split(engines)), report, options)
+        rows = run_attend(card, heads, cases, engines_named(card, split(engines)), report, options)
         show(f"attend beside {card.dense_name}, {card.name}, {heads}", COLUMNS, rows)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from vllm_sparse_backend.measure.asked import plan_of_heads
+from benchmarks.asked import plan_of_heads
 from vllm_sparse_backend.measure.data import Prompt, without_nan
 from vllm_sparse_backend.profiling.capture import Capture
 from vllm_sparse_backend.profiling.chunks import PAGE_TOKENS, paged

@@ -22,12 +22,12 @@ from rich.console import Console
 
 from benchmarks.captured import captured_prompts
 from benchmarks.figures import Report
-from benchmarks.options import Chunk, Contexts, Json, OneMethod, Results, layers_served, plan_asked
+from benchmarks.options import CHUNK_TOKENS, Chunk, Contexts, Json, OneMethod, Results, layers_served, plan_asked
+from benchmarks.structured import structured_prompts
 from vllm_sparse_backend.measure.card import Card, Run, Span
-from vllm_sparse_backend.measure.data import Heads, Prompt, structured_prompts
+from vllm_sparse_backend.measure.data import Heads, Prompt
 from vllm_sparse_backend.measure.layers import Layer, new_step
 from vllm_sparse_backend.measure.report import table_of
-from vllm_sparse_backend.measure.server import CHUNK_TOKENS
 from vllm_sparse_backend.profiling.capture import Capture
 from vllm_sparse_backend.serving.guard import PROBE_TOKENS, Guard
 from vllm_sparse_backend.settings.config import GuardConfig

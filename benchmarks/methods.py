@@ -22,8 +22,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from benchmarks.asked import Asked, methods_asked
 from benchmarks.batches import in_fp8
 from benchmarks.captured import captured_prompts, plan_of_profile, repeated_clusters
+from benchmarks.check import Check, check_attention
 from benchmarks.figures import Report
 from benchmarks.options import (
     Chunk,
@@ -36,14 +38,14 @@ from benchmarks.options import (
     Page,
     Results,
     difference,
+    engines_named,
     is_default,
 )
+from benchmarks.structured import structured_clusters, structured_prompts
 from vllm_sparse_backend.cli.bench import show
 from vllm_sparse_backend.cli.common import failures, split, token_counts
-from vllm_sparse_backend.measure.asked import Asked, methods_asked
 from vllm_sparse_backend.measure.card import Card, Run
-from vllm_sparse_backend.measure.check import Check, check_attention
-from vllm_sparse_backend.measure.data import Heads, Prompt, structured_clusters, structured_prompts
+from vllm_sparse_backend.measure.data import Heads, Prompt
 from vllm_sparse_backend.measure.layers import Layer, layers_of, new_step
 from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.profiling.capture import Capture
@@ -102,7 +104,7 @@ def run_methods(
         truths = [_dense_out(card, prompt.chunk(context_len, query_len)) for prompt in unrounded] or dense_outs
         for asked, plan in plans:
             for engine in (card.engines[name] for name in engines):
-                layers = layers_of(prompts, plan, context_len, query_len, engine.name)
+                layers = layers_of(prompts, plan.layers, context_len, query_len, engine.name)
                 row = {"data": data, "method": str(asked), "engine": engine.name, "context_len": context_len}
                 row["query_len"] = query_len
                 if why := next((w for layer in layers if (w := layer.refusal(engine))), None):
@@ -111,7 +113,7 @@ def run_methods(
                     _measure(card, layers, engine, dense, truths, row)
                     if unrounded:
                         row["stock_error"] = fmean(map(difference, dense_outs, truths))
-                        exact = layers_of(unrounded, plan, context_len, query_len, engine.name)
+                        exact = layers_of(unrounded, plan.layers, context_len, query_len, engine.name)
                         _add_fp8_error(layers, exact, engine, row)
                 report.add_case(row)
                 if "problem" not in row:
@@ -235,7 +237,7 @@ def main(
             prompts = structured_prompts(heads, max(lengths) + chunk, layers, card.device)
             plans = [(one, one.plan(shape, alike)) for one in methods_asked(texts, profiles, shape)]
         data = f"{name} in fp8" if is_fp8 else name
-        report, chosen = Report("methods", card.name, json_path, results), card.engines_named(split(engines))
+        report, chosen = Report("methods", card.name, json_path, results), engines_named(card, split(engines))
         # As a server rounds whose checkpoint has no scales: all are 1.
         given = [Prompt(in_fp8(prompt.whole)) for prompt in prompts] if is_fp8 else prompts
         rows = run_methods(card, given, data, plans, lengths, chunk, chosen, report, prompts if is_fp8 else ())

@@ -8,17 +8,19 @@ from typing import Annotated
 import torch
 import typer
 
-from vllm_sparse_backend.measure.asked import Asked
+from benchmarks.asked import Asked
 from vllm_sparse_backend.measure.card import Card
 from vllm_sparse_backend.measure.data import Prompt
 from vllm_sparse_backend.measure.layers import Layer, layers_of
 from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
+from vllm_sparse_backend.settings.errors import not_one_of
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import AttendOptions, PagedCache, SparseIndex
 from vllm_sparse_kernels.attend import AttendSpec, Engine, choose
 
+CHUNK_TOKENS = 8192
 Json = Annotated[Path | None, typer.Option("--json", help="File for all that was measured.")]
 Results = Annotated[Path | None, typer.Option(help="List of figures to merge this run's into.")]
 Methods = Annotated[
@@ -35,6 +37,13 @@ Clusters = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="cuda, or cpu, where references select, slowly.")]
 Text = Annotated[Path | None, typer.Option(help="Text file, or folder of *.py; vLLM's sources unless given.")]
+
+
+def engines_named(card: Card, names: Sequence[str]) -> list[str]:
+    """These, or all. Raises BenchError where there is none of a name."""
+    if unknown := [name for name in names if name not in card.engines]:
+        raise BenchError(f"--engines: {not_one_of(unknown[0], card.engines)}")
+    return list(names or card.engines)
 
 
 def device_label(device: str) -> str:
@@ -54,7 +63,7 @@ def layers_served(
 ) -> tuple[Engine, list[Layer]]:
     """The chunk in each layer, for the engine that a server would take."""
     for engine in card.engines.values():
-        layers = layers_of(prompts, plan, context_len, query_len, engine.name)
+        layers = layers_of(prompts, plan.layers, context_len, query_len, engine.name)
         if all(layer.refusal(engine) is None for layer in layers):
             return engine, layers
     raise BenchError("no engine can attend over this plan's index here")

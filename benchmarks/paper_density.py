@@ -16,8 +16,8 @@ from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
 from vllm_sparse_kernels.methods.minference.reference import POOL_TOKENS
-from vllm_sparse_kernels.methods.sale import reference as sale
 from vllm_sparse_kernels.methods.sale.method import Sale
+from vllm_sparse_kernels.methods.sale.reference import KEY_BLOCK, last_positions, paper_blocks
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
@@ -43,13 +43,24 @@ def paper_density(
         return real
     if isinstance(method, Sale):
         heads = torch.tensor([head], dtype=torch.int32, device=queries[0].device)
-        of = [sale.paper_density(method, q, cache, rows, heads, scale) for q, rows in zip(queries, chunks)]
+        of = [sale_density(method, q, cache, rows, heads, scale) for q, rows in zip(queries, chunks)]
         weights = [causal_pairs(rows) for rows in chunks]
         return sum(density * weight for density, weight in zip(of, weights)) / sum(weights)
     if isinstance(method, BlockSparse):
         reach = [last // POOL_TOKENS + 1 for rows in chunks for last in _last_queries(rows)]
         return sum(min(method.top_blocks, blocks) for blocks in reach) / sum(reach)
     return None
+
+
+def sale_density(
+    method: Sale, q: torch.Tensor, cache: PagedCache, rows: Rows, heads: torch.Tensor, scale: float
+) -> float:
+    """Kept blocks of 64 queries × 32 keys over all blocks that hold a causal pair."""
+    kept = total = 0
+    for _, i_tile, blocks in paper_blocks(method, q, cache, rows, heads, scale):
+        kept += int(blocks.sum())
+        total += sum(last // KEY_BLOCK + 1 for last in last_positions(rows.tile_list[i_tile]))
+    return kept / total
 
 
 def _last_queries(rows: Rows) -> list[int]:

@@ -17,11 +17,11 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.asked import Asked as AskedMethod, Clusters, methods_asked
 from benchmarks.figures import Report
 from benchmarks.kept import Asked, Kept, Measured, measure_plans
 from benchmarks.options import Clusters as ClustersOption, Device, Json, Methods, Results, device_label
 from vllm_sparse_backend.cli.common import device_of, failures, token_counts, wide_console
-from vllm_sparse_backend.measure.asked import Asked as AskedMethod, Clusters, methods_asked
 from vllm_sparse_backend.measure.report import BenchError, table_of
 from vllm_sparse_backend.profiling.capture import Capture
 from vllm_sparse_backend.profiling.clusters import head_clusters

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_sparse_backend.demo.model import CONFIG, write_tokenizer
+from benchmarks.tiny import CONFIG, write_tokenizer
+from vllm_sparse_backend.settings.model_shape import ModelShape
 
 SHAPE: dict[str, Any] = CONFIG | {
     "hidden_size": 4096,
@@ -47,6 +48,12 @@ def _name_all_tokens(file: Path, vocab_size: int) -> None:
     words = tokenizer["model"]["vocab"]
     words |= {f"Ġ{number}": number for number in range(len(words), vocab_size)}  # no merge makes them of a text
     file.write_text(json.dumps(tokenizer), encoding="utf-8")
+
+
+def kv_bytes(model: Path, tokens: int) -> int:
+    """Of 16-bit keys and values of all layers."""
+    shape = ModelShape.from_folder(model)
+    return 2 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * tokens
 
 
 def main(

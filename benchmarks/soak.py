@@ -35,15 +35,14 @@ from vllm_sparse_backend.cli.common import (
     Text,
     exit_on_sigterm,
     failures,
-    level_of,
-    refuse_without_model,
+    levels_of,
     split,
-    text_of,
 )
 from vllm_sparse_backend.measure.client import Endpoint, Prompts, RequestError
 from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.measure.scrape import parse
-from vllm_sparse_backend.measure.server import Server, Settings, device_name, server_args, sparse_args, split_args
+from vllm_sparse_backend.measure.server import Server, Settings, device_name, sparse_args, split_args
+from vllm_sparse_backend.measure.texts import read_text
 from vllm_sparse_backend.settings.profile import EXACT
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_backend.settings.requests import FIELD
@@ -420,17 +419,15 @@ def main(
     with failures():
         if (model is None) == (url is None) or shortest > longest:
             raise BenchError("soak: expected a MODEL to serve or --url, and --shortest at most --longest")
-        if url is not None:
-            refuse_without_model({"--server-args": more_args})
-        asked = tuple(level_of(one) for one in split(levels))
+        asked = tuple(levels_of(split(levels)))
         asking = Asking(seconds, clients, shortest, longest, (None, *asked), abort_share=aborts, seed=seed)
         report = Report("soak", device_name(*([url] if url else [])), json_path, results)
-        own, given_text = Settings.parse(settings or "{}", model=model), text_of(text)
+        own, given_text = Settings.parse(settings or "{}", model=model), read_text(text) if text else None
         with ExitStack() as stack:
             resident_bytes = None
             if model is not None:
-                more = ("--max-num-batched-tokens", str(chunk), *split_args(more_args))
-                args = server_args(model, longest + asking.most_output_tokens + 16, 2 * longest, more)
+                room = longest + asking.most_output_tokens + 16
+                args = ["--max-model-len", str(room), "--max-num-batched-tokens", str(chunk), *split_args(more_args)]
                 server = stack.enter_context(Server(model, (*args, *sparse_args(own.values)), env=SERVER_ENV))
                 url, resident_bytes = server.url, partial(resident_bytes_of, server.pid)
             endpoint = Endpoint.connect("server", url or "")

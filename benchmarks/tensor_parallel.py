@@ -26,11 +26,13 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.figures import Report
+from benchmarks.shape import kv_bytes
 from vllm_sparse_backend.measure.report import BenchError
-from vllm_sparse_backend.measure.server import SPARE_TOKENS, Server, Settings, device_name, kv_bytes, sparse_args
+from vllm_sparse_backend.measure.server import Server, Settings, device_name, sparse_args
 
-CLI = [sys.executable, "-m", "vllm_sparse_backend.cli"]
+CLI = [sys.executable, "-m", "vllm_sparse_backend"]
 CARDS = (1, 2)
+SPARE_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def compare_answers(urls: dict[int, str], text: Path, lengths: str, prompts: int
     found, servers = folder / "answers.json", []
     for cards, url in urls.items():
         servers += ["--url", url, "--label", f"TP {cards}"]
-    asked = ["--lengths", lengths, "--prompts", str(prompts), "--text", str(text), "--json", str(found)]
+    asked = ["--lengths", lengths, "--count", str(prompts), "--text", str(text), "--json", str(found)]
     run([*CLI, "eval", "answers", *servers, *asked], 180)
     labels = [f"TP {cards}" for cards in urls]
     rows = summaries(cases_of(found), labels, [int(n) for n in lengths.split(",")])
@@ -94,7 +96,8 @@ def compare_speed(
     sooner: dict[int, float] = {}
     for cards in CARDS:
         found = folder / f"serve-{cards}.json"
-        where = ["--stock-url", urls[cards, False], "--url", urls[cards, True], "--label", f"{settings}, TP {cards}"]
+        labels = ["--label", "stock", "--label", f"{settings}, TP {cards}"]
+        where = ["--url", urls[cards, False], "--url", urls[cards, True], *labels]
         asked = ["--lengths", str(length), "--output-tokens", "8", "--repeats", "3", "--requests", "0"]
         run([*CLI, "bench", "serve", *where, *asked, "--json", str(found)], 120)
         for case in cases_of(found):

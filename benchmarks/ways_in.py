@@ -20,7 +20,7 @@ from rich.console import Console
 
 from benchmarks.figures import Report
 from benchmarks.options import Json, Results
-from vllm_sparse_backend.demo.model import make_model
+from benchmarks.tiny import make_model
 from vllm_sparse_backend.measure.report import table_of
 from vllm_sparse_backend.measure.scrape import parse
 from vllm_sparse_backend.measure.server import Server, ServerError, device_name, sparse_args

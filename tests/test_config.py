@@ -29,11 +29,11 @@ def test_without_settings_the_defaults_hold(additional_config: dict[str, Any] | 
 
 
 def test_fields_are_taken() -> None:
-    params = {"tau": 0, "local_tokens": 256}
+    params = {"kept_mass": 1, "local_tokens": 256}
     settings = {"params": params, "min_tokens": 0, "dense_layers": [3, 1, 3], "metrics_interval_s": 2}
     config = load_config({"sparse_prefill": settings})
-    assert config.uniform_method() == make_method("sale", {"tau": 0.0, "local_tokens": 256})  # before the preset's tau
-    assert make_method("default", {}) == make_method("sale", {"tau": 0.03})
+    assert config.uniform_method() == make_method("top_p", {"kept_mass": 1.0, "local_tokens": 256})
+    assert make_method("default", {}) == make_method("top_p", {})
     assert (config.min_tokens, config.dense_layers, config.metrics_interval_s) == (0, (1, 3), 2.0)
 
 
@@ -68,12 +68,15 @@ def test_all_wrong_fields_are_named_at_once() -> None:
         (7, "sparse_prefill: given 7, expected a mapping, or the name or path of a profile"),
         ({"method": "dense", "params": {"top": 1}}, "sparse_prefill.params: top: unknown parameter of dense"),
         ({"method": "den\nse"}, "sparse_prefill.method: given 'den\\nse'"),
-        ({"params": {"tau": True, "sinks": 1}}, "tau: given True, expected a number; sinks: unknown parameter of"),
+        (
+            {"params": {"kept_mass": True, "tau": 1}},
+            "kept_mass: given True, expected a number; tau: unknown parameter of",
+        ),
         (
             {"params": {"local_tokens": "many"}},
             "params: local_tokens: given 'many', expected an integer",
         ),
-        ({"params": {"tau": -5.0}}, "sparse_prefill.params: tau: given -5.0, expected"),
+        ({"params": {"kept_mass": -5.0}}, "sparse_prefill.params: kept_mass: given -5.0, expected"),
     ],
 )
 def test_wrong_value(settings: object, expected: str) -> None:

@@ -18,7 +18,7 @@ from vllm_sparse_backend.settings.crossover import (
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
-from vllm_sparse_backend.settings.profile import LayerProfile, Profile
+from vllm_sparse_backend.settings.profile import LayerProfile, Profile, parse_profile
 
 CARD = "NVIDIA H100 80GB HBM3"
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=4, num_heads=32, num_kv_heads=8, head_dim=128)
@@ -183,7 +183,7 @@ def test_the_configuration_goes_before_the_profile(profile: Any, config: Any, ex
     [
         ('{"format": 2, "entries": []}', "format: given 2, expected 1"),
         ('{"format": 1}', "entries: missing"),
-        ("[", "Invalid JSON"),
+        ("root:x:0:0:root", "table.json: not JSON: expected value at line 1 column 1"),  # and nothing of what it is
         (json.dumps({"format": 1, "entries": [entry(-1)]}), "entries.0.min_tokens: given -1, expected at least 0"),
         (json.dumps({"format": 1, "entries": [entry(1, speed=3)]}), "entries.0.speed: unknown field"),
         (json.dumps({"format": 1, "entries": [entry(1, params={"sink": 3})]}), "sink: unknown parameter of a_shape"),
@@ -197,3 +197,29 @@ def test_a_table_that_is_none_is_an_error_that_names_it(content: str, expected: 
         load_crossover(str(path))
     assert str(caught.value).startswith(f"{path}: ")
     assert expected in str(caught.value)
+
+
+def test_what_a_profile_says_of_its_own_heads_goes_before_the_table(tmp_path: Path) -> None:
+    """On the device and the engines that it was measured with; a number that the operator sets goes before both."""
+    own = {"device": CARD, "engines": ["hopper"], "longest_tokens": 65536, "min_tokens": 4096, "min_query_tokens": 256}
+    profile = Profile.model_validate({
+        "format": 1, "model": SHAPE, "level": "high", "default": {"method": "a_shape"}, "crossover": own,
+        "levels": {"fast": {"default": {"method": "a_shape"}, "crossover": own | {"min_tokens": None}}},
+    })  # fmt: skip
+    assert parse_profile(profile.to_yaml(), "") == profile
+    given = table(entry(9000, 700))
+    (path := tmp_path / "mine.yaml").write_text(profile.to_yaml())
+
+    def of(level: str, *engines: str, device: str = CARD, **fields: Any) -> Thresholds:
+        plans = Plan.by_level(SparsePrefillConfig(profile=str(path), **fields), SHAPE)
+        return plans[level].thresholds(given, device, engines)
+
+    assert of("default", "hopper", device=CARD.lower()) == Thresholds(4096, 256)
+    assert of("default", "hopper", "flash") == of("default", "flash") == Thresholds(9000, 700)
+    assert of("default", "hopper", device="NVIDIA H200").min_tokens == UNMEASURED_MIN_TOKENS
+    assert of("default", "hopper", min_tokens=1) == Thresholds(1, 256)
+    plan = Plan.build(SparsePrefillConfig(profile=str(path)), SHAPE)
+    assert plan.exact_tokens(given, CARD) == plan.earliest_thresholds(given, CARD).min_tokens == 4096
+    never = of("fast", "hopper")
+    assert never.min_tokens is None
+    assert "the heads of this profile never faster than dense attention" in never.notes[0]

@@ -18,7 +18,7 @@ from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_backend.settings.profile import LayerProfile, Profile
 from vllm_sparse_backend.settings.resolved import Resolved
 from vllm_sparse_kernels.layer import HeadGroup
-from vllm_sparse_kernels.methods.share_prefill.method import SharePrefill, SharePrefillLayer
+from vllm_sparse_kernels.methods.share_prefill.method import SharePrefill
 
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=4, num_heads=8, num_kv_heads=2, head_dim=64)
 DENSE = make_method("dense", {})
@@ -84,8 +84,7 @@ def clusters_of(plan: Plan, layer: int) -> tuple[int, ...]:
     groups = plan.layer(layer)
     assert groups is not None
     (group,) = groups
-    assert isinstance(group.method, SharePrefillLayer)
-    return group.method.clusters
+    return tuple(one.cluster for one in group.methods())
 
 
 def test_heads_that_share_are_one_group_that_knows_their_clusters(write: Write) -> None:
@@ -96,13 +95,13 @@ def test_heads_that_share_are_one_group_that_knows_their_clusters(write: Write) 
     }
     plan = Plan.build(SparsePrefillConfig(profile=write(default=share(), layers=layers)), SHAPE)
     assert plan.layer(0) == (
-        HeadGroup((0, 3, 4, 5, 6, 7), SharePrefillLayer(clusters=(7, 7, -1, 2, -1, -1))),
+        HeadGroup((0, 3, 4, 5, 6, 7), SharePrefill.merged([share(c) for c in (7, 7, -1, 2, -1, -1)])),
         HeadGroup((1,), DENSE),
-        HeadGroup((2,), SharePrefillLayer(**spread, clusters=(7,))),
+        HeadGroup((2,), SharePrefill.merged([share(7, **spread)])),
     )
     assert clusters_of(plan, 1) == (-1,) * 8
-    gammas = (0.9, 0.9, 0.9, 0.8, 0.9, 0.9, 0.9)
-    assert plan.layer(2)[0].method == SharePrefillLayer(clusters=(-1, -1, -1, 2, -1, -1, -1), gammas=gammas)
+    last = [*[share()] * 3, share(2, gamma=0.8), *[share()] * 3]
+    assert plan.layer(2)[0].method == SharePrefill.merged(last)
 
 
 def test_head_left_alone_in_its_cluster_on_a_rank_is_noise_there(write: Write) -> None:

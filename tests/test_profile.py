@@ -130,7 +130,8 @@ provenance: {recall: 2, prompts_sha256: abc}
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[1, 2]", "given [1, 2], expected a mapping"),
+        ("[1, 2]", "given a list, expected a mapping"),
+        ("root:x:0:0\nnobody", "given a text, expected a mapping"),
         ("{a: 1\n", "line 2, column 1: "),
         (HEADER + "layers:\n  1: {}\n  1: {}\n", "line 6, column 3: key 1 is given twice"),
         (HEADER + "? [1, 2]\n: 3", "unhashable key"),

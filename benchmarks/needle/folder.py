@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.needle.net import Needle
 from benchmarks.needle.tokens import CHAT_TEMPLATE, encode
-from vllm_sparse_backend.demo.model import END, START
+from benchmarks.tiny import END, START
 
 README = """\
 # needle

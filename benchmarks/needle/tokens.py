@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vllm_sparse_backend.demo.model import END, START
+from benchmarks.tiny import END, START
 from vllm_sparse_backend.measure.answers import NAMES, Templates
 from vllm_sparse_backend.measure.texts import project_text, prose
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 
@@ -121,6 +122,25 @@ class IndexLayout:
         )
 
 
+class IndexArgs(NamedTuple):
+    """Tensors of Rows and SparseIndex, for kernels.
+
+    No number here changes with a batch's size in a way that Triton specialises on (a head's lists are a multiple of 16
+    long): a kernel that is compiled at start-up serves every later batch.
+    """
+
+    tiles: Any
+    order: Any
+    row_ends: Any
+    block_counts: Any
+    block_ids: Any
+    block_offsets: Any
+    stride_blocks: int
+    stripe_counts: Any
+    stripe_positions: Any
+    stripe_offsets: Any
+
+
 def padded_capacity(num_blocks: int) -> int:
     """The length of a head's block lists: a multiple of 16, which kernels are compiled for."""
     return ceil_div(num_blocks, 16) * 16
@@ -164,6 +184,15 @@ class SparseIndex:
         block_capacity = padded_capacity(sum(rows.block_capacities(block_tokens)))
         counts = (2 if stripe_capacity else 1) * room(num_heads, rows.num_tiles)
         return counts + room(num_heads, block_capacity) + room(stripe_capacity)
+
+    @property
+    def args(self) -> IndexArgs:
+        rows = self.rows
+        return IndexArgs(
+            rows.tiles, rows.heaviest_first, rows.row_ends,
+            self.block_counts, self.block_ids, self.block_offsets, self.block_ids.stride(0),
+            self.stripe_counts, self.stripe_positions, self.stripe_offsets,
+        )  # fmt: skip
 
     @property
     def has_stripes(self) -> bool:

@@ -83,8 +83,20 @@ class PagedCache:
         return tuple(x[pages].flatten(0, 1)[:seq_len] for x in (self.keys, self.values))  # type: ignore[return-value]
 
 
+class QueryArgs(NamedTuple):
+    """Queries by pointer, head_dim contiguous: for kernels."""
+
+    q: Any
+    stride_token: int
+    stride_head: int
+
+
+def query_args(q: torch.Tensor) -> QueryArgs:
+    return QueryArgs(q, q.stride(0), q.stride(1))
+
+
 class KeyArgs(NamedTuple):
-    """Keys by pointer, and the block table that places them: for kernels."""
+    """Keys by pointer, and the block table that places them: for kernels. ``v``: values, for those that read them."""
 
     k: Any
     stride_page: int
@@ -93,12 +105,14 @@ class KeyArgs(NamedTuple):
     page_size: int
     block_table: Any
     stride_table: int
+    v: Any = None
 
 
-def key_args(cache: PagedCache, block_table: torch.Tensor) -> KeyArgs:
+def key_args(cache: PagedCache, block_table: torch.Tensor, values: bool = False) -> KeyArgs:
     """``block_table``: [num_rows, max_pages], or one row's [max_pages], of which kernels then read no other."""
     stride_table = block_table.stride(0) if block_table.dim() == 2 else 0
-    return KeyArgs(cache.keys, *cache.strides, cache.page_size, block_table, stride_table)
+    v = cache.values if values else None
+    return KeyArgs(cache.keys, *cache.strides, cache.page_size, block_table, stride_table, v)
 
 
 @triton.jit

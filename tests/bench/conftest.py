@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 import torch
 
-from vllm_sparse_backend.measure.card import Card, Run
+from vllm_sparse_backend.measure.card import Run
 from vllm_sparse_backend.measure.data import Heads
 from vllm_sparse_kernels.attend import Engine
 from vllm_sparse_kernels.attend.reference import attend as reference
@@ -19,7 +19,6 @@ class CpuCard:
     """``ms`` says how long a span or contestant of that name takes; each is run once all the same."""
 
     name, dense_name, device = "a CPU", "FlashAttention-3", torch.device("cpu")
-    engines_named = Card.engines_named
 
     def __init__(self, ms: Callable[[str], float] = lambda name: {"dense": 8.0}.get(name, 2.0)) -> None:
         self.ms = ms
@@ -63,5 +62,5 @@ def card(monkeypatch: pytest.MonkeyPatch) -> CpuCard:
     found = CpuCard()
     for module in ("vllm_sparse_backend.measure.card", "benchmarks.attend", "benchmarks.methods"):
         monkeypatch.setattr(f"{module}.Card", lambda: found)
-    monkeypatch.setattr(Heads, "of", staticmethod(lambda model, page_size: HEADS))
+    monkeypatch.setattr(Heads, "of", staticmethod(lambda model, page_size=128: HEADS))
     return found

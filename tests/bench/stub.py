@@ -29,6 +29,8 @@ class Api:
     """What a server answers; derived classes say more."""
 
     root: Path | None = None
+    status = 200
+    """Of the answer to who asks for models."""
 
     def metrics(self) -> str:
         return ""
@@ -121,7 +123,7 @@ def running(api: Api) -> Iterator[str]:
             if self.path == "/metrics":
                 self.reply(api.metrics(), kind="text/plain")
             else:
-                self.reply({"data": [{"id": MODEL, "root": str(api.root)}]})
+                self.reply({"data": [{"id": MODEL, "root": str(api.root)}]}, api.status)
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

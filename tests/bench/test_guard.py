@@ -6,11 +6,11 @@ import torch
 
 pytest.importorskip("vllm", reason="the guard is a part of what runs in vLLM")
 
+from benchmarks.asked import Asked
 from benchmarks.figures import Report
 from benchmarks.guard import run_guard
+from benchmarks.structured import structured_prompts
 from tests.bench.conftest import HEADS, CpuCard
-from vllm_sparse_backend.measure.asked import Asked
-from vllm_sparse_backend.measure.data import structured_prompts
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for the card has no kernels")
 

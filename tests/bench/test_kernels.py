@@ -10,21 +10,26 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import attend, methods
+from benchmarks import attend, methods, structured
+from benchmarks.asked import Asked, methods_asked
 from benchmarks.batches import random_batch, random_index
+from benchmarks.check import Check, check_attention
 from benchmarks.figures import Report
 from tests.bench.conftest import HEADS, CpuCard
 from tests.helpers.lined import DEVICE
 from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.measure import crossover, data
-from vllm_sparse_backend.measure.asked import Asked, methods_asked
-from vllm_sparse_backend.measure.check import Check, check_attention
+from vllm_sparse_backend.measure import crossover
+from vllm_sparse_backend.measure.data import planted_prompt
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_kernels.attend import PORTABLE, Engine
 from vllm_sparse_kernels.attend.reference import attend as reference
 from vllm_sparse_kernels.methods import METHODS
 
 LAB = {"attend": attend.main, "methods": methods.main}
+
+
+A_SHAPE = '{"method": "a_shape"}'
+SHORT = ("--longest", 2560, "--chunk", 1024)
 
 
 def run(command: str, *args: object):
@@ -50,7 +55,7 @@ def test_no_speed_of_what_is_wrong(card, tmp_path):
     commands = {
         "attend": ("--contexts", 0, "--chunk", 130, "--blocks", 64, "--densities", 1, "--stripes", ""),
         "methods": ("--method", "a_shape", "--contexts", 100, "--chunk", 130),
-        "crossover": ("--method", "a_shape", "--longest", 192, "--shortest", 64, "--new", 20, "--table", table),
+        "crossover": ("--settings", A_SHAPE, *SHORT, "--out", table),
     }
     for command, args in commands.items():
         result = run(command, *args, "--json", path, *(("--results", results) if command in LAB else ()))
@@ -60,7 +65,7 @@ def test_no_speed_of_what_is_wrong(card, tmp_path):
         cases = [case for case in written["cases"] if "entry" not in case]
         assert len(cases) == (2 if command == "crossover" else 1)
         for case in cases:
-            assert "times eager's" in case["problem"]
+            assert ("against float64" if command == "crossover" else "times eager's") in case["problem"]
             assert not {"ms", "times_faster", "efficiency", "whole_ms"} & set(case)
         assert "faster 4" not in result.output
     (entry,) = json.loads(table.read_text())["entries"]
@@ -80,17 +85,13 @@ def test_the_check_sees_nan_and_rounding():
     assert not Check(math.nan, 1e-3).passed
 
 
-@pytest.fixture(scope="module")
-def prompts():
-    return data.structured_prompts(HEADS, 400, 2, torch.device("cpu"))
-
-
 @pytest.mark.full
-def test_methods_on_structured_data(prompts):
+def test_methods_on_structured_data():
     """Times are sums over layers, density and error those of the selection."""
+    prompts = structured.structured_prompts(HEADS, 400, 2, torch.device("cpu"))
     name, report = "sale", Report("methods", "a CPU", command="test")
     asked = Asked(name)
-    plan = asked.plan(HEADS.model(2), data.structured_clusters(HEADS, 2))
+    plan = asked.plan(HEADS.model(2), structured.structured_clusters(HEADS, 2))
     card = CpuCard(lambda span: {"dense": 8.0, "select": 1.0, "attend": 3.0}[span])
     rows = list(methods.run_methods(card, prompts, "structured", [(asked, plan)], [130], 200, ["portable"], report))
     (row,) = rows
@@ -132,13 +133,29 @@ def test_a_profile_is_its_kinds_of_methods(tmp_path):
     asked = methods_asked([], [str(profile)], HEADS.model(3))
     assert [str(one) for one in asked] == ["sale", "a_shape"]
     assert [str(one) for one in methods_asked(["dense"], [], HEADS.model(3))] == ["dense"]
+    given = [{"profile": str(profile)}, {"method": "sale", "params": {"tau": 0.03}}]
+    found = crossover.methods_asked(given, HEADS.model(3))
+    assert [crossover.told(one) for one in found] == ["sale", "a_shape", "sale tau=0.03"]
 
 
 def test_unless_told_all_methods_and_what_a_server_runs_unless_told():
     """An operator's table of crossovers is to hold what `auto` looks for on a server without configuration."""
-    every = methods_asked([], [], HEADS.model(3))
-    assert {str(one) for one in every if not one.params} == {name for name in METHODS if name != "dense"}
-    assert [make_method(one.method, dict(one.params)) for one in every if one.params] == [make_method("default", {})]
+    every = crossover.methods_asked([], HEADS.model(3))
+    assert {crossover.told(one) for one in every} >= {name for name in METHODS if name != "dense"}
+    assert make_method("default", {}) in every
+    assert [str(one) for one in methods_asked([], [], HEADS.model(3))] == [crossover.told(one) for one in every]
+
+
+def test_planted_data_have_the_density_that_they_state():
+    """Nearly all of the mass is on a tenth of the keys, in whole runs."""
+    batch = planted_prompt(HEADS, 8192, torch.device("cpu")).chunk(8000, 192)
+    keys, _ = batch.cache.gather(batch.rows.block_table[0], 8192)
+    keys = keys.float().repeat_interleave(2, 1)
+    scores = torch.einsum("qhd,khd->hqk", batch.q.float(), keys) * batch.scale
+    by_run = scores[:, 0].softmax(-1)[:, :8000].unflatten(1, (-1, 64)).sum(-1).sort(descending=True).values
+    needed = (by_run.cumsum(-1) < 0.95 * by_run.sum(-1, keepdim=True)).sum(-1) / by_run.shape[1]
+    assert bool((needed < 0.15).all())
+    assert bool((needed > 0.03).all())
 
 
 @pytest.mark.parametrize(
@@ -158,7 +175,7 @@ def test_from_which_rung_on_sparse_pays(faster, least, measured):
         return {"n": seq_len} | ({} if faster[seq_len] is None else {"times_faster": faster[seq_len]})
 
     def found() -> Generator[dict, None, None]:
-        ends.append((yield from crossover.climb_down({n: (n, n // 2) for n in faster}, measure, 1.03)))
+        ends.append((yield from crossover.climb_down({n: (n, n // 2) for n in faster}, measure)))
 
     ends: list[int | None] = []
     assert [row["n"] for row in found()] == measured
@@ -166,12 +183,15 @@ def test_from_which_rung_on_sparse_pays(faster, least, measured):
 
 
 @pytest.mark.full
-def test_the_table_is_what_servers_read(card, tmp_path):
+def test_the_table_is_what_servers_read(card, tmp_path, monkeypatch):
     """A second run of the same replaces its entries and leaves others alone."""
+    small = {"LAYERS": 1, "SHORTEST_TOKENS": 128, "CHECKED_TOKENS": (64, 64), "NEW_TOKENS": (20, 100)}
+    for name, value in small.items():
+        monkeypatch.setattr(crossover, name, value)
     table = tmp_path / "table.json"
-    args = ("--longest", 256, "--shortest", 128, "--new", "20,100", "--chunk", 128, "--layers", 1, "--table", table)
-    for chosen in (("--method", "a_shape"), ("--method", "a_shape"), ("--method", "a_shape:sink_tokens=64")):
-        result = run("crossover", *chosen, *args)
+    narrow = '{"method": "a_shape", "params": {"sink_tokens": 64}}'
+    for chosen in (A_SHAPE, A_SHAPE, narrow):
+        result = run("crossover", "--settings", chosen, "--longest", 256, "--out", table)
         assert result.exit_code == 0, result.output
     written = json.loads(table.read_text())
     assert written["format"] == 1
@@ -184,9 +204,9 @@ def test_the_table_is_what_servers_read(card, tmp_path):
     assert (entry["device"], entry["engine"], entry["min_tokens"]) == ("a CPU", "portable", 128)
     assert entry["min_query_tokens"] == 20  # 8 ms over 2 ms everywhere
     table.write_text("{}")
-    result = run("crossover", "--method", "a_shape", *args)
+    result = run("crossover", "--settings", A_SHAPE, "--out", table)
     assert result.exit_code == 1
-    assert "not a crossover table of format 1" in result.stderr
+    assert f"{table}: format: missing" in result.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")

@@ -13,10 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.figures import main as figures_of, of_serve, read_figures
+from benchmarks.tiny import CONFIG, make_model
 from tests.bench.stub import Stub, running
 from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.demo.model import CONFIG, bundled_model, make_model
-from vllm_sparse_backend.measure import latency, load, serve, server
+from vllm_sparse_backend.demo.model import BUNDLED
+from vllm_sparse_backend.measure import contestants, latency, load, serve, server
 from vllm_sparse_backend.measure.client import Answer, Endpoint, Prompts, RequestError
 from vllm_sparse_backend.measure.latency import Length
 from vllm_sparse_backend.measure.load import Mix
@@ -54,11 +55,11 @@ def pair(log):
 def sent(monkeypatch):
     """Loads that are asked for; each is answered as `vllm bench serve` would write it, one request a server failing
     if ``fault`` is set."""
-    found: list[tuple[str, Mix, int]] = []
+    found: list[Mix] = []
 
     def send(to: Endpoint, mix: Mix, texts: list[str]) -> dict[str, Any]:
-        found.append((to.name, mix, len(texts)))
-        slow, count = 4.0 if to.name == "stock" else 1.0, len(texts)
+        found.append(mix)
+        slow, count = 4.0 if len(found) == 2 else 1.0, len(texts)  # the first server is stock
         errors = [f"Traceback\nOSError: {send.fault}" if send.fault and i == 0 else "" for i in range(count)]
         return {
             "errors": errors, "output_lens": [mix.output_tokens] * count, "ttfts": [0.1 * slow] * count,
@@ -68,8 +69,7 @@ def sent(monkeypatch):
 
     send.fault = ""
     monkeypatch.setattr(load, "send", send)
-    for module in (load, serve):
-        monkeypatch.setattr(module, "require_pandas", lambda: None)
+    monkeypatch.setattr(serve, "require_pandas", lambda: None)
     found.append(send)
     return found
 
@@ -77,18 +77,19 @@ def sent(monkeypatch):
 def test_running_servers_are_compared(pair, log, sent, tmp_path):
     stock, ours = pair()
     out = tmp_path / "all.json"
-    lengths = ("--lengths", "40,900", "--cached", 300, "--new", 20, "--repeats", 4, "--output-tokens", 3)
-    mixed = ("--requests", 6, "--rate", 100, "--short", 30, "--long", 500)
-    result = run("--stock-url", stock, "--url", f"{ours}/v1", "--label", "a_shape", *lengths, *mixed, "--json", out)
+    servers = ("--url", stock, "--url", f"{ours}/v1", "--label", "stock", "--label", "a_shape")
+    lengths = ("--lengths", "40,900,20+300", "--repeats", 4, "--output-tokens", 3)
+    result = run(*servers, *lengths, "--requests", 6, "--rate", 100, "--json", out)
     assert result.exit_code == 0, result.output
-    cases = {case["case"]: case for case in cases_of(tmp_path / "all.json") if case["part"] == "latency"}
+    cases = {case["case"]: case for case in cases_of(out) if case["part"] == "latency"}
     assert list(cases) == ["40 tokens", "900 tokens", "20 new after 300 cached"]
     for case in cases.values():
         assert case["failures"] == 0
         assert 2 < case["times_sooner"] < 6
         assert len(case["answers"]["stock"]) == len(case["answers"]["ours"]) == 4
-    mixed = [case for case in cases_of(tmp_path / "all.json") if case["part"] == "load"]
-    assert [case["answered"] for case in mixed] == [6, 6]
+    mixed = [case for case in cases_of(out) if case["part"] == "load"]
+    assert [(case["server"], case["answered"]) for case in mixed] == [("stock", 6), ("ours", 6)]
+    assert (sent[1].rate, sent[1].short_lengths, sent[1].long_lengths) == (100, (40,), (900,))
     figures_of(out, tmp_path / "results.json")
     figures = {row["name"]: row["value"] for row in read_figures(tmp_path / "results.json")}
     assert {
@@ -111,12 +112,11 @@ def test_running_servers_are_compared(pair, log, sent, tmp_path):
 
 def test_levels_of_one_server_are_compared_each(pair, log, sent, tmp_path):
     stock, ours = pair()
-    lengths = ("--lengths", "40,900", "--cached", 300, "--new", 20, "--repeats", 2, "--output-tokens", 2)
-    mixed = ("--requests", 4, "--clients", 3, "--short", 30, "--long", 500)
-    servers = ("--stock-url", stock, "--url", ours, "--level", "half", "--level", "tenth")
-    result = run(*servers, *lengths, *mixed, "--json", tmp_path / "all.json")
+    servers = ("--url", stock, "--url", ours, "--label", "stock", "--label", "x", "--level", "half", "--level", "tenth")
+    lengths = ("--lengths", "40,900,20+300", "--repeats", 2, "--output-tokens", 2)
+    result = run(*servers, *lengths, "--requests", 4, "--concurrency", 3, "--json", tmp_path / "all.json")
     assert result.exit_code == 0, result.output
-    for label, density in (("half", 0.5), ("tenth", 0.1)):
+    for label, density in (("x half", 0.5), ("x tenth", 0.1)):
         own = [case for case in cases_of(tmp_path / "all.json") if case["label"] == label]
         assert [case["part"] for case in own] == ["latency"] * 3 + ["load", "load", "density"]
         assert [case["density"] for case in own[:3]] == [density] * 3
@@ -129,16 +129,15 @@ def test_levels_of_one_server_are_compared_each(pair, log, sent, tmp_path):
     at = [i for i, (_, prompt) in enumerate(log) if len(prompt) == 320]
     assert all(log[i - 1] == (log[i][0], log[i][1][:300]) for i in at)
     assert "3 clients, each of which sends the next" in result.output
-    assert [name for name, *_ in sent[1:]] == ["stock", "ours", "ours"]
+    assert len(sent[1:]) == 3
 
 
-@pytest.mark.full
-def test_servers_that_do_not_fit_side_by_side_are_asked_the_same(log, tmp_path, monkeypatch):
+def test_servers_that_are_started_run_one_at_a_time_and_are_asked_the_same(log, sent, tmp_path, monkeypatch):
     """Stand-ins for servers that count how many of them run at a time."""
     up = []
 
     class OneServer:
-        def __init__(self, model, args):
+        def __init__(self, model, args, env):
             self.is_ours = "sparse-prefill" in args
 
         def __enter__(self):
@@ -153,22 +152,24 @@ def test_servers_that_do_not_fit_side_by_side_are_asked_the_same(log, tmp_path, 
             up.remove(self)
             self.running.__exit__(*error)
 
-    monkeypatch.setattr(serve, "Server", OneServer)
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    lengths = ("--lengths", "40,900", "--repeats", 2, "--output-tokens", 2, "--requests", 0)
+    monkeypatch.setattr(contestants, "Server", OneServer)
     settings = ("--settings", '{"method": "a_shape"}', "--settings", "streaming")
-    result = run(tmp_path, "--apart", *settings, *lengths, "--json", tmp_path / "all.json")
+    out = tmp_path / "all.json"
+    result = run(BUNDLED, *settings, "--lengths", "40,900", "--repeats", 2, "--output-tokens", 2, "--json", out)
     assert result.exit_code == 0, result.output
-    cases = cases_of(tmp_path / "all.json")
-    assert [(case["label"], case.get("case")) for case in cases] == [
-        (label, case) for label in ("a_shape", "profile streaming") for case in ("40 tokens", "900 tokens", None)
-    ]
-    assert all(case["times_sooner"] > 1.3 for case in cases if case["part"] == "latency")
+    parts = [(case["label"], case["part"]) for case in cases_of(out)]
+    of_each = ["latency"] * 2 + ["load"] * 2
+    assert parts == [(name, part) for name in ("a_shape", "profile streaming") for part in of_each] + [
+        ("a_shape", "density"), ("profile streaming", "density"),
+    ]  # fmt: skip
+    assert all(case["times_sooner"] > 1.3 for case in cases_of(out) if case["part"] == "latency")
     asked = [tuple(prompt) for _, prompt in log]
     assert asked == asked[:6] * 3
+    assert {mix.rate for mix in sent[1:]} == {sent[1].rate}  # of stock's times, for all
+    assert sent[1].rate == pytest.approx(1.3 / 0.08, rel=0.3)
 
 
-SERVERS = ("--stock-url", "http://127.0.0.1:9", "--url", "http://127.0.0.1:9")
+SERVERS = ("--url", "http://127.0.0.1:9", "--url", "http://127.0.0.1:9")
 
 
 @pytest.mark.usefixtures("sent")
@@ -176,20 +177,14 @@ SERVERS = ("--stock-url", "http://127.0.0.1:9", "--url", "http://127.0.0.1:9")
     ("given", "said"),
     [
         (("--lengths", "-5"), "--lengths: given '-5', expected whole numbers above 0"),
-        (("--short", ""), "--short: given ''"),
-        (("--cached", 300, "--new", ""), "--new: given ''"),
+        (("--lengths", "20+"), "--lengths: given '20+'"),
+        (("--lengths", ""), "--lengths: given ''"),
         (("--rate", 0), "--rate: given 0, expected a number above 0"),
-        (("--rate", 2, "--clients", 3), "--rate, --clients: given both, expected one"),
-        (("--clients", 3, "--requests", 0), "--rate, --clients: given with --requests 0"),
-        (("--lengths", "", "--requests", 0), "nothing to ask: expected --lengths"),
-        (("--lengths", ""), "--rate: not given, expected it, --clients, or --lengths"),
+        (("--rate", 2, "--concurrency", 3), "--rate, --concurrency: given both, expected one"),
+        (("--concurrency", 3, "--requests", 0), "--rate, --concurrency: given with --requests 0"),
+        (("--lengths", "20+300"), "--lengths: expected one without a cached prefix"),
         (("--text", "none"), "--text: given 'none', expected a text file or a folder: No such file"),
-        (("--apart",), "expected a MODEL and --requests 0"),
-        (("--label", "x", "--settings", "{}", "--settings", "{}"), "given with running servers"),
-        (
-            ("--settings", "{}", "--kv-tokens", 9, "--server-args", "--seed 7"),
-            "--settings, --kv-tokens, --server-args: given with running servers, expected only with a MODEL",
-        ),
+        (("--settings", "{}"), "--settings: given with running servers, expected only with a MODEL"),
         ((), "no model server answers at http://127.0.0.1:9"),
     ],
 )
@@ -199,33 +194,12 @@ def test_what_cannot_be_asked_is_said(given, said):
     assert said in result.stderr
 
 
-class TestModelWithoutPositions:
-    """For long prompts: it has 16,384."""
-
-    @pytest.fixture
-    def run(self, tmp_path, monkeypatch, sent):
-        """Runs the command, and has what it would ask of servers in place of them."""
-        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-        monkeypatch.setattr(serve.Servers, "side_by_side", lambda _, asking, report: self.asked.append(asking))
-        self.asked = []
-        return lambda *args: run(tmp_path, *args)
-
-    def test_a_load_that_was_asked_for_is_not_left_out(self, run):
-        for given in (("--requests", 4), ("--clients", 2), ("--rate", 3)):
-            result = run(*given)
-            assert f"{given[0]} {given[1]}" in result.stderr
-            assert "no positions for a prompt of 32,768 tokens and its answer, expected --long" in result.stderr
-            assert run(*given, "--long", 9000, "--lengths", 40).exit_code == 0
-            assert self.asked[-1].mix.long_lengths == (9000,)
-
-
 @pytest.mark.parametrize("fault", ["short", "nan", "error", "refuse"])
 def test_what_failed_is_reported_and_not_counted(pair, sent, tmp_path, fault):
     stock, ours = pair(fault=lambda length: fault if length > 400 else None)
     sent[0].fault = "gone"
     lengths = ("--lengths", "40,900", "--repeats", 3, "--output-tokens", 2, "--json", tmp_path / "all.json")
-    mixed = ("--requests", 4, "--rate", 200, "--short", 30, "--long", 500)
-    result = run("--stock-url", stock, "--url", ours, *lengths, *mixed)
+    result = run("--url", stock, "--url", ours, *lengths, "--requests", 4, "--rate", 200)
     assert result.exit_code == 1, result.output
     written = json.loads((tmp_path / "all.json").read_text())
     good, bad = (case for case in written["cases"] if case["part"] == "latency")
@@ -246,7 +220,7 @@ def test_what_failed_is_reported_and_not_counted(pair, sent, tmp_path, fault):
 
 def test_a_level_that_the_server_lacks_is_refused_before_anything_is_measured(pair, log, sent):
     stock, ours = pair()
-    result = run("--stock-url", stock, "--url", ours, "--level", "half", "--level", "third", "--lengths", "40")
+    result = run("--url", stock, "--url", ours, "--level", "half", "--level", "third", "--lengths", "40")
     assert result.exit_code == 1
     assert "level 'third': answered 400: " in result.stderr
     assert len(log) == 1  # which asked for the other level
@@ -255,10 +229,9 @@ def test_a_level_that_the_server_lacks_is_refused_before_anything_is_measured(pa
 def test_levels_find_nothing_that_another_level_left_in_the_cache(monkeypatch):
     """Their first blocks are one another's, and each is asked the same prompts."""
     monkeypatch.setattr(Endpoint, "ask", lambda self, *_: None)
-    found = serve.of_levels(Endpoint("ours", "http://127.0.0.1:9", "m"), None, ["high", 0])
-    assert [one.extra for one in found.values()] == [
-        {"vllm_xargs": {"sparse_prefill": level}, "cache_salt": f"level {level}"} for level in ("high", 0)
-    ]
+    for level in ("high", 0):
+        extra = Endpoint("ours", "http://127.0.0.1:9", "m").at_level(level).extra
+        assert extra == {"vllm_xargs": {"sparse_prefill": level}, "cache_salt": f"level {level}"}
 
 
 def test_first_and_later_tokens_are_the_servers(pair):
@@ -269,6 +242,15 @@ def test_first_and_later_tokens_are_the_servers(pair):
         assert 0.02 <= answer.first_token_s < 0.2
         assert answer.tokens == 9
         assert 0.018 < answer.token_s < 0.08
+        assert 0.019 * burst < answer.pause_s < 0.2
+
+
+def test_tokens_that_come_in_one_burst_have_no_time_of_their_own():
+    """As vLLM 0.33 sends them after a long prompt: what lies between them is the client's, not the server's."""
+    answer = Answer(0.5, 0.5 + 8e-6, 64, 8e-6)
+    assert answer.token_s is None
+    assert latency.Taken([answer]).token_ms is None
+    assert latency.case_of("x", Length(40), latency.Taken([answer]), latency.Taken([answer]))["ours_pause_ms"] < 0.01
 
 
 def test_medians_are_not_moved_by_one_request_and_failures_are_counted():
@@ -308,7 +290,7 @@ def test_long_prompts_are_asked_fewer_times_and_warmed_up_with_shorter_ones(log)
     assert latency.repeats_of(Length(131_072), 2) == 2
     with running(Stub("stock", log, lambda n: 0)) as url:
         asked = [Endpoint.connect("stock", url)] * 2
-        list(latency.ask_in_turn(asked, [Length(40_000)], Prompts(list(range(2000))), 1, 1))
+        list(latency.ask_in_turn(asked, [Length(40_000)], Prompts(list(range(2000))), 1, 1, lambda: None))
     assert [len(prompt) for _, prompt in log] == [32_768, 32_768, 40_000, 40_000]
 
 
@@ -318,9 +300,12 @@ def test_a_mix_has_its_share_of_long_prompts_and_the_rate_that_is_asked():
     assert Counter(mix.lengths())[100, True] == 1000
     assert {tokens for tokens, long in mix.lengths() if not long} == {10, 20}
     assert Counter(long for _, long in Mix(2, 1.0, (10,), (100,), long_share=0.9).lengths()) == {True: 1, False: 1}
-    # Half of the requests take 0.1 s (no shorter one was measured), half 16 s, twice the longest that was.
-    two = Mix(8, None, (500,), (200_000,), long_share=0.5)
-    assert two.saturating({1000: 0.1, 100_000: 8.0}).rate == pytest.approx(1.3 / (0.05 + 8.0))
+    # Half of the requests take 0.1 s, half 8 s or 16 s.
+    two = Mix(8, None, (1000,), (100_000, 200_000), long_share=0.5)
+    assert two.saturating({1000: 0.1, 100_000: 8.0, 200_000: 16.0}).rate == pytest.approx(1.3 / (0.05 + 6.0))
+    assert mix.saturating({}) is mix
+    with pytest.raises(BenchError, match="--rate: not given, and not all lengths were answered"):
+        two.saturating({1000: 0.1, 100_000: None, 200_000: 16.0})
     endpoint = Endpoint("ours", "http://x", "m", extra={"cache_salt": "s"})
     args = load.arguments(endpoint, mix, 4000, Path("r.jsonl"), Path("f/out.json"))
     assert {"--request-rate", "5", '{"cache_salt": "s"}'} <= set(args)
@@ -353,7 +338,7 @@ def test_vllms_own_command_sends_the_load(tmp_path):
         endpoint = Endpoint("ours", url, "stub-model", str(model), {"cache_salt": "s"})
         texts = ["x" * tokens for tokens, _ in mix.lengths()]
         is_long = [long for _, long in mix.lengths()]
-        case = load.summary("ours", load.send(endpoint, mix, texts), is_long, 4)
+        case = load.summary(load.send(endpoint, mix, texts), is_long, 4)
     assert sorted(len(prompt) for _, prompt in log) == sorted(map(len, texts))
     assert (case["answered"], case["failures"], case["said"]) == (6, 0, [])
     assert case["long_p50_s"] > 0.3
@@ -366,7 +351,7 @@ def test_settings_that_a_server_would_refuse_are_refused_before_it_starts():
         with pytest.raises(BenchError, match="--settings"):
             Settings.parse(given)
     assert Settings.parse('{"profile": "auto"}').values == {"profile": "auto"}  # is left to the server
-    needle = bundled_model()
+    needle = BUNDLED
     assert Settings.parse("streaming", model=needle).values == {"profile": "streaming"}
     for text, problem in (
         ("minference-llama-3.1-8b-instruct", "the profile is for .* 32 layers"),
@@ -376,21 +361,12 @@ def test_settings_that_a_server_would_refuse_are_refused_before_it_starts():
             Settings.parse(text, model=needle)
 
 
-def test_servers_get_room_for_what_is_asked(tmp_path, monkeypatch):
+def test_servers_get_room_for_what_is_asked(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert serve.fitting(tmp_path, 64) == [1024, 8192]
-    assert serve.fitting(Path("owner/name"), 64) == list(serve.LENGTHS)
-    for typo in (tmp_path / "typo", Path("../typo"), Path("a/b/c")):
-        with pytest.raises(BenchError, match="no such folder: expected a model's folder"):
-            server.max_positions(typo)
-    monkeypatch.setattr(server, "has_cuda", lambda: False)
-    assert server.server_args(tmp_path, 9000, None, ("--seed", "7")) == ("--max-model-len", "9000", "--seed", "7")
-    monkeypatch.setattr(server, "has_cuda", lambda: True)
-    args = server.server_args(tmp_path, 9000, 10_000, ())
-    kv_bytes = 10_000 * 2 * 2 * 4 * 2 * 64  # keys and values of two bytes, 4 layers, 2 kv heads of 64
-    assert args[args.index("--kv-cache-memory-bytes") + 1] == str(kv_bytes)
+    assert serve.fitting(None, 64) == list(serve.LENGTHS)
     with pytest.raises(BenchError, match=r"has 16,384 positions, and 20,000 were asked for"):
-        server.server_args(tmp_path, 20_000, None, ())
+        contestants.started(tmp_path, [], 20_000)
 
 
 @pytest.mark.full
@@ -405,14 +381,14 @@ def test_real_servers(tmp_path: Path):
         "levels: {wide: {default: {method: a_shape, sink_tokens: 512, local_tokens: 512}}}\n"
     )
     lengths = ("--lengths", "100,2500", "--repeats", 3, "--output-tokens", 2, "--json", tmp_path / "all.json")
-    mixed = ("--requests", 3, "--rate", 5, "--short", 100, "--long", 1500) if pandas else ("--requests", 0)
+    mixed = ("--requests", 3, "--rate", 5) if pandas else ("--requests", 0)
     result = run(model, "--settings", profile, "--level", "narrow", "--level", "wide", *lengths, *mixed)
     assert result.exit_code == 0, result.output
     cases = cases_of(tmp_path / "all.json")
     assert sum(case.get("failures", 0) for case in cases) == 0
     kept = []
     for label in ("narrow", "wide"):
-        own = [case for case in cases if case["label"] == label]
+        own = [case for case in cases if case["label"] == f"profile levels {label}"]
         assert [case["part"] for case in own] == ["latency", "latency", *["load", "load"] * pandas, "density"]
         assert all(case["times_sooner"] > 0 for case in own[:2])
         assert own[0]["density"] is None  # too short to be sparse

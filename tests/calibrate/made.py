@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_sparse_backend.measure.structured import structured
+from benchmarks.structured import structured
 from vllm_sparse_backend.profiling.capture import Capture, LayerTensors, begin_capture, finish_capture, held_capture
 from vllm_sparse_backend.profiling.job import Job
 from vllm_sparse_backend.profiling.judge import Served

@@ -5,15 +5,16 @@ import itertools
 import random
 from dataclasses import dataclass, field
 from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 
-from tests.calibrate.fake_judge import FakeJudge, figures
+from tests.calibrate.fake_judge import FakeJudge, figures, of
 from tests.calibrate.made import HEADS, make_job
 from vllm_sparse_backend.profiling import cheapest
-from vllm_sparse_backend.profiling.calibrate import run, together
+from vllm_sparse_backend.profiling.calibrate import best, by_themselves, run, together
 from vllm_sparse_backend.profiling.cheapest import Cheapest, choose, holding, judged, price_of
-from vllm_sparse_backend.profiling.costs import Cost, LayerCost, PairCosts, kind_of
+from vllm_sparse_backend.profiling.costs import Cost, EstimatedCosts, LayerCost, kind_of
 from vllm_sparse_backend.profiling.measure import Bound
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
@@ -21,6 +22,7 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
+from vllm_sparse_kernels.methods.top_p.method import TopP
 
 CHEAP, CLOSE = SpargeAttn(kept_mass=0.5), SpargeAttn(kept_mass=0.9)
 LOCAL, FINE = AShape(64, 512), Sale(tau=0.03)
@@ -61,6 +63,16 @@ def test_each_head_has_the_cheapest_that_holds():
     assert judge.passes == [[one] * 4 for one in AMONG] + [[FINE, CHEAP, CLOSE, Dense()]]
 
 
+def test_each_head_has_its_own_p():
+    """Of the ladder of ``top_p``, which is among what ``best`` chooses from."""
+    assert "top_p" in by_themselves()
+    heads = [of(lambda method: method.kept_mass, lambda p, first=first: float(p < first), lambda p: p / 2)
+             for first in (0.0, 0.9, 0.97, 1.0)]  # fmt: skip
+    search = best(["top_p"])(SimpleNamespace(costs=Known()), BOUND)
+    methods = together(FakeJudge(*heads), search, BOUND)[0]
+    assert methods == [TopP(kept_mass=0.7), TopP(kept_mass=0.9), TopP(kept_mass=0.97), Dense()]
+
+
 def test_what_costs_more_in_time_is_not_taken_for_its_density():
     of = {CHEAP: (0.04, 0.3), FINE: (0.04, 0.2)}
     assert chosen(Known(), of) == [FINE]
@@ -92,7 +104,7 @@ def test_no_choice_of_the_same_mean_error_keeps_less(seed):
         errors, kept = (sorted(rng.random() for _ in among) for _ in range(2))
         heads.append(dict(zip(among, zip(reversed(errors), kept), strict=True)))
     held = holding(judged(judge_of(*heads), among), Bound(1.0))
-    costs, layers = PairCosts(2), [held[:2], held[2:]]
+    costs, layers = EstimatedCosts(2, selects=False), [held[:2], held[2:]]
     assert price_of(layers, costs, 1.0) == price_of(layers, costs, float("inf")) == 0.0
     for most_mean in (0.05, 0.2, 0.4):
         price = price_of(layers, costs, most_mean)
@@ -100,7 +112,7 @@ def test_no_choice_of_the_same_mean_error_keeps_less(seed):
         points = [(0.0, 1.0) if isinstance(one, Dense) else of[one] for one, of in zip(found, heads)]
         error, density = (fmean(point[i] for point in points) for i in range(2))
         assert error <= most_mean
-        for other in itertools.product(*([(0.0, 1.0), *of.values()] for of in heads)):
+        for other in itertools.product(*([(0.0, 1.0), *one.values()] for one in heads)):
             if fmean(one[0] for one in other) <= error:
                 assert fmean(one[1] for one in other) >= density - 1e-12
 
@@ -112,9 +124,11 @@ def test_a_profile_of_a_bounded_mean(tmp_path, monkeypatch):
     among = [AShape(64, 128), SpargeAttn(kept_mass=0.6), SpargeAttn(kept_mass=0.9)]
     bounds = {"high": Bound(0.5, 3.0, 4.0, mean=0.005), "fast": Bound(0.5, 3.0, 4.0, mean=0.1)}
 
+    def search(job, bound):
+        return Cheapest(job, bound, among, EstimatedCosts(HEADS, selects=False))
+
     def made():
-        return run(make_job(tmp_path / "work"), lambda job, bound: Cheapest(job, bound, among, PairCosts(HEADS)),
-                   bounds, "a test")  # fmt: skip
+        return run(make_job(tmp_path / "work"), search, bounds, "a test")
 
     profile = made()
     for name, bound in bounds.items():

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from tests.calibrate.made import HEADS, make_job
-from vllm_sparse_backend.profiling.costs import EstimatedCosts, MeasuredCosts, head_ms, share_ms
+from tests.calibrate.made import make_job
+from vllm_sparse_backend.profiling.costs import EstimatedCosts, MeasuredCosts, head_ms
 from vllm_sparse_backend.profiling.judge import LayerPrompt, Served
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_kernels.attend import engines
@@ -36,7 +36,7 @@ class SayingCard:
         return {name: [self.ms[name]] for spans in contestants for name, _ in spans}
 
 
-TIMES = {"select": 5.0, "alone": 2.0, "attend": 9.0, "plain": 1.0, "means": 3.0, "dense": 30.123}
+TIMES = {"select": 5.0, "alone": 2.0, "attend": 9.0, "plain": 1.0, "dense": 30.123}
 
 
 @pytest.fixture
@@ -47,15 +47,13 @@ def batches(tmp_path):
 
 
 def test_measured_costs_are_split_by_heads_and_pairs(batches, tmp_path):
-    costs = MeasuredCosts(SayingCard(**TIMES), tmp_path / "costs.json")
-    costs.batches = lambda: batches
+    costs = MeasuredCosts(SayingCard(**TIMES), tmp_path / "costs.json", lambda: batches)
     method = SpargeAttn(kept_mass=1.0)  # every pair
     cost = costs.of(method)
     # Three heads more take 3 ms more; of 9 ms attention 1 is a launch's.
     assert (cost.head_ms, cost.group_ms, cost.full_ms) == (1.0, 1.0, 2.0)
     assert (costs.layer.base_ms, costs.layer.dense_ms) == (1.0, 30.1)
     assert head_ms(costs, method, 0.5) == 2.0
-    assert share_ms(costs, method, 0.5, HEADS) == 2.5
     asked = len(costs.card.asked)
     assert costs.of(SpargeAttn(kept_mass=0.2)) == cost  # of the same kind
     assert len(costs.card.asked) == asked
@@ -66,23 +64,22 @@ def test_measured_costs_are_split_by_heads_and_pairs(batches, tmp_path):
 
 def test_costs_are_read_from_their_file(batches, tmp_path):
     path = tmp_path / "costs.json"
-    first = MeasuredCosts(SayingCard(**TIMES), path)
-    first.batches = lambda: batches
+    first = MeasuredCosts(SayingCard(**TIMES), path, lambda: batches)
     known = first.of(Sale())
-    again = MeasuredCosts(SayingCard(), path)
+    again = MeasuredCosts(SayingCard(), path, lambda: pytest.fail("it is measured anew"))
     assert (again.of(Sale(tau=0.1)), again.layer) == (known, first.layer)
-    with pytest.raises(RuntimeError, match="need a layer to be measured on"):
-        again.of(AShape())
     path.write_text(json.dumps({"format": 1, "key": {}}))
-    with pytest.raises(ConfigurationError, match=r"costs\.json: its costs cannot be read: format 1; delete it"):
-        MeasuredCosts(SayingCard(), path)
+    with pytest.raises(ConfigurationError, match=r"costs\.json: its contents cannot be read: .*; delete it"):
+        MeasuredCosts(SayingCard(), path, list)
 
 
 def test_estimates_go_by_pairs_and_known_shares():
-    costs = EstimatedCosts(num_pairs=10**9, num_heads=8, head_dim=128)
-    dense, sale, sparge = (share_ms(costs, one, 1.0, 8) for one in (Dense(), Sale(), SpargeAttn()))
-    assert dense == costs.layer.dense_ms / 8
-    assert (sale / dense, sparge / dense) == (pytest.approx(1.22), pytest.approx(1.023))
-    assert share_ms(costs, SpargeAttn(), 0.1, 8) == pytest.approx(0.123 * dense)
-    # One head alone pays for all that a selection takes whatever their number.
-    assert share_ms(costs, Sale(), 0.0, 1) > 2 * share_ms(costs, Sale(), 0.0, 8)
+    costs = EstimatedCosts(num_heads=8, full_ms=3.0)
+    assert costs.layer.dense_ms == 24.0
+    for method, share in ((Dense(), 0.0), (Sale(), 0.22), (SpargeAttn(), 0.023)):
+        of = costs.of(method)
+        # A third of a selection is paid whatever the number of heads.
+        assert (of.group_ms, of.head_ms) == (pytest.approx(8 * share), pytest.approx(2 * share))
+        assert head_ms(costs, method, 0.5) == pytest.approx(1.5 + 2 * share)
+    pairs = EstimatedCosts(num_heads=8, selects=False)
+    assert head_ms(pairs, Sale(), 0.5) == 0.5

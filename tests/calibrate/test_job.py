@@ -1,14 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole runs on captures of structured heads: what is written, and that a run which is broken off loses nothing."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -54,7 +47,7 @@ def test_a_profile_says_what_was_found_and_on_what(undisturbed, tmp_path):
         assert of.prompts_sha256 == job.prompts.sha256
         assert of.bounds == {"error": bound.error, "worst": bound.worst}
         assert {"torch", "triton", "vllm-sparse-backend"} <= set(of.versions)
-        assert set(of.held_out) >= {"heads_within_bound", "heads_within_1.2_of_it", "most_of_bound", "error"}
+        assert set(of.held_out) >= {"heads_within_bound", "most_of_bound", "error", "worst_error"}
         density, error, worst = (of.figures.rows(x, profile.model) for x in ("density", "error", "worst_error"))
         kept = 0.0
         for layer in range(LAYERS):
@@ -92,43 +85,6 @@ def test_a_run_that_was_stopped_between_layers_goes_on_to_the_same_bytes(undistu
     assert again.captured == []
 
 
-KILLED = """
-import sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-from tests.calibrate.test_job import make_job, profile_of
-profile_of(make_job(Path({folder!r}), seed=7))
-"""
-
-
-@pytest.mark.full
-def test_a_run_that_is_killed_goes_on_to_the_same_bytes(undisturbed, tmp_path):
-    """By SIGKILL, once the first layer is on the disk: nothing is done on the way out."""
-    folder = tmp_path / "work"
-    code = KILLED.format(tests=str(Path(__file__).parents[2]), folder=str(folder))
-    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"})
-    deadline = time.monotonic() + 120
-    while not (folder / "prompts-layer-000.json").exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    known = json.loads((folder / "prompts-layer-000.json").read_text())["judged"]
-    assert len(known) >= len(AMONG)
-    assert profile_of(make_job(folder, seed=7)) == undisturbed
-
-
-@pytest.mark.full
-def test_a_capture_that_was_broken_off_is_made_anew(undisturbed, tmp_path):
-    job = make_job(tmp_path / "work", seed=7)
-    job.enter()
-    assert len(job.captures["prompts"]) == 1
-    (tmp_path / "work" / "prompts-0" / "capture.json").unlink()
-    (tmp_path / "work" / "prompts-0" / "layer-001.safetensors").write_bytes(b"half")
-    again = StructuredCapturer()
-    assert profile_of(make_job(tmp_path / "work", seed=7, capturer=again)) == undisturbed
-    assert again.captured == ["prompts-0"]
-
-
 def test_a_folder_of_another_job_is_refused(tmp_path):
     make_job(tmp_path / "work").enter()
     make_job(tmp_path / "work", seed=3).enter()
@@ -157,7 +113,7 @@ def test_a_folder_whose_files_are_none_of_ours_is_refused(tmp_path, name, texts)
         (job.folder / name).write_text(text)
         again = make_job(tmp_path / "work")
         read = again.enter if name == "job.json" else partial(getattr, again, "layers")
-        with pytest.raises(ConfigurationError, match=rf"{name}: (its \w+ cannot be read:|given) .*; delete"):
+        with pytest.raises(ConfigurationError, match=rf"{name}: its contents cannot be read: .*; delete"):
             read()
 
 

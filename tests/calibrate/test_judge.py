@@ -2,6 +2,7 @@
 """A layer's figures against dense masks worked out by hand, and what is remembered of them."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -87,26 +88,27 @@ def test_each_head_has_its_own_method_and_dense_loses_nothing(layer, monkeypatch
     assert judged.figures([tight] * HEADS) == alike
 
 
-def test_a_bound_of_the_worst_queries_bites_where_the_mean_does_not():
-    figures = Figures(error=0.01, worst=0.5, rare=0.9, density=0.1)
-    assert Bound(0.05).holds(figures)
-    assert Bound(0.05, 0.5).holds(figures)
-    assert not Bound(0.05, 0.4).holds(figures)
-    assert not Bound(0.005, 0.9).holds(figures)
-    assert not Bound(0.05).holds(replace(figures, error=float("nan")))
-    assert Bound(0.02, 0.25).share(figures) == 2
-    assert not Bound(0.05, 0.6, 0.8).holds(figures)
-    assert Bound(0.05, 1.0, 0.3).share(figures) == 3
-    assert Bound(0.05, 0.6, 0.9, mean=0.001).holds(figures)  # which is not a head's matter
-    assert Bound(0.05, 0.6, 0.8, mean=0.01).numbers == {"error": 0.05, "worst": 0.6, "rare": 0.8, "mean": 0.01}
+SEEN = Figures(error=0.01, worst=0.5, rare=0.9, density=0.1)
 
 
-def test_a_bound_is_of_what_unseen_prompts_may_have_too():
-    figures = Figures(error=0.01, worst=0.5, rare=0.9, density=0.1, unseen=Errors(0.01, 0.6, 0.9))
-    assert not Bound(0.05, 0.55).holds(figures)
-    assert Bound(0.05, 0.55).share(figures) < 1  # on the prompts themselves
-    assert Bound(0.05, 0.6).holds(figures)
-    assert Bound(0.1, 0.8, 1.0, 0.2).less(0.5) == Bound(0.05, 0.4, 0.5, 0.1)
+@pytest.mark.parametrize(
+    ("bound", "figures", "share", "holds"),
+    [
+        (Bound(0.05), SEEN, 0.2, True),
+        (Bound(0.05, 0.4), SEEN, 1.25, False),
+        (Bound(0.005, 0.9), SEEN, 2, False),
+        (Bound(0.05, 1.0, 0.3), SEEN, 3, False),
+        (Bound(0.05, 0.5, 0.9, mean=0.001), SEEN, 1, True),  # which is not a head's matter
+        (Bound(0.05), replace(SEEN, error=math.nan), math.nan, False),
+        # Unseen prompts may have more; the share is of the prompts themselves.
+        (Bound(0.1, 0.55), replace(SEEN, unseen=Errors(0.01, 0.6, 0.9)), 0.5 / 0.55, False),
+        (Bound(0.1, 0.6), replace(SEEN, unseen=Errors(0.01, 0.6, 0.9)), 0.5 / 0.6, True),
+    ],
+)
+def test_bounds(bound, figures, share, holds):
+    assert bound.holds(figures) is holds
+    assert bound.share(figures) == pytest.approx(share, nan_ok=True)
+    assert bound.less(0.5).numbers == {name: number / 2 for name, number in bound.numbers.items()}
 
 
 def test_what_unseen_prompts_may_have_is_told_by_leaving_one_out():
@@ -134,7 +136,7 @@ def test_what_was_judged_is_not_judged_again(layer, tmp_path):
         again.judge([SpargeAttn(kept_mass=0.6)] * HEADS)
     with pytest.raises(ValueError, match="given 1 methods, expected one for each of 4 heads"):
         again.judge(methods[:1])
-    for broken in ("{", json.dumps({"format": 1, "judged": {}}), json.dumps({"format": 3, "judged": {"x": [1]}})):
+    for broken in ("{", json.dumps({"format": 1}), json.dumps({"x": [{"error": 1}]})):
         path.write_text(broken)
-        with pytest.raises(ConfigurationError, match=r"layer\.json: its outcomes cannot be read: .*; delete it"):
+        with pytest.raises(ConfigurationError, match=r"layer\.json: its contents cannot be read: .*; delete it"):
             RememberingJudge(1, HEADS, path, never)

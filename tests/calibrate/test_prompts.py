@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from vllm_sparse_backend.demo.model import bundled_model
+from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.profiling.capture import load_tokenizer
 from vllm_sparse_backend.profiling.prompts import PromptSet, make_prompts, read_prompts
 from vllm_sparse_backend.settings.errors import ConfigurationError
 
 pytest.importorskip("transformers", reason="tokenizers are read with transformers, which comes with vLLM")
-NEEDLE = bundled_model()
+NEEDLE = BUNDLED
 
 
 @pytest.fixture(scope="module")
@@ -89,37 +89,30 @@ def test_the_two_parts_have_no_text_in_common(text):
 def test_files_of_prompts_and_chats(tmp_path):
     tokenizer = load_tokenizer(NEEDLE)
     (tmp_path / "a.txt").write_text("one two three " * 50)
-    lines = [{"text": "four"}, {"prompt": "five"}, {"messages": [{"role": "user", "content": "six"}]}]
-    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    lines = [{"text": "four"}, {"prompt": "fi\u2028ve"}, {"messages": [{"role": "user", "content": "six"}]}]
+    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps(one, ensure_ascii=False) for one in lines) + "\n\n")
     found = read_prompts(NEEDLE, [tmp_path / "a.txt", tmp_path / "b.jsonl"], 64)
     assert [len(ids) for ids in found.prompts[:1]] == [64]
     assert all(ids[0] == tokenizer.bos_token_id for ids in found.prompts)
-    assert [tokenizer.decode(ids[1:]) for ids in found.prompts[1:3]] == ["four", "five"]
+    assert [tokenizer.decode(ids[1:]) for ids in found.prompts[1:3]] == ["four", "fi\u2028ve"]
     assert "six" in tokenizer.decode(found.prompts[3])
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("fine\n{", r"b\.jsonl:2: not JSON"),
-        ("fine\n[1]", r"b\.jsonl:2: given \[1\], expected an object with messages"),
+        ("fine\n{", r"b\.jsonl:2: its prompt cannot be read: Expecting"),
+        ("fine\n[1]", r"b\.jsonl:2: .*given \[1\], expected an object with messages"),
         ('fine\n{"text": 3}', r"b\.jsonl:2: .*expected an object with messages"),
-        ('fine\n{"messages": [3]}', r"b\.jsonl:2: messages: given 3, expected objects with role and content"),
+        ('fine\n{"messages": [3]}', r"b\.jsonl:2: .*expected an object with messages, each with role"),
         ("\n \n", r"b\.jsonl: given 'no prompt', expected one at least"),
     ],
 )
 def test_malformed_lines_are_refused_with_their_place(tmp_path, text, problem):
     """Before the run's folder takes them for its own."""
     path = tmp_path / "b.jsonl"
-    with pytest.raises(ConfigurationError, match=r"b\.jsonl: cannot be read"):
+    with pytest.raises(ConfigurationError, match=r"b\.jsonl: its text cannot be read"):
         read_prompts(NEEDLE, [path], 64)
     path.write_text(text.replace("fine", '{"text": "fine"}'))
     with pytest.raises(ConfigurationError, match=problem):
         read_prompts(NEEDLE, [path], 64)
-
-
-def test_a_line_ends_where_jsonl_says(tmp_path):
-    """Not within a string, which may hold what else Unicode takes for a line's end."""
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"text": "one\u2028two\u0085three"}, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert len(read_prompts(NEEDLE, [path], 64).prompts) == 1

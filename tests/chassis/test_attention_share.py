@@ -61,16 +61,11 @@ def test_windows_stay_and_cost_what_is_within_them() -> None:
 
 
 def test_of_experts_only_those_that_a_token_is_sent_to_count() -> None:
-    moe = {"num_experts_per_tok": 2, "num_local_experts": 8}
-    dense, experts, small = (
-        prefill_share(LLAMA_8B | more, 8192).linear_s
-        for more in (
-            {"intermediate_size": 2 * 14336},
-            moe,
-            moe | {"moe_intermediate_size": 1000, "n_shared_experts": 1},
-        )
-    )
-    assert experts == pytest.approx(dense)
-    assert small == pytest.approx(prefill_share(LLAMA_8B | {"intermediate_size": 3000}, 8192).linear_s)
-    first = prefill_share(LLAMA_8B | moe | {"first_k_dense_replace": 32}, 8192).linear_s
-    assert first == pytest.approx(prefill_share(LLAMA_8B, 8192).linear_s)
+    def linear_s(**more: int) -> float:
+        return prefill_share(LLAMA_8B | more, 8192).linear_s
+
+    two = {"num_experts_per_tok": 2, "num_local_experts": 8}
+    assert linear_s(**two) == pytest.approx(linear_s(intermediate_size=2 * 14336))
+    small = linear_s(**two, moe_intermediate_size=1000, n_shared_experts=1)
+    assert small == pytest.approx(linear_s(intermediate_size=3000))
+    assert linear_s(**two, first_k_dense_replace=32) == pytest.approx(linear_s())

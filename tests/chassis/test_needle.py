@@ -6,13 +6,11 @@ import re
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.needle.data import ANSWER, ANSWER_OF_TWO, UNKNOWABLE, Batch, Composer
 from benchmarks.needle.net import CONFIG, Needle
-from benchmarks.needle.tokens import DIGITS, NAME, QUESTION, SLOTS, VALUE, VOCAB_SIZE, Lines, encode, make_tokenizer
+from benchmarks.needle.tokens import DIGITS, make_tokenizer
 from vllm_sparse_backend.demo.model import BUNDLED
-from vllm_sparse_backend.measure import answers
 
 TINY = CONFIG | {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -28,19 +26,6 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="module")
 def composer(tokenizer: Any) -> Composer:
     return Composer(tokenizer, "cpu", seed=3)
-
-
-def test_lines_are_tokenized_as_the_tool_does(tokenizer: Any) -> None:
-    """The filled row of a question is what `eval answers` puts into its prompts."""
-    lines = Lines.of(tokenizer, "cpu")
-    name, value = "amber falcon river", "4071523"
-    tool = answers.Line.of(lambda text: encode(tokenizer, text), answers.Templates().question, name, value)
-    filled = torch.zeros(SLOTS, dtype=torch.long)
-    filled[NAME : NAME + 3] = torch.tensor(encode(tokenizer, f" {name}"))
-    filled[VALUE : VALUE + DIGITS] = torch.tensor(encode(tokenizer, value))
-    row = lines.tokens[QUESTION][: lines.lengths[QUESTION]]
-    assert torch.where(row >= VOCAB_SIZE, filled[(row - VOCAB_SIZE).clamp(min=0)], row).tolist() == tool.token_ids
-    assert tool.end - tool.begin == DIGITS
 
 
 def marked(tokenizer: Any, batch: Batch, i: int, kind: int) -> str:

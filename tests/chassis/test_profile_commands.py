@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill profile`, from the command line."""
 
+import errno
 import json
+import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,38 +60,14 @@ def test_import_then_check(model: Path, patterns: Path, tmp_path: Path) -> None:
     assert checked.exit_code == 0, checked.output
     assert checked.output.splitlines() == imported.output.splitlines()[:-2]
     assert imported.output.splitlines()[-2] == "imported from MInference's best_pattern.json"
+    again = run("import", patterns, model, out)
+    assert (again.exit_code, again.output.strip()) == (1, f"{out}: cannot be written: File exists")
     for line in (
         "4 of 8 heads: block_sparse(top_blocks=100)",
         "3 of 8 heads: vertical_slash(last_queries=64, forced_verticals=30, forced_slashes=100, settings=2)",
         "1 of 8 heads: a_shape(sink_tokens=128, local_tokens=512)",
     ):
         assert line in checked.output
-
-
-def test_heads_that_share_are_one_line(model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "p.yaml"
-    heads = "{0-1: {method: share_prefill, cluster: 2}, 2: {method: a_shape}, 3: {method: share_prefill, cluster: 5}}"
-    path.write_text(f"format: 1\nmodel: any\ndefault: {{method: share_prefill}}\nlayers:\n  1: {{heads: {heads}}}\n")
-    thresholds = "max_sparsity=0.3, max_distance=0.2, gamma=0.9, last_queries=64, estimating='last'"
-    shared = f"share_prefill({thresholds}, clusters=2, clustered_heads=3)"
-    lines = run("check", path, model).output.splitlines()[1:]
-    assert lines == [f"7 of 8 heads: {shared}", "1 of 8 heads: a_shape(sink_tokens=1024, local_tokens=4096)"]
-    assert "every head: share_prefill(max_sparsity=0.3," in run("check", path).output
-
-
-@pytest.mark.parametrize(
-    ("level", "where"), [("", "profile {}"), ("levels:\n  fast:\n    ", "profile {} at level fast")]
-)
-def test_a_profile_whose_layers_are_all_dense_is_refused(model: Path, tmp_path: Path, level: str, where: str) -> None:
-    """As a server refuses it."""
-    path = tmp_path / "p.yaml"
-    own = "level: high\ndefault: {method: a_shape}\n" if level else ""
-    indent = "    " if level else ""
-    path.write_text(f"format: 1\nmodel: any\n{own}{level}dense_layers: 0-1\n{indent}default: {{method: a_shape}}\n")
-    assert run("check", path).exit_code == 0
-    result = run("check", path, model)
-    assert result.exit_code == 1
-    assert result.output.strip() == f"dense_layers of {where.format(path)} name all 2 layers, expected fewer"
 
 
 WRONG = {
@@ -104,6 +81,10 @@ WRONG = {
         ("sink: unknown parameter of a_shape",),
     ),
     "no profile": ("a story\n", ("expected a mapping of fields to values",)),
+    "all dense": (
+        "format: 1\nmodel: any\ndense_layers: 0-1\ndefault: {method: a_shape}\n",
+        ("dense_layers of profile {} name all 2 layers, expected fewer",),
+    ),
     "no clusters": (
         "format: 1\nmodel: any\ndefault: {method: share_prefill}\n",
         ("{}: share_prefill: no two heads can share",),
@@ -131,13 +112,16 @@ def _is_refused(result: Result, *says: str) -> None:
     assert all(said in line for said in says), line
 
 
-def test_import_never_overwrites(model: Path, patterns: Path, tmp_path: Path) -> None:
-    out = tmp_path / "profile.yaml"
-    out.write_text("mine")
-    result = run("import", patterns, model, out)
-    assert result.exit_code == 1
-    assert result.output.strip() == f"{out}: cannot be written: File exists"
-    assert out.read_text() == "mine"
+def test_import_on_a_full_disk_leaves_nothing_in_the_way(
+    model: Path, patterns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, text: str, **more: Any) -> None:
+        self.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    _is_refused(run("import", patterns, model, tmp_path / "full.yaml"), "cannot be written: No space left on device")
+    assert not [path for path in tmp_path.iterdir() if "full" in path.name]
 
 
 LEVELS = """\
@@ -147,6 +131,7 @@ level: high
 default: {method: sale, tau: 0.01}
 layers:
   1: {heads: {0-1: {method: a_shape, sink_tokens: 64, local_tokens: 256}}}
+crossover: {device: a card, engines: [hopper], longest_tokens: 32768, min_tokens: null, min_query_tokens: 256}
 levels:
   fast: {dense_layers: [0], default: {method: sale, tau: 0.03}}
 provenance:
@@ -194,26 +179,6 @@ def test_show(levelled: Path) -> None:
     wrong = run("show", levelled, "--level", "exat")
     assert wrong.exit_code == 1
     assert "level: given 'exat', expected one of exact, fast, high (did you mean 'exact'?)" in wrong.output
-
-
-def test_pictures(levelled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    image = pytest.importorskip("matplotlib.image", reason="matplotlib draws pictures")
-    path = tmp_path / "maps.png"
-    result = run("show", levelled, "--png", path)
-    assert f"Written to {path}: method, density, output error" in result.output
-    pixels = image.imread(path)
-    assert pixels.shape[0] < pixels.shape[1]
-    assert len({tuple(pixel) for pixel in pixels.reshape(-1, pixels.shape[2]).round(3).tolist()}) > 6
-    formula = tmp_path / "b$x_{$y.yaml"
-    formula.write_bytes(Path(levelled).read_bytes())
-    assert run("show", formula, "--png", path).exit_code == 0  # names are no formulas
-    refused = run("show", "minference", "--png", path)
-    assert (refused.exit_code, "fits any model: name one" in refused.output) == (1, True)
-    refused = run("show", levelled, "--png", tmp_path / "none" / "maps.png")
-    assert (refused.exit_code, "cannot be written: No such file" in refused.output) == (1, True)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    refused = run("show", levelled, "--png", path)
-    assert (refused.exit_code, "pictures need matplotlib" in refused.output) == (1, True)
 
 
 def test_schema_takes_what_a_server_takes(levelled: Path) -> None:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`benchmarks.vllm_sources`: what it finds in the vLLM that is installed, and in trees that lack something."""
+"""`benchmarks.vllm_sources`: what it finds in the installed vLLM, for this package and for one that asks more."""
 
 import importlib.util
 from pathlib import Path
 
 import pytest
 
-from benchmarks.vllm_sources import BUILT, Checked, check
+from benchmarks.vllm_sources import check
 from vllm_sparse_backend.serving.hooks import EVERY, HOOKS, Hook, Part
 
-OURS = """\
-from vllm.config import VllmConfig
-from vllm.v1 import kept
+SPEC = importlib.util.find_spec("vllm")
+ASKING_MORE = """\
+from vllm.config import VllmConfig, NoSuchConfig
 
 
 class SparsePrefillImpl(compat.DelegateImpl):
@@ -19,84 +19,44 @@ class SparsePrefillImpl(compat.DelegateImpl):
 
 
 def part(common):
-    return CommonAttentionMetadata(num_reqs=1, seq_lens=common)
+    return CommonAttentionMetadata(num_reqs=1, num_moons=common)
 """
-THEIRS = """\
-class AttentionImpl:
-    def forward(self, layer, query, output=None): ...
+REQUEST = "vllm.v1.request"
 
 
-class CommonAttentionMetadata:
-    num_reqs: int
-    seq_lens: object
-"""
-
-
-def test_the_installed_vllm_has_all_that_is_used() -> None:
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
+@pytest.fixture
+def tree() -> Path:
+    if SPEC is None or SPEC.origin is None:
         pytest.skip("needs vLLM")
-    found = check(Path(spec.origin).parents[1])
+    return Path(SPEC.origin).parents[1]
+
+
+def test_the_installed_vllm_has_all_that_is_used(tree: Path) -> None:
+    found = check(tree)
     assert found.problems == ()
     assert found.num_hooks == len(HOOKS)
     assert min(found.num_names, found.num_methods, found.num_hooks, found.num_fields) >= 10
 
 
-def made_and_checked(folder: Path, **changes: tuple[str, str]) -> Checked:
-    """A tree and a package that fit each other, but for texts that are replaced in files of the tree."""
-    tree, package = folder / "tree", folder / "package"
-    derived = {
-        "flash_attn": [f"FlashAttention{part}" for part in ("Backend", "Impl", "MetadataBuilder")],
-        "cpu_attn": [f"CPUAttention{part}" for part in ("Backend", "BackendImpl", "MetadataBuilder")],
-    }
-    texts = {
-        "vllm/config/__init__.py": "from vllm.config.vllm import VllmConfig\n",
-        "vllm/v1/kept.py": "def salted(): ...\nclass Runner:\n    rows: int\n    def step(self, batch): ...\n",
-        BUILT["CommonAttentionMetadata"]: THEIRS,
-        **{
-            f"vllm/v1/attention/backends/{file}.py": "".join(f"class {name}: ...\n" for name in names)
-            for file, names in derived.items()
-        },
-    }
-    for path, text in texts.items():
-        (tree / path).parent.mkdir(parents=True, exist_ok=True)
-        (tree / path).write_text(text.replace(*changes.get(Path(path).stem, ("", ""))))
-    (package / "serving").mkdir(parents=True)
-    (package / "serving/impl.py").write_text(OURS)
+def test_what_is_not_there_is_named(tree: Path, tmp_path: Path) -> None:
+    (tmp_path / "serving").mkdir()
+    (tmp_path / "serving/impl.py").write_text(ASKING_MORE)
     hooks = [
-        Hook(EVERY, "vllm.v1.kept", "", "salted", (), lambda original: original, "a function"),
-        Hook(EVERY, "vllm.v1.kept", "Runner", "step", ("batch",), lambda original: original, "a method"),
-    ]
-    return check(tree, package, hooks, [Part(EVERY, "vllm.v1.kept", "Runner", ("step", "rows"))])
-
-
-def test_a_tree_that_fits(tmp_path: Path) -> None:
-    found = made_and_checked(tmp_path)
-    assert (found.num_names, found.num_hooks, found.num_fields, found.problems) == (2, 2, 2, ())
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"__init__": ("import VllmConfig", "import Config")}, "serving/impl.py: vllm.config has no VllmConfig"),
-        ({"backend": ("num_reqs", "num_rows")}, "serving/impl.py: CommonAttentionMetadata has no field num_reqs"),
-        (
-            {"backend": ("query, output=None", "query, scale, output=None")},
-            "serving/impl.py: SparsePrefillImpl.forward does not take scale, output of FlashAttentionImpl's",
-        ),
-        ({"kept": ("def salted", "def other")}, "there is no vllm.v1.kept.salted"),
-        ({"kept": ("batch", "lot")}, "vllm.v1.kept.Runner.step has no batch"),
-        ({"kept": ("rows:", "lines:")}, "vllm.v1.kept.Runner has no rows"),
-        ({"kept": ("class Runner", "class Other")}, "there is no vllm.v1.kept.Runner.step"),
-        (
-            {"cpu_attn": ("CPUAttentionBackendImpl", "Other")},
-            "vllm/v1/attention/backends/cpu_attn.py has no class CPUAttentionBackendImpl",
-        ),
-    ],
-    ids=["name", "field", "parameter", "hook", "hook's parameter", "part", "hook's class", "class"],
-)
-def test_a_tree_that_lacks_something(tmp_path: Path, changes: dict[str, tuple[str, str]], problem: str) -> None:
-    assert any(problem in found for found in made_and_checked(tmp_path, **changes).problems)
+        Hook(EVERY, REQUEST, owner, function, expects, lambda original: original, "a hook")
+        for owner, function, expects in (("Request", "leave", ()), ("NoRequest", "__init__", ()),
+                                         ("Request", "__init__", ("request_id", "moon")))
+    ]  # fmt: skip
+    found = check(tree, tmp_path, hooks, [Part(EVERY, REQUEST, "Request", ("__init__", "moons"))])
+    forward = "serving/impl.py: SparsePrefillImpl.forward does not take key, value, kv_cache, attn_metadata, output"
+    assert found.problems[0] == "serving/impl.py: vllm.config has no NoSuchConfig"
+    assert all(problem.startswith(forward) for problem in found.problems[1:3])
+    assert found.problems[3:] == (
+        f"there is no {REQUEST}.Request.leave", f"there is no {REQUEST}.NoRequest.__init__",
+        f"{REQUEST}.Request.__init__ has no moon", f"{REQUEST}.Request has no moons",
+        "serving/impl.py: CommonAttentionMetadata has no field num_moons",
+    )  # fmt: skip
+    nothing = check(tmp_path).problems
+    assert any("vllm/v1/attention/backends/cpu_attn.py has no class CPUAttentionBackendImpl" in one for one in nothing)
 
 
 def test_the_document_has_every_hook() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_sparse_backend.demo.model import make_model
+from benchmarks.tiny import make_model
 
 
 @pytest.fixture(scope="session")

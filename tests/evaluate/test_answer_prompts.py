@@ -3,19 +3,18 @@
 
 import math
 import random
-import re
 from pathlib import Path
 
 import pytest
 
 from tests.bench.stub import FACT, QUESTION, Words, entry
+from vllm_sparse_backend.measure import answers
 from vllm_sparse_backend.measure.answers import (
     NAMES,
     Answer,
     Line,
     Prompt,
     Share,
-    Templates,
     build_prompt,
     score,
     standard_error,
@@ -28,7 +27,7 @@ from vllm_sparse_backend.measure.texts import prose, read_text
 
 def build(encode: Words, num_tokens: int = 3000, num_facts: int = 9, seed: int = 0) -> Prompt:
     text = encode(prose(num_tokens, 5))
-    return build_prompt(encode, [0], text, num_tokens, num_facts, Templates(), random.Random(seed))
+    return build_prompt(encode, [0], text, num_tokens, num_facts, answers.Templates(), random.Random(seed))
 
 
 @pytest.mark.parametrize(
@@ -58,30 +57,23 @@ def test_answers_are_where_they_are_said_to_be(encode: Words) -> None:
 class Tokenizer(Endpoint):
     """An endpoint that only tokenises; ``added`` goes before a text if special tokens are asked for."""
 
-    def __init__(self, added: list[int]) -> None:
-        super().__init__("x", "http://x", "m")
+    def __init__(self, added: list[int], root: str | None = None) -> None:
+        super().__init__("x", "http://x", "m", root)
         vars(self).update(added=added, encode=Words())
 
     def tokenize(self, text: str, special: bool = False) -> list[int]:
         return [*(self.added if special else []), *self.encode(text)]
 
 
-@pytest.mark.parametrize(("added", "given", "found"), [
-    ([7], None, [7]), ([], None, []), ([7], "", []), ([], "<s>", [0]), ([7], "<s>", [0]),
-])  # fmt: skip
-def test_prompts_start_as_the_tokenizer_or_the_operator_says(
-    added: list[int], given: str | None, found: list[int]
-) -> None:
-    assert Tokenizer(added).first_tokens(given) == found
-
-
-def test_a_first_token_is_one() -> None:
-    with pytest.raises(BenchError, match="'a b' is 3 tokens of m, expected one"):
-        Tokenizer([]).first_tokens("a b")
+def test_prompts_start_as_the_tokenizer_or_the_models_files_say(tmp_path: Path) -> None:
+    assert Tokenizer([7]).first_tokens() == [7]
+    assert Tokenizer([]).first_tokens() == []
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": {"content": "<s>"}}')
+    assert Tokenizer([], str(tmp_path)).first_tokens() == [0]
 
 
 def test_digits_alone_are_judged_where_a_space_has_a_token() -> None:
-    line = Line.of(Words(), Templates().question, NAMES[7], "1999999")
+    line = Line.of(Words(), answers.Templates().question, NAMES[7], "1999999")
     assert line.end - line.begin == 7
 
 
@@ -90,18 +82,9 @@ def test_lines_that_do_not_fit_and_short_texts_are_refused() -> None:
     with pytest.raises(BenchError, match=r"50 facts .* of a prompt's 3,000 tokens, expected at most half"):
         build(encode, num_facts=50)
     with pytest.raises(BenchError, match="text: given 100 tokens, expected at least"):
-        build_prompt(encode, [0], [1] * 100, 3000, 9, Templates(), random.Random(0))
+        build_prompt(encode, [0], [1] * 100, 3000, 9, answers.Templates(), random.Random(0))
     with pytest.raises(BenchError, match="the same tokens"):
         Line.of(lambda text: [1, 2, 3], "{name} {value}", "a", "1234567")
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [({"fact": "no {name}"}, "--fact"), ({"question": "{value} is of {name}"}, "expected {name} before {value}")],
-)
-def test_templates_hold_name_and_value(fields: dict[str, str], said: str) -> None:
-    with pytest.raises(BenchError, match=re.escape(said)):
-        Templates(**fields)
 
 
 PROMPT = Prompt([5, 6, 7, 8, 9, 10], (Answer("a", "12", 1, 3, 5),))
@@ -149,7 +132,7 @@ def test_prose_is_enough_for_so_many_prompts(length: int, prompts: int) -> None:
         def tokenize(self, text: str, special: bool = False) -> list[int]:
             return [*range(len(text.split()))] if len(text) > 1000 else super().tokenize(text, special)
 
-    asked = Asking.about(None, [length], prompts, facts=2, seed=0, first_token="", templates=Templates())
+    asked = Asking.about(None, [length], prompts, 2)
     assert len(asked.build_prompts(Whole([]))) == prompts
     assert prose(2 * length, 0) in asked.source  # as it was for few prompts: files of earlier runs stay good
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from benchmarks.figures import of_answers
 from tests.bench.stub import FACT, METRICS, QUESTION, Api, Words, entry, running
 from vllm_sparse_backend.cli import app
+from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.settings.reasons import Fallback
 
 
@@ -97,7 +98,7 @@ def run(*args: object):
     return CliRunner().invoke(app, ["eval", "answers", *map(str, args)], catch_exceptions=False)
 
 
-LENGTHS = ("--lengths", "2000,6000", "--prompts", 2, "--facts", 12)
+LENGTHS = ("--lengths", "2000,6000", "--count", 2, "--facts", 12)
 
 
 @pytest.fixture
@@ -156,16 +157,15 @@ def test_a_failed_request_is_reported_asked_again_and_never_counted(folder: Path
         assert len(stub.prompts) == 5
         assert stub.prompts[4] == stub.prompts[1]
         assert again.output.count("24 of 24") == 2
-        other = run(*command, "--seed", 1)
+        other = run(*command[:-4], "--facts", 11, "--json", out)
         assert other.exit_code == 1
         assert "holds answers to other prompts" in other.stderr
 
 
-@pytest.mark.parametrize("concurrency", [3])
-def test_no_more_requests_at_a_time_than_asked_for(tmp_path: Path, concurrency: int) -> None:
-    stub, out = Stub(lambda distance: 1), tmp_path / "all.json"
+def test_no_more_requests_at_a_time_than_asked_for(tmp_path: Path) -> None:
+    stub, out, concurrency = Stub(lambda distance: 1), tmp_path / "all.json", 3
     with running(stub) as url:
-        command = ("--url", url, "--lengths", 1000, "--facts", 2, "--prompts", 8, "--concurrency", concurrency)
+        command = ("--url", url, "--lengths", 1000, "--facts", 2, "--count", 8, "--concurrency", concurrency)
         assert run(*command, "--json", out).exit_code == 0
     assert stub.most_busy == concurrency
     assert [case["prompt"] for case in json.loads(out.read_text())["cases"]] == list(range(8))
@@ -200,29 +200,21 @@ def test_a_file_of_another_server_under_the_same_name_is_refused(folder: Path) -
     assert "name another file" in result.stderr
 
 
-def test_density_is_of_these_requests_and_a_server_that_ran_nothing_sparse_is_named(folder: Path) -> None:
+@pytest.mark.parametrize("reason", [Fallback.TOO_SHORT, Fallback.REQUESTED])
+def test_density_is_of_these_requests_and_a_server_that_ran_nothing_sparse_says_why(
+    folder: Path, reason: Fallback
+) -> None:
     sparse, idle = Stub(lambda distance: 1, kept_of_100=30), Stub(lambda distance: 1, kept_of_100=-1)
-    idle.encode = sparse.encode
+    idle.encode, idle.reason = sparse.encode, reason
     out = folder / "all.json"
     with running(sparse) as one, running(idle) as other:
         urls = ("--url", one, "--label", "a", "--url", other, "--label", "b")
-        result = run(*urls, "--lengths", 2000, "--facts", 4, "--prompts", 2, "--json", out)
+        result = run(*urls, "--lengths", 2000, "--facts", 4, "--count", 2, "--json", out)
     assert result.exit_code == 0, result.output
-    found = {
-        case["label"]: case["density"] for case in json.loads(out.read_text())["cases"] if case["part"] == "density"
-    }
-    assert found == {"a": 0.3, "b": None}
-    assert "b: no request ran sparse" in result.output
+    cases = [case for case in json.loads(out.read_text())["cases"] if case["part"] == "density"]
+    assert {case["label"]: case["density"] for case in cases} == {"a": 0.3, "b": None}
+    assert f"b: no request ran sparse: {reason.explain} (dense rows: 2)" in result.output
     assert "a: no request ran sparse" not in result.output
-
-
-@pytest.mark.parametrize("reason", [Fallback.TOO_SHORT, Fallback.REQUESTED])
-def test_why_nothing_ran_sparse_is_what_the_server_counted(folder: Path, reason: Fallback) -> None:
-    stub = Stub(lambda distance: 1, kept_of_100=-1)
-    stub.reason = reason
-    with running(stub) as url:
-        result = run("--url", url, "--label", "a", "--lengths", 1000, "--facts", 4, "--prompts", 2, "--level", 0)
-    assert f"a 0: no request ran sparse: {reason.explain} (dense rows: 2)" in result.output
 
 
 def test_tokenizers_that_differ_are_refused() -> None:
@@ -238,21 +230,22 @@ def test_tokenizers_that_differ_are_refused() -> None:
     ("args", "said"),
     [
         ((), "expected a MODEL to serve, or --url"),
-        (("MODEL", "--url", "http://x"), "expected a MODEL to serve, or --url"),
+        ((BUNDLED, "--url", "http://x"), "expected a MODEL to serve, or --url"),
         (("--url", "http://x", "--label", "a", "--label", "b"), "--label: given 2"),
-        (("MODEL", "--settings", '{"method": "sales"}'), "--settings"),
-        (("MODEL", "--fact", "{name}"), "--fact"),
-        (("MODEL", "--lengths", ","), "--lengths: given ','"),
-        (("MODEL", "--lengths", "0"), "--lengths: given '0', expected whole numbers above 0"),
-        (("MODEL", "--settings", "none.yaml"), "--settings 'none.yaml': profile: no such file"),
-        (("MODEL", "--server-args", "--x 'unclosed"), '--server-args: given "--x \'unclosed"'),
+        ((BUNDLED, "--settings", '{"method": "sales"}'), "--settings"),
+        ((BUNDLED, "--lengths", ","), "--lengths: given ','"),
+        ((BUNDLED, "--lengths", "0"), "--lengths: given '0', expected whole numbers above 0"),
+        ((BUNDLED, "--lengths", "1024,8192"), "a prompt's 1,024 tokens, expected at most half: ask for fewer --facts"),
+        ((BUNDLED, "--lengths", "20000"), "has 16,384 positions, and 20,001 were asked for, answers included"),
+        ((BUNDLED, "--settings", "none.yaml"), "--settings 'none.yaml': profile: no such file"),
+        ((BUNDLED, "--server-args", "--x 'unclosed"), '--server-args: given "--x \'unclosed"'),
         (
-            ("--url", "http://x", "--no-stock", "--settings", "{}", "--server-args", "--seed 7"),
-            "--settings, --no-stock, --server-args: given with running servers, expected only with a MODEL",
+            ("--url", "http://x", "--settings", "{}", "--server-args", "--seed 7"),
+            "--settings, --server-args: given with running servers, expected only with a MODEL",
         ),
     ],
 )
-def test_wrong_commands_are_told_why(args: tuple[str, ...], said: str) -> None:
+def test_wrong_commands_are_told_why_before_a_server_starts(args: tuple[object, ...], said: str) -> None:
     result = run(*args)
     assert result.exit_code == 1
     assert said in result.stderr

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from tests.chassis.test_profile_commands import LEVELS
 from tests.foreign.files import clusters, patterns, sale_thresholds, save, sparge_state
 from vllm_sparse_backend.profiling.importers.detect import import_profile
 from vllm_sparse_backend.settings.errors import ConfigurationError
@@ -17,32 +18,6 @@ from vllm_sparse_backend.settings.profile import Profile, bundled_profiles, pars
 
 PROFILES = 500
 FOREIGN = 200
-
-EVERYTHING = """\
-format: 1
-model: {architecture: M, num_layers: 6, num_heads: 8, num_kv_heads: 2, head_dim: 64, rope_theta: 1.0e+4, names: [o/m]}
-min_tokens: 8192
-min_query_tokens: auto
-dense_layers: 0-1
-level: high
-default: {method: sale, tau: 0.01, sink_tokens: 32, local_tokens: 128, int8_scores: false, channels: all}
-layers:
-  2-3: {default: {method: a_shape, sink_tokens: 64, local_tokens: 256}, heads: {0-3: {method: dense}}}
-  4: {heads: {'1,5': {method: vertical_slash, vertical_tokens: 30, slash_tokens: 800}}}
-levels:
-  fast:
-    dense_layers: [5]
-    default: {method: flex_vertical_slash, gamma: 0.9}
-    layers: {1: {heads: {7: {method: sparge_attn, kept_mass: 0.9, skip_margin: -3.0}}}}
-    provenance: {bounds: {error: 0.1}}
-provenance:
-  tool_version: "0.1.0"
-  prompts_sha256: "1111111111111111111111111111111111111111111111111111111111111111"
-  bounds: {error: 0.02}
-  recall: 0.98
-  density: 0.12
-  figures: {density: {2: 0.5, 3-4: [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1]}, error: {2-4: 0.01}}
-"""
 
 NUMBERS = [-1, 0, 1, 7, 1 << 40, 0.5, -0.5, 1e300, float("nan"), float("inf")]
 TEXTS = ["", "any", "0-3", "9-1", "dense", "\x00", "é" * 300]
@@ -55,7 +30,7 @@ def test_mutated_profiles() -> None:
     """Characters that change, parts that go or come twice, values that become others."""
     source = random.Random(0)
     bundled = (bundled_profiles()[name].read_text() for name in ("minference", "minference-qwen2.5-72b-instruct"))
-    texts = [EVERYTHING, *bundled]
+    texts = [LEVELS, *bundled]
     assert all(loads(lambda text=text: parse_profile(text, "mine.yaml"), "mine.yaml") for text in texts)
     counts = {True: 0, False: 0}
     for i in range(PROFILES):

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from benchmarks.batches import in_fp8, random_batch, random_index, repaged, widened
+from benchmarks.structured import paged_batch, structured
 from tests.kernels.test_engines import ENGINES, check, run, same
 from tests.methods.cases import select
-from vllm_sparse_backend.measure.structured import paged_batch, structured
 from vllm_sparse_kernels.attend import AttendSpec
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.reference import attend as reference

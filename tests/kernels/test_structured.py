@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from benchmarks.oracle import oracle_density
+from benchmarks.structured import paged_batch, structured
 from tests.helpers.lined import DEVICE
-from vllm_sparse_backend.measure.structured import NUM_SINKS, SEQUENCE, paged_batch, structured
 
 
 def probabilities(data, head):
@@ -45,39 +45,6 @@ def test_densities_spread_as_on_a_trained_model(context_len):
     assert int((density < 0.01).sum()) >= 4
     assert 0.4 < float(density.max()) < 0.65
     assert 0.0003 < float(density.min()) < 0.006
-
-
-@pytest.mark.full
-def test_every_part_is_there():
-    """Sinks, band, slashes and heavy keys, each where a head's kind has it, hold more mass than their number would."""
-    data = structured(512, 7000, 16, 4, 128, device=DEVICE, seed=2)
-    mass = {kind: [] for kind in SEQUENCE}
-    distance = data.context_len + torch.arange(512, device=DEVICE)[:, None] - torch.arange(7512, device=DEVICE)
-    for head, kind in enumerate(data.kinds):
-        p = probabilities(data, head)
-        sinks, near = p[:, :NUM_SINKS].sum(1).mean(), (p * (distance < 1024)).sum(1).mean()
-        by_distance = torch.zeros(7512, dtype=p.dtype, device=p.device)
-        by_distance.scatter_add_(0, distance.clamp(min=0).flatten(), p.flatten())
-        peak = by_distance[64:6000].max() / by_distance[64:6000].median()
-        far = p[:, NUM_SINKS : data.context_len - 1024]
-        heaviest = far.sum(0).topk(32).values.sum() / far.sum()
-        mass[kind].append([float(x) for x in (sinks, near, peak, heaviest)])
-    of = {kind: [sum(x) / len(x) for x in zip(*rows)] for kind, rows in mass.items()}
-    assert of["sink"][0] > 0.4 > 0.1 > of["spread"][0]
-    assert of["local"][1] > 0.7 > 0.3 > of["spread"][1]
-    assert of["slash"][2] > 5000 > 50 > of["spread"][2]
-    assert of["heavy"][3] > 0.6 > 0.2 > of["spread"][3]
-
-
-def test_keys_have_a_common_mean_and_values_last():
-    data = structured(4096, 0, 4, 2, 128, device=DEVICE)
-    mean, spread = data.k.mean(0), data.k.std(0)
-    assert bool((mean.abs().amax(-1) > 3 * spread.mean(-1)).all())
-    centred = data.v[NUM_SINKS:] - data.v[NUM_SINKS:].mean(0)
-    near = (centred[:-1] * centred[1:]).mean() / centred.square().mean()
-    far = (centred[:-64] * centred[64:]).mean() / centred.square().mean()
-    assert float(near) > 0.4
-    assert abs(float(far)) < 0.05
 
 
 @pytest.mark.parametrize(("page_size", "layout"), [(16, "NHD"), (128, "HND")])

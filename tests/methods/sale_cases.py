@@ -11,6 +11,7 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, rounding as sale_rounding
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries, Selected
+from vllm_sparse_kernels.methods.sale.scores import adds_up_in_half
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.trial import Batch
 from vllm_sparse_kernels.workspace import Workspace
@@ -71,10 +72,9 @@ def channels_of(batch: Batch, method: Sale, row: int, head: int) -> list[int]:
     return sorted(heaviest[: {64: 32, 96: 64, 128: 64, 256: 128}[head_dim]])
 
 
-def compared_as(integers: torch.dtype, fits: bool = True) -> torch.dtype:
+def compared_as(fits: bool = True) -> torch.dtype:
     """What the kernel compares scores in that fit half precision or do not."""
-    half = fits and integers == torch.float8_e4m3fn and module.adds_up_in_half(torch.device(DEVICE))
-    return torch.float16 if half else torch.float32
+    return torch.float16 if fits and adds_up_in_half(torch.device(DEVICE)) else torch.float32
 
 
 def definition(batch: Batch, method: Sale, row: int, head: int):
@@ -107,7 +107,7 @@ def definition(batch: Batch, method: Sale, row: int, head: int):
             middle = slice(method.sink_tokens, local)
             product, bias = q4[mine] @ k4[middle].T, smooth_k[middle] @ q.mean(0)
             estimate = product + bias + (q[mine] @ k.mean(0))[:, None]
-            half = compared_as(module.integer_dtype(q.device)) == torch.float16
+            half = compared_as() == torch.float16
             error = ERROR + half * scale * (2**-11 * (product + bias).abs() + 2**-10 * bias.abs())
             error = error + scale * 7 * q_steps[mine, None] * k_steps[middle] * (q_near[mine, None] + k_near[middle])
             for which, sign in enumerate((-1, 1)):

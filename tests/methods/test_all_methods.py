@@ -97,8 +97,8 @@ def test_only_the_heads_asked_for_are_written(name: str, params: dict[str, Any],
 def test_heads_that_differ_select_what_they_select_alone(name: str, params: dict[str, Any], by_reference: bool) -> None:
     """Heads on two kv heads, in an order of their own, some that keep everything beside some that do not: bitwise."""
     spec = METHODS[name]
-    if not issubclass(spec.parameters, PerHead):
-        pytest.skip(f"{name} has no settings that heads of one launch may differ in")
+    if not issubclass(spec.parameters, PerHead) or spec.full.alone != spec.full:
+        pytest.skip(f"{name} has no settings that heads of one launch may differ in, each by itself")
     own = spec.parameters(**params)
     other = replace(own, **{field: getattr(spec.full, field) for field in own.differing})
     settings, heads = [own, other, spec.parameters(**params), own], [2, 0, 3, 1]
@@ -117,9 +117,9 @@ def test_heads_that_differ_select_what_they_select_alone(name: str, params: dict
 
 @pytest.mark.parametrize("name", METHODS)
 def test_what_heads_of_one_launch_share_may_not_differ(name: str) -> None:
-    own = METHODS[name].parameters()
-    if not isinstance(own, PerHead):
-        pytest.skip(f"{name} has no settings that heads of one launch may differ in")
+    own, full = METHODS[name].parameters(), METHODS[name].full
+    if not isinstance(own, PerHead) or full.alone != full:
+        pytest.skip(f"{name} has no settings that heads of one launch may differ in, each by itself")
     shared = {one.name for one in fields(own) if one.init} - {*own.differing}
     assert own.merged([own, own]).summary([own]) == own.shown_fields
     assert {one for one in own.merged([own, METHODS[name].full]).summary([own]) if one in shared} == shared
@@ -152,6 +152,7 @@ OUT_OF_RANGE: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "top_p": {
         "kept_mass": (0.0, 1.01, NAN), "sink_tokens": (16, -32, 32.0), "local_tokens": (96, 130), "channels": ("most",),
+        "most_share": (0.0, 1.01, NAN), "peak_share": (0.0, 1.01, NAN),
     },
     "vertical_slash": {
         "vertical_tokens": (-1,), "slash_tokens": (-1,), "forced_verticals": (-1,), "forced_slashes": (-1,),

@@ -3,7 +3,7 @@
 
 A card that several processes share takes a kernel off its multiprocessors and puts it back, and its warps then go on in
 an order of their own. The same cases of attention, launched so on an H200, found what neither a process alone nor
-schedules on the host (``warps``) did: two variants of the loop, which multiplied an item's first scores while the one
+random schedules of an emulator did: two variants of the loop, which multiplied an item's first scores while the one
 before was written out, left NaN in one launch of seventy; the loop as it is in none of 600,000.
 """
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from benchmarks.batches import random_batch, random_index
-from vllm_sparse_backend.measure.structured import paged_batch, structured
+from benchmarks.structured import paged_batch, structured
 from vllm_sparse_kernels.attend import hopper, portable
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale.method import Sale

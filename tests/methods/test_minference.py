@@ -157,23 +157,22 @@ tiles = st.fixed_dictionaries(
 @pytest.mark.full
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(tiles)
-def test_reference_lists_are_the_merge_of_algorithm_4(shape):
-    """The vectorised lists against the literal merge, and against what a slash and a vertical are."""
+def test_reference_lists_are_what_algorithm_4_merges(shape):
+    """Blocks that a slash crosses, or the diagonal, and verticals before the diagonal's blocks that lie in none."""
     rows = Rows((0,), (shape["query_len"],), (shape["context_len"],), torch.zeros(1, 1, dtype=torch.int32))
     generator = torch.Generator().manual_seed(shape["seed"])
     verticals, slashes = torch.rand(2, rows.seq_lens[0], generator=generator) < shape["density"]
     index = SparseIndex.allocate(rows, 1, shape["block_tokens"], {0: VerticalSlash(10**9).stripe_layout(rows)})
     for i_tile, tile in enumerate(rows.tile_list):
         reference.set_vertical_slash(verticals, slashes, index, 0, i_tile)
-        points, offsets = verticals.nonzero().flatten().tolist(), slashes.nonzero().flatten().tolist()
-        assert lists(index, 0, i_tile) == reference.merge(points, offsets[::-1], tile, shape["block_tokens"])
-
         positions, keys = torch.arange(tile.position, tile.last_position + 1), torch.arange(tile.last_position + 1)
         apart = positions[:, None] - keys
         crossed = (slashes[apart.clamp(min=0)] | (apart == 0)) & (apart >= 0)
         blocks = crossed.any(0).nonzero().flatten().div(shape["block_tokens"], rounding_mode="floor").unique()
         assert index.blocks_of(0, i_tile).tolist() == blocks.tolist()
-        assert index.tile_keys(0, i_tile)[verticals[: len(keys)] & (keys < tile.position)].all()
+        points = verticals.nonzero().flatten()
+        points = points[points < tile.position // shape["block_tokens"] * shape["block_tokens"]]
+        assert torch.equal(index.stripes_of(0, i_tile), points[~torch.isin(points // shape["block_tokens"], blocks)])
     index.check()
 
 
@@ -245,9 +244,12 @@ def test_lists_at_the_edges_of_blocks(block_tokens):
     counts = int32([[1] * len(offsets)])
     write_lines(index, (0, 1), heads, Lines(verticals, counts, None, slashes.cumsum(1).int()), 1)
     index.check()
-    for head, (offset, key) in enumerate(zip(offsets, keys, strict=True)):
-        for i_tile, tile in enumerate(rows.tile_list):
-            assert lists(index, head, i_tile) == reference.merge([key], [offset], tile, block_tokens)
+    expected = SparseIndex.allocate(rows, len(offsets), block_tokens, layouts)
+    for head, key in enumerate(keys):
+        for i_tile in range(rows.num_tiles):
+            vertical = torch.arange(351, device=DEVICE) == key
+            reference.set_vertical_slash(vertical, slashes[head, :351] != 0, expected, head, i_tile)
+    assert all_lists(index) == all_lists(expected)
 
 
 @pytest.mark.parametrize("block_tokens", [64, 128])
@@ -259,12 +261,15 @@ def test_lists_beyond_one_chunk(block_tokens):
     verticals = torch.randperm(200_070, generator=generator, device=DEVICE)[:2500].sort().values
     slashes = torch.rand(200_128, generator=generator, device=DEVICE) < 0.001
     slashes[200_070:] = False
-    index = SparseIndex.allocate(rows, 1, block_tokens, {0: VerticalSlash(2500).stripe_layout(rows)})
+    layouts = {0: VerticalSlash(2500).stripe_layout(rows)}
+    index, expected = (SparseIndex.allocate(rows, 1, block_tokens, layouts) for _ in range(2))
     found = Lines(verticals.int().view(1, 1, -1), int32([[2500]]), None, slashes.cumsum(0)[None].int())
     write_lines(index, (0, 1), heads, found, 1)
     index.check()
-    offsets = slashes.nonzero().flatten().tolist()[::-1]
-    assert lists(index, 0, 0) == reference.merge(verticals.tolist(), offsets, rows.tile_list[0], block_tokens)
+    every = torch.zeros(200_070, dtype=torch.bool, device=DEVICE)
+    every[verticals] = True
+    reference.set_vertical_slash(every, slashes[:200_070], expected, 0, 0)
+    assert all_lists(index) == all_lists(expected)
 
     scores = 1000 * torch.randn(1, 2, 3136, generator=generator, device=DEVICE)
     # The first query block ends at position 200,063, in key block 3125; the second at 200,069, in 3126.

@@ -27,7 +27,7 @@ USE = """
 import json
 from pathlib import Path
 from vllm_sparse_backend.demo.run import settings_of
-from vllm_sparse_backend.measure.asked import Asked
+from vllm_sparse_backend.measure.crossover import methods_asked, told
 from vllm_sparse_backend.profiling.calibrate import by_themselves, calibrated
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -45,7 +45,7 @@ print(json.dumps({
     "schema": "strided" in names,
     "demo": settings_of("strided", bundled=False)["params"],
     "calibrated": "strided" in calibrated() and "strided" in by_themselves(),
-    "measured": str(Asked.parse("strided:stride_tokens=512")),
+    "measured": told(methods_asked([{"method": "strided", "params": {"stride_tokens": 512}}], shape)[0]),
 }))
 """
 
@@ -86,8 +86,8 @@ def test_the_tests_of_all_methods_test_it(environment: dict[str, str]) -> None:
 @pytest.mark.server
 def test_a_server_runs_it(environment: dict[str, str], tmp_path: Path) -> None:
     pytest.importorskip("vllm")
+    from benchmarks.tiny import make_model
     from tests.server import scenario
-    from vllm_sparse_backend.demo.model import make_model
     from vllm_sparse_backend.measure.scrape import parse
     from vllm_sparse_backend.measure.server import Server, sparse_args
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.batches import random_batch
+from benchmarks.paper_density import sale_density
 from tests.methods.cases import DEVICE, DTYPES, all_lists, by_turns, select
 from tests.methods.sale_cases import (
     assert_agrees,
@@ -30,7 +31,7 @@ from vllm_sparse_kernels.methods.sale import (
     scores as sale_scores,
 )
 from vllm_sparse_kernels.methods.sale.method import Sale
-from vllm_sparse_kernels.methods.sale.reference import paper_blocks, paper_density
+from vllm_sparse_kernels.methods.sale.reference import paper_blocks
 from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries
 from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.trial import Batch
@@ -75,7 +76,7 @@ def test_reference_agrees_with_the_paper(case):
     for row, head in product(range(len(lengths)), range(num_heads)):
         for i_tile, surely, maybe in definition(batch, method, row, head):
             assert bool((ours[head, i_tile] | ~surely).all() and (maybe | ~ours[head, i_tile]).all())
-    density = paper_density(method, batch.q, batch.cache, batch.rows, heads, batch.scale)
+    density = sale_density(method, batch.q, batch.cache, batch.rows, heads, batch.scale)
     assert density == pytest.approx(
         sum(int(x.sum()) for x in ours.values())
         / sum(b[2] for t in batch.rows.tile_list for b in regions(method, t.position, t.length_tokens)) / num_heads
@@ -225,9 +226,8 @@ def flags_twice(
     expected = ours.clone()
     (slab,) = module.slabs_of_rows(method, batch.rows)
     selected, always = selected_heads(method, batch), Regions(method.sink_tokens, method.local_tokens)
-    half = keys.integers.dtype == torch.float8_e4m3fn and module.adds_up_in_half(torch.device(DEVICE))
     sale_scores.first_flags(ours, index, selected, always)
-    sale_scores.flag_blocks(queries, keys, ours, index, selected, always, group, slab.pairs, slab.longest, half)
+    sale_scores.flag_blocks(queries, keys, ours, index, selected, always, group, slab.pairs, slab.longest)
     passed = flags_of(queries, keys, group, dtype)
     for i_tile, tile in enumerate(batch.rows.tile_list):
         fine = passed[:, i_tile * 128 : (i_tile + 1) * 128].any(1)
@@ -253,7 +253,7 @@ def test_on_the_same_integers_flags_are_equal_bit_for_bit(integers, tau, mean, m
     assert float(queries.integers.float().abs().max()) == float(keys.integers.float().abs().max()) == 7
     largest = float((queries.inverse_steps.amax(1) * keys.biases[:, :1500].abs().amax(1)).min())
     assert (largest > 2048) == (mean == 60)
-    ours, expected = flags_twice(method, queries, keys, batch, 64, compared_as(integers, mean < 60))
+    ours, expected = flags_twice(method, queries, keys, batch, 64, compared_as(mean < 60))
     assert torch.equal(ours, expected)
     assert 0.1 < ours.float().mean() < 0.9
 
@@ -278,7 +278,7 @@ def test_scores_and_thresholds_below_zero(integers, block_tokens):
     thresholds[:, 260:] = torch.inf
     biases = -1.2 * torch.arange(1664.0, device=DEVICE)[None] - 50
     row = rounded_row(q, k, thresholds, biases, integers)
-    assert 0 in check_flags(row, batch, block_tokens, compared_as(integers))[:, : 1300 // block_tokens]
+    assert 0 in check_flags(row, batch, block_tokens, compared_as())[:, : 1300 // block_tokens]
 
 
 @pytest.mark.parametrize(("head_dim", "largest"), [(256, 7), (128, 4)])
@@ -315,7 +315,7 @@ def test_half_precision_is_used_within_its_range_alone(integers, bias, sevens, f
     biases = torch.zeros(1, 896, device=DEVICE)
     biases[0, 150], biases[0, 330] = 1000.3, bias
     row = rounded_row(q, k, torch.full((1, 256), 1000.4, device=DEVICE), biases, integers)
-    dtype = compared_as(integers, fits)
+    dtype = compared_as(fits)
     assert int(check_flags(row, batch, 64, dtype)[0, 150 // 64]) == (dtype == torch.float16)
 
 

@@ -13,15 +13,8 @@ from tests.methods.cases import DEVICE, DTYPES, Lists, all_lists, by_turns, int3
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 from vllm_sparse_kernels.methods.share_prefill.block_average import BlockAverages, Spans
-from vllm_sparse_kernels.methods.share_prefill.method import (
-    NOISE,
-    SharePrefill,
-    SharePrefillLayer,
-)
-from vllm_sparse_kernels.methods.share_prefill.reference import (
-    block_average,
-    js_distance,
-)
+from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
+from vllm_sparse_kernels.methods.share_prefill.reference import block_average, js_distance
 from vllm_sparse_kernels.trial import Batch
 
 MARGIN = 1e-4
@@ -29,7 +22,7 @@ MARGIN = 1e-4
 over less than this share of the mass."""
 
 
-def layer_of(clusters, max_sparsity=0.9, max_distance=0.2, gamma=0.8, **more) -> SharePrefillLayer:
+def layer_of(clusters, max_sparsity=0.9, max_distance=0.2, gamma=0.8, **more) -> SharePrefill:
     heads = [SharePrefill(max_sparsity, max_distance, gamma, cluster, **more) for cluster in clusters]
     return SharePrefill.merged(heads)
 
@@ -58,7 +51,7 @@ def estimate(batch: Batch, row: int, head: int, block_tokens: int) -> torch.Tens
     return block_average(q, keys * batch.scale, block_tokens).softmax(-1)
 
 
-def check_layers(batches: list[Batch], methods: list[SharePrefillLayer], block_tokens: int) -> None:
+def check_layers(batches: list[Batch], methods: list[SharePrefill], block_tokens: int) -> None:
     """Kernels against the reference through the layers of one forward pass."""
     passes = [dataclasses.replace(batches[0].rows) for _ in range(2)]
     for batch, method in zip(batches, methods, strict=True):
@@ -74,9 +67,9 @@ def check_layers(batches: list[Batch], methods: list[SharePrefillLayer], block_t
         assert_between(kept_keys(index, range(batch.num_heads)), *bounds)
 
 
-def shifted(method: SharePrefillLayer, by: float) -> SharePrefillLayer:
+def shifted(method: SharePrefill, by: float) -> SharePrefill:
     """With another γ, of each head where they differ."""
-    return dataclasses.replace(method, gamma=method.gamma + by, gammas=tuple(gamma + by for gamma in method.gammas))
+    return method.merged([dataclasses.replace(one, gamma=one.gamma + by) for one in method.settings])
 
 
 def is_dense(index: SparseIndex, head: int, row: int) -> bool:
@@ -123,7 +116,7 @@ def test_averages_are_those_of_all_pairs(block_tokens):
     batch = lined_batch([(333, 140), (5, 3)], 2, 1, 64, 16, gap_tokens=1)
     index = SparseIndex.allocate(batch.rows, 2, block_tokens)
     heads = int32([1, 0])
-    averages = BlockAverages(batch.q, batch.cache, index, heads, batch.scale, Spans.of(index))
+    averages = BlockAverages(batch.q, batch.cache, index, heads, batch.scale, Spans.of(index), int32([0, 0]))
     estimates, sparsity = averages.estimates()
     estimates = estimates.double()
     expected = [torch.cat([estimate(batch, row, head, block_tokens) for row in (0, 1)]) for head in (1, 0)]
@@ -249,21 +242,15 @@ def test_distance():
 
 def test_heads_of_a_layer_are_merged():
     heads = [SharePrefill(cluster=c) for c in (3, NOISE, 3)]
-    merged = SharePrefill.merged(heads)
-    assert merged == SharePrefillLayer(clusters=(3, NOISE, 3))
-    for field, value in (("clusters", (0, -2)), ("gammas", (0.5,))):
-        with pytest.raises(ValueError, match=f"^{field}: given "):
-            SharePrefillLayer(**{field: value})
+    assert SharePrefill.merged(heads).of_heads(3) == tuple(heads)
     with pytest.raises(ValueError, match=r"^methods: "):
         SharePrefill.merged([SharePrefill(), SharePrefill(max_distance=0.1)])
     differing = SharePrefill.merged([SharePrefill(gamma=gamma, cluster=3) for gamma in (0.8, 0.95)])
-    assert differing == SharePrefillLayer(clusters=(3, 3), gammas=(0.8, 0.95))
+    assert differing.of_heads(2) == tuple(SharePrefill(gamma=gamma, cluster=3) for gamma in (0.8, 0.95))
     assert SharePrefill.summary([differing])["gamma"] == "0.8 to 0.95"
     assert SharePrefill(gamma=0.8, cluster=3).alone == SharePrefill(gamma=0.8)
-    batch = small_batch(((0, 5),))
-    for method in (SharePrefill(cluster=3), SharePrefillLayer(clusters=(3, 3))):
-        with pytest.raises(ValueError, match=r"^clusters?: "):
-            select(method, batch, 64)
+    with pytest.raises(ValueError, match=r"^settings: "):
+        select(differing, small_batch(((0, 5),)), 64)
 
 
 def test_a_model_whose_heads_can_share_nothing_is_objected_to():

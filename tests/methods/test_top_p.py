@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``top_p``: kernels against its equations in float64, what its rule promises, and what may not break it."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.methods.top_p.reference import round_to_e4m3, tile_shares
 from vllm_sparse_kernels.methods.top_p.rounding import in_e4m3
 
-METHOD = TopP(kept_mass=0.7, sink_tokens=32, local_tokens=128, channels="all", peak_share=1.0)
+METHOD = TopP(kept_mass=0.7, sink_tokens=32, local_tokens=128, most_share=1.0, channels="all", peak_share=1.0)
 HALF = replace(METHOD, channels="half")
 MASS_ERROR = 5e-3
 """Of a tile's masses in all: half precision keeps scores of up to 32 to 2^-7, and exponentials are off by as much."""
@@ -128,6 +129,28 @@ def test_equal_masses_go_by_position() -> None:
     blocks = select(replace(METHOD, kept_mass=0.5), batch, 32).blocks_of(0, 0).tolist()
     forced = [0, *range((1023 - 128) // 32, 32)]
     assert blocks == sorted({*forced, *range(1, 1 + 16 - len(forced))})
+
+
+@pytest.mark.parametrize(("share", "held"), [(0.1, 32), (0.1, 4096), (0.3, 32)])
+def test_no_more_than_the_most_are_kept(share: float, held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the largest masses; and fewer where fewer hold p."""
+    batch = make_batch([(2000, 130), (0, 63)])
+    monkeypatch.setattr("vllm_sparse_kernels.methods.top_p.choice.HELD_BLOCKS", held)
+    method = replace(METHOD, kept_mass=0.9, most_share=share)
+    masses = masses_of(method, batch, monkeypatch)
+    index, without = select(method, batch, 32), select(replace(METHOD, kept_mass=0.9), batch, 32)
+    for i_tile, tile in enumerate(batch.rows.tile_list):
+        count = batch.rows.block_capacities(32)[i_tile]
+        begin, end = method.sink_tokens // 32, max(tile.position - method.local_tokens, 0) // 32
+        most = math.ceil(share * count)
+        for head in range(batch.num_heads):
+            blocks = index.blocks_of(head, i_tile)
+            chosen = blocks[(blocks >= begin) & (blocks < end)].tolist()
+            every = without.blocks_of(head, i_tile)
+            assert len(chosen) == min(most, int(((every >= begin) & (every < end)).sum()))
+            if chosen:
+                expected = (masses[head, i_tile, begin:end].topk(len(chosen)).indices + begin).tolist()
+                assert sorted(chosen) == sorted(expected)
 
 
 @pytest.mark.parametrize("lengths", [[(900, 130), (0, 63), (500, 1)], [(2000, 49)]])

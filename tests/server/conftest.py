@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.tiny import make_model
 from tests.server import levels, scenario
 from tests.server.scenario import Servers
-from vllm_sparse_backend.demo.model import make_model
 from vllm_sparse_backend.measure.server import Server, sparse_args
 
 

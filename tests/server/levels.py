@@ -4,7 +4,7 @@
 from pathlib import Path
 from typing import Any
 
-from vllm_sparse_backend.demo.model import CONFIG
+from benchmarks.tiny import CONFIG
 from vllm_sparse_backend.settings.profile import Profile
 from vllm_sparse_kernels.methods import METHODS, sparse_names
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from vllm_sparse_backend.demo.model import VOCAB_SIZE
+from benchmarks.tiny import VOCAB_SIZE
 from vllm_sparse_backend.measure.scrape import LayerCounts, Report, parse
 from vllm_sparse_backend.measure.server import Server
 

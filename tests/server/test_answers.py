@@ -13,7 +13,6 @@ import yaml
 
 from vllm_sparse_backend.demo.model import BUNDLED, CANNOT_FIND, FINDING_LAYER
 from vllm_sparse_backend.measure import asking, contestants
-from vllm_sparse_backend.measure.answers import Templates
 from vllm_sparse_backend.measure.report import Report
 from vllm_sparse_backend.measure.server import Settings
 from vllm_sparse_kernels.methods import METHODS
@@ -55,8 +54,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     own = {"format": 1, "model": "any", "level": "starved", **STARTS, **STARVED}
     profile.write_text(yaml.safe_dump(own | {"levels": levels}))
     names, settings = ["starved", *levels], [Settings.parse(str(profile))]
-    served = contestants.started(BUNDLED, settings, stock=True, longest=TOKENS, extra="", levels=names)
-    asked = asking.Asking.about(None, [TOKENS], PROMPTS, facts=FACTS, seed=0, first_token=None, templates=Templates())
+    served = contestants.started(BUNDLED, settings, TOKENS + 1, levels=names)
+    asked = asking.Asking.about(None, [TOKENS], PROMPTS, FACTS)
     report = Report("answers", "CPU")
     contestants.ask_all(served, asked, "", report)
     of_prompts = [case for case in report.cases if case["part"] == "prompt"]

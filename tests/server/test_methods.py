@@ -13,9 +13,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from benchmarks.tiny import CONFIG
 from tests.server import levels, scenario
 from tests.server.scenario import Servers
-from vllm_sparse_backend.demo.model import CONFIG
 from vllm_sparse_backend.measure.scrape import Report
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.model_shape import ModelShape

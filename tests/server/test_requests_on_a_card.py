@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.tiny import CONFIG
 from tests.server import scenario
-from vllm_sparse_backend.demo.model import CONFIG
 from vllm_sparse_backend.measure.scrape import parse
 from vllm_sparse_backend.measure.server import Server, ServerError, sparse_args
 from vllm_sparse_backend.settings.reasons import Fallback

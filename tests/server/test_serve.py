@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from benchmarks.tiny import CONFIG
 from benchmarks.ways_in import HONOURED, KEPT, NOT_SERVED, Asker
 from tests.server import levels, scenario
 from tests.server.scenario import Servers
 from vllm_sparse_backend.cli import switch
-from vllm_sparse_backend.demo.model import CONFIG
 from vllm_sparse_backend.measure.scrape import Report
 from vllm_sparse_backend.measure.server import Server, ServerError
 from vllm_sparse_backend.settings.reasons import Fallback
@@ -215,3 +215,30 @@ def test_switched_all_new_requests_are_exact_and_back_they_are_what_they_were(se
     assert_same(exact, dict.fromkeys(named, asked.stock.answers["chunks"]))
     assert_same(after, before)
     assert after["own"].logprobs != pytest.approx(exact["own"].logprobs, abs=1e-3)
+
+
+def test_an_answer_says_how_it_was_prefilled_if_it_is_asked(servers: Servers, asked: Asked) -> None:
+    """As openai's client sees it, in the body and in the last chunk of a stream; and the log has it by request."""
+    import openai
+
+    ours, prompt = servers.ours, scenario.prompt(1000, seed=70)
+    direct = openai.DefaultHttpxClient(trust_env=False)
+    client = openai.OpenAI(base_url=f"{ours.url}/v1", api_key="none", http_client=direct)
+
+    def ask(level: object, **more: Any) -> Any:
+        xargs = {"sparse_prefill": level, "sparse_prefill_report": True}
+        body = {"vllm_xargs": xargs}
+        return client.completions.create(model=ours.model, prompt=prompt, max_tokens=3, extra_body=body, **more)
+
+    whole, chunks, exact = ask("fast"), list(ask("fast", stream=True)), ask(0)
+    report = whole.sparse_prefill_report
+    assert 0 < report.pop("share_kept") < 0.7
+    assert report == {"level": "fast", "dense_tokens": levels.MIN_TOKENS, "sparse_tokens": 1000 - levels.MIN_TOKENS}
+    last, found = chunks[-1].sparse_prefill_report, 1000 // scenario.PAGE_TOKENS * scenario.PAGE_TOKENS
+    assert [last["dense_tokens"], last["sparse_tokens"]] == [0, 1000 - found]  # the rest was cached
+    assert not any(hasattr(chunk, "sparse_prefill_report") for chunk in chunks[:-1])
+    dense_tokens = 1000 - levels.MIN_TOKENS
+    expected = {"level": "exact", "dense_tokens": dense_tokens, "sparse_tokens": 0, "share_kept": None}
+    assert exact.sparse_prefill_report == expected
+    line = rf"request {whole.id}\S*, level fast: 256 tokens prefilled dense, 744 sparse, 0\.\d+ of their pairs kept"
+    assert re.search(line, ours.log_path.read_text())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_sparse_backend.demo.model import CONFIG
+from benchmarks.tiny import CONFIG
 from vllm_sparse_backend.measure.server import Server, ServerError, sparse_args
 
 pytestmark = [pytest.mark.server, pytest.mark.full]

@@ -1,20 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `sparse-prefill` command: one file for each of its parts."""
 
+from typing import Annotated
+
 import typer
 
 from vllm_sparse_backend.cli import bench, demo, doctor, eval, profile, switch
+from vllm_sparse_backend.cli.common import group
 
-app = typer.Typer(
-    name="sparse-prefill",
-    help="Sparse prefill for vLLM: look at an installation, try it out, measure it, check and import profiles.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command()(doctor.doctor)
-app.command()(demo.demo)
-app.command()(switch.switch)
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from vllm_sparse_backend.identity import PACKAGE, package_version
+
+        typer.echo(f"{PACKAGE} {package_version(PACKAGE)}")
+        raise typer.Exit
+
+
+app = group("Sparse prefill for vLLM: look at an installation, try it out, measure it, make profiles.")
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+app.command(epilog="Example: sparse-prefill doctor meta-llama/Llama-3.1-8B-Instruct")(doctor.doctor)
+app.command(epilog="Example: sparse-prefill demo --method sale")(demo.demo)
+app.command(epilog="Example: sparse-prefill switch http://localhost:8000 exact")(switch.switch)
 app.add_typer(profile.profile_app, name="profile")
 app.add_typer(bench.bench, name="bench")
 app.add_typer(eval.evaluate, name="eval")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands share: options, how they read lists and levels, and what they print."""
+"""What commands share: options, how they read lists, levels and models, and what they print."""
 
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+def group(help: str) -> typer.Typer:
+    """Commands under one name, all of which take -h."""
+    return typer.Typer(
+        help=help, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )  # fmt: skip
 
 
 def output(path: Path | None) -> Path | None:
@@ -20,6 +27,24 @@ def output(path: Path | None) -> Path | None:
     if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
         raise typer.BadParameter(f"given {path}, expected a file in a folder that is there and can be written to")
     return path
+
+
+def local_model(given: Path | None) -> Path | None:
+    """An argument's way to a model's folder: a name stands for its files in the local hub cache; nothing is fetched."""
+    if given is None or given.exists():
+        return given
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(str(given), "config.json")
+    except (ImportError, ValueError):  # ValueError: not a name that the hub could have
+        found = None
+    if isinstance(found, str):
+        return Path(found).parent
+    raise failure(
+        f"MODEL: given {str(given)!r}, expected a model folder, or a name whose files lie in the local hub cache: "
+        f"`hf download {given}` puts them there"
+    )
 
 
 def folder_for(option: str, path: Path) -> Path:
@@ -32,21 +57,27 @@ def folder_for(option: str, path: Path) -> Path:
     return path
 
 
-Json = Annotated[
-    Path | None, typer.Option("--json", help="File for all that was measured, with versions.", callback=output)
+MODEL_HELP = "Model folder, or a name in the local hub cache."
+Json = Annotated[Path | None, typer.Option("--json", help="File for all that was measured.", callback=output)]
+Model = Annotated[Path, typer.Argument(help=MODEL_HELP, callback=local_model)]
+MaybeModel = Annotated[Path | None, typer.Argument(help=MODEL_HELP, callback=local_model)]
+ServedModel = Annotated[
+    Path | None, typer.Argument(help=f"{MODEL_HELP} It is served; not needed with --url.", callback=local_model)
 ]
-ServedModel = Annotated[Path | None, typer.Argument(help="Model to serve; not needed where servers run.")]
 SparseSettings = Annotated[
     list[str] | None, typer.Option(help="sparse_prefill as JSON, or a profile; may be repeated. Nothing is set.")
 ]
 Level = Annotated[list[str] | None, typer.Option(help="Level that requests ask for; may be repeated.")]
+Urls = Annotated[list[str] | None, typer.Option("--url", help="A running server; repeat it: the first is compared to.")]
+Labels = Annotated[list[str] | None, typer.Option("--label", help="Names of the --url, in their order.")]
 Text = Annotated[Path | None, typer.Option(help="Text file, or folder of *.py and *.md, for prompts.")]
 ServerArgs = Annotated[str, typer.Option("--server-args", help="More arguments for all servers, as one text.")]
+Chunk = Annotated[int, typer.Option(help="Tokens of a step, as --max-num-batched-tokens.", min=1)]
 
 
 @contextmanager
-def failures() -> Iterator[None]:
-    """What an operator can mend is one red line, not a traceback."""
+def failures(go_on: str = "") -> Iterator[None]:
+    """What an operator can mend is one red line, not a traceback, and exit code 1; Ctrl-C says how to ``go_on``."""
     from vllm_sparse_backend.measure.report import BenchError
     from vllm_sparse_backend.measure.server import ServerError
     from vllm_sparse_backend.settings.errors import ConfigurationError
@@ -55,6 +86,8 @@ def failures() -> Iterator[None]:
         yield
     except (BenchError, ConfigurationError, ServerError) as error:
         raise failure(error) from error
+    except KeyboardInterrupt:
+        raise failure(f"Stopped. {go_on}".rstrip(), 130) from None
 
 
 def failure(error: object, code: int = 1) -> typer.Exit:
@@ -70,29 +103,20 @@ def exit_on_sigterm() -> None:
 
 def wide_console() -> Console:
     """Wide enough for a table where there is no terminal to fit into."""
-    return Console(width=None if sys.stdout.isatty() else 180)
+    return Console(width=None if sys.stdout.isatty() else 200)
 
 
 def say(text: str) -> None:
     Console().print(escape(text), highlight=False, soft_wrap=True)
 
 
-@contextmanager
-def bar(of: str, total: int | None, done: int = 0) -> Iterator[tuple[Console, Callable[[], None]]]:
-    """A bar on stderr: what prints above it, and what moves it on by one."""
-    parts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*parts, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(of, total=total, completed=done)
-        yield progress.console, lambda: progress.advance(task)
-
-
 def split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def level_of(text: str) -> int | str:
-    """As requests have it."""
-    return int(text) if text in ("0", "1") else text
+def levels_of(texts: Sequence[str] | None) -> list[int | str]:
+    """As requests have them."""
+    return [int(text) if text in ("0", "1") else text for text in texts or ()]
 
 
 def token_counts(option: str, text: str, or_none: bool = False, least: int = 1) -> list[int]:
@@ -123,18 +147,3 @@ def device_of(text: str | None) -> str:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise BenchError(f"--device: given {text!r}, and torch sees {torch.cuda.device_count()} CUDA devices")
     return text
-
-
-def text_of(path: Path | None) -> str | None:
-    """What --text names, if it is given."""
-    from vllm_sparse_backend.measure.texts import read_text
-
-    return None if path is None else read_text(path)
-
-
-def refuse_without_model(given: Mapping[str, object]) -> None:
-    """Options by name, of those that say how servers are started: where servers run already, they would do nothing."""
-    from vllm_sparse_backend.measure.report import BenchError
-
-    if names := [name for name, value in given.items() if value]:
-        raise BenchError(f"{', '.join(names)}: given with running servers, expected only with a MODEL to serve")

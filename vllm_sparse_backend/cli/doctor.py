@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+from vllm_sparse_backend.cli.common import MaybeModel
 
 Level = Literal["ok", "note", "bad"]
 STYLES: dict[Level, str] = {"ok": "green", "note": "yellow", "bad": "red"}
@@ -30,13 +32,11 @@ class Finding:
 ok, note, bad = (partial(Finding, level) for level in STYLES)
 
 
-def doctor(
-    model: Annotated[
-        Path | None,
-        typer.Argument(help="A model folder, or its config.json, to see which of its layers can go sparse."),
-    ] = None,
-) -> None:
-    """Look at this installation; exit code 1 if sparse prefill cannot work here."""
+def doctor(model: MaybeModel = None) -> None:
+    """Look at this installation, and at which layers of a model can go sparse.
+
+    Exit code 1 if sparse prefill cannot work here.
+    """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     checks: list[Callable[[], Iterator[Finding]]] = [packages, device, registration, lambda: attention(model), counters]
     if model is not None:

@@ -2,7 +2,6 @@
 """`sparse-prefill eval`: what sparse prefill loses, seen through servers."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,103 +9,74 @@ from rich.markup import escape
 
 from vllm_sparse_backend.cli.common import (
     Json,
+    Labels,
     Level,
     ServedModel,
     ServerArgs,
     SparseSettings,
     Text,
-    bar,
+    Urls,
     exit_on_sigterm,
     failures,
-    level_of,
-    refuse_without_model,
+    group,
+    levels_of,
     token_counts,
     wide_console,
 )
+from vllm_sparse_backend.cli.progress import bar
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.measure.asking import Asking
     from vllm_sparse_backend.measure.contestants import Contestant
     from vllm_sparse_backend.measure.report import Report
 
-evaluate = typer.Typer(
-    help="Measure what sparse prefill loses: answers of stock vLLM and this backend to the same prompts.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+evaluate = group("Measure what sparse prefill loses: answers of stock vLLM and this backend to the same prompts.")
 
 
 @evaluate.callback()
-def group() -> None:
+def commands() -> None:
     pass
 
 
-@evaluate.command()
+@evaluate.command(
+    epilog="Example: sparse-prefill eval answers MODEL --settings mine.yaml --lengths 32768 --json a.json"
+)
 def answers(
     model: ServedModel = None,
     settings: SparseSettings = None,
     level: Level = None,
-    no_stock: Annotated[bool, typer.Option("--no-stock", help="Leave stock vLLM out.")] = False,
-    url: Annotated[
-        list[str] | None, typer.Option(help="A running server; repeat it: the first is compared to.")
-    ] = None,
-    label: Annotated[list[str] | None, typer.Option(help="Names of the --url, in their order.")] = None,
+    url: Urls = None,
+    label: Labels = None,
     lengths: Annotated[str, typer.Option(help="Tokens of prompts, by comma.")] = "8192",
-    prompts: Annotated[int, typer.Option(help="Prompts of each length.", min=1)] = 4,
+    count: Annotated[int, typer.Option(help="Prompts of each length.", min=1)] = 4,
     facts: Annotated[int, typer.Option(help="Facts in a prompt, each asked for once.", min=1, max=1000)] = 24,
-    seed: Annotated[int, typer.Option(help="Of facts and places.")] = 0,
-    text: Text = None,
-    fact: Annotated[str | None, typer.Option(help="Line that states a fact, with {name} and {value}.")] = None,
-    question: Annotated[str | None, typer.Option(help="Line that asks for it and answers, with both.")] = None,
-    first_token: Annotated[str | None, typer.Option(help="Text of prompts' first token, '' for none; the bos.")] = None,
     concurrency: Annotated[int, typer.Option(help="Requests at a time; more than one may change chunks.", min=1)] = 1,
+    text: Text = None,
     server_args: ServerArgs = "",
     json_path: Json = None,
 ) -> None:
     """Questions whose answers the prompt itself holds: which of them a prefill makes the model's first choice.
 
     An answer is right if each of its tokens has rank 1 in vLLM's prompt_logprobs. Prompts are the same for all servers.
-    A request that fails is reported, and never counted. What --json FILE of an earlier run holds is not asked again.
+    A request that fails is reported, never counted, and exit code 1. What --json FILE of an earlier run holds is not
+    asked again.
     """
     exit_on_sigterm()
-    with failures():
+    with failures(f"The same command goes on with what {json_path} holds." if json_path else ""):
         from vllm_sparse_backend.measure import asking as part
-        from vllm_sparse_backend.measure.answers import Templates
+        from vllm_sparse_backend.measure.contestants import asked_for
         from vllm_sparse_backend.measure.report import Report
         from vllm_sparse_backend.measure.server import device_name
 
-        default = Templates()
-        asking = part.Asking.about(
-            text, token_counts("--lengths", lengths), prompts, facts=facts, seed=seed, first_token=first_token,
-            templates=Templates(fact or default.fact, question or default.question),
-        )  # fmt: skip
-        levels = [level_of(one) for one in level or ()]
-        if model is None:
-            refuse_without_model({"--settings": settings, "--no-stock": no_stock, "--server-args": server_args})
-        contestants = _contestants(model, settings, levels, no_stock, url or (), label, asking.longest, server_args)
+        asking = part.Asking.about(text, token_counts("--lengths", lengths), count, facts)
+        if model is not None:
+            asking.require_room(model)
+        contestants = asked_for(
+            model, settings or (), levels_of(level), url or (), label or (), asking.longest + 1, server_args
+        )
         report = Report("answers", ", ".join(url or ()) or device_name(), json_path)
         _ask(contestants, asking, asking.key(contestants[0].model, server_args), report, concurrency)
-        _show(part.summaries(report.cases, [one.label for one in contestants], asking.lengths), report.cases)
-
-
-def _contestants(
-    model: Path | None, settings: Sequence[str] | None, levels: Sequence[int | str], no_stock: bool,
-    urls: Sequence[str], label: Sequence[str] | None, longest: int, server_args: str,
-) -> list["Contestant"]:  # fmt: skip
-    from vllm_sparse_backend.measure.contestants import Contestant, started
-    from vllm_sparse_backend.measure.report import BenchError
-    from vllm_sparse_backend.measure.server import Settings
-
-    if (model is None) == (not urls):
-        raise BenchError("eval answers: expected a MODEL to serve, or --url of running servers")
-    if label and len(label) != len(urls):
-        raise BenchError(f"--label: given {len(label)}, expected one for each of {len(urls)} --url")
-    if model is not None:
-        chosen = [Settings.parse(one, model=model) for one in settings or ["{}"]]
-        return started(model, chosen, not no_stock, longest, server_args, levels)
-    names: Sequence[str | None] = label or [None] * len(urls)
-    return [one for name, at in zip(names, urls) for one in Contestant.running(name, at, levels)]
+    _show(part.summaries(report.cases, [one.label for one in contestants], asking.lengths), report.cases)
 
 
 def _ask(contestants: Sequence["Contestant"], asking: "Asking", key: str, report: "Report", concurrency: int) -> None:
@@ -115,18 +85,17 @@ def _ask(contestants: Sequence["Contestant"], asking: "Asking", key: str, report
     from vllm_sparse_backend.measure.contestants import ask_all, held, resume
 
     resume(report, report.json_path, key, contestants)
-    total, done = len(contestants) * len(asking.wanted), held(report.cases, contestants, asking)
-    with bar("prompts", total, done) as (out, advance):
+    with bar("prompts") as shown:
+        shown.begin("prompts", len(contestants) * len(asking.wanted), held(report.cases, contestants, asking))
 
         def tell(case: dict[str, Any]) -> None:
             if case["part"] != "prompt":
                 return
-            advance()
+            shown.step()
             said = f"failed: {case['error']}"
             if case["error"] is None:
                 said = f"{sum(right_answers(case))} of {len(case['answers'])} right, {case['seconds']:.1f} s"
-            line = f"{case['label']}, {case['tokens']:,} tokens, prompt {case['prompt'] + 1}: {said}"
-            out.print(escape(line), highlight=False, soft_wrap=True)
+            shown.print(f"{case['label']}, {case['tokens']:,} tokens, prompt {case['prompt'] + 1}: {said}")
 
         report.on_case = tell
         ask_all(contestants, asking, key, report, concurrency)

@@ -1,32 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill profile best|calibrate`: a profile of one's own model, from prompts."""
 
+import errno
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from vllm_sparse_backend.cli.common import device_of, exit_on_sigterm, failures, folder_for, say
+from vllm_sparse_backend.cli.common import Chunk, Model, device_of, exit_on_sigterm, failures, folder_for, say
+from vllm_sparse_backend.cli.progress import bar
 
 if TYPE_CHECKING:
-    from vllm_sparse_backend.profiling.job import Capturer, Job, Tell
+    from vllm_sparse_backend.profiling.job import Job
     from vllm_sparse_backend.profiling.measure import Bound
     from vllm_sparse_backend.profiling.prompts import PromptSet
+    from vllm_sparse_backend.settings.crossover import OwnCrossover
     from vllm_sparse_backend.settings.profile import Profile
 
 Level = Annotated[
     list[str] | None,
     typer.Option(
-        help="NAME=ERROR[:WORST[:RARE[:MEAN]]], high or fast: the most error of a head's output, on average, at the "
-        "worst hundredth of queries and at the worst thousandth; and the most that all heads have on average, which is "
-        "spent where it saves most. The first is the profile's own; may be repeated. By default high=0.1:0.4."
+        help="NAME=ERROR[:WORST[:RARE[:MEAN]]], NAME high or fast: the most error of a head, its mean, at the worst "
+        "100th and 1,000th of queries, and the mean of all heads. May be repeated; high=0.1:0.4."
     ),
 ]
 Margin = Annotated[float, typer.Option(help="Share of a bound that is left to unseen prompts.", min=0.0, max=0.9)]
@@ -35,35 +34,25 @@ DEFAULT_LEVELS = ("high=0.1:0.4",)
 
 
 def job_of(
-    model: Annotated[Path, typer.Argument(help="Folder of a model in Hugging Face's format.")],
+    model: Model,
     out: Annotated[Path, typer.Option(help="The profile to write; it must not exist yet.")],
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(help="A text, or .jsonl of prompts or chats; may be repeated. Made of a text unless given."),
+        typer.Option(help="A text, or .jsonl of prompts or chats; may be repeated. Else made of --text."),
     ] = None,
-    held_out: Annotated[
-        list[Path] | None, typer.Option(help="The same for the check at the end; made of another text unless given.")
-    ] = None,
+    held_out: Annotated[list[Path] | None, typer.Option(help="The same, for the check at the end.")] = None,
     text: Annotated[
-        Path | None, typer.Option(help="Text file, or folder of *.py, to make prompts of; vLLM's sources unless given.")
+        Path | None, typer.Option(help="Text file, or folder of *.py, to make prompts of; vLLM's sources.")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Length of made prompts, and the most of others.", min=64)] = 32768,
+    tokens: Annotated[int, typer.Option(help="Length of made prompts, the most of others.", min=64)] = 32768,
     count: Annotated[int, typer.Option(help="Made prompts.", min=1)] = 3,
-    seed: Annotated[int, typer.Option(help="Of made prompts.")] = 0,
-    chunk: Annotated[int, typer.Option(help="Tokens of a step, as --max-num-batched-tokens.", min=1)] = 8192,
+    chunk: Chunk = 8192,
     min_tokens: Annotated[
         int | None,
-        typer.Option(
-            help="Positions up to which all is dense, which the profile will say; without it 4,096 are not judged.",
-            min=0,
-        ),
+        typer.Option(help="First positions, dense, as the profile then says; 4,096 not judged.", min=0),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cuda, or cpu, where references judge, slowly.")] = None,
-    through: Annotated[str, typer.Option(help="What runs the model: transformers, or vllm.")] = "transformers",
-    tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that vLLM spreads the model over.", min=1)] = 1,
-    work: Annotated[
-        Path | None, typer.Option(help="Folder to go on in where a run was broken off; beside --out unless given.")
-    ] = None,
+    work: Annotated[Path | None, typer.Option(help="Folder to go on in after a stop; beside --out.")] = None,
     tell: Any = None,
 ) -> "Job":
     """The options that both commands have."""
@@ -74,12 +63,11 @@ def job_of(
 
     work = _folders(out, work)
     require_model(model, tokens)
-    capturer, device = _capturer(through, tensor_parallel_size), device_of(device)
 
     def prompts_of(files: list[Path] | None, count: int, part: int) -> "PromptSet":
         if files:
             return read_prompts(model, files, tokens)
-        return make_prompts(model, text or default_text(), tokens, count, seed + part, part)
+        return make_prompts(model, text or default_text(), tokens, count, part, part)
 
     return Job(
         model,
@@ -87,11 +75,10 @@ def job_of(
         prompts_of(held_out, max(1, count // 2), 1),
         Served(chunk, min(4096, tokens // 2) if min_tokens is None else min_tokens),
         work,
-        device,
-        None if prompts else seed,
+        device_of(device),
+        None if prompts else 0,
         min_tokens is not None,
-        capturer,
-        tell or Tell(),
+        tell=tell or Tell(),
     )
 
 
@@ -110,17 +97,6 @@ def _folders(out: Path, work: Path | None) -> Path:
     return work
 
 
-def _capturer(through: str, tensor_parallel_size: int) -> "Capturer | None":
-    from vllm_sparse_backend.profiling.vllm_capture import VllmCapturer
-    from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
-
-    if through not in ("transformers", "vllm"):
-        raise ConfigurationError(f"--through: {not_one_of(through, ('transformers', 'vllm'))}")
-    if tensor_parallel_size > 1 and through != "vllm":
-        raise ConfigurationError("--tensor-parallel-size: needs --through vllm")
-    return VllmCapturer(tensor_parallel_size) if through == "vllm" else None
-
-
 def _with_job(run: Callable[..., "Profile"]) -> Callable[..., None]:
     """A command with the options of ``job_of`` and its own: ``run(job, **own)`` makes the profile, which is written.
 
@@ -130,19 +106,22 @@ def _with_job(run: Callable[..., "Profile"]) -> Callable[..., None]:
     shared = [p for name, p in inspect.signature(job_of).parameters.items() if name != "tell"]
 
     def command(**given: Any) -> None:
+        from vllm_sparse_backend.profiling.job import Tell
+
         exit_on_sigterm()
         mine = {p.name: given.pop(p.name) for p in own}
         jobs: list[Job] = []
 
         def make_job() -> "Job":
-            jobs.append(job_of(**given, tell=tell))
+            jobs.append(job_of(**given, tell=Tell(shown.begin, shown.step, shown.say)))
             return jobs[0]
 
-        with failures(), _progress() as tell:
+        work = given["work"] or given["out"].with_suffix(".work")
+        with failures(f"The same command goes on with what {work} holds."), bar("prompts") as shown:
             profile = run(make_job, **mine)
-            _write(profile, given["out"])
+            write_whole(profile, given["out"])
             jobs[0].clear()
-            _report(profile, given["out"])
+        _report(profile, given["out"])
 
     ordered = sorted([*shared, *own], key=lambda p: p.default is not inspect.Parameter.empty)
     command.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
@@ -151,39 +130,43 @@ def _with_job(run: Callable[..., "Profile"]) -> Callable[..., None]:
     return command
 
 
-@contextmanager
-def _progress() -> Iterator["Tell"]:
-    """A bar on stderr with the time left."""
-    from vllm_sparse_backend.profiling.job import Tell
+def write_whole(profile: "Profile", out: Path) -> None:
+    """Whole or not at all, and over no other file. Raises ConfigurationError."""
+    from vllm_sparse_backend.settings.errors import ConfigurationError
 
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
-        TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("prompts", total=None)
-        yield Tell(
-            lambda what, steps: progress.reset(task, description=what, total=steps),
-            lambda: progress.advance(task),
-            lambda text: progress.update(task, description=escape(text)),
-        )
-
-
-def _write(profile: "Profile", out: Path) -> None:
-    """Whole or not at all."""
     aside = out.with_name(f".{out.name}.new")
-    aside.write_text(profile.to_yaml(), encoding="utf-8")
-    aside.replace(out)
+    try:
+        if out.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        aside.write_text(profile.to_yaml(), encoding="utf-8")
+        aside.replace(out)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise ConfigurationError(f"{out}: cannot be written: {error.strerror}") from error
 
 
 def _report(profile: "Profile", out: Path) -> None:
-    for name in profile.level_names[1:] or (None,):
-        of = (profile.at_level(name) if name else profile).provenance
+    for name in profile.level_names[1:]:
+        level = profile.at_level(name)
+        of = level.provenance
         bounds = ", ".join(f"{what} {value:g}" for what, value in (of.bounds or {}).items())
-        say(f"{name or 'bounds'}: {bounds}; density {of.density:.3f} over all heads")
+        say(f"{name}: {bounds}; density {of.density:.3f} over all heads")
         held = ", ".join(f"{what.replace('_', ' ')} {value:.4g}" for what, value in (of.held_out or {}).items())
         say(f"  on held-out prompts: {held}")
+        say(f"  {_pays(level.crossover)}")
     say(f"Written to {out}")
+
+
+def _pays(found: "OwnCrossover | None") -> str:
+    if found is None:
+        return (
+            "from which length on it pays was not measured, which needs a CUDA device and a prompt of 4,096 tokens: "
+            "auto goes by the table of `bench crossover`"
+        )
+    where = f"on {found.device} with {', '.join(found.engines)}, up to {found.longest_tokens:,} tokens"
+    if found.pays:
+        return f"pays from {found.min_tokens:,} tokens on, {found.min_query_tokens:,} of them new: {where}"
+    return f"never pays {where}: auto leaves every row dense; expected longer prompts, or a larger --level"
 
 
 def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
@@ -210,9 +193,7 @@ def best(
     make_job: "Callable[[], Job]",
     level: Level = None,
     margin: Margin = 0.1,
-    method: Annotated[
-        list[str] | None, typer.Option(help="A method to choose from; may be repeated. By default all.")
-    ] = None,
+    method: Annotated[list[str] | None, typer.Option(help="A method to choose from; may be repeated. All.")] = None,
 ) -> "Profile":
     """Per head the cheapest of all methods, in time on this device, whose output error holds the bound; else dense."""
     from vllm_sparse_backend.profiling import calibrate as part
@@ -226,20 +207,16 @@ def calibrate(
     method: Annotated[
         str,
         typer.Option(
-            help="minference, share_prefill, sparge_attn (sparge_attn+skip searches its λ too), or any method with a "
-            "ladder; NAME:FIELD=VALUE takes the settings of its ladder that have this value."
+            help="minference, sparge_attn+skip (its λ too), or a method with a ladder; NAME:FIELD=VALUE for a part."
         ),
     ],
     level: Level = None,
     margin: Margin = 0.1,
     distance: Annotated[
-        float | None, typer.Option(help="Up to which share_prefill joins heads; 10 unless given, the authors' is 40.")
+        float | None, typer.Option(help="Up to which share_prefill joins heads: 10; the authors' is 40.")
     ] = None,
 ) -> "Profile":
-    """One method, as its paper calibrates it: each head's setting, as sparse as the bound allows; else dense.
-
-    Where a level bounds the mean of all heads too, heads choose among all settings of the method, beyond its paper.
-    """
+    """One method, as its paper calibrates it: each head's setting, as sparse as the bound allows; else dense."""
     from vllm_sparse_backend.profiling import calibrate as part
 
     bounds = _bounds(level)

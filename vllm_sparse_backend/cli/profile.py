@@ -13,82 +13,66 @@ from rich.markup import escape
 from rich.table import Table
 
 from vllm_sparse_backend.cli import making
-from vllm_sparse_backend.cli.common import failure, failures, say
+from vllm_sparse_backend.cli.common import MaybeModel, Model, failure, failures, group, say
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.settings.model_shape import ModelShape
     from vllm_sparse_backend.settings.profile import Level, Profile
     from vllm_sparse_kernels.methods.base import Method
 
-profile_app = typer.Typer(
-    help="Profiles: which method, with which parameters, each layer and head prefills with.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+profile_app = group("Profiles: which method, with which parameters, each layer and head prefills with.")
 
 PIPED_WIDTH = 10_000
 """Tables that no terminal shows keep a row on a line."""
 
-MODEL_HELP = "A model folder, or its config.json."
 ProfileName = Annotated[str, typer.Argument(help="Name of a bundled profile, or path of a YAML file.")]
-FittedModel = Annotated[Path | None, typer.Argument(help=f"{MODEL_HELP} The profile must fit it.")]
 LevelOption = Annotated[str | None, typer.Option(help="Show this level: high or fast; by default the profile's own.")]
 
 
-@profile_app.command()
-def check(profile: ProfileName, model: FittedModel = None) -> None:
+@profile_app.command(epilog="Example: sparse-prefill profile check mine.yaml MODEL")
+def check(profile: ProfileName, model: MaybeModel = None) -> None:
     """Check a profile as a server would at its start, and say what it does; exit code 1 if it is not right.
 
-    `auto` with a model says which bundled profile a server would take.
+    `auto` with a model says which bundled profile a server would take, and what runs where it takes none.
     """
     from vllm_sparse_backend.settings.config import SparsePrefillConfig
-    from vllm_sparse_backend.settings.errors import ConfigurationError
     from vllm_sparse_backend.settings.plan import Plan
 
-    loaded, shape = _load(profile, model)
-    if shape is not None:
-        try:
+    with failures():
+        loaded, shape = _load(profile, model)
+        if shape is not None:
             Plan.by_level(SparsePrefillConfig(profile=profile), shape)  # what a server does, on one rank
-        except ConfigurationError as error:
-            raise failure(error) from error
-    _describe(loaded, shape)
+        _describe(loaded, shape)
 
 
-@profile_app.command()
+@profile_app.command(epilog="Example: sparse-prefill profile show mine.yaml MODEL")
 def show(
     profile: ProfileName,
-    model: FittedModel = None,
+    model: MaybeModel = None,
     level: LevelOption = None,
-    png: Annotated[Path | None, typer.Option(help="Draw heat maps of it to this PNG file; needs matplotlib.")] = None,
 ) -> None:
-    """Tables of what a profile says: by layer, and by setting; as a picture too."""
+    """Tables of what a profile says: by layer, and by setting."""
     from vllm_sparse_backend.profiling import show as part
 
-    loaded, shape = _load(profile, model)
-    if level is not None:
-        try:
-            loaded = loaded.at_level(level)
-        except ValueError as error:
-            raise failure(f"{profile}: {error}") from None
-    _describe(loaded, shape)
-    for name, value in loaded.provenance.model_dump(exclude_none=True, exclude={"figures"}).items():
-        say(f"{name}: {_told(value)}")
-    if shape is None:
-        if png is not None:
-            raise failure(f"{profile}: fits any model: name one to draw it for")
-        return
-    _table(("layers", "heads by method", "settings", "density", "worst error"), part.layer_rows(loaded, shape))
-    _table(("heads", "setting", "layers"), part.setting_rows(loaded, shape))
-    if png is not None:
-        with failures():
-            say(f"Written to {png}: {', '.join(part.draw(loaded, shape, png, f'{profile}, {shape}'))}")
+    with failures():
+        loaded, shape = _load(profile, model)
+        if level is not None:
+            try:
+                loaded = loaded.at_level(level)
+            except ValueError as error:
+                raise failure(f"{profile}: {error}") from None
+        _describe(loaded, shape)
+        for name, value in loaded.provenance.model_dump(exclude_none=True, exclude={"figures"}).items():
+            say(f"{name}: {_told(value)}")
+        if shape is not None:
+            _table(("layers", "heads by method", "settings", "density", "worst error"), part.layer_rows(loaded, shape))
+            _table(("heads", "setting", "layers"), part.setting_rows(loaded, shape))
 
 
-@profile_app.command("import")
+@profile_app.command("import", epilog="Example: sparse-prefill profile import patterns.json MODEL mine.yaml")
 def import_file(
     file: Annotated[Path, typer.Argument(help="A file of MInference, SharePrefill, SpargeAttn or SALE.")],
-    model: Annotated[Path, typer.Argument(help=MODEL_HELP)],
+    model: Model,
     out: Annotated[Path, typer.Argument(help="The profile to write; it must not exist yet.")],
 ) -> None:
     """Turn what another tool saved into a profile; nothing in the file is executed.
@@ -97,23 +81,17 @@ def import_file(
     (torch.save).
     """
     from vllm_sparse_backend.profiling.importers.detect import import_profile
-    from vllm_sparse_backend.settings.errors import ConfigurationError
 
-    try:
+    with failures():
         imported = import_profile(file, model)
         if imported.model is not None:
             imported.check_model(imported.model, str(file))
-        with out.open("x", encoding="utf-8") as target:
-            target.write(imported.to_yaml())
-    except ConfigurationError as error:
-        raise failure(error) from error
-    except OSError as error:
-        raise failure(f"{out}: cannot be written: {error.strerror}") from error
+        making.write_whole(imported, out)
     _describe(imported, imported.model)
     say(f"{imported.provenance.source}\nWritten to {out}")
 
 
-@profile_app.command()
+@profile_app.command(epilog="Example: sparse-prefill profile schema > profile.schema.json")
 def schema() -> None:
     """Print the JSON Schema of profiles, for editors and for other tools that write them."""
     from vllm_sparse_backend.settings.schema import profile_schema
@@ -122,28 +100,25 @@ def schema() -> None:
 
 
 def _load(name: str, model: Path | None) -> "tuple[Profile, ModelShape | None]":
-    """The profile, and the shape that it is looked at for: the model's, else its own."""
+    """The profile, and the shape that it is looked at for: the model's, else its own. Raises ConfigurationError."""
     from vllm_sparse_backend.settings import auto
-    from vllm_sparse_backend.settings.errors import ConfigurationError
+    from vllm_sparse_backend.settings.config import SparsePrefillConfig
+    from vllm_sparse_backend.settings.documents import Documents
     from vllm_sparse_backend.settings.model_shape import ModelShape
     from vllm_sparse_backend.settings.profile import load_profile
 
-    try:
-        shape = ModelShape.from_folder(model) if model is not None else None
-        if name == auto.AUTO:
-            if shape is None:
-                raise failure("auto: which profile it is goes by the model: expected a MODEL too")
-            choice = auto.choose(shape)
-            if choice.profile is None:
-                raise failure(f"auto: no profile, the server's default method runs: {choice.why}")
-            say(f"auto: {choice.name}: {choice.why}")
-            return choice.profile, shape
-        loaded = load_profile(name)
-        shape = shape or loaded.model
-        if shape is not None:
-            loaded.check_model(shape, name)
-    except ConfigurationError as error:
-        raise failure(error) from error
+    shape = ModelShape.from_folder(model) if model is not None else None
+    if name == auto.AUTO:
+        if shape is None:
+            raise failure("auto: which profile it is goes by the model: expected a MODEL too")
+        config = SparsePrefillConfig(profile=name)
+        documents = Documents.read(config, shape)
+        say(documents.source)
+        return documents.parse_profile(config), shape
+    loaded = load_profile(name)
+    shape = shape or loaded.model
+    if shape is not None:
+        loaded.check_model(shape, name)
     return loaded, shape
 
 
@@ -190,4 +165,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 for command in making.COMMANDS:
-    profile_app.command()(command)
+    method = " --method sale" if command.__name__ == "calibrate" else ""
+    profile_app.command(epilog=f"Example: sparse-prefill profile {command.__name__} MODEL{method} --out mine.yaml")(
+        command
+    )

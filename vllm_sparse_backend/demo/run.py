@@ -6,21 +6,18 @@ if the model that is brought along answers wrong.
 """
 
 import contextlib
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from vllm_sparse_backend.demo.model import CANNOT_FIND, FINDING_LAYER, bundled_model, make_model
+from vllm_sparse_backend.demo.model import BUNDLED, CANNOT_FIND, FINDING_LAYER
 from vllm_sparse_backend.demo.question import Question, make_questions
+from vllm_sparse_backend.measure.report import table_of
 from vllm_sparse_backend.measure.scrape import Report, parse
 from vllm_sparse_backend.measure.server import Server, sparse_args
 from vllm_sparse_backend.settings.modelcheck import read_config
@@ -41,7 +38,6 @@ class Given:
     """One answer of one server."""
 
     server: str
-    way: str
     question: Question
     answer: str | None
 
@@ -49,19 +45,21 @@ class Given:
     def is_right(self) -> bool:
         return self.question.is_answered_by(self.answer)
 
+    @property
+    def judged(self) -> str:
+        verdict = "[green]right[/]" if self.is_right else "[red]wrong[/]"
+        return f"{escape((self.answer or '').strip())} {verdict}"
 
-def run_demo(model: Path | None, method: str, work_dir: Path | None, console: Console) -> None:
+
+def run_demo(model: Path | None, method: str, console: Console) -> None:
     """Run the demo; raises ``DemoError``, ``ServerError`` or ``ConfigurationError`` with the reason if it fails.
 
     The model that is brought along is asked through stock vLLM too, and has to be right. A model of the user's is
     asked through this backend alone, as starting it twice may take long, and may answer what it will.
     """
-    known = bundled_model() if model is None else None
-    chosen = model or known or make_model((work_dir or _default_work_dir()) / "demo-model")
-    if known is None and model is None:
-        console.print(f"Model, made locally: {escape(str(chosen))}", highlight=False, soft_wrap=True)
+    known, chosen = model is None, model or BUNDLED
     length = ("--max-model-len", str(_max_model_len(chosen)))
-    settings = settings_of(method, bundled=known is not None)
+    settings = settings_of(method, bundled=known)
     given = []
     if "dense_layers" in settings:
         console.print(
@@ -73,7 +71,8 @@ def run_demo(model: Path | None, method: str, work_dir: Path | None, console: Co
     with _started("sparse-prefill", Server(chosen, (*sparse_args(settings), *length)), console) as server:
         given += _ask("sparse-prefill", server, console)
         report = parse(server.get("/metrics"))
-    _show(report, console)
+    if report.rows:
+        _show(report, console)
     _show_answers(given, console)
     if problem := report.problem():
         raise DemoError(f"The server answered, but its /metrics show no sparse prefill: {problem}.")
@@ -99,11 +98,6 @@ def _started(name: str, server: Server, console: Console) -> Iterator[Server]:
         yield server
 
 
-def _default_work_dir() -> Path:
-    in_venv = sys.prefix != sys.base_prefix
-    return Path(sys.prefix if in_venv else tempfile.gettempdir()) / "sparse-prefill"
-
-
 def _max_model_len(model: Path) -> int:
     longest = read_config(model).get("max_position_embeddings") or MAX_MODEL_LEN
     needed = PROMPT_TOKENS + 512
@@ -113,89 +107,55 @@ def _max_model_len(model: Path) -> int:
 
 
 def _ask(name: str, server: Server, console: Console) -> list[Given]:
-    """A completion and a chat, which ask for two facts of one text."""
+    """Chats that ask for two facts of one text."""
     import openai
 
-    client = openai.OpenAI(
-        base_url=f"{server.url}/v1",
-        api_key="none",
-        timeout=600,
-        max_retries=0,
-        http_client=openai.DefaultHttpxClient(trust_env=False),  # loopback must not go through a proxy
-    )
-    common: dict[str, Any] = {"model": server.model, "max_tokens": ANSWER_TOKENS, "temperature": 0}
-
-    def completion(asked: str) -> tuple[Any, str | None]:
-        answer = client.completions.create(prompt=f"{asked} Answer:", **common)
-        return answer, answer.choices[0].text
-
-    def chat(asked: str) -> tuple[Any, str | None]:
-        answer = client.chat.completions.create(messages=[{"role": "user", "content": asked}], **common)
-        return answer, answer.choices[0].message.content
+    # Loopback must not go through a proxy of the environment.
+    direct = openai.DefaultHttpxClient(trust_env=False)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600, max_retries=0, http_client=direct)
 
     def count_tokens(text: str) -> int:
         return server.post("/tokenize", {"model": server.model, "prompt": text})["count"]
 
     given = []
     try:
-        ways = {"completion": completion, "chat": chat}
-        for (way, ask), question in zip(ways.items(), make_questions(count_tokens, PROMPT_TOKENS)):
-            asked = partial(ask, f"{question.text}\n{question.question}")
-            given.append(Given(name, way, question, _show_answer(way, asked, console)))
+        for question in make_questions(count_tokens, PROMPT_TOKENS):
+            began, text = time.monotonic(), f"{question.text}\n{question.question}"
+            with console.status("Waiting for an answer ..."):
+                answer = client.chat.completions.create(
+                    model=server.model, messages=[{"role": "user", "content": text}], max_tokens=ANSWER_TOKENS,
+                    temperature=0,
+                )  # fmt: skip
+            said, usage = answer.choices[0].message.content, answer.usage
+            if usage is None or usage.prompt_tokens < PROMPT_TOKENS or not usage.completion_tokens:
+                raise DemoError(f"It used {usage}: expected at least {PROMPT_TOKENS} prompt tokens and an answer.")
+            took = time.monotonic() - began
+            tokens = f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} answered in {took:.1f} s"
+            console.print(f"{tokens}: {escape(repr(said))}", highlight=False, soft_wrap=True)
+            given.append(Given(name, question, said))
     except openai.OpenAIError as error:
         raise DemoError(f"A request failed: {error}. The end of the server's log:\n{server.tail()}") from error
     return given
 
 
-def _show_answer(way: str, ask: Callable[[], tuple[Any, str | None]], console: Console) -> str | None:
-    began = time.monotonic()
-    with console.status(f"Waiting for the {way} ..."):
-        answer, text = ask()
-    took, usage, finish = time.monotonic() - began, answer.usage, answer.choices[0].finish_reason
-    if usage.prompt_tokens < PROMPT_TOKENS or not usage.completion_tokens:
-        raise DemoError(f"The {way} used {usage}: expected at least {PROMPT_TOKENS} prompt tokens and an answer.")
-    console.print(
-        f"{way}: {usage.prompt_tokens} prompt tokens, {usage.completion_tokens} answered in {took:.1f} s, "
-        f"finish reason {finish}: {escape(repr(text))}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    return text
-
-
 def _show_answers(given: Sequence[Given], console: Console) -> None:
     """A row for each question, a column for each server; as wide as a terminal of 80 characters."""
-    table = Table(title=f"Asked at the end of a text of {PROMPT_TOKENS:,} tokens that holds the answers")
-    for heading in ("magic number of", "is", *dict.fromkeys(one.server for one in given)):
-        table.add_column(heading, overflow="fold")
-    for question in dict.fromkeys(one.question for one in given):
-        answers = (_judged(one) for one in given if one.question == question)
-        table.add_row(question.name, question.value, *answers)
-    console.print(table)
-
-
-def _judged(one: Given) -> str:
-    verdict = "[green]right[/]" if one.is_right else "[red]wrong[/]"
-    return f"{escape((one.answer or '').strip())} {verdict}"
+    servers = dict.fromkeys(one.server for one in given)
+    rows = {
+        one.question: {"name": one.question.name, "value": one.question.value}
+        | {of.server: of.judged for of in given if of.question == one.question}
+        for one in given
+    }
+    columns = {"name": "magic number of", "value": "is"} | {server: server for server in servers}
+    title = f"Asked at the end of a text of {PROMPT_TOKENS:,} tokens that holds the answers"
+    console.print(table_of(title, columns, list(rows.values())))
 
 
 def _show(report: Report, console: Console) -> None:
-    rows = Table(title="Rows (requests in a step) by the way they went")
-    for heading in ("path", "reason", "rows"):
-        rows.add_column(heading, justify="right" if heading == "rows" else "left")
-    for (path, reason), count in sorted(report.rows.items()):
-        rows.add_row(path, reason, str(count))
+    rows = [{"path": path, "reason": why, "rows": count} for (path, why), count in sorted(report.rows.items())]
+    console.print(table_of("Rows (requests in a step) by the way they went", {n: n for n in rows[0]}, rows))
     attention = ", ".join(f"{count} layers by {name}" for name, count in sorted(report.attention.items()))
-    layers = Table(title=f"What the sparse rows computed (attention: {attention})")
-    for heading in ("layer", "tiles", "kept pairs", "causal pairs", "density", "pairs/s"):
-        layers.add_column(heading, justify="right")
-    for layer, counts in sorted(report.layers.items()):
-        layers.add_row(
-            str(layer),
-            f"{counts.tiles:,}",
-            f"{counts.kept_pairs:,}",
-            f"{counts.causal_pairs:,}",
-            f"{counts.density:.3f}",
-            f"{counts.pairs_per_s:.1e}" if counts.seconds else "not timed",
-        )
-    console.print(rows, layers)
+    columns = {"layer": "layer", "tiles": "tiles", "kept_pairs": "kept pairs", "causal_pairs": "causal pairs"}
+    layers = [{"layer": layer, **vars(of), "density": of.density} for layer, of in sorted(report.layers.items())]
+    title = f"What the sparse rows computed (attention: {attention})"
+    console.print(table_of(title, columns | {"density": "density"}, layers))

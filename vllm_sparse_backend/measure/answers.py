@@ -38,13 +38,6 @@ class Templates:
     fact: str = "# The magic number of {name} is {value}."
     question: str = "# Question: what is the magic number of {name}? Answer: {value}."
 
-    def __post_init__(self) -> None:
-        for option, text in (("--fact", self.fact), ("--question", self.question)):
-            if text.count("{name}") != 1 or text.count("{value}") != 1:
-                raise BenchError(f"{option}: given {text!r}, expected a line with {{name}} and {{value}}, once each")
-        if self.question.index("{name}") > self.question.index("{value}"):
-            raise BenchError(f"--question: given {self.question!r}, expected {{name}} before {{value}}")
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -103,6 +96,34 @@ def _equal(a: Sequence[int], b: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What a prompt states and asks for, a line each."""
+
+    names: list[str]
+    values: list[str]
+    stated: list[Line]
+    asked: list[Line]
+
+    @staticmethod
+    def draw(encode: Encode, count: int, templates: Templates, rng: random.Random) -> "Facts":
+        names = rng.sample(NAMES, count)
+        values = [str(value) for value in rng.sample(range(1_000_000, 10_000_000), count)]
+        both = (templates.fact, templates.question)
+        lines = ([Line.of(encode, of, *one) for one in zip(names, values)] for of in both)
+        return Facts(names, values, *lines)
+
+    def room(self, num_tokens: int, num_first: int) -> int:
+        """Tokens that a prompt of so many has beside them. Raises BenchError if the lines are more than half of it."""
+        taken = num_first + sum(len(line.token_ids) for line in (*self.stated, *self.asked))
+        if num_tokens < 2 * taken:
+            raise BenchError(
+                f"{len(self.names)} facts and their questions take {taken:,} of a prompt's {num_tokens:,} tokens, "
+                "expected at most half: ask for fewer --facts or longer --lengths"
+            )
+        return num_tokens - taken
+
+
 def build_prompt(
     encode: Encode,
     begin_ids: Sequence[int],
@@ -117,26 +138,19 @@ def build_prompt(
     Both places of a fact are uniform over the text, the question at the later one. Raises BenchError if the lines do
     not fit or the text is too short.
     """
-    names = rng.sample(NAMES, num_facts)
-    values = [str(value) for value in rng.sample(range(1_000_000, 10_000_000), num_facts)]
-    facts = [Line.of(encode, templates.fact, name, value) for name, value in zip(names, values)]
-    questions = [Line.of(encode, templates.question, name, value) for name, value in zip(names, values)]
-    taken = len(begin_ids) + sum(len(line.token_ids) for line in (*facts, *questions))
-    room = num_tokens - taken
-    if room < taken:
-        raise BenchError(
-            f"{num_facts} facts and their questions take {taken:,} of a prompt's {num_tokens:,} tokens, expected at "
-            f"most half: ask for fewer facts or longer prompts"
-        )
+    facts = Facts.draw(encode, num_facts, templates, rng)
+    room = facts.room(num_tokens, len(begin_ids))
     if len(text_ids) < room:
         raise BenchError(f"text: given {len(text_ids):,} tokens, expected at least {room:,}")
 
-    cuts = [sorted((rng.randint(0, room), rng.randint(0, room))) for _ in names]
-    threads = [(fact.token_ids, question.token_ids) for fact, question in zip(facts, questions)]
+    cuts = [sorted((rng.randint(0, room), rng.randint(0, room))) for _ in facts.names]
+    threads = [(fact.token_ids, question.token_ids) for fact, question in zip(facts.stated, facts.asked)]
     ids, places = weave(begin_ids, text_ids[:room], threads, cuts)
     answers = [
         Answer(name, value, stated + fact.begin, asked + question.begin, asked + question.end)
-        for name, value, fact, question, (stated, asked) in zip(names, values, facts, questions, places)
+        for name, value, fact, question, (stated, asked) in zip(
+            facts.names, facts.values, facts.stated, facts.asked, places
+        )
     ]
     return Prompt(ids, tuple(answers))
 

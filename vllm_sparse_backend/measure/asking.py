@@ -4,20 +4,23 @@
 import hashlib
 import json
 import math
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Any
+from random import Random
 
-from vllm_sparse_backend.measure.answers import Prompt, Share, Templates, build_prompt, score, standard_error
+from vllm_sparse_backend.measure.answers import Facts, Prompt, Share, Templates, build_prompt, score, standard_error
 from vllm_sparse_backend.measure.client import Endpoint, RequestError
 from vllm_sparse_backend.measure.contestants import At, Case, densities
 from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.measure.texts import prose, read_text
+
+SEED = 0
+"""Of facts and places."""
 
 COLUMNS = {
     "label": "server",
@@ -37,24 +40,32 @@ class Asking:
     """All that makes the prompts, but for the tokenizer."""
 
     lengths: tuple[int, ...]
-    prompts: int
+    count: int
     """Of each length."""
     facts: int
-    seed: int
-    templates: Templates
     text: str | None
-    first_token: str | None
-    """Text of the token that prompts start with; empty for none; None for what the tokenizer or its files say."""
     made: dict[At, Prompt] = field(default_factory=dict, compare=False)
     """Once a server is there to tokenize."""
     tokens: list[int] = field(default_factory=list, compare=False)
     """Of a piece of the text, by that server."""
 
     @staticmethod
-    def about(text: Path | None, lengths: Sequence[int], prompts: int, **others: Any) -> "Asking":
+    def about(text: Path | None, lengths: Sequence[int], count: int, facts: int) -> "Asking":
         # Eight characters are more than a token has on average, and what is read is tokenised by the server.
-        read = None if text is None else read_text(text, 8 * max(lengths) * max(4, prompts))
-        return Asking(tuple(dict.fromkeys(lengths)), prompts, text=read, **others)
+        read = None if text is None else read_text(text, 8 * max(lengths) * max(4, count))
+        return Asking(tuple(dict.fromkeys(lengths)), count, facts, read)
+
+    def require_room(self, model: Path) -> None:
+        """Raise BenchError where a length cannot hold the facts, before a server starts, if the tokenizer is here."""
+        if (file := model / "tokenizer.json").is_file() and find_spec("tokenizers"):
+            from tokenizers import Tokenizer
+
+            tokenizer = Tokenizer.from_file(str(file))
+
+            def encode(text: str) -> list[int]:
+                return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+            Facts.draw(encode, self.facts, Templates(), Random(SEED)).room(min(self.lengths), 1)
 
     @property
     def longest(self) -> int:
@@ -63,18 +74,18 @@ class Asking:
     @cached_property
     def source(self) -> str:
         """A word of prose is a token at least: there are as many as stretches that begin apart take."""
-        words = max(2 * self.longest, self.longest + 16 * self.prompts)
-        return self.text if self.text is not None else prose(words, self.seed)
+        words = max(2 * self.longest, self.longest + 16 * self.count)
+        return self.text if self.text is not None else prose(words, SEED)
 
     def key(self, *context: object) -> str:
         """Equal where the prompts are, and what they are asked in (``context``)."""
         made_of = {name: value for name, value in vars(self).items() if name not in ("made", "tokens", "source")}
-        made_of |= {"templates": vars(self.templates), "text": self.source, "context": context}
+        made_of |= {"text": self.source, "context": context}
         return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
 
     @property
     def wanted(self) -> list[At]:
-        return list(product(self.lengths, range(self.prompts)))
+        return list(product(self.lengths, range(self.count)))
 
     def make(self, endpoint: Endpoint) -> bool:
         """The prompts, by the first server's tokenizer; whether this one's gives the same. Raises BenchError."""
@@ -90,22 +101,21 @@ class Asking:
     def build_prompts(self, endpoint: Endpoint) -> dict[At, Prompt]:
         """By length and number: each of a stretch of the text that begins elsewhere."""
         text_ids = endpoint.tokenize(self.source)
-        begin_ids = endpoint.first_tokens(self.first_token)
+        begin_ids = endpoint.first_tokens()
         # Stretches begin in different places, so that no two prompts of a length begin alike.
         spare = len(text_ids) - self.longest
-        if spare < 16 * self.prompts:
-            most = self.longest + 16 * self.prompts
+        if spare < 16 * self.count:
+            most = self.longest + 16 * self.count
             raise BenchError(f"text: given {len(text_ids):,} tokens, expected at least {most:,} for such prompts")
 
         built: dict[At, Prompt] = {}
         for length in self.lengths:
-            for i in range(self.prompts):
-                rng = random.Random(f"{self.seed}/{length}/{i}")
-                start = spare * i // self.prompts + rng.randrange(spare // self.prompts)
+            for i in range(self.count):
+                rng = Random(f"{SEED}/{length}/{i}")
+                start = spare * i // self.count + rng.randrange(spare // self.count)
                 stretch = text_ids[start : start + length]
-                built[length, i] = build_prompt(
-                    endpoint.tokenize, begin_ids, stretch, length, self.facts, self.templates, rng
-                )
+                prompt = (endpoint.tokenize, begin_ids, stretch, length, self.facts, Templates(), rng)
+                built[length, i] = build_prompt(*prompt)
         return built
 
 

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from vllm_sparse_backend.measure.report import BenchError
-from vllm_sparse_backend.settings.errors import not_one_of
 from vllm_sparse_kernels import AttendOptions, PagedCache, SparseIndex
-from vllm_sparse_kernels.attend import AttendSpec, Engine, FlashAttention, engines
+from vllm_sparse_kernels.attend import AttendSpec, Engine, engines
 from vllm_sparse_kernels.rows import to_device
 from vllm_sparse_kernels.trial import Batch
 
@@ -52,11 +51,17 @@ class Card:
                 "this benchmark needs a CUDA device, and torch sees none (`sparse-prefill bench serve` and "
                 "`sparse-prefill demo` run without)"
             )
+        try:
+            from vllm_sparse_backend.serving.compat import flash_attention
+        except ImportError as error:
+            raise BenchError(f"this compares with vLLM's FlashAttention, and vLLM does not import: {error}") from None
+        if (flash := flash_attention()) is None:
+            raise BenchError(f"vLLM has no FlashAttention for {torch.cuda.get_device_name()} to compare with")
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.name = torch.cuda.get_device_name(self.device)
         self.flash_version = _flash_version(self.device)
         self.dense_name = f"FlashAttention-{self.flash_version}"
-        self.engines = engines(_flash_attention(self.flash_version))
+        self.engines = engines(flash)
 
     def dense(self, batch: Batch, out: torch.Tensor) -> Run:
         """vLLM's FlashAttention over the batch's pages, as vLLM calls it, ready to be run."""
@@ -79,12 +84,6 @@ class Card:
             )  # fmt: skip
 
         return run
-
-    def engines_named(self, names: Sequence[str]) -> list[str]:
-        """These, or all. Raises BenchError where there is none of a name."""
-        if unknown := [name for name in names if name not in self.engines]:
-            raise BenchError(f"--engines: {not_one_of(unknown[0], self.engines)}")
-        return list(names or self.engines)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -175,28 +174,10 @@ def _passes(budget_s: float) -> Iterable[bool]:
         yield True
 
 
-def _flash_attention(version: int) -> FlashAttention | None:
-    """vLLM's FlashAttention as the engine ``flash`` takes it; None where it knows none of that version."""
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
-
-    try:
-        return FlashAttention.of_version(version, flash_attn_varlen_func)
-    except ValueError:
-        return None
-
-
 def _flash_version(device: torch.device) -> int:
-    try:
-        import vllm.vllm_flash_attn  # noqa: F401
-    except ImportError as error:
-        raise BenchError(
-            f"this benchmark compares with vLLM's FlashAttention, which does not import: {error}"
-        ) from None
+    """That of a server's dense attention."""
     if torch.cuda.get_device_capability(device)[0] == 9:
         return 3
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    found = get_flash_attn_version()
-    if found is None:
-        raise BenchError(f"vLLM has no FlashAttention for {torch.cuda.get_device_name(device)} to compare with")
-    return int(found)
+    return int(get_flash_attn_version() or 2)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,16 @@ from vllm_sparse_backend.measure.texts import project_text
 from vllm_sparse_backend.settings.requests import FIELD
 
 TIMEOUT_S = 1800.0
+BURST_S = 1e-3
+"""What arrives within it came at once: the time between its tokens is the client's, not the server's."""
 MOST_CHARS = 200_000
 """Of one request to tokenize."""
 
 
 class RequestError(RuntimeError):
-    """A request was not answered as asked; the message says how."""
+    """A request was not answered as asked; the message says how, ``status`` is HTTP's where there was one."""
+
+    status: int | None = None
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,14 @@ class Answer:
     first_token_s: float
     last_token_s: float
     tokens: int
+    pause_s: float = 0.0
+    """The longest between two arrivals of tokens."""
 
     @property
     def token_s(self) -> float | None:
-        """What a token after the first takes; None where there is none."""
-        return (self.last_token_s - self.first_token_s) / (self.tokens - 1) if self.tokens > 1 else None
+        """What a token after the first takes; None where there is none, or where all came in one burst."""
+        taken = self.last_token_s - self.first_token_s
+        return taken / (self.tokens - 1) if self.tokens > 1 and taken > BURST_S else None
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,10 @@ class Endpoint:
                 model = _client(url).get("/models", cast_to=object)["data"][0]
                 return Endpoint(name, url, model["id"], model.get("root"))
         except RequestError as error:
+            if error.status in (401, 403):
+                raise BenchError(
+                    f"{name}: the server at {url} refuses us ({error}): set OPENAI_API_KEY to its --api-key"
+                ) from None
             raise BenchError(f"{name}: no model server answers at {url}: {error}") from None
 
     def at_level(self, level: int | str) -> "Endpoint":
@@ -95,7 +107,7 @@ class Endpoint:
                     break
         if tokens < wanted or (stop_after is None and tokens > wanted):
             raise RequestError(f"{tokens} tokens answered, asked for {wanted}")
-        return Answer(stamps[0], stamps[-1], tokens)
+        return Answer(stamps[0], stamps[-1], tokens, max((b - a for a, b in pairwise(stamps)), default=0.0))
 
     def _body(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
         body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
@@ -154,23 +166,16 @@ class Endpoint:
         except RequestError:
             return ""
 
-    def first_tokens(self, given: str | None) -> list[int]:
-        """What prompts start with: the given token, or what the tokenizer adds, or the bos token of the model's folder.
+    def first_tokens(self) -> list[int]:
+        """What prompts start with: what the tokenizer adds, or the bos token of the model's folder.
 
         The tokenizer of a model that was trained with a bos token does not always add it, and attention without its
         sink is another one.
         """
-        if given is None:
-            plain, full = self.tokenize("a"), self.tokenize("a", special=True)
-            if plain and plain[0] in full and (added := full[: full.index(plain[0])]):
-                return added
-            given = _bos_token(self.root)
-        if not given:
-            return []
-        ids = self.tokenize(given)
-        if len(ids) != 1:
-            raise BenchError(f"--first-token: {given!r} is {len(ids)} tokens of {self.model}, expected one")
-        return ids
+        plain, full = self.tokenize("a"), self.tokenize("a", special=True)
+        if plain and plain[0] in full and (added := full[: full.index(plain[0])]):
+            return added
+        return self.tokenize(bos) if (bos := _bos_token(self.root)) else []
 
 
 def _bos_token(folder: str | None) -> str | None:
@@ -218,7 +223,9 @@ def _failures() -> Iterator[None]:
     except Exception as error:
         status, response = (getattr(error, name, None) for name in ("status_code", "response"))
         said = f"answered {status}: {response.text[:500]}" if status and response is not None else None
-        raise RequestError(said or f"{type(error).__name__}: {error.__cause__ or error}") from None
+        failed = RequestError(said or f"{type(error).__name__}: {error.__cause__ or error}")
+        failed.status = status
+        raise failed from None
 
 
 class Prompts:

@@ -7,8 +7,8 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 from vllm_sparse_backend.measure.client import Endpoint
 from vllm_sparse_backend.measure.report import BenchError, Report
 from vllm_sparse_backend.measure.scrape import Pairs, parse
-from vllm_sparse_backend.measure.server import Server, Settings, max_positions, sparse_args, split_args
+from vllm_sparse_backend.measure.server import CPU_CACHE, Server, Settings, max_positions, sparse_args, split_args
 from vllm_sparse_backend.settings.auto import AUTO
 from vllm_sparse_backend.settings.metrics import PREFIX
+from vllm_sparse_backend.settings.model_shape import name_of_path
 from vllm_sparse_backend.settings.profile import load_profile
 from vllm_sparse_backend.settings.reasons import Fallback
 
@@ -43,7 +44,9 @@ class Contestant:
     """Its name, without a folder's path."""
     what: str
     """Its address or its settings, whole: what a label leaves out."""
-    open: Callable[[], AbstractContextManager[Endpoint]] = field(compare=False)
+    open: Callable[[], AbstractContextManager[Endpoint]]
+    is_running: bool = False
+    """Else it has to be started."""
     level: int | str | None = None
     """What its requests ask for; None if nothing."""
 
@@ -56,11 +59,11 @@ class Contestant:
         return at or [self]
 
     @staticmethod
-    def running(label: str | None, url: str, levels: Sequence[int | str] = ()) -> "list[Contestant]":
+    def running(label: str, url: str, levels: Sequence[int | str] = ()) -> "list[Contestant]":
         """A server at each of the levels, if it is one of this backend."""
         endpoint = Endpoint.connect(label or url, url)
         found = Contestant(
-            label or endpoint.model, Path(endpoint.model).name, endpoint.url, lambda: nullcontext(endpoint)
+            label or endpoint.model, Path(endpoint.model).name, endpoint.url, lambda: nullcontext(endpoint), True
         )
         return found.at(levels) if PREFIX in endpoint.metrics() else [found]
 
@@ -69,26 +72,53 @@ class Contestant:
         @contextmanager
         def start() -> Iterator[Endpoint]:
             # A long prompt needs more than the cache that a server on a CPU gets otherwise.
-            env = {name: os.environ[name] for name in ("VLLM_CPU_KVCACHE_SPACE",) if name in os.environ}
+            env = {name: os.environ[name] for name in (CPU_CACHE,) if name in os.environ}
             with Server(model, args, env=env) as server:
                 yield Endpoint.connect(label, server.url)
 
-        return Contestant(label, model.name, what, start)
+        return Contestant(label, name_of_path(str(model)), what, start)
+
+
+@contextmanager
+def opened(contestants: Sequence[Contestant]) -> Iterator[list[Endpoint]]:
+    """All of them at once, each server once."""
+    with ExitStack() as stack:
+        servers = {start: stack.enter_context(start()) for start in dict.fromkeys(one.open for one in contestants)}
+        yield [servers[one.open] if one.level is None else servers[one.open].at_level(one.level) for one in contestants]
+
+
+def asked_for(
+    model: Path | None, settings: Sequence[str], levels: Sequence[int | str], urls: Sequence[str],
+    labels: Sequence[str], max_len: int, server_args: str,
+) -> list[Contestant]:  # fmt: skip
+    """Stock and each of the settings, to be started for ``model``; or the servers at ``urls``. Raises BenchError."""
+    if (model is None) == (not urls):
+        raise BenchError("expected a MODEL to serve, or --url of running servers")
+    if labels and len(labels) != len(urls):
+        raise BenchError(f"--label: given {len(labels)}, expected one for each of {len(urls)} --url")
+    if model is not None:
+        chosen = [Settings.parse(one, model) for one in settings or ["{}"]]
+        return started(model, chosen, max_len, server_args, levels)
+    if useless := [name for name, value in (("--settings", settings), ("--server-args", server_args)) if value]:
+        raise BenchError(f"{', '.join(useless)}: given with running servers, expected only with a MODEL to serve")
+    names_of = labels or [""] * len(urls)
+    return [one for name, at in zip(names_of, urls) for one in Contestant.running(name, at, levels)]
 
 
 def started(
-    model: Path, settings: Sequence[Settings], stock: bool, longest: int, extra: str, levels: Sequence[int | str] = ()
+    model: Path, settings: Sequence[Settings], max_len: int, extra: str = "", levels: Sequence[int | str] = ()
 ) -> list[Contestant]:
-    """Stock, and each of the settings at each of the levels, served on this machine. ``extra``: more arguments."""
-    if (most := max_positions(model)) is not None and longest >= most:
-        raise BenchError(
-            f"{model} has {most:,} positions, expected prompts to be shorter, and {longest:,} were asked for"
-        )
-    args = ("--max-model-len", str(longest + 1), *split_args(extra))
+    """Stock, and each of the settings at each of the levels, served on this machine for requests of ``max_len`` tokens.
+
+    ``extra``: more arguments for all of them.
+    """
+    if (most := max_positions(model)) is not None and max_len > most:
+        raise BenchError(f"{model} has {most:,} positions, and {max_len:,} were asked for, answers included")
+    args = ("--max-model-len", str(max_len), *split_args(extra))
     labels, whole = [str(one) for one in settings], [json.dumps(dict(one.values)) for one in settings]
     # Those that differ in more than their parameters have their whole text for a name.
     labels = [text if labels.count(name) > 1 else name for name, text in zip(labels, whole)]
-    found = [Contestant.served("stock", model, args, "stock")] if stock else []
+    found = [Contestant.served("stock", model, args, "stock")]
     for name, text, one in zip(labels, whole, settings):
         what = text + _content_of(one)
         found += Contestant.served(name, model, (*args, *sparse_args(one.values)), what).at(levels)
@@ -136,16 +166,15 @@ def ask_all(
     there = {(case["label"], at_of(case)) for case in report.cases if case["part"] == "prompt"}
     todo = {one.label: [at for at in asking.wanted if (one.label, at) not in there] for one in contestants}
     waiting = [one for one in contestants if todo[one.label]]
-    for start, levels in groupby(waiting, key=lambda one: one.open):
-        with start() as endpoint:
-            for one in levels:
-                at_level = endpoint if one.level is None else endpoint.at_level(one.level)
-                # Made with the first server that is ready, and the same for all.
-                if not asking.make(endpoint):
-                    whose = "its tokenizer is another than the first server's"
-                    raise BenchError(f"{one.label}: {whose}: prompts would differ")
+    for _, group in groupby(waiting, key=lambda one: one.open):
+        with opened(levels := list(group)) as endpoints:
+            # Prompts are made with the first server that is ready, and the same for all.
+            if not asking.make(endpoints[0]):
+                whose = "its tokenizer is another than the first server's"
+                raise BenchError(f"{levels[0].label}: {whose}: prompts would differ")
+            for one, endpoint in zip(levels, endpoints, strict=True):
                 base = {"key": key, "label": one.label, "what": one.what, "model": one.model}
-                _ask_server(at_level, asking, todo[one.label], base, report.add_case, concurrency)
+                _ask_server(endpoint, asking, todo[one.label], base, report.add_case, concurrency)
 
 
 def _ask_server(

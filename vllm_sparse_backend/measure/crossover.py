@@ -8,13 +8,15 @@ launches by the host included, against FlashAttention's.
   dense in every row, and what a row has of its chunk after them is half of it in the mean.
 * ``min_query_tokens``: so many new tokens after a long cached prefix.
 
-A rung counts if sparse is faster by ``MARGIN``, and so are all longer ones. null: not even at the longest.
+A rung counts if sparse is faster by ``MARGIN``, and so are all longer ones. null: not even at the longest. Before a
+method is timed on an engine, its result on a short chunk is held against float64.
 """
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -22,24 +24,35 @@ from statistics import median
 from typing import Any
 
 from vllm_sparse_backend.identity import package_version
-from vllm_sparse_backend.measure.asked import Asked, methods_asked
 from vllm_sparse_backend.measure.card import Card, Run
-from vllm_sparse_backend.measure.check import check_attention
-from vllm_sparse_backend.measure.data import Heads, Prompt, structured_clusters, structured_prompts
+from vllm_sparse_backend.measure.data import Heads, Prompt, planted_prompt
 from vllm_sparse_backend.measure.layers import Layer, layers_of, new_step
 from vllm_sparse_backend.measure.report import BenchError, Report, write_json
+from vllm_sparse_backend.settings.config import KEY, load_config
+from vllm_sparse_backend.settings.crossover import load_crossover
+from vllm_sparse_backend.settings.methods import make_method
+from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels.attend import Engine
+from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.layer import layer_plan, methods_by_head
+from vllm_sparse_kernels.methods import METHODS, name_of, sparse_names
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.trial import expected_attention
 
 MARGIN = 1.03
+LAYERS = 4
+"""That follow each other in a step."""
 STEPS = 2
-"""Steps of a pass: the more follow each other, the less waiting for the last of them counts."""
-
+"""Of a pass: the more follow each other, the less waiting for the last of them counts."""
 PASSES_S = 0.25
 """For so long a rung is measured."""
-
-FORMAT = 1
+CHECKED_TOKENS = (1792, 256)
+"""Cached and new ones, of the chunk that is held against float64."""
+SHORTEST_TOKENS = 2048
+"""The least that min_tokens could be."""
 NEW_TOKENS = (20, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+FORMAT = 1
 
 COLUMNS = {
     "method": "method",
@@ -47,6 +60,7 @@ COLUMNS = {
     "ladder": "ladder",
     "context_len": "after",
     "query_len": "new",
+    "density": "density",
     "dense_ms": "dense ms",
     "ms": "ms",
     "times_faster": "times faster",
@@ -54,6 +68,37 @@ COLUMNS = {
     "least": "sparse from",
 }
 ENTRY_COLUMNS = {name: name for name in ("method", "params", "engine", "min_tokens", "min_query_tokens")}
+
+
+def changed_fields(method: Method) -> dict[str, Any]:
+    """The parameters that differ from the method's defaults."""
+    given = {field.name: getattr(method, field.name) for field in fields(method) if field.init}
+    default = METHODS[name_of(method)].parameters()
+    return {name: value for name, value in given.items() if value != getattr(default, name)}
+
+
+def told(method: Method) -> str:
+    """``sale tau=0.03``: the name, and what differs from its defaults."""
+    changed = changed_fields(method).items()
+    values = {name: f"{value:g}" if isinstance(value, float) else json.dumps(value) for name, value in changed}
+    return " ".join([name_of(method), *(f"{name}={value}" for name, value in values.items())])
+
+
+def methods_asked(settings: Sequence[Mapping[str, Any]], shape: ModelShape) -> list[Method]:
+    """Each kind of method of these configurations, with the parameters that most of its heads have.
+
+    Of none: all methods at their defaults, and what a server does that is told nothing.
+    """
+    found: dict[Method, None] = {}
+    for one in settings:
+        layers = Plan.build(load_config({KEY: one}), shape).layers
+        counted = Counter(method for groups in layers for method in methods_by_head(groups or ()))
+        kinds: dict[str, Method] = {}
+        for method, _ in counted.most_common():
+            kinds.setdefault(name_of(method), method)
+        found |= dict.fromkeys(kinds.values())
+    every = [*(METHODS[name].parameters() for name in sparse_names()), make_method("default", {})]
+    return list(found or dict.fromkeys(every))
 
 
 def ladder(least: int, most: int) -> list[int]:
@@ -66,19 +111,19 @@ def ladder(least: int, most: int) -> list[int]:
 
 
 def climb_down(
-    rungs: Mapping[int, tuple[int, int]], measure: Callable[[int, int], dict[str, Any]], margin: float = MARGIN
+    rungs: Mapping[int, tuple[int, int]], measure: Callable[[int, int], dict[str, Any]]
 ) -> Generator[dict[str, Any], None, int | None]:
-    """The least rung from which on all are faster by ``margin``; None if the longest is not. Yields what it measured.
+    """The least rung from which on all are faster by ``MARGIN``; None if the longest is not. Yields what it measured.
 
     ``rungs`` gives each rung's (seq_len, query_len), which ``measure`` is called with.
-    It asks from the longest down, and no further than the first that is not: shorter ones change nothing. A rung whose
-    result was not right has no ``times_faster``, and is none that pays.
+    It asks from the longest down, and no further than the first that is not: shorter ones change nothing. A rung that
+    was not timed has no ``times_faster``, and is none that pays.
     """
     found = None
     for rung in sorted(rungs, reverse=True):
         row = measure(*rungs[rung])
         yield row
-        if not row.get("times_faster", math.nan) >= margin:
+        if not row.get("times_faster", math.nan) >= MARGIN:
             break
         found = rung
     return found
@@ -86,112 +131,110 @@ def climb_down(
 
 @dataclass(frozen=True)
 class Asking:
-    """Which lengths are tried, and with which engines."""
+    """Which lengths are tried."""
 
-    engines: Sequence[str]
-    shortest: int
     longest: int
     chunk_tokens: int
-    margin: float = MARGIN
-    layers: int = 4
-    new_tokens: Sequence[int] | None = None
-    """After a long cached prefix; None for ``NEW_TOKENS`` as far as they fit."""
 
     def ladders(self) -> dict[str, dict[int, tuple[int, int]]]:
         """Of both thresholds: each rung's (seq_len, query_len). Raises BenchError where the prompt is too short."""
-        new = self.new_tokens or [n for n in NEW_TOKENS if n <= self.chunk_tokens and n < self.longest]
         after_dense = {
             n: (n + query_len, query_len)
-            for n in ladder(self.shortest, self.longest)
+            for n in ladder(SHORTEST_TOKENS, self.longest)
             if n + (query_len := min(n, self.chunk_tokens // 2)) <= self.longest
         }
-        if not after_dense or max(new) >= self.longest:
-            raise BenchError(
-                f"--longest: given {self.longest:,}, expected more than --shortest {self.shortest:,} and half a chunk "
-                f"after it, and more than {max(new):,} new tokens"
-            )
+        if not after_dense:
+            raise BenchError(f"--longest: given {self.longest:,}, expected half a chunk more than {SHORTEST_TOKENS:,}")
+        new = [n for n in NEW_TOKENS if n <= self.chunk_tokens and n < self.longest]
         return {"min_tokens": after_dense, "min_query_tokens": {n: (self.longest, n) for n in new}}
 
 
 def run(
-    card: Card,
-    heads: Heads,
-    methods: Sequence[str],
-    profiles: Sequence[str],
-    asking: Asking,
-    table: Path,
-    report: Report,
+    card: Card, heads: Heads, methods: Sequence[Method], asking: Asking, table: Path, report: Report
 ) -> Iterator[dict[str, Any]]:
-    """Measures each method with each engine on structured prompts, and writes ``table`` as it goes.
+    """Measures each method with each engine on planted prompts, and writes ``table`` as it goes.
 
     Yields each rung, and after those of a method and engine what the table says of them.
     """
-    ladders, shape = asking.ladders(), heads.model(asking.layers)
-    clusters = structured_clusters(heads, asking.layers)
-    plans = [(asked, asked.plan(shape, clusters)) for asked in methods_asked(methods, profiles, shape)]
+    ladders = asking.ladders()
     merge_entries(table, [])  # what is no table is found out before anything is measured
-    prompts = structured_prompts(heads, asking.longest, asking.layers, card.device)
-    for asked, plan in plans:
-        for engine in asking.engines:
+    prompts = [planted_prompt(heads, asking.longest, card.device, seed) for seed in range(LAYERS)]
+    for method in methods:
+        for engine in card.engines.values():
             found: dict[str, int | None] = {}
+            timed = Timed(card, prompts, method, engine)
             for name, rungs in ladders.items():
-                measure = partial(_rung, card, prompts, asked, plan, card.engines[engine], report, name)
-                found[name] = yield from climb_down(rungs, measure, asking.margin)
-            entry = entry_of(card, heads, asked, engine, found, report.command)
+                found[name] = yield from climb_down(rungs, partial(timed.rung, report, name))
+            entry = entry_of(card, heads, method, engine.name, found, report.command)
             merge_entries(table, [entry])
-            report.add_case(case := {"method": str(asked), "engine": engine, "entry": entry, "least": _told(found)})
+            least = ", ".join(f"{name} {rung}" for name, rung in found.items())
+            report.add_case(case := {"method": told(method), "engine": engine.name, "entry": entry, "least": least})
             yield case
 
 
-def _told(found: Mapping[str, int | None]) -> str:
-    return ", ".join(f"{name} {least}" for name, least in found.items())
+class Timed:
+    """One method on one engine, in all layers; ``problem`` says why it is not timed."""
+
+    def __init__(self, card: Card, prompts: Sequence[Prompt], method: Method, engine: Engine) -> None:
+        self.card, self.prompts, self.method, self.engine = card, prompts, method, engine
+        # SharePrefill's heads share what they find: here all of them may.
+        shared: dict[str, Any] = {"cluster": 0} if hasattr(method, "cluster") else {}
+        own = replace(method, **shared)
+        self.plan = [layer_plan([own] * prompts[0].whole.num_heads)] * len(prompts)
+        self.problem = self._problem()
+
+    def layers(self, context_len: int, query_len: int) -> list[Layer]:
+        return layers_of(self.prompts, self.plan, context_len, query_len, self.engine.name)
+
+    def _problem(self) -> str | None:
+        first, *_ = layers = self.layers(*CHECKED_TOKENS)
+        new_step(layers)()
+        if why := first.refusal(self.engine):
+            return why
+        first.run(self.engine)
+        if first.options is not None:
+            return None  # an approximation that was asked for is not exact
+        exact = expected_attention(first.batch, first.index)
+        error = float((first.out.double() - exact.out).abs().max())
+        within = error <= exact.out_budget  # never with NaN
+        return None if within else f"error {error:.2e} against float64, at most {exact.out_budget:.2e}"
+
+    def rung(self, report: Report, which: str, seq_len: int, query_len: int) -> dict[str, Any]:
+        """The last ``query_len`` tokens of ``seq_len``, measured and reported."""
+        row: dict[str, Any] = {"method": told(self.method), "engine": self.engine.name, "ladder": which}
+        row |= {"context_len": seq_len - query_len, "query_len": query_len}
+        if self.problem:
+            row["problem"] = self.problem
+        else:
+            layers = self.layers(seq_len - query_len, query_len)
+            row |= against_dense(self.card, layers, [self.engine] * len(layers))
+        report.add_case(row)
+        return row
 
 
-def _rung(
-    card: Card, prompts: Sequence[Prompt], asked: Asked, plan: Plan, engine: Engine, report: Report,
-    which: str, seq_len: int, query_len: int,
-) -> dict[str, Any]:  # fmt: skip
-    """The last ``query_len`` tokens of ``seq_len``, measured and reported."""
-    row: dict[str, Any] = {"method": str(asked), "engine": engine.name, "ladder": which}
-    row |= {"context_len": seq_len - query_len, "query_len": query_len}
-    layers = layers_of(prompts, plan, seq_len - query_len, query_len, engine.name)
-    _measure(card, layers, engine, row)
-    report.add_case(row)
-    return row
+def against_dense(card: Card, layers: Sequence[Layer], engines: Sequence[Engine]) -> dict[str, float]:
+    """Wall time of a layer in a step through all of them, each on its engine, beside dense attention's."""
+    begin = new_step(layers)
 
+    def first() -> None:
+        begin()
+        layers[0].run(engines[0])
 
-def _measure(card: Card, layers: Sequence[Layer], engine: Engine, row: dict[str, Any]) -> None:
-    new_step(layers)()
-    for layer in layers:
-        if why := layer.refusal(engine):
-            row["problem"] = why
-            return
-        layer.run(engine)
-        if layer.options is None and not (check := check_attention(layer.batch, layer.index, layer.out)).passed:
-            row["problem"] = str(check)
-            return
     dense: list[Run] = [card.dense(layer.batch, layer.batch.empty_out()) for layer in layers]
-    ours: list[Run] = [partial(layer.run, engine) for layer in layers]
-    ours[0] = _in_order(new_step(layers), ours[0])
+    ours: list[Run] = [first, *(partial(layer.run, engine) for layer, engine in list(zip(layers, engines))[1:])]
     taken = card.wall_ms({"dense": dense * STEPS, "ours": ours * STEPS}, PASSES_S)
-    row["dense_ms"], row["ms"] = median(taken["dense"]), median(taken["ours"])
-    row["times_faster"] = row["dense_ms"] / row["ms"]
-
-
-def _in_order(*runs: Run) -> Run:
-    def run() -> None:
-        for one in runs:
-            one()
-
-    return run
+    dense_ms, ms = median(taken["dense"]), median(taken["ours"])
+    kept = sum(int(layer.index.kept_pairs()) for layer in layers)
+    causal = sum(layer.batch.num_heads * causal_pairs(layer.batch.rows) for layer in layers)
+    return {"density": kept / causal, "dense_ms": dense_ms, "ms": ms, "times_faster": dense_ms / ms}
 
 
 def entry_of(
-    card: Card, heads: Heads, asked: Asked, engine: str, found: Mapping[str, int | None], command: str
+    card: Card, heads: Heads, method: Method, engine: str, found: Mapping[str, int | None], command: str
 ) -> dict[str, Any]:
     """What the table says of one method and engine on this card."""
     return {
-        "device": card.name, "engine": engine, "method": asked.method, "params": dict(asked.params),
+        "device": card.name, "engine": engine, "method": name_of(method), "params": changed_fields(method),
         "num_heads": heads.num_heads, "num_kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim, **found,
         "vllm": package_version("vllm"), "triton": package_version("triton"),
         "date": datetime.now(UTC).date().isoformat(), "command": command,
@@ -202,20 +245,13 @@ SAME = ("device", "engine", "method", "params", "num_heads", "num_kv_heads", "he
 
 
 def merge_entries(path: Path, entries: Sequence[dict[str, Any]]) -> None:
-    """Write entries into a table; those of the same card, engine, method and heads give way."""
-    old: list[dict[str, Any]] = []
-    if path.exists():
-        try:
-            table = json.loads(path.read_text(encoding="utf-8"))
-            assert table["format"] == FORMAT
-            old = table["entries"]
-        except (ValueError, KeyError, TypeError, AssertionError):
-            raise BenchError(f"{path}: not a crossover table of format {FORMAT}") from None
+    """Write entries into a table; those of the same card, engine, method and heads give way.
+
+    Raises ConfigurationError where the file holds something else.
+    """
+    old = [entry.model_dump() for entry in load_crossover(str(path)).entries] if path.exists() else []
     if not entries:
         return
-
-    def key(entry: dict[str, Any]) -> list[Any]:
-        return [entry.get(name) for name in SAME]
-
-    new = [key(entry) for entry in entries]
-    write_json(path, {"format": FORMAT, "entries": [*(e for e in old if key(e) not in new), *entries]})
+    new = [[entry[name] for name in SAME] for entry in entries]
+    kept = [entry for entry in old if [entry[name] for name in SAME] not in new]
+    write_json(path, {"format": FORMAT, "entries": [*kept, *entries]})

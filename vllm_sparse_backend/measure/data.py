@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts to measure on: structured ones of any length, one layer each, on the device, paged."""
+"""Prompts to time attention on: queries, keys and values of one layer in a paged cache, of which chunks are prefilled.
+
+Random normal data is dense: no method can leave anything out of it. In ``planted_prompt`` a share of the keys, in runs
+of ``RUN_TOKENS``, is what the queries of their kv head look for, and has nearly all of the softmax's mass. So the data
+have a density that can be stated, ``DENSITY``, and methods that choose by mass find it.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,10 +12,15 @@ from pathlib import Path
 import torch
 
 from vllm_sparse_backend.measure.report import BenchError
-from vllm_sparse_backend.measure.structured import SEQUENCE, paged_batch, structured
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_kernels import Rows
+from vllm_sparse_kernels import PagedCache, Rows
+from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.trial import Batch
+
+DENSITY = 0.1
+RUN_TOKENS = 64
+PLANTED = 9.0
+"""Length of what queries and planted keys share: their scaled scores are about 7 higher at head_dim 128."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +34,7 @@ class Heads:
     dtype: torch.dtype = torch.bfloat16
 
     @staticmethod
-    def of(model: Path | None, page_tokens: int) -> "Heads":
+    def of(model: Path | None, page_tokens: int = 128) -> "Heads":
         """Of a model's folder, if one is given."""
         if model is None:
             return Heads(page_tokens=page_tokens)
@@ -36,7 +46,7 @@ class Heads:
         return f"{self.num_heads} heads, {self.num_kv_heads} kv heads, head_dim {self.head_dim}, {dtype}"
 
     def model(self, num_layers: int) -> ModelShape:
-        return ModelShape("Structured", num_layers, self.num_heads, self.num_kv_heads, self.head_dim)
+        return ModelShape("Made", num_layers, self.num_heads, self.num_kv_heads, self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -67,16 +77,22 @@ def without_nan(batch: Batch) -> Batch:
     return batch
 
 
-def structured_prompts(heads: Heads, num_tokens: int, count: int, device: torch.device) -> list[Prompt]:
-    """Layers of one prompt: their seeds differ, their pages lie alike, as one block table serves all layers."""
-    prompts = []
-    for seed in range(count):
-        data = structured(num_tokens, 0, heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.dtype, device, seed)
-        prompts.append(Prompt(without_nan(paged_batch(data, heads.page_tokens))))
-    return prompts
+def planted_prompt(heads: Heads, num_tokens: int, device: torch.device, seed: int = 0) -> Prompt:
+    """One layer, the same for the same arguments on the same kind of device; layers of other seeds share its pages."""
+    generator = torch.Generator(device).manual_seed(seed)
 
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
 
-def structured_clusters(heads: Heads, num_layers: int) -> tuple[tuple[int, ...], ...]:
-    """Which heads of structured prompts are alike, for SharePrefill: those of a kind."""
-    kinds = sorted(set(SEQUENCE))
-    return (tuple(kinds.index(SEQUENCE[head % len(SEQUENCE)]) for head in range(heads.num_heads)),) * num_layers
+    num_kv_heads, head_dim, page = heads.num_kv_heads, heads.head_dim, heads.page_tokens
+    wanted = PLANTED * torch.nn.functional.normalize(normal(num_kv_heads, 1, head_dim), dim=-1)
+    runs = torch.rand(ceil_div(num_tokens, RUN_TOKENS), num_kv_heads, 1, generator=generator, device=device) < DENSITY
+    planted = runs.repeat_interleave(RUN_TOKENS, 0)[:num_tokens]
+    pages = torch.zeros(ceil_div(num_tokens, page) * page, num_kv_heads, 2, head_dim, dtype=heads.dtype, device=device)
+    pages[:num_tokens, :, 0] = (normal(num_tokens, num_kv_heads, head_dim) + planted * wanted[:, 0]).to(heads.dtype)
+    pages[:num_tokens, :, 1] = normal(num_tokens, num_kv_heads, head_dim).to(heads.dtype)
+    q = normal(num_tokens, num_kv_heads, heads.num_heads // num_kv_heads, head_dim) + wanted
+    keys, values = pages.unflatten(0, (-1, page)).flatten(3).split(head_dim, -1)
+    table = torch.arange(len(keys), dtype=torch.int32, device=device)[None]
+    rows = Rows((0,), (num_tokens,), (0,), table)
+    return Prompt(Batch(q.flatten(1, 2).to(heads.dtype), PagedCache(keys, values), rows, head_dim**-0.5))

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time to first token (TTFT) and per later token (TPOT) of servers, asked in turn: ABBA, one request at a time."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from vllm_sparse_backend.measure.client import Answer, Endpoint, Prompts, RequestError
-from vllm_sparse_backend.measure.report import Report
 from vllm_sparse_backend.measure.scrape import Pairs
 
 COLUMNS = {
@@ -20,6 +19,8 @@ COLUMNS = {
     "stock_token_ms": "stock: TPOT, ms",
     "ours_token_ms": "ours",
     "token_ratio": "stock ÷ ours",
+    "stock_pause_ms": "stock: longest pause, ms",
+    "ours_pause_ms": "ours",
     "failures": "failed",
 }
 
@@ -58,6 +59,11 @@ class Taken:
         each = [1e3 * taken for answer in self.answers if (taken := answer.token_s) is not None]
         return median(each) if each else None
 
+    @property
+    def pause_ms(self) -> float | None:
+        """The median of requests: the longest that a client waits for the next token once it has the first."""
+        return 1e3 * median(answer.pause_s for answer in self.answers) if self.answers else None
+
 
 def repeats_of(length: Length, most: int) -> int:
     """Fewer of the long ones: they take longer and vary less. Short first tokens of 30 ms drown in noise otherwise."""
@@ -65,7 +71,12 @@ def repeats_of(length: Length, most: int) -> int:
 
 
 def ask_in_turn(
-    servers: Sequence[Endpoint], lengths: Sequence[Length], prompts: Prompts, output_tokens: int, most_repeats: int
+    servers: Sequence[Endpoint],
+    lengths: Sequence[Length],
+    prompts: Prompts,
+    output_tokens: int,
+    most_repeats: int,
+    step: Callable[[], None],
 ) -> Iterator[tuple[Length, list[Taken]]]:
     """Each prompt of all servers, there and back. Prompts depend on what was taken of ``prompts`` before, no more."""
     prefixes = {n: prompts.take(n) for n in {length.cached_tokens for length in lengths} if n}
@@ -79,6 +90,7 @@ def ask_in_turn(
                 _ask(server, prefix, prompt, output_tokens, taken, timed=i >= 0)
                 if i == 0:
                     taken.pairs = Pairs.on_page(server.metrics()) - before
+                step()
         yield length, [taken for _, taken in asked]
 
 
@@ -94,15 +106,8 @@ def _ask(server: Endpoint, prefix: list[int], prompt: list[int], output_tokens: 
         taken.answers.append(answer)
 
 
-def report_cases(length: Length, of_stock: Taken, ours: Mapping[str, Taken], report: Report) -> list[dict[str, Any]]:
-    """Cases of one length, by label. One that either never answered gets no ratio."""
-    cases = [case_of(label, length, of_stock, taken) for label, taken in ours.items()]
-    for case in cases:
-        report.add_case(case)
-    return cases
-
-
 def case_of(label: str, length: Length, stock: Taken, ours: Taken) -> dict[str, Any]:
+    """One that either never answered gets no ratio."""
     both = {"stock": stock, "ours": ours}
     case: dict[str, Any] = {
         "part": "latency", "label": label, "case": str(length), "new_tokens": length.new_tokens,
@@ -112,7 +117,7 @@ def case_of(label: str, length: Length, stock: Taken, ours: Taken) -> dict[str, 
         "answers": {name: [vars(answer) for answer in taken.answers] for name, taken in both.items()},
     }  # fmt: skip
     for name, taken in both.items():
-        case |= {f"{name}_first_s": taken.first_s, f"{name}_token_ms": taken.token_ms}
+        case |= {f"{name}_{key}": getattr(taken, key) for key in ("first_s", "token_ms", "pause_ms")}
     for ratio, key in (("times_sooner", "first_s"), ("token_ratio", "token_ms")):
         if case[f"stock_{key}"] and case[f"ours_{key}"]:
             case[ratio] = case[f"stock_{key}"] / case[f"ours_{key}"]

@@ -8,7 +8,6 @@ import torch
 
 from vllm_sparse_backend.measure.card import refusal
 from vllm_sparse_backend.measure.data import Prompt
-from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import AttendOptions, SparseIndex, layer as layers
 from vllm_sparse_kernels.attend import AttendSpec, Engine, choose
 from vllm_sparse_kernels.layer import LayerPlan
@@ -56,15 +55,13 @@ class Layer:
         return refusal(engine, self.batch.cache, self.index, self.options)
 
 
-def layers_of(prompts: Sequence[Prompt], plan: Plan, context_len: int, query_len: int, engine: str) -> list[Layer]:
-    """The chunk in each layer, all with the same rows: it is one step."""
+def layers_of(
+    prompts: Sequence[Prompt], plan: Sequence[LayerPlan | None], context_len: int, query_len: int, engine: str
+) -> list[Layer]:
+    """The chunk in each layer, all with the same rows: it is one step. ``plan``: of each layer, none of them dense."""
     rows = prompts[0].chunk(context_len, query_len).rows
-    layers = []
-    for i, prompt in enumerate(prompts):
-        groups = plan.layer(i)
-        assert groups is not None, "a benchmark's plan has no dense layers"
-        layers.append(Layer.of(replace(prompt.chunk(context_len, query_len), rows=rows), groups, engine))
-    return layers
+    chunks = [replace(prompt.chunk(context_len, query_len), rows=rows) for prompt in prompts]
+    return [Layer.of(chunk, groups, engine) for chunk, groups in zip(chunks, plan, strict=True) if groups is not None]
 
 
 def new_step(layers: Sequence[Layer]) -> Callable[[], None]:

@@ -12,14 +12,14 @@ import json
 import random
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
 from vllm_sparse_backend.measure.client import Endpoint, Prompts
-from vllm_sparse_backend.measure.report import BenchError, Report
+from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.measure.scrape import Pairs
 from vllm_sparse_backend.measure.server import environment, vllm_command
 
@@ -64,42 +64,26 @@ class Mix:
         chosen.shuffle(is_long)
         return [(chosen.choice(self.long_lengths if long else self.short_lengths), long) for long in is_long]
 
-    def saturating(self, first_s: Mapping[int, float], factor: float = 1.3) -> "Mix":
-        """At ``factor`` times what a server can take that needs ``first_s[tokens]`` for each prompt.
-
-        A length that was not measured counts as the next longer one, or, past them, in proportion.
-        """
-        if not first_s:
-            raise BenchError("--rate: not given, and no length was answered that it could be made from")
-        measured, busy = sorted(first_s), 0.0
-        for share, of in ((1 - self.long_share, self.short_lengths), (self.long_share, self.long_lengths)):
-            for tokens in of:
-                near = next((n for n in measured if n >= tokens), measured[-1])
-                busy += share / len(of) * first_s[near] * max(1.0, tokens / near)
+    def saturating(self, first_s: Mapping[int, float | None], factor: float = 1.3) -> "Mix":
+        """At ``factor`` times what a server takes that needs ``first_s[tokens]`` for each prompt, unless told how."""
+        if self.rate is not None or self.clients is not None:
+            return self
+        if None in (taken := {n: first_s.get(n) for n in (*self.short_lengths, *self.long_lengths)}).values():
+            raise BenchError("--rate: not given, and not all lengths were answered that it is made from")
+        shares = ((1 - self.long_share, self.short_lengths), (self.long_share, self.long_lengths))
+        busy = sum(share / len(of) * (taken[tokens] or 0) for share, of in shares for tokens in of)
         return replace(self, rate=factor / busy)
 
 
-def run_load(
-    stock: Endpoint, ours: Mapping[str, Endpoint], mix: Mix, prompts: Prompts, report: Report
-) -> list[dict[str, Any]]:
-    """Send the load to stock and then, by label, to each other."""
-    require_pandas()
+def run_load(servers: Sequence[Endpoint], mix: Mix, prompts: Prompts) -> Iterator[dict[str, Any]]:
+    """Send the load to one after the other; a case of each."""
     lengths = mix.lengths()
-    texts = [stock.detokenize(prompts.take(tokens)) for tokens, _ in lengths]
-
-    def case_of(server: Endpoint) -> dict[str, Any]:
+    texts = [servers[0].detokenize(prompts.take(tokens)) for tokens, _ in lengths]
+    for server in servers:
         before = Pairs.on_page(server.metrics())
-        case = summary(server.name, send(server, mix, texts), [long for _, long in lengths], mix.output_tokens)
+        case = summary(send(server, mix, texts), [long for _, long in lengths], mix.output_tokens)
         how = {"rate": mix.rate} if mix.clients is None else {"clients": mix.clients}
-        return case | how | (Pairs.on_page(server.metrics()) - before).figures
-
-    of_stock, cases = case_of(stock), []
-    for label, server in ours.items():
-        pair = [{**case, "label": label} for case in (of_stock, case_of(server))]
-        for case in pair:
-            report.add_case(case)
-        cases += pair
-    return cases
+        yield case | how | (Pairs.on_page(server.metrics()) - before).figures
 
 
 def require_pandas() -> None:
@@ -138,7 +122,7 @@ def arguments(server: Endpoint, mix: Mix, count: int, requests: Path, result: Pa
     ]  # fmt: skip
 
 
-def summary(server: str, result: Mapping[str, Any], is_long: Sequence[bool], output_tokens: int) -> dict[str, Any]:
+def summary(result: Mapping[str, Any], is_long: Sequence[bool], output_tokens: int) -> dict[str, Any]:
     """Of answered requests alone; failed ones, and those that got fewer tokens, are counted beside them."""
     errors = [
         said or (None if tokens == output_tokens else f"{tokens} tokens answered, asked for {output_tokens}")
@@ -149,7 +133,7 @@ def summary(server: str, result: Mapping[str, Any], is_long: Sequence[bool], out
     span = max(ends.values()) - min(result["start_times"]) if ends else 0.0
     tokens = sum(result["input_lens"][i] + output_tokens for i in good)
     case: dict[str, Any] = {
-        "part": "load", "server": server, "answered": len(good), "failures": len(errors) - len(good),
+        "part": "load", "answered": len(good), "failures": len(errors) - len(good),
         "said": [said.strip().splitlines()[-1] for said in errors if said][:10], "span_s": span,
         "tokens_per_s": tokens / span if span else None,
     }  # fmt: skip

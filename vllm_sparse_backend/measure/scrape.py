@@ -16,15 +16,6 @@ class LayerCounts:
     tiles: int = 0
     kept_pairs: int = 0
     causal_pairs: int = 0
-    sampled_causal_pairs: int = 0
-    seconds: Counter[str] = field(default_factory=Counter)
-    """Of the calls that were timed, by part: select and attend."""
-
-    @property
-    def pairs_per_s(self) -> float:
-        """Causal pairs by the time of their selection and attention; not a number where no call was timed."""
-        total = sum(self.seconds.values())
-        return self.sampled_causal_pairs / total if total else float("nan")
 
     @property
     def density(self) -> float:
@@ -132,9 +123,6 @@ def _add(report: Report, name: str, labels: Mapping[str, str], value: float) -> 
         report.engines["answered" if value else "silent"] += 1
     elif name in ("arena_overflows", "guard_checks", "guard_trips", "device_bytes"):
         setattr(report, name, getattr(report, name) + int(value))
-    elif name == "sampled_seconds":
-        seconds = report.layers.setdefault(int(labels["layer"]), LayerCounts()).seconds
-        seconds[labels["part"]] += value  # type: ignore[assignment]
-    elif name in ("tiles", "kept_pairs", "causal_pairs", "sampled_causal_pairs"):
+    elif name in ("tiles", "kept_pairs", "causal_pairs"):
         counts = report.layers.setdefault(int(labels["layer"]), LayerCounts())
         setattr(counts, name, getattr(counts, name) + int(value))

@@ -24,7 +24,7 @@ from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.settings.auto import AUTO
 from vllm_sparse_backend.settings.config import KEY, load_config
 from vllm_sparse_backend.settings.crossover import load_crossover
-from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.modelcheck import read_config
 from vllm_sparse_backend.settings.profile import load_profile, name_of_profile
@@ -42,8 +42,6 @@ CPU_ARGS = ("--gpu-memory-utilization", "0.3", "--dtype", "float32", "--enforce-
 STOP_TIMEOUT_S = 30.0
 FILES = ("profile", "crossover")
 """Settings that may be paths."""
-CHUNK_TOKENS = 8192
-SPARE_TOKENS = 2048
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 _ENGINE_ERROR = re.compile(
@@ -85,30 +83,26 @@ class Settings:
     """One configuration of this backend: the object under ``sparse_prefill``."""
 
     values: Mapping[str, Any]
-    name: str | None = None
-    """In place of what the values say."""
 
     @staticmethod
-    def parse(text: str, name: str | None = None, model: Path | None = None) -> "Settings":
+    def parse(text: str, model: Path | None = None) -> "Settings":
         """From JSON, or the name or path of a profile; for a model, where its folder is here.
 
         Raises BenchError naming what is wrong: a server would find out when others have been asked for an hour.
         """
         try:
-            values = _object_or_profile(text)
+            values = json.loads(text) if text.lstrip().startswith("{") else {"profile": text}
             config = load_config({KEY: values})
             load_crossover(config.crossover)
             if config.profile is not None and config.profile != AUTO:
                 profile = load_profile(config.profile)
-                if model is not None and model.is_dir():
+                if model is not None:
                     profile.check_model(ModelShape.from_folder(model), config.profile)
         except (ValueError, ConfigurationError) as error:
             raise BenchError(f"--settings {text!r}: {error}") from None
-        return Settings(values, name)
+        return Settings(values)
 
     def __str__(self) -> str:
-        if self.name is not None:
-            return self.name
         if not self.values:
             return "no configuration"
         params = self.values.get("params") or {}
@@ -118,28 +112,9 @@ class Settings:
         return " ".join([name, *(f"{field}={json.dumps(value)}" for field, value in params.items()), *guard])
 
 
-def _object_or_profile(text: str) -> dict[str, Any]:
-    try:
-        values = json.loads(text)
-    except ValueError:
-        if text.lstrip().startswith("{"):
-            raise
-        return {"profile": text}
-    if not isinstance(values, dict):
-        raise ValueError(unexpected(values, "an object, or the name or path of a profile"))
-    return values
-
-
 def max_positions(model: Path) -> int | None:
-    """None where the model does not say."""
-    if not model.exists():
-        if str(model).startswith(("/", ".", "~")) or len(model.parts) > 2:
-            raise BenchError(f"{model}: no such folder: expected a model's folder, or its name where vLLM finds it")
-        return None  # a name that vLLM resolves
-    try:
-        config = read_config(model)
-    except ConfigurationError as error:
-        raise BenchError(str(error)) from None
+    """None where the model does not say. Raises ConfigurationError where it has no config.json."""
+    config = read_config(model)
     found = (config.get("text_config") or config).get("max_position_embeddings")
     return int(found) if found else None
 
@@ -150,26 +125,6 @@ def split_args(text: str) -> tuple[str, ...]:
         return tuple(shlex.split(text))
     except ValueError as error:
         raise BenchError(f"--server-args: given {text!r}, expected arguments as a shell takes them: {error}") from None
-
-
-def kv_bytes(model: Path, tokens: int) -> int:
-    """Of 16-bit keys and values of all layers."""
-    try:
-        shape = ModelShape.from_folder(model)
-    except ConfigurationError as error:
-        raise BenchError(f"{error}; a folder is needed to size the caches of two servers on one card") from None
-    return 2 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * tokens
-
-
-def server_args(model: Path, longest: int, kv_tokens: int | None, extra: Sequence[str]) -> tuple[str, ...]:
-    """Arguments of both servers; on a card, with as much cache as is asked for, so that two fit side by side."""
-    if (most := max_positions(model)) is not None and longest > most:
-        raise BenchError(f"{model} has {most:,} positions, and {longest:,} were asked for, answers included")
-    args: tuple[str, ...] = ("--max-model-len", str(longest))
-    if has_cuda():
-        args += ("--max-num-batched-tokens", str(CHUNK_TOKENS), "--gpu-memory-utilization", "0.3")
-        args += ("--kv-cache-memory-bytes", str(kv_bytes(model, kv_tokens or longest + SPARE_TOKENS)))
-    return (*args, *extra)
 
 
 def _host(url: str) -> str | None:

@@ -11,10 +11,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
+from typing import Any
 
 from vllm_sparse_backend.profiling.cheapest import Cheapest
 from vllm_sparse_backend.profiling.clusters import require_scipy
-from vllm_sparse_backend.profiling.costs import PairCosts
+from vllm_sparse_backend.profiling.costs import EstimatedCosts
+from vllm_sparse_backend.profiling.crossover import own_crossover
 from vllm_sparse_backend.profiling.flow import walk
 from vllm_sparse_backend.profiling.job import Job
 from vllm_sparse_backend.profiling.measure import Bound, Figures, LayerJudge
@@ -80,7 +82,7 @@ def strategy(text: str, bounds: Mapping[str, Bound], distance: float | None = No
 
     def search(job: Job, bound: Bound) -> Search:
         if bound.has_mean:
-            return Cheapest(job, bound, every, PairCosts(job.shape.num_heads))
+            return Cheapest(job, bound, every, EstimatedCosts(job.shape.num_heads, selects=False))
         if name in PAPERS:
             return Pairs(bound, skipping="+" in name)
         return Ladder(bound, halved(halved(settings)))
@@ -88,7 +90,7 @@ def strategy(text: str, bounds: Mapping[str, Bound], distance: float | None = No
     return search
 
 
-def _settings(name: str, fields: str) -> list[Method]:
+def _settings(name: str, fields: str) -> list[Any]:
     """Of one kind: those with these values, or those like the method's defaults."""
     ladder, default = ladder_of(name), METHODS[name].parameters()
     if not fields:
@@ -126,7 +128,8 @@ def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str, margi
             methods, figures = walk(job, "prompts", search.company, choose)
             if not search.again(methods, mean_error(figures, job.shape.num_heads)):
                 break
-        found[name] = Found(bound, methods, figures, _held_out(job, search, methods))
+        held_out = _held_out(job, search, methods)
+        found[name] = Found(bound, methods, figures, held_out, own_crossover(job, methods))
     return profile_of(job, found, source)
 
 

@@ -232,18 +232,5 @@ def default_text() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def text_files(path: Path, pattern: str = "*.py") -> list[Path]:
-    """The file ``path`` itself, or all files under it that fit ``pattern``, less empty ones.
-
-    Their order is the same everywhere, and mixed, by the hash of their names: one subject must not fill a prompt.
-    """
-    if path.is_file():
-        return [path]
-    files = [file for file in path.rglob(pattern) if file.is_file() and file.stat().st_size]
-    if not files:
-        raise ConfigurationError(f"text: {unexpected(str(path), f'a text file, or a folder with {pattern}')}")
-    return sorted(files, key=lambda file: hashlib.sha256(str(file.relative_to(path)).encode()).digest())
-
-
 def _transformers() -> Any:
     return needed("transformers", "capturing needs transformers, which comes with vLLM")

@@ -90,28 +90,23 @@ def _group_maps(q: torch.Tensor, k: torch.Tensor, scale: float, side: int, width
     return (maps / maps.amax((1, 2), keepdim=True)).half().cpu()
 
 
-class MapAutoencoder(nn.Module):
-    """Table 3 of the paper, for maps of any side that divides by 16."""
-
-    def __init__(self, side: int) -> None:
-        super().__init__()
-        if side % SHRINK:
-            raise ValueError(f"MapAutoencoder: given maps of side {side}, expected a multiple of {SHRINK}")
-        small = side // SHRINK
-        self.encoder = nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4),
-            nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4),
-            nn.Flatten(), nn.Linear(32 * small * small, LATENT),
-        )  # fmt: skip
-        self.decoder = nn.Sequential(
-            nn.Linear(LATENT, 32 * small * small), nn.ReLU(), nn.Unflatten(1, (32, small, small)),
-            nn.ConvTranspose2d(32, 16, 4, stride=2, padding=1), nn.ReLU(),
-            nn.ConvTranspose2d(16, 8, 4, stride=2, padding=1), nn.ReLU(),
-            nn.ConvTranspose2d(8, 1, 4, stride=4), nn.Sigmoid(),
-        )  # fmt: skip
-
-    def forward(self, maps: torch.Tensor) -> torch.Tensor:
-        return self.decoder(self.encoder(maps))
+def autoencoder(side: int) -> tuple[nn.Sequential, nn.Sequential]:
+    """Encoder and decoder of table 3 of the paper, for maps of any side that divides by 16."""
+    if side % SHRINK:
+        raise ValueError(f"autoencoder: given maps of side {side}, expected a multiple of {SHRINK}")
+    small = side // SHRINK
+    encoder = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4),
+        nn.Flatten(), nn.Linear(32 * small * small, LATENT),
+    )  # fmt: skip
+    decoder = nn.Sequential(
+        nn.Linear(LATENT, 32 * small * small), nn.ReLU(), nn.Unflatten(1, (32, small, small)),
+        nn.ConvTranspose2d(32, 16, 4, stride=2, padding=1), nn.ReLU(),
+        nn.ConvTranspose2d(16, 8, 4, stride=2, padding=1), nn.ReLU(),
+        nn.ConvTranspose2d(8, 1, 4, stride=4), nn.Sigmoid(),
+    )  # fmt: skip
+    return encoder, decoder
 
 
 def representations(
@@ -135,7 +130,8 @@ def representations(
 
     with torch.random.fork_rng(), torch.backends.cudnn.flags(enabled=True, deterministic=True):
         torch.manual_seed(seed)
-        model = MapAutoencoder(side).to(device)
+        encoder, decoder = autoencoder(side)
+        model = nn.Sequential(encoder, decoder).to(device)
         optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
         best, waited = float("inf"), 0
         for _ in range(epochs):
@@ -151,18 +147,16 @@ def representations(
             if waited >= patience:
                 break
         with torch.no_grad():
-            return torch.cat([model.encoder(images(part.tolist())) for part in torch.arange(len(maps)).split(batch)])
+            return torch.cat([encoder(images(part.tolist())) for part in torch.arange(len(maps)).split(batch)])
 
 
 def ward_labels(points: torch.Tensor, distance: float) -> list[int]:
-    """Labels of the clusters that Ward's linkage of points [n, d] forms up to ``distance``, by first member."""
+    """Labels of the clusters that Ward's linkage of points [n, d] forms up to ``distance``."""
     if len(points) < 2:
         return [0] * len(points)
     hierarchy = require_scipy()
     tree = hierarchy.linkage(points.double().cpu().numpy(), "ward")
-    found = hierarchy.fcluster(tree, distance, "distance").tolist()
-    numbers = {label: i for i, label in enumerate(dict.fromkeys(found))}
-    return [numbers[label] for label in found]
+    return list(hierarchy.fcluster(tree, distance, "distance").tolist())
 
 
 def require_scipy() -> Any:

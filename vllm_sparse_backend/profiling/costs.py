@@ -4,23 +4,25 @@
 Heads of a layer that are selected together (``Method.alike``: a *kind* of method) share what their selection takes
 whatever their number, on a model of few heads most of it. So a kind has three costs: of its selection on any heads at
 all, of each head more, and of attention to all pairs, of which a head pays the share that it keeps. They are measured
-once, on the first layer that asks, and written down: times differ from run to run, and searches that read the same file
-of costs decide alike.
+once, on the first layer that can go sparse, and written down: times differ from run to run, and searches that read the
+same file of costs decide alike.
 
 Without a CUDA device references select and attend, whose times say nothing of a server's: costs are then estimates, by
 kept pairs and what methods say of themselves (``MethodSpec.cost``).
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from vllm_sparse_backend.measure.card import Card
+from vllm_sparse_backend.measure.layers import Layer
 from vllm_sparse_backend.measure.report import write_json
-from vllm_sparse_backend.profiling.outside import readable
+from vllm_sparse_backend.profiling.outside import read_json
+from vllm_sparse_backend.settings.config import AUTO
 from vllm_sparse_backend.settings.methods import describe
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import layer_plan
@@ -28,16 +30,10 @@ from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
+from vllm_sparse_kernels.trial import Batch
 
-if TYPE_CHECKING:
-    from vllm_sparse_backend.measure.card import Card
-    from vllm_sparse_backend.measure.layers import Layer
-    from vllm_sparse_kernels.trial import Batch
-
-FORMAT = 3
-
-PAIR_MS = 7.6e-10
-"""FlashAttention-3 on an H200, head_dim 128."""
+PAIR_MS = 7.6e-10 / 128
+"""Of one channel: FlashAttention-3 on an H200."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ def kind_of(method: Method) -> Method:
 
 
 @lru_cache(maxsize=4096)
-def _kind_name(method: Method) -> str:
+def _name(method: Method) -> str:
     return describe(kind_of(method))
 
 
@@ -86,27 +82,19 @@ def head_ms(costs: Costs, method: Method, density: float) -> float:
     return cost.head_ms + density * cost.full_ms
 
 
-def share_ms(costs: Costs, method: Method, density: float, num_heads: int) -> float:
-    """A head's share where all ``num_heads`` of the layer are of its kind."""
-    return head_ms(costs, method, density) + (costs.of(method).group_ms + costs.layer.base_ms) / num_heads
-
-
 @dataclass(frozen=True)
 class EstimatedCosts:
     """By pairs, and the share of dense attention's time that a selection takes by its method's description."""
 
-    num_pairs: int
-    """Causal pairs of one head."""
     num_heads: int
-    head_dim: int
-
-    @property
-    def full_ms(self) -> float:
-        return self.num_pairs * PAIR_MS * self.head_dim / 128
+    full_ms: float = 1.0
+    """Of a head's attention to all pairs."""
+    selects: bool = True
+    """False: kept pairs are all that counts, for searches of what is sparsest, on no device in particular."""
 
     def of(self, method: Method) -> Cost:
         # A third of what a selection takes does not depend on the number of heads.
-        selection = METHODS[name_of(method)].cost * self.full_ms
+        selection = METHODS[name_of(method)].cost * self.full_ms * self.selects
         return Cost(self.num_heads * selection / 3, selection * 2 / 3, self.full_ms)
 
     @property
@@ -114,62 +102,43 @@ class EstimatedCosts:
         return LayerCost(0.0, self.num_heads * self.full_ms)
 
 
-class PairCosts:
-    """Nothing but kept pairs, as shares of all: for searches of what is sparsest, on no device in particular."""
+@dataclass
+class Known:
+    """What a file of costs holds."""
 
-    def __init__(self, num_heads: int) -> None:
-        self.num_heads = num_heads
-
-    def of(self, method: Method) -> Cost:
-        return Cost(0.0, 0.0, 1.0)
-
-    @property
-    def layer(self) -> LayerCost:
-        return LayerCost(0.0, float(self.num_heads))
+    layer: LayerCost | None
+    kinds: dict[str, Cost]
 
 
 class MeasuredCosts:
     """Times of a CUDA device, each measured when it is first asked for, and kept in a file.
 
-    ``batches`` gives a layer's served chunks. The file lies in a job's folder, and is of that job.
+    ``batches`` gives the served chunks of the layer that they are measured on. The file lies in a job's folder, and is
+    of that job.
     """
 
-    def __init__(self, card: "Card", path: Path) -> None:
-        self.card, self.path = card, path
-        self.batches: Callable[[], Sequence[Batch]] | None = None
-        self.known: dict[str, Cost] = {}
-        self._layer: LayerCost | None = None
-        if path.exists():
-            with readable(path, "costs", "delete it"):
-                data = json.loads(path.read_text(encoding="utf-8"))
-                if data["format"] != FORMAT:
-                    raise ValueError(f"format {data['format']}")
-                self._layer = LayerCost(**data["layer"])
-                self.known = {name: Cost(**cost) for name, cost in data["kinds"].items()}
+    def __init__(self, card: Card, path: Path, batches: Callable[[], Sequence[Batch]]) -> None:
+        self.card, self.path, self.batches = card, path, batches
+        self.known: Known = read_json(path, Known) if path.exists() else Known(None, {})
 
     def of(self, method: Method) -> Cost:
-        if (name := _kind_name(method)) not in self.known:
-            self.known[name] = self._measure(method)
-            self._write()
-        return self.known[name]
+        if (name := _name(method)) not in self.known.kinds:
+            self.known.kinds[name] = self._measure(method, self.batches())
+            write_json(self.path, asdict(self.known))
+        return self.known.kinds[name]
 
     @property
     def layer(self) -> LayerCost:
-        if self._layer is None:
-            self._layer = self._measure_layer()
-            self._write()
-        return self._layer
+        if self.known.layer is None:
+            self.known.layer = self._measure_layer(self.batches())
+            write_json(self.path, asdict(self.known))
+        return self.known.layer
 
-    def _write(self) -> None:
-        kinds = {name: asdict(cost) for name, cost in self.known.items()}
-        write_json(self.path, {"format": FORMAT, "layer": asdict(self.layer), "kinds": kinds})
-
-    def _measure(self, method: Method) -> Cost:
-        batches = self._batches()
+    def _measure(self, method: Method, batches: Sequence[Batch]) -> Cost:
         num_heads = batches[0].num_heads
-        layers, alone = self._layers([method] * num_heads), self._layers([method])
+        layers, alone = _layers(batches, [method] * num_heads), _layers(batches, [method])
         select, attend = [("select", layer.select) for layer in layers], self._attentions(layers, "attend")
-        taken = self._ms([(*select, *attend), [("alone", layer.select) for layer in alone]])
+        taken = self._ms(batches, [(*select, *attend), [("alone", layer.select) for layer in alone]])
         kept = sum(int(layer.index.kept_pairs()) for layer in layers)
         density = kept / (num_heads * sum(causal_pairs(batch.rows) for batch in batches))
         each = max(0.0, (taken["select"] - taken["alone"]) / max(1, num_heads - 1))
@@ -178,37 +147,29 @@ class MeasuredCosts:
         full = full if isinstance(method, Dense) else max(full, self.of(Dense()).full_ms)
         return Cost(*map(_rounded, (max(0.0, taken["select"] - num_heads * each), each, full)))
 
-    def _measure_layer(self) -> LayerCost:
-        batches = self._batches()
-        plain = self._layers([AShape(sink_tokens=64, local_tokens=128)] * batches[0].num_heads)
+    def _measure_layer(self, batches: Sequence[Batch]) -> LayerCost:
+        plain = _layers(batches, [AShape(sink_tokens=64, local_tokens=128)] * batches[0].num_heads)
         for layer in plain:
             layer.select()
         dense = [("dense", self.card.dense(batch, batch.empty_out())) for batch in batches]
-        taken = self._ms([self._attentions(plain, "plain"), dense])
+        taken = self._ms(batches, [self._attentions(plain, "plain"), dense])
         return LayerCost(_rounded(taken["plain"]), _rounded(taken["dense"]))
 
-    def _batches(self) -> Sequence["Batch"]:
-        if self.batches is None:
-            raise RuntimeError("costs that are not known yet need a layer to be measured on")
-        return self.batches()
-
-    def _layers(self, methods: Sequence[Method]) -> list["Layer"]:
-        from vllm_sparse_backend.measure.layers import Layer
-        from vllm_sparse_backend.settings.config import AUTO
-
-        return [Layer.of(batch, layer_plan(methods), AUTO) for batch in self._batches()]
-
-    def _attentions(self, layers: Sequence["Layer"], name: str) -> list[Any]:
+    def _attentions(self, layers: Sequence[Layer], name: str) -> list[Any]:
         return [(name, partial(layer.attend, layer.engine(self.card.engines))) for layer in layers]
 
-    def _ms(self, contestants: Sequence[Sequence[Any]]) -> dict[str, float]:
+    def _ms(self, batches: Sequence[Batch], contestants: Sequence[Sequence[Any]]) -> dict[str, float]:
         """Medians; nothing is kept from one pass to the next."""
 
         def new_pass() -> None:
-            for batch in self._batches():
+            for batch in batches:
                 batch.rows.state.clear()
 
         return {name: median(ms) for name, ms in self.card.spans_ms(contestants, new_pass, budget_s=0.0).items()}
+
+
+def _layers(batches: Sequence[Batch], methods: Sequence[Method]) -> list[Layer]:
+    return [Layer.of(batch, layer_plan(methods), AUTO) for batch in batches]
 
 
 def _rounded(ms: float) -> float:

@@ -47,10 +47,7 @@ class Flow:
         """Of the next layer."""
         layer = len(self.chosen)
         name = f"{self.kind}-layer-{layer:03}{self._handed_on()}.json"
-        judge = RememberingJudge(layer, self.job.shape.num_heads, self.job.folder / name, self._read)
-        if self.kind == "prompts":
-            self.job.costs_on(judge)
-        return judge
+        return RememberingJudge(layer, self.job.shape.num_heads, self.job.folder / name, self._read)
 
     def _handed_on(self) -> str:
         given = [[_given(one) for one in heads] for heads in self.chosen]

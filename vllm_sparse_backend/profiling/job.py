@@ -17,27 +17,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
+from vllm_sparse_backend.measure.card import Card
 from vllm_sparse_backend.measure.report import versions, write_json
 from vllm_sparse_backend.profiling.capture import Capture, capture_each, weights_sha256
 from vllm_sparse_backend.profiling.chunks import chunk_rows
-from vllm_sparse_backend.profiling.costs import Costs, EstimatedCosts, MeasuredCosts
-from vllm_sparse_backend.profiling.judge import RememberingJudge, Served
-from vllm_sparse_backend.profiling.outside import readable
+from vllm_sparse_backend.profiling.costs import PAIR_MS, Costs, EstimatedCosts, MeasuredCosts
+from vllm_sparse_backend.profiling.judge import LayerPrompt, Served
+from vllm_sparse_backend.profiling.outside import read_json
 from vllm_sparse_backend.profiling.prompts import PromptSet
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_kernels.attend import Engine
 from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.trial import Batch
 
-
-class Capturer(Protocol):
-    """Captures prompts of a model into folders, those that are not there yet."""
-
-    def __call__(self, model: Path, prompts: Sequence[Sequence[int]], folders: Sequence[Path]) -> Iterable[Capture]: ...
+Capturer = Callable[[Path, Sequence[Sequence[int]], Sequence[Path]], Iterable[Capture]]
+"""Captures prompts of a model into folders, those that are not there yet."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,10 @@ class Job:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What outcomes and costs depend on, as JSON has it."""
-        through = "transformers" if self.capturer is None else type(self.capturer).__name__
         made_of = {
             "model": self.model.resolve().name, "shape": asdict(self.shape), "weights": weights_sha256(self.model),
-            "through": through, "prompts": self.prompts.sha256,
-            "held_out": self.held_out.sha256, **asdict(self.served), "device": self.device_name,
-            "versions": versions(),
+            "prompts": self.prompts.sha256, "held_out": self.held_out.sha256, **asdict(self.served),
+            "device": self.device_name, "versions": versions(),
         }  # fmt: skip
         return dict(json.loads(json.dumps(made_of)))
 
@@ -107,8 +105,7 @@ class Job:
         if not path.exists():
             write_json(path, self.identity)
             return
-        with readable(path, "job", "delete the folder"):
-            held = dict(json.loads(path.read_text(encoding="utf-8")))
+        held = read_json(path, dict[str, Any], "delete the folder")
         if names := sorted(name for name in {**held, **self.identity} if held.get(name) != self.identity.get(name)):
             raise ConfigurationError(
                 f"{self.folder}: holds another job, which differs in {', '.join(names)}: name another folder with "
@@ -117,25 +114,27 @@ class Job:
 
     @cached_property
     def costs(self) -> Costs:
-        if self._card is not None:
-            return MeasuredCosts(self._card, self.folder / "costs.json")
+        if self.card is not None:
+            return MeasuredCosts(self.card, self.folder / "costs.json", self.first_batches)
         rows = chunk_rows(
             len(self.prompts.prompts[0]), self.served.chunk_tokens, torch.device("cpu"), self.served.min_tokens
         )
-        return EstimatedCosts(sum(map(causal_pairs, rows)), self.shape.num_heads, self.shape.head_dim)
+        full_ms = sum(map(causal_pairs, rows)) * self.shape.head_dim * PAIR_MS
+        return EstimatedCosts(self.shape.num_heads, full_ms)
+
+    def first_batches(self) -> list[Batch]:
+        """The first prompt's chunks in the first layer that can go sparse."""
+        captured = self.captures["prompts"][0]
+        return LayerPrompt.read(captured, self.layers[0], self.served, torch.device(self.device)).batches
 
     @cached_property
-    def _card(self) -> Any:
-        if not self.device.startswith("cuda"):
-            return None
-        from vllm_sparse_backend.measure.card import Card
-
-        return Card()
+    def card(self) -> Card | None:
+        return Card() if self.device.startswith("cuda") else None
 
     @property
     def engines(self) -> Mapping[str, Engine] | None:
         """Those of a CUDA device."""
-        return None if self._card is None else dict(self._card.engines)
+        return None if self.card is None else self.card.engines
 
     @cached_property
     def captures(self) -> dict[str, list[Capture]]:
@@ -162,29 +161,20 @@ class Job:
                 "a folder with more room with --work, or ask for fewer or shorter prompts"
             )
 
-    def costs_on(self, judge: RememberingJudge) -> None:
-        """What costs are not known yet are measured on this layer, if they are asked for."""
-        if isinstance(self.costs, MeasuredCosts):
-            self.costs.batches = lambda: judge.captured.batches
-
-    def remembered(self, name: str, make: Callable[[], Any]) -> Any:
-        """What ``make`` gives, as JSON has it, from the folder if it is there. Raises ConfigurationError if it can't be
-        read."""
+    def remembered(self, name: str, form: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` gives, of the type ``form``, from the folder if it is there. Raises ConfigurationError if it
+        can't be read."""
         path = self.folder / f"{name}.json"
         if not path.exists():
             write_json(path, make())
-        with readable(path, "contents", "delete it"):
-            return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path, form)
 
     @cached_property
     def layers(self) -> list[int]:
         """Those that can go sparse. It is written down, as captures are deleted."""
-        found = self.remembered("layers", lambda: sorted(self.captures["prompts"][0].scales))
-        every = range(self.shape.num_layers)
-        if not (isinstance(found, list) and found and all(layer in every for layer in found)):
-            path = self.folder / "layers.json"
-            raise ConfigurationError(f"{path}: {unexpected(found, 'a list of layers of the model')}; delete it")
-        return found
+        of_model = Annotated[int, Field(ge=0, lt=self.shape.num_layers)]
+        form = Annotated[list[of_model], Field(min_length=1)]
+        return list(self.remembered("layers", form, lambda: sorted(self.captures["prompts"][0].scales)))
 
     def clear(self) -> None:
         """Delete the captures: they are most of the folder, and can be made again."""

@@ -9,9 +9,9 @@ one chunk two outputs in float32 and an index; and 4 bytes for each token and he
 
 import copy
 import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,14 @@ from vllm_sparse_backend.measure.report import write_json
 from vllm_sparse_backend.profiling.capture import Capture
 from vllm_sparse_backend.profiling.chunks import chunk_rows, dense_attention, paged
 from vllm_sparse_backend.profiling.measure import RARE, WORST, Errors, Figures
-from vllm_sparse_backend.profiling.outside import readable
+from vllm_sparse_backend.profiling.outside import read_json
 from vllm_sparse_backend.settings.methods import parameters_of
-from vllm_sparse_kernels import PagedCache
+from vllm_sparse_kernels import PagedCache, SparseIndex
 from vllm_sparse_kernels.attend import AttendSpec, Engine, choose
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import Layer, LayerPlan, layer_plan, run
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.trial import Batch
-
-FORMAT = 3
 
 State = dict[Hashable, Any]
 """``Rows.state`` of a chunk: what methods keep from layer to layer."""
@@ -54,8 +52,6 @@ class LayerPrompt:
     batches: list[Batch]
     dense: list[torch.Tensor]
     """Of each chunk [query_len, num_heads, head_dim]: its output under dense attention."""
-    norms: list[torch.Tensor]
-    """Of each chunk [query_len, num_heads] float32: ‖o‖₁."""
     before: Sequence[State] = ()
     """Of each chunk, what the layers before have left; nothing unless given."""
 
@@ -68,43 +64,32 @@ class LayerPrompt:
         rows = chunk_rows(captured.num_tokens, served.chunk_tokens, device, served.min_tokens)
         whole = dense_attention(tensors, scale)
         spans = [slice(one.context_lens[0], one.seq_lens[0]) for one in rows]
-        dense = [whole[span] for span in spans]
-        norms = [part.float().abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny) for part in dense]
         batches = [Batch(tensors.q[span], cache, one, scale) for span, one in zip(spans, rows, strict=True)]
         without_nan(batches[0])  # of the cache that all of them have
-        return LayerPrompt(batches, dense, norms, before)
+        return LayerPrompt(batches, [whole[span] for span in spans], before)
 
     @property
     def num_pairs(self) -> int:
         return sum(causal_pairs(batch.rows) for batch in self.batches)
 
-    def _pass(self, chunk: int) -> Batch:
-        """The chunk in a pass of its own: nothing is kept from pass to pass."""
-        batch = self.batches[chunk]
-        rows = replace(batch.rows)
-        rows.state.update(copy.deepcopy(self.before[chunk]) if self.before else {})
-        return replace(batch, rows=rows)
-
-    def after(self, groups: LayerPlan) -> list[State]:
-        """Of each chunk, what this layer leaves to the next."""
-        states = []
-        for i in range(len(self.batches)):
-            batch = self._pass(i)
-            layer = Layer.of(groups, batch.cache.head_dim, batch.q.device)
-            layer.select(batch.q, batch.cache, layer.index(batch.rows), batch.scale)
-            states.append(dict(batch.rows.state))
-        return states
-
-    def outcome(self, groups: LayerPlan, engines: Mapping[str, Engine] | None) -> torch.Tensor:
-        """[4, num_heads] float64 on the device: error, worst, rare, density of one prompt. On a CPU no engines."""
-        errors, pairs = [], []
-        for i, (dense, norms) in enumerate(zip(self.dense, self.norms, strict=True)):
-            batch = self._pass(i)
+    def passes(
+        self, groups: LayerPlan, engines: Mapping[str, Engine] | None
+    ) -> Iterator[tuple[torch.Tensor, SparseIndex, State]]:
+        """Of each chunk the output, what was kept, and what is left to the next layer. On a CPU no engines."""
+        for i, batch in enumerate(self.batches):
+            rows = replace(batch.rows)  # nothing is kept from pass to pass
+            rows.state.update(copy.deepcopy(self.before[i]) if self.before else {})
             layer, out = Layer.of(groups, batch.cache.head_dim, batch.q.device), batch.empty_out()
             if engines:  # the one that a server takes
-                spec = AttendSpec.of(batch.cache, layer.index(batch.rows), layer.options)
+                spec = AttendSpec.of(batch.cache, layer.index(rows), layer.options)
                 layer = replace(layer, engine=choose(engines, spec).engine)
-            index = run(layer, batch.q, batch.cache, batch.rows, out, batch.scale)
+            yield out, run(layer, batch.q, batch.cache, rows, out, batch.scale), rows.state
+
+    def outcome(self, groups: LayerPlan, engines: Mapping[str, Engine] | None) -> torch.Tensor:
+        """[4, num_heads] float64 on the device: error, worst, rare, density of one prompt."""
+        errors, pairs = [], []
+        for dense, (out, index, _) in zip(self.dense, self.passes(groups, engines), strict=True):
+            norms = dense.float().abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
             errors.append((out.float() - dense.float()).abs().sum(-1) / norms)
             pairs.append(index.pairs_of_heads())
         of_queries = torch.cat(errors)
@@ -135,15 +120,10 @@ class CapturedLayer:
         of_each = zip(captures, before or repeat(()))
         self.prompts = [LayerPrompt.read(captured, layer, served, device, of) for captured, of in of_each]
 
-    @property
-    def batches(self) -> list[Batch]:
-        """The chunks of the first prompt."""
-        return self.prompts[0].batches
-
     def after(self, methods: Sequence[Method]) -> list[list[State]]:
         """Of each prompt's chunks, what the layer leaves to the next if its heads have these methods."""
         groups = layer_plan(methods, self.others)
-        return [prompt.after(groups) for prompt in self.prompts]
+        return [[dict(state) for *_, state in prompt.passes(groups, self.engines)] for prompt in self.prompts]
 
     def figures(self, methods: Sequence[Method]) -> list[Figures]:
         """Of each head with its method: errors of the prompt where they are largest, density of all prompts."""
@@ -153,13 +133,7 @@ class CapturedLayer:
         density = (found[:, 3] * pairs[:, None]).sum(0) / pairs.sum()
         errors = found[:, :3]
         each = torch.cat((errors.amax(0), density[None], unseen(errors))).T.tolist()
-        return [figures_of(one) for one in each]
-
-
-def figures_of(numbers: Sequence[float]) -> Figures:
-    """From error, worst, rare, density, and the three errors that unseen prompts may have."""
-    error, worst, rare, density, *unseen = map(float, numbers)
-    return Figures(error, worst, rare, density, Errors(*unseen))
+        return [Figures(error, worst, rare, kept, Errors(*of)) for error, worst, rare, kept, *of in each]
 
 
 def unseen(errors: torch.Tensor) -> torch.Tensor:
@@ -177,14 +151,8 @@ class RememberingJudge:
 
     def __init__(self, layer: int, num_heads: int, path: Path, read: Callable[[], CapturedLayer]) -> None:
         self.layer, self.num_heads, self.path, self._read = layer, num_heads, path, read
-        self.known: dict[str, list[Figures]] = {}
-        self.changed = False
-        if path.exists():
-            with readable(path, "outcomes", "delete it"):
-                data = json.loads(path.read_text(encoding="utf-8"))
-                if data["format"] != FORMAT:
-                    raise ValueError(f"format {data['format']}")
-                self.known = {key: [figures_of(one) for one in heads] for key, heads in data["judged"].items()}
+        self.known: dict[str, list[Figures]] = read_json(path, dict[str, list[Figures]]) if path.exists() else {}
+        self.num_saved = len(self.known)
 
     @cached_property
     def captured(self) -> CapturedLayer:
@@ -193,27 +161,13 @@ class RememberingJudge:
     def judge(self, methods: Sequence[Method]) -> list[Figures]:
         if len(methods) != self.num_heads:
             raise ValueError(f"judge: given {len(methods)} methods, expected one for each of {self.num_heads} heads")
-        if (key := _key(methods)) not in self.known:
+        # All fields of all methods; of equal ones those of one.
+        key = json.dumps([parameters_of(one) for one in (methods[:1] if len(set(methods)) == 1 else methods)])
+        if key not in self.known:
             self.known[key] = self.captured.figures(methods)
-            self.changed = True
         return self.known[key]
 
     def save(self) -> None:
-        if self.changed:
-            judged = {
-                key: [(of.error, of.worst, of.rare, of.density, *(of.unseen or ())) for of in heads]
-                for key, heads in self.known.items()
-            }
-            write_json(self.path, {"format": FORMAT, "judged": judged})
-            self.changed = False
-
-
-def _key(methods: Sequence[Method]) -> str:
-    """All fields of all methods; of equal ones those of one."""
-    each = map(_text_of, methods[:1] if len(set(methods)) == 1 else methods)
-    return f"[{', '.join(each)}]"
-
-
-@lru_cache(maxsize=4096)
-def _text_of(method: Method) -> str:
-    return json.dumps(parameters_of(method))
+        if len(self.known) > self.num_saved:
+            write_json(self.path, {key: [asdict(one) for one in of] for key, of in self.known.items()})
+            self.num_saved = len(self.known)

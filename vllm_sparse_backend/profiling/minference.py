@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from vllm_sparse_backend.profiling.costs import Costs, share_ms
+from vllm_sparse_backend.profiling.costs import Costs, head_ms
 from vllm_sparse_backend.profiling.flow import first_judge
 from vllm_sparse_backend.profiling.job import Job
 from vllm_sparse_backend.profiling.measure import Bound, LayerJudge
@@ -120,5 +120,6 @@ def _fitted(judge: LayerJudge, costs: Costs, candidate: Method, aim: float) -> M
 def _cost(judge: LayerJudge, costs: Costs, method: Method) -> tuple[float, float]:
     """Time of a layer all of whose heads have this method, in ms, and the share of the pairs that it leaves out."""
     densities = [one.density for one in judge.judge([method] * judge.num_heads)]
-    taken = sum(share_ms(costs, method, density, judge.num_heads) for density in densities)
+    shared = costs.of(method).group_ms + costs.layer.base_ms
+    taken = shared + sum(head_ms(costs, method, density) for density in densities)
     return taken, 1 - sum(densities) / judge.num_heads

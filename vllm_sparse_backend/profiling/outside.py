@@ -7,6 +7,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from vllm_sparse_backend.settings.errors import ConfigurationError
 
 
@@ -36,3 +38,9 @@ def readable(path: Path, what: str, mend: str = "") -> Iterator[None]:
     except Exception as error:
         why = next(iter(str(error).splitlines()), "") or repr(error)
         raise ConfigurationError(f"{path}: its {what} cannot be read: {why}{mend and '; '}{mend}") from error
+
+
+def read_json(path: Path, form: Any, mend: str = "delete it") -> Any:
+    """What a JSON file holds, as a value of the type ``form``. Raises ConfigurationError where it is none."""
+    with readable(path, "contents", mend):
+        return TypeAdapter(form).validate_json(path.read_bytes(), strict=True)

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_sparse_backend.measure.answers import NAMES, Templates, weave
-from vllm_sparse_backend.profiling.capture import begin_ids, load_tokenizer, prompt_sha256, text_files
+from vllm_sparse_backend.measure.texts import read_text
+from vllm_sparse_backend.profiling.capture import begin_ids, load_tokenizer, prompt_sha256
+from vllm_sparse_backend.profiling.outside import readable
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 
 Encode = Callable[[str], list[int]]
@@ -29,6 +31,9 @@ FIRST_HOP, HOP = "# The number of {name} is {value}.", "# {name} has the number 
 HOPS = 3
 QUESTION = "# Question: what is the number of {name}? Answer: {value}."
 PASSAGE_TOKENS = (16, 256)
+
+MOST_CHARS = 16
+"""That a token has in the mean: no more of a text is made into tokens."""
 
 KINDS = ("retrieval", "hops", "repeats")
 TOKENS_A_THREAD = {"retrieval": 512, "hops": 1024, "repeats": 2048}
@@ -52,8 +57,8 @@ def make_prompts(
 ) -> PromptSet:
     """``count`` prompts of ``num_tokens``, equal for equal arguments.
 
-    ``text``: a text file or a folder of *.py. ``part``: 0 or 1; the two have no text in common, every other one of the
-    files or, of a single file, either half. Raises ConfigurationError where the text is too short.
+    ``text``: a text file or a folder. ``part``: 0 or 1; the two are either half of it, and have no text in common.
+    Raises ConfigurationError where the text is too short.
     """
     tokenizer = load_tokenizer(model)
 
@@ -74,17 +79,10 @@ def make_prompts(
 
 
 def _text_ids(text: Path, encode: Encode, wanted: int, part: int) -> list[int]:
-    """At least ``wanted`` tokens of one part of the text."""
-    files = text_files(text)
-    ids: list[int] = []
-    if len(files) == 1:
-        ids = encode(files[0].read_text(encoding="utf-8", errors="replace"))
-        ids = ids[len(ids) // 2 :] if part else ids[: len(ids) // 2]
-    else:
-        for file in files[part::2]:
-            ids += encode(file.read_text(encoding="utf-8", errors="replace"))
-            if len(ids) >= wanted:
-                break
+    """At least ``wanted`` tokens of one half of the text."""
+    whole = read_text(text)
+    half = whole[len(whole) // 2 :] if part else whole[: len(whole) // 2]
+    ids = encode(half[: wanted * MOST_CHARS])
     if len(ids) < wanted:
         raise ConfigurationError(
             f"text: {text}: given {len(ids)} tokens, expected at least {wanted} in either half of it: name a "
@@ -153,32 +151,23 @@ def read_prompts(model: Path, files: Sequence[Path], num_tokens: int) -> PromptS
 
 def _texts(files: Sequence[Path], tokenizer: Any) -> Iterable[tuple[str, str]]:
     for file in files:
-        try:
-            text = file.read_text(encoding="utf-8", errors="strict")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigurationError(f"--prompts: {file}: cannot be read: {error}") from None
+        with readable(file, "text"):
+            text = file.read_text(encoding="utf-8")
         if file.suffix != ".jsonl":
             yield str(file), text
             continue
         for number, line in enumerate(text.split("\n"), 1):  # other line ends may stand within a string
             if line.strip():
-                yield f"{file}:{number}", _text_of(line, f"{file}:{number}", tokenizer)
+                with readable(where := Path(f"{file}:{number}"), "prompt"):
+                    yield str(where), _text_of(json.loads(line), tokenizer)
 
 
-def _text_of(line: str, where: str, tokenizer: Any) -> str:
-    try:
-        given = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{where}: not JSON: {error}") from None
+def _text_of(given: object, tokenizer: Any) -> str:
     match given:
-        case {"messages": [*messages]}:
-            for one in messages:
-                if not isinstance(one, dict) or not {"role", "content"} <= set(one):
-                    raise ConfigurationError(f"{where}: messages: {unexpected(one, 'objects with role and content')}")
-            try:
-                return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-            except Exception as error:  # whatever the template, which is a program, makes of them
-                raise ConfigurationError(f"{where}: messages: the chat template refuses them: {error}") from None
+        case {"messages": [*messages]} if all(
+            isinstance(one, dict) and {"role", "content"} <= {*one} for one in messages
+        ):
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         case {"text": str(text)} | {"prompt": str(text)}:
             return text
-    raise ConfigurationError(f"{where}: {unexpected(given, 'an object with messages, or with a text or prompt')}")
+    raise ValueError(unexpected(given, "an object with messages, each with role and content, or with a text or prompt"))

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from vllm_sparse_backend.profiling.measure import Bound, Figures, LayerJudge
 from vllm_sparse_backend.settings.methods import make_method
@@ -19,6 +19,8 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 
 LEAST_SPARSITY = 0.1
 """Share of the pairs that a head must leave out to be worth its selection: what SpargeAttn's authors' code asks for."""
+
+Of = TypeVar("Of", bound=Method)
 
 May = Callable[[int, Method], bool]
 """Whether a head may have a method: one that missed the bound beside the other heads' methods it may not."""
@@ -69,16 +71,16 @@ def sparsest(judge: LayerJudge, bound: Bound, ladders: Mapping[int, Sequence[Met
     high = {head: len(ladder) for head, ladder in ladders.items()}
     found: dict[int, Judged] = {}
     while going := [head for head in ladders if low[head] < high[head]]:
-        middles = {head: (low[head] + high[head]) // 2 for head in going}
-        asked = {head: ladders[head][middle] for head, middle in middles.items()}
-        # The others are judged along: as one that is asked about, they need no launches of their own.
+        middles = {head: (low[head] + high[head]) // 2 for head in ladders}
+        # Heads that are done are judged along as they were, others as one that is asked about: no more launches.
+        asked = {head: of[min(middles[head], len(of) - 1)] for head, of in ladders.items() if of}
         along = asked[going[0]]
         judged = judge_all(judge, bound, [asked.get(head, along) for head in range(judge.num_heads)])
-        for head, middle in middles.items():
+        for head in going:
             if judged[head].holds:
-                high[head] = middle
+                high[head] = middles[head]
             else:
-                low[head] = middle + 1
+                low[head] = middles[head] + 1
             if judged[head].holds or high[head] == len(ladders[head]):
                 found[head] = judged[head]
     return found
@@ -106,13 +108,14 @@ def ladder_of(name: str) -> list[Method]:
     return [make_method(name, setting) for setting in METHODS[name].ladder]
 
 
-def halved(ladder: Sequence[Method]) -> list[Method]:
+def halved(ladder: Sequence[Of]) -> list[Of]:
     """A setting more between two that differ in one number."""
     found = list(ladder[:1])
     for before, one in pairwise(ladder):
         differing = [field.name for field in fields(one) if getattr(before, field.name) != getattr(one, field.name)]
         ends = [getattr(method, differing[0]) for method in (before, one)]
         if len(differing) == 1 and all(isinstance(end, float) for end in ends):
-            found.append(replace(one, **{differing[0]: round(sum(ends) / 2, 6)}))
+            middle: Any = {differing[0]: round(sum(ends) / 2, 6)}
+            found.append(replace(one, **middle))
         found.append(one)
     return found

@@ -9,7 +9,7 @@ shares depends on clusters, never on γ (``methods/share_prefill/method.py``), a
    holds the bound, then, as a member of its cluster, for the least γ of whatever it does there. Members that are dense
    whatever their γ are pivots.
 2. *Choice.* A head leaves its cluster if it does not hold the bound there or keeps no less than by itself. A cluster is
-   dissolved if its pivots cost more than its other heads save. Pivots have the γ of their own lines, which they take in
+   dissolved unless its heads save more than its pivots cost. Pivots have the γ of their own lines, which they take in
    prompts where they are none. By itself a head is dense where no γ holds or less than a tenth is left out.
 3. The whole model is then judged as chosen (``calibrate.py``): heads that do not hold the bound leave their cluster,
    and those that still do not become dense. If a cluster is left with one member, it is dissolved and all judged again.
@@ -21,17 +21,16 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
-from vllm_sparse_backend.profiling.clusters import DISTANCE, head_clusters, map_side
+from vllm_sparse_backend.profiling.clusters import DISTANCE, Clusters, head_clusters, map_side
 from vllm_sparse_backend.profiling.flow import needs_company, walk
 from vllm_sparse_backend.profiling.job import Job
-from vllm_sparse_backend.profiling.measure import Bound, Figures, LayerJudge
+from vllm_sparse_backend.profiling.measure import Bound, LayerJudge
 from vllm_sparse_backend.profiling.search import LEAST_SPARSITY, May, Search, halved, sparse_enough, sparsest
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
-from vllm_sparse_kernels.methods.share_prefill.method import NOISE
+from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 
 
 @dataclass(frozen=True)
@@ -40,49 +39,48 @@ class Choice:
 
     own: Method
     """By itself."""
-    cluster: int = NOISE
-    shared: Method | None = None
+    shared: SharePrefill | None = None
     """In its cluster, if it holds the bound there and keeps no more than by itself; always where it is a pivot."""
     saved: float = 0.0
     """Share of pairs that sharing saves; below 0 of a pivot."""
-    is_pivot: bool = False
 
 
 class Sharing(Search):
     """Of each head what saves most: its cluster's pattern, its own lines, or nothing."""
 
-    def __init__(self, job: Job, bound: Bound, ladder: Sequence[Method], distance: float | None = None) -> None:
+    def __init__(self, job: Job, bound: Bound, ladder: Sequence[SharePrefill], distance: float | None = None) -> None:
         distance = DISTANCE if distance is None else distance
         side = map_side(min(map(len, job.prompts.prompts)))
         clusters = job.remembered(
-            f"clusters-{distance:g}", lambda: head_clusters(job.captures["prompts"][0], job.device, side, distance)
+            f"clusters-{distance:g}",
+            Clusters,
+            lambda: head_clusters(job.captures["prompts"][0], job.device, side, distance),
         )
-        self.company = [_member(ladder[0], number) for number in sorted({*chain.from_iterable(clusters)} - {NOISE})]
-        self.choices = self._survey(job, bound, halved(halved(ladder)), clusters)
-        self.left = worth(self.choices)
-        self._require_any()
+        self.company = [
+            replace(ladder[0], cluster=number) for number in sorted({*chain.from_iterable(clusters)} - {NOISE})
+        ]
+        fine = halved(halved(ladder))
 
-    def _survey(
-        self, job: Job, bound: Bound, ladder: Sequence[Method], clusters: Sequence[Sequence[int]]
-    ) -> list[list[Choice]]:
-        def survey(judge: LayerJudge) -> tuple[list[Method], list[Choice]]:
+        def survey(judge: LayerJudge) -> tuple[list[SharePrefill], list[Choice]]:
             of_heads = clusters[judge.layer]
-            return [_member(ladder[0], one) for one in of_heads], survey_layer(judge, bound, ladder, of_heads)
+            return [replace(ladder[0], cluster=one) for one in of_heads], survey_layer(judge, bound, fine, of_heads)
 
         found = walk(job, "prompts", self.company, survey)[1]
-        return [of_layer or [Choice(Dense())] * job.shape.num_heads for of_layer in found]
+        self.choices = [of_layer or [Choice(Dense())] * job.shape.num_heads for of_layer in found]
+        self.left = worth(self.choices)
+        self._require_any()
 
     def choose(self, judge: LayerJudge, may: May) -> list[Method]:
         chosen: list[Method] = []
         for head, one in enumerate(self.choices[judge.layer]):
-            shared = [one.shared] if one.shared and one.cluster in self.left else []
+            shared = [one.shared] if one.shared and one.shared.cluster in self.left else []
             chosen.append(next((method for method in (*shared, one.own) if may(head, method)), Dense()))
         return chosen
 
     def again(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
         """Where a cluster is left with one head, which then has nobody to share with."""
         members = Counter(one.company for one in chain.from_iterable(methods) if needs_company(one))
-        numbers = {one.cluster for one, count in members.items() if count > 1}  # type: ignore[attr-defined]
+        numbers = {one.cluster for one, count in members.items() if count > 1 and isinstance(one, SharePrefill)}
         lonely, self.left = self.left - numbers, self.left & numbers
         self._require_any()
         return bool(lonely)
@@ -96,51 +94,32 @@ class Sharing(Search):
             )
 
 
-class InClusters:
-    """A judge of heads as members of their clusters, whatever cluster is asked about."""
-
-    def __init__(self, judge: LayerJudge, clusters: Sequence[int]) -> None:
-        self.judged, self.clusters = judge, clusters
-        self.layer, self.num_heads = judge.layer, judge.num_heads
-
-    def judge(self, methods: Sequence[Method]) -> list[Figures]:
-        return self.judged.judge([_member(one, of) for one, of in zip(methods, self.clusters, strict=True)])
-
-
-def survey_layer(judge: LayerJudge, bound: Bound, ladder: Sequence[Method], clusters: Sequence[int]) -> list[Choice]:
+def survey_layer(
+    judge: LayerJudge, bound: Bound, ladder: Sequence[SharePrefill], clusters: Sequence[int]
+) -> list[Choice]:
     """What each head may do; ``clusters`` has the cluster of each."""
-    ladders = dict.fromkeys(range(judge.num_heads), ladder)
-    alone = sparsest(judge, bound, ladders)
-    choices = [Choice(sparse_enough(one), clusters[head]) for head, one in alone.items()]
+    alone = sparsest(judge, bound, dict.fromkeys(range(judge.num_heads), ladder))
+    choices = [Choice(sparse_enough(one)) for one in alone.values()]
     if set(clusters) == {NOISE}:
         return choices
-    for head, one in sparsest(InClusters(judge, clusters), bound, ladders).items():
-        choice, number = choices[head], clusters[head]
-        own_density = 1.0 if isinstance(choice.own, Dense) else alone[head].figures.density
-        saved = own_density - one.figures.density
+    members = {head: [replace(one, cluster=number) for one in ladder] for head, number in enumerate(clusters)}
+    for head, one in sparsest(judge, bound, members).items():
+        own, number = choices[head].own, clusters[head]
+        saved = (1.0 if isinstance(own, Dense) else alone[head].figures.density) - one.figures.density
         if number == NOISE:
             continue
-        if one.method == ladder[0] and one.sparsity < LEAST_SPARSITY:
-            own = ladder[-1] if isinstance(choice.own, Dense) else choice.own
-            choices[head] = replace(choice, shared=_member(own, number), saved=saved, is_pivot=True)
-        elif not isinstance(sparse_enough(one), Dense) and saved >= 0:
-            choices[head] = replace(choice, shared=_member(one.method, number), saved=saved)
+        if one.method == members[head][0] and one.sparsity < LEAST_SPARSITY:  # a pivot
+            lines = own if isinstance(own, SharePrefill) else ladder[-1]
+            choices[head] = Choice(own, replace(lines, cluster=number), saved)
+        elif isinstance(member := sparse_enough(one), SharePrefill) and saved >= 0:
+            choices[head] = Choice(own, member, saved)
     return choices
 
 
 def worth(choices: Sequence[Sequence[Choice]]) -> set[int]:
-    """Clusters of two heads and more, not all pivots, that cost nothing: where nothing is ever shared, nothing does."""
-    members: dict[int, list[Choice]] = defaultdict(list)
+    """Clusters of two heads and more that save more than they cost."""
+    saved: dict[int, list[float]] = defaultdict(list)
     for one in chain.from_iterable(choices):
         if one.shared:
-            members[one.cluster].append(one)
-    return {
-        number
-        for number, heads in members.items()
-        if len(heads) > 1 and not all(one.is_pivot for one in heads) and sum(one.saved for one in heads) >= 0
-    }
-
-
-def _member(method: Method, cluster: int) -> Method:
-    changes: dict[str, Any] = {"cluster": cluster}
-    return replace(method, **changes)
+            saved[one.shared.cluster].append(one.saved)
+    return {number for number, of in saved.items() if len(of) > 1 and sum(of) > 0}

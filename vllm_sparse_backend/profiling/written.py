@@ -3,19 +3,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from vllm_sparse_backend.identity import PACKAGE, package_version
 from vllm_sparse_backend.measure.report import versions
 from vllm_sparse_backend.profiling.job import Job
 from vllm_sparse_backend.profiling.measure import Bound, Figures
 from vllm_sparse_backend.settings import figures as profile_figures
+from vllm_sparse_backend.settings.crossover import OwnCrossover
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.profile import Level, Profile, Provenance
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
-
-SLACK = 1.2
-"""What held-out prompts may take of a bound."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,11 @@ class Found:
     figures: list[list[Figures] | None]
     """On the prompts; None for layers that never go sparse."""
     held_out: list[list[Figures] | None]
+    crossover: OwnCrossover | None = None
 
     def summary(self) -> dict[str, float]:
-        """Of the held-out prompts, over the heads that are not dense: what part of them holds the bound, whole and
-        with ``SLACK``; the most that a head takes of it; means."""
+        """Of the held-out prompts, over the heads that are not dense: what part of them holds the bound; the most that
+        a head takes of it; means."""
         sparse = [
             of
             for methods, figures in zip(self.methods, self.held_out)
@@ -40,17 +40,14 @@ class Found:
         if not sparse:
             return {}
         shares = [self.bound.share(of) for of in sparse]
-        every = sum(map(len, self.methods))
         figures = {
             "heads_within_bound": sum(share <= 1 for share in shares) / len(shares),
-            "heads_within_1.2_of_it": sum(share <= SLACK for share in shares) / len(shares),
             "most_of_bound": max(shares),
-            "error": sum(of.error for of in sparse) / len(sparse),
-            "worst_error": sum(of.worst for of in sparse) / len(sparse),
-            "error_of_bound": sum(of.error for of in sparse) / len(sparse) / self.bound.error,
+            "error": fmean(of.error for of in sparse),
+            "worst_error": fmean(of.worst for of in sparse),
         }
         if self.bound.has_mean:
-            figures["mean_of_bound"] = sum(of.error for of in sparse) / every / self.bound.mean
+            figures["mean_of_bound"] = sum(of.error for of in sparse) / sum(map(len, self.methods)) / self.bound.mean
         return {name: float(f"{value:.4g}") for name, value in figures.items()}
 
     @property
@@ -69,7 +66,7 @@ def mean_error(figures: Sequence[Sequence[Figures] | None], num_heads: int) -> f
 def profile_of(job: Job, found: Mapping[str, Found], source: str) -> Profile:
     """The first is the profile's own level; others at which nothing goes sparse are left out, as ``exact`` is one."""
     levels = {
-        name: Level.of_heads(one.methods, provenance_of(job, one, source))
+        name: Level.of_heads(one.methods, provenance_of(job, one, source), one.crossover)
         for name, one in found.items()
         if any(not isinstance(method, Dense) for layer in one.methods for method in layer)
     }

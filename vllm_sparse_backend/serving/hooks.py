@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from vllm_sparse_backend.identity import BACKEND, RELEASES, is_ours
 from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.metrics import SWITCH_METHOD, WORKER_METHOD
+from vllm_sparse_backend.settings.metrics import REPORT_METHOD, SWITCH_METHOD, WORKER_METHOD
 
 Function = Callable[..., Any]
 
@@ -59,11 +59,25 @@ def _checked(original: Function) -> Function:
         if is_ours(vllm_config.attention_config.backend) and vllm_config.model_config is not None and not is_part:
             from vllm_sparse_backend.serving.startup import check
 
-            check(vllm_config)
+            try:
+                check(vllm_config)
+            except ConfigurationError as error:
+                sys.excepthook = functools.partial(_in_one_line, error, sys.excepthook)
+                raise
             install_in_front()
             install_in_core()  # which may be this process
 
     return check_and_update_config
+
+
+def _in_one_line(
+    ours: ConfigurationError, others: Callable[..., object], kind: type, error: BaseException, trace: Any
+) -> None:
+    """How a process ends that nothing keeps from it: our error says what to mend, and a traceback would hide it."""
+    if error is ours:
+        print(f"sparse-prefill: {error}", file=sys.stderr)
+    else:
+        others(kind, error, trace)
 
 
 def _selectable(original: Function) -> Function:
@@ -106,6 +120,10 @@ def _counting(original: Function) -> Function:
             from vllm_sparse_backend.serving.samples import worker_samples
 
             return functools.partial(worker_samples, self.worker)
+        if attr == REPORT_METHOD:
+            from vllm_sparse_backend.serving.reports import about
+
+            return about
         found = original(self, attr)
         return _uncounted(found) if attr in FOR_NO_REQUEST else found
 

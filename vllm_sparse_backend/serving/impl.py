@@ -13,7 +13,8 @@ import torch
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
 
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.stats import not_counting
+from vllm_sparse_backend.serving.reports import Spans, add_pairs
+from vllm_sparse_backend.serving.stats import is_counting, not_counting
 from vllm_sparse_backend.serving.step import Delegated, Slab, SparseStep
 from vllm_sparse_backend.serving.worker import Worker
 from vllm_sparse_backend.settings.errors import ConfigurationError
@@ -163,7 +164,7 @@ class SparsePrefillImpl(compat.DelegateImpl):
         def go_sparse(levels: set[str]) -> None:
             for slab in step.slabs:
                 if slab.level in levels:
-                    self.at(slab.level).run(slab, query, cache, output)
+                    self.at(slab.level).run(slab, query, cache, output, step.spans)
 
         with not_counting():  # of rows that run dense, for checks alone: it is overwritten
             go_sparse(held & {probe.level for probe in probes})
@@ -186,7 +187,7 @@ class SparsePrefillImpl(compat.DelegateImpl):
         assert self.worker.guard is not None
         self.worker.guard.compare((self.number, level), sparse, exact)
 
-    def run(self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor) -> None:
+    def run(self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor, spans: Spans = ()) -> None:
         """Select and attend for some of the step's rows."""
         assert self.worker is not None
         assert self.worker.memory is not None
@@ -196,6 +197,8 @@ class SparsePrefillImpl(compat.DelegateImpl):
             layer = self.layer if slab.share is None else keeping(self.layer, slab.share)
             index = run(layer, query, cache, slab.rows, output, scale, arena, watch)
             recorder.count_pairs(self.number, index, watch, slab.level)
+            if spans and is_counting():
+                add_pairs(spans, index)
 
 
 class _Checked(Watch):

@@ -28,8 +28,9 @@ from vllm_sparse_backend.serving.guard import Guard, Place, pick_queries
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.layers import ModelLayer, model_layers, refuse_if_none_can
 from vllm_sparse_backend.serving.refusals import slow_path
+from vllm_sparse_backend.serving.reports import TALLIES, spans_of
 from vllm_sparse_backend.serving.requests import choices
-from vllm_sparse_backend.serving.row_levels import levels_of_rows
+from vllm_sparse_backend.serving.row_levels import ids_of_rows, levels_of_rows
 from vllm_sparse_backend.serving.stats import DENSE, SPARSE, is_counting
 from vllm_sparse_backend.serving.step import Delegated, Probe, Slab, SparsePrefillMetadata, SparseStep, own_block_table
 from vllm_sparse_backend.serving.worker import Worker
@@ -169,6 +170,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
             return super().build(common_prefix_len, common, fast_build)
         rows = self._classify(common_prefix_len, common)
         self._count(rows, common)
+        spans = spans_of(rows, ids_of_rows(), self._counts_rows and self.recorder.is_first_rank) if TALLIES else ()
         if not any(row.is_sparse for row in rows):
             return super().build(common_prefix_len, common, fast_build)
         delegated = tuple(self._run_of(common, *run, fast_build) for run in dense_runs(rows))
@@ -177,7 +179,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         # Last, as the delegate keeps one persistent buffer for its schedule: the whole batch's must be what stays.
         whole = super().build(common_prefix_len, common, fast_build)
         parts = {f.name: getattr(whole, f.name) for f in fields(whole)}
-        return SparsePrefillMetadata(**parts, sparse=SparseStep(slabs, delegated, held, probes))
+        return SparsePrefillMetadata(**parts, sparse=SparseStep(slabs, delegated, held, probes, spans))
 
     def _classify(self, common_prefix_len: int, common: CommonAttentionMetadata) -> list[BatchRow]:
         """What each row runs on. Rows as short as a decode's are left to the delegate: its graphs may run them."""

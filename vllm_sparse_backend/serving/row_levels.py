@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from vllm_sparse_backend.serving import reports
 from vllm_sparse_backend.settings.plan import DEFAULT
-from vllm_sparse_backend.settings.requests import Mark
+from vllm_sparse_backend.settings.requests import REPORT, Mark
 
 
 class Step:
@@ -37,6 +38,11 @@ def levels_of_rows(num_rows: int) -> list[str]:
     return [DEFAULT] * num_rows if _step is None else _step.of_rows(num_rows)
 
 
+def ids_of_rows() -> Sequence[str]:
+    """The request of each row of the batch at hand, as the engine names it; none where nobody told."""
+    return () if _step is None else _step.req_ids()
+
+
 def name_rows(req_ids: Callable[[], Sequence[str]]) -> None:
     """Tell the step at hand, if there is one, where to ask for its rows' requests when metadata is built."""
     if _step is not None:
@@ -50,8 +56,12 @@ def at_step(runner: Any, scheduler_output: Any) -> Iterator[None]:
     levels: dict[str, str] = runner.__dict__.setdefault("sparse_prefill_levels", {})
     for req_id in scheduler_output.finished_req_ids:
         levels.pop(req_id, None)
+        reports.end(req_id)
     for new in scheduler_output.scheduled_new_reqs:
-        mark = Mark.of(getattr(new.sampling_params, "extra_args", None))
+        extra_args = getattr(new.sampling_params, "extra_args", None) or {}
+        mark = Mark.of(extra_args)
+        if extra_args.get(REPORT):
+            reports.begin(new.req_id, DEFAULT if mark is None else mark.level)
         if mark is None or mark.level == DEFAULT:  # the latter has a salt alone
             levels.pop(new.req_id, None)
         else:

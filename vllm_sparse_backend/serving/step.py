@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.reports import Spans
 from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_kernels import Rows
 from vllm_sparse_kernels.rows import ceil_div, to_device
@@ -63,6 +64,8 @@ class SparseStep:
     delegated: tuple[Delegated, ...]
     held: frozenset[tuple[int, str]] = frozenset()
     probes: tuple[Probe, ...] = ()
+    spans: Spans = ()
+    """Sparse tokens of requests that asked for a report."""
 
     def is_held(self, layer: int, level: str) -> bool:
         return (layer, level) in self.held

@@ -16,10 +16,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
 from vllm_sparse_backend.identity import is_ours
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.reports import ANSWERED, Reporting
 from vllm_sparse_backend.serving.requests import ASKED, choices_at, front_of
 from vllm_sparse_backend.settings.config import KEY, OPTION
 from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
-from vllm_sparse_backend.settings.requests import FIELD, Choices, Granted, refuse_slips
+from vllm_sparse_backend.settings.requests import FIELD, REPORT, Choices, Granted, asks_report, refuse_slips
 
 PREFILLING = {
     "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages",
@@ -49,8 +51,12 @@ class LevelsMiddleware:
         messages = [await receive()]
         while messages[-1].get("more_body"):
             messages.append(await receive())
+        path = path_of(scope)
         try:
-            ASKED.set(self.desk.grant(path_of(scope), await fields_of(scope, messages)))
+            fields = await fields_of(scope, messages)
+            ASKED.set(self.desk.grant(path, fields))
+            if self.desk.reports(path, fields) and path in ANSWERED:
+                send = Reporting(send, self.desk.client)
         except ValueError as error:
             about = {"message": str(error), "type": "BadRequestError", "param": "vllm_xargs", "code": 400}
             await JSONResponse({"error": about}, 400)(scope, receive, send)
@@ -123,6 +129,9 @@ class LevelsEndpoint:
     choices: Choices | None = None
     model: str | None = None
     """What a request is for that names none."""
+    client: Any = None
+    is_silent = False
+    """Whether no report can be had: requests carry no wish for one, or workers do not know whose rows are whose."""
 
     def attach_router(self, app: Any) -> None:
         app.add_middleware(LevelsMiddleware, desk=self)
@@ -136,6 +145,8 @@ class LevelsEndpoint:
         if unknown and not getattr(args, "enable_lora", False):  # whose adapters may be loaded later
             raise ConfigurationError(f"{OPTION} {KEY}.requests.models: {not_one_of(unknown[0], served)}")
         self.choices, self.model = choices, next(iter(served), None)
+        self.client = engine_client
+        self.is_silent = compat.pools(config) or config.parallel_config.use_ubatching
 
     def grant(self, path: str, fields: Mapping[str, Any]) -> Granted:
         """The level of a request with this body. Raises ValueError where it may not have it."""
@@ -150,6 +161,15 @@ class LevelsEndpoint:
         if len(found) > 1:
             raise ValueError(f"{place} {FIELD}: given in {found[1][0]} too, expected it in one place")
         return self.choices.grant({FIELD: given}, model)
+
+    def reports(self, path: str, fields: Mapping[str, Any]) -> bool:
+        """Whether a request wants to know how it was prefilled. Raises ValueError where nothing will tell it."""
+        given = fields.get("vllm_xargs")
+        if not isinstance(given, dict) or not asks_report(given):
+            return False
+        if path not in PREFILLING or self.is_silent or fields.get("use_beam_search"):
+            raise ValueError(f"vllm_xargs {REPORT}: given, but nothing reports on such a request; leave it out")
+        return True
 
 
 def served_names(args: Namespace) -> list[str]:

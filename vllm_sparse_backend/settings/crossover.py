@@ -2,8 +2,8 @@
 """From which lengths on sparse prefill pays: measured per device, engine and method, never guessed.
 
 A table ships with the package (``_crossover/measured.json``); ``sparse-prefill bench crossover`` makes one for another
-card, and ``crossover`` of the configuration names it. Where no entry fits, cautious numbers stand in, and the log says
-so.
+card, and ``crossover`` of the configuration names it. What was measured of a profile's own heads when it was made
+stands in the profile, and goes before the table. Where no entry fits, cautious numbers stand in, and the log says so.
 """
 
 import math
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, StrictInt, StrictStr, WithJsonSchema, model_validator
 
@@ -60,8 +60,35 @@ Count = Annotated[StrictInt, Field(ge=1)]
 Tokens = Annotated[StrictInt, Field(ge=0, le=MOST_COUNT)]
 
 
-class Entry(Section):
-    """One measurement. Either number is null where sparse never paid, up to the longest length that was tried."""
+class Least(Section):
+    """From where on sparse pays. Either number is null where it never did, up to the longest length that was tried."""
+
+    min_tokens: Tokens | None
+    min_query_tokens: Tokens | None
+
+    @property
+    def pays(self) -> bool:
+        return self.min_tokens is not None and self.min_query_tokens is not None
+
+
+class OwnCrossover(Least):
+    """What was measured of a level's own heads, when its profile was made, on one of the prompts."""
+
+    method: ClassVar[str] = "the heads of this profile"
+
+    device: StrictStr
+    """As torch names it."""
+    engines: tuple[StrictStr, ...]
+    """Those that its layers attend with there."""
+    longest_tokens: Tokens
+    """The longest prompt that was tried."""
+
+    def is_of(self, device: str, engine: str) -> bool:
+        return self.device.casefold() == device.casefold() and engine in self.engines
+
+
+class Entry(Least):
+    """One measurement of the table."""
 
     device: StrictStr
     """As torch names it, such as ``NVIDIA H100 80GB HBM3``."""
@@ -72,8 +99,6 @@ class Entry(Section):
     num_heads: Count
     num_kv_heads: Count
     head_dim: Count
-    min_tokens: Tokens | None
-    min_query_tokens: Tokens | None
     vllm: StrictStr
     triton: StrictStr
     date: StrictStr
@@ -87,10 +112,6 @@ class Entry(Section):
     @cached_property
     def parameters(self) -> Method:
         return make_method(self.method, self.params)
-
-    @property
-    def pays(self) -> bool:
-        return self.min_tokens is not None and self.min_query_tokens is not None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -169,13 +190,19 @@ def resolve(
     device: str,
     engine: str,
     shape: tuple[int, int, int],
+    own: OwnCrossover | None = None,
 ) -> Thresholds:
-    """Numbers in place of ``auto``: the largest that the table has for any of ``methods`` on this device.
+    """Numbers in place of ``auto``: ``own`` ones, if they are of this device and engine, else the largest that the
+    table has for any of ``methods`` on this device.
 
     ``shape``: (num_heads, num_kv_heads, head_dim) of a layer. Heads that keep everything need no measurement beside
     others that do not: no length makes them pay.
     """
-    found = {method: table.find(device, engine, method, shape) for method in methods}
+    found: dict[Method, tuple[Entry | OwnCrossover, ...]]
+    if own is not None and own.is_of(device, engine):
+        found = dict.fromkeys(methods, (own,))
+    else:
+        found = {method: table.find(device, engine, method, shape) for method in methods}
     if not all(isinstance(method, Dense) for method in found):
         found = {method: entries for method, entries in found.items() if entries or not isinstance(method, Dense)}
     entries = [entry for of_method in found.values() for entry in of_method]

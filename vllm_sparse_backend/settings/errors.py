@@ -74,6 +74,8 @@ def reason_of(detail: ErrorDetails) -> str:
         return str(detail["ctx"]["error"])
     if kind == "missing":
         return "missing"
+    if kind == "json_invalid":  # whatever file it is, its content is nobody's business
+        return f"not JSON: {detail['ctx']['error']}"
     if kind in EXPECTED:
         return unexpected(given, EXPECTED[kind].format(**detail.get("ctx", {})))
     return unexpected(given, detail["msg"])

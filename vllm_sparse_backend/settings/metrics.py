@@ -11,6 +11,8 @@ from typing import Literal
 PREFIX = "sparse_prefill_"
 WORKER_METHOD = "sparse_prefill_samples"
 """What the server calls its workers' counts by: vLLM's ``collective_rpc`` takes any name."""
+REPORT_METHOD = "sparse_prefill_report_of"
+"""And what they have of the requests of one answer."""
 SWITCH_METHOD = "sparse_prefill_switch"
 """What the engine's core answers itself, before its workers are asked."""
 SWITCH_PATH = "/v1/sparse_prefill/switch"

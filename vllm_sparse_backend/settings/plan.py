@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from vllm_sparse_backend.settings.config import OPTION, SparsePrefillConfig
-from vllm_sparse_backend.settings.crossover import Crossover, Thresholds, TokenCount, resolve
+from vllm_sparse_backend.settings.crossover import Crossover, OwnCrossover, Thresholds, TokenCount, resolve
 from vllm_sparse_backend.settings.documents import Documents
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.settings.methods import make_method, summarize
@@ -60,6 +60,8 @@ class Plan:
     methods: frozenset[Method] = frozenset()
     """Of all heads of the model, those of other ranks too. What goes by them, such as the positions that every row
     computes densely, must be the same on all ranks: else a block that all levels share is sparse in some heads."""
+    own: OwnCrossover | None = None
+    """What its profile says of when it pays, which goes before a table."""
 
     @staticmethod
     def build(
@@ -99,19 +101,24 @@ class Plan:
         """From which lengths on rows go sparse, on this device and with these engines, each of which some layer has."""
         shape = (self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim)
         numbers = (self.min_tokens, self.min_query_tokens)
-        each = [resolve(*numbers, self.methods, table, device, engine, shape) for engine in sorted(engines)]
+        each = [resolve(*numbers, self.methods, table, device, engine, shape, self.own) for engine in sorted(engines)]
         return max(each, key=lambda one: one.severity)
 
     def earliest_thresholds(self, table: Crossover, device: str) -> Thresholds:
         """Those with whichever engine is measured to pay first: what there is to prepare for before one is chosen."""
-        each = [self.thresholds(table, device, [engine]) for engine in table.engines(device) or ["any"]]
+        each = [self.thresholds(table, device, [engine]) for engine in self._engines(table, device) or ["any"]]
         return min(each, key=lambda one: one.severity)
 
     def exact_tokens(self, table: Crossover, device: str) -> int | None:
         """So many positions of every row are dense on whichever engine; None if all are."""
-        engines = [*table.engines(device), "any other"]
+        engines = [*self._engines(table, device), "any other"]
         each = [self.thresholds(table, device, [engine]).min_tokens for engine in engines]
         return min((tokens for tokens in each if tokens is not None), default=None)
+
+    def _engines(self, table: Crossover, device: str) -> set[str]:
+        """Those with which something was measured on this device."""
+        own = self.own.engines if self.own is not None else ()
+        return {*table.engines(device), *own}
 
     def describe(self, thresholds: Thresholds) -> list[str]:
         """Lines for the log at start-up: what runs how."""
@@ -164,7 +171,7 @@ def _build(
     layers = _group_layers([methods[own] for methods in whole])
     numbers = _first_given(config, profile, "min_tokens"), _first_given(config, profile, "min_query_tokens")
     methods = _methods(layers if tp_size == 1 else _group_layers(whole))
-    return Plan(layers, *numbers, source, shape, profile.level, profile.level_names, methods)
+    return Plan(layers, *numbers, source, shape, profile.level, profile.level_names, methods, profile.crossover)
 
 
 def _group_layers(methods: Sequence[Sequence[Method]]) -> tuple[LayerPlan | None, ...]:

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from vllm_sparse_backend.settings import strict_yaml
-from vllm_sparse_backend.settings.crossover import TokenCount
+from vllm_sparse_backend.settings.crossover import OwnCrossover, TokenCount
 from vllm_sparse_backend.settings.errors import ConfigurationError, Section, not_one_of, unexpected
 from vllm_sparse_backend.settings.figures import Figures
 from vllm_sparse_backend.settings.methods import make_method, method_names, parameters_of
@@ -107,10 +107,14 @@ class Level(Section):
     dense_layers: Ranges = ()
     default: MethodSpec
     layers: Annotated[dict[Ranges, LayerProfile], DisjointRanges] = Field(default={})
+    crossover: OwnCrossover | None = None
+    """From which lengths on it pays, as measured: what ``auto`` stands for on that device and with those engines."""
     provenance: Provenance = Provenance()
 
     @staticmethod
-    def of_heads(methods: Sequence[Sequence[Method]], provenance: Provenance | None = None) -> "Level":
+    def of_heads(
+        methods: Sequence[Sequence[Method]], provenance: Provenance, crossover: OwnCrossover | None = None
+    ) -> "Level":
         """What says of each layer's heads that they have these methods, in as few words as there are.
 
         Layers all of whose heads are plainly dense become ``dense_layers``, where there are others too.
@@ -124,7 +128,9 @@ class Level(Section):
         for i, layer in sparse.items():
             alike[layer].append(i)
         layers = {tuple(i): _layer_of(layer, default) for layer, i in alike.items() if set(layer) != {default}}
-        return Level(dense_layers=tuple(dense), default=default, layers=layers, provenance=provenance or Provenance())
+        return Level(
+            dense_layers=tuple(dense), default=default, layers=layers, crossover=crossover, provenance=provenance
+        )
 
     def methods_of(self, layer: int, num_heads: int) -> tuple[Method, ...]:
         """The method of each of the model's ``num_heads`` query heads in one layer."""
@@ -165,6 +171,7 @@ class Level(Section):
             "dense_layers": _key(self.dense_layers) if self.dense_layers else None,
             "default": _spec(self.default),
             "layers": {_key(layers): _layer_data(profile) for layers, profile in self.layers.items()},
+            "crossover": strict_yaml.FlowDict(self.crossover.model_dump(mode="json")) if self.crossover else None,
             "provenance": provenance,
         }
         return {name: value for name, value in data.items() if value is not None and value != {}}

@@ -17,6 +17,8 @@ from vllm_sparse_backend.settings.plan import DEFAULT, Plan
 from vllm_sparse_backend.settings.profile import EXACT, ON, SHARE
 
 FIELD = "sparse_prefill"
+REPORT = "sparse_prefill_report"
+"""Beside it: true asks how the request was prefilled."""
 MARK = "sparse_prefill_mark"
 """The front process writes it, over whatever a request may hold there."""
 
@@ -39,8 +41,16 @@ def split(level: str) -> tuple[str, float | None]:
 def refuse_slips(where: str, keys: Iterable[object]) -> None:
     """Raise ValueError where one of the keys looks like ours, and is not: it must not pass for none."""
     for key in keys:
-        if key != FIELD and looks_like(key, FIELD):
+        if key not in (FIELD, REPORT) and looks_like(key, FIELD):
             raise ValueError(f"{where}: {unexpected(key, f'the key {FIELD!r} in vllm_xargs')}")
+
+
+def asks_report(given: Mapping[str, Any]) -> bool:
+    """Whether the request with these ``vllm_xargs`` wants to know how it was prefilled. Raises ValueError."""
+    asked = given.get(REPORT, False)
+    if asked not in (True, False):
+        raise ValueError(f"vllm_xargs {REPORT}: {unexpected(asked, 'true or false')}")
+    return bool(asked)
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,7 @@ class Choices:
         """What a request with these ``extra_args`` gets. Raises ValueError that lists what is allowed."""
         given = {key: value for key, value in (extra_args or {}).items() if key != MARK}
         refuse_slips("vllm_xargs", given)
+        asks_report(given)
         level = str(self.grant(given))  # plain, as it travels to other processes
         return Mark(level, self._salt(level), self.exact_tokens or 0)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.settings.errors import ConfigurationError
 
 MAX_BYTES = 4 << 20
 """Some ten times the largest file that makes sense: each head of 80 layers with parameters of its own."""
@@ -44,6 +44,10 @@ def file_at(path: str) -> Path | None:
         return file if file.is_file() else None
     except (OSError, RuntimeError, ValueError):
         return None
+
+
+_KINDS = {str: "a text", list: "a list", type(None): "nothing"}
+"""Content is not shown: any file may have been named."""
 
 
 class FlowDict(dict[str, Any]):
@@ -102,7 +106,9 @@ def parse(text: str, source: str) -> dict[Any, Any]:
     except (yaml.YAMLError, ValueError) as error:  # a ValueError: a date or number that is none
         raise ConfigurationError(f"{source}: not YAML: {error}") from None
     if not isinstance(data, dict):
-        raise ConfigurationError(f"{source}: {unexpected(data, 'a mapping of fields to values')}")
+        raise ConfigurationError(
+            f"{source}: given {_KINDS.get(type(data), 'a value')}, expected a mapping of fields to values"
+        )
     return data
 
 

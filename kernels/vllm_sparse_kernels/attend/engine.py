@@ -7,7 +7,7 @@ once, before the first step. Engines differ in speed and in rounding, in nothing
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -116,6 +116,24 @@ def choose(
             return Choice(engine, passed_over)
         passed_over[engine.name] = why
     raise ValueError("no engine can run attention: " + "; ".join(f"{name}: {why}" for name, why in passed_over.items()))
+
+
+class AttendArgs(NamedTuple):
+    """q and what is written, for kernels: out of q's shape, and the log-sum-exp [num_heads, num_tokens] or None."""
+
+    q: Any
+    out: Any
+    lse: Any
+    stride_token: int
+    stride_head: int
+    stride_out_token: int
+    stride_out_head: int
+    stride_lse_head: int
+
+    @staticmethod
+    def of(q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> "AttendArgs":
+        strides = q.stride(0), q.stride(1), out.stride(0), out.stride(1)
+        return AttendArgs(q, out, lse, *strides, 0 if lse is None else lse.stride(0))
 
 
 def check_shapes(q: torch.Tensor, out: torch.Tensor, cache: PagedCache, index: SparseIndex) -> None:

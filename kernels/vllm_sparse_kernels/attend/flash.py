@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from vllm_sparse_kernels.attend.engine import AttendSpec, Engine, check_shapes
+from vllm_sparse_kernels.attend.engine import AttendArgs, AttendSpec, Engine, check_shapes
 from vllm_sparse_kernels.attend.flash_kernel import finish_kernel, prepare_kernel
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.index import LayerShape, SparseIndex
@@ -112,34 +112,6 @@ def refusal(flash: FlashAttention | None, spec: AttendSpec) -> str | None:
     return None
 
 
-class Queries(NamedTuple):
-    """q and what is written: out of q's shape, and the log-sum-exp [num_heads, num_tokens] or None."""
-
-    q: Any
-    out: Any
-    lse: Any
-    stride_token: int
-    stride_head: int
-    stride_out_token: int
-    stride_out_head: int
-    stride_lse_head: int
-
-
-class Lists(NamedTuple):
-    """Tensors of Rows and SparseIndex. ``starts``: queries of the tiles that come before one in ``order``."""
-
-    tiles: Any
-    order: Any
-    starts: Any
-    block_counts: Any
-    block_ids: Any
-    block_offsets: Any
-    stride_blocks: int
-    stripe_counts: Any
-    stripe_positions: Any
-    stripe_offsets: Any
-
-
 class Places(NamedTuple):
     """The cache's strides in granules: what makes a page and a place in it the number of a unit."""
 
@@ -191,9 +163,7 @@ def attend(
     why = refusal(flash, AttendSpec.of(cache, index, options))
     if why is not None or flash is None:
         raise ValueError(f"attend: the engine flash cannot run this: {why}")
-    queries = Queries(
-        q, out, lse, q.stride(0), q.stride(1), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
-    )
+    queries = AttendArgs.of(q, out, lse)
     for part in _parts(index, cache):
         with index.workspace.frame():
             _attend_part(flash, queries, cache, index, scale, part)
@@ -208,13 +178,13 @@ def workspace_bytes(rows: Rows, shape: LayerShape, longest_stripes: int) -> int:
 
 
 def _attend_part(
-    flash: FlashAttention, queries: Queries, cache: PagedCache, index: SparseIndex, scale: float, part: Part
+    flash: FlashAttention, queries: AttendArgs, cache: PagedCache, index: SparseIndex, scale: float, part: Part
 ) -> None:
     """Queries and tables in, one call for blocks, one for stripes if there are any, the merged result out."""
     rows, group = index.rows, index.num_heads // cache.num_kv_heads
     unit = gcd(index.block_tokens, cache.page_size)
     sequences = _room(index, cache, part)
-    lists = _lists(index)
+    lists = index.args, _starts(rows)[1]
     varying = (part.first, part.first_token, rows.num_tiles, sum(rows.query_lens))
     shape = {
         "HEAD_DIM": cache.head_dim,
@@ -226,7 +196,7 @@ def _attend_part(
     grid = (part.num_sequences, TILE_TOKENS // SLICE_TOKENS)
     stripe_table = sequences.stripe_table
     prepare_kernel[grid](
-        queries, lists, _places(cache), sequences, *varying,
+        queries, *lists, _places(cache), sequences, *varying,
         rows.block_table, rows.block_table.stride(0),
         sequences.table.stride(0), 0 if stripe_table is None else stripe_table.stride(0),
         BLOCK_TOKENS=index.block_tokens, UNIT=unit, CHUNK=512, **shape,
@@ -252,7 +222,7 @@ def _attend_part(
     by_stripes: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if stripe_table is not None:
         by_stripes = call(sequences.stripe_keys, stripe_table, 1, causal=False)
-    finish_kernel[grid](queries, lists, *results, *by_stripes, cache.value_scale, *varying, **shape)
+    finish_kernel[grid](queries, *lists, *results, *by_stripes, cache.value_scale, *varying, **shape)
 
 
 def _parts(index: SparseIndex, cache: PagedCache) -> Iterator[Part]:
@@ -303,15 +273,6 @@ def _widths(index: SparseIndex, cache: PagedCache) -> tuple[int, int]:
     """Columns of the table of blocks, and of stripes: the most that any tile may keep, as the host knows it."""
     unit = gcd(index.block_tokens, cache.page_size)
     return ceil_div(max(index.rows.seq_lens), unit), index.longest_stripes
-
-
-def _lists(index: SparseIndex) -> Lists:
-    rows = index.rows
-    return Lists(
-        rows.tiles, rows.heaviest_first, _starts(rows)[1],
-        index.block_counts, index.block_ids, index.block_offsets, index.block_ids.stride(0),
-        index.stripe_counts, index.stripe_positions, index.stripe_offsets,
-    )  # fmt: skip
 
 
 def _starts(rows: Rows) -> tuple[list[int], torch.Tensor]:

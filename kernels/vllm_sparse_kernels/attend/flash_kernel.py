@@ -15,7 +15,7 @@ TABLES = ("block_table", "stride_block_table", "stride_table", "stride_stripe_ta
 
 @triton.jit
 def _locate(
-    lists, first, first_token, num_tiles, num_tokens,
+    lists, starts, first, first_token, num_tiles, num_tokens,
     GROUP: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Of this program's sequence: head, kv head, tile, row; of the program's queries: tokens in q, places among the
@@ -31,7 +31,7 @@ def _locate(
     token = tl.load(lists.tiles + i_tile * FIELDS + 1)
     length = tl.load(lists.tiles + i_tile * FIELDS + 2)
     last = tl.load(lists.tiles + i_tile * FIELDS + 3) + length - 1
-    start = (i_kv * num_tokens + tl.load(lists.starts + i_rank)) * GROUP + i_group * length - first_token
+    start = (i_kv * num_tokens + tl.load(starts + i_rank)) * GROUP + i_group * length - first_token
     o_m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     o_q = (token + o_m).to(tl.int64)
     o_s = (start + o_m).to(tl.int64)
@@ -40,14 +40,14 @@ def _locate(
 
 @triton.jit(do_not_specialize=VARYING + TABLES)
 def prepare_kernel(
-    queries, lists, places, sequences, first, first_token, num_tiles, num_tokens,
+    queries, lists, starts, places, sequences, first, first_token, num_tiles, num_tokens,
     block_table, stride_block_table, stride_table, stride_stripe_table,
     BLOCK_TOKENS: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Copy the sequence's queries, say where they end, and list its units and single keys."""
     i_head, i_kv, i_tile, i_row, o_q, o_s, in_tile, start, length, last = _locate(
-        lists, first, first_token, num_tiles, num_tokens, GROUP, ROWS, FIELDS
+        lists, starts, first, first_token, num_tiles, num_tokens, GROUP, ROWS, FIELDS
     )
     i_part, i_slice = tl.program_id(0), tl.program_id(1)
     o_d = tl.arange(0, BLOCK_D)
@@ -96,13 +96,13 @@ def _unit_number(places, pages, i_kv, position, mask):
 
 @triton.jit(do_not_specialize=VARYING)
 def finish_kernel(
-    queries, lists, block_out, block_lse, stripe_out, stripe_lse, value_scale,
+    queries, lists, starts, block_out, block_lse, stripe_out, stripe_lse, value_scale,
     first, first_token, num_tiles, num_tokens,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """The sequence's result to where it belongs, that of its single keys merged with it, in values' own units."""
     i_head, _, _, _, o_q, o_s, in_tile, _, _, _ = _locate(
-        lists, first, first_token, num_tiles, num_tokens, GROUP, ROWS, FIELDS
+        lists, starts, first, first_token, num_tiles, num_tokens, GROUP, ROWS, FIELDS
     )
     o_d = tl.arange(0, BLOCK_D)
     in_head = in_tile[:, None] & (o_d < HEAD_DIM)[None, :]

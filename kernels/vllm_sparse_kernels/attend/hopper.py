@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_sparse_kernels.attend.engine import AttendSpec, Engine, check_shapes
+from vllm_sparse_kernels.attend.engine import AttendArgs, AttendSpec, Engine, check_shapes
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.portable import LOG2_E, MatrixArgs, matrix_args
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, padded_capacity
-from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.paged import PagedCache, key_args
 from vllm_sparse_kernels.rows import TILE_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.workspace import padded_bytes
 
@@ -44,18 +44,6 @@ BLOCKS = (32, 64, 128)
 """Widths of an index's blocks."""
 
 
-class CacheArgs(NamedTuple):
-    """Keys and values by pointer, for stripes, and the block table that places them."""
-
-    k: Any
-    v: Any
-    stride_token: int
-    stride_head: int
-    page_size: int
-    block_table: Any
-    stride_table: int
-
-
 class PlaceArgs(NamedTuple):
     """Where a head lies in q and in the cache, both seen as matrices whose rows are tokens."""
 
@@ -64,35 +52,12 @@ class PlaceArgs(NamedTuple):
     columns_per_head: int
 
 
-class IndexArgs(NamedTuple):
-    """Tensors of Rows and SparseIndex."""
-
-    tiles: Any
-    order: Any
-    block_counts: Any
-    blocks: Any
-    block_offsets: Any
-    stride_blocks: int
-    stripe_counts: Any
-    stripe_positions: Any
-    stripe_offsets: Any
-    seq_lens: Any
-
-
 class Lists(NamedTuple):
     """What ``prepare_kernel`` makes: rows of the cache for blocks and stripes, and the order of the work."""
 
     places: Any
     stripe_places: Any
     order: Any
-
-
-class OutArgs(NamedTuple):
-    out: Any
-    lse: Any
-    stride_token: int
-    stride_head: int
-    stride_lse_head: int
 
 
 def refusal(spec: AttendSpec) -> str | None:
@@ -162,16 +127,7 @@ def _prepare(cache: PagedCache, matrix: MatrixArgs, index: SparseIndex) -> tuple
     places = workspace.empty(*index.block_ids.shape, dtype=torch.int32)
     stripe_places = workspace.empty(len(index.stripe_positions), dtype=torch.int32) if index.has_stripes else None
     lists = Lists(places, stripe_places, order)
-    _, stride_token, stride_head = cache.strides
-    cache_args = CacheArgs(
-        cache.keys, cache.values, stride_token, stride_head, cache.page_size, rows.block_table,
-        rows.block_table.stride(0),
-    )  # fmt: skip
-    index_args = IndexArgs(
-        rows.tiles, rows.heaviest_first,
-        index.block_counts, index.block_ids, index.block_offsets, index.block_ids.stride(0),
-        index.stripe_counts, index.stripe_positions, index.stripe_offsets, rows.row_ends,
-    )  # fmt: skip
+    cache_args, index_args = key_args(cache, rows.block_table, values=True), index.args
     prepare_kernel[(ceil_div(num_items, RANKING["RANKED"]) + num_items,)](
         index_args, cache_args, rows.num_tiles, matrix.rows_per_page, counter, *lists, **_shape(cache, index),
         CHUNK=512, **RANKING,
@@ -207,11 +163,10 @@ def _launch(
         for x in (cache.keys, cache.values)
     )
     place_args = PlaceArgs(q.stride(1), matrix.rows_per_head, matrix.columns_per_head)
-    out_args = OutArgs(out, lse, out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0))
     hopper_kernel[(min(num_tiles * num_heads, _num_multiprocessors(q.device)),)](
-        queries, keys, values, out_args, cache_args, place_args, index_args, lists, counter, num_tiles,
-        scale * LOG2_E, **_shape(cache, index), D=head_dim, STAGES=STAGES[head_dim], STRIPES=index.has_stripes,
-        num_warps=4,
+        queries, keys, values, AttendArgs.of(q, out, lse), cache_args, place_args, index_args, lists, counter,
+        num_tiles, scale * LOG2_E, **_shape(cache, index), D=head_dim, STAGES=STAGES[head_dim],
+        STRIPES=index.has_stripes, num_warps=4,
     )  # fmt: skip
 
 

@@ -231,7 +231,7 @@ def _write(out, i_head, token, length, b_acc, b_max, b_sum, D: gl.constexpr):
     b_out = gl.convert_layout(b_out, layout)
     o_r = gl.arange(0, HALF, gl.SliceLayout(1, layout))
     o_d = gl.arange(0, D, gl.SliceLayout(0, layout))
-    o_out = (token + o_r).to(gl.int64) * out.stride_token + i_head * out.stride_head
+    o_out = (token + o_r).to(gl.int64) * out.stride_out_token + i_head * out.stride_out_head
     gl.store(out.out + o_out[:, None] + o_d[None, :], b_out, mask=(o_r < length)[:, None])
     if out.lse is not None:
         b_lse = (gl.convert_layout(b_max, gl.SliceLayout(1, b_acc.type.layout)) + gl.log2(b_total)) * LN_2

@@ -16,8 +16,7 @@ An item's steps run from the diagonal backwards, then through the stripes:
 One thread of a group arrives at a barrier for all four warps, and all four wait. So before a group hands anything back,
 something must have held its warps together since they looked at it: Triton has consumers meet between their wait for a
 product and the arrival, and a group of producers meets after each wait for room. Tests read the former off the SASS,
-run these functions on the host under schedules that delay single warps, and launch them on a card beside other
-processes.
+and launch the kernel thousands of times on a card, beside other processes too.
 
 Items do not overlap. With an item's first scores multiplied while the one before is written out, the loop gained 1 to
 3 % where most is kept, lost up to 7 % where little is, and gave NaN on a card beside other processes; why is not known.

@@ -32,7 +32,7 @@ def prepare_kernel(
     num_blocks = tl.load(index.block_counts + o_count)
     for start in range(0, num_blocks, CHUNK):
         o_n = start + tl.arange(0, CHUNK)
-        b_position = tl.load(index.blocks + o_blocks + o_n, mask=o_n < num_blocks, other=0) * BLOCK_N
+        b_position = tl.load(index.block_ids + o_blocks + o_n, mask=o_n < num_blocks, other=0) * BLOCK_N
         _store_places(places + o_blocks + o_n, b_position, o_n < num_blocks, table, cache.page_size, rows_per_page)
     if stripe_places is not None:
         o_stripes = tl.load(index.stripe_offsets + o_count)

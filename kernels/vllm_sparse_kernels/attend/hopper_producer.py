@@ -102,7 +102,7 @@ def _load_blocks_of(
     listed = places + i_head.to(gl.int64) * index.stride_blocks + gl.load(index.block_offsets + i_tile)
     where = (listed, num_blocks, i_kv * matrix.rows_per_head, i_kv * matrix.columns_per_head)
     # Past the row's end the cache holds anything, NaN too, and 0 · NaN would still be NaN.
-    row_end = gl.load(index.seq_lens + gl.load(index.tiles + i_tile * SHAPE[4]))
+    row_end = gl.load(index.row_ends + gl.load(index.tiles + i_tile * SHAPE[4]))
     tail = row_end - (first + length - 1) // BLOCK_N * BLOCK_N
     _load_first_step(k_desc, v_desc, loaded, i_step, where, tail, parity, SHAPE)
     rest = first_step(num_blocks, BLOCKS)

@@ -29,12 +29,12 @@ import triton
 from triton.compiler.compiler import max_shared_mem
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vllm_sparse_kernels.attend.engine import AttendSpec, Engine, check_shapes
+from vllm_sparse_kernels.attend.engine import AttendArgs, AttendSpec, Engine, check_shapes
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.portable_kernel import attend_kernel, place_blocks_kernel
 from vllm_sparse_kernels.attend.smooth_keys import smooth_bytes, smooth_keys
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, padded_capacity
-from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.paged import KeyArgs, PagedCache, key_args
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows
 from vllm_sparse_kernels.workspace import padded_bytes
 
@@ -44,32 +44,6 @@ STRIPE_STEP = 64
 """Stripes that are gathered at a time."""
 
 
-class QueryArgs(NamedTuple):
-    """q and what is written: out of q's shape, and the log-sum-exp [num_heads, num_tokens] or None."""
-
-    q: Any
-    out: Any
-    lse: Any
-    stride_token: int
-    stride_head: int
-    stride_out_token: int
-    stride_out_head: int
-    stride_lse_head: int
-
-
-class CacheArgs(NamedTuple):
-    """Keys and values by pointer, and the block table that places them."""
-
-    k: Any
-    v: Any
-    stride_page: int
-    stride_token: int
-    stride_head: int
-    page_size: int
-    block_table: Any
-    stride_table: int
-
-
 class MatrixArgs(NamedTuple):
     """The cache as a matrix whose rows are tokens: where a kv head and a page lie in it."""
 
@@ -77,24 +51,6 @@ class MatrixArgs(NamedTuple):
     rows_per_page: int
     rows_per_head: int
     columns_per_head: int
-
-
-class IndexArgs(NamedTuple):
-    """Tensors of Rows and SparseIndex; ``blocks`` are block ids, or places once these are looked up.
-
-    No number here changes with a batch's size in a way that Triton specialises on (the list's length is a multiple of
-    16): a kernel that is compiled at start-up serves every later batch.
-    """
-
-    tiles: Any
-    order: Any
-    block_counts: Any
-    blocks: Any
-    block_offsets: Any
-    stride_blocks: int
-    stripe_counts: Any
-    stripe_positions: Any
-    stripe_offsets: Any
 
 
 class SmoothArgs(NamedTuple):
@@ -135,26 +91,16 @@ def attend(
         raise ValueError(
             f"attend: bulk copies cannot read blocks of {index.block_tokens} from pages of {cache.page_size}"
         )
-    queries = QueryArgs(
-        q, out, lse, q.stride(0), q.stride(1), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
-    )
-    cache_args = CacheArgs(
-        cache.keys, cache.values, *cache.strides, cache.page_size, rows.block_table, rows.block_table.stride(0)
-    )
-    index_args = IndexArgs(
-        rows.tiles, rows.heaviest_first,
-        index.block_counts, index.block_ids, index.block_offsets, index.block_ids.stride(0),
-        index.stripe_counts, index.stripe_positions, index.stripe_offsets,
-    )  # fmt: skip
+    cache_args, index_args = key_args(cache, rows.block_table, values=True), index.args
     descriptors: list[TensorDescriptor] | tuple[None, None] = (None, None)
     if matrix is not None:
-        index_args = index_args._replace(blocks=_place_blocks(index_args, cache_args, matrix, index))
+        index_args = index_args._replace(block_ids=_place_blocks(cache_args, matrix, index))
         if bulk:
             descriptors = _descriptors(cache, matrix, index.block_tokens)
-    option_args = _option_args(options, cache, index, bulk)
     block_d = triton.next_power_of_2(head_dim)
     attend_kernel[(rows.num_tiles * num_heads,)](
-        queries, cache_args, *descriptors, matrix, index_args, scale * LOG2_E, cache.value_scale, *option_args,
+        AttendArgs.of(q, out, lse), cache_args, *descriptors, matrix, index_args, scale * LOG2_E, cache.value_scale,
+        *_option_args(options, cache, index, bulk),
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
         NUM_HEADS=num_heads,
@@ -287,11 +233,11 @@ def _option_args(
     return options.skip_margins, options.drop_margins, int8_heads, smooth, matrix if bulk else None
 
 
-def _place_blocks(args: IndexArgs, cache: CacheArgs, matrix: MatrixArgs, index: SparseIndex) -> torch.Tensor:
+def _place_blocks(cache: KeyArgs, matrix: MatrixArgs, index: SparseIndex) -> torch.Tensor:
     """int32 like ``index.block_ids``: each block's first row in the matrix, less the kv head's part."""
     places = index.workspace.empty(*index.block_ids.shape, dtype=torch.int32)
     place_blocks_kernel[(index.rows.num_tiles, index.num_heads)](
-        args, cache.block_table, cache.stride_table, places, cache.page_size, matrix.rows_per_page,
+        index.args, cache.block_table, cache.stride_table, places, cache.page_size, matrix.rows_per_page,
         BLOCK_N=index.block_tokens, CHUNK=1024, FIELDS=TILE_FIELDS,
     )  # fmt: skip
     return places

@@ -28,7 +28,7 @@ def place_blocks_kernel(
     count = tl.load(index.block_counts + i_head * tl.num_programs(0) + i_tile)
     for first in range(0, count, CHUNK):
         o_n = first + tl.arange(0, CHUNK)
-        position = tl.load(index.blocks + start + o_n, mask=o_n < count, other=0) * BLOCK_N
+        position = tl.load(index.block_ids + start + o_n, mask=o_n < count, other=0) * BLOCK_N
         page = tl.load(block_table + i_row * stride_table + position // page_size, mask=o_n < count, other=0)
         tl.store(places + start + o_n, page * rows_per_page + position % page_size, mask=o_n < count)
 
@@ -77,15 +77,15 @@ def attend_kernel(
         b_sum = tl.where(in_tile, b_sum, 1.0)
 
     # Blocks before the diagonal need no mask; the diagonal ones are always there, and last.
-    blocks = index.blocks + i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
+    blocks = index.block_ids + i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
     num_blocks = tl.load(index.block_counts + i_head * num_tiles + i_tile)
     num_full = num_blocks - ((first + length - 1) // BLOCK_N - first // BLOCK_N + 1)
     lists = (blocks, num_full, num_blocks, first, index, i_head, i_tile, num_tiles)
     where = (cache, k_matrix, v_matrix, matrix, table, i_kv, first + length, smooth_matrix)
+    SHAPE: tl.constexpr = (BLOCK_N, STRIPES, HEAD_DIM, BLOCK_D, PRECISION, AHEAD)
     b_acc, b_max, b_sum = _walk_as_asked(
-        b_q, smooth, int8_heads, i_row, lists, where, scale, margin, b_acc, b_max, b_sum,
-        BLOCK_N, STRIPES, HEAD_DIM, BLOCK_D, PRECISION, AHEAD,
-    )  # fmt: skip
+        b_q, smooth, int8_heads, i_row, lists, where, scale, margin, b_acc, b_max, b_sum, SHAPE
+    )
 
     b_out = (b_acc / b_sum[:, None] * value_scale).to(queries.out.dtype.element_ty)
     o_out = o_q[:, None] * queries.stride_out_token + i_head * queries.stride_out_head + o_d[None, :]
@@ -97,69 +97,48 @@ def attend_kernel(
 
 @triton.jit
 def _walk_as_asked(
-    b_q, smooth, int8_heads, i_row, lists, where, scale, margin, b_acc, b_max, b_sum,
-    BLOCK_N: tl.constexpr, STRIPES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, AHEAD: tl.constexpr,
+    b_q, smooth, int8_heads, i_row, lists, where, scale, margin, b_acc, b_max, b_sum, SHAPE: tl.constexpr
 ):  # fmt: skip
     """``_walk`` with the scores that the head asks for; where all heads ask for the same, with no other compiled."""
     if smooth is None:
-        b_acc, b_max, b_sum = _walk(
-            b_q, None, lists, where, scale, margin, b_acc, b_max, b_sum,
-            BLOCK_N, STRIPES, HEAD_DIM, BLOCK_D, PRECISION, AHEAD,
-        )  # fmt: skip
-    elif int8_heads is None:
-        b_acc, b_max, b_sum = _walk_int8(
-            b_q, smooth, i_row, lists, where, scale, margin, b_acc, b_max, b_sum,
-            BLOCK_N, STRIPES, HEAD_DIM, BLOCK_D, PRECISION, AHEAD,
-        )  # fmt: skip
+        b_acc, b_max, b_sum = _walk(b_q, None, lists, where, scale, margin, b_acc, b_max, b_sum, SHAPE)
     else:
-        if tl.load(int8_heads + lists[5]) != 0:
+        in_8_bits = True
+        if int8_heads is not None:
+            in_8_bits = tl.load(int8_heads + lists[5]) != 0
+        if in_8_bits:
             b_acc, b_max, b_sum = _walk_int8(
-                b_q, smooth, i_row, lists, where, scale, margin, b_acc, b_max, b_sum,
-                BLOCK_N, STRIPES, HEAD_DIM, BLOCK_D, PRECISION, AHEAD,
+                b_q, smooth, i_row, lists, where, scale, margin, b_acc, b_max, b_sum, SHAPE
             )  # fmt: skip
         else:
-            b_acc, b_max, b_sum = _walk(
-                b_q, None, lists, where, scale, margin, b_acc, b_max, b_sum,
-                BLOCK_N, STRIPES, HEAD_DIM, BLOCK_D, PRECISION, AHEAD,
-            )  # fmt: skip
+            b_acc, b_max, b_sum = _walk(b_q, None, lists, where, scale, margin, b_acc, b_max, b_sum, SHAPE)
     return b_acc, b_max, b_sum
 
 
 @triton.jit
-def _walk(
-    b_q, eight, lists, where, scale, margin, b_acc, b_max, b_sum,
-    BLOCK_N: tl.constexpr, STRIPES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
+def _walk(b_q, eight, lists, where, scale, margin, b_acc, b_max, b_sum, SHAPE: tl.constexpr):
     """All that the tile keeps. ``eight`` is None, or says where the 8-bit keys lie that b_q, then 8-bit too, meets."""
     blocks, num_full, num_blocks, first, index, i_head, i_tile, num_tiles = lists
     b_acc, b_max, b_sum = _walk_full(
-        b_q, eight, blocks, num_full, where, scale, margin, b_acc, b_max, b_sum,
-        BLOCK_N, HEAD_DIM, BLOCK_D, PRECISION, AHEAD,
+        b_q, eight, blocks, num_full, where, scale, margin, b_acc, b_max, b_sum, SHAPE
     )  # fmt: skip
     b_acc, b_max, b_sum = _walk_diagonal(
-        b_q, eight, blocks, num_full, num_blocks, first, where, scale, margin, b_acc, b_max, b_sum,
-        BLOCK_N, HEAD_DIM, BLOCK_D, PRECISION,
-    )  # fmt: skip
-    if STRIPES > 0:
+        b_q, eight, blocks, num_full, num_blocks, first, where, scale, margin, b_acc, b_max, b_sum, SHAPE
+    )
+    if SHAPE[1] > 0:
         stripes = index.stripe_positions + tl.load(index.stripe_offsets + i_head * num_tiles + i_tile)
         num_stripes = tl.load(index.stripe_counts + i_head * num_tiles + i_tile)
         b_acc, b_max, b_sum = _walk_stripes(
-            b_q, eight, stripes, num_stripes, where, scale, margin, b_acc, b_max, b_sum,
-            STRIPES, HEAD_DIM, BLOCK_D, PRECISION,
+            b_q, eight, stripes, num_stripes, where, scale, margin, b_acc, b_max, b_sum, SHAPE
         )  # fmt: skip
     return b_acc, b_max, b_sum
 
 
 @triton.jit
-def _walk_int8(
-    b_q, smooth, i_row, lists, where, scale, margin, b_acc, b_max, b_sum,
-    BLOCK_N: tl.constexpr, STRIPES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
+def _walk_int8(b_q, smooth, i_row, lists, where, scale, margin, b_acc, b_max, b_sum, SHAPE: tl.constexpr):
     """``_walk`` with 8-bit scores. The maximum comes back with what smoothing took off all of a query's scores."""
     _, _, _, _, index, i_head, i_tile, _ = lists
+    BLOCK_D: tl.constexpr = SHAPE[3]
     i_kv = where[5]
     b_mean = tl.load(smooth.means + i_row * smooth.stride_means + i_kv * BLOCK_D + tl.arange(0, BLOCK_D))
     b_shift = tl.sum(b_q.to(tl.float32) * b_mean[None, :], 1) * scale
@@ -167,18 +146,13 @@ def _walk_int8(
     start = i_kv * smooth.num_keys + tl.load(smooth.starts + i_row)
     ids = smooth.block_ids + i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
     eight = (ids, smooth.integers, smooth.steps, start, step * scale)
-    b_acc, b_max, b_sum = _walk(
-        b_int, eight, lists, where, 1.0, margin, b_acc, b_max, b_sum,
-        BLOCK_N, STRIPES, HEAD_DIM, BLOCK_D, PRECISION, AHEAD,
-    )  # fmt: skip
+    b_acc, b_max, b_sum = _walk(b_int, eight, lists, where, 1.0, margin, b_acc, b_max, b_sum, SHAPE)
     return b_acc, b_max + b_shift, b_sum
 
 
 @triton.jit
 def _walk_full(
-    b_q, eight, blocks, num_full, where, scale, margin, b_acc, b_max, b_sum,
-    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-    AHEAD: tl.constexpr,
+    b_q, eight, blocks, num_full, where, scale, margin, b_acc, b_max, b_sum, SHAPE: tl.constexpr
 ):  # fmt: skip
     """Blocks that every query of the tile sees whole.
 
@@ -191,48 +165,50 @@ def _walk_full(
     each for their own product. With a margin, where the values' product is in a branch anyway, nothing else loads them
     before they are needed.
     """
+    AHEAD: tl.constexpr = SHAPE[5]
     for i in tl.range(0, num_full, num_stages=AHEAD if AHEAD > 0 else None):
         entry = tl.load(blocks + i)
-        b_k, b_step = _load_keys(eight, i, entry, where, BLOCK_N, HEAD_DIM, BLOCK_D)
+        b_k, b_step = _load_keys(eight, i, entry, where, SHAPE)
         if AHEAD > 0:
-            b_v = _load_block(1, entry, where, BLOCK_N, HEAD_DIM, BLOCK_D)
+            b_v = _load_block(1, entry, where, SHAPE)
             if num_full > 0:
-                b_s = _score(b_q, b_k, b_step, eight, PRECISION)
-                b_acc, b_max, b_sum = _fold(b_s, b_v, scale, margin, b_acc, b_max, b_sum, PRECISION)
+                b_s = _score(b_q, b_k, b_step, eight, SHAPE[4])
+                b_acc, b_max, b_sum = _fold(b_s, b_v, scale, margin, b_acc, b_max, b_sum, SHAPE[4])
         else:
-            b_s = _score(b_q, b_k, b_step, eight, PRECISION)
-            b_v = _load_block(1, entry, where, BLOCK_N, HEAD_DIM, BLOCK_D)
-            b_acc, b_max, b_sum = _fold(b_s, b_v, scale, (None, None), b_acc, b_max, b_sum, PRECISION)
+            b_s = _score(b_q, b_k, b_step, eight, SHAPE[4])
+            b_v = _load_block(1, entry, where, SHAPE)
+            b_acc, b_max, b_sum = _fold(b_s, b_v, scale, (None, None), b_acc, b_max, b_sum, SHAPE[4])
     return b_acc, b_max, b_sum
 
 
 @triton.jit
 def _walk_diagonal(
-    b_q, eight, blocks, start, end, first, where, scale, margin, b_acc, b_max, b_sum,
-    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    b_q, eight, blocks, start, end, first, where, scale, margin, b_acc, b_max, b_sum, SHAPE: tl.constexpr
 ):  # fmt: skip
     """Blocks with keys that some queries of the tile may not see."""
+    BLOCK_N: tl.constexpr = SHAPE[0]
     o_m = first + tl.arange(0, b_q.shape[0])
     limit = where[6]
     for i in range(start, end):
         entry = tl.load(blocks + i)
         o_n = (first // BLOCK_N + i - start) * BLOCK_N + tl.arange(0, BLOCK_N)
-        b_k, b_step = _load_keys(eight, i, entry, where, BLOCK_N, HEAD_DIM, BLOCK_D)
-        b_s = _score(b_q, b_k, b_step, eight, PRECISION)
+        b_k, b_step = _load_keys(eight, i, entry, where, SHAPE)
+        b_s = _score(b_q, b_k, b_step, eight, SHAPE[4])
         b_s = tl.where(o_n[None, :] <= o_m[:, None], b_s, float("-inf"))
         # Past the sequence's end the cache holds anything, NaN too, and 0 · NaN would still be NaN.
-        b_v = _load_block(1, entry, where, BLOCK_N, HEAD_DIM, BLOCK_D)
+        b_v = _load_block(1, entry, where, SHAPE)
         b_v = tl.where((o_n < limit)[:, None], b_v, 0.0)
-        b_acc, b_max, b_sum = _fold(b_s, b_v, scale, margin, b_acc, b_max, b_sum, PRECISION)
+        b_acc, b_max, b_sum = _fold(b_s, b_v, scale, margin, b_acc, b_max, b_sum, SHAPE[4])
     return b_acc, b_max, b_sum
 
 
 @triton.jit
 def _walk_stripes(
-    b_q, eight, stripes, num_stripes, where, scale, margin, b_acc, b_max, b_sum,
-    STRIPES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    b_q, eight, stripes, num_stripes, where, scale, margin, b_acc, b_max, b_sum, SHAPE: tl.constexpr
 ):  # fmt: skip
-    """Single keys, gathered ``STRIPES`` at a time; all lie before the tile's first query."""
+    """Single keys, gathered a step of them at a time; all lie before the tile's first query."""
+    STRIPES: tl.constexpr = SHAPE[1]
+    BLOCK_D: tl.constexpr = SHAPE[3]
     cache, table, i_kv = where[0], where[4], where[5]
     o_d = tl.arange(0, BLOCK_D)
     for i in range(0, num_stripes, STRIPES):
@@ -241,7 +217,7 @@ def _walk_stripes(
         b_n = tl.load(stripes + o_n, mask=kept, other=0)
         o_key = key_offsets(table, b_n, kept, cache.page_size, cache.stride_page, cache.stride_token)
         o_kv = i_kv.to(tl.int64) * cache.stride_head + o_key[:, None] + o_d[None, :]
-        in_kv = kept[:, None] & (o_d < HEAD_DIM)[None, :]
+        in_kv = kept[:, None] & (o_d < SHAPE[2])[None, :]
         if eight is None:
             b_k = tl.load(cache.k + o_kv, mask=in_kv, other=0.0)
             b_step = 1.0
@@ -250,18 +226,20 @@ def _walk_stripes(
             b_k = tl.load(integers + (start + b_n).to(tl.int64)[:, None] * BLOCK_D + o_d[None, :])
             b_step = tl.load(steps + (start + b_n) // STEP_TOKENS) * query_step
         b_v = tl.load(cache.v + o_kv, mask=in_kv, other=0.0)
-        b_s = _score(b_q, b_k, b_step, eight, PRECISION)
+        b_s = _score(b_q, b_k, b_step, eight, SHAPE[4])
         b_s = tl.where(kept[None, :], b_s, float("-inf"))
-        b_acc, b_max, b_sum = _fold(b_s, b_v, scale, margin, b_acc, b_max, b_sum, PRECISION)
+        b_acc, b_max, b_sum = _fold(b_s, b_v, scale, margin, b_acc, b_max, b_sum, SHAPE[4])
     return b_acc, b_max, b_sum
 
 
 @triton.jit
-def _load_keys(eight, i, entry, where, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def _load_keys(eight, i, entry, where, SHAPE: tl.constexpr):
     """Keys [BLOCK_N, BLOCK_D] of the i-th block of the list, and what a product with each counts if they are 8-bit."""
     if eight is None:
-        return _load_block(0, entry, where, BLOCK_N, HEAD_DIM, BLOCK_D), 1.0
+        return _load_block(0, entry, where, SHAPE), 1.0
     else:
+        BLOCK_N: tl.constexpr = SHAPE[0]
+        BLOCK_D: tl.constexpr = SHAPE[3]
         ids, integers, steps, start, query_step = eight
         smooth_matrix = where[7]
         o_n = tl.arange(0, BLOCK_N)
@@ -287,9 +265,7 @@ def _score(b_q, b_k, b_step, eight, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _load_block(
-    WHICH: tl.constexpr, entry, where, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
-):
+def _load_block(WHICH: tl.constexpr, entry, where, SHAPE: tl.constexpr):
     """Keys (WHICH 0) or values (1) of a block: [BLOCK_N, BLOCK_D]. Past the sequence's end they hold anything.
 
     ``entry`` is the block's place where ``matrix`` is given, else its id.
@@ -299,7 +275,8 @@ def _load_block(
         matrix_desc = k_matrix if WHICH == 0 else v_matrix
         return matrix_desc.load([entry + i_kv * matrix.rows_per_head, i_kv * matrix.columns_per_head])
     else:
-        o_d = tl.arange(0, BLOCK_D)
+        BLOCK_N: tl.constexpr = SHAPE[0]
+        o_d = tl.arange(0, SHAPE[3])
         o_n = tl.arange(0, BLOCK_N)
         if matrix is not None:
             o_key = (entry + o_n).to(tl.int64) * cache.stride_token
@@ -308,7 +285,7 @@ def _load_block(
             o_n += entry * BLOCK_N
             o_key = key_offsets(table, o_n, o_n < limit, cache.page_size, cache.stride_page, cache.stride_token)
         pointer = (cache.k if WHICH == 0 else cache.v) + i_kv.to(tl.int64) * cache.stride_head
-        return tl.load(pointer + o_key[:, None] + o_d[None, :], mask=(o_d < HEAD_DIM)[None, :], other=0.0)
+        return tl.load(pointer + o_key[:, None] + o_d[None, :], mask=(o_d < SHAPE[2])[None, :], other=0.0)
 
 
 @triton.jit

@@ -134,12 +134,12 @@ class PerHead(Method):
     """Of methods that were merged: these, head by head."""
 
     @property
-    def alike(self) -> Method:
+    def alike(self) -> Self:
         kept = (one.name for one in fields(self) if one.init and one.name not in self.differing)
         return type(self)(**{name: getattr(self, name) for name in kept})
 
     @classmethod
-    def merged(cls, methods: Sequence[Self]) -> Method:
+    def merged(cls, methods: Sequence[Self]) -> Self:
         merged = methods[0].alike
         require(all(m.alike == merged for m in methods), "methods", methods, f"methods alike {merged}")
         if len(set(methods)) == 1:

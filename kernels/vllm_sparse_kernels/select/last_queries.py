@@ -8,14 +8,14 @@ Query heads that share keys are stacked and share what is read. All sums have a 
 split among programs depends on its own length and on the number of heads alone.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import ROW_FIELDS, ceil_div
+from vllm_sparse_kernels.rows import ROW_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.select.last_query_kernels import (
     LAST,
     LastArgs,
@@ -61,6 +61,11 @@ class Sums(NamedTuple):
     first_row: int
     end_row: int
     by_block: torch.Tensor | None = None
+
+    def args(self, rows: Rows) -> tuple[Any, ...]:
+        """What kernels find sums by (``sums_of``), with the values themselves before it."""
+        places = self.num_entries, self.first_row, rows.num_rows, self.capacity
+        return self.values, rows.row_table, self.patterns, *places
 
 
 class Estimate(NamedTuple):
@@ -145,7 +150,6 @@ def _sum_block_diagonals(
     num_queries = by_block.shape[2]
     block = 4096 // num_queries
     block_diagonals_kernel[(ceil_div(most_tiles, block), sums.num_entries, sums.end_row - sums.first_row)](
-        by_block, sums.values, index.rows.row_table, sums.patterns, sums.num_entries, sums.first_row,
-        index.rows.num_rows, sums.capacity, last_queries,
+        by_block, *sums.args(index.rows), last_queries,
         QUERIES=num_queries, SPREAD=spread, BAND=sums.band, FIELDS=ROW_FIELDS, BLOCK=block,
     )  # fmt: skip

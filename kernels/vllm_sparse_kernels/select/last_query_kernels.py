@@ -114,15 +114,22 @@ def _split_tiles(args, seq_len, i_split):
 
 @triton.jit
 def _load_queries(
-    args, b_place, b_query, i_kv, i_part, token,
-    GROUP: tl.constexpr, MEMBERS: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    args, b_place, i_kv, i_part, token, query_len, seq_len,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, QUERIES: tl.constexpr, SPREAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Stacked queries at ``b_query`` of the chunk; rows that are none, or of no listed head, are 0."""
+    """Stacked queries, 0 in rows that are none or of no listed head; their places in the chunk and in the row, < 0 of
+    what is none; and the number of keys that all of them see.
+    """
+    b_query = _query_places(_row_queries(MEMBERS, QUERIES), query_len, args.last_queries, QUERIES, SPREAD)
     b_head = i_kv * GROUP + i_part * MEMBERS + tl.arange(0, MEMBERS * QUERIES) // 16 % MEMBERS
     o_d = tl.arange(0, BLOCK_D)
     o_q = (token + b_query).to(tl.int64) * args.stride_token + b_head * args.stride_head
     in_q = ((b_query >= 0) & (_of_rows(b_place, MEMBERS, QUERIES) >= 0))[:, None] & (o_d < HEAD_DIM)[None, :]
-    return tl.load(args.q + o_q[:, None] + o_d[None, :], mask=in_q, other=0.0)
+    b_q = tl.load(args.q + o_q[:, None] + o_d[None, :], mask=in_q, other=0.0)
+    b_position = tl.where(b_query >= 0, seq_len - query_len + b_query, -1)
+    all_see = seq_len - query_len + tl.min(tl.where(b_query >= 0, b_query, query_len), 0) + 1
+    return b_q, b_query, b_position, all_see
 
 
 @triton.jit
@@ -212,10 +219,9 @@ def split_lse_kernel(
     first, end, num_tiles, _ = _split_tiles(args, seq_len, i_split)
     if (tl.max(b_place, 0) < 0) | (first >= end):
         return
-    b_query = _query_places(_row_queries(MEMBERS, QUERIES), query_len, args.last_queries, QUERIES, SPREAD)
-    b_q = _load_queries(args, b_place, b_query, i_kv, i_part, token, GROUP, MEMBERS, QUERIES, HEAD_DIM, BLOCK_D)
-    b_position = tl.where(b_query >= 0, seq_len - query_len + b_query, -1)
-    all_see = seq_len - query_len + tl.min(tl.where(b_query >= 0, b_query, query_len), 0) + 1
+    b_q, _, b_position, all_see = _load_queries(
+        args, b_place, i_kv, i_part, token, query_len, seq_len, GROUP, MEMBERS, QUERIES, SPREAD, HEAD_DIM, BLOCK_D
+    )
     tiles_end = num_tiles * LAST if BAND > 1 else seq_len  # from where tiles are counted
     table = args.block_table + i_row.to(tl.int64) * stride_table
     b_max = tl.full([MEMBERS * QUERIES, LANES], float("-inf"), tl.float32)
@@ -285,10 +291,9 @@ def sums_kernel(
     first, end, num_tiles, num_splits = _split_tiles(args, seq_len, i_split)
     if (tl.max(b_place, 0) < 0) | (first >= end):
         return
-    b_query = _query_places(_row_queries(MEMBERS, QUERIES), query_len, args.last_queries, QUERIES, SPREAD)
-    b_q = _load_queries(args, b_place, b_query, i_kv, i_part, token, GROUP, MEMBERS, QUERIES, HEAD_DIM, BLOCK_D)
-    b_position = tl.where(b_query >= 0, seq_len - query_len + b_query, -1)
-    all_see = seq_len - query_len + tl.min(tl.where(b_query >= 0, b_query, query_len), 0) + 1
+    b_q, b_query, b_position, all_see = _load_queries(
+        args, b_place, i_kv, i_part, token, query_len, seq_len, GROUP, MEMBERS, QUERIES, SPREAD, HEAD_DIM, BLOCK_D
+    )
     tiles_end = num_tiles * LAST if BAND > 1 else seq_len  # from where tiles are counted
     b_lse = _joined_lse(args, b_place, b_query, num_splits, MEMBERS, QUERIES, JOINED)
     table = args.block_table + i_row.to(tl.int64) * stride_table

@@ -15,7 +15,7 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.select.last_queries import Estimate, Sums, last_query_sums
-from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, tile_blocks
+from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, list_of, tile_blocks
 
 SLAB_BYTES = 128 << 20
 """Workspace for sums and what is kept of them: a step with more rows than fit is selected a slab of rows at a time."""
@@ -85,8 +85,7 @@ def write_lines(
     capacity = step.key_starts[end_row] - step.key_starts[first_row]
     _write_lines_kernel[(end_tile - first_tile, len(heads))](
         heads, lines, lines.columns.shape[2], step.row_table, first_row, step.num_rows, capacity, patterns, first_tile,
-        step.tiles, step.num_tiles, index.block_counts, index.block_ids, index.block_ids.stride(0),
-        index.block_offsets, index.stripe_counts, index.stripe_positions, index.stripe_offsets,
+        index.args, step.num_tiles,
         BAND=band, BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, FIELDS=TILE_FIELDS, ROW_FIELDS=ROW_FIELDS,
     )  # fmt: skip
 
@@ -99,28 +98,25 @@ def _is_crossed(upto, b_block, first, last, BAND: tl.constexpr, BLOCK_N: tl.cons
     return b_upto > tl.load(upto + b_near - 1, mask=mask & (b_near > 0), other=0)
 
 
-@triton.jit(
-    do_not_specialize=["max_columns", "first_row", "num_rows", "capacity", "first_tile", "num_tiles", "stride_ids"]
-)
+@triton.jit(do_not_specialize=["max_columns", "first_row", "num_rows", "capacity", "first_tile", "num_tiles"])
 def _write_lines_kernel(
-    heads, lines, max_columns, rows, first_row, num_rows, capacity, patterns, first_tile, tiles, num_tiles,
-    block_counts, block_ids, stride_ids, block_offsets, stripe_counts, stripe_positions, stripe_offsets,
+    heads, lines, max_columns, rows, first_row, num_rows, capacity, patterns, first_tile, index, num_tiles,
     BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr,
 ):  # fmt: skip
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)
-    i_row = tl.load(tiles + i_tile * FIELDS)
+    i_row = tl.load(index.tiles + i_tile * FIELDS)
     pattern = 0 if patterns is None else tl.load(patterns + i_entry * num_rows + i_row)
     if pattern != 0:
         return
-    first = tl.load(tiles + i_tile * FIELDS + 3)
-    last = first + tl.load(tiles + i_tile * FIELDS + 2) - 1
-    diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
+    first = tl.load(index.tiles + i_tile * FIELDS + 3)
+    last = first + tl.load(index.tiles + i_tile * FIELDS + 2) - 1
+    diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N, FIELDS)
     start = tl.load(rows + i_row * ROW_FIELDS + 3) - tl.load(rows + first_row * ROW_FIELDS + 3)
     upto = lines.bands_upto + (i_entry * capacity + start) // BAND
 
     count = 0
-    target = block_ids + i_head * stride_ids + tl.load(block_offsets + i_tile)
+    target = list_of(index, i_head, i_tile)
     for start_block in range(0, num_causal, CHUNK):
         o_n = start_block + tl.arange(0, CHUNK)
         causal = o_n < num_causal
@@ -129,10 +125,10 @@ def _write_lines_kernel(
             whole = lines.whole + (i_entry * capacity + start) // 64
             b_kept |= tl.load(whole + o_n, mask=causal, other=0) != 0
         count = append(target, count, o_n, causal & b_kept)
-    tl.store(block_counts + i_head * num_tiles + i_tile, count)
+    tl.store(index.block_counts + i_head * num_tiles + i_tile, count)
 
     count = 0
-    target = stripe_positions + tl.load(stripe_offsets + i_head * num_tiles + i_tile)
+    target = index.stripe_positions + tl.load(index.stripe_offsets + i_head * num_tiles + i_tile)
     i_list = (i_row - first_row) * tl.num_programs(1) + i_entry
     columns = lines.columns + i_list * max_columns
     num_columns = tl.load(lines.num_columns + i_list)
@@ -142,4 +138,4 @@ def _write_lines_kernel(
         before = (o_c < num_columns) & (b_key < diagonal * BLOCK_N)
         b_free = before & (_is_crossed(upto, b_key // BLOCK_N, first, last, BAND, BLOCK_N, before) == 0)
         count = append(target, count, b_key, b_free)
-    tl.store(stripe_counts + i_head * num_tiles + i_tile, count)
+    tl.store(index.stripe_counts + i_head * num_tiles + i_tile, count)

@@ -28,6 +28,12 @@ def tile_blocks(tiles, i_tile, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr):
     return first // BLOCK_N, (first + length - 1) // BLOCK_N + 1
 
 
+@triton.jit
+def list_of(index, i_head, i_tile):
+    """Where the list of blocks of a head, an int64, and a tile begins."""
+    return index.block_ids + i_head * index.stride_blocks + tl.load(index.block_offsets + i_tile)
+
+
 def compact_blocks(kept: torch.Tensor | None, index: SparseIndex, heads: torch.Tensor) -> None:
     """Write the block lists of ``heads`` from flags: uint8 or bool [len(heads), block_capacity], laid out as block_ids.
 
@@ -35,22 +41,20 @@ def compact_blocks(kept: torch.Tensor | None, index: SparseIndex, heads: torch.T
     say; without flags (None) every causal block is.
     """
     _compact_blocks_kernel[(index.rows.num_tiles, len(heads))](
-        kept, 0 if kept is None else kept.stride(0), heads, index.rows.tiles, index.block_offsets,
-        index.block_counts, index.block_ids, index.block_ids.stride(0),
+        kept, 0 if kept is None else kept.stride(0), heads, index.args,
         BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, FIELDS=TILE_FIELDS,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["stride_kept", "stride_ids"])
+@triton.jit(do_not_specialize=["stride_kept"])
 def _compact_blocks_kernel(
-    kept, stride_kept, heads, tiles, block_offsets, block_counts, block_ids, stride_ids,
-    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
-):  # fmt: skip
+    kept, stride_kept, heads, index, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr
+):
     i_tile, i_group = tl.program_id(0), tl.program_id(1)
-    i_head = tl.load(heads + i_group)
-    diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
-    start = tl.load(block_offsets + i_tile)
-    target = block_ids + i_head.to(tl.int64) * stride_ids + start
+    i_head = tl.load(heads + i_group).to(tl.int64)
+    diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N, FIELDS)
+    start = tl.load(index.block_offsets + i_tile)
+    target = list_of(index, i_head, i_tile)
     count = 0
     for first in range(0, num_causal, CHUNK):
         o_n = first + tl.arange(0, CHUNK)
@@ -60,4 +64,4 @@ def _compact_blocks_kernel(
         else:
             flags = tl.load(kept + i_group.to(tl.int64) * stride_kept + start + o_n, mask=causal, other=0)
             count = append(target, count, o_n, causal & ((flags != 0) | (o_n >= diagonal)))
-    tl.store(block_counts + i_head * tl.num_programs(0) + i_tile, count)
+    tl.store(index.block_counts + i_head * tl.num_programs(0) + i_tile, count)

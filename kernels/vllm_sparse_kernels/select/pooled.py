@@ -194,13 +194,9 @@ class KeyPool:
         return {"HEAD_DIM": self.cache.head_dim, "BLOCK_D": triton.next_power_of_2(self.cache.head_dim)}
 
     def _launch(
-        self,
-        slab: Slab,
-        means: torch.Tensor | None,
-        sums: torch.Tensor | None,
-        similarity: torch.Tensor | None,
+        self, slab: Slab, means: torch.Tensor | None, sums: torch.Tensor | None, similarity: torch.Tensor | None,
         centers: torch.Tensor | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         num_kv_heads = self.cache.num_kv_heads
         _pool_keys_kernel[(num_kv_heads, _splits(slab.max_blocks), slab.end_row - slab.first_row)](
             key_args(self.cache, self.rows.block_table[0]), self.rows.block_table.stride(0),
@@ -217,26 +213,16 @@ def pooled_products(
     q: torch.Tensor, cache: PagedCache, rows: Rows, heads: torch.Tensor, scale: float, per_tile: int,
     workspace: Workspace, min_similarity: torch.Tensor | None = None, centered: bool = False,
 ) -> Iterator[tuple[Slab, torch.Tensor, torch.Tensor | None]]:  # fmt: skip
-    """For each slab what ``products_of_slabs`` gives, and how alike the queries of all tiles are if ``min_similarity``
-    asks, [len(heads), num_tiles]; that of keys about their mean where ``centered``."""
-    similar = min_similarity is not None
-    slabs = slabs_of(rows, len(heads), cache.num_kv_heads, cache.head_dim, per_tile)
-    queries = pool_queries(q, rows, heads, per_tile, workspace, similar)
-    pool = KeyPool(cache, rows, slabs, heads, q.shape[1], workspace, similar, centered)
-    for slab, products in products_of_slabs(queries, pool, slabs, heads, scale, per_tile, workspace, min_similarity):
-        yield slab, products, queries.similarity
-
-
-def products_of_slabs(
-    queries: Pooled, pool: KeyPool, slabs: list[Slab], heads: torch.Tensor, scale: float, per_tile: int,
-    workspace: Workspace, min_similarity: torch.Tensor | None = None,
-) -> Iterator[tuple[Slab, torch.Tensor]]:  # fmt: skip
     """For each slab scale · q̂ k̂ᵀ, [len(heads), slab.num_tiles · per_tile, slab.width · 64] float32.
 
     Undefined where none of a tile's queries may look. −∞ for key blocks less similar than a head's ``min_similarity``
-    ([len(heads)]). The tensors share their memory: use each before the next.
+    ([len(heads)]), about their mean where ``centered``; with it how alike the queries of all tiles are, [len(heads),
+    num_tiles]. The tensors share their memory: use each before the next.
     """
-    num_entries, rows = len(heads), pool.rows
+    similar, num_entries = min_similarity is not None, len(heads)
+    slabs = slabs_of(rows, num_entries, cache.num_kv_heads, cache.head_dim, per_tile)
+    queries = pool_queries(q, rows, heads, per_tile, workspace, similar)
+    pool = KeyPool(cache, rows, slabs, heads, q.shape[1], workspace, similar, centered)
     most = max(slab.num_tiles * slab.width for slab in slabs)
     room = workspace.empty(num_entries * most * per_tile * ALIGNED.value)
     for slab in slabs:
@@ -244,13 +230,13 @@ def products_of_slabs(
         shape = num_entries, slab.num_tiles * per_tile, slab.width * ALIGNED.value
         products = room[: shape[0] * shape[1] * shape[2]].view(shape)
         _products_kernel[(ceil_div(slab.max_blocks, 64), ceil_div(shape[1], 64), num_entries)](
-            queries.means, keys.means, None if min_similarity is None else keys.similarity, min_similarity,
+            queries.means, keys.means, keys.similarity, min_similarity,
             row_table(rows), rows.tiles, heads, products, slab.width, slab.first_tile, slab.end_tile, rows.num_tiles,
             slab.first_row, slab.num_blocks, scale,
-            GROUP=pool.num_heads // pool.cache.num_kv_heads, HEAD_DIM=pool.cache.head_dim, PER_TILE=per_tile,
+            GROUP=q.shape[1] // cache.num_kv_heads, HEAD_DIM=cache.head_dim, PER_TILE=per_tile,
             BLOCK_M=64, BLOCK_N=64, BLOCK_D=32, BLOCK=KEY_BLOCK_TOKENS, FIELDS=TILE_FIELDS, ROW_FIELDS=ROW_FIELDS,
         )  # fmt: skip
-        yield slab, products
+        yield slab, products, queries.similarity
 
 
 @triton.jit

@@ -80,35 +80,39 @@ def _room(index: SparseIndex, sums: Sums, dtype: torch.dtype) -> Digits:
     )
 
 
-def count_digits(index: SparseIndex, sums: Sums, counts: torch.Tensor, forced: torch.Tensor) -> Digits:
-    """For the ``counts`` [2 n] float32 largest values of each job, the first ``forced`` [2 n] of it as if infinite."""
-    digits = _room(index, sums, torch.int32)
-    rows, chunks = index.rows, digits.weights.shape[3]
-    for i in range(PASSES):
-        _count_digits_kernel[(chunks, 2 * sums.num_entries, sums.end_row - sums.first_row)](
-            sums.values, rows.row_table, sums.patterns, sums.num_entries, sums.first_row, rows.num_rows, sums.capacity,
-            counts, forced, digits, chunks, PASS=i, BAND=sums.band, FIELDS=ROW_FIELDS, CHUNK=CHUNK,
-        )  # fmt: skip
-    return digits
+def digits_of(index: SparseIndex, sums: Sums, goals: torch.Tensor, forced: torch.Tensor | None = None) -> Digits:
+    """For each job's ``goals`` [2 n] float32 largest values, the first ``forced`` [2 n] of it as if infinite.
 
-
-def mass_digits(index: SparseIndex, sums: Sums, shares: torch.Tensor) -> Digits:
-    """For the largest values that hold ``shares`` [2 n] float32 of each job's sum; all values for an infinite share."""
-    digits = _room(index, sums, torch.float32)
-    rows, chunks = index.rows, digits.weights.shape[3]
+    Without ``forced``, for the largest values that hold that share of the job's sum; all values for an infinite share.
+    """
+    digits = _room(index, sums, torch.float32 if forced is None else torch.int32)
+    chunks = digits.weights.shape[3]
     for i in range(PASSES):
-        _mass_digits_kernel[(chunks, 2 * sums.num_entries, sums.end_row - sums.first_row)](
-            sums.values, rows.row_table, sums.patterns, sums.num_entries, sums.first_row, rows.num_rows, sums.capacity,
-            shares, digits, chunks, PASS=i, BAND=sums.band, FIELDS=ROW_FIELDS, CHUNK=CHUNK,
+        _digits_kernel[(chunks, 2 * sums.num_entries, sums.end_row - sums.first_row)](
+            *sums.args(index.rows), goals, forced, digits, chunks, PASS=i, BAND=sums.band, FIELDS=ROW_FIELDS,
+            CHUNK=CHUNK,
         )  # fmt: skip
     return digits
 
 
 @triton.jit
-def span_of(length, CHUNK: tl.constexpr):
-    """Values of one chunk of an array."""
+def job_of(
+    rows, patterns, num_entries, first_row, num_rows, capacity,
+    BAND: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Of the program's job, its number on axis 1, of one row, that on axis 2: where it begins, its number of values,
+    the bounds of the program's chunk, that on axis 0, and the number of chunks; and the job's number among all rows'.
+    """
+    i_chunk, i_job = tl.program_id(0), tl.program_id(1)
+    place, length = sums_of(
+        rows, patterns, i_job // num_entries, i_job % num_entries, num_entries, first_row + tl.program_id(2), first_row,
+        num_rows, capacity, BAND, FIELDS,
+    )  # fmt: skip
     blocks = (length + CHUNK - 1) // CHUNK
-    return (blocks + MOST_CHUNKS - 1) // MOST_CHUNKS * CHUNK
+    span = (blocks + MOST_CHUNKS - 1) // MOST_CHUNKS * CHUNK
+    used = (length + span - 1) // tl.maximum(span, 1)
+    i_all = tl.program_id(2) * tl.num_programs(1) + i_job
+    return place, length, i_chunk * span, tl.minimum((i_chunk + 1) * span, length), used, i_all
 
 
 @triton.jit
@@ -129,13 +133,13 @@ def next_digit(b_weight, left):
 
 
 @triton.jit
-def threshold_of(digits, i_pass, i_job, num_jobs, chunks, used, goal, RELATIVE: tl.constexpr):
+def threshold_of(digits, i_pass, i_job, chunks, used, goal, RELATIVE: tl.constexpr):
     """(digits up to that of ``i_pass``, the weight that they leave to be reached, the last digit, the pass's weights).
 
-    Job ``i_job`` of all rows' ``num_jobs`` has ``used`` chunks. ``goal`` is the weight that the first pass starts from,
+    Job ``i_job`` of all rows' has ``used`` chunks. ``goal`` is the weight that the first pass starts from,
     a share of the whole if RELATIVE.
     """
-    i_state = i_pass * num_jobs + i_job
+    i_state = i_pass * (tl.num_programs(1) * tl.num_programs(2)) + i_job
     b_w = _load_weights(digits, i_state, chunks, used)
     b_weight = tl.sum(b_w, 0)
     prefix, left = tl.full([], 0, tl.uint32), goal
@@ -148,56 +152,53 @@ def threshold_of(digits, i_pass, i_job, num_jobs, chunks, used, goal, RELATIVE: 
     return prefix * DIGITS + digit.to(tl.uint32), left, digit, b_w
 
 
-@triton.jit
-def keep_state(digits, i_pass, i_job, num_jobs, prefix, left):
-    tl.store(digits.prefixes + i_pass * num_jobs + i_job, prefix.to(tl.int32, bitcast=True))
-    tl.store(digits.left + i_pass * num_jobs + i_job, left)
-
-
-@triton.jit
-def store_weights(digits, i_pass, i_job, num_jobs, chunks, b_weight):
-    """Weights [256] of the program's chunk, which is its number on axis 0."""
-    target = digits.weights + ((i_pass * num_jobs + i_job).to(tl.int64) * chunks + tl.program_id(0)) * DIGITS
-    tl.store(target + tl.arange(0, DIGITS), b_weight)
-
-
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def _count_digits_kernel(
-    values, rows, patterns, num_entries, first_row, num_rows, capacity, counts, forced, digits, chunks,
+def _digits_kernel(
+    values, rows, patterns, num_entries, first_row, num_rows, capacity, goals, forced, digits, chunks,
     PASS: tl.constexpr, BAND: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    i_chunk, i_job, i_row = tl.program_id(0), tl.program_id(1), first_row + tl.program_id(2)
-    place, length = sums_of(
-        rows, patterns, i_job // num_entries, i_job % num_entries, num_entries, i_row, first_row, num_rows,
-        capacity, BAND, FIELDS,
-    )  # fmt: skip
-    span = span_of(length, CHUNK)
-    first, end = i_chunk * span, tl.minimum((i_chunk + 1) * span, length)
+    """One pass over one chunk: of counts, or of masses where nothing is ``forced``."""
+    place, length, first, end, used, i_all = job_of(
+        rows, patterns, num_entries, first_row, num_rows, capacity, BAND, FIELDS, CHUNK
+    )
     if first >= end:
         return
-    num_forced = tl.load(forced + i_job).to(tl.int32)
-    i_all, num_jobs = tl.program_id(2) * tl.num_programs(1) + i_job, tl.num_programs(2) * tl.num_programs(1)
-    used = (length + span - 1) // span
+    i_state = PASS * (tl.num_programs(1) * tl.num_programs(2)) + i_all
+    i_weights = i_state.to(tl.int64) * chunks + tl.program_id(0)
+    goal = tl.load(goals + tl.program_id(1))
+    if forced is not None:
+        goal = tl.minimum(goal.to(tl.int32), length)
     prefix = tl.full([], 0, tl.uint32)
     if PASS > 0:
-        goal = tl.minimum(tl.load(counts + i_job).to(tl.int32), length)
-        prefix, left, _, _ = threshold_of(digits, PASS - 1, i_all, num_jobs, chunks, used, goal, False)
-        if i_chunk == 0:
-            keep_state(digits, PASS, i_all, num_jobs, prefix, left)
-    b_weight = tl.zeros([DIGITS], tl.int32)
+        prefix, left, _, _ = threshold_of(digits, PASS - 1, i_all, chunks, used, goal, forced is None)
+        if tl.program_id(0) == 0:
+            tl.store(digits.prefixes + i_state, prefix.to(tl.int32, bitcast=True))
+            tl.store(digits.left + i_state, left)
+    if forced is None:
+        b_weight = masses_by_digit(values + place, first, end, prefix, PASS, CHUNK, 128)
+    else:
+        num_forced = tl.load(forced + tl.program_id(1)).to(tl.int32)
+        b_weight, above = _counts_by_digit(values + place, first, end, num_forced, prefix, PASS, CHUNK)
+        if PASS > 0:
+            tl.store(digits.above + i_all * chunks + tl.program_id(0), above)
+    tl.store(digits.weights + i_weights * DIGITS + tl.arange(0, DIGITS), b_weight)
+
+
+@triton.jit
+def _counts_by_digit(row, first, end, num_forced, prefix, PASS: tl.constexpr, CHUNK: tl.constexpr):
+    """How many values of row[first : end] have each next digit, of those that agree with ``prefix``; and are above."""
+    b_count = tl.zeros([DIGITS], tl.int32)
     above = 0
     for start in range(first, end, CHUNK):
-        b_key = load_count_keys(values + place, start, end, num_forced, CHUNK)
+        b_key = load_count_keys(row, start, end, num_forced, CHUNK)
         if PASS == 0:
-            b_weight += tl.histogram((b_key >> 8).to(tl.int32), DIGITS, mask=b_key != 0)
+            b_count += tl.histogram((b_key >> 8).to(tl.int32), DIGITS, mask=b_key != 0)
         else:
             b_agrees = (b_key >> 8 == prefix) & (b_key != 0)
             if tl.max(b_agrees.to(tl.int32), 0) > 0:
-                b_weight += tl.histogram((b_key & (DIGITS - 1)).to(tl.int32), DIGITS, mask=b_agrees)
+                b_count += tl.histogram((b_key & (DIGITS - 1)).to(tl.int32), DIGITS, mask=b_agrees)
             above += tl.sum((b_key >> 8 > prefix).to(tl.int32), 0)
-    store_weights(digits, PASS, i_all, num_jobs, chunks, b_weight)
-    if PASS > 0:
-        tl.store(digits.above + i_all * chunks + i_chunk, above)
+    return b_count, above
 
 
 @triton.jit
@@ -217,32 +218,6 @@ def load_count_keys(row, start, end, forced, CHUNK: tl.constexpr):
     b_x = tl.load(row + o_n, mask=o_n < (end + ALIGNED - 1) // ALIGNED * ALIGNED, other=0.0)
     b_key = tl.where(o_n < forced, DIGITS * DIGITS - 1, mass_keys(b_x) + 1)
     return tl.where(o_n < end, b_key, 0).to(tl.uint32)
-
-
-@triton.jit(do_not_specialize=UNSPECIALIZED)
-def _mass_digits_kernel(
-    values, rows, patterns, num_entries, first_row, num_rows, capacity, shares, digits, chunks,
-    PASS: tl.constexpr, BAND: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    i_chunk, i_job, i_row = tl.program_id(0), tl.program_id(1), first_row + tl.program_id(2)
-    place, length = sums_of(
-        rows, patterns, i_job // num_entries, i_job % num_entries, num_entries, i_row, first_row, num_rows,
-        capacity, BAND, FIELDS,
-    )  # fmt: skip
-    span = span_of(length, CHUNK)
-    first, end = i_chunk * span, tl.minimum((i_chunk + 1) * span, length)
-    if first >= end:
-        return
-    i_all, num_jobs = tl.program_id(2) * tl.num_programs(1) + i_job, tl.num_programs(2) * tl.num_programs(1)
-    used = (length + span - 1) // span
-    prefix = tl.full([], 0, tl.uint32)
-    if PASS > 0:
-        share = tl.load(shares + i_job)
-        prefix, left, _, _ = threshold_of(digits, PASS - 1, i_all, num_jobs, chunks, used, share, True)
-        if i_chunk == 0:
-            keep_state(digits, PASS, i_all, num_jobs, prefix, left)
-    b_weight = masses_by_digit(values + place, first, end, prefix, PASS, CHUNK, 128)
-    store_weights(digits, PASS, i_all, num_jobs, chunks, b_weight)
 
 
 @triton.jit

@@ -2,12 +2,13 @@
 """Which form a foreign file has, told by what stands in it."""
 
 import json
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_sparse_backend.profiling.importers import minference, sale, share_prefill, sparge_attn, torch_file
-from vllm_sparse_backend.settings import strict_yaml
+from vllm_sparse_backend.profiling.outside import readable
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import Level, Profile
@@ -37,17 +38,10 @@ def import_profile(path: str | Path, model: str | Path) -> Profile:
 
 
 def _read(path: Path) -> tuple[Any, Sequence[Any]]:
-    if torch_file.begins(path, torch_file.ZIP):
-        return torch_file.read(path), TORCH_FORMS
-    if torch_file.begins(path, torch_file.PICKLE):
-        raise ConfigurationError(
-            f"{path}: given a pickle, as torch.save wrote them before torch 1.6, expected a zip archive, as it writes "
-            "now; save it again with a recent torch"
-        )
-    try:
-        return json.loads(strict_yaml.read_text(path), object_pairs_hook=_unique_keys), JSON_FORMS
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{path}: neither JSON nor what torch.save writes: {error}") from None
+    with readable(path, "content", "expected JSON, or what torch.save writes since torch 1.6"):
+        if zipfile.is_zipfile(path):
+            return torch_file.read(path), TORCH_FORMS
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_keys), JSON_FORMS
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

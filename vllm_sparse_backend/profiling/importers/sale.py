@@ -10,6 +10,8 @@ name, ``dynamic_BOUND.pt``, and so in the profile's source.
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vllm_sparse_backend.profiling.importers.torch_file import rounded, table
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import make_method
@@ -22,8 +24,6 @@ LEAST = 1e-5
 
 
 def fits(content: Any) -> bool:
-    import torch
-
     return isinstance(content, torch.Tensor)
 
 

@@ -68,24 +68,17 @@ def _layer(fields: dict[str, list[float]], num_heads: int, where: str) -> list[M
         raise ConfigurationError(f"{where}: {', '.join(missing)}: missing")
     sparse = fields.get("is_sparse", [1.0] * num_heads)
     columns = zip(sparse, *(fields[field] for field in NEEDED))
-    return [_method(bool(on), *rest, where=f"{where}, head {head}") for head, (on, *rest) in enumerate(columns)]
+    return [
+        _method(*rest, where=f"{where}, head {head}") if on else make_method("dense", {})
+        for head, (on, *rest) in enumerate(columns)
+    ]
 
 
-def _method(sparse: bool, mass: float, similarity: float, skip: float, *, where: str) -> Method:
-    if not sparse:
-        return make_method("dense", {})
-    for field, number, low, high in (
-        ("cdfthreshd", mass, 0, 1),
-        ("simthreshd1", similarity, -1, 1),
-        ("pvthreshd", skip, 0, math.inf),
-    ):
-        if not low <= number <= high or (number == 0 and field != "simthreshd1"):
-            raise ConfigurationError(
-                f"{where}: {field}: given {number:g}, expected a number from {low} to {high}, not 0"
-            )
+def _method(mass: float, similarity: float, skip: float, *, where: str) -> Method:
     thresholds = {"kept_mass": rounded(mass), "min_similarity": rounded(similarity)}
     skipping = {"skip_margin": rounded(-skip * math.log(2)), "skip_whole_steps": True}
     try:
         return make_method("sparge_attn", thresholds | skipping)
     except ValueError as error:
-        raise ConfigurationError(f"{where}: {error}") from None
+        given = ", ".join(f"{name} {number:g}" for name, number in zip(NEEDED, (mass, similarity, skip), strict=True))
+        raise ConfigurationError(f"{where}: given {given}: {error}") from None

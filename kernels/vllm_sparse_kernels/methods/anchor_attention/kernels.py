@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.paged import key_offsets, widen
-from vllm_sparse_kernels.select.lists import append, tile_blocks
+from vllm_sparse_kernels.select.lists import append, list_of, tile_blocks
 from vllm_sparse_kernels.select.pooled import is_read
 
 WORD = tl.constexpr(32)
@@ -19,26 +19,6 @@ WORD = tl.constexpr(32)
 
 ALL_KEPT = tl.constexpr(-1)
 """The word of 32 keys that are all kept."""
-
-
-class QueryArgs(NamedTuple):
-    """q, head_dim contiguous."""
-
-    q: Any
-    stride_token: int
-    stride_head: int
-
-
-class IndexArgs(NamedTuple):
-    """Tensors of Rows and SparseIndex."""
-
-    tiles: Any
-    block_counts: Any
-    block_ids: Any
-    block_offsets: Any
-    stripe_counts: Any
-    stripe_positions: Any
-    stripe_offsets: Any
 
 
 class VoterArgs(NamedTuple):
@@ -236,9 +216,9 @@ def _leads(b_k, b_q, b_anchor, scale, PAIRS: tl.constexpr, PRECISION: tl.constex
     return tl.max(tl.reshape(b_s, [b_k.shape[0], b_q.shape[0] // PAIRS, PAIRS]), 1)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "stride_ids"])
+@triton.jit(do_not_specialize=["num_tiles"])
 def blocks_kernel(
-    groups, index, heads, num_tiles, stride_ids, span, window,
+    groups, index, heads, num_tiles, span, window,
     INITIAL: tl.constexpr, INDEX_N: tl.constexpr, CHUNK: tl.constexpr, ANY: tl.constexpr, FIELDS: tl.constexpr,
     GROUP_FIELDS: tl.constexpr,
 ):  # fmt: skip
@@ -256,7 +236,7 @@ def blocks_kernel(
     words = groups.words + i_head * groups.num_words + tl.load(group + 3) // WORD
     start = tl.load(group) // INDEX_N  # may be negative
     num_causal = tile_blocks(index.tiles, i_tile, INDEX_N, FIELDS)[1]
-    target = index.block_ids + i_head * stride_ids + tl.load(index.block_offsets + i_tile)
+    target = list_of(index, i_head, i_tile)
     count = 0
     for i in range(0, num_causal, CHUNK):
         o_n = i + tl.arange(0, CHUNK)

@@ -68,8 +68,6 @@ from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.methods.anchor_attention.kernels import (
     WORD,
     GroupArgs,
-    IndexArgs,
-    QueryArgs,
     VoterArgs,
     anchor_kernel,
     blocks_kernel,
@@ -77,7 +75,7 @@ from vllm_sparse_kernels.methods.anchor_attention.kernels import (
     vote_kernel,
 )
 from vllm_sparse_kernels.methods.base import PerHead
-from vllm_sparse_kernels.paged import PagedCache, key_args, wide_dtype
+from vllm_sparse_kernels.paged import PagedCache, key_args, query_args, wide_dtype
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.select.footprint import voted_bytes
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS
@@ -268,7 +266,7 @@ class AnchorAttention(PerHead):
         }  # fmt: skip
         thetas = on_device(tuple(min(one.theta, MOST_THETA) for one in self.of_heads(len(heads))), q.device)
         anchor_kernel[(rows.num_tiles, len(heads))](
-            QueryArgs(q, q.stride(0), q.stride(1)), *keys, rows.tiles, heads, thetas, voters,
+            query_args(q), *keys, rows.tiles, heads, thetas, voters,
             rows.num_tiles, scale, self.span_tokens, self.window_tokens,
             **shape, USE_ANCHOR=self.use_anchor, SAMPLE=self.sample_tokens, VOTERS=self.tile_voters,
             BLOCK_M=max(self.tile_voters, 16) if self.sample_tokens else TILE_TOKENS, FIELDS=TILE_FIELDS,
@@ -289,19 +287,15 @@ class AnchorAttention(PerHead):
     def _list(self, index: SparseIndex, heads: torch.Tensor, groups: Groups, args: GroupArgs) -> None:
         """Blocks and stripes of every tile from the votes."""
         rows = index.rows
-        index_args = IndexArgs(
-            rows.tiles, index.block_counts, index.block_ids, index.block_offsets,
-            index.stripe_counts, index.stripe_positions, index.stripe_offsets,
-        )  # fmt: skip
         blocks_kernel[(rows.num_tiles, len(heads))](
-            args, index_args, heads, rows.num_tiles, index.block_ids.stride(0), self.span_tokens, self.window_tokens,
+            args, index.args, heads, rows.num_tiles, self.span_tokens, self.window_tokens,
             INITIAL=INITIAL_TOKENS, INDEX_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, ANY=self.whole_blocks,
             FIELDS=TILE_FIELDS, GROUP_FIELDS=GROUP_FIELDS,
         )  # fmt: skip
         if self.whole_blocks:
             return
         stripes_kernel[(max(ceil_div(groups.largest, SPLIT_TOKENS), 1), len(groups.table), len(heads))](
-            args, index_args, heads, rows.num_tiles,
+            args, index.args, heads, rows.num_tiles,
             INITIAL=INITIAL_TOKENS, INDEX_N=index.block_tokens, SPLIT=SPLIT_TOKENS, CHUNK=CHUNK_TOKENS,
             FIELDS=GROUP_FIELDS,
         )  # fmt: skip

@@ -51,7 +51,6 @@ from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE_TOKENS, Rows
 from vllm_sparse_kernels.select.footprint import most_bytes
 from vllm_sparse_kernels.select.last_queries import MOST_QUERIES, Estimate, Sums
-from vllm_sparse_kernels.select.last_query_kernels import sums_of
 from vllm_sparse_kernels.select.lines import Lines, select_lines
 from vllm_sparse_kernels.select.lists import append
 from vllm_sparse_kernels.select.parameters import on_device, require
@@ -60,9 +59,9 @@ from vllm_sparse_kernels.select.radix import (
     MOST_CHUNKS,
     PASSES,
     UNSPECIALIZED,
-    mass_digits,
+    digits_of,
+    job_of,
     mass_keys,
-    span_of,
     threshold_of,
 )
 
@@ -105,7 +104,7 @@ class FlexVerticalSlash(PerHead):
 
     @property
     def kernel_share(self) -> float:
-        """γ for ``mass_digits``, which keeps values of zero only for a share that cannot be reached."""
+        """γ for ``digits_of``, which keeps values of zero only for a share that cannot be reached."""
         return self.gamma if self.gamma < 1 else math.inf
 
     def stripes_of_row(self, rows: Rows, row: int) -> int:
@@ -151,14 +150,11 @@ class FlexVerticalSlash(PerHead):
         bands_upto = room(num_entries, sums.capacity // BAND, dtype=torch.int32)
 
         shares = on_device(tuple(one.kernel_share for one in settings) * 2, sums.values.device)
-        digits = mass_digits(index, sums, shares)
+        digits = digits_of(index, sums, shares)
         chunks = digits.weights.shape[3]
         left = room(num_rows, 2 * num_entries, chunks, index.block_tokens, dtype=torch.int32)
         grid = (chunks, 2 * num_entries, num_rows)
-        where = (
-            sums.values, rows.row_table, sums.patterns, num_entries, sums.first_row, rows.num_rows, sums.capacity,
-            shares, digits, chunks, left,
-        )  # fmt: skip
+        where = (*sums.args(rows), shares, digits, chunks, left)
         options = {"BAND": BAND, "BLOCK_N": index.block_tokens, "CHUNK": CHUNK, "FIELDS": ROW_FIELDS}
         _count_lines_kernel[grid](*where, **options)
         _keep_lines_kernel[grid](
@@ -169,10 +165,10 @@ class FlexVerticalSlash(PerHead):
 
 
 @triton.jit
-def _threshold(shares, digits, i_job, i_all, num_jobs, chunks, used):
+def _threshold(shares, digits, i_all, chunks, used):
     """The least key (``mass_keys``) of a line that is kept."""
-    share = tl.load(shares + i_job)
-    return threshold_of(digits, LAST_PASS, i_all, num_jobs, chunks, used, share, True)[0].to(tl.int32)
+    share = tl.load(shares + tl.program_id(1))
+    return threshold_of(digits, LAST_PASS, i_all, chunks, used, share, True)[0].to(tl.int32)
 
 
 @triton.jit
@@ -197,28 +193,22 @@ def _count_lines_kernel(
 ):  # fmt: skip
     """left[row, job, chunk, c - 2]: columns that remain if blocks with c or more are kept whole; of bands all of it is
     how many are kept."""
-    i_chunk, i_job, i_row = tl.program_id(0), tl.program_id(1), first_row + tl.program_id(2)
-    place, length = sums_of(
-        rows, patterns, i_job // num_entries, i_job % num_entries, num_entries, i_row, first_row, num_rows, capacity,
-        BAND, FIELDS,
-    )  # fmt: skip
-    span = span_of(length, CHUNK)
-    first, end = i_chunk * span, tl.minimum((i_chunk + 1) * span, length)
+    place, _, first, end, used, i_all = job_of(
+        rows, patterns, num_entries, first_row, num_rows, capacity, BAND, FIELDS, CHUNK
+    )
     if first >= end:
         return
-    used = (length + span - 1) // span
-    i_all, num_jobs = tl.program_id(2) * tl.num_programs(1) + i_job, tl.num_programs(2) * tl.num_programs(1)
-    threshold = _threshold(shares, digits, i_job, i_all, num_jobs, chunks, used)
+    threshold = _threshold(shares, digits, i_all, chunks, used)
     o_c = tl.arange(0, BLOCK_N)
     b_left = tl.zeros([BLOCK_N], tl.int32)
     for start in range(first, end, CHUNK):
-        if i_job < num_entries:
+        if tl.program_id(1) < num_entries:
             b_count = _kept_columns(values + place, start, end, threshold, BLOCK_N, CHUNK)[2]
             b_left += tl.sum(tl.where(b_count[:, None] < 2 + o_c[None, :], b_count[:, None], 0), 0)
         else:
             b_band = _kept_bands(values + place, start, end, threshold, CHUNK)[1]
             b_left += tl.sum(b_band, 0)
-    tl.store(left + (i_all * chunks + i_chunk).to(tl.int64) * BLOCK_N + o_c, b_left)
+    tl.store(left + (i_all * chunks + tl.program_id(0)).to(tl.int64) * BLOCK_N + o_c, b_left)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -231,16 +221,12 @@ def _keep_lines_kernel(
     """One chunk: blocks that are kept whole, the other kept columns one by one, and running counts of kept bands."""
     i_chunk, i_job, i_row = tl.program_id(0), tl.program_id(1), first_row + tl.program_id(2)
     i_entry = i_job % num_entries
-    place, length = sums_of(
-        rows, patterns, i_job // num_entries, i_entry, num_entries, i_row, first_row, num_rows, capacity, BAND, FIELDS
+    place, _, first, end, used, i_all = job_of(
+        rows, patterns, num_entries, first_row, num_rows, capacity, BAND, FIELDS, CHUNK
     )
-    span = span_of(length, CHUNK)
-    first, end = i_chunk * span, tl.minimum((i_chunk + 1) * span, length)
     if first >= end:
         return
-    used = (length + span - 1) // span
-    i_all, num_jobs = tl.program_id(2) * tl.num_programs(1) + i_job, tl.num_programs(2) * tl.num_programs(1)
-    threshold = _threshold(shares, digits, i_job, i_all, num_jobs, chunks, used)
+    threshold = _threshold(shares, digits, i_all, chunks, used)
     o_all, o_c = tl.arange(0, MOST_CHUNKS), tl.arange(0, BLOCK_N)
     o_left = (i_all.to(tl.int64) * chunks + o_all)[:, None] * BLOCK_N + o_c[None, :]
     b_left = tl.load(left + o_left, mask=(o_all < used)[:, None], other=0)

@@ -23,7 +23,7 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_FIELDS
-from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, tile_blocks
+from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, list_of, tile_blocks
 from vllm_sparse_kernels.select.parameters import MOST, on_device, require
 from vllm_sparse_kernels.select.pooled import ALIGNED, KEY_BLOCK_TOKENS, pooled_products
 from vllm_sparse_kernels.select.topk import kept_in_chunk, load_bits
@@ -65,25 +65,23 @@ def write_top_blocks(
     num_entries, num_q, width = scores.shape
     counts = on_device(tuple(min(one.top_blocks, MOST) for one in method.of_heads(num_entries)), scores.device)
     _top_blocks_kernel[(num_q // PER_TILE, num_entries)](
-        scores, width // ALIGNED.value, counts, heads, first_tile, index.rows.tiles, index.rows.num_tiles,
-        index.block_counts, index.block_ids, index.block_ids.stride(0), index.block_offsets,
+        scores, width // ALIGNED.value, counts, heads, first_tile, index.args, index.rows.num_tiles,
         BLOCK_N=index.block_tokens, HELD=HELD_BLOCKS, CHUNK=CHUNK_BLOCKS, FIELDS=TILE_FIELDS,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["width", "first_tile", "num_tiles", "stride_ids"])
+@triton.jit(do_not_specialize=["width", "first_tile", "num_tiles"])
 def _top_blocks_kernel(
-    scores, width, counts, heads, first_tile, tiles, num_tiles,
-    block_counts, block_ids, stride_ids, block_offsets,
+    scores, width, counts, heads, first_tile, index, num_tiles,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One tile's list by its two query blocks' rows of scores, each ``width`` · 64, and the diagonal."""
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)
     top_blocks = tl.load(counts + i_entry).to(tl.int32)
-    length = tl.load(tiles + i_tile * FIELDS + 2)
-    first = tl.load(tiles + i_tile * FIELDS + 3)
-    diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
+    length = tl.load(index.tiles + i_tile * FIELDS + 2)
+    first = tl.load(index.tiles + i_tile * FIELDS + 3)
+    diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N, FIELDS)
     row_0 = scores + (i_entry * tl.num_programs(0) + tl.program_id(0)) * 2 * (width * ALIGNED)
     row_1 = row_0 + width * ALIGNED
     num_0 = (first + tl.minimum(length, POOL) - 1) // POOL + 1
@@ -92,7 +90,7 @@ def _top_blocks_kernel(
     threshold_0, num_ties_0, threshold_1, num_ties_1 = _kth_largest_of_two(rows, top_blocks, HELD)
 
     RATIO: tl.constexpr = BLOCK_N // POOL
-    target = block_ids + i_head * stride_ids + tl.load(block_offsets + i_tile)
+    target = list_of(index, i_head, i_tile)
     count, above_0, ties_0, above_1, ties_1 = 0, 0, 0, 0, 0
     for start in range(0, tl.maximum(num_0, num_1), CHUNK):
         b_0, b_1 = load_bits(row_0, start, num_0, 0, CHUNK), load_bits(row_1, start, num_1, 0, CHUNK)
@@ -101,7 +99,7 @@ def _top_blocks_kernel(
         b_kept = tl.max(tl.reshape((b_kept_0 | b_kept_1).to(tl.int32), [CHUNK // RATIO, RATIO]), 1)
         o_n = start // RATIO + tl.arange(0, CHUNK // RATIO)
         count = append(target, count, o_n, (o_n < num_causal) & ((b_kept != 0) | (o_n >= diagonal)))
-    tl.store(block_counts + i_head * num_tiles + i_tile, count)
+    tl.store(index.block_counts + i_head * num_tiles + i_tile, count)
 
 
 @triton.jit

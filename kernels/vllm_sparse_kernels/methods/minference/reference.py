@@ -10,7 +10,7 @@ import torch
 
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import Tile, ceil_div
+from vllm_sparse_kernels.rows import ceil_div
 
 if TYPE_CHECKING:  # the package select imports this module
     from vllm_sparse_kernels.methods.minference.a_shape import AShape
@@ -86,7 +86,7 @@ def ten_bits(sums: torch.Tensor) -> torch.Tensor:
 def set_vertical_slash(
     verticals: torch.Tensor, slashes: torch.Tensor, index: SparseIndex, head: int, i_tile: int
 ) -> None:
-    """Algorithm 4 for one tile, all blocks at once: ``merge`` below gives the same lists."""
+    """What Algorithm 4 merges for one tile, all at once: blocks that a slash crosses, and verticals outside them."""
     tile = index.rows.tile_list[i_tile]
     starts = torch.arange(index.num_causal_blocks(tile), device=slashes.device) * index.block_tokens
     upto = torch.nn.functional.pad(slashes.cumsum(0), (1, 0))
@@ -94,41 +94,6 @@ def set_vertical_slash(
     index.set_blocks(head, i_tile, upto[tile.last_position - starts + 1] > upto[nearest])
     before = verticals[: index.first_diagonal_block(tile) * index.block_tokens]
     index.set_stripes(head, i_tile, before.nonzero().flatten())
-
-
-def merge(verticals: list[int], slashes: list[int], tile: Tile, block_tokens: int) -> tuple[list[int], list[int]]:
-    """Algorithm 4 literally, on blocks at absolute positions: points and ranges merged one after the other.
-
-    verticals are key positions and ascend, slashes are offsets and descend. Returns block ids, and the verticals
-    before the tile's diagonal blocks that lie in none of them. The diagonal is a slash of its own.
-    """
-
-    def block_range(slash: int) -> tuple[int, int]:
-        start, end = max(tile.position - slash, 0), tile.last_position - slash + 1
-        return start // block_tokens * block_tokens, ceil_div(end, block_tokens) * block_tokens
-
-    crossing = [s for s in slashes if s <= tile.last_position]
-    if 0 not in crossing:
-        crossing.append(0)
-    blocks: list[int] = []
-    columns: list[int] = []
-    range_start, range_end = block_range(crossing[0])
-    i_v, i_s = 0, 0
-    while True:
-        if i_v < len(verticals) and verticals[i_v] < range_end:
-            if verticals[i_v] < range_start:
-                columns.append(verticals[i_v])
-            i_v += 1
-            continue
-        i_s += 1
-        start, end = block_range(crossing[i_s]) if i_s < len(crossing) else (tile.last_position + 1, 0)
-        if start > range_end or i_s == len(crossing):
-            blocks.extend(range(range_start // block_tokens, range_end // block_tokens))
-            range_start, range_end = start, end
-        else:
-            range_end = max(range_end, end)
-        if i_s == len(crossing):
-            return blocks, columns
 
 
 def select_block_sparse(

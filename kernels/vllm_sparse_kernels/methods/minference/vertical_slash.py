@@ -35,7 +35,6 @@ from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ROW_FIELDS, Rows
 from vllm_sparse_kernels.select.footprint import most_bytes
 from vllm_sparse_kernels.select.last_queries import Estimate, Sums
-from vllm_sparse_kernels.select.last_query_kernels import sums_of
 from vllm_sparse_kernels.select.lines import Lines, select_lines
 from vllm_sparse_kernels.select.parameters import MOST, on_device, require
 from vllm_sparse_kernels.select.radix import (
@@ -44,9 +43,9 @@ from vllm_sparse_kernels.select.radix import (
     MOST_CHUNKS,
     PASSES,
     UNSPECIALIZED,
-    count_digits,
+    digits_of,
+    job_of,
     load_count_keys,
-    span_of,
     threshold_of,
 )
 from vllm_sparse_kernels.select.topk import kept_in_chunk
@@ -101,36 +100,31 @@ class VerticalSlash(PerHead):
         columns = room(num_rows, sums.num_entries, max(1, most), dtype=torch.int32)
         num_columns = room(num_rows, sums.num_entries, dtype=torch.int32)
         upto = room(sums.num_entries, sums.capacity, dtype=torch.int32)
-        digits = count_digits(index, sums, counts, first)
+        digits = digits_of(index, sums, counts, first)
         chunks = digits.weights.shape[3]
         _keep_largest_kernel[(chunks, 2 * sums.num_entries, num_rows)](
-            sums.values, rows.row_table, sums.num_entries, sums.first_row, rows.num_rows, sums.capacity, counts, first,
-            digits, chunks, columns, columns.shape[2], num_columns, upto, FIELDS=ROW_FIELDS, CHUNK=CHUNK,
-            PASS=PASSES - 1, num_warps=8, maxnreg=128,
+            *sums.args(rows), counts, first, digits, chunks, columns, columns.shape[2], num_columns, upto,
+            FIELDS=ROW_FIELDS, CHUNK=CHUNK, PASS=PASSES - 1, num_warps=8, maxnreg=128,
         )  # fmt: skip
         return Lines(columns, num_columns, None, upto)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _keep_largest_kernel(
-    values, rows, num_entries, first_row, num_rows, capacity, counts, forced,
+    values, rows, patterns, num_entries, first_row, num_rows, capacity, counts, forced,
     digits, chunks, columns, max_columns, num_columns, upto,
     FIELDS: tl.constexpr, CHUNK: tl.constexpr, PASS: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one job: the kept verticals to their places in a list, slashes to running counts."""
-    i_chunk, i_job, i_row = tl.program_id(0), tl.program_id(1), first_row + tl.program_id(2)
+    i_chunk, i_job = tl.program_id(0), tl.program_id(1)
     is_slash, i_entry = i_job >= num_entries, i_job % num_entries
-    place, length = sums_of(
-        rows, None, i_job // num_entries, i_entry, num_entries, i_row, first_row, num_rows, capacity, 1, FIELDS
+    place, length, first, end, used, i_all = job_of(
+        rows, patterns, num_entries, first_row, num_rows, capacity, 1, FIELDS, CHUNK
     )
-    span = span_of(length, CHUNK)
-    first, end = i_chunk * span, tl.minimum((i_chunk + 1) * span, length)
     if first >= end:
         return
-    used = (length + span - 1) // span
-    i_all, num_jobs = tl.program_id(2) * tl.num_programs(1) + i_job, tl.num_programs(2) * tl.num_programs(1)
     goal = tl.minimum(tl.load(counts + i_job).to(tl.int32), length)
-    threshold, num_ties, digit, b_w = threshold_of(digits, PASS, i_all, num_jobs, chunks, used, goal, False)
+    threshold, num_ties, digit, b_w = threshold_of(digits, PASS, i_all, chunks, used, goal, False)
     # Those of the chunks before.
     o_c, o_digit = tl.arange(0, MOST_CHUNKS), tl.arange(0, DIGITS)
     b_w = tl.where((o_c < i_chunk)[:, None], b_w, 0)

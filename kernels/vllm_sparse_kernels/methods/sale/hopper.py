@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SALE's third step on Hopper, in Gluon: what ``sale_scores`` does in half precision, bit for bit, but sooner.
+"""SALE's third step on Hopper, in Gluon: what ``sale_scores`` does, in half precision.
 
 A warp group holds the scores of two tiles. While it looks at those of one, the matrix units multiply the other's: they
 always have work queued, of two such programs on each multiprocessor. Keys come by bulk copies, three steps ahead. Per
@@ -24,9 +24,6 @@ from vllm_sparse_kernels.gluon_names import (
 
 STAGES = 4
 """Steps of keys in shared memory, and of one round of the loop."""
-
-WIDEST_HEAD = 128
-"""head_dim up to which two programs fit one multiprocessor."""
 
 STEP_TOKENS = gl.constexpr(128)
 """Keys of one step, and queries of a tile."""

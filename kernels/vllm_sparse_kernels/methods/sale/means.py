@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys
+from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, query_args
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.workspace import Workspace
 
@@ -27,14 +27,6 @@ SPLITS = 4096
 
 LEAST_CHANNELS = 32
 """Of a product in 8 bits: matrix instructions take no fewer."""
-
-
-class QueryArgs(NamedTuple):
-    """q, head_dim contiguous."""
-
-    q: Any
-    stride_token: int
-    stride_head: int
 
 
 class Means(NamedTuple):
@@ -66,7 +58,7 @@ def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, works
     with workspace.frame():
         sums = workspace.empty(moments, rows.num_tiles, num_heads, block_d)
         _query_sums_kernel[(rows.num_tiles, num_heads)](
-            QueryArgs(q, q.stride(0), q.stride(1)), rows.tiles, sums, **shape, BLOCK_M=TILE_TOKENS, FIELDS=TILE_FIELDS
+            query_args(q), rows.tiles, sums, **shape, BLOCK_M=TILE_TOKENS, FIELDS=TILE_FIELDS
         )
         _means_kernel[(rows.num_rows, num_heads, moments)](
             sums, rows.num_tiles, _query_bounds(rows), queries, 0, rows.num_rows, BLOCK_D=block_d

@@ -156,21 +156,15 @@ class Sale(PerHead):
         queries = round_queries(q, cache, rows, means, selected, regions, scale, kept_d, dtype, room)
         num_keys = min(SLAB_TOKENS, sum(tested_keys(self, rows)))
         keys = room_for_keys(selected.num_selected, cache.num_kv_heads, num_keys, kept_d, dtype, room)
-        half = dtype == torch.float8_e4m3fn and adds_up_in_half(q.device)
         for slab in slabs:
             round_keys(cache, rows, means, selected, group, slab.pieces, slab.longest, keys)
-            flag_blocks(queries, keys, kept, index, selected, regions, group, slab.pairs, slab.longest, half)
+            flag_blocks(queries, keys, kept, index, selected, regions, group, slab.pairs, slab.longest)
 
 
 def integer_dtype(device: torch.device) -> torch.dtype:
     """What the 4-bit integers are multiplied as."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return torch.float8_e4m3fn if hopper else torch.int8
-
-
-def adds_up_in_half(device: torch.device) -> bool:
-    """Whether e4m3 products are known to be added up in half precision without loss, where the sums fit."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
 def tested_keys(method: Sale, rows: Rows) -> list[int]:

@@ -37,19 +37,6 @@ def select_sale(
         index.set_blocks(head, i_tile, union)
 
 
-def paper_density(
-    method: "Sale", q: torch.Tensor, cache: PagedCache, rows: Rows, heads: torch.Tensor, scale: float
-) -> float:
-    """Kept blocks of 64 queries × 32 keys over all blocks that hold a causal pair, the paper's own measure."""
-    kept = total = 0
-    for _, i_tile, blocks in paper_blocks(method, q, cache, rows, heads, scale):
-        tile = rows.tile_list[i_tile]
-        reach = [last // KEY_BLOCK + 1 for last in last_positions(tile)]
-        kept += int(blocks.sum())
-        total += sum(reach)
-    return kept / total
-
-
 def paper_blocks(
     method: "Sale", q: torch.Tensor, cache: PagedCache, rows: Rows, heads: torch.Tensor, scale: float
 ) -> Iterator[tuple[int, int, torch.Tensor]]:

@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.methods.sale.means import Means, QueryArgs
-from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, widen
+from vllm_sparse_kernels.methods.sale.means import Means
+from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, query_args, widen
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div
 from vllm_sparse_kernels.workspace import Workspace
 
@@ -141,7 +141,7 @@ def round_queries(
         num_queries,
     )  # fmt: skip
     _round_queries_kernel[(num_queries // QUERY_BLOCK.value, count)](
-        QueryArgs(q, q.stride(0), q.stride(1)), key_args(cache, rows.block_table), rounded, means, *selected,
+        query_args(q), key_args(cache, rows.block_table), rounded, means, *selected,
         rows.tiles, *regions, scale,
         HEAD_DIM=cache.head_dim, BLOCK_D=means.keys.shape[2], KEPT_D=kept_d, GROUP=q.shape[1] // cache.num_kv_heads,
         KV_HEADS=cache.num_kv_heads, FIELDS=TILE_FIELDS, TILE=TILE_TOKENS,

@@ -34,9 +34,6 @@ TEST_WARPS = 4
 SPAN_TOKENS = 8192
 """Keys that one program tests: enough that its start (256 queries to load) does not show, few enough to fill a card."""
 
-HALF_INTEGERS = tl.constexpr(2048.0)
-"""Half precision has every integer up to this one."""
-
 PAIR_FIELDS = tl.constexpr(5)
 
 logger = logging.getLogger(__name__)
@@ -85,27 +82,31 @@ def first_flags(kept: torch.Tensor, index: SparseIndex, selected: Selected, regi
 
 def flag_blocks(
     queries: RoundedQueries, keys: RoundedKeys, kept: torch.Tensor, index: SparseIndex, selected: Selected,
-    regions: Regions, group: int, pairs: torch.Tensor, longest: int, half: bool,
+    regions: Regions, group: int, pairs: torch.Tensor, longest: int,
 ) -> None:  # fmt: skip
     """Set the flags of the blocks of one slab's keys in which an element passes.
 
-    ``pairs``: [num_pairs, PAIR_FIELDS] int32 (``pairs_of``); ``longest``: keys of the longest piece; ``half``: whether
-    products may be added up in half precision, where it has them exactly.
+    ``pairs``: [num_pairs, PAIR_FIELDS] int32 (``pairs_of``); ``longest``: keys of the longest piece.
     """
     num_pairs, num_spans, num_heads = len(pairs), ceil_div(longest, SPAN_TOKENS), selected.num_selected
-    block_d = keys.integers.shape[2]
     args = (*selected[:2], flag_args(kept, index), pairs, *regions)
-    shape = {"GROUP": group, "BLOCK_D": block_d, "INDEX_N": index.block_tokens, "SPAN": SPAN_TOKENS}
+    shape = {"GROUP": group, "BLOCK_D": keys.integers.shape[2], "INDEX_N": index.block_tokens, "SPAN": SPAN_TOKENS}
     shape |= {"FIELDS": TILE_FIELDS, "num_warps": TEST_WARPS}
-    hopper = HOPPER and half and kept.is_cuda and not UNUSABLE and block_d <= sale_hopper.WIDEST_HEAD
+    hopper = adds_up_in_half(kept.device)
     with index.workspace.frame():
         left = index.workspace.empty(num_heads, num_pairs, num_spans, dtype=torch.uint8)
         if hopper:
             hopper = _test_on_hopper((num_pairs, num_spans, num_heads), queries, keys, args, left, shape)
         _test_kernel[(num_pairs, 1 if hopper else num_spans, num_heads)](
             queries, keys, *args, left, num_spans, **shape, TILE=TILE_TOKENS, TILES=TEST_TILES, WARPS=TEST_WARPS,
-            HALF=half and not hopper, REST=hopper, PACKED=half and kept.is_cuda,
+            REST=hopper,
         )  # fmt: skip
+
+
+def adds_up_in_half(device: torch.device) -> bool:
+    """Whether ``sale_hopper`` tests what fits half precision: it knows of Hopper that e4m3 products are added up so
+    without loss, where the sums fit."""
+    return HOPPER and not UNUSABLE and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _test_on_hopper(
@@ -156,8 +157,7 @@ def _first_flags_kernel(
 def _test_kernel(
     queries, keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens, left, num_spans,
     GROUP: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, INDEX_N: tl.constexpr,
-    SPAN: tl.constexpr, WARPS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, PACKED: tl.constexpr,
-    FIELDS: tl.constexpr,
+    SPAN: tl.constexpr, WARPS: tl.constexpr, REST: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Step 3 for up to TILES tiles of one head and one span; with REST for those spans that are ``left``."""
     args = (queries, keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens)
@@ -170,17 +170,15 @@ def _test_kernel(
         if num_left > 0:
             for i_span in range(num_spans):
                 if tl.load(marks + i_span) != 0:
-                    _test_pair(args, i_span, GROUP, BLOCK_D, TILE, TILES, INDEX_N, SPAN, WARPS, False, PACKED, FIELDS)
+                    _test_pair(args, i_span, GROUP, BLOCK_D, TILE, TILES, INDEX_N, SPAN, WARPS, FIELDS)
     else:
-        i_span = tl.program_id(1)
-        _test_pair(args, i_span, GROUP, BLOCK_D, TILE, TILES, INDEX_N, SPAN, WARPS, HALF, PACKED, FIELDS)
+        _test_pair(args, tl.program_id(1), GROUP, BLOCK_D, TILE, TILES, INDEX_N, SPAN, WARPS, FIELDS)
 
 
 @triton.jit
 def _test_pair(
     args, i_span, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    INDEX_N: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr,
-    FIELDS: tl.constexpr,
+    INDEX_N: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Step 3 for up to TILES tiles of one head and up to SPAN keys of one piece."""
     queries, keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens = args
@@ -199,49 +197,19 @@ def _test_pair(
         i_kv = tl.load(heads + i_group) // GROUP
         where = (i_group, i_kv, i_tile, num_tiles, begin, end, shift)
         b_flags = flags.kept + i_group.to(tl.int64) * flags.stride_kept + tl.load(flags.offsets + o_t)
-        in_half = False
-        if HALF:
-            in_half = _fits_half(queries, keys, where, first, TILE, TILES, SPAN)
-        if in_half:
-            _test_span(queries, keys, where, b_flags, b_end_block, BLOCK_D, TILE, TILES, INDEX_N, WARPS, HALF, PACKED)
-        else:
-            _test_span(queries, keys, where, b_flags, b_end_block, BLOCK_D, TILE, TILES, INDEX_N, WARPS, False, PACKED)
-
-
-@triton.jit
-def _fits_half(queries, keys, where, first, TILE: tl.constexpr, TILES: tl.constexpr, SPAN: tl.constexpr):
-    """Whether half precision has all sums of products exactly, and biases in range."""
-    i_group, i_kv, i_tile, num_tiles, begin, end, shift = where
-    o_m = tl.arange(0, TILES * TILE)
-    in_tiles = o_m < num_tiles * TILE
-    o_q = i_group.to(tl.int64) * queries.num_queries + i_tile * TILE + o_m
-    b_square = tl.load(queries.squares + o_q, mask=in_tiles, other=0.0)
-    b_inverse = tl.load(queries.inverse_steps + o_q, mask=in_tiles, other=0.0)
-    o_n = first // 64 + tl.arange(0, SPAN // 64)
-    tested = (o_n >= begin // 64) & (o_n < (end + 63) // 64)
-    o_n += shift // 64
-    num_parts = keys.num_keys // 64
-    longest = tl.max(b_square, 0) * tl.max(tl.load(keys.squares + i_kv * num_parts + o_n, mask=tested, other=0.0), 0)
-    inverse = tl.max(b_inverse, 0)
-    bias = tl.max(tl.load(keys.largest_biases + i_group * num_parts + o_n, mask=tested, other=0.0), 0)
-    # Each factor alone in half precision's range, below 2^16, with room.
-    in_range = (inverse <= 32768) & (bias <= 32768) & (inverse * bias <= HALF_INTEGERS)
-    return in_range & (longest <= HALF_INTEGERS * HALF_INTEGERS)
+        _test_span(queries, keys, where, b_flags, b_end_block, BLOCK_D, TILE, TILES, INDEX_N, WARPS)
 
 
 @triton.jit
 def _test_span(
     queries, keys, where, b_flags, b_end_block, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    INDEX_N: tl.constexpr, WARPS: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr,
+    INDEX_N: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Store a 1 at ``b_flags`` [TILES] + b for each index block b < ``b_end_block`` of the span that passes."""
     i_group, i_kv, i_tile, num_tiles, begin, end, shift = where
     BLOCK_M: tl.constexpr = TILES * TILE
-    # Scores of as many bytes, half or float32.
-    BLOCK_N: tl.constexpr = 128 if HALF else 64
-    STAGES: tl.constexpr = 3 if HALF else 4
+    BLOCK_N: tl.constexpr = 64
     BLOCKS: tl.constexpr = BLOCK_N // INDEX_N if BLOCK_N > INDEX_N else 1  # index blocks of a step
-    dtype: tl.constexpr = tl.float16 if HALF else tl.float32
     o_m = tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, BLOCK_D)
     o_n = tl.arange(0, BLOCK_N)
@@ -250,19 +218,19 @@ def _test_span(
     o_q = i_group.to(tl.int64) * queries.num_queries + i_tile * TILE + o_m
     b_q = tl.load(queries.integers + o_q[:, None] * BLOCK_D + o_d[None, :], mask=in_tiles[:, None], other=0.0)
     b_threshold = tl.load(queries.thresholds + o_q, mask=in_tiles, other=float("inf"))
-    b_inverse = tl.load(queries.inverse_steps + o_q, mask=in_tiles, other=0.0).to(dtype)
-    b_inverse = tl.broadcast_to(b_inverse[:, None], [BLOCK_M, BLOCK_N])
+    b_inverse = tl.load(queries.inverse_steps + o_q, mask=in_tiles, other=0.0)
     integers = keys.integers + (i_kv.to(tl.int64) * keys.num_keys + shift) * BLOCK_D
     steps = keys.steps + (i_kv.to(tl.int64) * keys.num_keys + shift) // 8
     biases = keys.biases + i_group.to(tl.int64) * keys.num_keys + shift
     o_block = tl.arange(0, BLOCKS)
-    for i in tl.range(begin // BLOCK_N, (end + BLOCK_N - 1) // BLOCK_N, num_stages=STAGES):
+    for i in tl.range(begin // BLOCK_N, (end + BLOCK_N - 1) // BLOCK_N, num_stages=4):
         b_k = tl.load(integers + (i * BLOCK_N + o_n)[:, None] * BLOCK_D + o_d[None, :])
         b_bias = tl.load(biases + i * BLOCK_N + o_n)
         b_step = tl.load(steps + i * (BLOCK_N // 8) + o_step)
-        b_bias = tl.broadcast_to(b_bias.to(dtype)[None, :], [BLOCK_M, BLOCK_N])
-        b_s = _multiply(b_q, b_k, b_inverse, b_bias, HALF, HALF and PACKED)
-        b_top = _largest(b_s, HALF and PACKED) * b_step[None, :, :]
+        b_s = tl.fma(b_inverse[:, None], b_bias[None, :], tl.dot(b_q, tl.trans(b_k)).to(tl.float32))
+        # Largest of the eight scores that share a key step: [queries, BLOCK_N // 32, 4]. One thread has them.
+        b_s = tl.max(tl.reshape(b_s, [BLOCK_M, BLOCK_N // 32, 4, 4, 2]), 2)
+        b_top = tl.max(b_s, 3) * b_step[None, :, :]
         b_top = tl.max(tl.reshape(b_top, [BLOCK_M, BLOCKS, BLOCK_N // 32 // BLOCKS, 4]), 2)
         # Axes 1 and 3 lie in one thread: queries 8 apart of the 16 that a warp holds of every 16 · WARPS.
         b_over = b_top - b_threshold[:, None, None]
@@ -271,50 +239,5 @@ def _test_span(
         o_b = i * BLOCK_N // INDEX_N + o_block
         b_at = b_flags[:, None] + o_b[None, :]
         b_passes = (b_over >= 0) & (o_b[None, :] < b_end_block[:, None])[:, None, None, :, None]
-        _set(tl.broadcast_to(b_at[:, None, None, :, None], b_passes.shape), b_passes, PACKED)
-
-
-@triton.jit
-def _set(b_at, b_passes, PACKED: tl.constexpr):
-    """Store a 1 where ``b_passes``. If PACKED each thread by itself: tl.store would deal the elements out anew."""
-    if PACKED:
-        tl.inline_asm_elementwise(
-            "{.reg .pred p; setp.ne.s32 p, $2, 0; @p st.global.b8 [$1], 1; mov.b32 $0, 0;}", "=r,l,r",
-            [b_at.to(tl.int64), b_passes.to(tl.int32)], tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
+        b_at = tl.broadcast_to(b_at[:, None, None, :, None], b_passes.shape)
         tl.store(b_at, tl.full(b_passes.shape, 1, tl.uint8), mask=b_passes)
-
-
-@triton.jit
-def _multiply(b_q, b_k, b_inverse, b_bias, HALF: tl.constexpr, PACKED: tl.constexpr):
-    """Scores in (query step) · (key step): [BLOCK_M, BLOCK_N], in half precision if HALF, two at once if PACKED."""
-    if not HALF:
-        return tl.fma(b_inverse, b_bias, tl.dot(b_q, tl.trans(b_k)).to(tl.float32))
-    b_s = tl.dot(b_q, tl.trans(b_k), out_dtype=tl.float16)
-    if PACKED:
-        return tl.inline_asm_elementwise(
-            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [b_inverse, b_bias, b_s], tl.float16, is_pure=True, pack=2
-        )
-    return tl.fma(b_inverse, b_bias, b_s)
-
-
-@triton.jit
-def _largest(b_s, PACKED: tl.constexpr):
-    """[queries, BLOCK_N // 32, 4] float32: largest of the eight scores that share a key step. One thread has them."""
-    NUM: tl.constexpr = b_s.shape[1] // 32
-    if PACKED:
-        b_s = tl.permute(tl.reshape(b_s, [b_s.shape[0], NUM, 2, 2, 4, 2]), [0, 1, 4, 5, 2, 3])
-        b_even, b_odd = tl.split(b_s)
-        b_0, b_2 = tl.split(b_even)
-        b_1, b_3 = tl.split(b_odd)
-        b_s = _larger_pairs(_larger_pairs(_larger_pairs(b_0, b_1), b_2), b_3)
-    else:
-        b_s = tl.max(tl.reshape(b_s, [b_s.shape[0], NUM, 4, 4, 2]), 2)
-    return tl.max(b_s.to(tl.float32), 3)
-
-
-@triton.jit
-def _larger_pairs(b_a, b_b):
-    """Maximum in half precision, two elements in one instruction."""
-    return tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [b_a, b_b], tl.float16, is_pure=True, pack=2)

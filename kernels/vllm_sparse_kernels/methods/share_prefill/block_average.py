@@ -59,20 +59,14 @@ class BlockAverages:
     """What softmaxes over blocks of block-averaged scaled QK are made from, and those of each head's last queries.
 
     ``mean_keys`` [kv heads, all rows' key blocks, head_dim] float32 of the blocks before a row's last tile, and
-    ``scores`` [query heads, all rows' key blocks] of the last queries. With ``clusters`` [heads] int32 only of heads
-    where it is not below 0; key heads that have none of these are not read.
+    ``scores`` [query heads, all rows' key blocks] of the last queries: of heads where ``clusters`` [heads] int32 is not
+    below 0; key heads that have none of these are not read.
     """
 
     def __init__(
-        self,
-        q: torch.Tensor,
-        cache: PagedCache,
-        index: SparseIndex,
-        heads: torch.Tensor,
-        scale: float,
-        spans: Spans,
-        clusters: torch.Tensor | None = None,
-    ) -> None:
+        self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float, spans: Spans,
+        clusters: torch.Tensor,
+    ) -> None:  # fmt: skip
         self.queries = QueryArgs(q, q.stride(0), q.stride(1), scale)
         keys = key_args(cache, index.rows.block_table)
         # Known when it is compiled, a page's keys are loaded by one address.
@@ -88,12 +82,8 @@ class BlockAverages:
             "PAGE": cache.page_size,
             "GROUP": group,
         }
-        of_tiles = {
-            "BLOCK_M": TILE_TOKENS,
-            "CHUNK_KEYS": 16 if is_float32 else index.block_tokens,
-            "PRECISION": "ieee" if is_float32 else "tf32",
-        }
-        self.tile_options = options | of_tiles
+        chunk_keys, precision = (16, "ieee") if is_float32 else (index.block_tokens, "tf32")
+        self.tile_options = options | {"BLOCK_M": TILE_TOKENS, "CHUNK_KEYS": chunk_keys, "PRECISION": precision}
         room, num_rows = index.workspace.empty, index.rows.num_rows
         self.mean_keys = room(num_kv_heads, spans.num_blocks, head_dim)
         self.scores = room(num_heads, spans.num_blocks)
@@ -125,13 +115,10 @@ class BlockAverages:
 @triton.jit
 def _is_asked(i_group, heads, clusters, num_entries, GROUP: tl.constexpr, ENTRIES: tl.constexpr):
     """Whether any of the GROUP heads from ``i_group`` · GROUP on is in a cluster."""
-    if clusters is None:
-        return True
-    else:
-        o_e = tl.arange(0, ENTRIES)
-        b_head = tl.load(heads + o_e, mask=o_e < num_entries, other=-GROUP)
-        b_cluster = tl.load(clusters + o_e, mask=o_e < num_entries, other=-1)
-        return tl.max(((b_head // GROUP == i_group) & (b_cluster >= 0)).to(tl.int32), 0) > 0
+    o_e = tl.arange(0, ENTRIES)
+    b_head = tl.load(heads + o_e, mask=o_e < num_entries, other=-GROUP)
+    b_cluster = tl.load(clusters + o_e, mask=o_e < num_entries, other=-1)
+    return tl.max(((b_head // GROUP == i_group) & (b_cluster >= 0)).to(tl.int32), 0) > 0
 
 
 @triton.jit(do_not_specialize=["num_entries", "num_blocks"])
@@ -196,10 +183,7 @@ def _sum_of(b_k):
 def _estimates_kernel(heads, clusters, scores, block_starts, num_blocks, out, sparsity, CHUNK: tl.constexpr):
     """Softmax over the blocks of one (head, row)."""
     i, i_row, num_rows = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    cluster = 0
-    if clusters is not None:
-        cluster = tl.load(clusters + i)
-    if cluster < 0:
+    if tl.load(clusters + i) < 0:
         return
     start = tl.load(block_starts + i_row)
     count = (tl.load(block_starts + i_row + 1) - start).to(tl.int32)

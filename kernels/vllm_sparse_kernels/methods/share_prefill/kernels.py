@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.methods.share_prefill.block_average import average_tile, divergence, softmax_sums
-from vllm_sparse_kernels.select.lists import append, tile_blocks
+from vllm_sparse_kernels.select.lists import append, list_of, tile_blocks
 from vllm_sparse_kernels.select.radix import DIGITS, mass_keys, masses_by_digit, masses_by_high_digit, next_digit
 
 TILES_AT_ONCE = tl.constexpr(32)
@@ -21,48 +21,31 @@ MEANS_AT_ONCE = tl.constexpr(128)
 """Mean keys that meet a mean query at a time, with as many or twice as many under way."""
 
 
-class DecideArgs(NamedTuple):
-    """What Algorithm 3 decides from, and where that goes: see ``_decide`` in share_prefill.py."""
+class ShareArgs(NamedTuple):
+    """What heads of a layer share by, for all three kernels: by head [n], by cluster of the layer, by slot of
+    ``Pivots``, and by row or tile.
 
-    estimates: Any
-    sparsity: Any
-    places: Any
-    slots: Any
-    exists: Any
-    last_rows: Any
-    block_starts: Any
-    patterns: Any
-
-
-class NewMapArgs(NamedTuple):
-    """What maps of new pivots are made from, those ``BlockAverages`` has; where they go, and their weights by the
-    upper digit of their keys."""
-
-    mean_keys: Any
-    heads: Any
-    tiles: Any
-    block_offsets: Any
-    maps: Any
-    weights: Any
-
-
-class MapArgs(NamedTuple):
-    """What heads take of their pivots' maps, which lie by ``slots`` [clusters of the layer].
-
-    Of these ``shares`` [heads] is kept. A tile's masses by a digit of their keys (radix.py): ``high_weights`` [slots,
-    num_tiles, 256] by the upper one, kept with the maps; ``low_weights`` [heads, num_tiles, 256] by the lower one where
-    the upper is the threshold's, ``high`` [heads, num_tiles], which leaves the masses ``left`` to be reached.
+    A tile's masses by a digit of their keys (radix.py): ``weights`` [slots, num_tiles, 256] by the upper one, kept with
+    the maps; ``low_weights`` [n, num_tiles, 256] by the lower one where the upper is the threshold's, ``high``
+    [n, num_tiles], which leaves the masses ``left`` to be reached.
     """
 
+    heads: Any
+    places: Any  # [n] each head's cluster among those of the layer, below 0: noise
+    slots: Any  # [clusters of the layer]
+    patterns: Any  # [n, num_rows]
+    shares: Any  # [n] of its pivot's map each head keeps so much
+    estimates: Any
+    sparsity: Any
+    mean_keys: Any
+    exists: Any
+    last_rows: Any
     maps: Any
-    slots: Any
-    places: Any
-    patterns: Any
-    high_weights: Any
+    weights: Any
     low_weights: Any
     high: Any
     left: Any
-    shares: Any
+    block_starts: Any
     tile_starts: Any
 
 
@@ -85,7 +68,7 @@ def _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS: tl.
 )  # fmt: skip
 def decide_kernel(
     args, stride, stride_last, num_heads, num_rows, max_sparsity, max_distance,
-    queries, keys, maps, num_map_programs, num_blocks, stride_map, num_tiles,
+    queries, keys, index, num_map_programs, num_blocks, stride_map, num_tiles,
     HEADS: tl.constexpr, CHUNK: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
@@ -101,11 +84,12 @@ def decide_kernel(
         )  # fmt: skip
     else:
         place, i_tile = i // num_tiles, i % num_tiles
-        i_row = tl.load(maps.tiles + i_tile * FIELDS)
+        i_row = tl.load(index.tiles + i_tile * FIELDS)
         known, pivot = _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS)
         if (not known) & (pivot < HEADS):
             _make_map(
-                queries, keys, maps, tl.load(args.slots + place).to(tl.int64), tl.load(maps.heads + pivot).to(tl.int64),
+                args, index, queries, keys,
+                tl.load(args.slots + place).to(tl.int64), tl.load(args.heads + pivot).to(tl.int64),
                 tl.load(args.block_starts + i_row), i_tile, num_blocks, stride_map, num_tiles,
                 CHUNK, HEAD_DIM, BLOCK_D, FIELDS, BLOCK_N, PAGE, GROUP, BLOCK_M, CHUNK_KEYS, PRECISION,
             )  # fmt: skip
@@ -145,7 +129,7 @@ def _decide(
 
 @triton.jit
 def _make_map(
-    queries, keys, maps, slot, i_head, start_block, i_tile, num_blocks, stride_map, num_tiles,
+    args, index, queries, keys, slot, i_head, start_block, i_tile, num_blocks, stride_map, num_tiles,
     CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -153,13 +137,13 @@ def _make_map(
 
     Scores stand in its place until their sum is known.
     """
-    row = maps.maps + slot * stride_map + tl.load(maps.block_offsets + i_tile)
-    diagonal, num_causal = tile_blocks(maps.tiles, i_tile, BLOCK_N, FIELDS)
+    row = args.maps + slot * stride_map + tl.load(index.block_offsets + i_tile)
+    diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N, FIELDS)
     b_q = average_tile(
-        queries, keys, maps.tiles, i_tile, i_head, row,
+        queries, keys, index.tiles, i_tile, i_head, row,
         HEAD_DIM, BLOCK_D, FIELDS, BLOCK_N, PAGE, GROUP, BLOCK_M, CHUNK_KEYS, PRECISION,
     )  # fmt: skip
-    means = maps.mean_keys + ((i_head // GROUP) * num_blocks + start_block) * HEAD_DIM
+    means = args.mean_keys + ((i_head // GROUP) * num_blocks + start_block) * HEAD_DIM
     o_d = tl.arange(0, BLOCK_D)
     # Of one query: tensor cores, which take 8, need more instructions for a product that comes to float32.
     for start in tl.range(0, diagonal, MEANS_AT_ONCE, num_stages=3 if BLOCK_D <= 128 else 2):
@@ -177,7 +161,7 @@ def _make_map(
 
     tl.debug_barrier()
     b_weight = masses_by_high_digit(row, 0, num_causal, 8, 64)  # by 8 warps
-    tl.store(maps.weights + (slot * num_tiles + i_tile) * DIGITS + tl.arange(0, DIGITS), b_weight)
+    tl.store(args.weights + (slot * num_tiles + i_tile) * DIGITS + tl.arange(0, DIGITS), b_weight)
 
 
 @triton.jit
@@ -205,21 +189,21 @@ def _joined(weights, tile_starts, i_row):
 
 @triton.jit(do_not_specialize=["stride_map", "num_rows"])
 def low_weights_kernel(
-    args, stride_map, num_rows, tiles, block_offsets,
+    args, stride_map, num_rows, index,
     BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
     SHARED: tl.constexpr,
 ):  # fmt: skip
     """The second pass of radix.py over one tile's part of the map that one head takes its pattern from."""
     i_tile, num_tiles = tl.program_id(0), tl.num_programs(0)
-    i_row = tl.load(tiles + i_tile * FIELDS)
+    i_row = tl.load(index.tiles + i_tile * FIELDS)
     i = _ranked_head(args, i_row, num_rows, False, HEADS, SHARED)
     if i < 0:
         return
     slot = tl.load(args.slots + tl.load(args.places + i)).to(tl.int64)
-    b_weight = _joined(args.high_weights + slot * num_tiles * DIGITS, args.tile_starts, i_row)
+    b_weight = _joined(args.weights + slot * num_tiles * DIGITS, args.tile_starts, i_row)
     high, left = next_digit(b_weight, tl.load(args.shares + i) * tl.sum(b_weight, 0))
-    _, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
-    values = args.maps + slot * stride_map + tl.load(block_offsets + i_tile)
+    _, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N, FIELDS)
+    values = args.maps + slot * stride_map + tl.load(index.block_offsets + i_tile)
     b_weight = masses_by_digit(values, 0, num_causal, high, 1, CHUNK, 64)
     i_out = i.to(tl.int64) * num_tiles + i_tile
     tl.store(args.low_weights + i_out * DIGITS + tl.arange(0, DIGITS), b_weight)
@@ -227,26 +211,25 @@ def low_weights_kernel(
     tl.store(args.left + i_out, left)
 
 
-@triton.jit(do_not_specialize=["stride_map", "num_rows", "stride_estimate", "stride_last", "stride_ids", "num_tiles"])
+@triton.jit(do_not_specialize=["stride_map", "num_rows", "stride_estimate", "stride_last", "num_tiles"])
 def apply_patterns_kernel(
-    args, stride_map, num_rows, estimates, stride_estimate, exists, last_rows, stride_last, block_starts,
-    heads, tiles, rows, block_offsets, block_counts, block_ids, stride_ids, stripe_counts, num_tiles,
+    args, stride_map, num_rows, stride_estimate, stride_last, rows, index, num_tiles,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
     ROW_FIELDS: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """The list of one (tile, head) that shares or is the pivot."""
     i_tile = tl.program_id(0)
-    i_row = tl.load(tiles + i_tile * FIELDS)
+    i_row = tl.load(index.tiles + i_tile * FIELDS)
     i = _ranked_head(args, i_row, num_rows, True, HEADS, SHARED)
     if i < 0:
         return
     pattern = tl.load(args.patterns + i * num_rows + i_row)
-    i_head = tl.load(heads + i).to(tl.int64)
-    diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
-    start = tl.load(block_offsets + i_tile)
+    i_head = tl.load(args.heads + i).to(tl.int64)
+    diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N, FIELDS)
+    start = tl.load(index.block_offsets + i_tile)
     slot = tl.load(args.slots + tl.load(args.places + i)).to(tl.int64)
     values = args.maps + slot * stride_map + start
-    target = block_ids + i_head * stride_ids + start
+    target = list_of(index, i_head, i_tile)
     threshold = 0
     if pattern == SHARED:
         i_entry = i.to(tl.int64) * num_tiles
@@ -259,15 +242,15 @@ def apply_patterns_kernel(
         causal = o_n < num_causal
         b_kept = mass_keys(tl.load(values + o_n, mask=causal, other=0.0)) >= threshold
         count = append(target, count, o_n, causal & (b_kept | (o_n >= diagonal) | (pattern == DENSE)))
-    tl.store(block_counts + i_head * num_tiles + i_tile, count)
-    tl.store(stripe_counts + i_head * num_tiles + i_tile, 0)
+    tl.store(index.block_counts + i_head * num_tiles + i_tile, count)
+    tl.store(index.stripe_counts + i_head * num_tiles + i_tile, 0)
 
     # The pivot's last tile, which ends where the row does, keeps the estimate.
-    end = tl.load(tiles + i_tile * FIELDS + 3) + tl.load(tiles + i_tile * FIELDS + 2)
+    end = tl.load(index.tiles + i_tile * FIELDS + 3) + tl.load(index.tiles + i_tile * FIELDS + 2)
     if (pattern == DENSE) & (end == tl.load(rows + i_row * ROW_FIELDS + 2)):
-        begin = tl.load(block_starts + i_row)
+        begin = tl.load(args.block_starts + i_row)
         for first in range(0, num_causal, CHUNK):
             o_n = first + tl.arange(0, CHUNK)
-            b_a = tl.load(estimates + i.to(tl.int64) * stride_estimate + begin + o_n, mask=o_n < num_causal)
-            tl.store(last_rows + slot * stride_last + begin + o_n, b_a, mask=o_n < num_causal)
-        tl.store(exists + slot * num_rows + i_row, 1)
+            b_a = tl.load(args.estimates + i.to(tl.int64) * stride_estimate + begin + o_n, mask=o_n < num_causal)
+            tl.store(args.last_rows + slot * stride_last + begin + o_n, b_a, mask=o_n < num_causal)
+        tl.store(args.exists + slot * num_rows + i_row, 1)

@@ -50,7 +50,7 @@ query heads share, ends there; query heads that share keys are stacked, so that 
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal, Self, TypeVar
 
@@ -58,13 +58,11 @@ import torch
 import triton
 
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
-from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 from vllm_sparse_kernels.methods.share_prefill.block_average import BlockAverages, Spans
 from vllm_sparse_kernels.methods.share_prefill.kernels import (
-    DecideArgs,
-    MapArgs,
-    NewMapArgs,
+    ShareArgs,
     apply_patterns_kernel,
     decide_kernel,
     low_weights_kernel,
@@ -86,11 +84,10 @@ State = TypeVar("State")
 
 
 @dataclass(frozen=True)
-class SharePrefill(Method):
-    """δ, τ, γ of the paper, and the cluster of a head as the profile knows it.
+class SharePrefill(PerHead):
+    """δ, τ, γ of the paper, and the cluster of a head, which has the same number in all layers."""
 
-    Heads of a layer depend on each other: the ``SharePrefillLayer`` that ``merged`` makes selects them together.
-    """
+    differing = ("gamma", "cluster")
 
     max_sparsity: float = 0.3  # δ: heads at least that far from uniform share nothing; above 0.84 there are none
     max_distance: float = 0.2  # τ: heads at least that far from their pivot do not take its pattern
@@ -111,21 +108,15 @@ class SharePrefill(Method):
         FlexVerticalSlash(last_queries=self.last_queries, estimating=self.estimating)  # which refuses what cannot be
 
     @property
-    def alike(self) -> "SharePrefill":
-        own = ("cluster", "clusters", "gamma", "gammas")
-        return SharePrefill(**{name: value for name, value in asdict(self).items() if name not in own})
-
-    @property
     def company(self) -> "SharePrefill":
-        return replace(self.alike, cluster=self.cluster)
+        return replace(self, gamma=type(self).gamma)
 
     @classmethod
-    def merged(cls, methods: Sequence[Self]) -> "SharePrefillLayer":
-        first, clusters = asdict(methods[0].alike), tuple(m.cluster for m in methods)
-        require(len({m.alike for m in methods}) == 1, "methods", methods, "equal thresholds, but for γ")
-        gammas = tuple(m.gamma for m in methods)
-        own = {"gamma": gammas[0]} if len(set(gammas)) == 1 else {"gammas": gammas}
-        return SharePrefillLayer(**first | own, clusters=clusters)
+    def merged(cls, methods: Sequence[Self]) -> Self:
+        """Heads that are the same are still several, which share."""
+        merged = replace(super().merged(methods))
+        object.__setattr__(merged, "settings", tuple(methods))
+        return merged
 
     @property
     def alone(self) -> "SharePrefill":
@@ -134,7 +125,7 @@ class SharePrefill(Method):
 
     @classmethod
     def objection(cls, methods: Sequence[Self]) -> str | None:
-        members = Counter(m.company for m in methods if m.shares(m.clusters_of_heads))
+        members = Counter(m.company for m in methods if m.shares([m]))
         if any(count > 1 for count in members.values()):
             return None
         return (
@@ -145,28 +136,17 @@ class SharePrefill(Method):
     @classmethod
     def summary(cls, methods: Sequence[Self]) -> dict[str, object]:
         fields = {name: value for name, value in methods[0].alike.shown_fields.items() if name != "cluster"}
-        gammas = {gamma for m in methods for gamma in m.gammas_of_heads}
+        heads = [one for m in methods for one in m.settings or (m,)]
+        gammas = {one.gamma for one in heads}
         fields["gamma"] = gammas.pop() if len(gammas) == 1 else f"{min(gammas):g} to {max(gammas):g}"
-        members = Counter(c for m in methods for c in m.clusters_of_heads if c != NOISE)
+        members = Counter(one.cluster for one in heads if one.cluster != NOISE)
         return fields | {"clusters": len(members), "clustered_heads": members.total()}
-
-    @property
-    def clusters_of_heads(self) -> tuple[int, ...]:
-        """The cluster of each head that this method is for."""
-        return (self.cluster,)
-
-    @property
-    def gammas_of_heads(self) -> tuple[float, ...]:
-        """γ of each head that this method is for; one, where all have the same."""
-        return (self.gamma,)
 
     @cached_property
     def fallback(self) -> FlexVerticalSlash:
         """Vertical-slash of the same heads."""
         lines = FlexVerticalSlash(last_queries=self.last_queries, estimating=self.estimating)
-        merged = FlexVerticalSlash.merged([replace(lines, gamma=gamma) for gamma in self.gammas_of_heads])
-        assert isinstance(merged, FlexVerticalSlash)
-        return merged
+        return FlexVerticalSlash.merged([replace(lines, gamma=one.gamma) for one in self.settings or (self,)])
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
         return self.fallback.stripe_layout(rows)
@@ -175,50 +155,9 @@ class SharePrefill(Method):
         lines = super().workspace_bytes(rows, shape, num_selected, stripe_capacity)
         return max(lines, averaged_bytes(rows, shape, num_selected))
 
-    def clusters_of(self, heads: torch.Tensor) -> tuple[int, ...]:
-        """The cluster of each of ``heads``."""
-        require(self.cluster == NOISE, "cluster", self.cluster, "clustered heads of a layer merged into one method")
-        return (NOISE,) * len(heads)
-
-    def shares(self, clusters: tuple[int, ...]) -> bool:
-        """Whether any head could take a pattern. If none could, no pivot is worth its dense attention."""
-        return self.max_sparsity > 0 and self.max_distance > 0 and any(c != NOISE for c in clusters)
-
-    def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        self.clusters_of(heads)
-        self.fallback.select(q, cache, index, heads, scale)
-
-
-@dataclass(frozen=True)
-class SharePrefillLayer(SharePrefill):
-    """All heads of a layer that share by the same thresholds.
-
-    ``clusters[i]`` is the cluster of the i-th head that ``select`` is given; a cluster has the same id in all layers.
-    ``gammas[i]`` is its γ, where they differ; else there are none.
-    """
-
-    clusters: tuple[int, ...] = ()
-    gammas: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        expected = f"none, or one of each of the {len(self.clusters)} heads, in (0, 1]"
-        fits = len(self.gammas) in (0, len(self.clusters)) and all(0 < gamma <= 1 for gamma in self.gammas)
-        require(fits, "gammas", self.gammas, expected)
-        require(min(self.clusters, default=0) >= NOISE, "clusters", self.clusters, f"ids >= 0, or {NOISE} for noise")
-
-    @property
-    def clusters_of_heads(self) -> tuple[int, ...]:
-        return self.clusters
-
-    @property
-    def gammas_of_heads(self) -> tuple[float, ...]:
-        return self.gammas or (self.gamma,) * len(self.clusters)
-
-    def clusters_of(self, heads: torch.Tensor) -> tuple[int, ...]:
-        expected = f"one id for each of the {len(heads)} heads"
-        require(len(self.clusters) == len(heads), "clusters", self.clusters, expected)
-        return self.clusters
+    def shares(self, heads: Sequence["SharePrefill"]) -> bool:
+        """Whether any of these heads could take a pattern. If none could, no pivot is worth its dense attention."""
+        return self.max_sparsity > 0 and self.max_distance > 0 and any(one.cluster != NOISE for one in heads)
 
     def state_of_step(self, rows: Rows, kind: str, make: Callable[[], State]) -> State:
         """What layers keep for later ones, made by the first of them. Heads with other thresholds share nothing."""
@@ -228,11 +167,12 @@ class SharePrefillLayer(SharePrefill):
         return rows.state[key]
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        clusters = self.clusters_of(heads)
-        if not self.shares(clusters):
+        settings = self.of_heads(len(heads))
+        if not self.shares(settings):
             self.fallback.select(q, cache, index, heads, scale)
             return
         pivots = self.state_of_step(index.rows, "pivots", lambda: Pivots(index))
+        clusters = [one.cluster for one in settings]
         in_layer = sorted(set(clusters) - {NOISE})
         places = _on_device(tuple(NOISE if c == NOISE else in_layer.index(c) for c in clusters), index.rows.device)
         slots = _on_device(pivots.slots_of(in_layer, index), index.rows.device)
@@ -240,9 +180,7 @@ class SharePrefillLayer(SharePrefill):
             patterns = index.workspace.empty(len(heads), index.rows.num_rows, dtype=torch.int32)
             with index.workspace.frame():
                 averages = BlockAverages(q, cache, index, heads, scale, pivots.spans, places)
-                estimates = _decide(self, pivots, index, averages, places, slots, patterns)
-                maps = _weigh(self, pivots, index, patterns, places, slots)
-                _apply_patterns(pivots, index, heads, maps, estimates)
+                _share(self, pivots, index, averages, places, slots, patterns)
             self.fallback.select_where(q, cache, index, heads, scale, patterns)
 
 
@@ -291,76 +229,33 @@ def _with_room(kept: torch.Tensor, number: int) -> torch.Tensor:
     return new
 
 
-def _decide(
-    method: SharePrefill,
-    pivots: Pivots,
-    index: SparseIndex,
-    averages: BlockAverages,
-    places: torch.Tensor,
-    slots: torch.Tensor,
-    patterns: torch.Tensor,
-) -> torch.Tensor:
-    """Algorithm 3: fill patterns [heads, num_rows] int32 and make the maps of new pivots; returns heads' estimates.
-
-    places [heads] is each head's cluster among those of the layer, slots [clusters of the layer] their slots in
-    ``pivots``.
-    """
+def _share(
+    method: SharePrefill, pivots: Pivots, index: SparseIndex, averages: BlockAverages, places: torch.Tensor,
+    slots: torch.Tensor, patterns: torch.Tensor,
+) -> None:  # fmt: skip
+    """Algorithm 3: fill patterns [heads, num_rows] int32, make the maps of new pivots and keep their estimates ã; and
+    Algorithm 2: write the lists of shared and dense heads."""
+    rows, room = index.rows, index.workspace.empty
     estimates, sparsity = averages.estimates()
     num_heads, num_rows = sparsity.shape
-    args = DecideArgs(
-        estimates, sparsity, places, slots, pivots.exists, pivots.last_rows, pivots.spans.block_starts, patterns
-    )
-    num_map_programs = len(slots) * index.rows.num_tiles
-    maps = NewMapArgs(
-        averages.mean_keys, averages.heads, index.rows.tiles, index.block_offsets, pivots.maps, pivots.weights
-    )
-    decide_kernel[(num_map_programs + num_heads * num_rows,)](
-        args, estimates.stride(0), pivots.last_rows.stride(0), num_heads, num_rows,
-        method.max_sparsity, method.max_distance, averages.queries, averages.keys,
-        maps, num_map_programs, pivots.spans.num_blocks,
-        pivots.maps.stride(0), index.rows.num_tiles,
-        HEADS=triton.next_power_of_2(num_heads), CHUNK=CHUNK_BLOCKS, SHARED=SHARED, DENSE=DENSE,
-        **averages.tile_options, num_warps=8,
-    )  # fmt: skip
-    return estimates
-
-
-def _weigh(
-    method: SharePrefill,
-    pivots: Pivots,
-    index: SparseIndex,
-    patterns: torch.Tensor,
-    places: torch.Tensor,
-    slots: torch.Tensor,
-) -> MapArgs:
-    """What Algorithm 2's thresholds follow from, for the heads and rows that share."""
-    rows, room, num_heads = index.rows, index.workspace.empty, len(patterns)
-    maps = MapArgs(
-        pivots.maps, slots, places, patterns, pivots.weights,
+    shares = on_device(tuple(one.kernel_share for one in method.fallback.of_heads(num_heads)), rows.device)
+    args = ShareArgs(
+        averages.heads, places, slots, patterns, shares, estimates, sparsity, averages.mean_keys,
+        pivots.exists, pivots.last_rows, pivots.maps, pivots.weights,
         room(num_heads, rows.num_tiles, DIGITS.value), room(num_heads, rows.num_tiles, dtype=torch.int32),
-        room(num_heads, rows.num_tiles),
-        on_device(tuple(one.kernel_share for one in method.fallback.of_heads(num_heads)), rows.device),
-        pivots.spans.tile_starts,
+        room(num_heads, rows.num_tiles), pivots.spans.block_starts, pivots.spans.tile_starts,
     )  # fmt: skip
-    low_weights_kernel[(rows.num_tiles, num_heads)](
-        maps, pivots.maps.stride(0), rows.num_rows, rows.tiles, index.block_offsets,
-        BLOCK_N=index.block_tokens, FIELDS=TILE_FIELDS, CHUNK=CHUNK_BLOCKS,
-        HEADS=triton.next_power_of_2(num_heads), SHARED=SHARED,
+    stride_map, stride_last = pivots.maps.stride(0), pivots.last_rows.stride(0)
+    num_map_programs = len(slots) * rows.num_tiles
+    heads = {"HEADS": triton.next_power_of_2(num_heads), "CHUNK": CHUNK_BLOCKS, "SHARED": SHARED}
+    tiles = {"BLOCK_N": index.block_tokens, "FIELDS": TILE_FIELDS}
+    decide_kernel[(num_map_programs + num_heads * num_rows,)](
+        args, estimates.stride(0), stride_last, num_heads, num_rows, method.max_sparsity, method.max_distance,
+        averages.queries, averages.keys, index.args, num_map_programs, pivots.spans.num_blocks, stride_map,
+        rows.num_tiles, **heads, DENSE=DENSE, **averages.tile_options, num_warps=8,
     )  # fmt: skip
-    return maps
-
-
-def _apply_patterns(
-    pivots: Pivots, index: SparseIndex, heads: torch.Tensor, maps: MapArgs, estimates: torch.Tensor
-) -> None:
-    """Write the lists of shared and dense heads, and keep the new pivots' estimates ã."""
-    rows = index.rows
-    apply_patterns_kernel[(rows.num_tiles, len(heads))](
-        maps, pivots.maps.stride(0), rows.num_rows, estimates, estimates.stride(0),
-        pivots.exists, pivots.last_rows, pivots.last_rows.stride(0), pivots.spans.block_starts,
-        heads, rows.tiles, rows.row_table,
-        index.block_offsets, index.block_counts, index.block_ids, index.block_ids.stride(0), index.stripe_counts,
-        rows.num_tiles, BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS,
-        FIELDS=TILE_FIELDS, ROW_FIELDS=ROW_FIELDS,
-        HEADS=triton.next_power_of_2(len(heads)), SHARED=SHARED, DENSE=DENSE,
+    low_weights_kernel[(rows.num_tiles, num_heads)](args, stride_map, num_rows, index.args, **tiles, **heads)
+    apply_patterns_kernel[(rows.num_tiles, num_heads)](
+        args, stride_map, num_rows, estimates.stride(0), stride_last, rows.row_table, index.args, rows.num_tiles,
+        **tiles, **heads, DENSE=DENSE, ROW_FIELDS=ROW_FIELDS,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_TOKENS
 
 if TYPE_CHECKING:  # the package select imports this module
-    from vllm_sparse_kernels.methods.share_prefill.method import SharePrefillLayer
+    from vllm_sparse_kernels.methods.share_prefill.method import SharePrefill
 
 NOISE = -1
 
@@ -24,33 +24,33 @@ class Pivot(NamedTuple):
 
 
 def select_share_prefill(
-    method: "SharePrefillLayer",
+    method: "SharePrefill",
     q: torch.Tensor,
     cache: PagedCache,
     index: SparseIndex,
     heads: torch.Tensor,
     scale: float,
 ) -> None:
-    clusters = method.clusters_of(heads)
+    settings = method.of_heads(len(heads))
     select_flex_vertical_slash(method.fallback, q, cache, index, heads, scale)
-    if not method.shares(clusters):
+    if not method.shares(settings):
         return
     pivots = method.state_of_step(index.rows, "reference", dict[tuple[int, int], Pivot])
     rows, group = index.rows, q.shape[1] // cache.num_kv_heads
     for row in range(rows.num_rows):
         keys = cache.gather(rows.block_table[row], rows.seq_lens[row])[0].float() * scale
         queries = q[rows.tokens[row] : rows.tokens[row] + rows.query_lens[row]].float()
-        for head, cluster, gamma in zip(heads.tolist(), clusters, method.gammas_of_heads, strict=True):
+        for head, own in zip(heads.tolist(), settings, strict=True):
             head_keys = keys[:, head // group]
             last_row = block_average(queries[-TILE_TOKENS:, head], head_keys, index.block_tokens).softmax(-1)
-            pivot = pivots.get((row, cluster))
-            pattern = determine(method, cluster, last_row, pivot)
+            pivot = pivots.get((row, own.cluster))
+            pattern = determine(own, last_row, pivot)
             if pattern == "dense":
                 weights = block_average_map(queries[:, head], head_keys, index, row)
-                pivots[row, cluster] = Pivot(last_row, weights)
+                pivots[row, own.cluster] = Pivot(last_row, weights)
                 set_pattern([torch.ones_like(w, dtype=torch.bool) for w in weights], index, row, head)
             elif pattern == "shared" and pivot is not None:
-                set_pattern(pivotal_pattern(pivot.weights, gamma), index, row, head)
+                set_pattern(pivotal_pattern(pivot.weights, own.gamma), index, row, head)
 
 
 def set_pattern(kept: list[torch.Tensor], index: SparseIndex, row: int, head: int) -> None:
@@ -59,10 +59,10 @@ def set_pattern(kept: list[torch.Tensor], index: SparseIndex, row: int, head: in
         index.stripe_counts[head, i_tile] = 0
 
 
-def determine(method: "SharePrefillLayer", cluster: int, last_row: torch.Tensor, pivot: Pivot | None) -> str:
+def determine(method: "SharePrefill", last_row: torch.Tensor, pivot: Pivot | None) -> str:
     """Algorithm 3, and the first lines of Algorithm 4: "dense" (no pivot yet), "shared" or "vertical_slash"."""
     uniform = torch.full_like(last_row, 1 / len(last_row))
-    if cluster == NOISE or js_distance(last_row, uniform) >= method.max_sparsity:
+    if method.cluster == NOISE or js_distance(last_row, uniform) >= method.max_sparsity:
         return "vertical_slash"
     if pivot is None:
         return "dense"

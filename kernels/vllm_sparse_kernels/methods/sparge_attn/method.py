@@ -50,7 +50,7 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_FIELDS
-from vllm_sparse_kernels.select.lists import append, compact_blocks, tile_blocks
+from vllm_sparse_kernels.select.lists import append, compact_blocks, list_of, tile_blocks
 from vllm_sparse_kernels.select.parameters import on_device, require
 from vllm_sparse_kernels.select.pooled import ALIGNED, KEY_BLOCK_TOKENS, pooled_products
 
@@ -129,23 +129,21 @@ def keep_top_mass(
     """
     num_heads, num_tiles, width = scores.shape
     _keep_top_mass_kernel[(num_tiles, num_heads)](
-        scores, width // ALIGNED.value, similarity, heads, index.rows.tiles, index.rows.num_tiles, first_tile,
+        scores, width // ALIGNED.value, similarity, heads, index.args, index.rows.num_tiles, first_tile,
         kept_mass, min_similarity, int(keep_sink),
-        index.block_counts, index.block_ids, index.block_ids.stride(0), index.block_offsets, index.stripe_counts,
         BLOCK=KEY_BLOCK_TOKENS, HALVES=index.block_tokens // KEY_BLOCK_TOKENS, CHUNK=HELD_BLOCKS, FIELDS=TILE_FIELDS,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["width", "num_tiles", "first_tile", "num_sink", "stride_ids"])
+@triton.jit(do_not_specialize=["width", "num_tiles", "first_tile", "num_sink"])
 def _keep_top_mass_kernel(
-    scores, width, similarity, heads, tiles, num_tiles, first_tile, kept_mass, min_similarity, num_sink,
-    block_counts, block_ids, stride_ids, block_offsets, stripe_counts,
+    scores, width, similarity, heads, index, num_tiles, first_tile, kept_mass, min_similarity, num_sink,
     BLOCK: tl.constexpr, HALVES: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)
     row = scores + (i_entry * tl.num_programs(0) + tl.program_id(0)) * (width * ALIGNED)
-    num_blocks = tile_blocks(tiles, i_tile, BLOCK, FIELDS)[1]
+    num_blocks = tile_blocks(index.tiles, i_tile, BLOCK, FIELDS)[1]
     share = tl.load(kept_mass + i_entry)
     is_unlike = tl.load(similarity + i_entry * num_tiles + i_tile) < tl.load(min_similarity + i_entry)
     all_kept = tl.where(share >= 1, 1, is_unlike.to(tl.int32)) != 0
@@ -164,8 +162,8 @@ def _keep_top_mass_kernel(
     missing = target - _mass(b_e, row, num_blocks, bits + 1, CHUNK)
     num_equal = tl.ceil(missing / bits.to(tl.float32, bitcast=True)).to(tl.int32)
 
-    diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK * HALVES, FIELDS)
-    ids = block_ids + i_head * stride_ids + tl.load(block_offsets + i_tile)
+    diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK * HALVES, FIELDS)
+    ids = list_of(index, i_head, i_tile)
     count, seen = 0, 0
     for first in range(0, num_blocks, CHUNK):
         if first > 0:
@@ -178,8 +176,8 @@ def _keep_top_mass_kernel(
         b_kept = tl.max(tl.reshape(b_kept, [CHUNK // HALVES, HALVES]), 1) != 0
         o_n = first // HALVES + tl.arange(0, CHUNK // HALVES)
         count = append(ids, count, o_n, (o_n < num_causal) & (b_kept | (o_n < num_sink) | (o_n >= diagonal)))
-    tl.store(block_counts + i_head * num_tiles + i_tile, count)
-    tl.store(stripe_counts + i_head * num_tiles + i_tile, 0)
+    tl.store(index.block_counts + i_head * num_tiles + i_tile, count)
+    tl.store(index.stripe_counts + i_head * num_tiles + i_tile, 0)
 
 
 @triton.jit

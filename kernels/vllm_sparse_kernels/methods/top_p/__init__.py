@@ -5,6 +5,12 @@ from vllm_sparse_kernels.methods.spec import MethodSpec
 from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.methods.top_p.reference import select_top_p
 
+LADDER = (
+    *((0.7, 0.1), (0.8, 0.1), (0.9, 0.1), (0.9, 0.2), (0.95, 0.2)),
+    *((0.95, 0.4), (0.97, 0.6), (0.98, 1.0), (0.99, 1.0), (0.995, 1.0)),
+)
+"""p, and the most, of settings from sparse to near dense."""
+
 SPECS = (
     MethodSpec(
         "top_p",
@@ -12,7 +18,7 @@ SPECS = (
         select_top_p,
         full=TopP(kept_mass=1.0),
         demo={"kept_mass": 0.5},
-        ladder=tuple({"kept_mass": p} for p in (0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995)),
+        ladder=tuple({"kept_mass": p, "most_share": most} for p, most in LADDER),
         cost=0.17,
     ),
 )

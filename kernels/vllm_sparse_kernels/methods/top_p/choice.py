@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fewest blocks of a tile that hold p of its mass: one program a tile and head, over an array that fits registers.
 
-A negative mass is one of a block that is kept whatever it holds. Nothing is sorted: the least mass that is kept is found by halving what bits it may have, and of equal masses the first
-blocks are taken. Bits of floats >= 0 sort as the floats do.
+A negative mass is one of a block that is kept whatever it holds. Nothing is sorted: the least mass that is kept is
+found by halving what bits it may have, and of equal masses the first blocks are taken. Bits of floats >= 0 sort as the
+floats do.
 """
 
 import torch
@@ -30,16 +31,17 @@ TWO_BITS = tl.constexpr(0x40000000)
 
 def choose(
     masses: torch.Tensor, index: SparseIndex, first_tile: int, heads: torch.Tensor, kept_mass: torch.Tensor,
-    sink_tokens: int, local_tokens: int,
+    most_share: torch.Tensor, sink_tokens: int, local_tokens: int,
 ) -> None:  # fmt: skip
     """Lists of the tiles from ``first_tile`` on, by masses [len(heads), tiles, width] float32 of 32-key blocks.
 
+    No more than ``most_share`` [len(heads)] of a tile's blocks are kept for their mass.
     Of heads whose ``kept_mass`` [len(heads)] is 1 or more masses are not read: they keep everything.
     """
     num_heads, num_tiles, _ = masses.shape
     _choose_kernel[(num_tiles, num_heads)](
         masses, masses.stride(0), masses.stride(1), heads, index.rows.tiles, index.rows.num_tiles, first_tile,
-        kept_mass, sink_tokens, local_tokens,
+        kept_mass, most_share, sink_tokens, local_tokens,
         index.block_counts, index.block_ids, index.block_ids.stride(0), index.block_offsets,
         PARTS=index.block_tokens // KEY_BLOCK.value, CHUNK=HELD_BLOCKS, FIELDS=TILE_FIELDS,
         num_warps=8, maxnreg=MAX_REGISTERS,
@@ -48,7 +50,7 @@ def choose(
 
 @triton.jit(do_not_specialize=["stride_head", "stride_tile", "num_tiles", "first_tile", "sink", "local", "stride_ids"])
 def _choose_kernel(
-    masses, stride_head, stride_tile, heads, tiles, num_tiles, first_tile, kept_mass, sink, local,
+    masses, stride_head, stride_tile, heads, tiles, num_tiles, first_tile, kept_mass, most_share, sink, local,
     block_counts, block_ids, stride_ids, block_offsets,
     PARTS: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +66,8 @@ def _choose_kernel(
     if whole:
         begin = num_blocks
     b_first = tl.abs(_load(row, 0, begin, end, CHUNK))
-    bits, num_equal = _threshold(b_first, row, begin, end, num_blocks, share, CHUNK)
+    most = tl.ceil(tl.load(most_share + i_entry) * num_blocks).to(tl.int32)
+    bits, num_equal = _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK)
 
     diagonal, num_causal = tile_blocks(tiles, i_tile, KEY_BLOCK * PARTS, FIELDS)
     ids = block_ids + i_head * stride_ids + tl.load(block_offsets + i_tile)
@@ -91,9 +94,9 @@ def _load(row, first, begin, end, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _threshold(b_first, row, begin, end, num_blocks, share, CHUNK: tl.constexpr):
+def _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK: tl.constexpr):
     """(bits of the least mass that is kept, how many of just those bits)."""
-    inner = _mass(b_first, row, begin, end, 1, CHUNK)
+    inner, _ = _held(b_first, row, begin, end, 1, CHUNK)
     outer = tl.zeros([], tl.float32)
     for first in range(0, tl.where(begin < end, num_blocks, 0), CHUNK):
         o_n = first + tl.arange(0, CHUNK)
@@ -104,23 +107,27 @@ def _threshold(b_first, row, begin, end, num_blocks, share, CHUNK: tl.constexpr)
     too_many = TWO_BITS + 1
     for _ in range(tl.where(begin < end, 30, 0)):
         middle = bits + (too_many - bits) // 2
-        reached = _mass(b_first, row, begin, end, middle, CHUNK) >= target
+        held, count = _held(b_first, row, begin, end, middle, CHUNK)
+        reached = (held >= target) | (count >= most)
         bits = tl.where(reached, middle, bits)
         too_many = tl.where(reached, too_many, middle)
-    missing = target - _mass(b_first, row, begin, end, bits + 1, CHUNK)
-    num_equal = tl.ceil(tl.minimum(missing / tl.cast(bits, tl.float32, bitcast=True), 1e9)).to(tl.int32)
-    return bits, num_equal
+    held, count = _held(b_first, row, begin, end, bits + 1, CHUNK)
+    num_equal = tl.ceil(tl.minimum((target - held) / tl.cast(bits, tl.float32, bitcast=True), 1e9)).to(tl.int32)
+    return bits, tl.minimum(num_equal, most - count)
 
 
 @triton.jit
-def _mass(b_first, row, begin, end, bits, CHUNK: tl.constexpr):
-    """Sum of the masses of at least these bits. In floating point too it never falls as more of them count."""
-    total = _part(b_first, bits)
+def _held(b_first, row, begin, end, bits, CHUNK: tl.constexpr):
+    """Sum and number of the masses of at least these bits. The sum never falls as more count, in floating point too."""
+    held, count = _part(b_first, bits)
     for first in range(CHUNK, end, CHUNK):
-        total += _part(tl.abs(_load(row, first, begin, end, CHUNK)), bits)
-    return total
+        more, others = _part(tl.abs(_load(row, first, begin, end, CHUNK)), bits)
+        held += more
+        count += others
+    return held, count
 
 
 @triton.jit
 def _part(b_masses, bits):
-    return tl.sum(tl.where(b_masses.to(tl.int32, bitcast=True) >= bits, b_masses, 0.0), 0)
+    b_counts = b_masses.to(tl.int32, bitcast=True) >= bits
+    return tl.sum(tl.where(b_counts, b_masses, 0.0), 0), tl.sum(b_counts.to(tl.int32), 0)

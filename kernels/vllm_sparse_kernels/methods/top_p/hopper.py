@@ -99,8 +99,9 @@ def masses(
 ) -> None:  # fmt: skip
     """Mean over each tile's queries of their share in each block: ``target`` [num_selected, num_tiles, width] float32.
 
-    Negative where the share of some query is at least ``peak``. The mass of all the tile's own keys stands at the first of their blocks, 0 at the others. Not written: what lies
-    past the tile's causal blocks, and heads whose ``kept`` is 1 or more.
+    Negative where the share of some query is at least ``peak``. The mass of all the tile's own keys stands at the first
+    of their blocks, 0 at the others. Not written: what lies past the tile's causal blocks, and heads whose ``kept`` is
+    1 or more.
     """
     num_selected, num_pairs, kept_d = len(heads), len(pairs), rounded.keys.shape[2]
     num_tiles, num_spans, num_rounds = scratch.bytes.shape[1], scratch.parts.shape[2], scratch.bytes.shape[2]

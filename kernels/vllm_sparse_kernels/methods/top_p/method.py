@@ -12,21 +12,20 @@ dense. For a row's query q and key k, with s the softmax's scale:
    own sum over all blocks. A sum estimated from sampled keys lost answers: a query whose heavy keys the sample
    misses outweighs its tile.
 3. A[b] is the mean of a[q, b] over the tile's queries, as many as it has. Sink blocks, local region and diagonal are
-   kept, and of the others the fewest with which what is kept holds p of Σ_b A[b], of equals the first.
+   kept, and of the others the fewest with which what is kept holds p of Σ_b A[b], of equals the first; but no more
+   than ``most_share`` of the tile's blocks, the heaviest. Where attention is that flat, a part of the keys says what
+   all would.
 4. And every block of which some query has a[q, b] >= ``peak_share``: what a single query looks for weighs at most 1 in
    128 of its tile, and is what answers are made of.
 
-What was measured, by emulating the rule in plain torch (not through a server yet), on a model of 135 million parameters
-and 64 channels a head, trained on real text, over prompts of 16,384 to 65,536 tokens with 24 facts asked for inside
-each: at p 0.95 perplexity no more than 0.2 % above dense attention's, at densities of 0.21 to 0.13; SALE's rule (τ
-0.03), at 0.18 to 0.08, raises it by 1.1 to 1.5 %. 8 bits lose nothing against exact scores, 4 bits do. Row maxima are
-as good as true masses. Means of keys, or some of the queries, are not: the blocks that answer questions are invisible
-to them.
+Measured through vLLM's servers on two trained models, over prompts of 12,288 to 130,000 tokens with 24 facts asked for
+inside each (docs/quality.md): perplexity within 0.3 % of dense attention's at densities of 0.2 to 0.06, where SALE's
+rule (τ 0.03) raises it by up to 1.5 %. 8 bits lose nothing against exact scores, 4 bits do. Row maxima are as good as
+true masses. Means of keys, or some of the queries, are not: the blocks that answer questions are invisible to them.
 
 * ``channels`` "half" multiplies the half of each kv head's channels that moves scores most in this step: variance of
   keys times mean square of queries, of all heads that share the keys. That halves the product, the greater part of the
-  method's time. At the same p it costs 0.3 to 0.5 % of perplexity there, which 0.02 more of p brings half back; a
-  quarter of the channels costs 1 to 5 %.
+  method's time. In heads of 64 channels it costs 0.2 to 0.5 % of perplexity, a quarter of the channels 1 to 5 %.
 * Mean key and channel weights are of samples by position: one group of 64 keys in eight, and of each tile the first
   32 queries. Any vector would do for the mean. Both are of what this step sees, so selection depends on the chunking,
   and on later queries of the same chunk; never on other rows.
@@ -72,7 +71,7 @@ logger = logging.getLogger(__name__)
 class TopP(PerHead):
     """Parameters of ``top_p``; the module says what each does."""
 
-    differing = ("kept_mass",)
+    differing = ("kept_mass", "most_share")
     finest_block_tokens = KEY_BLOCK.value
 
     kept_mass: float = 0.9
@@ -83,6 +82,9 @@ class TopP(PerHead):
 
     local_tokens: int = 160
     """Keys before a tile's first query that are always kept, and all between its queries."""
+
+    most_share: float = 0.2
+    """In (0, 1]: of a tile's blocks no more than this share is kept for its mass. 1: as many as hold p."""
 
     channels: CHANNELS = "half"
     """What is multiplied: ``half`` is half the product, ``all`` keeps a little fewer blocks for the same loss. No
@@ -96,6 +98,7 @@ class TopP(PerHead):
         for name, value, least in (("sink_tokens", self.sink_tokens, 0), ("local_tokens", self.local_tokens, 128)):
             whole = isinstance(value, int) and value >= least and value % KEY_BLOCK.value == 0
             require(whole, name, value, f"a multiple of {KEY_BLOCK.value} >= {least}")
+        require(0 < self.most_share <= 1, "most_share", self.most_share, "a number in (0, 1]")
         require(0 < self.peak_share <= 1, "peak_share", self.peak_share, "a number in (0, 1]")
         require(self.channels in get_args(CHANNELS), "channels", self.channels, f"one of {get_args(CHANNELS)}")
 
@@ -109,11 +112,12 @@ class TopP(PerHead):
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         index.stripe_counts.index_fill_(0, heads.long(), 0)
-        shares = tuple(one.kept_mass for one in self.of_heads(len(heads)))
+        of_heads = self.of_heads(len(heads))
+        shares = tuple(one.kept_mass for one in of_heads)
         if min(shares) == 1:
             compact_blocks(None, index, heads)
             return
-        kept = on_device(shares, q.device)
+        kept = on_device(shares, q.device), on_device(tuple(one.most_share for one in of_heads), q.device)
         if on_hopper(q.device, kept_channels(cache.head_dim, self.channels == "half")):
             try:
                 self._fill(hopper, q, cache, index, heads, kept, scale)  # type: ignore[arg-type]
@@ -125,9 +129,9 @@ class TopP(PerHead):
 
     def _fill(
         self, engine: ModuleType, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor,
-        kept: torch.Tensor, scale: float,
+        kept: tuple[torch.Tensor, torch.Tensor], scale: float,
     ) -> None:  # fmt: skip
-        """``engine``: the module whose kernels find the masses."""
+        """``engine``: the module whose kernels find the masses. ``kept``: p and the most, of each head."""
         rows, room, group = index.rows, index.workspace, q.shape[1] // cache.num_kv_heads
         kept_d, dtype = kept_channels(cache.head_dim, self.channels == "half"), stored_dtype(q.device)
         with room.frame():
@@ -141,7 +145,7 @@ class TopP(PerHead):
 
     def _choose(
         self, engine: ModuleType, rounded: Rounded, index: SparseIndex, slab: Slab, heads: torch.Tensor,
-        kept: torch.Tensor, group: int,
+        kept: tuple[torch.Tensor, torch.Tensor], group: int,
     ) -> None:  # fmt: skip
         room = index.workspace
         for run in slab.runs:
@@ -149,10 +153,10 @@ class TopP(PerHead):
                 scratch = engine.room(len(heads), run.num_tiles, run.reach, room)
                 masses = room.empty(len(heads), run.num_tiles, ceil_div(run.reach, 512) * 16)
                 engine.masses(
-                    rounded, heads, kept, self.least_peak, group, index.rows.tiles, run.first_tile, run.pairs, scratch,
-                    masses,
+                    rounded, heads, kept[0], self.least_peak, group, index.rows.tiles, run.first_tile, run.pairs,
+                    scratch, masses,
                 )  # fmt: skip
-                choose(masses, index, run.first_tile, heads, kept, self.sink_tokens, self.local_tokens)
+                choose(masses, index, run.first_tile, heads, *kept, self.sink_tokens, self.local_tokens)
 
 
 def on_hopper(device: torch.device, kept_d: int) -> bool:

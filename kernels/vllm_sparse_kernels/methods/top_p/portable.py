@@ -61,7 +61,8 @@ def masses(
 ) -> None:  # fmt: skip
     """Mean over each tile's queries of their share in each block: ``target`` [num_selected, num_tiles, width] float32.
 
-    Negative where the share of some query is at least ``peak``. Not written: what lies past the tile's causal blocks, and heads whose ``kept`` is 1 or more.
+    Negative where the share of some query is at least ``peak``. Not written: what lies past the tile's causal blocks,
+    and heads whose ``kept`` is 1 or more.
     """
     num_selected, num_tiles, num_spans = scratch.parts.shape[:3]
     num_blocks = scratch.scores.shape[2]

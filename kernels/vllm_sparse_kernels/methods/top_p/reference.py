@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rule of ``top_p`` in plain float32 torch: the same steps as method.py, whose docstring has the equations."""
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,8 @@ def fewest(method: "TopP", masses: torch.Tensor, position: int) -> torch.Tensor:
     order = masses[between].argsort(descending=True, stable=True)
     held = masses[kept].sum() + masses[between][order].cumsum(0)
     before = pad(held, (1, 0), value=float(masses[kept].sum()))[:-1]
-    kept[between[order[before < method.kept_mass * masses.sum()]]] = True
+    most = math.ceil(method.most_share * len(masses))
+    kept[between[order[before < method.kept_mass * masses.sum()][:most]]] = True
     return kept
 
 

@@ -4,10 +4,11 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+from vllm_sparse_backend.measure.crossover import changed_fields, told
 from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.errors import ConfigurationError
@@ -16,7 +17,7 @@ from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_backend.settings.profile import load_profile
 from vllm_sparse_kernels.layer import layer_plan
-from vllm_sparse_kernels.methods import METHODS, name_of, sparse_names
+from vllm_sparse_kernels.methods import name_of, sparse_names
 from vllm_sparse_kernels.methods.base import Method
 
 Clusters = Sequence[Sequence[int]]
@@ -31,7 +32,7 @@ class Asked:
     params: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        return " ".join([self.method, *(f"{name}={_written(value)}" for name, value in self.params)])
+        return told(make_method(self.method, dict(self.params)))
 
     @staticmethod
     def parse(text: str) -> "Asked":
@@ -53,10 +54,7 @@ class Asked:
 
     @staticmethod
     def of(method: Method) -> "Asked":
-        name = name_of(method)
-        default, given = METHODS[name].parameters(), asdict(method)
-        names = (field.name for field in fields(default) if field.init)
-        return Asked(name, tuple((n, given[n]) for n in names if given[n] != getattr(default, n)))
+        return Asked(name_of(method), tuple(changed_fields(method).items()))
 
     def plan(self, shape: ModelShape, clusters: Clusters | None = None) -> Plan:
         """What a server would run with it on a model of that shape.
@@ -77,10 +75,6 @@ def plan_of_heads(heads: Sequence[Sequence[Method]], shape: ModelShape, source: 
     """A plan without thresholds, from the method of each head of each layer."""
     layers = [layer_plan(of, chain.from_iterable([*heads[:i], *heads[i + 1 :]])) for i, of in enumerate(heads)]
     return Plan(tuple(layers), 0, 1, source, shape)
-
-
-def _written(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
 
 
 def methods_of_profile(name_or_path: str, shape: ModelShape) -> list[Asked]:

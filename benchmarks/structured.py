@@ -27,7 +27,8 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_sparse_backend.measure.batches import shuffled_cache, write_row
+from benchmarks.batches import shuffled_cache, write_row
+from vllm_sparse_backend.measure.data import Heads, Prompt, without_nan
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.trial import Batch
 
@@ -200,3 +201,18 @@ def paged_batch(data: Structured, page_size: int, layout: str = "NHD", seed: int
     write_row(cache, block_table[0], data.k, data.v)
     rows = Rows((0,), (len(data.q),), (data.context_len,), block_table)
     return Batch(data.q, cache, rows, data.scale)
+
+
+def structured_prompts(heads: Heads, num_tokens: int, count: int, device: torch.device) -> list[Prompt]:
+    """Layers of one prompt: their seeds differ, their pages lie alike, as one block table serves all layers."""
+    prompts = []
+    for seed in range(count):
+        data = structured(num_tokens, 0, heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.dtype, device, seed)
+        prompts.append(Prompt(without_nan(paged_batch(data, heads.page_tokens))))
+    return prompts
+
+
+def structured_clusters(heads: Heads, num_layers: int) -> tuple[tuple[int, ...], ...]:
+    """Which heads of structured prompts are alike, for SharePrefill: those of a kind."""
+    kinds = sorted(set(SEQUENCE))
+    return (tuple(kinds.index(SEQUENCE[head % len(SEQUENCE)]) for head in range(heads.num_heads)),) * num_layers

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m vllm_sparse_backend``: the command `sparse-prefill`, also where the package was not installed."""
+
+from vllm_sparse_backend.cli import app
+
+app(prog_name="sparse-prefill")

@@ -1,6 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""``python -m vllm_sparse_backend.cli``: the same command where the package was not installed."""
-
-from vllm_sparse_backend.cli import app
-
-app(prog_name="sparse-prefill")

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far a long command has come, and how long it will take: a bar on stderr, where that is a terminal."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+
+class Bar:
+    """One stage at a time."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress, self._task = progress, task
+
+    def begin(self, what: str, steps: int, done: int = 0) -> None:
+        """A stage, and how many steps it has; ``done`` of them were done by an earlier run."""
+        self._progress.reset(self._task, description=escape(what), total=steps, completed=done)
+
+    def step(self) -> None:
+        self._progress.advance(self._task)
+
+    def say(self, what: str) -> None:
+        """What is done now."""
+        self._progress.update(self._task, description=escape(what))
+
+    def print(self, line: str) -> None:
+        """Above the bar; to stderr too where there is none."""
+        self._progress.console.print(escape(line), highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def bar(what: str, steps: int | None = None) -> Iterator[Bar]:
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield Bar(progress, progress.add_task(what, total=steps))

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From which lengths on a profile's own heads are faster than dense attention on this card.
+
+Measured as `bench crossover` measures a method, on the longest of the profile's own prompts: every head with the method
+it was given, every layer on the engine that a server takes. It stands in the profile, where ``auto`` reads it.
+"""
+
+import hashlib
+import json
+from collections.abc import Generator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from vllm_sparse_backend.measure.card import Card
+from vllm_sparse_backend.measure.crossover import SHORTEST_TOKENS, Asking, against_dense, climb_down
+from vllm_sparse_backend.measure.data import Prompt
+from vllm_sparse_backend.measure.layers import layers_of
+from vllm_sparse_backend.profiling.job import Job
+from vllm_sparse_backend.profiling.judge import LayerPrompt, Served
+from vllm_sparse_backend.settings.config import AUTO
+from vllm_sparse_backend.settings.crossover import OwnCrossover
+from vllm_sparse_backend.settings.methods import parameters_of
+from vllm_sparse_kernels.layer import layer_plan
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.rows import ceil_div
+
+MOST_LAYERS = 8
+"""That are timed, of those that are not dense, all over the model: they lie on the device together."""
+
+Methods = Sequence[Sequence[Method]]
+"""By layer and head, of the whole model."""
+
+
+def own_crossover(job: Job, methods: Methods) -> OwnCrossover | None:
+    """None where nothing can be measured: without a CUDA device, on short prompts, and of what is dense throughout."""
+    longest = max(map(len, job.prompts.prompts))
+    sparse = [layer for layer, of in enumerate(methods) if any(not isinstance(one, Dense) for one in of)]
+    if job.card is None or not sparse or longest < 2 * SHORTEST_TOKENS:
+        return None
+    text = json.dumps([[parameters_of(one) for one in of] for of in methods])
+    card, layers = job.card, sparse[:: ceil_div(len(sparse), MOST_LAYERS)]
+    name = f"crossover-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    found: OwnCrossover = job.remembered(name, OwnCrossover, lambda: _measured(job, card, methods, layers).model_dump())
+    return found
+
+
+def _measured(job: Job, card: Card, methods: Methods, layers: Sequence[int]) -> OwnCrossover:
+    captured = max(job.captures["prompts"], key=lambda one: one.num_tokens)
+    whole, device = Served(captured.num_tokens), torch.device(job.device)
+    prompts = [Prompt(LayerPrompt.read(captured, layer, whole, device).batches[0]) for layer in layers]
+    plan = [layer_plan(methods[i], chain.from_iterable([*methods[:i], *methods[i + 1 :]])) for i in layers]
+    engines: set[str] = set()
+    least: dict[str, int | None] = {}
+
+    def measure(seq_len: int, query_len: int) -> dict[str, Any]:
+        step = layers_of(prompts, plan, seq_len - query_len, query_len, AUTO)
+        attending = [layer.engine(card.engines) for layer in step]
+        engines.update(engine.name for engine in attending)
+        return dict(against_dense(card, step, attending))
+
+    def climb(name: str, rungs: Mapping[int, tuple[int, int]]) -> Generator[dict[str, Any], None, None]:
+        least[name] = yield from climb_down(rungs, measure)
+
+    ladders = Asking(captured.num_tokens, job.served.chunk_tokens).ladders()
+    job.tell.begin("lengths", sum(map(len, ladders.values())))
+    for name, rungs in ladders.items():
+        for _ in climb(name, rungs):
+            job.tell.step()
+    return OwnCrossover(device=card.name, engines=tuple(sorted(engines)), longest_tokens=captured.num_tokens, **least)
