@@ -100,7 +100,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         if not sparse:
             return
         self.recorder, self.memory, self.guard = worker.recorder, worker.reserve(), worker.watch_over()
-        self.recorder.add_layers(self.sparse_layers, (*worker.resolved.plans, SHARE))
+        self.recorder.add_layers(self.sparse_layers, worker.resolved.plans)
         can = {number for number, reason in reasons.items() if reason is None}
         for level, plan in worker.resolved.plans.items():
             self.layers_at[level] = {number for number in can if plan.layer(number) is not None}
