@@ -107,6 +107,7 @@ class TestPolicy:
 
     def test_by_the_name_that_a_model_is_served_by(self) -> None:
         found = self.under(models={"a": "exact", "b": "on"}, default="fast")
+        assert found.policy() == "fast unasked, as model a exact, as model b on; all on request"
         assert [found.grant({}, model) for model in ("a", "b", "c", None)] == ["exact", DEFAULT, "fast", "fast"]
         assert found.grant({"sparse_prefill": 1}, "a") == DEFAULT
 

@@ -159,8 +159,7 @@ class Choices:
 
     def _why_not(self, level: str) -> str | None:
         if self.refusal is None and self.allowed is not None and split(level)[0] not in self.allowed:
-            names = ", ".join(sorted(ON if name == DEFAULT else name for name in self.allowed)) or "nothing"
-            return f"beside what they get anyway, this server's settings (requests.allow) let requests have {names}"
+            return f"this server's settings (requests.allow) let requests have {self._allowed()}"
         return self.refusal
 
     def _salt(self, level: str) -> str | None:
@@ -169,11 +168,23 @@ class Choices:
         name, share = split(level)
         return self.salts.get(level) if share is None else f"{self.salts.get(name, name)}={share!r}"
 
+    def policy(self) -> str:
+        """For the log: what requests get that ask for none, and which they may ask for."""
+        models = "".join(f", as model {model} {_shown(level)}" for model, level in self.models.items())
+        return f"{_shown(self.default)} unasked{models}; {self._allowed()} on request"
+
+    def _allowed(self) -> str:
+        return "all" if self.allowed is None else ", ".join(sorted(map(_shown, self.allowed))) or "nothing else"
+
     def __str__(self) -> str:
         own = f", {self.own}" if self.own is not None else ""
         names = [f"'{level}'" for level in self.levels]
         share = ", a number between 0 and 1 (p of its top_p heads)" if self.shares else ""
         return f"0 (exact), 1 (this server's own level{own}), {', '.join(names)}{share}"
+
+
+def _shown(level: str) -> str:
+    return ON if level == DEFAULT else level
 
 
 def fingerprint(plan: Plan) -> str:
