@@ -271,11 +271,13 @@ def test_yaml_round_trip(name: str | None) -> None:
 
 
 ODD = Profile.model_validate({
-    "format": 1, "model": ModelShape(**(vars(SHAPE) | {"rope_theta": 1e6})), "min_tokens": 1 << 20, "dense_layers": [1, 5],
-    "default": make_method("vertical_slash", {"slash_tokens": 7}),
+    "format": 1, "model": ModelShape(**(vars(SHAPE) | {"rope_theta": 1e6})), "min_tokens": 1 << 20,
+    "dense_layers": [1, 5], "default": make_method("vertical_slash", {"slash_tokens": 7}),
     "layers": {(0, 2, 4): LayerProfile(default=make_method("dense", {}), heads={(0, 7): make_method("a_shape", {})})},
     # In YAML, other hashes are numbers.
-    "provenance": Provenance(bounds={"": float("-inf"), "a\nb": 1e-9}, device="~", prompts_sha256="1" * 20 + "e" + "1" * 43),
+    "provenance": Provenance(
+        bounds={"": float("-inf"), "a\nb": 1e-9}, device="~", prompts_sha256="1" * 20 + "e" + "1" * 43
+    ),
 })  # fmt: skip
 """What bundled profiles have none of."""
 

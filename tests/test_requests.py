@@ -19,7 +19,7 @@ from vllm_sparse_backend.settings.requests import MARK, Choices, Mark, fingerpri
 SHAPE = ModelShape(architecture="LlamaForCausalLM", num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32)
 NOTHING = Crossover(format=1, entries=())
 CHOICES = Choices(("exact", "high", "fast"), "high", 256, {"exact": "exact", "fast": "fast"})
-BY_MASS = replace(CHOICES, shares=frozenset({0.9}))
+BY_MASS = replace(CHOICES, has_shares=True)
 PROFILE = """
 format: 1
 model: any
@@ -81,11 +81,6 @@ class TestShares:
         assert requests.split("fast") == ("fast", None)
         stored = replace(BY_MASS, salts={DEFAULT: "default:print", "p": "p:print"})
         assert stored.mark({"sparse_prefill": 0.97}).salt == "p:print=0.97"
-
-    def test_the_servers_own_is_no_other_level(self) -> None:
-        assert BY_MASS.mark({"sparse_prefill": 0.9}) == BY_MASS.mark(None)
-        several = replace(CHOICES, shares=frozenset({0.9, 0.95}))
-        assert several.mark({"sparse_prefill": 0.9}).level == "p=0.9"
 
     def test_without_such_heads_it_is_refused_and_said_why(self) -> None:
         with pytest.raises(

@@ -20,7 +20,7 @@ from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker import resolve
 from vllm_sparse_backend.settings.config import KEY, OPTION
 from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.plan import DEFAULT, shares_of
+from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.profile import EXACT
 from vllm_sparse_backend.settings.requests import FIELD, Choices, Granted, Mark, fingerprint
 from vllm_sparse_backend.settings.resolved import Resolved
@@ -45,7 +45,7 @@ def choices(vllm_config: VllmConfig, resolved: Resolved | None = None) -> Choice
     resolved, connectors = resolved or resolve(vllm_config), kv_connectors(vllm_config)
     own, policy = resolved.plan, resolved.config.requests
     refusal = _refusal(vllm_config, connectors)
-    known = Choices(own.level_names, own.level, resolved.exact_tokens(), {}, refusal, shares_of(own))
+    known = Choices(own.level_names, own.level, resolved.exact_tokens(), {}, refusal, own.has_shares)
     if resolved.is_dense:
         policy = policy.model_copy(update={"default": EXACT})
     found = known.under(policy)

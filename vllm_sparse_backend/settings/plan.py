@@ -19,7 +19,7 @@ from vllm_sparse_backend.settings.methods import make_method, summarize
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import EXACT, Profile
 from vllm_sparse_backend.settings.ranges import format_ranges
-from vllm_sparse_kernels.layer import HeadGroup, LayerPlan, group_heads, methods_by_head, share_kept
+from vllm_sparse_kernels.layer import HeadGroup, LayerPlan, group_heads, methods_by_head
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
 
@@ -36,11 +36,6 @@ def layer_by_level(plans: Iterable["Plan"], layer: int) -> tuple[LayerPlan, ...]
     num_heads = max((len(methods_by_head(groups)) for groups in each if groups), default=0)
     dense = (HeadGroup(tuple(range(num_heads)), make_method("dense", {})),)
     return tuple(dense if groups is None else groups for groups in each) if num_heads else ()
-
-
-def shares_of(plan: "Plan") -> frozenset[float]:
-    """The p of all heads that choose by mass; empty if there are none."""
-    return frozenset(share for method in plan.methods if (share := share_kept(method)) is not None)
 
 
 @dataclass(frozen=True)
@@ -92,6 +87,11 @@ class Plan:
     def layer(self, layer: int) -> LayerPlan | None:
         """Groups of a layer; None if it is to run dense, as do layers past the model's own (a draft model's)."""
         return self.layers[layer] if layer < len(self.layers) else None
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether some head's method has a p, which requests may set."""
+        return any(method.share_kept is not None for method in self.methods)
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
