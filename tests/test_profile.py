@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from vllm_sparse_backend.settings import strict_yaml
 from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.figures import Figures
+from vllm_sparse_backend.settings.figures import HeadFigures
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import (
@@ -374,7 +374,7 @@ def test_a_level_must_fit_the_model_that_is_served() -> None:
 
 def test_figures_by_head() -> None:
     layers = [[1.0] * 8, [0.123456789] * 7 + [0.2], None, [0.123456789] * 7 + [0.2], None, [0.5] * 8]
-    figures = Figures.of_heads(density=layers, error=[None] * 6)
+    figures = HeadFigures.of_heads(density=layers, error=[None] * 6)
     assert figures.density == {(0,): (1.0,), (1, 3): (*(0.1235,) * 7, 0.2), (5,): (0.5,)}
     rounded = [row and [float(f"{one:.4g}") for one in row] for row in layers]
     assert figures.rows("density", SHAPE) == rounded
