@@ -47,8 +47,8 @@ COLUMNS = {
     "share_of_dense": "check ÷ dense",
     "share_at_rate": "rate × check ÷ sparse",
     "error": "error",
-    "worst_layer": "worst layer",
-    "worst_queries": "worst 128",
+    "worst_layer": "largest of a layer",
+    "worst_queries": "largest of 128",
     "last_queries": "last 128",
 }
 
@@ -142,7 +142,7 @@ def _times(
 
 
 def _errors(outs: Sequence[torch.Tensor], dense: Sequence[torch.Tensor]) -> dict[str, float]:
-    """Of 128 queries at a time, as the guard has them: means over layers and queries, the worst layer's, the worst."""
+    """Of 128 queries at a time, as the guard has them: means, the largest of a layer, the largest."""
     by_layer = [
         [
             float((a.float() - b.float()).norm() / b.float().norm())

@@ -45,13 +45,13 @@ LayerPlan = tuple[HeadGroup, ...]
 
 def layer_plan(methods: Sequence[Method], others: Iterable[Method] = ()) -> LayerPlan:
     """The groups of a layer whose heads have these methods; ``others`` are those of heads of other layers."""
-    return group_heads(methods, Counter(method.company for method in (*methods, *others)))
+    return group_heads(methods, Counter(method.sharing for method in (*methods, *others)))
 
 
 def group_heads(methods: Sequence[Method], counts: Mapping[Method, int]) -> LayerPlan:
-    """Heads that select alike, in the order of each group's first head; ``counts``: how many heads are company."""
+    """Heads that select alike, in the order of each group's first head; ``counts``: how many heads may share."""
     heads: dict[Method, list[int]] = {}
-    selections = [one if counts[one.company] > 1 else one.alone for one in methods]
+    selections = [one if counts[one.sharing] > 1 else one.unshared for one in methods]
     for head, selection in enumerate(selections):
         heads.setdefault(selection.alike, []).append(head)
     return tuple(HeadGroup(tuple(ids), alike.merged([selections[i] for i in ids])) for alike, ids in heads.items())

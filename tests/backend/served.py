@@ -128,12 +128,12 @@ class Step:
         )
         return out
 
-    def delegated(self, layer: Attention, builder: SparsePrefillMetadataBuilder) -> torch.Tensor:
+    def by_dense_backend(self, layer: Attention, builder: SparsePrefillMetadataBuilder) -> torch.Tensor:
         """What vLLM alone makes of the whole batch."""
-        metadata = compat.DelegateBuilder.build(builder, 0, self.common)
+        metadata = compat.DenseBuilder.build(builder, 0, self.common)
         assert not isinstance(metadata, SparsePrefillMetadata)
         out = torch.full_like(self.query, float("nan"))
-        compat.DelegateImpl.forward(layer.impl, layer, self.query, None, None, self.kv_cache, metadata, out)
+        compat.DenseImpl.forward(layer.impl, layer, self.query, None, None, self.kv_cache, metadata, out)
         return out
 
     def tokens(self, row: int) -> slice:

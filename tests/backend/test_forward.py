@@ -121,10 +121,10 @@ class TestMixedBatches:
         metadata = builder.build(0, step.common)
         (slab,) = metadata.sparse.slabs
         assert slab.rows.num_rows == len(SPARSE_ROWS)
-        assert len(metadata.sparse.delegated) == 4
+        assert len(metadata.sparse.dense_runs) == 4
         new = [torch.cat([x[-q:] for x, (_, q) in zip(side, MIXED)]) for side in (step.keys, step.values)]
         out = step.forward(layer, metadata, **({} if in_cache else dict(zip(("key", "value"), new))))
-        torch.testing.assert_close(out, step.delegated(layer, builder), **CLOSE)
+        torch.testing.assert_close(out, step.by_dense_backend(layer, builder), **CLOSE)
         for row in range(len(MIXED)):
             expected = exact(step, row, layer.impl.scale).float()
             torch.testing.assert_close(out[step.tokens(row)], expected, **CLOSE)
@@ -146,7 +146,7 @@ class TestMixedBatches:
             pytest.skip(NO_AMX)
         builder = make_builder(config, layers)
         step = make_step(layer, MIXED)
-        out, vllms = step.forward(layer, builder.build(0, step.common)), step.delegated(layer, builder)
+        out, vllms = step.forward(layer, builder.build(0, step.common)), step.by_dense_backend(layer, builder)
         for row in range(len(MIXED)):
             expected = exact(step, row, layer.impl.scale)
             error, allowed = (float((x[step.tokens(row)].double() - expected).abs().max()) for x in (out, vllms))
@@ -164,7 +164,7 @@ class TestMethods:
         """Neither neighbours, nor pages, nor another layer of the step change what a row selects and gives."""
         layers, builder = built(0, 1, method=method, params=SETTINGS[method], min_tokens=MIN_TOKENS, check_index=True)
         step = make_step(layers[0], MIXED)
-        metadata, dense = builder.build(0, step.common), step.delegated(layers[0], builder)
+        metadata, dense = builder.build(0, step.common), step.by_dense_backend(layers[0], builder)
         first, second = (step.forward(layer, metadata) for layer in layers)
         density = []
         for row in range(len(MIXED)):

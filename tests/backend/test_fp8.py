@@ -73,7 +73,7 @@ def test_a_layer_attends_to_what_vllm_has_written(as_on_hopper: None, monkeypatc
     slab = Slab(rows_of(in_turn([(seq_len - query_len, query_len)]), table[None]))
     out = torch.full((query_len, heads, dim), float("nan"), dtype=torch.float16)
     impl = impls[0]
-    metadata = SimpleNamespace(sparse=SparseStep(slabs=(slab,), delegated=()))
+    metadata = SimpleNamespace(sparse=SparseStep(slabs=(slab,), dense_runs=()))
     monkeypatch.setattr(impl.worker.recorder, "count_pairs", lambda *_: None)
     SparsePrefillImpl.forward(impl, scaled_layer(), q, None, None, physical.transpose(1, 2), metadata, out)
 

@@ -132,7 +132,7 @@ class TestJudgement:
         assert len(lines) == 21
 
     def test_errors_are_of_all_heads_together(self, lines: list[str]) -> None:
-        """Heads with small outputs count for little, as they do in what follows attention; the log names the worst."""
+        """Heads with small outputs count for little, as in what follows attention; the log names the furthest off."""
         guard, told = make_guard(bound=0.05, patience=1)
         dense = torch.randn(128, 3, 8) * torch.tensor([1.0, 2.0, 0.01])[:, None]
         sparse = dense + torch.randn_like(dense) * torch.tensor([0.1, 0.1, 0.01])[:, None]
@@ -265,7 +265,7 @@ class TestForward:
         (layer,), builder = built(2, **TINY, **COMMON, guard={"rate": 1.0})
         step, seen = make_step(layer, MIXED), []
         monkeypatch.setattr(layer.impl.worker.guard, "compare", lambda *arguments: seen.append(arguments))
-        dense, rows, off = step.delegated(layer, builder), set(), []
+        dense, rows, off = step.by_dense_backend(layer, builder), set(), []
         for _ in range(6):
             metadata = builder.build(0, step.common)
             out = step.forward(layer, metadata)
@@ -302,7 +302,7 @@ class TestForward:
         (layer,), builder = built(0, **TINY, **COMMON, guard={"rate": 0.5, "recover": 4})
         far, near = (look(make_step(layer, LONG), layer, far=far) for far in (True, False))
         assert serve(builder, [layer], far, 30)[-1] == [True]
-        exact, dense = near.delegated(layer, builder), []
+        exact, dense = near.by_dense_backend(layer, builder), []
         for _ in range(20):
             metadata = builder.build(0, near.common)
             dense.append(metadata.sparse.is_held(0, DEFAULT))
@@ -333,8 +333,8 @@ class TestForward:
         (line,) = (line for line in lines if "from now on" in line)
         assert line.startswith("sparse-prefill: layer 1 runs dense")
         metadata = builder.build(0, step.common)
-        assert torch.equal(step.forward(starved, metadata), step.delegated(starved, builder))
-        assert not torch.equal(step.forward(good, metadata), step.delegated(good, builder))
+        assert torch.equal(step.forward(starved, metadata), step.by_dense_backend(starved, builder))
+        assert not torch.equal(step.forward(good, metadata), step.by_dense_backend(good, builder))
         assert told.counts == {
             ("guard_checks", 0, DEFAULT): 10,
             ("guard_checks", 1, DEFAULT): 10,
@@ -384,7 +384,7 @@ class TestLevels:
         (layer, _), builder, step = served
         guard = layer.impl.worker.guard
         at_step(["fast", DEFAULT, DEFAULT, "exact"])
-        sparse, dense = step.forward(layer, builder.build(0, step.common)), step.delegated(layer, builder)
+        sparse, dense = step.forward(layer, builder.build(0, step.common)), step.by_dense_backend(layer, builder)
         seen: list[Any] = []
         monkeypatch.setattr(guard, "compare", lambda *check: seen.append(check))
         for held in ({"fast"}, {DEFAULT}, {"fast", DEFAULT}):

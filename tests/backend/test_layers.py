@@ -37,7 +37,7 @@ Configure = Callable[..., Any]
 
 
 def stays_dense(builder: SparsePrefillMetadataBuilder) -> bool:
-    return builder.sparse_layers == () and type(builder.build(0, make_common(LONG))) is compat.DelegateMetadata
+    return builder.sparse_layers == () and type(builder.build(0, make_common(LONG))) is compat.DenseMetadata
 
 
 class TestGroups:
@@ -53,7 +53,7 @@ class TestGroups:
         step = make_step(windowed[0], [(150, 1), (0, 200), (3, 90)])
         metadata = builder.build(0, step.common)
         assert type(metadata) is SparsePrefillMetadata
-        assert torch.equal(step.forward(windowed[0], metadata), step.delegated(windowed[0], builder))
+        assert torch.equal(step.forward(windowed[0], metadata), step.by_dense_backend(windowed[0], builder))
 
     def test_no_layer_at_all_is_an_error_but_a_warning_in_a_pipeline_as_other_stages_have_other_layers(
         self, configured: Configure, lines: list[str], monkeypatch: pytest.MonkeyPatch
@@ -170,7 +170,7 @@ class TestDerived:
         assert builder.sparse_layers == (1,)
         assert chunked_builder.sparse_layers == ()
         metadata = chunked_builder.build(0, make_common([(200, 60), (0, 300)]))
-        assert type(metadata) is compat.DelegateMetadata
+        assert type(metadata) is compat.DenseMetadata
         assert metadata.seq_lens.tolist() == [128, 4, 128, 128, 44]
 
     def test_layers_that_share_a_cache_and_prefill_fast(self, configured: Configure) -> None:

@@ -58,7 +58,7 @@ class TestClassification:
         table.write_text(json.dumps({"format": 1, "entries": [entry]}))
         layers, builder = built(*range(4), crossover=str(table), min_tokens="auto", min_query_tokens="auto")
         assert kinds(builder, [(0, 5000), (9, 1)]) == [dense(Fallback.NEVER_FASTER), DECODES]
-        assert type(builder.build(0, make_common([(0, 5000)]))) is compat.DelegateMetadata
+        assert type(builder.build(0, make_common([(0, 5000)]))) is compat.DenseMetadata
         assert layers[0].impl.worker.memory is None
         _, builder = built(*range(4), crossover=str(table), min_tokens=2000)
         assert kinds(builder, [(0, 5000), (0, 2000)]) == [SPARSES, dense(Fallback.TOO_SHORT)]
@@ -115,8 +115,8 @@ class TestMetadata:
         for lengths in ([(40, 1), (300, 1)], [(0, 99)], [(90, 1), (0, 80), (0, 1)]):
             common = make_common(lengths)
             metadata = builder.build(0, common)
-            assert type(metadata) is compat.DelegateMetadata
-            expected = compat.DelegateBuilder.build(builder, 0, common)
+            assert type(metadata) is compat.DenseMetadata
+            expected = compat.DenseBuilder.build(builder, 0, common)
             same = [f.name for f in dataclasses.fields(expected) if f.name != "scheduler_metadata"]
             assert all(getattr(metadata, name) is getattr(expected, name) for name in same)
 
@@ -126,7 +126,7 @@ class TestMetadata:
     ) -> None:
         monkeypatch.setattr(SparsePrefillMetadataBuilder, "_classify", None)
         common = make_common(lengths)
-        assert type(builder.build(0, common)) is compat.DelegateMetadata
+        assert type(builder.build(0, common)) is compat.DenseMetadata
         assert builder.recorder.samples()[0] == [("rows", [DECODE, "", ""], sum(q for _, q in lengths))]
 
     def test_their_pages_lie_where_kernels_are_compiled_for(self, builder: SparsePrefillMetadataBuilder) -> None:
@@ -140,17 +140,17 @@ class TestMetadata:
     def test_other_rows_are_batches_of_their_own(self, builder: SparsePrefillMetadataBuilder) -> None:
         """Neighbours share one, which ends where a row goes sparse."""
         common = make_common(self.LENGTHS)
-        delegated = builder.build(0, common).sparse.delegated
-        assert [(run.rows, run.tokens) for run in delegated] == [
+        runs = builder.build(0, common).sparse.dense_runs
+        assert [(run.rows, run.tokens) for run in runs] == [
             (slice(0, 3), slice(0, 52)),
             (slice(3, 4), slice(72, 172)),
             (slice(4, 6), slice(202, 262)),
             (slice(6, 8), slice(322, 343)),
         ]
         parts = [[(40, 1), (60, 1), (50, 50)], [(0, 100)], [(0, 30), (70, 30)], [(7, 1), (0, 20)]]
-        for run, lengths in zip(delegated, parts, strict=True):
+        for run, lengths in zip(runs, parts, strict=True):
             part = run.metadata
-            assert type(part) is compat.DelegateMetadata
+            assert type(part) is compat.DenseMetadata
             lens = [q for _, q in lengths]
             assert part.query_start_loc.tolist() == [sum(lens[:i]) for i in range(len(lens) + 1)]
             assert part.seq_lens.tolist() == [c + q for c, q in lengths]
@@ -168,8 +168,8 @@ class TestMetadata:
         """And none of a position under min_tokens is sparse."""
         lengths = [*lengths, (0, 200)]
         sparse = builder.build(0, make_common(lengths)).sparse
-        tokens = [t for run in sparse.delegated for t in range(run.tokens.start, run.tokens.stop)]
-        assert all(run.rows.stop - run.rows.start > 0 for run in sparse.delegated)
+        tokens = [t for run in sparse.dense_runs for t in range(run.tokens.start, run.tokens.stop)]
+        assert all(run.rows.stop - run.rows.start > 0 for run in sparse.dense_runs)
         for slab in sparse.slabs:
             assert min(slab.rows.context_lens) >= MIN_TOKENS
             assert min(slab.rows.query_lens) >= MIN_QUERY_TOKENS
@@ -194,7 +194,7 @@ class TestMetadata:
     ) -> None:
         """vLLM may deal out drafts on the device: the host's query lengths are then only right in sum."""
         monkeypatch.setattr(builder, "reorder_batch_threshold", 4)
-        (run,) = builder.build(0, make_common([(40, 2), (40, 2), (100, 200)])).sparse.delegated
+        (run,) = builder.build(0, make_common([(40, 2), (40, 2), (100, 200)])).sparse.dense_runs
         assert run.metadata.max_query_len == 4
 
     def test_the_caller_finds_its_batch_as_it_was(self, builder: SparsePrefillMetadataBuilder) -> None:
@@ -211,7 +211,7 @@ class TestMetadata:
         for support in (Support.UNIFORM_BATCH, Support.UNIFORM_SINGLE_TOKEN_DECODE, Support.NEVER):
             assert compat.uniform_decode_graphs(support) is support
         support = type(builder).get_cudagraph_support(builder.vllm_config, builder.kv_cache_spec)
-        assert support is compat.DelegateBuilder.get_cudagraph_support(builder.vllm_config, builder.kv_cache_spec)
+        assert support is compat.DenseBuilder.get_cudagraph_support(builder.vllm_config, builder.kv_cache_spec)
         assert not builder.supports_update_block_table
 
     def test_schedules_are_kept_apart_where_the_delegate_has_one_buffer_for_all(

@@ -221,7 +221,7 @@ class TestFront:
             assert (made[0].impl.worker.reserve() is None) == (own == 0)
             step = make_step(made[0], MIXED)
             metadata = builder.build(0, step.common)
-            exact = torch.equal(step.forward(made[0], metadata), step.delegated(made[0], builder))
+            exact = torch.equal(step.forward(made[0], metadata), step.by_dense_backend(made[0], builder))
             assert exact == (own == 0)
 
     @pytest.mark.parametrize(
@@ -470,7 +470,7 @@ class TestRows:
         metadata = builder.build(0, step.common)
         assert [slab.level for slab in metadata.sparse.slabs] == [DEFAULT, "fast"]
         for number, layer in enumerate(made):
-            dense, out = step.delegated(layer, builder), step.forward(layer, metadata)
+            dense, out = step.by_dense_backend(layer, builder), step.forward(layer, metadata)
             for row in range(len(MIXED)):
                 tokens, level = step.tokens(row), rows.get(row, "exact")
                 if level == "exact" or (number == 0):
@@ -516,8 +516,8 @@ class TestRows:
         at_step(["fast"] * len(MIXED))
         step = make_step(made[3], MIXED)
         metadata = builder.build(0, step.common)
-        assert torch.equal(step.forward(made[3], metadata), step.delegated(made[3], builder))
-        assert not torch.allclose(step.forward(made[1], metadata), step.delegated(made[1], builder), atol=1e-2)
+        assert torch.equal(step.forward(made[3], metadata), step.by_dense_backend(made[3], builder))
+        assert not torch.allclose(step.forward(made[1], metadata), step.by_dense_backend(made[1], builder), atol=1e-2)
 
     def test_each_level_is_sparse_from_where_its_own_engine_pays(
         self, configured: Callable[..., Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch

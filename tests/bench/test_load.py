@@ -40,7 +40,7 @@ def test_what_failed_is_not_counted_and_gives_no_figures(monkeypatch):
         if fault:
             assert figures == {}
         else:
-            name = "vllm serve, ours, mixed load: p99 of short requests' first token, times sooner"
+            name = "vllm serve, ours, mixed load: p99 of short requests' TTFT, speed-up"
             assert figures[name] == pytest.approx(4)
 
 

@@ -4,11 +4,11 @@
 import math
 from collections.abc import Callable, Sequence
 
-from vllm_sparse_backend.profiling.measure import Figures
+from vllm_sparse_backend.profiling.measure import HeadResult
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 
-Curve = Callable[[Method], Figures]
+Curve = Callable[[Method], HeadResult]
 
 
 class FakeJudge:
@@ -21,26 +21,26 @@ class FakeJudge:
         self.num_heads = len(curves)
         self.passes: list[list[Method]] = []
 
-    def judge(self, methods: Sequence[Method]) -> list[Figures]:
+    def judge(self, methods: Sequence[Method]) -> list[HeadResult]:
         assert len(methods) == self.num_heads
         self.passes.append(list(methods))
         return [curve(method) for curve, method in zip(self.curves, methods, strict=True)]
 
-    def judged(self, head: int) -> dict[Method, Figures]:
+    def judged(self, head: int) -> dict[Method, HeadResult]:
         """All that this head was judged under, and what came of it."""
         return {methods[head]: self.curves[head](methods[head]) for methods in self.passes}
 
 
-def figures(error: float, density: float, worst: float | None = None) -> Figures:
-    """Where not given, the worst queries are as the mean."""
-    worst = error if worst is None else worst
-    return Figures(error=error, worst=worst, rare=worst, density=density)
+def figures(error: float, density: float, p99: float | None = None) -> HeadResult:
+    """Where not given, p99 is as the mean."""
+    p99 = error if p99 is None else p99
+    return HeadResult(error=error, p99=p99, p999=p99, density=density)
 
 
 def of(setting: Callable[[Method], float], error: Callable[[float], float], density: Callable[[float], float]) -> Curve:
     """Error and density by one number of a method; dense loses nothing."""
 
-    def curve(method: Method) -> Figures:
+    def curve(method: Method) -> HeadResult:
         if isinstance(method, Dense):
             return figures(0.0, 1.0)
         number = setting(method)

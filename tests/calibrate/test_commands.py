@@ -63,7 +63,7 @@ def test_a_profile_from_one_command(words, names, text, tmp_path):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["best", "--level", "high"], "--level: given 'high', expected NAME=ERROR:WORST, such as high=0.1:0.4"),
+        (["best", "--level", "high"], "--level: given 'high', expected NAME=MEAN:P99, such as high=0.1:0.4"),
         (["best", "--level", "exact=0.1"], "--level exact=0.1: given 'exact', expected one of fast, high"),
         (["best", "--level", "high=0"], "--level: given 'high=0', expected errors above 0, and each level once"),
         (["best", "--level", "high=1", "--level", "high=2"], "expected errors above 0, and each level once"),

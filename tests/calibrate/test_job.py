@@ -43,10 +43,10 @@ def test_a_profile_says_what_was_found_and_on_what(undisturbed, tmp_path):
         of = level.provenance
         assert (of.seed, of.device, of.source) == (7, "CPU", "a test")
         assert of.prompts_sha256 == job.prompts.sha256
-        assert of.bounds == {"error": bound.error, "worst": bound.worst}
+        assert of.bounds == {"error": bound.error, "p99": bound.p99}
         assert {"torch", "triton", "vllm-sparse-backend"} <= set(of.versions)
-        assert set(of.held_out) >= {"heads_within_bound", "most_of_bound", "error", "worst_error"}
-        density, error, worst = (of.figures.rows(x, profile.model) for x in ("density", "error", "worst_error"))
+        assert set(of.held_out) >= {"heads_within_bound", "most_of_bound", "error", "p99_error"}
+        density, error, p99 = (of.figures.rows(x, profile.model) for x in ("density", "error", "p99_error"))
         kept = 0.0
         for layer in range(LAYERS):
             if layer in level.dense_layers:
@@ -55,7 +55,7 @@ def test_a_profile_says_what_was_found_and_on_what(undisturbed, tmp_path):
             kept += sum(density[layer])
             assert set(level.methods_of(layer, HEADS)) <= {*AMONG, Dense()}
             assert max(error[layer]) <= bound.error
-            assert max(worst[layer]) <= bound.worst
+            assert max(p99[layer]) <= bound.p99
         assert of.density == pytest.approx(kept / (LAYERS * HEADS), rel=1e-3)
     assert profile.at_level("fast").provenance.density < profile.provenance.density < 1
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.calibrate.made import HEADS, make_job
 from vllm_sparse_backend.profiling.judge import CapturedLayer, RememberingJudge, Served, unseen
-from vllm_sparse_backend.profiling.measure import Bound, Errors, Figures
+from vllm_sparse_backend.profiling.measure import Bound, Errors, HeadResult
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_kernels.attend import PORTABLE
 from vllm_sparse_kernels.layer import layer_plan
@@ -54,8 +54,8 @@ def test_figures_are_those_of_whole_matrices(layer):
         assert len(errors[0]) == 600  # the first hundred positions are dense
         assert of.error == pytest.approx(max(float(one.mean()) for one in errors), rel=1e-3)
         # Of 600 queries six have more, and of a thousandth none.
-        assert of.worst == pytest.approx(max(float(one.sort().values[-7]) for one in errors), rel=1e-3)
-        assert of.rare == pytest.approx(max(float(one.max()) for one in errors), rel=1e-3)
+        assert of.p99 == pytest.approx(max(float(one.sort().values[-7]) for one in errors), rel=1e-3)
+        assert of.p999 == pytest.approx(max(float(one.max()) for one in errors), rel=1e-3)
         most, other = sorted((float(one.mean()) for one in errors), reverse=True)
         assert of.unseen.error == pytest.approx(2 * most - other, rel=1e-3)
         assert of.density == pytest.approx(float(found[0][1][head]))
@@ -76,7 +76,7 @@ def test_each_head_has_its_own_method_and_dense_loses_nothing(layer, monkeypatch
     assert judged.figures([tight] * HEADS) == alike
 
 
-SEEN = Figures(error=0.01, worst=0.5, rare=0.9, density=0.1)
+SEEN = HeadResult(error=0.01, p99=0.5, p999=0.9, density=0.1)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_on_any_curve_the_bound_holds(seed):
 def test_a_ladder_gives_each_head_its_own_and_dense_where_little_is_left_out():
     judge = FakeJudge(*[by_theta(lambda theta, first=first: float(theta < first)) for first in (0, 7, 19, 99)])
     assert Ladder(BOUND, LADDER).choose(judge, any_method) == [LADDER[0], LADDER[7], Dense(), Dense()]
-    # The next one where a setting may not be had, as it missed the bound in company.
+    # The next one where a setting may not be had, as it missed the bound beside the others.
     assert Ladder(BOUND, LADDER).choose(judge, lambda head, one: one != LADDER[7])[1] == LADDER[8]
 
 

@@ -22,7 +22,7 @@ from vllm_sparse_backend.profiling.clusters import (
 from vllm_sparse_backend.profiling.flow import Flow
 from vllm_sparse_backend.profiling.job import Job
 from vllm_sparse_backend.profiling.judge import Served
-from vllm_sparse_backend.profiling.measure import Bound, Figures
+from vllm_sparse_backend.profiling.measure import Bound, HeadResult
 from vllm_sparse_backend.profiling.share_prefill import Choice, Sharing, survey_layer, worth
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.profile import Profile
@@ -110,7 +110,7 @@ def head(alone: float, shared: float | None = None):
     Density is γ, and as a member half of it.
     """
 
-    def curve(method: Method) -> Figures:
+    def curve(method: Method) -> HeadResult:
         if isinstance(method, Dense) or (method.cluster != NOISE and shared is None):
             return figures(0.0, 1.0)
         if method.cluster == NOISE:
@@ -172,14 +172,14 @@ def test_the_profile_that_is_written_was_judged_as_a_whole(tmp_path):
     methods = [profile.methods_of(layer, HEADS) for layer in range(LAYERS)]
     members = [[isinstance(one, SharePrefill) and one.cluster == 0 for one in layer] for layer in methods]
     assert members == [[True] * (HEADS - 1) + [False]] * LAYERS
-    density, error, worst = (of.figures.rows(name, profile.model) for name in ("density", "error", "worst_error"))
+    density, error, p99 = (of.figures.rows(name, profile.model) for name in ("density", "error", "p99_error"))
     assert density[0][0] == 1  # the pivot, whose pattern the second layer takes too
     assert max(density[0][1:3] + density[1][:3]) < 0.5
     assert max(map(max, error)) <= 0.09
-    assert max(map(max, worst)) <= 0.54
-    flow = Flow(job, "prompts")  # without company: what the heads are to each other is all there is
+    assert max(map(max, p99)) <= 0.54
+    flow = Flow(job, "prompts")  # without others: what the heads are to each other is all there is
     for layer, of_layer in enumerate(methods):
-        flow.company = tuple(one for i, other in enumerate(methods) if i != layer for one in other)
+        flow.others = tuple(one for i, other in enumerate(methods) if i != layer for one in other)
         figures_of = flow._read().figures(of_layer)
         assert [one.density for one in figures_of] == pytest.approx(density[layer], rel=1e-3)
         flow.chosen.append(of_layer)

@@ -135,7 +135,7 @@ crossover: {device: a card, engines: [hopper], longest_tokens: 32768, min_tokens
 levels:
   fast: {dense_layers: [0], default: {method: sale, tau: 0.03}}
 provenance:
-  bounds: {error: 0.05, worst: 0.4}
+  bounds: {error: 0.05, p99: 0.4}
   device: a card
   figures: {density: {0: 0.5, 1: [0.1, 0.2, 0.3, 0.4]}, error: {1: [0.01, 0.03, 0.0, 0.02]}}
 """
@@ -166,10 +166,10 @@ def test_all_levels_are_checked(levelled: Path, model: Path) -> None:
 
 def test_show(levelled: Path) -> None:
     found = rows(run("show", levelled))
-    assert ["layers", "heads by method", "settings", "density", "worst error"] in found
+    assert ["layers", "heads by method", "settings", "density", "p99 error"] in found
     assert ["0", "4 sale", "1", "0.5"] in found
     assert [row for row in found if row[0][:6] in ("bounds", "device")] == [
-        ["bounds: error 0.05, worst 0.4"],
+        ["bounds: error 0.05, p99 0.4"],
         ["device: a card"],
     ]
     assert ["1", "2 a_shape, 2 sale", "2", "0.25", "0.03"] in found

@@ -14,7 +14,7 @@ ASKING_MORE = """\
 from vllm.config import VllmConfig, NoSuchConfig
 
 
-class SparsePrefillImpl(compat.DelegateImpl):
+class SparsePrefillImpl(compat.DenseImpl):
     def forward(self, layer, query, output=None): ...
 
 

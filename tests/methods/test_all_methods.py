@@ -97,7 +97,7 @@ def test_only_the_heads_asked_for_are_written(name: str, params: dict[str, Any],
 def test_heads_that_differ_select_what_they_select_alone(name: str, params: dict[str, Any], by_reference: bool) -> None:
     """Heads on two kv heads, in an order of their own, some that keep everything beside some that do not: bitwise."""
     spec = METHODS[name]
-    if not issubclass(spec.parameters, PerHead) or spec.full.alone != spec.full:
+    if not issubclass(spec.parameters, PerHead) or spec.full.unshared != spec.full:
         pytest.skip(f"{name} has no settings that heads of one launch may differ in, each by itself")
     own = spec.parameters(**params)
     other = replace(own, **{field: getattr(spec.full, field) for field in own.differing})
@@ -118,7 +118,7 @@ def test_heads_that_differ_select_what_they_select_alone(name: str, params: dict
 @pytest.mark.parametrize("name", METHODS)
 def test_what_heads_of_one_launch_share_may_not_differ(name: str) -> None:
     own, full = METHODS[name].parameters(), METHODS[name].full
-    if not isinstance(own, PerHead) or full.alone != full:
+    if not isinstance(own, PerHead) or full.unshared != full:
         pytest.skip(f"{name} has no settings that heads of one launch may differ in, each by itself")
     shared = {one.name for one in fields(own) if one.init} - {*own.differing}
     assert own.merged([own, own]).summary([own]) == own.shown_fields

@@ -248,7 +248,7 @@ def test_heads_of_a_layer_are_merged():
     differing = SharePrefill.merged([SharePrefill(gamma=gamma, cluster=3) for gamma in (0.8, 0.95)])
     assert differing.of_heads(2) == tuple(SharePrefill(gamma=gamma, cluster=3) for gamma in (0.8, 0.95))
     assert SharePrefill.summary([differing])["gamma"] == "0.8 to 0.95"
-    assert SharePrefill(gamma=0.8, cluster=3).alone == SharePrefill(gamma=0.8)
+    assert SharePrefill(gamma=0.8, cluster=3).unshared == SharePrefill(gamma=0.8)
     with pytest.raises(ValueError, match=r"^settings: "):
         select(differing, small_batch(((0, 5),)), 64)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of a model's prefill is attention, and so the best speed-up of its first token that any method can have.
 
-A forecast from a model's config alone. A prompt of N tokens costs
+A forecast from nothing but a model's config. A prompt of N tokens costs
 
     linear layers: 2 · (weights that a token is multiplied with) · N
     attention:     4 · head_dim · query heads · (pairs of query and key), of each layer that attends

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 Level = Annotated[
     list[str] | None,
     typer.Option(
-        help="NAME=ERROR[:WORST[:RARE[:MEAN]]], NAME high or fast: the most error of a head, its mean, at the worst "
-        "100th and 1,000th of queries, and the mean of all heads. May be repeated; high=0.1:0.4."
+        help="NAME=MEAN[:P99[:P999[:HEADS]]], NAME high or fast: the most error of a head: its mean, p99 "
+        "and p99.9 over queries, and the mean of all heads. May be repeated; high=0.1:0.4."
     ),
 ]
 Margin = Annotated[float, typer.Option(help="Share of a bound that is left to unseen prompts.", min=0.0, max=0.9)]
@@ -180,7 +180,7 @@ def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
         try:
             given = [float(number) for number in rest.split(":")]
         except ValueError:
-            raise ConfigurationError(f"--level: {unexpected(text, 'NAME=ERROR:WORST, such as high=0.1:0.4')}") from None
+            raise ConfigurationError(f"--level: {unexpected(text, 'NAME=MEAN:P99, such as high=0.1:0.4')}") from None
         if name not in BOUNDS:
             raise ConfigurationError(f"--level {text}: {not_one_of(name, BOUNDS)}")
         if not all(number > 0 for number in given) or len(given) > 4 or name in found:

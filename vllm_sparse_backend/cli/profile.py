@@ -65,7 +65,7 @@ def show(
         for name, value in loaded.provenance.model_dump(exclude_none=True, exclude={"figures"}).items():
             say(f"{name}: {_told(value)}")
         if shape is not None:
-            _table(("layers", "heads by method", "settings", "density", "worst error"), part.layer_rows(loaded, shape))
+            _table(("layers", "heads by method", "settings", "density", "p99 error"), part.layer_rows(loaded, shape))
             _table(("heads", "setting", "layers"), part.setting_rows(loaded, shape))
 
 

@@ -55,7 +55,7 @@ def run_demo(model: Path | None, method: str, console: Console) -> None:
     """Run the demo; raises ``DemoError``, ``ServerError`` or ``ConfigurationError`` with the reason if it fails.
 
     The model that is brought along is asked through stock vLLM too, and has to be right. A model of the user's is
-    asked through this backend alone, as starting it twice may take long, and may answer what it will.
+    asked only through this backend, as starting it twice may take long, and may answer what it will.
     """
     known, chosen = model is None, model or BUNDLED
     length = ("--max-model-len", str(_max_model_len(chosen)))

@@ -14,11 +14,11 @@ COLUMNS = {
     "repeats": "times",
     "stock_first_s": "stock: TTFT, s",
     "ours_first_s": "ours",
-    "times_sooner": "times sooner",
+    "ttft_speed_up": "TTFT speed-up",
     "density": "density",
     "stock_token_ms": "stock: TPOT, ms",
     "ours_token_ms": "ours",
-    "token_ratio": "stock ÷ ours",
+    "tpot_speed_up": "stock ÷ ours",
     "stock_pause_ms": "stock: longest pause, ms",
     "ours_pause_ms": "ours",
     "failures": "failed",
@@ -118,7 +118,7 @@ def case_of(label: str, length: Length, stock: Taken, ours: Taken) -> dict[str, 
     }  # fmt: skip
     for name, taken in both.items():
         case |= {f"{name}_{key}": getattr(taken, key) for key in ("first_s", "token_ms", "pause_ms")}
-    for ratio, key in (("times_sooner", "first_s"), ("token_ratio", "token_ms")):
+    for ratio, key in (("ttft_speed_up", "first_s"), ("tpot_speed_up", "token_ms")):
         if case[f"stock_{key}"] and case[f"ours_{key}"]:
             case[ratio] = case[f"stock_{key}"] / case[f"ours_{key}"]
     return case

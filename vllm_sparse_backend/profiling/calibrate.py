@@ -19,7 +19,7 @@ from vllm_sparse_backend.profiling.costs import EstimatedCosts
 from vllm_sparse_backend.profiling.crossover import own_crossover
 from vllm_sparse_backend.profiling.flow import walk
 from vllm_sparse_backend.profiling.job import Job
-from vllm_sparse_backend.profiling.measure import Bound, Figures, LayerJudge
+from vllm_sparse_backend.profiling.measure import Bound, HeadResult, LayerJudge
 from vllm_sparse_backend.profiling.minference import Candidates
 from vllm_sparse_backend.profiling.search import Ladder, Search, halved, ladder_of
 from vllm_sparse_backend.profiling.share_prefill import Sharing
@@ -50,7 +50,7 @@ def calibrated() -> list[str]:
 
 def by_themselves() -> list[str]:
     """Methods whose heads depend on no other layer's: what ``best`` chooses from."""
-    return [name for name, spec in METHODS.items() if spec.ladder and spec.full.alone == spec.full]
+    return [name for name, spec in METHODS.items() if spec.ladder and spec.full.unshared == spec.full]
 
 
 def strategy(text: str, bounds: Mapping[str, Bound], distance: float | None = None) -> Strategy:
@@ -125,7 +125,7 @@ def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str, margi
         search = how(job, within)
         while True:
             choose = partial(together, search=search, bound=within)
-            methods, figures = walk(job, "prompts", search.company, choose)
+            methods, figures = walk(job, "prompts", search.others, choose)
             if not search.again(methods, mean_error(figures, job.shape.num_heads)):
                 break
         held_out = _held_out(job, search, methods)
@@ -133,7 +133,7 @@ def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str, margi
     return profile_of(job, found, source)
 
 
-def together(judge: LayerJudge, search: Search, bound: Bound) -> tuple[list[Method], list[Figures] | None]:
+def together(judge: LayerJudge, search: Search, bound: Bound) -> tuple[list[Method], list[HeadResult] | None]:
     """What a search chooses for a layer once all heads hold the bound with it."""
     failed: dict[int, set[Method]] = defaultdict(set)
     given_up: set[int] = set()
@@ -157,9 +157,9 @@ def together(judge: LayerJudge, search: Search, bound: Bound) -> tuple[list[Meth
     return methods, None
 
 
-def _held_out(job: Job, search: Search, methods: Sequence[Sequence[Method]]) -> list[list[Figures] | None]:
-    def judged(judge: LayerJudge) -> tuple[Sequence[Method], list[Figures] | None]:
+def _held_out(job: Job, search: Search, methods: Sequence[Sequence[Method]]) -> list[list[HeadResult] | None]:
+    def judged(judge: LayerJudge) -> tuple[Sequence[Method], list[HeadResult] | None]:
         of_layer = methods[judge.layer]
         return of_layer, None if all(isinstance(one, Dense) for one in of_layer) else judge.judge(of_layer)
 
-    return walk(job, "held-out", search.company, judged)[1]
+    return walk(job, "held-out", search.others, judged)[1]

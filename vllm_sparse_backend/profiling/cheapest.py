@@ -22,7 +22,7 @@ from statistics import fmean
 from vllm_sparse_backend.profiling.costs import Costs, head_ms, kind_of
 from vllm_sparse_backend.profiling.flow import walk
 from vllm_sparse_backend.profiling.job import Job
-from vllm_sparse_backend.profiling.measure import Bound, Figures, LayerJudge
+from vllm_sparse_backend.profiling.measure import Bound, HeadResult, LayerJudge
 from vllm_sparse_backend.profiling.search import May, Search
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
@@ -60,7 +60,7 @@ class Cheapest(Search):
         return choose(allowed, self.costs, self.price)
 
     def again(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
-        """What does not hold in company is chosen anew, and may lose more than it did when the price was found."""
+        """What does not hold beside other heads is chosen anew, and may lose more than when the price was found."""
         if mean_error <= self.bound.mean:
             return False
         dense_ms = self.costs.layer.dense_ms / len(methods[0])
@@ -68,18 +68,18 @@ class Cheapest(Search):
         return True
 
 
-def judged(judge: LayerJudge, among: Sequence[Method]) -> dict[Method, list[Figures]]:
+def judged(judge: LayerJudge, among: Sequence[Method]) -> dict[Method, list[HeadResult]]:
     """What comes of each where all heads of the layer have it."""
     return {method: judge.judge([method] * judge.num_heads) for method in among}
 
 
-def holding(figures: Mapping[Method, Sequence[Figures]], bound: Bound) -> list[dict[Method, Figures]]:
+def holding(figures: Mapping[Method, Sequence[HeadResult]], bound: Bound) -> list[dict[Method, HeadResult]]:
     """Of each head the methods that hold the bound."""
     num_heads = len(next(iter(figures.values())))
     return [{method: of[head] for method, of in figures.items() if bound.holds(of[head])} for head in range(num_heads)]
 
 
-def price_of(layers: Sequence[Sequence[Mapping[Method, Figures]]], costs: Costs, most_mean: float) -> float:
+def price_of(layers: Sequence[Sequence[Mapping[Method, HeadResult]]], costs: Costs, most_mean: float) -> float:
     """The least price of error at which heads that choose by it have a mean error of at most ``most_mean``.
 
     ``layers``: ``holding`` of every layer. 0 where what is cheapest holds it.
@@ -102,7 +102,7 @@ def price_of(layers: Sequence[Sequence[Mapping[Method, Figures]]], costs: Costs,
     return high
 
 
-def choose(holding: Sequence[Mapping[Method, Figures]], costs: Costs, price: float = 0.0) -> list[Method]:
+def choose(holding: Sequence[Mapping[Method, HeadResult]], costs: Costs, price: float = 0.0) -> list[Method]:
     """The methods that cost the layer least, of those that each head may have; every head may be dense."""
     dense: Method = Dense()
     dense_ms = head_ms(costs, dense, 1.0)
@@ -124,7 +124,9 @@ def choose(holding: Sequence[Mapping[Method, Figures]], costs: Costs, price: flo
     return best
 
 
-def _cheapest_of_kinds(may: Mapping[Method, Figures], costs: Costs, price: float) -> dict[Method, tuple[float, Method]]:
+def _cheapest_of_kinds(
+    may: Mapping[Method, HeadResult], costs: Costs, price: float
+) -> dict[Method, tuple[float, Method]]:
     """By kind what its cheapest setting costs, error included, and that."""
     found: dict[Method, tuple[float, Method]] = {}
     for method, figures in may.items():

@@ -55,7 +55,7 @@ class LayerCost:
     base_ms: float
     """Attention to next to nothing."""
     dense_ms: float
-    """The whole layer by the delegate."""
+    """The whole layer by the dense backend."""
 
 
 class Costs(Protocol):

@@ -28,12 +28,12 @@ Of = TypeVar("Of")
 class Flow:
     """The model so far, on the prompts or on the held-out ones.
 
-    ``company``: methods that other heads have, where those of a layer need some (``Method.company``). Outcomes are
-    remembered in the job's folder by what the layers before hand on, which takes nothing but who has whose company.
+    ``sharing``: methods that other heads have, where those of a layer need some (``Method.sharing``). Outcomes are
+    remembered in the job's folder by what the layers before hand on, which takes nothing but which heads share.
     """
 
-    def __init__(self, job: Job, kind: str, company: Sequence[Method] = ()) -> None:
-        self.job, self.kind, self.company = job, kind, tuple(company)
+    def __init__(self, job: Job, kind: str, others: Sequence[Method] = ()) -> None:
+        self.job, self.kind, self.others = job, kind, tuple(others)
         self.chosen: list[list[Method]] = []
         """Of the layers so far, each head's."""
         self._states: list[list[State]] = []
@@ -55,7 +55,7 @@ class Flow:
     def _read(self) -> CapturedLayer:
         while self._passed < len(self.chosen):
             methods = self.chosen[self._passed]
-            if any(map(needs_company, methods)):
+            if any(map(needs_others, methods)):
                 self._states = self._layer(self._passed).after(methods)
             self._passed += 1
         return self._layer(len(self.chosen))
@@ -63,20 +63,20 @@ class Flow:
     def _layer(self, layer: int) -> CapturedLayer:
         job = self.job
         captures, device = job.captures[self.kind], torch.device(job.device)
-        return CapturedLayer(captures, layer, job.served, device, job.engines, self._states, self.company)
+        return CapturedLayer(captures, layer, job.served, device, job.engines, self._states, self.others)
 
 
 def walk(
     job: Job,
     kind: str,
-    company: Sequence[Method],
+    others: Sequence[Method],
     choose: Callable[[RememberingJudge], tuple[Sequence[Method], Of | None]],
 ) -> tuple[list[list[Method]], list[Of | None]]:
     """All layers in order: of each the methods of its heads, and what else ``choose`` has of it.
 
     Layers that never go sparse are dense, and have None.
     """
-    flow = Flow(job, kind, company)
+    flow = Flow(job, kind, others)
     found: list[Of | None] = []
     job.tell.begin("layers", len(job.layers))
     for layer in range(job.shape.num_layers):
@@ -93,14 +93,14 @@ def walk(
     return flow.chosen, found
 
 
-def needs_company(method: Method) -> bool:
+def needs_others(method: Method) -> bool:
     """Whether what a head does depends on other heads."""
-    return method.alone != method
+    return method.unshared != method
 
 
 def _given(method: Method) -> dict[str, Any] | None:
     """What of a head counts for later layers: of SharePrefill not its γ."""
-    return parameters_of(method.company) if needs_company(method) else None
+    return parameters_of(method.sharing) if needs_others(method) else None
 
 
 def first_judge(job: Job) -> RememberingJudge:

@@ -22,7 +22,7 @@ from vllm_sparse_backend.measure.data import without_nan
 from vllm_sparse_backend.measure.report import write_json
 from vllm_sparse_backend.profiling.capture import Capture
 from vllm_sparse_backend.profiling.chunks import chunk_rows, dense_attention, paged
-from vllm_sparse_backend.profiling.measure import RARE, WORST, Errors, Figures
+from vllm_sparse_backend.profiling.measure import BEYOND_P99, BEYOND_P999, Errors, HeadResult
 from vllm_sparse_backend.profiling.outside import read_json
 from vllm_sparse_backend.settings.methods import parameters_of
 from vllm_sparse_kernels import PagedCache, SparseIndex
@@ -86,7 +86,7 @@ class LayerPrompt:
             yield out, run(layer, batch.q, batch.cache, rows, out, batch.scale), rows.state
 
     def outcome(self, groups: LayerPlan, engines: Mapping[str, Engine] | None) -> torch.Tensor:
-        """[4, num_heads] float64 on the device: error, worst, rare, density of one prompt."""
+        """[4, num_heads] float64 on the device: error, p99, p999, density of one prompt."""
         errors, pairs = [], []
         for dense, (out, index, _) in zip(self.dense, self.passes(groups, engines), strict=True):
             norms = dense.float().abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
@@ -94,9 +94,11 @@ class LayerPrompt:
             pairs.append(index.pairs_of_heads())
         of_queries = torch.cat(errors)
         ordered = of_queries.sort(0).values
-        worst, rare = (ordered[len(ordered) - 1 - int(share * len(ordered))].double() for share in (WORST, RARE))
+        p99, p999 = (
+            ordered[len(ordered) - 1 - int(share * len(ordered))].double() for share in (BEYOND_P99, BEYOND_P999)
+        )
         density = torch.stack(pairs).sum(0).double() / self.num_pairs
-        return torch.stack((of_queries.double().mean(0), worst, rare, density))
+        return torch.stack((of_queries.double().mean(0), p99, p999, density))
 
 
 class CapturedLayer:
@@ -125,7 +127,7 @@ class CapturedLayer:
         groups = layer_plan(methods, self.others)
         return [[dict(state) for *_, state in prompt.passes(groups, self.engines)] for prompt in self.prompts]
 
-    def figures(self, methods: Sequence[Method]) -> list[Figures]:
+    def figures(self, methods: Sequence[Method]) -> list[HeadResult]:
         """Of each head with its method: errors of the prompt where they are largest, density of all prompts."""
         groups = layer_plan(methods, self.others)
         found = torch.stack([prompt.outcome(groups, self.engines) for prompt in self.prompts])
@@ -133,11 +135,11 @@ class CapturedLayer:
         density = (found[:, 3] * pairs[:, None]).sum(0) / pairs.sum()
         errors = found[:, :3]
         each = torch.cat((errors.amax(0), density[None], unseen(errors))).T.tolist()
-        return [Figures(error, worst, rare, kept, Errors(*of)) for error, worst, rare, kept, *of in each]
+        return [HeadResult(error, p99, p999, kept, Errors(*of)) for error, p99, p999, kept, *of in each]
 
 
 def unseen(errors: torch.Tensor) -> torch.Tensor:
-    """``Figures.unseen`` of what prompts have, along the first dimension; of a single one what it has."""
+    """``HeadResult.unseen`` of what prompts have, along the first dimension; of a single one what it has."""
     ordered = errors.sort(0).values
     return 2 * ordered[-1] - ordered[max(0, len(ordered) - 2)]
 
@@ -151,14 +153,14 @@ class RememberingJudge:
 
     def __init__(self, layer: int, num_heads: int, path: Path, read: Callable[[], CapturedLayer]) -> None:
         self.layer, self.num_heads, self.path, self._read = layer, num_heads, path, read
-        self.known: dict[str, list[Figures]] = read_json(path, dict[str, list[Figures]]) if path.exists() else {}
+        self.known: dict[str, list[HeadResult]] = read_json(path, dict[str, list[HeadResult]]) if path.exists() else {}
         self.num_saved = len(self.known)
 
     @cached_property
     def captured(self) -> CapturedLayer:
         return self._read()
 
-    def judge(self, methods: Sequence[Method]) -> list[Figures]:
+    def judge(self, methods: Sequence[Method]) -> list[HeadResult]:
         if len(methods) != self.num_heads:
             raise ValueError(f"judge: given {len(methods)} methods, expected one for each of {self.num_heads} heads")
         # All fields of all methods; of equal ones those of one.

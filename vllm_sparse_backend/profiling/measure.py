@@ -11,22 +11,22 @@ from typing import NamedTuple, Protocol
 
 from vllm_sparse_kernels.methods.base import Method
 
-WORST = 0.01
-"""The share of queries that ``Figures.worst`` leaves out: those that retrieve are few, and means hide them."""
-RARE = 0.001
-"""The same of ``Figures.rare``: of a prompt's queries those that look up an answer may be no more than a hundredth."""
+BEYOND_P99 = 0.01
+"""The share of queries that ``HeadResult.p99`` leaves out: those that retrieve are few, and means hide them."""
+BEYOND_P999 = 0.001
+"""The same of ``HeadResult.p999``: queries that look up an answer may be no more than a hundredth of a prompt's."""
 
 
 class Errors(NamedTuple):
-    """What ``Figures`` has of these names."""
+    """What ``HeadResult`` has of these names."""
 
     error: float
-    worst: float
-    rare: float
+    p99: float
+    p999: float
 
 
 @dataclass(frozen=True)
-class Figures:
+class HeadResult:
     """Of one head under one method, over the queries of all prompts, selected and attended chunk by chunk as served.
 
     A query's error is ‖o − õ‖₁ / ‖o‖₁: o is its output under dense attention, õ under the method. Of several prompts
@@ -35,10 +35,10 @@ class Figures:
 
     error: float
     """Mean over queries."""
-    worst: float
-    """A hundredth of queries (``WORST``) has more."""
-    rare: float
-    """A thousandth of queries (``RARE``) has more."""
+    p99: float
+    """A hundredth of queries (``BEYOND_P99``) has more."""
+    p999: float
+    """A thousandth of queries (``BEYOND_P999``) has more."""
     density: float
     """Kept pairs over causal pairs."""
     unseen: Errors | None = None
@@ -51,13 +51,13 @@ class Bound:
     """The most error that a head may have."""
 
     error: float
-    """Of ``Figures.error``."""
-    worst: float = math.inf
-    """Of ``Figures.worst``."""
-    rare: float = math.inf
-    """Of ``Figures.rare``."""
+    """Of ``HeadResult.error``."""
+    p99: float = math.inf
+    """Of ``HeadResult.p99``."""
+    p999: float = math.inf
+    """Of ``HeadResult.p999``."""
     mean: float = math.inf
-    """Of the mean of all heads' ``Figures.error``, dense ones included: a matter of the whole model, not of a head."""
+    """Of the mean of all heads' ``HeadResult.error``, dense ones too: a matter of the whole model."""
 
     @property
     def has_mean(self) -> bool:
@@ -67,14 +67,14 @@ class Bound:
         """All but a share of it: what searches keep to."""
         return Bound(*(most * (1 - margin) for most in astuple(self)))
 
-    def holds(self, figures: Figures) -> bool:
-        """On unseen prompts too, as far as ``Figures.unseen`` can tell. Never for what is no number."""
+    def holds(self, figures: HeadResult) -> bool:
+        """On unseen prompts too, as far as ``HeadResult.unseen`` can tell. Never for what is no number."""
         of = figures.unseen or figures
-        return of.error <= self.error and of.worst <= self.worst and of.rare <= self.rare
+        return of.error <= self.error and of.p99 <= self.p99 and of.p999 <= self.p999
 
-    def share(self, figures: Figures) -> float:
+    def share(self, figures: HeadResult) -> float:
         """How much of the bound the head takes up on these prompts: above 1 it does not hold."""
-        return max(figures.error / self.error, figures.worst / self.worst, figures.rare / self.rare)
+        return max(figures.error / self.error, figures.p99 / self.p99, figures.p999 / self.p999)
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -88,5 +88,5 @@ class LayerJudge(Protocol):
     layer: int
     num_heads: int
 
-    def judge(self, methods: Sequence[Method]) -> list[Figures]:
+    def judge(self, methods: Sequence[Method]) -> list[HeadResult]:
         """What comes of one method for each head. All heads are selected and attended in one pass of each chunk."""

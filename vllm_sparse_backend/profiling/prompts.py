@@ -4,8 +4,8 @@
 The heads that retrieve show themselves where something is looked up, and sparse attention loses most there. So made
 prompts hold, all over a text, *threads* of three kinds: facts that are asked for and answered further on (`eval
 answers` asks the same), values that are handed from name to name before one of these is asked for (several hops), and
-passages of another text that come twice. Together they take up to a third of a prompt, so that the worst hundredth of
-its queries are among those that look something up.
+passages of another text that come twice. Together they take up to a third of a prompt, so that the hundredth of its
+queries with the largest errors is among those that look something up.
 """
 
 import json

@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
-from vllm_sparse_backend.profiling.measure import Bound, Figures, LayerJudge
+from vllm_sparse_backend.profiling.measure import Bound, HeadResult, LayerJudge
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method
@@ -29,8 +29,8 @@ May = Callable[[int, Method], bool]
 class Search(ABC):
     """Chooses for one layer after the other."""
 
-    company: Sequence[Method] = ()
-    """Methods that heads of other layers may have, where a layer's need some (``Method.company``)."""
+    others: Sequence[Method] = ()
+    """Methods that heads of other layers may have, where a layer's need some (``Method.sharing``)."""
 
     @abstractmethod
     def choose(self, judge: LayerJudge, may: May) -> list[Method]:
@@ -45,7 +45,7 @@ class Judged(NamedTuple):
     """A method of one head and what came of it."""
 
     method: Method
-    figures: Figures
+    figures: HeadResult
     holds: bool
 
     @property

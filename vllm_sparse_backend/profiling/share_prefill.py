@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from vllm_sparse_backend.profiling.clusters import DISTANCE, Clusters, head_clusters, map_side
-from vllm_sparse_backend.profiling.flow import needs_company, walk
+from vllm_sparse_backend.profiling.flow import needs_others, walk
 from vllm_sparse_backend.profiling.job import Job
 from vllm_sparse_backend.profiling.measure import Bound, LayerJudge
 from vllm_sparse_backend.profiling.search import LEAST_SPARSITY, May, Search, halved, sparse_enough, sparsest
@@ -56,7 +56,7 @@ class Sharing(Search):
             Clusters,
             lambda: head_clusters(job.captures["prompts"][0], job.device, side, distance),
         )
-        self.company = [
+        self.others = [
             replace(ladder[0], cluster=number) for number in sorted({*chain.from_iterable(clusters)} - {NOISE})
         ]
         fine = halved(halved(ladder))
@@ -65,7 +65,7 @@ class Sharing(Search):
             of_heads = clusters[judge.layer]
             return [replace(ladder[0], cluster=one) for one in of_heads], survey_layer(judge, bound, fine, of_heads)
 
-        found = walk(job, "prompts", self.company, survey)[1]
+        found = walk(job, "prompts", self.others, survey)[1]
         self.choices = [of_layer or [Choice(Dense())] * job.shape.num_heads for of_layer in found]
         self.left = worth(self.choices)
         self._require_any()
@@ -79,7 +79,7 @@ class Sharing(Search):
 
     def again(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
         """Where a cluster is left with one head, which then has nobody to share with."""
-        members = Counter(one.company for one in chain.from_iterable(methods) if needs_company(one))
+        members = Counter(one.sharing for one in chain.from_iterable(methods) if needs_others(one))
         numbers = {one.cluster for one, count in members.items() if count > 1 and isinstance(one, SharePrefill)}
         lonely, self.left = self.left - numbers, self.left & numbers
         self._require_any()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from vllm_sparse_backend.measure.crossover import told
-from vllm_sparse_backend.settings.figures import Figures
+from vllm_sparse_backend.settings.figures import HeadFigures
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import Level
 from vllm_sparse_backend.settings.ranges import format_ranges
@@ -18,11 +18,11 @@ DENSE_LAYER = "dense layer"
 
 
 def layer_rows(level: Level, shape: ModelShape) -> list[tuple[str, ...]]:
-    """Layers, their heads by method, how many settings these have, mean density and the worst head's error.
+    """Layers, their heads by method, how many settings these have, mean density and the largest error of a head.
 
     A row for neighbours that are alike in all of it.
     """
-    figures = level.provenance.figures or Figures()
+    figures = level.provenance.figures or HeadFigures()
     densities, errors = (figures.rows(name, shape) for name in ("density", "error"))
 
     def row(layer: int) -> tuple[str, ...]:

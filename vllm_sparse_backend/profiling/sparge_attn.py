@@ -8,8 +8,8 @@ tenth, and heads that leave out less than a tenth of the pairs run dense.
 
 Where this departs from that code:
 
-* ``bound`` is l₂, which the finished head is to hold; l₁ is 8/9 of it, the paper's ratio. Both bind the worst
-  hundredth of queries too.
+* ``bound`` is l₂, which the finished head is to hold; l₁ is 8/9 of it, the paper's ratio. Both bind the p99
+  of queries too.
 * The code searches prompt by prompt, and joins what it found by the largest τ, θ and λ of neighbouring θs. Here a
   setting is judged on all prompts, and holds if it does on each: nothing is left to join.
 * λ is searched once, for the best pair, as the paper has it; the code searches one for every θ.

@@ -8,7 +8,7 @@ from statistics import fmean
 from vllm_sparse_backend.identity import PACKAGE, package_version
 from vllm_sparse_backend.measure.report import versions
 from vllm_sparse_backend.profiling.job import Job
-from vllm_sparse_backend.profiling.measure import Bound, Figures
+from vllm_sparse_backend.profiling.measure import Bound, HeadResult
 from vllm_sparse_backend.settings import figures as profile_figures
 from vllm_sparse_backend.settings.crossover import OwnCrossover
 from vllm_sparse_backend.settings.errors import ConfigurationError
@@ -23,9 +23,9 @@ class Found:
 
     bound: Bound
     methods: list[list[Method]]
-    figures: list[list[Figures] | None]
+    figures: list[list[HeadResult] | None]
     """On the prompts; None for layers that never go sparse."""
-    held_out: list[list[Figures] | None]
+    held_out: list[list[HeadResult] | None]
     crossover: OwnCrossover | None = None
 
     def summary(self) -> dict[str, float]:
@@ -44,7 +44,7 @@ class Found:
             "heads_within_bound": sum(share <= 1 for share in shares) / len(shares),
             "most_of_bound": max(shares),
             "error": fmean(of.error for of in sparse),
-            "worst_error": fmean(of.worst for of in sparse),
+            "p99_error": fmean(of.p99 for of in sparse),
         }
         if self.bound.has_mean:
             figures["mean_of_bound"] = sum(of.error for of in sparse) / sum(map(len, self.methods)) / self.bound.mean
@@ -58,7 +58,7 @@ class Found:
         return (sum(heads) + whole - len(heads)) / whole
 
 
-def mean_error(figures: Sequence[Sequence[Figures] | None], num_heads: int) -> float:
+def mean_error(figures: Sequence[Sequence[HeadResult] | None], num_heads: int) -> float:
     """Of all heads of the model; those of layers that have no figures are dense."""
     return sum(of.error for layer in figures for of in layer or ()) / (len(figures) * num_heads)
 
@@ -89,7 +89,7 @@ def profile_of(job: Job, found: Mapping[str, Found], source: str) -> Profile:
 def provenance_of(job: Job, found: Found, source: str) -> Provenance:
     rows: dict[str, profile_figures.PerHead] = {
         name: [[getattr(of, of_name) for of in layer] if layer else None for layer in found.figures]
-        for name, of_name in (("density", "density"), ("error", "error"), ("worst_error", "worst"))
+        for name, of_name in (("density", "density"), ("error", "error"), ("p99_error", "p99"))
     }
     return Provenance(
         tool_version=package_version(PACKAGE),
@@ -100,6 +100,6 @@ def provenance_of(job: Job, found: Found, source: str) -> Provenance:
         versions=versions(),
         bounds=found.bound.numbers,
         density=float(f"{found.density:.4g}"),
-        figures=profile_figures.Figures.of_heads(**rows),
+        figures=profile_figures.HeadFigures.of_heads(**rows),
         held_out=found.summary(),
     )

@@ -127,7 +127,7 @@ class Row:
 
     @staticmethod
     def sparse_of(row: BatchRow, number: int) -> "Row":
-        """What the delegate leaves of a batch's row."""
+        """What the dense backend leaves of a batch's row."""
         return Row(number, row.dense_end, row.end - row.dense_end, row.context_len + row.dense_end - row.token)
 
     def chunks(self, query_tokens: int) -> list["Row"]:

@@ -3,14 +3,14 @@
 
 from typing import TYPE_CHECKING
 
-from vllm_sparse_backend.serving.compat import BULK_PAGE_TOKENS, DelegateBackend, prefers_bulk_pages
+from vllm_sparse_backend.serving.compat import BULK_PAGE_TOKENS, DenseBackend, prefers_bulk_pages
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.serving.impl import SparsePrefillImpl
     from vllm_sparse_backend.serving.metadata import SparsePrefillMetadataBuilder
 
 
-class SparsePrefillBackend(DelegateBackend):
+class SparsePrefillBackend(DenseBackend):
     """Everything that vLLM asks of a backend is its own backend's answer, but for the parts below."""
 
     @staticmethod
@@ -36,7 +36,7 @@ class SparsePrefillBackend(DelegateBackend):
 
     @classmethod
     def supports_rswa(cls) -> bool:
-        """Rows that are delegated one by one would lose their prompts' lengths."""
+        """Rows that the dense backend runs one by one would lose their prompts' lengths."""
         return False
 
     @classmethod

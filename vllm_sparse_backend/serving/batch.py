@@ -43,7 +43,7 @@ class BatchRow:
 
     @property
     def dense_end(self) -> int:
-        """The delegate takes the row's tokens before this one: of a sparse row those within ``min_tokens``."""
+        """The dense backend takes the row's tokens before this one: of a sparse row those within ``min_tokens``."""
         if self.kind.path != SPARSE:
             return self.end
         return self.token + max(self.min_tokens - self.context_len, 0)
@@ -55,7 +55,7 @@ class BatchRow:
 
 
 def dense_runs(rows: Sequence[BatchRow]) -> Iterator[tuple[slice, slice]]:
-    """(rows, tokens) of each stretch of neighbouring tokens that the delegate takes."""
+    """(rows, tokens) of each stretch of neighbouring tokens that the dense backend takes."""
     first = None
     for i, row in enumerate(rows):
         if first is None and row.dense_end > row.token:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All that differs between vLLM's versions and platforms, in one place; tried with 0.26, 0.32 (CPU build) and 0.33.
 
-``DelegateBackend`` and its parts are what decode rows and dense rows run on: vLLM's own FlashAttention, or on a CPU its
+``DenseBackend`` and its parts are what decode rows and dense rows run on: vLLM's own FlashAttention, or on a CPU its
 own CPU attention. Our classes derive from them, so keywords that later versions add pass through by inheritance.
 """
 
@@ -28,17 +28,17 @@ DEVICE_TYPE = "cpu" if IS_CPU else "cuda"
 
 if IS_CPU:
     from vllm.v1.attention.backends.cpu_attn import (
-        CPUAttentionBackend as DelegateBackend,
-        CPUAttentionBackendImpl as DelegateImpl,
-        CPUAttentionMetadata as DelegateMetadata,
-        CPUAttentionMetadataBuilder as DelegateBuilder,
+        CPUAttentionBackend as DenseBackend,
+        CPUAttentionBackendImpl as DenseImpl,
+        CPUAttentionMetadata as DenseMetadata,
+        CPUAttentionMetadataBuilder as DenseBuilder,
     )
 else:
     from vllm.v1.attention.backends.flash_attn import (
-        FlashAttentionBackend as DelegateBackend,
-        FlashAttentionImpl as DelegateImpl,
-        FlashAttentionMetadata as DelegateMetadata,
-        FlashAttentionMetadataBuilder as DelegateBuilder,
+        FlashAttentionBackend as DenseBackend,
+        FlashAttentionImpl as DenseImpl,
+        FlashAttentionMetadata as DenseMetadata,
+        FlashAttentionMetadataBuilder as DenseBuilder,
     )
 
 BULK_PAGE_TOKENS = 128
@@ -50,7 +50,7 @@ TOKENS_FIRST = (0, 2, 1, 3)
 FP8_STORAGE = torch.uint8
 """What vLLM calls the dtype of a cache in fp8."""
 
-__all__ = ["DelegateBackend", "DelegateBuilder", "DelegateImpl", "DelegateMetadata"]
+__all__ = ["DenseBackend", "DenseBuilder", "DenseImpl", "DenseMetadata"]
 
 T = TypeVar("T")
 
@@ -191,7 +191,7 @@ def page_order(vllm_config: VllmConfig) -> tuple[int, ...]:
     if getattr(vllm_config.cache_config, "kv_cache_layout", None) is not None:
         return tuple(vllm_config.cache_config.get_resolved_kv_cache_layout().layer_view_order)
     try:
-        return tuple(DelegateBackend.get_kv_cache_stride_order())
+        return tuple(DenseBackend.get_kv_cache_stride_order())
     except (AttributeError, NotImplementedError):
         return TOKENS_FIRST
 
@@ -223,7 +223,7 @@ def host_seq_lens(common: CommonAttentionMetadata) -> list[int]:
     )
 
 
-def keep_schedule(metadata: DelegateMetadata) -> None:
+def keep_schedule(metadata: DenseMetadata) -> None:
     """Let metadata have its schedule to itself: FlashAttention's builder may have put it in its one persistent buffer.
 
     The CPU build makes a new one each time, which must not be copied: it holds pointers into itself.
@@ -232,7 +232,7 @@ def keep_schedule(metadata: DelegateMetadata) -> None:
         metadata.scheduler_metadata = metadata.scheduler_metadata.clone()
 
 
-def take_prefix_ranges(part: DelegateMetadata, whole: DelegateMetadata, rows: slice, tokens: slice) -> None:
+def take_prefix_ranges(part: DenseMetadata, whole: DenseMetadata, rows: slice, tokens: slice) -> None:
     """Give some rows' metadata its part of the whole batch's ranges that attend in both directions (prefix-LM).
 
     Asked for in each layer, as models clear the whole batch's for some. 0.26 keeps them per row; 0.32 per token, in one

@@ -2,7 +2,7 @@
 """The online guard: what does sparse attention lose on the prompts that come in, layer by layer?
 
 One in so many steps with sparse rows of a level a layer is checked: up to 128 queries of one such row are computed by
-the delegate too, over all keys, and the two outputs are compared. A layer that is too far off several times in a row
+the dense backend too, over all keys, and the two outputs are compared. A layer that is too far off several times
 runs dense from then on for rows of that level, and at once where its output is no number, which is no loss but a fault.
 It still is checked, its sparse output computed for that alone: so that it has recovered is measured as well.
 
@@ -119,8 +119,8 @@ class Guard:
         state.errors = [*state.errors, error] if is_good is state.is_dense else []
         is_fault = not math.isfinite(error) and not state.is_dense
         if is_fault or len(state.errors) >= self._needed(state):
-            worst = max(range(len(heads)), key=lambda head: (math.isnan(heads[head]), heads[head]))
-            self._change(place, state, f"head {worst} had {heads[worst]:.2f} in the last")
+            furthest = max(range(len(heads)), key=lambda head: (math.isnan(heads[head]), heads[head]))
+            self._change(place, state, f"head {furthest} had {heads[furthest]:.2f} in the last")
         # What is no number counts as 1, as if nothing were left.
         state.lately.append(error if math.isfinite(error) else 1.0)
         labels = labels_of(place)
@@ -132,7 +132,7 @@ class Guard:
             return self.settings.patience
         return self.settings.recover << min(state.trips - 1, MOST_DOUBLINGS)
 
-    def _change(self, place: Place, state: LayerState, worst: str) -> None:
+    def _change(self, place: Place, state: LayerState, of_head: str) -> None:
         """From sparse to dense, or back."""
         errors = f"{len(state.errors)} checks in a row, bound {self.settings.bound:g}, errors " + ", ".join(
             f"{error:.3f}" for error in state.errors[-3:]
@@ -144,7 +144,7 @@ class Guard:
             self.held |= {place}
             logger.warning(
                 "sparse-prefill: layer %d runs dense from now on at level %s%s: %s (%s; %s)", *place, self._where,
-                Fallback.GUARD.explain, errors, worst,
+                Fallback.GUARD.explain, errors, of_head,
             )  # fmt: skip
         else:
             self.held -= {place}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attention layer: what is delegated runs on vLLM's own implementation, the rest through select and attend.
+"""One attention layer: dense rows run on vLLM's own implementation, the rest through select and attend.
 
 The cache has been written when ``forward`` is called. Nothing in ``forward`` waits for the device.
 """
@@ -15,7 +15,7 @@ from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_co
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.reports import Spans, add_pairs
 from vllm_sparse_backend.serving.stats import is_counting, not_counting
-from vllm_sparse_backend.serving.step import Delegated, Slab, SparseStep
+from vllm_sparse_backend.serving.step import DenseRun, Slab, SparseStep
 from vllm_sparse_backend.serving.worker import Worker
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import DEFAULT
@@ -25,8 +25,8 @@ from vllm_sparse_kernels.layer import Layer, LayerPlan, Watch, keeping, run
 from vllm_sparse_kernels.paged import PagedCache
 
 
-class SparsePrefillImpl(compat.DelegateImpl):
-    """Attention of one layer. Until ``adopt`` gives it a plan, and where it can't go sparse, it is the delegate."""
+class SparsePrefillImpl(compat.DenseImpl):
+    """Attention of one layer. Until ``adopt`` gives it a plan, and where it can't go sparse, it runs dense."""
 
     out_dtype: torch.dtype | None = None
     """Of results, which is not the query's where that is in fp8."""
@@ -151,7 +151,7 @@ class SparsePrefillImpl(compat.DelegateImpl):
         if step is None or not self.is_adopted or all(self.at(slab.level).stays_dense for slab in step.slabs):
             return dense(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
 
-        def delegate(run: Delegated, out: torch.Tensor) -> None:
+        def run_dense(run: DenseRun, out: torch.Tensor) -> None:
             compat.take_prefix_ranges(run.metadata, attn_metadata, run.rows, run.tokens)
             part = (x if x is None else x[run.tokens] for x in (query, key, value))
             dense(layer, *part, kv_cache, run.metadata, out, *scales)
@@ -172,12 +172,12 @@ class SparsePrefillImpl(compat.DelegateImpl):
         if held:
             dense(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         else:
-            for run in step.delegated:
-                delegate(run, output[run.tokens])
+            for run in step.dense_runs:
+                run_dense(run, output[run.tokens])
         go_sparse(levels - held)
         for probe in probes:
             sparse = of_held.get(probe.level, output[probe.run.tokens])
-            delegate(probe.run, exact := torch.empty_like(sparse))
+            run_dense(probe.run, exact := torch.empty_like(sparse))
             self.check(probe.level, sparse, exact)
         return output
 

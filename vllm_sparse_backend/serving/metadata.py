@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From vLLM's batch to what each row runs on: decode rows and dense rows → the delegate, sparse rows → our kernels.
+"""From vLLM's batch to what each row runs on: decode and dense rows → the dense backend, sparse rows → our kernels.
 
 Rows are told apart by lengths that the host knows; nothing here waits for the device. A batch without a sparse row gets
-the delegate's own metadata, untouched.
+the dense backend's own metadata, untouched.
 
 The first ``min_tokens`` positions of every row are dense, so that what a cache holds of them depends on no method and
-no chunk size: a row that crosses that border is cut there, its first tokens are delegated, the others go sparse.
+no chunk size: a row that crosses that border is cut there, its first tokens run dense, the others go sparse.
 """
 
 import logging
@@ -32,7 +32,7 @@ from vllm_sparse_backend.serving.reports import TALLIES, spans_of
 from vllm_sparse_backend.serving.requests import choices
 from vllm_sparse_backend.serving.row_levels import ids_of_rows, levels_of_rows
 from vllm_sparse_backend.serving.stats import DENSE, SPARSE, is_counting
-from vllm_sparse_backend.serving.step import Delegated, Probe, Slab, SparsePrefillMetadata, SparseStep, own_block_table
+from vllm_sparse_backend.serving.step import DenseRun, Probe, Slab, SparsePrefillMetadata, SparseStep, own_block_table
 from vllm_sparse_backend.serving.worker import Worker
 from vllm_sparse_backend.settings.crossover import AUTO, Thresholds
 from vllm_sparse_backend.settings.plan import DEFAULT
@@ -49,7 +49,7 @@ _numbers = count()
 """Of builders, in the order in which they are made: that of a step's later microbatch comes later."""
 
 
-class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
+class SparsePrefillMetadataBuilder(compat.DenseBuilder):
     # Metadata of another cache group would carry this group's sparse rows along.
     supports_update_block_table = False
 
@@ -158,7 +158,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> compat.DelegateMetadata:
+    ) -> compat.DenseMetadata:
         common = common_attn_metadata
         if not self.sparse_layers:
             return super().build(common_prefix_len, common, fast_build)
@@ -174,16 +174,16 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         spans = spans_of(rows, ids_of_rows(), self._counts_rows and self.recorder.is_first_rank) if TALLIES else ()
         if not any(row.is_sparse for row in rows):
             return super().build(common_prefix_len, common, fast_build)
-        delegated = tuple(self._run_of(common, *run, fast_build) for run in dense_runs(rows))
+        runs = tuple(self._run_of(common, *run, fast_build) for run in dense_runs(rows))
         slabs = self._slabs(common, rows)
         held, probes = (frozenset(), ()) if self.guard is None else self._guard(self.guard, common, rows, slabs)
-        # Last, as the delegate keeps one persistent buffer for its schedule: the whole batch's must be what stays.
+        # Last, as the dense backend keeps one persistent buffer for its schedule: the whole batch's must be what stays.
         whole = super().build(common_prefix_len, common, fast_build)
         parts = {f.name: getattr(whole, f.name) for f in fields(whole)}
-        return SparsePrefillMetadata(**parts, sparse=SparseStep(slabs, delegated, held, probes, spans))
+        return SparsePrefillMetadata(**parts, sparse=SparseStep(slabs, runs, held, probes, spans))
 
     def _classify(self, common_prefix_len: int, common: CommonAttentionMetadata) -> list[BatchRow]:
-        """What each row runs on. Rows as short as a decode's are left to the delegate: its graphs may run them."""
+        """What each row runs on. Rows as short as a decode's are left to the dense backend: its graphs may run them."""
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         threshold = self.reorder_batch_threshold or 1
         if common.max_query_len <= threshold:  # nothing prefills: nobody asks how long rows are
@@ -243,10 +243,10 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
 
     def _run_of(
         self, common: CommonAttentionMetadata, rows: slice, tokens: slice, fast_build: bool = False
-    ) -> Delegated:
+    ) -> DenseRun:
         metadata = super().build(0, self._part_of(common, rows, tokens), fast_build)
         compat.keep_schedule(metadata)
-        return Delegated(rows, tokens, metadata)
+        return DenseRun(rows, tokens, metadata)
 
     def _guard(
         self, guard: Guard, common: CommonAttentionMetadata, rows: list[BatchRow], slabs: tuple[Slab, ...]
@@ -267,7 +267,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         """Some rows of a batch as a batch of their own; the first and the last of them may be cut.
 
         Of the first only the last tokens are left then, over all keys, of the last only the first tokens.
-        Made anew from what a delegate reads: a copy would bring along caches and fields that number the whole batch's
+        Made anew from what that backend reads: a copy would bring along caches and fields that number the whole batch's
         rows or tokens.
         """
         ends, num_tokens = slice(rows.start, rows.stop + 1), tokens.stop - tokens.start
@@ -306,7 +306,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         )
 
     def _slabs(self, common: CommonAttentionMetadata, rows: list[BatchRow]) -> tuple[Slab, ...]:
-        """What the delegate leaves of the rows, level by level, dealt out as they fit into the arena."""
+        """What the dense backend leaves of the rows, level by level, dealt out as they fit into the arena."""
         assert self.memory is not None
         slabs: list[Slab] = []
         asked = {(row.kind.level, row.share) for row in rows if row.is_sparse}

@@ -37,7 +37,7 @@ def _reasons(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
     if _of(vllm_config, "model_config", "rswa_window") is not None:
         yield (
             "the model attends within a reference sliding window (R-SWA), whose prompts' lengths do not reach rows "
-            "that are delegated one by one; serve it without this backend"
+            "that run dense one by one; serve it without this backend"
         )
     both_ways = not compat.IS_CPU and _of(vllm_config, "model_config", "is_mm_prefix_lm")
     if both_ways and (found := compat.flash_attention_version(vllm_config)) != 4:

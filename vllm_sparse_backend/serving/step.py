@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one step of the engine is to this backend: its sparse rows, and the runs of rows that the delegate takes."""
+"""What one step of the engine is to this backend: its sparse rows, and the runs of rows that run dense."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,15 +17,15 @@ TABLE_STEP = 16
 
 
 @dataclass(frozen=True)
-class Delegated:
-    """Neighbouring rows that the delegate runs: their tokens, and metadata as if they were the whole batch.
+class DenseRun:
+    """Neighbouring rows that the dense backend runs: their tokens, and metadata as if they were the whole batch.
 
     Of the last row these may be the first tokens alone.
     """
 
     rows: slice
     tokens: slice
-    metadata: compat.DelegateMetadata
+    metadata: compat.DenseMetadata
 
 
 class Slab(NamedTuple):
@@ -43,13 +43,13 @@ class Slab(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """Queries of a sparse row of a level for which some layers of the step are compared with the delegate.
+    """Queries of a sparse row of a level for which some layers of the step are compared with the dense backend.
 
     ``run``: these queries as if they were the whole batch, over all keys that they may see.
     """
 
     level: str
-    run: Delegated
+    run: DenseRun
     layers: frozenset[int]
 
 
@@ -61,7 +61,7 @@ class SparseStep:
     """
 
     slabs: tuple[Slab, ...]
-    delegated: tuple[Delegated, ...]
+    dense_runs: tuple[DenseRun, ...]
     held: frozenset[tuple[int, str]] = frozenset()
     probes: tuple[Probe, ...] = ()
     spans: Spans = ()
@@ -75,8 +75,8 @@ class SparseStep:
 
 
 @dataclass
-class SparsePrefillMetadata(compat.DelegateMetadata):
-    """The delegate's metadata of the whole batch, for layers that stay dense, and the sparse part of the step."""
+class SparsePrefillMetadata(compat.DenseMetadata):
+    """The dense backend's metadata of the whole batch, for layers that stay dense, and the sparse part of the step."""
 
     sparse: SparseStep | None = None
 

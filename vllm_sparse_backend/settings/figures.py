@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What calibration measured of each head, as a profile's ``provenance.figures`` has it.
 
-Per figure, layers as keys and a list with one number for each query head of the model, or one number alone where all
+Per figure, layers as keys and a list with one number for each query head of the model, or a single number where all
 heads of those layers have it. Layers without numbers (dense ones) are left out:
 
     figures:
@@ -9,18 +9,21 @@ heads of those layers have it. Layers without numbers (dense ones) are left out:
       error: {1: [0.01, 0.02, 0.0, 0.03], 2-3: 0.004}
 
 Numbers have four significant digits, so that a model of 32 layers and 32 heads takes some 20 kB. All that knows how
-they are written is here: ``Figures.of_heads`` makes them from plain lists, ``rows`` gives these back.
+they are written is here: ``HeadFigures.of_heads`` makes them from plain lists, ``rows`` gives these back.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, StrictFloat, WithJsonSchema, field_validator
+from pydantic import BeforeValidator, Field, StrictFloat, WithJsonSchema, field_validator, model_validator
 
 from vllm_sparse_backend.settings import strict_yaml
 from vllm_sparse_backend.settings.errors import Section, unexpected
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.ranges import DisjointRanges, Ranges, format_ranges
+
+logger = logging.getLogger(__name__)
 
 PerHead = Sequence[Sequence[float] | None]
 """Per layer a number for each head; None for a layer without."""
@@ -41,17 +44,31 @@ Fractions = Annotated[tuple[Fraction, ...], BeforeValidator(_as_list), Field(min
 Amounts = Annotated[tuple[Amount, ...], BeforeValidator(_as_list), Field(min_length=1), _schema()]
 
 
-class Figures(Section):
+RENAMED = {"worst_error": "p99_error"}
+"""Names by which figures went before: they are read for one more release."""
+
+
+class HeadFigures(Section):
     """Measured figures of each head, by layers; heads and layers are the whole model's."""
 
     density: Annotated[dict[Ranges, Fractions], DisjointRanges] = Field(default={})
     """Kept (query, key) pairs over causal pairs, mean over the prompts."""
 
     error: Annotated[dict[Ranges, Amounts], DisjointRanges] = Field(default={})
-    """Mean over queries of ‖o − õ‖₁ / ‖o‖₁, o a query's output under dense attention; on the worst prompt."""
+    """Mean over queries of ‖o − õ‖₁ / ‖o‖₁, o a query's output under dense attention; the largest of a prompt."""
 
-    worst_error: Annotated[dict[Ranges, Amounts], DisjointRanges] = Field(default={})
+    p99_error: Annotated[dict[Ranges, Amounts], DisjointRanges] = Field(default={})
     """What a hundredth of the queries has more of."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_new_names(cls, given: object) -> object:
+        if not isinstance(given, Mapping):
+            return given
+        old = [name for name in RENAMED if name in given and RENAMED[name] not in given]
+        for name in old:
+            logger.warning("figures: %s is called %s now; the next release refuses the old name", name, RENAMED[name])
+        return {RENAMED[name] if name in old else name: value for name, value in given.items()}
 
     @field_validator("*")
     @classmethod
@@ -60,7 +77,7 @@ class Figures(Section):
         return {layers: numbers[:1] if len(set(numbers)) == 1 else numbers for layers, numbers in rounded.items()}
 
     @staticmethod
-    def of_heads(**figures: PerHead) -> "Figures":
+    def of_heads(**figures: PerHead) -> "HeadFigures":
         """From each figure's numbers by layer and head; layers that are alike share an entry."""
         data: dict[str, dict[str, list[float]]] = {}
         for name, layers in figures.items():
@@ -69,7 +86,7 @@ class Figures(Section):
                 if numbers is not None:
                     alike.setdefault(tuple(float(f"{one:.4g}") for one in numbers), []).append(layer)
             data[name] = {format_ranges(numbers): list(values) for values, numbers in alike.items()}
-        return Figures.model_validate(data)
+        return HeadFigures.model_validate(data)
 
     def rows(self, name: str, shape: ModelShape) -> list[list[float] | None]:
         """The numbers of one figure by layer and head; None for a layer without."""
@@ -91,7 +108,7 @@ class Figures(Section):
 
     def _entries(self) -> list[tuple[str, tuple[int, ...], tuple[float, ...]]]:
         figures: Mapping[str, Any] = vars(self)
-        return [(name, *entry) for name in Figures.model_fields for entry in figures[name].items()]
+        return [(name, *entry) for name in HeadFigures.model_fields for entry in figures[name].items()]
 
     def data(self) -> dict[str, Any]:
         """As a file has them."""

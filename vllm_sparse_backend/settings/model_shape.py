@@ -31,7 +31,7 @@ class ModelShape:
 
     ``rope_theta`` tells models apart that share a shape and differ in context length; None where it is not known.
     ``names`` are what models of this shape are called: of several profiles that fit, ``auto`` takes the one that names
-    the model. They are no part of the shape: shapes that differ in them alone are equal.
+    the model. They are no part of the shape: shapes that differ only in them are equal.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")

@@ -177,7 +177,7 @@ def _build(
 def _group_layers(methods: Sequence[Sequence[Method]]) -> tuple[LayerPlan | None, ...]:
     """The groups of each layer whose heads have these methods; None of one that has none. Layers that are alike have
     one object."""
-    counts = Counter(method.company for method in chain.from_iterable(methods))
+    counts = Counter(method.sharing for method in chain.from_iterable(methods))
     known: dict[LayerPlan, LayerPlan] = {}
     groups = (group_heads(of_layer, counts) for of_layer in methods)
     return tuple(known.setdefault(of_layer, of_layer) or None for of_layer in groups)

@@ -25,7 +25,7 @@ from pydantic import (
 from vllm_sparse_backend.settings import strict_yaml
 from vllm_sparse_backend.settings.crossover import OwnCrossover, TokenCount
 from vllm_sparse_backend.settings.errors import ConfigurationError, Section, not_one_of, unexpected
-from vllm_sparse_backend.settings.figures import Figures
+from vllm_sparse_backend.settings.figures import HeadFigures
 from vllm_sparse_backend.settings.methods import make_method, method_names, parameters_of
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.ranges import DisjointRanges, Ranges, format_ranges
@@ -93,7 +93,7 @@ class Provenance(Section):
     source: StrictStr | None = None
     licence: StrictStr | None = None
     """Of what the numbers were taken from."""
-    figures: Figures | None = None
+    figures: HeadFigures | None = None
     """What calibration measured of each head."""
     held_out: dict[StrictStr, StrictFloat] | None = None
     """What the check on prompts that no search has seen found."""

@@ -2,7 +2,7 @@
 """The JSON Schema of profiles, from the models that check them: what an editor completes and marks.
 
 All that a server takes fits it. It says less than a server checks, though: that heads and layers are those of the
-model, that ranges do not overlap, and which values a method refuses, ``sparse-prefill profile check`` says alone.
+model, that ranges do not overlap, and which values a method refuses, only ``sparse-prefill profile check`` says.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from vllm_sparse_backend.settings.profile import ANY_MODEL, METHOD_MARK, Profile
 from vllm_sparse_backend.settings.ranges import RANGES_PATTERN
 from vllm_sparse_kernels.methods import METHODS
 
-_BY_RANGES = ("Layers", "Heads", "Density", "Error", "Worst Error")
+_BY_RANGES = ("Layers", "Heads", "Density", "Error", "P99 Error")
 """Titles of the mappings whose keys are layers or heads: pydantic says nothing of such keys."""
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

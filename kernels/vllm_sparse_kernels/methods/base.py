@@ -75,13 +75,13 @@ class Method(ABC):
         return False
 
     @property
-    def company(self) -> "Method":
-        """Equal for methods whose heads are not ``alone``."""
+    def sharing(self) -> "Method":
+        """Equal for methods whose heads are not ``unshared``."""
         return self
 
     @property
-    def alone(self) -> "Method":
-        """What a head does instead if no other head of its rank, in any layer, has an equal ``company``."""
+    def unshared(self) -> "Method":
+        """What a head does instead if no other head of its rank, in any layer, has an equal ``sharing``."""
         return self
 
     @property

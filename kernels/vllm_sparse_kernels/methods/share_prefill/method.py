@@ -108,7 +108,7 @@ class SharePrefill(PerHead):
         FlexVerticalSlash(last_queries=self.last_queries, estimating=self.estimating)  # which refuses what cannot be
 
     @property
-    def company(self) -> "SharePrefill":
+    def sharing(self) -> "SharePrefill":
         return replace(self, gamma=type(self).gamma)
 
     @classmethod
@@ -119,13 +119,13 @@ class SharePrefill(PerHead):
         return merged
 
     @property
-    def alone(self) -> "SharePrefill":
+    def unshared(self) -> "SharePrefill":
         """Noise: the only head of its cluster would be a pivot, computed densely, whose pattern nobody takes."""
         return replace(self, cluster=NOISE)
 
     @classmethod
     def objection(cls, methods: Sequence[Self]) -> str | None:
-        members = Counter(m.company for m in methods if m.shares([m]))
+        members = Counter(m.sharing for m in methods if m.shares([m]))
         if any(count > 1 for count in members.values()):
             return None
         return (
