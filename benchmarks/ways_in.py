@@ -10,10 +10,10 @@ where the request is answered otherwise. What a model cannot do, such as hear, i
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -33,6 +33,7 @@ SETTINGS = {
 }  # fmt: skip
 ARGS = ("--max-model-len", "8192", "--max-num-batched-tokens", "4096")
 HONOURED, REFUSED, IGNORED, NOT_SERVED = "honoured", "refused", "ignored", "not served"
+KEPT = {HONOURED, REFUSED, NOT_SERVED}
 
 
 def text(seed: int) -> str:
@@ -43,14 +44,6 @@ def text(seed: int) -> str:
 
 def chat(seed: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": text(seed)}]
-
-
-class Way(NamedTuple):
-    """A way in: a path, and fields of a body that makes its server prefill (``{}``: it prefills nothing)."""
-
-    name: str
-    path: str
-    fields: Mapping[str, Any]
 
 
 def bodies(seed: int) -> dict[str, dict[str, Any]]:
@@ -104,6 +97,7 @@ class Asker:
     def __init__(self, server: Server) -> None:
         self.server = server
         self.asked = 0
+        self.counted = self.rows()
 
     def paths(self) -> list[str]:
         described = json.loads(self.server.get("/openapi.json"))["paths"]
@@ -122,7 +116,6 @@ class Asker:
         path = way.partition(",")[0]
         self.asked += 10
         body = {"model": self.server.model, **bodies(self.asked).get(way, {}), **VARIANTS[variant]}
-        exact, sparse = self.rows()
         try:
             said = self.server.post_text(path.replace("{", "").replace("}", ""), body)
         except ServerError as error:
@@ -134,7 +127,8 @@ class Asker:
             return f"broken off: {said[:200]}"
         if path.endswith("/render"):  # what it makes of the body is for another path
             return "passed on" if variant == "none" else HONOURED if '"sparse_prefill":0' in said else IGNORED
-        exact, sparse = (now - before for now, before in zip(self.rows(), (exact, sparse)))
+        before, self.counted = self.counted, self.rows()
+        exact, sparse = (now - then for now, then in zip(self.counted, before))
         if variant == "none":
             return "sparse" if sparse else "exact" if exact or self.is_exact() else "nothing prefilled"
         return HONOURED if variant == "0" and not sparse and (exact or self.is_exact()) else IGNORED
@@ -163,9 +157,12 @@ def main(json_path: Json = None, results: Results = None) -> None:
             with Server(model, (*sparse_args(settings), *ARGS, *args), env=env) as server:
                 for row in Asker(server).table():
                     report.add_case({"server": name, **row})
-    Console().print(table_of("Ways in", {name: name for name in ("server", "way", *VARIANTS)}, report.cases))
+    columns = {name: name for name in ("server", "way", *VARIANTS)}
+    named = [row for row in report.cases if "none" in row]
+    others = f"and {len(report.cases) - len(named)} paths that prefill nothing"
+    Console(width=160).print(table_of("Ways in", columns, named, others))
     cells = [(row, variant, row.get(variant, "")) for row in report.cases for variant in VARIANTS if variant != "none"]
-    ignored = [cell for cell in cells if cell[2] not in (HONOURED, REFUSED, NOT_SERVED)]
+    ignored = [cell for cell in cells if cell[2] not in KEPT]
     refused = [row for row in report.cases if row["server"] == "generates" and row.get("none") and row["0"] == REFUSED]
     report.add_figure("ways in: ignored", len(ignored), "cells", "lower", 0)
     report.add_figure("ways in: generation paths that refuse a valid level", len(refused), "paths", "lower", 0)

@@ -77,10 +77,10 @@ class TestShares:
     def test_each_has_blocks_of_its_own(self) -> None:
         marks = [BY_MASS.mark({"sparse_prefill": share}) for share in (0.5, 0.97, 0.975)]
         assert [mark.salt for mark in marks] == [mark.level for mark in marks] == ["p=0.5", "p=0.97", "p=0.975"]
-        assert [requests.share_of(mark.level) for mark in marks] == [0.5, 0.97, 0.975]
-        assert {requests.counted_as(mark.level) for mark in marks} == {"p"}
-        stored = replace(BY_MASS, salts={DEFAULT: "default:print", "fast": "fast:print"})
-        assert stored.mark({"sparse_prefill": 0.97}).salt == "p=0.97:default:print"
+        assert [requests.split(mark.level) for mark in marks] == [("p", 0.5), ("p", 0.97), ("p", 0.975)]
+        assert requests.split("fast") == ("fast", None)
+        stored = replace(BY_MASS, salts={DEFAULT: "default:print", "p": "p:print"})
+        assert stored.mark({"sparse_prefill": 0.97}).salt == "p:print=0.97"
 
     def test_the_servers_own_is_no_other_level(self) -> None:
         assert BY_MASS.mark({"sparse_prefill": 0.9}) == BY_MASS.mark(None)

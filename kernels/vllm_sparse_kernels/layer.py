@@ -26,9 +26,6 @@ from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.width import index_block_tokens
 from vllm_sparse_kernels.workspace import Workspace
 
-P = "kept_mass"
-"""The field of methods that choose by mass: the share of attention that they keep."""
-
 
 @dataclass(frozen=True)
 class HeadGroup:
@@ -138,19 +135,10 @@ class Layer:
             attend(query, cache, index, out, scale, options=self.options)
 
 
-def share_kept(method: Method) -> float | None:
-    """p of a method that chooses by mass, maybe merged of several; None of every other one."""
-    return getattr(method, P, None)
-
-
 @lru_cache(maxsize=1024)
 def keeping(layer: Layer, share: float) -> Layer:
-    """The layer with this p in all heads that choose by mass: it takes the same room, kernels and engine."""
-    groups = tuple(
-        group if share_kept(group.method) is None else replace(group, method=replace(group.method.alike, **{P: share}))
-        for group in layer.groups
-    )
-    return replace(layer, groups=groups)
+    """The layer with this p in all heads whose method has one: it takes the same room, kernels and engine."""
+    return replace(layer, groups=tuple(replace(group, method=group.method.keeping(share)) for group in layer.groups))
 
 
 class Watch:

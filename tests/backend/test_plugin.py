@@ -93,8 +93,9 @@ class TestMetrics:
         from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 
         plugin.register()
-        (endpoint,), (other,) = loaded(("generate",)), loaded(None)
+        (endpoint, levels), (other, _) = loaded(("generate",)), loaded(None)
         assert isinstance(endpoint, EndpointPlugin)
+        assert isinstance(levels, EndpointPlugin)
         assert endpoint.page is not other.page  # each of its own app
         chosen = SimpleNamespace(backend=AttentionConfig(backend=backend).backend)
         config = SimpleNamespace(attention_config=chosen, additional_config={"sparse_prefill": {"method": "a_shape"}})

@@ -519,7 +519,7 @@ class TestRows:
         """As on a server with that p, to the bit, within the same arena; heads of other methods are what they are."""
 
         def made(share: float) -> Any:
-            by_mass = {"method": "top_p", "kept_mass": share, "sink_tokens": 0, "local_tokens": 128}
+            by_mass = {"method": "top_p", "kept_mass": share, "most_share": 1.0, "sink_tokens": 0, "local_tokens": 128}
             heads = {0: by_mass, 1: by_mass | {"kept_mass": share if share < 0.9 else 1.0}}
             profile = {"format": 1, "model": "any", "default": {"method": "a_shape"}, "layers": {0: {"heads": heads}}}
             path.write_text(Profile.model_validate(profile).to_yaml())

@@ -43,7 +43,7 @@ def served(
             hf_config=hf_config, hf_text_config=hf_config.get_text_config(), model="/a/model", dtype=dtype
         ),
         cache_config=SimpleNamespace(**({"cache_dtype": "auto", "kv_cache_dtype_skip_layers": []} | (cache or {}))),
-        parallel_config=SimpleNamespace(**({"tensor_parallel_size": 1} | (parallel or {}))),
+        parallel_config=SimpleNamespace(**({"tensor_parallel_size": 1, "use_ubatching": False} | (parallel or {}))),
         kv_transfer_config=None,
     )
 
@@ -109,6 +109,7 @@ def test_no_layer_can(config: Any, reason: Fallback) -> None:
 
 
 STORE = SimpleNamespace(kv_connector="OffloadingConnector", kv_connector_extra_config={})
+ON = {"sparse_prefill": {"requests": {"default": "on"}}}
 ADAPTIVE = SimpleNamespace(enable_adaptive_verification=True)
 
 
@@ -119,7 +120,7 @@ ADAPTIVE = SimpleNamespace(enable_adaptive_verification=True)
         ({"speculative_config": ADAPTIVE}, '"enable_adaptive_verification": false into --speculative-config'),
         ({"model_config.rswa_window": 128}, "reference sliding window"),
         ({"model_config.is_mm_prefix_lm": True}, "from version 4 on, and vLLM takes version 3 here"),
-        ({"model_config.runner_type": "pooling", "kv_transfer_config": STORE}, "OffloadingConnector would tell what"),
+        ({"model_config.runner_type": "pooling", "kv_transfer_config": STORE, "additional_config": ON}, "by which Off"),
     ],
 )
 def test_options_that_are_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], says: str) -> None:

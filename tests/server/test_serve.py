@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from benchmarks.tiny import CONFIG
+from benchmarks.ways_in import HONOURED, KEPT, NOT_SERVED, Asker
 from tests.server import levels, scenario
 from tests.server.scenario import Servers
 from vllm_sparse_backend.cli import switch
@@ -29,7 +30,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "a number as text": {"vllm_xargs": {"sparse_prefill": "0"}},
     "a list": {"vllm_xargs": {"sparse_prefill": [0]}},
     "a stream": {"vllm_xargs": {"sparse_prefill": "exactly"}, "stream": True},
-    "beams": {"vllm_xargs": {"sparse_prefill": 0}, "use_beam_search": True, "n": 2},
 }
 Answers = dict[str, scenario.Answer]
 
@@ -184,9 +184,20 @@ def test_what_nobody_can_ask_for_is_refused_at_once(asked: Asked, name: str) -> 
     said = asked.refused[name]
     assert "answered 400" in said
     assert "vllm_xargs sparse_prefill: given" in said
-    if name != "beams":
-        names = "'exact', 'high', 'fast', 'everything', 'mixed'"
-        assert f"expected one of 0 (exact), 1 (this server's own level, high), {names}" in said
+    names = "'exact', 'high', 'fast', 'everything', 'mixed'"
+    assert f"expected one of 0 (exact), 1 (this server's own level, high), {names}" in said
+
+
+@pytest.mark.full
+def test_every_path_honours_a_level_or_refuses_it(servers: Servers) -> None:
+    rows = list(Asker(servers.ours).table())
+    found = {row["way"]: {cell for variant, cell in row.items() if variant not in ("way", "none")} for row in rows}
+    assert {way: cells - KEPT for way, cells in found.items() if cells - KEPT} == {}
+    generating = {row["way"]: row["0"] for row in rows if row.get("none") not in (None, NOT_SERVED)}
+    assert generating == dict.fromkeys(generating, HONOURED)
+    assert {"/v1/completions, beams", "/v1/responses, a stream", "/v1/messages", "/generative_scoring"} <= set(
+        generating
+    )
 
 
 def test_switched_all_new_requests_are_exact_and_back_they_are_what_they_were(servers: Servers, asked: Asked) -> None:

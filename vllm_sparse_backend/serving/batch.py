@@ -34,6 +34,8 @@ class BatchRow:
     kind: RowKind
     min_tokens: int = 0
     """Of a sparse row: its first positions, which are dense."""
+    share: float | None = None
+    """The p that its request gave."""
 
     @property
     def end(self) -> int:

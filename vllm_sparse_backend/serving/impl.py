@@ -20,7 +20,6 @@ from vllm_sparse_backend.serving.worker import Worker
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
-from vllm_sparse_backend.settings.requests import counted_as, share_of
 from vllm_sparse_kernels import SparseIndex, shared_bytes, widest_block
 from vllm_sparse_kernels.layer import Layer, LayerPlan, Watch, keeping, run
 from vllm_sparse_kernels.paged import PagedCache
@@ -159,7 +158,7 @@ class SparsePrefillImpl(compat.DelegateImpl):
 
         cache = compat.with_scales(compat.paged_cache(kv_cache, self.head_size), layer)
         levels = {slab.level for slab in step.slabs}
-        held = {level for level in levels if step.is_held(self.number, counted_as(level))}
+        held = {level for level in levels if step.is_held(self.number, level)}
         probes = step.probes_of(self.number)
 
         def go_sparse(levels: set[str]) -> None:
@@ -186,7 +185,7 @@ class SparsePrefillImpl(compat.DelegateImpl):
         """Hand the guard some queries' outputs, computed both ways."""
         assert self.worker is not None
         assert self.worker.guard is not None
-        self.worker.guard.compare((self.number, counted_as(level)), sparse, exact)
+        self.worker.guard.compare((self.number, level), sparse, exact)
 
     def run(self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor, spans: Spans = ()) -> None:
         """Select and attend for some of the step's rows."""
@@ -195,10 +194,9 @@ class SparsePrefillImpl(compat.DelegateImpl):
         arena, recorder, scale = self.worker.memory.arena, self.worker.recorder, self.scale * cache.score_scale
         with arena.frame():
             watch = CHECKED if self.worker.resolved.config.check_index else recorder.lap(self.number)
-            share = share_of(slab.level)
-            layer = self.layer if share is None else keeping(self.layer, share)
+            layer = self.layer if slab.share is None else keeping(self.layer, slab.share)
             index = run(layer, query, cache, slab.rows, output, scale, arena, watch)
-            recorder.count_pairs(self.number, index, watch, counted_as(slab.level))
+            recorder.count_pairs(self.number, index, watch, slab.level)
             if spans and is_counting():
                 add_pairs(spans, index)
 

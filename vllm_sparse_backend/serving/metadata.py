@@ -39,7 +39,7 @@ from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.profile import EXACT, SHARE
 from vllm_sparse_backend.settings.ranges import MOST_COUNT, format_ranges
 from vllm_sparse_backend.settings.reasons import Fallback
-from vllm_sparse_backend.settings.requests import FIELD, counted_as, plan_of
+from vllm_sparse_backend.settings.requests import FIELD, split
 from vllm_sparse_backend.settings.resolved import Resolved
 
 logger = logging.getLogger(LOGGER)
@@ -122,7 +122,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
 
     def _announce(self, resolved: Resolved) -> None:
         for level, plan in resolved.plans.items():
-            for line in plan.describe(self.thresholds[level]):
+            for line in plan.describe(self.thresholds[level]) if level != SHARE else ():
                 logger.info("sparse-prefill: %s", line)
         logger.info(
             "sparse-prefill: requests may have in their vllm_xargs %s: %s", FIELD, choices(self.vllm_config, resolved)
@@ -192,7 +192,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         whole, prefix_lm = _reason_of_batch(common_prefix_len, common), common.mm_req_doc_ranges or {}
         rows = []
         for i, (start, end) in enumerate(pairwise(starts)):
-            query_len, context_len, level = end - start, seq_lens[i] - (end - start), levels[i]
+            query_len, context_len, (level, share) = end - start, seq_lens[i] - (end - start), split(levels[i])
             if query_len == 0:
                 kind = PADDING_ROW
             elif query_len <= threshold or not prefilling[i]:
@@ -205,12 +205,12 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
                 kind = RowKind(DENSE, Fallback.PREFIX_LM, level)
             else:
                 kind = self._by_length(query_len, seq_lens[i], level)
-            min_tokens = self.thresholds[plan_of(level)].min_tokens or 0 if kind.path == SPARSE else 0
-            rows.append(BatchRow(start, query_len, context_len, kind, min_tokens))
+            min_tokens = self.thresholds[level].min_tokens or 0 if kind.path == SPARSE else 0
+            rows.append(BatchRow(start, query_len, context_len, kind, min_tokens, share))
         return rows
 
     def _by_length(self, query_len: int, seq_len: int, level: str) -> RowKind:
-        thresholds = self.thresholds[plan_of(level)]
+        thresholds = self.thresholds[level]
         min_tokens = thresholds.min_tokens
         if min_tokens is None:
             return RowKind(DENSE, Fallback.NEVER_FASTER, level)
@@ -234,10 +234,10 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
 
     def _way(self, row: BatchRow) -> RowKind:
         """What the row counts as: dense where the guard holds every layer that would go sparse."""
-        kind = row.kind._replace(level=counted_as(row.kind.level))
+        kind = row.kind
         if self.guard is None or kind.path != SPARSE:
             return kind
-        places = {(layer, kind.level) for layer in self.layers_at[plan_of(row.kind.level)]}
+        places = {(layer, kind.level) for layer in self.layers_at[kind.level]}
         return RowKind(DENSE, Fallback.GUARD, kind.level) if places and places <= self.guard.held else kind
 
     def _run_of(
@@ -253,9 +253,9 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         """What the guard keeps dense in this step, and what it wants to be checked, level by level."""
         probes = []
         for level in dict.fromkeys(slab.level for slab in slabs):
-            number = self.sparse_steps[counted_as(level)]
-            self.sparse_steps[counted_as(level)] += 1
-            own = self.layers_at[plan_of(level)].intersection(self.sparse_layers)
+            number = self.sparse_steps[level]
+            self.sparse_steps[level] += 1
+            own = self.layers_at[level].intersection(self.sparse_layers)
             if layers := guard.due(own, number):
                 tokens = pick_queries(number, [slab for slab in slabs if slab.level == level])
                 (row,) = (i for i, row in enumerate(rows) if row.token <= tokens.start < row.end)
@@ -308,11 +308,12 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         """What the delegate leaves of the rows, level by level, dealt out as they fit into the arena."""
         assert self.memory is not None
         slabs: list[Slab] = []
-        for level in dict.fromkeys([*self.thresholds, *(row.kind.level for row in rows)]):
-            ids = [i for i, row in enumerate(rows) if row.is_sparse and row.kind.level == level]
-            if ids:
-                parts = [Row.sparse_of(rows[i], number) for number, i in enumerate(ids)]
-                slabs += self.memory.room.slabs(parts, own_block_table(common.block_table_tensor, ids), level)
+        asked = {(row.kind.level, row.share) for row in rows if row.is_sparse}
+        for level, share in sorted(asked, key=lambda one: (one[0], one[1] or 0)):
+            ids = [i for i, row in enumerate(rows) if row.is_sparse and (row.kind.level, row.share) == (level, share)]
+            parts = [Row.sparse_of(rows[i], number) for number, i in enumerate(ids)]
+            found = self.memory.room.slabs(parts, own_block_table(common.block_table_tensor, ids), level)
+            slabs += [slab._replace(share=share) for slab in found]
         return tuple(slabs)
 
 

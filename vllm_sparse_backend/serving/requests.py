@@ -20,11 +20,10 @@ from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker import resolve
 from vllm_sparse_backend.settings.config import KEY, OPTION, RequestsConfig
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
-from vllm_sparse_backend.settings.plan import DEFAULT
+from vllm_sparse_backend.settings.plan import DEFAULT, shares_of
 from vllm_sparse_backend.settings.profile import EXACT, ON
 from vllm_sparse_backend.settings.requests import FIELD, Choices, Granted, Mark, fingerprint
 from vllm_sparse_backend.settings.resolved import Resolved
-from vllm_sparse_kernels.layer import share_kept
 
 logger = logging.getLogger(LOGGER)
 
@@ -45,9 +44,8 @@ def choices(vllm_config: VllmConfig, resolved: Resolved | None = None) -> Choice
     """What requests of this server may ask for. Raises ConfigurationError where its policy cannot be kept to."""
     resolved, connectors = resolved or resolve(vllm_config), kv_connectors(vllm_config)
     own, policy = resolved.plan, resolved.config.requests
-    shares = frozenset(share for method in own.methods if (share := share_kept(method)) is not None)
     refusal = _refusal(vllm_config, connectors)
-    known = Choices(own.level_names, own.level, resolved.exact_tokens(), {}, refusal, shares)
+    known = Choices(own.level_names, own.level, resolved.exact_tokens(), {}, refusal, shares_of(own))
     if resolved.pools:
         policy = _policy_of_pooling(policy, resolved.is_dense)
     found = known.under(policy)

@@ -37,6 +37,8 @@ class Slab(NamedTuple):
     rows: Rows
     level: str = DEFAULT
     """Of all these rows: what their requests asked for."""
+    share: float | None = None
+    """And the p that they gave."""
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,11 @@ def layer_by_level(plans: Iterable["Plan"], layer: int) -> tuple[LayerPlan, ...]
     return tuple(dense if groups is None else groups for groups in each) if num_heads else ()
 
 
+def shares_of(plan: "Plan") -> frozenset[float]:
+    """The p of all heads that choose by mass; empty if there are none."""
+    return frozenset(share for method in plan.methods if (share := method.share_kept) is not None)
+
+
 @dataclass(frozen=True)
 class Plan:
     """``layers[i]`` holds layer i's groups, which cover each query head of this rank once; None if it runs dense."""

@@ -32,20 +32,10 @@ def share_level(share: float) -> str:
     return f"{SHARE}={share!r}"
 
 
-def share_of(level: str) -> float | None:
-    """The p of such a level; None of every other one."""
+def split(level: str) -> tuple[str, float | None]:
+    """The name that plans and counters know a level by, which is one for all shares, and the share."""
     name, _, share = level.partition("=")
-    return float(share) if name == SHARE else None
-
-
-def plan_of(level: str) -> str:
-    """The level whose plan, and whose thresholds, rows of this one have."""
-    return DEFAULT if share_of(level) is not None else level
-
-
-def counted_as(level: str) -> str:
-    """What counters call a level: requests that give a p are one, whatever it is."""
-    return SHARE if share_of(level) is not None else level
+    return name, float(share) if share else None
 
 
 def refuse_slips(where: str, keys: Iterable[object]) -> None:
@@ -168,16 +158,15 @@ class Choices:
         raise ValueError(f"vllm_xargs {FIELD}: {unexpected(given, f'one of {self}')}")
 
     def _why_not(self, level: str) -> str | None:
-        if self.refusal is None and self.allowed is not None and counted_as(level) not in self.allowed:
+        if self.refusal is None and self.allowed is not None and split(level)[0] not in self.allowed:
             return "this server's settings (requests.allow) keep requests from it"
         return self.refusal
 
     def _salt(self, level: str) -> str | None:
         if self.exact_tokens is None:
             return None
-        if share_of(level) is None:
-            return self.salts.get(level)
-        return ":".join([level, *filter(None, [self.salts.get(DEFAULT)])])
+        name, share = split(level)
+        return self.salts.get(level) if share is None else f"{self.salts.get(name, name)}={share!r}"
 
     def __str__(self) -> str:
         own = f", {self.own}" if self.own is not None else ""

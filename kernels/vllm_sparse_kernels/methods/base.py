@@ -84,6 +84,15 @@ class Method(ABC):
         """What a head does instead if no other head of its rank, in any layer, has an equal ``company``."""
         return self
 
+    @property
+    def share_kept(self) -> float | None:
+        """p, the share of attention that is kept, of a method that lets requests set it."""
+        return None
+
+    def keeping(self, share: float) -> "Method":
+        """The method, maybe merged of several, with this p; itself if it has none."""
+        return self
+
     @classmethod
     def objection(cls, methods: Sequence[Self]) -> str | None:
         """Why these methods, those of this class on all heads of a model, would not do what they are for."""

@@ -35,7 +35,7 @@ true masses. Means of keys, or some of the queries, are not: the blocks that ans
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Literal, get_args
 
@@ -101,6 +101,14 @@ class TopP(PerHead):
         require(0 < self.most_share <= 1, "most_share", self.most_share, "a number in (0, 1]")
         require(0 < self.peak_share <= 1, "peak_share", self.peak_share, "a number in (0, 1]")
         require(self.channels in get_args(CHANNELS), "channels", self.channels, f"one of {get_args(CHANNELS)}")
+
+    @property
+    def share_kept(self) -> float:
+        return self.kept_mass
+
+    def keeping(self, share: float) -> "TopP":
+        """As many blocks as that takes."""
+        return replace(self.alike, kept_mass=share, most_share=1.0)
 
     @property
     def least_peak(self) -> float:
