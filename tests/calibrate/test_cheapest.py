@@ -16,13 +16,13 @@ from vllm_sparse_backend.profiling.calibrate import best, by_themselves, run, to
 from vllm_sparse_backend.profiling.cheapest import Cheapest, choose, holding, judged, price_of
 from vllm_sparse_backend.profiling.costs import Cost, EstimatedCosts, LayerCost, kind_of
 from vllm_sparse_backend.profiling.measure import Bound
+from vllm_sparse_backend.profiling.search import ladder_of
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
-from vllm_sparse_kernels.methods.top_p.method import TopP
 
 CHEAP, CLOSE = SpargeAttn(kept_mass=0.5), SpargeAttn(kept_mass=0.9)
 LOCAL, FINE = AShape(64, 512), Sale(tau=0.03)
@@ -50,10 +50,6 @@ def judge_of(*heads: dict[Method, tuple[float, float]]) -> FakeJudge:
     return FakeJudge(*map(curve, heads))
 
 
-def chosen(costs: Known, *heads: dict[Method, tuple[float, float]], among=AMONG) -> list[Method]:
-    return together(judge_of(*heads), Cheapest(None, BOUND, among, costs), BOUND)[0]
-
-
 def test_each_head_has_the_cheapest_that_holds():
     sure = {LOCAL: (0.2, 0.05), CHEAP: (0.04, 0.3), CLOSE: (0.01, 0.6), FINE: (0.03, 0.2)}
     heads = sure, sure | {FINE: (0.9, 0.2)}, sure | {FINE: (0.9, 0.2), CHEAP: (0.06, 0.3)}, {CLOSE: (0.06, 0.6)}
@@ -70,30 +66,31 @@ def test_each_head_has_its_own_p():
              for first in (0.0, 0.9, 0.97, 1.0)]  # fmt: skip
     search = best(["top_p"])(SimpleNamespace(costs=Known()), BOUND)
     methods = together(FakeJudge(*heads), search, BOUND)[0]
-    assert methods == [TopP(kept_mass=0.7), TopP(kept_mass=0.9), TopP(kept_mass=0.97), Dense()]
+    least = min(one.kept_mass for one in ladder_of("top_p"))
+    assert [one.kept_mass for one in methods[:3]] == [least, 0.9, 0.97]
+    assert methods[3] == Dense()
 
 
-def test_what_costs_more_in_time_is_not_taken_for_its_density():
-    of = {CHEAP: (0.04, 0.3), FINE: (0.04, 0.2)}
-    assert chosen(Known(), of) == [FINE]
-    dear = Known({"sale": (0.0, 1.5)})
-    assert chosen(dear, of) == [CHEAP]
+BOTH = {CHEAP: (0.04, 0.5), FINE: (0.04, 0.3)}
+ONE = {CHEAP: (0.04, 0.5)}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "heads", "expected"),
+    [
+        ({}, [BOTH], [FINE]),
+        ({"sale": (0.0, 2.5)}, [BOTH], [CHEAP]),  # what takes more time is not taken for its density
+        # A selection of 3 ms whatever the number of heads: for one head less is saved, for three more.
+        ({"sale": (3.0, 0.0)}, [BOTH, ONE, ONE, ONE], [CHEAP] * 4),
+        ({"sale": (3.0, 0.0)}, [BOTH, BOTH, BOTH, ONE], [FINE] * 3 + [CHEAP]),
+        ({"sparge_attn": (10.0, 0.0)}, [ONE] * 4, [CHEAP] * 4),
+        ({"sparge_attn": (30.0, 0.0)}, [ONE] * 4, [Dense()] * 4),  # as much as dense attention of the layer
+    ],
+)
+def test_selections_own_time_counts(kinds, heads, expected):
+    judge = judge_of(*heads)
+    assert together(judge, Cheapest(None, BOUND, AMONG, Known(kinds)), BOUND)[0] == expected
     assert kind_of(CHEAP) == kind_of(CLOSE) != kind_of(FINE)
-
-
-def test_a_kind_that_serves_few_heads_is_not_worth_its_selection():
-    """3 ms whatever the number of heads: for one head less is saved, for three more."""
-    of = {CHEAP: (0.04, 0.5), FINE: (0.04, 0.3)}
-    costs = Known({"sale": (3.0, 0.0)})
-    heads = [{CHEAP: (0.04, 0.5)}] * 3
-    assert chosen(costs, of, *heads) == [CHEAP] * 4
-    assert chosen(costs, of, of, of, heads[0]) == [FINE] * 3 + [CHEAP]
-
-
-def test_a_layer_on_which_sparse_costs_as_much_is_dense():
-    of = {CHEAP: (0.04, 0.5)}
-    assert chosen(Known({"sparge_attn": (30.0, 0.0)}), *[of] * 4) == [Dense()] * 4
-    assert chosen(Known({"sparge_attn": (10.0, 0.0)}), *[of] * 4) == [CHEAP] * 4
 
 
 @pytest.mark.parametrize("seed", range(4))

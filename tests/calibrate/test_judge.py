@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.calibrate.made import HEADS, make_job
-from vllm_sparse_backend.profiling.chunks import chunk_rows
 from vllm_sparse_backend.profiling.judge import CapturedLayer, RememberingJudge, Served, unseen
 from vllm_sparse_backend.profiling.measure import Bound, Errors, Figures
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_kernels.attend import PORTABLE
+from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
@@ -28,31 +28,19 @@ def layer(tmp_path, request):
     return captures, CapturedLayer(captures, 1, SERVED, torch.device("cpu"), None)
 
 
-def a_shape_by_hand(captured, method: AShape) -> dict[str, torch.Tensor]:
-    """Per head errors of queries and density, from whole matrices in float64."""
-    q, k, v = (x.double() for x in captured.read(1))
-    num_tokens, group = len(q), q.shape[1] // k.shape[1]
-    seen, kept = (torch.zeros(num_tokens, num_tokens, dtype=torch.bool) for _ in range(2))
-    keys = torch.arange(num_tokens)
-    for rows in chunk_rows(num_tokens, SERVED.chunk_tokens, torch.device("cpu"), SERVED.min_tokens):
-        for tile in rows.tile_list:
-            queries = torch.arange(tile.position, tile.position + tile.length_tokens)
-            near = (keys < method.sink_tokens) | (keys > tile.position - method.local_tokens)
-            # The index has blocks of 128 keys, and those of the diagonal are all there.
-            blocks = torch.nn.functional.pad(near & (keys <= queries[-1]), (0, -num_tokens % 128)).view(-1, 128).any(1)
-            blocks[tile.position // 128 : queries[-1] // 128 + 1] = True
-            causal = keys[None] <= queries[:, None]
-            seen[queries], kept[queries] = causal, causal & blocks.repeat_interleave(128)[:num_tokens]
-    judged = seen.any(1)
-    found = {"errors": [], "density": []}
-    for head in range(q.shape[1]):
-        scores = q[:, head] @ k[:, head // group].T * captured.scales[1]
-        outs = [
-            scores.masked_fill(~mask, -torch.inf)[judged].softmax(-1) @ v[:, head // group] for mask in (seen, kept)
-        ]
-        found["errors"].append((outs[1] - outs[0]).abs().sum(1) / outs[0].abs().sum(1))
-        found["density"].append(kept.sum() / seen.sum())
-    return {name: torch.stack(of).double() for name, of in found.items()}
+def by_hand(captured, prompt, methods) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per head errors of queries and density, from whole matrices of what the index keeps, in float64."""
+    q, k, v = (x.double().transpose(0, 1) for x in captured.read(1))
+    k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+    errors, kept, causal = [], 0, 0
+    for _, index, _ in prompt.passes(layer_plan(methods), None):
+        (first,), (last,), mask = index.rows.context_lens, index.rows.seq_lens, index.to_mask(0)
+        whole = torch.ones_like(mask).tril(first)
+        scores = q[:, first:last] @ k[:, :last].mT * captured.scales[1]
+        out, dense = (scores.masked_fill(~of, -torch.inf).softmax(-1) @ v[:, :last] for of in (mask, whole))
+        errors.append((out - dense).abs().sum(-1) / dense.abs().sum(-1))
+        kept, causal = kept + mask.sum((1, 2)), causal + whole.sum((1, 2))
+    return torch.cat(errors, 1), kept / causal
 
 
 @pytest.mark.parametrize("layer", [700], indirect=True)
@@ -60,9 +48,9 @@ def test_figures_are_those_of_whole_matrices(layer):
     captures, judged = layer
     method = AShape(sink_tokens=64, local_tokens=64)
     outcomes = judged.figures([method] * HEADS)
-    by_hand = [a_shape_by_hand(captured, method) for captured in captures]
+    found = [by_hand(*both, [method] * HEADS) for both in zip(captures, judged.prompts)]
     for head, of in enumerate(outcomes):
-        errors = [prompt["errors"][head] for prompt in by_hand]
+        errors = [errors[head] for errors, _ in found]
         assert len(errors[0]) == 600  # the first hundred positions are dense
         assert of.error == pytest.approx(max(float(one.mean()) for one in errors), rel=1e-3)
         # Of 600 queries six have more, and of a thousandth none.
@@ -70,7 +58,7 @@ def test_figures_are_those_of_whole_matrices(layer):
         assert of.rare == pytest.approx(max(float(one.max()) for one in errors), rel=1e-3)
         most, other = sorted((float(one.mean()) for one in errors), reverse=True)
         assert of.unseen.error == pytest.approx(2 * most - other, rel=1e-3)
-        assert of.density == pytest.approx(float(by_hand[0]["density"][head]))
+        assert of.density == pytest.approx(float(found[0][1][head]))
         assert 0.3 < of.density < 0.9
     assert max(of.error for of in outcomes) > 0.01
 

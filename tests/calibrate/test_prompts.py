@@ -59,25 +59,16 @@ def test_questions_stand_inside_with_their_answers(made):
             assert first[name] == value
 
 
-def test_passages_come_twice_and_only_where_asked_for(text, made):
-    plain = make_prompts(NEEDLE, text, 2048, 1, seed=3, kinds=())
-    repeats = make_prompts(NEEDLE, text, 2048, 1, seed=3, kinds=("repeats",))
-
-    def most_equal(ids: tuple[int, ...]) -> int:
-        seen, most = set(), 0
-        for start in range(len(ids) - 14):
-            piece = ids[start : start + 14]
-            most += piece in seen
-            seen.add(piece)
-        return most
-
-    assert "Question" not in load_tokenizer(NEEDLE).decode(repeats.prompts[0])
-    assert most_equal(repeats.prompts[0]) > most_equal(plain.prompts[0])
+def test_passages_come_twice(text, made):
+    """Lines of this text have numbers of their own."""
+    for ids in made.prompts:
+        pieces = [ids[start : start + 14] for start in range(len(ids) - 14)]
+        assert len(set(pieces)) < len(pieces) - 14
 
 
 def test_the_two_parts_have_no_text_in_common(text):
     tokenizer = load_tokenizer(NEEDLE)
-    parts = [tokenizer.decode(make_prompts(NEEDLE, text, 1024, 2, 0, part, ()).prompts[1]) for part in (0, 1)]
+    parts = [tokenizer.decode(make_prompts(NEEDLE, text, 1024, 2, 0, part).prompts[1]) for part in (0, 1)]
     files = [set(re.findall(r"def part_(\d)_", part)) for part in parts]
     assert files[0]
     assert files[1]

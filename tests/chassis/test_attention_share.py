@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm_sparse_backend.cli.attention_share import ATTENTION_FLOPS, LINEAR_FLOPS, prefill_share
+from vllm_sparse_backend.cli.attention_share import prefill_share
 from vllm_sparse_backend.settings.errors import ConfigurationError
 
 LLAMA_8B: dict[str, Any] = {
@@ -28,17 +28,6 @@ def test_it_is_what_was_measured(num_tokens: int, first_token_s: float, attentio
     assert share.sparse_s == pytest.approx(attention_s, rel=0.05)
     assert share.linear_s + share.sparse_s == pytest.approx(first_token_s, rel=0.06)
     assert share.best_speedup == pytest.approx(best, abs=0.1)
-
-
-def test_by_hand() -> None:
-    config = {
-        "architectures": ["A"], "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "hidden_size": 32, "head_dim": 16, "intermediate_size": 10,
-    }  # fmt: skip
-    share = prefill_share(config, 3)
-    assert share.sparse_s == pytest.approx(4 * 16 * 2 * 6 / ATTENTION_FLOPS)
-    assert share.linear_s == pytest.approx(2 * (32 * 16 * (2 + 1 + 1 + 2) + 3 * 32 * 10) * 3 / LINEAR_FLOPS)
-    assert share.dense_s == 0
 
 
 @pytest.mark.parametrize("field", ["hidden_size", "intermediate_size", "num_experts_per_tok", "n_shared_experts"])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an installation holds: the wheel, and this checkout's editable install."""
 
+import json
 import tarfile
 import tomllib
 import zipfile
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.needle.net import CONFIG, Needle
 from vllm_sparse_backend import plugin
 
 ROOT = Path(__file__).parents[2]
@@ -109,3 +111,12 @@ def test_the_installed_entry_points_load() -> None:
     (script,) = (p for p in entry_points(group="console_scripts") if p.name == "sparse-prefill")
     assert callable(plugin.load())
     assert callable(script.load())
+
+
+def test_the_needle_model_is_able_and_of_its_recipes_shape() -> None:
+    safetensors = pytest.importorskip("safetensors", reason="weights are files of safetensors, which comes with vLLM")
+    facts = json.loads((ROOT / MODEL / "training.json").read_text())
+    assert all(one["share"] >= 0.98 for asked in ("inside", "at_end") for one in facts["measured"][asked])
+    with safetensors.safe_open(ROOT / MODEL / "model.safetensors", "pt") as weights:
+        shapes = {name: tuple(weights.get_tensor(name).shape) for name in weights.keys()}  # noqa: SIM118
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in Needle(CONFIG).state_dict().items()}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Damaged files: each loads or is refused naming the file, and none crashes or hangs."""
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,34 +15,15 @@ from tests.chassis.test_profile_commands import LEVELS
 from tests.foreign.files import clusters, patterns, sale_thresholds, save, sparge_state
 from vllm_sparse_backend.profiling.importers.detect import import_profile
 from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.profile import Profile, bundled_profiles, parse_profile
+from vllm_sparse_backend.settings.profile import Profile, load_profile, parse_profile
 
-PROFILES = 500
-FOREIGN = 200
+FILES = 100
 
 NUMBERS = [-1, 0, 1, 7, 1 << 40, 0.5, -0.5, 1e300, float("nan"), float("inf")]
 TEXTS = ["", "any", "0-3", "9-1", "dense", "\x00", "é" * 300]
 VALUES = [None, True, *NUMBERS, *TEXTS, [], [1, 1], [[]], {}, {"method": "dense"}, {"a": {"b": []}}]
 
 pytestmark = pytest.mark.full
-
-
-def test_mutated_profiles() -> None:
-    """Characters that change, parts that go or come twice, values that become others."""
-    source = random.Random(0)
-    bundled = (bundled_profiles()[name].read_text() for name in ("minference", "minference-qwen2.5-72b-instruct"))
-    texts = [LEVELS, *bundled]
-    assert all(loads(lambda text=text: parse_profile(text, "mine.yaml"), "mine.yaml") for text in texts)
-    counts = {True: 0, False: 0}
-    for i in range(PROFILES):
-        text = source.choice(texts[:1] * 3 + texts)
-        if i % 2:
-            text = mutated_bytes(text.encode(), source).decode(errors="replace")
-        else:
-            change(data := yaml.safe_load(text), source)
-            text = str(yaml.safe_dump(data, allow_unicode=True, sort_keys=False))
-        counts[loads(lambda text=text: parse_profile(text, "mine.yaml"), "mine.yaml")] += 1
-    assert min(counts.values()) > PROFILES / 20  # neither is all that happens
 
 
 def loads(load: Callable[[], Profile], source: str) -> bool:
@@ -95,11 +77,17 @@ def change(data: Any, source: random.Random) -> None:
         holder[key] = source.choice(VALUES)
 
 
-@pytest.mark.parametrize("make", [patterns, clusters, sparge_state, sale_thresholds])
-def test_mutated_foreign_files(make: Callable[[], Any], model: Path) -> None:
-    source, path = random.Random(1), model.parent / "given"
+def levels() -> Any:
+    """A profile; JSON, as which it is saved, is YAML."""
+    return json.loads(json.dumps(yaml.safe_load(LEVELS)))
+
+
+@pytest.mark.parametrize("make", [levels, patterns, clusters, sparge_state, sale_thresholds])
+def test_damaged_files(make: Callable[[], Any], model: Path) -> None:
+    """Bytes that change, go or come twice, values that become others."""
+    source, path = random.Random(1), model.parent / "given.yaml"
     refused = 0
-    for i in range(FOREIGN // 4):
+    for i in range(FILES):
         content = make()
         if isinstance(content, torch.Tensor) and not i % 2:
             others = content.int(), content.T, content[:2], content * 1000, -content, [content], content.half()
@@ -108,5 +96,5 @@ def test_mutated_foreign_files(make: Callable[[], Any], model: Path) -> None:
             change(content, source)
         whole = save(content, path).read_bytes()
         path.write_bytes(mutated_bytes(whole, source) if i % 2 else whole)
-        refused += not loads(lambda: import_profile(path, model), str(path))
-    assert refused > FOREIGN / 40
+        refused += not loads(lambda: load_profile(path) if make is levels else import_profile(path, model), str(path))
+    assert FILES / 10 < refused < FILES

@@ -117,11 +117,11 @@ def states(name: str, value: object) -> Change:
 
 WRONG = {
     patterns: [
-        (put(1, "2", ["flex_vertical_and_slash", 1, 2, 0.0]), "layer 1, head 2: pattern: given 'flex_v"),
-        (put(0, "0", ["stream_llm", 100, 800]), "layer 0, head 0: given ['stream_llm', 100, 800], expected [pattern"),
-        (put(0, "0", ["stream_llm", "100", 800, 1]), "layer 0, head 0: given"),
-        (put(0, "0", ["stream_llm", True, 800, 1]), "layer 0, head 0: sink_tokens: given True"),
-        (put(2, "1", ["vertical_and_slash", -1, 800, 1]), "layer 2, head 1: vertical_tokens: given -1"),
+        (put(1, "2", ["flex_vertical_and_slash", 1, 2, 0.0]), "layer 1: head 2: given ['flex_v"),
+        (put(0, "0", ["stream_llm", 100, 800]), "layer 0: head 0: given ['stream_llm', 100, 800], expected [vert"),
+        (put(0, "0", ["stream_llm", "100", 800, 1]), "layer 0: head 0: given"),
+        (put(0, "0", ["stream_llm", True, 800, 1]), "layer 0: head 0: sink_tokens: given True"),
+        (put(2, "1", ["vertical_and_slash", -1, 800, 1]), "layer 2: head 1: vertical_tokens: given -1"),
         (put(2, "x", ["vertical_and_slash", 1, 800, 1]), "layer 2: given heads 0, 1, 2, 3, x, expected an object with"),
         (lambda layers: layers.pop(), "given 2 layers, expected a list of 3 for M with 3 layers"),
         (lambda layers: layers.__setitem__(0, 1), "layer 0: given 1, expected an object with the heads 0 to 3"),
@@ -142,15 +142,15 @@ WRONG = {
         (states(f"{PATH}.cdf", torch.zeros(4)), "cdf': given 'cdf', expected one of cdf"),
         (states("layers.3.pvthreshd", torch.ones(4)), "'layers.3.pvthreshd': expected a layer's number below 3 in it"),
         (states("x.1.pvthreshd", torch.ones(4)), "x.1.pvthreshd: given, but layer 1 has pvt"),
-        (lambda s: s[f"{PATH}.cdfthreshd"].mul_(2), "layer 1, head 0: given cdfthreshd 1.875, simthreshd1 0.31"),
-        (lambda s: s[f"{PATH}.pvthreshd"].zero_(), "pvthreshd 0: skip_margin: given -0.0, expected a finite n"),
+        (lambda s: s[f"{PATH}.cdfthreshd"].mul_(2), "layer 1: head 0: given {'cdfthreshd': 1.875, 'simthreshd1': 0.31"),
+        (lambda s: s[f"{PATH}.pvthreshd"].zero_(), "'pvthreshd': 0.0}: skip_margin: given -0.0, expected a finite n"),
         (lambda s: s[f"{PATH}.cdfthreshd"].fill_(math.nan), f"{PATH}.cdfthreshd: given a number that is not finite"),
         (states(f"{PATH}.cdfthreshd", [1.0]), f"{PATH}.cdfthreshd: given list, expected a tensor [4]"),
         (states(f"{PATH}.cdfthreshd", torch.ones(1, dtype=torch.complex64)), "a tensor that is not plain"),
     ],
     sale_thresholds: [
         (lambda t: t.resize_(2, 4), "thresholds [layers, heads]: given a tensor [2, 4], expected [3, 4]"),
-        (lambda t: t[1].fill_(1.5), "layer 1, head 0: tau: given 1.5, expected a number from 0 to 1"),
+        (lambda t: t[1].fill_(1.5), "layer 1: head 0: tau: given 1.5, expected a number in [0, 1)"),
     ],
 }
 

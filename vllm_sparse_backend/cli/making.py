@@ -153,11 +153,11 @@ def _report(profile: "Profile", out: Path) -> None:
         say(f"{name}: {bounds}; density {of.density:.3f} over all heads")
         held = ", ".join(f"{what.replace('_', ' ')} {value:.4g}" for what, value in (of.held_out or {}).items())
         say(f"  on held-out prompts: {held}")
-        say(f"  {_pays(level.crossover)}")
+        say(f"  {pays(level.crossover)}")
     say(f"Written to {out}")
 
 
-def _pays(found: "OwnCrossover | None") -> str:
+def pays(found: "OwnCrossover | None") -> str:
     if found is None:
         return (
             "from which length on it pays was not measured, which needs a CUDA device and a prompt of 4,096 tokens: "

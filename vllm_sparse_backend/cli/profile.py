@@ -149,6 +149,8 @@ def _describe_level(level: "Level", shape: "ModelShape", start: str) -> None:
         say(f"{start}{len(alike)} of {total} heads: {summarize(alike)}")
     if dense := total - len(sparse_layers) * shape.num_heads:
         say(f"{start}{dense} of {total} heads: in dense_layers, always dense")
+    if level.crossover is not None:
+        say(f"{start}{making.pays(level.crossover)}")
 
 
 def _told(value: object) -> str:

@@ -12,22 +12,19 @@ and goes on with torch's scaled dot product attention: memory holds one layer. A
 import dataclasses
 import hashlib
 import importlib.util
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import TypeAdapter
 
 from vllm_sparse_backend.measure.report import write_json
-from vllm_sparse_backend.profiling.outside import needed, readable, safetensors
+from vllm_sparse_backend.profiling.outside import needed, read_json, readable, safetensors
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.modelcheck import read_config
 
 ATTENTION = "sparse_prefill_capture"
-FORMAT = 1
 TAIL_BYTES = 64 << 10
 
 
@@ -74,15 +71,12 @@ class Capture:
 
     @staticmethod
     def open(folder: Path) -> "Capture":
-        """The capture in a folder. Raises ConfigurationError where there is none, or one of another format."""
+        """The capture in a folder. Raises ConfigurationError where there is none, or it cannot be read."""
         path = folder / "capture.json"
         if not path.is_file():
             raise ConfigurationError(f"{folder}: no capture there, as capture.json is missing")
-        with readable(path, "fields", "capture the prompt again"):
-            data = json.loads(path.read_text(encoding="utf-8"))
-            if data.pop("format", None) != FORMAT:
-                raise ConfigurationError(f"{path}: format: expected {FORMAT}; capture the prompt again")
-            return TypeAdapter(Capture).validate_python(data | {"folder": folder})
+        found: Capture = read_json(path, Capture, "capture the prompt again")
+        return dataclasses.replace(found, folder=folder)
 
 
 def capture(
@@ -127,15 +121,18 @@ def held_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture
     """The capture of this prompt by this model, if ``folder`` holds it."""
     if not (folder / "capture.json").is_file():
         return None
-    wanted = (model.name, ModelShape.from_folder(model), prompt_sha256(token_ids), weights_sha256(model))
-    found = Capture.open(folder)
-    return found if (found.model, found.shape, found.prompt_sha256, found.weights_sha256) == wanted else None
+    found, wanted = Capture.open(folder), _empty(model, token_ids, folder)
+    return found if dataclasses.replace(found, scales={}, left_out={}) == wanted else None
 
 
 def begin_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture:
     """An empty one in ``folder``, whatever that held. Layers are put into it with ``Capture.add``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "capture.json").unlink(missing_ok=True)
+    return _empty(model, token_ids, folder)
+
+
+def _empty(model: Path, token_ids: Sequence[int], folder: Path) -> Capture:
     shape = ModelShape.from_folder(model)
     return Capture(folder, model.name, shape, len(token_ids), prompt_sha256(token_ids), {}, {}, weights_sha256(model))
 
@@ -144,9 +141,8 @@ def finish_capture(made: Capture) -> None:
     """Say that it is whole. Raises ConfigurationError where it has no layer."""
     if not made.scales:
         raise ConfigurationError(f"{made.model}: no layer to capture: {made.left_out or 'none called attention'}")
-    fields = {name: value for name, value in dataclasses.asdict(made).items() if name != "folder"}
-    # Put there whole or not at all: a capture that was broken off is none.
-    write_json(made.folder / "capture.json", fields | {"format": FORMAT})
+    # Put there whole or not at all: a capture that was broken off is none. Its folder may be moved.
+    write_json(made.folder / "capture.json", dataclasses.asdict(made) | {"folder": "."})
 
 
 class _Network:

@@ -39,10 +39,6 @@ class Flow:
         self._states: list[list[State]] = []
         self._passed = 0
 
-    def add(self, methods: Sequence[Method]) -> None:
-        """What the next layer does."""
-        self.chosen.append(list(methods))
-
     def judge(self) -> RememberingJudge:
         """Of the next layer."""
         layer = len(self.chosen)
@@ -85,13 +81,13 @@ def walk(
     job.tell.begin("layers", len(job.layers))
     for layer in range(job.shape.num_layers):
         if layer not in job.layers:
-            flow.add([Dense()] * job.shape.num_heads)
+            flow.chosen.append([Dense()] * job.shape.num_heads)
             found.append(None)
             continue
         judge = flow.judge()
         methods, of_layer = choose(judge)
         judge.save()
-        flow.add(methods)
+        flow.chosen.append(list(methods))
         found.append(of_layer)
         job.tell.step()
     return flow.chosen, found
@@ -110,6 +106,5 @@ def _given(method: Method) -> dict[str, Any] | None:
 def first_judge(job: Job) -> RememberingJudge:
     """Of the first layer that can go sparse, on the prompts."""
     flow = Flow(job, "prompts")
-    for _ in range(job.layers[0]):
-        flow.add([Dense()] * job.shape.num_heads)
+    flow.chosen = [[Dense()] * job.shape.num_heads] * job.layers[0]
     return flow.judge()

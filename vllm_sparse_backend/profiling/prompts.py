@@ -52,9 +52,7 @@ class PromptSet:
         return prompt_sha256([x for prompt in self.prompts for x in (len(prompt), *prompt)])
 
 
-def make_prompts(
-    model: Path, text: Path, num_tokens: int, count: int, seed: int, part: int = 0, kinds: Sequence[str] = KINDS
-) -> PromptSet:
+def make_prompts(model: Path, text: Path, num_tokens: int, count: int, seed: int, part: int = 0) -> PromptSet:
     """``count`` prompts of ``num_tokens``, equal for equal arguments.
 
     ``text``: a text file or a folder. ``part``: 0 or 1; the two are either half of it, and have no text in common.
@@ -73,7 +71,7 @@ def make_prompts(
     prompts = []
     for i in range(count):
         stretch = text_ids[i * num_tokens : (i + 1) * num_tokens]
-        threads = [thread for kind in kinds for thread in _threads(kind, num_tokens, encode, passages, rng)]
+        threads = [thread for kind in KINDS for thread in _threads(kind, num_tokens, encode, passages, rng)]
         prompts.append(tuple(_woven(start, stretch, threads, num_tokens, rng)))
     return PromptSet(tuple(prompts))
 

@@ -3,7 +3,9 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import groupby
 
+from vllm_sparse_backend.measure.crossover import told
 from vllm_sparse_backend.settings.figures import Figures
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import Level
@@ -22,49 +24,30 @@ def layer_rows(level: Level, shape: ModelShape) -> list[tuple[str, ...]]:
     """
     figures = level.provenance.figures or Figures()
     densities, errors = (figures.rows(name, shape) for name in ("density", "error"))
-    rows: list[tuple[list[int], tuple[str, ...]]] = []
-    for layer, methods in enumerate(_methods(level, shape)):
-        counts = Counter(_name(method) for method in methods).most_common()
-        density, error = densities[layer], errors[layer]
-        row = (
+
+    def row(layer: int) -> tuple[str, ...]:
+        methods, density, error = _methods(level, shape, layer), densities[layer], errors[layer]
+        counts = Counter(name_of(method) if method else DENSE_LAYER for method in methods).most_common()
+        return (
             ", ".join(f"{count} {name}" for name, count in counts),
             f"{len(set(methods))}",
             f"{sum(density) / len(density):.4g}" if density else "",
             f"{max(error):.4g}" if error else "",
         )
-        if rows and rows[-1][1] == row:
-            rows[-1][0].append(layer)
-        else:
-            rows.append(([layer], row))
-    return [(format_ranges(layers), *row) for layers, row in rows]
+
+    return [(format_ranges(list(layers)), *alike) for alike, layers in groupby(range(shape.num_layers), row)]
 
 
 def setting_rows(level: Level, shape: ModelShape) -> list[tuple[str, ...]]:
     """Heads, their setting and its layers; those of most heads first."""
     layers: dict[str, list[int]] = defaultdict(list)
-    for layer, methods in enumerate(_methods(level, shape)):
-        for method in methods:
-            layers[_setting(method)].append(layer)
+    for layer in range(shape.num_layers):
+        for method in _methods(level, shape, layer):
+            layers[told(method) if method else DENSE_LAYER].append(layer)
     ordered = sorted(layers.items(), key=lambda item: -len(item[1]))
     return [(f"{len(numbers)}", setting, format_ranges(numbers)) for setting, numbers in ordered]
 
 
-def _methods(level: Level, shape: ModelShape) -> list[Sequence[Method | None]]:
-    """By layer and head; None in layers that never reach a method."""
-    return [
-        [None] * shape.num_heads if layer in level.dense_layers else level.methods_of(layer, shape.num_heads)
-        for layer in range(shape.num_layers)
-    ]
-
-
-def _name(method: Method | None) -> str:
-    return name_of(method) if method else DENSE_LAYER
-
-
-def _setting(method: Method | None) -> str:
-    """The method, and of its parameters those that differ from its defaults."""
-    if method is None:
-        return DENSE_LAYER
-    default = type(method)().shown_fields
-    given = [f"{field}={value!r}" for field, value in method.shown_fields.items() if value != default.get(field)]
-    return f"{name_of(method)}({', '.join(given)})" if given else name_of(method)
+def _methods(level: Level, shape: ModelShape, layer: int) -> Sequence[Method | None]:
+    """By head; None in layers that never reach a method."""
+    return [None] * shape.num_heads if layer in level.dense_layers else level.methods_of(layer, shape.num_heads)

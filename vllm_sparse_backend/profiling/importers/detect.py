@@ -11,12 +11,13 @@ from vllm_sparse_backend.profiling.importers import minference, sale, share_pref
 from vllm_sparse_backend.profiling.outside import readable
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.profile import Level, Profile
+from vllm_sparse_backend.settings.profile import Level, Profile, Provenance
 
 JSON_FORMS = (minference, share_prefill)
 TORCH_FORMS = (sparge_attn, sale)
-"""Each a module that says what the form is called (``FORM``), how to tell it (``fits``), and what a file says
-(``level``, from its content, the model's shape and the file's name, which starts all errors)."""
+"""Each a module that says what the form is called (``FORM``) and of which tool it is (``TOOL``), how to tell it
+(``fits``), and what a file of it says (``read``): the methods of each layer's heads, from its content and the model's
+shape, and a note. What is wrong is a ValueError or ConfigurationError with the place in the file."""
 
 
 def import_profile(path: str | Path, model: str | Path) -> Profile:
@@ -33,7 +34,11 @@ def import_profile(path: str | Path, model: str | Path) -> Profile:
         expected = "; or ".join(form.FORM for form in (*JSON_FORMS, *TORCH_FORMS))
         given = f"{len(content)} entries" if isinstance(content, dict | list) else "one value"
         raise ConfigurationError(f"{path}: given {given} of type {type(content).__name__}, expected {expected}")
-    level = form.level(content, shape, str(path))
+    try:
+        methods, note = form.read(content, shape)
+    except (ConfigurationError, ValueError) as error:
+        raise ConfigurationError(f"{path}: {error}") from None
+    level = Level.of_heads(methods, Provenance(source=f"imported from {form.TOOL} {path.name}{note}"))
     return Profile(format=1, model=shape, **{name: getattr(level, name) for name in Level.model_fields})
 
 

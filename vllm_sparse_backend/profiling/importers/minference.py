@@ -12,15 +12,15 @@ A list with one object for each layer, ``{"HEAD": [pattern, a, b, score]}``, hea
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of, unexpected
+from vllm_sparse_backend.profiling.importers.places import each
+from vllm_sparse_backend.settings.errors import unexpected
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.profile import Level, Provenance
 from vllm_sparse_kernels.methods.base import Method
 
+TOOL = "MInference's"
 FORM = "MInference's patterns, a list of one object for each layer"
 PATTERNS: dict[str, Callable[[int, int], Method]] = {
     "vertical_and_slash": lambda a, b: make_method("vertical_slash", {"vertical_tokens": a, "slash_tokens": b}),
@@ -33,31 +33,22 @@ def fits(content: Any) -> bool:
     return isinstance(content, list)
 
 
-def level(layers: list[Any], shape: ModelShape, source: str) -> Level:
+def read(layers: list[Any], shape: ModelShape) -> tuple[list[list[Method]], str]:
     if len(layers) != shape.num_layers:
-        raise ConfigurationError(
-            f"{source}: given {len(layers)} layers, expected a list of {shape.num_layers} for {shape}"
-        )
-    methods = [_layer(heads, shape, f"{source}: layer {layer}") for layer, heads in enumerate(layers)]
-    return Level.of_heads(methods, Provenance(source=f"imported from MInference's {Path(source).name}"))
+        raise ValueError(f"given {len(layers)} layers, expected a list of {shape.num_layers} for {shape}")
+    return each("layer", layers, lambda heads: each("head", _in_order(heads, shape), _method)), ""
 
 
-def _layer(heads: object, shape: ModelShape, where: str) -> list[Method]:
-    if not isinstance(heads, dict) or set(heads) != {str(head) for head in range(shape.num_heads)}:
+def _in_order(heads: object, shape: ModelShape) -> list[object]:
+    names = [str(head) for head in range(shape.num_heads)]
+    if not isinstance(heads, dict) or set(heads) != set(names):
         given = f"heads {', '.join(heads) or 'none'}" if isinstance(heads, dict) else f"{heads!r:.80}"
-        expected = f"an object with the heads 0 to {shape.num_heads - 1} for {shape}"
-        raise ConfigurationError(f"{where}: given {given:.80}, expected {expected}")
-    return [_method(heads[str(head)], f"{where}, head {head}") for head in range(shape.num_heads)]
+        raise ValueError(f"given {given:.80}, expected an object with the heads 0 to {names[-1]} for {shape}")
+    return [heads[name] for name in names]
 
 
-def _method(entry: object, where: str) -> Method:
+def _method(entry: object) -> Method:
     match entry:
-        case [str(pattern), int(a), int(b), int() | float()]:
-            if pattern not in PATTERNS:
-                raise ConfigurationError(f"{where}: pattern: {not_one_of(pattern, PATTERNS)}")
-        case _:
-            raise ConfigurationError(f"{where}: {unexpected(entry, '[pattern, integer, integer, score]')}")
-    try:
-        return PATTERNS[pattern](a, b)
-    except ValueError as error:
-        raise ConfigurationError(f"{where}: {error}") from None
+        case [str(pattern), int(a), int(b), int() | float()] if pattern in PATTERNS:
+            return PATTERNS[pattern](a, b)
+    raise ValueError(unexpected(entry, f"[{' or '.join(PATTERNS)}, integer, integer, score]"))

@@ -7,18 +7,17 @@ dense here. Sink and local region are the paper's, which is what their calibrati
 name, ``dynamic_BOUND.pt``, and so in the profile's source.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from vllm_sparse_backend.profiling.importers.places import each
 from vllm_sparse_backend.profiling.importers.torch_file import rounded, table
-from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.profile import Level, Provenance
 from vllm_sparse_kernels.methods.base import Method
 
+TOOL = "SALE's"
 FORM = "SALE's thresholds, one tensor [layers, heads]"
 LEAST = 1e-5
 
@@ -27,16 +26,10 @@ def fits(content: Any) -> bool:
     return isinstance(content, torch.Tensor)
 
 
-def level(content: Any, shape: ModelShape, source: str) -> Level:
-    thresholds = table(content, (shape.num_layers, shape.num_heads), f"{source}: thresholds [layers, heads]")
-    methods = [
-        [_method(tau, f"{source}: layer {layer}, head {head}") for head, tau in enumerate(row)]
-        for layer, row in enumerate(thresholds)
-    ]
-    return Level.of_heads(methods, Provenance(source=f"imported from SALE's {Path(source).name}; tau as it is"))
+def read(content: Any, shape: ModelShape) -> tuple[list[list[Method]], str]:
+    thresholds = table(content, (shape.num_layers, shape.num_heads), "thresholds [layers, heads]")
+    return each("layer", thresholds, lambda row: each("head", row, _method)), "; tau as it is"
 
 
-def _method(tau: float, where: str) -> Method:
-    if not 0 <= tau < 1:
-        raise ConfigurationError(f"{where}: tau: given {tau:g}, expected a number from 0 to 1")
-    return make_method("sale", {"tau": rounded(tau)}) if tau >= LEAST else make_method("dense", {})
+def _method(tau: float) -> Method:
+    return make_method("sale", {"tau": rounded(tau)}) if not 0 <= tau < LEAST else make_method("dense", {})

@@ -11,16 +11,16 @@ The thresholds stand in no file. The profile has the paper's (δ = 0.3, τ = 0.2
 
 from collections import Counter
 from itertools import chain
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, StrictInt, StrictStr
 
-from vllm_sparse_backend.settings.errors import ConfigurationError, Section, not_one_of
+from vllm_sparse_backend.settings.errors import Section, not_one_of
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.profile import Level, Provenance
+from vllm_sparse_kernels.methods.base import Method
 
+TOOL = "SharePrefill's"
 FORM = "SharePrefill's clusters, an object with clusters and shared_clusters"
 
 Number = Annotated[StrictStr, Field(pattern="^(0|[1-9][0-9]{0,5})$")]
@@ -39,22 +39,16 @@ def fits(content: Any) -> bool:
     return isinstance(content, dict) and bool(File.model_fields.keys() & content.keys())
 
 
-def level(content: dict[str, Any], shape: ModelShape, source: str) -> Level:
-    file = File.read(content, f"{source}: ")
-    places = Counter(chain.from_iterable(file.clusters.values()))
-    for (layer, head), count in places.items():
+def read(content: dict[str, Any], shape: ModelShape) -> tuple[list[list[Method]], str]:
+    file = File.read(content, "")
+    for (layer, head), count in Counter(chain.from_iterable(file.clusters.values())).items():
         if count > 1 or layer >= shape.num_layers or head >= shape.num_heads:
             given = f"layer {layer}, head {head}, {count} times"
-            raise ConfigurationError(f"{source}: clusters: given {given}, expected those of {shape}, once each")
+            raise ValueError(f"clusters: given {given}, expected those of {shape}, once each")
     if unknown := set(file.shared_clusters) - set(file.clusters):
-        raise ConfigurationError(f"{source}: shared_clusters: {not_one_of(min(unknown), file.clusters)}")
-    own = {place: int(name) for name in file.shared_clusters for place in file.clusters[name]}
-    methods = [
-        [
-            make_method("share_prefill", {"cluster": own[layer, head]} if (layer, head) in own else {})
-            for head in range(shape.num_heads)
-        ]
-        for layer in range(shape.num_layers)
-    ]
-    sharing = f"{len(set(file.shared_clusters))} of its {len(file.clusters)} clusters share"
-    return Level.of_heads(methods, Provenance(source=f"imported from SharePrefill's {Path(source).name}: {sharing}"))
+        raise ValueError(f"shared_clusters: {not_one_of(min(unknown), file.clusters)}")
+    methods = [[make_method("share_prefill", {})] * shape.num_heads for _ in range(shape.num_layers)]
+    for name in file.shared_clusters:
+        for layer, head in file.clusters[name]:
+            methods[layer][head] = make_method("share_prefill", {"cluster": int(name)})
+    return methods, f": {len(set(file.shared_clusters))} of its {len(file.clusters)} clusters share"

@@ -16,16 +16,17 @@ rounding.
 
 import math
 import re
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
+from vllm_sparse_backend.profiling.importers.places import each
 from vllm_sparse_backend.profiling.importers.torch_file import rounded, table
-from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
+from vllm_sparse_backend.settings.errors import not_one_of
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.profile import Level, Provenance
 from vllm_sparse_kernels.methods.base import Method
 
+TOOL = "SpargeAttn's"
 FORM = "SpargeAttn's state, tensors called LAYER.cdfthreshd and so on"
 NEEDED = ("cdfthreshd", "simthreshd1", "pvthreshd")
 STATE = (*NEEDED, "is_sparse", "simthreshd2")
@@ -38,47 +39,44 @@ def fits(content: Any) -> bool:
     return isinstance(content, dict) and any(_field(name) in STATE for name in content)
 
 
-def level(content: dict[Any, Any], shape: ModelShape, source: str) -> Level:
-    state: dict[int, dict[str, list[float]]] = {layer: {} for layer in range(shape.num_layers)}
+def read(content: dict[Any, Any], shape: ModelShape) -> tuple[list[list[Method]], str]:
+    state: list[dict[str, list[float]]] = [{} for _ in range(shape.num_layers)]
     for name, tensor in content.items():
-        layer, field = _place(name, shape, source)
+        layer, field = _place(name, shape)
         if field in state[layer]:
-            raise ConfigurationError(f"{source}: {name:.80}: given, but layer {layer} has {field} already")
-        state[layer][field] = table(tensor, (shape.num_heads,), f"{source}: {name:.80}")
-    methods = [_layer(fields, shape.num_heads, f"{source}: layer {layer}") for layer, fields in state.items()]
-    return Level.of_heads(methods, Provenance(source=f"imported from SpargeAttn's {Path(source).name}; {UNITS}"))
+            raise ValueError(f"{name:.80}: given, but layer {layer} has {field} already")
+        state[layer][field] = table(tensor, (shape.num_heads,), f"{name:.80}")
+    return each("layer", state, lambda fields: _layer(fields, shape.num_heads)), f"; {UNITS}"
 
 
 def _field(name: object) -> str:
     return name.rpartition(".")[2] if isinstance(name, str) else ""
 
 
-def _place(name: object, shape: ModelShape, source: str) -> tuple[int, str]:
+def _place(name: object, shape: ModelShape) -> tuple[int, str]:
     field = _field(name)
     if field not in STATE:
-        raise ConfigurationError(f"{source}: {name!r:.80}: {not_one_of(field, STATE)}")
+        raise ValueError(f"{name!r:.80}: {not_one_of(field, STATE)}")
     number = _NUMBER.search(str(name))
     if number is None or int(number[1]) >= shape.num_layers:
-        raise ConfigurationError(f"{source}: {name!r:.80}: expected a layer's number below {shape.num_layers} in it")
+        raise ValueError(f"{name!r:.80}: expected a layer's number below {shape.num_layers} in it")
     return int(number[1]), field
 
 
-def _layer(fields: dict[str, list[float]], num_heads: int, where: str) -> list[Method]:
+def _layer(fields: dict[str, list[float]], num_heads: int) -> list[Method]:
     if missing := [field for field in NEEDED if field not in fields]:
-        raise ConfigurationError(f"{where}: {', '.join(missing)}: missing")
+        raise ValueError(f"{', '.join(missing)}: missing")
     sparse = fields.get("is_sparse", [1.0] * num_heads)
-    columns = zip(sparse, *(fields[field] for field in NEEDED))
-    return [
-        _method(*rest, where=f"{where}, head {head}") if on else make_method("dense", {})
-        for head, (on, *rest) in enumerate(columns)
-    ]
+    return each("head", zip(sparse, *(fields[field] for field in NEEDED)), _method)
 
 
-def _method(mass: float, similarity: float, skip: float, *, where: str) -> Method:
+def _method(given: Sequence[float]) -> Method:
+    sparse, mass, similarity, skip = given
+    if not sparse:
+        return make_method("dense", {})
     thresholds = {"kept_mass": rounded(mass), "min_similarity": rounded(similarity)}
     skipping = {"skip_margin": rounded(-skip * math.log(2)), "skip_whole_steps": True}
     try:
         return make_method("sparge_attn", thresholds | skipping)
     except ValueError as error:
-        given = ", ".join(f"{name} {number:g}" for name, number in zip(NEEDED, (mass, similarity, skip), strict=True))
-        raise ConfigurationError(f"{where}: given {given}: {error}") from None
+        raise ValueError(f"given {dict(zip(NEEDED, map(rounded, given[1:])))}: {error}") from None

@@ -30,16 +30,16 @@ def read(path: Path) -> Any:
 
 
 def table(tensor: Any, shape: tuple[int, ...], where: str) -> list[Any]:
-    """The numbers of a tensor of that shape, as lists. Raises ``ConfigurationError`` naming ``where``."""
+    """The numbers of a tensor of that shape, as lists. Raises ValueError naming ``where``."""
     if not isinstance(tensor, torch.Tensor):
-        raise ConfigurationError(f"{where}: given {type(tensor).__name__}, expected a tensor {list(shape)}")
+        raise ValueError(f"{where}: given {type(tensor).__name__}, expected a tensor {list(shape)}")
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized or tensor.is_complex():
-        raise ConfigurationError(f"{where}: given a tensor that is not plain, expected numbers {list(shape)}")
+        raise ValueError(f"{where}: given a tensor that is not plain, expected numbers {list(shape)}")
     if tuple(tensor.shape) != shape:
-        raise ConfigurationError(f"{where}: given a tensor {list(tensor.shape)}, expected {list(shape)}")
+        raise ValueError(f"{where}: given a tensor {list(tensor.shape)}, expected {list(shape)}")
     numbers = tensor.detach().double()
     if not torch.isfinite(numbers).all():
-        raise ConfigurationError(f"{where}: given a number that is not finite, expected finite ones")
+        raise ValueError(f"{where}: given a number that is not finite, expected finite ones")
     return numbers.tolist()
 
 
