@@ -23,7 +23,6 @@ from vllm_sparse_kernels.attend import (
     AttendSpec,
     Engine,
     FlashAttention,
-    attend,
     choose,
     engines,
     flash as flash_module,
@@ -85,7 +84,7 @@ def run(
                 side.nan_to_num_(nan=1e3)
     out = batch.empty_out()
     lse = torch.full((batch.num_heads, len(batch.q)), float("nan"), device=batch.q.device)
-    attend(batch.q, batch.cache, index, out, batch.scale, lse, options, engine)
+    engine.attend(batch.q, batch.cache, index, out, batch.scale, lse, options)
     return out, lse
 
 
@@ -196,7 +195,7 @@ def test_nothing_else_is_written(engine, device):
     fused, wide = (torch.full((len(batch.q), n, 64), 7.0, dtype=batch.q.dtype, device=device) for n in (4, 5))
     fused[:, :2] = batch.q
     before = batch.cache.keys.clone(), batch.cache.values.clone()
-    attend(fused[:, :2], batch.cache, index, wide[:, 1:3], batch.scale, engine=engine)
+    engine.attend(fused[:, :2], batch.cache, index, wide[:, 1:3], batch.scale)
     assert torch.equal(wide[:, 1:3], whole.nan_to_num(nan=7.0))
     assert (wide[:, [0, 3, 4]] == 7.0).all()
     assert same(before, (batch.cache.keys, batch.cache.values))
@@ -269,7 +268,7 @@ def test_shapes_that_do_not_fit(engine, device, q_shape, out_shape):
     index = random_index(batch, 64, 1.0)
     q, out = torch.zeros(q_shape, device=device), torch.zeros(out_shape, device=device)
     with pytest.raises(ValueError, match=r"must be \[num_tokens, 2, 64\] with heads a multiple of the cache's 1"):
-        attend(q, batch.cache, index, out, 1.0, engine=engine)
+        engine.attend(q, batch.cache, index, out, 1.0)
 
 
 shapes = st.fixed_dictionaries(
@@ -402,10 +401,13 @@ class TestChoice:
         table = {engine.name: engine for engine in (never, flash_engine(STAND_IN), PORTABLE)}
         assert choose(table, SPEC) == (table["flash"], {"never": "it never can"})
         spec = dataclasses.replace(SPEC, int8=True)
-        assert choose({"flash": table["flash"], "p": Engine("p", lambda spec: None, attend)}, spec).engine.name == "p"
+        assert (
+            choose({"flash": table["flash"], "p": Engine("p", lambda spec: None, PORTABLE.attend)}, spec).engine.name
+            == "p"
+        )
 
     def test_what_fails_its_trial_is_passed_over(self):
-        table = {name: Engine(name, lambda spec: None, attend) for name in ("a", "b", "c")}
+        table = {name: Engine(name, lambda spec: None, PORTABLE.attend) for name in ("a", "b", "c")}
         tried = []
 
         def trial(engine: Engine) -> str | None:

@@ -140,13 +140,6 @@ class TestContents:
         stripes = torch.isin(keys, torch.tensor([3, 5, 70]))
         assert torch.equal(mask[1], causal & torch.where(second, (keys >= 192) | stripes, keys >= 64))
 
-    def test_density_by_hand(self, index):
-        first = sum(p + 1 - 64 for p in range(100, 228))
-        second = sum(p + 1 - 192 + 3 for p in range(228, 300))
-        pairs = sum(p + 1 for p in range(100, 300))
-        assert causal_pairs(index.rows) == pairs
-        assert index.density() == pytest.approx((pairs + first + second) / (2 * pairs))
-
     @pytest.mark.parametrize("block_tokens", [64, 128])
     @pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
     def test_kept_pairs_are_those_of_the_mask(self, density, block_tokens):

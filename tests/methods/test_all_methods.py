@@ -16,7 +16,7 @@ import torch
 from benchmarks.batches import random_batch, repaged
 from tests.helpers.lined import lined_batch
 from tests.methods.cases import DEVICE, F32, POISON, all_lists, row_alone, select, tiles_of
-from vllm_sparse_kernels.attend import attend
+from vllm_sparse_kernels.attend import PORTABLE
 from vllm_sparse_kernels.index import SparseIndex, causal_pairs
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method, PerHead
@@ -178,7 +178,7 @@ def check_density(
     index = select(method, batch, method.block_tokens)
     assert int(index.kept_pairs()) == num_heads * causal_pairs(batch.rows)
     out = batch.empty_out()
-    attend(batch.q, batch.cache, index, out, batch.scale)
+    PORTABLE.attend(batch.q, batch.cache, index, out, batch.scale)
     dense = SparseIndex.allocate(batch.rows, num_heads, 64)
     every = torch.arange(num_heads, dtype=torch.int32, device=DEVICE)
     METHODS["dense"].reference(METHODS["dense"].full, batch.q, batch.cache, dense, every, batch.scale)

@@ -3,6 +3,7 @@
 that rounded keys take.
 """
 
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -83,13 +84,6 @@ def test_reference_agrees_with_the_paper(case):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("reference", [False, True])
-@pytest.mark.parametrize("tau", [0.0, 1e-300])
-def test_smallest_tau_is_dense(tau, reference):
-    index = select(Sale(tau), make_batch([(500, 140), (0, 70)]), by_reference=reference)
-    assert index.density() == 1
-
-
 def test_one_element_keeps_its_block():
     batch = random_batch([(650, 200)], 2, 1, 64, 16, torch.float32, DEVICE)
     method = Sale(0.9)
@@ -165,7 +159,7 @@ def test_rows_in_slabs_select_what_they_select_together(monkeypatch):
     methods = [Sale(0.3), Sale(0.0), Sale(0.4), Sale(0.2)]
     monkeypatch.setattr(sale_scores, "SPAN_TOKENS", 256)
     together = select(Sale.merged(methods), batch, 32)
-    batch.rows.state.clear()
+    batch = replace(batch, rows=replace(batch.rows))
     monkeypatch.setattr(module, "SLAB_TOKENS", 512)
     assert len(module.slabs_of_rows(methods[0], batch.rows)) > 3
     apart = select(Sale.merged(methods), batch, 32)

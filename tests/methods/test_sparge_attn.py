@@ -255,13 +255,6 @@ def test_unlike_blocks_are_always_computed(min_similarity):
     assert bool(flags.all()) if tile_unlike else int(flags[:14].sum()) <= int(unlike[:14].sum()) + 1
 
 
-@pytest.mark.full
-def test_raising_theta_forces_more():
-    batch = make_batch([(800, 130)], 1, 1)
-    densities = [select(dataclasses.replace(METHOD, min_similarity=t), batch).density() for t in (-1.0, 0.55, 1.0)]
-    assert densities[0] < densities[1] < densities[2] == 1
-
-
 def test_what_heads_ask_of_attention():
     skipping = SpargeAttn(skip_margin=-5.0)
     methods = [METHOD, skipping, dataclasses.replace(skipping, skip_whole_steps=True), SpargeAttn(int8_scores=True)]

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a SparseIndex: one contract (``engine.py``), and the engines that fulfil it, each a file."""
 
-import torch
-
 from vllm_sparse_kernels.attend import flash as flash_module, hopper, portable
 from vllm_sparse_kernels.attend.engine import AttendSpec, Choice, Engine, choose
 from vllm_sparse_kernels.attend.flash import FlashAttention, flash_engine
 from vllm_sparse_kernels.attend.hopper import HOPPER
-from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.portable import PORTABLE, shared_bytes, supports_bulk, widest_block
-from vllm_sparse_kernels.index import LayerShape, SparseIndex
-from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.index import LayerShape
 from vllm_sparse_kernels.rows import Rows
 
 __all__ = [
@@ -20,7 +16,6 @@ __all__ = [
     "Choice",
     "Engine",
     "FlashAttention",
-    "attend",
     "choose",
     "engines",
     "flash_engine",
@@ -33,34 +28,11 @@ __all__ = [
 
 def engines(flash: FlashAttention | None = None) -> dict[str, Engine]:
     """All engines by name, the fastest first. ``flash`` is the function that the engine of that name calls."""
-    every = (
-        HOPPER,
-        flash_engine(flash),
-        PORTABLE,
-    )
-    return {engine.name: engine for engine in every}
-
-
-def attend(
-    q: torch.Tensor,
-    cache: PagedCache,
-    index: SparseIndex,
-    out: torch.Tensor,
-    scale: float,
-    lse: torch.Tensor | None = None,
-    options: AttendOptions | None = None,
-    engine: Engine = PORTABLE,
-) -> None:
-    """Attention over the index by one engine: see ``engine.Attend``."""
-    engine.attend(q, cache, index, out, scale, lse, options)
+    return {engine.name: engine for engine in (HOPPER, flash_engine(flash), PORTABLE)}
 
 
 def workspace_bytes(
-    rows: Rows,
-    shape: LayerShape,
-    stripe_capacity: int,
-    longest_stripes: int,
-    int8_scores: bool,
+    rows: Rows, shape: LayerShape, stripe_capacity: int, longest_stripes: int, int8_scores: bool
 ) -> int:
     """At least what attention over these rows takes from the index's workspace, with whichever engine.
 

@@ -114,8 +114,21 @@ def run(
     """``attend`` without its questions: compiles for Hopper wherever a driver stands in for one."""
     if q.stride(1) * index.num_heads > q.stride(0):
         q = q.contiguous()
+    num_heads, head_dim, num_tiles = index.num_heads, cache.head_dim, index.rows.num_tiles
+    queries = _descriptor(q, q.shape[0], q.stride(1) * (num_heads - 1) + head_dim, q.stride(0), HALF.value)
+    columns = matrix.columns_per_head * (cache.num_kv_heads - 1) + head_dim
+    keys, values = (
+        _descriptor(x, matrix.num_rows, columns, cache.strides[1], index.block_tokens)
+        for x in (cache.keys, cache.values)
+    )
+    place_args = PlaceArgs(q.stride(1), matrix.rows_per_head, matrix.columns_per_head)
     with index.workspace.frame():
-        _launch(q, cache, matrix, index, out, lse, scale, _prepare(cache, matrix, index))
+        cache_args, index_args, lists, counter = _prepare(cache, matrix, index)
+        hopper_kernel[(min(num_tiles * num_heads, _num_multiprocessors(q.device)),)](
+            queries, keys, values, AttendArgs.of(q, out, lse), cache_args, place_args, index_args, lists, counter,
+            num_tiles, scale * LOG2_E, **_shape(cache, index), D=head_dim, STAGES=STAGES[head_dim],
+            STRIPES=index.has_stripes, num_warps=4,
+        )  # fmt: skip
 
 
 def _prepare(cache: PagedCache, matrix: MatrixArgs, index: SparseIndex) -> tuple[Any, ...]:
@@ -142,32 +155,6 @@ def _shape(cache: PagedCache, index: SparseIndex) -> dict[str, int]:
         "BLOCK_N": index.block_tokens,
         "FIELDS": TILE_FIELDS,
     }
-
-
-def _launch(
-    q: torch.Tensor,
-    cache: PagedCache,
-    matrix: MatrixArgs,
-    index: SparseIndex,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    scale: float,
-    prepared: tuple[Any, ...],
-) -> None:
-    num_heads, head_dim, num_tiles = index.num_heads, cache.head_dim, index.rows.num_tiles
-    cache_args, index_args, lists, counter = prepared
-    queries = _descriptor(q, q.shape[0], q.stride(1) * (num_heads - 1) + head_dim, q.stride(0), HALF.value)
-    columns = matrix.columns_per_head * (cache.num_kv_heads - 1) + head_dim
-    keys, values = (
-        _descriptor(x, matrix.num_rows, columns, cache.strides[1], index.block_tokens)
-        for x in (cache.keys, cache.values)
-    )
-    place_args = PlaceArgs(q.stride(1), matrix.rows_per_head, matrix.columns_per_head)
-    hopper_kernel[(min(num_tiles * num_heads, _num_multiprocessors(q.device)),)](
-        queries, keys, values, AttendArgs.of(q, out, lse), cache_args, place_args, index_args, lists, counter,
-        num_tiles, scale * LOG2_E, **_shape(cache, index), D=head_dim, STAGES=STAGES[head_dim],
-        STRIPES=index.has_stripes, num_warps=4,
-    )  # fmt: skip
 
 
 def _descriptor(base: torch.Tensor, num_rows: int, num_columns: int, stride_row: int, box_rows: int) -> Any:

@@ -21,12 +21,7 @@ INITIAL_TOKENS = TILE_TOKENS  # K_init: the paper's blocks are 128 wide, on both
 
 
 def select_anchor_attention(
-    method: "AnchorAttention",
-    q: torch.Tensor,
-    cache: PagedCache,
-    index: SparseIndex,
-    heads: torch.Tensor,
-    scale: float,
+    method: "AnchorAttention", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
     rows, ratio = index.rows, q.shape[1] // cache.num_kv_heads
     keys = [cache.gather(rows.block_table[i], rows.seq_lens[i])[0].float() for i in range(rows.num_rows)]
@@ -38,15 +33,8 @@ def select_anchor_attention(
         tiles = list(members)
         for head, theta in zip(heads.tolist(), thetas):
             k = keys[row][:, head // ratio]
-            differences = anchor_differences(
-                [tile for _, tile in tiles],
-                q[:, head].float(),
-                k,
-                start,
-                scale,
-                method.use_anchor,
-                method.sample_tokens,
-            )
+            settings = scale, method.use_anchor, method.sample_tokens
+            differences = anchor_differences([tile for _, tile in tiles], q[:, head].float(), k, start, *settings)
             # Equation 2; section 3.4: what any tile of the group keeps, all of them keep.
             kept = INITIAL_TOKENS + (differences <= theta).any(0).nonzero().flatten()
             for i_tile, tile in tiles:

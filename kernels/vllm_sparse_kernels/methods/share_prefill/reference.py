@@ -24,12 +24,7 @@ class Pivot(NamedTuple):
 
 
 def select_share_prefill(
-    method: "SharePrefill",
-    q: torch.Tensor,
-    cache: PagedCache,
-    index: SparseIndex,
-    heads: torch.Tensor,
-    scale: float,
+    method: "SharePrefill", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
     settings = method.of_heads(len(heads))
     select_flex_vertical_slash(method.fallback, q, cache, index, heads, scale)
