@@ -223,7 +223,7 @@ class TestForward:
         assert [row.kind.reason for row in builder._classify(0, common)] == [None, Fallback.NO_ROOM]
         assert builder.recorder._rows == {}
         builder.build(0, common)
-        assert builder.recorder._rows["dense", "no_room"] == 1
+        assert builder.recorder._rows["dense", "no_room", "default"] == 1
 
 
 def make_needs(built: Callable[..., Any], **settings: Any) -> tuple[LayerNeed, ...]:

@@ -11,23 +11,21 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
-from tests.backend.specialised import recorded_keys
 from tests.backend.test_startup import llama, served
 from tests.backend.test_warmup import (
     HAS_CUDA,
     SHAPE,
-    closest,
+    check_compilations,
+    check_keys,
     make_impls,
-    make_spec,
     random_steps,
-    run_steps,
     uncomputed,
 )
-from vllm_sparse_backend.serving import compat, compilations, engines, startup
+from vllm_sparse_backend.serving import compat, engines, startup
 from vllm_sparse_backend.serving.arena import rows_of
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.step import Slab, SparseStep
-from vllm_sparse_backend.serving.warmup import in_turn, warm_up
+from vllm_sparse_backend.serving.warmup import in_turn
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_kernels.attend import FlashAttention
@@ -132,16 +130,9 @@ def test_warm_up_meets_every_kernel(
     monkeypatch.setattr(engines, "expected_attention", lambda batch, index, options: None)
     monkeypatch.setattr(engines, "failure", lambda *_: None)
     impls = make_impls(method, params, CPU, engine=engine)
-    for impl in impls:
-        impl.out_dtype = torch.bfloat16
-    spec = make_spec(128, torch.uint8)
-    with recorded_keys(monkeypatch) as warm:
-        warm_up(impls, spec, CPU, engine)
-    with recorded_keys(monkeypatch) as steps:
-        run_steps(impls, 128, random_steps(seed=5, number=8), CPU, in_fp8=True)
+    steps = check_keys(impls, 128, engine, random_steps(seed=5, number=8), monkeypatch, in_fp8=True)
     assert {impl.layer.engine.name for impl in impls} == {engine}
     assert any("fp8" in key for _, key in steps)
-    assert not (late := steps - warm), closest(late, warm)
 
 
 @pytest.mark.gpu
@@ -150,16 +141,7 @@ def test_warm_up_meets_every_kernel(
     "method", ["anchor_attention", "sale", "share_prefill", "sparge_attn", "top_p", "vertical_slash"]
 )
 def test_nothing_compiles_after_warm_up_on_a_gpu(method: str, engine: str) -> None:
-    from vllm.config import VllmConfig, set_current_vllm_config
-
-    device, spec = torch.device("cuda", 0), make_spec(128, torch.uint8)
-    impls = make_impls(method, {"cluster": 0} if method == "share_prefill" else {}, device, engine=engine)
-    for impl in impls:
-        impl.out_dtype = torch.bfloat16
-    with set_current_vllm_config(VllmConfig()):  # FlashAttention's backend asks it for the cache's layout
-        warm_up(impls, spec, device, engine)
+    params = {"cluster": 0} if method == "share_prefill" else {}
+    impls = make_impls(method, params, torch.device("cuda", 0), engine=engine)
+    check_compilations(impls, engine, in_fp8=True)
     assert {impl.layer.engine.name for impl in impls} == {"flash" if engine == "auto" else engine}
-    before = dict(compilations.listener().counts)
-    run_steps(impls, 128, random_steps(seed=1, number=40), device, in_fp8=True)
-    torch.cuda.synchronize()
-    assert compilations.listener().counts == before

@@ -37,7 +37,7 @@ from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.paged import FP8
 from vllm_sparse_kernels.trial import Batch
 
-HAS_CUDA = torch.cuda.is_available()
+HAS_CUDA, CPU = torch.cuda.is_available(), torch.device("cpu")
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64)
 DTYPE = torch.float16
 LONGEST = 24_000
@@ -130,8 +130,6 @@ def run_steps(
 
 @pytest.mark.skipif(HAS_CUDA, reason="needs Triton's interpreter, whose kernels need no device")
 class TestKeys:
-    CPU = torch.device("cpu")
-
     @pytest.fixture(autouse=True)
     def as_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(compat, "IS_CPU", False)
@@ -164,13 +162,9 @@ class TestKeys:
         if engine == "flash" and ("int8_scores" in params or "skip_margin" in params):
             pytest.skip("FlashAttention has no such options")
         monkeypatch.setattr(portable, "supports_bulk", lambda cache: bulk)
-        impls = make_impls(method, params, self.CPU, engine=engine)
-        with recorded_keys(monkeypatch) as warm:
-            warm_up(impls, make_spec(page_size), self.CPU, engine)
-        with recorded_keys(monkeypatch) as served:
-            run_steps(impls, page_size, [*random_steps(seed=page_size, number=12), *SINGLE], self.CPU)
+        steps = [*random_steps(seed=page_size, number=12), *SINGLE]
+        served = check_keys(make_impls(method, params, CPU, engine=engine), page_size, engine, steps, monkeypatch)
         assert {"portable": "attend_kernel", "flash": "finish_kernel"}[engine] in {name for name, _ in served}
-        assert not (late := served - warm), closest(late, warm)
 
     @pytest.mark.full
     def test_nor_does_one_on_an_engine_that_narrow_blocks_are_not_for(
@@ -178,14 +172,42 @@ class TestKeys:
     ) -> None:
         """Blocks are as wide as the engines take them that are then found broken."""
         monkeypatch.setattr(compat, "flash_attention", lambda: None)
-        impls = make_impls("sale", {}, self.CPU)
-        with recorded_keys(monkeypatch) as warm:
-            warm_up(impls, make_spec(128), self.CPU)
-        with recorded_keys(monkeypatch) as served:
-            run_steps(impls, 128, random_steps(seed=3, number=12), self.CPU)
-        assert not (late := served - warm), closest(late, warm)
+        impls = make_impls("sale", {}, CPU)
+        check_keys(impls, 128, "auto", random_steps(seed=3, number=12), monkeypatch)
         assert {(impl.layer.block_tokens, impl.layer.engine.name) for impl in impls} == {(32, "portable")}
         assert any("engine portable takes longer for blocks of 32 keys" in line for line in lines)
+
+
+def check_keys(
+    impls: Sequence[SparsePrefillImpl], page_size: int, engine: str, steps: Steps, monkeypatch: pytest.MonkeyPatch,
+    in_fp8: bool = False,
+) -> set[Key]:  # fmt: skip
+    """Steps launch no kernel that warm-up did not; those that they do."""
+    with recorded_keys(monkeypatch) as warm:
+        _warm_up(impls, page_size, engine, CPU, in_fp8)
+    with recorded_keys(monkeypatch) as served:
+        run_steps(impls, page_size, steps, CPU, in_fp8)
+    assert not (late := served - warm), closest(late, warm)
+    return served
+
+
+def _warm_up(
+    impls: Sequence[SparsePrefillImpl], page_size: int, engine: str, device: torch.device, in_fp8: bool
+) -> None:
+    for impl in impls if in_fp8 else ():
+        impl.out_dtype = torch.bfloat16
+    warm_up(impls, make_spec(page_size, torch.uint8 if in_fp8 else DTYPE), device, engine)
+
+
+def check_compilations(impls: Sequence[SparsePrefillImpl], engine: str, in_fp8: bool = False) -> None:
+    device = torch.device("cuda", 0)
+    with set_current_vllm_config(VllmConfig()):  # FlashAttention's backend asks it for the cache's layout
+        _warm_up(impls, 128, engine, device, in_fp8)
+    before = dict(compilations.listener().counts)
+    assert before["warmup"] > 0
+    run_steps(impls, 128, random_steps(seed=1, number=40), device, in_fp8)
+    torch.cuda.synchronize()
+    assert compilations.listener().counts == before
 
 
 def uncomputed(*, q: torch.Tensor, out: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,15 +230,7 @@ def closest(late: set[Key], warm: set[Key]) -> str:
 @pytest.mark.parametrize("engine", ["auto", "portable"])
 @pytest.mark.parametrize(("method", "params"), CASES, ids=str)
 def test_nothing_compiles_after_warm_up(method: str, params: dict[str, Any], engine: str) -> None:
-    device = torch.device("cuda", 0)
-    impls = make_impls(method, params, device, engine=engine)
-    with set_current_vllm_config(VllmConfig()):  # FlashAttention's backend asks it for the cache's layout
-        warm_up(impls, make_spec(128), device, engine)
-    before = dict(compilations.listener().counts)
-    assert before["warmup"] > 0
-    run_steps(impls, 128, random_steps(seed=1, number=40), device)
-    torch.cuda.synchronize()
-    assert compilations.listener().counts == before
+    check_compilations(make_impls(method, params, torch.device("cuda", 0), engine=engine), engine)
 
 
 def longest_row_bytes(method: str, params: dict[str, Any], query_tokens: int) -> int:

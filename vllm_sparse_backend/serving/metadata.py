@@ -100,7 +100,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         if not sparse:
             return
         self.recorder, self.memory, self.guard = worker.recorder, worker.reserve(), worker.watch_over()
-        self.recorder.add_layers(self.sparse_layers, (*worker.resolved.plans, SHARE))
+        self.recorder.add_layers(self.sparse_layers, worker.resolved.plans)
         can = {number for number, reason in reasons.items() if reason is None}
         for level, plan in worker.resolved.plans.items():
             self.layers_at[level] = {number for number in can if plan.layer(number) is not None}
@@ -319,7 +319,7 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
 
 def largest_chunks(vllm_config: VllmConfig) -> tuple[int, int]:
     """Most new tokens that a step may have of one request: alone, and beside as many decodes as there may be."""
-    scheduler, drafts = vllm_config.scheduler_config, vllm_config.num_speculative_tokens
+    scheduler, drafts = vllm_config.scheduler_config, getattr(vllm_config, "num_speculative_tokens", 0)
     decodes = (scheduler.max_num_seqs - 1) * (1 + drafts)
     most, longest = scheduler.max_num_batched_tokens, scheduler.long_prefill_token_threshold or MOST_COUNT
     return min(most, longest), max(min(most - decodes, longest), 1)

@@ -21,7 +21,7 @@ from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.batch import BatchRow
 from vllm_sparse_backend.serving.stats import DENSE, SPARSE
 from vllm_sparse_backend.settings.metrics import REPORT_METHOD
-from vllm_sparse_backend.settings.requests import REPORT
+from vllm_sparse_backend.settings.requests import REPORT, split
 from vllm_sparse_kernels import Rows, SparseIndex
 from vllm_sparse_kernels.index import causal_pairs
 
@@ -78,7 +78,7 @@ Spans = Sequence[tuple[int, int, Tally]]
 
 
 def begin(req_id: str, level: str) -> None:
-    TALLIES[req_id] = Tally(level)
+    TALLIES[req_id] = Tally(split(level)[0])
     if len(TALLIES) > MOST_KEPT:
         TALLIES.popitem(last=False)
 
