@@ -98,9 +98,9 @@ class TestMetrics:
         assert isinstance(levels, EndpointPlugin)
         assert endpoint.page is not other.page  # each of its own app
         chosen = SimpleNamespace(backend=AttentionConfig(backend=backend).backend)
-        config = SimpleNamespace(
-            attention_config=chosen, additional_config={}, model_config=SimpleNamespace(served_model_name="m")
-        )
+        settings = {"sparse_prefill": {"method": "a_shape"}}
+        model = SimpleNamespace(served_model_name="m")
+        config = SimpleNamespace(attention_config=chosen, additional_config=settings, model_config=model)
         asyncio.run(endpoint.init_state(SimpleNamespace(vllm_config=config), None, Namespace()))
         assert endpoint.page.is_open == (backend is not None)
 

@@ -41,29 +41,24 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 COMPILE = """
 import sys
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from benchmarks.offline import compiling_for
 from vllm_sparse_kernels.methods.sale import hopper as sale_hopper
 from vllm_sparse_kernels.methods.sale.rounding import RoundedKeys, RoundedQueries
 from vllm_sparse_kernels.methods.sale.scores import PAIR_FIELDS, FlagArgs
 
-class Hopper:
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device=0): return 0
-
-driver.set_active(Hopper())
 head_dim, block_tokens = int(sys.argv[1]), int(sys.argv[2])
 integers = torch.empty(1, 256, head_dim, dtype=torch.float8_e4m3fn)
 numbers, ids = torch.empty(256), torch.empty(256, dtype=torch.int32)
 flags = torch.empty(256, dtype=torch.uint8)
-kernel = sale_hopper.half_kernel.warmup(
-    RoundedQueries(integers, numbers, numbers, numbers, 256),
-    RoundedKeys(integers, numbers, numbers, numbers.half(), numbers, numbers, 256),
-    sale_hopper.bulk(integers), sale_hopper.bulk(integers), ids, numbers, FlagArgs(flags, 256, ids.long(), ids), ids,
-    32, 128, flags, GROUP=4, BLOCK_D=head_dim, INDEX_N=block_tokens, SPAN=8192, FIELDS=4, STAGES=sale_hopper.STAGES,
-    PAIR_FIELDS=PAIR_FIELDS.value, num_warps=4, grid=(1, 1, 1),
-)
+bulk = sale_hopper.bulk(integers)
+with compiling_for():
+    kernel = sale_hopper.half_kernel.warmup(
+        RoundedQueries(integers, numbers, numbers, numbers, 256),
+        RoundedKeys(integers, numbers, numbers, numbers.half(), numbers, numbers, 256),
+        bulk, bulk, ids, numbers, FlagArgs(flags, 256, ids.long(), ids), ids, 32, 128, flags,
+        GROUP=4, BLOCK_D=head_dim, INDEX_N=block_tokens, SPAN=8192, FIELDS=4, STAGES=sale_hopper.STAGES,
+        PAIR_FIELDS=PAIR_FIELDS.value, num_warps=4, grid=(1, 1, 1),
+    )
 with open(sys.argv[3], "wb") as file:
     file.write(kernel.asm["cubin"])
 print(kernel.metadata.shared)

@@ -3,6 +3,7 @@
 that rounded keys take.
 """
 
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -158,7 +159,7 @@ def test_rows_in_slabs_select_what_they_select_together(monkeypatch):
     methods = [Sale(0.3), Sale(0.0), Sale(0.4), Sale(0.2)]
     monkeypatch.setattr(sale_scores, "SPAN_TOKENS", 256)
     together = select(Sale.merged(methods), batch, 32)
-    batch.rows.state.clear()
+    batch = replace(batch, rows=replace(batch.rows))
     monkeypatch.setattr(module, "SLAB_TOKENS", 512)
     assert len(module.slabs_of_rows(methods[0], batch.rows)) > 3
     apart = select(Sale.merged(methods), batch, 32)

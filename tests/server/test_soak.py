@@ -60,7 +60,7 @@ def sixty_requests(server: Server, stock: Server, own: Endpoint) -> Load:
         while not over.wait(0.2):
             readings.append(counters(server.get("/metrics")))
 
-    with ThreadPoolExecutor(10) as pool:
+    with ThreadPoolExecutor(9) as pool:  # eight clients, and who reads
         reading = pool.submit(read)
         answers = []
         for part, to in enumerate((*switch.To, *switch.To)):
@@ -90,7 +90,7 @@ def test_all_is_answered_memory_stays_and_counters_fit(small_model: Path, tmp_pa
         done = soak_and_check(endpoint, asking, prompts, lambda: resident_bytes_of(server.pid), served)
         load = sixty_requests(server, servers.stock, endpoint)
         pages = [scenario.counted(server) for _ in range(6)]  # each connection gets one of the two
-    print(*lines(asking, done), sep="\n")
+    print(*lines(asking, done), load, sep="\n")
     assert done.problems == []
     assert pages == [pages[0]] * len(pages)
     assert (load.differing, load.fallen, load.exact, load.readings > 10) == ([], set(), 24, True)

@@ -41,6 +41,9 @@ MAP_SIDE = 64
 SCORE_BYTES = 1 << 28
 """Of a layer's float32 scores that are made at a time; what comes of them takes as much three times over."""
 
+EPOCHS, PATIENCE = 1000, 50
+LEARNING_RATE = 1e-3
+
 BATCH = 64
 BATCH_PIXELS = BATCH * 512 * 512
 """Of all maps of a batch: larger maps come in smaller batches."""
@@ -110,14 +113,9 @@ def autoencoder(side: int) -> tuple[nn.Sequential, nn.Sequential]:
 
 
 def representations(
-    maps: Sequence[torch.Tensor] | torch.Tensor,
-    epochs: int = 1000,
-    learning_rate: float = 1e-3,
-    patience: int = 50,
-    seed: int = 0,
-    device: str | torch.device = "cpu",
+    maps: Sequence[torch.Tensor] | torch.Tensor, device: str | torch.device = "cpu", epochs: int = EPOCHS
 ) -> torch.Tensor:
-    """Latent values [n, 64] of n maps [side, side], by an autoencoder trained on them. Equal for equal seeds.
+    """Latent values [n, 64] of n maps [side, side], by an autoencoder trained on them. Equal for equal maps.
 
     Maps are brought to ``device``, where training runs, batch by batch; they may be of any scale and dtype.
     """
@@ -129,10 +127,10 @@ def representations(
         return part / part.amax((1, 2, 3), keepdim=True)
 
     with torch.random.fork_rng(), torch.backends.cudnn.flags(enabled=True, deterministic=True):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         encoder, decoder = autoencoder(side)
         model = nn.Sequential(encoder, decoder).to(device)
-        optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
+        optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
         best, waited = float("inf"), 0
         for _ in range(epochs):
             total = 0.0
@@ -144,7 +142,7 @@ def representations(
                 optimizer.step()
                 total += float(loss.detach()) * len(chosen)
             best, waited = (total, 0) if total < best * 0.999 else (best, waited + 1)
-            if waited >= patience:
+            if waited >= PATIENCE:
                 break
         with torch.no_grad():
             return torch.cat([encoder(images(part.tolist())) for part in torch.arange(len(maps)).split(batch)])
@@ -164,13 +162,12 @@ def require_scipy() -> Any:
     return needed("scipy.cluster.hierarchy", "clusters need scipy (pip install 'vllm-sparse-backend[calibrate]')")
 
 
-def cluster_heads(maps: Sequence[torch.Tensor] | torch.Tensor, distance: float = DISTANCE, **training: Any) -> Clusters:
-    """Clusters of all heads from the maps [num_heads, side, side] of each layer, numbered from 0 by first member.
-
-    ``training`` goes to ``representations``.
-    """
+def cluster_heads(
+    maps: Sequence[torch.Tensor] | torch.Tensor, distance: float = DISTANCE, device: str = "cpu", epochs: int = EPOCHS
+) -> Clusters:
+    """Clusters of all heads from the maps [num_heads, side, side] of each layer, numbered from 0 by first member."""
     num_heads = len(maps[0])
-    latent = representations([one for layer in maps for one in layer], **training)
+    latent = representations([one for layer in maps for one in layer], device, epochs)
     spread = latent.std(0)
     # A latent value that is the same for all heads says nothing, and must not become noise of unit size.
     standard = (latent - latent.mean(0)) / torch.where(spread > 1e-6 * spread.max(), spread, torch.inf)
@@ -188,6 +185,6 @@ def head_clusters(captured: Capture, device: str, side: int = MAP_SIDE, distance
     for layer in layers:
         q, k, _ = captured.read(layer, device)
         maps.append(attention_maps(q, k, captured.scales[layer], side))
-    by_layer = dict(zip(layers, cluster_heads(maps, distance, device=device), strict=True))
+    by_layer = dict(zip(layers, cluster_heads(maps, distance, device), strict=True))
     noise = (NOISE,) * captured.shape.num_heads
     return tuple(by_layer.get(layer, noise) for layer in range(captured.shape.num_layers))

@@ -320,7 +320,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
 
 def largest_chunks(vllm_config: VllmConfig) -> tuple[int, int]:
     """Most new tokens that a step may have of one request: alone, and beside as many decodes as there may be."""
-    scheduler, drafts = vllm_config.scheduler_config, vllm_config.num_speculative_tokens
+    scheduler, drafts = vllm_config.scheduler_config, getattr(vllm_config, "num_speculative_tokens", 0)
     decodes = (scheduler.max_num_seqs - 1) * (1 + drafts)
     most, longest = scheduler.max_num_batched_tokens, scheduler.long_prefill_token_threshold or MOST_COUNT
     return min(most, longest), max(min(most - decodes, longest), 1)

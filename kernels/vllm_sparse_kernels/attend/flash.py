@@ -28,6 +28,7 @@ there by zero (Dao-AILab/flash-attention, issue 2374). vLLM's own prefill asks a
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -184,7 +185,7 @@ def _attend_part(
     rows, group = index.rows, index.num_heads // cache.num_kv_heads
     unit = gcd(index.block_tokens, cache.page_size)
     sequences = _room(index, cache, part)
-    lists = index.args, _starts(rows)[1]
+    lists = index.args, rows.once(_starts, lambda: _starts(rows))[1]
     varying = (part.first, part.first_token, rows.num_tiles, sum(rows.query_lens))
     shape = {
         "HEAD_DIM": cache.head_dim,
@@ -229,7 +230,7 @@ def _parts(index: SparseIndex, cache: PagedCache) -> Iterator[Part]:
     """All sequences of the index, as few at a time as the workspace asks for."""
     rows, heads = index.rows, index.num_heads
     group = heads // cache.num_kv_heads
-    starts, _ = _starts(rows)
+    starts, _ = rows.once(_starts, lambda: _starts(rows))
     total = sum(rows.query_lens)
     copies = 3 if index.has_stripes else 2
     bytes_each = copies * TILE_TOKENS * cache.head_dim * _result_dtype(cache).itemsize
@@ -277,13 +278,9 @@ def _widths(index: SparseIndex, cache: PagedCache) -> tuple[int, int]:
 
 def _starts(rows: Rows) -> tuple[list[int], torch.Tensor]:
     """Queries of the tiles that come before each one in ``rows.heaviest_order``, on the host and on the device."""
-    if "flash" not in rows.state:
-        starts, total = [], 0
-        for i_tile in rows.heaviest_order:
-            starts.append(total)
-            total += rows.tile_list[i_tile].length_tokens
-        rows.state["flash"] = starts, to_device(starts, torch.int32, rows.device)
-    return rows.state["flash"]
+    lengths = (rows.tile_list[i_tile].length_tokens for i_tile in rows.heaviest_order)
+    starts = [*accumulate(lengths, initial=0)][:-1]
+    return starts, to_device(starts, torch.int32, rows.device)
 
 
 def _granule(cache: PagedCache) -> int:

@@ -96,7 +96,7 @@ def attend(
     if matrix is not None:
         index_args = index_args._replace(block_ids=_place_blocks(cache_args, matrix, index))
         if bulk:
-            descriptors = _descriptors(cache, matrix, index.block_tokens)
+            descriptors = descriptors_of(cache, matrix, index.block_tokens)
     block_d = triton.next_power_of_2(head_dim)
     attend_kernel[(rows.num_tiles * num_heads,)](
         AttendArgs.of(q, out, lse), cache_args, *descriptors, matrix, index_args, scale * LOG2_E, cache.value_scale,
@@ -204,7 +204,7 @@ def matrix_args(cache: PagedCache) -> MatrixArgs | None:
     return None
 
 
-def _descriptors(cache: PagedCache, matrix: MatrixArgs, block_tokens: int) -> list[TensorDescriptor]:
+def descriptors_of(cache: PagedCache, matrix: MatrixArgs, block_tokens: int) -> list[TensorDescriptor]:
     """Keys and values for bulk copies of ``block_tokens`` rows."""
     shape = [matrix.num_rows, matrix.columns_per_head * (cache.num_kv_heads - 1) + cache.head_dim]
     strides, block = [cache.strides[1], 1], [block_tokens, cache.head_dim]

@@ -11,6 +11,7 @@ Keys are quantised once for each call of ``attend``, out of the paged cache into
 of the rows' keys, row after row.
 """
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -49,33 +50,21 @@ def smooth_keys(
     """``int8_heads`` [num_heads] uint8: the query heads that will read the result; None is all of them."""
     num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
     block_d, group = triton.next_power_of_2(head_dim), num_heads // num_kv_heads
-    starts = [0]
-    for seq_len in rows.seq_lens:
-        starts.append(starts[-1] + ceil_div(seq_len, ALIGN_TOKENS) * ALIGN_TOKENS)
-    if "smooth_keys" not in rows.state:
-        rows.state["smooth_keys"] = to_device(starts[:-1], torch.int32, rows.device)
+    starts = [*accumulate((ceil_div(seq_len, ALIGN_TOKENS) * ALIGN_TOKENS for seq_len in rows.seq_lens), initial=0)]
     smooth = SmoothKeys(
         workspace.empty(num_kv_heads, starts[-1], block_d, dtype=torch.int8),
         workspace.empty(num_kv_heads, starts[-1] // STEP_TOKENS.value),
         workspace.empty(rows.num_rows, num_kv_heads, block_d),
-        rows.state["smooth_keys"],
+        rows.once(smooth_keys, lambda: to_device(starts[:-1], torch.int32, rows.device)),
     )
     keys = key_args(cache, rows.block_table)
     shape = {"HEAD_DIM": head_dim, "BLOCK_D": block_d, "GROUP": group, "HEADS": triton.next_power_of_2(group)}
     for row, seq_len in enumerate(rows.seq_lens):
         smooth.means[row] = key_means(cache, rows.block_table, row, seq_len)
         _round_keys_kernel[((starts[row + 1] - starts[row]) // STEP_TOKENS.value, num_kv_heads)](
-            keys,
-            int8_heads,
-            smooth.means[row],
-            smooth.integers,
-            smooth.steps,
-            row,
-            seq_len,
-            starts[row],
-            starts[-1],
+            keys, int8_heads, smooth.means[row], smooth.integers, smooth.steps, row, seq_len, starts[row], starts[-1],
             **shape,
-        )
+        )  # fmt: skip
     return smooth
 
 

@@ -304,7 +304,6 @@ def sums_kernel(
     columns = values + (b_entry * capacity + begin)
     lines = columns + tl.cast(args.num_entries, tl.int64) * capacity
     listed = b_place >= 0
-    o_t = tl.arange(0, LAST)
     if BAND > 1:
         b_first = _of_rows((b_entry * capacity + begin) // BAND, MEMBERS, QUERIES)
         by_block = args.by_block + b_first * QUERIES + _row_queries(MEMBERS, QUERIES)
@@ -324,7 +323,7 @@ def sums_kernel(
             )  # fmt: skip
             page = _page(table, start - LAST, BAND, PAGE)
             b_p = tl.exp2(b_s * args.scale - b_lse[:, None])
-            o_n = start + o_t
+            o_n = start + tl.arange(0, LAST)
             b_column = tl.sum(tl.sum(tl.reshape(b_p, [QUERIES // 16, MEMBERS, 16, LAST]), 0), 1)
             own = (o_n >= tl.maximum(tiles_end - end * LAST, 0)) & (o_n < seq_len)
             tl.store(columns[:, None] + o_n[None, :], b_column, mask=listed[:, None] & own[None, :])

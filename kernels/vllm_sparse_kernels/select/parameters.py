@@ -18,6 +18,6 @@ def require(condition: bool, field: str, given: object, expected: str) -> None:
 
 
 @lru_cache(maxsize=4096)
-def on_device(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """Parameters of heads as float32, copied once in a process."""
-    return to_device(values, torch.float32, device)
+def on_device(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Parameters of heads, copied once in a process."""
+    return to_device(values, dtype, device)

@@ -78,10 +78,8 @@ def slabs_of(rows: Rows, num_entries: int, num_kv_heads: int, head_dim: int, per
     """
     most_products = SLAB_BYTES // (4 * num_entries * per_tile * ALIGNED.value)  # in units of ``ALIGNED``
     most_blocks = SLAB_BYTES // (4 * num_kv_heads * head_dim)
-    key = "pooled.slabs", most_products, most_blocks
-    if key not in rows.state:
-        rows.state[key] = _make_slabs(rows, most_products, most_blocks)
-    return rows.state[key]
+    key = _make_slabs, most_products, most_blocks
+    return rows.once(key, lambda: _make_slabs(rows, most_products, most_blocks))
 
 
 def _make_slabs(rows: Rows, most_products: int, most_blocks: int) -> list[Slab]:
@@ -106,14 +104,14 @@ def _make_slabs(rows: Rows, most_products: int, most_blocks: int) -> list[Slab]:
 
 
 def row_table(rows: Rows) -> torch.Tensor:
-    """[num_rows, ROW_FIELDS] int32 on the device, made by the first layer of a pass that asks for it."""
-    key = "pooled.row_table"
-    if key not in rows.state:
+    """[num_rows, ROW_FIELDS] int32 on the device."""
+
+    def make() -> torch.Tensor:
         blocks = [ceil_div(seq_len, KEY_BLOCK_TOKENS) for seq_len in rows.seq_lens]
         columns = rows.seq_lens, accumulate(blocks, initial=0), accumulate(map(_splits, blocks), initial=0)
-        flat = [value for row in zip(*columns) for value in row]
-        rows.state[key] = to_device(flat, torch.int32, rows.device).view(-1, ROW_FIELDS)
-    return rows.state[key]
+        return to_device([n for row in zip(*columns) for n in row], torch.int32, rows.device).view(-1, ROW_FIELDS)
+
+    return rows.once(row_table, make)
 
 
 def _splits(num_blocks: int) -> int:

@@ -63,7 +63,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vllm_sparse_kernels.attend.portable import MatrixArgs, matrix_args, supports_bulk
+from vllm_sparse_kernels.attend.portable import MatrixArgs, descriptors_of, matrix_args, supports_bulk
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
 from vllm_sparse_kernels.methods.anchor_attention.kernels import (
     WORD,
@@ -158,15 +158,11 @@ class Groups(NamedTuple):
 
     @staticmethod
     def of(rows: Rows, span_tokens: int, window_tokens: int) -> "Groups":
-        """Made by the first layer of a pass that asks for them."""
-        key = ("anchor_attention", span_tokens, window_tokens)
-        if key not in rows.state:
-            of_rows = group_tiles(rows, span_tokens, window_tokens)
-            row_starts = [0, *accumulate(len(groups) for groups in of_rows)]
-            flat = [field for groups in of_rows for group in groups for field in group]
-            on_device = to_device(flat + row_starts, torch.int32, rows.device)
-            rows.state[key] = Groups(of_rows, on_device[: len(flat)].view(-1, GROUP_FIELDS), on_device[len(flat) :])
-        return rows.state[key]
+        of_rows = group_tiles(rows, span_tokens, window_tokens)
+        row_starts = [0, *accumulate(len(groups) for groups in of_rows)]
+        flat = [field for groups in of_rows for group in groups for field in group]
+        on_device = to_device(flat + row_starts, torch.int32, rows.device)
+        return Groups(of_rows, on_device[: len(flat)].view(-1, GROUP_FIELDS), on_device[len(flat) :])
 
 
 @dataclass(frozen=True)
@@ -237,7 +233,8 @@ class AnchorAttention(PerHead):
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         rows, empty = index.rows, index.workspace.empty
-        groups = Groups.of(rows, self.span_tokens, self.window_tokens)
+        settings = self.span_tokens, self.window_tokens
+        groups = rows.once((Groups, *settings), lambda: Groups.of(rows, *settings))
         shape, block_d = (index.num_heads, rows.num_tiles, self.tile_voters), triton.next_power_of_2(cache.head_dim)
         voters = VoterArgs(empty(*shape, block_d, dtype=wide_dtype(q.dtype)), empty(*shape))
         num_words = ceil_div(groups.num_candidates // WORD.value, 16) * 16
@@ -306,6 +303,4 @@ def _matrix(cache: PagedCache, block_tokens: int) -> tuple[MatrixArgs | None, Te
     matrix = matrix_args(cache) if cache.page_size % block_tokens == 0 and supports_bulk(cache) else None
     if matrix is None:
         return None, None
-    width = matrix.columns_per_head * (cache.num_kv_heads - 1) + cache.head_dim
-    shape, strides = [matrix.num_rows, width], [cache.strides[1], 1]
-    return matrix, TensorDescriptor(cache.keys, shape, strides, [block_tokens, cache.head_dim])
+    return matrix, descriptors_of(cache, matrix, block_tokens)[0]

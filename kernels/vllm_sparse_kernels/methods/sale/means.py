@@ -61,9 +61,10 @@ def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, works
             query_args(q), rows.tiles, sums, **shape, BLOCK_M=TILE_TOKENS, FIELDS=TILE_FIELDS
         )
         _means_kernel[(rows.num_rows, num_heads, moments)](
-            sums, rows.num_tiles, _query_bounds(rows), queries, 0, rows.num_rows, BLOCK_D=block_d
-        )
-    for first, end, num_splits, bounds in _key_groups(rows):
+            sums, rows.num_tiles, rows.once(_query_bounds, lambda: _query_bounds(rows)), queries, 0, rows.num_rows,
+            BLOCK_D=block_d,
+        )  # fmt: skip
+    for first, end, num_splits, bounds in rows.once(_key_groups, lambda: _key_groups(rows)):
         with workspace.frame():
             sums = workspace.empty(moments, sum(num_splits), num_kv_heads, block_d)
             _key_sums_kernel[(max(num_splits), num_kv_heads, end - first)](
@@ -89,12 +90,8 @@ def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, works
 
 def _query_bounds(rows: Rows) -> torch.Tensor:
     """Per row its first tile, the tile behind its last, and its number of queries."""
-    if (found := rows.state.get(_query_bounds)) is None:
-        flat = [
-            x for bound in zip(rows.tile_starts[:-1], rows.tile_starts[1:], rows.query_lens, strict=True) for x in bound
-        ]
-        found = rows.state[_query_bounds] = to_device(flat, torch.int32, rows.device)
-    return found
+    bounds = zip(rows.tile_starts[:-1], rows.tile_starts[1:], rows.query_lens, strict=True)
+    return to_device([x for bound in bounds for x in bound], torch.int32, rows.device)
 
 
 def _key_groups(rows: Rows) -> list[tuple[int, int, list[int], torch.Tensor]]:
@@ -102,18 +99,16 @@ def _key_groups(rows: Rows) -> list[tuple[int, int, list[int], torch.Tensor]]:
 
     On the device, per row its first split, the one behind, and its keys.
     """
-    if (found := rows.state.get(_key_groups)) is None:
-        found = []
-        flat: list[int] = []
-        splits: list[int] = []
-        for row, seq_len in enumerate((*rows.seq_lens, 0)):
-            own = ceil_div(seq_len, SPLIT_TOKENS)
-            if row == rows.num_rows or (splits and sum(splits) + own > SPLITS):
-                found.append((row - len(splits), row, splits, to_device(flat, torch.int32, rows.device)))
-                flat, splits = [], []
-            flat += [sum(splits), sum(splits) + own, seq_len]
-            splits.append(own)
-        rows.state[_key_groups] = found
+    found = []
+    flat: list[int] = []
+    splits: list[int] = []
+    for row, seq_len in enumerate((*rows.seq_lens, 0)):
+        own = ceil_div(seq_len, SPLIT_TOKENS)
+        if row == rows.num_rows or (splits and sum(splits) + own > SPLITS):
+            found.append((row - len(splits), row, splits, to_device(flat, torch.int32, rows.device)))
+            flat, splits = [], []
+        flat += [sum(splits), sum(splits) + own, seq_len]
+        splits.append(own)
     return found
 
 

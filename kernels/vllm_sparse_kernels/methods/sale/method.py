@@ -182,16 +182,16 @@ def tested_keys(method: Sale, rows: Rows) -> list[int]:
 
 def slabs_of_rows(method: Sale, rows: Rows) -> list[Slab]:
     """The same for all layers of a step."""
-    key = (slabs_of_rows, method.sink_tokens, method.local_tokens)
-    if (found := rows.state.get(key)) is None:
-        found = rows.state[key] = []
-        for pieces in slabs_of(tested_keys(method, rows), SLAB_TOKENS, sale_scores.SPAN_TOKENS):
-            flat = [x for piece in pieces for x in (*piece, rows.seq_lens[piece.row])]
-            found.append(
-                Slab(
-                    to_device(flat, torch.int32, rows.device).view(-1, PIECE_FIELDS.value),
-                    to_device(pairs_of(pieces, rows), torch.int32, rows.device).view(-1, PAIR_FIELDS.value),
-                    max(piece.num_keys for piece in pieces),
-                )
+
+    def make() -> list[Slab]:
+        return [
+            Slab(
+                to_device([x for p in pieces for x in (*p, rows.seq_lens[p.row])], torch.int32, rows.device)
+                .view(-1, PIECE_FIELDS.value),
+                to_device(pairs_of(pieces, rows), torch.int32, rows.device).view(-1, PAIR_FIELDS.value),
+                max(piece.num_keys for piece in pieces),
             )
-    return found
+            for pieces in slabs_of(tested_keys(method, rows), SLAB_TOKENS, sale_scores.SPAN_TOKENS)
+        ]  # fmt: skip
+
+    return rows.once((slabs_of_rows, method.sink_tokens, method.local_tokens), make)

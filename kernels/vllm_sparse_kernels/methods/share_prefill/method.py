@@ -51,7 +51,7 @@ query heads share, ends there; query heads that share keys are stacked, so that 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Literal, Self, TypeVar
 
 import torch
@@ -68,7 +68,7 @@ from vllm_sparse_kernels.methods.share_prefill.kernels import (
     low_weights_kernel,
 )
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS, Rows, to_device
+from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS, Rows
 from vllm_sparse_kernels.select.footprint import averaged_bytes
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS
 from vllm_sparse_kernels.select.parameters import on_device, require
@@ -174,19 +174,15 @@ class SharePrefill(PerHead):
         pivots = self.state_of_step(index.rows, "pivots", lambda: Pivots(index))
         clusters = [one.cluster for one in settings]
         in_layer = sorted(set(clusters) - {NOISE})
-        places = _on_device(tuple(NOISE if c == NOISE else in_layer.index(c) for c in clusters), index.rows.device)
-        slots = _on_device(pivots.slots_of(in_layer, index), index.rows.device)
+        device = index.rows.device
+        places = on_device(tuple(NOISE if c == NOISE else in_layer.index(c) for c in clusters), device, torch.int32)
+        slots = on_device(pivots.slots_of(in_layer, index), device, torch.int32)
         with index.workspace.frame():
             patterns = index.workspace.empty(len(heads), index.rows.num_rows, dtype=torch.int32)
             with index.workspace.frame():
                 averages = BlockAverages(q, cache, index, heads, scale, pivots.spans, places)
                 _share(self, pivots, index, averages, places, slots, patterns)
             self.fallback.select_where(q, cache, index, heads, scale, patterns)
-
-
-@lru_cache(maxsize=4096)
-def _on_device(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return to_device(values, torch.int32, device)
 
 
 class Pivots:
