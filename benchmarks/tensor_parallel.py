@@ -98,7 +98,7 @@ def compare_speed(
         found = folder / f"serve-{cards}.json"
         labels = ["--label", "stock", "--label", f"{settings}, TP {cards}"]
         where = ["--url", urls[cards, False], "--url", urls[cards, True], *labels]
-        asked = ["--lengths", str(length), "--output-tokens", "8", "--repeats", "3", "--requests", "0"]
+        asked = ["--lengths", str(length), "--output-tokens", "8", "--repeats", "3"]
         run([*CLI, "bench", "serve", *where, *asked, "--json", str(found)], 120)
         for case in cases_of(found):
             report.add_case(case)

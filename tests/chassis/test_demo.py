@@ -5,10 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
-from benchmarks.tiny import CONFIG, END, START, make_model
+from benchmarks.tiny import CONFIG
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.demo.model import BUNDLED, CANNOT_FIND
 from vllm_sparse_backend.demo.question import ASKED, NUM_FACTS, make_questions
@@ -32,37 +31,6 @@ def test_the_bundled_model_finds_facts_densely_where_a_method_cannot(method: str
     plan = Plan.build(SparsePrefillConfig(**settings), ModelShape.from_folder(BUNDLED))
     assert plan.dense_layers == ((1,) if method in CANNOT_FIND else ())
     assert "dense_layers" not in settings_of(method, bundled=False)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("demo") / "model")
-
-
-def test_the_model_is_the_same_each_time(model: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    again = make_model(tmp_path / "again")
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (model, again))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert {tensor.dtype for tensor in ours.values()} == {torch.float32}
-    assert (model / "tokenizer.json").read_bytes() == (again / "tokenizer.json").read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["again"]  # nothing half made stays
-
-
-def test_tokenizer_starts_prompts_once_and_takes_any_text(model: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    assert len(tokenizer) == CONFIG["vocab_size"]
-    assert (tokenizer.bos_token, tokenizer.eos_token) == (START, END)
-    text = "def f(x):\n\treturn '日本語 🙂'"
-    assert tokenizer.encode(text)[0] == CONFIG["bos_token_id"]
-    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
-    chat = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
-    )
-    assert chat == f"{START}user: Hi\nassistant: "
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`benchmarks.recall`: single queries and the papers' granularity, against whole matrices; and the program."""
-
-import json
+"""`benchmarks.recall`: single queries and the papers' granularity, against whole matrices."""
 
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
 
-from benchmarks import plots, recall
 from benchmarks.kept import Asked, measure_plans
 from vllm_sparse_backend.profiling.capture import capture
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
@@ -40,29 +35,3 @@ def test_single_queries_recall_what_a_mask_leaves_them(captured):
     assert kept.quantiles()[2] == pytest.approx(
         min(x for layer in kept.lowest_recalls for h in layer for x in h), abs=1e-4
     )
-
-
-def run(*args: object):
-    app = typer.Typer()
-    app.command()(recall.main)
-    return CliRunner().invoke(app, [*map(str, args)], catch_exceptions=False)
-
-
-@pytest.mark.full
-def test_the_program(captured, tmp_path):
-    out, figures, curves = tmp_path / "all.json", tmp_path / "figures.json", tmp_path / "curves.json"
-    methods = ("--method", "a_shape:sink_tokens=0,local_tokens=1", "--method", "block_sparse:top_blocks=1", "--sweep")
-    files = ("--json", out, "--results", figures, "--curves", curves)
-    result = run(captured.folder, *methods, "--chunks", "130,0", "--device", DEVICE, *files)
-    assert result.exit_code == 0, result.output
-    cases = json.loads(out.read_text())["cases"]
-    assert [case["chunk_tokens"] for case in cases] == [130, 333]
-    for case in cases:
-        narrow, blocks = (row for row in case["settings"] if "output_error" in row)
-        for row in (narrow, blocks):
-            assert 0 <= row["worst"] <= row["thousandth"] <= row["hundredth"] <= row["recall"] + 1e-4 <= 1.0002
-        assert narrow["paper_density"] is None
-        assert 0 < blocks["paper_density"] < blocks["density"] < 1
-    assert len(json.loads(figures.read_text())) == 2 * 2 * 4
-    plots.draw(json.loads(curves.read_text()), tmp_path / "recall.png")
-    assert (tmp_path / "recall.png").read_bytes().startswith(b"\x89PNG")

@@ -47,16 +47,14 @@ def serve(
     ] = None,
     output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=2)] = 64,
     repeats: Annotated[int, typer.Option(help="Most requests a length; long ones get fewer.", min=1)] = 21,
-    requests: Annotated[int | None, typer.Option(help="Requests of the mixed load, 0 for none; 48.", min=0)] = None,
-    rate: Annotated[float | None, typer.Option(help="Of them a second; 1.3 times what the first server takes.")] = None,
-    concurrency: Annotated[int | None, typer.Option(help="In place of --rate: so many at a time.", min=1)] = None,
     text: Text = None,
     server_args: ServerArgs = "",
     json_path: Json = None,
 ) -> None:
-    """TTFT and TPOT of stock vLLM and this backend, and both under a mixed load, sent by `vllm bench serve`.
+    """TTFT and TPOT of stock vLLM and this backend, for the same prompts, one request at a time.
 
-    Exit code 1 if a request fails: it is reported, and never counted.
+    Exit code 1 if a request fails: it is reported, and never counted. Throughput under load is what `vllm bench serve`
+    tells of either server.
     """
     exit_on_sigterm()
     with failures(), bar("connecting") as shown:
@@ -67,8 +65,7 @@ def serve(
         from vllm_sparse_backend.measure.texts import read_text
 
         asked = _lengths(lengths if lengths is not None else ",".join(map(str, part.fitting(model, output_tokens))))
-        mix = part.mix_of(requests, rate, concurrency, asked, output_tokens)
-        asking = part.Asking(tuple(asked), output_tokens, repeats, mix, read_text(text) if text else None)
+        asking = part.Asking(tuple(asked), output_tokens, repeats, read_text(text) if text else None)
         servers = asked_for(
             model, settings or (), levels_of(level), url or (), label or (), asking.longest, server_args
         )
@@ -82,7 +79,7 @@ def serve(
 def _line(case: Mapping[str, Any]) -> str:
     from vllm_sparse_backend.measure.report import cell
 
-    hidden = {"answers", "requests", "said", "part", "kept_pairs", "causal_pairs"}
+    hidden = {"answers", "said", "part", "kept_pairs", "causal_pairs"}
     return ", ".join(f"{key} {cell(value)}" for key, value in case.items() if key not in hidden and value is not None)
 
 
@@ -100,21 +97,16 @@ def _lengths(text: str) -> "list[Length]":
 
 def _show_serve(cases: Sequence[dict[str, Any]]) -> None:
     """Tables, and what failed: a run with failures ends with 1."""
-    from vllm_sparse_backend.measure import latency, load
+    from vllm_sparse_backend.measure import latency
     from vllm_sparse_backend.measure.report import table_of
 
     console = wide_console()
     for name in dict.fromkeys(case["label"] for case in cases):
-        of = {part: [c for c in cases if (c["label"], c["part"]) == (name, part)] for part in ("latency", "load")}
-        console.print(table_of(f"{name}: one request at a time", latency.COLUMNS, of["latency"]))
-        for mixed in of["load"][:1]:
-            caption = f"{mixed['rate']:.2f} requests a second arrive on average" if "rate" in mixed else (
-                f"{mixed['clients']} clients, each of which sends the next request when its last one is answered"
-            )  # fmt: skip
-            console.print(table_of(f"{name}: mixed load", load.COLUMNS, of["load"], caption))
+        of = [case for case in cases if (case["label"], case["part"]) == (name, "latency")]
+        console.print(table_of(f"{name}: one request at a time", latency.COLUMNS, of))
     for case in cases:
         for said in case.get("said", ()):
-            console.print(f"[red]failed[/] {case['label']}, {case.get('case', case.get('server'))}: {escape(said)}")
+            console.print(f"[red]failed[/] {case['label']}, {case['case']}: {escape(said)}")
     if any(case.get("failures") for case in cases):
         raise typer.Exit(1)
 

@@ -55,17 +55,11 @@ class Prompt:
 
     whole: Batch
 
-    @property
-    def num_tokens(self) -> int:
-        return self.whole.rows.query_lens[0]
-
     def chunk(self, context_len: int, query_len: int) -> Batch:
         """The step that prefills ``query_len`` tokens after ``context_len`` cached ones."""
-        end = context_len + query_len
-        if end > self.num_tokens:
-            raise BenchError(
-                f"a chunk of {query_len:,} after {context_len:,}: the prompt has {self.num_tokens:,} tokens"
-            )
+        end, (num_tokens,) = context_len + query_len, self.whole.rows.query_lens
+        if end > num_tokens:
+            raise BenchError(f"a chunk of {query_len:,} after {context_len:,}: the prompt has {num_tokens:,} tokens")
         rows = Rows((0,), (query_len,), (context_len,), self.whole.rows.block_table)
         return replace(self.whole, q=self.whole.q[context_len:end], rows=rows)
 

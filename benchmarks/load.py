@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixed load of short and long prompts, sent by vLLM's own `vllm bench serve`.
+"""A mixed load of short and long prompts for servers that run, sent by vLLM's own `vllm bench serve`.
 
-In an open loop they arrive as a Poisson process, whether the server keeps up or not; in a closed one so many clients
-send the next as soon as their last is answered. Either way all servers get the same prompts in the same order, one
-server after the other. Throughput is prompt and answer tokens of answered requests, over the time from the first
-request to the last answer; in an open loop it compares where the load is more than stock can take.
+    python -m benchmarks.load --url http://STOCK:8000 --url http://OURS:8001 [--level fast] [--rate 2] [--clients 8]
+
+In an open loop (``--rate``) they arrive as a Poisson process, whether the server keeps up or not; in a closed one so
+many clients send the next as soon as their last is answered. Either way all servers get the same prompts in the same
+order, one server after the other. Throughput is prompt and answer tokens of answered requests, over the time from the
+first request to the last answer; in an open loop it compares where the load is more than stock can take.
 """
 
 import importlib.util
@@ -13,15 +15,21 @@ import random
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import quantiles
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from benchmarks.options import Json
+from vllm_sparse_backend.cli.common import Text, failures, levels_of, token_counts, wide_console
 from vllm_sparse_backend.measure.client import Endpoint, Prompts
-from vllm_sparse_backend.measure.report import BenchError
+from vllm_sparse_backend.measure.contestants import asked_for, opened
+from vllm_sparse_backend.measure.report import BenchError, Report, table_of
 from vllm_sparse_backend.measure.scrape import Pairs
-from vllm_sparse_backend.measure.server import environment, vllm_command
+from vllm_sparse_backend.measure.server import device_name, environment, vllm_command
+from vllm_sparse_backend.measure.texts import read_text
 
 COLUMNS = {
     "server": "server",
@@ -44,14 +52,14 @@ class Mix:
 
     num_requests: int
     rate: float | None
-    """None for more than stock can take, from the times of single requests."""
+    """None in a closed loop."""
     short_lengths: tuple[int, ...]
     long_lengths: tuple[int, ...]
     long_share: float = 0.25
     output_tokens: int = 64
     seed: int = 0
     clients: int | None = None
-    """So many, in a closed loop, where ``rate`` says nothing; None for an open one."""
+    """So many, in a closed loop."""
 
     def lengths(self) -> list[tuple[int, bool]]:
         """Of prompts, and whether they are of the long ones; at least one is long and one short, where there are two.
@@ -63,16 +71,6 @@ class Mix:
         is_long = [True] * num_long + [False] * (self.num_requests - num_long)
         chosen.shuffle(is_long)
         return [(chosen.choice(self.long_lengths if long else self.short_lengths), long) for long in is_long]
-
-    def saturating(self, first_s: Mapping[int, float | None], factor: float = 1.3) -> "Mix":
-        """At ``factor`` times what a server takes that needs ``first_s[tokens]`` for each prompt, unless told how."""
-        if self.rate is not None or self.clients is not None:
-            return self
-        if None in (taken := {n: first_s.get(n) for n in (*self.short_lengths, *self.long_lengths)}).values():
-            raise BenchError("--rate: not given, and not all lengths were answered that it is made from")
-        shares = ((1 - self.long_share, self.short_lengths), (self.long_share, self.long_lengths))
-        busy = sum(share / len(of) * (taken[tokens] or 0) for share, of in shares for tokens in of)
-        return replace(self, rate=factor / busy)
 
 
 def run_load(servers: Sequence[Endpoint], mix: Mix, prompts: Prompts) -> Iterator[dict[str, Any]]:
@@ -89,10 +87,7 @@ def run_load(servers: Sequence[Endpoint], mix: Mix, prompts: Prompts) -> Iterato
 def require_pandas() -> None:
     """Before anything is measured."""
     if importlib.util.find_spec("pandas") is None:
-        raise BenchError(
-            "a mixed load is sent by `vllm bench serve`, which needs pandas for it: "
-            "pip install 'vllm-sparse-backend[measure]', or leave the load out with --requests 0"
-        )
+        raise BenchError("a mixed load is sent by `vllm bench serve`, which needs pandas for it: pip install pandas")
 
 
 def send(server: Endpoint, mix: Mix, texts: Sequence[str]) -> dict[str, Any]:
@@ -148,3 +143,46 @@ def percentile(values: Sequence[float], percent: int) -> float | None:
     if len(values) < 2:
         return values[0] if values else None
     return quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def compare(servers: Sequence[tuple[str, Endpoint]], mix: Mix, text: str | None, report: Report) -> None:
+    """Cases of every server but the first, by label, beside the first's."""
+    endpoints = [endpoint for _, endpoint in servers]
+    of_first, *others = run_load(endpoints, mix, Prompts.of(endpoints[0], text))
+    for (label, _), case in zip(servers[1:], others, strict=True):
+        for server, sent in (("stock", of_first), ("ours", case)):
+            report.add_case({**sent, "server": server, "label": label})
+
+
+def main(
+    url: Annotated[list[str], typer.Option(help="A running server; repeat it: the first is compared to.")],
+    label: Annotated[list[str] | None, typer.Option(help="Names of the --url, in their order.")] = None,
+    level: Annotated[list[str] | None, typer.Option(help="Level that requests ask for; may be repeated.")] = None,
+    short: Annotated[str, typer.Option(help="Tokens of short prompts, by comma.")] = "1024,2048,4096",
+    long: Annotated[str, typer.Option(help="Tokens of long ones, a quarter of all.")] = "32768,65536,131072",
+    requests: Annotated[int, typer.Option(help="How many.", min=2)] = 48,
+    rate: Annotated[float | None, typer.Option(help="Of them a second; --clients unless given.")] = None,
+    clients: Annotated[int, typer.Option(help="So many that wait for answers.", min=1)] = 8,
+    text: Text = None,
+    json_path: Json = None,
+) -> None:
+    """Exit code 1 if a request fails."""
+    with failures():
+        require_pandas()
+        mix = Mix(
+            requests, rate, tuple(token_counts("--short", short)), tuple(token_counts("--long", long)),
+            clients=None if rate else clients,
+        )  # fmt: skip
+        contestants = asked_for(None, (), levels_of(level), url, label or (), 0, "")
+        report = Report("serve", device_name(*url), json_path)
+        with opened(contestants) as endpoints:
+            named = [(one.label, endpoint) for one, endpoint in zip(contestants, endpoints, strict=True)]
+            compare(named, mix, read_text(text) if text else None, report)
+    for name in dict.fromkeys(case["label"] for case in report.cases):
+        wide_console().print(table_of(name, COLUMNS, [case for case in report.cases if case["label"] == name]))
+    if any(case["failures"] for case in report.cases):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
