@@ -19,7 +19,7 @@ from vllm_sparse_backend.settings.requests import MARK, Choices, Mark, fingerpri
 SHAPE = ModelShape(architecture="LlamaForCausalLM", num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32)
 NOTHING = Crossover(format=1, entries=())
 CHOICES = Choices(("exact", "high", "fast"), "high", 256, {"exact": "exact", "fast": "fast"})
-BY_MASS = replace(CHOICES, shares=frozenset({0.9}))
+BY_MASS = replace(CHOICES, has_shares=True)
 PROFILE = """
 format: 1
 model: any
@@ -82,11 +82,6 @@ class TestShares:
         stored = replace(BY_MASS, salts={DEFAULT: "default:print", "p": "p:print"})
         assert stored.mark({"sparse_prefill": 0.97}).salt == "p:print=0.97"
 
-    def test_the_servers_own_is_no_other_level(self) -> None:
-        assert BY_MASS.mark({"sparse_prefill": 0.9}) == BY_MASS.mark(None)
-        several = replace(CHOICES, shares=frozenset({0.9, 0.95}))
-        assert several.mark({"sparse_prefill": 0.9}).level == "p=0.9"
-
     def test_without_such_heads_it_is_refused_and_said_why(self) -> None:
         with pytest.raises(
             ValueError, match=r"given 0\.97, but no head of this server's plan chooses by mass \(top_p\)"
@@ -107,6 +102,7 @@ class TestPolicy:
 
     def test_by_the_name_that_a_model_is_served_by(self) -> None:
         found = self.under(models={"a": "exact", "b": "on"}, default="fast")
+        assert found.policy() == "fast unasked, as model a exact, as model b on; all on request"
         assert [found.grant({}, model) for model in ("a", "b", "c", None)] == ["exact", DEFAULT, "fast", "fast"]
         assert found.grant({"sparse_prefill": 1}, "a") == DEFAULT
 
@@ -114,7 +110,7 @@ class TestPolicy:
         found = self.under(default="exact", allow=["on", "p"])
         for given, level in (0, "exact"), ("exact", "exact"), (1, DEFAULT), (0.97, "p=0.97"):
             assert found.mark({"sparse_prefill": given}).level == level
-        with pytest.raises(ValueError, match=r"given 'fast', but this server's settings \(requests.allow\) keep"):
+        with pytest.raises(ValueError, match=r"given 'fast', but .*\(requests.allow\) let requests have on, p;"):
             found.mark({"sparse_prefill": "fast"})
         only = self.under(allow=[])
         assert only.mark({"sparse_prefill": "high"}).level == DEFAULT

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from vllm_sparse_backend.settings.methods import LEFT, make_method
 from vllm_sparse_kernels.methods import METHODS, registry
 from vllm_sparse_kernels.methods.registry import GROUP, PluginError, Registry
 
@@ -148,15 +147,3 @@ def test_a_package_that_gives_no_method_is_named(installed: Callable[..., Regist
     with pytest.raises(PluginError, match=re.escape(reason)) as error:
         list(installed(given))
     assert "entry point theirs = their.module:SPEC of the group vllm_sparse_backend.methods" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("method", "field"),
-    [("flex_vertical_slash", "min_budget"), ("flex_vertical_slash", "max_distance"), ("sale", "dense_last_tile"),
-     ("share_prefill", "true_mass"), ("share_prefill", "gamma_per_tile"), ("block_sparse", "per_query_block"),
-     ("vertical_slash", "segment_tokens")],
-)  # fmt: skip
-def test_a_parameter_that_left_is_refused_with_what_to_do(method: str, field: str) -> None:
-    with pytest.raises(ValueError, match=f"^{field}: no longer a parameter of {method}: {re.escape(LEFT[field])}$"):
-        make_method(method, {field: 1})
-    assert make_method("share_prefill", {"max_distance": 0.1}).max_distance == 0.1

@@ -114,9 +114,13 @@ def split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def levels_of(texts: Sequence[str] | None) -> list[int | str]:
-    """As requests have them."""
-    return [int(text) if text in ("0", "1") else text for text in texts or ()]
+def levels_of(texts: Sequence[str] | None) -> list[float | str]:
+    """As requests have them: numbers as such, 0 and 1 whole."""
+    return [int(text) if text in ("0", "1") else float(text) if _is_share(text) else text for text in texts or ()]
+
+
+def _is_share(text: str) -> bool:
+    return text.startswith("0.") and text[2:].isdecimal()
 
 
 def token_counts(option: str, text: str, or_none: bool = False, least: int = 1) -> list[int]:

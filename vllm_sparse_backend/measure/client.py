@@ -76,7 +76,7 @@ class Endpoint:
                 ) from None
             raise BenchError(f"{name}: no model server answers at {url}: {error}") from None
 
-    def at_level(self, level: int | str) -> "Endpoint":
+    def at_level(self, level: float | str) -> "Endpoint":
         """The same server, asked for that level. Raises BenchError where it has none of that name.
 
         Levels share a cache's first blocks, which are dense in all of them. Here none finds what another one left: the

@@ -47,10 +47,10 @@ class Contestant:
     open: Callable[[], AbstractContextManager[Endpoint]]
     is_running: bool = False
     """Else it has to be started."""
-    level: int | str | None = None
+    level: float | str | None = None
     """What its requests ask for; None if nothing."""
 
-    def at(self, levels: Sequence[int | str]) -> "list[Contestant]":
+    def at(self, levels: Sequence[float | str]) -> "list[Contestant]":
         """The server at each of the levels; itself where none is named."""
         at = [
             replace(self, label=f"{self.label} {level}", what=f"{self.what}, level {level}", level=level)
@@ -59,7 +59,7 @@ class Contestant:
         return at or [self]
 
     @staticmethod
-    def running(label: str, url: str, levels: Sequence[int | str] = ()) -> "list[Contestant]":
+    def running(label: str, url: str, levels: Sequence[float | str] = ()) -> "list[Contestant]":
         """A server at each of the levels, if it is one of this backend."""
         endpoint = Endpoint.connect(label or url, url)
         found = Contestant(
@@ -88,7 +88,7 @@ def opened(contestants: Sequence[Contestant]) -> Iterator[list[Endpoint]]:
 
 
 def asked_for(
-    model: Path | None, settings: Sequence[str], levels: Sequence[int | str], urls: Sequence[str],
+    model: Path | None, settings: Sequence[str], levels: Sequence[float | str], urls: Sequence[str],
     labels: Sequence[str], max_len: int, server_args: str,
 ) -> list[Contestant]:  # fmt: skip
     """Stock and each of the settings, to be started for ``model``; or the servers at ``urls``. Raises BenchError."""
@@ -106,7 +106,7 @@ def asked_for(
 
 
 def started(
-    model: Path, settings: Sequence[Settings], max_len: int, extra: str = "", levels: Sequence[int | str] = ()
+    model: Path, settings: Sequence[Settings], max_len: int, extra: str = "", levels: Sequence[float | str] = ()
 ) -> list[Contestant]:
     """Stock, and each of the settings at each of the levels, served on this machine for requests of ``max_len`` tokens.
 

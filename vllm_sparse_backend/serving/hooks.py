@@ -225,29 +225,23 @@ def _switching(original: Function) -> Function:
 # --- workers: whose rows a step has ---
 
 
-def _known_by_runner(original: Function) -> Function:
-    """The older runner: it keeps one batch, whose order is final when metadata is built."""
+def _known(original: Function, keeps_batch: bool) -> Function:
+    """Levels of a step's requests. The older runner keeps one batch, whose order is final when metadata is built; in
+    Model Runner V2 each step has one of its own, which comes to ``prepare_attn``, but a dummy run's never does."""
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm_sparse_backend.serving.row_levels import at_step, name_rows
 
         with at_step(self, scheduler_output):
-            name_rows(lambda: self.input_batch.req_ids)
+            if keeps_batch:
+                name_rows(lambda: self.input_batch.req_ids)
             return original(self, scheduler_output, *args, **kwargs)
 
     return execute_model
 
 
-def _known_by_batch(original: Function) -> Function:
-    """Model Runner V2: each step has a batch of its own. A dummy run's never comes to ``prepare_attn``."""
-
-    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_sparse_backend.serving.row_levels import at_step
-
-        with at_step(self, scheduler_output):
-            return original(self, scheduler_output, *args, **kwargs)
-
-    return execute_model
+_known_by_runner = functools.partial(_known, keeps_batch=True)
+_known_by_batch = functools.partial(_known, keeps_batch=False)
 
 
 def _batch_told(original: Function) -> Function:

@@ -124,9 +124,10 @@ class SparsePrefillMetadataBuilder(compat.DelegateBuilder):
         for level, plan in resolved.plans.items():
             for line in plan.describe(self.thresholds[level]) if level != SHARE else ():
                 logger.info("sparse-prefill: %s", line)
-        logger.info(
-            "sparse-prefill: requests may have in their vllm_xargs %s: %s", FIELD, choices(self.vllm_config, resolved)
-        )
+        found = choices(self.vllm_config, resolved)
+        logger.info("sparse-prefill: requests may have in their vllm_xargs %s: %s", FIELD, found)
+        if resolved.config.requests.model_fields_set:
+            logger.info("sparse-prefill: policy for requests: %s", found.policy())
         max_len, own = self.vllm_config.model_config.max_model_len, self.thresholds[DEFAULT]
         if own.min_tokens is None:
             return

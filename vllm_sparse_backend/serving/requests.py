@@ -18,10 +18,10 @@ from vllm.exceptions import VLLMValidationError
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker import resolve
-from vllm_sparse_backend.settings.config import KEY, OPTION, RequestsConfig
-from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
-from vllm_sparse_backend.settings.plan import DEFAULT, shares_of
-from vllm_sparse_backend.settings.profile import EXACT, ON
+from vllm_sparse_backend.settings.config import KEY, OPTION
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.plan import DEFAULT
+from vllm_sparse_backend.settings.profile import EXACT
 from vllm_sparse_backend.settings.requests import FIELD, Choices, Granted, Mark, fingerprint
 from vllm_sparse_backend.settings.resolved import Resolved
 
@@ -45,34 +45,25 @@ def choices(vllm_config: VllmConfig, resolved: Resolved | None = None) -> Choice
     resolved, connectors = resolved or resolve(vllm_config), kv_connectors(vllm_config)
     own, policy = resolved.plan, resolved.config.requests
     refusal = _refusal(vllm_config, connectors)
-    known = Choices(own.level_names, own.level, resolved.exact_tokens(), {}, refusal, shares_of(own))
-    if resolved.pools:
-        policy = _policy_of_pooling(policy, resolved.is_dense)
+    known = Choices(own.level_names, own.level, resolved.exact_tokens(), {}, refusal, own.has_shares)
+    if resolved.is_dense:
+        policy = policy.model_copy(update={"default": EXACT})
     found = known.under(policy)
     if connectors & BY_BLOCK_HASH:
         salts = {level: f"{level}:{fingerprint(plan)}" for level, plan in resolved.plans.items()}
     else:
         salts = {level: level for level in (EXACT, *resolved.plans) if level != found.default}
-    _refuse_mixture(found, can_name_rows=not vllm_config.parallel_config.use_ubatching)
+    one_for_all = {EXACT, DEFAULT} if resolved.pools else {*found.levels, DEFAULT}
+    _refuse_mixture(found, {DEFAULT} if vllm_config.parallel_config.use_ubatching else one_for_all)
     return replace(found, salts=salts)
 
 
-def _policy_of_pooling(policy: RequestsConfig, is_exact: bool) -> RequestsConfig:
-    """Requests for pooling carry no sampling parameters, in which a level could travel."""
-    where = f"{OPTION} {KEY}.requests"
-    if policy.models:
-        raise ConfigurationError(f"{where}.models: given, but this server pools, and has one level for all requests")
-    if policy.default not in (None, EXACT, ON):
-        raise ConfigurationError(f"{where}.default: {unexpected(policy.default, 'exact or on, as this server pools')}")
-    return policy.model_copy(update={"default": EXACT if is_exact else ON})
-
-
-def _refuse_mixture(found: Choices, can_name_rows: bool) -> None:
-    """Raise ConfigurationError where a policy gives requests what nothing keeps apart here."""
+def _refuse_mixture(found: Choices, one_for_all: set[str]) -> None:
+    """Raise ConfigurationError where a policy gives requests what nothing keeps apart here, or nothing carries on."""
     given = {found.default, *found.models.values()}
-    if found.refusal is not None and (len(given) > 1 or not (can_name_rows or given == {DEFAULT})):
+    if found.refusal is not None and (len(given) > 1 or not given <= one_for_all):
         raise ConfigurationError(
-            f"{OPTION} {KEY}.requests: given {', '.join(sorted(given))} as levels of requests that ask for none, but "
+            f"{OPTION} {KEY}.requests: given {', '.join(sorted(given))} for requests that ask for none, but "
             f"{found.refusal}"
         )
 

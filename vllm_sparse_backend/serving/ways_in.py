@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
@@ -74,7 +75,7 @@ async def fields_of(scope: dict[str, Any], messages: list[dict[str, Any]]) -> di
     if dict(scope["headers"]).get(b"content-type", b"").startswith(FORMS):
         try:
             form = await Request(scope, _again(messages, None)).form()
-        except (ClientDisconnect, HTTPException):
+        except (ClientDisconnect, HTTPException, MultiPartException):
             return {}
         fields: Any = {key: value for key, value in form.items() if isinstance(value, str)}
         fields["vllm_xargs"] = _parsed(fields.get("vllm_xargs", ""))

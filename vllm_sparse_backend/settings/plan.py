@@ -38,11 +38,6 @@ def layer_by_level(plans: Iterable["Plan"], layer: int) -> tuple[LayerPlan, ...]
     return tuple(dense if groups is None else groups for groups in each) if num_heads else ()
 
 
-def shares_of(plan: "Plan") -> frozenset[float]:
-    """The p of all heads that choose by mass; empty if there are none."""
-    return frozenset(share for method in plan.methods if (share := method.share_kept) is not None)
-
-
 @dataclass(frozen=True)
 class Plan:
     """``layers[i]`` holds layer i's groups, which cover each query head of this rank once; None if it runs dense."""
@@ -92,6 +87,11 @@ class Plan:
     def layer(self, layer: int) -> LayerPlan | None:
         """Groups of a layer; None if it is to run dense, as do layers past the model's own (a draft model's)."""
         return self.layers[layer] if layer < len(self.layers) else None
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether some head's method has a p, which requests may set."""
+        return any(method.share_kept is not None for method in self.methods)
 
     @property
     def dense_layers(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ A profile is a YAML file; ``profiles/README.md`` describes its fields. Layers an
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -68,7 +68,6 @@ def _to_method(given: object) -> Method:
 
 
 MethodSpec = Annotated[Method, PlainValidator(_to_method), WithJsonSchema({METHOD_MARK: True})]
-Spec = Callable[[Method], dict[str, Any]]
 Share = Annotated[StrictFloat, Field(ge=0, le=1)]
 
 
@@ -163,15 +162,15 @@ class Level(Section):
                 methods[type(method)].append(method)
         return [why for kind, heads in methods.items() if (why := kind.objection(heads)) is not None]
 
-    def _data(self, spec: Spec) -> dict[str, Any]:
+    def _data(self) -> dict[str, Any]:
         """The fields here as a file has them, without those that say nothing."""
         provenance = self.provenance.model_dump(exclude_none=True, exclude={"figures"})
         if self.provenance.figures is not None:
             provenance["figures"] = self.provenance.figures.data()
         data = {
             "dense_layers": _key(self.dense_layers) if self.dense_layers else None,
-            "default": spec(self.default),
-            "layers": {_key(layers): _layer_data(profile, spec) for layers, profile in self.layers.items()},
+            "default": _spec(self.default),
+            "layers": {_key(layers): _layer_data(profile) for layers, profile in self.layers.items()},
             "crossover": strict_yaml.FlowDict(self.crossover.model_dump(mode="json")) if self.crossover else None,
             "provenance": provenance,
         }
@@ -253,14 +252,9 @@ class Profile(Level):
         if objections := self._objections(shape):
             raise ConfigurationError(f"{source}: {'; '.join(objections)}")
 
-    def to_yaml(self, compact: bool = False) -> str:
-        """The profile as a file; loading that gives an equal one.
-
-        ``compact`` leaves out parameters that have their method's default: shorter, and what the file says changes if
-        a default ever does.
-        """
-        spec = _short_spec if compact else _spec
-        own = self._data(spec)
+    def to_yaml(self) -> str:
+        """The profile as a file; loading that gives an equal one."""
+        own = self._data()
         provenance = own.pop("provenance", None)
         data = {
             "format": self.format,
@@ -269,7 +263,7 @@ class Profile(Level):
             "min_query_tokens": self.min_query_tokens,
             "level": self.level,
             **own,
-            "levels": {name: level._data(spec) for name, level in self.levels.items()},
+            "levels": {name: level._data() for name, level in self.levels.items()},
             "provenance": provenance,
         }
         return strict_yaml.dump({name: value for name, value in data.items() if value is not None and value != {}})
@@ -335,15 +329,7 @@ def _spec(method: Method) -> dict[str, Any]:
     return strict_yaml.FlowDict(parameters_of(method))
 
 
-def _short_spec(method: Method) -> dict[str, Any]:
-    default = type(method)().shown_fields
-    written = {
-        name: value for name, value in parameters_of(method).items() if name not in default or value != default[name]
-    }
-    return strict_yaml.FlowDict(written)
-
-
-def _layer_data(profile: LayerProfile, spec: Spec) -> dict[str, Any]:
-    default = {} if profile.default is None else {"default": spec(profile.default)}
-    heads = {_key(heads): spec(method) for heads, method in profile.heads.items()}
+def _layer_data(profile: LayerProfile) -> dict[str, Any]:
+    default = {} if profile.default is None else {"default": _spec(profile.default)}
+    heads = {_key(heads): _spec(method) for heads, method in profile.heads.items()}
     return default | ({"heads": heads} if heads else {})

@@ -78,8 +78,8 @@ class Fallback(StrEnum):
     NO_ROOM = ("no_room",
         "not even one tile of the row fits into the arena, whose size the log states at start-up; use another method")
     REQUESTED = ("requested",
-        "the request asked for exact attention (sparse_prefill 0 or exact), or the server is switched to it; leave "
-        "that out of it, or switch back, to let it go sparse")
+        "the request asked for exact attention (sparse_prefill 0 or exact), or has it by the server's settings or "
+        "switch; leave that out of it, or change these, to let it go sparse")
     # fmt: on
 
 

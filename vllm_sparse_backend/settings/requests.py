@@ -27,13 +27,8 @@ class Granted(str):
     """A level that a server has found its request may have; no request can send such a value."""
 
 
-def share_level(share: float) -> str:
-    """The level of requests whose heads that choose by mass keep this share of it."""
-    return f"{SHARE}={share!r}"
-
-
 def split(level: str) -> tuple[str, float | None]:
-    """The name that plans and counters know a level by, which is one for all shares, and the share."""
+    """The name that plans and counters know a level by, and the share: of ``p=0.97``, p and 0.97."""
     name, _, share = level.partition("=")
     return name, float(share) if share else None
 
@@ -96,8 +91,8 @@ class Choices:
     """By level; one without has the hashes of vLLM."""
     refusal: str | None = None
     """Why requests can have nothing here but what they get unasked."""
-    shares: frozenset[float] = frozenset()
-    """The p of all heads that choose by mass; empty if there are none."""
+    has_shares: bool = False
+    """Whether some head chooses by mass, so that requests may set its p."""
     default: str = DEFAULT
     """The level of requests that ask for none."""
     models: Mapping[str, str] = field(default_factory=dict)
@@ -151,15 +146,15 @@ class Choices:
         if isinstance(given, str) and given in (ON, *self.levels):
             return DEFAULT if given in (ON, self.own) else given
         if isinstance(given, float) and 0 < given < 1:
-            if not self.shares:
+            if not self.has_shares:
                 why = "no head of this server's plan chooses by mass (top_p), so that there is no p to set"
                 raise ValueError(f"vllm_xargs {FIELD}: given {given!r}, but {why}; expected one of {self}")
-            return DEFAULT if self.shares == {given} else share_level(given)
+            return f"{SHARE}={given!r}"
         raise ValueError(f"vllm_xargs {FIELD}: {unexpected(given, f'one of {self}')}")
 
     def _why_not(self, level: str) -> str | None:
         if self.refusal is None and self.allowed is not None and split(level)[0] not in self.allowed:
-            return "this server's settings (requests.allow) keep requests from it"
+            return f"this server's settings (requests.allow) let requests have {self._allowed()}"
         return self.refusal
 
     def _salt(self, level: str) -> str | None:
@@ -168,11 +163,23 @@ class Choices:
         name, share = split(level)
         return self.salts.get(level) if share is None else f"{self.salts.get(name, name)}={share!r}"
 
+    def policy(self) -> str:
+        """For the log: what requests get that ask for none, and which they may ask for."""
+        models = "".join(f", as model {model} {_shown(level)}" for model, level in self.models.items())
+        return f"{_shown(self.default)} unasked{models}; {self._allowed()} on request"
+
+    def _allowed(self) -> str:
+        return "all" if self.allowed is None else ", ".join(sorted(map(_shown, self.allowed))) or "nothing else"
+
     def __str__(self) -> str:
         own = f", {self.own}" if self.own is not None else ""
         names = [f"'{level}'" for level in self.levels]
-        share = ", a number between 0 and 1 (p of its top_p heads)" if self.shares else ""
+        share = ", a number between 0 and 1 (p of its top_p heads)" if self.has_shares else ""
         return f"0 (exact), 1 (this server's own level{own}), {', '.join(names)}{share}"
+
+
+def _shown(level: str) -> str:
+    return ON if level == DEFAULT else level
 
 
 def fingerprint(plan: Plan) -> str:

@@ -9,7 +9,7 @@ from vllm_sparse_backend.settings.config import DOCUMENTS, SparsePrefillConfig, 
 from vllm_sparse_backend.settings.crossover import Crossover, Thresholds
 from vllm_sparse_backend.settings.documents import Documents
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.plan import DEFAULT, Plan, layer_by_level, shares_of
+from vllm_sparse_backend.settings.plan import DEFAULT, Plan, layer_by_level
 from vllm_sparse_backend.settings.profile import EXACT, SHARE
 from vllm_sparse_kernels.layer import LayerPlan
 
@@ -39,7 +39,7 @@ class Resolved:
         config = load_config(additional_config)
         read = Documents.carried(additional_config or {}, config) or Documents.read(config, shape)
         plans = Plan.by_level(config, shape, tp_rank, tp_size, read)
-        if shares_of(plans[DEFAULT]):
+        if plans[DEFAULT].has_shares:
             plans[SHARE] = plans[DEFAULT]  # but for p, which each row has of its own
         return Resolved(config, read, plans, read.parse_crossover(), device, pools)
 
