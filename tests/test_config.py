@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an operator may write, and what they are told when it is wrong."""
 
+import re
 from typing import Any
 
 import pytest
 
 from vllm_sparse_backend.settings.config import SparsePrefillConfig, load_config
 from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.methods import make_method, parameters_of
+from vllm_sparse_backend.settings.methods import LEFT, make_method, parameters_of
 from vllm_sparse_backend.settings.ranges import MOST_COUNT
 from vllm_sparse_kernels.methods import METHODS
 
@@ -117,3 +118,9 @@ def test_every_parameter_refuses_a_value_of_another_kind_and_more_than_kernels_c
         for given in wrong if field != "method" else []:
             with pytest.raises(ValueError, match=f"^{field}: given "):
                 make_method(name, {field: given})
+
+
+@pytest.mark.parametrize("field", LEFT)
+def test_what_left_is_told_with_what_to_do(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field}: no longer a parameter of sale: {re.escape(LEFT[field])}"):
+        make_method("sale", {field: 1})
