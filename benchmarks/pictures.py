@@ -3,9 +3,9 @@
 
     python -m benchmarks.pictures [--results docs/results/real.json] [--folder docs]
 
-Reads rows named ``default, widened, TTFT, N tokens`` (stock's time ÷ ours), ``stock, widened, TTFT, N tokens`` (s), and
-``curve, MODEL, p P, N tokens: QUANTITY``: answers and perplexity (÷ stock's), density, speed-up. A picture that
-lacks a row is not drawn, and the row is named; exit code 1.
+Reads rows named ``default, widened, TTFT, N tokens`` (stock's time ÷ ours), ``stock, widened, TTFT, N tokens`` (s),
+``curve, SETTING: speed-up`` (of TTFT at the longest prompt) and ``curve, SETTING, MODEL, N tokens: QUANTITY``, answers
+and perplexity (÷ stock's). A picture that lacks a row is not drawn, and the row is named; exit code 1.
 """
 
 import io
@@ -21,10 +21,10 @@ from vllm_sparse_kernels.methods import METHODS
 
 RESULTS = Path("docs/results/real.json")
 OURS, STOCK = "default, widened, TTFT, {} tokens", "stock, widened, TTFT, {} tokens"
-CURVE = "curve, {model}, p {p:g}, {tokens} tokens: {quantity}"
-QUANTITIES = ("answers", "perplexity", "density", "speed-up")
+SPEED_UP, CURVE = "curve, {}: speed-up", "curve, {}, {}, {} tokens: {}"
+QUANTITIES = ("answers", "perplexity")
 COLORS = {"stock": "#6e7781", "ours": "#0969da"}
-LINES = ("#0969da", "#cf222e", "#1a7f37", "#9a6700", "#8250df", "#bf3989")
+LINES = ("#0969da", "#cf222e", "#1a7f37", "#9a6700")
 """Each is told from white and from black, as is the white that pictures lie on: GitHub shows them on either."""
 
 
@@ -33,9 +33,9 @@ class MissingRows(ValueError):
 
 
 class Point(NamedTuple):
-    """What one p gives, against stock."""
+    """What one setting gives, against stock."""
 
-    p: float
+    setting: str
     speed_up: float
     answers: float
     perplexity: float
@@ -50,7 +50,7 @@ class Ttft(NamedTuple):
 
 
 Curves = dict[tuple[str, int], list[Point]]
-"""By model and prompt length, by p."""
+"""By model and its longest prompts, by speed-up."""
 
 
 def _values(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -75,21 +75,23 @@ def ttft_of(rows: list[dict[str, Any]]) -> Ttft:
 
 
 def curves_of(rows: list[dict[str, Any]]) -> Curves:
-    values, seen = _values(rows), set()
+    values = _values(rows)
+    settings = [match[1] for name in values if (match := re.fullmatch(r"curve, ([^,:]+): speed-up", name))]
+    longest: dict[str, str] = {}
     for name in values:
-        if match := re.fullmatch(r"curve, ([^,]+), p ([\d.]+), ([\d,]+) tokens: [\w-]+", name):
-            seen.add((match[1], float(match[2]), match[3]))
-    if not seen:
-        raise MissingRows("missing: " + "; ".join(f"curve, MODEL, p P, N tokens: {one}" for one in QUANTITIES))
-    names = {
-        one: [CURVE.format(model=one[0], p=one[1], tokens=one[2], quantity=quantity) for quantity in QUANTITIES]
-        for one in sorted(seen, key=lambda one: (one[0], _number(one[2]), one[1]))
-    }
-    _needs({name: name in values for of in names.values() for name in of})
+        if match := re.fullmatch(r"curve, [^,]+, ([^,]+), ([\d,]+) tokens: \w+", name):
+            longest[match[1]] = max(longest.get(match[1], "0"), match[2], key=_number)
+    if not settings or not longest:
+        raise MissingRows(f"missing: {SPEED_UP.format('SETTING')}; {CURVE.format('SETTING', 'MODEL', 'N', 'answers')}")
+    settings.sort(key=lambda one: values[SPEED_UP.format(one)])
     curves: Curves = {}
-    for (model, p, tokens), (answers, perplexity, _, speed_up) in names.items():
-        point = Point(p, values[speed_up], values[answers], values[perplexity])
-        curves.setdefault((model, _number(tokens)), []).append(point)
+    for model, tokens in sorted(longest.items()):
+        names = [[CURVE.format(one, model, tokens, quantity) for quantity in QUANTITIES] for one in settings]
+        _needs({name: name in values for of in names for name in of})
+        curves[model, _number(tokens)] = [
+            Point(one, values[SPEED_UP.format(one)], *(values[name] for name in of))
+            for one, of in zip(settings, names, strict=True)
+        ]
     return curves
 
 
@@ -130,20 +132,24 @@ def draw_ttft(ttft: Ttft, path: Path) -> None:
 
 
 def draw_curves(curves: Curves, path: Path) -> None:
-    """Answers and perplexity in panels of their own; large marks are the p that a server takes by itself."""
+    """Answers and perplexity in panels of their own; the large mark is what a server takes by itself."""
     figure, panels = _figure(2)
-    default = METHODS["top_p"].parameters().kept_mass  # type: ignore[attr-defined]
-    for color, ((model, tokens), points) in zip(LINES * len(curves), curves.items()):
-        for panel, quantity in zip(panels, ("answers", "perplexity"), strict=True):
+    top_p = METHODS["top_p"].parameters()
+    default = f"p {top_p.kept_mass:g} most {top_p.most_share:g}"  # type: ignore[attr-defined]
+    for color, below, ((model, tokens), points) in zip(LINES, (True, False) * 2, curves.items()):
+        for panel, quantity in zip(panels, QUANTITIES, strict=True):
             over, change = [one.speed_up for one in points], [100 * (getattr(one, quantity) - 1) for one in points]
-            panel.plot(over, change, "o-", color=color, markersize=4, label=f"{model}, {tokens:,} tokens")
+            panel.plot(over, change, "o", color=color, markersize=4, label=f"{model}, {tokens:,} tokens")
             for one, x, y in zip(points, over, change, strict=True):
-                panel.annotate(f"{one.p:g}", (x, y), (4, 4), textcoords="offset points", fontsize=7, color=color)
-                if one.p == default:
+                text, at = one.setting.removesuffix(" most 1"), (-8, -12 if below else 6)
+                if quantity == "perplexity":
+                    panel.annotate(text, (x, y), at, textcoords="offset points", fontsize=7, color=color)
+                if one.setting == default:
                     panel.plot([x], [y], "o", color=color, markersize=10)
     for panel, title in zip(panels, ("right answers against stock, %", "perplexity against stock, %"), strict=True):
         panel.axhline(0, color=COLORS["stock"], linewidth=1)
-        panel.set(xlabel="speed-up over stock")
+        panel.margins(x=0.25, y=0.15)
+        panel.set(xlabel="TTFT speed-up, 8B shape, 131,000 tokens")
         panel.set_title(title, fontsize=10)
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8

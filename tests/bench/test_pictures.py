@@ -19,15 +19,14 @@ TTFT = {
     for tokens in LENGTHS
     for who, value in (("stock", tokens / 12000), ("default", 1 + tokens / 1e5))
 }
-CURVE = {
-    f"curve, {model}, p {p:g}, {tokens:,} tokens: {quantity}": value
+SETTINGS = {"p 0.8 most 1": 2.1, "p 0.9 most 0.2": 2.2, "p 0.95 most 1": 1.5}
+CURVE = {f"curve, {setting}: speed-up": value for setting, value in SETTINGS.items()} | {
+    f"curve, {setting}, {model}, {tokens:,} tokens: {quantity}": value
     for model, lengths in MODELS.items()
     for tokens in lengths
-    for p in (0.8, 0.9, 0.95, 0.99)
-    for quantity, value in (
-        ("answers", 0.8 + p / 5), ("perplexity", 1.1 - p / 10), ("density", p / 4), ("speed-up", 3 - p + tokens / 1e5),
-    )
-}  # fmt: skip
+    for setting, speed_up in SETTINGS.items()
+    for quantity, value in (("answers", 1 - speed_up / 100), ("perplexity", 1 + tokens / 1e7), ("density", 0.1))
+}
 
 
 def draw(values: dict[str, float], folder: Path) -> Result:
@@ -55,8 +54,9 @@ def test_what_is_drawn_is_what_the_rows_say() -> None:
     assert list(ttft.stock) == list(LENGTHS)
     assert ttft.ours[32768] == pytest.approx(32768 / 12000 / 1.32768)
     curves = pictures.curves_of(rows)
-    assert list(curves) == [(model, tokens) for model in sorted(MODELS) for tokens in MODELS[model]]
-    assert curves["smollm2", 16384][1] == pictures.Point(0.9, pytest.approx(2.26384), 0.98, pytest.approx(1.01))
+    assert list(curves) == [("code-lm", 130000), ("smollm2", 65536)]
+    assert [one.setting for one in curves["smollm2", 65536]] == ["p 0.95 most 1", "p 0.8 most 1", "p 0.9 most 0.2"]
+    assert curves["smollm2", 65536][1][1:] == pytest.approx((2.1, 0.979, 1.0065536))
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,12 @@ def test_what_is_drawn_is_what_the_rows_say() -> None:
     [
         ("stock, widened, TTFT, 32,768 tokens", "stock, widened, TTFT, 32,768 tokens", "curve.png"),
         ("default, widened, TTFT, 1,024 tokens", "default, widened, TTFT, 1,024 tokens", "curve.png"),
-        ("curve, smollm2, p 0.9, 16,384 tokens: speed-up", "p 0.9, 16,384 tokens: speed-up", "ttft.png"),
-        ("curve", "curve, MODEL, p P, N tokens: answers", "ttft.png"),
+        (
+            "curve, p 0.9 most 0.2, smollm2, 65,536",
+            "curve, p 0.9 most 0.2, smollm2, 65,536 tokens: answers",
+            "ttft.png",
+        ),
+        ("curve", "curve, SETTING: speed-up", "ttft.png"),
         ("", "stock, widened, TTFT, N tokens", ""),
     ],
 )
