@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`benchmarks.real`: the prompts it writes, what it makes of a server's log-probabilities, and settings it refuses."""
+
+import io
+import json
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from tokenizers import Tokenizer
+from typer.testing import CliRunner
+
+from benchmarks import real
+from benchmarks.real import Setting
+from tests.bench.stub import entry
+from vllm_sparse_backend.demo.model import BUNDLED
+from vllm_sparse_backend.measure.texts import prose
+
+
+def test_prompts_hold_each_fact_before_it_is_asked_for(tmp_path: Path) -> None:
+    (text := tmp_path / "text.txt").write_text(prose(8000, 5))
+    command = ["prompts", str(BUNDLED), str(tmp_path / "out.json"), str(text), "--lengths", "3000,4000", "--each", "2"]
+    result = CliRunner().invoke(real.app, [*command, "--forms", "0,1"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert [(one["length"], one["form"], len(one["ids"])) for one in written] == [
+        (3000, 0, 3000), (3000, 1, 3000), (4000, 0, 4000), (4000, 1, 4000),
+    ]  # fmt: skip
+    decode = Tokenizer.from_file(str(BUNDLED / "tokenizer.json")).decode
+    for one in written:
+        assert len(one["spans"]) == len(one["facts"]) == real.FACTS
+        for (begin, end), fact in zip(one["spans"], one["facts"], strict=True):
+            value = decode(one["ids"][begin:end])
+            assert value in decode(one["ids"][fact : fact + 12])
+            assert fact < begin
+
+
+def test_an_answer_is_right_if_each_of_its_tokens_is_the_first_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nats are of the last two thirds, without facts, questions and answers."""
+    ids = list(range(600))
+    returned: list[Any] = [None, *(entry(token, -2.0) for token in ids[1:])]
+    returned[300:303] = (entry(300, -9.0), entry(301, -9.0), entry(302, -9.0, rank=2))
+    answer = io.BytesIO(json.dumps({"choices": [{"prompt_logprobs": returned}]}).encode())
+    monkeypatch.setattr(Setting, "ask", lambda *_: (HTTPConnection("unused"), answer))
+    prompt = {"ids": ids, "spans": [[300, 303], [500, 503]], "facts": [100, 250]}
+    assert real._score(Setting("ours", "http://unused", None), prompt) == (1, 2, 2.0)
+
+
+@pytest.mark.parametrize("text", ["http://localhost:8000", "ours=localhost:8000", "ours"])
+def test_a_setting_that_is_misspelt_is_told_how_it_is_written(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match=r"given '.*', expected NAME=http://HOST:PORT"):
+        Setting.parse(text)
+    assert Setting.parse("ours=http://x:1@fast") == Setting("ours", "http://x:1", "fast")
