@@ -28,24 +28,20 @@ import torch
 import typer
 
 from benchmarks.asked import Asked, Clusters
-from benchmarks.by_query import Recalls
 from benchmarks.figures import Report
-from benchmarks.kept import select_layer
+from benchmarks.kept import Asked as AskedPlan, Kept, kept_shares, measure_plans, selections
 from benchmarks.options import Clusters as ClustersOption, Device, Json, Results, device_label
-from benchmarks.oracle import exact_masses
 from benchmarks.recall import length_name
 from benchmarks.tables import markdown_table
 from vllm_sparse_backend.cli.common import device_of, failures, split
 from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.profiling.capture import Capture
-from vllm_sparse_backend.profiling.chunks import chunk_rows, dense_attention, paged
 from vllm_sparse_backend.profiling.clusters import head_clusters
 from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
 from vllm_sparse_backend.settings.plan import Plan
-from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
+from vllm_sparse_kernels import PagedCache, SparseIndex
 from vllm_sparse_kernels.attend.reference import step_margins, walk
-from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.layer import Layer, LayerPlan, methods_by_head, run
+from vllm_sparse_kernels.layer import methods_by_head
 from vllm_sparse_kernels.methods.base import Method
 
 COLUMNS = ("paper", "what", "density", "skipped", "recall", "worst thousandth", "error of output")
@@ -153,61 +149,29 @@ class Bench:
     """One captured prompt, and what it takes to measure variants on it."""
 
     def __init__(self, captured: Capture, clusters: Clusters | None, chunk_tokens: int, device: str) -> None:
-        self.captured, self.clusters, self.device = captured, clusters, device
-        self.chunks = chunk_rows(captured.num_tokens, chunk_tokens, torch.device(device))
+        self.captured, self.clusters, self.chunk_tokens, self.device = captured, clusters, chunk_tokens, device
 
     def plans(self, variants: Sequence[Variant]) -> list[Plan]:
         return [Asked(v.method, tuple(v.params.items())).plan(self.captured.shape, self.clusters) for v in variants]
 
-    def rows(self) -> list[Rows]:
-        """Of all chunks, with a state of their own: that of one pass through the layers."""
-        return [replace(rows) for rows in self.chunks]
-
-    def densities(self, variants: Sequence[Variant]) -> list[float]:
-        """Kept pairs over causal pairs, by selecting alone."""
-        plans, rows_of = self.plans(variants), [self.rows() for _ in variants]
-        kept = [0] * len(variants)
-        for layer, scale in sorted(self.captured.scales.items()):
-            q, k, v = self.captured.read(layer, self.device)
-            cache = PagedCache(paged(k), paged(v))
-            for i, (plan, chunks) in enumerate(zip(plans, rows_of, strict=True)):
-                for rows in chunks:
-                    queries = q[rows.context_lens[0] : rows.seq_lens[0]]
-                    kept[i] += int(select_layer(groups_of(plan, layer), queries, cache, rows, scale).kept_pairs())
-        pairs = sum(causal_pairs(rows) for rows in self.chunks)
-        return [n / (len(self.captured.scales) * self.captured.shape.num_heads * pairs) for n in kept]
-
     def measure(self, variants: Sequence[Variant]) -> list[Row]:
-        plans, rows_of = self.plans(variants), [self.rows() for _ in variants]
-        recalls, kept, errors = Recalls(len(variants)), [0] * len(variants), [0.0] * len(variants)
-        skipped = [[0, 0] for _ in variants]
-        for layer, scale in sorted(self.captured.scales.items()):
-            tensors = self.captured.read(layer, self.device)
-            cache = PagedCache(paged(tensors.k), paged(tensors.v))
-            dense, apart = dense_attention(tensors, scale).float(), [0.0] * len(variants)
-            for i_chunk, chunk in enumerate(self.chunks):
-                tokens = slice(chunk.context_lens[0], chunk.seq_lens[0])
-                q, indices = tensors.q[tokens], []
-                for i, plan in enumerate(plans):
-                    groups = groups_of(plan, layer)
-                    served, out = Layer.of(groups, cache.head_dim, q.device), torch.empty_like(q)
-                    indices.append(run(served, q, cache, rows_of[i][i_chunk], out, scale))
-                    kept[i] += int(indices[-1].kept_pairs())
-                    counts = skipped_steps(q, cache, indices[-1], methods_by_head(groups), scale)
-                    skipped[i] = [a + b for a, b in zip(skipped[i], counts, strict=True)]
-                    apart[i] += float((out.float() - dense[tokens]).square().sum(dtype=torch.float64))
-                for mass in exact_masses(q, cache, chunk, scale, indices):
-                    recalls.add(torch.stack(mass.query_recalls))
-            whole = float(dense.square().sum(dtype=torch.float64))
-            errors = [sum(pair) for pair in zip(errors, (math.sqrt(x / whole) for x in apart), strict=True)]
-        num_layers = len(self.captured.scales)
-        pairs = num_layers * self.captured.shape.num_heads * sum(causal_pairs(rows) for rows in self.chunks)
-        figures = zip(
-            variants, (n / pairs for n in kept),
-            recalls.mean(), recalls.worst(0.01), recalls.worst(0.001), recalls.worst(0),
-            (left / max(of, 1) for left, of in skipped), (x / num_layers for x in errors), strict=True,
-        )  # fmt: skip
-        return [Row(*of_variant) for of_variant in figures]
+        asked = [AskedPlan(plan, with_output=True, with_queries=True) for plan in self.plans(variants)]
+        measured = measure_plans(self.captured, asked, self.chunk_tokens, self.device, bounds=())
+        return [self._row(*of_variant) for of_variant in zip(variants, measured.kept, strict=True)]
+
+    def _row(self, variant: Variant, kept: Kept) -> Row:
+        skipped = self._skipped(variant) if "skip_margin" in variant.params else 0.0
+        return Row(variant, kept.mean_density, kept.mean_recall, *kept.quantiles(), skipped, kept.mean_error)
+
+    def _skipped(self, variant: Variant) -> float:
+        """Share of the steps whose product λ leaves out."""
+        skipped = steps = 0
+        plans = self.plans([variant])
+        for one in selections(self.captured, plans, self.chunk_tokens, self.device):
+            if one.groups is not None and one.index is not None:
+                counts = skipped_steps(one.q, one.cache, one.index, methods_by_head(one.groups), one.scale)
+                skipped, steps = skipped + counts[0], steps + counts[1]
+        return skipped / max(steps, 1)
 
     def as_dense(self, targets: Sequence[tuple[Variant, float]]) -> list[Variant]:
         """Each variant with its knob where it keeps nearest to that density, by bisection of all at once."""
@@ -218,7 +182,8 @@ class Bench:
             if not open_ones:
                 break
             tried = {i: targets[i][0].knob.between(*ranges[i]) for i in open_ones}  # type: ignore[union-attr]
-            densities = self.densities([targets[i][0].at(value) for i, value in tried.items()])
+            plans = self.plans([targets[i][0].at(value) for i, value in tried.items()])
+            densities = kept_shares(self.captured, plans, self.chunk_tokens, self.device)
             for (i, value), density in zip(tried.items(), densities, strict=True):
                 variant, target = targets[i]
                 best[i] = min(best[i], (abs(density / target - 1), variant.at(value)), key=lambda pair: pair[0])
@@ -243,12 +208,6 @@ def skipped_steps(
             found = step_margins(scores, step_of) < margin
             skipped, steps = skipped + int(found.sum()), steps + len(found)
     return skipped, steps
-
-
-def groups_of(plan: Plan, layer: int) -> LayerPlan:
-    groups = plan.layer(layer)
-    assert groups is not None, "no variant runs a layer dense"
-    return groups
 
 
 def ablate(bench: Bench, variants: Sequence[Variant], equal_density: bool) -> list[Row]:

@@ -11,24 +11,21 @@ server does, in its chunks. A prompt's beginning does not know what follows: one
 import json
 import shlex
 import time
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from benchmarks.figures import Report, read_figures
-from benchmarks.kept import select_layer
+from benchmarks.kept import kept_shares
+from benchmarks.options import Device, Results, device_label
+from vllm_sparse_backend.cli.common import device_of
 from vllm_sparse_backend.measure.server import Settings
 from vllm_sparse_backend.profiling.capture import Capture
-from vllm_sparse_backend.profiling.chunks import chunk_rows, paged
 from vllm_sparse_backend.settings.config import KEY, load_config
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import Plan
-from vllm_sparse_kernels import PagedCache
-from vllm_sparse_kernels.index import causal_pairs
 
 ANSWERS = Path("docs/results/answers.json")
 
@@ -45,27 +42,6 @@ def settings_asked(answers: Path) -> list[Settings]:
     return list(found.values())
 
 
-def densities(
-    captured: Capture, num_tokens: int, asked: Sequence[tuple[Plan, int]], chunk_tokens: int, device: str
-) -> list[float]:
-    """Of each plan, past as many positions, in the capture's first ``num_tokens``. Layers that run dense keep all."""
-    chunks = [chunk_rows(num_tokens, chunk_tokens, torch.device(device), first) for _, first in asked]
-    num_heads, kept = captured.shape.num_heads, [0] * len(asked)
-    for layer, scale in sorted(captured.scales.items()):
-        q, k, v = (x[:num_tokens] for x in captured.read(layer, device))
-        cache = PagedCache(paged(k), paged(v))
-        for i, (plan, _) in enumerate(asked):
-            groups = plan.layer(layer)
-            for rows in chunks[i]:
-                if groups is None:
-                    kept[i] += num_heads * causal_pairs(rows)
-                    continue
-                queries = q[rows.context_lens[0] : rows.seq_lens[0]]
-                kept[i] += int(select_layer(groups, queries, cache, rows, scale).kept_pairs())
-    heads = len(captured.scales) * num_heads
-    return [n / (heads * sum(map(causal_pairs, rows))) for n, rows in zip(kept, chunks, strict=True)]
-
-
 def plan_asked(settings: Settings, captured: Capture) -> tuple[Plan, int]:
     """What a server would do, and how many first positions it leaves dense. Raises ConfigurationError."""
     config = load_config({KEY: dict(settings.values)})
@@ -80,14 +56,11 @@ def main(
         list[str] | None, typer.Option("--settings", help="Others, as JSON or a profile; may be repeated.")
     ] = None,
     chunk: Annotated[int, typer.Option(help="Tokens of a step, as --max-num-batched-tokens.")] = 8192,
-    device: Annotated[str, typer.Option(help="cuda, or cpu, where references select, slowly.")] = (
-        "cuda" if torch.cuda.is_available() else "cpu"
-    ),
-    results: Annotated[Path | None, typer.Option(help="Results file to write into.")] = None,
+    device: Device = None,
+    results: Results = None,
 ) -> None:
-    found = Capture.open(captured)
-    name = torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
-    report = Report("densities", name, None, results, f"python -m benchmarks.densities {captured.name}")
+    found, device = Capture.open(captured), device_of(device)
+    report = Report("densities", device_label(device), None, results, f"python -m benchmarks.densities {captured.name}")
     asked: dict[str, tuple[Plan, int]] = {}
     for settings in [*settings_asked(answers), *map(Settings.parse, more or ())]:
         try:
@@ -96,11 +69,12 @@ def main(
             asked[name] = plan_asked(settings, found)
         except ConfigurationError as error:
             print(f"{settings} left out: {error}")
+    plans, starts = zip(*asked.values(), strict=True)
     for length in map(int, lengths.split(",")):
         if length > found.num_tokens:
             raise ConfigurationError(f"--lengths: given {length:,}, expected at most {found.num_tokens:,}, as captured")
         began = time.monotonic()
-        for label, value in zip(asked, densities(found, length, list(asked.values()), chunk, device), strict=True):
+        for label, value in zip(asked, kept_shares(found, plans, chunk, device, length, starts), strict=True):
             report.add_figure(f"{label}, density, {length:,} tokens, {found.model}", value, "share", "lower")
             print(f"{label}, {length:,} tokens: {value:.4f}")
         print(f"{length:,} tokens: {time.monotonic() - began:.0f} s", flush=True)

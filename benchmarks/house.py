@@ -135,10 +135,10 @@ def openings(goal: Path) -> int:
     """Files opened from README until ``goal``, both counted, when each document's links and `paths` are followed."""
     opened, steps = {ROOT / "README.md"}, 1
     while goal not in opened:
-        texts = {path: path.read_text() for path in opened if path.suffix == ".md"}
-        named = {(folder / name).resolve() for path, text in texts.items() for name in map("".join, LINKED.findall(text))
-                 for folder in (path.parent, ROOT)}  # fmt: skip
-        if not (new := {path for path in named if path.is_file()} - opened):
+        documents = [path for path in opened if path.suffix == ".md"]
+        named = {(path.parent, "".join(name)) for path in documents for name in LINKED.findall(path.read_text())}
+        paths = {(folder / name).resolve() for parent, name in named for folder in (parent, ROOT)}
+        if not (new := {path for path in paths if path.is_file()} - opened):
             raise ValueError(f"{goal}: no document that README leads to names it")
         opened, steps = opened | new, steps + 1
     return steps

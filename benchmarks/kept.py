@@ -7,8 +7,9 @@ disk. That is the same: a method keeps nothing from one chunk to the next, and w
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -121,13 +122,12 @@ def measure_plans(
     chunk_tokens: int,
     device: str = "cpu",
     bounds: Sequence[int] = (1, 64, 128),
-    on_layer: Callable[[], None] = lambda: None,
     min_tokens: int = 0,
 ) -> Measured:
     """Recall, density and what else is asked for of every plan, on one captured prompt.
 
-    On a CUDA device methods select by their kernels, elsewhere by their references, as on a server. ``on_layer`` is
-    called as each layer is done. The first ``min_tokens`` positions, which are dense, are not measured.
+    On a CUDA device methods select by their kernels, elsewhere by their references, as on a server. The first
+    ``min_tokens`` positions, which are dense, are not measured.
     """
     measured = Measured(sorted(captured.scales), [Kept() for _ in asked], {n: Bound(n) for n in bounds})
     chunks = chunk_rows(captured.num_tokens, chunk_tokens, torch.device(device), min_tokens)
@@ -143,7 +143,6 @@ def measure_plans(
             else:
                 sparse.append(_Sparse(one, groups, rows, kept))
         step.measure(sparse, measured.bounds.values())
-        on_layer()
     return measured
 
 
@@ -211,6 +210,53 @@ class _Layer:
                 for head, method in enumerate(methods_by_head(one.groups))
             ]
             one.kept.paper_density.append(densities)
+
+
+@dataclass(frozen=True)
+class Selected:
+    """What one plan selects in one layer for one chunk."""
+
+    i_plan: int
+    q: torch.Tensor
+    cache: PagedCache
+    rows: Rows
+    scale: float
+    groups: LayerPlan | None
+    index: SparseIndex | None
+    """None, as ``groups``, where the plan runs the layer dense."""
+
+
+def selections(
+    captured: Capture,
+    plans: Sequence[Plan],
+    chunk_tokens: int,
+    device: str,
+    num_tokens: int | None = None,
+    min_tokens: Sequence[int] | None = None,
+) -> Iterator[Selected]:
+    """Layer by layer what each plan selects, without attention; of the first ``num_tokens``, or all, past each plan's
+    ``min_tokens``."""
+    num_tokens, starts = num_tokens or captured.num_tokens, min_tokens or [0] * len(plans)
+    chunks = [chunk_rows(num_tokens, chunk_tokens, torch.device(device), start) for start in starts]
+    for layer, scale in sorted(captured.scales.items()):
+        q, k, v = (x[:num_tokens] for x in captured.read(layer, device))
+        cache = PagedCache(paged(k), paged(v))
+        for i, plan in enumerate(plans):
+            groups = plan.layer(layer)
+            for rows in chunks[i]:
+                queries = q[rows.context_lens[0] : rows.seq_lens[0]]
+                index = None if groups is None else select_layer(groups, queries, cache, rows, scale)
+                yield Selected(i, queries, cache, rows, scale, groups, index)
+
+
+def kept_shares(captured: Capture, plans: Sequence[Plan], *how: Any) -> list[float]:
+    """Kept pairs over causal pairs of each plan, of what ``selections`` are given. Layers that run dense keep all."""
+    kept, pairs = [0] * len(plans), [0] * len(plans)
+    for one in selections(captured, plans, *how):
+        every = captured.shape.num_heads * causal_pairs(one.rows)
+        kept[one.i_plan] += every if one.index is None else int(one.index.kept_pairs())
+        pairs[one.i_plan] += every
+    return [n / of for n, of in zip(kept, pairs, strict=True)]
 
 
 def select_layer(groups: LayerPlan, q: torch.Tensor, cache: PagedCache, rows: Rows, scale: float) -> SparseIndex:

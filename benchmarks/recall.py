@@ -2,16 +2,14 @@
 """What methods keep of a model's own attention: recall down to single queries, density, error of the output.
 
     python -m benchmarks.capture MODEL CAPTURE --tokens 32768
-    python -m benchmarks.recall CAPTURE [--method sale] [--chunks 2048,8192,0] [--sweep --curves JSON]
+    python -m benchmarks.recall CAPTURE [--method sale] [--chunks 2048,8192,0]
 
 Methods select on captured queries and keys as the server does, chunk by chunk, and are held against exact attention,
 layer by layer: errors of earlier layers do not add up here. SharePrefill's clusters come from ``--clusters``, a capture
-of another prompt. `benchmarks.plots` draws the curves.
+of another prompt.
 """
 
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +17,7 @@ import typer
 
 from benchmarks.asked import Asked as AskedMethod, Clusters, methods_asked
 from benchmarks.figures import Report
-from benchmarks.kept import Asked, Kept, Measured, measure_plans
+from benchmarks.kept import Asked, Kept, measure_plans
 from benchmarks.options import Clusters as ClustersOption, Device, Json, Methods, Results, device_label
 from vllm_sparse_backend.cli.common import device_of, failures, token_counts, wide_console
 from vllm_sparse_backend.measure.report import BenchError, table_of
@@ -28,19 +26,6 @@ from vllm_sparse_backend.profiling.clusters import head_clusters
 
 Figures = dict[str, Any]
 """Of one prompt in chunks of one size."""
-
-SWEEPS: dict[str, list[dict[str, Any]]] = {
-    "a_shape": [{"local_tokens": n} for n in (256, 1024, 2048, 8192, 16384)],
-    "anchor_attention": [{"theta": x} for x in (4.0, 6.0, 8.0, 10.0, 14.0, 16.0)],
-    "block_sparse": [{"top_blocks": n} for n in (8, 16, 32, 64, 160, 256)],
-    "dense": [],
-    "flex_vertical_slash": [{"gamma": x} for x in (0.5, 0.7, 0.8, 0.95, 0.98)],
-    "sale": [{"tau": x} for x in (0.064, 0.032, 0.016, 0.008, 0.002, 0.001)],
-    "share_prefill": [{"gamma": x} for x in (0.5, 0.7, 0.8, 0.95, 0.98)],
-    "sparge_attn": [{"kept_mass": x} for x in (0.3, 0.5, 0.7, 0.8, 0.95, 0.98)],
-    "vertical_slash": [{"vertical_tokens": 1000 * n // 16, "slash_tokens": 6096 * n // 16} for n in (1, 2, 4, 8, 24)],
-}
-"""Each method's main knob, beside the default."""
 
 EXPLAINED = (
     "Lowest layer: mean recall of its heads. Best 64s, best keys: density at which blocks of 64 keys, or single keys, "
@@ -54,48 +39,19 @@ LOWEST = ("hundredth", "thousandth", "worst")
 """Names of ``quality.QUANTILES``."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A method with parameters that differ from its defaults."""
-
-    method: str
-    params: dict[str, Any] = field(default_factory=dict)
-    whole: bool = True
-    """With its heads and layers and the error of its output; a point of a curve has none of them."""
-
-    def __str__(self) -> str:
-        return " ".join([self.method, *(f"{name}={value}" for name, value in self.params.items())])
-
-
-def swept(settings: Sequence[Setting]) -> list[Setting]:
-    """Each with the points of its method's curve behind it."""
-    return [
-        one
-        for setting in settings
-        for one in (setting, *(Setting(setting.method, params, False) for params in SWEEPS.get(setting.method, [])))
-    ]
-
-
 def measure(
-    captured: Capture,
-    settings: Sequence[Setting],
-    clusters: Clusters | None,
-    chunk_tokens: int,
-    device: str,
-    queries: bool = False,
-    on_layer: Callable[[], None] = lambda: None,
+    captured: Capture, methods: Sequence[AskedMethod], clusters: Clusters | None, chunk_tokens: int, device: str
 ) -> Figures:
-    """One prompt's figures. ``queries``: recall of single queries, and density at the papers' granularity, too."""
+    """One prompt's figures."""
     asked, ran, left_out = [], [], {}
-    for setting in settings:
+    for method in methods:
         try:
-            plan = AskedMethod(setting.method, tuple(setting.params.items())).plan(captured.shape, clusters)
+            asked.append(Asked(method.plan(captured.shape, clusters), with_output=True, with_queries=True))
         except BenchError as error:
-            left_out[setting.method] = str(error)
+            left_out[method.method] = str(error)
             continue
-        asked.append(Asked(plan, setting.whole, setting.whole and queries))
-        ran.append(setting)
-    measured = measure_plans(captured, asked, chunk_tokens, device, on_layer=on_layer)
+        ran.append(method)
+    measured = measure_plans(captured, asked, chunk_tokens, device)
     return {
         "model": captured.model,
         "num_tokens": captured.num_tokens,
@@ -106,22 +62,16 @@ def measure(
         "methods_left_out": left_out,
         "clusters": clusters,
         "bounds": {str(n): dict(zip(("density", "recall"), bound.curve())) for n, bound in measured.bounds.items()},
-        "settings": _figures(ran, measured, queries),
+        "settings": [_figures(method, kept) for method, kept in zip(ran, measured.kept, strict=True)],
     }
 
 
-def _figures(ran: Sequence[Setting], measured: Measured, queries: bool) -> list[Figures]:
-    figures = []
-    for setting, kept in zip(ran, measured.kept, strict=True):
-        row: Figures = {"method": setting.method, "params": setting.params}
-        row |= {"recall": kept.mean_recall, "density": kept.mean_density}
-        if setting.whole:
-            row |= {"recall_of_heads": _rounded(kept.recall), "density_of_heads": _rounded(kept.density)}
-            row |= {"output_error": kept.mean_error, "output_error_of_layers": _rounded([kept.output_error])[0]}
-        if setting.whole and queries:
-            row |= _of_queries(kept)
-        figures.append(row)
-    return figures
+def _figures(method: AskedMethod, kept: Kept) -> Figures:
+    row: Figures = {"method": method.method, "params": dict(method.params), "name": str(method)}
+    row |= {"recall": kept.mean_recall, "density": kept.mean_density}
+    row |= {"recall_of_heads": _rounded(kept.recall), "density_of_heads": _rounded(kept.density)}
+    row |= {"output_error": kept.mean_error, "output_error_of_layers": _rounded([kept.output_error])[0]}
+    return row | _of_queries(kept)
 
 
 def _of_queries(kept: Kept) -> Figures:
@@ -136,22 +86,15 @@ def _rounded(rows: Sequence[Sequence[float]]) -> list[list[float]]:
     return [[round(x, 4) for x in row] for row in rows]
 
 
-def setting_name(row: Figures) -> str:
-    return str(Setting(row["method"], row["params"]))
-
-
 def add_figures(figures: Figures, report: Report) -> None:
-    """Rows of a results file: of settings that were measured whole."""
+    """Rows of a results file."""
     for row in figures["settings"]:
-        if "output_error" not in row:
-            continue
         at = "" if row["params"] else " at the paper's defaults"
-        what = f"{setting_name(row)}, {length_name(figures)}, {figures['model']}"
+        what = f"{row['name']}, {length_name(figures)}, {figures['model']}"
         report.add_figure(f"{what}: recall{at}", row["recall"], "share", "higher")
         report.add_figure(f"{what}: density{at}", row["density"], "share", "lower")
         report.add_figure(f"{what}: relative error of the output", row["output_error"], "relative", "lower")
-        if LOWEST[1] in row:
-            report.add_figure(f"{what}: recall of the worst thousandth{at}", row[LOWEST[1]], "share", "higher")
+        report.add_figure(f"{what}: recall of the worst thousandth{at}", row[LOWEST[1]], "share", "higher")
 
 
 def length_name(figures: dict[str, Any]) -> str:
@@ -163,24 +106,20 @@ def length_name(figures: dict[str, Any]) -> str:
 
 
 def table_rows(figures: Figures) -> list[dict[str, str]]:
-    """A row of texts, by the columns' headings, for each setting that was measured whole."""
+    """A row of texts, by the columns' headings, for each setting."""
     rows = []
     for row in figures["settings"]:
-        if "output_error" not in row:
-            continue
         by_layer = [sum(heads) / len(heads) for heads in row["recall_of_heads"]]
-        lowest = min(by_layer)
-        heads = [
+        lowest, known = min(by_layer), row["paper_density"]
+        head_recall, layer, head = min(
             (x, layer, h) for layer, of in zip(figures["layers"], row["recall_of_heads"]) for h, x in enumerate(of)
-        ]
-        head_recall, layer, head = min(heads)
-        cells = {"method": setting_name(row), "density": f"{row['density']:.3f}"}
-        if LOWEST[0] in row:
-            known = row["paper_density"]
-            cells |= {"density (paper)": "" if known is None else f"{known:.3f}"}
-        cells["recall"] = f"{row['recall']:.4f}"
-        cells |= {name: f"{row[name]:.4f}" for name in LOWEST if name in row}
-        cells |= {
+        )
+        cells = {
+            "method": row["name"],
+            "density": f"{row['density']:.3f}",
+            "density (paper)": "" if known is None else f"{known:.3f}",
+            "recall": f"{row['recall']:.4f}",
+            **{name: f"{row[name]:.4f}" for name in LOWEST},
             "lowest layer": f"{lowest:.3f} ({figures['layers'][by_layer.index(lowest)]})",
             "lowest head": f"{head_recall:.3f} ({layer}.{head})",
             "error of output": f"{row['output_error']:.3f}",
@@ -211,23 +150,13 @@ def show(figures: Figures) -> None:
         print(f"{name} left out: {why}")
 
 
-def merge(path: Path, figures: Figures) -> None:
-    """Put one prompt's figures into the JSON, in the place of those of an equal run."""
-    prompts = json.loads(path.read_text()) if path.exists() else []
-    same = [figures[key] for key in ("model", "num_tokens", "chunk_tokens")]
-    prompts = [old for old in prompts if [old[key] for key in ("model", "num_tokens", "chunk_tokens")] != same]
-    path.write_text(json.dumps([*prompts, figures]) + "\n")
-
-
 def main(
     captured: Annotated[list[Path], typer.Argument(help="Folders of `benchmarks.capture`.")],
     method: Methods = None,
     profile: Annotated[str | None, typer.Option(help="Profile whose methods are measured.")] = None,
     chunks: Annotated[str, typer.Option(help="Tokens of a step, by comma; 0 for the whole prompt.")] = "8192",
     clusters: ClustersOption = None,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Also the curve of each method's main parameter.")] = False,
     device: Device = None,
-    curves: Annotated[Path | None, typer.Option(help="JSON of all figures, for `benchmarks.plots`.")] = None,
     json_path: Json = None,
     results: Results = None,
 ) -> None:
@@ -236,17 +165,14 @@ def main(
         report = Report("recall", device_label(device), json_path, results)
         for found in [Capture.open(folder) for folder in captured]:
             asked = methods_asked(method or (), [profile] if profile else [], found.shape)
-            settings = [Setting(one.method, dict(one.params)) for one in asked]
             by_layer = None
             if any(one.method == "share_prefill" for one in asked):
                 by_layer = head_clusters(Capture.open(clusters) if clusters else found, device)
             for size in dict.fromkeys(size or found.num_tokens for size in sizes):
-                figures = measure(found, swept(settings) if sweep else settings, by_layer, size, device, queries=True)
+                figures = measure(found, asked, by_layer, size, device)
                 report.add_case(figures)
                 add_figures(figures, report)
                 show(figures)
-                if curves is not None:
-                    merge(curves, figures)
 
 
 if __name__ == "__main__":
