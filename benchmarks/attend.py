@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`attend` over random indices against FlashAttention on the same pages: the efficiency of a kept pair.
 
-    python -m benchmarks.attend [--contexts 24576,122880] [--densities 1,0.5,0.2] [--stripes 1024,8192] [--options]
+    python -m benchmarks.attend [--contexts 24576,122880] [--densities 1,0.5,0.2] [--stripes 1024,8192]
 
 Efficiency is FlashAttention's time × density ÷ own time, everything included that an engine does between index and
 output: 1 means that a kept pair costs what it costs there. Random normal q, k, v; blocks, or single keys ("stripes"),
@@ -37,8 +37,8 @@ from vllm_sparse_backend.cli.common import failures, split, token_counts
 from vllm_sparse_backend.measure.card import Card, Span, refusal
 from vllm_sparse_backend.measure.data import Heads, without_nan
 from vllm_sparse_backend.measure.report import BenchError
-from vllm_sparse_kernels import AttendOptions, SparseIndex
-from vllm_sparse_kernels.attend import PORTABLE, Engine
+from vllm_sparse_kernels import SparseIndex
+from vllm_sparse_kernels.attend import Engine
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.trial import Batch
 
@@ -48,16 +48,12 @@ NUM_INPUTS = 2
 PASSES_S = 2.0
 """For so long a case is measured: a card at its power limit changes its clock by some 3 %, which few passes show."""
 
-SAGE_ATTENTION_L1 = 0.021
-"""Relative L1 error of SageAttention's 8-bit scores on normal data (its table 9): what they may have here."""
-
 COLUMNS = {
     "engine": "engine",
     "context_len": "after",
     "query_len": "chunk",
     "block_tokens": "blocks of",
     "stripes": "stripes",
-    "option": "option",
     "density": "density",
     "dense_ms": "dense ms",
     "ms": "ms",
@@ -106,7 +102,6 @@ def run_attend(
     cases: Sequence[Case],
     engines: Sequence[str],
     report: Report,
-    with_options: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Measure case by case; yields each as it is reported."""
     batches: list[Batch] = []
@@ -119,8 +114,6 @@ def run_attend(
         indices = [random_index(batch, case.block_tokens, case.density, case.stripes) for batch in batches]
         for engine in engines:
             yield _measure(card, case, batches, indices, card.engines[engine], report)
-        if with_options and not case.stripes:
-            yield from _measure_options(card, case, batches[0], indices[0], report)
 
 
 def _batch(heads: Heads, lengths: tuple[int, int], seed: int, device: torch.device) -> Batch:
@@ -183,53 +176,6 @@ def _problem(case: Case, check: Check, out: torch.Tensor, dense_out: torch.Tenso
     return None
 
 
-OPTIONS: dict[str, tuple[float | None, bool, bool]] = {
-    "8-bit scores": (None, True, False),
-    "skip of nothing": (-1e9, False, False),
-    "skip of nearly all": (-1e-6, False, False),
-    "whole steps, skip of nothing": (-1e9, False, True),
-    "whole steps, skip of nearly all": (-1e-6, False, True),
-}
-"""Of every head: λ, 8-bit, and whether λ drops whole steps. λ far below shows what asking costs, λ just below 0 the
-most that skipping can save."""
-
-
-def _measure_options(
-    card: Card, case: Case, batch: Batch, index: SparseIndex, report: Report
-) -> Iterator[dict[str, Any]]:
-    """What each option makes of the time that the portable engine takes without."""
-    run, out = PORTABLE.attend, batch.empty_out()
-
-    def plain() -> None:
-        with index.workspace.frame():
-            run(batch.q, batch.cache, index, out, batch.scale)
-
-    for option, (margin, int8, drops) in OPTIONS.items():
-        num_heads, (skip, drop) = batch.num_heads, (None, margin) if drops else (margin, None)
-        options = AttendOptions.of([skip] * num_heads, [int8] * num_heads, batch.q.device, [drop] * num_heads)
-
-        def with_option(options: AttendOptions | None = options) -> None:
-            with index.workspace.frame():
-                run(batch.q, batch.cache, index, out, batch.scale, options=options)
-
-        out.fill_(float("nan"))
-        with_option()
-        check = check_attention(batch, index, out, norm=1 if int8 else 2, margin=margin, drops=drops)
-        row: dict[str, Any] = {
-            "engine": "portable", "context_len": case.context_len, "query_len": case.query_len,
-            "block_tokens": case.block_tokens, "option": option, "error_ratio": check.ratio,
-        }  # fmt: skip
-        if not (check.error <= SAGE_ATTENTION_L1 if int8 else check.passed):
-            row["problem"] = f"relative L1 error {check.error:.3g}" if int8 else str(check)
-        else:
-            taken = card.spans_ms([[("plain", plain)], [("ours", with_option)]], budget_s=PASSES_S)
-            plain_ms, row["ms"] = median(taken["plain"]), median(taken["ours"])
-            name = f"attend, {case.name}, {option}: times faster than without"
-            report.add_figure(name, plain_ms / row["ms"], "ratio", "higher")
-        report.add_case(row)
-        yield row
-
-
 def shares(option: str, text: str) -> list[float]:
     """Numbers from 0 to 1."""
     try:
@@ -248,7 +194,6 @@ def main(
     densities: Annotated[str, typer.Option(help="Shares of blocks to keep, by comma.")] = "1,0.5,0.2,0.08,0.03",
     stripes: Annotated[str, typer.Option(help="Single keys a tile, by comma; empty for none.")] = "1024,8192",
     engines: Engines = "",
-    options: Annotated[bool, typer.Option("--options", help="Also 8-bit scores and skipped products.")] = False,
     model: Model = None,
     page_size: Page = 128,
     json_path: Json = None,
@@ -261,7 +206,7 @@ def main(
         )  # fmt: skip
         card, heads = Card(), Heads.of(model, page_size)
         report = Report("attend", card.name, json_path, results)
-        rows = run_attend(card, heads, cases, engines_named(card, split(engines)), report, options)
+        rows = run_attend(card, heads, cases, engines_named(card, split(engines)), report)
         show(f"attend beside {card.dense_name}, {card.name}, {heads}", COLUMNS, rows)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_sparse_kernels import SparseIndex
-from vllm_sparse_kernels.attend.reference import fp8_weights, step_margins, walk
+from vllm_sparse_kernels.attend.reference import fp8_weights, walk
 from vllm_sparse_kernels.paged import FP8
 from vllm_sparse_kernels.trial import Batch
 
@@ -39,14 +39,8 @@ class Check:
         return f"error {self.error:.2e}, {self.ratio:.1f} times eager's (at most {BUDGET:g})"
 
 
-def check_attention(
-    batch: Batch, index: SparseIndex, out: torch.Tensor, norm: int = 2, margin: float | None = None, drops: bool = False
-) -> Check:
-    """``out`` against softmax over the index's keys. Reads the device.
-
-    With a ``margin`` λ, all leave out what ``attend``'s reference leaves out in float64: products or, with ``drops``,
-    whole steps.
-    """
+def check_attention(batch: Batch, index: SparseIndex, out: torch.Tensor) -> Check:
+    """``out`` against softmax over the index's keys. Reads the device."""
     chosen = random.Random(0)
     ours = eager = 0.0
     group = batch.num_heads // batch.cache.num_kv_heads
@@ -54,7 +48,7 @@ def check_attention(
         i_tile, head = chosen.randrange(batch.rows.num_tiles), chosen.randrange(batch.num_heads)
         tile = batch.rows.tile_list[i_tile]
         k, v = batch.cache.gather(batch.rows.block_table[tile.row], batch.rows.seq_lens[tile.row])
-        kept, steps = walk(index, head, i_tile)
+        kept, _ = walk(index, head, i_tile)
         k, v = k[kept, head // group], v[kept, head // group]
         tokens = slice(tile.token, tile.token + tile.length_tokens)
         positions = tile.position + torch.arange(tile.length_tokens, device=k.device)
@@ -64,20 +58,13 @@ def check_attention(
         def scores(dtype: torch.dtype, q=q, k=k, hidden=hidden) -> torch.Tensor:  # type: ignore[no-untyped-def]
             return (q.to(dtype) @ k.to(dtype).T * batch.scale).masked_fill(hidden, -torch.inf)
 
-        taken = torch.ones_like(kept, dtype=torch.bool)
-        if margin is not None:
-            taken = step_margins(scores(torch.float64), steps)[steps] >= margin
-        summed = taken if drops else torch.ones_like(taken)
-        weights = [
-            (scores(dtype).masked_fill(~summed, -torch.inf).softmax(-1) * taken).to(dtype)
-            for dtype in (torch.float64, out.dtype)
-        ]
+        weights = [scores(dtype).softmax(-1).to(dtype) for dtype in (torch.float64, out.dtype)]
         if q.dtype == FP8:
             weights[1] = fp8_weights(weights[1])
         truth, rounded = ((p @ v.to(p.dtype)).double() * batch.cache.value_scale for p in weights)
-        error = float((out[tokens, head].double() - truth).norm(norm) / truth.norm(norm))
+        error = float((out[tokens, head].double() - truth).norm() / truth.norm())
         ours = error if error != error else max(ours, error)  # NaN stays
         if ours != ours:
             break
-        eager = max(eager, float((rounded - truth).norm(norm) / truth.norm(norm)))
+        eager = max(eager, float((rounded - truth).norm() / truth.norm()))
     return Check(ours, eager or 1.0)

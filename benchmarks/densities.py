@@ -60,7 +60,7 @@ def main(
     results: Results = None,
 ) -> None:
     found, device = Capture.open(captured), device_of(device)
-    report = Report("densities", device_label(device), None, results, f"python -m benchmarks.densities {captured.name}")
+    report = Report("densities", device_label(device), None, results)
     asked: dict[str, tuple[Plan, int]] = {}
     for settings in [*settings_asked(answers), *map(Settings.parse, more or ())]:
         try:

@@ -7,6 +7,7 @@ puts those of what `bench serve --json` or `eval answers --json` wrote into a li
 """
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -35,7 +36,8 @@ class Report(product.Report):
     ) -> None:
         if results_path is not None and results_path.exists():
             read_figures(results_path)  # what is no results file is found out before anything is measured
-        super().__init__(bench, device, json_path, command)
+        own = product.command_of(sys.argv[1:]).replace("sparse-prefill", f"python -m benchmarks.{bench}", 1)
+        super().__init__(bench, device, json_path, command or own)
         self.results_path = results_path
         self.figures: dict[str, dict[str, Any]] = {}
 

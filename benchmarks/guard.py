@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the online guard costs beside the attention that it watches, and which errors it would see.
 
-    python -m benchmarks.guard [--captured FOLDER] [--method NAME:FIELD=VALUE] [--results docs/results/production.json]
+    python -m benchmarks.guard [--method NAME:FIELD=VALUE] [--results docs/results/production.json]
 
 A check is what the guard does in one layer: FlashAttention for 128 queries over all of their keys (the chunk's last,
 which have most), the comparison of both outputs, and a copy of its sums to the host. It is timed beside FlashAttention
@@ -12,15 +12,13 @@ more than attend, so the share of a step is less. What the host does for it is i
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import fmean, median
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 from rich.console import Console
 
-from benchmarks.captured import captured_prompts
 from benchmarks.figures import Report
 from benchmarks.options import CHUNK_TOKENS, Chunk, Contexts, Json, OneMethod, Results, layers_served, plan_asked
 from benchmarks.structured import structured_prompts
@@ -28,10 +26,8 @@ from vllm_sparse_backend.measure.card import Card, Run, Span
 from vllm_sparse_backend.measure.data import Heads, Prompt
 from vllm_sparse_backend.measure.layers import Layer, new_step
 from vllm_sparse_backend.measure.report import table_of
-from vllm_sparse_backend.profiling.capture import Capture
 from vllm_sparse_backend.serving.guard import PROBE_TOKENS, Guard
 from vllm_sparse_backend.settings.config import GuardConfig
-from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import Rows
 from vllm_sparse_kernels.attend import Engine
@@ -160,9 +156,6 @@ def _errors(outs: Sequence[torch.Tensor], dense: Sequence[torch.Tensor]) -> dict
 
 
 def main(
-    captured: Annotated[
-        Path | None, typer.Option(help="Folder of `benchmarks.capture`, in place of structured data.")
-    ] = None,
     method: OneMethod = "",
     contexts: Contexts = "24576,122880",
     chunk: Chunk = CHUNK_TOKENS,
@@ -170,29 +163,12 @@ def main(
     results: Results = None,
 ) -> None:
     card, lengths, heads = Card(), [int(n) for n in contexts.split(",")], Heads()
-    if captured is None:
-        shape, data = heads.model(2), "structured"
-        prompts = structured_prompts(heads, max(lengths) + chunk, 2, card.device)
-    else:
-        found = Capture.open(captured)
-        copies = max(1, heads.num_heads // found.shape.num_heads)
-        prompts, data = captured_prompts(found, copies, card.device), found.model
-        shape = ModelShape(
-            "Captured", len(prompts), found.shape.num_heads * copies, found.shape.num_kv_heads * copies,
-            found.shape.head_dim,
-        )  # fmt: skip
-    asked, plan = plan_asked(method, shape)
-    report = Report("guard", card.name, json_path, results, command_line(captured, method, contexts, chunk))
-    name = f"{asked}, {data}"
+    prompts = structured_prompts(heads, max(lengths) + chunk, 2, card.device)
+    asked, plan = plan_asked(method, heads.model(2))
+    report = Report("guard", card.name, json_path, results)
+    name = f"{asked}, structured"
     rows = list(run_guard(card, prompts, plan, lengths, chunk, name, report))
     Console(width=180).print(table_of(f"guard beside {card.dense_name}, {card.name}, {name}", COLUMNS, rows))
-
-
-def command_line(captured: Path | None, method: str, contexts: str, chunk: int) -> str:
-    """The command that measures the same elsewhere."""
-    parts = ["python -m benchmarks.guard", f"--contexts {contexts}", f"--chunk {chunk}"]
-    parts += [f"--captured {captured.name}"] if captured else []
-    return " ".join([*parts, *([f"--method {method}"] if method else [])])
 
 
 if __name__ == "__main__":

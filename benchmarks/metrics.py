@@ -165,8 +165,7 @@ def main(
     card, lengths, heads = Card(), [int(n) for n in contexts.split(",")], Heads()
     prompts = structured_prompts(heads, max(lengths) + chunk, 2, card.device)
     name, plan = plan_asked(method, heads.model(2))
-    command = f"python -m benchmarks.metrics --contexts {contexts} --chunk {chunk}"
-    report = Report("metrics", card.name, json_path, results, command + (f" --method {method}" if method else ""))
+    report = Report("metrics", card.name, json_path, results)
     products = projections(heads, chunk, card.device, SHAPE["hidden_size"], SHAPE["intermediate_size"])
     rows = [run_prefill(card, prompts, plan, length, chunk, products, name, report) for length in lengths]
     rows.append(run_decodes(card, copied_ms(card, WEIGHT_BYTES), report))

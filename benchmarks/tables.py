@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A list of figures, as docs/results has them, as a Markdown table, and which of them miss their targets.
 
-    python -m benchmarks.tables docs/results/performance.json [--only 'vllm serve'] [--column 2]
+    python -m benchmarks.tables docs/results/performance.json [--only 'vllm serve']
 
-``--column N``: the last N parts of a name, which commas and colons divide, are the table's columns. Exit code 1 if a
-bar is missed.
+Exit code 1 if a bar is missed.
 """
 
 import re
@@ -39,26 +38,12 @@ def list_of(figures: Sequence[Figure]) -> str:
     return markdown_table(("figure", "value", "unit", "target"), rows)
 
 
-def pivot(figures: Sequence[Figure], parts: int) -> str:
-    """A row for each beginning of names, a column for each of their last ``parts``."""
-    split = [re.split(r"[,:] (?!\d{3}\b)", figure["name"]) for figure in figures]
-    places = [(", ".join(one[:-parts]), ", ".join(one[-parts:])) for one in split]
-    columns = list(dict.fromkeys(column for _, column in places))
-    at = dict(zip(places, figures, strict=True))
-    rows = [
-        [row, *(cell(at[row, column]) if (row, column) in at else "" for column in columns)]
-        for row in dict.fromkeys(row for row, _ in places)
-    ]
-    return markdown_table(["", *columns], rows)
-
-
 def main(
     results: Annotated[Path, typer.Argument(help="Of docs/results.")],
     only: Annotated[str, typer.Option(help="Figures whose names this regular expression finds something in.")] = "",
-    column: Annotated[int, typer.Option(help="Parts of a name that make a column; 0: a list.", min=0)] = 0,
 ) -> None:
     figures = [figure for figure in read_figures(results) if re.search(only, figure["name"])]
-    print(pivot(figures, column) if column else list_of(figures))
+    print(list_of(figures))
     missed = [figure for figure in figures if not met(figure)]
     print(f"\n{len(figures)} figures, {len(missed)} miss their targets")
     raise typer.Exit(bool(missed))
