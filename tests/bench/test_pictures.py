@@ -63,7 +63,6 @@ def test_what_is_drawn_is_what_the_rows_say() -> None:
     ("lacks", "says", "drawn"),
     [
         ("stock, widened, TTFT, 32,768 tokens", "stock, widened, TTFT, 32,768 tokens", "curve.png"),
-        ("default, widened, TTFT, 1,024 tokens", "default, widened, TTFT, 1,024 tokens", "curve.png"),
         (
             "curve, p 0.9 most 0.2, smollm2, 65,536",
             "curve, p 0.9 most 0.2, smollm2, 65,536 tokens: answers",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench serve` against stub servers of known speed, and once against real ones."""
+"""`bench serve` against stub servers of known speed."""
 
 import json
 import random
@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.figures import main as figures_of, of_serve, read_figures
-from benchmarks.tiny import CONFIG, make_model
+from benchmarks.tiny import CONFIG
 from tests.bench.stub import Stub, running
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.demo.model import BUNDLED
@@ -271,29 +271,3 @@ def test_servers_get_room_for_what_is_asked(tmp_path):
     assert serve.fitting(None, 64) == list(serve.LENGTHS)
     with pytest.raises(BenchError, match=r"has 16,384 positions, and 20,000 were asked for"):
         contestants.started(tmp_path, [], 20_000)
-
-
-@pytest.mark.full
-@pytest.mark.server
-def test_real_servers(tmp_path: Path):
-    """Two small servers: both answer everything, and the counters show what each level kept."""
-    model, profile = make_model(tmp_path / "model"), tmp_path / "levels.yaml"
-    profile.write_text(
-        "format: 1\nmodel: any\nmin_tokens: 1024\nlevel: narrow\n"
-        "default: {method: a_shape, sink_tokens: 128, local_tokens: 256}\n"
-        "levels: {wide: {default: {method: a_shape, sink_tokens: 512, local_tokens: 512}}}\n"
-    )
-    lengths = ("--lengths", "100,2500", "--repeats", 3, "--output-tokens", 2, "--json", tmp_path / "all.json")
-    result = run(model, "--settings", profile, "--level", "narrow", "--level", "wide", *lengths)
-    assert result.exit_code == 0, result.output
-    cases = cases_of(tmp_path / "all.json")
-    assert sum(case.get("failures", 0) for case in cases) == 0
-    kept = []
-    for label in ("narrow", "wide"):
-        own = [case for case in cases if case["label"] == f"profile levels {label}"]
-        assert [case["part"] for case in own] == ["latency", "latency", "density"]
-        assert all(case["ttft_speed_up"] > 0 for case in own[:2])
-        assert own[0]["density"] is None  # too short to be sparse
-        kept.append(own[1]["density"])
-        assert 0 < own[-1]["density"] < 1
-    assert 0 < kept[0] < 0.6 < kept[1] < 0.8

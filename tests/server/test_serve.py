@@ -16,7 +16,7 @@ from tests.server import levels, scenario
 from tests.server.scenario import Servers
 from vllm_sparse_backend.cli import switch
 from vllm_sparse_backend.measure.scrape import Report
-from vllm_sparse_backend.measure.server import Server, ServerError
+from vllm_sparse_backend.measure.server import Server
 from vllm_sparse_backend.settings.reasons import Fallback
 
 pytestmark = pytest.mark.server
@@ -24,13 +24,6 @@ pytestmark = pytest.mark.server
 NUM_LAYERS = CONFIG["num_hidden_layers"]
 # Stock vLLM against itself, the same prompts batched differently, gives up to 2.4e-6.
 LOGPROB_TOLERANCE = 2e-5
-REFUSED: dict[str, dict[str, Any]] = {
-    "a number": {"vllm_xargs": {"sparse_prefill": 2}},
-    "no level": {"vllm_xargs": {"sparse_prefill": "fastest"}},
-    "a number as text": {"vllm_xargs": {"sparse_prefill": "0"}},
-    "a list": {"vllm_xargs": {"sparse_prefill": [0]}},
-    "a stream": {"vllm_xargs": {"sparse_prefill": "exactly"}, "stream": True},
-}
 Answers = dict[str, scenario.Answer]
 
 
@@ -58,7 +51,6 @@ class Asked(NamedTuple):
     together: Answers
     """One prompt at every level, all at once."""
     again: Answers
-    refused: dict[str, str]
 
 
 @pytest.fixture(scope="module")
@@ -72,16 +64,7 @@ def asked(servers: Servers) -> Asked:
         Served.by(ours, level=0, beside=1),
         scenario.ask_together(ours, named),
         scenario.ask_together(ours, named),
-        {name: refusal(ours, body) for name, body in REFUSED.items()},
     )
-
-
-def refusal(server: Server, body: dict[str, Any]) -> str:
-    try:
-        answer = server.post("/v1/completions", {"model": server.model, "prompt": [1, 2, 3], "max_tokens": 2, **body})
-    except ServerError as error:
-        return str(error)
-    return f"answered {answer}"
 
 
 def assert_same(given: Answers, expected: Answers) -> None:
@@ -177,15 +160,6 @@ def test_levels_by_name(asked: Asked) -> None:
 def test_rows_of_exact_requests_are_counted_as_such(asked: Asked) -> None:
     assert asked.exact.report.rows["dense", Fallback.REQUESTED] > 0
     assert asked.exact.report.rows_of("sparse") > 0  # those beside them
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_nobody_can_ask_for_is_refused_at_once(asked: Asked, name: str) -> None:
-    said = asked.refused[name]
-    assert "answered 400" in said
-    assert "vllm_xargs sparse_prefill: given" in said
-    names = "'exact', 'high', 'fast', 'everything', 'mixed'"
-    assert f"expected one of 0 (exact), 1 (this server's own level, high), {names}" in said
 
 
 @pytest.mark.full
