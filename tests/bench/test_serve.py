@@ -145,7 +145,6 @@ SERVERS = ("--url", "http://127.0.0.1:9", "--url", "http://127.0.0.1:9")
         (("--lengths", ""), "--lengths: given ''"),
         (("--text", "none"), "--text: given 'none', expected a text file or a folder: No such file"),
         (("--settings", "{}"), "--settings: given with running servers, expected only with a MODEL"),
-        ((), "no model server answers at http://127.0.0.1:9"),
     ],
 )
 def test_what_cannot_be_asked_is_said(given, said):

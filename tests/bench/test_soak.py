@@ -96,13 +96,12 @@ class TestCounters:
         (rows, *_) = self.checked(CountingServer(served, "rows"), None).problems
         assert rows.startswith("decode rows: ")
 
-    def test_what_must_never_happen(self, served: Served) -> None:
-        assert self.checked(CountingServer(served, "compiled"), None).problems == [
-            "kernels compiled while serving: 1, expected none"
-        ]
-        assert self.checked(CountingServer(served, "tripped"), None).problems == [
-            "layers that the guard turned dense: 1, expected none"
-        ]
+    @pytest.mark.parametrize(
+        ("off", "said"),
+        [("compiled", "kernels compiled while serving"), ("tripped", "layers that the guard turned dense")],
+    )
+    def test_what_must_never_happen(self, served: Served, off: str, said: str) -> None:
+        assert self.checked(CountingServer(served, off), None).problems == [f"{said}: 1, expected none"]
 
     def test_servers_of_others_are_refused(self, monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
         monkeypatch.setattr(counters, "LOOKS", 1)

@@ -67,19 +67,11 @@ def qwen3_next() -> Any:
     return Qwen3NextConfig(**(SIZE | {"head_dim": 80, "rope_parameters": rope}), **experts, **recurrence, **heads)
 
 
-def gpt_oss() -> Any:
-    """Sinks in every layer."""
-    from transformers import GptOssConfig
-
-    return GptOssConfig(**SIZE, num_local_experts=4, num_experts_per_tok=2, sliding_window=128)
-
-
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SHAPES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "windows": (gemma, {}),
     "experts": (qwen3_moe, {}),
     "hybrid": (qwen3_next, {"dtype": "bfloat16"}),  # its recurrence takes nothing else on a CPU
-    "sinks": (gpt_oss, {}),
     "lora": (llama, {"enable_lora": True, "max_lora_rank": 8}),
     "n-grams": (llama, {"speculative_config": NGRAMS}),
 }

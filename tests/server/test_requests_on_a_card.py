@@ -12,7 +12,7 @@ import pytest
 from benchmarks.tiny import CONFIG
 from tests.server import scenario
 from vllm_sparse_backend.measure.scrape import parse
-from vllm_sparse_backend.measure.server import Server, ServerError, sparse_args
+from vllm_sparse_backend.measure.server import Server, sparse_args
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_kernels import TILE_TOKENS
 
@@ -50,5 +50,3 @@ def check(server: Server) -> None:
     first, second, own = (scenario.ask(server, prompt, level=level) for level in (0, "exact", None))
     assert (first.cached_tokens, second.cached_tokens >= 2800, own.cached_tokens >= 2800) == (MIN_TOKENS, True, True)
     assert first.logprobs != pytest.approx(answers["sparse 0"].logprobs, abs=1e-2)
-    with pytest.raises(ServerError, match=r"answered 400: .*given 2, expected one of 0"):
-        scenario.ask(server, prompt, level=2)
