@@ -2,7 +2,6 @@
 """What a benchmark is asked to measure: methods with parameters, as the command line writes them, and their plans."""
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -15,7 +14,6 @@ from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
-from vllm_sparse_backend.settings.profile import load_profile
 from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods import name_of, sparse_names
 from vllm_sparse_kernels.methods.base import Method
@@ -77,26 +75,8 @@ def plan_of_heads(heads: Sequence[Sequence[Method]], shape: ModelShape, source: 
     return Plan(tuple(layers), 0, 1, source, shape)
 
 
-def methods_of_profile(name_or_path: str, shape: ModelShape) -> list[Asked]:
-    """Each kind of method in a profile, with the parameters that most of its heads have."""
-    try:
-        profile = load_profile(name_or_path, "--profile")
-    except ConfigurationError as error:
-        raise BenchError(str(error)) from None
-    own = profile.model or shape
-    layers = set(range(own.num_layers)) - set(profile.dense_layers)
-    counted = Counter(method for layer in sorted(layers) for method in profile.methods_of(layer, own.num_heads))
-    chosen: dict[str, Asked] = {}
-    for method, _ in counted.most_common():
-        if (name := name_of(method)) != "dense":
-            chosen.setdefault(name, Asked.of(method))
-    return list(chosen.values())
-
-
-def methods_asked(texts: Sequence[str], profiles: Sequence[str], shape: ModelShape) -> list[Asked]:
-    """Those named, those of profiles, or all at their defaults and what a server does that is told nothing."""
+def methods_asked(texts: Sequence[str]) -> list[Asked]:
+    """Those named, or all at their defaults and what a server does that is told nothing."""
     asked = [Asked.parse(text) for text in texts]
-    for profile in profiles:
-        asked += methods_of_profile(profile, shape)
     every = [*(Asked(name) for name in sparse_names()), Asked.of(make_method("default", {}))]
     return asked or list(dict.fromkeys(every))

@@ -194,7 +194,7 @@ def of_capture(
         found.shape, num_layers=len(layers), num_heads=found.shape.num_heads * copies,
         num_kv_heads=found.shape.num_kv_heads * copies,
     )  # fmt: skip
-    asked, clusters = methods_asked(texts, (), shape) if texts or not profiles else [], None
+    asked, clusters = methods_asked(texts) if texts or not profiles else [], None
     if any(one.method == "share_prefill" for one in asked):
         by_layer = head_clusters(Capture.open(others) if others else found, str(card.device))
         clusters = repeated_clusters([by_layer[layer] for layer in layers], copies, NOISE)
@@ -207,10 +207,7 @@ def of_capture(
 
 def main(
     method: Methods = None,
-    profile: Annotated[
-        list[str] | None,
-        typer.Option(help="May be repeated: on a capture as it is, else what most heads of its methods have."),
-    ] = None,
+    profile: Annotated[list[str] | None, typer.Option(help="Of a capture's model; may be repeated.")] = None,
     captured: Annotated[Path | None, typer.Option(help="Folder of `benchmarks.capture`; else structured data.")] = None,
     clusters: Clusters = None,
     contexts: Contexts = "24576,122880",
@@ -227,6 +224,8 @@ def main(
     with failures():
         if kv_cache_dtype not in (known := ("auto", "fp8")):
             raise BenchError(f"--kv-cache-dtype: {not_one_of(kv_cache_dtype, known)}")
+        if profile and captured is None:
+            raise BenchError("--profile: given without --captured, expected a capture of the profile's model")
         is_fp8, lengths = kv_cache_dtype == "fp8", token_counts("--contexts", contexts, least=0)
         card, heads, texts, profiles = Card(), Heads.of(model, page_size), method or (), profile or ()
         plans: list[tuple[Asked | str, Plan]]
@@ -235,7 +234,7 @@ def main(
         else:
             shape, alike, name = heads.model(layers), structured_clusters(heads, layers), "structured"
             prompts = structured_prompts(heads, max(lengths) + chunk, layers, card.device)
-            plans = [(one, one.plan(shape, alike)) for one in methods_asked(texts, profiles, shape)]
+            plans = [(one, one.plan(shape, alike)) for one in methods_asked(texts)]
         data = f"{name} in fp8" if is_fp8 else name
         report, chosen = Report("methods", card.name, json_path, results), engines_named(card, split(engines))
         # As a server rounds whose checkpoint has no scales: all are 1.

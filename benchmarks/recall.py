@@ -153,7 +153,6 @@ def show(figures: Figures) -> None:
 def main(
     captured: Annotated[list[Path], typer.Argument(help="Folders of `benchmarks.capture`.")],
     method: Methods = None,
-    profile: Annotated[str | None, typer.Option(help="Profile whose methods are measured.")] = None,
     chunks: Annotated[str, typer.Option(help="Tokens of a step, by comma; 0 for the whole prompt.")] = "8192",
     clusters: ClustersOption = None,
     device: Device = None,
@@ -164,7 +163,7 @@ def main(
         device, sizes = device_of(device), token_counts("--chunks", chunks, least=0)
         report = Report("recall", device_label(device), json_path, results)
         for found in [Capture.open(folder) for folder in captured]:
-            asked = methods_asked(method or (), [profile] if profile else [], found.shape)
+            asked = methods_asked(method or ())
             by_layer = None
             if any(one.method == "share_prefill" for one in asked):
                 by_layer = head_clusters(Capture.open(clusters) if clusters else found, device)

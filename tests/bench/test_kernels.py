@@ -121,9 +121,6 @@ def test_a_profile_is_its_kinds_of_methods(tmp_path):
         "format: 1\nmodel: any\ndefault: {method: sale}\n"
         "layers:\n  0:\n    default: {method: a_shape}\n    heads:\n      1-2: {method: sale, tau: 0.1}\n"
     )
-    asked = methods_asked([], [str(profile)], HEADS.model(3))
-    assert [str(one) for one in asked] == ["sale", "a_shape"]
-    assert [str(one) for one in methods_asked(["dense"], [], HEADS.model(3))] == ["dense"]
     given = [{"profile": str(profile)}, {"method": "sale", "params": {"tau": 0.03}}]
     found = crossover.methods_asked(given, HEADS.model(3))
     assert [crossover.told(one) for one in found] == ["sale", "a_shape", "sale tau=0.03"]
@@ -134,7 +131,7 @@ def test_unless_told_all_methods_and_what_a_server_runs_unless_told():
     every = crossover.methods_asked([], HEADS.model(3))
     assert {crossover.told(one) for one in every} >= {name for name in METHODS if name != "dense"}
     assert make_method("default", {}) in every
-    assert [str(one) for one in methods_asked([], [], HEADS.model(3))] == [crossover.told(one) for one in every]
+    assert [str(one) for one in methods_asked([])] == [crossover.told(one) for one in every]
 
 
 def test_planted_data_have_the_density_that_they_state():
