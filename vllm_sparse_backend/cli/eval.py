@@ -76,7 +76,9 @@ def answers(
         )
         report = Report("answers", ", ".join(url or ()) or device_name(), json_path)
         _ask(contestants, asking, asking.key(contestants[0].model, server_args), report, concurrency)
-    _show(part.summaries(report.cases, [one.label for one in contestants], asking.lengths), report.cases)
+        rows = part.summaries(report.cases, [one.label for one in contestants], asking.lengths)
+        report.write(summary=rows)
+    _show(rows, report.cases)
 
 
 def _ask(contestants: Sequence["Contestant"], asking: "Asking", key: str, report: "Report", concurrency: int) -> None:
@@ -108,9 +110,14 @@ def _show(rows: list[dict[str, Any]], cases: Sequence[dict[str, Any]]) -> None:
     from vllm_sparse_backend.measure.report import table_of
 
     console = wide_console()
-    caption = "right: all tokens of the answer rank first; perplexity: of all tokens but answers'"
+    caption = (
+        "right: all tokens of the answer rank first; perplexity: of all tokens but answers', change against the first's"
+    )
     # A hundredth of a perplexity matters, and the three digits of tables are too few for that.
     told = [row | {"perplexity": row["perplexity"] and f"{row['perplexity']:.4f}"} for row in rows]
+    for row in told:
+        if row["perplexity_change"] is not None:
+            row["perplexity_change"] = f"{row['perplexity_change']:+.2f}"
     console.print(table_of("Answers inside the prompt", part.COLUMNS, told, caption))
     for line in failures(cases):
         console.print(f"[red]{escape(line)}[/]", highlight=False, soft_wrap=True)
