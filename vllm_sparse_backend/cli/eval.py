@@ -24,11 +24,11 @@ from vllm_sparse_backend.cli.common import (
     wide_console,
 )
 from vllm_sparse_backend.cli.progress import bar
+from vllm_sparse_backend.measure.report import Report, table_of
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.measure.asking import Asking
     from vllm_sparse_backend.measure.contestants import Contestant
-    from vllm_sparse_backend.measure.report import Report
 
 evaluate = group("Measure what sparse prefill loses: answers of stock vLLM and this backend to the same prompts.")
 
@@ -65,7 +65,6 @@ def answers(
     with failures(f"The same command goes on with what {json_path} holds." if json_path else ""):
         from vllm_sparse_backend.measure import asking as part
         from vllm_sparse_backend.measure.contestants import asked_for
-        from vllm_sparse_backend.measure.report import Report
         from vllm_sparse_backend.measure.server import device_name
 
         asking = part.Asking.about(text, token_counts("--lengths", lengths), count, facts)
@@ -81,7 +80,7 @@ def answers(
     _show(rows, report.cases)
 
 
-def _ask(contestants: Sequence["Contestant"], asking: "Asking", key: str, report: "Report", concurrency: int) -> None:
+def _ask(contestants: Sequence["Contestant"], asking: "Asking", key: str, report: Report, concurrency: int) -> None:
     """What the report's file does not hold yet, under a bar."""
     from vllm_sparse_backend.measure.asking import right_answers
     from vllm_sparse_backend.measure.contestants import ask_all, held, resume
@@ -107,7 +106,6 @@ def _show(rows: list[dict[str, Any]], cases: Sequence[dict[str, Any]]) -> None:
     """A table, and what failed: a run with failures ends with 1."""
     from vllm_sparse_backend.measure import asking as part
     from vllm_sparse_backend.measure.contestants import failures
-    from vllm_sparse_backend.measure.report import table_of
 
     console = wide_console()
     caption = (

@@ -99,7 +99,20 @@ class Asking:
         return sample == self.tokens
 
     def ask(self, endpoint: Endpoint, at: At) -> Case:
-        return ask_one(endpoint, self.made[at])
+        """A request that fails, or is not answered whole, has its ``error`` and no answers."""
+        prompt = self.made[at]
+        case: Case = {"sha256": prompt.sha256, "error": None}
+        began = time.perf_counter()
+        try:
+            scores = score(prompt, endpoint.prompt_logprobs(prompt.token_ids))
+        except RequestError as error:
+            return case | {"error": str(error)}
+        answers = [
+            {"place": answer.begin, "distance": answer.distance, "ranks": ranks}
+            for answer, ranks in zip(prompt.answers, scores.ranks)
+        ]
+        seconds = round(time.perf_counter() - began, 3)
+        return case | {"seconds": seconds, "nats": scores.nats, "others": scores.others, "answers": answers}
 
     def build_prompts(self, endpoint: Endpoint) -> dict[At, Prompt]:
         """By length and number: each of a stretch of the text that begins elsewhere."""
@@ -120,22 +133,6 @@ class Asking:
                 prompt = (endpoint.tokenize, begin_ids, stretch, length, self.facts, Templates(), rng)
                 built[length, i] = build_prompt(*prompt)
         return built
-
-
-def ask_one(endpoint: Endpoint, prompt: Prompt) -> Case:
-    """A request that fails, or is not answered whole, has its ``error`` and no answers."""
-    case: Case = {"sha256": prompt.sha256, "error": None}
-    began = time.perf_counter()
-    try:
-        scores = score(prompt, endpoint.prompt_logprobs(prompt.token_ids))
-    except RequestError as error:
-        return case | {"error": str(error)}
-    answers = [
-        {"place": answer.begin, "distance": answer.distance, "ranks": ranks}
-        for answer, ranks in zip(prompt.answers, scores.ranks)
-    ]
-    seconds = round(time.perf_counter() - began, 3)
-    return case | {"seconds": seconds, "nats": scores.nats, "others": scores.others, "answers": answers}
 
 
 def right_answers(case: Case) -> list[bool]:
