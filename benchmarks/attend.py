@@ -34,11 +34,11 @@ from benchmarks.options import (
 )
 from vllm_sparse_backend.cli.bench import show
 from vllm_sparse_backend.cli.common import failures, split, token_counts
-from vllm_sparse_backend.measure.card import Card, Span, refusal
+from vllm_sparse_backend.measure.card import Card, Span
 from vllm_sparse_backend.measure.data import Heads, without_nan
 from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_kernels import SparseIndex
-from vllm_sparse_kernels.attend import Engine
+from vllm_sparse_kernels.attend import AttendSpec, Engine
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.trial import Batch
 
@@ -133,7 +133,7 @@ def _measure(
         "engine": engine.name, "context_len": case.context_len, "query_len": case.query_len,
         "block_tokens": case.block_tokens, "stripes": case.stripes or None,
     }  # fmt: skip
-    if why := refusal(engine, batches[0].cache, indices[0]):
+    if why := engine.refusal(AttendSpec.of(batches[0].cache, indices[0], None)):
         row["problem"] = why
         report.add_case(row)
         return row

@@ -27,7 +27,7 @@ from vllm_sparse_backend.cli.common import Text, failures, levels_of, token_coun
 from vllm_sparse_backend.measure.client import Endpoint, Prompts
 from vllm_sparse_backend.measure.contestants import asked_for, opened
 from vllm_sparse_backend.measure.report import BenchError, Report, table_of
-from vllm_sparse_backend.measure.scrape import Pairs
+from vllm_sparse_backend.measure.scrape import parse
 from vllm_sparse_backend.measure.server import device_name, environment, vllm_command
 from vllm_sparse_backend.measure.texts import read_text
 
@@ -78,10 +78,10 @@ def run_load(servers: Sequence[Endpoint], mix: Mix, prompts: Prompts) -> Iterato
     lengths = mix.lengths()
     texts = [servers[0].detokenize(prompts.take(tokens)) for tokens, _ in lengths]
     for server in servers:
-        before = Pairs.on_page(server.metrics())
+        before = parse(server.metrics()).pairs
         case = summary(send(server, mix, texts), [long for _, long in lengths], mix.output_tokens)
         how = {"rate": mix.rate} if mix.clients is None else {"clients": mix.clients}
-        yield case | how | (Pairs.on_page(server.metrics()) - before).figures
+        yield case | how | (parse(server.metrics()).pairs - before).figures
 
 
 def require_pandas() -> None:

@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 import typer
 
 from vllm_sparse_backend.measure.answers import Templates, build_prompt
-from vllm_sparse_backend.measure.scrape import Pairs
+from vllm_sparse_backend.measure.scrape import Pairs, parse
 
 FACTS = 24
 LINE_TOKENS = 40
@@ -74,7 +74,7 @@ class Setting:
 
     def pairs(self) -> Pairs:
         time.sleep(1.2)  # counters are read from workers once a second
-        return Pairs.on_page(self.ask("/metrics")[1].read().decode())
+        return parse(self.ask("/metrics")[1].read().decode()).pairs
 
 
 @dataclass

@@ -36,6 +36,8 @@ class Stub(Api):
         self.rank, self.fault, self.kept_of_100 = rank, fault, kept_of_100
         self.reason = Fallback.TOO_SHORT
         self.encode = Words()
+        self.perplexities = [2.0]
+        """Of the prompts in their order, over again."""
         self.root: Path | None = None
         self.prompts: list[list[int]] = []
         self.levels: list[object] = []
@@ -54,7 +56,8 @@ class Stub(Api):
         starts = itertools.accumulate((len(names[i]) for i in ids), initial=0)
         at = {character: token for token, character in enumerate(starts)}
         stated = {match[1]: at[match.start(2)] for match in FACT.finditer(text)}
-        found: list[dict | None] = [None, *(entry(token, -math.log(2)) for token in ids[1:])]
+        likely = -math.log(self.perplexities[(len(self.prompts) - 1) % len(self.perplexities)])
+        found: list[dict | None] = [None, *(entry(token, likely) for token in ids[1:])]
         for match in QUESTION.finditer(text):
             begin = at[match.start(2)]
             found[begin + 6] = entry(ids[begin + 6], -9.0, self.rank(begin - stated[match[1]]))
@@ -134,6 +137,27 @@ def test_a_server_that_loses_far_facts(folder: Path) -> None:
         assert found[f"stock, {name}: right"] == 1
         assert found[f"forgetful, {name}: perplexity"] == 2
     assert re.search(rf"forgetful +│ +6,000 +│ +{near} of 24 ", result.output)
+
+
+def test_the_change_of_perplexity_is_told_with_its_standard_error_over_prompts(folder: Path) -> None:
+    stock, ours, out = Stub(lambda distance: 1), Stub(lambda distance: 1), folder / "all.json"
+    ours.encode, ours.perplexities = stock.encode, [2.1, 2.2]
+    with running(stock) as one, running(ours) as other:
+        urls = ("--url", one, "--label", "stock", "--url", other, "--label", "ours")
+        result = run(*urls, *LENGTHS, "--json", out)
+    assert result.exit_code == 0, result.output
+    of_stock, of_ours = (
+        [row for row in json.loads(out.read_text())["summary"] if row["label"] == label] for label in ("stock", "ours")
+    )
+    for row in of_stock:
+        assert row["perplexity_change"] is None
+        assert row["perplexity_change_error"] is None
+    # Differences of nats, log 1.05 and log 1.1: their mean, and half of their distance.
+    ratio = math.sqrt(1.05 * 1.1)
+    for row in of_ours:
+        assert row["perplexity_change"] == pytest.approx(100 * (ratio - 1))
+        assert row["perplexity_change_error"] == pytest.approx(100 * ratio * math.log(1.1 / 1.05) / 2)
+    assert result.output.count("+7.47") == 2
 
 
 @pytest.mark.parametrize(

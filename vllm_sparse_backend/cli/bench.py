@@ -28,6 +28,8 @@ from vllm_sparse_backend.cli.common import (
     wide_console,
 )
 from vllm_sparse_backend.cli.progress import bar
+from vllm_sparse_backend.measure.report import BenchError, Report, cell, table_of
+from vllm_sparse_backend.settings.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.measure.latency import Length
@@ -60,7 +62,6 @@ def serve(
     with failures(), bar("connecting") as shown:
         from vllm_sparse_backend.measure import serve as part
         from vllm_sparse_backend.measure.contestants import asked_for
-        from vllm_sparse_backend.measure.report import Report
         from vllm_sparse_backend.measure.server import device_name
         from vllm_sparse_backend.measure.texts import read_text
 
@@ -77,7 +78,6 @@ def serve(
 
 
 def _line(case: Mapping[str, Any]) -> str:
-    from vllm_sparse_backend.measure.report import cell
 
     hidden = {"answers", "said", "part", "kept_pairs", "causal_pairs"}
     return ", ".join(f"{key} {cell(value)}" for key, value in case.items() if key not in hidden and value is not None)
@@ -86,7 +86,6 @@ def _line(case: Mapping[str, Any]) -> str:
 def _lengths(text: str) -> "list[Length]":
     """``8192,200+32768``: whole prompts, and new tokens after a cached prefix."""
     from vllm_sparse_backend.measure.latency import Length
-    from vllm_sparse_backend.measure.report import BenchError
 
     parts = [part.split("+") for part in split(text)]
     if not parts or any(len(one) > 2 or not all(n.isdecimal() and int(n) for n in one) for one in parts):
@@ -98,7 +97,6 @@ def _lengths(text: str) -> "list[Length]":
 def _show_serve(cases: Sequence[dict[str, Any]]) -> None:
     """Tables, and what failed: a run with failures ends with 1."""
     from vllm_sparse_backend.measure import latency
-    from vllm_sparse_backend.measure.report import table_of
 
     console = wide_console()
     for name in dict.fromkeys(case["label"] for case in cases):
@@ -131,15 +129,13 @@ def crossover(
         from vllm_sparse_backend.measure import crossover as part
         from vllm_sparse_backend.measure.card import Card
         from vllm_sparse_backend.measure.data import Heads
-        from vllm_sparse_backend.measure.report import Report, table_of
         from vllm_sparse_backend.measure.server import Settings
-        from vllm_sparse_backend.settings.model_shape import ModelShape
 
         card, heads = Card(), Heads.of(model)
         shape = ModelShape.from_folder(model) if model else heads.model(part.LAYERS)
         methods = part.methods_asked([Settings.parse(one, model).values for one in settings or ()], shape)
         report = Report("crossover", card.name, json_path)
-        rows = part.run(card, heads, methods, part.Asking(longest, chunk), out, report)
+        rows = part.run(card, heads, methods, longest, chunk, out, report)
         steps = len(methods) * len(card.engines)
         show(f"crossover, {card.name}, {heads}", part.COLUMNS, rows, steps, lambda row: "entry" in row)
         entries = [case["entry"] for case in report.cases if "entry" in case]
@@ -154,7 +150,6 @@ def show(
     is_step: Any = lambda row: True,
 ) -> None:
     """A line as each case comes, a bar meanwhile, a table at the end."""
-    from vllm_sparse_backend.measure.report import cell, table_of
 
     shown = []
     with bar(title.split(",")[0], steps) as progress:

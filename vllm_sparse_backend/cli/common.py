@@ -13,6 +13,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from vllm_sparse_backend.measure.report import BenchError
+from vllm_sparse_backend.settings.errors import ConfigurationError
+
 
 def group(help: str) -> typer.Typer:
     """Commands under one name, all of which take -h."""
@@ -49,7 +52,6 @@ def local_model(given: Path | None) -> Path | None:
 
 def folder_for(option: str, path: Path) -> Path:
     """A folder that is there or can be made: found out before anything is done. Raises BenchError."""
-    from vllm_sparse_backend.measure.report import BenchError
 
     there = next(one for one in (path.absolute(), *path.absolute().parents) if os.path.lexists(one))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
@@ -78,9 +80,7 @@ Chunk = Annotated[int, typer.Option(help="Tokens of a step, as --max-num-batched
 @contextmanager
 def failures(go_on: str = "") -> Iterator[None]:
     """What an operator can mend is one red line, not a traceback, and exit code 1; Ctrl-C says how to ``go_on``."""
-    from vllm_sparse_backend.measure.report import BenchError
     from vllm_sparse_backend.measure.server import ServerError
-    from vllm_sparse_backend.settings.errors import ConfigurationError
 
     try:
         yield
@@ -125,7 +125,6 @@ def _is_share(text: str) -> bool:
 
 def token_counts(option: str, text: str, or_none: bool = False, least: int = 1) -> list[int]:
     """Whole numbers from ``least`` on. ``or_none``: an empty text is none of them."""
-    from vllm_sparse_backend.measure.report import BenchError
 
     parts = split(text)
     if all(part.isdecimal() and int(part) >= least for part in parts) and (parts or or_none):
@@ -137,8 +136,6 @@ def token_counts(option: str, text: str, or_none: bool = False, least: int = 1) 
 def device_of(text: str | None) -> str:
     """What --device names, and otherwise the GPU where there is one. Raises BenchError where torch has none such."""
     import torch
-
-    from vllm_sparse_backend.measure.report import BenchError
 
     if text is None:
         return "cuda" if torch.cuda.is_available() else "cpu"

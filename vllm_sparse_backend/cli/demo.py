@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from vllm_sparse_backend.cli.common import MaybeModel, exit_on_sigterm, failure, failures
+from vllm_sparse_backend.settings.errors import ConfigurationError
 
 
 def demo(
@@ -19,7 +20,6 @@ def demo(
     """
     from vllm_sparse_backend.demo import run
     from vllm_sparse_backend.measure.server import ServerError
-    from vllm_sparse_backend.settings.errors import ConfigurationError
     from vllm_sparse_kernels.methods import sparse_names
 
     if method not in sparse_names():

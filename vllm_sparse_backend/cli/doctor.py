@@ -13,7 +13,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from vllm_sparse_backend.cli import attention_share
 from vllm_sparse_backend.cli.common import MaybeModel
+from vllm_sparse_backend.settings import modelcheck
+from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.model_shape import ModelShape, config_file
+from vllm_sparse_backend.settings.ranges import format_ranges
 
 Level = Literal["ok", "note", "bad"]
 STYLES: dict[Level, str] = {"ok": "green", "note": "yellow", "bad": "red"}
@@ -139,8 +144,6 @@ def attention(model: Path | None) -> Iterator[Finding]:
 
     A forecast: a server tries the engine on its warm-up batch, and goes on to the next where that fails.
     """
-    from vllm_sparse_backend.settings.errors import ConfigurationError
-    from vllm_sparse_backend.settings.model_shape import ModelShape
 
     if without_vllm():
         yield note("attention", "no engine looked for, as vLLM is not installed")
@@ -181,9 +184,6 @@ def counters() -> Iterator[Finding]:
 
 
 def model_layers(model: Path) -> Iterator[Finding]:
-    from vllm_sparse_backend.settings import modelcheck
-    from vllm_sparse_backend.settings.errors import ConfigurationError
-    from vllm_sparse_backend.settings.ranges import format_ranges
 
     try:
         reasons = modelcheck.layer_reasons(config_of(model))
@@ -205,9 +205,6 @@ def model_layers(model: Path) -> Iterator[Finding]:
 
 def best_speedups(model: Path) -> Iterator[Finding]:
     """What is to be won at all: whatever a method leaves out, linear layers stay."""
-    from vllm_sparse_backend.cli import attention_share
-    from vllm_sparse_backend.settings.errors import ConfigurationError
-    from vllm_sparse_backend.settings.model_shape import config_file
 
     config, source = config_of(model), str(config_file(model))
     try:
@@ -224,6 +221,5 @@ def best_speedups(model: Path) -> Iterator[Finding]:
 
 def config_of(model: Path) -> dict[str, Any]:
     """Of a model folder, or of its config.json."""
-    from vllm_sparse_backend.settings import modelcheck
 
     return modelcheck.read_config_file(model) if model.is_file() else modelcheck.read_config(model)

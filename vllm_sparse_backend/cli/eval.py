@@ -24,11 +24,11 @@ from vllm_sparse_backend.cli.common import (
     wide_console,
 )
 from vllm_sparse_backend.cli.progress import bar
+from vllm_sparse_backend.measure.report import Report, table_of
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.measure.asking import Asking
     from vllm_sparse_backend.measure.contestants import Contestant
-    from vllm_sparse_backend.measure.report import Report
 
 evaluate = group("Measure what sparse prefill loses: answers of stock vLLM and this backend to the same prompts.")
 
@@ -65,7 +65,6 @@ def answers(
     with failures(f"The same command goes on with what {json_path} holds." if json_path else ""):
         from vllm_sparse_backend.measure import asking as part
         from vllm_sparse_backend.measure.contestants import asked_for
-        from vllm_sparse_backend.measure.report import Report
         from vllm_sparse_backend.measure.server import device_name
 
         asking = part.Asking.about(text, token_counts("--lengths", lengths), count, facts)
@@ -76,10 +75,12 @@ def answers(
         )
         report = Report("answers", ", ".join(url or ()) or device_name(), json_path)
         _ask(contestants, asking, asking.key(contestants[0].model, server_args), report, concurrency)
-    _show(part.summaries(report.cases, [one.label for one in contestants], asking.lengths), report.cases)
+        rows = part.summaries(report.cases, [one.label for one in contestants], asking.lengths)
+        report.write(summary=rows)
+    _show(rows, report.cases)
 
 
-def _ask(contestants: Sequence["Contestant"], asking: "Asking", key: str, report: "Report", concurrency: int) -> None:
+def _ask(contestants: Sequence["Contestant"], asking: "Asking", key: str, report: Report, concurrency: int) -> None:
     """What the report's file does not hold yet, under a bar."""
     from vllm_sparse_backend.measure.asking import right_answers
     from vllm_sparse_backend.measure.contestants import ask_all, held, resume
@@ -105,12 +106,16 @@ def _show(rows: list[dict[str, Any]], cases: Sequence[dict[str, Any]]) -> None:
     """A table, and what failed: a run with failures ends with 1."""
     from vllm_sparse_backend.measure import asking as part
     from vllm_sparse_backend.measure.contestants import failures
-    from vllm_sparse_backend.measure.report import table_of
 
     console = wide_console()
-    caption = "right: all tokens of the answer rank first; perplexity: of all tokens but answers'"
+    caption = (
+        "right: all tokens of the answer rank first; perplexity: of all tokens but answers', change against the first's"
+    )
     # A hundredth of a perplexity matters, and the three digits of tables are too few for that.
     told = [row | {"perplexity": row["perplexity"] and f"{row['perplexity']:.4f}"} for row in rows]
+    for row in told:
+        if row["perplexity_change"] is not None:
+            row["perplexity_change"] = f"{row['perplexity_change']:+.2f}"
     console.print(table_of("Answers inside the prompt", part.COLUMNS, told, caption))
     for line in failures(cases):
         console.print(f"[red]{escape(line)}[/]", highlight=False, soft_wrap=True)

@@ -13,6 +13,7 @@ import typer
 
 from vllm_sparse_backend.cli.common import Chunk, Model, device_of, exit_on_sigterm, failures, folder_for, say
 from vllm_sparse_backend.cli.progress import bar
+from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of, unexpected
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.profiling.job import Job
@@ -84,7 +85,6 @@ def job_of(
 
 def _folders(out: Path, work: Path | None) -> Path:
     """The run's folder. Raises where that or the profile can't be written."""
-    from vllm_sparse_backend.settings.errors import ConfigurationError
 
     if out.exists():
         raise ConfigurationError(f"--out {out}: exists already: name another file, or delete it")
@@ -132,7 +132,6 @@ def _with_job(run: Callable[..., "Profile"]) -> Callable[..., None]:
 
 def write_whole(profile: "Profile", out: Path) -> None:
     """Whole or not at all, and over no other file. Raises ConfigurationError."""
-    from vllm_sparse_backend.settings.errors import ConfigurationError
 
     aside = out.with_name(f".{out.name}.new")
     try:
@@ -171,7 +170,6 @@ def pays(found: "OwnCrossover | None") -> str:
 
 def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
     from vllm_sparse_backend.profiling.measure import Bound
-    from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of, unexpected
     from vllm_sparse_backend.settings.profile import BOUNDS
 
     found: dict[str, Bound] = {}

@@ -14,9 +14,9 @@ from rich.table import Table
 
 from vllm_sparse_backend.cli import making
 from vllm_sparse_backend.cli.common import MaybeModel, Model, failure, failures, group, say
+from vllm_sparse_backend.settings.model_shape import ModelShape
 
 if TYPE_CHECKING:
-    from vllm_sparse_backend.settings.model_shape import ModelShape
     from vllm_sparse_backend.settings.profile import Level, Profile
     from vllm_sparse_kernels.methods.base import Method
 
@@ -104,7 +104,6 @@ def _load(name: str, model: Path | None) -> "tuple[Profile, ModelShape | None]":
     from vllm_sparse_backend.settings import auto
     from vllm_sparse_backend.settings.config import SparsePrefillConfig
     from vllm_sparse_backend.settings.documents import Documents
-    from vllm_sparse_backend.settings.model_shape import ModelShape
     from vllm_sparse_backend.settings.profile import load_profile
 
     shape = ModelShape.from_folder(model) if model is not None else None
@@ -122,7 +121,7 @@ def _load(name: str, model: Path | None) -> "tuple[Profile, ModelShape | None]":
     return loaded, shape
 
 
-def _describe(profile: "Profile", shape: "ModelShape | None") -> None:
+def _describe(profile: "Profile", shape: ModelShape | None) -> None:
     from vllm_sparse_backend.settings.methods import describe
 
     min_tokens = "the server's" if profile.min_tokens is None else profile.min_tokens
@@ -136,7 +135,7 @@ def _describe(profile: "Profile", shape: "ModelShape | None") -> None:
         _describe_level(level, shape, f"level {name}, ")
 
 
-def _describe_level(level: "Level", shape: "ModelShape", start: str) -> None:
+def _describe_level(level: "Level", shape: ModelShape, start: str) -> None:
     from vllm_sparse_backend.settings.methods import summarize
 
     sparse_layers = [layer for layer in range(shape.num_layers) if layer not in level.dense_layers]

@@ -2,6 +2,7 @@
 """The demo's text: simple prose with facts strewn over it, and questions about two of them, whose answers are known."""
 
 import random
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,11 +37,8 @@ def make_questions(count_tokens: Callable[[str], int], tokens: int) -> list[Ques
     templates = Templates()
     facts = [templates.fact.replace("{name}", name).replace("{value}", value) for name, value in zip(names, values)]
     lines = prose(tokens, 0).splitlines()  # a word is a token at least
-    low, high = 0, len(lines)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if count_tokens(_strewn(lines[:middle], facts)) >= tokens else (middle, high)
-    text = _strewn(lines[:high], facts)
+    num_lines = bisect_left(range(len(lines)), tokens, 1, key=lambda n: count_tokens(_strewn(lines[:n], facts)))
+    text = _strewn(lines[:num_lines], facts)
     asks = templates.question[: templates.question.index(" Answer:")]
     return [Question(text, names[i], asks.replace("{name}", names[i]), values[i]) for i in ASKED]
 

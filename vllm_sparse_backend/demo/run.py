@@ -42,12 +42,8 @@ class Given:
     answer: str | None
 
     @property
-    def is_right(self) -> bool:
-        return self.question.is_answered_by(self.answer)
-
-    @property
     def judged(self) -> str:
-        verdict = "[green]right[/]" if self.is_right else "[red]wrong[/]"
+        verdict = "[green]right[/]" if self.question.is_answered_by(self.answer) else "[red]wrong[/]"
         return f"{escape((self.answer or '').strip())} {verdict}"
 
 
@@ -76,7 +72,7 @@ def run_demo(model: Path | None, method: str, console: Console) -> None:
     _show_answers(given, console)
     if problem := report.problem():
         raise DemoError(f"The server answered, but its /metrics show no sparse prefill: {problem}.")
-    if known and not all(one.is_right for one in given):
+    if known and not all(one.question.is_answered_by(one.answer) for one in given):
         raise DemoError("An answer is wrong, and this model knows better.")
 
 

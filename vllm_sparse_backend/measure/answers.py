@@ -186,15 +186,17 @@ class Scores:
     """Summed negative log-probability of all tokens that are no answer's, and their number: the first has none."""
 
 
-def own_tokens(token_ids: Sequence[int], returned: Sequence[Mapping[str, Any] | None]) -> tuple[list[int], list[float]]:
-    """Ranks and log-probabilities of a prompt's tokens, from ``prompt_logprobs``; the first, which has none, 0 and 0.
+def score(prompt: Prompt, returned: Sequence[Mapping[str, Any] | None]) -> Scores:
+    """From ``prompt_logprobs``.
 
     ``returned``: for each token ``{token id: {"logprob": ..., "rank": ...}}``. Raises RequestError where a token's own
     is missing or is no number that a healthy model gives: nothing of such an answer is counted.
     """
+    token_ids = prompt.token_ids
     if not isinstance(returned, list) or len(returned) != len(token_ids):
         came = len(returned) if isinstance(returned, list) else returned
         raise RequestError(f"prompt_logprobs: {came!r} came back for a prompt of {len(token_ids)} tokens")
+    # The first token has none.
     ranks, logprobs = [0], [0.0]
     for place in range(1, len(token_ids)):
         own = (returned[place] or {}).get(str(token_ids[place]))
@@ -207,12 +209,6 @@ def own_tokens(token_ids: Sequence[int], returned: Sequence[Mapping[str, Any] | 
             raise RequestError(f"prompt_logprobs: rank {rank} at place {place}")
         ranks.append(rank)
         logprobs.append(logprob)
-    return ranks, logprobs
-
-
-def score(prompt: Prompt, returned: Sequence[Mapping[str, Any] | None]) -> Scores:
-    """From ``prompt_logprobs``, as ``own_tokens`` reads it. Raises RequestError as it does."""
-    ranks, logprobs = own_tokens(prompt.token_ids, returned)
     inside = {place for answer in prompt.answers for place in range(answer.begin, answer.end)}
     others = [-logprob for place, logprob in enumerate(logprobs) if place and place not in inside]
     return Scores([ranks[answer.begin : answer.end] for answer in prompt.answers], math.fsum(others), len(others))

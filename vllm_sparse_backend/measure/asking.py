@@ -5,13 +5,14 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from random import Random
+from statistics import fmean, stdev
 
 from vllm_sparse_backend.measure.answers import Facts, Prompt, Share, Templates, build_prompt, score, standard_error
 from vllm_sparse_backend.measure.client import Endpoint, RequestError
@@ -30,6 +31,8 @@ COLUMNS = {
     "standard_error": "± s.e.",
     "of_first": "of the first's",
     "perplexity": "perplexity",
+    "perplexity_change": "change, %",
+    "perplexity_change_error": "± s.e.",
     "density": "density, all lengths",
     "failed": "failed requests",
 }
@@ -96,7 +99,20 @@ class Asking:
         return sample == self.tokens
 
     def ask(self, endpoint: Endpoint, at: At) -> Case:
-        return ask_one(endpoint, self.made[at])
+        """A request that fails, or is not answered whole, has its ``error`` and no answers."""
+        prompt = self.made[at]
+        case: Case = {"sha256": prompt.sha256, "error": None}
+        began = time.perf_counter()
+        try:
+            scores = score(prompt, endpoint.prompt_logprobs(prompt.token_ids))
+        except RequestError as error:
+            return case | {"error": str(error)}
+        answers = [
+            {"place": answer.begin, "distance": answer.distance, "ranks": ranks}
+            for answer, ranks in zip(prompt.answers, scores.ranks)
+        ]
+        seconds = round(time.perf_counter() - began, 3)
+        return case | {"seconds": seconds, "nats": scores.nats, "others": scores.others, "answers": answers}
 
     def build_prompts(self, endpoint: Endpoint) -> dict[At, Prompt]:
         """By length and number: each of a stretch of the text that begins elsewhere."""
@@ -119,25 +135,22 @@ class Asking:
         return built
 
 
-def ask_one(endpoint: Endpoint, prompt: Prompt) -> Case:
-    """A request that fails, or is not answered whole, has its ``error`` and no answers."""
-    case: Case = {"sha256": prompt.sha256, "error": None}
-    began = time.perf_counter()
-    try:
-        scores = score(prompt, endpoint.prompt_logprobs(prompt.token_ids))
-    except RequestError as error:
-        return case | {"error": str(error)}
-    answers = [
-        {"place": answer.begin, "distance": answer.distance, "ranks": ranks}
-        for answer, ranks in zip(prompt.answers, scores.ranks)
-    ]
-    seconds = round(time.perf_counter() - began, 3)
-    return case | {"seconds": seconds, "nats": scores.nats, "others": scores.others, "answers": answers}
-
-
 def right_answers(case: Case) -> list[bool]:
     """Right is an answer whose tokens are all of rank 1."""
     return [all(rank == 1 for rank in answer["ranks"]) for answer in case["answers"]]
+
+
+def perplexity_change(first: Mapping[int, Case], second: Mapping[int, Case]) -> tuple[float | None, float | None]:
+    """In per cent, of the prompts that both answered, and its standard error over these; by each prompt's number."""
+    nats = [
+        second[i]["nats"] / second[i]["others"] - case["nats"] / case["others"]
+        for i, case in first.items()
+        if i in second
+    ]
+    if not nats:
+        return None, None
+    ratio = math.exp(fmean(nats))
+    return 100 * (ratio - 1), 100 * ratio * stdev(nats) / math.sqrt(len(nats)) if len(nats) > 1 else None
 
 
 def summaries(cases: Sequence[Case], labels: Sequence[str], lengths: Sequence[int]) -> list[Case]:
@@ -155,12 +168,14 @@ def summaries(cases: Sequence[Case], labels: Sequence[str], lengths: Sequence[in
             both = base.keys() & good.keys()
             first = sum(sum(right_answers(base[i])) for i in both)
             others = sum(c["others"] for c in good.values())
+            change, its_error = (None, None) if label == labels[0] else perplexity_change(base, good)
             rows.append({
                 "label": label, "tokens": length, "answers": str(whole) or None, "right": whole.right,
                 "asked": whole.asked, "share": whole.share if whole.asked else None,
                 "standard_error": standard_error(shares) if whole.asked else None,
                 "of_first": sum(sum(right_answers(good[i])) for i in both) / first if first else None,
                 "perplexity": math.exp(sum(c["nats"] for c in good.values()) / others) if others else None,
+                "perplexity_change": change, "perplexity_change_error": its_error,
                 "density": density.get(label), "failed": len(of) - len(good),
             })  # fmt: skip
     return rows

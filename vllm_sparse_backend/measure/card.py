@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from vllm_sparse_backend.measure.report import BenchError
-from vllm_sparse_kernels import AttendOptions, PagedCache, SparseIndex
-from vllm_sparse_kernels.attend import AttendSpec, Engine, engines
+from vllm_sparse_kernels.attend import engines
 from vllm_sparse_kernels.rows import to_device
 from vllm_sparse_kernels.trial import Batch
 
@@ -147,11 +146,6 @@ class Card:
                 if measured:
                     taken[name].append((time.perf_counter() - began) * 1e3 / len(contestants[name]))
         return taken
-
-
-def refusal(engine: Engine, cache: PagedCache, index: SparseIndex, options: AttendOptions | None = None) -> str | None:
-    """Why an engine cannot attend over such an index; None if it can."""
-    return engine.refusal(AttendSpec.of(cache, index, options))
 
 
 def _launch_ms(spans: Sequence[Span], new_pass: Run) -> float:

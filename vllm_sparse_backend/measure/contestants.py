@@ -196,10 +196,10 @@ def _ask_server(
         pool.shutdown(wait=False, cancel_futures=True)
     after = endpoint.metrics()
     if PREFIX in before and PREFIX in after:  # it counts pairs
-        rows = parse(after).rows - parse(before).rows
-        dense = {reason: count for (path, reason), count in rows.items() if path == "dense"}
-        counted = Pairs.on_page(after) - Pairs.on_page(before)
-        add({"part": "density", **base, "tokens": None, "prompt": None, **counted.figures, "dense_rows": dense})
+        now, then = parse(after), parse(before)
+        dense = {reason: count for (path, reason), count in (now.rows - then.rows).items() if path == "dense"}
+        figures = (now.pairs - then.pairs).figures
+        add({"part": "density", **base, "tokens": None, "prompt": None, **figures, "dense_rows": dense})
 
 
 def densities(cases: Sequence[Case]) -> dict[str, float | None]:

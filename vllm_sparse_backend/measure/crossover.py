@@ -16,7 +16,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -129,36 +129,29 @@ def climb_down(
     return found
 
 
-@dataclass(frozen=True)
-class Asking:
-    """Which lengths are tried."""
-
-    longest: int
-    chunk_tokens: int
-
-    def ladders(self) -> dict[str, dict[int, tuple[int, int]]]:
-        """Of both thresholds: each rung's (seq_len, query_len). Raises BenchError where the prompt is too short."""
-        after_dense = {
-            n: (n + query_len, query_len)
-            for n in ladder(SHORTEST_TOKENS, self.longest)
-            if n + (query_len := min(n, self.chunk_tokens // 2)) <= self.longest
-        }
-        if not after_dense:
-            raise BenchError(f"--longest: given {self.longest:,}, expected half a chunk more than {SHORTEST_TOKENS:,}")
-        new = [n for n in NEW_TOKENS if n <= self.chunk_tokens and n < self.longest]
-        return {"min_tokens": after_dense, "min_query_tokens": {n: (self.longest, n) for n in new}}
+def both_ladders(longest: int, chunk_tokens: int) -> dict[str, dict[int, tuple[int, int]]]:
+    """Of both thresholds: each rung's (seq_len, query_len). Raises BenchError where the prompt is too short."""
+    after_dense = {
+        n: (n + query_len, query_len)
+        for n in ladder(SHORTEST_TOKENS, longest)
+        if n + (query_len := min(n, chunk_tokens // 2)) <= longest
+    }
+    if not after_dense:
+        raise BenchError(f"--longest: given {longest:,}, expected half a chunk more than {SHORTEST_TOKENS:,}")
+    new = [n for n in NEW_TOKENS if n <= chunk_tokens and n < longest]
+    return {"min_tokens": after_dense, "min_query_tokens": {n: (longest, n) for n in new}}
 
 
 def run(
-    card: Card, heads: Heads, methods: Sequence[Method], asking: Asking, table: Path, report: Report
+    card: Card, heads: Heads, methods: Sequence[Method], longest: int, chunk_tokens: int, table: Path, report: Report
 ) -> Iterator[dict[str, Any]]:
     """Measures each method with each engine on planted prompts, and writes ``table`` as it goes.
 
     Yields each rung, and after those of a method and engine what the table says of them.
     """
-    ladders = asking.ladders()
+    ladders = both_ladders(longest, chunk_tokens)
     merge_entries(table, [])  # what is no table is found out before anything is measured
-    prompts = [planted_prompt(heads, asking.longest, card.device, seed) for seed in range(LAYERS)]
+    prompts = [planted_prompt(heads, longest, card.device, seed) for seed in range(LAYERS)]
     for method in methods:
         for engine in card.engines.values():
             found: dict[str, int | None] = {}

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from vllm_sparse_backend.measure.client import Answer, Endpoint, Prompts, RequestError
-from vllm_sparse_backend.measure.scrape import Pairs
+from vllm_sparse_backend.measure.scrape import Pairs, parse
 
 COLUMNS = {
     "case": "prompt",
@@ -86,10 +86,10 @@ def ask_in_turn(
         for i in range(-1, repeats_of(length, most_repeats)):  # the first warms up
             prompt = prefix + prompts.take(length.new_tokens if i >= 0 else min(length.new_tokens, MOST_TO_WARM_UP))
             for server, taken in asked if i % 2 else asked[::-1]:
-                before = Pairs.on_page(server.metrics()) if i == 0 else Pairs()
+                before = parse(server.metrics()).pairs if i == 0 else Pairs()
                 _ask(server, prefix, prompt, output_tokens, taken, timed=i >= 0)
                 if i == 0:
-                    taken.pairs = Pairs.on_page(server.metrics()) - before
+                    taken.pairs = parse(server.metrics()).pairs - before
                 step()
         yield length, [taken for _, taken in asked]
 

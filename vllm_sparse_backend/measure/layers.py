@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_sparse_backend.measure.card import refusal
 from vllm_sparse_backend.measure.data import Prompt
 from vllm_sparse_kernels import AttendOptions, SparseIndex, layer as layers
 from vllm_sparse_kernels.attend import AttendSpec, Engine, choose
@@ -46,13 +45,17 @@ class Layer:
         self.select()
         self.attend(engine)
 
+    @property
+    def spec(self) -> AttendSpec:
+        return AttendSpec.of(self.batch.cache, self.index, self.options)
+
     def engine(self, table: Mapping[str, Engine]) -> Engine:
         """The one that a server takes for this layer."""
-        return choose(table, AttendSpec.of(self.batch.cache, self.index, self.options)).engine
+        return choose(table, self.spec).engine
 
     def refusal(self, engine: Engine) -> str | None:
         """Why an engine cannot attend over this layer's index."""
-        return refusal(engine, self.batch.cache, self.index, self.options)
+        return engine.refusal(self.spec)
 
 
 def layers_of(

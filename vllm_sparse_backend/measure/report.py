@@ -36,10 +36,14 @@ class Report:
     def add_case(self, case: Mapping[str, Any]) -> None:
         # JSON has no NaN.
         self.cases.append({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in case.items()})
+        self.write()
+        self.on_case(self.cases[-1])
+
+    def write(self, **more: object) -> None:
+        """The file, where one is asked for; ``more`` goes before the cases."""
         if self.json_path is not None:
             about = {"bench": self.bench, "device": self.device, "command": self.command, "date": self.date}
-            write_json(self.json_path, {"format": FORMAT, **about, "versions": versions(), "cases": self.cases})
-        self.on_case(self.cases[-1])
+            write_json(self.json_path, {"format": FORMAT, **about, "versions": versions(), **more, "cases": self.cases})
 
 
 OUTPUTS = ("--json", "--results", "--png", "--html", "--table")

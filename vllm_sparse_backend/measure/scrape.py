@@ -46,10 +46,16 @@ class Report:
         return sum(count for (row_path, _), count in self.rows.items() if row_path == path)
 
     @property
+    def pairs(self) -> "Pairs":
+        """Of all layers together."""
+        layers = self.layers.values()
+        return Pairs(sum(one.kept_pairs for one in layers), sum(one.causal_pairs for one in layers))
+
+    @property
     def density(self) -> float:
         """Of all layers together; not a number where nothing was computed sparsely."""
-        causal = sum(counts.causal_pairs for counts in self.layers.values())
-        return sum(counts.kept_pairs for counts in self.layers.values()) / causal if causal else float("nan")
+        found = self.pairs.density
+        return float("nan") if found is None else found
 
     def problem(self) -> str | None:
         """Why these counts do not show a sparse prefill, or None if they do."""
@@ -70,12 +76,6 @@ class Pairs:
 
     kept: int = 0
     causal: int = 0
-
-    @staticmethod
-    def on_page(text: str) -> "Pairs":
-        """Of a /metrics page, since the server started; none where it does not count."""
-        layers = parse(text).layers.values()
-        return Pairs(sum(one.kept_pairs for one in layers), sum(one.causal_pairs for one in layers))
 
     @property
     def density(self) -> float | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from vllm_sparse_backend.measure.card import Card
-from vllm_sparse_backend.measure.crossover import SHORTEST_TOKENS, Asking, against_dense, climb_down
+from vllm_sparse_backend.measure.crossover import SHORTEST_TOKENS, against_dense, both_ladders, climb_down
 from vllm_sparse_backend.measure.data import Prompt
 from vllm_sparse_backend.measure.layers import layers_of
 from vllm_sparse_backend.profiling.job import Job
@@ -64,7 +64,7 @@ def _measured(job: Job, card: Card, methods: Methods, layers: Sequence[int]) -> 
     def climb(name: str, rungs: Mapping[int, tuple[int, int]]) -> Generator[dict[str, Any], None, None]:
         least[name] = yield from climb_down(rungs, measure)
 
-    ladders = Asking(captured.num_tokens, job.served.chunk_tokens).ladders()
+    ladders = both_ladders(captured.num_tokens, job.served.chunk_tokens)
     job.tell.begin("lengths", sum(map(len, ladders.values())))
     for name, rungs in ladders.items():
         for _ in climb(name, rungs):
