@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill profile`, from the command line."""
 
-import errno
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -110,18 +108,6 @@ def _is_refused(result: Result, *says: str) -> None:
     (line,) = result.output.splitlines()
     assert result.exit_code == 1
     assert all(said in line for said in says), line
-
-
-def test_import_on_a_full_disk_leaves_nothing_in_the_way(
-    model: Path, patterns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self: Path, text: str, **more: Any) -> None:
-        self.touch()
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Path, "write_text", full)
-    _is_refused(run("import", patterns, model, tmp_path / "full.yaml"), "cannot be written: No space left on device")
-    assert not [path for path in tmp_path.iterdir() if "full" in path.name]
 
 
 LEVELS = """\
