@@ -3,19 +3,21 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from tests.helpers.folders import profile_file
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.crossover import Thresholds
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
-from vllm_sparse_backend.settings.profile import LayerProfile, Profile
+from vllm_sparse_backend.settings.profile import LayerProfile
 from vllm_sparse_backend.settings.resolved import Resolved
 from vllm_sparse_kernels.layer import HeadGroup
 from vllm_sparse_kernels.methods.share_prefill.method import SharePrefill
@@ -31,14 +33,7 @@ Write = Callable[..., str]
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
     """Write a profile, and return its path."""
-
-    def write_profile(**fields: Any) -> str:
-        profile = Profile.model_validate({"format": 1, "model": "any", "default": WIDE} | fields)
-        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.yaml"
-        path.write_text(profile.to_yaml())
-        return str(path)
-
-    return write_profile
+    return partial(profile_file, tmp_path, default=WIDE)
 
 
 def test_equal_methods_are_one_group_in_order_of_their_first_heads(write: Write) -> None:

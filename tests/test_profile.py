@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given, strategies as st
 
 from vllm_sparse_backend.settings import strict_yaml
@@ -130,7 +129,6 @@ provenance: {recall: 2, prompts_sha256: abc}
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[1, 2]", "given a list, expected a mapping"),
         ("root:x:0:0\nnobody", "given a text, expected a mapping"),
         ("{a: 1\n", "line 2, column 1: "),
         (HEADER + "layers:\n  1: {}\n  1: {}\n", "line 6, column 3: key 1 is given twice"),
@@ -140,16 +138,10 @@ provenance: {recall: 2, prompts_sha256: abc}
         ("[" * 100_000, "nested deeper than"),
         (HEADER + "x: 2024-13-45", "not YAML: month"),
         ("a: \x00", "not YAML: "),
-        (HEADER.replace("1", "1.5", 1), "format: given 1.5, expected 1"),
         ("format: 1\nmodel:\ndefault: {method: dense}", "model: given None, expected the model's shape, or any"),
-        ("format: 1\nmodel: [1]\ndefault: {method: dense}", "model: given [1], expected a mapping"),
         (HEADER.replace("num_kv_heads: 2", "num_kv_heads: 3"), "given 3, expected a divisor of num_heads 8"),
         (HEADER + "layers: {0-3: {}, 2: {}}", "layers: given 2 in both '0-3' and 2, expected it once"),
-        (HEADER + "layers: {1: {}, '1': {}}", "layers: given 1 in both 1 and '1'"),
-        (
-            HEADER + "layers: {2: {heads: {0-3: {method: dense}, 3: {method: dense}}}}",
-            "layers.2.heads: given 3 in",
-        ),
+        (HEADER + "layers: {2: {heads: {0-3: {method: dense}, 3: {method: dense}}}}", "layers.2.heads: given 3 in"),
         (HEADER + "layers: {4-6: {}}", "layers.4-6: given 6, expected at most 5"),
         (HEADER + "layers: {0: {heads: {8: {method: dense}}}}", "layers.0.heads.8: given 8, expected at most 7"),
         (HEADER + "dense_layers: [1, 6]", "dense_layers: given 6, expected at most 5"),
@@ -168,24 +160,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     path.write_bytes(b"a: \xff")
     with pytest.raises(ConfigurationError, match=r"large\.yaml: not UTF-8 at byte 3"):
         load_profile(path)
-
-
-def test_no_key_is_compared_with_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of 200,000 keys must not take a minute."""
-
-    class Key(str):
-        __hash__ = str.__hash__
-
-        def __eq__(self, other: object) -> bool:
-            raise AssertionError("keys whose hashes differ were compared")
-
-    construct = strict_yaml._Loader.construct_object
-
-    def as_key(self: Any, node: Any, deep: bool = False) -> Any:
-        return Key(node.value) if isinstance(node, yaml.ScalarNode) else construct(self, node, deep)
-
-    monkeypatch.setattr(strict_yaml._Loader, "construct_object", as_key)
-    assert len(strict_yaml.parse("{a: 1, b: 2, c: 3}", "")) == 3
 
 
 # Whom it fits
@@ -240,23 +214,6 @@ def test_model_config_that_says_too_little(tmp_path: Path) -> None:
         ModelShape.from_config({"architectures": ["M"]})
     with pytest.raises(ConfigurationError, match=r"config\.json: cannot be read"):
         ModelShape.from_folder(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigurationError, match=r"config\.json: not JSON"):
-        ModelShape.from_folder(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"text_config": "abc"}, "text_config: given 'abc', expected a mapping"),
-        ({"rope_parameters": [1]}, r"rope_parameters: given \[1\], expected a mapping"),
-        ({"num_hidden_layers": 10**20}, f"num_layers: given {10**20}, expected at most 4096"),
-        ({"num_attention_heads": "4"}, "num_heads: given '4', expected an integer"),
-    ],
-)
-def test_model_config_with_values_of_another_kind(changes: dict[str, Any], expected: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"^M/config\.json: {expected}"):
-        ModelShape.from_config(CONFIG | changes, "M/config.json")
 
 
 # Written and read again
@@ -347,15 +304,9 @@ def test_levels() -> None:
         ("  high:", "  exact:", "such as high or fast, other than exact, default, on, p"),
         ("  high:", "  1:", "given 1, expected a name of small letters"),
         ("dense_layers: 0-1", "dense_layers: 0-6", "levels.high.dense_layers: given 6, expected at most 5"),
-        ("dense_layers: 0-1", "dense_layer: 0-1", "levels.high.dense_layer: unknown field: given 'dense_layer'"),
         ("dense_layers: 0-1", "min_tokens: 3", "levels.high.min_tokens: unknown field"),
-        ("{method: vertical_slash}", "{method: sash}", "levels.high.default: method: given 'sash'"),
-        ("output_error: 0.01", "output_error: x", "levels.high.provenance.bounds.output_error: given 'x'"),
-        ("0.25]", "1.25]", "provenance.figures.density.1-2.7: given 1.25, expected at most 1"),
         (", 0.25]", "]", "provenance.figures.density.1-2: given 7 numbers, expected one for each of the 8 heads"),
         ("error: {1:", "error: {6:", "provenance.figures.error.6: given 6, expected at most 5"),
-        ("density: {0:", "density: {1:", "provenance.figures.density: given 1 in both 1 and '1-2'"),
-        ("error:", "eror:", "provenance.figures.eror: unknown field: given 'eror', expected one of density, error"),
     ],
 )
 def test_wrong_level_or_figures(old: str, new: str, expected: str) -> None:

@@ -34,39 +34,27 @@ def test_every_other_reason_comes_from_a_property() -> None:
     assert set(PROPERTIES) == set(Fallback) - of_the_plan_or_device - OF_A_ROW
 
 
-@pytest.mark.parametrize(("reason", "properties"), PROPERTIES.items())
-def test_property_gives_its_reason(reason: Fallback, properties: dict[str, object]) -> None:
-    assert layer_fallback(**FITTING) is None
+FP8 = {"kv_cache_dtype": "fp8", "reads_fp8": True}
+UNREAD = ("nvfp4", "fp8_per_token_head", "fp8_inc", "turboquant_3bit")
+
+
+@pytest.mark.parametrize(
+    ("reason", "properties"),
+    [
+        (None, {}),
+        *PROPERTIES.items(),
+        (None, {"sliding_window": -1, "softcap": 0.0, "head_scales": True}),
+        (None, {"dtype": "torch.float16"}),
+        (None, {"dtype": "torch.bfloat16", "kv_cache_dtype": "bfloat16"}),
+        (None, {"dtype": "float32", "device_type": "cpu"}),
+        (None, {"kv_cache_dtype": "fp8_e4m3", "reads_fp8": True}),
+        (None, FP8 | {"head_dim": 80}),
+        *((Fallback.QUANTISED_CACHE, FP8 | one) for one in ({"reads_fp8": False}, {"head_dim": 16}, {"head_dim": 72})),
+        *((Fallback.QUANTISED_CACHE, FP8 | {"kv_cache_dtype": name}) for name in UNREAD),
+    ],
+)
+def test_property_gives_its_reason(reason: Fallback | None, properties: dict[str, object]) -> None:
     assert layer_fallback(**(FITTING | properties)) is reason
-
-
-@pytest.mark.parametrize(
-    "properties",
-    [
-        {"sliding_window": -1, "softcap": 0.0, "head_scales": True},
-        {"dtype": "torch.float16"},
-        {"dtype": "torch.bfloat16", "kv_cache_dtype": "bfloat16"},
-        {"dtype": "float32", "device_type": "cpu"},
-        {"kv_cache_dtype": "fp8_e4m3", "reads_fp8": True},
-        {"kv_cache_dtype": "fp8", "reads_fp8": True, "head_dim": 80},
-    ],
-)
-def test_property_that_is_fine(properties: dict[str, object]) -> None:
-    assert layer_fallback(**(FITTING | properties)) is None
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"reads_fp8": False},
-        {"head_dim": 16},
-        {"head_dim": 72},
-        *({"kv_cache_dtype": name} for name in ("nvfp4", "fp8_per_token_head", "fp8_inc", "turboquant_3bit")),
-    ],
-)
-def test_quantised_caches_that_no_one_reads_here(changes: dict[str, object]) -> None:
-    fp8 = FITTING | {"kv_cache_dtype": "fp8", "reads_fp8": True}
-    assert layer_fallback(**(fp8 | changes)) is Fallback.QUANTISED_CACHE
 
 
 def test_head_dims() -> None:

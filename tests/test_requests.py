@@ -3,13 +3,14 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.folders import profile_file
 from vllm_sparse_backend.settings import requests
 from vllm_sparse_backend.settings.config import RequestsConfig, SparsePrefillConfig
-from vllm_sparse_backend.settings.crossover import Crossover
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -17,27 +18,18 @@ from vllm_sparse_backend.settings.plan import DEFAULT, Plan
 from vllm_sparse_backend.settings.requests import MARK, Choices, Mark, fingerprint
 
 SHAPE = ModelShape(architecture="LlamaForCausalLM", num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32)
-NOTHING = Crossover(format=1, entries=())
 CHOICES = Choices(("exact", "high", "fast"), "high", 256, {"exact": "exact", "fast": "fast"})
 BY_MASS = replace(CHOICES, has_shares=True)
-PROFILE = """
-format: 1
-model: any
-min_tokens: 300
-level: high
-default: {method: sale, tau: 0.01}
-dense_layers: [0, 1]
-levels:
-  fast:
-    default: {method: a_shape}
-    dense_layers: [0, 3]
-"""
 
 
 @pytest.fixture
-def config(tmp_path: Any) -> SparsePrefillConfig:
-    (tmp_path / "levels.yaml").write_text(PROFILE)
-    return SparsePrefillConfig(profile=str(tmp_path / "levels.yaml"))
+def config(tmp_path: Path) -> SparsePrefillConfig:
+    fast = {"default": {"method": "a_shape"}, "dense_layers": [0, 3]}
+    sale = {"method": "sale", "tau": 0.01}
+    path = profile_file(
+        tmp_path, min_tokens=300, level="high", default=sale, dense_layers=[0, 1], levels={"fast": fast}
+    )
+    return SparsePrefillConfig(profile=path)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Captures of structured heads, without a model: of a layer each kind of head has its part."""
 
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.structured import structured
+from tests.helpers.folders import model_folder
 from vllm_sparse_backend.profiling.capture import Capture, LayerTensors, begin_capture, finish_capture, held_capture
 from vllm_sparse_backend.profiling.job import Job
 from vllm_sparse_backend.profiling.judge import Served
@@ -17,14 +17,10 @@ from vllm_sparse_backend.profiling.prompts import PromptSet
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 32
 
 
-def model_folder(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"], "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
+}  # fmt: skip
 
 
 class StructuredCapturer:
@@ -79,7 +75,7 @@ def random_prompts(count: int, num_tokens: int, seed: int) -> PromptSet:
 def make_job(folder: Path, num_tokens: int = 300, num_prompts: int = 1, **changes: object) -> Job:
     """Of 128-token chunks, the first 100 positions dense; one prompt unless told, and one held out."""
     fields = {
-        "model": model_folder(folder.parent / "model"), "prompts": random_prompts(num_prompts, num_tokens, 1),
+        "model": model_folder(folder.parent / "model", CONFIG), "prompts": random_prompts(num_prompts, num_tokens, 1),
         "held_out": random_prompts(1, num_tokens, 2), "served": Served(128, 100), "folder": folder,
         "capturer": StructuredCapturer(),
     } | changes  # fmt: skip

@@ -7,20 +7,12 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.demo.model import BUNDLED
+from vllm_sparse_backend.demo.model import BUNDLED as NEEDLE
 from vllm_sparse_backend.settings.profile import load_profile
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.dense.method import Dense
 
 pytest.importorskip("transformers", reason="models are run with transformers, which comes with vLLM")
-NEEDLE = BUNDLED
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"def part_{n}(x):\n    return x + {n * 7919}\n" for n in range(1200)))
-    return path
 
 
 def command(*words: object) -> tuple[int, str]:

@@ -6,23 +6,12 @@ import re
 
 import pytest
 
-from vllm_sparse_backend.demo.model import BUNDLED
+from vllm_sparse_backend.demo.model import BUNDLED as NEEDLE
 from vllm_sparse_backend.profiling.capture import load_tokenizer
 from vllm_sparse_backend.profiling.prompts import PromptSet, make_prompts, read_prompts
 from vllm_sparse_backend.settings.errors import ConfigurationError
 
 pytest.importorskip("transformers", reason="tokenizers are read with transformers, which comes with vLLM")
-NEEDLE = BUNDLED
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(8):
-        (folder / f"{i}.py").write_text(
-            "".join(f"def part_{i}_{n}(x):\n    return x + {n * 7919}\n" for n in range(120))
-        )
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,6 @@ def test_the_bundled_model_finds_facts_densely_where_a_method_cannot(method: str
     ("args", "says"),
     [
         (["--method", "dense"], "expected one of"),
-        (["nowhere"], "expected a model folder, or a name whose files lie in the local hub cache"),
         (["short"], "max_position_embeddings is 2048"),
     ],
 )

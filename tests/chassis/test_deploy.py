@@ -177,14 +177,6 @@ def test_production_stack_serves_this_backend() -> None:
     assert spec["serviceMonitor"]["enabled"]
 
 
-def test_nothing_sets_a_variable_for_counters() -> None:
-    """Processes of a server are counted together without one."""
-    files = [path for path in DEPLOY.rglob("*") if path.is_file() and path.name != "production-stack.yaml"]
-    assert len(files) > 5
-    for path in [*files, ROOT / "Makefile", ROOT / ".ci/run"]:
-        assert "PROMETHEUS_MULTIPROC_DIR" not in path.read_text(), path
-
-
 def test_workflow_actions_are_pinned_by_commit() -> None:
     for path in (ROOT / ".github/workflows").glob("*.yml"):
         for action in re.findall(r"uses: ([^\s]+)", path.read_text()):

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model that foreign files are for."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.foreign.files import CONFIG
+from tests.helpers.folders import model_folder
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    (folder := tmp_path / "model").mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return folder
+    return model_folder(tmp_path / "model", CONFIG)
