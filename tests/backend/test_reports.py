@@ -2,7 +2,6 @@
 """How a request was prefilled, for those that ask: what workers tally, and where the answer has it."""
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -102,42 +101,21 @@ def test_ranks_and_stages_make_one_report() -> None:
     assert reports.merged([[], []]) is None
 
 
-class TestAnswer:
-    @staticmethod
-    def told(monkeypatch: pytest.MonkeyPatch, content_type: bytes, *parts: bytes) -> list[dict[str, Any]]:
-        async def report(client: Any, answer_id: str) -> dict[str, str]:
-            return {"of": answer_id}
+@pytest.mark.parametrize("body", [b'{"error": {}}', b"no JSON", b"[]"])
+def test_what_is_no_answer_stays_as_it_is(body: bytes) -> None:
+    """What is one, in a body and in a stream, a real server answers (tests/server/test_serve.py)."""
+    sent: list[dict[str, Any]] = []
 
-        monkeypatch.setattr(reports, "report", report)
-        sent: list[dict[str, Any]] = []
+    async def keep(message: dict[str, Any]) -> None:
+        sent.append(message)
 
-        async def keep(message: dict[str, Any]) -> None:
-            sent.append(message)
+    async def run() -> None:
+        send = reports.Reporting(keep, None)
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"3")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for part, more in (body[:2], True), (body[2:], False):
+            await send({"type": "http.response.body", "body": part, "more_body": more})
 
-        async def run() -> None:
-            send = reports.Reporting(keep, None)
-            headers = [(b"content-type", content_type), (b"content-length", b"3")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            for i, part in enumerate(parts):
-                await send({"type": "http.response.body", "body": part, "more_body": i + 1 < len(parts)})
-
-        asyncio.run(run())
-        return sent
-
-    def test_in_a_body(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        start, body = self.told(monkeypatch, b"application/json", b'{"id": "cmpl-1", ', b'"choices": []}')
-        assert json.loads(body["body"]) == {"id": "cmpl-1", "choices": [], REPORT: {"of": "cmpl-1"}}
-        assert dict(start["headers"])[b"content-length"] == str(len(body["body"])).encode()
-
-    @pytest.mark.parametrize("body", [b'{"error": {}}', b"no JSON", b"[]"])
-    def test_what_is_no_answer_stays_as_it_is(self, monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
-        assert self.told(monkeypatch, b"application/json", body)[1]["body"] == body
-
-    def test_in_the_last_chunk_before_the_streams_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        events = [b'data: {"id": "a", "n": %d}\n\n' % i for i in range(3)] + [b"data: [DONE]\n\n", b""]
-        _, *sent = self.told(monkeypatch, b"text/event-stream", *events)
-        bodies = [message["body"] for message in sent]
-        assert bodies[:2] == events[:2]
-        assert json.loads(bodies[2].removeprefix(b"data: ")) == {"id": "a", "n": 2, REPORT: {"of": "a"}}
-        assert bodies[2].endswith(b"}\n\n")
-        assert (bodies[3:], [message.get("more_body") for message in sent][-1]) == (events[3:], False)
+    asyncio.run(run())
+    assert [message.get("body") for message in sent] == [None, body]
+    assert dict(sent[0]["headers"])[b"content-length"] == str(len(body)).encode()
