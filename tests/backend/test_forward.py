@@ -2,7 +2,6 @@
 """One attention layer on vLLM's own cache: mixed batches against vLLM's attention, methods against their references."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,9 +28,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "block_sparse": {"top_blocks": 3},
     "dense": {},
     "flex_vertical_slash": {"gamma": 0.1},
-    "sale": {"tau": 0.2},
+    "sale": {"tau": 0.2, "int8_scores": True},
     "share_prefill": {"gamma": 0.5, "cluster": 0, "max_sparsity": 2.0, "max_distance": 2.0},
-    "sparge_attn": {"kept_mass": 0.4, "min_similarity": -1.0},
+    "sparge_attn": {"kept_mass": 0.4, "min_similarity": -1.0, "skip_margin": -0.5, "int8_scores": True},
     "top_p": {"kept_mass": 0.3, "sink_tokens": 0, "local_tokens": 128},
     "vertical_slash": {"vertical_tokens": 40, "slash_tokens": 104},
 }
@@ -138,7 +137,7 @@ class TestMethods:
     def test_sparse_rows_are_the_reference_of_each_row_alone(self, built: Callable[..., Any], method: str) -> None:
         """Neither neighbours, nor pages, nor another layer of the step change what a row selects and gives.
 
-        And exactly the pairs are counted that the references keep.
+        Heads ask attention for what their methods say, and exactly the pairs are counted that the references keep.
         """
         layers, builder = built(0, 1, method=method, params=SETTINGS[method], min_tokens=MIN_TOKENS, check_index=True)
         step = make_step(layers[0], MIXED)
@@ -164,25 +163,3 @@ class TestMethods:
         causal = layers[0].impl.num_heads * sum(sum(range(start + 1, end + 1)) for start, end in spans)
         assert counted["kept_pairs", "0", "default"] == kept
         assert [counted["causal_pairs", layer, "default"] for layer in "01"] == [causal] * 2
-
-    def test_heads_ask_attention_for_what_their_methods_say(self, built: Callable[..., Any], tmp_path: Path) -> None:
-        """SpargeAttn's heads, merged, and others in between."""
-        profile = tmp_path / "options.yaml"
-        heads = (
-            "0: {method: sparge_attn, kept_mass: 0.4, skip_margin: -0.5}",
-            "2: {method: sale, tau: 0.2, int8_scores: true}",
-            "3: {method: sparge_attn, kept_mass: 0.7, int8_scores: true}",
-        )
-        layers = f"{{1: {{heads: {{{', '.join(heads)}}}}}}}"
-        profile.write_text(f"format: 1\nmodel: any\ndefault: {{method: dense}}\nlayers: {layers}\n")
-        (layer, plain), builder = built(1, 2, profile=str(profile), min_tokens=MIN_TOKENS, check_index=True)
-        assert [group.heads for group in layer.impl.layer.groups] == [(0, 3), (1,), (2,)]
-        assert layer.impl.layer.options.skip_margins.tolist() == [-0.5, *[float("-inf")] * 3]
-        assert layer.impl.layer.options.int8_heads.tolist() == [0, 0, 1, 1]
-        assert plain.impl.layer.options is None
-        step = make_step(layer, MIXED)
-        out = step.forward(layer, builder.build(0, step.common))
-        for row in SPARSE_ROWS:
-            tokens = slice(step.tokens(row).start + dense_tokens(step, row), step.tokens(row).stop)
-            expected, _ = reference(step, row, layer.impl.layer.groups, layer.impl.scale)
-            torch.testing.assert_close(out[tokens], expected, **CLOSE)
