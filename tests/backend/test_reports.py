@@ -3,16 +3,14 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from tests.backend.served import make_step
-from vllm_sparse_backend.serving import reports, row_levels
+from vllm_sparse_backend.serving import reports
 from vllm_sparse_backend.settings.plan import DEFAULT
-from vllm_sparse_backend.settings.requests import REPORT, Mark
 
 MIN_TOKENS = 120
 
@@ -48,31 +46,6 @@ class TestTally:
         assert {name: told[name] for name in own} == own
         assert 0 < told["kept_pairs"] < told["causal_pairs"]
 
-    def test_a_row_that_is_cut_counts_both_ways(self, built: Callable[..., Any], at_step: Any) -> None:
-        (layer,), builder = built(0, method="a_shape", min_tokens=MIN_TOKENS)
-        at_step(["exact", DEFAULT])
-        for req_id, level in ("0", "exact"), ("1", DEFAULT):
-            reports.begin(req_id, level)
-        builder.build(0, make_step(layer, [(0, 300), (20, 300)]).common)
-        tokens = [(told["level"], told["dense_tokens"], told["sparse_tokens"]) for told in map(one, "01")]
-        assert tokens == [("exact", 300, 0), (DEFAULT, 100, 200)]
-
-    def test_a_worker_learns_of_them_with_its_steps_and_says_so_at_their_end(self, lines: list[str]) -> None:
-        new = [
-            SimpleNamespace(req_id=f"cmpl-{i}", sampling_params=SimpleNamespace(extra_args=extra_args))
-            for i, extra_args in enumerate((None, {REPORT: True}, Mark("fast", "fast", 9).write({REPORT: 1})))
-        ]
-        runner = SimpleNamespace()
-        step = SimpleNamespace(finished_req_ids=[], scheduled_new_reqs=new)
-        with row_levels.at_step(runner, step):
-            assert {req_id: tally.level for req_id, tally in reports.TALLIES.items()} == {
-                "cmpl-1": DEFAULT, "cmpl-2": "fast",
-            }  # fmt: skip
-        reports.TALLIES["cmpl-2"].sparse_tokens = 7
-        with row_levels.at_step(runner, SimpleNamespace(finished_req_ids=["cmpl-2"], scheduled_new_reqs=[])):
-            pass
-        assert lines == ["sparse-prefill: request cmpl-2, level fast: 0 tokens prefilled dense, 7 sparse"]
-
     def test_they_are_found_by_the_answers_id_and_the_oldest_go(self) -> None:
         for req_id in ("cmpl-a-0-ff00", "cmpl-a-1-ff01", "0_cmpl-a-0", "cmpl-ab", "b-cmpl-a"):
             reports.begin(req_id, DEFAULT)
@@ -85,11 +58,6 @@ class TestTally:
 def pairs(builder: Any) -> dict[str, float]:
     samples, _ = builder.recorder.samples()
     return {name: sum(n for found, _, n in samples if found == name) for name in ("kept_pairs", "causal_pairs")}
-
-
-def one(req_id: str) -> dict[str, Any]:
-    (told,) = reports.about(req_id)
-    return told
 
 
 def test_ranks_and_stages_make_one_report() -> None:
