@@ -122,15 +122,6 @@ class TestSize:
         (layer,) = make_layers(config, [0])
         assert len(layer.impl.join(config, CPU).reserve().arena.buffer) == 1 << 16
 
-    @pytest.mark.parametrize(("engine", "block_tokens"), [("auto", 32), ("hopper", 32), ("portable", 64)])
-    def test_it_is_reckoned_with_the_blocks_that_layers_have(
-        self, engine: str, block_tokens: int, configured: Callable[..., Any]
-    ) -> None:
-        config = configured(method="sale", engine=engine, min_tokens=MIN_TOKENS)
-        (layer,) = layers = make_layers(config, [0])
-        (need,) = make_builder(config, layers).memory.room.layers
-        assert need.shape.block_tokens == layer.impl.layer.block_tokens == block_tokens
-
 
 class TestReservation:
     def test_vllms_profile_run_allocates_it_and_all_layers_share_it(self, configured: Callable[..., Any]) -> None:

@@ -53,6 +53,9 @@ def llama(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**(LLAMA | changes))
 
 
+WINDOWED = llama(layer_types=["sliding_attention", "full_attention"] * 3, sliding_window=1024)
+
+
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "DEVICE_TYPE", "cuda")
@@ -69,6 +72,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         served(LlavaConfig(architectures=["LlavaForConditionalGeneration"], text_config=llama())),
         served(Gemma3Config(architectures=["Gemma3ForConditionalGeneration"])),
         served(Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]), {"dense_layers": [3, 7, 11]}),
+        served(WINDOWED, {"dense_layers": [1, 3]}),
     ],
 )
 def test_what_can_go_sparse_passes(config: Any) -> None:
@@ -85,6 +89,7 @@ NONE = r"^--attention-backend sparse-prefill: no layer .*"
         (served(llama(), {"crossover": "/nowhere.json"}), "crossover: given '/nowhere.json'.* expected a file"),
         (served(llama(), parallel={"tensor_parallel_size": 3}), "tensor parallelism.* of 3 for 4 query heads"),
         (served(MambaConfig(architectures=["MambaForCausalLM"])), "/a/model.*num_heads"),
+        (served(WINDOWED, {"dense_layers": [1, 3, 5]}), "sliding_window: "),  # and all others by the configuration
         (served(llama(), dtype=torch.float32), NONE + Fallback.DTYPE),
         (served(llama(), cache={"cache_dtype": "fp8_e4m3"}), NONE + Fallback.QUANTISED_CACHE),  # on a CPU
         (served(llama(), parallel={"decode_context_parallel_size": 2}), NONE + Fallback.DECODE_CONTEXT_PARALLEL),
@@ -169,12 +174,3 @@ class TestSleepMode:
             config.model_config.enable_sleep_mode = asleep
             places.append(compat.outside_memory_pool(config, torch.device("cpu"), threading.get_ident))
         assert places[0] == threading.get_ident() != places[1]
-
-
-def test_layers_that_could_are_all_switched_off() -> None:
-    """Every windowed layer for one reason, every other by the configuration."""
-    kinds = ["sliding_attention", "full_attention"] * 3
-    config = llama(layer_types=kinds, sliding_window=1024)
-    startup.check(served(config, {"method": "dense", "dense_layers": [1, 3]}))
-    with pytest.raises(ConfigurationError, match="sliding_window: "):
-        startup.check(served(config, {"method": "dense", "dense_layers": [1, 3, 5]}))
