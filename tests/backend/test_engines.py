@@ -17,7 +17,7 @@ from tests.helpers.paged_varlen import STAND_IN
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.engines import EnginePicker, failure, refuse_on_cpu
 from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_kernels.attend import PORTABLE, Engine, engines as all_engines, flash_engine
+from vllm_sparse_kernels.attend import PORTABLE, Engine, flash_engine
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.reference import attend as reference
 from vllm_sparse_kernels.trial import expected_attention
@@ -103,10 +103,3 @@ def test_on_a_cpu_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compat.flash_attention() is None
     monkeypatch.setattr(compat, "IS_CPU", False)
     refuse_on_cpu("flash")
-
-
-def test_every_engine_can_be_asked_for_by_name() -> None:
-    from vllm_sparse_backend.settings.config import SparsePrefillConfig
-
-    for name in all_engines():
-        assert SparsePrefillConfig(engine=name).engine == name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches in fp8 through the backend: vLLM's bytes and scales, who may read them, and what warm-up meets."""
+"""Caches in fp8 through the backend: vLLM's bytes and scales, and who may read them."""
 
 import re
 from contextlib import nullcontext
@@ -12,30 +12,19 @@ import torch
 pytest.importorskip("vllm", reason="needs vLLM")
 
 from tests.backend.test_startup import llama, served
-from tests.backend.test_warmup import (
-    HAS_CUDA,
-    SHAPE,
-    check_compilations,
-    check_keys,
-    make_impls,
-    random_steps,
-    uncomputed,
-)
-from vllm_sparse_backend.serving import compat, engines, startup
+from tests.backend.test_warmup import HAS_CUDA, SHAPE, make_impls
+from vllm_sparse_backend.serving import compat, startup
 from vllm_sparse_backend.serving.arena import rows_of
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.step import Slab, SparseStep
 from vllm_sparse_backend.serving.warmup import in_turn
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.reasons import Fallback
-from vllm_sparse_kernels.attend import FlashAttention
 from vllm_sparse_kernels.paged import FP8
 
 CPU = torch.device("cpu")
 Q_SCALE, K_SCALE, V_SCALE = 0.02, 0.05, 0.3
 PAGE_TOKENS = 16
-
-interpreted = pytest.mark.skipif(HAS_CUDA, reason="needs Triton's interpreter, whose kernels need no device")
 
 
 @pytest.fixture
@@ -55,7 +44,7 @@ def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
     return (x / scale).clamp(-448, 448).to(FP8)
 
 
-@interpreted
+@pytest.mark.skipif(HAS_CUDA, reason="needs Triton's interpreter, whose kernels need no device")
 def test_a_layer_attends_to_what_vllm_has_written(as_on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """``forward`` with queries in fp8 and a cache of bytes, against softmax over what they count."""
     impls = make_impls("dense", {}, CPU)
@@ -115,33 +104,3 @@ def test_servers_that_read_fp8(as_on_hopper: None, cache_dtype: str, scheme: Any
     config.quant_config = SimpleNamespace(kv_cache_scheme=scheme)
     with nullcontext() if reason is None else pytest.raises(ConfigurationError, match=re.escape(reason.explain)):
         startup.check(config)
-
-
-@interpreted
-@pytest.mark.parametrize(
-    ("method", "params", "engine"),
-    [("sale", {}, "flash"), ("anchor_attention", {}, "flash"), ("vertical_slash", {}, "portable")],
-)
-def test_warm_up_meets_every_kernel(
-    as_on_hopper: None, method: str, params: dict[str, Any], engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compat, "DEVICE_TYPE", "cpu")
-    monkeypatch.setattr(compat, "flash_attention", lambda: FlashAttention.of_version(3, uncomputed))
-    monkeypatch.setattr(engines, "expected_attention", lambda batch, index, options: None)
-    monkeypatch.setattr(engines, "failure", lambda *_: None)
-    impls = make_impls(method, params, CPU, engine=engine)
-    steps = check_keys(impls, 128, engine, random_steps(seed=5, number=8), monkeypatch, in_fp8=True)
-    assert {impl.layer.engine.name for impl in impls} == {engine}
-    assert any("fp8" in key for _, key in steps)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("engine", ["auto", "portable"])
-@pytest.mark.parametrize(
-    "method", ["anchor_attention", "sale", "share_prefill", "sparge_attn", "top_p", "vertical_slash"]
-)
-def test_nothing_compiles_after_warm_up_on_a_gpu(method: str, engine: str) -> None:
-    params = {"cluster": 0} if method == "share_prefill" else {}
-    impls = make_impls(method, params, torch.device("cuda", 0), engine=engine)
-    check_compilations(impls, engine, in_fp8=True)
-    assert {impl.layer.engine.name for impl in impls} == {"flash" if engine == "auto" else engine}

@@ -27,7 +27,7 @@ from vllm_sparse_backend.serving.layers import model_layers
 from vllm_sparse_backend.serving.metadata import SparsePrefillMetadata, SparsePrefillMetadataBuilder
 from vllm_sparse_backend.serving.samples import worker_samples
 from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.metrics import METRICS, WORKER_METHOD
+from vllm_sparse_backend.settings.metrics import METRICS
 from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.reasons import Fallback
 
@@ -36,15 +36,18 @@ LONG = [(50, 1), (0, 200)]
 Configure = Callable[..., Any]
 
 
+@pytest.fixture
+def config(configured: Configure) -> Any:
+    """Where all that can goes sparse early."""
+    return configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
+
+
 def stays_dense(builder: SparsePrefillMetadataBuilder) -> bool:
     return builder.sparse_layers == () and type(builder.build(0, make_common(LONG))) is compat.DenseMetadata
 
 
 class TestGroups:
-    def test_windowed_layers_have_a_builder_that_passes_everything_on(
-        self, configured: Configure, lines: list[str]
-    ) -> None:
-        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
+    def test_windowed_layers_have_a_builder_that_passes_everything_on(self, config: Any, lines: list[str]) -> None:
         windowed, full = make_layers(config, [0, 2], per_layer_sliding_window=64), make_layers(config, [1, 3])
         assert stays_dense(make_builder(config, windowed))
         assert f"sparse-prefill: layers 0,2 prefill dense: {Fallback.SLIDING_WINDOW.explain}" in lines
@@ -119,9 +122,8 @@ def test_auto_knows_what_the_served_model_is_called(configured: Configure) -> No
 
 
 class TestDrafts:
-    def test_layers_of_a_draft_model_have_no_part_in_the_plan(self, configured: Configure) -> None:
+    def test_layers_of_a_draft_model_have_no_part_in_the_plan(self, config: Any) -> None:
         """Past the model's own numbers (EAGLE), or with the same numbers under another name (a model of its own)."""
-        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
         own = make_layers(config, range(4))
         drafts = [make_layer(config, name) for name in (layer_name(4), "draft_model.model.layers.0.self_attn.attn")]
         builders = make_builder(config, own + drafts), make_builder(config, drafts)
@@ -129,9 +131,8 @@ class TestDrafts:
         assert stays_dense(builders[1])
         assert [not layer.impl.is_adopted for layer in own + drafts] == [False] * 4 + [True] * 2
 
-    def test_a_drafts_builder_with_the_drafts_configuration(self, configured: Configure, tmp_path: Any) -> None:
+    def test_a_drafts_builder_with_the_drafts_configuration(self, config: Any, tmp_path: Any) -> None:
         """Whose shape no profile of the served model would fit."""
-        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
         make_layers(config, range(4))
         (draft,) = make_layers(config, [4])
         other = make_config(make_model(tmp_path, num_hidden_layers=1, num_attention_heads=2), backend=None)
@@ -153,12 +154,11 @@ class TestDrafts:
 class TestDerived:
     """Backends that vLLM derives from the chosen one."""
 
-    def test_chunked_attention(self, configured: Configure) -> None:
+    def test_chunked_attention(self, config: Any) -> None:
         """Its builder cuts requests into chunks: lengths of its batches are not those of the requests."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
 
-        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
         with set_current_vllm_config(config):
             chunked = ChunkedLocalAttention(
                 4, 32, 32**-0.5, 128, num_kv_heads=2, cache_config=config.cache_config, prefix=layer_name(0)
@@ -173,13 +173,12 @@ class TestDerived:
         assert type(metadata) is compat.DenseMetadata
         assert metadata.seq_lens.tolist() == [128, 4, 128, 128, 44]
 
-    def test_layers_that_share_a_cache_and_prefill_fast(self, configured: Configure) -> None:
+    def test_layers_that_share_a_cache_and_prefill_fast(self, config: Any) -> None:
         """Their builder keeps only the tokens that are sampled from: positions no longer follow each other."""
         from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
 
         from vllm_sparse_backend.serving.backend import SparsePrefillBackend
 
-        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
         layers = make_layers(config, [0, 1])
         cls = create_fast_prefill_custom_backend("FastPrefill", SparsePrefillBackend).get_builder_cls()
         builder = make_builder(config, layers[1:], cls)
@@ -199,8 +198,7 @@ class TestCounting:
         samples, _ = builder.recorder.samples()
         return {" ".join(labels[:2]).strip(): count for name, labels, count in samples if name == "rows"}
 
-    def test_rows_count_once_however_many_groups_see_them(self, configured: Configure) -> None:
-        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
+    def test_rows_count_once_however_many_groups_see_them(self, config: Any) -> None:
         groups = [make_layers(config, [0], per_layer_sliding_window=64), *(make_layers(config, [i]) for i in (1, 2, 3))]
         builders = [make_builder(config, layers) for layers in groups]
         assert len({id(builder.recorder) for builder in builders[1:]}) == 1
@@ -230,11 +228,10 @@ class TestCounting:
         run()
         assert self.rows(builder) == {"decode": 1, "sparse": 1}
 
-    def test_a_row_that_two_microbatches_share_counts_once(self, configured: Configure) -> None:
+    def test_a_row_that_two_microbatches_share_counts_once(self, config: Any) -> None:
         """Cut up by vLLM itself, in the midst of a row that is sparse in both parts, and of one that is in one."""
         from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
-        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
         (layer,) = layers = make_layers(config, [0])
         first, second = make_builder(config, layers), make_builder(config, layers)
         assert first.recorder is second.recorder is layer.impl.worker.recorder
@@ -246,10 +243,9 @@ class TestCounting:
         assert self.rows(first) == {"decode": 2, "sparse": 2, "dense too_short": 2}
 
     def test_every_pipeline_stage_counts_rows_and_its_own_layers(
-        self, configured: Configure, monkeypatch: pytest.MonkeyPatch
+        self, config: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The page takes the rows of one of them (tests/test_metrics_page.py)."""
-        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
         monkeypatch.setattr(config.parallel_config, "pipeline_parallel_size", 2)
         for stage in range(2):
             config.compilation_config.static_forward_context.clear()
@@ -261,35 +257,14 @@ class TestCounting:
             step.forward(layer, builder.build(0, step.common))
             told = worker_samples(SimpleNamespace(vllm_config=config, rank=stage))["samples"]
             samples = {(name, *labels): value for name, labels, value in told}
+            assert {name for name, *_ in samples} <= set(METRICS)
+            assert (
+                0 < samples["arena_peak_bytes",] <= samples["arena_bytes",] == layer.impl.worker.memory.room.num_bytes
+            )
+            assert samples["arena_overflows",] == samples["compilations", "serving"] == 0
             assert samples["layers", "torch"] == samples["tiles", str(stage), DEFAULT] == 1
             assert samples["rows", "sparse", "", DEFAULT] == samples["rows", "decode", "", ""] == 1
             assert not {("tiles", str(1 - stage), DEFAULT), ("layers", "dense")} & {*samples}
-
-    def test_what_a_worker_hands_to_the_server(self, built: Configure) -> None:
-        import msgspec
-        from vllm.v1.serial_utils import run_method
-        from vllm.v1.worker.worker_base import WorkerWrapperBase
-
-        settings = {"params": {"sink_tokens": 64, "local_tokens": 64}, "dense_layers": [3]}
-        layers, builder = built(*range(4), method="a_shape", **settings)
-        step = make_step(layers[0], [(300, 170)])
-        step.forward(layers[0], builder.build(0, step.common))
-        plugin.register()
-        wrapper = WorkerWrapperBase()
-        wrapper.worker = SimpleNamespace(vllm_config=builder.vllm_config, rank=3)
-        told = run_method(wrapper, WORKER_METHOD, (), {})
-        told = msgspec.msgpack.decode(msgspec.msgpack.encode(told))  # as it travels
-        assert (told["rank"], told["behind"]) == (3, False)
-        samples = {(name, *labels): value for name, labels, value in told["samples"]}
-        assert samples["layers", "torch"] == 3
-        assert samples["layers", "dense"] == 1
-        assert samples["rows", "sparse", "", DEFAULT] == 1
-        assert samples["tiles", "0", DEFAULT] == 2
-        assert 0 < samples["kept_pairs", "0", DEFAULT] < samples["causal_pairs", "0", DEFAULT]
-        reserved = layers[0].impl.worker.memory.room.num_bytes
-        assert 0 < samples["arena_peak_bytes",] <= samples["arena_bytes",] == reserved
-        assert samples["arena_overflows",] == samples["compilations", "serving"] == 0
-        assert {name for name, *_ in samples} <= set(METRICS)
 
     def test_a_worker_without_such_layers_has_little_to_tell(self, configured: Configure) -> None:
         told = worker_samples(SimpleNamespace(vllm_config=configured(method="dense"), rank=0))

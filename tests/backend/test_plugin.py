@@ -4,8 +4,6 @@
 import asyncio
 import contextlib
 import multiprocessing
-import operator
-import pickle
 from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -27,6 +25,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from tests.backend.served import make_config, make_model
 from vllm_sparse_backend import plugin
+from vllm_sparse_backend.serving.metrics_page import MetricsEndpoint
 from vllm_sparse_backend.settings.errors import ConfigurationError
 
 CUSTOM = registry.AttentionBackendEnum.CUSTOM
@@ -62,22 +61,14 @@ def path_of(backend: Any) -> str:
     return current_platform.get_attn_backend_cls(backend, SELECTION, num_heads=4)
 
 
-class TestMetrics:
-    """No app is built and no engine started here: real servers are in tests/server."""
-
-    @pytest.fixture
-    def loaded(self, monkeypatch: pytest.MonkeyPatch) -> Any:
-        """vLLM's own loader of endpoint plugins, and with ours."""
-        from vllm import plugins
-
-        from vllm_sparse_backend.serving import hooks
-
-        own = getattr(plugins.load_endpoint_plugins, "__wrapped__", plugins.load_endpoint_plugins)
-        monkeypatch.setattr(plugins, "load_endpoint_plugins", own)
-        for _ in range(2):
-            assert hooks.install_counters() is None
-        assert plugins.load_endpoint_plugins.__wrapped__ is own
-        return plugins.load_endpoint_plugins
+class TestRegistration:
+    @pytest.mark.parametrize("flag", ["sparse-prefill", "SPARSE-PREFILL", "sparse_prefill", "Sparse_Prefill"])
+    def test_the_flag_means_the_backend(self, untouched: type, flag: str) -> None:
+        plugin.register()
+        backend = AttentionConfig(backend=flag).backend
+        assert backend is CUSTOM
+        assert backend.get_class().__name__ == "SparsePrefillBackend"
+        assert registry.AttentionBackendEnum[backend.get_class().get_name()] is backend
 
     def test_without_a_place_for_it_there_is_a_line_and_a_server(
         self, untouched: type, lines: list[str], monkeypatch: pytest.MonkeyPatch
@@ -89,30 +80,14 @@ class TestMetrics:
         assert AttentionConfig(backend="sparse-prefill").backend is CUSTOM
 
     @pytest.mark.parametrize("backend", ["sparse-prefill", None])
-    def test_only_servers_of_this_backend_have_a_page(self, untouched: type, loaded: Any, backend: str | None) -> None:
-        from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
-
+    def test_only_servers_of_this_backend_have_a_page(self, untouched: type, backend: str | None) -> None:
         plugin.register()
-        (endpoint, levels), (other, _) = loaded(("generate",)), loaded(None)
-        assert isinstance(endpoint, EndpointPlugin)
-        assert isinstance(levels, EndpointPlugin)
-        assert endpoint.page is not other.page  # each of its own app
-        chosen = SimpleNamespace(backend=AttentionConfig(backend=backend).backend)
-        settings = {"sparse_prefill": {"method": "a_shape"}}
-        model = SimpleNamespace(served_model_name="m")
-        config = SimpleNamespace(attention_config=chosen, additional_config=settings, model_config=model)
-        asyncio.run(endpoint.init_state(SimpleNamespace(vllm_config=config), None, Namespace()))
+        config = SimpleNamespace(
+            attention_config=AttentionConfig(backend=backend), model_config=SimpleNamespace(served_model_name="m"),
+            additional_config={"sparse_prefill": {"method": "a_shape"}},
+        )  # fmt: skip
+        asyncio.run((endpoint := MetricsEndpoint()).init_state(SimpleNamespace(vllm_config=config), None, Namespace()))
         assert endpoint.page.is_open == (backend is not None)
-
-
-class TestRegistration:
-    @pytest.mark.parametrize("flag", ["sparse-prefill", "SPARSE-PREFILL", "sparse_prefill", "Sparse_Prefill"])
-    def test_the_flag_means_the_backend(self, untouched: type, flag: str) -> None:
-        plugin.register()
-        backend = AttentionConfig(backend=flag).backend
-        assert backend is CUSTOM
-        assert backend.get_class().__name__ == "SparsePrefillBackend"
-        assert registry.AttentionBackendEnum[backend.get_class().get_name()] is backend
 
     def test_again_changes_nothing(self, untouched: type) -> None:
         plugin.register()
@@ -217,21 +192,12 @@ class TestPlatform:
         assert config.model_config is None
 
 
-class TestSpawn:
-    """A new process, which has no plugin until vLLM's own loader brings it."""
-
-    def test_the_choice_survives_there(self) -> None:
-        plugin.register()
-        backend = AttentionConfig(backend="sparse-prefill").backend
-        assert pickle.loads(pickle.dumps(backend)) is backend
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            assert pool.submit(operator.attrgetter("name"), backend).result(timeout=300) == "CUSTOM"
-
-    @pytest.mark.parametrize("plugins", ["none", "sparse_prefill"])
-    def test_left_out_it_is_stock_vllm(self, monkeypatch: pytest.MonkeyPatch, plugins: str) -> None:
-        monkeypatch.setenv("VLLM_PLUGINS", plugins)
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            assert pool.submit(registered_there).result(timeout=300) == ([plugins != "none"] * 3)
+@pytest.mark.parametrize("plugins", ["none", "sparse_prefill"])
+def test_left_out_it_is_stock_vllm(monkeypatch: pytest.MonkeyPatch, plugins: str) -> None:
+    """In a new process, which has no plugin until vLLM's own loader brings it."""
+    monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(registered_there).result(timeout=300) == ([plugins != "none"] * 3)
 
 
 def registered_there() -> list[bool]:

@@ -2,18 +2,15 @@
 """How a request was prefilled, for those that ask: what workers tally, and where the answer has it."""
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from tests.backend.served import make_step
-from vllm_sparse_backend.serving import reports, row_levels
+from vllm_sparse_backend.serving import reports
 from vllm_sparse_backend.settings.plan import DEFAULT
-from vllm_sparse_backend.settings.requests import REPORT, Mark
 
 MIN_TOKENS = 120
 
@@ -49,31 +46,6 @@ class TestTally:
         assert {name: told[name] for name in own} == own
         assert 0 < told["kept_pairs"] < told["causal_pairs"]
 
-    def test_a_row_that_is_cut_counts_both_ways(self, built: Callable[..., Any], at_step: Any) -> None:
-        (layer,), builder = built(0, method="a_shape", min_tokens=MIN_TOKENS)
-        at_step(["exact", DEFAULT])
-        for req_id, level in ("0", "exact"), ("1", DEFAULT):
-            reports.begin(req_id, level)
-        builder.build(0, make_step(layer, [(0, 300), (20, 300)]).common)
-        tokens = [(told["level"], told["dense_tokens"], told["sparse_tokens"]) for told in map(one, "01")]
-        assert tokens == [("exact", 300, 0), (DEFAULT, 100, 200)]
-
-    def test_a_worker_learns_of_them_with_its_steps_and_says_so_at_their_end(self, lines: list[str]) -> None:
-        new = [
-            SimpleNamespace(req_id=f"cmpl-{i}", sampling_params=SimpleNamespace(extra_args=extra_args))
-            for i, extra_args in enumerate((None, {REPORT: True}, Mark("fast", "fast", 9).write({REPORT: 1})))
-        ]
-        runner = SimpleNamespace()
-        step = SimpleNamespace(finished_req_ids=[], scheduled_new_reqs=new)
-        with row_levels.at_step(runner, step):
-            assert {req_id: tally.level for req_id, tally in reports.TALLIES.items()} == {
-                "cmpl-1": DEFAULT, "cmpl-2": "fast",
-            }  # fmt: skip
-        reports.TALLIES["cmpl-2"].sparse_tokens = 7
-        with row_levels.at_step(runner, SimpleNamespace(finished_req_ids=["cmpl-2"], scheduled_new_reqs=[])):
-            pass
-        assert lines == ["sparse-prefill: request cmpl-2, level fast: 0 tokens prefilled dense, 7 sparse"]
-
     def test_they_are_found_by_the_answers_id_and_the_oldest_go(self) -> None:
         for req_id in ("cmpl-a-0-ff00", "cmpl-a-1-ff01", "0_cmpl-a-0", "cmpl-ab", "b-cmpl-a"):
             reports.begin(req_id, DEFAULT)
@@ -88,11 +60,6 @@ def pairs(builder: Any) -> dict[str, float]:
     return {name: sum(n for found, _, n in samples if found == name) for name in ("kept_pairs", "causal_pairs")}
 
 
-def one(req_id: str) -> dict[str, Any]:
-    (told,) = reports.about(req_id)
-    return told
-
-
 def test_ranks_and_stages_make_one_report() -> None:
     tally = {"level": "fast", "dense_tokens": 100, "sparse_tokens": 300, "kept_pairs": 10, "causal_pairs": 80}
     silent = {**tally, "dense_tokens": 0, "sparse_tokens": 0, "kept_pairs": 30}
@@ -102,42 +69,21 @@ def test_ranks_and_stages_make_one_report() -> None:
     assert reports.merged([[], []]) is None
 
 
-class TestAnswer:
-    @staticmethod
-    def told(monkeypatch: pytest.MonkeyPatch, content_type: bytes, *parts: bytes) -> list[dict[str, Any]]:
-        async def report(client: Any, answer_id: str) -> dict[str, str]:
-            return {"of": answer_id}
+@pytest.mark.parametrize("body", [b'{"error": {}}', b"no JSON", b"[]"])
+def test_what_is_no_answer_stays_as_it_is(body: bytes) -> None:
+    """What is one, in a body and in a stream, a real server answers (tests/server/test_serve.py)."""
+    sent: list[dict[str, Any]] = []
 
-        monkeypatch.setattr(reports, "report", report)
-        sent: list[dict[str, Any]] = []
+    async def keep(message: dict[str, Any]) -> None:
+        sent.append(message)
 
-        async def keep(message: dict[str, Any]) -> None:
-            sent.append(message)
+    async def run() -> None:
+        send = reports.Reporting(keep, None)
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"3")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for part, more in (body[:2], True), (body[2:], False):
+            await send({"type": "http.response.body", "body": part, "more_body": more})
 
-        async def run() -> None:
-            send = reports.Reporting(keep, None)
-            headers = [(b"content-type", content_type), (b"content-length", b"3")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            for i, part in enumerate(parts):
-                await send({"type": "http.response.body", "body": part, "more_body": i + 1 < len(parts)})
-
-        asyncio.run(run())
-        return sent
-
-    def test_in_a_body(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        start, body = self.told(monkeypatch, b"application/json", b'{"id": "cmpl-1", ', b'"choices": []}')
-        assert json.loads(body["body"]) == {"id": "cmpl-1", "choices": [], REPORT: {"of": "cmpl-1"}}
-        assert dict(start["headers"])[b"content-length"] == str(len(body["body"])).encode()
-
-    @pytest.mark.parametrize("body", [b'{"error": {}}', b"no JSON", b"[]"])
-    def test_what_is_no_answer_stays_as_it_is(self, monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
-        assert self.told(monkeypatch, b"application/json", body)[1]["body"] == body
-
-    def test_in_the_last_chunk_before_the_streams_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        events = [b'data: {"id": "a", "n": %d}\n\n' % i for i in range(3)] + [b"data: [DONE]\n\n", b""]
-        _, *sent = self.told(monkeypatch, b"text/event-stream", *events)
-        bodies = [message["body"] for message in sent]
-        assert bodies[:2] == events[:2]
-        assert json.loads(bodies[2].removeprefix(b"data: ")) == {"id": "a", "n": 2, REPORT: {"of": "a"}}
-        assert bodies[2].endswith(b"}\n\n")
-        assert (bodies[3:], [message.get("more_body") for message in sent][-1]) == (events[3:], False)
+    asyncio.run(run())
+    assert [message.get("body") for message in sent] == [None, body]
+    assert dict(sent[0]["headers"])[b"content-length"] == str(len(body)).encode()

@@ -23,18 +23,15 @@ from vllm.v1.core import block_pool, kv_cache_utils
 from vllm.v1.request import Request as EngineRequest
 
 import tests.backend.cpu_build  # noqa: F401 — skips where there is none
-from tests.backend.served import make_builder, make_common, make_layers, make_step
+from tests.backend.served import make_builder, make_layers, make_step
 from tests.backend.test_forward import CLOSE, MIN_TOKENS, MIXED, SPARSE_ROWS, dense_tokens, reference
 from vllm_sparse_backend.serving import compat, hooks, requests, row_levels
-from vllm_sparse_backend.serving.batch import DECODE_ROW, RowKind
 from vllm_sparse_backend.serving.metadata import SparsePrefillMetadataBuilder
 from vllm_sparse_backend.serving.requests import choices
-from vllm_sparse_backend.serving.stats import DENSE, SPARSE
 from vllm_sparse_backend.serving.ways_in import LevelsEndpoint, LevelsMiddleware
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.profile import Profile
-from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_backend.settings.requests import MARK, Granted, Mark
 from vllm_sparse_kernels.attend import PORTABLE
 
@@ -124,20 +121,15 @@ class TestBlocks:
             request.append_output_token_ids(token)
         return list(request.block_hashes)
 
-    def test_levels_share_the_exact_positions_and_nothing_else(self) -> None:
-        """Of the first block that holds more than those, and of all later ones, the hashes are a level's own."""
-        stock, exact, fast = self.blocks(), self.blocks(EXACT), self.blocks(FAST)
-        shared = EXACT.exact_tokens // BLOCK_TOKENS
-        assert len(stock) == 12
-        assert stock[:shared] == exact[:shared] == fast[:shared]
-        assert not {*stock[shared:]} & {*exact[shared:]} | {*stock[shared:]} & {*fast[shared:]}
-        assert not {*exact[shared:]} & {*fast[shared:]}
-        assert self.blocks(EXACT) == exact
-
     @pytest.mark.parametrize(("exact_tokens", "shared"), [(0, 0), (15, 0), (16, 1), (17, 1), (96, 6), (500, 12)])
-    def test_the_border_lies_anywhere(self, exact_tokens: int, shared: int) -> None:
-        stock, exact = self.blocks(), self.blocks(Mark("exact", "exact", exact_tokens))
-        assert [a == b for a, b in zip(stock, exact, strict=True)] == [True] * shared + [False] * (12 - shared)
+    def test_levels_share_the_exact_positions_and_nothing_else(self, exact_tokens: int, shared: int) -> None:
+        """Of the first block that holds more than those, and of all later ones, the hashes are a level's own."""
+        marks = [None, *(Mark(level, level, exact_tokens) for level in ("exact", "fast"))]
+        found = [self.blocks(mark) for mark in marks]
+        assert len({tuple(hashes[:shared]) for hashes in found}) == 1
+        own = [one for hashes in found for one in hashes[shared:]]
+        assert len({*own}) == len(own) == 3 * (12 - shared)
+        assert [self.blocks(mark) for mark in marks] == found
 
     def test_tokens_that_were_generated_too(self) -> None:
         assert self.blocks(EXACT, 70, decoded=130) == self.blocks(EXACT, 200)
@@ -443,17 +435,6 @@ class TestRunners:
 
 
 class TestRows:
-    LENGTHS = ((300, 1), (0, 200), (0, 50), (0, 300), (400, 60))
-
-    def test_exact_rows_are_dense_and_say_why(self, built: Callable[..., Any], at_step: Any) -> None:
-        _, builder = built(0, method="a_shape", min_tokens=MIN_TOKENS)
-        common = make_common(self.LENGTHS)
-        at_step(["exact", "exact", "exact", DEFAULT, "exact"])
-        asked, sparse = RowKind(DENSE, Fallback.REQUESTED, "exact"), RowKind(SPARSE)
-        assert [row.kind for row in builder._classify(0, common)] == [DECODE_ROW, asked, asked, sparse, asked]
-        (slab,) = builder.build(0, common).sparse.slabs
-        assert slab.rows.tokens == (1 + 200 + 50 + MIN_TOKENS,)
-
     @pytest.fixture
     def layers(self, levels: Any) -> Any:
         made = make_layers(levels, range(4))
@@ -482,6 +463,7 @@ class TestRows:
                 torch.testing.assert_close(out[tokens][cut:], expected, **CLOSE)
                 is_dense = torch.allclose(expected, dense[tokens][cut:], atol=1e-5)
                 assert is_dense == (number not in sparse_at[level]), (number, row)
+        assert made[0].impl.worker.memory.arena.overflows == 0  # it has room for every level
 
     def test_each_row_keeps_the_share_that_its_request_gives(
         self, built: Callable[..., Any], at_step: Any, tmp_path: Any
@@ -526,10 +508,11 @@ class TestRows:
         (tmp_path / "levels.yaml").write_text(LEVELS)
         entry = {"device": compat.device_name(), "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
         entry |= dict.fromkeys(("vllm", "triton", "date"), "")
-        measured = (("portable", "a_shape", 100), ("portable", "block_sparse", 700), ("flash", "block_sparse", 300))
+        measured = {"portable": {"a_shape": 100, "block_sparse": 700}, "flash": {"a_shape": 900, "block_sparse": 300}}
         entries = [
             entry | {"engine": engine, "method": method, "min_tokens": tokens, "min_query_tokens": tokens // 10}
-            for engine, method, tokens in (*measured, ("flash", "a_shape", 900))
+            for engine, methods in measured.items()
+            for method, tokens in methods.items()
         ]
         (tmp_path / "crossover.json").write_text(json.dumps({"format": 1, "entries": entries}))
         config = configured(profile=str(tmp_path / "levels.yaml"), crossover=str(tmp_path / "crossover.json"))
@@ -545,9 +528,3 @@ class TestRows:
         assert {level: (one.min_tokens, one.min_query_tokens) for level, one in found.items()} == {
             DEFAULT: (100, 10), "fast": (300, 30)
         }  # fmt: skip
-
-    def test_the_arena_has_room_for_every_level(self, layers: Any) -> None:
-        made, _ = layers
-        needs = {need.groups for need in made[0].impl.worker.memory.room.layers}
-        assert needs >= {made[2].impl.layer.groups, made[2].impl.at("fast").layer.groups}
-        assert {type(need.method).__name__ for (need,) in needs} == {"AShape", "BlockSparse", "Dense"}

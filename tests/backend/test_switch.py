@@ -40,18 +40,15 @@ def level_of(core: Core, extra_args: Any = None) -> Any:
     return Mark.of(core.preprocess_add_request(request).sampling_params.extra_args)
 
 
-def test_new_requests_are_exact_in_the_core_until_it_is_switched_back(configured: Callable[..., Any]) -> None:
+def test_one_rank_tells_and_requests_for_pooling_are_left_alone(configured: Callable[..., Any]) -> None:
+    """That new requests are exact until it is switched back, tests/server/test_serve.py has."""
     core = Core(configured(method="a_shape", min_tokens=320))
-    fast = Mark("fast", "fast", 320).write(None)
-    for to, own, asked in ("on", None, "fast"), ("exact", "exact", "exact"), ("on", None, "fast"):
-        assert core.collective_rpc(SWITCH_METHOD, None, (to,)) == [""]
-        assert getattr(level_of(core), "level", None) == own
-        assert level_of(core, fast).level == asked
-        (first, second) = core.collective_rpc(WORKER_METHOD, None, (True,))
-        assert (first["samples"], second["samples"]) == ([("switched_exact", [], float(to == "exact"))], [])
-    core.collective_rpc(SWITCH_METHOD, None, ("exact",))
-    assert level_of(core) == Mark("exact", "exact", 320)
-    core.preprocess_add_request(SimpleNamespace(sampling_params=None))  # of pooling
+    assert level_of(core) is None
+    assert core.collective_rpc(SWITCH_METHOD, None, ("exact",)) == [""]
+    assert level_of(core) == level_of(core, Mark("fast", "fast", 320).write(None)) == Mark("exact", "exact", 320)
+    told = core.collective_rpc(WORKER_METHOD, None, (True,))
+    assert [rank["samples"] for rank in told] == [[("switched_exact", [], 1.0)], []]
+    core.preprocess_add_request(SimpleNamespace(sampling_params=None))
 
 
 def test_a_store_that_tells_no_levels_apart_keeps_it_from_being_switched(
