@@ -9,7 +9,7 @@ import pytest
 
 import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from tests.backend.served import make_step
-from vllm_sparse_backend.serving import reports
+from vllm_sparse_backend.serving import reports, tallies
 from vllm_sparse_backend.settings.plan import DEFAULT
 
 MIN_TOKENS = 120
@@ -18,7 +18,7 @@ MIN_TOKENS = 120
 @pytest.fixture(autouse=True)
 def none_before() -> Iterator[None]:
     yield
-    reports.TALLIES.clear()
+    tallies.TALLIES.clear()
 
 
 class TestTally:
@@ -31,7 +31,7 @@ class TestTally:
         own: dict[str, float] = {}
         for number, lengths in enumerate(steps):
             if number == 1:
-                reports.begin("1", DEFAULT)
+                tallies.begin("1", DEFAULT)
             before = dict(pairs(builder))
             for layer in layers:
                 step = make_step(layer, lengths if number != 1 else lengths[:2])
@@ -40,7 +40,7 @@ class TestTally:
                     step.forward(layer, metadata)
             if number == 1:
                 own = {name: n - before[name] for name, n in pairs(builder).items()}
-        (told,) = reports.about("1")
+        (told,) = tallies.about("1")
         # A builder of two layers was asked twice, once for each.
         assert (told["level"], told["dense_tokens"], told["sparse_tokens"]) == (DEFAULT, 0, 2 * 131)
         assert {name: told[name] for name in own} == own
@@ -48,11 +48,11 @@ class TestTally:
 
     def test_they_are_found_by_the_answers_id_and_the_oldest_go(self) -> None:
         for req_id in ("cmpl-a-0-ff00", "cmpl-a-1-ff01", "0_cmpl-a-0", "cmpl-ab", "b-cmpl-a"):
-            reports.begin(req_id, DEFAULT)
-        assert len(reports.about("cmpl-a")) == 3
-        for i in range(reports.MOST_KEPT):
-            reports.begin(str(i), DEFAULT)
-        assert (len(reports.TALLIES), reports.about("cmpl-a")) == (reports.MOST_KEPT, [])
+            tallies.begin(req_id, DEFAULT)
+        assert len(tallies.about("cmpl-a")) == 3
+        for i in range(tallies.MOST_KEPT):
+            tallies.begin(str(i), DEFAULT)
+        assert (len(tallies.TALLIES), tallies.about("cmpl-a")) == (tallies.MOST_KEPT, [])
 
 
 def pairs(builder: Any) -> dict[str, float]:

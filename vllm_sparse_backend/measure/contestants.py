@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from vllm_sparse_backend.measure.client import Endpoint
 from vllm_sparse_backend.measure.report import BenchError, Report
@@ -23,12 +23,20 @@ from vllm_sparse_backend.settings.model_shape import name_of_path
 from vllm_sparse_backend.settings.profile import load_profile
 from vllm_sparse_backend.settings.reasons import Fallback
 
-if TYPE_CHECKING:
-    from vllm_sparse_backend.measure.asking import Asking
-
 Case = dict[str, Any]
 At = tuple[int, int]
 """Which request: tokens of its prompt, and its number."""
+
+
+class Asked(Protocol):
+    """What every server is asked: ``asking.Asking``."""
+
+    @property
+    def wanted(self) -> list[At]: ...
+
+    def make(self, endpoint: Endpoint) -> bool: ...
+
+    def ask(self, endpoint: Endpoint, at: At) -> Case: ...
 
 
 def at_of(case: Mapping[str, Any]) -> At:
@@ -151,15 +159,13 @@ def resume(report: Report, path: Path | None, key: str, contestants: Sequence[Co
     report.cases.extend(case for case in cases if not case.get("error"))
 
 
-def held(cases: Sequence[Case], contestants: Sequence[Contestant], asking: "Asking") -> int:
+def held(cases: Sequence[Case], contestants: Sequence[Contestant], asking: Asked) -> int:
     """How many of the requests a report has."""
     labels, wanted = {one.label for one in contestants}, set(asking.wanted)
     return sum(case["part"] == "prompt" and case["label"] in labels and at_of(case) in wanted for case in cases)
 
 
-def ask_all(
-    contestants: Sequence[Contestant], asking: "Asking", key: str, report: Report, concurrency: int = 1
-) -> None:
+def ask_all(contestants: Sequence[Contestant], asking: Asked, key: str, report: Report, concurrency: int = 1) -> None:
     """A case for each contestant and request that the report does not hold yet. Raises BenchError, or ServerError."""
     if len({one.label for one in contestants}) < len(contestants):
         raise BenchError(f"labels {', '.join(one.label for one in contestants)}: expected each of them once")
@@ -179,7 +185,7 @@ def ask_all(
 
 def _ask_server(
     endpoint: Endpoint,
-    asking: "Asking",
+    asking: Asked,
     todo: Sequence[At],
     base: Mapping[str, Any],
     add: Callable[[Case], None],

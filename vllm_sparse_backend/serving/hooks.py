@@ -121,7 +121,7 @@ def _counting(original: Function) -> Function:
 
             return functools.partial(worker_samples, self.worker)
         if attr == REPORT_METHOD:
-            from vllm_sparse_backend.serving.reports import about
+            from vllm_sparse_backend.serving.tallies import about
 
             return about
         found = original(self, attr)

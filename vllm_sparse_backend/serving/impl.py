@@ -13,9 +13,9 @@ import torch
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
 
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.reports import Spans, add_pairs
 from vllm_sparse_backend.serving.stats import is_counting, not_counting
 from vllm_sparse_backend.serving.step import DenseRun, Slab, SparseStep
+from vllm_sparse_backend.serving.tallies import Spans, add_pairs
 from vllm_sparse_backend.serving.worker import Worker
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import DEFAULT

@@ -11,13 +11,14 @@ import asyncio
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from vllm_sparse_backend.identity import LOGGER, is_ours
+from vllm_sparse_backend.serving.asking import Ask, engines_of
 from vllm_sparse_backend.settings.config import load_config
 from vllm_sparse_backend.settings.metrics import METRICS, PREFIX, SWITCH_PATH, WORKER_METHOD
 
@@ -31,9 +32,6 @@ LOOKS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 
 Answers = list[dict[str, Any]]
 """Of each worker of an engine: ``samples.worker_samples``."""
-
-Ask = Callable[..., Awaitable[Any]]
-"""With the arguments of a method of all workers of an engine."""
 
 
 class MetricsPage:
@@ -125,22 +123,6 @@ def _speakers(name: str, workers: Answers) -> Answers:
         return workers
     with_some = [worker for worker in workers if any(sample == name for sample, _, _ in worker["samples"])]
     return sorted(with_some, key=lambda worker: int(worker["rank"]))[:1]
-
-
-def engines_of(client: Any, method: str) -> dict[str, Ask]:
-    """By its number, how to call a method of each engine that a server's client knows: of all of its workers at once.
-
-    ``collective_rpc`` asks all engines, but hands on what the first one answers.
-    """
-    core = client.engine_core
-    numbers = [str(number) for number in getattr(core, "engine_ranks_managed", [0])]
-    if len(numbers) == 1:
-        return {numbers[0]: lambda *given: client.collective_rpc(method, None, given)}
-
-    def asking(engine: Any) -> Ask:
-        return lambda *given: core._call_utility_async("collective_rpc", method, None, given, None, engine=engine)
-
-    return {number: asking(engine) for number, engine in zip(numbers, core.core_engines)}
 
 
 async def _ask_until_arrived(ask: Ask) -> Answers:

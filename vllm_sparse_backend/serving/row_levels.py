@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_sparse_backend.serving import reports
+from vllm_sparse_backend.serving import tallies
 from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.requests import REPORT, Mark
 
@@ -56,12 +56,12 @@ def at_step(runner: Any, scheduler_output: Any) -> Iterator[None]:
     levels: dict[str, str] = runner.__dict__.setdefault("sparse_prefill_levels", {})
     for req_id in scheduler_output.finished_req_ids:
         levels.pop(req_id, None)
-        reports.end(req_id)
+        tallies.end(req_id)
     for new in scheduler_output.scheduled_new_reqs:
         extra_args = getattr(new.sampling_params, "extra_args", None) or {}
         mark = Mark.of(extra_args)
         if extra_args.get(REPORT):
-            reports.begin(new.req_id, DEFAULT if mark is None else mark.level)
+            tallies.begin(new.req_id, DEFAULT if mark is None else mark.level)
         if mark is None or mark.level == DEFAULT:  # the latter has a salt alone
             levels.pop(new.req_id, None)
         else:

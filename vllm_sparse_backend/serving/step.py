@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.reports import Spans
+from vllm_sparse_backend.serving.tallies import Spans
 from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_kernels import Rows
 from vllm_sparse_kernels.rows import ceil_div, to_device

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from vllm_sparse_backend.identity import LOGGER
-from vllm_sparse_backend.serving.metrics_page import engines_of
+from vllm_sparse_backend.serving.asking import engines_of
 from vllm_sparse_backend.serving.requests import choices
 from vllm_sparse_backend.settings.errors import unexpected
 from vllm_sparse_backend.settings.metrics import SWITCH_METHOD
