@@ -225,8 +225,8 @@ def main(
         if name in known:
             figures.append(known[name])
     # What was measured on a GPU before and after a change of the house stays as it is.
-    figures += [one for one in known.values() if "benchmarks.house" not in one["command"]]
-    json_path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+    others = [one for one in known.values() if "benchmarks.house" not in one["command"]]
+    json_path.write_text(json.dumps([*figures, *others], indent=1, ensure_ascii=False) + "\n")
     plain = [one for name in PLAIN for one in figures if one["name"] == name]
     json_path.with_name("plain.json").write_text(json.dumps(plain, indent=1) + "\n")
     show(figures, where)

@@ -44,7 +44,8 @@ clean python -c 'import vllm_sparse_backend, vllm_sparse_kernels as k; print(vll
 clean sparse-prefill doctor
 
 echo "3. Entry point and health check"
-clean python -c 'import pathlib; from vllm_sparse_backend.demo.model import make_model; make_model(pathlib.Path("model"))'
+(cd "$root" && "$venv/bin/python" -c 'import pathlib, sys; from benchmarks.tiny import make_model
+make_model(pathlib.Path(sys.argv[1]))' "$work/model")
 port=$(clean python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 if clean python "$root/deploy/healthcheck.py" "$port" 2>/dev/null; then
     echo "the health check says yes to a port where nothing listens" >&2
@@ -66,6 +67,6 @@ until clean python "$root/deploy/healthcheck.py" "$port" 2>/dev/null; do
     sleep 1
 done
 echo "healthy after $((SECONDS - began)) s"
-clean python -c 'import sys, urllib.request as u; open_ = u.build_opener(u.ProxyHandler({})).open
-sys.exit(b"\nsparse_prefill_up{engine=\"0\"} 1.0\n" not in open_(sys.argv[1]).read())' "http://127.0.0.1:$port/metrics" ||
+clean python -c 'import re, sys, urllib.request as u; open_ = u.build_opener(u.ProxyHandler({})).open
+sys.exit(not re.search(rb"\nsparse_prefill_up\{engine=\"0\".*\} 1\.0\n", open_(sys.argv[1]).read()))' "http://127.0.0.1:$port/metrics" ||
     { echo "the engine's counters are not on /metrics" >&2; exit 1; }
