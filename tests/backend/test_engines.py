@@ -32,8 +32,8 @@ BLOCKS, STRIPES = random_index(BATCH, 64, 0.5), random_index(BATCH, 64, 0.5, str
 def broken(change: Callable[[torch.Tensor], None], name: str = "broken") -> Engine:
     """An engine that is right, as the reference is, and then something done to its result."""
 
-    def attend(q, cache, index, out, scale, lse=None, options=None) -> None:
-        reference(q, cache, index, out, scale, lse, options=options)
+    def attend(q, cache, index, out, scale, lse=None, options=None, sinks=None) -> None:
+        reference(q, cache, index, out, scale, lse, options=options, sinks=sinks)
         change(out)
 
     return Engine(name, PORTABLE.refusal, attend)

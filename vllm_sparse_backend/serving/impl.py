@@ -60,7 +60,6 @@ class SparsePrefillImpl(compat.DenseImpl):
             sliding_window=sliding_window,
             alibi=alibi_slopes is not None,
             softcap=logits_soft_cap,
-            sinks=sinks is not None,
             kv_cache_dtype=kv_cache_dtype,
             reads_fp8=compat.reads_fp8() and self.supports_quant_query_input,  # else queries come in 16 bits
             head_scales=compat.has_head_scales(config),
@@ -195,7 +194,7 @@ class SparsePrefillImpl(compat.DenseImpl):
         with arena.frame():
             watch = CHECKED if self.worker.resolved.config.check_index else recorder.lap(self.number)
             layer = self.layer if slab.share is None else keeping(self.layer, slab.share)
-            index = run(layer, query, cache, slab.rows, output, scale, arena, watch)
+            index = run(layer, query, cache, slab.rows, output, scale, arena, watch, self.sinks)
             recorder.count_pairs(self.number, index, watch, slab.level)
             if spans and is_counting():
                 add_pairs(spans, index)
