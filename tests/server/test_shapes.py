@@ -19,7 +19,9 @@ pytest.importorskip("vllm")
 
 ROOT = Path(__file__).parents[2]
 EVERY, FOURTH = {"0", "1", "2", "3"}, {"3"}
-SPARSE_LAYERS = {"windows": FOURTH, "hybrid": FOURTH, "experts": EVERY, "n-grams": EVERY, "lora": EVERY}
+SPARSE_LAYERS = {
+    "windows": FOURTH, "hybrid": FOURTH, "experts": EVERY, "sinks": {"1", "3"}, "n-grams": EVERY, "lora": EVERY,
+}  # fmt: skip
 COMPARED = [name for name in SPARSE_LAYERS if name != "hybrid"]
 """In float32, where rounding cannot change a random model's tokens."""
 Lines = dict[str, dict[str, Any]]
