@@ -335,6 +335,28 @@ def test_long_rows_on_gpu(engine, lengths, dtype, head_dim, block_tokens):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_sinks_are_what_vllms_flash_attention_takes_them_for(engine, head_dim):
+    """Over an index that keeps everything. Version 3 alone takes any."""
+    flash = flash_attention()
+    if flash is None or FP8 not in flash.dtypes:
+        pytest.skip("no FlashAttention-3 here")
+    batch = random_batch([(300, 700)], 8, 2, head_dim, 128, torch.bfloat16, "cuda")
+    sinks = torch.linspace(-5, 12, 8, dtype=torch.bfloat16, device="cuda")
+    batch, index = dataclasses.replace(batch, sinks=sinks), random_index(batch, 64, 1.0)
+    out, _ = run(engine, batch, index)
+    keys, values = (side.nan_to_num(nan=1e3) for side in (batch.cache.keys, batch.cache.values))
+    ends, lengths = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 700], [1000]))
+    stock = flash.varlen(
+        q=batch.q, k=keys, v=values, cu_seqlens_q=ends, max_seqlen_q=700, seqused_k=lengths, max_seqlen_k=1000,
+        softmax_scale=batch.scale, causal=True, block_table=batch.rows.block_table[:, :8].contiguous(), s_aux=sinks,
+    )  # fmt: skip
+    expected = expected_attention(batch, index)
+    for result in (out, stock):
+        expected.assert_close(result)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("stripes", [0, 100])
 def test_a_row_does_not_depend_on_fifteen_others(engine, stripes):
     lengths = [(130 * i, 100 + 77 * i) for i in range(16)]
