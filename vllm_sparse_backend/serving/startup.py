@@ -41,17 +41,8 @@ def _server_reason(vllm_config: VllmConfig, shape: ModelShape) -> Fallback | Non
     """Why the server's own options keep every layer from going sparse, whatever the model."""
     cache = vllm_config.cache_config
     some_unquantised = bool(getattr(cache, "kv_cache_dtype_skip_layers", None))
-    prefill_parallel, decode_parallel = compat.context_parallel_sizes(vllm_config)
-    return layer_fallback(
-        head_dim=shape.head_dim,
-        dtype=str(vllm_config.model_config.dtype),
-        kv_cache_dtype="auto" if some_unquantised else str(cache.cache_dtype),
-        reads_fp8=compat.reads_fp8(),
-        head_scales=compat.has_head_scales(vllm_config),
-        prefill_context_parallel_size=prefill_parallel,
-        decode_context_parallel_size=decode_parallel,
-        device_type=compat.DEVICE_TYPE,
-    )
+    limits = compat.layer_limits(vllm_config, "auto" if some_unquantised else cache.cache_dtype)
+    return layer_fallback(head_dim=shape.head_dim, **limits)
 
 
 def no_layer_message(reasons: set[Fallback]) -> str:
