@@ -106,7 +106,7 @@ class SparsePrefillImpl(compat.DenseImpl):
             with contextlib.suppress(ConfigurationError):
                 self.join(get_current_vllm_config_or_none() or self.config, device).reserve()
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         layer: torch.nn.Module,
         query: torch.Tensor,
