@@ -184,7 +184,10 @@ def members(tree: Path, module: str, owner: str) -> dict[str, Function | None] |
             return None
         body = found.body
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    annotated = (node.target for node in body if isinstance(node, ast.AnnAssign))
+    annotated = [node.target for node in body if isinstance(node, ast.AnnAssign)]
+    if "__init__" in functions:  # what is given to an instance when it is made
+        given = (part for part in ast.walk(functions["__init__"]) if isinstance(part, ast.Attribute))
+        annotated += [ast.Name(part.attr) for part in given if isinstance(part.ctx, ast.Store)]
     return dict.fromkeys(target.id for target in annotated if isinstance(target, ast.Name)) | functions
 
 

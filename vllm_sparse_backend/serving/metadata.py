@@ -171,7 +171,9 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
             return super().build(common_prefix_len, common, fast_build)
         rows = self._classify(common_prefix_len, common)
         self._count(rows, common)
-        spans = spans_of(rows, ids_of_rows(), self._counts_rows and self.recorder.is_first_rank) if TALLIES else ()
+        spans = (
+            spans_of(rows, ids_of_rows(common), self._counts_rows and self.recorder.is_first_rank) if TALLIES else ()
+        )
         if not any(row.is_sparse for row in rows):
             return super().build(common_prefix_len, common, fast_build)
         runs = tuple(self._run_of(common, *run, fast_build) for run in dense_runs(rows))
@@ -188,7 +190,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         threshold = self.reorder_batch_threshold or 1
         if common.max_query_len <= threshold:  # nothing prefills: nobody asks how long rows are
             return [BatchRow(s, end - s, 0, DECODE_ROW if end > s else PADDING_ROW) for s, end in pairwise(starts)]
-        seq_lens, levels = compat.host_seq_lens(common), levels_of_rows(common.num_reqs)
+        seq_lens, levels = compat.host_seq_lens(common), levels_of_rows(common)
         prefilling = [True] * common.num_reqs if common.is_prefilling is None else common.is_prefilling.tolist()
         whole, prefix_lm = _reason_of_batch(common_prefix_len, common), common.mm_req_doc_ranges or {}
         rows = []
