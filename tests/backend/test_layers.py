@@ -47,6 +47,17 @@ def stays_dense(builder: SparsePrefillMetadataBuilder) -> bool:
 
 
 class TestGroups:
+    def test_pairs_of_all_layers_are_counted_whatever_they_run_on(self, config: Any) -> None:
+        """Over all keys, or those of a window; each chunk of a prompt by itself, and decodes not at all."""
+        windowed, full = make_layers(config, [0, 2], per_layer_sliding_window=64), make_layers(config, [1, 3])
+        make_builder(config, windowed)
+        builder = make_builder(config, full)
+        for rows in ([(0, 200), (50, 1)], [(200, 90), (0, 40)]):
+            builder.build(0, make_common(rows))
+        causal, near = (sum(min(i + 1, w) for n in (290, 40) for i in range(n)) for w in (290, 64))
+        found = {name: value for name, _, value in builder.recorder.samples()[0]}
+        assert found["prefill_pairs"] == 4 * 2 * (causal + near)
+
     def test_windowed_layers_have_a_builder_that_passes_everything_on(self, config: Any, lines: list[str]) -> None:
         windowed, full = make_layers(config, [0, 2], per_layer_sliding_window=64), make_layers(config, [1, 3])
         assert stays_dense(make_builder(config, windowed))

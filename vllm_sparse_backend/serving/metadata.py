@@ -26,7 +26,7 @@ from vllm_sparse_backend.serving.arena import Memory, Row
 from vllm_sparse_backend.serving.batch import DECODE_ROW, PADDING_ROW, BatchRow, RowKind, dense_runs
 from vllm_sparse_backend.serving.guard import Guard, Place, pick_queries
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
-from vllm_sparse_backend.serving.layers import ModelLayer, model_layers, refuse_if_none_can
+from vllm_sparse_backend.serving.layers import ModelLayer, model_layers, reaches, refuse_if_none_can
 from vllm_sparse_backend.serving.refusals import slow_path
 from vllm_sparse_backend.serving.requests import choices
 from vllm_sparse_backend.serving.row_levels import ids_of_rows, levels_of_rows
@@ -106,6 +106,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
             self.layers_at[level] = {number for number in can if plan.layer(number) is not None}
         # Every group sees all rows: that of the worker's first layer that can go sparse counts them.
         self._counts_rows = min(can) in self.sparse_layers
+        self.reaches = reaches(self.vllm_config)
         impls = [
             one for number in self.sparse_layers for one in sparse[number].adopt_levels(number, groups[number], worker)
         ]
@@ -229,6 +230,9 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
     def _count(self, rows: list[BatchRow], common: CommonAttentionMetadata) -> None:
         if not (self._counts_rows and is_counting()):
             return
+        prefilled = [(row.context_len, row.seq_len) for row in rows if row.kind.path in (DENSE, SPARSE)]
+        pairs = sum(heads * reach.pairs(*span) for reach, heads in self.reaches.items() for span in prefilled)
+        self.recorder.count("prefill_pairs", {}, pairs)
         ways = [self._way(row) for row in rows]
         self.recorder.count_batch(self._number, ways, common.block_table_tensor)
         for reason in {reason for _, reason, _ in ways if reason is not None} - self._logged:
