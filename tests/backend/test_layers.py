@@ -239,20 +239,6 @@ class TestCounting:
         run()
         assert self.rows(builder) == {"decode": 1, "sparse": 1}
 
-    def test_a_row_that_two_microbatches_share_counts_once(self, config: Any) -> None:
-        """Cut up by vLLM itself, in the midst of a row that is sparse in both parts, and of one that is in one."""
-        from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
-
-        (layer,) = layers = make_layers(config, [0])
-        first, second = make_builder(config, layers), make_builder(config, layers)
-        assert first.recorder is second.recorder is layer.impl.worker.recorder
-        for cut in (151, 51):
-            whole = make_common([(50, 1), (0, 200), (0, 30)])
-            slices = [UBatchSlice(slice(0, 2), slice(0, cut)), UBatchSlice(slice(1, 3), slice(cut, 231))]
-            for builder, part in zip((first, second), split_attn_metadata(slices, whole), strict=True):
-                builder.build(0, part)
-        assert self.rows(first) == {"decode": 2, "sparse": 2, "dense too_short": 2}
-
     def test_every_pipeline_stage_counts_rows_and_its_own_layers(
         self, config: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:

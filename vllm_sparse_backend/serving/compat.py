@@ -222,8 +222,6 @@ def host_seq_lens(common: CommonAttentionMetadata) -> list[int]:
     """Sequence lengths as the host knows them: exact for rows that prefill, an upper bound for others."""
     if common.seq_lens_cpu_upper_bound is not None:
         return common.seq_lens_cpu_upper_bound[: common.num_reqs].tolist()
-    if common.seq_lens.device.type == "cpu":
-        return common.seq_lens[: common.num_reqs].tolist()
     raise RuntimeError(
         "sparse-prefill: vLLM handed over no sequence lengths on the host (seq_lens_cpu_upper_bound is None); expected "
         f"vLLM {RELEASES}"

@@ -5,8 +5,7 @@ Nothing here waits for the device, nor does counting tell anybody: ``metrics_pag
 reads its /metrics. What it then gets is of one moment: host's and device's counts were taken together.
 """
 
-from collections import Counter as Tally
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import product
 from typing import NamedTuple
@@ -31,8 +30,7 @@ Key = tuple[str, tuple[str, ...]]
 Way = tuple[str, Fallback | None, str]
 """What a row ran on, why dense, and its level, of which a decode has none."""
 
-PADDING, DECODE, DENSE, SPARSE = PATHS = ("padding", "decode", "dense", "sparse")
-"""Of two parts of one row, that which comes later here names what the row ran on."""
+PADDING, DECODE, DENSE, SPARSE = "padding", "decode", "dense", "sparse"
 
 _dummies = 0
 
@@ -50,18 +48,6 @@ def not_counting() -> Iterator[None]:
 
 def is_counting() -> bool:
     return _dummies == 0
-
-
-class Part(NamedTuple):
-    """The last row of a microbatch: by its place in the block table, and by what this part of it ran on."""
-
-    microbatch: int
-    address: int
-    kind: Way
-
-    def goes_on(self, microbatch: int, table: torch.Tensor) -> bool:
-        """Whether the first row of a later microbatch, of this table, is the rest of it."""
-        return self.microbatch < microbatch and self.address == table.data_ptr()
 
 
 class OnItsWay(NamedTuple):
@@ -85,7 +71,6 @@ class Recorder:
         self._listed = torch.zeros(0, dtype=torch.int64, device=device)
         self._counts: dict[Key, float] = {}
         self._timer = Timer(device)
-        self._last: Part | None = None
         self._host: torch.Tensor | None = None
         self._on_its_way: OnItsWay | None = None
         self._arrived: list[Sample] = []
@@ -97,37 +82,9 @@ class Recorder:
         self._listed = torch.cat([self._listed, self._listed.new_zeros(len(self._places) - len(self._listed))])
 
     def count_rows(self, way: Way, rows: int = 1) -> None:
-        if self.is_first_rank and is_counting():
-            path, reason, level = way
+        path, reason, level = way
+        if self.is_first_rank and is_counting() and path != PADDING:
             self._add("rows", (path, reason.value if reason else "", level), rows)
-
-    def count_decodes(self, microbatch: int, rows: int, table: torch.Tensor) -> None:
-        """Count a batch of rows of one token each, as ``count_batch`` does. The first may be what is left of a row that
-        was cut between two microbatches: it counts as what it was there."""
-        if is_counting():
-            before, self._last = self._last, None
-            if before is not None and before.goes_on(microbatch, table) and before.kind[0] != PADDING:
-                rows -= 1
-            self.count_rows((DECODE, None, ""), rows)
-
-    def count_batch(self, microbatch: int, kinds: Sequence[Way], table: torch.Tensor) -> None:
-        """Count a batch's rows. A row that is cut between two microbatches counts once.
-
-        microbatch: a number that is larger for a step's later ones; kinds: of each row; table
-        [num_rows, max_pages]: of all microbatches of a step parts of one tensor, by which such a row is known.
-        """
-        if not (is_counting() and kinds):
-            return
-        last = table.data_ptr() + (len(kinds) - 1) * table.stride(0) * table.element_size()
-        before, rows = self._last, list(kinds)
-        if before is not None and before.goes_on(microbatch, table):
-            if before.kind[0] != PADDING:
-                self.count_rows(before.kind, -1)
-            rows[0] = max(before.kind, rows[0], key=lambda kind: PATHS.index(kind[0]))
-        self._last = Part(microbatch, last, rows[-1])
-        for way, number in Tally(rows).items():
-            if way[0] != PADDING:
-                self.count_rows(way, number)
 
     def lap(self, layer: int) -> Watch:
         """Times the next call of a layer, where it is that one's turn; ``count_pairs`` takes it back."""
@@ -196,10 +153,7 @@ class Recorder:
             for (layer, level), place in self._places.items():
                 if (key := ("kept_pairs", (str(layer), level))) in found:
                     found[key] += counts[place]
-            # A row that was cut between microbatches may have been counted, and taken back.
-            self._arrived = [
-                (name, [*labels], value) for (name, labels), value in found.items() if value or name != "rows"
-            ]
+            self._arrived = [(name, [*labels], value) for (name, labels), value in found.items()]
             self._on_its_way = None
 
     def _read_laps(self) -> None:
