@@ -241,9 +241,9 @@ def serve(builder: Any, layers: Sequence[Any], step: Step, number: int) -> list[
     dense = []
     for _ in range(number):
         metadata = builder.build(0, step.common)
-        dense.append([metadata.sparse.is_held(layer.impl.number, DEFAULT) for layer in layers])
+        dense.append([(layer.impl.number, DEFAULT) in metadata.sparse.held for layer in layers])
         for layer in layers:
-            if metadata.sparse.probes_of(layer.impl.number):
+            if any(layer.impl.number in probe.layers for probe in metadata.sparse.probes):
                 step.forward(layer, metadata)
     return dense
 
@@ -281,7 +281,7 @@ class TestForward:
         exact, dense = near.by_dense_backend(layer, builder), []
         for _ in range(20):
             metadata = builder.build(0, near.common)
-            dense.append(metadata.sparse.is_held(0, DEFAULT))
+            dense.append((0, DEFAULT) in metadata.sparse.held)
             assert torch.equal(near.forward(layer, metadata), exact) == dense[-1]
         assert dense == [True] * (back := dense.index(False)) + [False] * (20 - back)
         assert 6 <= back <= 9

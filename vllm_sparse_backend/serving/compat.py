@@ -158,18 +158,11 @@ def pools(vllm_config: VllmConfig) -> bool:
     return getattr(vllm_config.model_config, "runner_type", None) == "pooling"
 
 
-def batch_invariant() -> bool:
-    """Whether the server was promised to give the same answers in any batch (VLLM_BATCH_INVARIANT)."""
+def is_set(variable: str) -> bool:
+    """Whether one of vLLM's environment variables is on; those that a version does not have are off."""
     from vllm import envs
 
-    return bool(envs.VLLM_BATCH_INVARIANT)
-
-
-def rust_frontend() -> bool:
-    """Whether requests come in by the front process in Rust (VLLM_USE_RUST_FRONTEND, from 0.30 on)."""
-    from vllm import envs
-
-    return bool(getattr(envs, "VLLM_USE_RUST_FRONTEND", False))
+    return bool(getattr(envs, variable, False))
 
 
 def outside_memory_pool(vllm_config: VllmConfig, device: torch.device, make: Callable[[], T]) -> T:

@@ -138,8 +138,8 @@ class SparsePrefillImpl(compat.DenseImpl):
 
         cache = compat.with_scales(compat.paged_cache(kv_cache, self.head_size), layer)
         levels = {slab.level for slab in step.slabs}
-        held = {level for level in levels if step.is_held(self.number, level)}
-        probes = step.probes_of(self.number)
+        held = {level for level in levels if (self.number, level) in step.held}
+        probes = [probe for probe in step.probes if self.number in probe.layers]
 
         def go_sparse(levels: set[str]) -> None:
             for slab in step.slabs:
@@ -158,14 +158,10 @@ class SparsePrefillImpl(compat.DenseImpl):
         for probe in probes:
             sparse = of_held.get(probe.level, output[probe.run.tokens])
             run_dense(probe.run, exact := torch.empty_like(sparse))
-            self.check(probe.level, sparse, exact)
+            assert self.worker is not None
+            assert self.worker.guard is not None
+            self.worker.guard.compare((self.number, probe.level), sparse, exact)
         return output
-
-    def check(self, level: str, sparse: torch.Tensor, exact: torch.Tensor) -> None:
-        """Hand the guard some queries' outputs, computed both ways."""
-        assert self.worker is not None
-        assert self.worker.guard is not None
-        self.worker.guard.compare((self.number, level), sparse, exact)
 
     def run(self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor, spans: Spans = ()) -> None:
         """Select and attend for some of the step's rows."""

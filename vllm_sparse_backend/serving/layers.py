@@ -63,16 +63,16 @@ def reaches(vllm_config: VllmConfig) -> Counter[Reach]:
     """By how far back they look, heads of all layers of the served model on this worker that attend to their past."""
     layers = vllm_config.compilation_config.static_forward_context
     first, end = vllm_config.model_config.get_layers_start_end_indices(vllm_config.parallel_config)
-    heads: dict[int, tuple[Reach, int]] = {}
+    found: Counter[Reach] = Counter()
+    known: set[int | None] = {None}
     for name, layer in layers.items():
         impl, number = getattr(layer, "impl", None), _number_of(name)
-        if isinstance(impl, SparsePrefillImpl) and impl.attn_type == "decoder" and number is not None:
-            reach = Reach(layer.sliding_window or 0, getattr(layer, "attention_chunk_size", None) or 0)
+        if isinstance(impl, SparsePrefillImpl) and impl.attn_type == "decoder" and number not in known:
+            known.add(number)
             if first <= number < end:
-                heads.setdefault(number, (reach, impl.num_heads))
-    found: Counter[Reach] = Counter()
-    for reach, num_heads in heads.values():
-        found[reach] += num_heads
+                found[Reach(layer.sliding_window or 0, getattr(layer, "attention_chunk_size", 0) or 0)] += (
+                    impl.num_heads
+                )
     return found
 
 

@@ -11,14 +11,15 @@ import asyncio
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from vllm_sparse_backend.identity import LOGGER, is_ours
-from vllm_sparse_backend.serving.asking import Ask, engines_of
+from vllm_sparse_backend.serving.asking import Ask, answers_of, engines_of
 from vllm_sparse_backend.settings.config import load_config
 from vllm_sparse_backend.settings.metrics import METRICS, PREFIX, SWITCH_PATH, WORKER_METHOD
 
@@ -66,21 +67,12 @@ class MetricsPage:
             # Who comes from here on waits for the next question: this one's answer may be older than others were told.
             self._next, self._due = None, time.monotonic() + self._interval_s
             asks = engines_of(self._client, WORKER_METHOD)
-            tasks = {engine: asyncio.create_task(self._ask_anew(engine, ask)) for engine, ask in asks.items()}
-            await asyncio.wait(tasks.values(), timeout=TIMEOUT_S)
-            answers, failed = {}, {}
-            for engine, task in tasks.items():
-                if not task.done():
-                    task.cancel()
-                    failed[engine] = f"no answer after {TIMEOUT_S:.0f} s"
-                elif (error := task.exception()) is None:
-                    answers[engine] = task.result()
-                else:
-                    failed[engine] = f"{type(error).__name__}: {error}"
+            asked = {engine: self._ask_anew(engine, ask) for engine, ask in asks.items()}
+            answers, failed = await answers_of(asked, TIMEOUT_S)
             for engine in failed.keys() - self._silent:
                 logger.warning("sparse-prefill: engine %s does not tell its counters: %s", engine, failed[engine])
             self._silent = set(failed)
-            return generate_latest(_Collected(self._families(answers)))
+            return generate_latest(SimpleNamespace(collect=lambda: self._families(answers)))
 
     async def _ask_anew(self, engine: str, ask: Ask) -> Answers:
         """While an earlier answer is late nothing else is asked; once it is there, it is old."""
@@ -134,16 +126,6 @@ async def _ask_until_arrived(ask: Ask) -> Answers:
         await asyncio.sleep(seconds)
         answers = await ask(False)
     return answers
-
-
-class _Collected:
-    """What ``generate_latest`` wants of a registry."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
 
 
 class MetricsMiddleware:

@@ -23,7 +23,7 @@ def refuse(vllm_config: VllmConfig, resolved: Resolved) -> None:
 
 
 def _reasons(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
-    if compat.batch_invariant():
+    if compat.is_set("VLLM_BATCH_INVARIANT"):
         yield (
             "VLLM_BATCH_INVARIANT is set, and which keys a row keeps depends on the chunks that the scheduler cuts it "
             "into, which depend on other requests; unset it, or serve without this backend"
@@ -46,7 +46,7 @@ def _reasons(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
             f"version 4 on, and vLLM takes version {found} here; serve it without this backend, on vLLM's own choice "
             "of one"
         )
-    if compat.rust_frontend():
+    if compat.is_set("VLLM_USE_RUST_FRONTEND"):
         yield (
             "VLLM_USE_RUST_FRONTEND is set, and this backend finds what a request asks for, and shows its counters, in "
             "the front process in Python; unset it, or serve without this backend"
