@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a server's process asks its engines' workers and cores."""
+"""How a server's process asks its engines' workers and cores, and how it answers with what they said."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -39,3 +39,16 @@ async def answers_of(asked: Mapping[str, Awaitable[Any]], limit_s: float) -> tup
         else:
             failed[engine] = f"{type(error).__name__}: {error}"
     return answers, failed
+
+
+def path_of(scope: Mapping[str, Any]) -> str:
+    """Of a request, without where the app is mounted."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path.rstrip("/")
+
+
+async def send_whole(send: Any, start: Mapping[str, Any], body: bytes) -> None:
+    """An app's answer with another body than it had when it began with the message ``start``."""
+    headers = [(name, value) for name, value in start.get("headers", ()) if name.lower() != b"content-length"]
+    await send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
+    await send({"type": "http.response.body", "body": body})

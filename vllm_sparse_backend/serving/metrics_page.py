@@ -19,7 +19,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from vllm_sparse_backend.identity import LOGGER, is_ours
-from vllm_sparse_backend.serving.asking import Ask, answers_of, engines_of
+from vllm_sparse_backend.serving.asking import Ask, answers_of, engines_of, path_of, send_whole
 from vllm_sparse_backend.settings.config import load_config
 from vllm_sparse_backend.settings.metrics import METRICS, PREFIX, SWITCH_PATH, WORKER_METHOD
 
@@ -154,12 +154,10 @@ class MetricsMiddleware:
                 body.extend(message.get("body", b""))
 
         await self.app({**scope, "headers": plain}, receive, collect)
-        headers = [(name.lower(), value) for name, value in start.get("headers", ())]
-        if start.get("status") == 200 and dict(headers).get(b"content-type", b"").startswith(b"text/plain"):
+        headers = {name.lower(): value for name, value in start.get("headers", ())}
+        if start.get("status") == 200 and headers.get(b"content-type", b"").startswith(b"text/plain"):
             body.extend(await self._text())
-        headers = [(name, value) for name, value in headers if name != b"content-length"]
-        await send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
-        await send({"type": "http.response.body", "body": bytes(body)})
+        await send_whole(send, start, bytes(body))
 
     async def _text(self) -> bytes:
         try:
@@ -170,10 +168,7 @@ class MetricsMiddleware:
 
 
 def _asks_for_metrics(scope: Mapping[str, Any]) -> bool:
-    if scope["type"] != "http" or scope["method"] != "GET":
-        return False
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
-    return path.rstrip("/") == "/metrics"
+    return scope["type"] == "http" and scope["method"] == "GET" and path_of(scope) == "/metrics"
 
 
 class MetricsEndpoint:

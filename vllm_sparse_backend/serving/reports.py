@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_sparse_backend.identity import LOGGER
-from vllm_sparse_backend.serving.asking import answers_of, engines_of
+from vllm_sparse_backend.serving.asking import answers_of, engines_of, send_whole
 from vllm_sparse_backend.settings.metrics import REPORT_METHOD
 from vllm_sparse_backend.settings.requests import REPORT
 
@@ -68,10 +68,7 @@ class Reporting:
         self.held += message.get("body", b"")
         if message.get("more_body"):
             return
-        body = await self._with_report(self.held)
-        headers = [(name, value) for name, value in self.start["headers"] if name.lower() != b"content-length"]
-        await self.send({**self.start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
-        await self.send({"type": "http.response.body", "body": body})
+        await send_whole(self.send, self.start, await self._with_report(self.held))
 
     async def _event(self, message: dict[str, Any]) -> None:
         """Events come one in a message; each waits for the next, as it may be the last."""
