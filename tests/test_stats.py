@@ -90,7 +90,7 @@ class TestOnItsWay:
         def late(self: Recorder) -> None:
             set_out(self)
             assert self._on_its_way is not None
-            self._on_its_way = self._on_its_way._replace(event=event)  # type: ignore[arg-type]
+            self._on_its_way.listed._event = event  # type: ignore[assignment]
 
         monkeypatch.setattr(Recorder, "_set_out", late)
         return event

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from vllm_sparse_backend.serving import compat, refusals, startup
+from vllm_sparse_backend.serving import compat, startup
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.reasons import Fallback
 
@@ -160,10 +160,10 @@ def test_a_front_process_that_passes_our_hooks_by_is_refused(monkeypatch: pytest
 
 
 def test_slow_paths() -> None:
-    assert [refusals.slow_path(*given) for given in ((128, (9, 0)), (256, (9, 0)), (16, None))] == [None] * 3
-    assert "pages of 16 tokens" in str(refusals.slow_path(16, (9, 0)))
-    assert "a multiple of 128" in str(refusals.slow_path(544, (9, 0)))
-    assert "compute capability 8.0" in str(refusals.slow_path(128, (8, 0)))
+    assert [startup.slow_path(*given) for given in ((128, (9, 0)), (256, (9, 0)), (16, None))] == [None] * 3
+    assert "pages of 16 tokens" in str(startup.slow_path(16, (9, 0)))
+    assert "a multiple of 128" in str(startup.slow_path(544, (9, 0)))
+    assert "compute capability 8.0" in str(startup.slow_path(128, (8, 0)))
 
 
 class TestSleepMode:

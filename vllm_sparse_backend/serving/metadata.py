@@ -28,9 +28,9 @@ from vllm_sparse_backend.serving.batch import DECODE_ROW, PADDING_ROW, BatchRow,
 from vllm_sparse_backend.serving.guard import Guard, Place, pick_queries
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.layers import ModelLayer, model_layers, reaches, refuse_if_none_can
-from vllm_sparse_backend.serving.refusals import slow_path
 from vllm_sparse_backend.serving.requests import choices
 from vllm_sparse_backend.serving.row_levels import ids_of_rows, levels_of_rows
+from vllm_sparse_backend.serving.startup import slow_path
 from vllm_sparse_backend.serving.stats import DENSE, SPARSE, is_counting
 from vllm_sparse_backend.serving.step import DenseRun, Probe, Slab, SparsePrefillMetadata, SparseStep, own_block_table
 from vllm_sparse_backend.serving.tallies import TALLIES, spans_of

@@ -50,12 +50,26 @@ def is_counting() -> bool:
     return _dummies == 0
 
 
+class HostCopy:
+    """A tensor on its way to the host, behind the work that it is of: there once it has ``arrived``."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        on_device = tensor.device.type == "cuda"
+        self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_device)
+        self.host.copy_(tensor, non_blocking=on_device)
+        self._event = torch.cuda.Event() if on_device else None
+        if self._event is not None:
+            self._event.record()
+
+    def arrived(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+
 class OnItsWay(NamedTuple):
-    """Counts of one moment; the device's are there once the event has passed."""
+    """Counts of one moment; the device's are there once its copy is."""
 
     of_host: dict[Key, float]
-    listed: torch.Tensor
-    event: torch.cuda.Event | None
+    listed: HostCopy
 
 
 class Recorder:
@@ -71,7 +85,6 @@ class Recorder:
         self._listed = torch.zeros(0, dtype=torch.int64, device=device)
         self._counts: dict[Key, float] = {}
         self._timer = Timer(device)
-        self._host: torch.Tensor | None = None
         self._on_its_way: OnItsWay | None = None
         self._arrived: list[Sample] = []
 
@@ -134,22 +147,14 @@ class Recorder:
 
     def _set_out(self) -> None:
         self._read_laps()
-        if self.device.type != "cuda":
-            self._on_its_way = OnItsWay(dict(self._counts), self._listed.clone(), None)
-            return
-        if self._host is None or self._host.shape != self._listed.shape:
-            self._host = torch.empty(self._listed.shape, dtype=torch.int64, pin_memory=True)
-        self._host.copy_(self._listed, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._on_its_way = OnItsWay(dict(self._counts), self._host, event)
+        self._on_its_way = OnItsWay(dict(self._counts), HostCopy(self._listed))
 
     def _arrive(self) -> None:
         if self._on_its_way is None:
             return
-        found, listed, event = self._on_its_way
-        if event is None or event.query():
-            counts = listed.tolist()
+        found, listed = self._on_its_way
+        if listed.arrived():
+            counts = listed.host.tolist()
             for (layer, level), place in self._places.items():
                 if (key := ("kept_pairs", (str(layer), level))) in found:
                     found[key] += counts[place]
