@@ -121,6 +121,7 @@ def slow_path(page_tokens: int, capability: tuple[int, int] | None) -> str | Non
     if page_tokens % compat.BULK_PAGE_TOKENS:
         return (
             f"the cache has pages of {page_tokens} tokens: blocks of {compat.BULK_PAGE_TOKENS} keys do not lie within "
-            f"them and are read by slower paths; leave --block-size out, or give a multiple of {compat.BULK_PAGE_TOKENS}"
+            "them and are read by slower paths; leave --block-size out, or give a multiple of "
+            f"{compat.BULK_PAGE_TOKENS}"
         )
     return None
