@@ -227,9 +227,8 @@ def _switching(original: Function) -> Function:
 
 
 def _known(original: Function) -> Function:
-    """Levels of a step's requests. The older runner keeps one batch, whose order is final when metadata is built; in
-    Model Runner V2 each step has one of its own, whose metadata numbers its rows (``req_idx``), or which comes to
-    ``prepare_attn``, but a dummy run's never does."""
+    """Levels of a step's requests. The older runner keeps one batch, in its order when metadata is built; in Model Runner
+    V2 metadata numbers a step's rows (``req_idx``), or its batch comes to ``prepare_attn``, but a dummy run's never."""
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm_sparse_backend.serving.row_levels import at_step, name_rows
@@ -371,13 +370,9 @@ def _that_have(name: str) -> Iterator[Any]:
 
 def install_in_worker(vllm_config: Any) -> None:
     """Learn from the runner what requests ask for and which rows are theirs, on every rank and pipeline stage."""
-    _install(WORKER)
-    if not vllm_config.use_v2_model_runner:
-        _install(OLDER)
-        return
-    _install(NEWER)
-    if not numbers_rows(vllm_config):
-        _install(UNNUMBERED)
+    newer = (NEWER,) if numbers_rows(vllm_config) else (NEWER, UNNUMBERED)
+    for where in (WORKER, *(newer if vllm_config.use_v2_model_runner else (OLDER,))):
+        _install(where)
 
 
 def numbers_rows(vllm_config: Any) -> bool:
