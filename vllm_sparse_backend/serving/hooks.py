@@ -227,7 +227,7 @@ def _switching(original: Function) -> Function:
 
 
 def _known(original: Function) -> Function:
-    """Levels of a step's requests. The older runner keeps one batch, in its order when metadata is built; in Model Runner
+    """Levels of a step's requests. The older runner keeps one batch, in order when metadata is built; in Model Runner
     V2 metadata numbers a step's rows (``req_idx``), or its batch comes to ``prepare_attn``, but a dummy run's never."""
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
