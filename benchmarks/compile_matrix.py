@@ -69,13 +69,14 @@ def attend(case: str, lengths: Sequence[tuple[int, int]]) -> None:
     rows = Rows(starts, queries, contexts, torch.zeros(len(lengths), 16, dtype=torch.int32))
     stripes = StripeLayout.per_tile(rows, 64)
     index = SparseIndex.allocate(
-        rows, num_heads, int(block), dict.fromkeys(range(num_heads), stripes) if lists == "stripes" else None
+        rows, num_heads, int(block), dict.fromkeys(range(num_heads), stripes) if "stripes" in lists else None
     )
     cache = PagedCache(*torch.zeros(4, 128, 2, 2 * int(head_dim), dtype=dtype).split(int(head_dim), -1))
     q = torch.zeros(sum(queries), num_heads, int(head_dim), dtype=dtype)
     matrix = matrix_args(cache)
     assert matrix is not None
-    hopper.run(q, cache, matrix, index, torch.empty_like(q), 1.0)
+    sinks = torch.zeros(num_heads, dtype=dtype) if "sinks" in lists else None
+    hopper.run(q, cache, matrix, index, torch.empty_like(q), 1.0, sinks=sinks)
 
 
 def step_figures(code: "Code") -> dict[str, int]:  # type: ignore[name-defined]  # noqa: F821

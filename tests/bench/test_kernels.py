@@ -43,7 +43,7 @@ def run(command: str, *args: object):
     return CliRunner().invoke(to_run, given, catch_exceptions=False)
 
 
-def broken(q, cache, index, out, scale, lse=None, options=None) -> None:
+def broken(q, cache, index, out, scale, lse=None, options=None, sinks=None) -> None:
     """An engine that is wrong in one place of every tile."""
     reference(q, cache, index, out, scale, options=options)
     out[::128] *= 1.05

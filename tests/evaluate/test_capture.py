@@ -84,6 +84,19 @@ def test_layers_that_never_go_sparse_are_left_out(tmp_path):
     assert list(inside_window.scales) == [0, 1]
 
 
+def test_a_model_whose_attention_is_not_plain_is_refused(tmp_path):
+    """Even if only some layers are such: what follows them would be captured of other hidden states."""
+    shape = {
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    network = transformers.GptOssForCausalLM(transformers.GptOssConfig(**shape))
+    network.save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigurationError, match="model: given layers with learnt sinks, expected plain attention"):
+        capture(tmp_path / "model", list(range(40)), tmp_path / "capture")
+    assert held_capture(tmp_path / "model", list(range(40)), tmp_path / "capture") is None
+
+
 def test_no_capture_is_an_error(tmp_path):
     with pytest.raises(ConfigurationError, match=r"no capture there, as capture\.json is missing"):
         Capture.open(tmp_path)

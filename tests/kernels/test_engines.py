@@ -7,6 +7,7 @@ makes in the same dtype, times a small factor.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
@@ -73,7 +74,7 @@ def run(
     engine: Engine, batch: Batch, index: SparseIndex, options: AttendOptions | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of an engine, poisoned before. Skips the test where the engine refuses."""
-    why = engine.refusal(AttendSpec.of(batch.cache, index, options))
+    why = engine.refusal(AttendSpec.of(batch.cache, index, options, batch.sinks))
     if why is not None:
         pytest.skip(f"{engine.name}: {why}")
     if engine.name in READS_PAST_THE_END:
@@ -84,7 +85,7 @@ def run(
                 side.nan_to_num_(nan=1e3)
     out = batch.empty_out()
     lse = torch.full((batch.num_heads, len(batch.q)), float("nan"), device=batch.q.device)
-    engine.attend(batch.q, batch.cache, index, out, batch.scale, lse, options)
+    engine.attend(batch.q, batch.cache, index, out, batch.scale, lse, options, batch.sinks)
     return out, lse
 
 
@@ -165,10 +166,36 @@ def test_stripes_that_tiles_share(engine, device):
     check(engine, batch, index)
 
 
+@pytest.mark.parametrize("sinks", [[-math.inf, 0.0, 5.0, 12.0], [-60.0] * 4, pytest.param([20.0] * 4, marks=FULL)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"heads": (4, 2)},
+        *(
+            pytest.param({"head_dim": head_dim, "heads": heads, "dtype": dtype, "page_size": 128}, marks=FULL)
+            for head_dim, heads, dtype in product((64, 128, 256), ((4, 4), (4, 1)), DTYPES)
+        ),
+    ],
+    ids=str,
+)
+def test_sinks_join_the_softmax(engine, device, sinks, case):
+    """A logit per head, from one that counts for nothing to one above every score: alone, and unlike from head to head.
+
+    The log-sum-exp stays that of the keys.
+    """
+    batch, index = made(USUAL | {"block_tokens": 64} | case, device)
+    dtype = torch.bfloat16 if batch.q.dtype == torch.bfloat16 else torch.float32  # vLLM's are of the weights' dtype
+    batch = dataclasses.replace(batch, sinks=torch.tensor(sinks, dtype=dtype, device=device))
+    check(engine, batch, index)
+
+
+@pytest.mark.parametrize("sinks", [None, [-30.0, 0.0, 5.0, 12.0]])
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
-def test_full_index_is_dense_attention(engine, device, dtype):
+def test_full_index_is_dense_attention(engine, device, dtype, sinks):
     """Against softmax over whole matrices, which knows neither tiles nor indices."""
     batch = random_batch([(37, 200), (0, 90)], 4, 2, 64, 16, dtype, device, gap_tokens=1)
+    if sinks is not None:
+        batch = dataclasses.replace(batch, sinks=torch.tensor(sinks, device=device))
     index = SparseIndex.allocate(batch.rows, 4, 64)
     Dense().select(batch.q, batch.cache, index, torch.arange(4, dtype=torch.int32, device=device), batch.scale)
     out, lse = run(engine, batch, index)
@@ -181,7 +208,8 @@ def test_full_index_is_dense_attention(engine, device, dtype):
         q, k, v = (x.double().transpose(0, 1) for x in (batch.q[tokens], *cached))
         scores = q @ k.transpose(1, 2) * batch.scale
         scores = scores + torch.full_like(scores, -torch.inf).triu(rows.context_lens[row] + 1)
-        exact = (scores.softmax(-1) @ v).transpose(0, 1)
+        others = torch.tensor(sinks or [-torch.inf] * 4, device=device).double().exp()[:, None, None]
+        exact = (scores.exp() / (scores.exp().sum(-1, keepdim=True) + others) @ v).transpose(0, 1)
         assert float((out[tokens] - exact).abs().max()) <= expected.out_budget
         assert float((lse[:, tokens] - scores.logsumexp(-1)).abs().max()) <= expected.lse_budget
 
@@ -307,6 +335,28 @@ def test_any_shape(name, shape):
 def test_long_rows_on_gpu(engine, lengths, dtype, head_dim, block_tokens):
     batch = random_batch(lengths, 8, 2, head_dim, 128, dtype, "cuda", gap_tokens=3)
     check(engine, batch, random_index(batch, block_tokens, 0.2, stripes=200))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_sinks_are_what_vllms_flash_attention_takes_them_for(engine, head_dim):
+    """Over an index that keeps everything. Version 3 alone takes any."""
+    flash = flash_attention()
+    if flash is None or FP8 not in flash.dtypes:
+        pytest.skip("no FlashAttention-3 here")
+    batch = random_batch([(300, 700)], 8, 2, head_dim, 128, torch.bfloat16, "cuda")
+    sinks = torch.linspace(-5, 12, 8, dtype=torch.bfloat16, device="cuda")
+    batch, index = dataclasses.replace(batch, sinks=sinks), random_index(batch, 64, 1.0)
+    out, _ = run(engine, batch, index)
+    keys, values = (side.nan_to_num(nan=1e3) for side in (batch.cache.keys, batch.cache.values))
+    ends, lengths = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 700], [1000]))
+    stock = flash.varlen(
+        q=batch.q, k=keys, v=values, cu_seqlens_q=ends, max_seqlen_q=700, seqused_k=lengths, max_seqlen_k=1000,
+        softmax_scale=batch.scale, causal=True, block_table=batch.rows.block_table[:, :8].contiguous(), s_aux=sinks,
+    )  # fmt: skip
+    expected = expected_attention(batch, index)
+    for result in (out, stock):
+        expected.assert_close(result)
 
 
 @pytest.mark.gpu

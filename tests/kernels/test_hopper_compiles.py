@@ -7,7 +7,13 @@ from benchmarks.compile_matrix import figures_with
 
 pytestmark = pytest.mark.full
 
-CASES = ["128-128-blocks-bf16", "128-32-stripes-bf16", "64-64-stripes-fp16"]
+CASES = [
+    "128-128-blocks-bf16",
+    "128-32-stripes-bf16",
+    "64-64-stripes-fp16",
+    "64-128-blocks+sinks-bf16",
+    "128-64-stripes+sinks-bf16",
+]
 
 
 @pytest.fixture(scope="module")

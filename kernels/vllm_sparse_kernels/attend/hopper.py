@@ -89,14 +89,15 @@ def attend(
     scale: float,
     lse: torch.Tensor | None = None,
     options: AttendOptions | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """See ``engine.Attend``; scale > 0. Raises ValueError where ``refusal`` would have said no."""
-    check_shapes(q, out, cache, index)
+    check_shapes(q, out, cache, index, sinks)
     why = refusal(AttendSpec.of(cache, index, options))
     matrix = matrix_args(cache)
     if why is not None or matrix is None or q.dtype != cache.keys.dtype:
         raise ValueError(f"attend: the engine hopper cannot run this: {why or 'the cache is no matrix of tokens'}")
-    run(q, cache, matrix, index, out, scale, lse)
+    run(q, cache, matrix, index, out, scale, lse, sinks)
 
 
 def run(
@@ -107,6 +108,7 @@ def run(
     out: torch.Tensor,
     scale: float,
     lse: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """``attend`` without its questions: compiles for Hopper wherever a driver stands in for one."""
     if q.stride(1) * index.num_heads > q.stride(0):
@@ -122,8 +124,8 @@ def run(
     with index.workspace.frame():
         cache_args, index_args, lists, counter = _prepare(cache, matrix, index)
         hopper_kernel[(min(num_tiles * num_heads, _num_multiprocessors(q.device)),)](
-            queries, keys, values, AttendArgs.of(q, out, lse), cache_args, place_args, index_args, lists, counter,
-            num_tiles, scale * LOG2_E, **_shape(cache, index), D=head_dim, STAGES=STAGES[head_dim],
+            queries, keys, values, AttendArgs.of(q, out, lse, sinks), cache_args, place_args, index_args, lists,
+            counter, num_tiles, scale * LOG2_E, **_shape(cache, index), D=head_dim, STAGES=STAGES[head_dim],
             STRIPES=index.has_stripes, num_warps=4,
         )  # fmt: skip
 

@@ -13,6 +13,7 @@ from vllm_sparse_kernels.gluon_names import (
 
 MINUS_INFINITY = gl.constexpr(float("-inf"))
 LN_2 = gl.constexpr(0.6931471805599453)
+LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -226,7 +227,11 @@ def _last_product(kv, i_step, b_p, b_acc, STRIPES: gl.constexpr, STAGES: gl.cons
 def _write(out, i_head, token, length, b_acc, b_max, b_sum, D: gl.constexpr):
     """Outputs and, where asked for, log-sum-exps of a consumer's queries, as far as the tile has any."""
     o_m = gl.arange(0, HALF, gl.SliceLayout(1, b_acc.type.layout))
-    b_total = gl.convert_layout(b_sum, gl.SliceLayout(1, b_acc.type.layout))
+    b_max = gl.convert_layout(b_max, gl.SliceLayout(1, b_acc.type.layout))
+    b_sum = gl.convert_layout(b_sum, gl.SliceLayout(1, b_acc.type.layout))
+    b_total = b_sum
+    if out.sinks is not None:
+        b_total += gl.exp2(gl.load(out.sinks + i_head).to(gl.float32) * LOG2_E - b_max)
     b_out = (b_acc * (1.0 / b_total)[:, None]).to(out.out.dtype.element_ty)  # divides once a query, not once an output
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     b_out = gl.convert_layout(b_out, layout)
@@ -235,6 +240,6 @@ def _write(out, i_head, token, length, b_acc, b_max, b_sum, D: gl.constexpr):
     o_out = (token + o_r).to(gl.int64) * out.stride_out_token + i_head * out.stride_out_head
     gl.store(out.out + o_out[:, None] + o_d[None, :], b_out, mask=(o_r < length)[:, None])
     if out.lse is not None:
-        b_lse = (gl.convert_layout(b_max, gl.SliceLayout(1, b_acc.type.layout)) + gl.log2(b_total)) * LN_2
+        b_lse = (b_max + gl.log2(b_sum)) * LN_2
         target = out.lse + i_head.to(gl.int64) * out.stride_lse_head + token + o_m
         gl.store(target, b_lse, mask=o_m < length)
