@@ -117,6 +117,11 @@ class Rows:
         return tuple(starts)
 
     @cached_property
+    def tile_bounds(self) -> torch.Tensor:
+        """[num_rows + 1] int32 on the device: ``tile_starts``."""
+        return to_device(self.tile_starts, torch.int32, self.device)
+
+    @cached_property
     def tile_positions(self) -> torch.Tensor:
         """[num_tiles] int64 on the host: position of each tile's first query."""
         return torch.tensor([tile.position for tile in self.tile_list], dtype=torch.int64)

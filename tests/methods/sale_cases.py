@@ -11,8 +11,9 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, rounding as sale_rounding
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries, Selected
-from vllm_sparse_kernels.methods.sale.scores import adds_up_in_half
+from vllm_sparse_kernels.methods.sale.scores import adds_up_in_half, marks_bytes
 from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.select.slabs import slabs_of
 from vllm_sparse_kernels.trial import Batch
 from vllm_sparse_kernels.workspace import Workspace
 
@@ -156,9 +157,8 @@ def rounded_by_kernels(method: Sale, batch: Batch) -> tuple[RoundedQueries, Roun
     kept_d = sale_means.kept_channels(cache.head_dim, method.channels == "half")
     means = sale_means.row_means(q, cache, rows, kept_d, room)
     queries = sale_rounding.round_queries(q, cache, rows, means, selected, regions, batch.scale, kept_d, dtype, room)
-    (slab,) = module.slabs_of_rows(method, rows)
-    num_keys = sum(module.tested_keys(method, rows))
-    keys = sale_rounding.room_for_keys(selected.num_selected, cache.num_kv_heads, num_keys, kept_d, dtype, room)
+    (slab,) = slabs_of(rows, selected.num_selected, marks_bytes)
+    keys = sale_rounding.room_for_keys(selected.num_selected, cache.num_kv_heads, slab.num_keys, kept_d, dtype, room)
     group = batch.num_heads // cache.num_kv_heads
-    sale_rounding.round_keys(cache, rows, means, selected, group, slab.pieces, slab.longest, keys)
+    sale_rounding.round_keys(cache, rows, means, selected, group, slab, keys)
     return queries, keys

@@ -26,7 +26,7 @@ from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.select import last_queries, lines
+from vllm_sparse_kernels.select import last_queries
 from vllm_sparse_kernels.select.last_queries import Sums
 from vllm_sparse_kernels.select.lines import Lines, write_lines
 from vllm_sparse_kernels.trial import Batch
@@ -102,22 +102,6 @@ def test_a_longer_row_that_is_split_less_takes_nothing_from_a_shorter_one(monkey
     batch = random_batch([(1984, 64), (2048, 64)], 2, 2, 64, 64, F32, DEVICE)
     alone, beside = select(method, row_alone(batch, 0)), select(method, batch)
     assert [lists(beside, head, 0) for head in range(2)] == [lists(alone, head, 0) for head in range(2)]
-
-
-@pytest.mark.full
-def test_rows_in_slabs_are_the_same(monkeypatch):
-    """As many rows at a time as the workspace allows, down to one; and what a slab took is free again after it."""
-    batch = random_batch([(0, 65), (201, 130), (9, 1)], 2, 1, 64, 16, F32, DEVICE, gap_tokens=3)
-    method = VerticalSlash(30, 10, 64, 5, 5)
-    together = select(method, batch, 64)
-    for num_bytes, slabs in ((0, [(0, 1), (1, 2), (2, 3)]), (2 * 4096 * 2 * lines.KEY_BYTES, [(0, 2), (2, 3)])):
-        monkeypatch.setattr(lines, "SLAB_BYTES", num_bytes)
-        index = select(method, batch, 64)
-        assert list(lines.slabs_of_rows(index.rows, 2)) == slabs
-        assert all_lists(index) == all_lists(together)
-        assert index.workspace.peak_bytes < together.workspace.peak_bytes
-        most = max(end - first for first, end in slabs) * 4096 * 2 * lines.KEY_BYTES
-        assert index.workspace.peak_bytes - index.workspace.used_bytes <= most
 
 
 def test_reference_sums_by_their_definition():

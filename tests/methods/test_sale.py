@@ -3,7 +3,6 @@
 that rounded keys take.
 """
 
-from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -35,6 +34,8 @@ from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.reference import paper_blocks
 from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries
 from vllm_sparse_kernels.rows import Rows, ceil_div
+from vllm_sparse_kernels.select import slabs
+from vllm_sparse_kernels.select.slabs import slabs_of
 from vllm_sparse_kernels.trial import Batch
 from vllm_sparse_kernels.workspace import Workspace
 
@@ -152,21 +153,6 @@ def test_the_channels_that_weigh_most_are_multiplied(head_dim):
         assert not means.left_out[row, kv, head_dim:].any()
 
 
-@pytest.mark.full
-def test_rows_in_slabs_select_what_they_select_together(monkeypatch):
-    """Three rows of which two are cut, in slabs of 512 keys and in one; bitwise, blocks of 32."""
-    batch = make_batch([(1211, 130), (700, 5), (300, 70)], 4, 2)
-    methods = [Sale(0.3), Sale(0.0), Sale(0.4), Sale(0.2)]
-    monkeypatch.setattr(sale_scores, "SPAN_TOKENS", 256)
-    together = select(Sale.merged(methods), batch, 32)
-    batch = replace(batch, rows=replace(batch.rows))
-    monkeypatch.setattr(module, "SLAB_TOKENS", 512)
-    assert len(module.slabs_of_rows(methods[0], batch.rows)) > 3
-    apart = select(Sale.merged(methods), batch, 32)
-    assert all_lists(apart) == all_lists(together)
-    assert 0.1 < together.density() < 0.9
-
-
 def test_defaults_are_the_papers():
     assert Sale() == Sale(tau=0.004, sink_tokens=32, local_tokens=128)
 
@@ -218,10 +204,10 @@ def flags_twice(
     group = batch.num_heads // batch.cache.num_kv_heads
     ours = torch.ones(batch.num_heads, index.block_ids.shape[1], dtype=torch.uint8, device=DEVICE)
     expected = ours.clone()
-    (slab,) = module.slabs_of_rows(method, batch.rows)
+    (run,) = slabs_of(batch.rows, batch.num_heads, sale_scores.marks_bytes)[0].runs
     selected, always = selected_heads(method, batch), Regions(method.sink_tokens, method.local_tokens)
     sale_scores.first_flags(ours, index, selected, always)
-    sale_scores.flag_blocks(queries, keys, ours, index, selected, always, group, slab.pairs, slab.longest)
+    sale_scores.flag_blocks(queries, keys, ours, index, selected, always, group, run)
     passed = flags_of(queries, keys, group, dtype)
     for i_tile, tile in enumerate(batch.rows.tile_list):
         fine = passed[:, i_tile * 128 : (i_tile + 1) * 128].any(1)
@@ -316,9 +302,7 @@ def test_half_precision_is_used_within_its_range_alone(integers, bias, sevens, f
 def test_memory_does_not_grow_with_the_number_of_cached_tokens():
     """256 rows of 32 new tokens over a document of 131,072: below half a gigabyte but for the index itself."""
     rows = Rows(tuple(range(0, 8192, 32)), (32,) * 256, (131_072 - 32,) * 256, torch.zeros(256, 1, dtype=torch.int32))
-    assert sum(module.tested_keys(Sale(), rows)) == 256 * 130_944
-    slabs = module.slabs_of_rows(Sale(), rows)
-    assert len(slabs) == 256
+    assert len(slabs_of(rows, 32, sale_scores.marks_bytes)) == 256
     room = Workspace(torch.device("meta"))
-    sale_rounding.room_for_keys(32, 8, module.SLAB_TOKENS, 128, torch.int8, room)
+    sale_rounding.room_for_keys(32, 8, slabs.SLAB_TOKENS, 128, torch.int8, room)
     assert room.peak_bytes < 165e6

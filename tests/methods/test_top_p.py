@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from benchmarks.batches import Batch, random_batch
 from tests.methods.cases import DEVICE, DTYPES, all_lists, by_turns, int32, row_parts, select
-from vllm_sparse_kernels.methods.top_p import method as module, portable, slabs
+from vllm_sparse_kernels.methods.top_p import method as module, portable
 from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.methods.top_p.reference import round_to_e4m3, tile_shares
 from vllm_sparse_kernels.methods.top_p.rounding import in_e4m3
@@ -200,16 +200,6 @@ def test_scores_beyond_half_precision_give_numbers(monkeypatch: pytest.MonkeyPat
     batch.q.mul_(1000)
     batch.cache.keys.mul_(1000)
     torch.testing.assert_close(masses_of(METHOD, batch, monkeypatch).sum(2), torch.ones(2, 1, device=DEVICE))
-
-
-@pytest.mark.parametrize(("name", "value"), [("SLAB_TOKENS", 512), ("SCRATCH_BYTES", 1)])
-def test_slabs_change_nothing(name: str, value: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = make_batch([(200, 300), (0, 63), (600, 5)])
-    expected = all_lists(select(METHOD, batch, 32))
-    monkeypatch.setattr(slabs, name, value)
-    rows = replace(batch.rows)
-    assert len([run for slab in slabs.slabs_of(rows, 2, portable.scratch_bytes) for run in slab.runs]) > 1
-    assert all_lists(select(METHOD, replace(batch, rows=rows), 32)) == expected
 
 
 def test_where_hopper_kernels_fail_the_portable_ones_run(monkeypatch, caplog) -> None:

@@ -20,7 +20,8 @@ import json, sys
 import torch
 from benchmarks.compile_matrix import hasty_arrivals
 from vllm_sparse_kernels.methods.top_p import hopper
-from vllm_sparse_kernels.methods.top_p.slabs import Rounded, pairs_of
+from vllm_sparse_kernels.methods.top_p.rounding import Rounded
+from vllm_sparse_kernels.select.slabs import pairs_of
 from vllm_sparse_kernels.rows import Rows
 from benchmarks.offline import Code, Recorder, compiling_for
 from vllm_sparse_kernels.workspace import Workspace
@@ -38,7 +39,7 @@ with compiling_for():
             torch.zeros(8, num_queries, kept_d, dtype=torch.float8_e4m3fn), torch.zeros(8, num_queries), num_queries,
             torch.zeros(2, num_keys, kept_d, dtype=torch.float8_e4m3fn), torch.zeros(2, num_keys // 32), num_keys,
         )
-        pairs = torch.tensor(pairs_of(rows, 0, rows.num_tiles, [0]), dtype=torch.int32).view(-1, 3)
+        pairs = torch.tensor(pairs_of(rows, 0, rows.num_tiles, {0: 0}), dtype=torch.int32).view(-1, 3)
         scratch = hopper.room(8, rows.num_tiles, context_len + query_len, Workspace(torch.device("cpu")))
         heads, kept = torch.arange(8, dtype=torch.int32), torch.zeros(8)
         target = torch.zeros(8, rows.num_tiles, -(-num_keys // 512) * 16)
@@ -86,7 +87,7 @@ def test_what_start_up_compiles_serves_every_batch(figures: dict[str, dict[str, 
 
 def scored(lengths: list[tuple[int, int]], kept_d: int):  # type: ignore[no-untyped-def]
     """Rows and their rounded queries and keys, some of which are looked for: (rows, Rounded, keys in order, starts)."""
-    from vllm_sparse_kernels.methods.top_p.slabs import Rounded
+    from vllm_sparse_kernels.methods.top_p.rounding import Rounded
 
     generator = torch.Generator("cuda").manual_seed(kept_d)
 
@@ -123,14 +124,16 @@ def scored(lengths: list[tuple[int, int]], kept_d: int):  # type: ignore[no-unty
 def masses(rows, rounded, starts: list[int], first: int, end: int, peak: float = 2.0) -> torch.Tensor:  # type: ignore[no-untyped-def]
     """Of tiles [first, end), where nothing that is read was left unwritten."""
     from vllm_sparse_kernels.methods.top_p import hopper
-    from vllm_sparse_kernels.methods.top_p.slabs import pairs_of
+    from vllm_sparse_kernels.select.slabs import pairs_of
 
     reach = max(tile.last_position for tile in rows.tile_list[first:end]) + 1
     scratch = hopper.room(HEADS, end - first, reach, Workspace(torch.device("cuda")))
     target = torch.empty(HEADS, end - first, -(-reach // 512) * 16, device="cuda")
     for one in (*scratch, target):
         one.view(torch.int32).fill_(POISON)
-    pairs = torch.tensor(pairs_of(rows, first, end, starts), dtype=torch.int32, device="cuda").view(-1, 3)
+    pairs = torch.tensor(
+        pairs_of(rows, first, end, dict(enumerate(starts[:-1]))), dtype=torch.int32, device="cuda"
+    ).view(-1, 3)
     heads, kept = torch.arange(HEADS, dtype=torch.int32, device="cuda"), torch.full((HEADS,), 0.95, device="cuda")
     hopper.masses(rounded, heads, kept, peak, GROUP, rows.tiles, first, pairs, scratch, target)
     return target

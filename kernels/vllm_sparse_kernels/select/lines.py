@@ -16,6 +16,7 @@ from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.select.last_queries import Estimate, Sums, last_query_sums
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, list_of, tile_blocks
+from vllm_sparse_kernels.select.slabs import rows_within
 
 SLAB_BYTES = 128 << 20
 """Workspace for sums and what is kept of them: a step with more rows than fit is selected a slab of rows at a time."""
@@ -39,13 +40,7 @@ class Lines(NamedTuple):
 
 def slabs_of_rows(rows: Rows, num_heads: int) -> Iterator[tuple[int, int]]:
     """Rows that are selected together, [first, end): as many as SLAB_BYTES hold, one at least."""
-    first, longest = 0, 0
-    for row, seq_len in enumerate(rows.seq_lens):
-        longest = max(longest, ceil_div(seq_len, 4096) * 4096)
-        if row > first and (row + 1 - first) * longest * num_heads * KEY_BYTES > SLAB_BYTES:
-            yield first, row
-            first, longest = row, ceil_div(seq_len, 4096) * 4096
-    yield first, rows.num_rows
+    return rows_within([ceil_div(n, 4096) * 4096 * num_heads * KEY_BYTES for n in rows.seq_lens], SLAB_BYTES)
 
 
 def select_lines(

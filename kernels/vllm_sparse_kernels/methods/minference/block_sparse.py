@@ -51,8 +51,8 @@ class BlockSparse(PerHead):
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         products = pooled_products(q, cache, index.rows, heads, scale, PER_TILE, index.workspace)
-        for slab, scores, _ in products:
-            write_top_blocks(scores, self, index, slab.first_tile, heads)
+        for first_tile, scores, _ in products:
+            write_top_blocks(scores, self, index, first_tile, heads)
 
 
 def write_top_blocks(

@@ -129,14 +129,13 @@ def half_kernel(
     other = tile + (num_tiles - 1) * FIELDS
     stop_a = _local_start(gl.load(tile + 3) + gl.minimum(gl.load(tile + 2), 64), sink_tokens, local_tokens) // INDEX_N
     stop_b = _local_start(gl.load(other + 3) + gl.minimum(gl.load(other + 2), 64), sink_tokens, local_tokens) // INDEX_N
-    piece = gl.load(pair + 2)
-    first = piece + gl.program_id(1) * SPAN
+    first = gl.program_id(1) * SPAN
     begin = gl.maximum((sink_tokens + INDEX_N - 1) // INDEX_N * INDEX_N, first)
-    end = gl.minimum(gl.minimum(stop_b * INDEX_N, first + SPAN), gl.load(pair + 3))
+    end = gl.minimum(stop_b * INDEX_N, first + SPAN)
     tests = (begin < end) & (gl.load(log_taus + i_group) > float("-inf"))
     leaves = False
     if tests:
-        shift = gl.multiple_of(gl.load(pair + 4) - piece, STEP_TOKENS)
+        shift = gl.multiple_of(gl.load(pair + 2), STEP_TOKENS)
         i_kv = gl.load(heads + i_group) // GROUP
         leaves = not _fits_half(queries, keys, i_group, i_kv, i_tile, num_tiles, first, begin, end, shift, SPAN)
         if not leaves:

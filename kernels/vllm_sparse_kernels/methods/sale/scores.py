@@ -16,14 +16,14 @@ import triton.language as tl
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale.rounding import (
     QUERY_BLOCK,
-    Piece,
     Regions,
     RoundedKeys,
     RoundedQueries,
     Selected,
     local_start,
 )
-from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div
+from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div
+from vllm_sparse_kernels.select import slabs
 
 TEST_TILES = 2
 """Tiles that one program tests together: keys are read half as often as with one. L2 could not keep up otherwise."""
@@ -34,7 +34,7 @@ TEST_WARPS = 4
 SPAN_TOKENS = 8192
 """Keys that one program tests: enough that its start (256 queries to load) does not show, few enough to fill a card."""
 
-PAIR_FIELDS = tl.constexpr(5)
+PAIR_FIELDS = tl.constexpr(slabs.PAIR_FIELDS)
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +59,9 @@ class FlagArgs(NamedTuple):
     tiles: Any  # Rows.tiles
 
 
-def pairs_of(pieces: list[Piece], rows: Rows) -> list[int]:
-    """For each piece and each two tiles of its row: first tile, tiles, the piece's first key, its end, its start."""
-    flat: list[int] = []
-    for piece in pieces:
-        end = rows.tile_starts[piece.row + 1]
-        for tile in range(rows.tile_starts[piece.row], end, TEST_TILES):
-            flat += [tile, min(TEST_TILES, end - tile), piece.begin, piece.begin + piece.num_keys, piece.start]
-    return flat
+def marks_bytes(num_selected: int, reach: int) -> int:
+    """Of one tile: a mark for each span that is left to ``_test_kernel``."""
+    return num_selected * ceil_div(reach, SPAN_TOKENS)
 
 
 def flag_args(kept: torch.Tensor, index: SparseIndex) -> FlagArgs:
@@ -82,14 +77,11 @@ def first_flags(kept: torch.Tensor, index: SparseIndex, selected: Selected, regi
 
 def flag_blocks(
     queries: RoundedQueries, keys: RoundedKeys, kept: torch.Tensor, index: SparseIndex, selected: Selected,
-    regions: Regions, group: int, pairs: torch.Tensor, longest: int,
+    regions: Regions, group: int, run: slabs.Run,
 ) -> None:  # fmt: skip
-    """Set the flags of the blocks of one slab's keys in which an element passes.
-
-    ``pairs``: [num_pairs, PAIR_FIELDS] int32 (``pairs_of``); ``longest``: keys of the longest piece.
-    """
-    num_pairs, num_spans, num_heads = len(pairs), ceil_div(longest, SPAN_TOKENS), selected.num_selected
-    args = (*selected[:2], flag_args(kept, index), pairs, *regions)
+    """Set the flags of the blocks in which an element passes, of a run of a slab's tiles."""
+    num_pairs, num_spans, num_heads = len(run.pairs), ceil_div(run.reach, SPAN_TOKENS), selected.num_selected
+    args = (*selected[:2], flag_args(kept, index), run.pairs, *regions)
     shape = {"GROUP": group, "BLOCK_D": keys.integers.shape[2], "INDEX_N": index.block_tokens, "SPAN": SPAN_TOKENS}
     shape |= {"FIELDS": TILE_FIELDS, "num_warps": TEST_WARPS}
     hopper = adds_up_in_half(kept.device)
@@ -184,7 +176,7 @@ def _test_pair(
     args, i_span, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     INDEX_N: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Step 3 for up to TILES tiles of one head and up to SPAN keys of one piece."""
+    """Step 3 for up to TILES tiles of one head and up to SPAN keys."""
     queries, keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens = args
     i_group = tl.program_id(2)
     pair = pairs + tl.program_id(0) * PAIR_FIELDS
@@ -192,12 +184,10 @@ def _test_pair(
     num_tiles = tl.load(pair + 1)
     o_t = tl.minimum(tl.arange(0, TILES), num_tiles - 1) + i_tile
     first_block, b_end_block = _tested(flags.tiles, o_t, sink_tokens, local_tokens, INDEX_N, FIELDS)
-    piece = tl.load(pair + 2)
-    first = piece + i_span * SPAN
-    begin = tl.maximum(first_block * INDEX_N, first)
-    end = tl.minimum(tl.minimum(tl.max(b_end_block, 0) * INDEX_N, first + SPAN), tl.load(pair + 3))
+    begin = tl.maximum(first_block * INDEX_N, i_span * SPAN)
+    end = tl.minimum(tl.max(b_end_block, 0) * INDEX_N, (i_span + 1) * SPAN)
     if (begin < end) & (tl.load(log_taus + i_group) > float("-inf")):
-        shift = tl.multiple_of(tl.load(pair + 4) - piece, 128)
+        shift = tl.multiple_of(tl.load(pair + 2), 128)
         i_kv = tl.load(heads + i_group) // GROUP
         where = (i_group, i_kv, i_tile, num_tiles, begin, end, shift)
         b_flags = flags.kept + i_group.to(tl.int64) * flags.stride_kept + tl.load(flags.offsets + o_t)

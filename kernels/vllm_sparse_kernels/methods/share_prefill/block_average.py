@@ -27,7 +27,6 @@ class Spans(NamedTuple):
     max_blocks: int  # of one row
     last_tiles: torch.Tensor  # [num_rows, 4] int32, the chunk's last 128 queries, like Rows.tiles
     block_starts: torch.Tensor  # [num_rows + 1] int64
-    tile_starts: torch.Tensor  # [num_rows + 1] int32, ``Rows.tile_starts``
 
     @staticmethod
     def of(index: SparseIndex) -> "Spans":
@@ -44,7 +43,6 @@ class Spans(NamedTuple):
             max(blocks),
             to_device(lasts, torch.int32, rows.device).view(-1, TILE_FIELDS),
             to_device(block_starts, torch.int64, rows.device),
-            to_device(rows.tile_starts, torch.int32, rows.device),
         )
 
 

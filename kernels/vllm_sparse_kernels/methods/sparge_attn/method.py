@@ -115,8 +115,8 @@ class SpargeAttn(PerHead):
         products = pooled_products(
             q, cache, index.rows, heads, scale * LOG2_E, 1, index.workspace, min_similarity, self.smooth_keys
         )
-        for slab, scores, similarity in products:
-            keep_top_mass(scores, similarity, index, slab.first_tile, heads, kept_mass, min_similarity, self.keep_sink)
+        for first_tile, scores, similarity in products:
+            keep_top_mass(scores, similarity, index, first_tile, heads, kept_mass, min_similarity, self.keep_sink)
 
 
 def keep_top_mass(

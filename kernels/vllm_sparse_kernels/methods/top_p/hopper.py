@@ -38,7 +38,7 @@ from vllm_sparse_kernels.gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from vllm_sparse_kernels.methods.top_p.slabs import Rounded
+from vllm_sparse_kernels.methods.top_p.rounding import Rounded
 from vllm_sparse_kernels.rows import TILE_FIELDS, ceil_div
 from vllm_sparse_kernels.workspace import Workspace
 

@@ -43,12 +43,19 @@ from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.methods.top_p import portable
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, choose
 from vllm_sparse_kernels.methods.top_p.footprint import most_bytes
-from vllm_sparse_kernels.methods.top_p.rounding import Moments, kept_channels, moments, round_keys, round_queries
-from vllm_sparse_kernels.methods.top_p.slabs import Rounded, Slab, slabs_of
+from vllm_sparse_kernels.methods.top_p.rounding import (
+    Moments,
+    Rounded,
+    kept_channels,
+    moments,
+    round_keys,
+    round_queries,
+)
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.select.lists import compact_blocks
 from vllm_sparse_kernels.select.parameters import on_device, require
+from vllm_sparse_kernels.select.slabs import Slab, slabs_of
 
 hopper: ModuleType | None
 try:

@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.methods.top_p.slabs import PAIR_FIELDS, Rounded
+from vllm_sparse_kernels.methods.top_p.rounding import Rounded
 from vllm_sparse_kernels.rows import TILE_FIELDS, ceil_div
+from vllm_sparse_kernels.select.slabs import PAIR_FIELDS
 from vllm_sparse_kernels.workspace import Workspace
 
 PERMUTED = False

@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, widen
-from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, query_args, widen
+from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div
 from vllm_sparse_kernels.workspace import Workspace
 
 LARGEST = tl.constexpr(15.0)
@@ -42,19 +42,22 @@ LEAST_CHANNELS = 64
 """Below, what follows the product takes the time: fewer channels lose quality and gain nothing."""
 
 
-class QueryArgs(NamedTuple):
-    """q, head_dim contiguous."""
-
-    q: Any
-    stride_token: int
-    stride_head: int
-
-
 class Moments(NamedTuple):
     """Per row and kv head."""
 
     means: Any  # [num_rows, num_kv_heads, BLOCK_D] float32, of keys
     channels: Any  # [num_rows, num_kv_heads, KEPT_D] int32, ascending; not read where all are kept
+
+
+class Rounded(NamedTuple):
+    """Queries and keys of a slab, in e4m3. The units are such that scores are logarithms to the base of two."""
+
+    queries: Any  # [num_selected, num_queries, KEPT_D]
+    factors: Any  # [num_selected, num_queries] float32, 0 past the row's end
+    num_queries: int  # whole tiles
+    keys: Any  # [num_kv_heads, num_keys, KEPT_D]
+    steps: Any  # [num_kv_heads, num_keys / 32] float32
+    num_keys: int  # a multiple of 128
 
 
 def kept_channels(head_dim: int, half: bool) -> int:
@@ -80,21 +83,14 @@ def moments(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, workspa
         )  # fmt: skip
         if chooses:
             _query_squares_kernel[(rows.num_tiles, num_heads)](
-                QueryArgs(q, q.stride(0), q.stride(1)), rows.tiles, squares, **shape, FIELDS=TILE_FIELDS
+                query_args(q), rows.tiles, squares, **shape, FIELDS=TILE_FIELDS
             )
         _moments_kernel[(rows.num_rows, num_kv_heads)](
-            sums, num_splits, squares, _tile_bounds(rows), rows.row_ends, means, channels,
+            sums, num_splits, squares, rows.tile_bounds, rows.row_ends, means, channels,
             GROUP=num_heads // num_kv_heads, **shape, KEPT_D=kept_d, GROUPS=SPLIT_GROUPS,
             num_warps=max(block_d // 8, 4),
         )  # fmt: skip
     return Moments(means, channels)
-
-
-def _tile_bounds(rows: Rows) -> torch.Tensor:
-    """[num_rows + 1] int32 on the device: ``tile_starts``."""
-    if (found := rows.state.get(_tile_bounds)) is None:
-        found = rows.state[_tile_bounds] = to_device(rows.tile_starts, torch.int32, rows.device)
-    return found
 
 
 def round_queries(
@@ -106,7 +102,7 @@ def round_queries(
     values = workspace.empty(len(heads), num_queries, kept_d, dtype=dtype)
     factors = workspace.empty(len(heads), num_queries)
     _round_queries_kernel[(rows.num_tiles, len(heads))](
-        QueryArgs(q, q.stride(0), q.stride(1)), rows.tiles, found, heads, scale * LOG2_E, values, factors,
+        query_args(q), rows.tiles, found, heads, scale * LOG2_E, values, factors,
         HEAD_DIM=q.shape[2], BLOCK_D=found.means.shape[2], KEPT_D=kept_d, GROUP=group,
         KV_HEADS=found.means.shape[1], FIELDS=TILE_FIELDS, num_warps=8,
     )  # fmt: skip
