@@ -13,6 +13,7 @@ from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries, Selected
 from vllm_sparse_kernels.methods.sale.scores import adds_up_in_half, marks_bytes
 from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.select.channels import kept_channels
 from vllm_sparse_kernels.select.slabs import slabs_of
 from vllm_sparse_kernels.trial import Batch
 from vllm_sparse_kernels.workspace import Workspace
@@ -154,7 +155,7 @@ def rounded_by_kernels(method: Sale, batch: Batch) -> tuple[RoundedQueries, Roun
     q, cache, rows, room = batch.q, batch.cache, batch.rows, Workspace(torch.device(DEVICE))
     dtype, selected = module.integer_dtype(q.device), selected_heads(method, batch)
     regions = Regions(method.sink_tokens, method.local_tokens)
-    kept_d = sale_means.kept_channels(cache.head_dim, method.channels == "half")
+    kept_d = kept_channels(cache.head_dim, method.channels == "half", sale_means.LEAST_CHANNELS)
     means = sale_means.row_means(q, cache, rows, kept_d, room)
     queries = sale_rounding.round_queries(q, cache, rows, means, selected, regions, batch.scale, kept_d, dtype, room)
     (slab,) = slabs_of(rows, selected.num_selected, marks_bytes)

@@ -35,6 +35,7 @@ from vllm_sparse_kernels.methods.sale.reference import paper_blocks
 from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries
 from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.select import slabs
+from vllm_sparse_kernels.select.channels import kept_channels
 from vllm_sparse_kernels.select.slabs import slabs_of
 from vllm_sparse_kernels.trial import Batch
 from vllm_sparse_kernels.workspace import Workspace
@@ -137,7 +138,7 @@ def test_the_channels_that_weigh_most_are_multiplied(head_dim):
     pages = batch.rows.block_table
     batch.cache.keys[pages[0, :6], :, 0] = 1.0
     batch.cache.keys[pages[1, 0], 5, 0, 7] = torch.nan
-    kept_d = sale_means.kept_channels(head_dim, half=True)
+    kept_d = kept_channels(head_dim, True, sale_means.LEAST_CHANNELS)
     assert kept_d == {64: 32, 96: 64, 256: 128}[head_dim]
     means = sale_means.row_means(batch.q, batch.cache, batch.rows, kept_d, Workspace(torch.device(DEVICE)))
     assert means.channels[0, 0].tolist() == list(range(kept_d))

@@ -15,8 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.paged import PagedCache, key_args, load_block
-from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.paged import PagedCache, key_args, load_block, load_queries, query_args
+from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.select.lists import FIELDS, load_tile
 from vllm_sparse_kernels.select.slabs import rows_within
 from vllm_sparse_kernels.workspace import Workspace
 
@@ -116,9 +117,9 @@ def pool_queries(
     means = workspace.empty(len(heads), num_pooled, head_dim)
     similarity = workspace.empty(len(heads), num_pooled) if similar else None
     _pool_queries_kernel[(len(heads), num_pooled)](
-        q, q.stride(0), q.stride(1), rows.tiles, heads, means, similarity,
+        query_args(q), rows.tiles, heads, means, similarity,
         HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), PER_TILE=per_tile, POOL=TILE_TOKENS // per_tile,
-        BLOCK=64, FIELDS=TILE_FIELDS, num_warps=_warps(head_dim),
+        BLOCK=64, num_warps=_warps(head_dim),
     )  # fmt: skip
     return Pooled(means, similarity)
 
@@ -189,8 +190,7 @@ def pooled_products(
                         queries.means, keys.means, keys.similarity, min_similarity, row_table(rows), rows.tiles, heads,
                         products, slab.width, first, end, rows.num_tiles, slab.first_row, slab.num_blocks, scale,
                         GROUP=q.shape[1] // cache.num_kv_heads, HEAD_DIM=cache.head_dim, PER_TILE=per_tile,
-                        BLOCK_M=64, BLOCK_N=64, BLOCK_D=32, BLOCK=KEY_BLOCK_TOKENS, FIELDS=TILE_FIELDS,
-                        ROW_FIELDS=ROW_FIELDS,
+                        BLOCK_M=64, BLOCK_N=64, BLOCK_D=32, BLOCK=KEY_BLOCK_TOKENS, ROW_FIELDS=ROW_FIELDS,
                     )  # fmt: skip
                     yield first, products, queries.similarity
 
@@ -225,9 +225,8 @@ def _similarity(b_units, count):
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _pool_queries_kernel(
-    q, stride_token, stride_head, tiles, heads, means, similarity,
+    queries, tiles, heads, means, similarity,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PER_TILE: tl.constexpr, POOL: tl.constexpr, BLOCK: tl.constexpr,
-    FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Mean query of POOL tokens of one tile and head, and, where asked for, the mean cosine of all their pairs.
 
@@ -236,19 +235,16 @@ def _pool_queries_kernel(
     """
     i_entry, i_pooled = tl.program_id(0), tl.program_id(1)
     i_head = tl.load(heads + i_entry)
-    tile = tiles + i_pooled // PER_TILE * FIELDS
+    _, token, length, _ = load_tile(tiles, i_pooled // PER_TILE)
     begin = i_pooled % PER_TILE * POOL
-    token = tl.load(tile + 1) + begin
-    length = tl.minimum(tl.load(tile + 2) - begin, POOL)
+    length = tl.minimum(length - begin, POOL)
     if length > 0:
         o_d = tl.arange(0, BLOCK_D)
         b_sum = tl.zeros([BLOCK_D], tl.float32)
         b_units = tl.zeros([BLOCK_D], tl.float32)
         for start in tl.static_range(0, POOL, BLOCK):
-            o_m = start + tl.arange(0, BLOCK)
-            o_q = (token + o_m).to(tl.int64)[:, None] * stride_token + i_head * stride_head + o_d[None, :]
-            mask = (o_m < length)[:, None] & (o_d < HEAD_DIM)[None, :]
-            b_q = tl.load(q + o_q, mask=mask, other=0.0).to(tl.float32)
+            b_q = load_queries(queries, i_head, token + begin + start, length - start, BLOCK, HEAD_DIM, BLOCK_D)
+            b_q = b_q.to(tl.float32)
             b_sum += tl.sum(b_q, 0)
             if similarity is not None:
                 b_units += _units(b_q)
@@ -336,7 +332,7 @@ def _products_kernel(
     query_means, key_means, similarity, min_similarity, row_table, tiles, heads, products, width,
     first_tile, end_tile, num_tiles, first_row, num_blocks, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PER_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, ROW_FIELDS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M pooled queries of a slab with BLOCK_N key blocks of each row that the queries belong to."""
     i_n, i_m, i_entry = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.paged import key_offsets, widen
-from vllm_sparse_kernels.select.lists import append, list_of, tile_blocks
+from vllm_sparse_kernels.select.lists import append, list_of, load_tile, tile_blocks
 from vllm_sparse_kernels.select.pooled import is_read
 
 WORD = tl.constexpr(32)
@@ -46,7 +46,7 @@ def anchor_kernel(
     queries, keys, stride_table, k_matrix, matrix, tiles, heads, thetas, voters, num_tiles, scale, span, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, INITIAL: tl.constexpr, PAGE: tl.constexpr,
     PRECISION: tl.constexpr, USE_ANCHOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SAMPLE: tl.constexpr, VOTERS: tl.constexpr, FIELDS: tl.constexpr,
+    SAMPLE: tl.constexpr, VOTERS: tl.constexpr,
 ):  # fmt: skip
     """The voters of one tile of one head, where keys lie between the anchor region's parts.
 
@@ -54,10 +54,7 @@ def anchor_kernel(
     """
     i_tile = num_tiles - 1 - tl.program_id(0)  # the last tiles of a group have the longest windows: they come first
     i_head = tl.load(heads + tl.program_id(1))
-    i_row = tl.load(tiles + i_tile * FIELDS)
-    token = tl.load(tiles + i_tile * FIELDS + 1)
-    length = tl.load(tiles + i_tile * FIELDS + 2)
-    first = tl.load(tiles + i_tile * FIELDS + 3)
+    i_row, token, length, first = load_tile(tiles, i_tile)
     start = first // span * span - window
     if start > INITIAL:
         o_m = tl.arange(0, BLOCK_M)
@@ -219,7 +216,7 @@ def _leads(b_k, b_q, b_anchor, scale, PAIRS: tl.constexpr, PRECISION: tl.constex
 @triton.jit(do_not_specialize=["num_tiles"])
 def blocks_kernel(
     groups, index, heads, num_tiles, span, window,
-    INITIAL: tl.constexpr, INDEX_N: tl.constexpr, CHUNK: tl.constexpr, ANY: tl.constexpr, FIELDS: tl.constexpr,
+    INITIAL: tl.constexpr, INDEX_N: tl.constexpr, CHUNK: tl.constexpr, ANY: tl.constexpr,
     GROUP_FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One tile's list of blocks for one head: the anchor region's, and those that its group keeps whole.
@@ -228,14 +225,14 @@ def blocks_kernel(
     """
     i_tile = tl.program_id(0)
     i_head = tl.load(heads + tl.program_id(1)).to(tl.int64)
-    i_first = tl.load(groups.row_starts + tl.load(index.tiles + i_tile * FIELDS))
-    first = tl.load(index.tiles + i_tile * FIELDS + 3)
+    i_row, _, _, first = load_tile(index.tiles, i_tile)
+    i_first = tl.load(groups.row_starts + i_row)
     # The row's groups begin at consecutive multiples of the span, and their windows so many keys before.
     first_group = tl.load(groups.table + i_first * GROUP_FIELDS) + window
     group = groups.table + (i_first + (first - first_group) // span) * GROUP_FIELDS
     words = groups.words + i_head * groups.num_words + tl.load(group + 3) // WORD
     start = tl.load(group) // INDEX_N  # may be negative
-    num_causal = tile_blocks(index.tiles, i_tile, INDEX_N, FIELDS)[1]
+    num_causal = tile_blocks(index.tiles, i_tile, INDEX_N)[1]
     target = list_of(index, i_head, i_tile)
     count = 0
     for i in range(0, num_causal, CHUNK):

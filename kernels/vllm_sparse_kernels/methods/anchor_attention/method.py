@@ -76,7 +76,7 @@ from vllm_sparse_kernels.methods.anchor_attention.kernels import (
 )
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache, key_args, query_args, wide_dtype
-from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.select.footprint import voted_bytes
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS
 from vllm_sparse_kernels.select.parameters import on_device, require
@@ -266,7 +266,7 @@ class AnchorAttention(PerHead):
             query_args(q), *keys, rows.tiles, heads, thetas, voters,
             rows.num_tiles, scale, self.span_tokens, self.window_tokens,
             **shape, USE_ANCHOR=self.use_anchor, SAMPLE=self.sample_tokens, VOTERS=self.tile_voters,
-            BLOCK_M=max(self.tile_voters, 16) if self.sample_tokens else TILE_TOKENS, FIELDS=TILE_FIELDS,
+            BLOCK_M=max(self.tile_voters, 16) if self.sample_tokens else TILE_TOKENS,
         )  # fmt: skip
         # Launched for rows too short to have candidates as well: warming up then compiles it for groups of any size.
         group_voters = self.step_tiles * self.tile_voters
@@ -287,7 +287,7 @@ class AnchorAttention(PerHead):
         blocks_kernel[(rows.num_tiles, len(heads))](
             args, index.args, heads, rows.num_tiles, self.span_tokens, self.window_tokens,
             INITIAL=INITIAL_TOKENS, INDEX_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, ANY=self.whole_blocks,
-            FIELDS=TILE_FIELDS, GROUP_FIELDS=GROUP_FIELDS,
+            GROUP_FIELDS=GROUP_FIELDS,
         )  # fmt: skip
         if self.whole_blocks:
             return

@@ -13,8 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, query_args
-from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, load_queries, query_args
+from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.select.channels import keep_heaviest
+from vllm_sparse_kernels.select.lists import load_tile
 from vllm_sparse_kernels.workspace import Workspace
 
 SPLIT_TOKENS = 512
@@ -39,14 +41,8 @@ class Means(NamedTuple):
     left_out: Any  # [num_rows, num_kv_heads, BLOCK_D] float32, variance of keys in channels left out, 0 in the others
 
 
-def kept_channels(head_dim: int, half: bool) -> int:
-    """KEPT_D: channels that are multiplied, those that fill up head_dim to a power of two included."""
-    block_d = triton.next_power_of_2(head_dim)
-    return max(block_d // 2, LEAST_CHANNELS) if half and block_d > LEAST_CHANNELS else block_d
-
-
 def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, workspace: Workspace) -> Means:
-    """``kept_d``: ``kept_channels``."""
+    """``kept_d``: channels that are multiplied."""
     num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
     block_d = triton.next_power_of_2(head_dim)
     moments = 2 if kept_d < block_d else 1  # the second one tells the channels apart
@@ -55,9 +51,7 @@ def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, works
     queries = workspace.empty(moments, rows.num_rows, num_heads, block_d)
     with workspace.frame():
         sums = workspace.empty(moments, rows.num_tiles, num_heads, block_d)
-        _query_sums_kernel[(rows.num_tiles, num_heads)](
-            query_args(q), rows.tiles, sums, **shape, BLOCK_M=TILE_TOKENS, FIELDS=TILE_FIELDS
-        )
+        _query_sums_kernel[(rows.num_tiles, num_heads)](query_args(q), rows.tiles, sums, **shape, BLOCK_M=TILE_TOKENS)
         _means_kernel[(rows.num_rows, num_heads, moments)](
             sums, rows.num_tiles, rows.tile_bounds, rows.row_table, queries,
             BLOCK_D=block_d, FIELDS=ROW_FIELDS, COUNT=1,
@@ -90,17 +84,13 @@ def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, works
 @triton.jit
 def _query_sums_kernel(
     queries, tiles, sums,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MOMENTS: tl.constexpr, BLOCK_M: tl.constexpr, FIELDS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MOMENTS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Sum of one tile's queries of one head, and of their squares."""
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
-    o_m = tl.arange(0, BLOCK_M)
-    o_d = tl.arange(0, BLOCK_D)
-    token = tl.load(tiles + i_tile * FIELDS + 1)
-    in_row = o_m < tl.load(tiles + i_tile * FIELDS + 2)
-    o_q = (token + o_m).to(tl.int64)[:, None] * queries.stride_token + i_head * queries.stride_head + o_d[None, :]
-    b_q = tl.load(queries.q + o_q, mask=in_row[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0).to(tl.float32)
-    target = sums + (i_tile * tl.num_programs(1) + i_head) * BLOCK_D + o_d
+    _, token, length, _ = load_tile(tiles, i_tile)
+    b_q = load_queries(queries, i_head, token, length, BLOCK_M, HEAD_DIM, BLOCK_D).to(tl.float32)
+    target = sums + (i_tile * tl.num_programs(1) + i_head) * BLOCK_D + tl.arange(0, BLOCK_D)
     tl.store(target, tl.sum(b_q, 0))
     if MOMENTS == 2:
         tl.store(target + tl.num_programs(0) * tl.num_programs(1) * BLOCK_D, tl.sum(b_q * b_q, 0))
@@ -155,7 +145,7 @@ def _channels_kernel(
     keys, queries, channels, left_out,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr,
 ):  # fmt: skip
-    """The KEPT_D channels of one row and kv head that weigh most; of equals the lower ones."""
+    """The KEPT_D channels of one row and kv head that weigh most."""
     num_rows, num_kv_heads = tl.num_programs(0), tl.num_programs(1)
     i_kv = tl.program_id(0) * num_kv_heads + tl.program_id(1)
     o_d = tl.arange(0, BLOCK_D)
@@ -163,13 +153,7 @@ def _channels_kernel(
     b_queries = tl.zeros([BLOCK_D], tl.float32)
     for i in range(GROUP):
         b_queries += _variances(queries + (i_kv * GROUP + i) * BLOCK_D + o_d, num_rows * num_kv_heads * GROUP * BLOCK_D)
-    b_weight = b_keys * b_queries
-    b_weight = tl.where(b_weight == b_weight, b_weight, 0.0)  # 0 · infinity
-    b_weight = tl.where(o_d < HEAD_DIM, b_weight, -1.0)
-    b_equal = (b_weight[None, :] == b_weight[:, None]) & (o_d[None, :] < o_d[:, None])
-    b_rank = tl.sum(((b_weight[None, :] > b_weight[:, None]) | b_equal).to(tl.int32), 1)
-    b_kept = b_rank < KEPT_D
-    tl.store(channels + i_kv * KEPT_D + tl.cumsum(b_kept.to(tl.int32), 0) - 1, o_d, mask=b_kept)
+    b_kept = keep_heaviest(channels + i_kv * KEPT_D, b_keys * b_queries, HEAD_DIM, KEPT_D)
     tl.store(left_out + i_kv * BLOCK_D + o_d, tl.where(b_kept, 0.0, b_keys))
 
 

@@ -59,7 +59,7 @@ import torch
 
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.base import PerHead
-from vllm_sparse_kernels.methods.sale.means import kept_channels, row_means
+from vllm_sparse_kernels.methods.sale.means import LEAST_CHANNELS, row_means
 from vllm_sparse_kernels.methods.sale.rounding import (
     KEY_BLOCK,
     SEGMENT,
@@ -71,6 +71,7 @@ from vllm_sparse_kernels.methods.sale.rounding import (
 )
 from vllm_sparse_kernels.methods.sale.scores import first_flags, flag_blocks, marks_bytes
 from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.select.channels import kept_channels
 from vllm_sparse_kernels.select.lists import compact_blocks
 from vllm_sparse_kernels.select.parameters import on_device, require
 from vllm_sparse_kernels.select.slabs import slabs_of
@@ -133,7 +134,7 @@ class Sale(PerHead):
         rows, room, dtype = index.rows, index.workspace, integer_dtype(q.device)
         group, regions = q.shape[1] // cache.num_kv_heads, Regions(self.sink_tokens, self.local_tokens)
         first_flags(kept, index, selected, regions)
-        kept_d = kept_channels(cache.head_dim, self.channels == "half")
+        kept_d = kept_channels(cache.head_dim, self.channels == "half", LEAST_CHANNELS)
         means = row_means(q, cache, rows, kept_d, room)
         queries = round_queries(q, cache, rows, means, selected, regions, scale, kept_d, dtype, room)
         for slab in slabs_of(rows, len(selected.heads), marks_bytes):

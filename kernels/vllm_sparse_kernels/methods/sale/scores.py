@@ -24,6 +24,7 @@ from vllm_sparse_kernels.methods.sale.rounding import (
 )
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.select import slabs
+from vllm_sparse_kernels.select.lists import load_tile, tile_blocks
 
 TEST_TILES = 2
 """Tiles that one program tests together: keys are read half as often as with one. L2 could not keep up otherwise."""
@@ -71,7 +72,7 @@ def flag_args(kept: torch.Tensor, index: SparseIndex) -> FlagArgs:
 def first_flags(kept: torch.Tensor, index: SparseIndex, selected: Selected, regions: Regions) -> None:
     """1 for sink and local region and for all blocks of heads that keep everything, 0 for blocks to be tested."""
     _first_flags_kernel[(index.rows.num_tiles, selected.num_selected)](
-        flag_args(kept, index), selected.log_taus, *regions, INDEX_N=index.block_tokens, CHUNK=2048, FIELDS=TILE_FIELDS
+        flag_args(kept, index), selected.log_taus, *regions, INDEX_N=index.block_tokens, CHUNK=2048
     )
 
 
@@ -83,7 +84,7 @@ def flag_blocks(
     num_pairs, num_spans, num_heads = len(run.pairs), ceil_div(run.reach, SPAN_TOKENS), selected.num_selected
     args = (*selected[:2], flag_args(kept, index), run.pairs, *regions)
     shape = {"GROUP": group, "BLOCK_D": keys.integers.shape[2], "INDEX_N": index.block_tokens, "SPAN": SPAN_TOKENS}
-    shape |= {"FIELDS": TILE_FIELDS, "num_warps": TEST_WARPS}
+    shape |= {"num_warps": TEST_WARPS}
     hopper = adds_up_in_half(kept.device)
     with index.workspace.frame():
         left = index.workspace.empty(num_heads, num_pairs, num_spans, dtype=torch.uint8)
@@ -109,7 +110,7 @@ def _test_on_hopper(
     try:
         sale_hopper.half_kernel[grid](
             queries, keys, sale_hopper.bulk(queries.integers), sale_hopper.bulk(keys.integers), *args, left,
-            **shape, STAGES=sale_hopper.STAGES, PAIR_FIELDS=PAIR_FIELDS.value,
+            **shape, STAGES=sale_hopper.STAGES, FIELDS=TILE_FIELDS, PAIR_FIELDS=PAIR_FIELDS.value,
         )  # fmt: skip
     except Exception as error:  # whatever a compiler or a launch raises is the reason
         UNUSABLE.append(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
@@ -118,31 +119,27 @@ def _test_on_hopper(
 
 
 @triton.jit
-def _tested(tiles, i_tile, sink_tokens, local_tokens, INDEX_N: tl.constexpr, FIELDS: tl.constexpr):
+def _tested(tiles, i_tile, sink_tokens, local_tokens, INDEX_N: tl.constexpr):
     """Index blocks of tiles [begin, end) between sink and local region.
 
     Of a tile's two query blocks the first one's local region begins no later than the second one's.
     """
-    length = tl.load(tiles + i_tile * FIELDS + 2)
-    position = tl.load(tiles + i_tile * FIELDS + 3)
+    _, _, length, position = load_tile(tiles, i_tile)
     stop = local_start(position + tl.minimum(length, QUERY_BLOCK), sink_tokens, local_tokens)
     return (sink_tokens + INDEX_N - 1) // INDEX_N, stop // INDEX_N
 
 
 @triton.jit(do_not_specialize=["sink_tokens", "local_tokens"])
-def _first_flags_kernel(
-    flags, log_taus, sink_tokens, local_tokens, INDEX_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr
-):
+def _first_flags_kernel(flags, log_taus, sink_tokens, local_tokens, INDEX_N: tl.constexpr, CHUNK: tl.constexpr):
     """Flags uint8 of one (tile, head)'s causal blocks: 1 in sink, local region and diagonal, 0 where step 3 decides.
 
     A head with τ = 0 (ln τ = −∞) keeps every block.
     """
     i_tile, i_group = tl.program_id(0), tl.program_id(1)
-    begin, end = _tested(flags.tiles, i_tile, sink_tokens, local_tokens, INDEX_N, FIELDS)
+    begin, end = _tested(flags.tiles, i_tile, sink_tokens, local_tokens, INDEX_N)
     if tl.load(log_taus + i_group) == float("-inf"):
         end = 0
-    last = tl.load(flags.tiles + i_tile * FIELDS + 3) + tl.load(flags.tiles + i_tile * FIELDS + 2) - 1
-    num_causal = last // INDEX_N + 1
+    num_causal = tile_blocks(flags.tiles, i_tile, INDEX_N)[1]
     target = flags.kept + i_group.to(tl.int64) * flags.stride_kept + tl.load(flags.offsets + i_tile)
     for first in range(0, num_causal, CHUNK):
         o_n = first + tl.arange(0, CHUNK)
@@ -153,7 +150,7 @@ def _first_flags_kernel(
 def _test_kernel(
     queries, keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens, left, num_spans,
     GROUP: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, INDEX_N: tl.constexpr,
-    SPAN: tl.constexpr, WARPS: tl.constexpr, REST: tl.constexpr, FIELDS: tl.constexpr,
+    SPAN: tl.constexpr, WARPS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """Step 3 for up to TILES tiles of one head and one span; with REST for those spans that are ``left``."""
     args = (queries, keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens)
@@ -166,15 +163,15 @@ def _test_kernel(
         if num_left > 0:
             for i_span in range(num_spans):
                 if tl.load(marks + i_span) != 0:
-                    _test_pair(args, i_span, GROUP, BLOCK_D, TILE, TILES, INDEX_N, SPAN, WARPS, FIELDS)
+                    _test_pair(args, i_span, GROUP, BLOCK_D, TILE, TILES, INDEX_N, SPAN, WARPS)
     else:
-        _test_pair(args, tl.program_id(1), GROUP, BLOCK_D, TILE, TILES, INDEX_N, SPAN, WARPS, FIELDS)
+        _test_pair(args, tl.program_id(1), GROUP, BLOCK_D, TILE, TILES, INDEX_N, SPAN, WARPS)
 
 
 @triton.jit
 def _test_pair(
     args, i_span, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    INDEX_N: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr, FIELDS: tl.constexpr,
+    INDEX_N: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Step 3 for up to TILES tiles of one head and up to SPAN keys."""
     queries, keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens = args
@@ -183,7 +180,7 @@ def _test_pair(
     i_tile = tl.load(pair)
     num_tiles = tl.load(pair + 1)
     o_t = tl.minimum(tl.arange(0, TILES), num_tiles - 1) + i_tile
-    first_block, b_end_block = _tested(flags.tiles, o_t, sink_tokens, local_tokens, INDEX_N, FIELDS)
+    first_block, b_end_block = _tested(flags.tiles, o_t, sink_tokens, local_tokens, INDEX_N)
     begin = tl.maximum(first_block * INDEX_N, i_span * SPAN)
     end = tl.minimum(tl.max(b_end_block, 0) * INDEX_N, (i_span + 1) * SPAN)
     if (begin < end) & (tl.load(log_taus + i_group) > float("-inf")):

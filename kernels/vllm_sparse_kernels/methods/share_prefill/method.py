@@ -68,7 +68,7 @@ from vllm_sparse_kernels.methods.share_prefill.kernels import (
     low_weights_kernel,
 )
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS, Rows
+from vllm_sparse_kernels.rows import ROW_FIELDS, Rows
 from vllm_sparse_kernels.select.footprint import averaged_bytes
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS
 from vllm_sparse_kernels.select.parameters import on_device, require
@@ -244,14 +244,15 @@ def _share(
     stride_map, stride_last = pivots.maps.stride(0), pivots.last_rows.stride(0)
     num_map_programs = len(slots) * rows.num_tiles
     heads = {"HEADS": triton.next_power_of_2(num_heads), "CHUNK": CHUNK_BLOCKS, "SHARED": SHARED}
-    tiles = {"BLOCK_N": index.block_tokens, "FIELDS": TILE_FIELDS}
     decide_kernel[(num_map_programs + num_heads * num_rows,)](
         args, estimates.stride(0), stride_last, num_heads, num_rows, method.max_sparsity, method.max_distance,
         averages.queries, averages.keys, index.args, num_map_programs, pivots.spans.num_blocks, stride_map,
         rows.num_tiles, **heads, DENSE=DENSE, **averages.tile_options, num_warps=8,
     )  # fmt: skip
-    low_weights_kernel[(rows.num_tiles, num_heads)](args, stride_map, num_rows, index.args, **tiles, **heads)
+    low_weights_kernel[(rows.num_tiles, num_heads)](
+        args, stride_map, num_rows, index.args, BLOCK_N=index.block_tokens, **heads
+    )
     apply_patterns_kernel[(rows.num_tiles, num_heads)](
         args, stride_map, num_rows, estimates.stride(0), stride_last, rows.row_table, index.args, rows.num_tiles,
-        **tiles, **heads, DENSE=DENSE, ROW_FIELDS=ROW_FIELDS,
+        BLOCK_N=index.block_tokens, **heads, DENSE=DENSE, ROW_FIELDS=ROW_FIELDS,
     )  # fmt: skip
