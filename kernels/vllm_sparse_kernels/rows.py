@@ -116,6 +116,10 @@ class Rows:
             starts.append(starts[-1] + ceil_div(query_len, TILE_TOKENS))
         return tuple(starts)
 
+    def tiles_of(self, row: int) -> range:
+        """The ids of a row's tiles."""
+        return range(self.tile_starts[row], self.tile_starts[row + 1])
+
     @cached_property
     def tile_bounds(self) -> torch.Tensor:
         """[num_rows + 1] int32 on the device: ``tile_starts``."""

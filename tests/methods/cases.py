@@ -63,10 +63,6 @@ def all_lists(
     return [[lists(index, head, i) for i in tiles] for head in (range(index.num_heads) if heads is None else heads)]
 
 
-def tiles_of(rows: Rows, row: int) -> range:
-    return range(rows.tile_starts[row], rows.tile_starts[row + 1])
-
-
 def row_alone(batch: Batch, row: int) -> Batch:
     """One row of a batch as a batch, and a pass, of its own."""
     rows, one = batch.rows, slice(row, row + 1)

@@ -94,7 +94,7 @@ def definition(batch: Batch, method: Sale, row: int, head: int):
     k4, k_steps, k_near = rounded(smooth_k[:, kept_d], j // 32 * 4 + j % 8 // 2)
     q4, q_steps, q_near = rounded(smooth_q[:, kept_d], torch.arange(len(q), device=DEVICE))
     deviation = (smooth_q[:, left_out] ** 2 @ (smooth_k[:, left_out] ** 2).mean(0)).sqrt()
-    for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
+    for i_tile in rows.tiles_of(row):
         tile = rows.tile_list[i_tile]
         blocks = regions(method, tile.position, tile.length_tokens)
         kept = torch.ones(2, len(blocks), blocks[-1][2], dtype=torch.bool, device=DEVICE)

@@ -99,7 +99,7 @@ def assert_selects(method: SpargeAttn, batch: Batch, index: SparseIndex, heads) 
         surely = always | (fewest & (p > largest_left * (1 + P_MARGIN)))
         perhaps = always | most | (p >= smallest_kept * (1 - P_MARGIN))
         bounds = [halves_to_blocks(flags, index) for flags in (surely, perhaps)]
-        for i_tile in range(batch.rows.tile_starts[row], batch.rows.tile_starts[row + 1]):
+        for i_tile in batch.rows.tiles_of(row):
             tile = batch.rows.tile_list[i_tile]
             for head in heads:
                 got = flags_of(index, head, i_tile)
