@@ -59,7 +59,7 @@ def select_lines(
     """
     for rows in slabs_of_rows(index.rows, len(heads)):
         with index.workspace.frame():
-            sums = last_query_sums(q, cache, index, rows, heads, scale, *estimate, patterns=patterns)
+            sums = last_query_sums(q, cache, index, rows, heads, scale, estimate, patterns)
             write_lines(index, rows, heads, keep(sums, index), estimate.band, patterns)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.paged import key_offsets, widen
+from vllm_sparse_kernels.paged import load_keys, widen
 from vllm_sparse_kernels.select.lists import append, list_of, load_tile, tile_blocks
 from vllm_sparse_kernels.select.pooled import is_read
 
@@ -41,9 +41,9 @@ class GroupArgs(NamedTuple):
 
 
 # Numbers that change from step to step must not be specialised on: a server would compile in the middle of its work.
-@triton.jit(do_not_specialize=["num_tiles", "stride_table"])
+@triton.jit(do_not_specialize=["num_tiles"])
 def anchor_kernel(
-    queries, keys, stride_table, k_matrix, matrix, tiles, heads, thetas, voters, num_tiles, scale, span, window,
+    queries, keys, k_matrix, matrix, tiles, heads, thetas, voters, num_tiles, scale, span, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, INITIAL: tl.constexpr, PAGE: tl.constexpr,
     PRECISION: tl.constexpr, USE_ANCHOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SAMPLE: tl.constexpr, VOTERS: tl.constexpr,
@@ -76,8 +76,7 @@ def anchor_kernel(
             tl.store(voters.queries + o_voter[:, None] * BLOCK_D + o_d[None, :], b_mean[None, :])
             b_anchor = tl.zeros([1], tl.float32)
         if USE_ANCHOR:
-            table = keys.block_table + i_row.to(tl.int64) * stride_table
-            where = (keys, k_matrix, matrix, table, i_head // GROUP, first + length)
+            where = (keys, k_matrix, matrix, i_row, i_head // GROUP, first + length)
             b_max = _region_max(
                 b_q, first + o_m, where, start, first, INITIAL, PAGE, BLOCK_N, HEAD_DIM, BLOCK_D, PRECISION
             )
@@ -115,21 +114,18 @@ def _load_block(
     where, position, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """Keys [BLOCK_N, BLOCK_D] from ``position`` on, a multiple of BLOCK_N. Past the row's end they may be anything."""
-    keys, k_matrix, matrix, table, i_kv, end = where
+    keys, k_matrix, matrix, i_row, i_kv, end = where
     if k_matrix is not None:
+        table = keys.block_table + i_row.to(tl.int64) * keys.stride_table
         place = tl.load(table + position // PAGE) * matrix.rows_per_page + position % PAGE
         return k_matrix.load([place + i_kv * matrix.rows_per_head, i_kv * matrix.columns_per_head])
     else:
-        o_d = tl.arange(0, BLOCK_D)
-        o_n = position + tl.arange(0, BLOCK_N)
-        o_k = key_offsets(table, o_n, o_n < end, PAGE, keys.stride_page, keys.stride_token)
-        base = keys.k + i_kv.to(tl.int64) * keys.stride_head
-        return tl.load(base + o_k[:, None] + o_d[None, :], mask=(o_d < HEAD_DIM)[None, :], other=0.0)
+        return load_keys(keys, i_row, i_kv, position + tl.arange(0, BLOCK_N), end, HEAD_DIM, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["stride_table", "num_heads", "num_tiles", "num_sets"])
+@triton.jit(do_not_specialize=["num_heads", "num_tiles", "num_sets"])
 def vote_kernel(
-    keys, stride_table, k_matrix, matrix, groups, voters, heads, num_heads, num_tiles, num_sets, scale,
+    keys, k_matrix, matrix, groups, voters, heads, num_heads, num_tiles, num_sets, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, INITIAL: tl.constexpr, PAGE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_T: tl.constexpr,
     ONE_PASS: tl.constexpr, VOTERS: tl.constexpr, WHOLE_WORDS: tl.constexpr, FIELDS: tl.constexpr,
@@ -152,8 +148,7 @@ def vote_kernel(
     if (begin < end) & is_read(i_kv, heads, num_heads, GROUP, 128):
         b_head = i_kv * GROUP + o_pair % GROUP
         b_word = b_head.to(tl.int64) * groups.num_words + tl.load(group + 3, mask=o_pair < num_pairs, other=0) // WORD
-        table = keys.block_table + i_row.to(tl.int64) * stride_table
-        where = (keys, k_matrix, matrix, table, i_kv, INITIAL + end)
+        where = (keys, k_matrix, matrix, i_row, i_kv, INITIAL + end)
         of_row = (voters, groups.table + i_first * FIELDS, num_pairs, i_kv * GROUP, num_tiles)
         most = 0
         if ONE_PASS:

@@ -253,7 +253,7 @@ class AnchorAttention(PerHead):
         narrow = block_d * wide_dtype(q.dtype).itemsize > 256  # bytes of a key, for what fits into shared memory
         block_n, columns = (64, VOTE_COLUMNS // 2) if narrow else (128, VOTE_COLUMNS)
         matrix, descriptor = _matrix(cache, block_n)
-        keys = key_args(cache, rows.block_table[0]), rows.block_table.stride(0), descriptor, matrix
+        keys = key_args(cache, rows.block_table), descriptor, matrix
         shape = {
             "HEAD_DIM": cache.head_dim, "BLOCK_D": block_d, "GROUP": group, "INITIAL": INITIAL_TOKENS,
             "PAGE": cache.page_size, "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32", "BLOCK_N": block_n,

@@ -182,7 +182,7 @@ class SharePrefill(PerHead):
             with index.workspace.frame():
                 averages = BlockAverages(q, cache, index, heads, scale, pivots.spans, places)
                 _share(self, pivots, index, averages, places, slots, patterns)
-            self.fallback.select_where(q, cache, index, heads, scale, patterns)
+            self.fallback.select(q, cache, index, heads, scale, patterns)
 
 
 class Pivots:
