@@ -213,17 +213,6 @@ def plant(batch: Batch, scores: dict[tuple[int, int, int], float]) -> None:
         batch.cache.keys[page, position % 16, 0, dim] = score
 
 
-def test_a_key_that_one_tile_wants_is_kept_for_its_group_alone():
-    """Scores of 20 with key 0 for all queries, and of 15 with key 300 for the queries at [640, 768) alone; else 0."""
-    batch = make_batch([(0, 1100)], num_heads=1)
-    plant(batch, {(0, 0, 0): 20.0, (0, 300, 1): 15.0})
-    batch.q[:1100, 0, 0] = batch.q[640:768, 0, 1] = batch.scale**-1
-    index = select(AnchorAttention(step_tiles=2), batch)
-    for i_tile, tile in enumerate(batch.rows.tile_list):
-        wanted = [300] if 512 <= tile.position < 768 else []
-        assert index.stripes_of(0, i_tile).tolist() == wanted, f"tile at {tile.position}"
-
-
 def holed_batch(lengths, *holes, **kwargs) -> Batch:
     """One head, which scores -30 with the keys at each row's ``holes`` (lists of positions) and 0 with all others."""
     batch = make_batch(lengths, num_heads=1, **kwargs)
@@ -278,22 +267,6 @@ def test_chunks_cut_between_groups_select_as_the_whole_prompt():
     batch, method = make_batch([(0, 1000)], num_heads=1), AnchorAttention(theta=3.0, step_tiles=2)
     chunk = Rows((512,), (488,), (512,), batch.rows.block_table)
     assert all_lists(select(method, batch, rows=chunk)) == all_lists(select(method, batch), range(4, 8))
-
-
-@pytest.mark.parametrize("whole_blocks", [False, True])
-def test_a_sampled_query_finds_what_it_alone_looks_for(whole_blocks):
-    """Key 300 scores 15 with query 655 alone, the last of 16: the mean query of its tile does not see it."""
-    batch = make_batch([(0, 1100)], num_heads=1)
-    plant(batch, {(0, 0, 0): 10.0, (0, 300, 1): 15.0})
-    batch.q[:1100, 0, 0] = batch.q[655, 0, 1] = batch.scale**-1
-    wanted = list(range(256, 320)) if whole_blocks else [300]
-    for sample_tokens in (0, 8, 16, 128):
-        method = AnchorAttention(3.0, step_tiles=1, sample_tokens=sample_tokens, whole_blocks=whole_blocks)
-        index = select(method, batch)
-        for i_tile in range(3, 9):
-            found = wanted if i_tile == 5 and sample_tokens in (8, 16) else []
-            kept = index.tile_keys(0, i_tile)[128 : 128 * i_tile].nonzero().flatten() + 128
-            assert kept.tolist() == found, f"tile {i_tile}, sample {sample_tokens}"
 
 
 def test_defaults_are_the_papers():

@@ -86,36 +86,6 @@ def test_reference_agrees_with_the_paper(case):
     )  # fmt: skip
 
 
-def test_one_element_keeps_its_block():
-    batch = random_batch([(650, 200)], 2, 1, 64, 16, torch.float32, DEVICE)
-    method = Sale(0.9)
-    before = select(method, batch)
-    token, head, position = 150, 1, 330
-    # Its score with that one query is about 7, with all others about 0.
-    batch.cache.keys[batch.rows.block_table[0, position // 16], position % 16, 0] = 0.9 * batch.q[token, head]
-    after = select(method, batch)
-    for head, i_tile in product(range(2), range(2)):
-        extra = {330 // 64} if (head, i_tile) == (1, 1) else set()
-        was, now = (set(index.blocks_of(head, i_tile).tolist()) for index in (before, after))
-        assert now - was == extra
-        assert was <= now
-
-
-@pytest.mark.parametrize("reference", [False, True])
-def test_sink_and_local_region_are_kept_at_any_score(reference):
-    """Keys before the tile point away from its queries, those of sink and local region too."""
-    batch = random_batch([(1210, 100)], 1, 1, 64, 16, torch.float32, DEVICE)
-    batch.q[:] = 1 + 0.01 * batch.q
-    keys = batch.cache.keys
-    keys.copy_(torch.where(keys.isnan(), keys, -1 + 0.01 * keys))
-    for position in range(1210, 1310):
-        keys[batch.rows.block_table[0, position // 16], position % 16] = 1
-    index = select(Sale(0.5), batch, 64, by_reference=reference)
-    # The first query block ends at 1273, in its 40th block. Past the sink are 9 segments; one, and 3 blocks, are local.
-    assert regions(Sale(0.5), 1210, 100)[0] == (slice(0, 64), 32 + 8 * 128, 40)
-    assert index.blocks_of(0, 0).tolist() == [0, *range((32 + 8 * 128) // 64, 1310 // 64 + 1)]
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("block_tokens", [32, 64])
 def test_channels_that_hold_nothing_need_not_be_multiplied(block_tokens):
