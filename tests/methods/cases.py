@@ -55,6 +55,13 @@ def lists(index: SparseIndex, head: int, i_tile: int) -> Lists:
     return index.blocks_of(head, i_tile).tolist(), index.stripes_of(head, i_tile).tolist()
 
 
+def kept_blocks(index: SparseIndex, head: int, i_tile: int) -> torch.Tensor:
+    """Bool [causal blocks]: which of them the tile keeps."""
+    flags = torch.zeros(index.num_causal_blocks(index.rows.tile_list[i_tile]), dtype=torch.bool, device=DEVICE)
+    flags[index.blocks_of(head, i_tile)] = True
+    return flags
+
+
 def all_lists(
     index: SparseIndex, tiles: Iterable[int] | None = None, heads: Iterable[int] | None = None
 ) -> list[list[Lists]]:

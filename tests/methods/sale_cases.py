@@ -6,7 +6,7 @@ import math
 import torch
 
 from benchmarks.batches import random_batch
-from tests.methods.cases import DEVICE, int32
+from tests.methods.cases import DEVICE, int32, kept_blocks, row_parts
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, rounding as sale_rounding
 from vllm_sparse_kernels.methods.sale.method import Sale
@@ -31,11 +31,6 @@ def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, 
     for x in (batch.q, batch.cache.keys):
         x.add_(torch.randn(x.shape[-2:], generator=generator, device=DEVICE).to(dtype))
     return batch
-
-
-def keys_of(batch: Batch, row: int, head: int) -> torch.Tensor:
-    keys, _ = batch.cache.gather(batch.rows.block_table[row], batch.rows.seq_lens[row])
-    return keys[:, head // (batch.num_heads // batch.cache.num_kv_heads)].double()
 
 
 def regions(method: Sale, position: int, length: int) -> list[tuple[slice, int, int]]:
@@ -68,7 +63,7 @@ def channels_of(batch: Batch, method: Sale, row: int, head: int) -> list[int]:
     if method.channels == "all" or head_dim <= 32:
         return list(range(head_dim))
     q = batch.q[batch.rows.tokens[row] :][: batch.rows.query_lens[row], head // group * group :][:, :group].double()
-    k = keys_of(batch, row, head)
+    k = row_parts(batch, row, head)[1]
     energy = (k - k.mean(0)).square().mean(0) * (q - q.mean(0)).square().mean(0).sum(0)
     heaviest = sorted(range(head_dim), key=lambda d: -float(energy[d]))
     return sorted(heaviest[: {64: 32, 96: 64, 128: 64, 256: 128}[head_dim]])
@@ -85,8 +80,7 @@ def definition(batch: Batch, method: Sale, row: int, head: int):
     The two differ where float32 could decide otherwise: by its error, and by integers that round the other way.
     """
     rows, scale = batch.rows, batch.scale
-    k = keys_of(batch, row, head)
-    q = batch.q[rows.tokens[row] : rows.tokens[row] + rows.query_lens[row], head].double()
+    q, k = row_parts(batch, row, head)
     j = torch.arange(len(k), device=DEVICE)
     smooth_k, smooth_q = k - k.mean(0), q - q.mean(0)
     kept_d = channels_of(batch, method, row, head)
@@ -128,8 +122,7 @@ def assert_agrees(batch: Batch, method: Sale, index: SparseIndex) -> None:
         for head in range(batch.num_heads):
             for i_tile, surely, maybe in definition(batch, method, row, head):
                 tile = batch.rows.tile_list[i_tile]
-                ours = torch.zeros(index.num_causal_blocks(tile), dtype=torch.bool, device=DEVICE)
-                ours[index.blocks_of(head, i_tile)] = True
+                ours = kept_blocks(index, head, i_tile)
                 surely, maybe = (
                     torch.nn.functional.pad(x.any(0), (0, len(ours) * fine - x.shape[1])).view(-1, fine).any(1)
                     for x in (surely, maybe)

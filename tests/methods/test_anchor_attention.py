@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.batches import random_batch
-from tests.methods.cases import DEVICE, DTYPES, all_lists, by_turns, select
+from tests.methods.cases import DEVICE, DTYPES, all_lists, by_turns, row_parts, select
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.anchor_attention import method as module
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
@@ -42,12 +42,9 @@ def in_blocks(kept: torch.Tensor, block_tokens: int) -> torch.Tensor:
 
 def group_differences(batch: Batch, method: AnchorAttention, row, start, tiles, head, dtype) -> torch.Tensor:
     """Equation 2's left side in ``dtype``: [tiles, candidates]."""
-    keys, _ = batch.cache.gather(batch.rows.block_table[row], batch.rows.seq_lens[row])
-    k = keys[:, head // (batch.num_heads // batch.cache.num_kv_heads)]
-    tiles = [tile for _, tile in tiles]
-    q = batch.q[:, head].to(dtype)
+    k = row_parts(batch, row, head, dtype)[1]
     settings = batch.scale, method.use_anchor, method.sample_tokens
-    return anchor_differences(tiles, q, k.to(dtype), start, *settings).double()
+    return anchor_differences([tile for _, tile in tiles], batch.q[:, head].to(dtype), k, start, *settings).double()
 
 
 def assert_listed_as_blocks(index: SparseIndex) -> None:
@@ -153,9 +150,7 @@ def definition(batch: Batch, method: AnchorAttention, row: int, head: int) -> to
     """Bool [query_len, seq_len] in float64, over whole score matrices, as the paper states it."""
     rows, span = batch.rows, method.step_tiles * 128
     context_len, query_len = rows.context_lens[row], rows.query_lens[row]
-    keys, _ = batch.cache.gather(rows.block_table[row], rows.seq_lens[row])
-    k = keys[:, head // (batch.num_heads // batch.cache.num_kv_heads)].double()
-    q = batch.q[rows.tokens[row] : rows.tokens[row] + query_len, head].double()
+    q, k = row_parts(batch, row, head)
     positions = torch.arange(len(k), device=DEVICE)
     group_of = [(context_len + i // 128 * 128) // span for i in range(query_len)]  # of each query's tile
     kept = torch.zeros(query_len, len(k), dtype=torch.bool, device=DEVICE)

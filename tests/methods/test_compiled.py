@@ -47,20 +47,23 @@ COMPILE = """
 import sys
 import torch
 from benchmarks.offline import compiling_for
+from vllm_sparse_kernels.gluon_names import bulk_steps
+from vllm_sparse_kernels.index import IndexArgs
 from vllm_sparse_kernels.methods.sale import hopper as sale_hopper
 from vllm_sparse_kernels.methods.sale.rounding import RoundedKeys, RoundedQueries
-from vllm_sparse_kernels.methods.sale.scores import PAIR_FIELDS, FlagArgs
+from vllm_sparse_kernels.methods.sale.scores import PAIR_FIELDS
 
 head_dim, block_tokens = int(sys.argv[1]), int(sys.argv[2])
 integers = torch.empty(1, 256, head_dim, dtype=torch.float8_e4m3fn)
 numbers, ids = torch.empty(256), torch.empty(256, dtype=torch.int32)
 flags = torch.empty(256, dtype=torch.uint8)
-bulk = sale_hopper.bulk(integers)
+bulk = bulk_steps(integers)
+index = IndexArgs(ids, ids, ids, ids, ids, ids.long(), 256, ids, ids, ids.long())
 with compiling_for():
     kernel = sale_hopper.half_kernel.warmup(
         RoundedQueries(integers, numbers, numbers, numbers, 256),
         RoundedKeys(integers, numbers, numbers, numbers.half(), numbers, numbers, 256),
-        bulk, bulk, ids, numbers, FlagArgs(flags, 256, ids.long(), ids), ids, 32, 128, flags,
+        bulk, bulk, ids, numbers, flags, index, ids, 32, 128, flags,
         GROUP=4, BLOCK_D=head_dim, INDEX_N=block_tokens, SPAN=8192, FIELDS=4, STAGES=sale_hopper.STAGES,
         PAIR_FIELDS=PAIR_FIELDS.value, num_warps=4, grid=(1, 1, 1),
     )

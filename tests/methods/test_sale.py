@@ -11,13 +11,12 @@ import torch
 
 from benchmarks.batches import random_batch
 from benchmarks.paper_density import sale_density
-from tests.methods.cases import DEVICE, DTYPES, all_lists, by_turns, select
+from tests.methods.cases import DEVICE, DTYPES, all_lists, by_turns, row_parts, select
 from tests.methods.sale_cases import (
     assert_agrees,
     channels_of,
     compared_as,
     definition,
-    keys_of,
     make_batch,
     regions,
     rounded_by_kernels,
@@ -118,7 +117,7 @@ def test_the_channels_that_weigh_most_are_multiplied(head_dim):
     for row, kv in product(range(2), (1, 2)):
         expected = channels_of(batch, Sale(channels="half"), row, 2 * kv)
         assert means.channels[row, kv].tolist() == expected
-        variance = keys_of(batch, row, 2 * kv).var(0, correction=0)
+        variance = row_parts(batch, row, 2 * kv)[1].var(0, correction=0)
         variance[expected] = 0
         torch.testing.assert_close(means.left_out[row, kv, :head_dim].double(), variance, rtol=1e-4, atol=0)
         assert not means.left_out[row, kv, head_dim:].any()
@@ -135,6 +134,7 @@ def test_a_hopper_kernel_that_does_not_compile_is_done_without(monkeypatch):
 
     monkeypatch.setattr(sale_scores, "UNUSABLE", [])
     monkeypatch.setattr(sale_scores.sale_hopper, "half_kernel", Broken())
+    monkeypatch.setattr(sale_scores, "bulk_steps", lambda integers: None)
     rounded = SimpleNamespace(integers=None)
     assert not sale_scores._test_on_hopper((1, 1, 1), rounded, rounded, (), torch.empty(0), {})
     assert sale_scores.UNUSABLE == ["RuntimeError: no such layout"]

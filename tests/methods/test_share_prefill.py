@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.lined import assert_between, kept_keys, lined_batch
-from tests.methods.cases import DEVICE, DTYPES, Lists, all_lists, by_turns, int32, row_alone, select
+from tests.methods.cases import DEVICE, DTYPES, Lists, all_lists, by_turns, int32, row_alone, row_parts, select
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 from vllm_sparse_kernels.methods.share_prefill.block_average import BlockAverages, Spans
@@ -43,12 +43,8 @@ def next_layer(batch: Batch) -> Batch:
 
 def estimate(batch: Batch, row: int, head: int, block_tokens: int) -> torch.Tensor:
     """â in float64."""
-    rows = batch.rows
-    keys, _ = batch.cache.gather(rows.block_table[row], rows.seq_lens[row])
-    end = rows.tokens[row] + rows.query_lens[row]
-    q = batch.q[max(rows.tokens[row], end - 128) : end, head].double()
-    keys = keys[:, head // (batch.num_heads // batch.cache.num_kv_heads)].double()
-    return block_average(q, keys * batch.scale, block_tokens).softmax(-1)
+    q, keys = row_parts(batch, row, head)
+    return block_average(q[-128:], keys * batch.scale, block_tokens).softmax(-1)
 
 
 def check_layers(batches: list[Batch], methods: list[SharePrefill], block_tokens: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.batches import random_batch
-from tests.methods.cases import DEVICE, select
+from tests.methods.cases import DEVICE, kept_blocks, select
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.layer import attend_options
 from vllm_sparse_kernels.methods.sparge_attn import method as module, reference
@@ -54,12 +54,6 @@ def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, 
     return batch
 
 
-def flags_of(index: SparseIndex, head: int, i_tile: int) -> torch.Tensor:
-    flags = torch.zeros(index.num_causal_blocks(index.rows.tile_list[i_tile]), dtype=torch.bool, device=DEVICE)
-    flags[index.blocks_of(head, i_tile)] = True
-    return flags
-
-
 def row_inputs(batch: Batch, row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     rows = batch.rows
     keys, _ = batch.cache.gather(rows.block_table[row], rows.seq_lens[row])
@@ -102,7 +96,7 @@ def assert_selects(method: SpargeAttn, batch: Batch, index: SparseIndex, heads) 
         for i_tile in batch.rows.tiles_of(row):
             tile = batch.rows.tile_list[i_tile]
             for head in heads:
-                got = flags_of(index, head, i_tile)
+                got = kept_blocks(index, head, i_tile)
                 low, high = (b[head, i_tile - batch.rows.tile_starts[row], : len(got)].clone() for b in bounds)
                 for bound in (low, high):
                     bound[index.first_diagonal_block(tile) :] = True
@@ -179,7 +173,7 @@ def keep_top_mass(scores: torch.Tensor, kept_mass: float, block_tokens=64, simil
     heads = torch.arange(num_heads, dtype=torch.int32, device=DEVICE)
     module.keep_top_mass(padded, similar, index, 0, heads, *limits, sink)
     index.check()
-    flags = torch.stack([flags_of(index, head, 0) for head in range(num_heads)])
+    flags = torch.stack([kept_blocks(index, head, 0) for head in range(num_heads)])
     return flags[:, : wide // block_tokens]
 
 
@@ -221,7 +215,7 @@ def test_unlike_blocks_are_always_computed(min_similarity):
     q, k = row_inputs(batch, 0, torch.float64)
     unlike = reference.compress(k - k.mean(0), KEY_BLOCK_TOKENS)[1][0] < min_similarity
     tile_unlike = bool(reference.compress(q, 128)[1][0, 0] < min_similarity)
-    flags = flags_of(select(method, batch), 0, 0)
+    flags = kept_blocks(select(method, batch), 0, 0)
     assert bool(flags[unlike].all())
     assert bool(flags.all()) if tile_unlike else int(flags[:14].sum()) <= int(unlike[:14].sum()) + 1
 

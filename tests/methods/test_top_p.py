@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from torch.nn.functional import pad
 
 from benchmarks.batches import Batch, random_batch
-from tests.methods.cases import DEVICE, DTYPES, all_lists, by_turns, int32, row_parts, select
+from tests.methods.cases import DEVICE, DTYPES, all_lists, by_turns, int32, kept_blocks, row_parts, select
 from vllm_sparse_kernels.methods.top_p import method as module, portable
 from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.methods.top_p.reference import round_to_e4m3, tile_shares
@@ -105,8 +105,7 @@ def check_fewest(method: TopP, batch: Batch, masses: torch.Tensor) -> None:
         count = batch.rows.block_capacities(32)[i_tile]
         begin, end = method.sink_tokens // 32, max(tile.position - method.local_tokens, 0) // 32
         for head in range(batch.num_heads):
-            kept = torch.zeros(count, dtype=torch.bool, device=DEVICE)
-            kept[index.blocks_of(head, i_tile)] = True
+            kept = kept_blocks(index, head, i_tile)
             assert bool(kept[:begin].all())
             assert bool(kept[max(end, 0) :].all())
             ours = masses[head, i_tile, :count].double()

@@ -7,7 +7,7 @@ and a program stores a 1 for each block with an element that passes, so that spa
 """
 
 import logging
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -40,6 +40,7 @@ PAIR_FIELDS = tl.constexpr(slabs.PAIR_FIELDS)
 logger = logging.getLogger(__name__)
 
 try:
+    from vllm_sparse_kernels.gluon_names import bulk_steps
     from vllm_sparse_kernels.methods.sale import hopper as sale_hopper
 
     HOPPER = True
@@ -51,28 +52,15 @@ UNUSABLE: list[str] = []
 """Why ``sale_hopper`` is not used in this process, once it has failed to compile: at start-up, when kernels warm up."""
 
 
-class FlagArgs(NamedTuple):
-    """Flags of blocks, laid out as an index's block_ids."""
-
-    kept: Any  # [num_selected, block_capacity] uint8
-    stride_kept: int
-    offsets: Any  # [num_tiles] int64
-    tiles: Any  # Rows.tiles
-
-
 def marks_bytes(num_selected: int, reach: int) -> int:
     """Of one tile: a mark for each span that is left to ``_test_kernel``."""
     return num_selected * ceil_div(reach, SPAN_TOKENS)
 
 
-def flag_args(kept: torch.Tensor, index: SparseIndex) -> FlagArgs:
-    return FlagArgs(kept, kept.stride(0), index.block_offsets, index.rows.tiles)
-
-
 def first_flags(kept: torch.Tensor, index: SparseIndex, selected: Selected, regions: Regions) -> None:
     """1 for sink and local region and for all blocks of heads that keep everything, 0 for blocks to be tested."""
     _first_flags_kernel[(index.rows.num_tiles, selected.num_selected)](
-        flag_args(kept, index), selected.log_taus, *regions, INDEX_N=index.block_tokens, CHUNK=2048
+        kept, index.args, selected.log_taus, *regions, INDEX_N=index.block_tokens, CHUNK=2048
     )
 
 
@@ -82,7 +70,7 @@ def flag_blocks(
 ) -> None:  # fmt: skip
     """Set the flags of the blocks in which an element passes, of a run of a slab's tiles."""
     num_pairs, num_spans, num_heads = len(run.pairs), ceil_div(run.reach, SPAN_TOKENS), selected.num_selected
-    args = (*selected[:2], flag_args(kept, index), run.pairs, *regions)
+    args = (*selected[:2], kept, index.args, run.pairs, *regions)
     shape = {"GROUP": group, "BLOCK_D": keys.integers.shape[2], "INDEX_N": index.block_tokens, "SPAN": SPAN_TOKENS}
     shape |= {"num_warps": TEST_WARPS}
     hopper = adds_up_in_half(kept.device)
@@ -109,7 +97,7 @@ def _test_on_hopper(
     """Whether ``sale_hopper`` took it. A compiler that can't have it costs speed, never the server."""
     try:
         sale_hopper.half_kernel[grid](
-            queries, keys, sale_hopper.bulk(queries.integers), sale_hopper.bulk(keys.integers), *args, left,
+            queries, keys, bulk_steps(queries.integers), bulk_steps(keys.integers), *args, left,
             **shape, STAGES=sale_hopper.STAGES, FIELDS=TILE_FIELDS, PAIR_FIELDS=PAIR_FIELDS.value,
         )  # fmt: skip
     except Exception as error:  # whatever a compiler or a launch raises is the reason
@@ -130,17 +118,17 @@ def _tested(tiles, i_tile, sink_tokens, local_tokens, INDEX_N: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["sink_tokens", "local_tokens"])
-def _first_flags_kernel(flags, log_taus, sink_tokens, local_tokens, INDEX_N: tl.constexpr, CHUNK: tl.constexpr):
+def _first_flags_kernel(kept, index, log_taus, sink_tokens, local_tokens, INDEX_N: tl.constexpr, CHUNK: tl.constexpr):
     """Flags uint8 of one (tile, head)'s causal blocks: 1 in sink, local region and diagonal, 0 where step 3 decides.
 
     A head with τ = 0 (ln τ = −∞) keeps every block.
     """
     i_tile, i_group = tl.program_id(0), tl.program_id(1)
-    begin, end = _tested(flags.tiles, i_tile, sink_tokens, local_tokens, INDEX_N)
+    begin, end = _tested(index.tiles, i_tile, sink_tokens, local_tokens, INDEX_N)
     if tl.load(log_taus + i_group) == float("-inf"):
         end = 0
-    num_causal = tile_blocks(flags.tiles, i_tile, INDEX_N)[1]
-    target = flags.kept + i_group.to(tl.int64) * flags.stride_kept + tl.load(flags.offsets + i_tile)
+    num_causal = tile_blocks(index.tiles, i_tile, INDEX_N)[1]
+    target = kept + i_group.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
     for first in range(0, num_causal, CHUNK):
         o_n = first + tl.arange(0, CHUNK)
         tl.store(target + o_n, ((o_n < begin) | (o_n >= end)).to(tl.uint8), mask=o_n < num_causal)
@@ -148,12 +136,12 @@ def _first_flags_kernel(flags, log_taus, sink_tokens, local_tokens, INDEX_N: tl.
 
 @triton.jit(do_not_specialize=["sink_tokens", "local_tokens", "num_spans"])
 def _test_kernel(
-    queries, keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens, left, num_spans,
+    queries, keys, heads, log_taus, kept, index, pairs, sink_tokens, local_tokens, left, num_spans,
     GROUP: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, INDEX_N: tl.constexpr,
     SPAN: tl.constexpr, WARPS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """Step 3 for up to TILES tiles of one head and one span; with REST for those spans that are ``left``."""
-    args = (queries, keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens)
+    args = (queries, keys, heads, log_taus, kept, index, pairs, sink_tokens, local_tokens)
     if REST:
         marks = left + (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * num_spans
         num_left = 0
@@ -174,20 +162,20 @@ def _test_pair(
     INDEX_N: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Step 3 for up to TILES tiles of one head and up to SPAN keys."""
-    queries, keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens = args
+    queries, keys, heads, log_taus, kept, index, pairs, sink_tokens, local_tokens = args
     i_group = tl.program_id(2)
     pair = pairs + tl.program_id(0) * PAIR_FIELDS
     i_tile = tl.load(pair)
     num_tiles = tl.load(pair + 1)
     o_t = tl.minimum(tl.arange(0, TILES), num_tiles - 1) + i_tile
-    first_block, b_end_block = _tested(flags.tiles, o_t, sink_tokens, local_tokens, INDEX_N)
+    first_block, b_end_block = _tested(index.tiles, o_t, sink_tokens, local_tokens, INDEX_N)
     begin = tl.maximum(first_block * INDEX_N, i_span * SPAN)
     end = tl.minimum(tl.max(b_end_block, 0) * INDEX_N, (i_span + 1) * SPAN)
     if (begin < end) & (tl.load(log_taus + i_group) > float("-inf")):
         shift = tl.multiple_of(tl.load(pair + 2), 128)
         i_kv = tl.load(heads + i_group) // GROUP
         where = (i_group, i_kv, i_tile, num_tiles, begin, end, shift)
-        b_flags = flags.kept + i_group.to(tl.int64) * flags.stride_kept + tl.load(flags.offsets + o_t)
+        b_flags = kept + i_group.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + o_t)
         _test_span(queries, keys, where, b_flags, b_end_block, BLOCK_D, TILE, TILES, INDEX_N, WARPS)
 
 
