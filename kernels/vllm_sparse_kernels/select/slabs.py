@@ -16,7 +16,8 @@ STEP_TOKENS = 128
 """Keys of a row are rounded in whole steps."""
 
 SLAB_TOKENS = 1 << 17
-"""Keys that are rounded at a time, unless one row has more: 67 MB with 8 kv heads and 64 channels."""
+"""Keys that are rounded at a time, unless one row has more: with 8 kv heads 67 MB of 64 channels for top_p, and 160 MB
+of 128 channels for SALE with 32 heads."""
 
 SCRATCH_BYTES = 288 << 20
 """What the scores of some tiles take, unless one tile needs more: with 32 heads 64 tiles after 24,576 tokens, or 16

@@ -32,7 +32,7 @@ Where the paper leaves a choice, or this departs from it:
   of 128. Half of FlashAttention's work at twice bf16's rate, less what FlashAttention itself leaves unused: on Hopper
   0.17 of FlashAttention-3's time is the floor. The paper's 0.11 rests on a 4090's INT4 at 8 times its FP16 rate.
 * Beyond the paper, and off unless ``channels`` is "half": scores are estimated from the half of each kv head's channels
-  that moves them most in this step (``sale_means.py``), so that the product is half as long. q̄(k − k̄)ᵀ and q k̄ᵀ keep
+  that moves them most in this step (``means.py``), so that the product is half as long. q̄(k − k̄)ᵀ and q k̄ᵀ keep
   all channels, so what is left out, (q − q̄)(k − k̄)ᵀ of the other half, is 0 on average over a row's keys. A key is not
   to be lost for it: every query's threshold is lower by its standard deviation, √(Σ (q − q̄)² var k) over the channels
   left out. So the paper's τ keeps the density and the recall that it has with all channels: on a trained model of 128
