@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from benchmarks.batches import random_batch, random_index, repaged
 from tests.helpers.paged_varlen import STAND_IN, paged_varlen
-from tests.methods.cases import row_alone, tiles_of
+from tests.methods.cases import row_alone
 from vllm_sparse_kernels.attend import (
     PORTABLE,
     AttendSpec,
@@ -252,7 +252,7 @@ def test_temporary_tensors_come_from_the_workspace(engine, device):
 
 def part_of(batch: Batch, index: SparseIndex, row: int) -> tuple[Batch, SparseIndex]:
     """One row of a batch alone, and what the index keeps of it."""
-    alone, own = row_alone(batch, row), tiles_of(batch.rows, row)
+    alone, own = row_alone(batch, row), batch.rows.tiles_of(row)
     tiles = slice(own.start, own.stop)
     names = ("block_counts", "stripe_counts", "stripe_offsets")
     lists = {name: getattr(index, name)[:, tiles].contiguous() for name in names}
