@@ -71,15 +71,11 @@ def show(
 
 @profile_app.command("import", epilog="Example: sparse-prefill profile import patterns.json MODEL mine.yaml")
 def import_file(
-    file: Annotated[Path, typer.Argument(help="A file of MInference, SharePrefill, SpargeAttn or SALE.")],
+    file: Annotated[Path, typer.Argument(help="MInference's patterns, or SharePrefill's clusters.")],
     model: Model,
     out: Annotated[Path, typer.Argument(help="The profile to write; it must not exist yet.")],
 ) -> None:
-    """Turn what another tool saved into a profile; nothing in the file is executed.
-
-    Files that are known: MInference's patterns and SharePrefill's clusters (JSON), SpargeAttn's and SALE's thresholds
-    (torch.save).
-    """
+    """Turn what another tool saved as JSON into a profile."""
     from vllm_sparse_backend.profiling.importers.detect import import_profile
 
     with failures():

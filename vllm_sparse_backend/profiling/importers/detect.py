@@ -2,19 +2,16 @@
 """Which form a foreign file has, told by what stands in it."""
 
 import json
-import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_sparse_backend.profiling.importers import minference, sale, share_prefill, sparge_attn, torch_file
+from vllm_sparse_backend.profiling.importers import minference, share_prefill
 from vllm_sparse_backend.profiling.outside import readable
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.profile import Level, Profile, Provenance
 
-JSON_FORMS = (minference, share_prefill)
-TORCH_FORMS = (sparge_attn, sale)
+FORMS: tuple[Any, ...] = (minference, share_prefill)
 """Each a module that says what the form is called (``FORM``) and of which tool it is (``TOOL``), how to tell it
 (``fits``), and what a file of it says (``read``): the methods of each layer's heads, from its content and the model's
 shape, and a note. What is wrong is a ValueError or ConfigurationError with the place in the file."""
@@ -28,10 +25,11 @@ def import_profile(path: str | Path, model: str | Path) -> Profile:
     """
     path = Path(path)
     shape = ModelShape.from_folder(Path(model))
-    content, forms = _read(path)
-    form = next((form for form in forms if form.fits(content)), None)
+    with readable(path, "content", "expected JSON of MInference or SharePrefill"):
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
+    form = next((form for form in FORMS if form.fits(content)), None)
     if form is None:
-        expected = "; or ".join(form.FORM for form in (*JSON_FORMS, *TORCH_FORMS))
+        expected = "; or ".join(form.FORM for form in FORMS)
         given = f"{len(content)} entries" if isinstance(content, dict | list) else "one value"
         raise ConfigurationError(f"{path}: given {given} of type {type(content).__name__}, expected {expected}")
     try:
@@ -40,13 +38,6 @@ def import_profile(path: str | Path, model: str | Path) -> Profile:
         raise ConfigurationError(f"{path}: {error}") from None
     level = Level.of_heads(methods, Provenance(source=f"imported from {form.TOOL} {path.name}{note}"))
     return Profile(format=1, model=shape, **{name: getattr(level, name) for name in Level.model_fields})
-
-
-def _read(path: Path) -> tuple[Any, Sequence[Any]]:
-    with readable(path, "content", "expected JSON, or what torch.save writes since torch 1.6"):
-        if zipfile.is_zipfile(path):
-            return torch_file.read(path), TORCH_FORMS
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_keys), JSON_FORMS
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

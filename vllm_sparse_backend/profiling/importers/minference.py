@@ -11,14 +11,15 @@ A list with one object for each layer, ``{"HEAD": [pattern, a, b, score]}``, hea
   outputs in others. It is not kept.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
-from vllm_sparse_backend.profiling.importers.places import each
 from vllm_sparse_backend.settings.errors import unexpected
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_kernels.methods.base import Method
+
+Made = TypeVar("Made")
 
 TOOL = "MInference's"
 FORM = "MInference's patterns, a list of one object for each layer"
@@ -36,7 +37,7 @@ def fits(content: Any) -> bool:
 def read(layers: list[Any], shape: ModelShape) -> tuple[list[list[Method]], str]:
     if len(layers) != shape.num_layers:
         raise ValueError(f"given {len(layers)} layers, expected a list of {shape.num_layers} for {shape}")
-    return each("layer", layers, lambda heads: each("head", _in_order(heads, shape), _method)), ""
+    return _each("layer", layers, lambda heads: _each("head", _in_order(heads, shape), _method)), ""
 
 
 def _in_order(heads: object, shape: ModelShape) -> list[object]:
@@ -52,3 +53,14 @@ def _method(entry: object) -> Method:
         case [str(pattern), int(a), int(b), int() | float()] if pattern in PATTERNS:
             return PATTERNS[pattern](a, b)
     raise ValueError(unexpected(entry, f"[{' or '.join(PATTERNS)}, integer, integer, score]"))
+
+
+def _each(what: str, given: Iterable[object], make: Callable[[Any], Made]) -> list[Made]:
+    """What ``make`` makes of each one; its ValueError says which of them it is."""
+    made = []
+    for number, one in enumerate(given):
+        try:
+            made.append(make(one))
+        except ValueError as error:
+            raise ValueError(f"{what} {number}: {error}") from None
+    return made
