@@ -335,7 +335,8 @@ def test_figures_by_their_old_name_are_read_with_a_warning(caplog: pytest.LogCap
 def test_figures_by_head() -> None:
     layers = [[1.0] * 8, [0.123456789] * 7 + [0.2], None, [0.123456789] * 7 + [0.2], None, [0.5] * 8]
     figures = HeadFigures.of_heads(density=layers, error=[None] * 6)
-    assert figures.density == {(0,): (1.0,), (1, 3): (*(0.1235,) * 7, 0.2), (5,): (0.5,)}
+    row = (*(0.1235,) * 7, 0.2)
+    assert figures.density == {(0,): (1.0,), (1,): row, (3,): row, (5,): (0.5,)}
     rounded = [row and [float(f"{one:.4g}") for one in row] for row in layers]
     assert figures.rows("density", SHAPE) == rounded
     assert figures.rows("error", SHAPE) == [None] * 6

@@ -14,11 +14,18 @@ they are written is here: ``HeadFigures.of_heads`` makes them from plain lists, 
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BeforeValidator, Field, StrictFloat, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    StrictFloat,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
-from vllm_sparse_backend.settings import strict_yaml
 from vllm_sparse_backend.settings.errors import Section, unexpected
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.ranges import DisjointRanges, Ranges, format_ranges
@@ -33,6 +40,9 @@ def _as_list(given: object) -> object:
     return given if isinstance(given, list | tuple) else [given]
 
 
+Written = PlainSerializer(lambda numbers: numbers[0] if len(numbers) == 1 else numbers)
+
+
 def _schema(**limits: int) -> WithJsonSchema:
     number = {"type": "number", "minimum": 0, **limits}
     return WithJsonSchema({"anyOf": [number, {"type": "array", "items": number, "minItems": 1}]})
@@ -40,8 +50,8 @@ def _schema(**limits: int) -> WithJsonSchema:
 
 Fraction = Annotated[StrictFloat, Field(ge=0, le=1)]
 Amount = Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)]
-Fractions = Annotated[tuple[Fraction, ...], BeforeValidator(_as_list), Field(min_length=1), _schema(maximum=1)]
-Amounts = Annotated[tuple[Amount, ...], BeforeValidator(_as_list), Field(min_length=1), _schema()]
+Fractions = Annotated[tuple[Fraction, ...], BeforeValidator(_as_list), Written, Field(min_length=1), _schema(maximum=1)]
+Amounts = Annotated[tuple[Amount, ...], BeforeValidator(_as_list), Written, Field(min_length=1), _schema()]
 
 
 RENAMED = {"worst_error": "p99_error"}
@@ -78,15 +88,10 @@ class HeadFigures(Section):
 
     @staticmethod
     def of_heads(**figures: PerHead) -> "HeadFigures":
-        """From each figure's numbers by layer and head; layers that are alike share an entry."""
-        data: dict[str, dict[str, list[float]]] = {}
-        for name, layers in figures.items():
-            alike: dict[tuple[float, ...], list[int]] = {}
-            for layer, numbers in enumerate(layers):
-                if numbers is not None:
-                    alike.setdefault(tuple(float(f"{one:.4g}") for one in numbers), []).append(layer)
-            data[name] = {format_ranges(numbers): list(values) for values, numbers in alike.items()}
-        return HeadFigures.model_validate(data)
+        """From each figure's numbers by layer and head."""
+        return HeadFigures.model_validate(
+            {name: {i: of for i, of in enumerate(layers) if of is not None} for name, layers in figures.items()}
+        )
 
     def rows(self, name: str, shape: ModelShape) -> list[list[float] | None]:
         """The numbers of one figure by layer and head; None for a layer without."""
@@ -97,7 +102,8 @@ class HeadFigures(Section):
     def out_of_range(self, shape: ModelShape) -> list[str]:
         """What does not fit a model of that shape: layers past its last, lists of another length than its heads."""
         problems = []
-        for name, layers, numbers in self._entries():
+        entries = [(name, *entry) for name in HeadFigures.model_fields for entry in getattr(self, name).items()]
+        for name, layers, numbers in entries:
             place = f"{name}.{format_ranges(layers)}"
             if layers and layers[-1] >= shape.num_layers:
                 problems.append(f"{place}: {unexpected(layers[-1], f'at most {shape.num_layers - 1}')}")
@@ -105,15 +111,3 @@ class HeadFigures(Section):
                 expected = f"one for each of the {shape.num_heads} heads"
                 problems.append(f"{place}: given {len(numbers)} numbers, expected {expected}")
         return problems
-
-    def _entries(self) -> list[tuple[str, tuple[int, ...], tuple[float, ...]]]:
-        figures: Mapping[str, Any] = vars(self)
-        return [(name, *entry) for name in HeadFigures.model_fields for entry in figures[name].items()]
-
-    def data(self) -> dict[str, Any]:
-        """As a file has them."""
-        data: dict[str, Any] = {}
-        for name, layers, numbers in self._entries():
-            key = layers[0] if len(layers) == 1 else format_ranges(layers)
-            data.setdefault(name, {})[key] = numbers[0] if len(numbers) == 1 else strict_yaml.FlowList(numbers)
-        return data
