@@ -23,7 +23,7 @@ def layer_rows(level: Level, shape: ModelShape) -> list[tuple[str, ...]]:
     A row for neighbours that are alike in all of it.
     """
     figures = level.provenance.figures or HeadFigures()
-    densities, errors = (figures.rows(name, shape) for name in ("density", "error"))
+    densities, errors = (figures.rows(name, shape) for name in ("density", "p99_error"))
 
     def row(layer: int) -> tuple[str, ...]:
         methods, density, error = _methods(level, shape, layer), densities[layer], errors[layer]
