@@ -430,7 +430,7 @@ def main(
             raise BenchError("soak: expected a MODEL to serve or --url, and --shortest at most --longest")
         asked = tuple(levels_of(split(levels)))
         asking = Asking(seconds, clients, shortest, longest, (None, *asked), abort_share=aborts, seed=seed)
-        report = Report("soak", device_name(*([url] if url else [])), json_path, results)
+        report = Report("soak", device_name(), json_path, results)
         own, given_text = Settings.parse(settings or "{}", model=model), read_text(text) if text else None
         with ExitStack() as stack:
             resident_bytes = None

@@ -52,7 +52,7 @@ def serve(
         servers = asked_for(
             model, settings or (), common.levels_of(level), url or (), label or (), asking.longest, server_args
         )
-        report = Report("serve", device_name(*(url or ())), json_path)
+        report = Report("serve", ", ".join(url or ()) or device_name(), json_path)
         report.on_case = lambda case: shown.print(_line(case))
         shown.begin("requests", asking.steps * len(servers))
         part.compare(servers, asking, report, shown.step)

@@ -104,33 +104,23 @@ def _max_model_len(model: Path) -> int:
 
 def _ask(name: str, server: Server, console: Console) -> list[Given]:
     """Chats that ask for two facts of one text."""
-    import openai
-
-    # Loopback must not go through a proxy of the environment.
-    direct = openai.DefaultHttpxClient(trust_env=False)
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600, max_retries=0, http_client=direct)
 
     def count_tokens(text: str) -> int:
         return server.post("/tokenize", {"model": server.model, "prompt": text})["count"]
 
     given = []
-    try:
-        for question in make_questions(count_tokens, PROMPT_TOKENS):
-            began, text = time.monotonic(), f"{question.text}\n{question.question}"
-            with console.status("Waiting for an answer ..."):
-                answer = client.chat.completions.create(
-                    model=server.model, messages=[{"role": "user", "content": text}], max_tokens=ANSWER_TOKENS,
-                    temperature=0,
-                )  # fmt: skip
-            said, usage = answer.choices[0].message.content, answer.usage
-            if usage is None or usage.prompt_tokens < PROMPT_TOKENS or not usage.completion_tokens:
-                raise DemoError(f"It used {usage}: expected at least {PROMPT_TOKENS} prompt tokens and an answer.")
-            took = time.monotonic() - began
-            tokens = f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} answered in {took:.1f} s"
-            console.print(f"{tokens}: {escape(repr(said))}", highlight=False, soft_wrap=True)
-            given.append(Given(name, question, said))
-    except openai.OpenAIError as error:
-        raise DemoError(f"A request failed: {error}. The end of the server's log:\n{server.tail()}") from error
+    for question in make_questions(count_tokens, PROMPT_TOKENS):
+        began, text = time.monotonic(), f"{question.text}\n{question.question}"
+        asked = {"messages": [{"role": "user", "content": text}], "max_tokens": ANSWER_TOKENS, "temperature": 0}
+        with console.status("Waiting for an answer ..."):
+            answer = server.post("/v1/chat/completions", {"model": server.model, **asked})
+        said, usage = answer["choices"][0]["message"]["content"], answer["usage"]
+        if usage["prompt_tokens"] < PROMPT_TOKENS or not usage["completion_tokens"]:
+            raise DemoError(f"It used {usage}: expected at least {PROMPT_TOKENS} prompt tokens and an answer.")
+        took = time.monotonic() - began
+        tokens = f"{usage['prompt_tokens']} prompt tokens, {usage['completion_tokens']} answered in {took:.1f} s"
+        console.print(f"{tokens}: {escape(repr(said))}", highlight=False, soft_wrap=True)
+        given.append(Given(name, question, said))
     return given
 
 
