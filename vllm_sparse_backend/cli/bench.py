@@ -14,7 +14,7 @@ from vllm_sparse_backend.measure.report import BenchError, Report, cell, table_o
 from vllm_sparse_backend.settings.model_shape import ModelShape
 
 if TYPE_CHECKING:
-    from vllm_sparse_backend.measure.latency import Length
+    from vllm_sparse_backend.measure.serve import Length
 
 bench = common.group("Measure speed on this machine, beside dense attention and stock vLLM.")
 
@@ -67,7 +67,7 @@ def _line(case: Mapping[str, Any]) -> str:
 
 def _lengths(text: str) -> "list[Length]":
     """``8192,200+32768``: whole prompts, and new tokens after a cached prefix."""
-    from vllm_sparse_backend.measure.latency import Length
+    from vllm_sparse_backend.measure.serve import Length
 
     parts = [part.split("+") for part in common.split(text)]
     if not parts or any(len(one) > 2 or not all(n.isdecimal() and int(n) for n in one) for one in parts):
@@ -78,12 +78,12 @@ def _lengths(text: str) -> "list[Length]":
 
 def _show_serve(cases: Sequence[dict[str, Any]]) -> None:
     """Tables, and what failed: a run with failures ends with 1."""
-    from vllm_sparse_backend.measure import latency
+    from vllm_sparse_backend.measure import serve as part
 
     console = common.wide_console()
     for name in dict.fromkeys(case["label"] for case in cases):
         of = [case for case in cases if (case["label"], case["part"]) == (name, "latency")]
-        console.print(table_of(f"{name}: one request at a time", latency.COLUMNS, of))
+        console.print(table_of(f"{name}: one request at a time", part.COLUMNS, of))
     for case in cases:
         for said in case.get("said", ()):
             console.print(f"[red]failed[/] {case['label']}, {case['case']}: {escape(said)}")
