@@ -12,7 +12,7 @@ import yaml
 
 from tests.chassis.test_profile_commands import LEVELS
 from tests.foreign.files import clusters, patterns, save
-from vllm_sparse_backend.profiling.importers.detect import import_profile
+from vllm_sparse_backend.profiling.importers import import_profile
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.profile import Profile, load_profile, parse_profile
 

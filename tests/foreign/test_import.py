@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.foreign.files import clusters, patterns, save
-from vllm_sparse_backend.profiling.importers.detect import import_profile
+from vllm_sparse_backend.profiling.importers import import_profile
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape

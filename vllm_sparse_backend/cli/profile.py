@@ -78,7 +78,7 @@ def import_file(
     out: Annotated[Path, typer.Argument(help="The profile to write; it must not exist yet.")],
 ) -> None:
     """Turn what another tool saved as JSON into a profile."""
-    from vllm_sparse_backend.profiling.importers.detect import import_profile
+    from vllm_sparse_backend.profiling.importers import import_profile
 
     with failures():
         imported = import_profile(file, model)
