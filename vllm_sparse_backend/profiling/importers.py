@@ -72,7 +72,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return mapping
 
 
-def _minference(layers: Any, shape: ModelShape) -> tuple[list[list[Method]], str]:
+def _minference(content: Any, shape: ModelShape) -> tuple[list[list[Method]], str]:
     """Files of MInference's offline search: minference/configs/*.json in its authors' repository, as of August 2025.
 
     A list with one object for each layer, ``{"HEAD": [pattern, a, b, score]}``, heads counted over the whole model:
@@ -84,9 +84,9 @@ def _minference(layers: Any, shape: ModelShape) -> tuple[list[list[Method]], str
     * ``score`` is the search's own measure, which changed between its versions: recall in some files, a count of
       differing outputs in others. It is not kept.
     """
-    if len(layers) != shape.num_layers:
-        raise ValueError(f"given {len(layers)} layers, expected a list of {shape.num_layers} for {shape}")
-    return _each("layer", layers, lambda heads: _each("head", _in_order(heads, shape), _method)), ""
+    if len(content) != shape.num_layers:
+        raise ValueError(f"given {len(content)} layers, expected a list of {shape.num_layers} for {shape}")
+    return _each("layer", content, lambda heads: _each("head", _in_order(heads, shape), _method)), ""
 
 
 def _in_order(heads: object, shape: ModelShape) -> list[object]:
