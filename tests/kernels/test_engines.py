@@ -20,6 +20,7 @@ from benchmarks.batches import random_batch, random_index, repaged
 from tests.helpers.paged_varlen import STAND_IN, paged_varlen
 from tests.methods.cases import row_alone
 from vllm_sparse_kernels.attend import (
+    HOPPER,
     PORTABLE,
     AttendSpec,
     Engine,
@@ -121,6 +122,15 @@ OTHERS = [
     ),
     *({"head_dim": head_dim, "block_tokens": 64} for head_dim in (64, 96, 128, 256)),
     *({"head_dim": head_dim, "block_tokens": 128} for head_dim in (64, 96, 128)),
+    *(
+        {"head_dim": 256, "page_size": 128, "block_tokens": block_tokens} | case
+        for block_tokens in (32, 64)
+        for case in (
+            {"lengths": LENGTHS[3], "heads": (4, 1)},
+            {"lengths": ASKEW, "stripes": 0},
+            STRIPED | {"stripes": 64},
+        )
+    ),
     *(DIAGONALS | {"block_tokens": block_tokens} for block_tokens in (32, 128)),
     *(STRIPED | {"stripes": stripes} for stripes in (0, 1, 200)),
 ]
@@ -330,7 +340,8 @@ def test_any_shape(name, shape):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lengths", [[(0, 2049)], [(1000, 8192)], [(4000, 2049), (0, 63), (130, 1000)]], ids=str)
 @pytest.mark.parametrize(
-    ("head_dim", "block_tokens"), [(128, 32), (128, 64), (128, 128), (96, 64), (64, 64), (64, 128), (256, 64)]
+    ("head_dim", "block_tokens"),
+    [(128, 32), (128, 64), (128, 128), (96, 64), (64, 64), (64, 128), (256, 32), (256, 64)],
 )
 def test_long_rows_on_gpu(engine, lengths, dtype, head_dim, block_tokens):
     batch = random_batch(lengths, 8, 2, head_dim, 128, dtype, "cuda", gap_tokens=3)
@@ -360,18 +371,20 @@ def test_sinks_are_what_vllms_flash_attention_takes_them_for(engine, head_dim):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("stripes", [0, 100])
-def test_a_row_does_not_depend_on_fifteen_others(engine, stripes):
+def test_a_row_does_not_depend_on_fifteen_others(engine, stripes, head_dim):
     lengths = [(130 * i, 100 + 77 * i) for i in range(16)]
-    batch = random_batch(lengths, 8, 2, 128, 128, torch.bfloat16, "cuda", gap_tokens=3)
+    batch = random_batch(lengths, 8, 2, head_dim, 128, torch.bfloat16, "cuda", gap_tokens=3)
     independent(engine, batch, random_index(batch, 64, 0.3, stripes=stripes), (0, 7, 15))
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("stripes", [0, 200])
-def test_the_same_however_often(engine, stripes):
+def test_the_same_however_often(engine, stripes, head_dim):
     """Races show once in a thousand launches, and the sooner the more items differ in length."""
-    batch = random_batch([(32768, 8192), (5000, 777)], 8, 2, 128, 128, torch.bfloat16, "cuda")
+    batch = random_batch([(32768, 8192), (5000, 777)], 8, 2, head_dim, 128, torch.bfloat16, "cuda")
     index, few = (random_index(batch, 64, density, stripes, seed) for seed, density in enumerate((0.1, 0.003)))
     for of_index, of_few in ((index.block_counts, few.block_counts), (index.block_ids, few.block_ids)):
         of_index[1::2] = of_few[1::2]
@@ -446,6 +459,24 @@ class TestFlash:
 SPEC = AttendSpec(
     torch.device("cpu"), torch.float16, 8, 2, 64, 16, (16 * 128, 128, 16 * 128), block_tokens=64, has_stripes=True
 )
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block_tokens", "says"),
+    [
+        (128, 128, None),
+        (256, 32, None),
+        (256, 64, None),
+        (256, 128, "blocks of 128 keys with head_dim 256 do not fit shared memory"),
+        (96, 64, "head_dim 64, 128 and 256, not torch.float16 and 96"),
+    ],
+)
+def test_what_hopper_takes(monkeypatch, head_dim, block_tokens, says):
+    monkeypatch.setattr(AttendSpec, "capability", (9, 0))
+    strides = (128 * 4 * head_dim, 4 * head_dim, 2 * head_dim)
+    changes = {"head_dim": head_dim, "block_tokens": block_tokens, "page_size": 128, "strides": strides}
+    why = HOPPER.refusal(dataclasses.replace(SPEC, **changes))
+    assert (why is None) if says is None else (says in why)
 
 
 class TestChoice:
