@@ -8,7 +8,6 @@ windows is right on the former and starves on the latter.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from vllm.platforms import current_platform
 from tests.backend.served import PAGE_TOKENS, Step, make_builder, make_common, make_layers, make_step
 from vllm_sparse_backend.serving.arena import Row, rows_of
 from vllm_sparse_backend.serving.guard import MOST_DOUBLINGS, RECOVERY_SHARE, Check, Guard, pick_queries
+from vllm_sparse_backend.serving.stats import HostCopy
 from vllm_sparse_backend.serving.step import Slab
 from vllm_sparse_backend.settings.config import GuardConfig, load_config
 from vllm_sparse_backend.settings.plan import DEFAULT
@@ -173,12 +173,11 @@ class TestJudgement:
 class TestNothingWaits:
     def test_what_has_not_arrived_is_left_alone(self) -> None:
         guard, told = make_guard()
-        events = [SimpleNamespace(query=lambda: True), SimpleNamespace(query=lambda: False)]
-        guard._checks += [Check((i, "fast"), torch.ones(2, 4), event) for i, event in enumerate(events)]  # type: ignore[arg-type]
-        guard._checks.append(Check((2, "fast"), torch.ones(2, 4), events[0]))  # type: ignore[arg-type]
+        guard._checks += [Check((i, "fast"), HostCopy(torch.ones(2, 4))) for i in range(3)]
+        guard._checks[1].sums.arrived = lambda: False  # type: ignore[method-assign]
         guard.judge_arrived()
         assert set(told.counts) == {("guard_checks", 0, "fast")}
-        events[1].query = lambda: True
+        guard._checks[0].sums.arrived = lambda: True  # type: ignore[method-assign]
         guard.judge_arrived()
         assert told.counts == {("guard_checks", layer, "fast"): 1 for layer in range(3)}
 
@@ -241,9 +240,9 @@ def serve(builder: Any, layers: Sequence[Any], step: Step, number: int) -> list[
     dense = []
     for _ in range(number):
         metadata = builder.build(0, step.common)
-        dense.append([metadata.sparse.is_held(layer.impl.number, DEFAULT) for layer in layers])
+        dense.append([(layer.impl.number, DEFAULT) in metadata.sparse.held for layer in layers])
         for layer in layers:
-            if metadata.sparse.probes_of(layer.impl.number):
+            if any(layer.impl.number in probe.layers for probe in metadata.sparse.probes):
                 step.forward(layer, metadata)
     return dense
 
@@ -281,7 +280,7 @@ class TestForward:
         exact, dense = near.by_dense_backend(layer, builder), []
         for _ in range(20):
             metadata = builder.build(0, near.common)
-            dense.append(metadata.sparse.is_held(0, DEFAULT))
+            dense.append((0, DEFAULT) in metadata.sparse.held)
             assert torch.equal(near.forward(layer, metadata), exact) == dense[-1]
         assert dense == [True] * (back := dense.index(False)) + [False] * (20 - back)
         assert 6 <= back <= 9

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from benchmarks.batches import random_batch, random_index, repaged
 from tests.helpers.paged_varlen import STAND_IN, paged_varlen
-from tests.methods.cases import row_alone, tiles_of
+from tests.methods.cases import row_alone
 from vllm_sparse_kernels.attend import (
     HOPPER,
     PORTABLE,
@@ -262,7 +262,7 @@ def test_temporary_tensors_come_from_the_workspace(engine, device):
 
 def part_of(batch: Batch, index: SparseIndex, row: int) -> tuple[Batch, SparseIndex]:
     """One row of a batch alone, and what the index keeps of it."""
-    alone, own = row_alone(batch, row), tiles_of(batch.rows, row)
+    alone, own = row_alone(batch, row), batch.rows.tiles_of(row)
     tiles = slice(own.start, own.stop)
     names = ("block_counts", "stripe_counts", "stripe_offsets")
     lists = {name: getattr(index, name)[:, tiles].contiguous() for name in names}
@@ -287,10 +287,13 @@ def test_a_row_does_not_depend_on_its_neighbours(engine, device):
 
 @pytest.mark.parametrize(
     ("page_size", "layout"),
-    [(48, "HND"), *(pytest.param(*one, marks=FULL) for one in ((16, "NHD"), (128, "HND"), (128, "NHD")))],
-)
+    [
+        (48, "HND"), (128, "BHLNC"), *(pytest.param(*one, marks=FULL) for one in ((16, "NHD"), (128, "HND"))),
+        *(pytest.param(128, one, marks=FULL) for one in ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "LHBNC")),
+    ],
+)  # fmt: skip
 def test_a_row_does_not_depend_on_pages(engine, device, page_size, layout):
-    """Bitwise, whatever the page size, the layout and where pages lie."""
+    """Bitwise, whatever the page size, where pages lie, and the layout: all that vLLM's backends may be asked for."""
     batch = random_batch([(333, 140), (20, 5)], 4, 2, 64, 64, DTYPES[0], device)
     index = random_index(batch, 64, 0.5, stripes=70)
     other = repaged(batch, page_size, layout)
