@@ -286,17 +286,11 @@ def test_the_reference_is_an_online_softmax_step_by_step(margin, whole):
     torch.testing.assert_close(kept.logsumexp(-1), online_max + total.log(), rtol=0, atol=1e-12)
 
 
-def test_options_of_heads():
+def test_options_that_nobody_asks_for():
     device = torch.device("cpu")
     assert AttendOptions.of([None, None], [False, False], device) is None
-    options = AttendOptions.of([None, -3.0], [True, False], device)
-    assert options.skip_margins.tolist() == [-math.inf, -3.0]
-    assert (options.int8_heads.tolist(), options.all_int8) == ([1, 0], False)
     assert AttendOptions.of([None], [True], device).all_int8
     assert AttendOptions.of([-3.0], [False], device).int8_heads is None
-    dropping = AttendOptions.of([None, None], [False] * 2, device, [None, -3.0])
-    assert (dropping.skip_margins, dropping.drop_margins.tolist()) == (None, [-math.inf, -3.0])
-    assert (dropping.skips, options.skips, AttendOptions.of([None], [True], device).skips) == (True, True, False)
 
 
 def test_options_that_do_not_fit(device):
