@@ -220,7 +220,8 @@ def speed(
     lengths: str = "1024,8192,16384,32768,65536,131000",
     times: Annotated[int, typer.Option(help="Requests of each length.")] = 5,
     after: Annotated[int, typer.Option(help="Tokens that are cached before 1,000 new ones; 0: none.")] = 0,
-    tokens: Annotated[int, typer.Option(help="Output tokens for TPOT, after the shortest prompts.")] = 128,
+    tokens: Annotated[int, typer.Option(help="Output tokens for TPOT, after 512 tokens.")] = 128,
+    batches: Annotated[str, typer.Option(help="Requests at a time for TPOT.")] = "1",
     out: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """TTFT by length, and TPOT: medians, every request with a text of its own, settings in turns."""
@@ -232,12 +233,13 @@ def speed(
         place = (place + 100_003) % (len(ids) - length)
         return ids[place : place + length]
 
-    def measure(name: str, texts: Sequence[Sequence[int]], tokens: int = 1) -> None:
+    def measure(name: str, texts: Sequence[Sequence[int]], tokens: int = 1, jobs: int = 1) -> None:
         seen: dict[str, list[tuple[float, float]]] = {one.name: [] for one in parsed}
-        for text in texts:
-            for one in parsed:
-                seen[one.name].append(_timed(one, text, tokens))
-        found[name] = {key: [median(x[i] for x in of[1:]) for i in (0, 1)] for key, of in seen.items()}
+        with ThreadPoolExecutor(jobs) as pool:
+            for i in range(0, len(texts), jobs):
+                for one in parsed:
+                    seen[one.name] += pool.map(partial(_timed, one, tokens=tokens), texts[i : i + jobs])
+        found[name] = {key: [median(x[i] for x in of[jobs:]) for i in (0, 1)] for key, of in seen.items()}
         first = found[name][parsed[0].name]
         which = 1 if tokens > 1 else 0
         print(name, {key: (round(x[which], 5), round(first[which] / x[which], 3)) for key, x in found[name].items()})
@@ -247,7 +249,8 @@ def speed(
     if after:
         prefix = piece(after)
         measure(f"TTFT 1000 after {after}", [prefix + piece(1000) for _ in range(times + 1)])
-    measure("TPOT", [piece(512) for _ in range(4)], tokens)
+    for jobs in map(int, batches.split(",")):
+        measure(f"TPOT, {jobs} at a time", [piece(512) for _ in range(4 * jobs)], tokens, jobs)
     if out:
         out.write_text(json.dumps(found))
 

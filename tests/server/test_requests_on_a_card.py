@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of a step are whose, by both of vLLM's runners on a GPU: counters that only the right rows can give.
+"""Requests of all levels on a GPU: which rows of a step are whose, by both of vLLM's runners, and what load changes.
 
-Prompts that are to be exact are of one length, sparse ones of another, and each is a single row: so many rows and tiles
-of each kind there must be, and no others.
+Counters that only the right rows can give: prompts that are to be exact are of one length, sparse ones of another, and
+each is a single row, so many rows and tiles of each kind there must be, and no others. And five hundred requests of
+eight clients while the switch is thrown: exact ones have stock's tokens, memory stays.
 """
 
+import random
 from pathlib import Path
 
 import pytest
 
+from benchmarks.soak import SERVER_ENV, resident_bytes_of
 from benchmarks.tiny import CONFIG
-from tests.server import scenario
+from tests.server import levels, scenario
+from tests.server.test_soak import under_the_switch
+from vllm_sparse_backend.demo.model import BUNDLED
+from vllm_sparse_backend.measure.answers import Templates, build_prompt
+from vllm_sparse_backend.measure.client import Endpoint
 from vllm_sparse_backend.measure.scrape import parse
 from vllm_sparse_backend.measure.server import Server, sparse_args
+from vllm_sparse_backend.measure.texts import prose
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_kernels import TILE_TOKENS
 
@@ -50,3 +58,36 @@ def check(server: Server) -> None:
     first, second, own = (scenario.ask(server, prompt, level=level) for level in (0, "exact", None))
     assert (first.cached_tokens, second.cached_tokens >= 2800, own.cached_tokens >= 2800) == (MIN_TOKENS, True, True)
     assert first.logprobs != pytest.approx(answers["sparse 0"].logprobs, abs=1e-2)
+
+
+def test_five_hundred_requests(tmp_path: Path) -> None:
+    """Of a trained model, asked for facts, so that its answers are no matter of the last bit."""
+    settings, args = levels.write(tmp_path, "high", "fast"), (*scenario.SERVER_ARGS, "--dtype", "bfloat16", *DETAILS)
+    two = ("--api-server-count", "2")
+    with (
+        Server(BUNDLED, args, env={"VLLM_PLUGINS": "none"}) as stock,
+        Server(BUNDLED, (*sparse_args(settings), *args, *two), env=SERVER_ENV) as server,
+    ):
+        endpoint, prompts = Endpoint.connect("sparse", server.url), asked_for_facts(500)
+        first = under_the_switch(server, stock, endpoint, prompts[:100])
+        before = resident_bytes_of(server.pid)
+        rest = under_the_switch(server, stock, endpoint, prompts[100:])
+        after = resident_bytes_of(server.pid)
+    print(first, rest, before, after)
+    assert (first.differing, rest.differing, first.fallen, rest.fallen) == ([], [], set(), set())
+    assert first.exact + rest.exact == 200
+    assert after < 1.02 * before
+
+
+def asked_for_facts(number: int) -> list[list[int]]:
+    """Prompts that end where a value is to follow; a text is asked for three of its facts."""
+    from tokenizers import Tokenizer
+
+    tokenizer, found = Tokenizer.from_file(str(BUNDLED / "tokenizer.json")), list[list[int]]()
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
+    for seed in range(-(-number // 3)):
+        rng = random.Random(seed)
+        text = encode(prose(8000, seed))
+        built = build_prompt(encode, [0], text, rng.randrange(1500, 6000), 12, Templates(), rng)
+        found += [built.token_ids[: answer.begin] for answer in built.answers[-3:]]
+    return found[:number]

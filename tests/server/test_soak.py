@@ -8,6 +8,7 @@ what follows from these; then sixty more while the switch is thrown, of which th
 
 import os
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -23,14 +24,19 @@ from vllm_sparse_backend.cli import switch
 from vllm_sparse_backend.measure.client import Endpoint, Prompts
 from vllm_sparse_backend.measure.server import Server, sparse_args
 from vllm_sparse_backend.settings.reasons import Fallback
+from vllm_sparse_kernels.rows import ceil_div
 
 pytestmark = [pytest.mark.server, pytest.mark.full]
 
 SECONDS = float(os.environ.get("SOAK_S", "60"))
+SIXTY = [
+    scenario.prompt(700, seed=500 + i // 3) + scenario.prompt(40 + 37 * i % 600, seed=900 + i)[1:] for i in range(60)
+]
+"""Beginnings are shared by threes."""
 
 
 class Load(NamedTuple):
-    """What sixty requests of eight clients came to."""
+    """What requests of eight clients came to."""
 
     differing: list[int]
     """Of the exact ones that were not broken off: those that stock answers otherwise."""
@@ -40,13 +46,9 @@ class Load(NamedTuple):
     readings: int
 
 
-def sixty_requests(server: Server, stock: Server, own: Endpoint) -> Load:
-    """Half exact, beginnings shared by threes, a tenth broken off; the switch thrown four times; counters read."""
-    prompts = [
-        scenario.prompt(700, seed=500 + i // 3) + scenario.prompt(40 + 37 * i % 600, seed=900 + i)[1:]
-        for i in range(60)
-    ]
-    exact = [i for i in range(60) if i % 2 == 0 and i % 10 != 4]
+def under_the_switch(server: Server, stock: Server, own: Endpoint, prompts: Sequence[list[int]]) -> Load:
+    """Half of the prompts exact, a tenth broken off; the switch thrown four times; counters read."""
+    exact = [i for i in range(len(prompts)) if i % 2 == 0 and i % 10 != 4]
     over, readings = Event(), []
 
     def send(i: int) -> scenario.Answer | None:
@@ -62,9 +64,9 @@ def sixty_requests(server: Server, stock: Server, own: Endpoint) -> Load:
     with ThreadPoolExecutor(9) as pool:  # eight clients, and who reads
         reading = pool.submit(read)
         answers = []
-        for part, to in enumerate((*switch.To, *switch.To)):
+        for i, to in zip(range(0, len(prompts), ceil_div(len(prompts), 4)), (*switch.To, *switch.To)):
             switch.ask(server.url, to)
-            answers += pool.map(send, range(15 * part, 15 * part + 15))
+            answers += pool.map(send, range(len(prompts))[i : i + ceil_div(len(prompts), 4)])
         over.set()
         reading.result()
         expected = dict(zip(exact, pool.map(lambda i: scenario.ask(stock, prompts[i]), exact)))
@@ -87,7 +89,7 @@ def test_all_is_answered_memory_stays_and_counters_fit(small_model: Path, tmp_pa
         asking = Asking(SECONDS, clients=8, shortest=1, longest=3000, levels=(None, 0, 1, "fast"), abort_share=0.2)
         served = served_by(endpoint, settings, small_model, scenario.CHUNK_TOKENS)
         done = soak_and_check(endpoint, asking, prompts, lambda: resident_bytes_of(server.pid), served)
-        load = sixty_requests(server, servers.stock, endpoint)
+        load = under_the_switch(server, servers.stock, endpoint, SIXTY)
         pages = [scenario.counted(server) for _ in range(6)]  # each connection gets one of the two
     print(*lines(asking, done), load, sep="\n")
     assert done.problems == []
