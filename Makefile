@@ -14,7 +14,7 @@ JOBS ?= 2
 # Where it is set, each of pytest's processes rewrites all tests anew, which takes ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-all lint compile-matrix matrix wheel house clean
+.PHONY: setup demo test test-all gpu lint compile-matrix matrix wheel house clean
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED)
@@ -36,6 +36,10 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	@$(BIN)/pytest -m 'not server' -n $(JOBS) --dist worksteal --durations=15
 	@$(BIN)/pytest -m server --durations=15
+
+# On a card: its tests, then README's figures for it, into docs/results; twenty minutes at most.
+gpu: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.gpu
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff format --check .

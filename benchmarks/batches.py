@@ -28,16 +28,15 @@ def shuffled_cache(
     """A cache with room for rows of these lengths, all NaN, and their block table.
 
     Pages are dealt out in random order, with spare ones between. Keys and values are halves of one tensor, as in vLLM,
-    of physical ``layout`` NHD or HND.
+    of physical ``layout``: NHD, HND, or an order of layers, blocks, heads, tokens and elements as vLLM names them, of
+    which they are the second of three layers.
     """
     pages_needed = [ceil_div(seq_len, page_size) for seq_len in seq_lens]
     num_pages = sum(pages_needed) + 3
-    shape = (num_pages, page_size, num_kv_heads, 2 * head_dim)
-    if layout == "HND":
-        storage = torch.full((shape[0], shape[2], shape[1], shape[3]), float("nan"), dtype=dtype, device=device)
-        storage = storage.transpose(1, 2)
-    else:
-        storage = torch.full(shape, float("nan"), dtype=dtype, device=device)
+    name = {"NHD": "LBNHC", "HND": "LBHNC"}.get(layout, layout)
+    sizes = {"L": 1 if layout in ("NHD", "HND") else 3, "B": num_pages, "H": num_kv_heads, "N": page_size}
+    storage = torch.full([sizes.get(axis, 2 * head_dim) for axis in name], float("nan"), dtype=dtype, device=device)
+    storage = storage.permute([name.index(axis) for axis in "LBNHC"])[sizes["L"] // 2]
     keys, values = storage.split(head_dim, -1)
     order = torch.randperm(num_pages, generator=generator, device=device).int()
     # One entry past each row's last page would be outside the cache: reading it is an error that shows.

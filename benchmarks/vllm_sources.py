@@ -4,8 +4,8 @@
     python -m benchmarks.vllm_sources /path/to/vllm-0.33.0 [...]
 
 For a release that no machine at hand can run. Every name that this package imports from vLLM is there; every method of
-vLLM that it overrides takes no argument that the override would not; every keyword that it builds vLLM's metadata with
-is a field; and what ``serving.hooks`` reaches into is as its tables expect. TREE holds the folder ``vllm``.
+vLLM that it overrides takes no argument that the override would not; and what ``serving.hooks`` reaches into is as its
+tables expect. TREE holds the folder ``vllm``.
 """
 
 import ast
@@ -47,8 +47,6 @@ OVERRIDES = (
         "serving/metadata.py", "SparsePrefillMetadataBuilder", _bases("MetadataBuilder", "AttentionMetadataBuilder")
     ),
 )
-BUILT = {"CommonAttentionMetadata": "vllm/v1/attention/backend.py"}
-"""Classes of vLLM's that this package makes instances of, and where they stand."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,6 @@ class Checked:
     num_names: int
     num_methods: int
     num_hooks: int
-    num_fields: int
     problems: tuple[str, ...]
 
 
@@ -72,15 +69,9 @@ def check(tree: Path, package: Path = PACKAGE, hooks: Sequence[Hook] = HOOKS, pa
     names = sorted(set(imported(package)))
     missing = [f"{where}: {module} has no {name}" for where, module, name in names if not provides(tree, module, name)]
     methods = [one for override in OVERRIDES for one in overridden(tree, package, override)]
-    fields = sorted(set(built(package)))
-    no_fields = [
-        f"{where}: {name} has no field {field}"
-        for where, name, field in fields
-        if field not in fields_of(tree, BUILT[name], name)
-    ]
     refused = [problem for _, problem in methods if problem is not None]
-    problems = (*missing, *refused, *unfit(tree, hooks, parts), *no_fields)
-    return Checked(len(names), len(methods), len(hooks), len(fields), problems)
+    problems = (*missing, *refused, *unfit(tree, hooks, parts))
+    return Checked(len(names), len(methods), len(hooks), problems)
 
 
 def imported(package: Path) -> Iterator[tuple[str, str, str]]:
@@ -184,7 +175,10 @@ def members(tree: Path, module: str, owner: str) -> dict[str, Function | None] |
             return None
         body = found.body
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    annotated = (node.target for node in body if isinstance(node, ast.AnnAssign))
+    annotated = [node.target for node in body if isinstance(node, ast.AnnAssign)]
+    if "__init__" in functions:  # what is given to an instance when it is made
+        given = (part for part in ast.walk(functions["__init__"]) if isinstance(part, ast.Attribute))
+        annotated += [ast.Name(part.attr) for part in given if isinstance(part.ctx, ast.Store)]
     return dict.fromkeys(target.id for target in annotated if isinstance(target, ast.Name)) | functions
 
 
@@ -206,21 +200,6 @@ def unfit(tree: Path, hooks: Sequence[Hook], parts: Sequence[Part]) -> Iterator[
             yield f"{part.module}.{part.owner} has no {', '.join(lacking)}"
 
 
-def built(package: Path) -> Iterator[tuple[str, str, str]]:
-    """(file, class, keyword) of what instances of vLLM's classes are made with."""
-    for path in sorted(package.rglob("*.py")):
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BUILT:
-                keywords = (keyword.arg for keyword in node.keywords if keyword.arg is not None)
-                yield from ((str(path.relative_to(package)), node.func.id, keyword) for keyword in keywords)
-
-
-def fields_of(tree: Path, path: str, name: str) -> set[str]:
-    found = class_of(tree / path, name)
-    annotated = (node for node in (found.body if found else []) if isinstance(node, ast.AnnAssign))
-    return {node.target.id for node in annotated if isinstance(node.target, ast.Name)}
-
-
 def main(
     trees: Annotated[list[Path] | None, typer.Argument(help="Folders that hold vLLM's package.", exists=True)] = None,
 ) -> None:
@@ -228,9 +207,7 @@ def main(
     bad = False
     for tree in trees or ():
         found = check(tree)
-        counts = (
-            f"{found.num_names} names, {found.num_methods} methods, {found.num_hooks} hooks, {found.num_fields} fields"
-        )
+        counts = f"{found.num_names} names, {found.num_methods} methods, {found.num_hooks} hooks"
         print(f"{tree}: {counts}: ", end="")
         print("all there" if not found.problems else "".join(f"\n  {problem}" for problem in found.problems))
         bad = bad or bool(found.problems)

@@ -40,7 +40,8 @@ def test_rows_by_path_and_reason() -> None:
     recorder.count_rows(SPARSE)
     recorder.count_rows(("sparse", None, "fast"))
     recorder.count_rows(SHORT, 3)
-    recorder.count_batch(0, [DECODE, DECODE, SHORT, PADDING], torch.zeros(4, 8))
+    for way in (DECODE, DECODE, SHORT, PADDING):
+        recorder.count_rows(way)
     assert found(recorder) == {"rows sparse": 1, "rows sparse  fast": 1, "rows decode": 2, "rows dense too_short": 4}
 
 
@@ -66,7 +67,7 @@ def test_ranks_share_a_layers_heads_but_not_its_rows_and_tiles() -> None:
     totals: dict[str, float] = {}
     for rank in range(4):
         recorder = make(is_first_rank=rank == 0)
-        recorder.count_batch(0, [SPARSE], torch.zeros(1, 8))
+        recorder.count_rows(SPARSE)
         recorder.count_pairs(1, full_index())
         for name, value in found(recorder).items():
             totals[name] = totals.get(name, 0) + value
@@ -89,7 +90,7 @@ class TestOnItsWay:
         def late(self: Recorder) -> None:
             set_out(self)
             assert self._on_its_way is not None
-            self._on_its_way = self._on_its_way._replace(event=event)  # type: ignore[arg-type]
+            self._on_its_way.listed._event = event  # type: ignore[assignment]
 
         monkeypatch.setattr(Recorder, "_set_out", late)
         return event
@@ -117,51 +118,16 @@ class TestOnItsWay:
         assert found(recorder) == {"rows decode": 2}
 
 
-class TestMicrobatches:
-    """Two builders see the parts of one step, the second a larger number; a row may be cut between them."""
-
-    table = torch.zeros(8, 4, dtype=torch.int32)
-
-    def counted(self, *batches: tuple[int, slice, list[Any]]) -> dict[str, float]:
-        recorder = make()
-        for number, rows, kinds in batches:
-            recorder.count_batch(number, kinds, self.table[rows])
-        return found(recorder)
-
-    @pytest.mark.parametrize("parts", [(SHORT, SPARSE), (SPARSE, SHORT), (SPARSE, DECODE), (SPARSE, PADDING)])
-    def test_a_row_is_what_its_sparsest_part_is(self, parts: tuple[Any, Any]) -> None:
-        step = [(i, slice(0, 1), [kind]) for i, kind in enumerate(parts)]
-        assert self.counted(*step, *step) == {"rows sparse": 2}
-
-    def test_a_step_of_decodes_alone_lies_between(self) -> None:
-        """The first row of a later microbatch is then no rest of a row of an earlier step."""
-        recorder = make()
-        recorder.count_batch(0, [SPARSE], self.table[:1])
-        recorder.count_decodes(0, 3, self.table[:3])
-        recorder.count_batch(1, [SPARSE], self.table[:1])
-        assert found(recorder) == {"rows decode": 3, "rows sparse": 2}
-
-    @pytest.mark.parametrize("kind", [SPARSE, SHORT, DECODE])
-    def test_the_last_token_of_a_cut_row_is_no_decode(self, kind: Any) -> None:
-        """A microbatch of nothing but single tokens is counted another way."""
-        recorder = make()
-        recorder.count_batch(0, [SPARSE, kind], self.table[:2])
-        recorder.count_decodes(1, 3, self.table[1:4])
-        batches = (0, slice(0, 2), [SPARSE, kind]), (1, slice(1, 4), [DECODE] * 3)
-        assert found(recorder) == self.counted(*batches)
-
-
 def test_what_runs_for_no_request_is_not_counted() -> None:
     recorder = make()
     with not_counting():
         with not_counting():
-            recorder.count_batch(0, [DECODE], table := torch.zeros(1, 4))
-            recorder.count_decodes(0, 2, table)
+            recorder.count_rows(DECODE)
         recorder.count_rows(SHORT)
         recorder.count_pairs(1, full_index(), recorder.lap(1))
         assert not stats.is_counting()
     assert found(recorder) == {}
-    recorder.count_batch(0, [DECODE], table)
+    recorder.count_rows(DECODE)
     assert found(recorder) == {"rows decode": 1}
 
 

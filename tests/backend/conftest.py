@@ -66,7 +66,8 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     from vllm_sparse_backend.settings.plan import DEFAULT
 
     def begin(rows: Sequence[str]) -> None:
-        step = row_levels.Step({str(i): level for i, level in enumerate(rows) if level != DEFAULT})
+        levels = {str(i): level for i, level in enumerate(rows) if level != DEFAULT}
+        step = row_levels.Step(levels, {str(i): 1 for i in range(len(rows))})
         step.req_ids = lambda: [str(i) for i in range(len(rows))]
         monkeypatch.setattr(row_levels, "_step", step)
 

@@ -178,9 +178,9 @@ class TestForward:
         builder.memory = Memory(builder.memory.arena, Room(builder.memory.room.layers, needed, 8192))
         common = make_common([(1000, 300), (5000, 300)])
         assert [row.kind.reason for row in builder._classify(0, common)] == [None, Fallback.NO_ROOM]
-        assert builder.recorder._rows == {}
+        assert builder.recorder._counts == {}
         builder.build(0, common)
-        assert builder.recorder._rows["dense", "no_room", "default"] == 1
+        assert builder.recorder._counts["rows", ("dense", "no_room", "default")] == 1
 
 
 def test_what_does_not_fit_comes_from_torch_and_is_counted_and_said_once(lines: list[str]) -> None:

@@ -7,7 +7,6 @@ A-shape with tiny windows starves on a long row, and keeps all of one that ends 
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from tests.backend.served import make_builder, make_common, make_layers, make_st
 from tests.helpers.folders import profile_file
 from vllm_sparse_backend.serving.arena import Row, rows_of
 from vllm_sparse_backend.serving.guard import MOST_DOUBLINGS, RECOVERY_SHARE, Check, Guard, pick_queries
-from vllm_sparse_backend.serving.stats import Recorder
+from vllm_sparse_backend.serving.stats import HostCopy, Recorder
 from vllm_sparse_backend.serving.step import Slab
 from vllm_sparse_backend.settings.config import GuardConfig, load_config
 from vllm_sparse_backend.settings.plan import DEFAULT
@@ -166,11 +165,11 @@ class TestJudgement:
 class TestNothingWaits:
     def test_what_has_not_arrived_is_left_alone(self) -> None:
         guard = make_guard()
-        arrived, late = (SimpleNamespace(query=lambda there=there: there) for there in (True, False))
-        guard._checks += [Check(PLACE, torch.ones(2, 4), event) for event in (arrived, late, arrived)]  # type: ignore[arg-type]
+        guard._checks += [Check(PLACE, HostCopy(torch.ones(2, 4))) for _ in range(3)]
+        guard._checks[1].sums.arrived = lambda: False  # type: ignore[method-assign]
         guard.judge_arrived()
         assert told(guard)["guard_checks"] == 1
-        late.query = lambda: True
+        guard._checks[0].sums.arrived = lambda: True  # type: ignore[method-assign]
         guard.judge_arrived()
         assert told(guard)["guard_checks"] == 3
 
@@ -238,7 +237,7 @@ class TestForward:
         for lengths in [LONG] * 3 + [ALL_WITHIN_REACH] * 6:
             step = make_step(layer, lengths)
             metadata = builder.build(0, step.common)
-            held.append(metadata.sparse.is_held(0, DEFAULT))
+            held.append((0, DEFAULT) in metadata.sparse.held)
             assert torch.equal(step.forward(layer, metadata), step.by_dense_backend(layer, builder)) == held[-1]
         assert held == [False] * 2 + [True] * 5 + [False] * 2
 

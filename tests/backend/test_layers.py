@@ -47,6 +47,17 @@ def stays_dense(builder: SparsePrefillMetadataBuilder) -> bool:
 
 
 class TestGroups:
+    def test_pairs_of_all_layers_are_counted_whatever_they_run_on(self, config: Any) -> None:
+        """Over all keys, or those of a window; each chunk of a prompt by itself, and decodes not at all."""
+        windowed, full = make_layers(config, [0, 2], per_layer_sliding_window=64), make_layers(config, [1, 3])
+        make_builder(config, windowed)
+        builder = make_builder(config, full)
+        for rows in ([(0, 200), (50, 1)], [(200, 90), (0, 40)]):
+            builder.build(0, make_common(rows))
+        causal, near = (sum(min(i + 1, w) for n in (290, 40) for i in range(n)) for w in (290, 64))
+        found = {name: value for name, _, value in builder.recorder.samples()[0]}
+        assert found["prefill_pairs"] == 4 * 2 * (causal + near)
+
     def test_windowed_layers_have_a_builder_that_passes_everything_on(self, config: Any, lines: list[str]) -> None:
         windowed, full = make_layers(config, [0, 2], per_layer_sliding_window=64), make_layers(config, [1, 3])
         assert stays_dense(make_builder(config, windowed))
@@ -227,20 +238,6 @@ class TestCounting:
         assert builder.recorder.samples() == ([], False)
         run()
         assert self.rows(builder) == {"decode": 1, "sparse": 1}
-
-    def test_a_row_that_two_microbatches_share_counts_once(self, config: Any) -> None:
-        """Cut up by vLLM itself, in the midst of a row that is sparse in both parts, and of one that is in one."""
-        from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
-
-        (layer,) = layers = make_layers(config, [0])
-        first, second = make_builder(config, layers), make_builder(config, layers)
-        assert first.recorder is second.recorder is layer.impl.worker.recorder
-        for cut in (151, 51):
-            whole = make_common([(50, 1), (0, 200), (0, 30)])
-            slices = [UBatchSlice(slice(0, 2), slice(0, cut)), UBatchSlice(slice(1, 3), slice(cut, 231))]
-            for builder, part in zip((first, second), split_attn_metadata(slices, whole), strict=True):
-                builder.build(0, part)
-        assert self.rows(first) == {"decode": 2, "sparse": 2, "dense too_short": 2}
 
     def test_every_pipeline_stage_counts_rows_and_its_own_layers(
         self, config: Any, monkeypatch: pytest.MonkeyPatch

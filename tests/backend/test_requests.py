@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM")
+import numpy
 import torch
+import vllm
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
@@ -173,7 +175,8 @@ class TestFront:
         hooks.install_in_front()
         functions = [AsyncLLM.generate, InputProcessor.process_inputs, plugins.load_endpoint_plugins]
         for is_newer, runner in enumerate((GPUModelRunner, NewerRunner)):
-            hooks.install_in_worker(SimpleNamespace(use_v2_model_runner=bool(is_newer)))
+            model = SimpleNamespace(is_hybrid=True)
+            hooks.install_in_worker(SimpleNamespace(use_v2_model_runner=bool(is_newer), model_config=model))
             functions.append(runner.execute_model)
         assert all(getattr(function, hooks.OURS) for function in (*functions, NewerRunner.prepare_attn))
 
@@ -349,28 +352,51 @@ def scheduled(new: dict[str, Mark | None], finished: Sequence[str] = ()) -> Any:
     return SimpleNamespace(scheduled_new_reqs=news, finished_req_ids={*finished})
 
 
+PLACES = "dbca"
+"""Requests in the order of their places in a runner's table."""
+
+
 class TestRunners:
+    """Rows that are known by the runner's batch, by what comes to ``prepare_attn``, and by numbers in metadata."""
+
     @staticmethod
-    def of(is_newer: bool) -> Any:
+    def of(kind: str) -> Any:
         class Runner:
+            def __init__(self) -> None:
+                if kind == "older":
+                    self.input_batch = SimpleNamespace(req_ids=[])
+                else:
+                    self.req_states = SimpleNamespace(index_to_req_id=dict(enumerate(PLACES)))
+
             def execute_model(
                 self, scheduler_output: Any, order: Sequence[str], num_rows: int, dummy_run: bool = False
             ) -> list[str]:
-                self.input_batch = SimpleNamespace(req_ids=list(order))
-                if not dummy_run:
-                    self.prepare_attn(self.input_batch)
-                return row_levels.levels_of_rows(num_rows)
+                common = SimpleNamespace(num_reqs=num_rows)
+                if kind == "numbered":
+                    common.req_idx = numpy.array(range(num_rows) if dummy_run else [*map(PLACES.index, order)])
+                elif kind == "older":
+                    self.input_batch.req_ids = [*order]
+                elif not dummy_run:
+                    self.prepare_attn(SimpleNamespace(req_ids=[*order]))
+                return row_levels.levels_of_rows(common)
 
             def prepare_attn(self, input_batch: Any) -> None:
                 pass
 
-        known = hooks._known_by_batch if is_newer else hooks._known_by_runner
-        hooks.put_around(Runner, "execute_model", known, ("scheduler_output",))
-        if is_newer:
+        hooks.put_around(Runner, "execute_model", hooks._known, ("scheduler_output",))
+        if kind == "newer":
             hooks.put_around(Runner, "prepare_attn", hooks._batch_told, ("input_batch",))
-        return Runner()
+        runner = Runner()
+        execute_model = runner.execute_model
 
-    @pytest.fixture(params=[False, True], ids=["older", "newer"])
+        def step(output: Any, order: Sequence[str], num_rows: int, dummy_run: bool = False) -> Any:
+            output.num_scheduled_tokens = {"dummy": 1} if dummy_run else dict.fromkeys(order, 1)
+            return execute_model(output, order, num_rows, dummy_run)
+
+        runner.execute_model = step  # type: ignore[method-assign]
+        return runner
+
+    @pytest.fixture(params=["older", "newer", "numbered"])
     def runner(self, request: pytest.FixtureRequest) -> Any:
         return self.of(request.param)
 
@@ -391,20 +417,37 @@ class TestRunners:
 
     def test_between_steps_nothing_is_known(self, runner: Any) -> None:
         runner.execute_model(scheduled({"a": EXACT}), "a", 1)
-        assert row_levels.levels_of_rows(3) == [DEFAULT] * 3
-        other = self.of(False)
+        assert row_levels.levels_of_rows(SimpleNamespace(num_reqs=3)) == [DEFAULT] * 3
+        other = self.of("older")
         assert other.execute_model(scheduled({}), "a", 1) == [DEFAULT]  # nor by other runners of the process
 
     def test_a_batch_that_has_not_all_rows_of_its_step_is_an_error(self, runner: Any) -> None:
         assert runner.execute_model(scheduled({}), "ab", 1) == [DEFAULT]
-        with pytest.raises(RuntimeError, match="a batch of 1 rows is built in a step of 2 requests"):
+        with pytest.raises(RuntimeError, match="a batch of 1 rows is built in a step of 2 requests, and 2 rows"):
             runner.execute_model(scheduled({"a": EXACT}), "ab", 1)
         assert row_levels._step is None
 
-    def test_a_dummy_batch_has_nobodys_rows(self) -> None:
-        runner = self.of(True)
+    def test_rows_that_nobody_tells_are_an_error(self) -> None:
+        """As in Model Runner V2 with a model whose metadata numbers no rows, were the hook not in."""
+        runner = self.of("newer")
+        runner.prepare_attn = lambda batch: None
+        assert runner.execute_model(scheduled({}), "a", 1) == [DEFAULT]
+        with pytest.raises(RuntimeError, match="and 0 rows are told"):
+            runner.execute_model(scheduled({"a": EXACT}), "a", 1)
+
+    @pytest.mark.parametrize("kind", ["newer", "numbered"])
+    def test_a_dummy_batch_has_nobodys_rows(self, kind: str) -> None:
+        """Though its rows are numbered as those of requests."""
+        runner = self.of(kind)
         runner.execute_model(scheduled({"a": EXACT}), "a", 1)
-        assert runner.execute_model(scheduled({}), "", 2, dummy_run=True) == [DEFAULT, DEFAULT]
+        assert runner.execute_model(scheduled({}), "", 4, dummy_run=True) == [DEFAULT] * 4
+
+    @pytest.mark.parametrize(("is_hybrid", "numbered"), [(False, True), (True, False)])
+    def test_which_workers_tell_whose_rows_they_have(self, is_hybrid: bool, numbered: bool) -> None:
+        """From 0.30 on; vLLM's own state of a hybrid model leaves the field empty."""
+        release = tuple(map(int, vllm.__version__.split(".")[:2]))
+        config = SimpleNamespace(model_config=SimpleNamespace(is_hybrid=is_hybrid))
+        assert hooks.numbers_rows(config) == (numbered and release >= (0, 30))
 
 
 class TestRows:

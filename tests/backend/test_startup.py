@@ -21,7 +21,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from vllm_sparse_backend.serving import compat, refusals, startup
+from vllm_sparse_backend.serving import compat, startup
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.reasons import Fallback
 
@@ -119,7 +119,7 @@ ADAPTIVE = SimpleNamespace(enable_adaptive_verification=True)
     ],
 )
 def test_options_that_are_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], says: str) -> None:
-    monkeypatch.setattr(compat, "batch_invariant", lambda: not changes)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(not changes)))
     monkeypatch.setattr(compat, "flash_attention_version", lambda config: 3)
     monkeypatch.setattr(compat, "IS_CPU", False)
     config = served(llama())
@@ -143,9 +143,10 @@ def test_prefix_lm_models_that_run(monkeypatch: pytest.MonkeyPatch, version: int
 def test_batch_invariance_is_asked_of_vllms_own_variable_and_denied(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_sparse_backend.serving.backend import SparsePrefillBackend
 
-    assert not compat.batch_invariant()
+    assert not compat.is_set("VLLM_BATCH_INVARIANT")
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert compat.batch_invariant()
+    assert compat.is_set("VLLM_BATCH_INVARIANT")
+    assert not compat.is_set("VLLM_OF_NO_RELEASE")
     assert not SparsePrefillBackend.supports_batch_invariance()
     assert not SparsePrefillBackend.supports_rswa()
 
@@ -159,10 +160,10 @@ def test_a_front_process_that_passes_our_hooks_by_is_refused(monkeypatch: pytest
 
 
 def test_slow_paths() -> None:
-    assert [refusals.slow_path(*given) for given in ((128, (9, 0)), (256, (9, 0)), (16, None))] == [None] * 3
-    assert "pages of 16 tokens" in str(refusals.slow_path(16, (9, 0)))
-    assert "a multiple of 128" in str(refusals.slow_path(544, (9, 0)))
-    assert "compute capability 8.0" in str(refusals.slow_path(128, (8, 0)))
+    assert [startup.slow_path(*given) for given in ((128, (9, 0)), (256, (9, 0)), (16, None))] == [None] * 3
+    assert "pages of 16 tokens" in str(startup.slow_path(16, (9, 0)))
+    assert "a multiple of 128" in str(startup.slow_path(544, (9, 0)))
+    assert "compute capability 8.0" in str(startup.slow_path(128, (8, 0)))
 
 
 class TestSleepMode:

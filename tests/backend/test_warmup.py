@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from tests.backend.specialised import HOPPER, Key, recorded_keys
 from vllm_sparse_backend.serving import compat, compilations, engines
 from vllm_sparse_backend.serving.arena import Arena, LayerNeed, Memory, Room, Row, rows_of
+from vllm_sparse_backend.serving.backend import SparsePrefillBackend
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.stats import Recorder
 from vllm_sparse_backend.serving.step import own_block_table
@@ -312,3 +313,17 @@ def test_the_order_is_vllms() -> None:
     if hasattr(config.cache_config, "kv_cache_layout"):
         config.cache_config.kv_cache_layout = "LBHNC"
         assert compat.page_order(config) == (0, 1, 2, 3)
+
+
+def test_a_layout_that_the_dense_backend_does_not_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM, which asks each backend from 0.29 on: a CPU's reads one, FlashAttention and our kernels all."""
+    layouts = pytest.importorskip("vllm.v1.kv_cache_layout", reason="this vLLM asks no backend").KVCacheLayout
+    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+
+    of_kernels = {"LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC"}  # tests/kernels/test_engines.py
+    assert set(layouts.__members__) <= of_kernels
+    own = SparsePrefillBackend.supported_kv_cache_layouts()
+    assert own == compat.DenseBackend.supported_kv_cache_layouts() == (layouts.LBHNC,)
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "NHD")
+    with pytest.raises(ValueError, match=r"VLLM_KV_CACHE_LAYOUT=NHD does not satisfy every .*valid layouts: .'LBHNC'"):
+        resolve_kv_cache_layout(VllmConfig(), [["LBHNC"]])

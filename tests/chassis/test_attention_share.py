@@ -37,16 +37,17 @@ def test_widths_that_are_not_one_number(field: str, given: Any) -> None:
         prefill_share(LLAMA_8B | {"head_dim": 128, field: given}, 8192, "M/config.json")
 
 
-def test_windows_stay_and_cost_what_is_within_them() -> None:
-    kinds = ["sliding_attention", "full_attention"] * 16
-    whole, mixed = (
-        prefill_share(LLAMA_8B | more, 8192) for more in ({}, {"layer_types": kinds, "sliding_window": 1024})
-    )
-    assert mixed.sparse_s == pytest.approx(whole.sparse_s / 2)
-    pairs = 8192 * 8193 / 2
-    within = sum(min(i + 1, 1024) for i in range(8192))
-    assert mixed.dense_s == pytest.approx(whole.sparse_s / 2 * within / pairs)
-    assert mixed.best_speedup < whole.best_speedup
+def test_windows_and_chunks_stay_and_cost_what_is_within_them() -> None:
+    whole, pairs = prefill_share(LLAMA_8B, 8192), 8192 * 8193 / 2
+    assert whole.of_pairs == 1
+    windows = {"layer_types": ["sliding_attention", "full_attention"] * 16, "sliding_window": 1024}
+    chunks = {"layer_types": ["chunked_attention", "full_attention"] * 16, "attention_chunk_size": 1000}
+    for more, of_query in ((windows, lambda i: min(i + 1, 1024)), (chunks, lambda i: i % 1000 + 1)):
+        mixed, within = prefill_share(LLAMA_8B | more, 8192), sum(map(of_query, range(8192)))
+        assert mixed.sparse_s == pytest.approx(whole.sparse_s / 2)
+        assert mixed.dense_s == pytest.approx(whole.sparse_s / 2 * within / pairs)
+        assert mixed.of_pairs == pytest.approx(pairs / (pairs + within))
+        assert mixed.best_speedup < whole.best_speedup
 
 
 def test_of_experts_only_those_that_a_token_is_sent_to_count() -> None:

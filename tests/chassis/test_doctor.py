@@ -160,6 +160,9 @@ def test_what_can_be_won_at_all(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, LLAMA | large | {"intermediate_size": 14336, "max_position_embeddings": 131072})
     (finding,) = doctor.best_speedups(folder)
     assert finding.text == "40% of 32,768 tokens: 1.7×; 73% of 131,072 tokens: 3.7×; 96% of 1,048,576 tokens: 22.3×"
+    mixed = {"layer_types": [FULL] + ["sliding_attention"] * 5, "sliding_window": 1024}
+    share, _ = doctor.best_speedups(model_folder(tmp_path, LLAMA | mixed | {"max_position_embeddings": 131072}))
+    assert share.text.startswith("76.5% of 32,768 tokens'")  # 1 / (1 + 5 · 2 · 1,024 / 32,768), nearly
     model_folder(tmp_path, LLAMA | {"max_position_embeddings": 4096})
     assert "made for 4,096 tokens" in [*doctor.best_speedups(folder)][1].text
 

@@ -263,10 +263,13 @@ def test_a_row_does_not_depend_on_its_neighbours(engine, device):
 
 @pytest.mark.parametrize(
     ("page_size", "layout"),
-    [(48, "HND"), *(pytest.param(*one, marks=FULL) for one in ((16, "NHD"), (128, "HND"), (128, "NHD")))],
-)
+    [
+        (48, "HND"), (128, "BHLNC"), *(pytest.param(*one, marks=FULL) for one in ((16, "NHD"), (128, "HND"))),
+        *(pytest.param(128, one, marks=FULL) for one in ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "LHBNC")),
+    ],
+)  # fmt: skip
 def test_a_row_does_not_depend_on_pages(engine, device, page_size, layout):
-    """Bitwise, whatever the page size, the layout and where pages lie."""
+    """Bitwise, whatever the page size, where pages lie, and the layout: all that vLLM's backends may be asked for."""
     batch = random_batch([(333, 140), (20, 5)], 4, 2, 64, 64, DTYPES[0], device)
     index = random_index(batch, 64, 0.5, stripes=70)
     other = repaged(batch, page_size, layout)

@@ -4,8 +4,9 @@
     python -m tests.server.shapes FOLDER stock|ours NAME...
 
 Random weights in float32, made in FOLDER. Each shape runs on stock's backend, or on this one with everything kept, and
-writes a line of JSON: the tokens, and how often each layer ran sparse. Where one fails, the line holds the error
-instead. Not inside of pytest: there Triton interprets kernels, and vLLM has some of its own.
+writes a line of JSON: the tokens, how often each layer ran sparse, and of one more prompt which share of its pairs of
+query and key did, by the counters and by what doctor foretells. Where one fails, the line holds the error instead. Not
+inside of pytest: there Triton interprets kernels, and vLLM has some of its own.
 """
 
 import contextlib
@@ -16,14 +17,19 @@ import random
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from vllm_sparse_backend.cli.attention_share import prefill_share
+from vllm_sparse_backend.settings.modelcheck import read_config
+
 VOCABULARY = 512
 SETTINGS = {"method": "dense", "min_tokens": 128, "min_query_tokens": 1}
 LENGTHS = (90, 701, 1000)
+ALONE_TOKENS = 2000
 SIZE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
@@ -43,6 +49,14 @@ def gemma() -> Any:
 
     kinds = ["sliding_attention"] * 3 + ["full_attention"]
     return Gemma3TextConfig(**SIZE, layer_types=kinds, sliding_window=256, query_pre_attn_scalar=32)
+
+
+def llama4() -> Any:
+    """Chunks of 256 in three layers of four, no experts."""
+    from transformers import Llama4TextConfig
+
+    local = {"no_rope_layers": [1, 1, 1, 0], "attention_chunk_size": 256}
+    return Llama4TextConfig(**SIZE, **local, moe_layers=[], interleave_moe_layer_step=0, intermediate_size_mlp=128)
 
 
 def qwen3_moe() -> Any:
@@ -70,6 +84,7 @@ def qwen3_next() -> Any:
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SHAPES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "windows": (gemma, {}),
+    "chunks": (llama4, {}),
     "experts": (qwen3_moe, {}),
     "hybrid": (qwen3_next, {"dtype": "bfloat16"}),  # its recurrence takes nothing else on a CPU
     "lora": (llama, {"enable_lora": True, "max_lora_rank": 8}),
@@ -114,10 +129,10 @@ def adapter(folder: Path) -> Path:
     return folder
 
 
-def prompts() -> list[list[int]]:
+def prompts(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[list[int]]:
     """Random tokens, each prompt's second half a copy of its first, so that n-grams find something."""
-    generator = random.Random(0)
-    halves = [[generator.randrange(3, VOCABULARY) for _ in range(length // 2)] for length in LENGTHS]
+    generator = random.Random(seed)
+    halves = [[generator.randrange(3, VOCABULARY) for _ in range(length // 2)] for length in lengths]
     return [half + half for half in halves]
 
 
@@ -137,7 +152,22 @@ def counted() -> Iterator[Counter[int]]:
         yield runs
 
 
-def answers(model: Path, lora: Path | None, **more: Any) -> list[list[int]]:
+def share(llm: Any, ask: Callable[[], object]) -> float | None:
+    """Of the pairs of what is asked for, those that went sparse, as /metrics adds them up; None by stock's backend."""
+    from vllm_sparse_backend.serving.metrics_page import total
+
+    def counted() -> list[float]:
+        workers = {"0": llm.collective_rpc("sparse_prefill_samples")}
+        return [sum(total(name, workers).values()) for name in ("causal_pairs", "prefill_pairs")]
+
+    before = counted()
+    ask()
+    sparse, every = (now - then for now, then in zip(counted(), before))
+    return sparse / every if every else None
+
+
+def answers(model: Path, lora: Path | None, **more: Any) -> tuple[list[list[int]], float | None]:
+    """Tokens, and the share of one more prompt's pairs that went sparse."""
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.lora.request import LoRARequest
@@ -149,7 +179,9 @@ def answers(model: Path, lora: Path | None, **more: Any) -> list[list[int]]:
         requests = [TokensPrompt(prompt_token_ids=one) for one in prompts()]
         lora_request = None if lora is None else LoRARequest("adapter", 1, str(lora))
         outputs = llm.generate(requests, sampling, use_tqdm=False, lora_request=lora_request)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        alone = [TokensPrompt(prompt_token_ids=one) for one in prompts([ALONE_TOKENS], seed=1)]
+        found = share(llm, partial(llm.generate, alone, sampling, use_tqdm=False))
+        return [list(output.outputs[0].token_ids) for output in outputs], found
     finally:
         with contextlib.suppress(Exception):
             llm.llm_engine.engine_core.shutdown()
@@ -165,8 +197,9 @@ def told(run: str, name: str, folder: Path) -> dict[str, Any]:
     ours = {"attention_backend": "sparse-prefill", "additional_config": {"sparse_prefill": SETTINGS}}
     try:
         with counted() as runs:
-            tokens = answers(model, lora, **more, **(ours if run == OURS else {}))
-            return {"name": name, "tokens": tokens, "sparse": dict(runs)}
+            tokens, found = answers(model, lora, **more, **(ours if run == OURS else {}))
+        foretold = prefill_share(read_config(model), ALONE_TOKENS).of_pairs
+        return {"name": name, "tokens": tokens, "sparse": dict(runs), "share": found, "foretold": foretold}
     except Exception as error:
         traceback.print_exc()
         return {"name": name, "error": f"{type(error).__name__}: {error}"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of other shapes than Llama's, n-grams as drafts, LoRA: stock's tokens, and the layers sparse that can be."""
+"""Models of other shapes than Llama's, n-grams as drafts, LoRA: stock's tokens, and sparse what doctor says can be."""
 
 import json
 import os
@@ -19,7 +19,14 @@ pytest.importorskip("vllm")
 
 ROOT = Path(__file__).parents[2]
 EVERY, FOURTH = {"0", "1", "2", "3"}, {"3"}
-SPARSE_LAYERS = {"windows": FOURTH, "hybrid": FOURTH, "experts": EVERY, "n-grams": EVERY, "lora": EVERY}
+SPARSE_LAYERS = {
+    "windows": FOURTH,
+    "chunks": FOURTH,
+    "hybrid": FOURTH,
+    "experts": EVERY,
+    "n-grams": EVERY,
+    "lora": EVERY,
+}
 COMPARED = [name for name in SPARSE_LAYERS if name != "hybrid"]
 """In float32, where rounding cannot change a random model's tokens."""
 Lines = dict[str, dict[str, Any]]
@@ -55,4 +62,6 @@ def test_tokens_are_stocks_and_layers_that_can_ran_sparse(both: dict[str, Lines]
     if name in COMPARED:
         expected = both[STOCK][name]
         assert (line["tokens"], expected["sparse"]) == (expected["tokens"], {})
+    # The first min_tokens positions are dense, which is what doctor leaves out.
+    assert line["share"] == pytest.approx(line["foretold"], rel=0.05)
     assert max(LENGTHS) > 512 > SETTINGS["min_tokens"]  # chunks, and rows past the border

@@ -6,8 +6,8 @@ A forecast from nothing but a model's config. A prompt of N tokens costs
     linear layers: 2 · (weights that a token is multiplied with) · N
     attention:     4 · head_dim · query heads · (pairs of query and key), of each layer that attends
 
-floating-point operations: N (N + 1) / 2 pairs, or those within the layer's window. Both are divided by what an H100
-was measured to do in bf16 (docs/performance.md): ``LINEAR_FLOPS`` in linear layers of an 8B model's width, and
+floating-point operations: N (N + 1) / 2 pairs, or those within the layer's window or chunk. Both are divided by what an
+H100 was measured to do in bf16 (docs/performance.md): ``LINEAR_FLOPS`` in linear layers of an 8B model's width, and
 ``ATTENTION_FLOPS`` in FlashAttention-3 over vLLM's pages of 16, head_dim 128. Norms, rotary positions, the head that is
 applied to one token, and communication are left out; experts of a MoE model count as if they were dense layers, which
 they are slower than, so that there the best speed-up is overstated; recurrences of linear attention are left out too.
@@ -22,6 +22,7 @@ from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.modelcheck import layer_reasons
 from vllm_sparse_backend.settings.ranges import MOST_COUNT
+from vllm_sparse_backend.settings.reach import Reach
 from vllm_sparse_backend.settings.reasons import Fallback
 
 LINEAR_FLOPS = 650e12
@@ -44,6 +45,11 @@ class PrefillShare:
         return self.sparse_s / (self.linear_s + self.sparse_s + self.dense_s)
 
     @property
+    def of_pairs(self) -> float:
+        """Of all (query, key) pairs, those of layers that can go sparse: as on /metrics (docs/metrics.md)."""
+        return self.sparse_s / (self.sparse_s + self.dense_s)
+
+    @property
     def best_speedup(self) -> float:
         """Of the time to first token, were sparse attention free."""
         return 1 / (1 - self.attention)
@@ -55,23 +61,18 @@ def prefill_share(config: Mapping[str, Any], num_tokens: int, source: str = "con
     Raises ConfigurationError naming ``source`` where the config states no heads, or a width that is not one number.
     """
     shape = ModelShape.from_config(config, source)
-    window = config.get("sliding_window") or 0
+    window, chunk = (config.get(name) or 0 for name in ("sliding_window", "attention_chunk_size"))
+    near = Reach(window) if window else Reach(chunk=chunk)
     per_pair = 4 * shape.head_dim * shape.num_heads
     seconds = {"sparse": 0.0, "dense": 0.0}
     for reason in layer_reasons(config):
         if reason is not Fallback.NOT_DECODER:
-            pairs = _pairs(num_tokens, window if reason is Fallback.SLIDING_WINDOW else 0)
+            pairs = (near if reason is Fallback.SLIDING_WINDOW else Reach()).pairs(0, num_tokens)
             seconds["dense" if reason else "sparse"] += per_pair * pairs / ATTENTION_FLOPS
     widths = _widths(config, source)
     matrices = 2 if config.get("model_type") in UNGATED_MODELS else 3
     weights = sum(_layer_weights(widths, matrices, shape, layer) for layer in range(shape.num_layers))
     return PrefillShare(2 * weights * num_tokens / LINEAR_FLOPS, seconds["sparse"], seconds["dense"])
-
-
-def _pairs(num_tokens: int, window: int) -> float:
-    """Causal pairs of queries and keys, or those of them within a window."""
-    within = min(window or num_tokens, num_tokens)
-    return within * (within + 1) / 2 + (num_tokens - within) * within
 
 
 def _widths(config: Mapping[str, Any], source: str) -> dict[str, int]:

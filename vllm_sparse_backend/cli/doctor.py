@@ -212,6 +212,9 @@ def best_speedups(model: Path) -> Iterator[Finding]:
     except ConfigurationError as error:
         yield note("attention's share of prefill", f"cannot be told: {error}")
         return
+    if any(share.dense_s for share in shares.values()):
+        pairs = (f"{share.of_pairs:.1%} of {n:,} tokens'" for n, share in shares.items())
+        yield ok("what of prefill's attention can go sparse, in (query, key) pairs", ", ".join(pairs))
     told = (f"{share.attention:.0%} of {n:,} tokens: {share.best_speedup:.1f}×" for n, share in shares.items())
     yield ok("best speed-up that any method can have, by attention's share of prefill", "; ".join(told))
     longest = config.get("max_position_embeddings")

@@ -42,6 +42,10 @@ class BatchRow:
         return self.token + self.query_len
 
     @property
+    def seq_len(self) -> int:
+        return self.context_len + self.query_len
+
+    @property
     def dense_end(self) -> int:
         """The dense backend takes the row's tokens before this one: of a sparse row those within ``min_tokens``."""
         if self.kind.path != SPARSE:

@@ -75,10 +75,23 @@ def tensor_parallel(vllm_config: VllmConfig) -> tuple[int, int]:
     return get_tensor_model_parallel_rank(), vllm_config.parallel_config.tensor_parallel_size
 
 
-def context_parallel_sizes(vllm_config: VllmConfig) -> tuple[int, int]:
-    """(prefill, decode) context parallel sizes; 1 where a version has no such thing."""
+def layer_limits(vllm_config: VllmConfig, kv_cache_dtype: str, quantised_queries: bool = True) -> dict[str, Any]:
+    """What ``layer_fallback`` asks that is the same for all layers of a cache dtype.
+
+    Context parallel sizes are 1 where a version has no such thing. quantised_queries: whether those of an fp8 cache are
+    in fp8 too.
+    """
     parallel = vllm_config.parallel_config
-    return (getattr(parallel, "prefill_context_parallel_size", 1), getattr(parallel, "decode_context_parallel_size", 1))
+    scheme = getattr(getattr(vllm_config, "quant_config", None), "kv_cache_scheme", None)
+    return {
+        "dtype": str(vllm_config.model_config.dtype),
+        "kv_cache_dtype": str(kv_cache_dtype),
+        "reads_fp8": quantised_queries and reads_fp8(),
+        "head_scales": isinstance(scheme, dict) and scheme.get("strategy") == "attn_head",
+        "prefill_context_parallel_size": getattr(parallel, "prefill_context_parallel_size", 1),
+        "decode_context_parallel_size": getattr(parallel, "decode_context_parallel_size", 1),
+        "device_type": DEVICE_TYPE,
+    }
 
 
 def uniform_decode_graphs(support: AttentionCGSupport) -> AttentionCGSupport:
@@ -96,13 +109,7 @@ def reads_fp8() -> bool:
 
     (On Blackwell, too, by its version 4, which does not take the tables that our engine makes.)
     """
-    return not IS_CPU and current_platform.is_device_capability_family(90)
-
-
-def has_head_scales(vllm_config: VllmConfig) -> bool:
-    """Whether the checkpoint has scales of its own for each head of an fp8 cache."""
-    scheme = getattr(getattr(vllm_config, "quant_config", None), "kv_cache_scheme", None)
-    return isinstance(scheme, dict) and scheme.get("strategy") == "attn_head"
+    return prefers_bulk_pages()
 
 
 def device_name() -> str:
@@ -151,18 +158,11 @@ def pools(vllm_config: VllmConfig) -> bool:
     return getattr(vllm_config.model_config, "runner_type", None) == "pooling"
 
 
-def batch_invariant() -> bool:
-    """Whether the server was promised to give the same answers in any batch (VLLM_BATCH_INVARIANT)."""
+def is_set(variable: str) -> bool:
+    """Whether one of vLLM's environment variables is on; those that a version does not have are off."""
     from vllm import envs
 
-    return bool(envs.VLLM_BATCH_INVARIANT)
-
-
-def rust_frontend() -> bool:
-    """Whether requests come in by the front process in Rust (VLLM_USE_RUST_FRONTEND, from 0.30 on)."""
-    from vllm import envs
-
-    return bool(getattr(envs, "VLLM_USE_RUST_FRONTEND", False))
+    return bool(getattr(envs, variable, False))
 
 
 def outside_memory_pool(vllm_config: VllmConfig, device: torch.device, make: Callable[[], T]) -> T:
@@ -215,8 +215,6 @@ def host_seq_lens(common: CommonAttentionMetadata) -> list[int]:
     """Sequence lengths as the host knows them: exact for rows that prefill, an upper bound for others."""
     if common.seq_lens_cpu_upper_bound is not None:
         return common.seq_lens_cpu_upper_bound[: common.num_reqs].tolist()
-    if common.seq_lens.device.type == "cpu":
-        return common.seq_lens[: common.num_reqs].tolist()
     raise RuntimeError(
         "sparse-prefill: vLLM handed over no sequence lengths on the host (seq_lens_cpu_upper_bound is None); expected "
         f"vLLM {RELEASES}"

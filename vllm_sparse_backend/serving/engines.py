@@ -107,9 +107,8 @@ def forecast(spec: AttendSpec) -> tuple[str | None, dict[str, str]]:
 
 def usual_attention(shape: ModelShape | None = None) -> AttendSpec | None:
     """What layers of such a model (of Llama-3.1-8B's heads unless told) mostly ask for; None where no block fits."""
-    num_heads, num_kv_heads, head_dim = (32, 8, 128)
-    if shape is not None:
-        num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    shape = shape or ModelShape("LlamaForCausalLM", num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128)
+    num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     device = torch.device(compat.DEVICE_TYPE)
     block_tokens = widest_block(head_dim, shared_bytes(device))
     page_size = 128 if compat.prefers_bulk_pages() else 16

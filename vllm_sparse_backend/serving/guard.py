@@ -18,6 +18,7 @@ It still is checked, its sparse output computed for that alone: so that it has r
 
 import logging
 import math
+import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_sparse_backend.identity import LOGGER
-from vllm_sparse_backend.serving.stats import Recorder
+from vllm_sparse_backend.serving.stats import HostCopy, Recorder
 from vllm_sparse_backend.serving.step import Slab
 from vllm_sparse_backend.settings.config import GuardConfig
 from vllm_sparse_backend.settings.metrics import LAYER_LEVEL
@@ -53,11 +54,10 @@ Place = tuple[int, str]
 
 
 class Check(NamedTuple):
-    """Sums of one check on their way to the host; None arrived already."""
+    """Sums of one check, [2, num_heads]: of squared differences, and of squared dense outputs."""
 
     place: Place
-    sums: torch.Tensor  # [2, num_heads]: of squared differences, of squared dense outputs
-    arrived: torch.cuda.Event | None
+    sums: HostCopy
 
 
 @dataclass
@@ -94,23 +94,16 @@ class Guard:
         """Start a check: a layer's output for the same queries, [num_tokens, num_heads, head_dim] each."""
         exact = dense.float()
         sums = torch.stack([(sparse.float() - exact).square().sum((0, 2)), exact.square().sum((0, 2))])
-        if sums.device.type != "cuda":
-            self._checks.append(Check(place, sums, None))
-            return
-        host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
-        host.copy_(sums, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        self._checks.append(Check(place, host, arrived))
+        self._checks.append(Check(place, HostCopy(sums)))
 
     def judge_arrived(self) -> None:
         """Draw conclusions from what has arrived; on the host, between steps."""
-        while self._checks and (self._checks[0].arrived is None or self._checks[0].arrived.query()):
-            check = self._checks.popleft()
-            self.recorder.count("guard_checks", labels_of(check.place))
+        while self._checks and self._checks[0].sums.arrived():
+            place, sums = self._checks[0].place, self._checks.popleft().sums.host
+            self.recorder.count("guard_checks", labels_of(place))
             # Where the dense output is no number either, what came into the layer was none: no fault of this one.
-            if bool(check.sums[1].isfinite().all()):
-                self._judge(check.place, *relative_errors(check.sums))
+            if bool(sums[1].isfinite().all()):
+                self._judge(place, *relative_errors(sums))
 
     def _judge(self, place: Place, error: float, heads: list[float]) -> None:
         state = self._states.setdefault(place, LayerState())
@@ -177,11 +170,4 @@ def pick_queries(step: int, slabs: Sequence[Slab]) -> slice:
 
 def mixed(*numbers: int) -> int:
     """A hash of integers, the same in every process."""
-    mask = (1 << 64) - 1
-    value = 0
-    for number in numbers:  # splitmix64's steps
-        value = (value + number + 0x9E3779B97F4A7C15) & mask
-        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
-        value ^= value >> 31
-    return value
+    return zlib.crc32(repr(numbers).encode())

@@ -32,6 +32,7 @@ CORE = "the engine's core"
 WORKER = "workers"
 OLDER = "workers with the older runner"
 NEWER = "workers with Model Runner V2"
+UNNUMBERED = "workers with Model Runner V2 whose metadata does not number rows: 0.26 to 0.29, hybrid models"
 
 FOR_NO_REQUEST = ("determine_available_memory", "compile_or_warm_up_model", "elastic_ep_execute", "execute_dummy_batch")
 """Calls to a worker that run the model for no request. What these count is not counted.
@@ -225,23 +226,19 @@ def _switching(original: Function) -> Function:
 # --- workers: whose rows a step has ---
 
 
-def _known(original: Function, keeps_batch: bool) -> Function:
-    """Levels of a step's requests. The older runner keeps one batch, whose order is final when metadata is built; in
-    Model Runner V2 each step has one of its own, which comes to ``prepare_attn``, but a dummy run's never does."""
+def _known(original: Function) -> Function:
+    """Levels of a step's requests. The older runner keeps one batch, in order when metadata is built; in Model Runner
+    V2 metadata numbers a step's rows (``req_idx``), or its batch comes to ``prepare_attn``, but a dummy run's never."""
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm_sparse_backend.serving.row_levels import at_step, name_rows
 
         with at_step(self, scheduler_output):
-            if keeps_batch:
+            if hasattr(self, "input_batch"):
                 name_rows(lambda: self.input_batch.req_ids)
             return original(self, scheduler_output, *args, **kwargs)
 
     return execute_model
-
-
-_known_by_runner = functools.partial(_known, keeps_batch=True)
-_known_by_batch = functools.partial(_known, keeps_batch=False)
 
 
 def _batch_told(original: Function) -> Function:
@@ -302,18 +299,20 @@ HOOKS = (
     Hook(CORE, "vllm.v1.engine.core", "EngineCore", "collective_rpc", ("method", "timeout", "args", "kwargs"),
          _switching, "the server is switched, and /metrics shows it"),
     Hook(OLDER, "vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "execute_model", ("scheduler_output",),
-         _known_by_runner, "the rows of a step are known by their requests, and these by their levels"),
+         _known, "the rows of a step are known by their requests, and these by their levels"),
     Hook(NEWER, "vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "execute_model", ("scheduler_output",),
-         _known_by_batch, "the requests of a step are known by their levels"),
-    Hook(NEWER, "vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "prepare_attn", ("input_batch",), _batch_told,
-         "the rows of a step are known by their requests"),
+         _known, "the requests of a step are known by their levels"),
+    Hook(UNNUMBERED, "vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "prepare_attn", ("input_batch",),
+         _batch_told, "the rows of a step are known by their requests"),
 )
 PARTS = (
     Part(WORKER, "vllm.v1.core.sched.output", "NewRequestData", ("req_id", "sampling_params")),
-    Part(WORKER, "vllm.v1.core.sched.output", "SchedulerOutput", ("scheduled_new_reqs", "finished_req_ids")),
+    Part(WORKER, "vllm.v1.core.sched.output", "SchedulerOutput",
+         ("scheduled_new_reqs", "finished_req_ids", "num_scheduled_tokens")),
     Part(WORKER, "vllm.v1.worker.gpu_worker", "Worker", FOR_NO_REQUEST),
     Part(OLDER, "vllm.v1.worker.gpu_input_batch", "InputBatch", ("req_ids",)),
-    Part(NEWER, "vllm.v1.worker.gpu.input_batch", "InputBatch", ("req_ids",)),
+    Part(NEWER, "vllm.v1.worker.gpu.states", "RequestState", ("index_to_req_id",)),
+    Part(UNNUMBERED, "vllm.v1.worker.gpu.input_batch", "InputBatch", ("req_ids",)),
 )
 # fmt: on
 
@@ -371,8 +370,16 @@ def _that_have(name: str) -> Iterator[Any]:
 
 def install_in_worker(vllm_config: Any) -> None:
     """Learn from the runner what requests ask for and which rows are theirs, on every rank and pipeline stage."""
-    _install(WORKER)
-    _install(NEWER if vllm_config.use_v2_model_runner else OLDER)
+    newer = (NEWER,) if numbers_rows(vllm_config) else (NEWER, UNNUMBERED)
+    for where in (WORKER, *(newer if vllm_config.use_v2_model_runner else (OLDER,))):
+        _install(where)
+
+
+def numbers_rows(vllm_config: Any) -> bool:
+    """Whether Model Runner V2 tells in each batch's metadata whose rows it has; for hybrid models no release does."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    return not vllm_config.model_config.is_hybrid and "req_idx" in names_of(CommonAttentionMetadata)
 
 
 def _install(where: str) -> None:
@@ -380,12 +387,19 @@ def _install(where: str) -> None:
     for part in PARTS:
         if part.where == where:
             owner = owner_of(part.module, part.owner)
-            known = {f.name for f in fields(owner)} if is_dataclass(owner) else {*dir(owner)}
-            if missing := [name for name in part.names if name not in known]:
+            if missing := [name for name in part.names if name not in names_of(owner)]:
                 raise _misfit(f"{_path(owner)} has no {', '.join(missing)}")
     for hook in HOOKS:
         if hook.where == where:
             put_around(owner_of(hook.module, hook.owner), hook.function, hook.wrapper, hook.expects)
+
+
+def names_of(owner: Any) -> set[str]:
+    """Fields, methods, and what is given to an instance when it is made."""
+    if is_dataclass(owner):
+        return {f.name for f in fields(owner)}
+    made = getattr(getattr(owner, "__init__", None), "__code__", None)
+    return {*dir(owner), *(made.co_names if made else ())}
 
 
 def owner_of(module: str, name: str) -> Any:

@@ -6,6 +6,7 @@ The cache has been written when ``forward`` is called. Nothing in ``forward`` wa
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,42 +32,20 @@ class SparsePrefillImpl(compat.DenseImpl):
     out_dtype: torch.dtype | None = None
     """Of results, which is not the query's where that is in fp8."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None = None,
-        attn_type: str = "decoder",
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
-        **more: Any,
-    ) -> None:
-        super().__init__(
-            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
-            attn_type, kv_sharing_target_layer_name, sinks, **more,
-        )  # fmt: skip
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        given = inspect.signature(super().__init__).bind(*args, **more).arguments  # whatever this release has
         self.config = config = get_current_vllm_config()
         self.out_dtype = config.model_config.dtype
-        prefill_parallel, decode_parallel = compat.context_parallel_sizes(config)
+        attn_type = given.get("attn_type", "decoder")
         self.fallback: Fallback | None = layer_fallback(
-            head_dim=head_size,
-            dtype=str(config.model_config.dtype),
+            head_dim=self.head_size,
             attn_type=str(getattr(attn_type, "value", attn_type)),
-            sliding_window=sliding_window,
-            alibi=alibi_slopes is not None,
-            softcap=logits_soft_cap,
-            sinks=sinks is not None,
-            kv_cache_dtype=kv_cache_dtype,
-            reads_fp8=compat.reads_fp8() and self.supports_quant_query_input,  # else queries come in 16 bits
-            head_scales=compat.has_head_scales(config),
-            prefill_context_parallel_size=prefill_parallel,
-            decode_context_parallel_size=decode_parallel,
-            device_type=compat.DEVICE_TYPE,
+            sliding_window=given["sliding_window"],
+            alibi=given["alibi_slopes"] is not None,
+            softcap=given.get("logits_soft_cap"),
+            sinks=given.get("sinks") is not None,
+            **compat.layer_limits(config, given["kv_cache_dtype"], self.supports_quant_query_input),
         )
         self.worker: Worker | None = None
         self.is_adopted = False
@@ -136,30 +115,31 @@ class SparsePrefillImpl(compat.DenseImpl):
         kv_cache: torch.Tensor,
         attn_metadata: Any,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
+        *scales: torch.Tensor | None,
+        **more: torch.Tensor | None,
     ) -> torch.Tensor:
         """query and output [num_tokens, num_heads, head_dim]; kv_cache as vLLM's backend has it, already written.
 
         Where the cache is in fp8, the query comes in fp8 too, rounded by vLLM's layer; the output never does. key
-        and value [num_tokens, num_kv_heads, head_dim], or None where the layer reads another one's cache.
+        and value [num_tokens, num_kv_heads, head_dim], or None where the layer reads another one's cache. What follows
+        the output is the dense backend's own business.
         """
         if attn_metadata is None:
             self._reserve_in_profile_run(query.device)
-        dense, scales = super().forward, (output_scale, output_block_scale)
+        forward = super().forward
         step: SparseStep | None = getattr(attn_metadata, "sparse", None)
         if step is None or not self.is_adopted or all(self.at(slab.level).stays_dense for slab in step.slabs):
-            return dense(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+            return forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **more)
 
         def run_dense(run: DenseRun, out: torch.Tensor) -> None:
             compat.take_prefix_ranges(run.metadata, attn_metadata, run.rows, run.tokens)
             part = (x if x is None else x[run.tokens] for x in (query, key, value))
-            dense(layer, *part, kv_cache, run.metadata, out, *scales)
+            forward(layer, *part, kv_cache, run.metadata, out, *scales, **more)
 
         cache = compat.with_scales(compat.paged_cache(kv_cache, self.head_size), layer)
         levels = {slab.level for slab in step.slabs}
-        held = {level for level in levels if step.is_held(self.number, level)}
-        probes = step.probes_of(self.number)
+        held = {level for level in levels if (self.number, level) in step.held}
+        probes = [probe for probe in step.probes if self.number in probe.layers]
 
         def go_sparse(levels: set[str]) -> None:
             for slab in step.slabs:
@@ -170,7 +150,7 @@ class SparsePrefillImpl(compat.DenseImpl):
             go_sparse(held & {probe.level for probe in probes})
         of_held = {probe.level: output[probe.run.tokens].clone() for probe in probes if probe.level in held}
         if held:
-            dense(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+            forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **more)
         else:
             for run in step.dense_runs:
                 run_dense(run, output[run.tokens])
@@ -178,14 +158,10 @@ class SparsePrefillImpl(compat.DenseImpl):
         for probe in probes:
             sparse = of_held.get(probe.level, output[probe.run.tokens])
             run_dense(probe.run, exact := torch.empty_like(sparse))
-            self.check(probe.level, sparse, exact)
+            assert self.worker is not None
+            assert self.worker.guard is not None
+            self.worker.guard.compare((self.number, probe.level), sparse, exact)
         return output
-
-    def check(self, level: str, sparse: torch.Tensor, exact: torch.Tensor) -> None:
-        """Hand the guard some queries' outputs, computed both ways."""
-        assert self.worker is not None
-        assert self.worker.guard is not None
-        self.worker.guard.compare((self.number, level), sparse, exact)
 
     def run(self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor, spans: Spans = ()) -> None:
         """Select and attend for some of the step's rows."""

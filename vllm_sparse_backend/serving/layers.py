@@ -2,6 +2,7 @@
 """The served model's own attention layers on this worker, found among all that vLLM has built there."""
 
 import logging
+from collections import Counter
 from typing import NamedTuple
 
 from vllm.config import VllmConfig
@@ -11,6 +12,7 @@ from vllm_sparse_backend.identity import BACKEND, LOGGER
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.startup import no_layer_message
 from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.reach import Reach
 from vllm_sparse_backend.settings.reasons import Fallback
 
 logger = logging.getLogger(LOGGER)
@@ -55,6 +57,23 @@ def model_layers(vllm_config: VllmConfig) -> dict[str, ModelLayer]:
         if number is not None and first <= number < end:
             found.setdefault(number, name)
     return {name: ModelLayer(number, impls[name]) for number, name in found.items()}
+
+
+def reaches(vllm_config: VllmConfig) -> Counter[Reach]:
+    """By how far back they look, heads of all layers of the served model on this worker that attend to their past."""
+    layers = vllm_config.compilation_config.static_forward_context
+    first, end = vllm_config.model_config.get_layers_start_end_indices(vllm_config.parallel_config)
+    found: Counter[Reach] = Counter()
+    known: set[int | None] = {None}
+    for name, layer in layers.items():
+        impl, number = getattr(layer, "impl", None), _number_of(name)
+        if isinstance(impl, SparsePrefillImpl) and impl.attn_type == "decoder" and number not in known:
+            known.add(number)
+            if first <= number < end:
+                found[Reach(layer.sliding_window or 0, getattr(layer, "attention_chunk_size", 0) or 0)] += (
+                    impl.num_heads
+                )
+    return found
 
 
 def _number_of(name: str) -> int | None:

@@ -12,13 +12,14 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat, hooks
@@ -26,10 +27,10 @@ from vllm_sparse_backend.serving.arena import Memory, Row
 from vllm_sparse_backend.serving.batch import DECODE_ROW, PADDING_ROW, BatchRow, RowKind, dense_runs
 from vllm_sparse_backend.serving.guard import Guard, Place, pick_queries
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
-from vllm_sparse_backend.serving.layers import ModelLayer, model_layers, refuse_if_none_can
-from vllm_sparse_backend.serving.refusals import slow_path
+from vllm_sparse_backend.serving.layers import ModelLayer, model_layers, reaches, refuse_if_none_can
 from vllm_sparse_backend.serving.requests import choices
 from vllm_sparse_backend.serving.row_levels import ids_of_rows, levels_of_rows
+from vllm_sparse_backend.serving.startup import slow_path
 from vllm_sparse_backend.serving.stats import DENSE, SPARSE, is_counting
 from vllm_sparse_backend.serving.step import DenseRun, Probe, Slab, SparsePrefillMetadata, SparseStep, own_block_table
 from vllm_sparse_backend.serving.tallies import TALLIES, spans_of
@@ -43,10 +44,6 @@ from vllm_sparse_backend.settings.requests import FIELD, split
 from vllm_sparse_backend.settings.resolved import Resolved
 
 logger = logging.getLogger(LOGGER)
-
-
-_numbers = count()
-"""Of builders, in the order in which they are made: that of a step's later microbatch comes later."""
 
 
 class SparsePrefillMetadataBuilder(compat.DenseBuilder):
@@ -69,7 +66,6 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         self.memory: Memory | None = None
         self.thresholds = {DEFAULT: Thresholds(None, 0)}
         self._counts_rows = False
-        self._number = next(_numbers)
         self._logged: set[Fallback] = set()
         refuse_if_none_can(vllm_config)
         # Builders that vLLM derives from this one cut requests up or lengthen them: what they build stays whole.
@@ -106,6 +102,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
             self.layers_at[level] = {number for number in can if plan.layer(number) is not None}
         # Every group sees all rows: that of the worker's first layer that can go sparse counts them.
         self._counts_rows = min(can) in self.sparse_layers
+        self.reaches = reaches(self.vllm_config)
         impls = [
             one for number in self.sparse_layers for one in sparse[number].adopt_levels(number, groups[number], worker)
         ]
@@ -166,12 +163,13 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
             self.guard.judge_arrived()
         if common.max_query_len <= 1:  # every output token comes through here: no row is looked at
             if self._counts_rows:
-                num_rows = int(common.query_start_loc_cpu[common.num_reqs])
-                self.recorder.count_decodes(self._number, num_rows, common.block_table_tensor)
+                self.recorder.count_rows(DECODE_ROW, int(common.query_start_loc_cpu[common.num_reqs]))
             return super().build(common_prefix_len, common, fast_build)
         rows = self._classify(common_prefix_len, common)
         self._count(rows, common)
-        spans = spans_of(rows, ids_of_rows(), self._counts_rows and self.recorder.is_first_rank) if TALLIES else ()
+        spans = (
+            spans_of(rows, ids_of_rows(common), self._counts_rows and self.recorder.is_first_rank) if TALLIES else ()
+        )
         if not any(row.is_sparse for row in rows):
             return super().build(common_prefix_len, common, fast_build)
         runs = tuple(self._run_of(common, *run, fast_build) for run in dense_runs(rows))
@@ -188,7 +186,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         threshold = self.reorder_batch_threshold or 1
         if common.max_query_len <= threshold:  # nothing prefills: nobody asks how long rows are
             return [BatchRow(s, end - s, 0, DECODE_ROW if end > s else PADDING_ROW) for s, end in pairwise(starts)]
-        seq_lens, levels = compat.host_seq_lens(common), levels_of_rows(common.num_reqs)
+        seq_lens, levels = compat.host_seq_lens(common), levels_of_rows(common)
         prefilling = [True] * common.num_reqs if common.is_prefilling is None else common.is_prefilling.tolist()
         whole, prefix_lm = _reason_of_batch(common_prefix_len, common), common.mm_req_doc_ranges or {}
         rows = []
@@ -227,8 +225,12 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
     def _count(self, rows: list[BatchRow], common: CommonAttentionMetadata) -> None:
         if not (self._counts_rows and is_counting()):
             return
+        prefilled = [(row.context_len, row.seq_len) for row in rows if row.kind.path in (DENSE, SPARSE)]
+        pairs = sum(heads * reach.pairs(*span) for reach, heads in self.reaches.items() for span in prefilled)
+        self.recorder.count("prefill_pairs", {}, pairs)
         ways = [self._way(row) for row in rows]
-        self.recorder.count_batch(self._number, ways, common.block_table_tensor)
+        for way in ways:
+            self.recorder.count_rows(way)
         for reason in {reason for _, reason, _ in ways if reason is not None} - self._logged:
             self._logged.add(reason)
             logger.info("sparse-prefill: a row prefills dense: %s (said once)", reason.explain)
@@ -266,44 +268,15 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
     def _part_of(self, common: CommonAttentionMetadata, rows: slice, tokens: slice) -> CommonAttentionMetadata:
         """Some rows of a batch as a batch of their own; the first and the last of them may be cut.
 
-        Of the first only the last tokens are left then, over all keys, of the last only the first tokens.
-        Made anew from what that backend reads: a copy would bring along caches and fields that number the whole batch's
-        rows or tokens.
+        Of the first only the last tokens are left then, over all keys, of the last only the first tokens. Made by
+        vLLM's own for microbatches, which leaves out what numbers the whole batch's rows or tokens.
         """
-        ends, num_tokens = slice(rows.start, rows.stop + 1), tokens.stop - tokens.start
-        start_loc, start_loc_cpu = (
-            x[ends] - tokens.start for x in (common.query_start_loc, common.query_start_loc_cpu)
-        )
-        if int(start_loc_cpu[0]) < 0:
-            for loc in (start_loc, start_loc_cpu):
-                loc[:1].fill_(0)
-        seq_lens, upper_bound = common.seq_lens[rows], common.seq_lens_cpu_upper_bound
-        upper_bound = None if upper_bound is None else upper_bound[rows]
-        host_seq_lens = compat.host_seq_lens(common)[rows]
-        if cut_off := int(start_loc_cpu[-1]) - num_tokens:
-            host_seq_lens[-1] -= cut_off
-            seq_lens, upper_bound = (None if x is None else x.clone() for x in (seq_lens, upper_bound))
-            for lens in (seq_lens, upper_bound):
-                if lens is not None:
-                    lens[-1:].fill_(host_seq_lens[-1])
-            for loc in (start_loc, start_loc_cpu):
-                loc[-1:].fill_(num_tokens)
-        is_prefilling = common.is_prefilling
-        return CommonAttentionMetadata(
-            query_start_loc=start_loc,
-            query_start_loc_cpu=start_loc_cpu,
-            seq_lens=seq_lens,
-            num_reqs=rows.stop - rows.start,
-            num_actual_tokens=num_tokens,
-            # Drafts may be shared out among decodes on the device: there one can be longer than the host knows.
-            max_query_len=max(int(start_loc_cpu.diff().max()), self.reorder_batch_threshold or 1),
-            max_seq_len=max(host_seq_lens),
-            block_table_tensor=common.block_table_tensor[rows],
-            slot_mapping=common.slot_mapping[tokens],
-            causal=common.causal,
-            seq_lens_cpu_upper_bound=upper_bound,
-            is_prefilling=None if is_prefilling is None else is_prefilling[rows],
-        )
+        (part,) = split_attn_metadata([UBatchSlice(rows, tokens)], common)
+        # Drafts may be shared out among decodes on the device: there one can be longer than the host knows.
+        part.max_query_len = max(part.max_query_len, self.reorder_batch_threshold or 1)
+        part.max_seq_len = max(compat.host_seq_lens(part))
+        part.is_prefilling = None if common.is_prefilling is None else common.is_prefilling[rows]
+        return part
 
     def _slabs(self, common: CommonAttentionMetadata, rows: list[BatchRow]) -> tuple[Slab, ...]:
         """What the dense backend leaves of the rows, level by level, dealt out as they fit into the arena."""

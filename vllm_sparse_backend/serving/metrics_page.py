@@ -11,14 +11,15 @@ import asyncio
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from vllm_sparse_backend.identity import LOGGER, is_ours
-from vllm_sparse_backend.serving.asking import Ask, engines_of
+from vllm_sparse_backend.serving.asking import Ask, answers_of, engines_of, path_of, send_whole
 from vllm_sparse_backend.settings.config import load_config
 from vllm_sparse_backend.settings.metrics import METRICS, PREFIX, SWITCH_PATH, WORKER_METHOD
 
@@ -66,21 +67,12 @@ class MetricsPage:
             # Who comes from here on waits for the next question: this one's answer may be older than others were told.
             self._next, self._due = None, time.monotonic() + self._interval_s
             asks = engines_of(self._client, WORKER_METHOD)
-            tasks = {engine: asyncio.create_task(self._ask_anew(engine, ask)) for engine, ask in asks.items()}
-            await asyncio.wait(tasks.values(), timeout=TIMEOUT_S)
-            answers, failed = {}, {}
-            for engine, task in tasks.items():
-                if not task.done():
-                    task.cancel()
-                    failed[engine] = f"no answer after {TIMEOUT_S:.0f} s"
-                elif (error := task.exception()) is None:
-                    answers[engine] = task.result()
-                else:
-                    failed[engine] = f"{type(error).__name__}: {error}"
+            asked = {engine: self._ask_anew(engine, ask) for engine, ask in asks.items()}
+            answers, failed = await answers_of(asked, TIMEOUT_S)
             for engine in failed.keys() - self._silent:
                 logger.warning("sparse-prefill: engine %s does not tell its counters: %s", engine, failed[engine])
             self._silent = set(failed)
-            return generate_latest(_Collected(self._families(answers)))
+            return generate_latest(SimpleNamespace(collect=lambda: self._families(answers)))
 
     async def _ask_anew(self, engine: str, ask: Ask) -> Answers:
         """While an earlier answer is late nothing else is asked; once it is there, it is old."""
@@ -136,16 +128,6 @@ async def _ask_until_arrived(ask: Ask) -> Answers:
     return answers
 
 
-class _Collected:
-    """What ``generate_latest`` wants of a registry."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
-
-
 class MetricsMiddleware:
     """ASGI middleware: adds a page's text to what the app answers to GET /metrics, and touches nothing else.
 
@@ -172,12 +154,10 @@ class MetricsMiddleware:
                 body.extend(message.get("body", b""))
 
         await self.app({**scope, "headers": plain}, receive, collect)
-        headers = [(name.lower(), value) for name, value in start.get("headers", ())]
-        if start.get("status") == 200 and dict(headers).get(b"content-type", b"").startswith(b"text/plain"):
+        headers = {name.lower(): value for name, value in start.get("headers", ())}
+        if start.get("status") == 200 and headers.get(b"content-type", b"").startswith(b"text/plain"):
             body.extend(await self._text())
-        headers = [(name, value) for name, value in headers if name != b"content-length"]
-        await send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
-        await send({"type": "http.response.body", "body": bytes(body)})
+        await send_whole(send, start, bytes(body))
 
     async def _text(self) -> bytes:
         try:
@@ -188,10 +168,7 @@ class MetricsMiddleware:
 
 
 def _asks_for_metrics(scope: Mapping[str, Any]) -> bool:
-    if scope["type"] != "http" or scope["method"] != "GET":
-        return False
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
-    return path.rstrip("/") == "/metrics"
+    return scope["type"] == "http" and scope["method"] == "GET" and path_of(scope) == "/metrics"
 
 
 class MetricsEndpoint:

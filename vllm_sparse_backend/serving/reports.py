@@ -6,14 +6,13 @@ of such (``ANSWERED``), the server asks its workers for what they have of that i
 the last chunk before the stream's end. A request that asks for none costs nothing.
 """
 
-import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_sparse_backend.identity import LOGGER
-from vllm_sparse_backend.serving.asking import engines_of
+from vllm_sparse_backend.serving.asking import answers_of, engines_of, send_whole
 from vllm_sparse_backend.settings.metrics import REPORT_METHOD
 from vllm_sparse_backend.settings.requests import REPORT
 
@@ -27,13 +26,11 @@ TIMEOUT_S = 10.0
 
 async def report(client: Any, answer_id: str) -> dict[str, Any] | None:
     """All workers' tallies of an answer as one: what its prompts had together. None where nobody has any."""
-    asks = [ask(answer_id) for ask in engines_of(client, REPORT_METHOD).values()]
-    try:
-        engines = await asyncio.wait_for(asyncio.gather(*asks), TIMEOUT_S)
-    except Exception as error:  # whatever it is, the answer itself is not to go with it
-        logger.warning("sparse-prefill: no report of %s: %s: %s", answer_id, type(error).__name__, error)
-        return None
-    return merged([worker for workers in engines for worker in workers])
+    asks = engines_of(client, REPORT_METHOD)
+    engines, failed = await answers_of({engine: ask(answer_id) for engine, ask in asks.items()}, TIMEOUT_S)
+    for engine, why in failed.items():  # the answer itself is not to go with it
+        logger.warning("sparse-prefill: no report of %s from engine %s: %s", answer_id, engine, why)
+    return None if failed else merged([worker for workers in engines.values() for worker in workers])
 
 
 def merged(workers: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any] | None:
@@ -71,10 +68,7 @@ class Reporting:
         self.held += message.get("body", b"")
         if message.get("more_body"):
             return
-        body = await self._with_report(self.held)
-        headers = [(name, value) for name, value in self.start["headers"] if name.lower() != b"content-length"]
-        await self.send({**self.start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
-        await self.send({"type": "http.response.body", "body": body})
+        await send_whole(self.send, self.start, await self._with_report(self.held))
 
     async def _event(self, message: dict[str, Any]) -> None:
         """Events come one in a message; each waits for the next, as it may be the last."""

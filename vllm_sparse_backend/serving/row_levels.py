@@ -11,36 +11,45 @@ from vllm_sparse_backend.settings.requests import REPORT, Mark
 
 
 class Step:
-    """The step that a worker's runner is at: the levels of its requests, and the order of the rows, once known."""
+    """The step that a worker's runner is at: its requests and their levels, and the order of the rows, once known.
 
-    def __init__(self, levels: Mapping[str, str]) -> None:
-        self.levels = levels
+    levels: of all requests of the runner that have another than ``default``; scheduled: by request, its tokens in the
+    step. A dummy run has tokens of nobody.
+    """
+
+    def __init__(self, levels: Mapping[str, str], scheduled: Mapping[str, int], runner: Any = None) -> None:
+        self.levels, self.scheduled, self.runner = levels, scheduled, runner
         self.req_ids: Callable[[], Sequence[str]] = tuple
 
-    def of_rows(self, num_rows: int) -> list[str]:
-        """The level of each row, by padding rows ``default``."""
-        if not self.levels:
-            return [DEFAULT] * num_rows
-        rows = [self.levels.get(req_id, DEFAULT) for req_id in self.req_ids()]
-        if len(rows) > num_rows:
-            raise RuntimeError(
-                f"sparse-prefill: a batch of {num_rows} rows is built in a step of {len(rows)} requests: nothing tells "
-                "whose rows they are; please report it with the server's options"
-            )
-        return rows + [DEFAULT] * (num_rows - len(rows))
+    def rows(self, common: Any) -> Sequence[str | None]:
+        """The request of each row of a batch's metadata, padding rows left out; none where nobody told."""
+        numbers = getattr(common, "req_idx", None)
+        if numbers is None:
+            return self.req_ids()
+        known = (self.runner.req_states.index_to_req_id.get(int(number)) for number in numbers)
+        return [req_id if req_id in self.scheduled else None for req_id in known]
 
 
 _step: Step | None = None
 
 
-def levels_of_rows(num_rows: int) -> list[str]:
-    """The level that each row of the batch at hand was asked to have."""
-    return [DEFAULT] * num_rows if _step is None else _step.of_rows(num_rows)
+def levels_of_rows(common: Any) -> list[str]:
+    """The level that each row of a batch's metadata was asked to have; of padding rows ``default``."""
+    num_rows = common.num_reqs
+    if _step is None or not _step.levels.keys() & _step.scheduled.keys():
+        return [DEFAULT] * num_rows
+    rows = _step.rows(common)
+    if not 0 < len(rows) <= num_rows:
+        raise RuntimeError(
+            f"sparse-prefill: a batch of {num_rows} rows is built in a step of {len(_step.scheduled)} requests, and "
+            f"{len(rows)} rows are told: nothing tells whose rows they are; please report it with the server's options"
+        )
+    return [_step.levels.get(req_id or "", DEFAULT) for req_id in rows] + [DEFAULT] * (num_rows - len(rows))
 
 
-def ids_of_rows() -> Sequence[str]:
-    """The request of each row of the batch at hand, as the engine names it; none where nobody told."""
-    return () if _step is None else _step.req_ids()
+def ids_of_rows(common: Any) -> Sequence[str | None]:
+    """The request of each row of a batch's metadata, as the engine names it; none where nobody told."""
+    return () if _step is None else _step.rows(common)
 
 
 def name_rows(req_ids: Callable[[], Sequence[str]]) -> None:
@@ -66,7 +75,7 @@ def at_step(runner: Any, scheduler_output: Any) -> Iterator[None]:
             levels.pop(new.req_id, None)
         else:
             levels[new.req_id] = mark.level
-    before, _step = _step, Step(levels)
+    before, _step = _step, Step(levels, scheduler_output.num_scheduled_tokens, runner)
     try:
         yield
     finally:

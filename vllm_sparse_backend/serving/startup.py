@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is checked before a model loads: the configuration, its profile, and that some layer can go sparse at all."""
+"""What is checked before a model loads: the configuration, its profile, that some layer can go sparse at all, and
+options of vLLM that this backend does not run under, or that make it slow.
+
+These were read in vLLM's sources from 0.26 to 0.33; docs/compatibility.md says more of each.
+"""
+
+from collections.abc import Iterator
+from typing import Any
 
 from vllm.config import VllmConfig
 
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.engines import refuse_on_cpu
-from vllm_sparse_backend.serving.refusals import refuse
-from vllm_sparse_backend.serving.requests import choices, warn_of_stores
+from vllm_sparse_backend.serving.requests import BY_BLOCK_HASH, choices, kv_connectors, warn_of_stores
 from vllm_sparse_backend.serving.worker import resolve
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.modelcheck import layer_reasons
 from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
+from vllm_sparse_backend.settings.resolved import Resolved
 
 
 def check(vllm_config: VllmConfig) -> None:
@@ -41,20 +48,80 @@ def _server_reason(vllm_config: VllmConfig, shape: ModelShape) -> Fallback | Non
     """Why the server's own options keep every layer from going sparse, whatever the model."""
     cache = vllm_config.cache_config
     some_unquantised = bool(getattr(cache, "kv_cache_dtype_skip_layers", None))
-    prefill_parallel, decode_parallel = compat.context_parallel_sizes(vllm_config)
-    return layer_fallback(
-        head_dim=shape.head_dim,
-        dtype=str(vllm_config.model_config.dtype),
-        kv_cache_dtype="auto" if some_unquantised else str(cache.cache_dtype),
-        reads_fp8=compat.reads_fp8(),
-        head_scales=compat.has_head_scales(vllm_config),
-        prefill_context_parallel_size=prefill_parallel,
-        decode_context_parallel_size=decode_parallel,
-        device_type=compat.DEVICE_TYPE,
-    )
+    limits = compat.layer_limits(vllm_config, "auto" if some_unquantised else cache.cache_dtype)
+    return layer_fallback(head_dim=shape.head_dim, **limits)
 
 
 def no_layer_message(reasons: set[Fallback]) -> str:
     """Why a server that was asked to go sparse will not start."""
     why = "; ".join(f"{reason.value}: {reason.explain}" for reason in sorted(reasons)) or "all are in dense_layers"
     return f"--attention-backend sparse-prefill: no layer of this model can prefill sparsely ({why})"
+
+
+def refuse(vllm_config: VllmConfig, resolved: Resolved) -> None:
+    """Raise ConfigurationError where answers would be wrong, or not what an option promises."""
+    if (why := next(_reasons(vllm_config, resolved), None)) is not None:
+        raise ConfigurationError(f"--attention-backend sparse-prefill: {why}")
+
+
+def _reasons(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
+    if compat.is_set("VLLM_BATCH_INVARIANT"):
+        yield (
+            "VLLM_BATCH_INVARIANT is set, and which keys a row keeps depends on the chunks that the scheduler cuts it "
+            "into, which depend on other requests; unset it, or serve without this backend"
+        )
+    # It wants graphs whose decodes have any lengths; ours have drafts of one length (compat.uniform_decode_graphs).
+    if _of(vllm_config, "speculative_config", "enable_adaptive_verification"):
+        yield (
+            "adaptive verification of drafts needs graphs for decodes of different lengths, which this backend does "
+            'not capture; put "enable_adaptive_verification": false into --speculative-config'
+        )
+    if _of(vllm_config, "model_config", "rswa_window") is not None:
+        yield (
+            "the model attends within a reference sliding window (R-SWA), whose prompts' lengths do not reach rows "
+            "that run dense one by one; serve it without this backend"
+        )
+    both_ways = not compat.IS_CPU and _of(vllm_config, "model_config", "is_mm_prefix_lm")
+    if both_ways and (found := compat.flash_attention_version(vllm_config)) != 4:
+        yield (
+            "parts of this model's prompts (its images) attend in both directions, which FlashAttention does from "
+            f"version 4 on, and vLLM takes version {found} here; serve it without this backend, on vLLM's own choice "
+            "of one"
+        )
+    if compat.is_set("VLLM_USE_RUST_FRONTEND"):
+        yield (
+            "VLLM_USE_RUST_FRONTEND is set, and this backend finds what a request asks for, and shows its counters, in "
+            "the front process in Python; unset it, or serve without this backend"
+        )
+    stores = kv_connectors(vllm_config) & BY_BLOCK_HASH
+    if stores and resolved.pools and not resolved.is_dense:
+        yield (
+            f"requests for pooling have no hashes of their own, by which {', '.join(sorted(stores))} would tell what "
+            "they write from exact keys and values; serve it without that store, or exact (requests: {default: exact})"
+        )
+
+
+def _of(vllm_config: VllmConfig, part: str, field: str) -> Any:
+    """A field that some versions do not have, of a part that may be absent."""
+    return getattr(getattr(vllm_config, part, None), field, None)
+
+
+def slow_path(page_tokens: int, capability: tuple[int, int] | None) -> str | None:
+    """What makes kernels read keys slower than they could, and what to do; None where nothing does.
+
+    page_tokens: of the cache as kernels see it; capability: of the GPU, (9, 0) for Hopper.
+    """
+    if capability is None:
+        return None
+    if capability < (9, 0):
+        return (
+            f"this GPU (compute capability {capability[0]}.{capability[1]}) has no bulk copies: blocks of keys are "
+            "gathered token by token, and no speed-up was measured on such a device"
+        )
+    if page_tokens % compat.BULK_PAGE_TOKENS:
+        return (
+            f"the cache has pages of {page_tokens} tokens: blocks of {compat.BULK_PAGE_TOKENS} keys do not lie within "
+            "them and are read by slower paths; leave --block-size out, or give a multiple of "
+            f"{compat.BULK_PAGE_TOKENS}"
+        )
+    return None

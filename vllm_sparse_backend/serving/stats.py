@@ -5,8 +5,7 @@ Nothing here waits for the device, nor does counting tell anybody: ``metrics_pag
 reads its /metrics. What it then gets is of one moment: host's and device's counts were taken together.
 """
 
-from collections import Counter as Tally
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import product
 from typing import NamedTuple
@@ -25,11 +24,13 @@ from vllm_sparse_kernels.pairs import add_listed_pairs
 Sample = tuple[str, list[str], float]
 """A metric's name, its labels' values, and its own; such things as travel between processes as they are."""
 
+Key = tuple[str, tuple[str, ...]]
+"""A metric's name, and its labels' values."""
+
 Way = tuple[str, Fallback | None, str]
 """What a row ran on, why dense, and its level, of which a decode has none."""
 
-PADDING, DECODE, DENSE, SPARSE = PATHS = ("padding", "decode", "dense", "sparse")
-"""Of two parts of one row, that which comes later here names what the row ran on."""
+PADDING, DECODE, DENSE, SPARSE = "padding", "decode", "dense", "sparse"
 
 _dummies = 0
 
@@ -49,25 +50,26 @@ def is_counting() -> bool:
     return _dummies == 0
 
 
-class Part(NamedTuple):
-    """The last row of a microbatch: by its place in the block table, and by what this part of it ran on."""
+class HostCopy:
+    """A tensor on its way to the host, behind the work that it is of: there once it has ``arrived``."""
 
-    microbatch: int
-    address: int
-    kind: Way
+    def __init__(self, tensor: torch.Tensor) -> None:
+        on_device = tensor.device.type == "cuda"
+        self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_device)
+        self.host.copy_(tensor, non_blocking=on_device)
+        self._event = torch.cuda.Event() if on_device else None
+        if self._event is not None:
+            self._event.record()
 
-    def goes_on(self, microbatch: int, table: torch.Tensor) -> bool:
-        """Whether the first row of a later microbatch, of this table, is the rest of it."""
-        return self.microbatch < microbatch and self.address == table.data_ptr()
+    def arrived(self) -> bool:
+        return self._event is None or bool(self._event.query())
 
 
 class OnItsWay(NamedTuple):
-    """Counts of one moment; the device's are there once the event has passed."""
+    """Counts of one moment; the device's are there once its copy is."""
 
-    of_host: list[Sample]
-    masked: Mapping[tuple[int, str], int]
-    listed: torch.Tensor
-    event: torch.cuda.Event | None
+    of_host: dict[Key, float]
+    listed: HostCopy
 
 
 class Recorder:
@@ -81,14 +83,8 @@ class Recorder:
         self.is_first_rank = is_first_rank
         self._places: dict[tuple[int, str], int] = {}
         self._listed = torch.zeros(0, dtype=torch.int64, device=device)
-        self._rows: Tally[Way] = Tally()
-        self._tiles: Tally[tuple[int, str]] = Tally()
-        self._causal: Tally[tuple[int, str]] = Tally()
-        self._masked: Tally[tuple[int, str]] = Tally()
-        self._more: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._counts: dict[Key, float] = {}
         self._timer = Timer(device)
-        self._last: Part | None = None
-        self._host: torch.Tensor | None = None
         self._on_its_way: OnItsWay | None = None
         self._arrived: list[Sample] = []
 
@@ -99,36 +95,9 @@ class Recorder:
         self._listed = torch.cat([self._listed, self._listed.new_zeros(len(self._places) - len(self._listed))])
 
     def count_rows(self, way: Way, rows: int = 1) -> None:
-        if self.is_first_rank and is_counting():
-            self._rows[way] += rows
-
-    def count_decodes(self, microbatch: int, rows: int, table: torch.Tensor) -> None:
-        """Count a batch of rows of one token each, as ``count_batch`` does. The first may be what is left of a row that
-        was cut between two microbatches: it counts as what it was there."""
-        if is_counting():
-            before, self._last = self._last, None
-            if before is not None and before.goes_on(microbatch, table) and before.kind[0] != PADDING:
-                rows -= 1
-            self.count_rows((DECODE, None, ""), rows)
-
-    def count_batch(self, microbatch: int, kinds: Sequence[Way], table: torch.Tensor) -> None:
-        """Count a batch's rows. A row that is cut between two microbatches counts once.
-
-        microbatch: a number that is larger for a step's later ones; kinds: of each row; table
-        [num_rows, max_pages]: of all microbatches of a step parts of one tensor, by which such a row is known.
-        """
-        if not (is_counting() and kinds):
-            return
-        last = table.data_ptr() + (len(kinds) - 1) * table.stride(0) * table.element_size()
-        before, rows = self._last, list(kinds)
-        if before is not None and before.goes_on(microbatch, table):
-            if before.kind[0] != PADDING:
-                self.count_rows(before.kind, -1)
-            rows[0] = max(before.kind, rows[0], key=lambda kind: PATHS.index(kind[0]))
-        self._last = Part(microbatch, last, rows[-1])
-        for way, number in Tally(rows).items():
-            if way[0] != PADDING:
-                self.count_rows(way, number)
+        path, reason, level = way
+        if self.is_first_rank and is_counting() and path != PADDING:
+            self._add("rows", (path, reason.value if reason else "", level), rows)
 
     def lap(self, layer: int) -> Watch:
         """Times the next call of a layer, where it is that one's turn; ``count_pairs`` takes it back."""
@@ -144,23 +113,26 @@ class Recorder:
             self._listed[self._places[layer, level]] += index.listed_pairs().sum()
         else:
             add_listed_pairs(index, self._listed, self._places[layer, level])
-        self._masked[layer, level] += index.masked_pairs
         causal = index.num_heads * causal_pairs(index.rows)
-        self._causal[layer, level] += causal
-        if self.is_first_rank:
-            self._tiles[layer, level] += index.rows.num_tiles
+        counts = {"kept_pairs": -index.masked_pairs, "causal_pairs": causal, "tiles": index.rows.num_tiles}
+        for name, amount in counts.items():
+            if name != "tiles" or self.is_first_rank:
+                self._add(name, (layer, level), amount)
         if isinstance(lap, Lap):
             self._timer.stop(lap, causal)
             self._read_laps()
 
     def count(self, name: str, labels: Mapping[str, object], amount: float = 1) -> None:
         """Add to one of the counters in ``settings.metrics``; labels: all that are its own."""
-        key = _key(name, "counter", labels)
-        self._more[key] = self._more.get(key, 0) + amount
+        self._add(*_key(name, "counter", labels), amount)
 
     def gauge(self, name: str, labels: Mapping[str, object], value: float) -> None:
         """Set one of the gauges in ``settings.metrics``; labels: all that are its own."""
-        self._more[_key(name, "gauge", labels)] = value
+        self._counts[_key(name, "gauge", labels)] = value
+
+    def _add(self, name: str, labels: Iterable[object], amount: float) -> None:
+        key = name, tuple(map(str, labels))
+        self._counts[key] = self._counts.get(key, 0) + amount
 
     def samples(self, start: bool = True) -> tuple[list[Sample], bool]:
         """What was counted up to some moment, and whether a later one's counts are on their way from the device.
@@ -175,42 +147,19 @@ class Recorder:
 
     def _set_out(self) -> None:
         self._read_laps()
-        of_host, masked = self._of_host(), dict(self._masked)
-        if self.device.type != "cuda":
-            self._on_its_way = OnItsWay(of_host, masked, self._listed.clone(), None)
-            return
-        if self._host is None or self._host.shape != self._listed.shape:
-            self._host = torch.empty(self._listed.shape, dtype=torch.int64, pin_memory=True)
-        self._host.copy_(self._listed, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._on_its_way = OnItsWay(of_host, masked, self._host, event)
+        self._on_its_way = OnItsWay(dict(self._counts), HostCopy(self._listed))
 
     def _arrive(self) -> None:
         if self._on_its_way is None:
             return
-        of_host, masked, listed, event = self._on_its_way
-        if event is None or event.query():
-            counts = listed.tolist()
-            of_device: list[Sample] = [
-                ("kept_pairs", [str(layer), level], counts[self._places[layer, level]] - pairs)
-                for (layer, level), pairs in masked.items()
-            ]
-            self._arrived = of_host + of_device
+        found, listed = self._on_its_way
+        if listed.arrived():
+            counts = listed.host.tolist()
+            for (layer, level), place in self._places.items():
+                if (key := ("kept_pairs", (str(layer), level))) in found:
+                    found[key] += counts[place]
+            self._arrived = [(name, [*labels], value) for (name, labels), value in found.items()]
             self._on_its_way = None
-
-    def _of_host(self) -> list[Sample]:
-        rows: list[Sample] = [
-            ("rows", [path, reason.value if reason else "", level], count)
-            for (path, reason, level), count in self._rows.items()
-            if count
-        ]
-        layers: list[Sample] = [
-            (name, [str(layer), level], count)
-            for name, tally in (("tiles", self._tiles), ("causal_pairs", self._causal))
-            for (layer, level), count in tally.items()
-        ]
-        return rows + layers + [(name, list(values), value) for (name, values), value in self._more.items()]
 
     def _read_laps(self) -> None:
         for lap in self._timer.read():
@@ -220,7 +169,7 @@ class Recorder:
             self.count("sampled_causal_pairs", {"layer": lap.layer}, lap.causal_pairs)
 
 
-def _key(name: str, kind: str, labels: Mapping[str, object]) -> tuple[str, tuple[str, ...]]:
+def _key(name: str, kind: str, labels: Mapping[str, object]) -> Key:
     metric = METRICS.get(name)
     if metric is None or metric.type != kind or set(metric.labels) != set(labels):
         raise ValueError(f"Recorder: given {kind} {name!r} with labels {sorted(labels)}, expected one of METRICS")

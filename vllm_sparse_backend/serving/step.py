@@ -67,12 +67,6 @@ class SparseStep:
     spans: Spans = ()
     """Sparse tokens of requests that asked for a report."""
 
-    def is_held(self, layer: int, level: str) -> bool:
-        return (layer, level) in self.held
-
-    def probes_of(self, layer: int) -> list[Probe]:
-        return [probe for probe in self.probes if layer in probe.layers]
-
 
 @dataclass
 class SparsePrefillMetadata(compat.DenseMetadata):

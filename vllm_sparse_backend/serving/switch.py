@@ -6,7 +6,6 @@ the switch came through, and every rank and pipeline stage learns a request's le
 engines all are told, and the answer waits for them.
 """
 
-import asyncio
 import json
 import logging
 from typing import Any
@@ -15,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from vllm_sparse_backend.identity import LOGGER
-from vllm_sparse_backend.serving.asking import engines_of
+from vllm_sparse_backend.serving.asking import answers_of, engines_of
 from vllm_sparse_backend.serving.requests import choices
 from vllm_sparse_backend.settings.errors import unexpected
 from vllm_sparse_backend.settings.metrics import SWITCH_METHOD
@@ -66,20 +65,11 @@ class Switch:
         if given not in ({"to": EXACT}, {"to": ON}):
             return _error(400, unexpected(given, f'{{"to": "{EXACT}"}} or {{"to": "{ON}"}}'))
         asks = engines_of(self.client, SWITCH_METHOD)
-        tasks = {engine: asyncio.create_task(_said(ask(given["to"]))) for engine, ask in asks.items()}
-        await asyncio.wait(tasks.values(), timeout=TIMEOUT_S)
-        late = [engine for engine, task in tasks.items() if not task.done()]
-        if late:
-            return _error(504, f"no answer from engine {', '.join(late)} after {TIMEOUT_S:.0f} s; ask again")
-        wrong = [f"engine {engine}: {said}" for engine, task in tasks.items() if (said := task.result())]
-        return _error(409, "; ".join(wrong)) if wrong else JSONResponse({FIELD: given["to"]})
-
-
-async def _said(answer: Any) -> str:
-    try:
-        return str((await answer)[0])
-    except Exception as error:  # whatever an engine raises that is going down
-        return f"{type(error).__name__}: {error}"
+        answers, failed = await answers_of({engine: ask(given["to"]) for engine, ask in asks.items()}, TIMEOUT_S)
+        refused = {engine: answer[0] for engine, answer in answers.items() if answer[0]}
+        if wrong := "; ".join(f"engine {engine}: {why}" for engine, why in sorted({**failed, **refused}.items())):
+            return _error(504 if failed else 409, f"{wrong}{'; ask again' if failed else ''}")
+        return JSONResponse({FIELD: given["to"]})
 
 
 def _error(status: int, message: str) -> JSONResponse:

@@ -80,9 +80,9 @@ def end(req_id: str) -> None:
         )  # fmt: skip
 
 
-def spans_of(rows: Sequence[BatchRow], req_ids: Sequence[str], count_tokens: bool) -> Spans:
+def spans_of(rows: Sequence[BatchRow], req_ids: Sequence[str | None], count_tokens: bool) -> Spans:
     """Where pairs of the step belong to a tally; and tokens are added, by the one builder of a worker that does so."""
-    found = [(row, tally) for row, req_id in zip(rows, req_ids) if (tally := TALLIES.get(req_id)) is not None]
+    found = [(row, tally) for row, req_id in zip(rows, req_ids) if (tally := TALLIES.get(req_id or "")) is not None]
     for row, tally in found if count_tokens else ():
         tally.add_tokens(row)
     return [(row.dense_end, row.end, tally) for row, tally in found if row.is_sparse]

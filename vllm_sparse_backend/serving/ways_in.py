@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse
 
 from vllm_sparse_backend.identity import is_ours
 from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.asking import path_of
 from vllm_sparse_backend.serving.reports import ANSWERED, Reporting
 from vllm_sparse_backend.serving.requests import ASKED, choices_at, front_of
 from vllm_sparse_backend.settings.config import KEY, OPTION
@@ -63,11 +64,6 @@ class LevelsMiddleware:
             await JSONResponse({"error": about}, 400)(scope, receive, send)
         else:
             await self.app(scope, _again(messages, receive), send)
-
-
-def path_of(scope: Mapping[str, Any]) -> str:
-    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-    return path.rstrip("/")
 
 
 async def fields_of(scope: dict[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:

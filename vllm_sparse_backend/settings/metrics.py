@@ -56,6 +56,8 @@ _TABLE = (
     Metric("tiles", "counter", "Tiles of 128 queries that ran sparse.", LAYER_LEVEL),
     Metric("kept_pairs", "counter", "(query, key) pairs computed in sparse tiles, of all heads.", LAYER_LEVEL),
     Metric("causal_pairs", "counter", "(query, key) pairs that dense would compute there, of all heads.", LAYER_LEVEL),
+    Metric("prefill_pairs", "counter",
+           "(query, key) pairs that dense would compute in all prefills, of all heads of all layers that attend."),
     Metric("sampled_seconds", "counter", "Device time of the calls that were timed, by part: select or attend.",
            ("layer", "part")),
     Metric("sampled_causal_pairs", "counter",

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make gpu`: the GPU tests on this card, then README's figures for it, as a file of docs/results to contribute.
+
+    python -m benchmarks.gpu [--out docs/results] [--budget-s 1200]
+
+The tests without servers, those with servers, TTFT of an 8B model's shape by stock vLLM and by A-shape, and how close
+`attend` comes to FlashAttention: each a step of 8 minutes at most, and all of them within the budget. A step that takes
+longer is ended, and counts as failed; what the others found is in the file. Exit code 1 if anything failed.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+from xml.etree import ElementTree
+
+import typer
+
+from benchmarks.figures import Report
+from benchmarks.shape import make_shape
+from benchmarks.vllm_matrix import outcome
+
+ROOT = Path(__file__).parents[1]
+STEP_S = 480.0
+LARGE_BYTES = 44 << 30
+"""Weights and cache of an 8B model with 131,072 tokens take some 34 GiB."""
+
+Steps = Mapping[str, Sequence[Sequence[str]]]
+"""By name, commands that follow one another, given to Python."""
+
+
+def steps_of(folder: Path, results: Path, memory_bytes: int) -> Steps:
+    """folder: for what is of this run alone, a model's shape among it."""
+    lengths = "8192,32768,131072" if memory_bytes > LARGE_BYTES else "8192,32768"
+    bench = [
+        "-m",
+        "vllm_sparse_backend",
+        "bench",
+        "serve",
+        str(folder / "shape"),
+        "--lengths",
+        lengths,
+        "--repeats",
+        "3",
+    ]
+    ours = ["--settings", '{"method": "a_shape"}', "--server-args", "--load-format dummy", "--output-tokens", "16"]
+    attend = ["--densities", "1,0.2,0.05", "--stripes", "8192", "--blocks", "128"]
+    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", "-m"]
+    return {
+        "GPU tests": [[*tests, "gpu and not server", f"--junitxml={folder}/GPU tests.xml"]],
+        "GPU tests with servers": [[*tests, "gpu and server", f"--junitxml={folder}/GPU tests with servers.xml"]],
+        "TTFT": [
+            [*bench, *ours, "--json", f"{folder}/served.json"],
+            ["-m", "benchmarks.figures", f"{folder}/served.json", str(results)],
+        ],
+        "attend": [["-m", "benchmarks.attend", *attend, "--results", str(results)]],
+    }  # fmt: skip
+
+
+def run(steps: Steps, budget_s: float, step_s: float = STEP_S) -> Iterator[tuple[str, float, str | None]]:
+    """(step, seconds, what went wrong) of each; what they print goes where this program's lines go."""
+    end = time.monotonic() + budget_s
+    for name, commands in steps.items():
+        begin = time.monotonic()
+        until, problem = min(begin + step_s, end), None
+        for command in commands:
+            if problem is None:
+                problem = _ended(command, max(until - time.monotonic(), 0))
+        yield name, time.monotonic() - begin, problem
+
+
+def _ended(command: Sequence[str], limit_s: float) -> str | None:
+    """Run to its end, with all that it starts, or until the time is over."""
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, start_new_session=True)
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)  # servers end their own processes then
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+        return f"took longer than {limit_s:.0f} s"
+    return None if code == 0 else f"ended with {code}"
+
+
+def add_tests(report: Report, step: str, junit: Path) -> None:
+    """How many passed and failed, where the step wrote that down."""
+    if junit.is_file():
+        found = outcome(ElementTree.parse(junit).getroot())
+        report.add_figure(f"{step}: passed", found["passed"], "tests", "higher")
+        report.add_figure(f"{step}: failed", len(found["failed"]), "tests", "lower", bar=0)
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder of the card's results file.")] = ROOT / "docs/results",
+    budget_s: Annotated[float, typer.Option(help="Seconds for all steps together.")] = 1200.0,
+) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("make gpu: no CUDA device, expected one that torch sees; `make test` runs without")
+    card = torch.cuda.get_device_name()
+    results = out.absolute() / f"{re.sub(r'[^a-z0-9]+', '_', card.lower()).strip('_')}.json"
+    report, failed = Report("gpu", card, None, results, "make gpu"), False
+    with TemporaryDirectory() as name:
+        make_shape((folder := Path(name)) / "shape", 32, 135_168)
+        steps = steps_of(folder, results, torch.cuda.get_device_properties(0).total_memory)
+        for step, seconds, problem in run(steps, budget_s):
+            print(f"{step}: {problem or 'done'}, after {seconds:.0f} s", flush=True)
+            failed = failed or problem is not None
+            add_tests(report, step, folder / f"{step}.xml")
+    raise typer.Exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)
