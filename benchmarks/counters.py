@@ -110,13 +110,12 @@ class Look:
         """Raises BenchError where the server has none of our counters, or not all of its engines answered."""
         for _ in range(LOOKS):
             report = parse(text := server.metrics())
-            if report.engines["answered"] and not report.engines["silent"]:
+            answered = list(report.by("up", "engine").values())
+            if answered and all(answered):
                 break
             time.sleep(1.0)
-        if not report.engines["answered"] or report.engines["silent"]:
-            what = (
-                f"{report.engines['silent']} engines that did not answer" if report.engines else "no counters of ours"
-            )
+        else:
+            what = f"{answered.count(0)} engines that did not answer" if answered else "no counters of ours"
             raise BenchError(f"{server.url}/metrics: {what}; expected a server with --attention-backend sparse-prefill")
         return Look(report, Counts.of(report), int(total(text, HITS)), int(total(text, PREEMPTIONS)))
 
@@ -124,9 +123,9 @@ class Look:
         """What must never happen to a server, and did since it started."""
         report = self.report
         counted = {
-            "kernels compiled while serving": report.compilations["serving"],
-            "tensors past the arena": report.arena_overflows,
-            "layers that the guard turned dense": report.guard_trips,
+            "kernels compiled while serving": report.by("compilations", "when")["serving"],
+            "tensors past the arena": report.by("arena_overflows").total(),
+            "layers that the guard turned dense": report.by("guard_trips").total(),
         }
         return [f"{what}: {count}, expected none" for what, count in counted.items() if count]
 

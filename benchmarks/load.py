@@ -174,7 +174,7 @@ def main(
             clients=None if rate else clients,
         )  # fmt: skip
         contestants = asked_for(None, (), levels_of(level), url, label or (), 0, "")
-        report = Report("serve", device_name(*url), json_path)
+        report = Report("serve", device_name(), json_path)
         with opened(contestants) as endpoints:
             named = [(one.label, endpoint) for one, endpoint in zip(contestants, endpoints, strict=True)]
             compare(named, mix, read_text(text) if text else None, report)

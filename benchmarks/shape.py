@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model folder of Llama-3.1-8B's shape without weights, for `vllm serve --load-format dummy`.
 
-    python -m benchmarks.shape FOLDER [--layers 32] [--positions 135168]
+    python -m benchmarks.shape FOLDER [--layers 32] [--positions 135168] [--sinks]
 
 Random weights make attention nearly uniform: methods that look at it keep nearly everything, and show what they cost
 where there is nothing to leave out. A-shape's density depends on no weights.
@@ -28,10 +28,14 @@ SHAPE: dict[str, Any] = CONFIG | {
     "torch_dtype": "bfloat16",
 }
 
+SINKS = {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "attention_sinks": True}
+SINKS |= {"attention_multiplier": SHAPE["head_dim"] ** -0.5}
+"""The same with a learnt sink for each head: vLLM's Granite is a Llama that may have them."""
 
-def make_shape(folder: Path, layers: int, positions: int) -> Path:
+
+def make_shape(folder: Path, layers: int, positions: int, sinks: bool = False) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    config = SHAPE | {"num_hidden_layers": layers, "max_position_embeddings": positions}
+    config = SHAPE | {"num_hidden_layers": layers, "max_position_embeddings": positions} | (SINKS if sinks else {})
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     write_tokenizer(folder)
     _name_all_tokens(folder / "tokenizer.json", SHAPE["vocab_size"])
@@ -60,8 +64,9 @@ def main(
     folder: Annotated[Path, typer.Argument(help="Where the model folder is made.")],
     layers: Annotated[int, typer.Option(help="Layers; with 8, a million tokens fit a card.")] = 32,
     positions: Annotated[int, typer.Option(help="Longest sequence.")] = 135168,
+    sinks: Annotated[bool, typer.Option(help="With a learnt sink for each head.")] = False,
 ) -> None:
-    print(make_shape(folder, layers, positions))
+    print(make_shape(folder, layers, positions, sinks))
 
 
 if __name__ == "__main__":

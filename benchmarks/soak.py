@@ -40,7 +40,7 @@ from vllm_sparse_backend.cli.common import (
 )
 from vllm_sparse_backend.measure.client import Endpoint, Prompts, RequestError
 from vllm_sparse_backend.measure.report import BenchError
-from vllm_sparse_backend.measure.scrape import parse
+from vllm_sparse_backend.measure.scrape import Report as Counters, parse
 from vllm_sparse_backend.measure.server import Server, Settings, device_name, sparse_args, split_args
 from vllm_sparse_backend.measure.texts import read_text
 from vllm_sparse_backend.settings.profile import EXACT
@@ -190,7 +190,7 @@ def soak(
     for thread in threads:
         thread.start()
     over = threading.Event()
-    watches = [(outcome.device_bytes, SCRAPE_S, lambda: parse(server.metrics()).device_bytes)]
+    watches = [(outcome.device_bytes, SCRAPE_S, lambda: parse(server.metrics()).by("device_bytes").total())]
     if resident_bytes is not None:
         watches.append((outcome.resident_bytes, SAMPLE_S, resident_bytes))
     # Each has a thread of its own: an answer that is long in coming, as /metrics may be, does not keep the other.
@@ -335,10 +335,11 @@ def lines(asking: Asking, done: Checked) -> list[str]:
         said.append("no memory of devices: the server's workers have none to tell of")
     report = done.after.report
     rows = ", ".join(f"{' '.join(kind).strip()} {count:,}" for kind, count in sorted(report.rows.items()))
-    said.append(f"rows: {rows}; density of the sparse ones {report.density:.3f}")
+    said.append(f"rows: {rows}; density of the sparse ones {report.pairs.density or math.nan:.3f}")
+    compiled, beyond, checks, trips = _rare(report)
     said.append(
-        f"compilations: {report.compilations['warmup']} at start-up, {report.compilations['serving']} while serving; "
-        f"past the arena: {report.arena_overflows}; guard: {report.guard_checks} checks, {report.guard_trips} trips"
+        f"compilations: {compiled['warmup']} at start-up, {compiled['serving']} while serving; "
+        f"past the arena: {beyond}; guard: {checks} checks, {trips} trips"
     )
     said += [f"within bounds: {bound}" for bound in done.bounds if bound.holds]
     if done.audit is not None:
@@ -350,6 +351,13 @@ def lines(asking: Asking, done: Checked) -> list[str]:
             "what was sent"
         )
     return said
+
+
+def _rare(report: Counters) -> tuple[Counter[str], int, int, int]:
+    """Kernels compiled by when, tensors past the arena, checks and trips of the guard."""
+    return report.by("compilations", "when"), *(
+        report.by(name).total() for name in ("arena_overflows", "guard_checks", "guard_trips")
+    )
 
 
 def add_figures(report: Report, asking: Asking, done: Checked, label: str = "") -> None:
@@ -364,11 +372,12 @@ def add_figures(report: Report, asking: Asking, done: Checked, label: str = "") 
         if (grown := growth(samples, asking.seconds)) is not None:
             bar = MOST_GROWTH if asking.seconds >= LEAST_S_TO_GROW else None
             report.add_figure(f"{about}: growth of the memory of {of}", grown, "share", "lower", bar)
-    report.add_figure(f"{about}: compilations while serving", counters.compilations["serving"], "kernels", "lower", 0)
-    report.add_figure(f"{about}: tensors past the arena", counters.arena_overflows, "tensors", "lower", 0)
-    if counters.guard_checks:
-        report.add_figure(f"{about}: guard's checks", counters.guard_checks, "checks", "higher")
-        report.add_figure(f"{about}: guard's trips", counters.guard_trips, "trips", "lower", 0)
+    compiled, beyond, checks, trips = _rare(counters)
+    report.add_figure(f"{about}: compilations while serving", compiled["serving"], "kernels", "lower", 0)
+    report.add_figure(f"{about}: tensors past the arena", beyond, "tensors", "lower", 0)
+    if checks:
+        report.add_figure(f"{about}: guard's checks", checks, "checks", "higher")
+        report.add_figure(f"{about}: guard's trips", trips, "trips", "lower", 0)
     broken = sum(not bound.holds for bound in done.bounds)
     if done.bounds:
         report.add_figure(f"{about}: counters out of bounds", broken, "counters", "lower", 0)
@@ -421,7 +430,7 @@ def main(
             raise BenchError("soak: expected a MODEL to serve or --url, and --shortest at most --longest")
         asked = tuple(levels_of(split(levels)))
         asking = Asking(seconds, clients, shortest, longest, (None, *asked), abort_share=aborts, seed=seed)
-        report = Report("soak", device_name(*([url] if url else [])), json_path, results)
+        report = Report("soak", device_name(), json_path, results)
         own, given_text = Settings.parse(settings or "{}", model=model), read_text(text) if text else None
         with ExitStack() as stack:
             resident_bytes = None

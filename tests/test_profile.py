@@ -265,8 +265,8 @@ levels:
     provenance: {bounds: {output_error: 0.01}}
 provenance:
   figures:
-    density: {0: 1, 1-2: [0.12345678, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.25]}
-    error: {1: 0.000012345678}
+    density: {1: [0.12345678, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.25]}
+    error: {1: [0, 0, 0, 0, 0, 0, 0, 0.000012345678]}
 """
 
 
@@ -305,7 +305,7 @@ def test_levels() -> None:
         ("  high:", "  1:", "given 1, expected a name of small letters"),
         ("dense_layers: 0-1", "dense_layers: 0-6", "levels.high.dense_layers: given 6, expected at most 5"),
         ("dense_layers: 0-1", "min_tokens: 3", "levels.high.min_tokens: unknown field"),
-        (", 0.25]", "]", "provenance.figures.density.1-2: given 7 numbers, expected one for each of the 8 heads"),
+        (", 0.25]", "]", "provenance.figures.density.1: given 7 numbers, expected one for each of the 8 heads"),
         ("error: {1:", "error: {6:", "provenance.figures.error.6: given 6, expected at most 5"),
     ],
 )
@@ -324,18 +324,17 @@ def test_a_level_must_fit_the_model_that_is_served() -> None:
 
 
 def test_figures_by_their_old_name_are_read_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert HeadFigures.model_validate({"worst_error": {2: 0.05}}) == HeadFigures.model_validate(
-        {"p99_error": {2: 0.05}}
+    assert HeadFigures.model_validate({"worst_error": {2: [0.05]}}) == HeadFigures.model_validate(
+        {"p99_error": {2: [0.05]}}
     )
     assert caplog.messages == ["figures: worst_error is called p99_error now; the next release refuses the old name"]
     with pytest.raises(ValueError, match="worst_error"):
-        HeadFigures.model_validate({"worst_error": {2: 0.05}, "p99_error": {2: 0.05}})
+        HeadFigures.model_validate({"worst_error": {2: [0.05]}, "p99_error": {2: [0.05]}})
 
 
 def test_figures_by_head() -> None:
-    layers = [[1.0] * 8, [0.123456789] * 7 + [0.2], None, [0.123456789] * 7 + [0.2], None, [0.5] * 8]
+    layers = [[1.0] * 8, [0.123456789] * 7 + [0.2], None, None, None, [0.5] * 8]
     figures = HeadFigures.of_heads(density=layers, error=[None] * 6)
-    assert figures.density == {(0,): (1.0,), (1, 3): (*(0.1235,) * 7, 0.2), (5,): (0.5,)}
-    rounded = [row and [float(f"{one:.4g}") for one in row] for row in layers]
-    assert figures.rows("density", SHAPE) == rounded
+    row = (*(0.1235,) * 7, 0.2)
+    assert figures.rows("density", SHAPE) == [(1.0,) * 8, row, None, None, None, (0.5,) * 8]
     assert figures.rows("error", SHAPE) == [None] * 6

@@ -13,7 +13,6 @@ PROPERTIES = {
     Fallback.SLIDING_WINDOW: {"sliding_window": 4096},
     Fallback.ALIBI: {"alibi": True},
     Fallback.SOFTCAP: {"softcap": 50.0},
-    Fallback.SINKS: {"sinks": True},
     Fallback.HEAD_SIZE: {"head_dim": 100},
     Fallback.DTYPE: {"dtype": "float32"},
     Fallback.QUANTISED_CACHE: {"kv_cache_dtype": "fp8_e5m2", "reads_fp8": True},

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gluon, Triton's language for what Triton itself leaves to its compiler, as kernels for Hopper here import it.
 
-It is young: names differ between releases. Those that do are told apart here, for Triton 3.6 to 3.9; importing this
-module raises ImportError or AttributeError where a release lacks what is needed.
+It is young: names differ between releases. Those that do are told apart here, for Triton 3.6 to 3.9, beside pieces that
+kernels of several methods share; importing this module raises ImportError or AttributeError where a release lacks what
+is needed.
 """
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -22,15 +24,31 @@ bulk_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glo
 gather_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
+
+def bulk_steps(vectors: torch.Tensor) -> TensorDescriptor:
+    """For bulk copies of steps of 128 vectors of e4m3 [heads, n, channels]."""
+    rows = vectors.flatten(0, 1)
+    block = [128, rows.shape[1]]
+    return TensorDescriptor.from_tensor(rows, block, gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv))
+
+
+@gluon.jit
+def larger_pairs(b_a, b_b):
+    """Maximum in half precision, two elements in one instruction."""
+    return gl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [b_a, b_b], gl.float16, is_pure=True, pack=2)
+
+
 __all__ = [
     "TensorDescriptor",
     "async_copy",
     "barrier",
     "bulk_load",
+    "bulk_steps",
     "fence_async_shared",
     "gather_load",
     "gl",
     "gluon",
+    "larger_pairs",
     "mbarrier",
     "reinterpret",
     "warpgroup_mma",

@@ -267,7 +267,7 @@ class SparseIndex:
         rows = self.rows
         query_len, context_len = rows.query_lens[row], rows.context_lens[row]
         mask = torch.zeros(self.num_heads, query_len, context_len + query_len, dtype=torch.bool, device=rows.device)
-        for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
+        for i_tile in rows.tiles_of(row):
             tile = rows.tile_list[i_tile]
             first = tile.position - context_len
             for head in range(self.num_heads):

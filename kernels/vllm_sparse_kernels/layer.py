@@ -127,12 +127,18 @@ class Layer:
                 select(group.method, query, cache, index, heads, scale)
 
     def attend(
-        self, query: torch.Tensor, cache: PagedCache, index: SparseIndex, out: torch.Tensor, scale: float
+        self,
+        query: torch.Tensor,
+        cache: PagedCache,
+        index: SparseIndex,
+        out: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Attention over ``index`` into ``out``, as ``attend.engine.Attend`` has it."""
         attend = self.engine.attend if self.by_kernels else reference_attend
         with index.workspace.frame():
-            attend(query, cache, index, out, scale, options=self.options)
+            attend(query, cache, index, out, scale, options=self.options, sinks=sinks)
 
 
 @lru_cache(maxsize=1024)
@@ -163,16 +169,20 @@ def run(
     scale: float,
     workspace: Workspace | None = None,
     watch: Watch = UNWATCHED,
+    sinks: torch.Tensor | None = None,
 ) -> SparseIndex:
     """Select and attend: write the output of the rows' queries into ``out``, and leave its other tokens untouched.
 
     query and out: [num_tokens, num_heads, head_dim]; ``scale`` takes products of queries' and keys' elements to scores:
     the softmax's times ``cache.score_scale``. The index is returned; it lies in the workspace.
+
+    ``sinks``, a learnt logit for each head, join the softmax (``attend.engine.Attend``), not the selection: a sink
+    scales a query's output, and the order of its blocks stays. A share or a threshold is of what the sink leaves.
     """
     index = layer.index(rows, workspace)
     watch.begins()
     layer.select(query, cache, index, scale)
     watch.selected(index)
-    layer.attend(query, cache, index, out, scale)
+    layer.attend(query, cache, index, out, scale, sinks)
     watch.attended()
     return index

@@ -135,6 +135,17 @@ def widen(b_x):
 
 
 @triton.jit
+def load_queries(queries, i_head, token, length, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Queries [BLOCK_M, BLOCK_D] of a head from ``token`` on, zero from ``length`` on."""
+    o_m, o_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    o_q = (token + o_m).to(tl.int64)
+    return tl.load(
+        queries.q + o_q[:, None] * queries.stride_token + i_head * queries.stride_head + o_d[None, :],
+        mask=(o_m < length)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0,
+    )  # fmt: skip
+
+
+@triton.jit
 def load_keys(keys, i_row, i_kv, o_n, end, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Keys of one row and kv head at the positions ``o_n`` [BLOCK_N, BLOCK_D]; 0 from ``end`` on."""
     o_d = tl.arange(0, BLOCK_D)

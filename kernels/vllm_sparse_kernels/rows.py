@@ -116,6 +116,15 @@ class Rows:
             starts.append(starts[-1] + ceil_div(query_len, TILE_TOKENS))
         return tuple(starts)
 
+    def tiles_of(self, row: int) -> range:
+        """The ids of a row's tiles."""
+        return range(self.tile_starts[row], self.tile_starts[row + 1])
+
+    @cached_property
+    def tile_bounds(self) -> torch.Tensor:
+        """[num_rows + 1] int32 on the device: ``tile_starts``."""
+        return to_device(self.tile_starts, torch.int32, self.device)
+
     @cached_property
     def tile_positions(self) -> torch.Tensor:
         """[num_tiles] int64 on the host: position of each tile's first query."""

@@ -28,6 +28,8 @@ class Batch:
     out_dtype: torch.dtype | None = None
     """Of attention's result; None: q's, or fp16 where that is fp8."""
 
+    sinks: torch.Tensor | None = None  # [num_heads]
+
     @property
     def num_heads(self) -> int:
         return self.q.shape[1]
@@ -87,7 +89,7 @@ def expected_attention(batch: Batch, index: SparseIndex, options: AttendOptions 
     ):
         out = torch.full_like(batch.q, float("nan"), dtype=kept)
         lse = out.new_full((batch.num_heads, len(batch.q)), float("nan"))
-        attend(batch.q, batch.cache, index, out, batch.scale, lse, dtype, options, weights)
+        attend(batch.q, batch.cache, index, out, batch.scale, lse, dtype, options, weights, batch.sinks)
         results.append((out, lse))
     (out, lse), (eager_out, eager_lse) = results
     return Expected(out, lse, error_budget(eager_out, out), error_budget(eager_lse, lse))

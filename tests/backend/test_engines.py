@@ -2,6 +2,7 @@
 """The choice of engines at start-up: by refusal and by trial, in the log and in the error where none is left."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,8 +33,8 @@ BLOCKS, STRIPES = random_index(BATCH, 64, 0.5), random_index(BATCH, 64, 0.5, str
 def broken(change: Callable[[torch.Tensor], None], name: str = "broken") -> Engine:
     """An engine that is right, as the reference is, and then something done to its result."""
 
-    def attend(q, cache, index, out, scale, lse=None, options=None) -> None:
-        reference(q, cache, index, out, scale, lse, options=options)
+    def attend(q, cache, index, out, scale, lse=None, options=None, sinks=None) -> None:
+        reference(q, cache, index, out, scale, lse, options=options, sinks=sinks)
         change(out)
 
     return Engine(name, PORTABLE.refusal, attend)
@@ -80,6 +81,15 @@ def test_the_next_engine_is_taken_and_the_log_says_why(lines: list[str]) -> None
     assert reasons
     for line in reasons:
         assert line.startswith("sparse-prefill: engine hopper not taken: its result on the warm-up batch is off by")
+
+
+def test_an_engine_that_forgets_sinks_is_not_taken_for_layers_that_have_them() -> None:
+    def attend(*given, sinks=None, **more) -> None:
+        reference(*given, **more)
+
+    picker = EnginePicker(table=table(Engine("hopper", PORTABLE.refusal, attend), PORTABLE))
+    sunk = replace(BATCH, sinks=torch.tensor([5.0, -5.0]))
+    assert [picker.pick(batch, BLOCKS, None).name for batch in (BATCH, sunk)] == ["hopper", "portable"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tests.backend.cpu_build  # noqa: F401 — skips where there is none
-from tests.backend.served import CPU, PAGE_TOKENS, Step, make_layers, make_step
+from tests.backend.served import CPU, PAGE_TOKENS, Step, make_builder, make_layers, make_step
 from tests.helpers.folders import profile_file
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.settings.profile import load_profile
@@ -127,6 +127,21 @@ class TestMixedBatches:
         new = [torch.cat([x[-q:] for x, (_, q) in zip(side, MIXED)]) for side in (step.keys, step.values)]
         out = step.forward(layer, metadata, **({} if in_cache else dict(zip(("key", "value"), new))))
         torch.testing.assert_close(out, step.by_dense_backend(layer, builder), **CLOSE)
+
+    def test_learnt_sinks_join_the_softmax_as_in_vllms(self, configured: Callable[..., Any]) -> None:
+        """Everything is kept: rows that run sparse beside those that run on vLLM's own implementation."""
+        config = configured(method="dense", min_tokens=MIN_TOKENS, min_query_tokens=1)
+        layers = make_layers(config, [0], sinks=torch.tensor([-20.0, 0.0, 4.0, 9.0]))
+        builder, step = make_builder(config, layers), make_step(layers[0], MIXED)
+        metadata = builder.build(0, step.common)
+        assert metadata.sparse.slabs[0].rows.num_rows == len(SPARSE_ROWS)
+        out = step.forward(layers[0], metadata)
+        torch.testing.assert_close(out, step.by_dense_backend(layers[0], builder), **CLOSE)
+        layers[0].impl.sinks = None
+        without = step.forward(layers[0], metadata)
+        left = (out.norm(dim=-1) / without.norm(dim=-1)).mean(0)  # of each head
+        assert float(left[0]) == pytest.approx(1, abs=1e-4)
+        assert left.diff().max() < 0, "the larger the sink, the less is left"
 
 
 class TestMethods:

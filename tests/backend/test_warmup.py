@@ -93,7 +93,7 @@ def make_impls(
         impl = object.__new__(SparsePrefillImpl)
         impl.num_heads, impl.num_kv_heads, impl.head_size = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim
         impl.scale, impl.fallback = SHAPE.head_dim**-0.5, None
-        impl.levels, impl.stays_dense = {}, False
+        impl.levels, impl.stays_dense, impl.sinks = {}, False, None
         served = replace(Layer.of(groups or (), impl.head_size, device, engine), by_kernels=True)
         impl.adopt(layer, served, worker)
         impls.append(impl)
@@ -135,7 +135,7 @@ def run_steps(
             for impl in impls:
                 with arena.frame():
                     out = torch.empty_like(query, dtype=torch.bfloat16 if in_fp8 else None)
-                    run(impl.layer, query, cache, slab.rows, out, impl.scale, arena)
+                    run(impl.layer, query, cache, slab.rows, out, impl.scale, arena, sinks=impl.sinks)
     assert arena.overflows == arena.used_bytes == 0
     assert 0 < arena.peak_bytes <= len(arena.buffer)
 
@@ -192,9 +192,12 @@ class TestKeys:
     @pytest.mark.parametrize(
         ("method", "engine"), [("sale", "flash"), ("anchor_attention", "flash"), ("vertical_slash", "portable")]
     )
-    def test_nor_over_a_cache_in_fp8(self, method: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_nor_over_a_cache_in_fp8_or_in_a_layer_with_sinks(
+        self, method: str, engine: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(compat, "reads_fp8", lambda: True)
         impls = make_impls(method, {}, CPU, engine)
+        impls[1].sinks = torch.randn(SHAPE.num_heads)  # beside a layer of the same plan that has none
         served = check_keys(impls, 128, engine, random_steps(seed=5, number=8), monkeypatch, in_fp8=True)
         assert {impl.layer.engine.name for impl in impls} == {engine}
         assert any("fp8" in key for _, key in served)
@@ -246,6 +249,15 @@ def test_nothing_compiles_after_warm_up(method: str, params: dict[str, Any], in_
     impls = make_impls(method, params, torch.device("cuda", 0), engine)
     check_compilations(impls, engine, in_fp8)
     assert not in_fp8 or {impl.layer.engine.name for impl in impls} == {"flash" if engine == "auto" else engine}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["auto", "flash", "portable"])
+@pytest.mark.parametrize("method", ["sale", "vertical_slash"])
+def test_nothing_compiles_for_sinks_after_warm_up(method: str, engine: str) -> None:
+    impls = make_impls(method, {}, torch.device("cuda", 0), engine)
+    impls[1].sinks = torch.randn(SHAPE.num_heads, dtype=DTYPE, device="cuda")
+    check_compilations(impls, engine)
 
 
 class TestListener:

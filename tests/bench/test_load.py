@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`benchmarks.load`: what is sent by `vllm bench serve`, and what is made of its answers."""
 
-import importlib.util
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -11,7 +9,6 @@ import pytest
 from benchmarks import load
 from benchmarks.figures import of_serve
 from benchmarks.load import Mix
-from benchmarks.tiny import make_model
 from tests.bench.stub import Stub, running
 from vllm_sparse_backend.measure.client import Endpoint
 from vllm_sparse_backend.measure.report import Report
@@ -56,35 +53,3 @@ def test_a_mix_has_its_share_of_long_prompts_and_the_rate_that_is_asked():
     closed = load.arguments(endpoint, Mix(1, None, (1,), (1,), clients=3), 1, Path("r.jsonl"), Path("f/out.json"))
     assert "--request-rate" not in closed
     assert closed[closed.index("--max-concurrency") + 1] == "3"
-
-
-@pytest.mark.full
-@pytest.mark.skipif(
-    importlib.util.find_spec("pandas") is None, reason="`vllm bench serve` needs pandas for such a load"
-)
-def test_vllms_own_command_sends_the_load(tmp_path):
-    """To a stub: the same prompts, with what goes with each request, and what it writes is read."""
-    pytest.importorskip("vllm")
-    model = make_model(tmp_path / "model")
-
-    class Served(Stub):
-        root = model
-
-        def stream(self, body, send):
-            assert body["cache_salt"] == "s"
-            assert body["ignore_eos"] is True
-            super().stream(body, send)
-            usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
-            send(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n".encode())
-
-    log, mix = [], Mix(6, None, (20,), (300,), output_tokens=4, clients=2)
-    with running(Served("ours", log, lambda n: 0.3 if n > 100 else 0.02)) as url:
-        endpoint = Endpoint("ours", url, "stub-model", str(model), {"cache_salt": "s"})
-        texts = ["x" * tokens for tokens, _ in mix.lengths()]
-        is_long = [long for _, long in mix.lengths()]
-        case = load.summary(load.send(endpoint, mix, texts), is_long, 4)
-    assert sorted(len(prompt) for _, prompt in log) == sorted(map(len, texts))
-    assert (case["answered"], case["failures"], case["said"]) == (6, 0, [])
-    assert case["long_p50_s"] > 0.3
-    assert case["span_s"] > 0.3 * sum(is_long)
-    assert case["tokens_per_s"] == pytest.approx((sum(map(len, texts)) + 24) / case["span_s"])

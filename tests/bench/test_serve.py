@@ -16,10 +16,10 @@ from benchmarks.tiny import CONFIG
 from tests.bench.stub import Stub, running
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.demo.model import BUNDLED
-from vllm_sparse_backend.measure import contestants, latency, serve, server
+from vllm_sparse_backend.measure import contestants, serve
 from vllm_sparse_backend.measure.client import Answer, Endpoint, Prompts, RequestError
-from vllm_sparse_backend.measure.latency import Length
 from vllm_sparse_backend.measure.report import BenchError
+from vllm_sparse_backend.measure.serve import Length
 from vllm_sparse_backend.measure.server import Settings
 
 
@@ -205,26 +205,25 @@ def test_tokens_that_come_in_one_burst_have_no_time_of_their_own():
     """As vLLM 0.33 sends them after a long prompt: what lies between them is the client's, not the server's."""
     answer = Answer(0.5, 0.5 + 8e-6, 64, 8e-6)
     assert answer.token_s is None
-    assert latency.Taken([answer]).token_ms is None
-    assert latency.case_of("x", Length(40), latency.Taken([answer]), latency.Taken([answer]))["ours_pause_ms"] < 0.01
+    assert serve.Taken([answer]).token_ms is None
+    assert serve.case_of("x", Length(40), serve.Taken([answer]), serve.Taken([answer]))["ours_pause_ms"] < 0.01
 
 
 def test_medians_are_not_moved_by_one_request_and_failures_are_counted():
-    stock = latency.Taken([Answer(0.1 * i, 0.1 * i + 0.04, 5) for i in (1, 3, 2)])
-    ours = latency.Taken([Answer(0.1, 0.14, 5)] * 2 + [Answer(0.1, 1.63, 4)], ["no"])
-    case = latency.case_of("x", Length(40), stock, ours)
+    stock = serve.Taken([Answer(0.1 * i, 0.1 * i + 0.04, 5) for i in (1, 3, 2)])
+    ours = serve.Taken([Answer(0.1, 0.14, 5)] * 2 + [Answer(0.1, 1.63, 4)], ["no"])
+    case = serve.case_of("x", Length(40), stock, ours)
     assert (case["stock_first_s"], case["ours_first_s"]) == (0.2, 0.1)
     assert case["ttft_speed_up"] == pytest.approx(2)
     assert case["stock_token_ms"] == pytest.approx(10) == case["ours_token_ms"]
     assert (case["failures"], case["said"]) == (1, ["ours: no"])
-    assert latency.Taken([Answer(0.1, 0.1, 1)]).token_ms is None
+    assert serve.Taken([Answer(0.1, 0.1, 1)]).token_ms is None
 
 
 def test_a_server_that_is_gone_is_named():
     for url in ("http://127.0.0.1:9", "http://127.0.0.1:80a", "http://[::1"):
         with pytest.raises(BenchError, match="stock: no model server answers at http"):
             Endpoint.connect("stock", url)
-    assert server.device_name("http://[::1") == "http://[::1"
     with pytest.raises(RequestError, match=r"refused|ConnectionError|ConnectError"):
         Endpoint("stock", "http://127.0.0.1:9", "m").ask([1], 1)
     with pytest.raises(BenchError, match="expected a server's address such as"):
@@ -242,11 +241,11 @@ def test_prompts_have_their_length_and_begin_apart():
 
 
 def test_long_prompts_are_asked_fewer_times_and_warmed_up_with_shorter_ones(log):
-    assert [latency.repeats_of(Length(n), 21) for n in (1000, 20_000, 131_072)] == [21, 10, 3]
-    assert latency.repeats_of(Length(131_072), 2) == 2
+    assert [serve.repeats_of(Length(n), 21) for n in (1000, 20_000, 131_072)] == [21, 10, 3]
+    assert serve.repeats_of(Length(131_072), 2) == 2
     with running(Stub("stock", log, lambda n: 0)) as url:
         asked = [Endpoint.connect("stock", url)] * 2
-        list(latency.ask_in_turn(asked, [Length(40_000)], Prompts(list(range(2000))), 1, 1, lambda: None))
+        list(serve.ask_in_turn(asked, [Length(40_000)], Prompts(list(range(2000))), 1, 1, lambda: None))
     assert [len(prompt) for _, prompt in log] == [32_768, 32_768, 40_000, 40_000]
 
 

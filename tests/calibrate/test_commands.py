@@ -59,7 +59,7 @@ def test_a_profile_from_one_command(words, names, text, tmp_path):
         (["best", "--level", "exact=0.1"], "--level exact=0.1: given 'exact', expected one of fast, high"),
         (["best", "--level", "high=0"], "--level: given 'high=0', expected errors above 0, and each level once"),
         (["best", "--level", "high=1", "--level", "high=2"], "expected errors above 0, and each level once"),
-        (["best", "--device", "gpu"], "--device: given 'gpu', expected cuda"),
+        (["best", "--device", "gpu"], "--device: given 'gpu', expected one of cpu"),
         (["calibrate", "--method", "minference", "--level", "high=1:1:1:1"], "a bound of the mean of all heads"),
         (["calibrate", "--method", "share_prefill", "--distance", "0"], "--distance: given 0.0, expected a number abo"),
     ],

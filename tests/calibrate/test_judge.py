@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer's figures against dense masks worked out by hand, and what is remembered of them."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -11,7 +10,6 @@ import torch
 from tests.calibrate.made import HEADS, make_job
 from vllm_sparse_backend.profiling.judge import CapturedLayer, RememberingJudge, Served, unseen
 from vllm_sparse_backend.profiling.measure import Bound, Errors, HeadResult
-from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_kernels.attend import PORTABLE
 from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods.dense.method import Dense
@@ -124,7 +122,3 @@ def test_what_was_judged_is_not_judged_again(layer, tmp_path):
         again.judge([SpargeAttn(kept_mass=0.6)] * HEADS)
     with pytest.raises(ValueError, match="given 1 methods, expected one for each of 4 heads"):
         again.judge(methods[:1])
-    for broken in ("{", json.dumps({"format": 1}), json.dumps({"x": [{"error": 1}]})):
-        path.write_text(broken)
-        with pytest.raises(ConfigurationError, match=r"layer\.json: its contents cannot be read: .*; delete it"):
-            RememberingJudge(1, HEADS, path, never)

@@ -12,10 +12,11 @@ from typer.testing import CliRunner, Result
 
 from tests.bench.stub import Api, running
 from tests.tools import ROOT
-from vllm_sparse_backend.cli import app, common, eval, making
+from vllm_sparse_backend.cli import app, common, making
 from vllm_sparse_backend.cli.progress import bar
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.identity import PACKAGE, package_version
+from vllm_sparse_backend.measure import asking
 from vllm_sparse_backend.settings.errors import ConfigurationError
 
 NAME = "sparse-prefill/needle"
@@ -80,7 +81,7 @@ def test_a_models_name_stands_for_its_files_in_the_local_cache() -> None:
     checked = run("profile", "check", "streaming", NAME)
     assert (checked.exit_code, "heads: a_shape(" in checked.output) == (0, True), checked.output
     short = run("eval", "answers", NAME, "--lengths", 1024)
-    assert (short.exit_code, "a prompt's 1,024 tokens" in short.stderr) == (1, True), short.output
+    assert (short.exit_code, "a prompt of 1,024 tokens" in short.stderr) == (1, True), short.output
     missing = run("doctor", "sparse-prefill/other")
     assert missing.exit_code == 1
     assert "expected a model folder, or a name whose files lie in the local hub cache" in missing.stderr
@@ -114,7 +115,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         result = run("profile", *command, BUNDLED, "--out", tmp_path / "out.yaml", "--tokens", 1024)
         assert result.exit_code == 130
         assert f"Stopped. The same command goes on with what {tmp_path / 'out.work'} holds." in result.stderr
-    monkeypatch.setattr(eval, "_ask", stop)
+    monkeypatch.setattr(asking, "ask_all", stop)
     result = run("eval", "answers", BUNDLED, "--json", tmp_path / "a.json")
     assert result.exit_code == 130
     assert f"goes on with what {tmp_path / 'a.json'} holds" in result.stderr

@@ -38,7 +38,7 @@ FULL, WINDOW = "full_attention", "sliding_attention"
         ({"layer_types": ["linear_attention"] * 6}, Fallback.NOT_DECODER),
         ({"attn_logit_softcapping": 50.0}, Fallback.SOFTCAP),
         ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, Fallback.MLA),
-        ({"model_type": "gpt_oss"}, Fallback.SINKS),
+        ({"model_type": "gpt_oss"}, None),
         ({"alibi": True}, Fallback.ALIBI),
         ({"model_type": "bloom", "architectures": ["BloomForCausalLM"]}, Fallback.ALIBI),
         ({"model_type": "bert", "architectures": ["BertModel"]}, Fallback.NOT_DECODER),

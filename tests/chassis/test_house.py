@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from benchmarks import house
 from tests.tools import ROOT
-from vllm_sparse_backend.cli import app as app_of_product
 
 SOURCE = '''\
 """A docstring
@@ -60,15 +59,6 @@ def test_words_that_have_better_ones() -> None:
         "docs/a.md: sooner", "help: Worst", "help: | asked |", "help: most was asked", "metrics: worst_error",
         "metrics: delegated",
     ]  # fmt: skip
-
-
-def test_what_is_read_are_documents_helps_metrics_and_settings() -> None:
-    texts = house.read_texts(typer.main.get_command(app_of_product))
-    assert {"README.md", "docs/README.md", "help", "metrics", "settings"} <= set(texts)
-    assert "--additional-config" in texts["README.md"]
-    assert "Look at this installation" in texts["help"]
-    assert "sparse_prefill_rows_total" in texts["metrics"]
-    assert "min_query_tokens" in texts["settings"]
 
 
 @pytest.mark.parametrize(("seconds", "code"), [(299.0, 0), (301.0, 1)])

@@ -117,7 +117,7 @@ levels:
 provenance:
   bounds: {error: 0.05, p99: 0.4}
   device: a card
-  figures: {density: {0: 0.5, 1: [0.1, 0.2, 0.3, 0.4]}, error: {1: [0.01, 0.03, 0.0, 0.02]}}
+  figures: {density: {0: [0.5, 0.5, 0.5, 0.5], 1: [0.1, 0.2, 0.3, 0.4]}, p99_error: {1: [0.01, 0.03, 0.0, 0.02]}}
 """
 
 

@@ -34,8 +34,8 @@ def test_parse() -> None:
     }
     assert report.layers[0].density == 0.25
     assert report.attention == {"hopper": 30, "dense": 2}
-    assert report.compilations == {"warmup": 12}
-    assert report.arena_overflows == 1
+    assert report.by("compilations", "when") == {"warmup": 12}
+    assert report.by("arena_overflows").total() == 1
     assert report.problem() is None
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.tiny import make_model
-
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory) -> Callable[..., Path]:
@@ -32,10 +30,3 @@ def llama(tmp_path_factory) -> Callable[..., Path]:
 @pytest.fixture
 def prompt() -> list[int]:
     return torch.randint(97, (333,), generator=torch.Generator().manual_seed(7)).tolist()
-
-
-@pytest.fixture(scope="session")
-def demo_model(tmp_path_factory) -> Path:
-    """The demo's random model, with its tokenizer."""
-    pytest.importorskip("transformers", reason="capturing needs transformers, which comes with vLLM")
-    return make_model(tmp_path_factory.mktemp("demo") / "demo-model")

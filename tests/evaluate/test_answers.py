@@ -256,7 +256,7 @@ def test_tokenizers_that_differ_are_refused() -> None:
         ((), "expected a MODEL to serve, or --url"),
         ((BUNDLED, "--url", "http://x"), "expected a MODEL to serve, or --url"),
         (("--url", "http://x", "--label", "a", "--label", "b"), "--label: given 2"),
-        ((BUNDLED, "--lengths", "1024,8192"), "a prompt's 1,024 tokens, expected at most half: ask for fewer --facts"),
+        ((BUNDLED, "--lengths", "1024,8192"), "--facts: given 24, expected at most 8 in a prompt of 1,024 tokens"),
         ((BUNDLED, "--lengths", "20000"), "has 16,384 positions, and 20,001 were asked for, answers included"),
         ((BUNDLED, "--server-args", "--x 'unclosed"), '--server-args: given "--x \'unclosed"'),
         (

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Captured queries, keys and values against what the layers of the same model compute without a capture."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.capture import read_tokens
 from vllm_sparse_backend.profiling.capture import (
     Capture,
     capture,
@@ -54,19 +52,13 @@ def test_a_capture_is_found_again_and_never_anothers(llama, prompt, tmp_path):
     written = (tmp_path / "layer-000.safetensors").stat().st_mtime_ns
     assert capture(folder, prompt, tmp_path) == first == Capture.open(tmp_path)
     assert (tmp_path / "layer-000.safetensors").stat().st_mtime_ns == written
+    (weights,) = folder.glob("*.safetensors")
+    *kept, last = weights.read_bytes()
+    weights.write_bytes(bytes([*kept, last ^ 1]))  # as a model that was trained on
+    assert held_capture(folder, prompt, tmp_path) is None
     other = capture(folder, prompt[:100], tmp_path)
     assert (other.num_tokens, other.prompt_sha256) == (100, prompt_sha256(prompt[:100]))
     assert len(other.read(0).q) == 100
-
-
-def test_a_model_that_was_trained_on_is_captured_anew(llama, prompt, tmp_path):
-    folder = llama()
-    capture(folder, prompt, tmp_path)
-    assert held_capture(folder, prompt, tmp_path) is not None
-    (weights,) = folder.glob("*.safetensors")
-    *kept, last = weights.read_bytes()
-    weights.write_bytes(bytes([*kept, last ^ 1]))
-    assert held_capture(folder, prompt, tmp_path) is None
 
 
 def test_layers_that_never_go_sparse_are_left_out(tmp_path):
@@ -84,6 +76,19 @@ def test_layers_that_never_go_sparse_are_left_out(tmp_path):
     assert list(inside_window.scales) == [0, 1]
 
 
+def test_a_model_whose_attention_is_not_plain_is_refused(tmp_path):
+    """Even if only some layers are such: what follows them would be captured of other hidden states."""
+    shape = {
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    network = transformers.GptOssForCausalLM(transformers.GptOssConfig(**shape))
+    network.save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigurationError, match="model: given layers with learnt sinks, expected plain attention"):
+        capture(tmp_path / "model", list(range(40)), tmp_path / "capture")
+    assert held_capture(tmp_path / "model", list(range(40)), tmp_path / "capture") is None
+
+
 def test_no_capture_is_an_error(tmp_path):
     with pytest.raises(ConfigurationError, match=r"no capture there, as capture\.json is missing"):
         Capture.open(tmp_path)
@@ -99,11 +104,6 @@ def test_a_capture_that_is_damaged_is_an_error(llama, prompt, tmp_path):
     (tmp_path / "layer-000.safetensors").unlink()
     with pytest.raises(ConfigurationError, match=r"layer-000\.safetensors: missing; capture the prompt again"):
         captured.read(0)
-    path = tmp_path / "capture.json"
-    for text in ("[]", "{", json.dumps(json.loads(path.read_text()) | {"scales": 3})):
-        path.write_text(text)
-        with pytest.raises(ConfigurationError, match=r"its contents cannot be read: .*; capture the prompt again"):
-            Capture.open(tmp_path)
 
 
 def test_a_model_that_is_not_whole_is_an_error(llama, prompt, tmp_path):
@@ -130,13 +130,3 @@ def test_nothing_is_fetched_and_no_prompt_is_longer_than_the_model(llama):
     ):
         with pytest.raises(ConfigurationError, match=problem):
             require_model(model, tokens)
-
-
-def test_prompts_are_stretches_of_the_text(demo_model, tmp_path):
-    (tmp_path / "a.py").write_text("def first():\n    return 1\n" * 40)
-    (tmp_path / "b.py").write_text("class Second:\n    pass\n" * 40)
-    plain = read_tokens(demo_model, tmp_path, 300, begin_token=False)
-    assert read_tokens(demo_model, tmp_path, 300) == [0, *plain[:299]]
-    assert read_tokens(demo_model, tmp_path, 100, skip=150) == [0, *plain[150:249]]
-    with pytest.raises(ConfigurationError, match="expected at least 100000"):
-        read_tokens(demo_model, tmp_path, 100_000)

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from tests.chassis.test_profile_commands import LEVELS
-from tests.foreign.files import clusters, patterns, sale_thresholds, save, sparge_state
-from vllm_sparse_backend.profiling.importers.detect import import_profile
+from tests.foreign.files import clusters, patterns, save
+from vllm_sparse_backend.profiling.importers import import_profile
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.profile import Profile, load_profile, parse_profile
 
@@ -82,17 +81,14 @@ def levels() -> Any:
     return json.loads(json.dumps(yaml.safe_load(LEVELS)))
 
 
-@pytest.mark.parametrize("make", [levels, patterns, clusters, sparge_state, sale_thresholds])
+@pytest.mark.parametrize("make", [levels, patterns, clusters])
 def test_damaged_files(make: Callable[[], Any], model: Path) -> None:
     """Bytes that change, go or come twice, values that become others."""
     source, path = random.Random(1), model.parent / "given.yaml"
     refused = 0
     for i in range(FILES):
         content = make()
-        if isinstance(content, torch.Tensor) and not i % 2:
-            others = content.int(), content.T, content[:2], content * 1000, -content, [content], content.half()
-            content = source.choice(others)
-        elif not i % 2:
+        if not i % 2:
             change(content, source)
         whole = save(content, path).read_bytes()
         path.write_bytes(mutated_bytes(whole, source) if i % 2 else whole)

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Foreign files become profiles, or are refused naming the place."""
 
-import math
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.foreign.files import clusters, patterns, sale_thresholds, save, sparge_state
-from vllm_sparse_backend.profiling.importers.detect import import_profile
+from tests.foreign.files import clusters, patterns, save
+from vllm_sparse_backend.profiling.importers import import_profile
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -35,17 +32,10 @@ def method(name: str, **params: Any) -> Method:
     return make_method(name, params)
 
 
-def sparge(tau: float, theta: float, pv: float) -> Method:
-    margin = float(f"{-pv * math.log(2):.7g}")
-    return method("sparge_attn", kept_mass=tau, min_similarity=theta, skip_margin=margin, skip_whole_steps=True)
-
-
 USUAL = method("vertical_slash", vertical_tokens=1000, slash_tokens=6096)
 STREAM = method("a_shape", sink_tokens=100, local_tokens=800)
 FEW, BLOCKS = method("vertical_slash", vertical_tokens=30, slash_tokens=800), method("block_sparse", top_blocks=100)
 NOISE, SHARED = method("share_prefill"), method("share_prefill", cluster=9)
-FIRST, SECOND, THIRD = sparge(0.9375, 0.3125, 20), sparge(0.9688, -0.5, 4.4141), sparge(0.9, 0.0, 1)
-HIGH, MIDDLE, LOW = (method("sale", tau=tau) for tau in (0.008, 0.004, 0.002))
 
 
 @pytest.mark.parametrize(
@@ -57,12 +47,6 @@ HIGH, MIDDLE, LOW = (method("sale", tau=tau) for tau in (0.008, 0.004, 0.002))
             [(NOISE, SHARED, NOISE, NOISE), (NOISE, SHARED, NOISE, NOISE), (NOISE, NOISE, NOISE, SHARED)],
             "1 of its 3 clusters share",
         ),
-        (
-            sparge_state,
-            [(FIRST, SECOND, DENSE, DENSE), *[(FIRST, SECOND, THIRD, THIRD)] * 2],
-            "from base 2 to natural units",
-        ),
-        (sale_thresholds, [(HIGH, MIDDLE, LOW, DENSE), (HIGH,) * 4, (DENSE,) * 4], "SALE's"),
     ],
 )
 def test_files_of_other_tools(make: Callable[[], Any], expected: list[Any], source: str, model: Path) -> None:
@@ -73,11 +57,6 @@ def test_files_of_other_tools(make: Callable[[], Any], expected: list[Any], sour
     assert source in str(profile.provenance.source)
     assert parse_profile(text := profile.to_yaml(), "") == profile
     assert parse_profile(text, "").to_yaml() == text
-
-
-def test_sparge_attn_without_what_their_kernels_do_not_use(model: Path) -> None:
-    state = {name: one for name, one in sparge_state().items() if not name.endswith(("is_sparse", "simthreshd2"))}
-    assert DENSE not in import_profile(save(state, model.parent / "given"), model).methods_of(0, 4)
 
 
 @pytest.mark.parametrize(
@@ -130,21 +109,6 @@ WRONG = {
         (joined("7", [2, 3]), "clusters: given layer 2, head 3, 2 times"),
         (states("shared_clusters", ["9", "8"]), "shared_clusters: given '8', expected one of 42, 7, 9"),
     ],
-    sparge_state: [
-        (lambda s: s.pop(f"{PATH}.pvthreshd"), "layer 1: pvthreshd: missing"),
-        (states(f"{PATH}.cdf", torch.zeros(4)), "cdf': given 'cdf', expected one of cdf"),
-        (states("layers.3.pvthreshd", torch.ones(4)), "'layers.3.pvthreshd': expected a layer's number below 3 in it"),
-        (states("x.1.pvthreshd", torch.ones(4)), "x.1.pvthreshd: given, but layer 1 has pvt"),
-        (lambda s: s[f"{PATH}.cdfthreshd"].mul_(2), "layer 1: head 0: given {'cdfthreshd': 1.875, 'simthreshd1': 0.31"),
-        (lambda s: s[f"{PATH}.pvthreshd"].zero_(), "'pvthreshd': 0.0}: skip_margin: given -0.0, expected a finite n"),
-        (lambda s: s[f"{PATH}.cdfthreshd"].fill_(math.nan), f"{PATH}.cdfthreshd: given a number that is not finite"),
-        (states(f"{PATH}.cdfthreshd", [1.0]), f"{PATH}.cdfthreshd: given list, expected a tensor [4]"),
-        (states(f"{PATH}.cdfthreshd", torch.ones(1, dtype=torch.complex64)), "a tensor that is not plain"),
-    ],
-    sale_thresholds: [
-        (lambda t: t.resize_(2, 4), "thresholds [layers, heads]: given a tensor [2, 4], expected [3, 4]"),
-        (lambda t: t[1].fill_(1.5), "layer 1: head 0: tau: given 1.5, expected a number in [0, 1)"),
-    ],
 }
 
 
@@ -152,42 +116,3 @@ WRONG = {
 def test_wrong_files(make: Callable[[], Any], change: Change, expected: str, model: Path) -> None:
     change(content := make())
     assert expected in refused(save(content, model.parent / "given"), model)
-
-
-# Files of torch.save
-
-
-class Runs:
-    """What would write a file if it were unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
-
-
-def test_nothing_is_executed(model: Path, tmp_path: Path) -> None:
-    trace, path = tmp_path / "executed", tmp_path / "given"
-    torch.save({"model.layers.0.cdfthreshd": Runs(trace)}, path)
-    assert "holds more than tensors, numbers and texts, which is not loaded" in refused(path, model)
-    with path.open("wb") as file:
-        pickle.dump(Runs(trace), file)
-    assert "expected JSON, or what torch.save writes since torch 1.6" in refused(path, model)
-    assert not trace.exists()
-
-
-def test_tensors_that_claim_to_be_huge_are_not_unpacked(model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "given"
-    torch.save(torch.zeros(1).expand(1 << 50), path)
-    assert "given a tensor [1125899906842624], expected [3, 4]" in refused(path, model)
-    torch.save(torch.zeros(5_000_000), path)
-    assert "expected at most 16777216" in refused(path, model)
-
-
-def test_a_file_of_an_old_torch_or_a_part_of_one(model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "given"
-    torch.save(sale_thresholds(), path, _use_new_zipfile_serialization=False)
-    assert "expected JSON, or what torch.save writes since torch 1.6" in refused(path, model)
-    save(sparge_state(), path).write_bytes(path.read_bytes()[:-500])
-    assert "expected JSON, or what torch.save writes since torch 1.6" in refused(path, model)

@@ -84,14 +84,14 @@ def clear_margin(margins: torch.Tensor, least: float = 0.6, most: float = 0.9) -
 def run(batch: Batch, index: SparseIndex, options: AttendOptions | None, bulk: bool = False):
     out = batch.empty_out()
     lse = torch.full((batch.num_heads, len(batch.q)), float("nan"), device=batch.q.device)
-    attend(batch.q, batch.cache, index, out, batch.scale, lse, options, bulk)
+    attend(batch.q, batch.cache, index, out, batch.scale, lse, options, batch.sinks, bulk)
     return out, lse
 
 
 def by_reference(batch: Batch, index: SparseIndex, options: AttendOptions | None, dtype=torch.float64):
     out = torch.full_like(batch.q, float("nan"), dtype=dtype)
     lse = out.new_full((batch.num_heads, len(batch.q)), float("nan"))
-    reference.attend(batch.q, batch.cache, index, out, batch.scale, lse, dtype, options)
+    reference.attend(batch.q, batch.cache, index, out, batch.scale, lse, dtype, options, sinks=batch.sinks)
     return out, lse
 
 
@@ -175,6 +175,15 @@ def test_a_head_may_skip_products_and_drop_steps(device):
     check(batch, index, options)
     apart = by_reference(batch, index, AttendOptions(options.skip_margins, None))
     assert not torch.equal(by_reference(batch, index, options)[0].nan_to_num(), apart[0].nan_to_num())
+
+
+def test_a_sink_is_told_what_smoothing_took_off_the_scores(device):
+    """Beside heads with other options; sinks weigh about as much as all keys."""
+    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, stripes, layout = CASES["mixed"]
+    batch = lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, torch.float16, device, layout)
+    index = random_index(batch, block_tokens, 0.7, stripes)
+    options = mixed_options(batch, index)
+    check(dataclasses.replace(batch, sinks=expected_attention(batch, index).lse.nanmean(1).float()), index, options)
 
 
 @pytest.mark.full

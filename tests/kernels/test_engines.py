@@ -7,6 +7,7 @@ makes in the same dtype, times a small factor.
 """
 
 import dataclasses
+import math
 import random
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -17,8 +18,9 @@ import torch
 
 from benchmarks.batches import random_batch, random_index, repaged
 from tests.helpers.paged_varlen import STAND_IN, paged_varlen
-from tests.methods.cases import row_alone, tiles_of
+from tests.methods.cases import row_alone
 from vllm_sparse_kernels.attend import (
+    HOPPER,
     PORTABLE,
     AttendSpec,
     Engine,
@@ -72,7 +74,7 @@ def run(
     engine: Engine, batch: Batch, index: SparseIndex, options: AttendOptions | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of an engine, poisoned before. Skips the test where the engine refuses."""
-    why = engine.refusal(AttendSpec.of(batch.cache, index, options))
+    why = engine.refusal(AttendSpec.of(batch.cache, index, options, batch.sinks))
     if why is not None:
         pytest.skip(f"{engine.name}: {why}")
     if engine.name in READS_PAST_THE_END:
@@ -83,7 +85,7 @@ def run(
                 side.nan_to_num_(nan=1e3)
     out = batch.empty_out()
     lse = torch.full((batch.num_heads, len(batch.q)), float("nan"), device=batch.q.device)
-    engine.attend(batch.q, batch.cache, index, out, batch.scale, lse, options)
+    engine.attend(batch.q, batch.cache, index, out, batch.scale, lse, options, batch.sinks)
     return out, lse
 
 
@@ -133,6 +135,15 @@ OTHERS = [
     ),
     *({"head_dim": head_dim, "block_tokens": 64} for head_dim in (64, 96, 128, 256)),
     *({"head_dim": head_dim, "block_tokens": 128} for head_dim in (64, 96, 128)),
+    *(
+        {"head_dim": 256, "page_size": 128, "block_tokens": block_tokens} | case
+        for block_tokens in (32, 64)
+        for case in (
+            {"lengths": LENGTHS[3], "heads": (4, 1)},
+            {"lengths": ASKEW, "stripes": 0},
+            STRIPED | {"stripes": 64},
+        )
+    ),
     *(DIAGONALS | {"block_tokens": block_tokens} for block_tokens in (32, 128)),
     *(STRIPED | {"stripes": stripes} for stripes in (0, 1, 200)),
 ]
@@ -179,10 +190,36 @@ def test_stripes_that_tiles_share(engine, device):
     check(engine, batch, index)
 
 
+@pytest.mark.parametrize("sinks", [[-math.inf, 0.0, 5.0, 12.0], [-60.0] * 4, pytest.param([20.0] * 4, marks=FULL)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"heads": (4, 2)},
+        *(
+            pytest.param({"head_dim": head_dim, "heads": heads, "dtype": dtype, "page_size": 128}, marks=FULL)
+            for head_dim, heads, dtype in product((64, 128, 256), ((4, 4), (4, 1)), DTYPES)
+        ),
+    ],
+    ids=str,
+)
+def test_sinks_join_the_softmax(engine, device, sinks, case):
+    """A logit per head, from one that counts for nothing to one above every score: alone, and unlike from head to head.
+
+    The log-sum-exp stays that of the keys.
+    """
+    batch, index = made(USUAL | {"block_tokens": 64} | case, device)
+    dtype = torch.bfloat16 if batch.q.dtype == torch.bfloat16 else torch.float32  # vLLM's are of the weights' dtype
+    batch = dataclasses.replace(batch, sinks=torch.tensor(sinks, dtype=dtype, device=device))
+    check(engine, batch, index)
+
+
+@pytest.mark.parametrize("sinks", [None, [-30.0, 0.0, 5.0, 12.0]])
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
-def test_full_index_is_dense_attention(engine, device, dtype):
+def test_full_index_is_dense_attention(engine, device, dtype, sinks):
     """Against softmax over whole matrices, which knows neither tiles nor indices."""
     batch = random_batch([(37, 200), (0, 90)], 4, 2, 64, 16, dtype, device, gap_tokens=1)
+    if sinks is not None:
+        batch = dataclasses.replace(batch, sinks=torch.tensor(sinks, device=device))
     index = SparseIndex.allocate(batch.rows, 4, 64)
     Dense().select(batch.q, batch.cache, index, torch.arange(4, dtype=torch.int32, device=device), batch.scale)
     out, lse = run(engine, batch, index)
@@ -195,7 +232,8 @@ def test_full_index_is_dense_attention(engine, device, dtype):
         q, k, v = (x.double().transpose(0, 1) for x in (batch.q[tokens], *cached))
         scores = q @ k.transpose(1, 2) * batch.scale
         scores = scores + torch.full_like(scores, -torch.inf).triu(rows.context_lens[row] + 1)
-        exact = (scores.softmax(-1) @ v).transpose(0, 1)
+        others = torch.tensor(sinks or [-torch.inf] * 4, device=device).double().exp()[:, None, None]
+        exact = (scores.exp() / (scores.exp().sum(-1, keepdim=True) + others) @ v).transpose(0, 1)
         assert float((out[tokens] - exact).abs().max()) <= expected.out_budget
         assert float((lse[:, tokens] - scores.logsumexp(-1)).abs().max()) <= expected.lse_budget
 
@@ -238,7 +276,7 @@ def test_temporary_tensors_come_from_the_workspace(engine, device):
 
 def part_of(batch: Batch, index: SparseIndex, row: int) -> tuple[Batch, SparseIndex]:
     """One row of a batch alone, and what the index keeps of it."""
-    alone, own = row_alone(batch, row), tiles_of(batch.rows, row)
+    alone, own = row_alone(batch, row), batch.rows.tiles_of(row)
     tiles = slice(own.start, own.stop)
     names = ("block_counts", "stripe_counts", "stripe_offsets")
     lists = {name: getattr(index, name)[:, tiles].contiguous() for name in names}
@@ -292,7 +330,8 @@ def test_shapes_that_do_not_fit(engine, device, q_shape, out_shape):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lengths", [[(0, 2049)], [(1000, 8192)], [(4000, 2049), (0, 63), (130, 1000)]], ids=str)
 @pytest.mark.parametrize(
-    ("head_dim", "block_tokens"), [(128, 32), (128, 64), (128, 128), (96, 64), (64, 64), (64, 128), (256, 64)]
+    ("head_dim", "block_tokens"),
+    [(128, 32), (128, 64), (128, 128), (96, 64), (64, 64), (64, 128), (256, 32), (256, 64)],
 )
 def test_long_rows_on_gpu(engine, lengths, dtype, head_dim, block_tokens):
     batch = random_batch(lengths, 8, 2, head_dim, 128, dtype, "cuda", gap_tokens=3)
@@ -300,18 +339,42 @@ def test_long_rows_on_gpu(engine, lengths, dtype, head_dim, block_tokens):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_sinks_are_what_vllms_flash_attention_takes_them_for(engine, head_dim):
+    """Over an index that keeps everything. Version 3 alone takes any."""
+    flash = flash_attention()
+    if flash is None or FP8 not in flash.dtypes:
+        pytest.skip("no FlashAttention-3 here")
+    batch = random_batch([(300, 700)], 8, 2, head_dim, 128, torch.bfloat16, "cuda")
+    sinks = torch.linspace(-5, 12, 8, dtype=torch.bfloat16, device="cuda")
+    batch, index = dataclasses.replace(batch, sinks=sinks), random_index(batch, 64, 1.0)
+    out, _ = run(engine, batch, index)
+    keys, values = (side.nan_to_num(nan=1e3) for side in (batch.cache.keys, batch.cache.values))
+    ends, lengths = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 700], [1000]))
+    stock = flash.varlen(
+        q=batch.q, k=keys, v=values, cu_seqlens_q=ends, max_seqlen_q=700, seqused_k=lengths, max_seqlen_k=1000,
+        softmax_scale=batch.scale, causal=True, block_table=batch.rows.block_table[:, :8].contiguous(), s_aux=sinks,
+    )  # fmt: skip
+    expected = expected_attention(batch, index)
+    for result in (out, stock):
+        expected.assert_close(result)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("stripes", [0, 100])
-def test_a_row_does_not_depend_on_fifteen_others(engine, stripes):
+def test_a_row_does_not_depend_on_fifteen_others(engine, stripes, head_dim):
     lengths = [(130 * i, 100 + 77 * i) for i in range(16)]
-    batch = random_batch(lengths, 8, 2, 128, 128, torch.bfloat16, "cuda", gap_tokens=3)
+    batch = random_batch(lengths, 8, 2, head_dim, 128, torch.bfloat16, "cuda", gap_tokens=3)
     independent(engine, batch, random_index(batch, 64, 0.3, stripes=stripes), (0, 7, 15))
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("stripes", [0, 200])
-def test_the_same_however_often(engine, stripes):
+def test_the_same_however_often(engine, stripes, head_dim):
     """Races show once in a thousand launches, and the sooner the more items differ in length."""
-    batch = random_batch([(32768, 8192), (5000, 777)], 8, 2, 128, 128, torch.bfloat16, "cuda")
+    batch = random_batch([(32768, 8192), (5000, 777)], 8, 2, head_dim, 128, torch.bfloat16, "cuda")
     index, few = (random_index(batch, 64, density, stripes, seed) for seed, density in enumerate((0.1, 0.003)))
     for of_index, of_few in ((index.block_counts, few.block_counts), (index.block_ids, few.block_ids)):
         of_index[1::2] = of_few[1::2]
@@ -386,6 +449,24 @@ class TestFlash:
 SPEC = AttendSpec(
     torch.device("cpu"), torch.float16, 8, 2, 64, 16, (16 * 128, 128, 16 * 128), block_tokens=64, has_stripes=True
 )
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block_tokens", "says"),
+    [
+        (128, 128, None),
+        (256, 32, None),
+        (256, 64, None),
+        (256, 128, "blocks of 128 keys with head_dim 256 do not fit shared memory"),
+        (96, 64, "head_dim 64, 128 and 256, not torch.float16 and 96"),
+    ],
+)
+def test_what_hopper_takes(monkeypatch, head_dim, block_tokens, says):
+    monkeypatch.setattr(AttendSpec, "capability", (9, 0))
+    strides = (128 * 4 * head_dim, 4 * head_dim, 2 * head_dim)
+    changes = {"head_dim": head_dim, "block_tokens": block_tokens, "page_size": 128, "strides": strides}
+    why = HOPPER.refusal(dataclasses.replace(SPEC, **changes))
+    assert (why is None) if says is None else (says in why)
 
 
 class TestChoice:

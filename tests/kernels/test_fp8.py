@@ -65,11 +65,13 @@ def test_methods_keep_what_they_keep_of_the_same_elements_in_fp16(method, length
 
 
 @pytest.mark.parametrize("engine", READS_FP8)
-@pytest.mark.parametrize(("page_size", "layout", "stripes"), [(16, "NHD", 50), (64, "HND", 0)])
-def test_engines(engine, stripes, page_size, layout, device):
+@pytest.mark.parametrize(
+    ("page_size", "layout", "stripes", "sinks"), [(16, "NHD", 50, None), (64, "HND", 0, [2.0, 5.0])]
+)
+def test_engines(engine, stripes, page_size, layout, sinks, device):
     lengths = [(200, 90), (0, 63), (0, 1)]
     batch = random_batch(lengths, 2, 2, 64, page_size, device=device, gap_tokens=3, layout=layout)
-    batch = in_fp8(batch, *SCALES)
+    batch = replace(in_fp8(batch, *SCALES), sinks=None if sinks is None else torch.tensor(sinks, device=device))
     check(ENGINES[engine], batch, random_index(batch, 64, 0.4, stripes))
 
 
@@ -128,5 +130,6 @@ def test_engines_on_gpu(engine, block_tokens, head_dim, dtype):
         pytest.skip("no engine has room for two buffers of such blocks")
     batch = random_batch([(3000, 900), (0, 1), (127, 63), (0, 2049)], 8, 2, head_dim, 128, dtype, "cuda", gap_tokens=3)
     batch = in_fp8(batch, *SCALES)
-    for stripes in (0, 300):
+    for stripes, sinks in ((0, None), (300, torch.linspace(-5, 9, 8, device="cuda"))):
+        batch = replace(batch, sinks=sinks)
         check(ENGINES[engine], batch, random_index(batch, block_tokens, 0.2, stripes))

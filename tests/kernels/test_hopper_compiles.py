@@ -3,11 +3,19 @@
 
 import pytest
 
-from benchmarks.compile_matrix import figures_with
+from benchmarks.compile_matrix import exponents, figures_with
 
 pytestmark = pytest.mark.full
 
-CASES = ["128-128-blocks-bf16", "128-32-stripes-bf16", "64-64-stripes-fp16"]
+CASES = [
+    "128-128-blocks-bf16",
+    "128-32-stripes-bf16",
+    "64-64-stripes-fp16",
+    "64-128-blocks+sinks-bf16",
+    "128-64-stripes+sinks-bf16",
+    "256-32-blocks-bf16",
+    "256-32-stripes+sinks-bf16",
+]
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +29,9 @@ def test_it_is_what_it_was_tuned_for(table: dict[str, dict[str, int]], case: str
     figures = table[case]
     # ptxas may hoist the wait for P·V above the exponents: then matrix units idle through every softmax.
     assert figures["overlapped_steps"] >= 4  # two consumers, the masked loop and the plain one
-    assert figures["fewest_exponents_beside"] >= 64  # [64, 128] scores on 128 threads
-    assert figures["spills_within_steps"] == 0
+    assert figures["fewest_exponents_beside"] >= exponents(case)
+    # At head_dim 256 Triton 3.9 reads the number of steps back once a step, where its threads wait anyway.
+    assert figures["spills_within_steps"] <= (1 if case.startswith("256-") else 0)
     # Nothing is handed back before all warps are done: a copy would write over what the last one's product still reads.
     assert figures["hasty_arrivals"] == 0
     assert figures["shared_bytes"] <= 227 << 10

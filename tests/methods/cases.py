@@ -55,16 +55,19 @@ def lists(index: SparseIndex, head: int, i_tile: int) -> Lists:
     return index.blocks_of(head, i_tile).tolist(), index.stripes_of(head, i_tile).tolist()
 
 
+def kept_blocks(index: SparseIndex, head: int, i_tile: int) -> torch.Tensor:
+    """Bool [causal blocks]: which of them the tile keeps."""
+    flags = torch.zeros(index.num_causal_blocks(index.rows.tile_list[i_tile]), dtype=torch.bool, device=DEVICE)
+    flags[index.blocks_of(head, i_tile)] = True
+    return flags
+
+
 def all_lists(
     index: SparseIndex, tiles: Iterable[int] | None = None, heads: Iterable[int] | None = None
 ) -> list[list[Lists]]:
     """By head and tile; of all of them unless told."""
     tiles = range(index.rows.num_tiles) if tiles is None else list(tiles)
     return [[lists(index, head, i) for i in tiles] for head in (range(index.num_heads) if heads is None else heads)]
-
-
-def tiles_of(rows: Rows, row: int) -> range:
-    return range(rows.tile_starts[row], rows.tile_starts[row + 1])
 
 
 def row_alone(batch: Batch, row: int) -> Batch:

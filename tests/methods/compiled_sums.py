@@ -24,8 +24,9 @@ def main() -> None:
     recorders = {name: Recorder(getattr(last_queries, name)) for name in (*KERNELS, "block_diagonals_kernel")}
     for name, recorder in recorders.items():
         setattr(last_queries, name, recorder)
+    estimate = last_queries.Estimate(64, band=64)
     with compiling_for():
-        last_queries.last_query_sums(batch.q, batch.cache, index, (0, 1), heads, batch.scale, 64, 64)
+        last_queries.last_query_sums(batch.q, batch.cache, index, (0, 1), heads, batch.scale, estimate)
     found = {}
     for name in KERNELS:
         (compiled,) = recorders[name].compiled

@@ -127,7 +127,7 @@ def vertical_slash_between(method: VerticalSlash, batch: Batch, *indices: Sparse
     for row in range(rows.num_rows):
         for head in range(batch.num_heads):
             verticals, slashes = vertical_slash_bounds(method, batch, row, head)
-            for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
+            for i_tile in rows.tiles_of(row):
                 for bound, index in enumerate((lower, upper)):
                     reference.set_vertical_slash(verticals[bound], slashes[bound], index, head, i_tile)
     for index in indices:
@@ -146,7 +146,7 @@ def block_sparse_between(method: BlockSparse, batch: Batch, *indices: SparseInde
             margin = UNIT * (q.shape[1] + 132) * size
             bounds = sure_and_possible(scores, method.top_blocks, margin)
             bounds = [reference.by_tile(kept & (scores > -torch.inf)) for kept in bounds]
-            for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
+            for i_tile in rows.tiles_of(row):
                 for kept, index in zip(bounds, (lower, upper), strict=True):
                     reference.set_block_sparse(kept[i_tile - rows.tile_starts[row]], index, head, i_tile)
     for index in indices:

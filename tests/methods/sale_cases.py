@@ -6,13 +6,15 @@ import math
 import torch
 
 from benchmarks.batches import random_batch
-from tests.methods.cases import DEVICE, int32
+from tests.methods.cases import DEVICE, int32, kept_blocks, row_parts
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, rounding as sale_rounding
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries, Selected
-from vllm_sparse_kernels.methods.sale.scores import adds_up_in_half
+from vllm_sparse_kernels.methods.sale.scores import adds_up_in_half, marks_bytes
 from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.select.channels import kept_channels
+from vllm_sparse_kernels.select.slabs import slabs_of
 from vllm_sparse_kernels.trial import Batch
 from vllm_sparse_kernels.workspace import Workspace
 
@@ -29,11 +31,6 @@ def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, 
     for x in (batch.q, batch.cache.keys):
         x.add_(torch.randn(x.shape[-2:], generator=generator, device=DEVICE).to(dtype))
     return batch
-
-
-def keys_of(batch: Batch, row: int, head: int) -> torch.Tensor:
-    keys, _ = batch.cache.gather(batch.rows.block_table[row], batch.rows.seq_lens[row])
-    return keys[:, head // (batch.num_heads // batch.cache.num_kv_heads)].double()
 
 
 def regions(method: Sale, position: int, length: int) -> list[tuple[slice, int, int]]:
@@ -66,7 +63,7 @@ def channels_of(batch: Batch, method: Sale, row: int, head: int) -> list[int]:
     if method.channels == "all" or head_dim <= 32:
         return list(range(head_dim))
     q = batch.q[batch.rows.tokens[row] :][: batch.rows.query_lens[row], head // group * group :][:, :group].double()
-    k = keys_of(batch, row, head)
+    k = row_parts(batch, row, head)[1]
     energy = (k - k.mean(0)).square().mean(0) * (q - q.mean(0)).square().mean(0).sum(0)
     heaviest = sorted(range(head_dim), key=lambda d: -float(energy[d]))
     return sorted(heaviest[: {64: 32, 96: 64, 128: 64, 256: 128}[head_dim]])
@@ -83,8 +80,7 @@ def definition(batch: Batch, method: Sale, row: int, head: int):
     The two differ where float32 could decide otherwise: by its error, and by integers that round the other way.
     """
     rows, scale = batch.rows, batch.scale
-    k = keys_of(batch, row, head)
-    q = batch.q[rows.tokens[row] : rows.tokens[row] + rows.query_lens[row], head].double()
+    q, k = row_parts(batch, row, head)
     j = torch.arange(len(k), device=DEVICE)
     smooth_k, smooth_q = k - k.mean(0), q - q.mean(0)
     kept_d = channels_of(batch, method, row, head)
@@ -92,7 +88,7 @@ def definition(batch: Batch, method: Sale, row: int, head: int):
     k4, k_steps, k_near = rounded(smooth_k[:, kept_d], j // 32 * 4 + j % 8 // 2)
     q4, q_steps, q_near = rounded(smooth_q[:, kept_d], torch.arange(len(q), device=DEVICE))
     deviation = (smooth_q[:, left_out] ** 2 @ (smooth_k[:, left_out] ** 2).mean(0)).sqrt()
-    for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
+    for i_tile in rows.tiles_of(row):
         tile = rows.tile_list[i_tile]
         blocks = regions(method, tile.position, tile.length_tokens)
         kept = torch.ones(2, len(blocks), blocks[-1][2], dtype=torch.bool, device=DEVICE)
@@ -126,8 +122,7 @@ def assert_agrees(batch: Batch, method: Sale, index: SparseIndex) -> None:
         for head in range(batch.num_heads):
             for i_tile, surely, maybe in definition(batch, method, row, head):
                 tile = batch.rows.tile_list[i_tile]
-                ours = torch.zeros(index.num_causal_blocks(tile), dtype=torch.bool, device=DEVICE)
-                ours[index.blocks_of(head, i_tile)] = True
+                ours = kept_blocks(index, head, i_tile)
                 surely, maybe = (
                     torch.nn.functional.pad(x.any(0), (0, len(ours) * fine - x.shape[1])).view(-1, fine).any(1)
                     for x in (surely, maybe)
@@ -153,12 +148,11 @@ def rounded_by_kernels(method: Sale, batch: Batch) -> tuple[RoundedQueries, Roun
     q, cache, rows, room = batch.q, batch.cache, batch.rows, Workspace(torch.device(DEVICE))
     dtype, selected = module.integer_dtype(q.device), selected_heads(method, batch)
     regions = Regions(method.sink_tokens, method.local_tokens)
-    kept_d = sale_means.kept_channels(cache.head_dim, method.channels == "half")
+    kept_d = kept_channels(cache.head_dim, method.channels == "half", sale_means.LEAST_CHANNELS)
     means = sale_means.row_means(q, cache, rows, kept_d, room)
     queries = sale_rounding.round_queries(q, cache, rows, means, selected, regions, batch.scale, kept_d, dtype, room)
-    (slab,) = module.slabs_of_rows(method, rows)
-    num_keys = sum(module.tested_keys(method, rows))
-    keys = sale_rounding.room_for_keys(selected.num_selected, cache.num_kv_heads, num_keys, kept_d, dtype, room)
+    (slab,) = slabs_of(rows, selected.num_selected, marks_bytes)
+    keys = sale_rounding.room_for_keys(selected.num_selected, cache.num_kv_heads, slab.num_keys, kept_d, dtype, room)
     group = batch.num_heads // cache.num_kv_heads
-    sale_rounding.round_keys(cache, rows, means, selected, group, slab.pieces, slab.longest, keys)
+    sale_rounding.round_keys(cache, rows, means, selected, group, slab, keys)
     return queries, keys

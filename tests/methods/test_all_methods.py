@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.batches import random_batch, repaged
 from tests.helpers.lined import lined_batch
-from tests.methods.cases import DEVICE, F32, POISON, all_lists, row_alone, select, tiles_of
+from tests.methods.cases import DEVICE, F32, POISON, all_lists, row_alone, select
 from vllm_sparse_kernels.attend import PORTABLE
 from vllm_sparse_kernels.index import SparseIndex, causal_pairs
 from vllm_sparse_kernels.methods import METHODS, name_of
@@ -79,7 +79,7 @@ def test_neither_neighbours_nor_pages_nor_slots_matter(name: str, params: dict[s
     together = select(method, batch)
     for row, (page_size, layout) in ((0, (48, "HND")), (2, (64, "NHD"))):
         alone = select(method, row_alone(repaged(batch, page_size, layout), row))
-        assert all_lists(alone) == all_lists(together, tiles_of(batch.rows, row))
+        assert all_lists(alone) == all_lists(together, batch.rows.tiles_of(row))
 
 
 @every_method

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.batches import random_batch
-from tests.methods.cases import DEVICE, DTYPES, all_lists, by_turns, select
+from tests.methods.cases import DEVICE, DTYPES, all_lists, by_turns, row_parts, select
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.anchor_attention import method as module
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
@@ -42,12 +42,9 @@ def in_blocks(kept: torch.Tensor, block_tokens: int) -> torch.Tensor:
 
 def group_differences(batch: Batch, method: AnchorAttention, row, start, tiles, head, dtype) -> torch.Tensor:
     """Equation 2's left side in ``dtype``: [tiles, candidates]."""
-    keys, _ = batch.cache.gather(batch.rows.block_table[row], batch.rows.seq_lens[row])
-    k = keys[:, head // (batch.num_heads // batch.cache.num_kv_heads)]
-    tiles = [tile for _, tile in tiles]
-    q = batch.q[:, head].to(dtype)
+    k = row_parts(batch, row, head, dtype)[1]
     settings = batch.scale, method.use_anchor, method.sample_tokens
-    return anchor_differences(tiles, q, k.to(dtype), start, *settings).double()
+    return anchor_differences([tile for _, tile in tiles], batch.q[:, head].to(dtype), k, start, *settings).double()
 
 
 def assert_listed_as_blocks(index: SparseIndex) -> None:
@@ -153,9 +150,7 @@ def definition(batch: Batch, method: AnchorAttention, row: int, head: int) -> to
     """Bool [query_len, seq_len] in float64, over whole score matrices, as the paper states it."""
     rows, span = batch.rows, method.step_tiles * 128
     context_len, query_len = rows.context_lens[row], rows.query_lens[row]
-    keys, _ = batch.cache.gather(rows.block_table[row], rows.seq_lens[row])
-    k = keys[:, head // (batch.num_heads // batch.cache.num_kv_heads)].double()
-    q = batch.q[rows.tokens[row] : rows.tokens[row] + query_len, head].double()
+    q, k = row_parts(batch, row, head)
     positions = torch.arange(len(k), device=DEVICE)
     group_of = [(context_len + i // 128 * 128) // span for i in range(query_len)]  # of each query's tile
     kept = torch.zeros(query_len, len(k), dtype=torch.bool, device=DEVICE)
@@ -213,17 +208,6 @@ def plant(batch: Batch, scores: dict[tuple[int, int, int], float]) -> None:
         batch.cache.keys[page, position % 16, 0, dim] = score
 
 
-def test_a_key_that_one_tile_wants_is_kept_for_its_group_alone():
-    """Scores of 20 with key 0 for all queries, and of 15 with key 300 for the queries at [640, 768) alone; else 0."""
-    batch = make_batch([(0, 1100)], num_heads=1)
-    plant(batch, {(0, 0, 0): 20.0, (0, 300, 1): 15.0})
-    batch.q[:1100, 0, 0] = batch.q[640:768, 0, 1] = batch.scale**-1
-    index = select(AnchorAttention(step_tiles=2), batch)
-    for i_tile, tile in enumerate(batch.rows.tile_list):
-        wanted = [300] if 512 <= tile.position < 768 else []
-        assert index.stripes_of(0, i_tile).tolist() == wanted, f"tile at {tile.position}"
-
-
 def holed_batch(lengths, *holes, **kwargs) -> Batch:
     """One head, which scores -30 with the keys at each row's ``holes`` (lists of positions) and 0 with all others."""
     batch = make_batch(lengths, num_heads=1, **kwargs)
@@ -278,22 +262,6 @@ def test_chunks_cut_between_groups_select_as_the_whole_prompt():
     batch, method = make_batch([(0, 1000)], num_heads=1), AnchorAttention(theta=3.0, step_tiles=2)
     chunk = Rows((512,), (488,), (512,), batch.rows.block_table)
     assert all_lists(select(method, batch, rows=chunk)) == all_lists(select(method, batch), range(4, 8))
-
-
-@pytest.mark.parametrize("whole_blocks", [False, True])
-def test_a_sampled_query_finds_what_it_alone_looks_for(whole_blocks):
-    """Key 300 scores 15 with query 655 alone, the last of 16: the mean query of its tile does not see it."""
-    batch = make_batch([(0, 1100)], num_heads=1)
-    plant(batch, {(0, 0, 0): 10.0, (0, 300, 1): 15.0})
-    batch.q[:1100, 0, 0] = batch.q[655, 0, 1] = batch.scale**-1
-    wanted = list(range(256, 320)) if whole_blocks else [300]
-    for sample_tokens in (0, 8, 16, 128):
-        method = AnchorAttention(3.0, step_tiles=1, sample_tokens=sample_tokens, whole_blocks=whole_blocks)
-        index = select(method, batch)
-        for i_tile in range(3, 9):
-            found = wanted if i_tile == 5 and sample_tokens in (8, 16) else []
-            kept = index.tile_keys(0, i_tile)[128 : 128 * i_tile].nonzero().flatten() + 128
-            assert kept.tolist() == found, f"tile {i_tile}, sample {sample_tokens}"
 
 
 def test_defaults_are_the_papers():

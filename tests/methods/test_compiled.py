@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels compiled for Hopper without one: what the passes over the last queries, and SALE, owe their speed to."""
+"""Kernels compiled for Hopper without one: what the passes over the last queries, SALE and top_p owe their speed to."""
 
 import json
 import os
@@ -18,12 +18,17 @@ REGISTERS, SHARED_BYTES = 1 << 16, 228 << 10
 """Of a multiprocessor, which keeps 1 KB of the latter for each program."""
 
 
+def printed_by(*arguments: str) -> str:
+    """The last line that a Python process prints in which kernels are not interpreted, as they are in this one."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()[-1]
+
+
 @pytest.fixture(scope="module")
 def figures() -> dict[str, dict[str, int]]:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.methods.compiled_sums"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout.splitlines()[0])
+    found = json.loads(printed_by("-m", "tests.methods.compiled_sums"))
     assert isinstance(found, dict)
     return found
 
@@ -42,20 +47,23 @@ COMPILE = """
 import sys
 import torch
 from benchmarks.offline import compiling_for
+from vllm_sparse_kernels.gluon_names import bulk_steps
+from vllm_sparse_kernels.index import IndexArgs
 from vllm_sparse_kernels.methods.sale import hopper as sale_hopper
 from vllm_sparse_kernels.methods.sale.rounding import RoundedKeys, RoundedQueries
-from vllm_sparse_kernels.methods.sale.scores import PAIR_FIELDS, FlagArgs
+from vllm_sparse_kernels.methods.sale.scores import PAIR_FIELDS
 
 head_dim, block_tokens = int(sys.argv[1]), int(sys.argv[2])
 integers = torch.empty(1, 256, head_dim, dtype=torch.float8_e4m3fn)
 numbers, ids = torch.empty(256), torch.empty(256, dtype=torch.int32)
 flags = torch.empty(256, dtype=torch.uint8)
-bulk = sale_hopper.bulk(integers)
+bulk = bulk_steps(integers)
+index = IndexArgs(ids, ids, ids, ids, ids, ids.long(), 256, ids, ids, ids.long())
 with compiling_for():
     kernel = sale_hopper.half_kernel.warmup(
         RoundedQueries(integers, numbers, numbers, numbers, 256),
         RoundedKeys(integers, numbers, numbers, numbers.half(), numbers, numbers, 256),
-        bulk, bulk, ids, numbers, FlagArgs(flags, 256, ids.long(), ids), ids, 32, 128, flags,
+        bulk, bulk, ids, numbers, flags, index, ids, 32, 128, flags,
         GROUP=4, BLOCK_D=head_dim, INDEX_N=block_tokens, SPAN=8192, FIELDS=4, STAGES=sale_hopper.STAGES,
         PAIR_FIELDS=PAIR_FIELDS.value, num_warps=4, grid=(1, 1, 1),
     )
@@ -70,9 +78,7 @@ print(kernel.metadata.shared)
 def test_sales_gluon_kernel_compiles_as_meant(head_dim, block_tokens, tmp_path):
     """Without spills, and with products that run under the maxima."""
     cubin = tmp_path / "half_kernel.cubin"
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE, str(head_dim), str(block_tokens), str(cubin)]
-    shared = int(subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout)
+    shared = int(printed_by("-c", COMPILE, str(head_dim), str(block_tokens), str(cubin)))
     assert 2 * (shared + 1024) <= 227 * 1024, "two programs do not fit one multiprocessor"
     sass = subprocess.run([TOOLS / "nvdisasm", "-c", cubin], check=True, capture_output=True, text=True).stdout
     usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", cubin], check=True, capture_output=True, text=True)
@@ -85,3 +91,67 @@ def test_sales_gluon_kernel_compiles_as_meant(head_dim, block_tokens, tmp_path):
     assert sum("gsb0, 0x1 ;" in line for line in waits) == 2 * 4 - 1
     # Between the last two waits stand the maxima of a tile: the assembler did not pull the wait up over them.
     assert len(sass.split("WARPGROUP.DEPBAR")[-2].splitlines()) > 120
+
+
+COMPILE_TOP_P = """
+import json, sys
+import torch
+from benchmarks.compile_matrix import hasty_arrivals
+from vllm_sparse_kernels.methods.top_p import hopper
+from vllm_sparse_kernels.methods.top_p.rounding import Rounded
+from vllm_sparse_kernels.select.slabs import pairs_of
+from vllm_sparse_kernels.rows import Rows
+from benchmarks.offline import Code, Recorder, compiling_for
+from vllm_sparse_kernels.workspace import Workspace
+
+kept_d = int(sys.argv[1])
+names = ("_own_kernel", "_scores_kernel", "_masses_kernel")
+recorders = {name: Recorder(getattr(hopper, name)) for name in names}
+for name, recorder in recorders.items():
+    setattr(hopper, name, recorder)
+with compiling_for():
+    for context_len, query_len in ((4000, 300), (0, 129), (20000, 1)):
+        rows = Rows((0,), (query_len,), (context_len,), torch.zeros(1, 1, dtype=torch.int32))
+        num_queries, num_keys = rows.num_tiles * 128, -(-(context_len + query_len) // 128) * 128
+        rounded = Rounded(
+            torch.zeros(8, num_queries, kept_d, dtype=torch.float8_e4m3fn), torch.zeros(8, num_queries), num_queries,
+            torch.zeros(2, num_keys, kept_d, dtype=torch.float8_e4m3fn), torch.zeros(2, num_keys // 32), num_keys,
+        )
+        pairs = torch.tensor(pairs_of(rows, 0, rows.num_tiles, {0: 0}), dtype=torch.int32).view(-1, 3)
+        scratch = hopper.room(8, rows.num_tiles, context_len + query_len, Workspace(torch.device("cpu")))
+        heads, kept = torch.arange(8, dtype=torch.int32), torch.zeros(8)
+        target = torch.zeros(8, rows.num_tiles, -(-num_keys // 512) * 16)
+        hopper.masses(rounded, heads, kept, 0.2, 4, rows.tiles, 0, pairs, scratch, target)
+found = {}
+for name, recorder in recorders.items():
+    code = Code.of(recorder.compiled[0])
+    found[name] = {
+        "registers": code.registers, "shared_bytes": code.shared_bytes, "spills": code.count("STL|LDL"),
+        "hasty_arrivals": hasty_arrivals(code.sass), "variants": len({id(one) for one in recorder.compiled}),
+        "products": code.count(r"QGMMA[\\w.]*"), "maxima_of_pairs": code.count(r"HMNMX2|VHMNMX"),
+        "shuffles": code.count(r"SHFL[\\w.]*"),
+    }
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module", params=[64, 128])
+def of_top_p(request: pytest.FixtureRequest) -> dict[str, dict[str, int]]:
+    """What each kernel comes to."""
+    return {name: dict(one) for name, one in json.loads(printed_by("-c", COMPILE_TOP_P, str(request.param))).items()}
+
+
+def test_top_ps_gluon_kernel_compiles_as_meant(of_top_p: dict[str, dict[str, int]]) -> None:
+    scores = of_top_p["_scores_kernel"]
+    assert scores["registers"] == 80, "two programs of three warp groups do not fit one multiprocessor"
+    assert 2 * (scores["shared_bytes"] + 1024) <= 227 << 10
+    assert scores["spills"] == 0
+    assert scores["hasty_arrivals"] == 0, "a copy would write over what the last warp's product still reads"
+    # Of each consumer's 64 pairs of scores a thread 8 instructions a query find the largest, and one its larger half.
+    assert scores["maxima_of_pairs"] <= 2 * 4 * 10
+    assert scores["shuffles"] <= 2 * 4 * 2 + 2, "only sums at the end go from thread to thread"
+
+
+def test_what_start_up_compiles_serves_every_batch(of_top_p: dict[str, dict[str, int]]) -> None:
+    assert {name: one["variants"] for name, one in of_top_p.items()} == dict.fromkeys(of_top_p, 1)
+    assert all(one["spills"] == 0 for one in of_top_p.values())

@@ -6,12 +6,12 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks.batches import random_batch
 from tests.helpers.lined import assert_between, kept_keys, lined_batch
 from tests.methods.cases import DEVICE, DTYPES, by_turns, select
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 from vllm_sparse_kernels.methods.flex_prefill.reference import (
     block_diagonals,
+    estimating_queries,
     fewest_with_mass,
     softmax_of,
     whole_blocks,
@@ -42,47 +42,34 @@ CASES = [
 ]
 
 
+METHODS = [
+    FlexVerticalSlash(0.8),
+    FlexVerticalSlash(0.8, last_queries=64, estimating="spread"),
+    FlexVerticalSlash(0.8, last_queries=17),
+    FlexVerticalSlash(0.8, last_queries=128),
+]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(("case", "dtype"), by_turns(CASES, DTYPES), ids=str)
-def test_kernels_keep_what_the_reference_keeps(case, dtype):
+@pytest.mark.parametrize(
+    ("case", "dtype", "method"),
+    [*by_turns(CASES, DTYPES, METHODS[:1]), *by_turns([CASES[2]] * 3, DTYPES[:1], METHODS[1:])],
+    ids=str,
+)
+def test_kernels_keep_what_the_reference_keeps(case, dtype, method):
     lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, gap = case
     batch = lined_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout, gap_tokens=gap)
-    index = select(FlexVerticalSlash(0.8), batch, block_tokens)
-    check_between(FlexVerticalSlash(0.8), batch, index)
+    index = select(method, batch, block_tokens)
+    check_between(method, batch, index)
     if lengths[0][0] >= 500:
         assert index.density() < 0.9
 
 
-OTHERS = {
-    "spread": FlexVerticalSlash(0.8, last_queries=64, estimating="spread"),
-    "few queries": FlexVerticalSlash(0.8, last_queries=17),
-    "more queries": FlexVerticalSlash(0.8, last_queries=128),
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("method", OTHERS.values(), ids=OTHERS)
-def test_other_queries(method):
-    batch = lined_batch([(37, 200), (301, 70), (0, 5)], 4, 2, 64, 16, gap_tokens=2)
-    index = select(method, batch, 64)
-    check_between(method, batch, index)
-
-
-@pytest.mark.full
-def test_queries_spread_over_the_chunk_find_what_its_last_ones_do_not():
-    """Keys that only the first half of a chunk looks at."""
-    batch = random_batch([(512, 256)], 1, 1, 64, 16, torch.float32, DEVICE)
-    generator = torch.Generator().manual_seed(1)
-    early, late = torch.nn.functional.normalize(torch.randn(2, 64, generator=generator), dim=-1).to(DEVICE)
-    batch.q[:128], batch.q[128:] = 12 * early, 12 * late
-    pages = batch.rows.block_table[0]
-    for position, looked_at in ((10, late), (130, early), (300, early)):
-        batch.cache.keys[pages[position // 16], position % 16] = 8 * looked_at
-    for by_reference in (False, True):
-        for estimating, found in (("last", False), ("spread", True)):
-            method = FlexVerticalSlash(0.9, last_queries=64, estimating=estimating)
-            index = select(method, batch, by_reference=by_reference)
-            assert index.tile_keys(0, 0)[[130, 300]].tolist() == [found, found]
+def test_queries_spread_over_the_chunk_end_with_its_last():
+    spread = FlexVerticalSlash(last_queries=3, estimating="spread")
+    assert estimating_queries(spread, 256).tolist() == [84, 169, 255]
+    assert estimating_queries(spread, 2).tolist() == [0, 1]
+    assert estimating_queries(FlexVerticalSlash(last_queries=3), 256).tolist() == [253, 254, 255]
 
 
 def test_diagonals_are_those_of_blocks():

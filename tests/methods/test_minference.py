@@ -3,6 +3,8 @@
 top-k alone, from made-up sums and scores.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -26,7 +28,7 @@ from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.select import last_queries, lines
+from vllm_sparse_kernels.select import last_queries
 from vllm_sparse_kernels.select.last_queries import Sums
 from vllm_sparse_kernels.select.lines import Lines, write_lines
 from vllm_sparse_kernels.trial import Batch
@@ -43,6 +45,7 @@ def vertical_slash_of(case: Case) -> VerticalSlash:
 def test_kernels_are_the_reference(case):
     batch = case.batch()
     methods = [AShape(100, 150), AShape(0, 1), AShape(65, 64), BlockSparse(2), vertical_slash_of(case)]
+    methods += [replace(methods[-1], last_queries=count) for count in (1, 17) if case == CASES[1]]
     for method in methods:
         both = [select(method, batch, case.block_tokens, by_reference=way) for way in (False, True)]
         if isinstance(method, AShape):
@@ -87,13 +90,6 @@ def test_a_shape_keeps_sinks_and_windows_and_little_else():
     assert not (mask & ~allowed).any()
 
 
-@pytest.mark.parametrize("last_queries", [1, 17])
-def test_fewer_last_queries(last_queries):
-    batch = random_batch([(137, 100), (0, 10)], 2, 1, 64, 16, F32, DEVICE)
-    method = VerticalSlash(20, 5, last_queries, 3, 2)
-    vertical_slash_between(method, batch, select(method, batch, 64))
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("method", [VerticalSlash(30, 10, 64, 0, 0), FlexVerticalSlash(0.5)], ids=name_of)
 def test_a_longer_row_that_is_split_less_takes_nothing_from_a_shorter_one(monkeypatch, method):
@@ -102,22 +98,6 @@ def test_a_longer_row_that_is_split_less_takes_nothing_from_a_shorter_one(monkey
     batch = random_batch([(1984, 64), (2048, 64)], 2, 2, 64, 64, F32, DEVICE)
     alone, beside = select(method, row_alone(batch, 0)), select(method, batch)
     assert [lists(beside, head, 0) for head in range(2)] == [lists(alone, head, 0) for head in range(2)]
-
-
-@pytest.mark.full
-def test_rows_in_slabs_are_the_same(monkeypatch):
-    """As many rows at a time as the workspace allows, down to one; and what a slab took is free again after it."""
-    batch = random_batch([(0, 65), (201, 130), (9, 1)], 2, 1, 64, 16, F32, DEVICE, gap_tokens=3)
-    method = VerticalSlash(30, 10, 64, 5, 5)
-    together = select(method, batch, 64)
-    for num_bytes, slabs in ((0, [(0, 1), (1, 2), (2, 3)]), (2 * 4096 * 2 * lines.KEY_BYTES, [(0, 2), (2, 3)])):
-        monkeypatch.setattr(lines, "SLAB_BYTES", num_bytes)
-        index = select(method, batch, 64)
-        assert list(lines.slabs_of_rows(index.rows, 2)) == slabs
-        assert all_lists(index) == all_lists(together)
-        assert index.workspace.peak_bytes < together.workspace.peak_bytes
-        most = max(end - first for first, end in slabs) * 4096 * 2 * lines.KEY_BYTES
-        assert index.workspace.peak_bytes - index.workspace.used_bytes <= most
 
 
 def test_reference_sums_by_their_definition():
@@ -166,36 +146,6 @@ def test_reference_lists_are_what_algorithm_4_merges(shape):
         points = points[points < tile.position // shape["block_tokens"] * shape["block_tokens"]]
         assert torch.equal(index.stripes_of(0, i_tile), points[~torch.isin(points // shape["block_tokens"], blocks)])
     index.check()
-
-
-def test_forced_lines_are_always_there():
-    """First columns and nearest diagonals, however small their sums."""
-    batch = random_batch([(300, 200)], 1, 1, 64, 16, F32, DEVICE)
-    index = select(VerticalSlash(40, 60, 64, 20, 50), batch, 64)
-    mask = index.to_mask(0)[0]
-    positions, keys = torch.arange(300, 500, device=DEVICE)[:, None], torch.arange(500, device=DEVICE)
-    near = (positions - keys >= 0) & (positions - keys < 50)
-    assert mask[near].all()
-    assert mask[:, :20].all()
-
-
-def test_a_planted_column_and_a_planted_diagonal_are_found():
-    """All queries look at key 77; each query at position p looks at key p - 291 (and 291 + 64, one period further)."""
-    batch = random_batch([(400, 230)], 2, 2, 64, 16, F32, DEVICE)
-    row, positions = batch.rows.block_table[0], torch.arange(630, device=DEVICE)
-    slots = (row[positions // 16].long(), positions % 16)
-    batch.q.mul_(0.01)
-    batch.q[:, 0, 0] = 8.0
-    batch.cache.keys[slots[0][77], slots[1][77], 0, 0] = 16.0
-    eye = 8.0 * torch.eye(64, device=DEVICE).to(F32)
-    batch.q[:, 1] = eye[(positions[400:] - 291) % 64]
-    batch.cache.keys[(*slots, torch.ones_like(positions))] = eye[positions % 64]
-    index = select(VerticalSlash(1, 10, 64, 0, 0), batch, 64)
-    for i_tile, tile in enumerate(batch.rows.tile_list):
-        assert index.tile_keys(0, i_tile)[77]
-        for position in range(tile.position, tile.last_position + 1):
-            assert index.tile_keys(1, i_tile)[position - 291]
-    assert index.density() < 0.8
 
 
 def unread_row(query_len: int, context_len: int) -> Rows:

@@ -3,7 +3,6 @@
 that rounded keys take.
 """
 
-from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -12,13 +11,12 @@ import torch
 
 from benchmarks.batches import random_batch
 from benchmarks.paper_density import sale_density
-from tests.methods.cases import DEVICE, DTYPES, all_lists, by_turns, select
+from tests.methods.cases import DEVICE, DTYPES, all_lists, by_turns, row_parts, select
 from tests.methods.sale_cases import (
     assert_agrees,
     channels_of,
     compared_as,
     definition,
-    keys_of,
     make_batch,
     regions,
     rounded_by_kernels,
@@ -35,6 +33,9 @@ from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.reference import paper_blocks
 from vllm_sparse_kernels.methods.sale.rounding import Regions, RoundedKeys, RoundedQueries
 from vllm_sparse_kernels.rows import Rows, ceil_div
+from vllm_sparse_kernels.select import slabs
+from vllm_sparse_kernels.select.channels import kept_channels
+from vllm_sparse_kernels.select.slabs import slabs_of
 from vllm_sparse_kernels.trial import Batch
 from vllm_sparse_kernels.workspace import Workspace
 
@@ -84,36 +85,6 @@ def test_reference_agrees_with_the_paper(case):
     )  # fmt: skip
 
 
-def test_one_element_keeps_its_block():
-    batch = random_batch([(650, 200)], 2, 1, 64, 16, torch.float32, DEVICE)
-    method = Sale(0.9)
-    before = select(method, batch)
-    token, head, position = 150, 1, 330
-    # Its score with that one query is about 7, with all others about 0.
-    batch.cache.keys[batch.rows.block_table[0, position // 16], position % 16, 0] = 0.9 * batch.q[token, head]
-    after = select(method, batch)
-    for head, i_tile in product(range(2), range(2)):
-        extra = {330 // 64} if (head, i_tile) == (1, 1) else set()
-        was, now = (set(index.blocks_of(head, i_tile).tolist()) for index in (before, after))
-        assert now - was == extra
-        assert was <= now
-
-
-@pytest.mark.parametrize("reference", [False, True])
-def test_sink_and_local_region_are_kept_at_any_score(reference):
-    """Keys before the tile point away from its queries, those of sink and local region too."""
-    batch = random_batch([(1210, 100)], 1, 1, 64, 16, torch.float32, DEVICE)
-    batch.q[:] = 1 + 0.01 * batch.q
-    keys = batch.cache.keys
-    keys.copy_(torch.where(keys.isnan(), keys, -1 + 0.01 * keys))
-    for position in range(1210, 1310):
-        keys[batch.rows.block_table[0, position // 16], position % 16] = 1
-    index = select(Sale(0.5), batch, 64, by_reference=reference)
-    # The first query block ends at 1273, in its 40th block. Past the sink are 9 segments; one, and 3 blocks, are local.
-    assert regions(Sale(0.5), 1210, 100)[0] == (slice(0, 64), 32 + 8 * 128, 40)
-    assert index.blocks_of(0, 0).tolist() == [0, *range((32 + 8 * 128) // 64, 1310 // 64 + 1)]
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("block_tokens", [32, 64])
 def test_channels_that_hold_nothing_need_not_be_multiplied(block_tokens):
@@ -136,7 +107,7 @@ def test_the_channels_that_weigh_most_are_multiplied(head_dim):
     pages = batch.rows.block_table
     batch.cache.keys[pages[0, :6], :, 0] = 1.0
     batch.cache.keys[pages[1, 0], 5, 0, 7] = torch.nan
-    kept_d = sale_means.kept_channels(head_dim, half=True)
+    kept_d = kept_channels(head_dim, True, sale_means.LEAST_CHANNELS)
     assert kept_d == {64: 32, 96: 64, 256: 128}[head_dim]
     means = sale_means.row_means(batch.q, batch.cache, batch.rows, kept_d, Workspace(torch.device(DEVICE)))
     assert means.channels[0, 0].tolist() == list(range(kept_d))
@@ -146,25 +117,10 @@ def test_the_channels_that_weigh_most_are_multiplied(head_dim):
     for row, kv in product(range(2), (1, 2)):
         expected = channels_of(batch, Sale(channels="half"), row, 2 * kv)
         assert means.channels[row, kv].tolist() == expected
-        variance = keys_of(batch, row, 2 * kv).var(0, correction=0)
+        variance = row_parts(batch, row, 2 * kv)[1].var(0, correction=0)
         variance[expected] = 0
         torch.testing.assert_close(means.left_out[row, kv, :head_dim].double(), variance, rtol=1e-4, atol=0)
         assert not means.left_out[row, kv, head_dim:].any()
-
-
-@pytest.mark.full
-def test_rows_in_slabs_select_what_they_select_together(monkeypatch):
-    """Three rows of which two are cut, in slabs of 512 keys and in one; bitwise, blocks of 32."""
-    batch = make_batch([(1211, 130), (700, 5), (300, 70)], 4, 2)
-    methods = [Sale(0.3), Sale(0.0), Sale(0.4), Sale(0.2)]
-    monkeypatch.setattr(sale_scores, "SPAN_TOKENS", 256)
-    together = select(Sale.merged(methods), batch, 32)
-    batch = replace(batch, rows=replace(batch.rows))
-    monkeypatch.setattr(module, "SLAB_TOKENS", 512)
-    assert len(module.slabs_of_rows(methods[0], batch.rows)) > 3
-    apart = select(Sale.merged(methods), batch, 32)
-    assert all_lists(apart) == all_lists(together)
-    assert 0.1 < together.density() < 0.9
 
 
 def test_defaults_are_the_papers():
@@ -178,6 +134,7 @@ def test_a_hopper_kernel_that_does_not_compile_is_done_without(monkeypatch):
 
     monkeypatch.setattr(sale_scores, "UNUSABLE", [])
     monkeypatch.setattr(sale_scores.sale_hopper, "half_kernel", Broken())
+    monkeypatch.setattr(sale_scores, "bulk_steps", lambda integers: None)
     rounded = SimpleNamespace(integers=None)
     assert not sale_scores._test_on_hopper((1, 1, 1), rounded, rounded, (), torch.empty(0), {})
     assert sale_scores.UNUSABLE == ["RuntimeError: no such layout"]
@@ -218,10 +175,10 @@ def flags_twice(
     group = batch.num_heads // batch.cache.num_kv_heads
     ours = torch.ones(batch.num_heads, index.block_ids.shape[1], dtype=torch.uint8, device=DEVICE)
     expected = ours.clone()
-    (slab,) = module.slabs_of_rows(method, batch.rows)
+    (run,) = slabs_of(batch.rows, batch.num_heads, sale_scores.marks_bytes)[0].runs
     selected, always = selected_heads(method, batch), Regions(method.sink_tokens, method.local_tokens)
     sale_scores.first_flags(ours, index, selected, always)
-    sale_scores.flag_blocks(queries, keys, ours, index, selected, always, group, slab.pairs, slab.longest)
+    sale_scores.flag_blocks(queries, keys, ours, index, selected, always, group, run)
     passed = flags_of(queries, keys, group, dtype)
     for i_tile, tile in enumerate(batch.rows.tile_list):
         fine = passed[:, i_tile * 128 : (i_tile + 1) * 128].any(1)
@@ -316,9 +273,7 @@ def test_half_precision_is_used_within_its_range_alone(integers, bias, sevens, f
 def test_memory_does_not_grow_with_the_number_of_cached_tokens():
     """256 rows of 32 new tokens over a document of 131,072: below half a gigabyte but for the index itself."""
     rows = Rows(tuple(range(0, 8192, 32)), (32,) * 256, (131_072 - 32,) * 256, torch.zeros(256, 1, dtype=torch.int32))
-    assert sum(module.tested_keys(Sale(), rows)) == 256 * 130_944
-    slabs = module.slabs_of_rows(Sale(), rows)
-    assert len(slabs) == 256
+    assert len(slabs_of(rows, 32, sale_scores.marks_bytes)) == 256
     room = Workspace(torch.device("meta"))
-    sale_rounding.room_for_keys(32, 8, module.SLAB_TOKENS, 128, torch.int8, room)
+    sale_rounding.room_for_keys(32, 8, slabs.SLAB_TOKENS, 128, torch.int8, room)
     assert room.peak_bytes < 165e6

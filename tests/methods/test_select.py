@@ -2,6 +2,7 @@
 """What selections are built of: slabs, products that do not depend on them, sums of listed pairs, widths of blocks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,27 +16,52 @@ from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
+from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
+from vllm_sparse_kernels.methods.sale import scores
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
+from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.pairs import CHUNK_LISTS, add_listed_pairs
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.select import pooled
-from vllm_sparse_kernels.select.pooled import slabs_of
+from vllm_sparse_kernels.select import lines, pooled, slabs
 from vllm_sparse_kernels.width import index_block_tokens
+
+TOP_P = TopP(0.2, sink_tokens=32, local_tokens=128, most_share=1.0)
+LINES = VerticalSlash(30, 10, 64, 5, 5)
+HEADS_OF_SALE = Sale.merged([Sale(0.3), Sale(0.2)])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("method", [BlockSparse(2), SpargeAttn(0.5, -1.0), SpargeAttn(0.5, -1.0, smooth_keys=False)])
-def test_slabs_change_nothing(monkeypatch, method):
-    """One slab, one for each tile, and two of which one holds two rows."""
-    batch = random_batch([(200, 70), (0, 3), (130, 140)], 2, 1, 64, 16, torch.float16, DEVICE)
-    whole = all_lists(select(method, batch))
-    per_tile = 2 if isinstance(method, BlockSparse) else 1
-    for limit, num_slabs in ((1, 4), (3 * 2 * per_tile * 64 * 4, 2)):
-        monkeypatch.setattr(pooled, "SLAB_BYTES", limit)
-        assert len(slabs_of(batch.rows, 2, 1, 64, per_tile)) == num_slabs
-        assert all_lists(select(method, batch)) == whole
-    assert len({tuple(blocks) for of_head in whole for blocks, _ in of_head}) > 3
+@pytest.mark.parametrize(
+    ("method", "module", "limit", "value"),
+    [
+        *((BlockSparse(2), pooled, "SLAB_BYTES", value) for value in (1, 3 * 2 * 2 * 64 * 4)),
+        (SpargeAttn(0.5, -1.0), pooled, "SLAB_BYTES", 1),
+        (SpargeAttn(0.5, -1.0, smooth_keys=False), pooled, "SLAB_BYTES", 3 * 2 * 64 * 4),
+        *((LINES, lines, "SLAB_BYTES", value) for value in (0, 2 * 4096 * 2 * lines.KEY_BYTES)),
+        (HEADS_OF_SALE, slabs, "SLAB_TOKENS", 512),
+        (TOP_P, slabs, "SLAB_TOKENS", 512),
+        (TOP_P, slabs, "SCRATCH_BYTES", 1),
+    ],
+)  # fmt: skip
+def test_slabs_change_nothing(monkeypatch, method, module, limit, value):
+    """Slabs of one row or tile, and of several, take less memory and keep the same."""
+    batch = random_batch([(700, 70), (0, 3), (130, 140)], 2, 1, 64, 16, torch.float16, DEVICE)
+    whole = select(method, batch)
+    monkeypatch.setattr(module, limit, value)
+    apart = select(method, replace(batch, rows=replace(batch.rows)))
+    assert all_lists(apart) == all_lists(whole)
+    assert apart.workspace.peak_bytes < whole.workspace.peak_bytes
+    assert whole.density() < 0.95
+
+
+@pytest.mark.full
+def test_spans_of_keys_change_nothing(monkeypatch):
+    """Bitwise, in blocks of 32."""
+    batch = random_batch([(1211, 130), (700, 5)], 2, 1, 64, 16, torch.float16, DEVICE)
+    whole = all_lists(select(HEADS_OF_SALE, batch, 32))
+    monkeypatch.setattr(scores, "SPAN_TOKENS", 256)
+    assert all_lists(select(HEADS_OF_SALE, replace(batch, rows=replace(batch.rows)), 32)) == whole
 
 
 @pytest.mark.parametrize("stripes", [0, 24])

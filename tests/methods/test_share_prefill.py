@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.lined import assert_between, kept_keys, lined_batch
-from tests.methods.cases import DEVICE, DTYPES, Lists, all_lists, by_turns, int32, row_alone, select, tiles_of
+from tests.methods.cases import DEVICE, DTYPES, Lists, all_lists, by_turns, int32, row_alone, row_parts, select
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 from vllm_sparse_kernels.methods.share_prefill.block_average import BlockAverages, Spans
@@ -43,12 +43,8 @@ def next_layer(batch: Batch) -> Batch:
 
 def estimate(batch: Batch, row: int, head: int, block_tokens: int) -> torch.Tensor:
     """â in float64."""
-    rows = batch.rows
-    keys, _ = batch.cache.gather(rows.block_table[row], rows.seq_lens[row])
-    end = rows.tokens[row] + rows.query_lens[row]
-    q = batch.q[max(rows.tokens[row], end - 128) : end, head].double()
-    keys = keys[:, head // (batch.num_heads // batch.cache.num_kv_heads)].double()
-    return block_average(q, keys * batch.scale, block_tokens).softmax(-1)
+    q, keys = row_parts(batch, row, head)
+    return block_average(q[-128:], keys * batch.scale, block_tokens).softmax(-1)
 
 
 def check_layers(batches: list[Batch], methods: list[SharePrefill], block_tokens: int) -> None:
@@ -73,7 +69,7 @@ def shifted(method: SharePrefill, by: float) -> SharePrefill:
 
 
 def is_dense(index: SparseIndex, head: int, row: int) -> bool:
-    tiles = tiles_of(index.rows, row)
+    tiles = index.rows.tiles_of(row)
     return all(len(index.blocks_of(head, t)) == index.num_causal_blocks(index.rows.tile_list[t]) for t in tiles)
 
 
@@ -207,7 +203,7 @@ def test_rows_never_see_each_other():
         rows = row_alone(batch, row).rows
         for b, both in zip(batches, together, strict=True):
             alone = select(method, dataclasses.replace(b, rows=rows))
-            assert all_lists(alone) == all_lists(both, tiles_of(batch.rows, row))
+            assert all_lists(alone) == all_lists(both, batch.rows.tiles_of(row))
 
 
 @pytest.mark.full

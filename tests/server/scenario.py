@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from benchmarks.tiny import VOCAB_SIZE
-from vllm_sparse_backend.measure.scrape import LayerCounts, Report, parse
+from vllm_sparse_backend.measure.scrape import Report, parse
 from vllm_sparse_backend.measure.server import Server
 
 CHUNK_TOKENS = 512
@@ -41,12 +41,7 @@ def counted(server: Server, before: Report | None = None) -> Report:
     report = parse(server.get("/metrics"))
     if before is None:
         return report
-    rows, layers = report.rows - before.rows, {}
-    for layer, now in report.layers.items():
-        then = before.layers.get(layer, LayerCounts())
-        pairs = now.kept_pairs - then.kept_pairs, now.causal_pairs - then.causal_pairs
-        layers[layer] = LayerCounts(now.tiles - then.tiles, *pairs)
-    return Report(rows=rows, layers=layers)
+    return Report(report.samples - before.samples)
 
 
 def prompt(length: int, seed: int) -> list[int]:

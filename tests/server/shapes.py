@@ -81,11 +81,21 @@ def qwen3_next() -> Any:
     return Qwen3NextConfig(**(SIZE | {"head_dim": 80, "rope_parameters": rope}), **experts, **recurrence, **heads)
 
 
+def gpt_oss() -> Any:
+    """Learnt sinks in every layer, windows of 256 in every other one."""
+    from transformers import GptOssConfig
+
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    kinds = ["sliding_attention", "full_attention"] * 2
+    return GptOssConfig(**SIZE, **experts, layer_types=kinds, sliding_window=256)
+
+
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SHAPES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "windows": (gemma, {}),
     "chunks": (llama4, {}),
     "experts": (qwen3_moe, {}),
+    "sinks": (gpt_oss, {}),
     "hybrid": (qwen3_next, {"dtype": "bfloat16"}),  # its recurrence takes nothing else on a CPU
     "lora": (llama, {"enable_lora": True, "max_lora_rank": 8}),
     "n-grams": (llama, {"speculative_config": NGRAMS}),
@@ -104,6 +114,9 @@ def make(name: str, folder: Path) -> Path:
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(SHAPES[name][0](), dtype=torch.float32)
+    for parameter, weights in model.named_parameters():
+        if parameter.endswith(".sinks"):
+            weights.data += 5.0  # about what all keys of a prompt weigh together
     model.save_pretrained(folder / name)
     return folder / name
 

@@ -57,7 +57,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     served = contestants.started(BUNDLED, settings, TOKENS + 1, levels=names)
     asked = asking.Asking.about(None, [TOKENS], PROMPTS, FACTS)
     report = Report("answers", "CPU")
-    contestants.ask_all(served, asked, "", report)
+    asking.ask_all(served, asked, "", report)
     of_prompts = [case for case in report.cases if case["part"] == "prompt"]
     assert [case["error"] for case in of_prompts] == [None] * PROMPTS * (1 + len(names))
     assert len({case["sha256"] for case in of_prompts}) == PROMPTS  # the same for all

@@ -85,7 +85,7 @@ def test_it_holds_what_the_page_says(query: Query, server: Server) -> None:
     (up,) = query("sparse_prefill_up")
     assert (up["metric"]["engine"], up["value"][1]) == ("0", "1")
     density = query("sum(sparse_prefill_kept_pairs_total) / sum(sparse_prefill_causal_pairs_total)")
-    assert float(density[0]["value"][1]) == pytest.approx(report.density)
+    assert float(density[0]["value"][1]) == pytest.approx(report.pairs.density)
     rows = {r["metric"]["path"]: int(r["value"][1]) for r in query("sum by (path) (sparse_prefill_rows_total)")}
     assert rows == {path: report.rows_of(path) for path in ("sparse", "dense", "decode")}
 

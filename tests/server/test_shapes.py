@@ -24,6 +24,7 @@ SPARSE_LAYERS = {
     "chunks": FOURTH,
     "hybrid": FOURTH,
     "experts": EVERY,
+    "sinks": {"1", "3"},
     "n-grams": EVERY,
     "lora": EVERY,
 }

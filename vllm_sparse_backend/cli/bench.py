@@ -8,58 +8,40 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from vllm_sparse_backend.cli.common import (
-    Chunk,
-    Json,
-    Labels,
-    Level,
-    MaybeModel,
-    ServedModel,
-    ServerArgs,
-    SparseSettings,
-    Text,
-    Urls,
-    exit_on_sigterm,
-    failures,
-    group,
-    levels_of,
-    output,
-    split,
-    wide_console,
-)
+from vllm_sparse_backend.cli import common
 from vllm_sparse_backend.cli.progress import bar
 from vllm_sparse_backend.measure.report import BenchError, Report, cell, table_of
 from vllm_sparse_backend.settings.model_shape import ModelShape
 
 if TYPE_CHECKING:
-    from vllm_sparse_backend.measure.latency import Length
+    from vllm_sparse_backend.measure.serve import Length
 
-bench = group("Measure speed on this machine, beside dense attention and stock vLLM.")
+bench = common.group("Measure speed on this machine, beside dense attention and stock vLLM.")
 
 
 @bench.command(epilog="Example: sparse-prefill bench serve MODEL --settings mine.yaml --lengths 8192,200+32768")
 def serve(
-    model: ServedModel = None,
-    settings: SparseSettings = None,
-    level: Level = None,
-    url: Urls = None,
-    label: Labels = None,
+    model: common.ServedModel = None,
+    settings: common.SparseSettings = None,
+    level: common.Level = None,
+    url: common.Urls = None,
+    label: common.Labels = None,
     lengths: Annotated[
         str | None, typer.Option(help="Tokens of prompts, by comma; NEW+CACHED after a cached prefix; 1K to 131K.")
     ] = None,
     output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=2)] = 64,
     repeats: Annotated[int, typer.Option(help="Most requests a length; long ones get fewer.", min=1)] = 21,
-    text: Text = None,
-    server_args: ServerArgs = "",
-    json_path: Json = None,
+    text: common.Text = None,
+    server_args: common.ServerArgs = "",
+    json_path: common.Json = None,
 ) -> None:
     """TTFT and TPOT of stock vLLM and this backend, for the same prompts, one request at a time.
 
     Exit code 1 if a request fails: it is reported, and never counted. Throughput under load is what `vllm bench serve`
     tells of either server.
     """
-    exit_on_sigterm()
-    with failures(), bar("connecting") as shown:
+    common.exit_on_sigterm()
+    with common.failures(), bar("connecting") as shown:
         from vllm_sparse_backend.measure import serve as part
         from vllm_sparse_backend.measure.contestants import asked_for
         from vllm_sparse_backend.measure.server import device_name
@@ -68,9 +50,9 @@ def serve(
         asked = _lengths(lengths if lengths is not None else ",".join(map(str, part.fitting(model, output_tokens))))
         asking = part.Asking(tuple(asked), output_tokens, repeats, read_text(text) if text else None)
         servers = asked_for(
-            model, settings or (), levels_of(level), url or (), label or (), asking.longest, server_args
+            model, settings or (), common.levels_of(level), url or (), label or (), asking.longest, server_args
         )
-        report = Report("serve", device_name(*(url or ())), json_path)
+        report = Report("serve", ", ".join(url or ()) or device_name(), json_path)
         report.on_case = lambda case: shown.print(_line(case))
         shown.begin("requests", asking.steps * len(servers))
         part.compare(servers, asking, report, shown.step)
@@ -85,9 +67,9 @@ def _line(case: Mapping[str, Any]) -> str:
 
 def _lengths(text: str) -> "list[Length]":
     """``8192,200+32768``: whole prompts, and new tokens after a cached prefix."""
-    from vllm_sparse_backend.measure.latency import Length
+    from vllm_sparse_backend.measure.serve import Length
 
-    parts = [part.split("+") for part in split(text)]
+    parts = [part.split("+") for part in common.split(text)]
     if not parts or any(len(one) > 2 or not all(n.isdecimal() and int(n) for n in one) for one in parts):
         expected = "whole numbers above 0, or NEW+CACHED, with commas between"
         raise BenchError(f"--lengths: given {text!r}, expected {expected}")
@@ -96,12 +78,12 @@ def _lengths(text: str) -> "list[Length]":
 
 def _show_serve(cases: Sequence[dict[str, Any]]) -> None:
     """Tables, and what failed: a run with failures ends with 1."""
-    from vllm_sparse_backend.measure import latency
+    from vllm_sparse_backend.measure import serve as part
 
-    console = wide_console()
+    console = common.wide_console()
     for name in dict.fromkeys(case["label"] for case in cases):
         of = [case for case in cases if (case["label"], case["part"]) == (name, "latency")]
-        console.print(table_of(f"{name}: one request at a time", latency.COLUMNS, of))
+        console.print(table_of(f"{name}: one request at a time", part.COLUMNS, of))
     for case in cases:
         for said in case.get("said", ()):
             console.print(f"[red]failed[/] {case['label']}, {case['case']}: {escape(said)}")
@@ -111,21 +93,21 @@ def _show_serve(cases: Sequence[dict[str, Any]]) -> None:
 
 @bench.command(epilog="""Example: sparse-prefill bench crossover --settings '{"method": "sale"}' --out mine.json""")
 def crossover(
-    model: MaybeModel = None,
-    settings: SparseSettings = None,
-    out: Annotated[Path, typer.Option(help="Table to write, or to merge into.", callback=output)] = Path(
+    model: common.MaybeModel = None,
+    settings: common.SparseSettings = None,
+    out: Annotated[Path, typer.Option(help="Table to write, or to merge into.", callback=common.output)] = Path(
         "crossover.json"
     ),
     longest: Annotated[int, typer.Option(help="Tokens of the longest prompt that is tried.", min=1)] = 131072,
-    chunk: Chunk = 8192,
-    json_path: Json = None,
+    chunk: common.Chunk = 8192,
+    json_path: common.Json = None,
 ) -> None:
     """From which lengths on each method is faster than dense attention here: the table that `auto` reads.
 
     All methods unless --settings name some; the heads are MODEL's, or an 8B model's. Needs a GPU that vLLM has
     FlashAttention for. Nothing is timed before its result was held against exact attention.
     """
-    with failures(f"{out} holds what was measured until now."):
+    with common.failures(f"{out} holds what was measured until now."):
         from vllm_sparse_backend.measure import crossover as part
         from vllm_sparse_backend.measure.card import Card
         from vllm_sparse_backend.measure.data import Heads
@@ -139,7 +121,7 @@ def crossover(
         steps = len(methods) * len(card.engines)
         show(f"crossover, {card.name}, {heads}", part.COLUMNS, rows, steps, lambda row: "entry" in row)
         entries = [case["entry"] for case in report.cases if "entry" in case]
-        wide_console().print(table_of(f"in {out}; empty: never faster", part.ENTRY_COLUMNS, entries))
+        common.wide_console().print(table_of(f"in {out}; empty: never faster", part.ENTRY_COLUMNS, entries))
 
 
 def show(
@@ -159,4 +141,4 @@ def show(
                 progress.step()
             told = [f"{heading} {cell(row[key])}" for key, heading in columns.items() if row.get(key) is not None]
             progress.print(", ".join(told))
-    wide_console().print(table_of(title, columns, shown))
+    common.wide_console().print(table_of(title, columns, shown))

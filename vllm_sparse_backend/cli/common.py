@@ -2,6 +2,7 @@
 """What commands share: options, how they read lists, levels and models, and what they print."""
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from vllm_sparse_backend.measure.report import BenchError
-from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of
 
 
 def group(help: str) -> typer.Typer:
@@ -116,11 +117,9 @@ def split(text: str) -> list[str]:
 
 def levels_of(texts: Sequence[str] | None) -> list[float | str]:
     """As requests have them: numbers as such, 0 and 1 whole."""
-    return [int(text) if text in ("0", "1") else float(text) if _is_share(text) else text for text in texts or ()]
-
-
-def _is_share(text: str) -> bool:
-    return text.startswith("0.") and text[2:].isdecimal()
+    return [
+        int(one) if one in ("0", "1") else float(one) if re.fullmatch(r"0\.\d+", one) else one for one in texts or ()
+    ]
 
 
 def token_counts(option: str, text: str, or_none: bool = False, least: int = 1) -> list[int]:
@@ -139,12 +138,8 @@ def device_of(text: str | None) -> str:
 
     if text is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        raise BenchError(f"--device: given {text!r}, expected cuda, cuda with a number, or cpu") from None
-    if device.type not in ("cuda", "cpu"):
-        raise BenchError(f"--device: given {text!r}, expected cuda or cpu")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise BenchError(f"--device: given {text!r}, and torch sees {torch.cuda.device_count()} CUDA devices")
+    known = ["cpu", "cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    known = known if torch.cuda.is_available() else ["cpu"]
+    if text not in known:
+        raise BenchError(f"--device: {not_one_of(text, known)}")
     return text

@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from vllm_sparse_backend.cli.common import MaybeModel, exit_on_sigterm, failure, failures
-from vllm_sparse_backend.settings.errors import ConfigurationError
+from vllm_sparse_backend.cli.common import MaybeModel, exit_on_sigterm, failures
 
 
 def demo(
@@ -19,14 +18,10 @@ def demo(
     MODEL is the small one of this package unless given. Exit code 1 if nothing ran sparse, or the small one is wrong.
     """
     from vllm_sparse_backend.demo import run
-    from vllm_sparse_backend.measure.server import ServerError
     from vllm_sparse_kernels.methods import sparse_names
 
     if method not in sparse_names():
         raise typer.BadParameter(f"{method!r}; expected one of {', '.join(sparse_names())}", param_hint="--method")
     exit_on_sigterm()
     with failures():
-        try:
-            run.run_demo(model, method, Console())
-        except (run.DemoError, ServerError, ConfigurationError) as error:
-            raise failure(f"The demo failed. {error}") from error
+        run.run_demo(model, method, Console())

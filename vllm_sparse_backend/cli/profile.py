@@ -2,8 +2,9 @@
 """`sparse-prefill profile`: look at profiles, check them, import those of other tools, and make one's own."""
 
 import json
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,12 +16,15 @@ from rich.table import Table
 from vllm_sparse_backend.cli import making
 from vllm_sparse_backend.cli.common import MaybeModel, Model, failure, failures, group, say
 from vllm_sparse_backend.settings.model_shape import ModelShape
+from vllm_sparse_backend.settings.ranges import format_ranges
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.settings.profile import Level, Profile
     from vllm_sparse_kernels.methods.base import Method
 
 profile_app = group("Profiles: which method, with which parameters, each layer and head prefills with.")
+
+DENSE_LAYER = "dense layer"
 
 PIPED_WIDTH = 10_000
 """Tables that no terminal shows keep a row on a line."""
@@ -52,8 +56,6 @@ def show(
     level: LevelOption = None,
 ) -> None:
     """Tables of what a profile says: by layer, and by setting."""
-    from vllm_sparse_backend.profiling import show as part
-
     with failures():
         loaded, shape = _load(profile, model)
         if level is not None:
@@ -65,22 +67,18 @@ def show(
         for name, value in loaded.provenance.model_dump(exclude_none=True, exclude={"figures"}).items():
             say(f"{name}: {_told(value)}")
         if shape is not None:
-            _table(("layers", "heads by method", "settings", "density", "p99 error"), part.layer_rows(loaded, shape))
-            _table(("heads", "setting", "layers"), part.setting_rows(loaded, shape))
+            _table(("layers", "heads by method", "settings", "density", "p99 error"), _layer_rows(loaded, shape))
+            _table(("heads", "setting", "layers"), _setting_rows(loaded, shape))
 
 
 @profile_app.command("import", epilog="Example: sparse-prefill profile import patterns.json MODEL mine.yaml")
 def import_file(
-    file: Annotated[Path, typer.Argument(help="A file of MInference, SharePrefill, SpargeAttn or SALE.")],
+    file: Annotated[Path, typer.Argument(help="MInference's patterns, or SharePrefill's clusters.")],
     model: Model,
     out: Annotated[Path, typer.Argument(help="The profile to write; it must not exist yet.")],
 ) -> None:
-    """Turn what another tool saved into a profile; nothing in the file is executed.
-
-    Files that are known: MInference's patterns and SharePrefill's clusters (JSON), SpargeAttn's and SALE's thresholds
-    (torch.save).
-    """
-    from vllm_sparse_backend.profiling.importers.detect import import_profile
+    """Turn what another tool saved as JSON into a profile."""
+    from vllm_sparse_backend.profiling.importers import import_profile
 
     with failures():
         imported = import_profile(file, model)
@@ -158,11 +156,52 @@ def _told(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     table = Table(*(escape(column) for column in columns), box=None, pad_edge=False, header_style="bold")
     for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
+        table.add_row(*(escape(str(cell)) for cell in row))
     Console(width=None if Console().is_terminal else PIPED_WIDTH).print(table, highlight=False)
+
+
+def _layer_rows(level: "Level", shape: ModelShape) -> Iterator[Sequence[object]]:
+    """Layers, their heads by method, how many settings these have, mean density and the largest p99 error of a head.
+
+    A row for neighbours that are alike in all of it.
+    """
+    from vllm_sparse_backend.settings.figures import HeadFigures
+
+    figures = level.provenance.figures or HeadFigures()
+    densities, errors = (figures.rows(name, shape) for name in ("density", "p99_error"))
+
+    def row(layer: int) -> tuple[str, ...]:
+        told = _told_of_heads(level, shape, layer)
+        counts = Counter(one.partition(" ")[0] if one != DENSE_LAYER else one for one in told).most_common()
+        density, error = densities[layer], errors[layer]
+        return (
+            ", ".join(f"{count} {name}" for name, count in counts),
+            f"{len(set(told))}",
+            f"{sum(density) / len(density):.4g}" if density else "",
+            f"{max(error):.4g}" if error else "",
+        )
+
+    for alike, layers in groupby(range(shape.num_layers), row):
+        yield format_ranges(layers), *alike
+
+
+def _setting_rows(level: "Level", shape: ModelShape) -> Iterator[Sequence[object]]:
+    """Heads, their setting and its layers; those of most heads first."""
+    places = [(one, layer) for layer in range(shape.num_layers) for one in _told_of_heads(level, shape, layer)]
+    for setting, count in Counter(one for one, _ in places).most_common():
+        yield count, setting, format_ranges(layer for one, layer in places if one == setting)
+
+
+def _told_of_heads(level: "Level", shape: ModelShape, layer: int) -> list[str]:
+    """Each head's setting; heads of ``dense_layers`` never reach a method."""
+    from vllm_sparse_backend.measure.crossover import told
+
+    if layer in level.dense_layers:
+        return [DENSE_LAYER] * shape.num_heads
+    return [told(method) for method in level.methods_of(layer, shape.num_heads)]
 
 
 for command in making.COMMANDS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: real servers on loopback, stock's and ours, asked about a long text, and a table of what ran sparse.
+"""The demo: real servers on loopback, stock's and ours, asked about a long text, and tables of what ran sparse.
 
 What runs sparse is read from the server's /metrics, nothing else; the demo fails if it does not show sparse prefill, or
 if the model that is brought along answers wrong.
@@ -7,8 +7,7 @@ if the model that is brought along answers wrong.
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from vllm_sparse_backend.demo.model import BUNDLED, CANNOT_FIND, FINDING_LAYER
-from vllm_sparse_backend.demo.question import Question, make_questions
-from vllm_sparse_backend.measure.report import table_of
+from vllm_sparse_backend.demo.question import make_questions
+from vllm_sparse_backend.measure.report import BenchError, table_of
 from vllm_sparse_backend.measure.scrape import Report, parse
 from vllm_sparse_backend.measure.server import Server, sparse_args
 from vllm_sparse_backend.settings.modelcheck import read_config
@@ -29,22 +28,8 @@ MAX_MODEL_LEN = 8192
 MIN_TOKENS = 1024
 
 
-class DemoError(RuntimeError):
+class DemoError(BenchError):
     """The demo could not show what it is there to show."""
-
-
-@dataclass(frozen=True)
-class Given:
-    """One answer of one server."""
-
-    server: str
-    question: Question
-    answer: str | None
-
-    @property
-    def judged(self) -> str:
-        verdict = "[green]right[/]" if self.question.is_answered_by(self.answer) else "[red]wrong[/]"
-        return f"{escape((self.answer or '').strip())} {verdict}"
 
 
 def run_demo(model: Path | None, method: str, console: Console) -> None:
@@ -56,23 +41,22 @@ def run_demo(model: Path | None, method: str, console: Console) -> None:
     known, chosen = model is None, model or BUNDLED
     length = ("--max-model-len", str(_max_model_len(chosen)))
     settings = settings_of(method, bundled=known)
-    given = []
+    right = []
     if "dense_layers" in settings:
         console.print(
             f"Layer {FINDING_LAYER} of this model, which finds facts, stays dense: {method} loses them there."
         )
     if known:
         with _started("stock vLLM", Server(chosen, length), console) as stock:
-            given += _ask("stock vLLM", stock, console)
+            right += _ask(stock, console)
     with _started("sparse-prefill", Server(chosen, (*sparse_args(settings), *length)), console) as server:
-        given += _ask("sparse-prefill", server, console)
+        right += _ask(server, console)
         report = parse(server.get("/metrics"))
     if report.rows:
         _show(report, console)
-    _show_answers(given, console)
     if problem := report.problem():
         raise DemoError(f"The server answered, but its /metrics show no sparse prefill: {problem}.")
-    if known and not all(one.question.is_answered_by(one.answer) for one in given):
+    if known and not all(right):
         raise DemoError("An answer is wrong, and this model knows better.")
 
 
@@ -102,49 +86,28 @@ def _max_model_len(model: Path) -> int:
     return min(longest, MAX_MODEL_LEN)
 
 
-def _ask(name: str, server: Server, console: Console) -> list[Given]:
-    """Chats that ask for two facts of one text."""
-    import openai
-
-    # Loopback must not go through a proxy of the environment.
-    direct = openai.DefaultHttpxClient(trust_env=False)
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600, max_retries=0, http_client=direct)
+def _ask(server: Server, console: Console) -> list[bool]:
+    """Whether the answers to chats that ask for two facts of one text are right."""
 
     def count_tokens(text: str) -> int:
         return server.post("/tokenize", {"model": server.model, "prompt": text})["count"]
 
-    given = []
-    try:
-        for question in make_questions(count_tokens, PROMPT_TOKENS):
-            began, text = time.monotonic(), f"{question.text}\n{question.question}"
-            with console.status("Waiting for an answer ..."):
-                answer = client.chat.completions.create(
-                    model=server.model, messages=[{"role": "user", "content": text}], max_tokens=ANSWER_TOKENS,
-                    temperature=0,
-                )  # fmt: skip
-            said, usage = answer.choices[0].message.content, answer.usage
-            if usage is None or usage.prompt_tokens < PROMPT_TOKENS or not usage.completion_tokens:
-                raise DemoError(f"It used {usage}: expected at least {PROMPT_TOKENS} prompt tokens and an answer.")
-            took = time.monotonic() - began
-            tokens = f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} answered in {took:.1f} s"
-            console.print(f"{tokens}: {escape(repr(said))}", highlight=False, soft_wrap=True)
-            given.append(Given(name, question, said))
-    except openai.OpenAIError as error:
-        raise DemoError(f"A request failed: {error}. The end of the server's log:\n{server.tail()}") from error
-    return given
-
-
-def _show_answers(given: Sequence[Given], console: Console) -> None:
-    """A row for each question, a column for each server; as wide as a terminal of 80 characters."""
-    servers = dict.fromkeys(one.server for one in given)
-    rows = {
-        one.question: {"name": one.question.name, "value": one.question.value}
-        | {of.server: of.judged for of in given if of.question == one.question}
-        for one in given
-    }
-    columns = {"name": "magic number of", "value": "is"} | {server: server for server in servers}
-    title = f"Asked at the end of a text of {PROMPT_TOKENS:,} tokens that holds the answers"
-    console.print(table_of(title, columns, list(rows.values())))
+    right = []
+    for question in make_questions(count_tokens, PROMPT_TOKENS):
+        began, text = time.monotonic(), f"{question.text}\n{question.question}"
+        asked = {"messages": [{"role": "user", "content": text}], "max_tokens": ANSWER_TOKENS, "temperature": 0}
+        with console.status("Waiting for an answer ..."):
+            answer = server.post("/v1/chat/completions", {"model": server.model, **asked})
+        said, usage = answer["choices"][0]["message"]["content"], answer["usage"]
+        if usage["prompt_tokens"] < PROMPT_TOKENS or not usage["completion_tokens"]:
+            raise DemoError(f"It used {usage}: expected at least {PROMPT_TOKENS} prompt tokens and an answer.")
+        took, is_right = time.monotonic() - began, question.is_answered_by(said)
+        tokens = f"{usage['prompt_tokens']} prompt tokens, {usage['completion_tokens']} answered in {took:.1f} s"
+        verdict = "[green]right[/]" if is_right else f"[red]wrong[/], it is {question.value}"
+        asked_for = f"the magic number of {question.name}"
+        console.print(f"{tokens}: {asked_for}: {escape(repr(said))} {verdict}", highlight=False, soft_wrap=True)
+        right.append(is_right)
+    return right
 
 
 def _show(report: Report, console: Console) -> None:

@@ -96,34 +96,6 @@ def _equal(a: Sequence[int], b: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What a prompt states and asks for, a line each."""
-
-    names: list[str]
-    values: list[str]
-    stated: list[Line]
-    asked: list[Line]
-
-    @staticmethod
-    def draw(encode: Encode, count: int, templates: Templates, rng: random.Random) -> "Facts":
-        names = rng.sample(NAMES, count)
-        values = [str(value) for value in rng.sample(range(1_000_000, 10_000_000), count)]
-        both = (templates.fact, templates.question)
-        lines = ([Line.of(encode, of, *one) for one in zip(names, values)] for of in both)
-        return Facts(names, values, *lines)
-
-    def room(self, num_tokens: int, num_first: int) -> int:
-        """Tokens that a prompt of so many has beside them. Raises BenchError if the lines are more than half of it."""
-        taken = num_first + sum(len(line.token_ids) for line in (*self.stated, *self.asked))
-        if num_tokens < 2 * taken:
-            raise BenchError(
-                f"{len(self.names)} facts and their questions take {taken:,} of a prompt's {num_tokens:,} tokens, "
-                "expected at most half: ask for fewer --facts or longer --lengths"
-            )
-        return num_tokens - taken
-
-
 def build_prompt(
     encode: Encode,
     begin_ids: Sequence[int],
@@ -138,21 +110,27 @@ def build_prompt(
     Both places of a fact are uniform over the text, the question at the later one. Raises BenchError if the lines do
     not fit or the text is too short.
     """
-    facts = Facts.draw(encode, num_facts, templates, rng)
-    room = facts.room(num_tokens, len(begin_ids))
+    names = rng.sample(NAMES, num_facts)
+    values = [str(value) for value in rng.sample(range(1_000_000, 10_000_000), num_facts)]
+    facts, questions = (
+        [Line.of(encode, of, *one) for one in zip(names, values)] for of in (templates.fact, templates.question)
+    )
+    room = num_tokens - len(begin_ids) - sum(len(line.token_ids) for line in (*facts, *questions))
+    if 2 * room < num_tokens:
+        raise BenchError(
+            f"{num_facts} facts and their questions take {num_tokens - room:,} of a prompt's {num_tokens:,} tokens, "
+            "expected at most half: ask for fewer --facts or longer --lengths"
+        )
     if len(text_ids) < room:
         raise BenchError(f"text: given {len(text_ids):,} tokens, expected at least {room:,}")
-
-    cuts = [sorted((rng.randint(0, room), rng.randint(0, room))) for _ in facts.names]
-    threads = [(fact.token_ids, question.token_ids) for fact, question in zip(facts.stated, facts.asked)]
+    cuts = [sorted((rng.randint(0, room), rng.randint(0, room))) for _ in names]
+    threads = [(fact.token_ids, question.token_ids) for fact, question in zip(facts, questions)]
     ids, places = weave(begin_ids, text_ids[:room], threads, cuts)
-    answers = [
+    answers = tuple(
         Answer(name, value, stated + fact.begin, asked + question.begin, asked + question.end)
-        for name, value, fact, question, (stated, asked) in zip(
-            facts.names, facts.values, facts.stated, facts.asked, places
-        )
-    ]
-    return Prompt(ids, tuple(answers))
+        for name, value, fact, question, (stated, asked) in zip(names, values, facts, questions, places)
+    )
+    return Prompt(ids, answers)
 
 
 def weave(

@@ -5,23 +5,35 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.util import find_spec
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from random import Random
 from statistics import fmean, stdev
+from typing import Any
 
-from vllm_sparse_backend.measure.answers import Facts, Prompt, Share, Templates, build_prompt, score, standard_error
+from vllm_sparse_backend.measure.answers import Prompt, Share, Templates, build_prompt, score, standard_error
 from vllm_sparse_backend.measure.client import Endpoint, RequestError
-from vllm_sparse_backend.measure.contestants import At, Case, densities
-from vllm_sparse_backend.measure.report import BenchError
+from vllm_sparse_backend.measure.contestants import Contestant, opened
+from vllm_sparse_backend.measure.report import BenchError, Report
+from vllm_sparse_backend.measure.scrape import Pairs, parse
 from vllm_sparse_backend.measure.texts import prose, read_text
+from vllm_sparse_backend.settings.metrics import PREFIX
+from vllm_sparse_backend.settings.reasons import Fallback
+
+Case = dict[str, Any]
+At = tuple[int, int]
+"""Which request: tokens of its prompt, and its number."""
 
 SEED = 0
 """Of facts and places."""
+
+FACT_TOKENS = 128
+"""Of a prompt for each fact: stated and asked for it takes some 50, and lines are to be no more than half of it."""
 
 COLUMNS = {
     "label": "server",
@@ -58,17 +70,12 @@ class Asking:
         read = None if text is None else read_text(text, 8 * max(lengths) * max(4, count))
         return Asking(tuple(dict.fromkeys(lengths)), count, facts, read)
 
-    def require_room(self, model: Path) -> None:
-        """Raise BenchError where a length cannot hold the facts, before a server starts, if the tokenizer is here."""
-        if (file := model / "tokenizer.json").is_file() and find_spec("tokenizers"):
-            from tokenizers import Tokenizer
-
-            tokenizer = Tokenizer.from_file(str(file))
-
-            def encode(text: str) -> list[int]:
-                return list(tokenizer.encode(text, add_special_tokens=False).ids)
-
-            Facts.draw(encode, self.facts, Templates(), Random(SEED)).room(min(self.lengths), 1)
+    def require_room(self) -> None:
+        """Raise BenchError where a length cannot hold the facts, before a server starts."""
+        if self.facts > (most := min(self.lengths) // FACT_TOKENS):
+            raise BenchError(
+                f"--facts: given {self.facts}, expected at most {most} in a prompt of {min(self.lengths):,} tokens"
+            )
 
     @property
     def longest(self) -> int:
@@ -133,6 +140,105 @@ class Asking:
                 prompt = (endpoint.tokenize, begin_ids, stretch, length, self.facts, Templates(), rng)
                 built[length, i] = build_prompt(*prompt)
         return built
+
+
+def resume(report: Report, path: Path | None, key: str, contestants: Sequence[Contestant]) -> None:
+    """Take over what a file from an earlier run holds, less failed requests. Raises BenchError if it is of others."""
+    if path is None or not path.exists():
+        return
+    try:
+        cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
+        held = {case["label"]: case["what"] for case in cases}
+        keys = {case["key"] for case in cases}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BenchError(f"{path}: not a file of `eval {report.bench}`: {error!r}") from None
+    if keys - {key}:
+        raise BenchError(f"{path}: holds answers to other prompts, or of other servers: name another file for these")
+    for one in contestants:
+        if (what := held.get(one.label, one.what)) != one.what:
+            raise BenchError(f"{path}: holds {one.label} as {what}, now it is {one.what}: name another file")
+    report.cases.extend(case for case in cases if not case.get("error"))
+
+
+def unasked(contestants: Sequence[Contestant], asking: Asking, report: Report) -> dict[str, list[At]]:
+    """By label the requests that a report does not hold yet. Raises BenchError where a label stands for two."""
+    if len({one.label for one in contestants}) < len(contestants):
+        raise BenchError(f"labels {', '.join(one.label for one in contestants)}: expected each of them once")
+    there = {(case["label"], case["tokens"], case["prompt"]) for case in report.cases if case["part"] == "prompt"}
+    return {one.label: [at for at in asking.wanted if (one.label, *at) not in there] for one in contestants}
+
+
+def ask_all(contestants: Sequence[Contestant], asking: Asking, key: str, report: Report, concurrency: int = 1) -> None:
+    """A case for each contestant and request that the report does not hold yet. Raises BenchError, or ServerError."""
+    todo = unasked(contestants, asking, report)
+    waiting = [one for one in contestants if todo[one.label]]
+    for _, group in groupby(waiting, key=lambda one: one.open):
+        with opened(levels := list(group)) as endpoints:
+            # Prompts are made with the first server that is ready, and the same for all.
+            if not asking.make(endpoints[0]):
+                whose = "its tokenizer is another than the first server's"
+                raise BenchError(f"{levels[0].label}: {whose}: prompts would differ")
+            for one, endpoint in zip(levels, endpoints, strict=True):
+                base = {"key": key, "label": one.label, "what": one.what, "model": one.model}
+                for case in _ask_server(endpoint, asking, todo[one.label], concurrency):
+                    report.add_case(base | case)
+
+
+def _ask_server(endpoint: Endpoint, asking: Asking, todo: Sequence[At], concurrency: int) -> Iterator[Case]:
+    """A case for each of the requests, and one for the density of all and why rows were dense."""
+    before = endpoint.metrics()
+    pool = ThreadPoolExecutor(concurrency)
+    try:
+        for at, case in zip(todo, pool.map(lambda at: asking.ask(endpoint, at), todo)):
+            yield {"part": "prompt", "tokens": at[0], "prompt": at[1], **case}
+    finally:
+        # Who breaks off does not wait for prompts of minutes: they end with the server.
+        pool.shutdown(wait=False, cancel_futures=True)
+    after = endpoint.metrics()
+    if PREFIX in before and PREFIX in after:  # it counts pairs
+        now, then = parse(after), parse(before)
+        dense = {reason: count for (path, reason), count in (now.rows - then.rows).items() if path == "dense"}
+        figures = (now.pairs - then.pairs).figures
+        yield {"part": "density", "tokens": None, "prompt": None, **figures, "dense_rows": dense}
+
+
+def densities(cases: Sequence[Case]) -> dict[str, float | None]:
+    """By label, of all runs that a file holds."""
+    counted = [case for case in cases if case["part"] == "density"]
+    labels = dict.fromkeys(case["label"] for case in counted)
+    return {label: Pairs.of_cases(case for case in counted if case["label"] == label).density for label in labels}
+
+
+def failures(cases: Sequence[Case]) -> list[str]:
+    """A line for each failed request, and for each server of this backend that ran nothing sparse."""
+    asked = [case for case in cases if case["part"] == "prompt"]
+    lines = [
+        f"failed, and not counted: {case['label']}, {case['tokens']:,} tokens, prompt {case['prompt'] + 1}: "
+        f"{case['error']}"
+        for case in asked
+        if case["error"]
+    ]
+    for label, density in densities(cases).items():
+        if density is None:
+            lines.append(f"{label}: no request ran sparse: {_why_dense([c for c in cases if c['label'] == label])}")
+    return lines
+
+
+def _why_dense(cases: Sequence[Case]) -> str:
+    """What a server counted its rows as; where there were none, why there were none."""
+    rows = sum((Counter(case["dense_rows"]) for case in cases if case["part"] == "density"), Counter[str]())
+    if rows:
+        explained = {one.value: one.explain for one in Fallback}
+        return "; ".join(f"{explained.get(why, why)} (dense rows: {count:,})" for why, count in rows.items())
+    failed = all(case["error"] for case in cases if case["part"] == "prompt")
+    return "all of its requests failed" if failed else "the server's log says why"
+
+
+def told(case: Case) -> str:
+    """What came of a request, in a few words."""
+    if case["error"] is not None:
+        return f"failed: {case['error']}"
+    return f"{sum(right_answers(case))} of {len(case['answers'])} right, {case['seconds']:.1f} s"
 
 
 def right_answers(case: Case) -> list[bool]:

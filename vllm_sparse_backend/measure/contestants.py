@@ -4,43 +4,18 @@
 import hashlib
 import json
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
 
 from vllm_sparse_backend.measure.client import Endpoint
-from vllm_sparse_backend.measure.report import BenchError, Report
-from vllm_sparse_backend.measure.scrape import Pairs, parse
+from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.measure.server import CPU_CACHE, Server, Settings, max_positions, sparse_args, split_args
 from vllm_sparse_backend.settings.auto import AUTO
 from vllm_sparse_backend.settings.metrics import PREFIX
 from vllm_sparse_backend.settings.model_shape import name_of_path
 from vllm_sparse_backend.settings.profile import load_profile
-from vllm_sparse_backend.settings.reasons import Fallback
-
-Case = dict[str, Any]
-At = tuple[int, int]
-"""Which request: tokens of its prompt, and its number."""
-
-
-class Asked(Protocol):
-    """What every server is asked: ``asking.Asking``."""
-
-    @property
-    def wanted(self) -> list[At]: ...
-
-    def make(self, endpoint: Endpoint) -> bool: ...
-
-    def ask(self, endpoint: Endpoint, at: At) -> Case: ...
-
-
-def at_of(case: Mapping[str, Any]) -> At:
-    return case["tokens"], case["prompt"]
 
 
 @dataclass(frozen=True)
@@ -139,102 +114,3 @@ def _content_of(settings: Settings) -> str:
     if profile is None or profile == AUTO:
         return ""
     return f", {hashlib.sha256(load_profile(profile).to_yaml().encode()).hexdigest()[:16]}"
-
-
-def resume(report: Report, path: Path | None, key: str, contestants: Sequence[Contestant]) -> None:
-    """Take over what a file from an earlier run holds, less failed requests. Raises BenchError if it is of others."""
-    if path is None or not path.exists():
-        return
-    try:
-        cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
-        held = {case["label"]: case["what"] for case in cases}
-        keys = {case["key"] for case in cases}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BenchError(f"{path}: not a file of `eval {report.bench}`: {error!r}") from None
-    if keys - {key}:
-        raise BenchError(f"{path}: holds answers to other prompts, or of other servers: name another file for these")
-    for one in contestants:
-        if (what := held.get(one.label, one.what)) != one.what:
-            raise BenchError(f"{path}: holds {one.label} as {what}, now it is {one.what}: name another file")
-    report.cases.extend(case for case in cases if not case.get("error"))
-
-
-def held(cases: Sequence[Case], contestants: Sequence[Contestant], asking: Asked) -> int:
-    """How many of the requests a report has."""
-    labels, wanted = {one.label for one in contestants}, set(asking.wanted)
-    return sum(case["part"] == "prompt" and case["label"] in labels and at_of(case) in wanted for case in cases)
-
-
-def ask_all(contestants: Sequence[Contestant], asking: Asked, key: str, report: Report, concurrency: int = 1) -> None:
-    """A case for each contestant and request that the report does not hold yet. Raises BenchError, or ServerError."""
-    if len({one.label for one in contestants}) < len(contestants):
-        raise BenchError(f"labels {', '.join(one.label for one in contestants)}: expected each of them once")
-    there = {(case["label"], at_of(case)) for case in report.cases if case["part"] == "prompt"}
-    todo = {one.label: [at for at in asking.wanted if (one.label, at) not in there] for one in contestants}
-    waiting = [one for one in contestants if todo[one.label]]
-    for _, group in groupby(waiting, key=lambda one: one.open):
-        with opened(levels := list(group)) as endpoints:
-            # Prompts are made with the first server that is ready, and the same for all.
-            if not asking.make(endpoints[0]):
-                whose = "its tokenizer is another than the first server's"
-                raise BenchError(f"{levels[0].label}: {whose}: prompts would differ")
-            for one, endpoint in zip(levels, endpoints, strict=True):
-                base = {"key": key, "label": one.label, "what": one.what, "model": one.model}
-                _ask_server(endpoint, asking, todo[one.label], base, report.add_case, concurrency)
-
-
-def _ask_server(
-    endpoint: Endpoint,
-    asking: Asked,
-    todo: Sequence[At],
-    base: Mapping[str, Any],
-    add: Callable[[Case], None],
-    concurrency: int,
-) -> None:
-    """A case for each of the requests, and one for the density of all and why rows were dense; each with ``base``."""
-    before = endpoint.metrics()
-    pool = ThreadPoolExecutor(concurrency)
-    try:
-        for at, case in zip(todo, pool.map(lambda at: asking.ask(endpoint, at), todo)):
-            add({"part": "prompt", **base, "tokens": at[0], "prompt": at[1], **case})
-    finally:
-        # Who breaks off does not wait for prompts of minutes: they end with the server.
-        pool.shutdown(wait=False, cancel_futures=True)
-    after = endpoint.metrics()
-    if PREFIX in before and PREFIX in after:  # it counts pairs
-        now, then = parse(after), parse(before)
-        dense = {reason: count for (path, reason), count in (now.rows - then.rows).items() if path == "dense"}
-        figures = (now.pairs - then.pairs).figures
-        add({"part": "density", **base, "tokens": None, "prompt": None, **figures, "dense_rows": dense})
-
-
-def densities(cases: Sequence[Case]) -> dict[str, float | None]:
-    """By label, of all runs that a file holds."""
-    counted = [case for case in cases if case["part"] == "density"]
-    labels = dict.fromkeys(case["label"] for case in counted)
-    return {label: Pairs.of_cases(case for case in counted if case["label"] == label).density for label in labels}
-
-
-def failures(cases: Sequence[Case]) -> list[str]:
-    """A line for each failed request, and for each server of this backend that ran nothing sparse."""
-    asked = [case for case in cases if case["part"] == "prompt"]
-    lines = [
-        f"failed, and not counted: {case['label']}, {case['tokens']:,} tokens, prompt {case['prompt'] + 1}: "
-        f"{case['error']}"
-        for case in asked
-        if case["error"]
-    ]
-    for label, density in densities(cases).items():
-        if density is None:
-            lines.append(f"{label}: no request ran sparse: {_why_dense([c for c in cases if c['label'] == label])}")
-    return lines
-
-
-def _why_dense(cases: Sequence[Case]) -> str:
-    """What a server counted its rows as; where there were none, why there were none."""
-    rows = sum((Counter(case["dense_rows"]) for case in cases if case["part"] == "density"), Counter[str]())
-    if rows:
-        explained = {one.value: one.explain for one in Fallback}
-        return "; ".join(f"{explained.get(why, why)} (dense rows: {count:,})" for why, count in rows.items())
-    failed = all(case["error"] for case in cases if case["part"] == "prompt")
-    return "all of its requests failed" if failed else "the server's log says why"

@@ -4,6 +4,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,24 +24,36 @@ class LayerCounts:
         return self.kept_pairs / self.causal_pairs if self.causal_pairs else float("nan")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Report:
     """Totals since the server started."""
 
-    rows: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By path and reason."""
-    layers: dict[int, LayerCounts] = field(default_factory=dict)
-    attention: Counter[str] = field(default_factory=Counter)
-    """The model's layers by what computes the attention of their prefills."""
-    compilations: Counter[str] = field(default_factory=Counter)
-    """By when: warmup or serving."""
-    arena_overflows: int = 0
-    guard_checks: int = 0
-    guard_trips: int = 0
-    device_bytes: int = 0
-    """What all workers hold of their devices; 0 where they run on CPUs."""
-    engines: Counter[str] = field(default_factory=Counter)
-    """By what they did when they were asked: answered or silent. None at all where the server has no such counters."""
+    samples: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
+    """By name, without what all of ours begin with, and labels."""
+
+    def by(self, name: str, *labels: str) -> Counter[Any]:
+        """One metric's sums by what these labels say: a text for one label, a tuple for several."""
+        found: Counter[Any] = Counter()
+        for (one, given), value in self.samples.items():
+            if one == name:
+                key = tuple(dict(given).get(label, "") for label in labels)
+                found[key[0] if len(key) == 1 else key] += value
+        return found
+
+    @cached_property
+    def rows(self) -> Counter[tuple[str, str]]:
+        """By path and reason."""
+        return self.by("rows", "path", "reason")
+
+    @cached_property
+    def layers(self) -> dict[int, LayerCounts]:
+        tiles, kept, causal = (self.by(name, "layer") for name in ("tiles", "kept_pairs", "causal_pairs"))
+        return {int(layer): LayerCounts(tiles[layer], kept[layer], causal[layer]) for layer in causal | tiles}
+
+    @property
+    def attention(self) -> Counter[str]:
+        """The model's layers by what computes the attention of their prefills."""
+        return self.by("layers", "attention")
 
     def rows_of(self, path: str) -> int:
         return sum(count for (row_path, _), count in self.rows.items() if row_path == path)
@@ -50,12 +63,6 @@ class Report:
         """Of all layers together."""
         layers = self.layers.values()
         return Pairs(sum(one.kept_pairs for one in layers), sum(one.causal_pairs for one in layers))
-
-    @property
-    def density(self) -> float:
-        """Of all layers together; not a number where nothing was computed sparsely."""
-        found = self.pairs.density
-        return float("nan") if found is None else found
 
     def problem(self) -> str | None:
         """Why these counts do not show a sparse prefill, or None if they do."""
@@ -103,26 +110,8 @@ def parse(text: str) -> Report:
     """The report of a /metrics page (Prometheus text format)."""
     report = Report()
     for family in text_string_to_metric_families(text):
-        if not family.name.startswith(PREFIX):
-            continue
         for sample in family.samples:
-            if not sample.name.endswith("_created"):
+            if sample.name.startswith(PREFIX) and not sample.name.endswith("_created"):
                 name = sample.name.removeprefix(PREFIX).removesuffix("_total")
-                _add(report, name, sample.labels, sample.value)
+                report.samples[name, tuple(sample.labels.items())] += int(sample.value)
     return report
-
-
-def _add(report: Report, name: str, labels: Mapping[str, str], value: float) -> None:
-    if name == "rows":
-        report.rows[labels["path"], labels.get("reason", "")] += int(value)
-    elif name == "layers":
-        report.attention[labels["attention"]] += int(value)
-    elif name == "compilations":
-        report.compilations[labels["when"]] += int(value)
-    elif name == "up":
-        report.engines["answered" if value else "silent"] += 1
-    elif name in ("arena_overflows", "guard_checks", "guard_trips", "device_bytes"):
-        setattr(report, name, getattr(report, name) + int(value))
-    elif name in ("tiles", "kept_pairs", "causal_pairs"):
-        counts = report.layers.setdefault(int(labels["layer"]), LayerCounts())
-        setattr(counts, name, getattr(counts, name) + int(value))

@@ -5,17 +5,133 @@ Servers that run already are asked in turn, each prompt there and back; those th
 other, each with the whole device to itself, its levels in turn.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from vllm_sparse_backend.measure.client import Prompts
+from vllm_sparse_backend.measure.client import Answer, Endpoint, Prompts, RequestError
 from vllm_sparse_backend.measure.contestants import Contestant, opened
-from vllm_sparse_backend.measure.latency import Length, Taken, ask_in_turn, case_of, repeats_of
 from vllm_sparse_backend.measure.report import BenchError, Report
-from vllm_sparse_backend.measure.scrape import Pairs
+from vllm_sparse_backend.measure.scrape import Pairs, parse
 from vllm_sparse_backend.measure.server import max_positions
+
+COLUMNS = {
+    "case": "prompt",
+    "repeats": "times",
+    "stock_first_s": "stock: TTFT, s",
+    "ours_first_s": "ours",
+    "ttft_speed_up": "TTFT speed-up",
+    "density": "density",
+    "stock_token_ms": "stock: TPOT, ms",
+    "ours_token_ms": "ours",
+    "tpot_speed_up": "stock ÷ ours",
+    "stock_pause_ms": "stock: longest pause, ms",
+    "ours_pause_ms": "ours",
+    "failures": "failed",
+}
+
+MOST_TO_WARM_UP = 32768
+"""Tokens of a prompt: a longer one warms up no better."""
+
+
+@dataclass(frozen=True)
+class Length:
+    """``new_tokens`` after ``cached_tokens``, which are sent alone just before, so that a prefix cache has them."""
+
+    new_tokens: int
+    cached_tokens: int = 0
+
+    def __str__(self) -> str:
+        after = f" new after {self.cached_tokens:,} cached" if self.cached_tokens else " tokens"
+        return f"{self.new_tokens:,}{after}"
+
+
+@dataclass
+class Taken:
+    """Answers of one server, and what went wrong."""
+
+    answers: list[Answer] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    pairs: Pairs = field(default_factory=Pairs)
+    """Of one of the requests that were timed."""
+
+    @property
+    def first_s(self) -> float | None:
+        return median(answer.first_token_s for answer in self.answers) if self.answers else None
+
+    @property
+    def token_ms(self) -> float | None:
+        """The median of requests, each from its first token to its last, by the tokens between."""
+        each = [1e3 * taken for answer in self.answers if (taken := answer.token_s) is not None]
+        return median(each) if each else None
+
+    @property
+    def pause_ms(self) -> float | None:
+        """The median of requests: the longest that a client waits for the next token once it has the first."""
+        return 1e3 * median(answer.pause_s for answer in self.answers) if self.answers else None
+
+
+def repeats_of(length: Length, most: int) -> int:
+    """Fewer of the long ones: they take longer and vary less. Short first tokens of 30 ms drown in noise otherwise."""
+    return min(most, max(3, 200_000 // max(1, length.new_tokens)))
+
+
+def ask_in_turn(
+    servers: Sequence[Endpoint],
+    lengths: Sequence[Length],
+    prompts: Prompts,
+    output_tokens: int,
+    most_repeats: int,
+    step: Callable[[], None],
+) -> Iterator[tuple[Length, list[Taken]]]:
+    """Each prompt of all servers, there and back. Prompts depend on what was taken of ``prompts`` before, no more."""
+    prefixes = {n: prompts.take(n) for n in {length.cached_tokens for length in lengths} if n}
+    for length in lengths:
+        asked = [(server, Taken()) for server in servers]
+        prefix = prefixes.get(length.cached_tokens, [])
+        for i in range(-1, repeats_of(length, most_repeats)):  # the first warms up
+            prompt = prefix + prompts.take(length.new_tokens if i >= 0 else min(length.new_tokens, MOST_TO_WARM_UP))
+            for server, taken in asked if i % 2 else asked[::-1]:
+                before = parse(server.metrics()).pairs if i == 0 else Pairs()
+                _ask(server, prefix, prompt, output_tokens, taken, timed=i >= 0)
+                if i == 0:
+                    taken.pairs = parse(server.metrics()).pairs - before
+                step()
+        yield length, [taken for _, taken in asked]
+
+
+def _ask(server: Endpoint, prefix: list[int], prompt: list[int], output_tokens: int, taken: Taken, timed: bool) -> None:
+    try:
+        if prefix:
+            server.ask(prefix, 1)
+        answer = server.ask(prompt, output_tokens)
+    except RequestError as error:
+        taken.failures.append(str(error))  # one that warms up counts too: it should have been answered
+        return
+    if timed:
+        taken.answers.append(answer)
+
+
+def case_of(label: str, length: Length, stock: Taken, ours: Taken) -> dict[str, Any]:
+    """One that either never answered gets no ratio."""
+    both = {"stock": stock, "ours": ours}
+    case: dict[str, Any] = {
+        "part": "latency", "label": label, "case": str(length), "new_tokens": length.new_tokens,
+        "cached_tokens": length.cached_tokens, "repeats": len(ours.answers), **ours.pairs.figures,
+        "failures": len(stock.failures) + len(ours.failures),
+        "said": [f"{name}: {said}" for name, taken in both.items() for said in taken.failures][:10],
+        "answers": {name: [vars(answer) for answer in taken.answers] for name, taken in both.items()},
+    }  # fmt: skip
+    for name, taken in both.items():
+        case |= {f"{name}_{key}": getattr(taken, key) for key in ("first_s", "token_ms", "pause_ms")}
+    for ratio, key in (("ttft_speed_up", "first_s"), ("tpot_speed_up", "token_ms")):
+        if case[f"stock_{key}"] and case[f"ours_{key}"]:
+            case[ratio] = case[f"stock_{key}"] / case[f"ours_{key}"]
+    return case
+
 
 LENGTHS = (1024, 8192, 32768, 65536, 131072)
 

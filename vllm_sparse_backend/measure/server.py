@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.settings.auto import AUTO
@@ -42,7 +41,6 @@ CPU_ARGS = ("--gpu-memory-utilization", "0.3", "--dtype", "float32", "--enforce-
 STOP_TIMEOUT_S = 30.0
 FILES = ("profile", "crossover")
 """Settings that may be paths."""
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 _ENGINE_ERROR = re.compile(
     r"^\((?:EngineCore|Worker|VllmWorker)\S* pid=\d+\) (?:ERROR \S+ \S+ \[\S+\] )?"
@@ -127,17 +125,8 @@ def split_args(text: str) -> tuple[str, ...]:
         raise BenchError(f"--server-args: given {text!r}, expected arguments as a shell takes them: {error}") from None
 
 
-def _host(url: str) -> str | None:
-    try:
-        return urlsplit(url).hostname
-    except ValueError:
-        return None  # whoever connects says so
-
-
-def device_name(*urls: str) -> str:
-    """Of the machine that serves: its card, or its number of CPUs; of servers that run elsewhere, their addresses."""
-    if any(_host(url) not in LOOPBACK for url in urls):
-        return ", ".join(urls)
+def device_name() -> str:
+    """Of this machine: its card, or its number of CPUs."""
     if has_cuda():
         import torch
 
@@ -261,6 +250,8 @@ class Server:
             if error.code >= 500:
                 said += f"\n{self._end_of_log()}"
             raise ServerError(said) from error
+        except OSError as error:
+            raise ServerError(f"POST {path}: {error}. {self._end_of_log()}") from error
 
     def stop(self) -> None:
         """Ask the server to end, then kill what is left of its process group."""

@@ -157,8 +157,9 @@ class _Network:
             scaling: float | None = None, **more: Any,
         ) -> Any:  # fmt: skip
             """query [1, num_heads, num_tokens, head_dim], key and value [1, num_kv_heads, num_tokens, head_dim]."""
-            if why := _not_plain(mask, more):
-                self.made.left_out[module.layer_idx] = why
+            _refuse_unlike(self.made.model, more)
+            if mask is not None:
+                self.made.left_out[module.layer_idx] = "a mask of its own (a sliding window, or chunks)"
             else:
                 scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
                 parts = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
@@ -180,14 +181,14 @@ class _Network:
             self.network(torch.tensor([list(token_ids)], device=self.device), use_cache=False)
 
 
-def _not_plain(mask: Any, more: dict[str, Any]) -> str | None:
-    """Why a layer's attention is not the plain causal softmax that sparse prefill can stand in for."""
-    if mask is not None:
-        return "a mask of its own (a sliding window, or chunks)"
-    for keyword, why in (("softcap", "a soft cap on its scores"), ("s_aux", "learnt sinks")):
+def _refuse_unlike(model: str, more: dict[str, Any]) -> None:
+    """Raise ConfigurationError where a layer's attention is not the plain one, with which the capture goes on."""
+    for keyword, what in (("softcap", "a soft cap on their scores"), ("s_aux", "learnt sinks")):
         if more.get(keyword) is not None:
-            return why
-    return None
+            raise ConfigurationError(
+                f"{model}: given layers with {what}, expected plain attention, which is all that captures know; write "
+                "the profile by hand, or serve the model without one"
+            )
 
 
 def weights_sha256(model: Path) -> str:

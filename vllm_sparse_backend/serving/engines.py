@@ -38,7 +38,7 @@ class EnginePicker:
 
         Raises ConfigurationError with each engine's reason where none is left.
         """
-        spec = AttendSpec.of(batch.cache, index, options)
+        spec = AttendSpec.of(batch.cache, index, options, batch.sinks)
         if spec not in self.choices:
             # Skips and 8 bits are approximations: that there is no NaN is all that can be asked there.
             exact = expected_attention(batch, index, options) if options is None else None
@@ -76,7 +76,7 @@ def failure(
     out = batch.empty_out()
     try:
         with index.workspace.frame():
-            engine.attend(batch.q, batch.cache, index, out, batch.scale, options=options)
+            engine.attend(batch.q, batch.cache, index, out, batch.scale, options=options, sinks=batch.sinks)
         if out.is_cuda:
             torch.cuda.synchronize(out.device)
     except Exception as error:  # whatever a compiler, a launch or a library raises is the reason

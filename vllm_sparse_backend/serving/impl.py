@@ -44,7 +44,6 @@ class SparsePrefillImpl(compat.DenseImpl):
             sliding_window=given["sliding_window"],
             alibi=given["alibi_slopes"] is not None,
             softcap=given.get("logits_soft_cap"),
-            sinks=given.get("sinks") is not None,
             **compat.layer_limits(config, given["kv_cache_dtype"], self.supports_quant_query_input),
         )
         self.worker: Worker | None = None
@@ -171,7 +170,7 @@ class SparsePrefillImpl(compat.DenseImpl):
         with arena.frame():
             watch = CHECKED if self.worker.resolved.config.check_index else recorder.lap(self.number)
             layer = self.layer if slab.share is None else keeping(self.layer, slab.share)
-            index = run(layer, query, cache, slab.rows, output, scale, arena, watch)
+            index = run(layer, query, cache, slab.rows, output, scale, arena, watch, self.sinks)
             recorder.count_pairs(self.number, index, watch, slab.level)
             if spans and is_counting():
                 add_pairs(spans, index)

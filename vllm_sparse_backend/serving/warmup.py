@@ -59,12 +59,13 @@ def warm_up(
     cache = compat.random_cache(spec, num_pages, device, order)
     table = torch.arange(num_pages, dtype=torch.int32, device=device).repeat(max(map(len, BATCHES)), 1)
     picker = EnginePicker(engine)
-    done: dict[Layer, Layer] = {}
+    done: dict[tuple[Layer, bool], Layer] = {}
     with warming_up():
         for impl in impls:
-            if impl.layer not in done:
-                done[impl.layer] = _warm_up_layer(impl, cache, table, picker)
-            impl.layer = done[impl.layer]
+            kind = impl.layer, impl.sinks is not None
+            if kind not in done:
+                done[kind] = _warm_up_layer(impl, cache, table, picker)
+            impl.layer = done[kind]
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # vLLM is about to take what is left for its own cache
@@ -77,10 +78,11 @@ def _warm_up_layer(impl: SparsePrefillImpl, cache: PagedCache, table: torch.Tens
     assert impl.worker is not None
     assert impl.worker.memory is not None
     layer, memory = impl.layer, impl.worker.memory
+    sinks = None if impl.sinks is None else 10 * torch.rand_like(impl.sinks)  # some outweigh all keys, as weights may
     for i, lengths in enumerate(BATCHES):
         rows = rows_of(in_turn(lengths), own_block_table(table, list(range(len(lengths)))))
         query = torch.randn(sum(rows.query_lens), impl.num_heads, cache.head_dim, device=table.device)
-        batch = Batch(query.to(cache.keys.dtype), cache, rows, impl.scale, impl.out_dtype)
+        batch = Batch(query.to(cache.keys.dtype), cache, rows, impl.scale, impl.out_dtype, sinks)
         # A server of short requests has a smaller arena than these rows take.
         fits = memory.room.needed(rows) <= memory.room.num_bytes
         workspace = memory.arena if fits else Workspace(table.device)
@@ -90,7 +92,7 @@ def _warm_up_layer(impl: SparsePrefillImpl, cache: PagedCache, table: torch.Tens
                 layer.select(batch.q, cache, index, impl.scale)
                 layer = replace(layer, engine=picker.pick(batch, index, layer.options))
         with workspace.frame():
-            index = run(layer, batch.q, cache, rows, batch.empty_out(), impl.scale, workspace)
+            index = run(layer, batch.q, cache, rows, batch.empty_out(), impl.scale, workspace, sinks=sinks)
             if not compat.IS_CPU:
                 add_listed_pairs(index, torch.zeros(1, dtype=torch.int64, device=table.device), 0)
     return layer

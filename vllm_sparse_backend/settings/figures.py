@@ -1,63 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """What calibration measured of each head, as a profile's ``provenance.figures`` has it.
 
-Per figure, layers as keys and a list with one number for each query head of the model, or a single number where all
-heads of those layers have it. Layers without numbers (dense ones) are left out:
+Per figure and layer one number for each query head of the model; layers without numbers (dense ones) are left out:
 
     figures:
-      density: {0: 1.0, 1: [0.123, 0.05, 1.0, 0.3], 2-3: [0.1, 0.1, 0.2, 0.1]}
-      error: {1: [0.01, 0.02, 0.0, 0.03], 2-3: 0.004}
+      density: {1: [0.123, 0.05, 1.0, 0.3], 2: [0.1, 0.1, 0.2, 0.1]}
+      error: {1: [0.01, 0.02, 0.0, 0.03], 2: [0.0, 0.0, 0.0, 0.0]}
 
-Numbers have four significant digits, so that a model of 32 layers and 32 heads takes some 20 kB. All that knows how
-they are written is here: ``HeadFigures.of_heads`` makes them from plain lists, ``rows`` gives these back.
+Numbers have four significant digits, so that a model of 32 layers and 32 heads takes some 20 kB.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BeforeValidator, Field, StrictFloat, WithJsonSchema, field_validator, model_validator
+from pydantic import AfterValidator, Field, StrictFloat, StrictInt, model_validator
 
-from vllm_sparse_backend.settings import strict_yaml
 from vllm_sparse_backend.settings.errors import Section, unexpected
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.ranges import DisjointRanges, Ranges, format_ranges
 
 logger = logging.getLogger(__name__)
 
 PerHead = Sequence[Sequence[float] | None]
 """Per layer a number for each head; None for a layer without."""
 
-
-def _as_list(given: object) -> object:
-    return given if isinstance(given, list | tuple) else [given]
-
-
-def _schema(**limits: int) -> WithJsonSchema:
-    number = {"type": "number", "minimum": 0, **limits}
-    return WithJsonSchema({"anyOf": [number, {"type": "array", "items": number, "minItems": 1}]})
-
-
-Fraction = Annotated[StrictFloat, Field(ge=0, le=1)]
-Amount = Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)]
-Fractions = Annotated[tuple[Fraction, ...], BeforeValidator(_as_list), Field(min_length=1), _schema(maximum=1)]
-Amounts = Annotated[tuple[Amount, ...], BeforeValidator(_as_list), Field(min_length=1), _schema()]
-
+Layer = Annotated[StrictInt, Field(ge=0)]
+Rounded = AfterValidator(lambda number: float(f"{number:.4g}"))
+Fraction = Annotated[StrictFloat, Field(ge=0, le=1), Rounded]
+Amount = Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False), Rounded]
 
 RENAMED = {"worst_error": "p99_error"}
 """Names by which figures went before: they are read for one more release."""
 
 
 class HeadFigures(Section):
-    """Measured figures of each head, by layers; heads and layers are the whole model's."""
+    """Measured figures of each head, by layer; heads and layers are the whole model's."""
 
-    density: Annotated[dict[Ranges, Fractions], DisjointRanges] = Field(default={})
+    density: dict[Layer, tuple[Fraction, ...]] = Field(default={})
     """Kept (query, key) pairs over causal pairs, mean over the prompts."""
 
-    error: Annotated[dict[Ranges, Amounts], DisjointRanges] = Field(default={})
+    error: dict[Layer, tuple[Amount, ...]] = Field(default={})
     """Mean over queries of ‖o − õ‖₁ / ‖o‖₁, o a query's output under dense attention; the largest of a prompt."""
 
-    p99_error: Annotated[dict[Ranges, Amounts], DisjointRanges] = Field(default={})
+    p99_error: dict[Layer, tuple[Amount, ...]] = Field(default={})
     """What a hundredth of the queries has more of."""
 
     @model_validator(mode="before")
@@ -70,50 +55,24 @@ class HeadFigures(Section):
             logger.warning("figures: %s is called %s now; the next release refuses the old name", name, RENAMED[name])
         return {RENAMED[name] if name in old else name: value for name, value in given.items()}
 
-    @field_validator("*")
-    @classmethod
-    def _rounded(cls, given: dict[tuple[int, ...], tuple[float, ...]]) -> dict[tuple[int, ...], tuple[float, ...]]:
-        rounded = {layers: tuple(float(f"{one:.4g}") for one in numbers) for layers, numbers in given.items()}
-        return {layers: numbers[:1] if len(set(numbers)) == 1 else numbers for layers, numbers in rounded.items()}
-
     @staticmethod
     def of_heads(**figures: PerHead) -> "HeadFigures":
-        """From each figure's numbers by layer and head; layers that are alike share an entry."""
-        data: dict[str, dict[str, list[float]]] = {}
-        for name, layers in figures.items():
-            alike: dict[tuple[float, ...], list[int]] = {}
-            for layer, numbers in enumerate(layers):
-                if numbers is not None:
-                    alike.setdefault(tuple(float(f"{one:.4g}") for one in numbers), []).append(layer)
-            data[name] = {format_ranges(numbers): list(values) for values, numbers in alike.items()}
-        return HeadFigures.model_validate(data)
+        """From each figure's numbers by layer and head."""
+        return HeadFigures.model_validate(
+            {name: {i: of for i, of in enumerate(layers) if of is not None} for name, layers in figures.items()}
+        )
 
-    def rows(self, name: str, shape: ModelShape) -> list[list[float] | None]:
+    def rows(self, name: str, shape: ModelShape) -> list[tuple[float, ...] | None]:
         """The numbers of one figure by layer and head; None for a layer without."""
-        known = {layer: numbers for layers, numbers in getattr(self, name).items() for layer in layers}
-        layers = (known.get(layer) for layer in range(shape.num_layers))
-        return [None if row is None else list(row * shape.num_heads if len(row) == 1 else row) for row in layers]
+        return [getattr(self, name).get(layer) for layer in range(shape.num_layers)]
 
     def out_of_range(self, shape: ModelShape) -> list[str]:
         """What does not fit a model of that shape: layers past its last, lists of another length than its heads."""
         problems = []
-        for name, layers, numbers in self._entries():
-            place = f"{name}.{format_ranges(layers)}"
-            if layers and layers[-1] >= shape.num_layers:
-                problems.append(f"{place}: {unexpected(layers[-1], f'at most {shape.num_layers - 1}')}")
-            if len(numbers) not in (1, shape.num_heads):
+        for name, layer, numbers in [(name, *of) for name, layers in self for of in layers.items()]:
+            if layer >= shape.num_layers:
+                problems.append(f"{name}.{layer}: {unexpected(layer, f'at most {shape.num_layers - 1}')}")
+            if len(numbers) != shape.num_heads:
                 expected = f"one for each of the {shape.num_heads} heads"
-                problems.append(f"{place}: given {len(numbers)} numbers, expected {expected}")
+                problems.append(f"{name}.{layer}: given {len(numbers)} numbers, expected {expected}")
         return problems
-
-    def _entries(self) -> list[tuple[str, tuple[int, ...], tuple[float, ...]]]:
-        figures: Mapping[str, Any] = vars(self)
-        return [(name, *entry) for name in HeadFigures.model_fields for entry in figures[name].items()]
-
-    def data(self) -> dict[str, Any]:
-        """As a file has them."""
-        data: dict[str, Any] = {}
-        for name, layers, numbers in self._entries():
-            key = layers[0] if len(layers) == 1 else format_ranges(layers)
-            data.setdefault(name, {})[key] = numbers[0] if len(numbers) == 1 else strict_yaml.FlowList(numbers)
-        return data

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from vllm_sparse_backend.settings.errors import ConfigurationError, report, unexpected
 from vllm_sparse_backend.settings.ranges import MAX_NUMBER
-from vllm_sparse_backend.settings.strict_yaml import FlowList, read_text
+from vllm_sparse_backend.settings.strict_yaml import read_text
 
 Count = Annotated[int, Field(ge=1, le=MAX_NUMBER, strict=True)]
 
@@ -63,11 +63,6 @@ class ModelShape:
         if None in pairs["rope_theta"]:
             del pairs["rope_theta"]
         return [name for name, (mine, theirs) in pairs.items() if mine != theirs]
-
-    def data(self) -> dict[str, Any]:
-        """As a file has it."""
-        names = {"names": FlowList(self.names)} if self.names else {}
-        return {name: value for name, value in vars(self).items() if value is not None and name != "names"} | names
 
     @staticmethod
     def from_config(config: Mapping[str, Any], source: str = "config.json") -> "ModelShape":

@@ -16,7 +16,6 @@ from vllm_sparse_backend.settings.model_shape import Count, read_config_json, te
 from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
 
 WINDOWED_KINDS = {"sliding_attention", "local_attention", "chunked_attention"}
-SINK_MODELS = {"gpt_oss", "mimo_v2_flash"}
 ALIBI_MODELS = {"bloom", "mpt"}
 ENCODER_MODELS = {
     *("albert", "bert", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet", "nomic_bert"),
@@ -101,6 +100,5 @@ def _layer_reason(config: Mapping[str, Any], kind: str) -> Fallback | None:
         sliding_window=config.get("sliding_window") or 0 if kind in WINDOWED_KINDS else None,
         alibi=model_type in ALIBI_MODELS or bool(config.get("alibi")),
         softcap=config.get("attn_logit_softcapping"),
-        sinks=model_type in SINK_MODELS,
         is_mla=bool(config.get("kv_lora_rank")),
     )

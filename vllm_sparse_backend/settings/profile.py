@@ -9,10 +9,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     Field,
+    PlainSerializer,
     PlainValidator,
     StrictFloat,
     StrictInt,
@@ -67,7 +68,9 @@ def _to_method(given: object) -> Method:
     return make_method(given["method"], {name: value for name, value in given.items() if name != "method"})
 
 
-MethodSpec = Annotated[Method, PlainValidator(_to_method), WithJsonSchema({METHOD_MARK: True})]
+MethodSpec = Annotated[
+    Method, PlainValidator(_to_method), PlainSerializer(parameters_of), WithJsonSchema({METHOD_MARK: True})
+]
 Share = Annotated[StrictFloat, Field(ge=0, le=1)]
 
 
@@ -162,20 +165,6 @@ class Level(Section):
                 methods[type(method)].append(method)
         return [why for kind, heads in methods.items() if (why := kind.objection(heads)) is not None]
 
-    def _data(self) -> dict[str, Any]:
-        """The fields here as a file has them, without those that say nothing."""
-        provenance = self.provenance.model_dump(exclude_none=True, exclude={"figures"})
-        if self.provenance.figures is not None:
-            provenance["figures"] = self.provenance.figures.data()
-        data = {
-            "dense_layers": _key(self.dense_layers) if self.dense_layers else None,
-            "default": _spec(self.default),
-            "layers": {_key(layers): _layer_data(profile) for layers, profile in self.layers.items()},
-            "crossover": strict_yaml.FlowDict(self.crossover.model_dump(mode="json")) if self.crossover else None,
-            "provenance": provenance,
-        }
-        return {name: value for name, value in data.items() if value is not None and value != {}}
-
 
 class Profile(Level):
     """A checked profile. ``methods_of`` answers what it is asked for; ``check_model`` comes before that."""
@@ -254,19 +243,10 @@ class Profile(Level):
 
     def to_yaml(self) -> str:
         """The profile as a file; loading that gives an equal one."""
-        own = self._data()
-        provenance = own.pop("provenance", None)
-        data = {
-            "format": self.format,
-            "model": self.model.data() if self.model else ANY_MODEL,
-            "min_tokens": self.min_tokens,
-            "min_query_tokens": self.min_query_tokens,
-            "level": self.level,
-            **own,
-            "levels": {name: level._data() for name, level in self.levels.items()},
-            "provenance": provenance,
-        }
-        return strict_yaml.dump({name: value for name, value in data.items() if value is not None and value != {}})
+        data = self.model_dump(exclude_defaults=True)
+        data["model"] = data["model"] or ANY_MODEL
+        own = [name for name in Profile.model_fields if name not in (*Level.model_fields, "levels")]
+        return strict_yaml.dump({name: data[name] for name in (*own, *Level.model_fields, "levels") if name in data})
 
 
 def profile_file(name_or_path: str | Path, asked_by: str = "profile") -> Path:
@@ -319,17 +299,3 @@ def _layer_of(methods: Sequence[Method], default: Method) -> LayerProfile:
         if method != (own or default):
             heads[method].append(head)
     return LayerProfile(default=own, heads={tuple(ids): method for method, ids in heads.items()})
-
-
-def _key(numbers: tuple[int, ...]) -> int | str:
-    return numbers[0] if len(numbers) == 1 else format_ranges(numbers)
-
-
-def _spec(method: Method) -> dict[str, Any]:
-    return strict_yaml.FlowDict(parameters_of(method))
-
-
-def _layer_data(profile: LayerProfile) -> dict[str, Any]:
-    default = {} if profile.default is None else {"default": _spec(profile.default)}
-    heads = {_key(heads): _spec(method) for heads, method in profile.heads.items()}
-    return default | ({"heads": heads} if heads else {})

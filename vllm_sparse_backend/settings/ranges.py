@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated
 
-from pydantic import BeforeValidator, WithJsonSchema
+from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
 MAX_NUMBER = 1 << 12  # so that a slip of the keyboard doesn't fill the memory
 MOST_COUNT = 1 << 30
@@ -69,6 +69,12 @@ _SCHEMA = {
         {"type": "array", "items": {"type": "integer", "minimum": 0}, "uniqueItems": True},
     ]
 }
-Ranges = Annotated[tuple[int, ...], BeforeValidator(parse_ranges), WithJsonSchema(_SCHEMA)]
+
+
+def _written(numbers: tuple[int, ...]) -> int | str:
+    return numbers[0] if len(numbers) == 1 else format_ranges(numbers)
+
+
+Ranges = Annotated[tuple[int, ...], BeforeValidator(parse_ranges), PlainSerializer(_written), WithJsonSchema(_SCHEMA)]
 DisjointRanges = BeforeValidator(_disjoint)
 """For a mapping with ``Ranges`` as keys."""

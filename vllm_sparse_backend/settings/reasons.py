@@ -38,7 +38,6 @@ class Fallback(StrEnum):
         "sparse")
     ALIBI = ("alibi", "the layer adds ALiBi position biases; use a model with rotary positions")
     SOFTCAP = ("softcap", "the layer caps its logits (attn_logit_softcapping); use a model without soft cap")
-    SINKS = ("sinks", "the layer has learnt attention sinks; use a model without them")
     HEAD_SIZE = ("head_size",
         f"head_dim is no multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}; use a model whose is")
     DTYPE = ("dtype",
@@ -91,7 +90,6 @@ def layer_fallback(
     sliding_window: int | None = None,
     alibi: bool = False,
     softcap: float | None = None,
-    sinks: bool = False,
     kv_cache_dtype: str = "auto",
     reads_fp8: bool = False,
     head_scales: bool = False,
@@ -115,7 +113,6 @@ def layer_fallback(
         Fallback.SLIDING_WINDOW: sliding_window is not None and sliding_window >= 0,
         Fallback.ALIBI: alibi,
         Fallback.SOFTCAP: bool(softcap),
-        Fallback.SINKS: sinks,
         Fallback.HEAD_SIZE: not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM or head_dim % HEAD_DIM_STEP != 0,
         Fallback.DTYPE: dtype not in (CPU_DTYPES if device_type == "cpu" else DTYPES),
         Fallback.QUANTISED_CACHE: not fp8_fits if is_fp8 else kv_cache_dtype not in ("auto", dtype),

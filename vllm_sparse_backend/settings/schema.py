@@ -16,7 +16,7 @@ from vllm_sparse_backend.settings.profile import ANY_MODEL, METHOD_MARK, Profile
 from vllm_sparse_backend.settings.ranges import RANGES_PATTERN
 from vllm_sparse_kernels.methods import METHODS
 
-_BY_RANGES = ("Layers", "Heads", "Density", "Error", "P99 Error")
+_BY_RANGES = ("Layers", "Heads")
 """Titles of the mappings whose keys are layers or heads: pydantic says nothing of such keys."""
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

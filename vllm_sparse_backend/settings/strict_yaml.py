@@ -50,14 +50,6 @@ _KINDS = {str: "a text", list: "a list", type(None): "nothing"}
 """Content is not shown: any file may have been named."""
 
 
-class FlowDict(dict[str, Any]):
-    """A mapping that is written on one line."""
-
-
-class FlowList(list[Any]):
-    """A list that is written on one line, or as many as it fills."""
-
-
 class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -71,12 +63,6 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Loader.add_implicit_resolver(*_FLOAT)
 _Dumper.add_implicit_resolver(*_FLOAT)  # so that a text that looks like such a number is written in quotes
 _Dumper.add_representer(str, _represent_text)
-_Dumper.add_representer(
-    FlowDict, lambda dumper, data: dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=True)
-)
-_Dumper.add_representer(
-    FlowList, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
-)
 
 
 def read_text(path: Path) -> str:
@@ -113,7 +99,9 @@ def parse(text: str, source: str) -> dict[Any, Any]:
 
 
 def dump(data: dict[str, Any]) -> str:
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    """Mappings and lists of nothing but plain values stand on one line, or as many as they fill."""
+    flow: Any = None
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=flow)
 
 
 def _refuse_depth(text: str) -> None:

@@ -35,8 +35,16 @@ class AttendSpec:
     int8: bool = False
     """Whether any head asks for 8-bit scores."""
 
+    sinks: bool = False
+    """Whether the layer has learnt sinks."""
+
     @staticmethod
-    def of(cache: PagedCache, index: SparseIndex, options: AttendOptions | None = None) -> "AttendSpec":
+    def of(
+        cache: PagedCache,
+        index: SparseIndex,
+        options: AttendOptions | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> "AttendSpec":
         return AttendSpec(
             device=cache.keys.device,
             dtype=cache.keys.dtype,
@@ -49,6 +57,7 @@ class AttendSpec:
             has_stripes=index.has_stripes,
             skips=options is not None and options.skips,
             int8=options is not None and options.int8_heads is not None,
+            sinks=sinks is not None,
         )
 
     @property
@@ -65,6 +74,10 @@ class Attend(Protocol):
     ``value_scale`` multiplies the result. lse: [num_heads, num_tokens] float32, natural logarithm, or None. Tokens
     outside the index's rows stay untouched. Temporary tensors come from
     ``index.workspace``. Nothing waits for the device. Raises ValueError on shapes that do not fit the index.
+
+    sinks: [num_heads] of any float dtype, or None: scores of one more key each, that has no value. The softmax's sum is
+    Σ exp(s) + exp(sink) then, which scales a query's output by exp(lse) / (exp(lse) + exp(sink)). The log-sum-exp
+    remains that of the keys.
     """
 
     def __call__(
@@ -76,6 +89,7 @@ class Attend(Protocol):
         scale: float,
         lse: torch.Tensor | None = None,
         options: AttendOptions | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None: ...
 
 
@@ -119,11 +133,12 @@ def choose(
 
 
 class AttendArgs(NamedTuple):
-    """q and what is written, for kernels: out of q's shape, and the log-sum-exp [num_heads, num_tokens] or None."""
+    """q, what is written, and sinks, for kernels: out of q's shape, the log-sum-exp [num_heads, num_tokens] or None."""
 
     q: Any
     out: Any
     lse: Any
+    sinks: Any  # [num_heads] or None
     stride_token: int
     stride_head: int
     stride_out_token: int
@@ -131,12 +146,16 @@ class AttendArgs(NamedTuple):
     stride_lse_head: int
 
     @staticmethod
-    def of(q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> "AttendArgs":
+    def of(
+        q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None = None
+    ) -> "AttendArgs":
         strides = q.stride(0), q.stride(1), out.stride(0), out.stride(1)
-        return AttendArgs(q, out, lse, *strides, 0 if lse is None else lse.stride(0))
+        return AttendArgs(q, out, lse, sinks, *strides, 0 if lse is None else lse.stride(0))
 
 
-def check_shapes(q: torch.Tensor, out: torch.Tensor, cache: PagedCache, index: SparseIndex) -> None:
+def check_shapes(
+    q: torch.Tensor, out: torch.Tensor, cache: PagedCache, index: SparseIndex, sinks: torch.Tensor | None = None
+) -> None:
     """Raise ValueError where tensors do not fit the index or each other."""
     num_heads = index.num_heads
     if q.shape[1:] != (num_heads, cache.head_dim) or out.shape[1:] != q.shape[1:] or num_heads % cache.num_kv_heads:
@@ -144,3 +163,5 @@ def check_shapes(q: torch.Tensor, out: torch.Tensor, cache: PagedCache, index: S
             f"attend: q {tuple(q.shape)} and out {tuple(out.shape)} must be [num_tokens, {num_heads}, "
             f"{cache.head_dim}] with heads a multiple of the cache's {cache.num_kv_heads} kv heads"
         )
+    if sinks is not None and (sinks.shape != (num_heads,) or not sinks.is_contiguous()):
+        raise ValueError(f"attend: sinks {tuple(sinks.shape)} must be [{num_heads}], contiguous")

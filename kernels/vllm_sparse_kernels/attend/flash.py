@@ -15,7 +15,7 @@ table lists what the tile keeps:
   query, need no mask, and run as a second call, whose result is merged with the blocks' by log-sum-exp.
 
 Two kernels of ours stand around the calls: one copies the queries so that a sequence's lie together and writes the
-tables, the other merges and copies back.
+tables, the other merges, scales by what sinks leave, and copies back.
 
 A cache in fp8 is read with queries in fp8, by version 3 on Hopper. It rounds weights to fp8 too and writes bf16. The
 scales of queries and keys are in the softmax's scale, that of values is applied by the last kernel: FlashAttention is
@@ -158,13 +158,14 @@ def attend(
     scale: float,
     lse: torch.Tensor | None = None,
     options: AttendOptions | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """See ``engine.Attend``. Raises ValueError where ``refusal`` would have said no."""
-    check_shapes(q, out, cache, index)
+    check_shapes(q, out, cache, index, sinks)
     why = refusal(flash, AttendSpec.of(cache, index, options))
     if why is not None or flash is None:
         raise ValueError(f"attend: the engine flash cannot run this: {why}")
-    queries = AttendArgs.of(q, out, lse)
+    queries = AttendArgs.of(q, out, lse, sinks)
     for part in _parts(index, cache):
         with index.workspace.frame():
             _attend_part(flash, queries, cache, index, scale, part)

@@ -100,7 +100,10 @@ def finish_kernel(
     first, first_token, num_tiles, num_tokens,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """The sequence's result to where it belongs, that of its single keys merged with it, in values' own units."""
+    """The sequence's result to where it belongs, that of its single keys merged with it, in values' own units.
+
+    A sink leaves it exp(lse) / (exp(lse) + exp(sink)).
+    """
     i_head, _, _, _, o_q, o_s, in_tile, _, _, _ = _locate(
         lists, starts, first, first_token, num_tiles, num_tokens, GROUP, ROWS, FIELDS
     )
@@ -119,6 +122,9 @@ def finish_kernel(
         b_other = tl.where(b_other_weight[:, None] > 0, b_other * (b_other_weight / b_sum)[:, None], 0.0)
         b_out = b_out.to(tl.float32) * (b_weight / b_sum)[:, None] + b_other
         b_lse = b_max + tl.log(b_sum)
+    if queries.sinks is not None:
+        b_left = tl.sigmoid(b_lse - tl.load(queries.sinks + i_head).to(tl.float32))
+        b_out = b_out.to(tl.float32) * b_left[:, None]
     b_out = (b_out.to(tl.float32) * value_scale).to(queries.out.dtype.element_ty)
     o_out = o_q[:, None] * queries.stride_out_token + i_head * queries.stride_out_head + o_d[None, :]
     tl.store(queries.out + o_out, b_out, mask=in_head)

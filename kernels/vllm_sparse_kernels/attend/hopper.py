@@ -30,9 +30,12 @@ try:
 except (ImportError, AttributeError) as error:  # Gluon is young: names come and go between Triton's releases
     LACKS = str(error)
 
-STAGES = {64: 4, 128: 2}
-"""Steps of keys and values that are loaded ahead, by head_dim: what shared memory has room for beside two tiles of
-queries."""
+ROOM = {
+    64: {"STEP": 128, "STAGES": 4, "SLOTS": 2},
+    128: {"STEP": 128, "STAGES": 2, "SLOTS": 2},
+    256: {"STEP": 64, "STAGES": 2, "SLOTS": 1},
+}
+"""What shared memory has room for, by head_dim: keys of a step, steps of keys and values, tiles of queries."""
 
 RANKING = {"RANKED": 8, "OTHERS": 1024}
 """Items that a program puts in order, and how many others it compares them with at a time."""
@@ -65,8 +68,10 @@ def refusal(spec: AttendSpec) -> str | None:
         return f"this Triton's Gluon lacks what it needs ({LACKS}); 3.6 to 3.9 have it"
     if spec.skips or spec.int8:
         return "it has no skip of products and no 8-bit scores"
-    if spec.dtype not in GLUON_DTYPES or spec.head_dim not in STAGES:
-        return f"it takes fp16 and bf16 and head_dim 64 and 128, not {spec.dtype} and {spec.head_dim}"
+    if spec.dtype not in GLUON_DTYPES or spec.head_dim not in ROOM:
+        return f"it takes fp16 and bf16 and head_dim 64, 128 and 256, not {spec.dtype} and {spec.head_dim}"
+    if spec.block_tokens > ROOM[spec.head_dim]["STEP"]:
+        return f"blocks of {spec.block_tokens} keys with head_dim {spec.head_dim} do not fit shared memory"
     if spec.block_tokens not in BLOCKS or spec.page_size % spec.block_tokens:
         return f"blocks of {spec.block_tokens} keys do not lie within pages of {spec.page_size}"
     if spec.strides[0] % spec.strides[1] or any(2 * stride % 16 for stride in spec.strides):
@@ -89,14 +94,15 @@ def attend(
     scale: float,
     lse: torch.Tensor | None = None,
     options: AttendOptions | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """See ``engine.Attend``; scale > 0. Raises ValueError where ``refusal`` would have said no."""
-    check_shapes(q, out, cache, index)
+    check_shapes(q, out, cache, index, sinks)
     why = refusal(AttendSpec.of(cache, index, options))
     matrix = matrix_args(cache)
     if why is not None or matrix is None or q.dtype != cache.keys.dtype:
         raise ValueError(f"attend: the engine hopper cannot run this: {why or 'the cache is no matrix of tokens'}")
-    run(q, cache, matrix, index, out, scale, lse)
+    run(q, cache, matrix, index, out, scale, lse, sinks)
 
 
 def run(
@@ -107,6 +113,7 @@ def run(
     out: torch.Tensor,
     scale: float,
     lse: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """``attend`` without its questions: compiles for Hopper wherever a driver stands in for one."""
     if q.stride(1) * index.num_heads > q.stride(0):
@@ -122,8 +129,8 @@ def run(
     with index.workspace.frame():
         cache_args, index_args, lists, counter = _prepare(cache, matrix, index)
         hopper_kernel[(min(num_tiles * num_heads, _num_multiprocessors(q.device)),)](
-            queries, keys, values, AttendArgs.of(q, out, lse), cache_args, place_args, index_args, lists, counter,
-            num_tiles, scale * LOG2_E, **_shape(cache, index), D=head_dim, STAGES=STAGES[head_dim],
+            queries, keys, values, AttendArgs.of(q, out, lse, sinks), cache_args, place_args, index_args, lists,
+            counter, num_tiles, scale * LOG2_E, **_shape(cache, index), D=head_dim, **ROOM[head_dim],
             STRIPES=index.has_stripes, num_warps=4,
         )  # fmt: skip
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A consumer group of ``hopper_kernel``: the online softmax over an item's steps, for 64 of its tile's queries."""
 
-from vllm_sparse_kernels.attend.hopper_item import HALF, STEP, first_step, published
+from vllm_sparse_kernels.attend.hopper_item import HALF, first_step, published
 from vllm_sparse_kernels.gluon_names import (
     fence_async_shared,
     gl,
@@ -13,6 +13,7 @@ from vllm_sparse_kernels.gluon_names import (
 
 MINUS_INFINITY = gl.constexpr(float("-inf"))
 LN_2 = gl.constexpr(0.6931471805599453)
+LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -22,6 +23,7 @@ def consume(
     """Queries [64 W, 64 W + 64) of every item's tile."""
     D: gl.constexpr = SHAPE[2]
     STAGES: gl.constexpr = SHAPE[3]
+    SLOTS: gl.constexpr = SHAPE[6]
     q_tiles, k_steps, v_steps, items = buffers
     q_full, q_empty = barriers[0], barriers[1]
     kv = (k_steps, v_steps, barriers[2], barriers[3], barriers[4], barriers[5])
@@ -29,10 +31,10 @@ def consume(
     mbarrier.wait(q_full.index(0), 0)
     i_head = published(items, 0, 0)
     while i_head >= 0:
-        slot = i_item % 2
+        slot = i_item % SLOTS
         q = q_tiles.index(slot * 2 + W)
         token, length = published(items, slot, 1), published(items, slot, 2)
-        walk = _walk_of(items, slot, length, i_step, W, SHAPE[1], STRIPES)
+        walk = _walk_of(items, slot, length, i_step, W, SHAPE, STRIPES)
         b_p, b_acc, b_max, b_sum, i_step = _first_scores(q, kv, i_step, scale, walk, SHAPE, STRIPES)
         b_p, b_acc, b_max, b_sum, i_step = _block_steps(
             q, kv, i_step, scale, walk, b_p, b_acc, b_max, b_sum, SHAPE, STRIPES
@@ -45,16 +47,18 @@ def consume(
         b_acc = _last_product(kv, i_step - 1, b_p, b_acc, STRIPES, STAGES)
         _write(out, i_head, token + W * HALF, length - W * HALF, b_acc, b_max, b_sum, D)
         i_item += 1
-        mbarrier.wait(q_full.index(i_item % 2), i_item // 2 & 1)
-        i_head = published(items, i_item % 2, 0)
+        mbarrier.wait(q_full.index(i_item % SLOTS), i_item // SLOTS & 1)
+        i_head = published(items, i_item % SLOTS, 0)
 
 
 @gluon.jit
 def _walk_of(
-    items, slot, length, i_step, W: gl.constexpr, BLOCK_N: gl.constexpr, STRIPES: gl.constexpr
+    items, slot, length, i_step, W: gl.constexpr, SHAPE: gl.constexpr, STRIPES: gl.constexpr
 ):  # fmt: skip
     """Of an item's steps: blocks of step 0, steps over blocks, those of them that are masked, stripes, the number of
     the step after all of them, and what ``_mask_diagonal`` asks for."""
+    BLOCK_N: gl.constexpr = SHAPE[1]
+    STEP: gl.constexpr = SHAPE[5]
     BLOCKS: gl.constexpr = STEP // BLOCK_N
     first, num_blocks = published(items, slot, 3), published(items, slot, 4)
     rest = first_step(num_blocks, BLOCKS)
@@ -76,6 +80,7 @@ def _first_scores(q, kv, i_step, scale, walk, SHAPE: gl.constexpr, STRIPES: gl.c
     k_steps, v_steps, k_full, k_empty, _, _ = kv
     D: gl.constexpr = SHAPE[2]
     STAGES: gl.constexpr = SHAPE[3]
+    STEP: gl.constexpr = SHAPE[5]
     stage = i_step % STAGES
     mbarrier.wait(k_full.index(stage), i_step // STAGES & 1)
     zero = gl.zeros([HALF, STEP], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16]))
@@ -100,17 +105,16 @@ def _block_steps(
 ):  # fmt: skip
     """The other steps over blocks, masked ones first."""
     rest, num_steps, num_masked, _, last, diagonal = walk
-    BLOCK_N: gl.constexpr = SHAPE[1]
-    STAGES: gl.constexpr = SHAPE[3]
+    BLOCKS: gl.constexpr = SHAPE[5] // SHAPE[1]
     for i in range(1, num_masked):
-        where = (rest + i * (STEP // BLOCK_N), diagonal)
+        where = (rest + i * BLOCKS, diagonal)
         b_p, b_acc, b_max, b_sum = _step(
-            q, kv, i_step, last, scale, where, b_p, b_acc, b_max, b_sum, "diagonal", False, STRIPES, STAGES, BLOCK_N
+            q, kv, i_step, last, scale, where, b_p, b_acc, b_max, b_sum, "diagonal", False, STRIPES, SHAPE
         )
         i_step += 1
     for _ in range(num_masked, num_steps):
         b_p, b_acc, b_max, b_sum = _step(
-            q, kv, i_step, last, scale, None, b_p, b_acc, b_max, b_sum, None, False, STRIPES, STAGES, BLOCK_N
+            q, kv, i_step, last, scale, None, b_p, b_acc, b_max, b_sum, None, False, STRIPES, SHAPE
         )
         i_step += 1
     return b_p, b_acc, b_max, b_sum, i_step
@@ -120,18 +124,16 @@ def _block_steps(
 def _stripe_steps(q, kv, i_step, scale, walk, b_p, b_acc, b_max, b_sum, SHAPE: gl.constexpr):
     """Steps over stripes; the last one, where it is not full, is masked."""
     num_stripes, last = walk[3], walk[4]
-    BLOCK_N: gl.constexpr = SHAPE[1]
-    STAGES: gl.constexpr = SHAPE[3]
+    STEP: gl.constexpr = SHAPE[5]
     for _ in range(num_stripes // STEP):
         b_p, b_acc, b_max, b_sum = _step(
-            q, kv, i_step, last, scale, None, b_p, b_acc, b_max, b_sum, None, True, True, STAGES, BLOCK_N
+            q, kv, i_step, last, scale, None, b_p, b_acc, b_max, b_sum, None, True, True, SHAPE
         )
         i_step += 1
     if num_stripes % STEP != 0:
         b_p, b_acc, b_max, b_sum = _step(
-            q, kv, i_step, last, scale, num_stripes % STEP, b_p, b_acc, b_max, b_sum,
-            "stripes", True, True, STAGES, BLOCK_N,
-        )  # fmt: skip
+            q, kv, i_step, last, scale, num_stripes % STEP, b_p, b_acc, b_max, b_sum, "stripes", True, True, SHAPE
+        )
         i_step += 1
     return b_p, b_acc, b_max, b_sum, i_step
 
@@ -139,7 +141,7 @@ def _stripe_steps(q, kv, i_step, scale, walk, b_p, b_acc, b_max, b_sum, SHAPE: g
 @gluon.jit
 def _step(
     q, kv, i_step, last, scale, where, b_p, b_acc, b_max, b_sum, MASK: gl.constexpr, GATHERED: gl.constexpr,
-    STRIPES: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    STRIPES: gl.constexpr, SHAPE: gl.constexpr,
 ):  # fmt: skip
     """Scores of this step beside the product of the step before; this step's keys have arrived.
 
@@ -148,6 +150,8 @@ def _step(
     (That made 3 % of the time.) The variant for stripes has too few registers for it, and rounds at once.
     """
     k_steps, v_steps, k_full, k_empty, v_full, v_empty = kv
+    STAGES: gl.constexpr = SHAPE[3]
+    STEP: gl.constexpr = SHAPE[5]
     stage, before = i_step % STAGES, (i_step - 1) % STAGES
     if GATHERED:
         fence_async_shared()
@@ -161,7 +165,7 @@ def _step(
     b_s = warpgroup_mma_wait(1, deps=(s_token,))
     mbarrier.arrive(k_empty.index(stage), count=1)
     if MASK == "diagonal":
-        b_s = _mask_diagonal(b_s, where[0], where[1], BLOCK_N)
+        b_s = _mask_diagonal(b_s, where[0], where[1], SHAPE[1])
     elif MASK == "stripes":
         o_n = gl.arange(0, STEP, gl.SliceLayout(0, b_s.type.layout))
         b_s = gl.where((o_n < where)[None, :], b_s, MINUS_INFINITY)
@@ -201,7 +205,7 @@ def _mask_diagonal(b_s, to_end, diagonal, BLOCK_N: gl.constexpr):
     """
     last_block, num_diagonal, first = diagonal
     o_m = gl.arange(0, HALF, gl.SliceLayout(1, b_s.type.layout))
-    o_n = gl.arange(0, STEP, gl.SliceLayout(0, b_s.type.layout))
+    o_n = gl.arange(0, b_s.shape[1], gl.SliceLayout(0, b_s.type.layout))
     begin = (last_block - to_end + 1) * BLOCK_N  # key of the first column, were all of the step's blocks the diagonal's
     b_last = gl.maximum(first + o_m - begin, (to_end - num_diagonal) * BLOCK_N - 1)  # [HALF] last column that is seen
     return gl.where(o_n[None, :] <= b_last[:, None], b_s, MINUS_INFINITY)
@@ -226,7 +230,11 @@ def _last_product(kv, i_step, b_p, b_acc, STRIPES: gl.constexpr, STAGES: gl.cons
 def _write(out, i_head, token, length, b_acc, b_max, b_sum, D: gl.constexpr):
     """Outputs and, where asked for, log-sum-exps of a consumer's queries, as far as the tile has any."""
     o_m = gl.arange(0, HALF, gl.SliceLayout(1, b_acc.type.layout))
-    b_total = gl.convert_layout(b_sum, gl.SliceLayout(1, b_acc.type.layout))
+    b_max = gl.convert_layout(b_max, gl.SliceLayout(1, b_acc.type.layout))
+    b_sum = gl.convert_layout(b_sum, gl.SliceLayout(1, b_acc.type.layout))
+    b_total = b_sum
+    if out.sinks is not None:
+        b_total += gl.exp2(gl.load(out.sinks + i_head).to(gl.float32) * LOG2_E - b_max)
     b_out = (b_acc * (1.0 / b_total)[:, None]).to(out.out.dtype.element_ty)  # divides once a query, not once an output
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     b_out = gl.convert_layout(b_out, layout)
@@ -235,6 +243,6 @@ def _write(out, i_head, token, length, b_acc, b_max, b_sum, D: gl.constexpr):
     o_out = (token + o_r).to(gl.int64) * out.stride_out_token + i_head * out.stride_out_head
     gl.store(out.out + o_out[:, None] + o_d[None, :], b_out, mask=(o_r < length)[:, None])
     if out.lse is not None:
-        b_lse = (gl.convert_layout(b_max, gl.SliceLayout(1, b_acc.type.layout)) + gl.log2(b_total)) * LN_2
+        b_lse = (b_max + gl.log2(b_sum)) * LN_2
         target = out.lse + i_head.to(gl.int64) * out.stride_lse_head + token + o_m
         gl.store(target, b_lse, mask=o_m < length)

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the producer and the consumers of ``hopper_kernel`` agree on: the size of a step, and what an item is."""
+"""What the producer and the consumers of ``hopper_kernel`` agree on: what an item is, and how they tell of it."""
 
 from vllm_sparse_kernels.gluon_names import barrier, gl, gluon
-
-STEP = gl.constexpr(128)
-"""Keys of a step."""
 
 HALF = gl.constexpr(64)
 """Queries of a consumer group, and the columns of 16 bits that shared memory's swizzle of 128 bytes spans."""

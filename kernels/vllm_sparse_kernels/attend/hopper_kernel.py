@@ -3,7 +3,8 @@
 
 A work item is one (query head, tile). The producer takes items off a counter, loads a tile's queries and then its keys
 and values step by step, 128 keys a step: one block of 128, two of 64 or four of 32 by bulk copies, or 128 stripes
-gathered. Each consumer group owns 64 of the tile's queries. While one step's scores go through the softmax, the product
+gathered. (At head_dim 256 there is room for 64 keys a step, and for one tile of queries in place of two: ``hopper``
+has the sizes.) Each consumer group owns 64 of the tile's queries. While one step's scores go through the softmax, the product
 of the step before with its values runs; while the consumers write an item out, the producer loads the next one.
 
 An item's steps run from the diagonal backwards, then through the stripes:
@@ -27,7 +28,7 @@ and ``make compile-matrix`` off what each release compiles.
 """
 
 from vllm_sparse_kernels.attend.hopper_consumer import consume
-from vllm_sparse_kernels.attend.hopper_item import HALF, STEP, WORDS
+from vllm_sparse_kernels.attend.hopper_item import HALF, WORDS
 from vllm_sparse_kernels.attend.hopper_producer import SWEEP, produce
 from vllm_sparse_kernels.gluon_names import barrier, fence_async_shared, gl, gluon, mbarrier, reinterpret
 
@@ -36,7 +37,7 @@ from vllm_sparse_kernels.gluon_names import barrier, fence_async_shared, gl, glu
 def hopper_kernel(
     q_desc, k_desc, v_desc, out, cache, matrix, index, lists, counter, num_tiles, scale,
     NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    FIELDS: gl.constexpr, STRIPES: gl.constexpr,
+    FIELDS: gl.constexpr, STEP: gl.constexpr, SLOTS: gl.constexpr, STRIPES: gl.constexpr,
 ):  # fmt: skip
     """O = softmax(scale · Q Kᵀ) V of all (query head, tile) items, as ``portable_kernel.attend_kernel`` has it.
 
@@ -46,24 +47,24 @@ def hopper_kernel(
     """
     dtype: gl.constexpr = k_desc.dtype
     PARTS: gl.constexpr = D // HALF
-    SHAPE: gl.constexpr = (NUM_HEADS, BLOCK_N, D, STAGES, FIELDS)
+    SHAPE: gl.constexpr = (NUM_HEADS, BLOCK_N, D, STAGES, FIELDS, STEP, SLOTS)
     step_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEP, D], dtype)
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, HALF], dtype)
     piece_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SWEEP, HALF], dtype)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D], dtype)
     word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
-    q_tiles = gl.allocate_shared_memory(dtype, [2 * 2 * PARTS, HALF, HALF], half_layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [SLOTS * 2 * PARTS, HALF, HALF], half_layout)
     k_steps = gl.allocate_shared_memory(dtype, [STAGES, STEP, D], step_layout)
     v_steps = gl.allocate_shared_memory(dtype, [STAGES, STEP, D], step_layout)
-    items = gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], word)
+    items = gl.allocate_shared_memory(gl.int32, [SLOTS * WORDS, 1], word)
     PIECES: gl.constexpr = STAGES * PARTS * (STEP // SWEEP)
     k_pieces = reinterpret(k_steps, dtype, [PIECES, SWEEP, HALF], piece_layout)
     v_pieces = reinterpret(v_steps, dtype, [PIECES, SWEEP, HALF], piece_layout)
-    q_halves = reinterpret(q_tiles, dtype, [2 * 2, HALF, D], q_layout)
+    q_halves = reinterpret(q_tiles, dtype, [SLOTS * 2, HALF, D], q_layout)
 
-    q_full = _barriers(2, 1)
-    q_empty = _barriers(2, 2)
+    q_full = _barriers(SLOTS, 1)
+    q_empty = _barriers(SLOTS, 2)
     k_full = _barriers(STAGES, 1)
     k_empty = _barriers(STAGES, 2)
     v_full = _barriers(STAGES, 1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The producer of ``hopper_kernel``: takes items off a counter and brings what they need into shared memory."""
 
-from vllm_sparse_kernels.attend.hopper_item import HALF, STEP, first_step, publish
+from vllm_sparse_kernels.attend.hopper_item import HALF, first_step, publish
 from vllm_sparse_kernels.gluon_names import (
     async_copy,
     barrier,
@@ -30,6 +30,7 @@ def produce(
     NUM_HEADS: gl.constexpr = SHAPE[0]
     D: gl.constexpr = SHAPE[2]
     FIELDS: gl.constexpr = SHAPE[4]
+    SLOTS: gl.constexpr = SHAPE[6]
     places, stripe_places, order = lists
     q_tiles, k_pieces, v_pieces, items = buffers
     q_full, q_empty = barriers[0], barriers[1]
@@ -43,8 +44,8 @@ def produce(
     while rank < num_tiles * NUM_HEADS:
         rank = following
         following = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
-        slot = i_item % 2
-        mbarrier.wait(q_empty.index(slot), (i_item // 2 & 1) ^ 1)
+        slot = i_item % SLOTS
+        mbarrier.wait(q_empty.index(slot), (i_item // SLOTS & 1) ^ 1)
         publish(items, slot, i_head, token, length, first, num_blocks, num_stripes)
         _load_queries(q_desc, q_tiles, q_full.index(slot), slot, token, i_head * matrix.columns_per_query_head, D)
         i_kv = i_head // GROUP
@@ -62,8 +63,8 @@ def produce(
         i_head, i_tile, token, length, first, num_blocks, num_stripes = _item(
             index, order, rank, num_tiles, NUM_HEADS, FIELDS
         )
-    slot = i_item % 2
-    mbarrier.wait(q_empty.index(slot), (i_item // 2 & 1) ^ 1)
+    slot = i_item % SLOTS
+    mbarrier.wait(q_empty.index(slot), (i_item // SLOTS & 1) ^ 1)
     none = gl.to_tensor(0)
     publish(items, slot, none - 1, none, none, none, none, none)
     mbarrier.arrive(q_full.index(slot), count=1)
@@ -98,7 +99,7 @@ def _load_blocks_of(
     """All steps over blocks of an item: the number of the step after them, and whether values had to be mended."""
     i_head, i_tile, i_kv, length, first, num_blocks = item
     BLOCK_N: gl.constexpr = SHAPE[1]
-    BLOCKS: gl.constexpr = STEP // BLOCK_N
+    BLOCKS: gl.constexpr = SHAPE[5] // BLOCK_N
     listed = places + i_head.to(gl.int64) * index.stride_blocks + gl.load(index.block_offsets + i_tile)
     where = (listed, num_blocks, i_kv * matrix.rows_per_head, i_kv * matrix.columns_per_head)
     # Past the row's end the cache holds anything, NaN too, and 0 · NaN would still be NaN.
@@ -119,10 +120,9 @@ def _load_first_step(k_desc, v_desc, loaded, i_step, where, tail, parity, SHAPE:
     Where the blocks do not fill the step, the last one stands in for the missing ones; they are masked.
     """
     BLOCK_N: gl.constexpr = SHAPE[1]
-    D: gl.constexpr = SHAPE[2]
     STAGES: gl.constexpr = SHAPE[3]
     num_blocks = where[1]
-    rest = first_step(num_blocks, STEP // BLOCK_N)
+    rest = first_step(num_blocks, SHAPE[5] // BLOCK_N)
     if tail >= BLOCK_N:
         _load_step(k_desc, v_desc, loaded, i_step, where, num_blocks - rest, SHAPE)
     else:
@@ -136,7 +136,7 @@ def _load_first_step(k_desc, v_desc, loaded, i_step, where, tail, parity, SHAPE:
         _wait_for_room(v_empty.index(stage), empty)
         _load_blocks(v_desc, found, mended.index(0), v_pieces, stage, SHAPE)
         mbarrier.wait(mended.index(0), parity)
-        _clear_rows(v_pieces, stage, (rest - 1) * BLOCK_N + tail, D)
+        _clear_rows(v_pieces, stage, (rest - 1) * BLOCK_N + tail, SHAPE)
         mbarrier.arrive(v_full.index(stage), count=1)
 
 
@@ -166,14 +166,14 @@ def _wait_for_room(empty, parity):
 
 @gluon.jit
 def _places(where, begin, SHAPE: gl.constexpr):
-    """Column and rows of a step's blocks, in the cache seen as a matrix: always four rows, however wide blocks are."""
-    BLOCK_N: gl.constexpr = SHAPE[1]
+    """Column and rows of a step's blocks, in the cache seen as a matrix: always four rows, however many blocks."""
+    NUM: gl.constexpr = SHAPE[5] // SHAPE[1]
     listed, num_blocks, offset, column = where
     first = gl.load(listed + begin) + offset
     second, third, fourth = first, first, first
-    if BLOCK_N <= 64:
+    if NUM >= 2:
         second = gl.load(listed + gl.minimum(begin + 1, num_blocks - 1)) + offset
-    if BLOCK_N == 32:
+    if NUM == 4:
         third = gl.load(listed + gl.minimum(begin + 2, num_blocks - 1)) + offset
         fourth = gl.load(listed + gl.minimum(begin + 3, num_blocks - 1)) + offset
     return column, first, second, third, fourth
@@ -181,9 +181,10 @@ def _places(where, begin, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _load_blocks(desc, found, full, pieces, stage, SHAPE: gl.constexpr):
-    """As 64-column parts: a part of a step is [128, 64], which its blocks fill one after the other."""
+    """As 64-column parts: a part of a step is [STEP, 64], which its blocks fill one after the other."""
     BLOCK_N: gl.constexpr = SHAPE[1]
     D: gl.constexpr = SHAPE[2]
+    STEP: gl.constexpr = SHAPE[5]
     column = found[0]
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], pieces.dtype)
     PARTS: gl.constexpr = D // HALF
@@ -197,10 +198,10 @@ def _load_blocks(desc, found, full, pieces, stage, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _clear_rows(pieces, stage, valid, D: gl.constexpr):
+def _clear_rows(pieces, stage, valid, SHAPE: gl.constexpr):
     """Zero the rows from ``valid`` on of a step that has arrived, and hand it to the matrix units."""
-    PARTS: gl.constexpr = D // HALF
-    NUM: gl.constexpr = STEP // SWEEP
+    PARTS: gl.constexpr = SHAPE[2] // HALF
+    NUM: gl.constexpr = SHAPE[5] // SWEEP
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     o_m = gl.arange(0, SWEEP, gl.SliceLayout(1, layout))
     for i in range(valid // SWEEP, NUM):
@@ -215,12 +216,13 @@ def _clear_rows(pieces, stage, valid, D: gl.constexpr):
 
 @gluon.jit
 def _gather_steps(sources, listed, num_stripes, loaded, i_step, SHAPE: gl.constexpr):
-    """All stripes of an item, 128 a step; returns the number of the step after them.
+    """All stripes of an item, STEP at a time; returns the number of the step after them.
 
     Rows are looked up a step ahead, before there is room for them.
     """
     D: gl.constexpr = SHAPE[2]
     STAGES: gl.constexpr = SHAPE[3]
+    STEP: gl.constexpr = SHAPE[5]
     k_pieces, v_pieces, barriers = loaded
     k_full, k_empty, v_full, v_empty = barriers[2], barriers[3], barriers[4], barriers[5]
     k, v, stride_token = sources
@@ -246,6 +248,7 @@ def _gather_steps(sources, listed, num_stripes, loaded, i_step, SHAPE: gl.conste
 def _gather(source, b_row, stride_token, pieces, stage, D: gl.constexpr):
     """Rows of the cache, as 64-column parts of a step."""
     PARTS: gl.constexpr = D // HALF
+    STEP: gl.constexpr = b_row.shape[0]
     shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEP, HALF], pieces.dtype)
     tiles = reinterpret(pieces, pieces.dtype, [pieces.shape[0] * SWEEP // STEP, STEP, HALF], shared)
     o_d = gl.arange(0, HALF, gl.SliceLayout(0, b_row.type.layout.parent))

@@ -73,6 +73,7 @@ def attend(
     scale: float,
     lse: torch.Tensor | None = None,
     options: AttendOptions | None = None,
+    sinks: torch.Tensor | None = None,
     bulk: bool | None = None,
 ) -> None:
     """See ``engine.Attend``; fp16, bf16 or fp8, fp32 in the interpreter. Without ``options`` it is exact to rounding.
@@ -83,7 +84,7 @@ def attend(
     are asked for but cannot be had.
     """
     rows, num_heads, head_dim = index.rows, index.num_heads, cache.head_dim
-    check_shapes(q, out, cache, index)
+    check_shapes(q, out, cache, index, sinks)
     matrix = matrix_args(cache) if cache.page_size % index.block_tokens == 0 else None
     if bulk is None:
         bulk = matrix is not None and supports_bulk(cache)
@@ -99,8 +100,8 @@ def attend(
             descriptors = descriptors_of(cache, matrix, index.block_tokens)
     block_d = triton.next_power_of_2(head_dim)
     attend_kernel[(rows.num_tiles * num_heads,)](
-        AttendArgs.of(q, out, lse), cache_args, *descriptors, matrix, index_args, scale * LOG2_E, cache.value_scale,
-        *_option_args(options, cache, index, bulk),
+        AttendArgs.of(q, out, lse, sinks), cache_args, *descriptors, matrix, index_args, scale * LOG2_E,
+        cache.value_scale, *_option_args(options, cache, index, bulk),
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
         NUM_HEADS=num_heads,

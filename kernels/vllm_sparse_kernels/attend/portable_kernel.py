@@ -49,7 +49,8 @@ def attend_kernel(
 
     q and out [tokens, NUM_HEADS, HEAD_DIM], 16 bits; keys and values in pages of ``cache``; lse [NUM_HEADS, tokens]
     float32, in natural units. Online softmax in float32 and base 2: of each step S = scale log₂e · Q Kᵀ,
-    m' = max(m, max S), l' = 2^(m − m') l + Σ 2^(S − m'), O' = 2^(m − m') O + 2^(S − m') V; at the end O / l.
+    m' = max(m, max S), l' = 2^(m − m') l + Σ 2^(S − m'), O' = 2^(m − m') O + 2^(S − m') V; at the end O / l, where a
+    sink adds 2^(sink log₂e − m) to l.
     ``skip_margins`` and ``drop_margins`` [NUM_HEADS] are SpargeAttn's λ, in natural units.
     """
     # kv head, then tile by falling weight, then head of the group
@@ -98,7 +99,10 @@ def attend_kernel(
         b_q, smooth, int8_heads, i_row, lists, where, scale, margin, b_acc, b_max, b_sum, SHAPE
     )
 
-    b_out = (b_acc / b_sum[:, None] * value_scale).to(queries.out.dtype.element_ty)
+    b_total = b_sum
+    if queries.sinks is not None:
+        b_total += tl.exp2(tl.load(queries.sinks + i_head).to(tl.float32) * LOG2_E - b_max)
+    b_out = (b_acc / b_total[:, None] * value_scale).to(queries.out.dtype.element_ty)
     o_out = o_q[:, None] * queries.stride_out_token + i_head * queries.stride_out_head + o_d[None, :]
     tl.store(queries.out + o_out, b_out, mask=in_head)
     if queries.lse is not None:

@@ -37,6 +37,7 @@ def attend(
     dtype: torch.dtype = torch.float32,
     options: AttendOptions | None = None,
     round_weights: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Write softmax(scale · q kᵀ + mask) v of the index's rows into ``out``, and its log-sum-exp into ``lse``.
 
@@ -69,16 +70,24 @@ def attend(
                 else:
                     scores, shift = (b_q @ keys[kept, i_kv].T) * scale, b_q.new_zeros(())
                 scores.masked_fill_(kept[None, :] > positions[:, None], -torch.inf)
+                sink = None if sinks is None else sinks[head].to(dtype) - shift
                 if max(margins[head], drops[head]) > -math.inf:
                     near = step_margins(scores, steps)[steps]
                     scores.masked_fill_(near < drops[head], -torch.inf)
-                    p = scores.softmax(-1) * (near >= margins[head])
+                    p = weights(scores, sink) * (near >= margins[head])
                 else:
-                    p = scores.softmax(-1)
+                    p = weights(scores, sink)
                 p = p if round_weights is None else round_weights(p)
                 out[tokens, head] = (p @ values[kept, i_kv]).to(out.dtype)
                 if lse is not None:
                     lse[head, tokens] = (scores.logsumexp(-1) + shift).to(lse.dtype)
+
+
+def weights(scores: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
+    """The keys' part of the softmax [queries, keys]; ``sink``: the score of one more, of each query or of all."""
+    if sink is None:
+        return scores.softmax(-1)
+    return torch.cat((scores, sink.reshape(-1, 1).expand(len(scores), 1)), 1).softmax(-1)[:, :-1]
 
 
 def fp8_weights(p: torch.Tensor) -> torch.Tensor:

@@ -12,12 +12,11 @@ from triton import next_power_of_2
 from vllm_sparse_kernels.index import LayerShape
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
 from vllm_sparse_kernels.select.lines import slabs_of_rows
+from vllm_sparse_kernels.select.slabs import padded, rows_of_slabs
 from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 SLAB_BYTES = 128 << 20
 """What one slab takes, unless a single row or tile takes more."""
-
-SLAB_KEYS = 1 << 17
 
 
 def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int, num_columns: int = 0) -> int:
@@ -48,11 +47,11 @@ def line_bytes(rows: Rows, num_selected: int, num_columns: int) -> int:
 def rounded_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
     """SALE: queries and a slab of keys in 8 bits with their scales, flags of blocks, float32 sums of queries."""
     dim = next_power_of_2(shape.head_dim)
-    num_keys = min(SLAB_KEYS, sum(ceil_div(n, TILE_TOKENS) * TILE_TOKENS for n in rows.seq_lens))
+    num_keys = max(sum(map(padded, rows.seq_lens[first:end])) for first, end in rows_of_slabs(rows))
     keys = num_keys * (shape.num_kv_heads * (dim + 1) + 7 * num_selected)
     queries = num_selected * rows.num_tiles * TILE_TOKENS * (dim + 12)
     sums = 8 * dim * (shape.num_heads * (rows.num_tiles + rows.num_rows) + shape.num_kv_heads * 2 * rows.num_rows)
-    splits = 8 * dim * shape.num_kv_heads * min(sum(rows.seq_lens) // 64 + rows.num_rows, 8192)
+    splits = 8 * dim * shape.num_kv_heads * sum(ceil_div(n, 512) for n in rows.seq_lens)
     flags = 2 * num_selected * sum(rows.block_capacities(shape.block_tokens))
     return keys + queries + sums + splits + flags
 

@@ -69,7 +69,11 @@ class Sums(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """How many queries Â is of, and which; whether diagonals are those of keys (``band`` 1) or of blocks of 64 (64)."""
+    """How many queries Â is of, and which; whether diagonals are those of keys (``band`` 1, of at most 64 queries) or
+    of blocks of 64 (64, of at most 256).
+
+    ``spread``, for the latter alone: not the last queries but as many, evenly spread over the chunk.
+    """
 
     last_queries: int
     band: int
@@ -83,19 +87,14 @@ def last_query_sums(
     rows: tuple[int, int],
     heads: torch.Tensor,
     scale: float,
-    last_queries: int,
-    band: int,
-    spread: bool = False,
+    estimate: Estimate,
     patterns: torch.Tensor | None = None,
 ) -> Sums:
-    """Sums of Â of the rows [rows[0], rows[1]) over the last queries of each, for query heads ``heads``; scale > 0.
-
-    Diagonals are summed one by one (``band`` 1, over at most 64 queries) or by blocks of 64 (64, over at most 256).
-    ``spread``, for those alone: not over the last queries but over as many, evenly spread over the chunk.
+    """Sums of Â of the rows [rows[0], rows[1]), for query heads ``heads``; scale > 0.
 
     With ``patterns`` [len(heads), num_rows] int32, sums where it is not 0 stay undefined.
     """
-    step, room = index.rows, index.workspace.empty
+    step, room, (last_queries, band, spread) = index.rows, index.workspace.empty, estimate
     first_row, end_row = rows
     num_rows, num_entries = end_row - first_row, len(heads)
     capacity = step.key_starts[end_row] - step.key_starts[first_row]

@@ -13,9 +13,10 @@ import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS, Rows, ceil_div
+from vllm_sparse_kernels.rows import ROW_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.select.last_queries import Estimate, Sums, last_query_sums
-from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, list_of, tile_blocks
+from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, list_of, load_tile, tile_blocks
+from vllm_sparse_kernels.select.slabs import rows_within
 
 SLAB_BYTES = 128 << 20
 """Workspace for sums and what is kept of them: a step with more rows than fit is selected a slab of rows at a time."""
@@ -39,13 +40,7 @@ class Lines(NamedTuple):
 
 def slabs_of_rows(rows: Rows, num_heads: int) -> Iterator[tuple[int, int]]:
     """Rows that are selected together, [first, end): as many as SLAB_BYTES hold, one at least."""
-    first, longest = 0, 0
-    for row, seq_len in enumerate(rows.seq_lens):
-        longest = max(longest, ceil_div(seq_len, 4096) * 4096)
-        if row > first and (row + 1 - first) * longest * num_heads * KEY_BYTES > SLAB_BYTES:
-            yield first, row
-            first, longest = row, ceil_div(seq_len, 4096) * 4096
-    yield first, rows.num_rows
+    return rows_within([ceil_div(n, 4096) * 4096 * num_heads * KEY_BYTES for n in rows.seq_lens], SLAB_BYTES)
 
 
 def select_lines(
@@ -64,7 +59,7 @@ def select_lines(
     """
     for rows in slabs_of_rows(index.rows, len(heads)):
         with index.workspace.frame():
-            sums = last_query_sums(q, cache, index, rows, heads, scale, *estimate, patterns=patterns)
+            sums = last_query_sums(q, cache, index, rows, heads, scale, estimate, patterns)
             write_lines(index, rows, heads, keep(sums, index), estimate.band, patterns)
 
 
@@ -86,7 +81,7 @@ def write_lines(
     _write_lines_kernel[(end_tile - first_tile, len(heads))](
         heads, lines, lines.columns.shape[2], step.row_table, first_row, step.num_rows, capacity, patterns, first_tile,
         index.args, step.num_tiles,
-        BAND=band, BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, FIELDS=TILE_FIELDS, ROW_FIELDS=ROW_FIELDS,
+        BAND=band, BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, ROW_FIELDS=ROW_FIELDS,
     )  # fmt: skip
 
 
@@ -101,7 +96,7 @@ def _is_crossed(upto, b_block, first, last, BAND: tl.constexpr, BLOCK_N: tl.cons
 @triton.jit(do_not_specialize=["max_columns", "first_row", "num_rows", "capacity", "first_tile", "num_tiles"])
 def _write_lines_kernel(
     heads, lines, max_columns, rows, first_row, num_rows, capacity, patterns, first_tile, index, num_tiles,
-    BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr,
+    BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, ROW_FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One (tile, head)'s list: blocks that a kept diagonal crosses, blocks kept whole, and the diagonal ones.
 
@@ -110,13 +105,12 @@ def _write_lines_kernel(
     """
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)
-    i_row = tl.load(index.tiles + i_tile * FIELDS)
+    i_row, _, length, first = load_tile(index.tiles, i_tile)
     pattern = 0 if patterns is None else tl.load(patterns + i_entry * num_rows + i_row)
     if pattern != 0:
         return
-    first = tl.load(index.tiles + i_tile * FIELDS + 3)
-    last = first + tl.load(index.tiles + i_tile * FIELDS + 2) - 1
-    diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N, FIELDS)
+    last = first + length - 1
+    diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
     start = tl.load(rows + i_row * ROW_FIELDS + 3) - tl.load(rows + first_row * ROW_FIELDS + 3)
     upto = lines.bands_upto + (i_entry * capacity + start) // BAND
 

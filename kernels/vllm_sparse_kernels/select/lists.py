@@ -10,6 +10,8 @@ from vllm_sparse_kernels.rows import TILE_FIELDS
 
 CHUNK_BLOCKS = 1024
 
+FIELDS = tl.constexpr(TILE_FIELDS)
+
 
 @triton.jit
 def append(target, count, b_values, b_kept):
@@ -21,10 +23,16 @@ def append(target, count, b_values, b_kept):
 
 
 @triton.jit
-def tile_blocks(tiles, i_tile, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr):
+def load_tile(tiles, i_tile):
+    """(row, first token in q, number of queries, position of the first query) of a tile."""
+    tile = tiles + i_tile * FIELDS
+    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+
+
+@triton.jit
+def tile_blocks(tiles, i_tile, BLOCK_N: tl.constexpr):
     """(first diagonal block, number of causal blocks) of a tile."""
-    length = tl.load(tiles + i_tile * FIELDS + 2)
-    first = tl.load(tiles + i_tile * FIELDS + 3)
+    _, _, length, first = load_tile(tiles, i_tile)
     return first // BLOCK_N, (first + length - 1) // BLOCK_N + 1
 
 
@@ -42,18 +50,16 @@ def compact_blocks(kept: torch.Tensor | None, index: SparseIndex, heads: torch.T
     """
     _compact_blocks_kernel[(index.rows.num_tiles, len(heads))](
         kept, 0 if kept is None else kept.stride(0), heads, index.args,
-        BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, FIELDS=TILE_FIELDS,
+        BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["stride_kept"])
-def _compact_blocks_kernel(
-    kept, stride_kept, heads, index, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr
-):
+def _compact_blocks_kernel(kept, stride_kept, heads, index, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
     """One (tile, head)'s list of block ids, in order, from its flags uint8; see ``compact_blocks``."""
     i_tile, i_group = tl.program_id(0), tl.program_id(1)
     i_head = tl.load(heads + i_group).to(tl.int64)
-    diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N, FIELDS)
+    diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
     start = tl.load(index.block_offsets + i_tile)
     target = list_of(index, i_head, i_tile)
     count = 0

@@ -15,8 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.paged import PagedCache, key_args, key_offsets
-from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.paged import PagedCache, key_args, load_block, load_queries, query_args
+from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.select.lists import FIELDS, load_tile
+from vllm_sparse_kernels.select.slabs import rows_within
 from vllm_sparse_kernels.workspace import Workspace
 
 KEY_BLOCK_TOKENS = 64
@@ -36,24 +38,18 @@ ROW_FIELDS = 3
 
 UNSPECIALIZED = (
     "num_heads", "num_tiles", "first_tile", "end_tile", "first_row", "num_blocks", "num_splits", "width",
-    "stride_table",
 )  # fmt: skip
 """Kernel arguments that change from step to step: they shall not call for new variants of a kernel."""
 
 
 class Slab(NamedTuple):
-    """Consecutive tiles that are selected together, and the rows that they belong to."""
+    """Rows whose keys are pooled together, and runs of their tiles whose products are made together."""
 
     first_row: int
     end_row: int
-    first_tile: int
-    end_tile: int
     num_blocks: int  # of 64 keys, in these rows
     max_blocks: int  # in the longest of them
-
-    @property
-    def num_tiles(self) -> int:
-        return self.end_tile - self.first_tile
+    runs: list[tuple[int, int]]  # of tiles, [first, end)
 
     @property
     def width(self) -> int:
@@ -83,23 +79,13 @@ def slabs_of(rows: Rows, num_entries: int, num_kv_heads: int, head_dim: int, per
 
 
 def _make_slabs(rows: Rows, most_products: int, most_blocks: int) -> list[Slab]:
-    slabs: list[Slab] = []
-    for row, seq_len in enumerate(rows.seq_lens):
-        tile, end_tile = rows.tile_starts[row : row + 2]
-        own = ceil_div(seq_len, KEY_BLOCK_TOKENS)
-        if slabs and slabs[-1].num_blocks + own <= most_blocks:
-            last = slabs[-1]
-            joint = last._replace(
-                end_row=row + 1, num_blocks=last.num_blocks + own, max_blocks=max(last.max_blocks, own)
-            )
-            taken = min(most_products // joint.width - joint.num_tiles, end_tile - tile)
-            if taken > 0:
-                tile += taken
-                slabs[-1] = joint._replace(end_tile=tile)
-        while tile < end_tile:
-            slab = Slab(row, row + 1, tile, tile, own, own)
-            tile = min(tile + max(most_products // slab.width, 1), end_tile)
-            slabs.append(slab._replace(end_tile=tile))
+    blocks, slabs = [ceil_div(seq_len, KEY_BLOCK_TOKENS) for seq_len in rows.seq_lens], []
+    for first, end in rows_within(blocks, most_blocks):
+        slab = Slab(first, end, sum(blocks[first:end]), max(blocks[first:end]), [])
+        num_tiles, end_tile = max(most_products // slab.width, 1), rows.tile_starts[end]
+        for tile in range(rows.tile_starts[first], end_tile, num_tiles):
+            slab.runs.append((tile, min(tile + num_tiles, end_tile)))
+        slabs.append(slab)
     return slabs
 
 
@@ -108,14 +94,11 @@ def row_table(rows: Rows) -> torch.Tensor:
 
     def make() -> torch.Tensor:
         blocks = [ceil_div(seq_len, KEY_BLOCK_TOKENS) for seq_len in rows.seq_lens]
-        columns = rows.seq_lens, accumulate(blocks, initial=0), accumulate(map(_splits, blocks), initial=0)
+        splits = [ceil_div(n, SPLIT_BLOCKS) for n in blocks]
+        columns = rows.seq_lens, accumulate(blocks, initial=0), accumulate(splits, initial=0)
         return to_device([n for row in zip(*columns) for n in row], torch.int32, rows.device).view(-1, ROW_FIELDS)
 
     return rows.once(row_table, make)
-
-
-def _splits(num_blocks: int) -> int:
-    return ceil_div(num_blocks, SPLIT_BLOCKS)
 
 
 def _warps(head_dim: int) -> int:
@@ -134,107 +117,82 @@ def pool_queries(
     means = workspace.empty(len(heads), num_pooled, head_dim)
     similarity = workspace.empty(len(heads), num_pooled) if similar else None
     _pool_queries_kernel[(len(heads), num_pooled)](
-        q, q.stride(0), q.stride(1), rows.tiles, heads, means, similarity,
+        query_args(q), rows.tiles, heads, means, similarity,
         HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), PER_TILE=per_tile, POOL=TILE_TOKENS // per_tile,
-        BLOCK=64, FIELDS=TILE_FIELDS, num_warps=_warps(head_dim),
+        BLOCK=64, num_warps=_warps(head_dim),
     )  # fmt: skip
     return Pooled(means, similarity)
 
 
-class KeyPool:
-    """Pools the keys of one slab after the other into the same room.
+def pool_keys(
+    cache: PagedCache, rows: Rows, slab: Slab, heads: torch.Tensor, num_heads: int, workspace: Workspace, similar: bool,
+    centered: bool,
+) -> Pooled:  # fmt: skip
+    """The blocks of the slab's rows: [num_kv_heads, slab.num_blocks, ...].
 
     heads: the query heads that are selected, of ``num_heads``; kv heads that none of them reads stay undefined.
     similar: whether to measure how alike a block's keys are, about the row's mean key where ``centered``.
     """
+    num_kv_heads, head_dim, empty = cache.num_kv_heads, cache.head_dim, workspace.empty
+    num_rows = slab.end_row - slab.first_row
+    splits = [ceil_div(n, KEY_BLOCK_TOKENS * SPLIT_BLOCKS) for n in rows.seq_lens[slab.first_row : slab.end_row]]
+    pooled = Pooled(
+        empty(num_kv_heads, slab.num_blocks, head_dim), empty(num_kv_heads, slab.num_blocks) if similar else None
+    )
+    shape = {
+        "HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "BLOCK": KEY_BLOCK_TOKENS,
+        "SPLIT": SPLIT_BLOCKS, "FIELDS": ROW_FIELDS,
+    }  # fmt: skip
 
-    def __init__(
-        self, cache: PagedCache, rows: Rows, slabs: list[Slab], heads: torch.Tensor, num_heads: int,
-        workspace: Workspace, similar: bool = False, centered: bool = False,
-    ) -> None:  # fmt: skip
-        self.cache, self.rows, self.num_heads, self.similar = cache, rows, num_heads, similar
-        self.heads = heads if len(heads) < num_heads else None
-        most_blocks, most_rows = max(s.num_blocks for s in slabs), max(s.end_row - s.first_row for s in slabs)
-        most_splits = max(sum(_splits(b) for b in self._blocks(s)) for s in slabs)
-        num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
-        self.means = workspace.empty(num_kv_heads * most_blocks, head_dim)
-        self.similarity = workspace.empty(num_kv_heads * most_blocks) if similar else None
-        self.sums = workspace.empty(num_kv_heads, most_splits, head_dim) if centered else None
-        self.centers = workspace.empty(most_rows, num_kv_heads, head_dim) if centered else None
-        self._done: tuple[int, int] | None = None
-
-    def _blocks(self, slab: Slab) -> list[int]:
-        return [ceil_div(n, KEY_BLOCK_TOKENS) for n in self.rows.seq_lens[slab.first_row : slab.end_row]]
-
-    def pool(self, slab: Slab) -> Pooled:
-        """The blocks of the slab's rows: [num_kv_heads, slab.num_blocks, ...], in place of what was returned before."""
-        if self._done != (slab.first_row, slab.end_row):
-            self._pool(slab)
-            self._done = slab.first_row, slab.end_row
-        num_kv_heads = self.cache.num_kv_heads
-        used = num_kv_heads * slab.num_blocks
-        similarity = None if self.similarity is None else self.similarity[:used].view(num_kv_heads, -1)
-        return Pooled(self.means[:used].view(num_kv_heads, slab.num_blocks, -1), similarity)
-
-    def _pool(self, slab: Slab) -> None:
-        if self.sums is None:
-            self._launch(slab, self.means, None, self.similarity, None)
-            return
-        self._launch(slab, self.means, self.sums, None, None)
-        _centers_kernel[(self.cache.num_kv_heads, slab.end_row - slab.first_row)](
-            self.sums, self.centers, row_table(self.rows), slab.first_row, self.sums.shape[1],
-            **self._shape, BLOCK=KEY_BLOCK_TOKENS, SPLIT=SPLIT_BLOCKS, CHUNK=64, FIELDS=ROW_FIELDS,
-        )  # fmt: skip
-        self._launch(slab, None, None, self.similarity, self.centers)
-
-    @property
-    def _shape(self) -> dict[str, int]:
-        return {"HEAD_DIM": self.cache.head_dim, "BLOCK_D": triton.next_power_of_2(self.cache.head_dim)}
-
-    def _launch(
-        self, slab: Slab, means: torch.Tensor | None, sums: torch.Tensor | None, similarity: torch.Tensor | None,
+    def launch(
+        means: torch.Tensor | None, sums: torch.Tensor | None, similarity: torch.Tensor | None,
         centers: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        num_kv_heads = self.cache.num_kv_heads
-        _pool_keys_kernel[(num_kv_heads, _splits(slab.max_blocks), slab.end_row - slab.first_row)](
-            key_args(self.cache, self.rows.block_table[0]), self.rows.block_table.stride(0),
-            row_table(self.rows), slab.first_row, slab.num_blocks,
-            0 if self.sums is None else self.sums.shape[1],
-            self.heads, 0 if self.heads is None else len(self.heads), means, sums, similarity, centers,
-            **self._shape, GROUP=self.num_heads // num_kv_heads, PAGE=self.cache.page_size, BLOCK=KEY_BLOCK_TOKENS,
-            SPLIT=SPLIT_BLOCKS, HEADS=128, FIELDS=ROW_FIELDS, STAGES=3 if similarity is None else 2,
-            num_warps=_warps(self.cache.head_dim),
+        _pool_keys_kernel[(num_kv_heads, max(splits), num_rows)](
+            key_args(cache, rows.block_table), row_table(rows), slab.first_row, slab.num_blocks, sum(splits),
+            heads if len(heads) < num_heads else None, len(heads), means, sums, similarity, centers,
+            **shape, GROUP=num_heads // num_kv_heads, PAGE=cache.page_size, HEADS=128,
+            STAGES=3 if similarity is None else 2, num_warps=_warps(head_dim),
         )  # fmt: skip
+
+    if not centered:
+        launch(pooled.means, None, pooled.similarity, None)
+        return pooled
+    sums, centers = empty(num_kv_heads, sum(splits), head_dim), empty(num_rows, num_kv_heads, head_dim)
+    launch(pooled.means, sums, None, None)
+    _centers_kernel[(num_kv_heads, num_rows)](
+        sums, centers, row_table(rows), slab.first_row, sum(splits), **shape, CHUNK=64
+    )
+    launch(None, None, pooled.similarity, centers)
+    return pooled
 
 
 def pooled_products(
     q: torch.Tensor, cache: PagedCache, rows: Rows, heads: torch.Tensor, scale: float, per_tile: int,
     workspace: Workspace, min_similarity: torch.Tensor | None = None, centered: bool = False,
-) -> Iterator[tuple[Slab, torch.Tensor, torch.Tensor | None]]:  # fmt: skip
-    """For each slab scale · q̂ k̂ᵀ, [len(heads), slab.num_tiles · per_tile, slab.width · 64] float32.
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:  # fmt: skip
+    """For each run of tiles its first one, and scale · q̂ k̂ᵀ: [len(heads), tiles · per_tile, a multiple of 64] float32.
 
     Undefined where none of a tile's queries may look. −∞ for key blocks less similar than a head's ``min_similarity``
     ([len(heads)]), about their mean where ``centered``; with it how alike the queries of all tiles are, [len(heads),
     num_tiles]. The tensors share their memory: use each before the next.
     """
     similar, num_entries = min_similarity is not None, len(heads)
-    slabs = slabs_of(rows, num_entries, cache.num_kv_heads, cache.head_dim, per_tile)
     queries = pool_queries(q, rows, heads, per_tile, workspace, similar)
-    pool = KeyPool(cache, rows, slabs, heads, q.shape[1], workspace, similar, centered)
-    most = max(slab.num_tiles * slab.width for slab in slabs)
-    room = workspace.empty(num_entries * most * per_tile * ALIGNED.value)
-    for slab in slabs:
-        keys = pool.pool(slab)
-        shape = num_entries, slab.num_tiles * per_tile, slab.width * ALIGNED.value
-        products = room[: shape[0] * shape[1] * shape[2]].view(shape)
-        _products_kernel[(ceil_div(slab.max_blocks, 64), ceil_div(shape[1], 64), num_entries)](
-            queries.means, keys.means, keys.similarity, min_similarity,
-            row_table(rows), rows.tiles, heads, products, slab.width, slab.first_tile, slab.end_tile, rows.num_tiles,
-            slab.first_row, slab.num_blocks, scale,
-            GROUP=q.shape[1] // cache.num_kv_heads, HEAD_DIM=cache.head_dim, PER_TILE=per_tile,
-            BLOCK_M=64, BLOCK_N=64, BLOCK_D=32, BLOCK=KEY_BLOCK_TOKENS, FIELDS=TILE_FIELDS, ROW_FIELDS=ROW_FIELDS,
-        )  # fmt: skip
-        yield slab, products, queries.similarity
+    for slab in slabs_of(rows, num_entries, cache.num_kv_heads, cache.head_dim, per_tile):
+        with workspace.frame():
+            keys = pool_keys(cache, rows, slab, heads, q.shape[1], workspace, similar, centered)
+            for first, end in slab.runs:
+                with workspace.frame():
+                    shape = num_entries, (end - first) * per_tile, slab.width * ALIGNED.value
+                    products = workspace.empty(*shape)
+                    _products_kernel[(ceil_div(slab.max_blocks, 64), ceil_div(shape[1], 64), num_entries)](
+                        queries.means, keys.means, keys.similarity, min_similarity, row_table(rows), rows.tiles, heads,
+                        products, slab.width, first, end, rows.num_tiles, slab.first_row, slab.num_blocks, scale,
+                        GROUP=q.shape[1] // cache.num_kv_heads, HEAD_DIM=cache.head_dim, PER_TILE=per_tile,
+                        BLOCK_M=64, BLOCK_N=64, BLOCK_D=32, BLOCK=KEY_BLOCK_TOKENS, ROW_FIELDS=ROW_FIELDS,
+                    )  # fmt: skip
+                    yield first, products, queries.similarity
 
 
 @triton.jit
@@ -267,9 +225,8 @@ def _similarity(b_units, count):
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _pool_queries_kernel(
-    q, stride_token, stride_head, tiles, heads, means, similarity,
+    queries, tiles, heads, means, similarity,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PER_TILE: tl.constexpr, POOL: tl.constexpr, BLOCK: tl.constexpr,
-    FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Mean query of POOL tokens of one tile and head, and, where asked for, the mean cosine of all their pairs.
 
@@ -278,19 +235,16 @@ def _pool_queries_kernel(
     """
     i_entry, i_pooled = tl.program_id(0), tl.program_id(1)
     i_head = tl.load(heads + i_entry)
-    tile = tiles + i_pooled // PER_TILE * FIELDS
+    _, token, length, _ = load_tile(tiles, i_pooled // PER_TILE)
     begin = i_pooled % PER_TILE * POOL
-    token = tl.load(tile + 1) + begin
-    length = tl.minimum(tl.load(tile + 2) - begin, POOL)
+    length = tl.minimum(length - begin, POOL)
     if length > 0:
         o_d = tl.arange(0, BLOCK_D)
         b_sum = tl.zeros([BLOCK_D], tl.float32)
         b_units = tl.zeros([BLOCK_D], tl.float32)
         for start in tl.static_range(0, POOL, BLOCK):
-            o_m = start + tl.arange(0, BLOCK)
-            o_q = (token + o_m).to(tl.int64)[:, None] * stride_token + i_head * stride_head + o_d[None, :]
-            mask = (o_m < length)[:, None] & (o_d < HEAD_DIM)[None, :]
-            b_q = tl.load(q + o_q, mask=mask, other=0.0).to(tl.float32)
+            b_q = load_queries(queries, i_head, token + begin + start, length - start, BLOCK, HEAD_DIM, BLOCK_D)
+            b_q = b_q.to(tl.float32)
             b_sum += tl.sum(b_q, 0)
             if similarity is not None:
                 b_units += _units(b_q)
@@ -302,7 +256,7 @@ def _pool_queries_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _pool_keys_kernel(
-    keys, stride_table, row_table, first_row, num_blocks, num_splits, heads, num_heads,
+    keys, row_table, first_row, num_blocks, num_splits, heads, num_heads,
     means, sums, similarity, centers,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     SPLIT: tl.constexpr, HEADS: tl.constexpr, FIELDS: tl.constexpr, STAGES: tl.constexpr,
@@ -323,8 +277,6 @@ def _pool_keys_kernel(
     if (begin < seq_len) & is_read(i_kv, heads, num_heads, GROUP, HEADS):
         o_d = tl.arange(0, BLOCK_D)
         in_d = o_d < HEAD_DIM
-        table = keys.block_table + (first_row + i_row).to(tl.int64) * stride_table
-        base = keys.k + i_kv.to(tl.int64) * keys.stride_head
         first_block = tl.load(row + 1) - tl.load(row_table + first_row * FIELDS + 1)
         o_block = i_kv.to(tl.int64) * num_blocks + first_block
         b_center = tl.zeros([BLOCK_D], tl.float32)
@@ -333,11 +285,8 @@ def _pool_keys_kernel(
             b_center = tl.load(centers + o_center + o_d, mask=in_d, other=0.0)
         b_sum = tl.zeros([BLOCK_D], tl.float32)
         for start in tl.range(begin, tl.minimum(begin + SPLIT * BLOCK, seq_len), BLOCK, num_stages=STAGES):
-            o_n = start + tl.arange(0, BLOCK)
-            in_row = o_n < seq_len
-            o_k = _block_offsets(table, start, o_n, in_row, keys, PAGE, BLOCK)
-            mask = in_row[:, None] & in_d[None, :]
-            b_k = tl.load(base + o_k[:, None] + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
+            b_k = load_block(keys, first_row + i_row, i_kv, start, seq_len, PAGE, BLOCK, HEAD_DIM, BLOCK_D)
+            b_k = b_k.to(tl.float32)
             count = tl.minimum(seq_len - start, BLOCK).to(tl.float32)
             i_out = o_block + start // BLOCK
             if means is not None:
@@ -346,22 +295,13 @@ def _pool_keys_kernel(
                 tl.store(means + i_out * HEAD_DIM + o_d, b_block / count, mask=in_d)
             if similarity is not None:
                 if centers is not None:
+                    in_row = start + tl.arange(0, BLOCK) < seq_len
                     b_k = tl.where(in_row[:, None], b_k - b_center[None, :], 0.0)
                 tl.store(similarity + i_out, _similarity(_units(b_k), count))
         if sums is not None:
             first_split = tl.load(row + 2) - tl.load(row_table + first_row * FIELDS + 2)
             o_split = i_kv.to(tl.int64) * num_splits + first_split + i_split
             tl.store(sums + o_split * HEAD_DIM + o_d, b_sum, mask=in_d)
-
-
-@triton.jit
-def _block_offsets(table, start, o_n, in_row, keys, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """``key_offsets`` of a block of keys, looked up once where pages are made of whole blocks."""
-    if PAGE % BLOCK == 0:
-        page = tl.load(table + start // PAGE).to(tl.int64)
-        return page * keys.stride_page + (start % PAGE + o_n - start).to(tl.int64) * keys.stride_token
-    else:
-        return key_offsets(table, o_n, in_row, PAGE, keys.stride_page, keys.stride_token)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -392,7 +332,7 @@ def _products_kernel(
     query_means, key_means, similarity, min_similarity, row_table, tiles, heads, products, width,
     first_tile, end_tile, num_tiles, first_row, num_blocks, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PER_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, ROW_FIELDS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M pooled queries of a slab with BLOCK_N key blocks of each row that the queries belong to."""
     i_n, i_m, i_entry = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)

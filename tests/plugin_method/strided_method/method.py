@@ -14,8 +14,7 @@ import triton.language as tl
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import TILE_FIELDS
-from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, tile_blocks
+from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, load_tile, tile_blocks
 from vllm_sparse_kernels.select.parameters import MOST, on_device, require
 
 
@@ -40,14 +39,14 @@ class Strided(PerHead):
         _strided_kernel[(index.rows.num_tiles, len(heads))](
             heads, on_device(numbers, heads.device), index.rows.tiles, index.rows.num_tiles,
             index.block_offsets, index.block_counts, index.block_ids, index.block_ids.stride(0),
-            BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, FIELDS=TILE_FIELDS,
+            BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tiles", "stride_ids"])
 def _strided_kernel(
     heads, numbers, tiles, num_tiles, block_offsets, block_counts, block_ids, stride_ids,
-    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One tile's list of one head; ``numbers`` [3, n]: what heads differ in."""
     i_tile, i_entry, num_entries = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -55,8 +54,8 @@ def _strided_kernel(
     sink_tokens = tl.load(numbers + i_entry).to(tl.int32)
     local_tokens = tl.load(numbers + num_entries + i_entry).to(tl.int32)
     stride_tokens = tl.load(numbers + 2 * num_entries + i_entry).to(tl.int32)
-    position = tl.load(tiles + i_tile * FIELDS + 3)  # of the tile's first query
-    num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)[1]
+    position = load_tile(tiles, i_tile)[3]  # of the tile's first query
+    num_causal = tile_blocks(tiles, i_tile, BLOCK_N)[1]
     target = block_ids + i_head * stride_ids + tl.load(block_offsets + i_tile)
     count = 0
     for start in range(0, num_causal, CHUNK):

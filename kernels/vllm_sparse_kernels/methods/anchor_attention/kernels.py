@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.paged import key_offsets, widen
-from vllm_sparse_kernels.select.lists import append, list_of, tile_blocks
+from vllm_sparse_kernels.paged import load_keys, widen
+from vllm_sparse_kernels.select.lists import append, list_of, load_tile, tile_blocks
 from vllm_sparse_kernels.select.pooled import is_read
 
 WORD = tl.constexpr(32)
@@ -41,12 +41,12 @@ class GroupArgs(NamedTuple):
 
 
 # Numbers that change from step to step must not be specialised on: a server would compile in the middle of its work.
-@triton.jit(do_not_specialize=["num_tiles", "stride_table"])
+@triton.jit(do_not_specialize=["num_tiles"])
 def anchor_kernel(
-    queries, keys, stride_table, k_matrix, matrix, tiles, heads, thetas, voters, num_tiles, scale, span, window,
+    queries, keys, k_matrix, matrix, tiles, heads, thetas, voters, num_tiles, scale, span, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, INITIAL: tl.constexpr, PAGE: tl.constexpr,
     PRECISION: tl.constexpr, USE_ANCHOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SAMPLE: tl.constexpr, VOTERS: tl.constexpr, FIELDS: tl.constexpr,
+    SAMPLE: tl.constexpr, VOTERS: tl.constexpr,
 ):  # fmt: skip
     """The voters of one tile of one head, where keys lie between the anchor region's parts.
 
@@ -54,10 +54,7 @@ def anchor_kernel(
     """
     i_tile = num_tiles - 1 - tl.program_id(0)  # the last tiles of a group have the longest windows: they come first
     i_head = tl.load(heads + tl.program_id(1))
-    i_row = tl.load(tiles + i_tile * FIELDS)
-    token = tl.load(tiles + i_tile * FIELDS + 1)
-    length = tl.load(tiles + i_tile * FIELDS + 2)
-    first = tl.load(tiles + i_tile * FIELDS + 3)
+    i_row, token, length, first = load_tile(tiles, i_tile)
     start = first // span * span - window
     if start > INITIAL:
         o_m = tl.arange(0, BLOCK_M)
@@ -79,8 +76,7 @@ def anchor_kernel(
             tl.store(voters.queries + o_voter[:, None] * BLOCK_D + o_d[None, :], b_mean[None, :])
             b_anchor = tl.zeros([1], tl.float32)
         if USE_ANCHOR:
-            table = keys.block_table + i_row.to(tl.int64) * stride_table
-            where = (keys, k_matrix, matrix, table, i_head // GROUP, first + length)
+            where = (keys, k_matrix, matrix, i_row, i_head // GROUP, first + length)
             b_max = _region_max(
                 b_q, first + o_m, where, start, first, INITIAL, PAGE, BLOCK_N, HEAD_DIM, BLOCK_D, PRECISION
             )
@@ -118,21 +114,18 @@ def _load_block(
     where, position, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """Keys [BLOCK_N, BLOCK_D] from ``position`` on, a multiple of BLOCK_N. Past the row's end they may be anything."""
-    keys, k_matrix, matrix, table, i_kv, end = where
+    keys, k_matrix, matrix, i_row, i_kv, end = where
     if k_matrix is not None:
+        table = keys.block_table + i_row.to(tl.int64) * keys.stride_table
         place = tl.load(table + position // PAGE) * matrix.rows_per_page + position % PAGE
         return k_matrix.load([place + i_kv * matrix.rows_per_head, i_kv * matrix.columns_per_head])
     else:
-        o_d = tl.arange(0, BLOCK_D)
-        o_n = position + tl.arange(0, BLOCK_N)
-        o_k = key_offsets(table, o_n, o_n < end, PAGE, keys.stride_page, keys.stride_token)
-        base = keys.k + i_kv.to(tl.int64) * keys.stride_head
-        return tl.load(base + o_k[:, None] + o_d[None, :], mask=(o_d < HEAD_DIM)[None, :], other=0.0)
+        return load_keys(keys, i_row, i_kv, position + tl.arange(0, BLOCK_N), end, HEAD_DIM, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["stride_table", "num_heads", "num_tiles", "num_sets"])
+@triton.jit(do_not_specialize=["num_heads", "num_tiles", "num_sets"])
 def vote_kernel(
-    keys, stride_table, k_matrix, matrix, groups, voters, heads, num_heads, num_tiles, num_sets, scale,
+    keys, k_matrix, matrix, groups, voters, heads, num_heads, num_tiles, num_sets, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, INITIAL: tl.constexpr, PAGE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_T: tl.constexpr,
     ONE_PASS: tl.constexpr, VOTERS: tl.constexpr, WHOLE_WORDS: tl.constexpr, FIELDS: tl.constexpr,
@@ -155,8 +148,7 @@ def vote_kernel(
     if (begin < end) & is_read(i_kv, heads, num_heads, GROUP, 128):
         b_head = i_kv * GROUP + o_pair % GROUP
         b_word = b_head.to(tl.int64) * groups.num_words + tl.load(group + 3, mask=o_pair < num_pairs, other=0) // WORD
-        table = keys.block_table + i_row.to(tl.int64) * stride_table
-        where = (keys, k_matrix, matrix, table, i_kv, INITIAL + end)
+        where = (keys, k_matrix, matrix, i_row, i_kv, INITIAL + end)
         of_row = (voters, groups.table + i_first * FIELDS, num_pairs, i_kv * GROUP, num_tiles)
         most = 0
         if ONE_PASS:
@@ -219,7 +211,7 @@ def _leads(b_k, b_q, b_anchor, scale, PAIRS: tl.constexpr, PRECISION: tl.constex
 @triton.jit(do_not_specialize=["num_tiles"])
 def blocks_kernel(
     groups, index, heads, num_tiles, span, window,
-    INITIAL: tl.constexpr, INDEX_N: tl.constexpr, CHUNK: tl.constexpr, ANY: tl.constexpr, FIELDS: tl.constexpr,
+    INITIAL: tl.constexpr, INDEX_N: tl.constexpr, CHUNK: tl.constexpr, ANY: tl.constexpr,
     GROUP_FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One tile's list of blocks for one head: the anchor region's, and those that its group keeps whole.
@@ -228,14 +220,14 @@ def blocks_kernel(
     """
     i_tile = tl.program_id(0)
     i_head = tl.load(heads + tl.program_id(1)).to(tl.int64)
-    i_first = tl.load(groups.row_starts + tl.load(index.tiles + i_tile * FIELDS))
-    first = tl.load(index.tiles + i_tile * FIELDS + 3)
+    i_row, _, _, first = load_tile(index.tiles, i_tile)
+    i_first = tl.load(groups.row_starts + i_row)
     # The row's groups begin at consecutive multiples of the span, and their windows so many keys before.
     first_group = tl.load(groups.table + i_first * GROUP_FIELDS) + window
     group = groups.table + (i_first + (first - first_group) // span) * GROUP_FIELDS
     words = groups.words + i_head * groups.num_words + tl.load(group + 3) // WORD
     start = tl.load(group) // INDEX_N  # may be negative
-    num_causal = tile_blocks(index.tiles, i_tile, INDEX_N, FIELDS)[1]
+    num_causal = tile_blocks(index.tiles, i_tile, INDEX_N)[1]
     target = list_of(index, i_head, i_tile)
     count = 0
     for i in range(0, num_causal, CHUNK):

@@ -76,7 +76,7 @@ from vllm_sparse_kernels.methods.anchor_attention.kernels import (
 )
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache, key_args, query_args, wide_dtype
-from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.select.footprint import voted_bytes
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS
 from vllm_sparse_kernels.select.parameters import on_device, require
@@ -253,7 +253,7 @@ class AnchorAttention(PerHead):
         narrow = block_d * wide_dtype(q.dtype).itemsize > 256  # bytes of a key, for what fits into shared memory
         block_n, columns = (64, VOTE_COLUMNS // 2) if narrow else (128, VOTE_COLUMNS)
         matrix, descriptor = _matrix(cache, block_n)
-        keys = key_args(cache, rows.block_table[0]), rows.block_table.stride(0), descriptor, matrix
+        keys = key_args(cache, rows.block_table), descriptor, matrix
         shape = {
             "HEAD_DIM": cache.head_dim, "BLOCK_D": block_d, "GROUP": group, "INITIAL": INITIAL_TOKENS,
             "PAGE": cache.page_size, "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32", "BLOCK_N": block_n,
@@ -266,7 +266,7 @@ class AnchorAttention(PerHead):
             query_args(q), *keys, rows.tiles, heads, thetas, voters,
             rows.num_tiles, scale, self.span_tokens, self.window_tokens,
             **shape, USE_ANCHOR=self.use_anchor, SAMPLE=self.sample_tokens, VOTERS=self.tile_voters,
-            BLOCK_M=max(self.tile_voters, 16) if self.sample_tokens else TILE_TOKENS, FIELDS=TILE_FIELDS,
+            BLOCK_M=max(self.tile_voters, 16) if self.sample_tokens else TILE_TOKENS,
         )  # fmt: skip
         # Launched for rows too short to have candidates as well: warming up then compiles it for groups of any size.
         group_voters = self.step_tiles * self.tile_voters
@@ -287,7 +287,7 @@ class AnchorAttention(PerHead):
         blocks_kernel[(rows.num_tiles, len(heads))](
             args, index.args, heads, rows.num_tiles, self.span_tokens, self.window_tokens,
             INITIAL=INITIAL_TOKENS, INDEX_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, ANY=self.whole_blocks,
-            FIELDS=TILE_FIELDS, GROUP_FIELDS=GROUP_FIELDS,
+            GROUP_FIELDS=GROUP_FIELDS,
         )  # fmt: skip
         if self.whole_blocks:
             return

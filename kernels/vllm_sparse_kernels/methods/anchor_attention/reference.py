@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods.references import rows_of
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_TOKENS, Tile
 
@@ -24,7 +25,7 @@ def select_anchor_attention(
     method: "AnchorAttention", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
     rows, ratio = index.rows, q.shape[1] // cache.num_kv_heads
-    keys = [cache.gather(rows.block_table[i], rows.seq_lens[i])[0].float() for i in range(rows.num_rows)]
+    keys = [keys for _, _, keys in rows_of(q, cache, rows)]
     numbered = enumerate(rows.tile_list)
     thetas = [one.theta for one in method.of_heads(len(heads))]
     for (row, start), members in groupby(

@@ -123,19 +123,11 @@ class FlexVerticalSlash(PerHead):
         num_columns = max(self.stripes_of_row(rows, row) for row in range(rows.num_rows))
         return most_bytes(rows, shape, num_selected, stripe_capacity, num_columns)
 
-    def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        self.select_where(q, cache, index, heads, scale, None)
-
-    def select_where(
-        self,
-        q: torch.Tensor,
-        cache: PagedCache,
-        index: SparseIndex,
-        heads: torch.Tensor,
-        scale: float,
-        patterns: torch.Tensor | None,
-    ) -> None:
-        """``select``, less heads and rows where ``patterns`` [len(heads), num_rows] int32 is not 0."""
+    def select(
+        self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float,
+        patterns: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Less heads and rows where ``patterns`` [len(heads), num_rows] int32 is not 0."""
         estimate = Estimate(self.last_queries, BAND, self.estimating == "spread")
         select_lines(q, cache, index, heads, scale, estimate, self.keep_lines, patterns)
 

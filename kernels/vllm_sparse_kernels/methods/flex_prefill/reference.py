@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods.references import heads_of_rows
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ceil_div
 
@@ -23,19 +24,16 @@ def select_flex_vertical_slash(
     heads: torch.Tensor,
     scale: float,
 ) -> None:
-    rows, group = index.rows, q.shape[1] // cache.num_kv_heads
-    for row in range(rows.num_rows):
-        keys, _ = cache.gather(rows.block_table[row], rows.seq_lens[row])
+    rows = index.rows
+    for row, head, own, queries, keys in heads_of_rows(method, q, cache, rows, heads):
         places = estimating_queries(method, rows.query_lens[row]).to(q.device)
         positions = rows.context_lens[row] + places
-        tokens = slice(rows.tokens[row], rows.tokens[row] + rows.query_lens[row])
-        for head, own in zip(heads.tolist(), method.of_heads(len(heads)), strict=True):
-            weights = softmax_of(q[tokens, head][places], keys[:, head // group], positions, scale)
-            columns = fewest_with_mass(weights.sum(0), own.gamma)
-            diagonals = fewest_with_mass(block_diagonals(weights, positions), own.gamma)
-            whole = whole_blocks(columns, method.stripes_of_row(rows, row), index.block_tokens)
-            for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
-                set_lines(columns, diagonals, whole, index, head, i_tile)
+        weights = softmax_of(queries[places], keys, positions, scale)
+        columns = fewest_with_mass(weights.sum(0), own.gamma)
+        diagonals = fewest_with_mass(block_diagonals(weights, positions), own.gamma)
+        whole = whole_blocks(columns, method.stripes_of_row(rows, row), index.block_tokens)
+        for i_tile in rows.tiles_of(row):
+            set_lines(columns, diagonals, whole, index, head, i_tile)
 
 
 def estimating_queries(method: "FlexVerticalSlash", query_len: int) -> torch.Tensor:

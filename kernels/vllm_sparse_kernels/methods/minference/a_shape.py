@@ -14,8 +14,7 @@ import triton.language as tl
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import TILE_FIELDS
-from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, list_of, tile_blocks
+from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, list_of, load_tile, tile_blocks
 from vllm_sparse_kernels.select.parameters import MOST, on_device, require
 
 
@@ -38,22 +37,20 @@ class AShape(PerHead):
         numbers = tuple(min(getattr(one, name), MOST) for name in names for one in settings)
         _a_shape_kernel[(index.rows.num_tiles, len(heads))](
             heads, index.args, index.rows.num_tiles, on_device(numbers, heads.device),
-            BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, FIELDS=TILE_FIELDS,
+            BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
-def _a_shape_kernel(heads, index, num_tiles, numbers, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr):
+def _a_shape_kernel(heads, index, num_tiles, numbers, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
     """``numbers`` [2, n]: global tokens and local window of each head."""
     i_tile = tl.program_id(0)
     i_head = tl.load(heads + tl.program_id(1)).to(tl.int64)
     sink_tokens = tl.load(numbers + tl.program_id(1)).to(tl.int32)
     local_tokens = tl.load(numbers + tl.num_programs(1) + tl.program_id(1)).to(tl.int32)
-    num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N, FIELDS)[1]
+    num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)[1]
     num_sink = tl.minimum((sink_tokens + BLOCK_N - 1) // BLOCK_N, num_causal)
-    oldest = tl.maximum(
-        tl.load(index.tiles + i_tile * FIELDS + 3) - local_tokens + 1, 0
-    )  # key of the first query's window
+    oldest = tl.maximum(load_tile(index.tiles, i_tile)[3] - local_tokens + 1, 0)  # key of the first query's window
     first_local = tl.maximum(oldest // BLOCK_N, num_sink)
     count = num_sink + num_causal - first_local
     target = list_of(index, i_head, i_tile)

@@ -22,8 +22,7 @@ import triton.language as tl
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import TILE_FIELDS
-from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, list_of, tile_blocks
+from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, append, list_of, load_tile, tile_blocks
 from vllm_sparse_kernels.select.parameters import MOST, on_device, require
 from vllm_sparse_kernels.select.pooled import ALIGNED, KEY_BLOCK_TOKENS, pooled_products
 from vllm_sparse_kernels.select.topk import kept_in_chunk, load_bits
@@ -51,8 +50,8 @@ class BlockSparse(PerHead):
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         products = pooled_products(q, cache, index.rows, heads, scale, PER_TILE, index.workspace)
-        for slab, scores, _ in products:
-            write_top_blocks(scores, self, index, slab.first_tile, heads)
+        for first_tile, scores, _ in products:
+            write_top_blocks(scores, self, index, first_tile, heads)
 
 
 def write_top_blocks(
@@ -66,22 +65,21 @@ def write_top_blocks(
     counts = on_device(tuple(min(one.top_blocks, MOST) for one in method.of_heads(num_entries)), scores.device)
     _top_blocks_kernel[(num_q // PER_TILE, num_entries)](
         scores, width // ALIGNED.value, counts, heads, first_tile, index.args, index.rows.num_tiles,
-        BLOCK_N=index.block_tokens, HELD=HELD_BLOCKS, CHUNK=CHUNK_BLOCKS, FIELDS=TILE_FIELDS,
+        BLOCK_N=index.block_tokens, HELD=HELD_BLOCKS, CHUNK=CHUNK_BLOCKS,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["width", "first_tile", "num_tiles"])
 def _top_blocks_kernel(
     scores, width, counts, heads, first_tile, index, num_tiles,
-    BLOCK_N: tl.constexpr, HELD: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+    BLOCK_N: tl.constexpr, HELD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One tile's list by its two query blocks' rows of scores, each ``width`` · 64, and the diagonal."""
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)
     top_blocks = tl.load(counts + i_entry).to(tl.int32)
-    length = tl.load(index.tiles + i_tile * FIELDS + 2)
-    first = tl.load(index.tiles + i_tile * FIELDS + 3)
-    diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N, FIELDS)
+    _, _, length, first = load_tile(index.tiles, i_tile)
+    diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
     row_0 = scores + (i_entry * tl.num_programs(0) + tl.program_id(0)) * 2 * (width * ALIGNED)
     row_1 = row_0 + width * ALIGNED
     num_0 = (first + tl.minimum(length, POOL) - 1) // POOL + 1

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods.references import heads_of_rows
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ceil_div
 
@@ -47,17 +48,12 @@ def select_vertical_slash(
     method: "VerticalSlash", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
     """Algorithms 2 and 4."""
-    rows, group = index.rows, q.shape[1] // cache.num_kv_heads
-    for row in range(rows.num_rows):
-        keys, _ = cache.gather(rows.block_table[row], rows.seq_lens[row])
-        end = rows.tokens[row] + rows.query_lens[row]
-        last = slice(end - min(method.last_queries, rows.query_lens[row]), end)
-        for head, own in zip(heads.tolist(), method.of_heads(len(heads)), strict=True):
-            vertical, slash = vertical_slash_sums(q[last, head].float(), keys[:, head // group].float(), scale)
-            verticals = keep(vertical, own.vertical_tokens, own.forced_verticals)
-            slashes = keep(slash, own.slash_tokens, own.forced_slashes)
-            for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
-                set_vertical_slash(verticals, slashes, index, head, i_tile)
+    for row, head, own, queries, keys in heads_of_rows(method, q, cache, index.rows, heads):
+        vertical, slash = vertical_slash_sums(queries[-method.last_queries :], keys, scale)
+        verticals = keep(vertical, own.vertical_tokens, own.forced_verticals)
+        slashes = keep(slash, own.slash_tokens, own.forced_slashes)
+        for i_tile in index.rows.tiles_of(row):
+            set_vertical_slash(verticals, slashes, index, head, i_tile)
 
 
 def vertical_slash_sums(last_q: torch.Tensor, keys: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,15 +96,10 @@ def select_block_sparse(
     method: "BlockSparse", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
     """Algorithm 3."""
-    rows, group = index.rows, q.shape[1] // cache.num_kv_heads
-    for row in range(rows.num_rows):
-        keys, _ = cache.gather(rows.block_table[row], rows.seq_lens[row])
-        tokens = slice(rows.tokens[row], rows.tokens[row] + rows.query_lens[row])
-        for head, own in zip(heads.tolist(), method.of_heads(len(heads)), strict=True):
-            scores = block_scores(q[tokens, head].float(), keys[:, head // group].float(), scale)
-            kept = tile_blocks(scores, own.top_blocks)
-            for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
-                set_block_sparse(kept[i_tile - rows.tile_starts[row]], index, head, i_tile)
+    for row, head, own, queries, keys in heads_of_rows(method, q, cache, index.rows, heads):
+        kept = tile_blocks(block_scores(queries, keys, scale), own.top_blocks)
+        for i_tile, of_tile in zip(index.rows.tiles_of(row), kept, strict=True):
+            set_block_sparse(of_tile, index, head, i_tile)
 
 
 def block_scores(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:

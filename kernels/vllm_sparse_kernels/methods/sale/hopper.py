@@ -8,15 +8,13 @@ score there is one fused multiply-add and one maximum, two scores to an instruct
 Where half precision may not have all sums exactly a program leaves its part, with a mark, to ``sale_scores``.
 """
 
-import torch
-
 from vllm_sparse_kernels.gluon_names import (
-    TensorDescriptor,
     barrier,
     bulk_load,
     fence_async_shared,
     gl,
     gluon,
+    larger_pairs,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -32,24 +30,11 @@ SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_TOKENS
 """How a warp group holds the scores of a tile and a step."""
 
 
-def bulk(integers: torch.Tensor) -> TensorDescriptor:
-    """For copies of STEP_TOKENS vectors of e4m3 integers [heads, n, BLOCK_D]."""
-    rows = integers.flatten(0, 1)
-    block = [STEP_TOKENS.value, rows.shape[1]]
-    return TensorDescriptor.from_tensor(rows, block, gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv))
-
-
 @gluon.jit
 def _local_start(end, sink_tokens, local_tokens):
     """That of ``sale_rounding``, which Gluon cannot call."""
     between = (end + 31) // 32 * 32 - sink_tokens - local_tokens
     return gl.where(between >= 0, sink_tokens + between // 128 * 128, 0)
-
-
-@gluon.jit
-def _larger_pairs(b_a, b_b):
-    """Maximum in half precision, two elements in one instruction."""
-    return gl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [b_a, b_b], gl.float16, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -60,7 +45,7 @@ def _largest(b_s):
     b_even, b_odd = b_s.split()
     b_0, b_2 = b_even.split()
     b_1, b_3 = b_odd.split()
-    return gl.max(_larger_pairs(_larger_pairs(_larger_pairs(b_0, b_1), b_2), b_3).to(gl.float32), 3)
+    return gl.max(larger_pairs(larger_pairs(larger_pairs(b_0, b_1), b_2), b_3).to(gl.float32), 3)
 
 
 @gluon.jit
@@ -116,7 +101,7 @@ def _fits_half(queries, keys, i_group, i_kv, i_tile, num_tiles, first, begin, en
 
 @gluon.jit(do_not_specialize=["sink_tokens", "local_tokens"])
 def half_kernel(
-    queries, keys, bulk_queries, bulk_keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens, left,
+    queries, keys, bulk_queries, bulk_keys, heads, log_taus, kept, index, pairs, sink_tokens, local_tokens, left,
     GROUP: gl.constexpr, BLOCK_D: gl.constexpr, INDEX_N: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr,
     FIELDS: gl.constexpr, PAIR_FIELDS: gl.constexpr,
 ):  # fmt: skip
@@ -125,24 +110,23 @@ def half_kernel(
     pair = pairs + gl.program_id(0) * PAIR_FIELDS
     i_tile = gl.load(pair)
     num_tiles = gl.load(pair + 1)
-    tile = flags.tiles + i_tile * FIELDS
+    tile = index.tiles + i_tile * FIELDS
     other = tile + (num_tiles - 1) * FIELDS
     stop_a = _local_start(gl.load(tile + 3) + gl.minimum(gl.load(tile + 2), 64), sink_tokens, local_tokens) // INDEX_N
     stop_b = _local_start(gl.load(other + 3) + gl.minimum(gl.load(other + 2), 64), sink_tokens, local_tokens) // INDEX_N
-    piece = gl.load(pair + 2)
-    first = piece + gl.program_id(1) * SPAN
+    first = gl.program_id(1) * SPAN
     begin = gl.maximum((sink_tokens + INDEX_N - 1) // INDEX_N * INDEX_N, first)
-    end = gl.minimum(gl.minimum(stop_b * INDEX_N, first + SPAN), gl.load(pair + 3))
+    end = gl.minimum(stop_b * INDEX_N, first + SPAN)
     tests = (begin < end) & (gl.load(log_taus + i_group) > float("-inf"))
     leaves = False
     if tests:
-        shift = gl.multiple_of(gl.load(pair + 4) - piece, STEP_TOKENS)
+        shift = gl.multiple_of(gl.load(pair + 2), STEP_TOKENS)
         i_kv = gl.load(heads + i_group) // GROUP
         leaves = not _fits_half(queries, keys, i_group, i_kv, i_tile, num_tiles, first, begin, end, shift, SPAN)
         if not leaves:
-            target = flags.kept + i_group.to(gl.int64) * flags.stride_kept
-            target_a = target + gl.load(flags.offsets + i_tile)
-            target_b = target + gl.load(flags.offsets + i_tile + num_tiles - 1)
+            target = kept + i_group.to(gl.int64) * index.stride_blocks
+            target_a = target + gl.load(index.block_offsets + i_tile)
+            target_b = target + gl.load(index.block_offsets + i_tile + num_tiles - 1)
             where = (i_group, i_kv, i_tile, begin, end, shift)
             # The last round may have steps past the end.
             stop_a = gl.minimum(stop_a, end // INDEX_N)

@@ -6,14 +6,17 @@ about the mean query, of the step's queries of all heads that read it. The heavi
 keeping the two that rotary embedding turns together, or none of them, lost more on trained attention at every density.
 """
 
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, query_args
-from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, load_queries, query_args
+from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.select.channels import keep_heaviest
+from vllm_sparse_kernels.select.lists import load_tile
 from vllm_sparse_kernels.workspace import Workspace
 
 SPLIT_TOKENS = 512
@@ -21,9 +24,6 @@ SPLIT_TOKENS = 512
 
 KEY_SUMS = {"BLOCK_N": 64, "STAGES": 3}
 """Keys of one step, and steps that are loaded ahead, by way of shared memory if more than one."""
-
-SPLITS = 4096
-"""Sums of splits that are kept at a time, unless one row alone has more."""
 
 LEAST_CHANNELS = 32
 """Of a product in 8 bits: matrix instructions take no fewer."""
@@ -41,14 +41,8 @@ class Means(NamedTuple):
     left_out: Any  # [num_rows, num_kv_heads, BLOCK_D] float32, variance of keys in channels left out, 0 in the others
 
 
-def kept_channels(head_dim: int, half: bool) -> int:
-    """KEPT_D: channels that are multiplied, those that fill up head_dim to a power of two included."""
-    block_d = triton.next_power_of_2(head_dim)
-    return max(block_d // 2, LEAST_CHANNELS) if half and block_d > LEAST_CHANNELS else block_d
-
-
 def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, workspace: Workspace) -> Means:
-    """``kept_d``: ``kept_channels``."""
+    """``kept_d``: channels that are multiplied."""
     num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
     block_d = triton.next_power_of_2(head_dim)
     moments = 2 if kept_d < block_d else 1  # the second one tells the channels apart
@@ -57,23 +51,22 @@ def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, works
     queries = workspace.empty(moments, rows.num_rows, num_heads, block_d)
     with workspace.frame():
         sums = workspace.empty(moments, rows.num_tiles, num_heads, block_d)
-        _query_sums_kernel[(rows.num_tiles, num_heads)](
-            query_args(q), rows.tiles, sums, **shape, BLOCK_M=TILE_TOKENS, FIELDS=TILE_FIELDS
-        )
+        _query_sums_kernel[(rows.num_tiles, num_heads)](query_args(q), rows.tiles, sums, **shape, BLOCK_M=TILE_TOKENS)
         _means_kernel[(rows.num_rows, num_heads, moments)](
-            sums, rows.num_tiles, rows.once(_query_bounds, lambda: _query_bounds(rows)), queries, 0, rows.num_rows,
-            BLOCK_D=block_d,
+            sums, rows.num_tiles, rows.tile_bounds, rows.row_table, queries,
+            BLOCK_D=block_d, FIELDS=ROW_FIELDS, COUNT=1,
         )  # fmt: skip
-    for first, end, num_splits, bounds in rows.once(_key_groups, lambda: _key_groups(rows)):
-        with workspace.frame():
-            sums = workspace.empty(moments, sum(num_splits), num_kv_heads, block_d)
-            _key_sums_kernel[(max(num_splits), num_kv_heads, end - first)](
-                key_args(cache, rows.block_table), bounds, sums, sum(num_splits), first,
-                **shape, SPLIT=SPLIT_TOKENS, **KEY_SUMS, num_warps=4 * moments,
-            )  # fmt: skip
-            _means_kernel[(end - first, num_kv_heads, moments)](
-                sums, sum(num_splits), bounds, keys, first, rows.num_rows, BLOCK_D=block_d
-            )
+    num_splits = [ceil_div(seq_len, SPLIT_TOKENS) for seq_len in rows.seq_lens]
+    starts = rows.once(row_means, lambda: to_device([*accumulate(num_splits, initial=0)], torch.int32, rows.device))
+    with workspace.frame():
+        sums = workspace.empty(moments, sum(num_splits), num_kv_heads, block_d)
+        _key_sums_kernel[(max(num_splits), num_kv_heads, rows.num_rows)](
+            key_args(cache, rows.block_table), starts, rows.row_ends, sums, sum(num_splits),
+            **shape, SPLIT=SPLIT_TOKENS, **KEY_SUMS, num_warps=4 * moments,
+        )  # fmt: skip
+        _means_kernel[(rows.num_rows, num_kv_heads, moments)](
+            sums, sum(num_splits), starts, rows.row_table, keys, BLOCK_D=block_d, FIELDS=ROW_FIELDS, COUNT=2
+        )
     means = Means(keys[0], queries[0], keys, keys)
     if kept_d == block_d:
         return means
@@ -88,66 +81,38 @@ def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, works
     return means
 
 
-def _query_bounds(rows: Rows) -> torch.Tensor:
-    """Per row its first tile, the tile behind its last, and its number of queries."""
-    bounds = zip(rows.tile_starts[:-1], rows.tile_starts[1:], rows.query_lens, strict=True)
-    return to_device([x for bound in bounds for x in bound], torch.int32, rows.device)
-
-
-def _key_groups(rows: Rows) -> list[tuple[int, int, list[int], torch.Tensor]]:
-    """Rows [first, end) whose splits are summed together, and how many each has.
-
-    On the device, per row its first split, the one behind, and its keys.
-    """
-    found = []
-    flat: list[int] = []
-    splits: list[int] = []
-    for row, seq_len in enumerate((*rows.seq_lens, 0)):
-        own = ceil_div(seq_len, SPLIT_TOKENS)
-        if row == rows.num_rows or (splits and sum(splits) + own > SPLITS):
-            found.append((row - len(splits), row, splits, to_device(flat, torch.int32, rows.device)))
-            flat, splits = [], []
-        flat += [sum(splits), sum(splits) + own, seq_len]
-        splits.append(own)
-    return found
-
-
 @triton.jit
 def _query_sums_kernel(
     queries, tiles, sums,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MOMENTS: tl.constexpr, BLOCK_M: tl.constexpr, FIELDS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MOMENTS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Sum of one tile's queries of one head, and of their squares."""
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
-    o_m = tl.arange(0, BLOCK_M)
-    o_d = tl.arange(0, BLOCK_D)
-    token = tl.load(tiles + i_tile * FIELDS + 1)
-    in_row = o_m < tl.load(tiles + i_tile * FIELDS + 2)
-    o_q = (token + o_m).to(tl.int64)[:, None] * queries.stride_token + i_head * queries.stride_head + o_d[None, :]
-    b_q = tl.load(queries.q + o_q, mask=in_row[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0).to(tl.float32)
-    target = sums + (i_tile * tl.num_programs(1) + i_head) * BLOCK_D + o_d
+    _, token, length, _ = load_tile(tiles, i_tile)
+    b_q = load_queries(queries, i_head, token, length, BLOCK_M, HEAD_DIM, BLOCK_D).to(tl.float32)
+    target = sums + (i_tile * tl.num_programs(1) + i_head) * BLOCK_D + tl.arange(0, BLOCK_D)
     tl.store(target, tl.sum(b_q, 0))
     if MOMENTS == 2:
         tl.store(target + tl.num_programs(0) * tl.num_programs(1) * BLOCK_D, tl.sum(b_q * b_q, 0))
 
 
-@triton.jit(do_not_specialize=["num_splits", "first_row"])
+@triton.jit(do_not_specialize=["num_splits"])
 def _key_sums_kernel(
-    keys, bounds, sums, num_splits, first_row,
+    keys, starts, row_ends, sums, num_splits,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MOMENTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum of up to SPLIT keys of one kv head, and of their squares."""
     i_kv, i_row = tl.program_id(1), tl.program_id(2)
-    i_split = tl.load(bounds + i_row * 3) + tl.program_id(0)
-    if i_split < tl.load(bounds + i_row * 3 + 1):
+    i_split = tl.load(starts + i_row) + tl.program_id(0)
+    if i_split < tl.load(starts + i_row + 1):
         begin = tl.program_id(0) * SPLIT
-        end = tl.minimum(begin + SPLIT, tl.load(bounds + i_row * 3 + 2))
+        end = tl.minimum(begin + SPLIT, tl.load(row_ends + i_row))
         b_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         b_square = tl.zeros([BLOCK_N if MOMENTS == 2 else 1, BLOCK_D], tl.float32)
         for i in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
             o_n = i + tl.arange(0, BLOCK_N)
-            b_k = load_keys(keys, first_row + i_row, i_kv, o_n, end, HEAD_DIM, BLOCK_D).to(tl.float32)
+            b_k = load_keys(keys, i_row, i_kv, o_n, end, HEAD_DIM, BLOCK_D).to(tl.float32)
             b_sum += b_k
             if MOMENTS == 2:
                 b_square += b_k * b_k
@@ -157,20 +122,22 @@ def _key_sums_kernel(
             tl.store(target + num_splits * tl.num_programs(1) * BLOCK_D, tl.sum(b_square, 0))
 
 
-@triton.jit(do_not_specialize=["num_sums", "first_row", "num_rows"])
-def _means_kernel(sums, num_sums, bounds, means, first_row, num_rows, BLOCK_D: tl.constexpr):
-    """Mean of one row, head and moment from the sums [bounds[row, 0], bounds[row, 1]) of bounds[row, 2] vectors."""
+@triton.jit(do_not_specialize=["num_sums"])
+def _means_kernel(
+    sums, num_sums, starts, rows, means, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, COUNT: tl.constexpr
+):
+    """Mean of one row, head and moment from the sums [starts[row], starts[row + 1]) of rows[row, COUNT] vectors."""
     i_row, i_head, i_moment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_heads = tl.num_programs(1)
     o_d = tl.arange(0, BLOCK_D)
-    end = tl.load(bounds + i_row * 3 + 1)
+    end = tl.load(starts + i_row + 1)
     b_sum = tl.zeros([32, BLOCK_D], tl.float32)
-    for i in range(tl.load(bounds + i_row * 3), end, 32):
+    for i in range(tl.load(starts + i_row), end, 32):
         o_s = i + tl.arange(0, 32)
         o_sum = ((i_moment * num_sums + o_s)[:, None] * num_heads + i_head) * BLOCK_D + o_d[None, :]
         b_sum += tl.load(sums + o_sum, mask=(o_s < end)[:, None], other=0.0)
-    b_mean = tl.sum(b_sum, 0) / tl.load(bounds + i_row * 3 + 2).to(tl.float32)
-    tl.store(means + ((i_moment * num_rows + first_row + i_row) * num_heads + i_head) * BLOCK_D + o_d, b_mean)
+    b_mean = tl.sum(b_sum, 0) / tl.load(rows + i_row * FIELDS + COUNT).to(tl.float32)
+    tl.store(means + ((i_moment * tl.num_programs(0) + i_row) * num_heads + i_head) * BLOCK_D + o_d, b_mean)
 
 
 @triton.jit
@@ -178,7 +145,7 @@ def _channels_kernel(
     keys, queries, channels, left_out,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr,
 ):  # fmt: skip
-    """The KEPT_D channels of one row and kv head that weigh most; of equals the lower ones."""
+    """The KEPT_D channels of one row and kv head that weigh most."""
     num_rows, num_kv_heads = tl.num_programs(0), tl.num_programs(1)
     i_kv = tl.program_id(0) * num_kv_heads + tl.program_id(1)
     o_d = tl.arange(0, BLOCK_D)
@@ -186,13 +153,7 @@ def _channels_kernel(
     b_queries = tl.zeros([BLOCK_D], tl.float32)
     for i in range(GROUP):
         b_queries += _variances(queries + (i_kv * GROUP + i) * BLOCK_D + o_d, num_rows * num_kv_heads * GROUP * BLOCK_D)
-    b_weight = b_keys * b_queries
-    b_weight = tl.where(b_weight == b_weight, b_weight, 0.0)  # 0 · infinity
-    b_weight = tl.where(o_d < HEAD_DIM, b_weight, -1.0)
-    b_equal = (b_weight[None, :] == b_weight[:, None]) & (o_d[None, :] < o_d[:, None])
-    b_rank = tl.sum(((b_weight[None, :] > b_weight[:, None]) | b_equal).to(tl.int32), 1)
-    b_kept = b_rank < KEPT_D
-    tl.store(channels + i_kv * KEPT_D + tl.cumsum(b_kept.to(tl.int32), 0) - 1, o_d, mask=b_kept)
+    b_kept = keep_heaviest(channels + i_kv * KEPT_D, b_keys * b_queries, HEAD_DIM, KEPT_D)
     tl.store(left_out + i_kv * BLOCK_D + o_d, tl.where(b_kept, 0.0, b_keys))
 
 

@@ -32,7 +32,7 @@ Where the paper leaves a choice, or this departs from it:
   of 128. Half of FlashAttention's work at twice bf16's rate, less what FlashAttention itself leaves unused: on Hopper
   0.17 of FlashAttention-3's time is the floor. The paper's 0.11 rests on a 4090's INT4 at 8 times its FP16 rate.
 * Beyond the paper, and off unless ``channels`` is "half": scores are estimated from the half of each kv head's channels
-  that moves them most in this step (``sale_means.py``), so that the product is half as long. q̄(k − k̄)ᵀ and q k̄ᵀ keep
+  that moves them most in this step (``means.py``), so that the product is half as long. q̄(k − k̄)ᵀ and q k̄ᵀ keep
   all channels, so what is left out, (q − q̄)(k − k̄)ᵀ of the other half, is 0 on average over a row's keys. A key is not
   to be lost for it: every query's threshold is lower by its standard deviation, √(Σ (q − q̄)² var k) over the channels
   left out. So the paper's τ keeps the density and the recall that it has with all channels: on a trained model of 128
@@ -53,44 +53,30 @@ Where the paper leaves a choice, or this departs from it:
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.base import PerHead
-from vllm_sparse_kernels.methods.sale import scores as sale_scores
-from vllm_sparse_kernels.methods.sale.means import kept_channels, row_means
+from vllm_sparse_kernels.methods.sale.means import LEAST_CHANNELS, row_means
 from vllm_sparse_kernels.methods.sale.rounding import (
     KEY_BLOCK,
-    PIECE_FIELDS,
-    QUERY_BLOCK,
     SEGMENT,
     Regions,
     Selected,
     room_for_keys,
     round_keys,
     round_queries,
-    slabs_of,
 )
-from vllm_sparse_kernels.methods.sale.scores import PAIR_FIELDS, first_flags, flag_blocks, pairs_of
+from vllm_sparse_kernels.methods.sale.scores import first_flags, flag_blocks, marks_bytes
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import Rows, ceil_div, to_device
+from vllm_sparse_kernels.select.channels import kept_channels
 from vllm_sparse_kernels.select.lists import compact_blocks
 from vllm_sparse_kernels.select.parameters import on_device, require
-
-SLAB_TOKENS = 1 << 17
-"""Keys that are rounded and tested at a time, of one row or of many: 160 MB with 8 kv heads of 128 and 32 heads."""
+from vllm_sparse_kernels.select.slabs import slabs_of
 
 CHANNELS = Literal["all", "half"]
-
-
-class Slab(NamedTuple):
-    """What is to be rounded and tested together, on the device."""
-
-    pieces: torch.Tensor  # [num_pieces, PIECE_FIELDS] int32: Piece, and the row's number of keys
-    pairs: torch.Tensor  # [num_pairs, PAIR_FIELDS] int32
-    longest: int  # keys of the longest piece
 
 
 @dataclass(frozen=True)
@@ -148,50 +134,18 @@ class Sale(PerHead):
         rows, room, dtype = index.rows, index.workspace, integer_dtype(q.device)
         group, regions = q.shape[1] // cache.num_kv_heads, Regions(self.sink_tokens, self.local_tokens)
         first_flags(kept, index, selected, regions)
-        slabs = slabs_of_rows(self, rows)
-        if not slabs:
-            return
-        kept_d = kept_channels(cache.head_dim, self.channels == "half")
+        kept_d = kept_channels(cache.head_dim, self.channels == "half", LEAST_CHANNELS)
         means = row_means(q, cache, rows, kept_d, room)
         queries = round_queries(q, cache, rows, means, selected, regions, scale, kept_d, dtype, room)
-        num_keys = min(SLAB_TOKENS, sum(tested_keys(self, rows)))
-        keys = room_for_keys(selected.num_selected, cache.num_kv_heads, num_keys, kept_d, dtype, room)
-        for slab in slabs:
-            round_keys(cache, rows, means, selected, group, slab.pieces, slab.longest, keys)
-            flag_blocks(queries, keys, kept, index, selected, regions, group, slab.pairs, slab.longest)
+        for slab in slabs_of(rows, len(selected.heads), marks_bytes):
+            with room.frame():
+                keys = room_for_keys(selected.num_selected, cache.num_kv_heads, slab.num_keys, kept_d, dtype, room)
+                round_keys(cache, rows, means, selected, group, slab, keys)
+                for run in slab.runs:
+                    flag_blocks(queries, keys, kept, index, selected, regions, group, run)
 
 
 def integer_dtype(device: torch.device) -> torch.dtype:
     """What the 4-bit integers are multiplied as."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return torch.float8_e4m3fn if hopper else torch.int8
-
-
-def tested_keys(method: Sale, rows: Rows) -> list[int]:
-    """Per row how many keys, from its first one, its last tile's test needs; sink included, in whole steps of 128."""
-    found = []
-    for row in range(rows.num_rows):
-        tile = rows.tile_list[rows.tile_starts[row + 1] - 1]
-        end = tile.position + min(tile.length_tokens, QUERY_BLOCK.value)
-        between = ceil_div(end, KEY_BLOCK.value) * KEY_BLOCK.value - method.sink_tokens - method.local_tokens
-        segments = max(between, 0) // SEGMENT.value
-        stop = method.sink_tokens + segments * SEGMENT.value if segments else 0
-        found.append(ceil_div(stop, 128) * 128)
-    return found
-
-
-def slabs_of_rows(method: Sale, rows: Rows) -> list[Slab]:
-    """The same for all layers of a step."""
-
-    def make() -> list[Slab]:
-        return [
-            Slab(
-                to_device([x for p in pieces for x in (*p, rows.seq_lens[p.row])], torch.int32, rows.device)
-                .view(-1, PIECE_FIELDS.value),
-                to_device(pairs_of(pieces, rows), torch.int32, rows.device).view(-1, PAIR_FIELDS.value),
-                max(piece.num_keys for piece in pieces),
-            )
-            for pieces in slabs_of(tested_keys(method, rows), SLAB_TOKENS, sale_scores.SPAN_TOKENS)
-        ]  # fmt: skip
-
-    return rows.once((slabs_of_rows, method.sink_tokens, method.local_tokens), make)

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import pad
 
 from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods.references import rows_of
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows, Tile
 
@@ -42,10 +43,8 @@ def paper_blocks(
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """For every (head, tile): M_bs of Algorithm 1, bool [1 or 2 blocks of 64 queries, causal blocks of 32 keys]."""
     group = q.shape[1] // cache.num_kv_heads
-    for row in range(rows.num_rows):
-        keys = cache.gather(rows.block_table[row], rows.seq_lens[row])[0].float()
+    for row, queries, keys in rows_of(q, cache, rows):
         key_mean = keys.mean(0)  # [num_kv_heads, head_dim]
-        queries = q[rows.tokens[row] : rows.tokens[row] + rows.query_lens[row]].float()
         query_mean = queries.mean(0)  # [num_heads, head_dim]
         kept = kept_channels(method, keys - key_mean, queries - query_mean)
         rounded_keys = round_keys((keys - key_mean) * kept)
@@ -54,7 +53,7 @@ def paper_blocks(
             kv = head // group
             # Q̃ K̃ᵀ approximates (q − q̄)(k − k̄)ᵀ; q̄ (k − k̄)ᵀ is added exactly.
             bias = (keys[:, kv] - key_mean[kv]) @ query_mean[head]
-            for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
+            for i_tile in rows.tiles_of(row):
                 tile = rows.tile_list[i_tile]
                 b_q = q[tile.token : tile.token + tile.length_tokens, head].float()
                 # Subtracting k̄ shifts all scores of a query alike, and the threshold with them.

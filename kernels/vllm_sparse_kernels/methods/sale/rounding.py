@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """SALE's first two steps: queries and keys in 4 bits, and every query's threshold. method.py has the paper's part.
 
-All rows of a step go through one launch of each kernel, but for keys, which are rounded a slab at a time: as many as
-buffers of a fixed size hold. What is written about a row depends on that row alone.
+All rows of a step go through one launch of each kernel, but for keys, which are rounded a slab of rows at a time
+(``select/slabs.py``). What is written about a row depends on that row alone.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +12,11 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.methods.sale.means import Means
-from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, query_args, widen
-from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div
+from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, load_queries, query_args, widen
+from vllm_sparse_kernels.rows import TILE_TOKENS, Rows
+from vllm_sparse_kernels.select.channels import kept_of, load_kept
+from vllm_sparse_kernels.select.lists import load_tile
+from vllm_sparse_kernels.select.slabs import STEP_TOKENS, Slab, padded
 from vllm_sparse_kernels.workspace import Workspace
 
 QUERY_BLOCK = tl.constexpr(64)  # b_q
@@ -25,8 +27,6 @@ TINY = tl.constexpr(1e-20)  # stands in for the largest magnitude of a vector of
 LEAST = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-
-PIECE_FIELDS = tl.constexpr(5)
 
 ROUND_KEYS = {"BLOCK_N": 64, "num_warps": 4}
 """Keys of one program."""
@@ -73,40 +73,6 @@ class RoundedKeys(NamedTuple):
     num_keys: int  # a multiple of 128
 
 
-class Piece(NamedTuple):
-    """Keys [begin, begin + num_keys) of one row, at ``start`` in the slab's buffers; all multiples of 128.
-
-    The last of them may lie past the row's end, where keys count as zeros.
-    """
-
-    row: int
-    begin: int
-    num_keys: int
-    start: int
-
-
-def slabs_of(num_keys: Sequence[int], slab_tokens: int, span_tokens: int) -> list[list[Piece]]:
-    """The first ``num_keys[row]`` keys (a multiple of 128) of every row, cut into slabs of at most ``slab_tokens``.
-
-    Rows are cut at multiples of ``span_tokens`` alone: what a program tests does not depend on the rows beside it.
-    """
-    slabs: list[list[Piece]] = [[]]
-    room = slab_tokens
-    for row, end in enumerate(num_keys):
-        begin = 0
-        while begin < end:
-            taken = end - begin
-            if taken > room:
-                taken = room // span_tokens * span_tokens
-            if taken == 0:
-                slabs.append([])
-                room = slab_tokens
-                continue
-            slabs[-1].append(Piece(row, begin, taken, slab_tokens - room))
-            begin, room = begin + taken, room - taken
-    return [slab for slab in slabs if slab]
-
-
 def room_for_keys(
     num_selected: int, num_kv_heads: int, num_keys: int, kept_d: int, dtype: torch.dtype, workspace: Workspace
 ) -> RoundedKeys:
@@ -119,14 +85,15 @@ def room_for_keys(
 
 
 def round_keys(
-    cache: PagedCache, rows: Rows, means: Means, selected: Selected, group: int, pieces: torch.Tensor, longest: int,
-    rounded: RoundedKeys,
-) -> None:  # fmt: skip
-    """Fill the buffers with a slab's pieces ([num_pieces, PIECE_FIELDS] int32), of at most ``longest`` keys."""
-    _round_keys_kernel[(ceil_div(longest, ROUND_KEYS["BLOCK_N"]), cache.num_kv_heads, len(pieces))](
-        key_args(cache, rows.block_table), rounded, means, *selected, pieces,
+    cache: PagedCache, rows: Rows, means: Means, selected: Selected, group: int, slab: Slab, rounded: RoundedKeys
+) -> None:
+    """Fill the buffers with the keys of a slab's rows, in whole steps: those past a row's end count as zeros."""
+    num_programs = padded(slab.longest) // ROUND_KEYS["BLOCK_N"]
+    _round_keys_kernel[(num_programs, cache.num_kv_heads, len(slab.key_starts))](
+        key_args(cache, rows.block_table), rounded, means, *selected, rows.row_ends, slab.first_row, slab.key_starts,
         HEAD_DIM=cache.head_dim, BLOCK_D=means.keys.shape[2], KEPT_D=rounded.integers.shape[2], GROUP=group,
-        GROUP_2=triton.next_power_of_2(group), HEADS=triton.next_power_of_2(selected.num_selected), **ROUND_KEYS,
+        GROUP_2=triton.next_power_of_2(group), HEADS=triton.next_power_of_2(selected.num_selected), STEP=STEP_TOKENS,
+        **ROUND_KEYS,
     )  # fmt: skip
 
 
@@ -144,21 +111,22 @@ def round_queries(
         query_args(q), key_args(cache, rows.block_table), rounded, means, *selected,
         rows.tiles, *regions, scale,
         HEAD_DIM=cache.head_dim, BLOCK_D=means.keys.shape[2], KEPT_D=kept_d, GROUP=q.shape[1] // cache.num_kv_heads,
-        KV_HEADS=cache.num_kv_heads, FIELDS=TILE_FIELDS, TILE=TILE_TOKENS,
+        KV_HEADS=cache.num_kv_heads, TILE=TILE_TOKENS,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **ROUND_QUERIES,
     )  # fmt: skip
     return rounded
 
 
-@triton.jit(do_not_specialize=["num_selected"])
+@triton.jit(do_not_specialize=["num_selected", "first_row"])
 def _round_keys_kernel(
-    keys, rounded, means, heads, log_taus, num_selected, pieces,
+    keys, rounded, means, heads, log_taus, num_selected, row_ends, first_row, key_starts,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, GROUP: tl.constexpr, GROUP_2: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Step 1 for BLOCK_N keys of one kv head, if any head in need of it reads it, and its heads' q̄(k − k̄)ᵀ."""
     i_kv = tl.program_id(1)
-    piece = pieces + tl.program_id(2) * PIECE_FIELDS
+    i_row = first_row + tl.program_id(2)
+    seq_len = tl.load(row_ends + i_row)
     first = tl.program_id(0) * BLOCK_N
     # Where each query head of the kv head stands in ``heads``.
     o_h = tl.arange(0, HEADS)
@@ -167,18 +135,18 @@ def _round_keys_kernel(
     b_tests = tl.load(log_taus + o_h, mask=o_h < num_selected, other=float("-inf")) > float("-inf")
     b_is = (b_heads[None, :] == (i_kv * GROUP + o_g)[:, None]) & b_tests[None, :] & (o_g < GROUP)[:, None]
     b_tested = tl.sum(b_is.to(tl.int32), 1) > 0
-    if (first < tl.load(piece + 2)) & (tl.sum(b_tested.to(tl.int32), 0) > 0):
-        i_row = tl.load(piece)
-        seq_len = tl.load(piece + 4)
-        o_n = tl.load(piece + 1) + first + tl.arange(0, BLOCK_N)
-        slot = tl.load(piece + 3) + first
+    if (first < (seq_len + STEP - 1) // STEP * STEP) & (tl.sum(b_tested.to(tl.int32), 0) > 0):
+        o_n = first + tl.arange(0, BLOCK_N)
+        slot = tl.load(key_starts + tl.program_id(2)) + first
         o_d = tl.arange(0, BLOCK_D)
         b_k = widen(load_keys(keys, i_row, i_kv, o_n, seq_len, HEAD_DIM, BLOCK_D))
         i_mean = i_row * tl.num_programs(1) + i_kv
         b_mean = tl.load(means.keys + i_mean * BLOCK_D + o_d)
         b_bias = _biases(b_k, b_mean, means.queries, i_mean, GROUP, GROUP_2)
         b_bias = tl.where((o_n < seq_len)[:, None], b_bias, 0.0)
-        b_k, b_mean = _kept(b_k, means.keys, i_mean, means.channels, i_mean, BLOCK_D, KEPT_D)
+        channels = means.channels + i_mean * KEPT_D
+        b_mean = load_kept(means.keys + i_mean * BLOCK_D, channels, BLOCK_D, KEPT_D)
+        b_k = kept_of(b_k, channels, KEPT_D)
         b_k = tl.where((o_n < seq_len)[:, None], b_k - b_mean[None, :], 0.0)
 
         b_largest = tl.reshape(tl.max(tl.abs(b_k), 1), [BLOCK_N // 32, 4, 4, 2])
@@ -226,24 +194,6 @@ def _biases(b_k, b_mean, query_means, i_kv, GROUP: tl.constexpr, GROUP_2: tl.con
 
 
 @triton.jit
-def _kept(b_x, means, i_mean, channels, i_kv, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr):
-    """The channels of ``b_x`` [n, BLOCK_D] and of its mean that are kept: [n, KEPT_D] and [KEPT_D] float32."""
-    if KEPT_D == BLOCK_D:
-        return b_x.to(tl.float32), tl.load(means + i_mean * BLOCK_D + tl.arange(0, BLOCK_D))
-    else:
-        # Products of 32 columns were assembled with a wrong descriptor (ptxas of Triton 3.6): none is narrower than 64.
-        COLUMNS: tl.constexpr = KEPT_D if KEPT_D > 64 else 64
-        o_c = tl.arange(0, COLUMNS)
-        b_columns = tl.load(channels + i_kv * KEPT_D + o_c, mask=o_c < KEPT_D, other=-1)
-        # A product with zeros and ones, of which one in each column, moves elements and changes none.
-        b_ones = (tl.arange(0, BLOCK_D)[:, None] == b_columns[None, :]).to(b_x.dtype)
-        b_kept = tl.dot(b_x, b_ones, input_precision="ieee")
-        b_kept = tl.sum(tl.reshape(b_kept, [b_x.shape[0], COLUMNS // KEPT_D, KEPT_D]), 1)
-        b_channels = tl.load(channels + i_kv * KEPT_D + tl.arange(0, KEPT_D))
-        return b_kept, tl.load(means + i_mean * BLOCK_D + b_channels)
-
-
-@triton.jit
 def local_start(end, sink_tokens, local_tokens):
     """Where the local region of a 64-query block begins whose last query stands before position ``end``."""
     between = (end + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK - sink_tokens - local_tokens
@@ -254,24 +204,20 @@ def local_start(end, sink_tokens, local_tokens):
 def _round_queries_kernel(
     queries, keys, rounded, means, heads, log_taus, num_selected, tiles, sink_tokens, local_tokens, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
-    FIELDS: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Steps 1 and 2 for 64 queries of one head."""
     i_group = tl.program_id(1)
     log_tau = tl.load(log_taus + i_group)
     if log_tau > float("-inf"):
         i_head = tl.load(heads + i_group)
-        tile = tiles + tl.program_id(0) // (TILE // QUERY_BLOCK) * FIELDS
+        i_row, token, length, position = load_tile(tiles, tl.program_id(0) // (TILE // QUERY_BLOCK))
         first = tl.program_id(0) % (TILE // QUERY_BLOCK) * QUERY_BLOCK
-        i_row = tl.load(tile)
-        num_queries = tl.load(tile + 2) - first
-        position = tl.load(tile + 3) + first
+        num_queries, position = length - first, position + first
         o_m = tl.arange(0, QUERY_BLOCK)
         o_d = tl.arange(0, BLOCK_D)
         in_row = o_m < num_queries
-        in_head = in_row[:, None] & (o_d < HEAD_DIM)[None, :]
-        o_q = (tl.load(tile + 1) + first + o_m).to(tl.int64)[:, None] * queries.stride_token + o_d[None, :]
-        b_q = tl.load(queries.q + o_q + i_head * queries.stride_head, mask=in_head, other=0.0)
+        b_q = load_queries(queries, i_head, token + first, num_queries, QUERY_BLOCK, HEAD_DIM, BLOCK_D)
         i_kv = i_head // GROUP
         end = position + tl.minimum(num_queries, QUERY_BLOCK)
         begin = local_start(end, sink_tokens, local_tokens)
@@ -288,8 +234,9 @@ def _round_queries_kernel(
             b_rest = b_q.to(tl.float32) - b_mean[None, :]
             b_rest = b_rest * b_rest * tl.load(means.left_out + i_mean * BLOCK_D + o_d)[None, :]
             b_threshold -= tl.sqrt(tl.sum(b_rest, 1))
-        b_q, b_mean = _kept(b_q, means.queries, i_query_mean, means.channels, i_mean, BLOCK_D, KEPT_D)
-        b_q = tl.where(in_row[:, None], b_q - b_mean[None, :], 0.0)
+        channels = means.channels + i_mean * KEPT_D
+        b_mean = load_kept(means.queries + i_query_mean * BLOCK_D, channels, BLOCK_D, KEPT_D)
+        b_q = tl.where(in_row[:, None], kept_of(b_q, channels, KEPT_D) - b_mean[None, :], 0.0)
         b_step = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LEVELS
         b_int = tl.floor(b_q * (1.0 / b_step)[:, None] + 0.5)
         o_r = i_group.to(tl.int64) * rounded.num_queries + tl.program_id(0) * QUERY_BLOCK + o_m

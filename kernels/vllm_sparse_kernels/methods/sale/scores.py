@@ -7,7 +7,7 @@ and a program stores a 1 for each block with an element that passes, so that spa
 """
 
 import logging
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -16,14 +16,15 @@ import triton.language as tl
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale.rounding import (
     QUERY_BLOCK,
-    Piece,
     Regions,
     RoundedKeys,
     RoundedQueries,
     Selected,
     local_start,
 )
-from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div
+from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div
+from vllm_sparse_kernels.select import slabs
+from vllm_sparse_kernels.select.lists import load_tile, tile_blocks
 
 TEST_TILES = 2
 """Tiles that one program tests together: keys are read half as often as with one. L2 could not keep up otherwise."""
@@ -34,11 +35,12 @@ TEST_WARPS = 4
 SPAN_TOKENS = 8192
 """Keys that one program tests: enough that its start (256 queries to load) does not show, few enough to fill a card."""
 
-PAIR_FIELDS = tl.constexpr(5)
+PAIR_FIELDS = tl.constexpr(slabs.PAIR_FIELDS)
 
 logger = logging.getLogger(__name__)
 
 try:
+    from vllm_sparse_kernels.gluon_names import bulk_steps
     from vllm_sparse_kernels.methods.sale import hopper as sale_hopper
 
     HOPPER = True
@@ -50,48 +52,27 @@ UNUSABLE: list[str] = []
 """Why ``sale_hopper`` is not used in this process, once it has failed to compile: at start-up, when kernels warm up."""
 
 
-class FlagArgs(NamedTuple):
-    """Flags of blocks, laid out as an index's block_ids."""
-
-    kept: Any  # [num_selected, block_capacity] uint8
-    stride_kept: int
-    offsets: Any  # [num_tiles] int64
-    tiles: Any  # Rows.tiles
-
-
-def pairs_of(pieces: list[Piece], rows: Rows) -> list[int]:
-    """For each piece and each two tiles of its row: first tile, tiles, the piece's first key, its end, its start."""
-    flat: list[int] = []
-    for piece in pieces:
-        end = rows.tile_starts[piece.row + 1]
-        for tile in range(rows.tile_starts[piece.row], end, TEST_TILES):
-            flat += [tile, min(TEST_TILES, end - tile), piece.begin, piece.begin + piece.num_keys, piece.start]
-    return flat
-
-
-def flag_args(kept: torch.Tensor, index: SparseIndex) -> FlagArgs:
-    return FlagArgs(kept, kept.stride(0), index.block_offsets, index.rows.tiles)
+def marks_bytes(num_selected: int, reach: int) -> int:
+    """Of one tile: a mark for each span that is left to ``_test_kernel``."""
+    return num_selected * ceil_div(reach, SPAN_TOKENS)
 
 
 def first_flags(kept: torch.Tensor, index: SparseIndex, selected: Selected, regions: Regions) -> None:
     """1 for sink and local region and for all blocks of heads that keep everything, 0 for blocks to be tested."""
     _first_flags_kernel[(index.rows.num_tiles, selected.num_selected)](
-        flag_args(kept, index), selected.log_taus, *regions, INDEX_N=index.block_tokens, CHUNK=2048, FIELDS=TILE_FIELDS
+        kept, index.args, selected.log_taus, *regions, INDEX_N=index.block_tokens, CHUNK=2048
     )
 
 
 def flag_blocks(
     queries: RoundedQueries, keys: RoundedKeys, kept: torch.Tensor, index: SparseIndex, selected: Selected,
-    regions: Regions, group: int, pairs: torch.Tensor, longest: int,
+    regions: Regions, group: int, run: slabs.Run,
 ) -> None:  # fmt: skip
-    """Set the flags of the blocks of one slab's keys in which an element passes.
-
-    ``pairs``: [num_pairs, PAIR_FIELDS] int32 (``pairs_of``); ``longest``: keys of the longest piece.
-    """
-    num_pairs, num_spans, num_heads = len(pairs), ceil_div(longest, SPAN_TOKENS), selected.num_selected
-    args = (*selected[:2], flag_args(kept, index), pairs, *regions)
+    """Set the flags of the blocks in which an element passes, of a run of a slab's tiles."""
+    num_pairs, num_spans, num_heads = len(run.pairs), ceil_div(run.reach, SPAN_TOKENS), selected.num_selected
+    args = (*selected[:2], kept, index.args, run.pairs, *regions)
     shape = {"GROUP": group, "BLOCK_D": keys.integers.shape[2], "INDEX_N": index.block_tokens, "SPAN": SPAN_TOKENS}
-    shape |= {"FIELDS": TILE_FIELDS, "num_warps": TEST_WARPS}
+    shape |= {"num_warps": TEST_WARPS}
     hopper = adds_up_in_half(kept.device)
     with index.workspace.frame():
         left = index.workspace.empty(num_heads, num_pairs, num_spans, dtype=torch.uint8)
@@ -116,8 +97,8 @@ def _test_on_hopper(
     """Whether ``sale_hopper`` took it. A compiler that can't have it costs speed, never the server."""
     try:
         sale_hopper.half_kernel[grid](
-            queries, keys, sale_hopper.bulk(queries.integers), sale_hopper.bulk(keys.integers), *args, left,
-            **shape, STAGES=sale_hopper.STAGES, PAIR_FIELDS=PAIR_FIELDS.value,
+            queries, keys, bulk_steps(queries.integers), bulk_steps(keys.integers), *args, left,
+            **shape, STAGES=sale_hopper.STAGES, FIELDS=TILE_FIELDS, PAIR_FIELDS=PAIR_FIELDS.value,
         )  # fmt: skip
     except Exception as error:  # whatever a compiler or a launch raises is the reason
         UNUSABLE.append(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
@@ -126,32 +107,28 @@ def _test_on_hopper(
 
 
 @triton.jit
-def _tested(tiles, i_tile, sink_tokens, local_tokens, INDEX_N: tl.constexpr, FIELDS: tl.constexpr):
+def _tested(tiles, i_tile, sink_tokens, local_tokens, INDEX_N: tl.constexpr):
     """Index blocks of tiles [begin, end) between sink and local region.
 
     Of a tile's two query blocks the first one's local region begins no later than the second one's.
     """
-    length = tl.load(tiles + i_tile * FIELDS + 2)
-    position = tl.load(tiles + i_tile * FIELDS + 3)
+    _, _, length, position = load_tile(tiles, i_tile)
     stop = local_start(position + tl.minimum(length, QUERY_BLOCK), sink_tokens, local_tokens)
     return (sink_tokens + INDEX_N - 1) // INDEX_N, stop // INDEX_N
 
 
 @triton.jit(do_not_specialize=["sink_tokens", "local_tokens"])
-def _first_flags_kernel(
-    flags, log_taus, sink_tokens, local_tokens, INDEX_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr
-):
+def _first_flags_kernel(kept, index, log_taus, sink_tokens, local_tokens, INDEX_N: tl.constexpr, CHUNK: tl.constexpr):
     """Flags uint8 of one (tile, head)'s causal blocks: 1 in sink, local region and diagonal, 0 where step 3 decides.
 
     A head with τ = 0 (ln τ = −∞) keeps every block.
     """
     i_tile, i_group = tl.program_id(0), tl.program_id(1)
-    begin, end = _tested(flags.tiles, i_tile, sink_tokens, local_tokens, INDEX_N, FIELDS)
+    begin, end = _tested(index.tiles, i_tile, sink_tokens, local_tokens, INDEX_N)
     if tl.load(log_taus + i_group) == float("-inf"):
         end = 0
-    last = tl.load(flags.tiles + i_tile * FIELDS + 3) + tl.load(flags.tiles + i_tile * FIELDS + 2) - 1
-    num_causal = last // INDEX_N + 1
-    target = flags.kept + i_group.to(tl.int64) * flags.stride_kept + tl.load(flags.offsets + i_tile)
+    num_causal = tile_blocks(index.tiles, i_tile, INDEX_N)[1]
+    target = kept + i_group.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
     for first in range(0, num_causal, CHUNK):
         o_n = first + tl.arange(0, CHUNK)
         tl.store(target + o_n, ((o_n < begin) | (o_n >= end)).to(tl.uint8), mask=o_n < num_causal)
@@ -159,12 +136,12 @@ def _first_flags_kernel(
 
 @triton.jit(do_not_specialize=["sink_tokens", "local_tokens", "num_spans"])
 def _test_kernel(
-    queries, keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens, left, num_spans,
+    queries, keys, heads, log_taus, kept, index, pairs, sink_tokens, local_tokens, left, num_spans,
     GROUP: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, INDEX_N: tl.constexpr,
-    SPAN: tl.constexpr, WARPS: tl.constexpr, REST: tl.constexpr, FIELDS: tl.constexpr,
+    SPAN: tl.constexpr, WARPS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """Step 3 for up to TILES tiles of one head and one span; with REST for those spans that are ``left``."""
-    args = (queries, keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens)
+    args = (queries, keys, heads, log_taus, kept, index, pairs, sink_tokens, local_tokens)
     if REST:
         marks = left + (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * num_spans
         num_left = 0
@@ -174,33 +151,31 @@ def _test_kernel(
         if num_left > 0:
             for i_span in range(num_spans):
                 if tl.load(marks + i_span) != 0:
-                    _test_pair(args, i_span, GROUP, BLOCK_D, TILE, TILES, INDEX_N, SPAN, WARPS, FIELDS)
+                    _test_pair(args, i_span, GROUP, BLOCK_D, TILE, TILES, INDEX_N, SPAN, WARPS)
     else:
-        _test_pair(args, tl.program_id(1), GROUP, BLOCK_D, TILE, TILES, INDEX_N, SPAN, WARPS, FIELDS)
+        _test_pair(args, tl.program_id(1), GROUP, BLOCK_D, TILE, TILES, INDEX_N, SPAN, WARPS)
 
 
 @triton.jit
 def _test_pair(
     args, i_span, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    INDEX_N: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr, FIELDS: tl.constexpr,
+    INDEX_N: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Step 3 for up to TILES tiles of one head and up to SPAN keys of one piece."""
-    queries, keys, heads, log_taus, flags, pairs, sink_tokens, local_tokens = args
+    """Step 3 for up to TILES tiles of one head and up to SPAN keys."""
+    queries, keys, heads, log_taus, kept, index, pairs, sink_tokens, local_tokens = args
     i_group = tl.program_id(2)
     pair = pairs + tl.program_id(0) * PAIR_FIELDS
     i_tile = tl.load(pair)
     num_tiles = tl.load(pair + 1)
     o_t = tl.minimum(tl.arange(0, TILES), num_tiles - 1) + i_tile
-    first_block, b_end_block = _tested(flags.tiles, o_t, sink_tokens, local_tokens, INDEX_N, FIELDS)
-    piece = tl.load(pair + 2)
-    first = piece + i_span * SPAN
-    begin = tl.maximum(first_block * INDEX_N, first)
-    end = tl.minimum(tl.minimum(tl.max(b_end_block, 0) * INDEX_N, first + SPAN), tl.load(pair + 3))
+    first_block, b_end_block = _tested(index.tiles, o_t, sink_tokens, local_tokens, INDEX_N)
+    begin = tl.maximum(first_block * INDEX_N, i_span * SPAN)
+    end = tl.minimum(tl.max(b_end_block, 0) * INDEX_N, (i_span + 1) * SPAN)
     if (begin < end) & (tl.load(log_taus + i_group) > float("-inf")):
-        shift = tl.multiple_of(tl.load(pair + 4) - piece, 128)
+        shift = tl.multiple_of(tl.load(pair + 2), 128)
         i_kv = tl.load(heads + i_group) // GROUP
         where = (i_group, i_kv, i_tile, num_tiles, begin, end, shift)
-        b_flags = flags.kept + i_group.to(tl.int64) * flags.stride_kept + tl.load(flags.offsets + o_t)
+        b_flags = kept + i_group.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + o_t)
         _test_span(queries, keys, where, b_flags, b_end_block, BLOCK_D, TILE, TILES, INDEX_N, WARPS)
 
 

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import PagedCache, key_args, load_block, widen
+from vllm_sparse_kernels.paged import PagedCache, key_args, load_block, load_queries, widen
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div, to_device
-from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, tile_blocks
+from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS, load_tile, tile_blocks
 
 
 class Spans(NamedTuple):
@@ -27,7 +27,6 @@ class Spans(NamedTuple):
     max_blocks: int  # of one row
     last_tiles: torch.Tensor  # [num_rows, 4] int32, the chunk's last 128 queries, like Rows.tiles
     block_starts: torch.Tensor  # [num_rows + 1] int64
-    tile_starts: torch.Tensor  # [num_rows + 1] int32, ``Rows.tile_starts``
 
     @staticmethod
     def of(index: SparseIndex) -> "Spans":
@@ -44,7 +43,6 @@ class Spans(NamedTuple):
             max(blocks),
             to_device(lasts, torch.int32, rows.device).view(-1, TILE_FIELDS),
             to_device(block_starts, torch.int64, rows.device),
-            to_device(rows.tile_starts, torch.int32, rows.device),
         )
 
 
@@ -77,7 +75,6 @@ class BlockAverages:
         options = {
             "HEAD_DIM": head_dim,
             "BLOCK_D": triton.next_power_of_2(head_dim),
-            "FIELDS": TILE_FIELDS,
             "BLOCK_N": index.block_tokens,
             "PAGE": cache.page_size,
             "GROUP": group,
@@ -124,7 +121,7 @@ def _is_asked(i_group, heads, clusters, num_entries, GROUP: tl.constexpr, ENTRIE
 @triton.jit(do_not_specialize=["num_entries", "num_blocks"])
 def _last_queries_kernel(
     queries, keys, heads, clusters, num_entries, last_tiles, block_starts, num_blocks, mean_queries, scores,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +131,7 @@ def _last_queries_kernel(
         return
     b_mean = average_tile(
         queries, keys, last_tiles, i_row, i_head, scores + i_head * num_blocks + tl.load(block_starts + i_row),
-        HEAD_DIM, BLOCK_D, FIELDS, BLOCK_N, PAGE, GROUP, BLOCK_M, CHUNK_KEYS, PRECISION,
+        HEAD_DIM, BLOCK_D, BLOCK_N, PAGE, GROUP, BLOCK_M, CHUNK_KEYS, PRECISION,
     )  # fmt: skip
     o_d = tl.arange(0, BLOCK_D)
     target = mean_queries + (i_head * tl.num_programs(1) + i_row) * HEAD_DIM
@@ -145,7 +142,7 @@ def _last_queries_kernel(
 def _mean_keys_kernel(
     keys, heads, clusters, num_entries, last_tiles, block_starts, num_blocks, mean_queries, num_rows,
     mean_keys, scores,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """The mean key of one (kv head, block, row), and its products with mean queries if it is before the diagonal. A
@@ -153,8 +150,8 @@ def _mean_keys_kernel(
     # Kv heads side by side: in vLLM's usual layout those of a token lie beside each other.
     i_kv, i_row = tl.program_id(0).to(tl.int64), tl.program_id(2)
     is_asked = _is_asked(i_kv, heads, clusters, num_entries, GROUP, ENTRIES)
-    start, first = tl.program_id(1) * BLOCK_N, tl.load(last_tiles + i_row * FIELDS + 3)
-    seq_len = first + tl.load(last_tiles + i_row * FIELDS + 2)
+    _, _, length, first = load_tile(last_tiles, i_row)
+    start, seq_len = tl.program_id(1) * BLOCK_N, first + length
     o_d, o_g = tl.arange(0, BLOCK_D), tl.arange(0, MEMBERS)
     o_head, i_out = i_kv * GROUP + o_g, tl.load(block_starts + i_row) + tl.program_id(1)
     o_q = (o_head * num_rows + i_row)[:, None] * HEAD_DIM + o_d[None, :]
@@ -213,17 +210,6 @@ def softmax_sums(scores, count, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def load_queries(queries, i_head, token, length, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Queries [BLOCK_M, BLOCK_D] from ``token`` on, zero from ``length`` on."""
-    o_m, o_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    o_q = (token + o_m).to(tl.int64)
-    return tl.load(
-        queries.q + o_q[:, None] * queries.stride_token + i_head * queries.stride_head + o_d[None, :],
-        mask=(o_m < length)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0,
-    )  # fmt: skip
-
-
-@triton.jit
 def divergence(b_a, b_b):
     """Terms of JSD(a‖b), elementwise, natural logarithm; 0 · log 0 is 0."""
     b_m = (b_a + b_b) * 0.5
@@ -235,13 +221,12 @@ def divergence(b_a, b_b):
 @triton.jit
 def average_tile(
     queries, keys, tiles, i_tile, i_head, out,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The scaled mean query [BLOCK_D] of a tile; its scores with its diagonal blocks go to ``out``, by block."""
-    i_row, token = tl.load(tiles + i_tile * FIELDS), tl.load(tiles + i_tile * FIELDS + 1)
-    length, first = tl.load(tiles + i_tile * FIELDS + 2), tl.load(tiles + i_tile * FIELDS + 3)
-    diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK_N, FIELDS)
+    i_row, token, length, first = load_tile(tiles, i_tile)
+    diagonal, num_causal = tile_blocks(tiles, i_tile, BLOCK_N)
     i_kv, o_m = i_head // GROUP, tl.arange(0, BLOCK_M)
     # Keys are under way before queries are waited for, and the next ones before products of these.
     b_k = load_block(keys, i_row, i_kv, diagonal * BLOCK_N, first + length, PAGE, CHUNK_KEYS, HEAD_DIM, BLOCK_D)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.methods.share_prefill.block_average import average_tile, divergence, softmax_sums
-from vllm_sparse_kernels.select.lists import append, list_of, tile_blocks
+from vllm_sparse_kernels.select.lists import append, list_of, load_tile, tile_blocks
 from vllm_sparse_kernels.select.radix import DIGITS, mass_keys, masses_by_digit, masses_by_high_digit, next_digit
 
 TILES_AT_ONCE = tl.constexpr(32)
@@ -70,7 +70,7 @@ def decide_kernel(
     args, stride, stride_last, num_heads, num_rows, max_sparsity, max_distance,
     queries, keys, index, num_map_programs, num_blocks, stride_map, num_tiles,
     HEADS: tl.constexpr, CHUNK: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Who shares, one (head, row) a program; before these the maps of new pivots, one (cluster, tile) a
@@ -84,14 +84,14 @@ def decide_kernel(
         )  # fmt: skip
     else:
         place, i_tile = i // num_tiles, i % num_tiles
-        i_row = tl.load(index.tiles + i_tile * FIELDS)
+        i_row = load_tile(index.tiles, i_tile)[0]
         known, pivot = _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS)
         if (not known) & (pivot < HEADS):
             _make_map(
                 args, index, queries, keys,
                 tl.load(args.slots + place).to(tl.int64), tl.load(args.heads + pivot).to(tl.int64),
                 tl.load(args.block_starts + i_row), i_tile, num_blocks, stride_map, num_tiles,
-                CHUNK, HEAD_DIM, BLOCK_D, FIELDS, BLOCK_N, PAGE, GROUP, BLOCK_M, CHUNK_KEYS, PRECISION,
+                CHUNK, HEAD_DIM, BLOCK_D, BLOCK_N, PAGE, GROUP, BLOCK_M, CHUNK_KEYS, PRECISION,
             )  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def _decide(
 @triton.jit
 def _make_map(
     args, index, queries, keys, slot, i_head, start_block, i_tile, num_blocks, stride_map, num_tiles,
-    CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Softmax over the causal blocks of one (tile, head), and its weights by the upper digit.
@@ -138,10 +138,10 @@ def _make_map(
     Scores stand in its place until their sum is known.
     """
     row = args.maps + slot * stride_map + tl.load(index.block_offsets + i_tile)
-    diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N, FIELDS)
+    diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
     b_q = average_tile(
         queries, keys, index.tiles, i_tile, i_head, row,
-        HEAD_DIM, BLOCK_D, FIELDS, BLOCK_N, PAGE, GROUP, BLOCK_M, CHUNK_KEYS, PRECISION,
+        HEAD_DIM, BLOCK_D, BLOCK_N, PAGE, GROUP, BLOCK_M, CHUNK_KEYS, PRECISION,
     )  # fmt: skip
     means = args.mean_keys + ((i_head // GROUP) * num_blocks + start_block) * HEAD_DIM
     o_d = tl.arange(0, BLOCK_D)
@@ -190,19 +190,19 @@ def _joined(weights, tile_starts, i_row):
 @triton.jit(do_not_specialize=["stride_map", "num_rows"])
 def low_weights_kernel(
     args, stride_map, num_rows, index,
-    BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
     SHARED: tl.constexpr,
 ):  # fmt: skip
     """The second pass of radix.py over one tile's part of the map that one head takes its pattern from."""
     i_tile, num_tiles = tl.program_id(0), tl.num_programs(0)
-    i_row = tl.load(index.tiles + i_tile * FIELDS)
+    i_row = load_tile(index.tiles, i_tile)[0]
     i = _ranked_head(args, i_row, num_rows, False, HEADS, SHARED)
     if i < 0:
         return
     slot = tl.load(args.slots + tl.load(args.places + i)).to(tl.int64)
     b_weight = _joined(args.weights + slot * num_tiles * DIGITS, args.tile_starts, i_row)
     high, left = next_digit(b_weight, tl.load(args.shares + i) * tl.sum(b_weight, 0))
-    _, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N, FIELDS)
+    _, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
     values = args.maps + slot * stride_map + tl.load(index.block_offsets + i_tile)
     b_weight = masses_by_digit(values, 0, num_causal, high, 1, CHUNK, 64)
     i_out = i.to(tl.int64) * num_tiles + i_tile
@@ -214,18 +214,18 @@ def low_weights_kernel(
 @triton.jit(do_not_specialize=["stride_map", "num_rows", "stride_estimate", "stride_last", "num_tiles"])
 def apply_patterns_kernel(
     args, stride_map, num_rows, stride_estimate, stride_last, rows, index, num_tiles,
-    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     ROW_FIELDS: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """The list of one (tile, head) that shares or is the pivot."""
     i_tile = tl.program_id(0)
-    i_row = tl.load(index.tiles + i_tile * FIELDS)
+    i_row, _, length, first_query = load_tile(index.tiles, i_tile)
     i = _ranked_head(args, i_row, num_rows, True, HEADS, SHARED)
     if i < 0:
         return
     pattern = tl.load(args.patterns + i * num_rows + i_row)
     i_head = tl.load(args.heads + i).to(tl.int64)
-    diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N, FIELDS)
+    diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
     start = tl.load(index.block_offsets + i_tile)
     slot = tl.load(args.slots + tl.load(args.places + i)).to(tl.int64)
     values = args.maps + slot * stride_map + start
@@ -246,8 +246,7 @@ def apply_patterns_kernel(
     tl.store(index.stripe_counts + i_head * num_tiles + i_tile, 0)
 
     # The pivot's last tile, which ends where the row does, keeps the estimate.
-    end = tl.load(index.tiles + i_tile * FIELDS + 3) + tl.load(index.tiles + i_tile * FIELDS + 2)
-    if (pattern == DENSE) & (end == tl.load(rows + i_row * ROW_FIELDS + 2)):
+    if (pattern == DENSE) & (first_query + length == tl.load(rows + i_row * ROW_FIELDS + 2)):
         begin = tl.load(args.block_starts + i_row)
         for first in range(0, num_causal, CHUNK):
             o_n = first + tl.arange(0, CHUNK)

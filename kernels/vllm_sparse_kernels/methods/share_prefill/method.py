@@ -68,7 +68,7 @@ from vllm_sparse_kernels.methods.share_prefill.kernels import (
     low_weights_kernel,
 )
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS, Rows
+from vllm_sparse_kernels.rows import ROW_FIELDS, Rows
 from vllm_sparse_kernels.select.footprint import averaged_bytes
 from vllm_sparse_kernels.select.lists import CHUNK_BLOCKS
 from vllm_sparse_kernels.select.parameters import on_device, require
@@ -182,7 +182,7 @@ class SharePrefill(PerHead):
             with index.workspace.frame():
                 averages = BlockAverages(q, cache, index, heads, scale, pivots.spans, places)
                 _share(self, pivots, index, averages, places, slots, patterns)
-            self.fallback.select_where(q, cache, index, heads, scale, patterns)
+            self.fallback.select(q, cache, index, heads, scale, patterns)
 
 
 class Pivots:
@@ -239,19 +239,20 @@ def _share(
         averages.heads, places, slots, patterns, shares, estimates, sparsity, averages.mean_keys,
         pivots.exists, pivots.last_rows, pivots.maps, pivots.weights,
         room(num_heads, rows.num_tiles, DIGITS.value), room(num_heads, rows.num_tiles, dtype=torch.int32),
-        room(num_heads, rows.num_tiles), pivots.spans.block_starts, pivots.spans.tile_starts,
+        room(num_heads, rows.num_tiles), pivots.spans.block_starts, rows.tile_bounds,
     )  # fmt: skip
     stride_map, stride_last = pivots.maps.stride(0), pivots.last_rows.stride(0)
     num_map_programs = len(slots) * rows.num_tiles
     heads = {"HEADS": triton.next_power_of_2(num_heads), "CHUNK": CHUNK_BLOCKS, "SHARED": SHARED}
-    tiles = {"BLOCK_N": index.block_tokens, "FIELDS": TILE_FIELDS}
     decide_kernel[(num_map_programs + num_heads * num_rows,)](
         args, estimates.stride(0), stride_last, num_heads, num_rows, method.max_sparsity, method.max_distance,
         averages.queries, averages.keys, index.args, num_map_programs, pivots.spans.num_blocks, stride_map,
         rows.num_tiles, **heads, DENSE=DENSE, **averages.tile_options, num_warps=8,
     )  # fmt: skip
-    low_weights_kernel[(rows.num_tiles, num_heads)](args, stride_map, num_rows, index.args, **tiles, **heads)
+    low_weights_kernel[(rows.num_tiles, num_heads)](
+        args, stride_map, num_rows, index.args, BLOCK_N=index.block_tokens, **heads
+    )
     apply_patterns_kernel[(rows.num_tiles, num_heads)](
         args, stride_map, num_rows, estimates.stride(0), stride_last, rows.row_table, index.args, rows.num_tiles,
-        **tiles, **heads, DENSE=DENSE, ROW_FIELDS=ROW_FIELDS,
+        BLOCK_N=index.block_tokens, **heads, DENSE=DENSE, ROW_FIELDS=ROW_FIELDS,
     )  # fmt: skip

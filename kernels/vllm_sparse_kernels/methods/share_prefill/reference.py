@@ -7,6 +7,7 @@ import torch
 
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.flex_prefill.reference import fewest_with_mass, pool, select_flex_vertical_slash
+from vllm_sparse_kernels.methods.references import heads_of_rows
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_TOKENS
 
@@ -26,26 +27,21 @@ class Pivot(NamedTuple):
 def select_share_prefill(
     method: "SharePrefill", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    settings = method.of_heads(len(heads))
     select_flex_vertical_slash(method.fallback, q, cache, index, heads, scale)
-    if not method.shares(settings):
+    if not method.shares(method.of_heads(len(heads))):
         return
     pivots = method.state_of_step(index.rows, "reference", dict[tuple[int, int], Pivot])
-    rows, group = index.rows, q.shape[1] // cache.num_kv_heads
-    for row in range(rows.num_rows):
-        keys = cache.gather(rows.block_table[row], rows.seq_lens[row])[0].float() * scale
-        queries = q[rows.tokens[row] : rows.tokens[row] + rows.query_lens[row]].float()
-        for head, own in zip(heads.tolist(), settings, strict=True):
-            head_keys = keys[:, head // group]
-            last_row = block_average(queries[-TILE_TOKENS:, head], head_keys, index.block_tokens).softmax(-1)
-            pivot = pivots.get((row, own.cluster))
-            pattern = determine(own, last_row, pivot)
-            if pattern == "dense":
-                weights = block_average_map(queries[:, head], head_keys, index, row)
-                pivots[row, own.cluster] = Pivot(last_row, weights)
-                set_pattern([torch.ones_like(w, dtype=torch.bool) for w in weights], index, row, head)
-            elif pattern == "shared" and pivot is not None:
-                set_pattern(pivotal_pattern(pivot.weights, own.gamma), index, row, head)
+    for row, head, own, queries, keys in heads_of_rows(method, q, cache, index.rows, heads):
+        scaled_keys = keys * scale
+        last_row = block_average(queries[-TILE_TOKENS:], scaled_keys, index.block_tokens).softmax(-1)
+        pivot = pivots.get((row, own.cluster))
+        pattern = determine(own, last_row, pivot)
+        if pattern == "dense":
+            weights = block_average_map(queries, scaled_keys, index, row)
+            pivots[row, own.cluster] = Pivot(last_row, weights)
+            set_pattern([torch.ones_like(w, dtype=torch.bool) for w in weights], index, row, head)
+        elif pattern == "shared" and pivot is not None:
+            set_pattern(pivotal_pattern(pivot.weights, own.gamma), index, row, head)
 
 
 def set_pattern(kept: list[torch.Tensor], index: SparseIndex, row: int, head: int) -> None:
@@ -85,10 +81,9 @@ def block_average(queries: torch.Tensor, keys: torch.Tensor, block_tokens: int) 
 
 def block_average_map(queries: torch.Tensor, keys: torch.Tensor, index: SparseIndex, row: int) -> list[torch.Tensor]:
     """Ã, Algorithm 2's softmax of block averages, one row per tile."""
-    tiles = index.rows.tile_list[index.rows.tile_starts[row] : index.rows.tile_starts[row + 1]]
     return [
-        block_average(own, keys[: tile.last_position + 1], index.block_tokens).softmax(-1)
-        for own, tile in zip(queries.split(TILE_TOKENS), tiles, strict=True)
+        block_average(own, keys[: index.rows.tile_list[i_tile].last_position + 1], index.block_tokens).softmax(-1)
+        for own, i_tile in zip(queries.split(TILE_TOKENS), index.rows.tiles_of(row), strict=True)
     ]
 
 

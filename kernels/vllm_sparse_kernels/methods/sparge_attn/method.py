@@ -49,7 +49,6 @@ import triton.language as tl
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import TILE_FIELDS
 from vllm_sparse_kernels.select.lists import append, compact_blocks, list_of, tile_blocks
 from vllm_sparse_kernels.select.parameters import on_device, require
 from vllm_sparse_kernels.select.pooled import ALIGNED, KEY_BLOCK_TOKENS, pooled_products
@@ -115,8 +114,8 @@ class SpargeAttn(PerHead):
         products = pooled_products(
             q, cache, index.rows, heads, scale * LOG2_E, 1, index.workspace, min_similarity, self.smooth_keys
         )
-        for slab, scores, similarity in products:
-            keep_top_mass(scores, similarity, index, slab.first_tile, heads, kept_mass, min_similarity, self.keep_sink)
+        for first_tile, scores, similarity in products:
+            keep_top_mass(scores, similarity, index, first_tile, heads, kept_mass, min_similarity, self.keep_sink)
 
 
 def keep_top_mass(
@@ -131,14 +130,14 @@ def keep_top_mass(
     _keep_top_mass_kernel[(num_tiles, num_heads)](
         scores, width // ALIGNED.value, similarity, heads, index.args, index.rows.num_tiles, first_tile,
         kept_mass, min_similarity, int(keep_sink),
-        BLOCK=KEY_BLOCK_TOKENS, HALVES=index.block_tokens // KEY_BLOCK_TOKENS, CHUNK=HELD_BLOCKS, FIELDS=TILE_FIELDS,
+        BLOCK=KEY_BLOCK_TOKENS, HALVES=index.block_tokens // KEY_BLOCK_TOKENS, CHUNK=HELD_BLOCKS,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["width", "num_tiles", "first_tile", "num_sink"])
 def _keep_top_mass_kernel(
     scores, width, similarity, heads, index, num_tiles, first_tile, kept_mass, min_similarity, num_sink,
-    BLOCK: tl.constexpr, HALVES: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr, HALVES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One (tile, head)'s list: the fewest blocks that hold the share ``kept_mass`` of Σ exp(score).
 
@@ -149,7 +148,7 @@ def _keep_top_mass_kernel(
     i_tile, i_entry = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_entry).to(tl.int64)
     row = scores + (i_entry * tl.num_programs(0) + tl.program_id(0)) * (width * ALIGNED)
-    num_blocks = tile_blocks(index.tiles, i_tile, BLOCK, FIELDS)[1]
+    num_blocks = tile_blocks(index.tiles, i_tile, BLOCK)[1]
     share = tl.load(kept_mass + i_entry)
     is_unlike = tl.load(similarity + i_entry * num_tiles + i_tile) < tl.load(min_similarity + i_entry)
     all_kept = tl.where(share >= 1, 1, is_unlike.to(tl.int32)) != 0
@@ -168,7 +167,7 @@ def _keep_top_mass_kernel(
     missing = target - _mass(b_e, row, num_blocks, bits + 1, CHUNK)
     num_equal = tl.ceil(missing / bits.to(tl.float32, bitcast=True)).to(tl.int32)
 
-    diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK * HALVES, FIELDS)
+    diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK * HALVES)
     ids = list_of(index, i_head, i_tile)
     count, seen = 0, 0
     for first in range(0, num_blocks, CHUNK):

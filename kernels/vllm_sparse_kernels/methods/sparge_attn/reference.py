@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods.references import rows_of
 from vllm_sparse_kernels.methods.sparge_attn.method import KEY_BLOCK_TOKENS, SpargeAttn
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_TOKENS
@@ -27,16 +28,13 @@ def _select_alike(
     rows, group = index.rows, q.shape[1] // cache.num_kv_heads
     chosen = heads.long()
     index.stripe_counts.index_fill_(0, chosen, 0)
-    for row, seq_len in enumerate(rows.seq_lens):
-        keys, _ = cache.gather(rows.block_table[row], seq_len)
-        queries = q[rows.tokens[row] : rows.tokens[row] + rows.query_lens[row]]
-        kept = predict(method, queries[:, chosen].float(), keys[:, chosen // group].float(), scale)
+    for row, queries, keys in rows_of(q, cache, rows):
+        kept = predict(method, queries[:, chosen], keys[:, chosen // group], scale)
         halves = index.block_tokens // KEY_BLOCK_TOKENS
         kept = F.pad(kept, (0, -kept.shape[2] % halves)).unflatten(2, (-1, halves)).any(-1).cpu()
-        for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
-            capacity = index.num_causal_blocks(rows.tile_list[i_tile])
-            for head, flags in zip(chosen.tolist(), kept[:, i_tile - rows.tile_starts[row], :capacity]):
-                index.set_blocks(head, i_tile, flags)
+        for i_tile, of_tile in zip(rows.tiles_of(row), kept.unbind(1), strict=True):
+            for head, flags in zip(chosen.tolist(), of_tile):
+                index.set_blocks(head, i_tile, flags[: index.num_causal_blocks(rows.tile_list[i_tile])])
 
 
 def predict(method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:

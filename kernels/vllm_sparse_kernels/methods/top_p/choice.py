@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.rows import TILE_FIELDS
-from vllm_sparse_kernels.select.lists import append, tile_blocks
+from vllm_sparse_kernels.select.lists import append, load_tile, tile_blocks
 
 KEY_BLOCK = tl.constexpr(32)
 
@@ -43,7 +42,7 @@ def choose(
         masses, masses.stride(0), masses.stride(1), heads, index.rows.tiles, index.rows.num_tiles, first_tile,
         kept_mass, most_share, sink_tokens, local_tokens,
         index.block_counts, index.block_ids, index.block_ids.stride(0), index.block_offsets,
-        PARTS=index.block_tokens // KEY_BLOCK.value, CHUNK=HELD_BLOCKS, FIELDS=TILE_FIELDS,
+        PARTS=index.block_tokens // KEY_BLOCK.value, CHUNK=HELD_BLOCKS,
         num_warps=8, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 
@@ -52,7 +51,7 @@ def choose(
 def _choose_kernel(
     masses, stride_head, stride_tile, heads, tiles, num_tiles, first_tile, kept_mass, most_share, sink, local,
     block_counts, block_ids, stride_ids, block_offsets,
-    PARTS: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+    PARTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One (tile, head)'s list: the fewest blocks between sink and local region that hold the share ``kept_mass``.
 
@@ -66,8 +65,8 @@ def _choose_kernel(
     row = masses + i_entry * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
     # The blocks between sink and local region are chosen from.
     begin = (sink + KEY_BLOCK - 1) // KEY_BLOCK
-    end = tl.maximum(tl.load(tiles + i_tile * FIELDS + 3) - local, 0) // KEY_BLOCK
-    num_blocks = tile_blocks(tiles, i_tile, KEY_BLOCK, FIELDS)[1]
+    end = tl.maximum(load_tile(tiles, i_tile)[3] - local, 0) // KEY_BLOCK
+    num_blocks = tile_blocks(tiles, i_tile, KEY_BLOCK)[1]
     share = tl.load(kept_mass + i_entry)
     whole = share >= 1
     if whole:
@@ -76,7 +75,7 @@ def _choose_kernel(
     most = tl.ceil(tl.load(most_share + i_entry) * num_blocks).to(tl.int32)
     bits, num_equal = _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK)
 
-    diagonal, num_causal = tile_blocks(tiles, i_tile, KEY_BLOCK * PARTS, FIELDS)
+    diagonal, num_causal = tile_blocks(tiles, i_tile, KEY_BLOCK * PARTS)
     ids = block_ids + i_head * stride_ids + tl.load(block_offsets + i_tile)
     count, seen = 0, 0
     for first in range(0, num_blocks, LISTED_BLOCKS):

@@ -6,8 +6,8 @@ from triton import next_power_of_2
 from vllm_sparse_kernels.index import LayerShape
 from vllm_sparse_kernels.methods.top_p import portable
 from vllm_sparse_kernels.methods.top_p.rounding import SPLIT_TOKENS
-from vllm_sparse_kernels.methods.top_p.slabs import padded, rows_of_slabs, tiles_of_runs
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
+from vllm_sparse_kernels.select.slabs import padded, rows_of_slabs, tiles_of_runs
 from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 
@@ -22,12 +22,9 @@ def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, kept_d: int) ->
     for first, end in rows_of_slabs(rows):
         keys = shape.num_kv_heads * sum(map(padded, rows.seq_lens[first:end])) * (2 * kept_d + 1)
         tiles = rows.tile_starts[first], rows.tile_starts[end]
-        of_slabs.append(keys + max(_run_bytes(*run, num_selected) for run in _runs(rows, *tiles, num_selected)))
+        runs = tiles_of_runs(rows, *tiles, num_selected, portable.scratch_bytes)
+        of_slabs.append(keys + max(_run_bytes(*run, num_selected) for run in runs))
     return found + max(sums, queries + max(of_slabs)) + SPARE_BYTES
-
-
-def _runs(rows: Rows, first_tile: int, end_tile: int, num_selected: int) -> list[tuple[int, int, int]]:
-    return list(tiles_of_runs(rows, first_tile, end_tile, num_selected, portable.scratch_bytes))
 
 
 def _run_bytes(first_tile: int, end_tile: int, reach: int, num_selected: int) -> int:

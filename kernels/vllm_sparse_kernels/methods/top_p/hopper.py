@@ -28,17 +28,18 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.gluon_names import (
-    TensorDescriptor,
     barrier,
     bulk_load,
+    bulk_steps,
     fence_async_shared,
     gl,
     gluon,
+    larger_pairs,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from vllm_sparse_kernels.methods.top_p.slabs import Rounded
+from vllm_sparse_kernels.methods.top_p.rounding import Rounded
 from vllm_sparse_kernels.rows import TILE_FIELDS, ceil_div
 from vllm_sparse_kernels.workspace import Workspace
 
@@ -110,7 +111,7 @@ def masses(
         GROUP=group, KEPT_D=kept_d, FIELDS=TILE_FIELDS, PAIR=PAIR_FIELDS.value, num_warps=4,
     )  # fmt: skip
     _scores_kernel[(num_pairs, num_spans, num_selected)](
-        rounded, bulk(rounded.queries), bulk(rounded.keys), heads, kept, tiles, first_tile, pairs, scratch,
+        rounded, bulk_steps(rounded.queries), bulk_steps(rounded.keys), heads, kept, tiles, first_tile, pairs, scratch,
         num_tiles, num_spans, num_rounds,
         GROUP=group, KEPT_D=kept_d, SPAN=SPAN_TOKENS, FIELDS=TILE_FIELDS, num_warps=4, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
@@ -118,13 +119,6 @@ def masses(
         kept, peak, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target, *target.stride()[:2],
         SPAN=SPAN_TOKENS, ROUNDS=MASS_ROUNDS, FIELDS=TILE_FIELDS, num_warps=4,
     )  # fmt: skip
-
-
-def bulk(vectors: torch.Tensor) -> TensorDescriptor:
-    """For copies of STEP vectors of [heads, n, KEPT_D]."""
-    rows = vectors.flatten(0, 1)
-    block = [STEP.value, rows.shape[1]]
-    return TensorDescriptor.from_tensor(rows, block, gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv))
 
 
 @triton.jit(do_not_specialize=["first_tile", "num_tiles"])
@@ -183,12 +177,6 @@ def _step_maxima(rounded, first, b_q, b_factor, b_last, KEPT_D: tl.constexpr):
 
 
 @gluon.jit
-def _larger_pairs(b_a, b_b):
-    """Maximum in half precision, two elements in one instruction."""
-    return gl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [b_a, b_b], gl.float16, is_pure=True, pack=2)
-
-
-@gluon.jit
 def _largest(b_a, b_b, b_c):
     """Of three: one instruction too, once assembled."""
     return gl.inline_asm_elementwise(
@@ -207,7 +195,7 @@ def _block_maxima(b_s):
     b_0 = _largest(_largest(b_0[0], b_0[1], b_1[0]), b_1[1], b_2[0])
     b_3 = _largest(_largest(b_2[1], b_3[0], b_3[1]), b_4[0], b_4[1])
     b_5 = _largest(_largest(b_5[0], b_5[1], b_6[0]), b_6[1], b_7[0])
-    b_even, b_odd = _larger_pairs(_largest(b_0, b_3, b_5), b_7[1]).split()
+    b_even, b_odd = larger_pairs(_largest(b_0, b_3, b_5), b_7[1]).split()
     return gl.maximum(b_even, b_odd).to(gl.float32)
 
 

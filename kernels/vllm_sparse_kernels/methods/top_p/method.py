@@ -43,12 +43,20 @@ from vllm_sparse_kernels.methods.base import PerHead
 from vllm_sparse_kernels.methods.top_p import portable
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, choose
 from vllm_sparse_kernels.methods.top_p.footprint import most_bytes
-from vllm_sparse_kernels.methods.top_p.rounding import Moments, kept_channels, moments, round_keys, round_queries
-from vllm_sparse_kernels.methods.top_p.slabs import Rounded, Slab, slabs_of
+from vllm_sparse_kernels.methods.top_p.rounding import (
+    LEAST_CHANNELS,
+    Moments,
+    Rounded,
+    moments,
+    round_keys,
+    round_queries,
+)
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows, ceil_div
+from vllm_sparse_kernels.select.channels import kept_channels
 from vllm_sparse_kernels.select.lists import compact_blocks
 from vllm_sparse_kernels.select.parameters import on_device, require
+from vllm_sparse_kernels.select.slabs import Slab, slabs_of
 
 hopper: ModuleType | None
 try:
@@ -107,13 +115,17 @@ class TopP(PerHead):
         """As many blocks as that takes."""
         return replace(self.alike, kept_mass=share, most_share=1.0)
 
+    def kept_channels(self, head_dim: int) -> int:
+        """Channels that are multiplied."""
+        return kept_channels(head_dim, self.channels == "half", LEAST_CHANNELS)
+
     @property
     def least_peak(self) -> float:
         """What a share is compared with. In eight bits a share of all may be a little more than 1."""
         return self.peak_share if self.peak_share < 1 else 2.0
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        return most_bytes(rows, shape, num_selected, kept_channels(shape.head_dim, self.channels == "half"))
+        return most_bytes(rows, shape, num_selected, self.kept_channels(shape.head_dim))
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
         index.stripe_counts.index_fill_(0, heads.long(), 0)
@@ -123,7 +135,7 @@ class TopP(PerHead):
             compact_blocks(None, index, heads)
             return
         kept = on_device(shares, q.device), on_device(tuple(one.most_share for one in of_heads), q.device)
-        if on_hopper(q.device, kept_channels(cache.head_dim, self.channels == "half")):
+        if on_hopper(q.device, self.kept_channels(cache.head_dim)):
             try:
                 self._fill(hopper, q, cache, index, heads, kept, scale)  # type: ignore[arg-type]
                 return
@@ -138,7 +150,7 @@ class TopP(PerHead):
     ) -> None:  # fmt: skip
         """``engine``: the module whose kernels find the masses. ``kept``: p and the most, of each head."""
         rows, room, group = index.rows, index.workspace, q.shape[1] // cache.num_kv_heads
-        kept_d, dtype = kept_channels(cache.head_dim, self.channels == "half"), stored_dtype(q.device)
+        kept_d, dtype = self.kept_channels(cache.head_dim), stored_dtype(q.device)
         with room.frame():
             found = moments(q, cache, rows, kept_d, room)
             queries, factors = round_queries(q, rows, found, heads, group, scale, kept_d, dtype, room)

@@ -13,8 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.methods.top_p.slabs import PAIR_FIELDS, Rounded
-from vllm_sparse_kernels.rows import TILE_FIELDS, ceil_div
+from vllm_sparse_kernels.methods.top_p.rounding import Rounded
+from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.select.lists import FIELDS, load_tile
+from vllm_sparse_kernels.select.slabs import PAIR_FIELDS
 from vllm_sparse_kernels.workspace import Workspace
 
 PERMUTED = False
@@ -68,19 +70,19 @@ def masses(
     num_blocks = scratch.scores.shape[2]
     _scores_kernel[(len(pairs) * 2, num_spans, num_selected)](
         rounded, heads, kept, tiles, first_tile, pairs, scratch, num_tiles, num_spans, num_blocks,
-        GROUP=group, KEPT_D=rounded.keys.shape[2], SPAN=SPAN_TOKENS, FIELDS=TILE_FIELDS, PAIR=PAIR_FIELDS,
+        GROUP=group, KEPT_D=rounded.keys.shape[2], SPAN=SPAN_TOKENS, PAIR=PAIR_FIELDS,
         WIDEN=not rounded.keys.is_cuda, num_warps=8, num_stages=3,
     )  # fmt: skip
     _masses_kernel[(ceil_div(num_blocks, MASS_BLOCKS), num_tiles, num_selected)](
         kept, peak, tiles, first_tile, scratch, num_spans, num_blocks, target, target.stride(0), target.stride(1),
-        SPAN=SPAN_TOKENS, BLOCKS=MASS_BLOCKS, FIELDS=TILE_FIELDS, num_warps=8,
+        SPAN=SPAN_TOKENS, BLOCKS=MASS_BLOCKS, num_warps=8,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_tile", "num_tiles", "num_spans", "num_blocks"])
 def _scores_kernel(
     rounded, heads, kept, tiles, first_tile, pairs, scratch, num_tiles, num_spans, num_blocks,
-    GROUP: tl.constexpr, KEPT_D: tl.constexpr, SPAN: tl.constexpr, FIELDS: tl.constexpr, PAIR: tl.constexpr,
+    GROUP: tl.constexpr, KEPT_D: tl.constexpr, SPAN: tl.constexpr, PAIR: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
     """One tile, span of keys and head."""
@@ -127,12 +129,12 @@ def _scores_kernel(
 @triton.jit(do_not_specialize=["first_tile", "num_spans", "num_blocks", "stride_head", "stride_tile"])
 def _masses_kernel(
     kept, peak, tiles, first_tile, scratch, num_spans, num_blocks, target, stride_head, stride_tile,
-    SPAN: tl.constexpr, BLOCKS: tl.constexpr, FIELDS: tl.constexpr,
+    SPAN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Some blocks of one tile and head."""
     i_tile, i_entry = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    length = tl.load(tiles + (first_tile + i_tile) * FIELDS + 2)
-    reach = tl.load(tiles + (first_tile + i_tile) * FIELDS + 3) + length
+    _, _, length, position = load_tile(tiles, first_tile + i_tile)
+    reach = position + length
     num_causal = (reach + 31) // 32
     o_b = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     if (tl.program_id(0) * BLOCKS < num_causal) & (tl.load(kept + i_entry) < 1):

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import pad
 
 from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods.references import rows_of
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
 
@@ -61,15 +62,13 @@ def tile_shares(
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """For every (head, tile) the share of its queries in each causal block of 32 keys, [queries, blocks]."""
     group = q.shape[1] // cache.num_kv_heads
-    for row in range(rows.num_rows):
-        keys = cache.gather(rows.block_table[row], rows.seq_lens[row])[0].float()
-        queries = q[rows.tokens[row] : rows.tokens[row] + rows.query_lens[row]].float()
+    for row, queries, keys in rows_of(q, cache, rows):
         sample = keys[torch.arange(len(keys), device=keys.device) // SAMPLE % EVERY == 0]
         kept = kept_channels(method, sample, queries)
         rounded = round_to_e4m3((keys - sample.mean(0)) * kept, KEY_BLOCK)
         for head in heads.tolist():
             ours = round_to_e4m3((queries[:, head] * kept[head // group])[:, None], 1)[:, 0]
-            for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
+            for i_tile in rows.tiles_of(row):
                 tile = rows.tile_list[i_tile]
                 first = tile.position - rows.context_lens[row]
                 b_q, b_k = ours[first : first + tile.length_tokens], rounded[: tile.last_position + 1, head // group]

@@ -18,8 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, widen
-from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, load_queries, query_args, widen
+from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
+from vllm_sparse_kernels.select.channels import keep_heaviest, kept_of, load_kept
+from vllm_sparse_kernels.select.lists import load_tile
 from vllm_sparse_kernels.workspace import Workspace
 
 LARGEST = tl.constexpr(15.0)
@@ -42,14 +44,6 @@ LEAST_CHANNELS = 64
 """Below, what follows the product takes the time: fewer channels lose quality and gain nothing."""
 
 
-class QueryArgs(NamedTuple):
-    """q, head_dim contiguous."""
-
-    q: Any
-    stride_token: int
-    stride_head: int
-
-
 class Moments(NamedTuple):
     """Per row and kv head."""
 
@@ -57,10 +51,15 @@ class Moments(NamedTuple):
     channels: Any  # [num_rows, num_kv_heads, KEPT_D] int32, ascending; not read where all are kept
 
 
-def kept_channels(head_dim: int, half: bool) -> int:
-    """KEPT_D: channels that are multiplied, those that fill up head_dim to a power of two included."""
-    block_d = triton.next_power_of_2(head_dim)
-    return max(block_d // 2, LEAST_CHANNELS) if half and block_d > LEAST_CHANNELS else block_d
+class Rounded(NamedTuple):
+    """Queries and keys of a slab, in e4m3. The units are such that scores are logarithms to the base of two."""
+
+    queries: Any  # [num_selected, num_queries, KEPT_D]
+    factors: Any  # [num_selected, num_queries] float32, 0 past the row's end
+    num_queries: int  # whole tiles
+    keys: Any  # [num_kv_heads, num_keys, KEPT_D]
+    steps: Any  # [num_kv_heads, num_keys / 32] float32
+    num_keys: int  # a multiple of 128
 
 
 def moments(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, workspace: Workspace) -> Moments:
@@ -79,22 +78,13 @@ def moments(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, workspa
             num_warps=max(block_d // 16, 4),
         )  # fmt: skip
         if chooses:
-            _query_squares_kernel[(rows.num_tiles, num_heads)](
-                QueryArgs(q, q.stride(0), q.stride(1)), rows.tiles, squares, **shape, FIELDS=TILE_FIELDS
-            )
+            _query_squares_kernel[(rows.num_tiles, num_heads)](query_args(q), rows.tiles, squares, **shape)
         _moments_kernel[(rows.num_rows, num_kv_heads)](
-            sums, num_splits, squares, _tile_bounds(rows), rows.row_ends, means, channels,
+            sums, num_splits, squares, rows.tile_bounds, rows.row_ends, means, channels,
             GROUP=num_heads // num_kv_heads, **shape, KEPT_D=kept_d, GROUPS=SPLIT_GROUPS,
             num_warps=max(block_d // 8, 4),
         )  # fmt: skip
     return Moments(means, channels)
-
-
-def _tile_bounds(rows: Rows) -> torch.Tensor:
-    """[num_rows + 1] int32 on the device: ``tile_starts``."""
-    if (found := rows.state.get(_tile_bounds)) is None:
-        found = rows.state[_tile_bounds] = to_device(rows.tile_starts, torch.int32, rows.device)
-    return found
 
 
 def round_queries(
@@ -106,9 +96,9 @@ def round_queries(
     values = workspace.empty(len(heads), num_queries, kept_d, dtype=dtype)
     factors = workspace.empty(len(heads), num_queries)
     _round_queries_kernel[(rows.num_tiles, len(heads))](
-        QueryArgs(q, q.stride(0), q.stride(1)), rows.tiles, found, heads, scale * LOG2_E, values, factors,
+        query_args(q), rows.tiles, found, heads, scale * LOG2_E, values, factors,
         HEAD_DIM=q.shape[2], BLOCK_D=found.means.shape[2], KEPT_D=kept_d, GROUP=group,
-        KV_HEADS=found.means.shape[1], FIELDS=TILE_FIELDS, num_warps=8,
+        KV_HEADS=found.means.shape[1], num_warps=8,
     )  # fmt: skip
     return values, factors
 
@@ -148,16 +138,13 @@ def _key_sums_kernel(keys, row_ends, sums, HEAD_DIM: tl.constexpr, BLOCK_D: tl.c
 
 
 @triton.jit
-def _query_squares_kernel(queries, tiles, squares, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr):
+def _query_squares_kernel(queries, tiles, squares, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Mean square of the first queries of one tile and head."""
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
-    o_m, o_d = tl.arange(0, SAMPLE // 2), tl.arange(0, BLOCK_D)
-    length = tl.minimum(tl.load(tiles + i_tile * FIELDS + 2), SAMPLE // 2)
-    token = tl.load(tiles + i_tile * FIELDS + 1)
-    o_q = (token + o_m).to(tl.int64)[:, None] * queries.stride_token + i_head * queries.stride_head + o_d[None, :]
-    in_head = (o_m < length)[:, None] & (o_d < HEAD_DIM)[None, :]
-    b_q = tl.load(queries.q + o_q, mask=in_head, other=0.0).to(tl.float32)
-    target = squares + (i_tile * tl.num_programs(1) + i_head) * BLOCK_D + o_d
+    _, token, length, _ = load_tile(tiles, i_tile)
+    length = tl.minimum(length, SAMPLE // 2)
+    b_q = load_queries(queries, i_head, token, length, SAMPLE // 2, HEAD_DIM, BLOCK_D).to(tl.float32)
+    target = squares + (i_tile * tl.num_programs(1) + i_head) * BLOCK_D + tl.arange(0, BLOCK_D)
     tl.store(target, tl.sum(b_q * b_q, 0) / length)
 
 
@@ -187,12 +174,7 @@ def _moments_kernel(
         b_weight *= _mean_square(
             squares, bounds + i_row, tl.program_id(1) * GROUP, num_kv_heads * GROUP, GROUP, BLOCK_D
         )
-        b_weight = tl.where(b_weight == b_weight, b_weight, 0.0)  # 0 · infinity
-        b_weight = tl.where(o_d < HEAD_DIM, b_weight, -1.0)
-        b_equal = (b_weight[None, :] == b_weight[:, None]) & (o_d[None, :] < o_d[:, None])
-        b_rank = tl.sum(((b_weight[None, :] > b_weight[:, None]) | b_equal).to(tl.int32), 1)
-        b_kept = b_rank < KEPT_D
-        tl.store(channels + i_kv * KEPT_D + tl.cumsum(b_kept.to(tl.int32), 0) - 1, o_d, mask=b_kept)
+        keep_heaviest(channels + i_kv * KEPT_D, b_weight, HEAD_DIM, KEPT_D)
 
 
 @triton.jit
@@ -223,43 +205,22 @@ def in_e4m3(b_x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _kept(b_x, channels, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr):
-    """The kept channels of ``b_x`` [n, BLOCK_D]: [n, KEPT_D] float32."""
-    if KEPT_D == BLOCK_D:
-        return b_x.to(tl.float32)
-    else:
-        # Products of 32 columns were assembled with a wrong descriptor (ptxas of Triton 3.6): none is narrower than 64.
-        COLUMNS: tl.constexpr = KEPT_D if KEPT_D > 64 else 64
-        o_c = tl.arange(0, COLUMNS)
-        b_columns = tl.load(channels + o_c, mask=o_c < KEPT_D, other=-1)
-        # A product with zeros and ones, of which one in each column, moves elements and changes none.
-        b_ones = (tl.arange(0, BLOCK_D)[:, None] == b_columns[None, :]).to(b_x.dtype)
-        b_kept = tl.dot(b_x, b_ones, input_precision="ieee")
-        return tl.sum(tl.reshape(b_kept, [b_x.shape[0], COLUMNS // KEPT_D, KEPT_D]), 1)
-
-
-@triton.jit
 def _round_queries_kernel(
     queries, tiles, found, heads, factor, values, factors,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
-    FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One tile and head."""
     i_tile, i_entry = tl.program_id(0), tl.program_id(1)
     i_head = tl.load(heads + i_entry)
-    tile = tiles + i_tile * FIELDS
-    o_m, o_d, o_c = tl.arange(0, 128), tl.arange(0, BLOCK_D), tl.arange(0, KEPT_D)
-    in_row = o_m < tl.load(tile + 2)
-    o_q = (tl.load(tile + 1) + o_m).to(tl.int64)[:, None] * queries.stride_token + o_d[None, :]
-    in_head = in_row[:, None] & (o_d < HEAD_DIM)[None, :]
-    b_q = widen(tl.load(queries.q + o_q + i_head * queries.stride_head, mask=in_head, other=0.0))
-    i_kv = tl.load(tile) * KV_HEADS + i_head // GROUP
-    b_q = _kept(b_q, found.channels + i_kv * KEPT_D, BLOCK_D, KEPT_D)
+    i_row, token, length, _ = load_tile(tiles, i_tile)
+    o_m, o_c = tl.arange(0, 128), tl.arange(0, KEPT_D)
+    b_q = widen(load_queries(queries, i_head, token, length, 128, HEAD_DIM, BLOCK_D))
+    b_q = kept_of(b_q, found.channels + (i_row * KV_HEADS + i_head // GROUP) * KEPT_D, KEPT_D)
     b_step = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LARGEST
     o_r = i_entry.to(tl.int64) * (tl.num_programs(0) * 128) + i_tile * 128 + o_m
     b_q = b_q * (1.0 / b_step)[:, None]
     tl.store(values + o_r[:, None] * KEPT_D + o_c[None, :], in_e4m3(b_q, values.dtype.element_ty))
-    tl.store(factors + o_r, tl.where(in_row, b_step * factor, 0.0))
+    tl.store(factors + o_r, tl.where(o_m < length, b_step * factor, 0.0))
 
 
 @triton.jit(do_not_specialize=["first_row"])
@@ -277,9 +238,8 @@ def _round_keys_kernel(
         b_k = widen(load_keys(keys, i_row, i_kv, o_key, seq_len, HEAD_DIM, BLOCK_D))
         i_mean = i_row * tl.num_programs(1) + i_kv
         channels = found.channels + i_mean * KEPT_D
-        b_k = _kept(b_k, channels, BLOCK_D, KEPT_D)
-        o_mean = tl.load(channels + o_c) if KEPT_D < BLOCK_D else o_c
-        b_k = b_k - tl.load(found.means + i_mean * BLOCK_D + o_mean)[None, :]
+        b_mean = load_kept(found.means + i_mean * BLOCK_D, channels, BLOCK_D, KEPT_D)
+        b_k = kept_of(b_k, channels, KEPT_D) - b_mean[None, :]
         b_k = tl.where((o_key < seq_len)[:, None], b_k, 0.0)
         b_step = tl.max(tl.reshape(tl.max(tl.abs(b_k), 1), [4, 32]), 1)
         b_step = tl.maximum(b_step, TINY) / LARGEST

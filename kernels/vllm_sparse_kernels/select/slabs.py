@@ -4,8 +4,9 @@
 Rows are never cut and tiles never looked at in part, so what a tile keeps does not depend on what runs beside it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -15,24 +16,14 @@ STEP_TOKENS = 128
 """Keys of a row are rounded in whole steps."""
 
 SLAB_TOKENS = 1 << 17
-"""Keys that are rounded at a time, unless one row has more: 67 MB with 8 kv heads and 64 channels."""
+"""Keys that are rounded at a time, unless one row has more: with 8 kv heads 67 MB of 64 channels for top_p, and 160 MB
+of 128 channels for SALE with 32 heads."""
 
 SCRATCH_BYTES = 288 << 20
 """What the scores of some tiles take, unless one tile needs more: with 32 heads 64 tiles after 24,576 tokens, or 16
 after 122,880. A launch of less leaves a card waiting at its end."""
 
 PAIR_FIELDS = 3
-
-
-class Rounded(NamedTuple):
-    """Queries and keys of a slab, in e4m3. The units are such that scores are logarithms to the base of two."""
-
-    queries: Any  # [num_selected, num_queries, KEPT_D]
-    factors: Any  # [num_selected, num_queries] float32, 0 past the row's end
-    num_queries: int  # whole tiles
-    keys: Any  # [num_kv_heads, num_keys, KEPT_D]
-    steps: Any  # [num_kv_heads, num_keys / 32] float32
-    num_keys: int  # a multiple of 128
 
 
 class Run(NamedTuple):
@@ -59,23 +50,26 @@ class Slab(NamedTuple):
 def slabs_of(rows: Rows, num_selected: int, scratch_bytes: Callable[[int, int], int]) -> list[Slab]:
     """``scratch_bytes``: of one tile, by the heads and by the keys that it may see. The same for all layers of a pass
     that select as many heads."""
-    key = (slabs_of, num_selected, scratch_bytes)
-    if (found := rows.state.get(key)) is None:
-        found = rows.state[key] = [
-            _slab(rows, first, end, num_selected, scratch_bytes) for first, end in rows_of_slabs(rows)
-        ]
-    return found
+    return rows.once(
+        (slabs_of, num_selected, scratch_bytes),
+        lambda: [_slab(rows, *of_slab, num_selected, scratch_bytes) for of_slab in rows_of_slabs(rows)],
+    )
 
 
 def rows_of_slabs(rows: Rows) -> Iterator[tuple[int, int]]:
-    """Rows [first, end) of each slab."""
+    """Rows [first, end) of each slab of rounded keys."""
+    return rows_within(list(map(padded, rows.seq_lens)), SLAB_TOKENS)
+
+
+def rows_within(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Rows [first, end) that are taken together: as many as ``most`` holds of what each of them takes, one at least."""
     first = taken = 0
-    for row, num_keys in enumerate(map(padded, rows.seq_lens)):
-        if row > first and taken + num_keys > SLAB_TOKENS:
+    for row, size in enumerate(sizes):
+        if row > first and taken + size > most:
             yield first, row
             first, taken = row, 0
-        taken += num_keys
-    yield first, rows.num_rows
+        taken += size
+    yield first, len(sizes)
 
 
 def padded(seq_len: int) -> int:
@@ -95,27 +89,24 @@ def tiles_of_runs(
         yield first, min(first + each, end_tile), reach
 
 
-def pairs_of(rows: Rows, first_tile: int, end_tile: int, key_starts: Sequence[int]) -> list[int]:
-    """For each two tiles of a row: first tile, tiles, and where the row's keys begin in the slab."""
+def pairs_of(rows: Rows, first_tile: int, end_tile: int, key_starts: Mapping[int, int]) -> list[int]:
+    """For each two tiles of a row: first tile, tiles, and where the row's keys begin in the slab (``key_starts``)."""
     flat: list[int] = []
-    for row in range(rows.num_rows):
+    for row, start in key_starts.items():
         end = min(end_tile, rows.tile_starts[row + 1])
         for tile in range(max(first_tile, rows.tile_starts[row]), end, 2):
-            flat += [tile, min(2, end - tile), key_starts[row]]
+            flat += [tile, min(2, end - tile), start]
     return flat
 
 
 def _slab(
     rows: Rows, first_row: int, end_row: int, num_selected: int, scratch_bytes: Callable[[int, int], int]
 ) -> Slab:
-    starts = [0] * rows.num_rows
-    num_keys = 0
-    for row in range(first_row, end_row):
-        starts[row], num_keys = num_keys, num_keys + padded(rows.seq_lens[row])
+    seq_lens = rows.seq_lens[first_row:end_row]
+    *starts, num_keys = accumulate(map(padded, seq_lens), initial=0)
     tiles = rows.tile_starts[first_row], rows.tile_starts[end_row]
     runs = []
     for first, end, reach in tiles_of_runs(rows, *tiles, num_selected, scratch_bytes):
-        flat = pairs_of(rows, first, end, starts)
+        flat = pairs_of(rows, first, end, dict(enumerate(starts, first_row)))
         runs.append(Run(first, end, reach, to_device(flat, torch.int32, rows.device).view(-1, PAIR_FIELDS)))
-    of_slab = to_device(starts[first_row:end_row], torch.int32, rows.device)
-    return Slab(first_row, of_slab, num_keys, max(rows.seq_lens[first_row:end_row]), runs)
+    return Slab(first_row, to_device(starts, torch.int32, rows.device), num_keys, max(seq_lens), runs)

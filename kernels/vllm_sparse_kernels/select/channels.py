@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Some of a kv head's channels: those that weigh most, and vectors cut down to them."""
+
+import triton
+import triton.language as tl
+
+
+def kept_channels(head_dim: int, half: bool, least: int) -> int:
+    """KEPT_D: channels that are multiplied, those that fill up head_dim to a power of two included."""
+    block_d = triton.next_power_of_2(head_dim)
+    return max(block_d // 2, least) if half and block_d > least else block_d
+
+
+@triton.jit
+def keep_heaviest(channels, b_weight, HEAD_DIM: tl.constexpr, KEPT_D: tl.constexpr):
+    """Store the KEPT_D channels that weigh most, ascending; of equals the lower ones. Their flags [BLOCK_D]."""
+    o_d = tl.arange(0, b_weight.shape[0])
+    b_weight = tl.where(b_weight == b_weight, b_weight, 0.0)  # 0 · infinity
+    b_weight = tl.where(o_d < HEAD_DIM, b_weight, -1.0)
+    b_equal = (b_weight[None, :] == b_weight[:, None]) & (o_d[None, :] < o_d[:, None])
+    b_rank = tl.sum(((b_weight[None, :] > b_weight[:, None]) | b_equal).to(tl.int32), 1)
+    b_kept = b_rank < KEPT_D
+    tl.store(channels + tl.cumsum(b_kept.to(tl.int32), 0) - 1, o_d, mask=b_kept)
+    return b_kept
+
+
+@triton.jit
+def kept_of(b_x, channels, KEPT_D: tl.constexpr):
+    """The kept channels of ``b_x`` [n, BLOCK_D]: [n, KEPT_D] float32."""
+    BLOCK_D: tl.constexpr = b_x.shape[1]
+    if KEPT_D == BLOCK_D:
+        return b_x.to(tl.float32)
+    else:
+        # Products of 32 columns were assembled with a wrong descriptor (ptxas of Triton 3.6): none is narrower than 64.
+        COLUMNS: tl.constexpr = KEPT_D if KEPT_D > 64 else 64
+        o_c = tl.arange(0, COLUMNS)
+        b_columns = tl.load(channels + o_c, mask=o_c < KEPT_D, other=-1)
+        # A product with zeros and ones, of which one in each column, moves elements and changes none.
+        b_ones = (tl.arange(0, BLOCK_D)[:, None] == b_columns[None, :]).to(b_x.dtype)
+        b_kept = tl.dot(b_x, b_ones, input_precision="ieee")
+        return tl.sum(tl.reshape(b_kept, [b_x.shape[0], COLUMNS // KEPT_D, KEPT_D]), 1)
+
+
+@triton.jit
+def load_kept(x, channels, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr):
+    """The kept channels of a vector [BLOCK_D]."""
+    o_c = tl.arange(0, KEPT_D)
+    return tl.load(x + (tl.load(channels + o_c) if KEPT_D < BLOCK_D else o_c))
