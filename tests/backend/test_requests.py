@@ -442,12 +442,13 @@ class TestRunners:
         runner.execute_model(scheduled({"a": EXACT}), "a", 1)
         assert runner.execute_model(scheduled({}), "", 4, dummy_run=True) == [DEFAULT] * 4
 
-    @pytest.mark.parametrize(("is_hybrid", "numbered"), [(False, True), (True, False)])
-    def test_which_workers_tell_whose_rows_they_have(self, is_hybrid: bool, numbered: bool) -> None:
-        """From 0.30 on; vLLM's own state of a hybrid model leaves the field empty."""
+    @pytest.mark.parametrize("other", [None, "is_hybrid", "is_encoder_decoder"])
+    def test_which_workers_tell_whose_rows_they_have(self, other: str | None) -> None:
+        """From 0.30 on; vLLM's own states of hybrid models and encoder-decoders leave the field empty."""
         release = tuple(map(int, vllm.__version__.split(".")[:2]))
-        config = SimpleNamespace(model_config=SimpleNamespace(is_hybrid=is_hybrid))
-        assert hooks.numbers_rows(config) == (numbered and release >= (0, 30))
+        model = {"is_hybrid": False, "is_encoder_decoder": False, **({other: True} if other else {})}
+        config = SimpleNamespace(model_config=SimpleNamespace(**model))
+        assert hooks.numbers_rows(config) == (other is None and release >= (0, 30))
 
 
 class TestRows:
