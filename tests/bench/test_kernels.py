@@ -10,10 +10,9 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import attend, methods, structured
-from benchmarks.asked import Asked, methods_asked
-from benchmarks.figures import Report
-from tests.bench.conftest import HEADS, CpuCard
+from benchmarks import attend, methods
+from benchmarks.asked import methods_asked
+from tests.bench.conftest import HEADS
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.measure import crossover
 from vllm_sparse_backend.measure.data import planted_prompt
@@ -68,28 +67,6 @@ def test_no_speed_of_what_is_wrong(card, tmp_path):
     (entry,) = json.loads(table.read_text())["entries"]
     assert entry["min_tokens"] is entry["min_query_tokens"] is None
     assert card.ran == []
-
-
-@pytest.mark.full
-def test_methods_on_structured_data():
-    """Times are sums over layers, density and error those of the selection."""
-    prompts = structured.structured_prompts(HEADS, 400, 2, torch.device("cpu"))
-    name, report = "sale", Report("methods", "a CPU", command="test")
-    asked = Asked(name)
-    plan = asked.plan(HEADS.model(2), structured.structured_clusters(HEADS, 2))
-    card = CpuCard(lambda span: {"dense": 8.0, "select": 1.0, "attend": 3.0}[span])
-    rows = list(methods.run_methods(card, prompts, "structured", [(asked, plan)], [130], 200, ["portable"], report))
-    (row,) = rows
-    assert "problem" not in row, row
-    assert (row["dense_ms"], row["select_ms"], row["attend_ms"], row["whole_ms"]) == (8, 1, 3, 4)
-    assert (row["select_share"], row["attend_share"], row["whole_share"]) == (1 / 8, 3 / 8, 1 / 2)
-    assert 0 < row["density"] <= 1
-    assert 0 <= row["output_error"] < 1
-    assert row["index_mib"] > 0
-    assert set(report.figures) == {
-        f"selection, {name}, chunk after 130: share of FlashAttention-3",
-        *(f"whole method, {name}, structured, after 130: {x}" for x in ("times faster", "density", "output error")),
-    }
 
 
 def test_a_profile_is_its_kinds_of_methods(tmp_path):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
@@ -46,10 +45,3 @@ def test_an_answer_is_right_if_each_of_its_tokens_is_the_first_choice(monkeypatc
     monkeypatch.setattr(Setting, "ask", lambda *_: (HTTPConnection("unused"), answer))
     prompt = {"ids": ids, "spans": [[300, 303], [500, 503]], "facts": [100, 250]}
     assert real._score(Setting("ours", "http://unused", None), prompt) == (1, 2, 2.0)
-
-
-@pytest.mark.parametrize("text", ["http://localhost:8000", "ours=localhost:8000", "ours"])
-def test_a_setting_that_is_misspelt_is_told_how_it_is_written(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match=r"given '.*', expected NAME=http://HOST:PORT"):
-        Setting.parse(text)
-    assert Setting.parse("ours=http://x:1@fast") == Setting("ours", "http://x:1", "fast")

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an installation holds: the wheel, and this checkout's editable install."""
 
-import json
 import tarfile
 import tomllib
 import zipfile
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 import yaml
 
-from benchmarks.needle.net import CONFIG, Needle
 from vllm_sparse_backend import plugin
 
 ROOT = Path(__file__).parents[2]
@@ -104,19 +101,3 @@ def test_each_file_names_its_licence() -> None:
     assert len(files) > 200
     line = "# SPDX-License-Identifier: Apache-2.0"
     assert [str(path.relative_to(ROOT)) for path in files if line not in path.read_text().splitlines()[:2]] == []
-
-
-def test_the_installed_entry_points_load() -> None:
-    (plugin,) = (p for p in entry_points(group="vllm.general_plugins") if p.name == "sparse_prefill")
-    (script,) = (p for p in entry_points(group="console_scripts") if p.name == "sparse-prefill")
-    assert callable(plugin.load())
-    assert callable(script.load())
-
-
-def test_the_needle_model_is_able_and_of_its_recipes_shape() -> None:
-    safetensors = pytest.importorskip("safetensors", reason="weights are files of safetensors, which comes with vLLM")
-    facts = json.loads((ROOT / MODEL / "training.json").read_text())
-    assert all(one["share"] >= 0.98 for asked in ("inside", "at_end") for one in facts["measured"][asked])
-    with safetensors.safe_open(ROOT / MODEL / "model.safetensors", "pt") as weights:
-        shapes = {name: tuple(weights.get_tensor(name).shape) for name in weights.keys()}  # noqa: SIM118
-    assert shapes == {name: tuple(tensor.shape) for name, tensor in Needle(CONFIG).state_dict().items()}

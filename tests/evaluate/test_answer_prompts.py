@@ -10,7 +10,6 @@ import pytest
 from tests.bench.stub import FACT, QUESTION, Words, entry
 from vllm_sparse_backend.measure import answers
 from vllm_sparse_backend.measure.answers import (
-    NAMES,
     Answer,
     Line,
     Prompt,
@@ -19,7 +18,6 @@ from vllm_sparse_backend.measure.answers import (
     score,
     standard_error,
 )
-from vllm_sparse_backend.measure.asking import Asking
 from vllm_sparse_backend.measure.client import Endpoint, RequestError
 from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.measure.texts import prose, read_text
@@ -72,11 +70,6 @@ def test_prompts_start_as_the_tokenizer_or_the_models_files_say(tmp_path: Path) 
     assert Tokenizer([], str(tmp_path)).first_tokens() == [0]
 
 
-def test_digits_alone_are_judged_where_a_space_has_a_token() -> None:
-    line = Line.of(Words(), answers.Templates().question, NAMES[7], "1999999")
-    assert line.end - line.begin == 7
-
-
 def test_lines_that_do_not_fit_and_short_texts_are_refused() -> None:
     encode = Words()
     with pytest.raises(BenchError, match=r"50 facts .* of a prompt's 3,000 tokens, expected at most half"):
@@ -122,19 +115,6 @@ def test_the_standard_error_knows_that_a_prompts_answers_fall_together() -> None
     # Means of two prompts, 0.5 and 1: their deviation, 0.354, over the root of two.
     assert standard_error([Share(6, 12), Share(12, 12)]) == pytest.approx(0.25)
     assert math.isnan(standard_error([]))
-
-
-@pytest.mark.parametrize(("length", "prompts"), [(1024, 200), (8192, 4)])
-def test_prose_is_enough_for_so_many_prompts(length: int, prompts: int) -> None:
-    class Whole(Tokenizer):
-        """A token for each word."""
-
-        def tokenize(self, text: str, special: bool = False) -> list[int]:
-            return [*range(len(text.split()))] if len(text) > 1000 else super().tokenize(text, special)
-
-    asked = Asking.about(None, [length], prompts, 2)
-    assert len(asked.build_prompts(Whole([]))) == prompts
-    assert prose(2 * length, 0) in asked.source  # as it was for few prompts: files of earlier runs stay good
 
 
 def test_texts_are_files_or_folders(tmp_path: Path) -> None:
