@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an operator may write, and what they are told when it is wrong."""
 
-import re
 from typing import Any
 
 import pytest
 
 from vllm_sparse_backend.settings.config import SparsePrefillConfig, load_config
 from vllm_sparse_backend.settings.errors import ConfigurationError
-from vllm_sparse_backend.settings.methods import LEFT, make_method, parameters_of
+from vllm_sparse_backend.settings.methods import make_method, parameters_of
 from vllm_sparse_backend.settings.ranges import MOST_COUNT
 from vllm_sparse_kernels.methods import METHODS
 
@@ -97,9 +96,3 @@ def test_every_registered_method_can_be_named_and_written_down(name: str) -> Non
     assert written.pop("method") == name
     assert make_method(name, written) == method
     assert SparsePrefillConfig(method=name).uniform_method() == method
-
-
-@pytest.mark.parametrize("field", LEFT)
-def test_what_left_is_told_with_what_to_do(field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field}: no longer a parameter of sale: {re.escape(LEFT[field])}"):
-        make_method("sale", {field: 1})

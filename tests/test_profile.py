@@ -323,15 +323,6 @@ def test_a_level_must_fit_the_model_that_is_served() -> None:
         parse_profile(text, "").check_model(SHAPE)
 
 
-def test_figures_by_their_old_name_are_read_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert HeadFigures.model_validate({"worst_error": {2: [0.05]}}) == HeadFigures.model_validate(
-        {"p99_error": {2: [0.05]}}
-    )
-    assert caplog.messages == ["figures: worst_error is called p99_error now; the next release refuses the old name"]
-    with pytest.raises(ValueError, match="worst_error"):
-        HeadFigures.model_validate({"worst_error": {2: [0.05]}, "p99_error": {2: [0.05]}})
-
-
 def test_figures_by_head() -> None:
     layers = [[1.0] * 8, [0.123456789] * 7 + [0.2], None, None, None, [0.5] * 8]
     figures = HeadFigures.of_heads(density=layers, error=[None] * 6)
