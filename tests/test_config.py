@@ -41,7 +41,7 @@ def test_all_wrong_fields_are_named_at_once() -> None:
     message = refused({"method": "nothing", "min_tokens": "8k", "dense_layers": [1, -2], "min_tokns": 1})
     assert "sparse_prefill.method: given 'nothing'" in message
     assert "sparse_prefill.min_tokens: given '8k', expected an integer" in message
-    assert "sparse_prefill.dense_layers.1: given -2, expected at least 0" in message
+    assert "sparse_prefill.dense_layers.1: given -2, expected greater than or equal to 0" in message
     assert "sparse_prefill.min_tokns: unknown field" in message
     assert "did you mean 'min_tokens'?" in message
 
@@ -50,20 +50,23 @@ def test_all_wrong_fields_are_named_at_once() -> None:
     ("settings", "expected"),
     [
         ({"min_tokens": 10**20}, f"sparse_prefill.min_tokens: given {10**20}, expected at least 0, and at most"),
-        ({"check_index": "yes"}, "sparse_prefill.check_index: given 'yes', expected true or false"),
+        ({"check_index": "yes"}, "sparse_prefill.check_index: given 'yes', expected a valid boolean"),
         ({"engine": "flsh"}, "sparse_prefill.engine: given 'flsh', expected 'auto', 'hopper', 'flash' or 'portable'"),
-        ({"metrics_interval_s": 0}, "sparse_prefill.metrics_interval_s: given 0, expected more than 0"),
+        ({"metrics_interval_s": 0}, "sparse_prefill.metrics_interval_s: given 0, expected greater than 0"),
         ({"metrics_interval_s": float("inf")}, "metrics_interval_s: given inf, expected a finite number"),
         ({"guard": True}, "sparse_prefill.guard: given True, expected a mapping of fields to values"),
-        ({"guard": {"rate": 1.5}}, "sparse_prefill.guard.rate: given 1.5, expected at most 1"),
-        ({"guard": {"bound": "low"}}, "sparse_prefill.guard.bound: given 'low', expected a number"),
+        ({"guard": {"rate": 1.5}}, "sparse_prefill.guard.rate: given 1.5, expected less than or equal to 1"),
+        ({"guard": {"bound": "low"}}, "sparse_prefill.guard.bound: given 'low', expected a valid number"),
         ({"guard": {"patience": 0, "recovery": 4}}, "guard.recovery: unknown field: given 'recovery', expected one of"),
-        ({"profile": 3}, "sparse_prefill.profile: given 3, expected a text"),
+        ({"profile": 3}, "sparse_prefill.profile: given 3, expected a valid string"),
         ({"profile": "x", "params": {}}, "sparse_prefill: given profile 'x' and params, expected one of them"),
         (7, "sparse_prefill: given 7, expected a mapping, or the name or path of a profile"),
         ({"method": "dense", "params": {"top": 1}}, "sparse_prefill.params: top: unknown parameter of dense"),
         ({"method": "den\nse"}, "sparse_prefill.method: given 'den\\nse'"),
-        ({"params": {"kept_mass": True, "tau": 1}}, "kept_mass: given True, expected a number; tau: unknown parameter"),
+        (
+            {"params": {"kept_mass": True, "tau": 1}},
+            "kept_mass: given True, expected a valid number; tau: unknown",
+        ),
         ({"params": {"local_tokens": MOST_COUNT + 128}}, f"local_tokens: given {MOST_COUNT + 128}, expected at most"),
         ({"params": {"kept_mass": -5.0}}, "sparse_prefill.params: kept_mass: given -5.0, expected"),
     ],

@@ -112,7 +112,7 @@ provenance: {recall: 2, prompts_sha256: abc}
         "model.num_layers: missing",
         "model.num_layer: unknown field: given 'num_layer', expected one of",
         "(did you mean 'num_layers'?)",
-        "model.head_dim: given True, expected an integer",
+        "model.head_dim: given True, expected a valid integer",
         "min_tokens: given 1000.0, expected an integer",
         "default: foo: unknown parameter of dense",
         "layers.0-x: given '0-x', expected numbers and ranges",
@@ -120,7 +120,7 @@ provenance: {recall: 2, prompts_sha256: abc}
         "layers.4.heads.0-3: method: given 'denze', expected one of",
         "layers.4.heads.7: method: missing, expected one of",
         "layers.4.heads.8: given 3, expected a mapping such as {method: NAME",
-        "provenance.recall: given 2, expected at most 1",
+        "provenance.recall: given 2, expected less than or equal to 1",
         "provenance.prompts_sha256: given 'abc'",
     ):
         assert problem in message

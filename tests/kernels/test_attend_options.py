@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from benchmarks.batches import random_batch, random_index
+from benchmarks.batches import assert_close, random_batch, random_index
 from tests.kernels.test_engines import DTYPES, FULL, independent
 from vllm_sparse_kernels.attend import PORTABLE, reference, supports_bulk
 from vllm_sparse_kernels.attend.options import AttendOptions
@@ -99,7 +99,7 @@ def check(batch: Batch, index: SparseIndex, options: AttendOptions, bulk: bool =
     exact = expected_attention(batch, index)
     out, lse = by_reference(batch, index, options)
     torch.testing.assert_close(lse, exact.lse, rtol=0, atol=1e-9, equal_nan=True)
-    Expected(out, lse, exact.out_budget, exact.lse_budget).assert_close(*run(batch, index, options, bulk))
+    assert_close(Expected(out, lse, exact.out_budget, exact.lse_budget), *run(batch, index, options, bulk))
     if (margins := options.skip_margins) is not None:
         moved = (out - exact.out)[:, margins > -math.inf].nan_to_num().abs().max()
         assert float(moved) > 1.5 * exact.out_budget, "what is skipped does not show: the case shows nothing"

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from benchmarks.batches import random_batch, random_index
+from benchmarks.batches import assert_close, random_batch, random_index
 from tests.kernels.test_attend_options import check, lossless_batch, mixed_options, run
 from tests.kernels.test_engines import FULL, same
 from vllm_sparse_kernels.attend import supports_bulk, widest_block
@@ -33,7 +33,7 @@ def test_bulk_copies(device, page_size, block_tokens, layout, asked):
     options = mixed_options(batch, index) if asked else None
     by_copies = run(batch, index, options, bulk=True)
     if options is None:
-        expected_attention(batch, index).assert_close(*by_copies)
+        assert_close(expected_attention(batch, index), *by_copies)
     else:
         check(batch, index, options, bulk=True)
     assert same(run(batch, index, options, bulk=False), by_copies)
@@ -76,4 +76,4 @@ def test_pointers_on_gpu(lengths, dtype, head_dim, block_tokens):
     """What other devices run; Hopper takes bulk copies (test_engines.py) unless it is told not to."""
     batch = random_batch(lengths, 8, 2, head_dim, 128, dtype, "cuda", gap_tokens=3)
     index = random_index(batch, block_tokens, 0.2, stripes=200)
-    expected_attention(batch, index).assert_close(*run(batch, index, None, bulk=False))
+    assert_close(expected_attention(batch, index), *run(batch, index, None, bulk=False))

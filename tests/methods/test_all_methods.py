@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.batches import random_batch, repaged
+from benchmarks.batches import assert_close, random_batch, repaged
 from benchmarks.masks import density_of, tile_keys
 from tests.helpers.lined import lined_batch
 from tests.methods.cases import DEVICE, F32, POISON, all_lists, row_alone, select
@@ -183,7 +183,7 @@ def check_density(
     dense = SparseIndex.allocate(batch.rows, num_heads, 64)
     every = torch.arange(num_heads, dtype=torch.int32, device=DEVICE)
     METHODS["dense"].reference(METHODS["dense"].full, batch.q, batch.cache, dense, every, batch.scale)
-    expected_attention(batch, dense).assert_close(out)
+    assert_close(expected_attention(batch, dense), out)
 
 
 @pytest.mark.full
