@@ -140,10 +140,9 @@ class Step:
         start = sum(q for _, q in self.lengths[:row])
         return slice(start, start + self.lengths[row][1])
 
-    def alone(self, row: int) -> tuple[torch.Tensor, PagedCache, torch.Tensor]:
-        """Query, cache and block table of a row that is the only one, on a single page of plain layout."""
-        cache = PagedCache(self.keys[row][None], self.values[row][None])
-        return self.query[self.tokens(row)], cache, torch.zeros(1, 1, dtype=torch.int32)
+    def alone(self, row: int) -> tuple[torch.Tensor, PagedCache]:
+        """Query and cache of a row that is the only one, on a single page of plain layout."""
+        return self.query[self.tokens(row)], PagedCache(self.keys[row][None], self.values[row][None])
 
 
 def make_step(layer: Attention, lengths: Sequence[tuple[int, int]], seed: int = 0, **changes: Any) -> Step:

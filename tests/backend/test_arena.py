@@ -26,6 +26,7 @@ MIN_TOKENS = 100
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64)
 LINES = {"vertical_tokens": 40, "slash_tokens": 104}
 LONGEST = 40_000
+LENGTHS = st.tuples(st.integers(0, LONGEST - 3000), st.integers(1, 3000))
 
 
 def needs(method: str = "vertical_slash", **params: Any) -> list[LayerNeed]:
@@ -59,13 +60,10 @@ def small_room(times: float) -> Room:
 
 
 class TestSlabs:
-    LENGTHS = st.lists(
-        st.tuples(st.integers(0, LONGEST - 3000), st.integers(1, 3000)), min_size=1, max_size=6
-    )  # fmt: skip
-
-    @given(lengths=LENGTHS, times=st.sampled_from([1.0, 1.1, 1.5, 4.0]))
+    @given(lengths=st.lists(LENGTHS, min_size=1, max_size=6), times=st.sampled_from([1.0, 1.1, 1.5, 4.0]))
     @settings(max_examples=60, deadline=None)
     def test_every_token_runs_once_and_every_slab_fits(self, lengths: list[tuple[int, int]], times: float) -> None:
+        """How a row is cut hangs on no other: one that fits whole alone is whole where the batch does not fit."""
         room, rows = small_room(times), in_turn(lengths)
         assert all(room.fits(row) for row in rows)
         slabs = dealt(room, rows)
@@ -74,24 +72,14 @@ class TestSlabs:
             assert len({row.number for row in slab}) == len(slab)
         for row in rows:
             chunks = [chunk for slab in slabs for chunk in slab if chunk.number == row.number]
+            alone = dealt(room, [Row(0, row.token, row.query_len, row.context_len)])
+            assert [chunk.query_len for chunk in chunks] == [chunk.query_len for slab in alone for chunk in slab]
             assert chunks[0].token == row.token
             assert sum(chunk.query_len for chunk in chunks) == row.query_len
             for before, after in pairwise(chunks):
                 assert before.query_len % 128 == 0
                 assert after.token == before.token + before.query_len
             assert all(chunk.context_len - chunk.token == row.context_len - row.token for chunk in chunks)
-
-    @given(lengths=LENGTHS)
-    @settings(max_examples=30, deadline=None)
-    def test_how_a_row_is_cut_hangs_on_no_other(self, lengths: list[tuple[int, int]]) -> None:
-        """Alone a row may fit whole where the batch does not: then it is whole there too."""
-        room, rows = small_room(1.1), in_turn(lengths)
-        slabs = dealt(room, rows)
-        for row in rows:
-            only = dealt(room, [Row(0, row.token, row.query_len, row.context_len)])
-            alone = [chunk.query_len for slab in only for chunk in slab]
-            beside = [chunk.query_len for slab in slabs for chunk in slab if chunk.number == row.number]
-            assert beside == alone
 
     def test_heads_that_differ_need_room_for_the_one_that_keeps_most(self) -> None:
         slab = rows_of(in_turn([(5000, 500)]))

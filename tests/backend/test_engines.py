@@ -66,12 +66,15 @@ def test_what_a_trial_finds(change: Callable[[torch.Tensor], None], says: str | 
 
 
 def test_the_next_engine_is_taken_and_the_log_says_why(lines: list[str]) -> None:
+    """Refused or found wrong: ``flash`` has no skip of products, whose trial can find nothing but NaN."""
     wrong = broken(lambda out: out.mul_(1.01), "hopper")
     picker = EnginePicker(table=table(wrong, flash_engine(STAND_IN), PORTABLE))
     options = AttendOptions.of([-1.0, None], [False, False], CPU)
     asked = [(BLOCKS, None), (STRIPES, None), (BLOCKS, options)]
     chosen = [picker.pick(BATCH, *given) for given in asked]
     assert [engine.name for engine in chosen] == ["flash", "flash", "hopper"]
+    others = EnginePicker(table=table(flash_engine(STAND_IN), PORTABLE))
+    assert others.pick(BATCH, BLOCKS, options).name == "portable"
     picker.report({0: chosen[0], 1: chosen[0], 5: chosen[1], 3: chosen[2]})
     *reasons, last = lines
     assert last == "sparse-prefill: attention: layers 3 on hopper; layers 0-1,5 on flash"

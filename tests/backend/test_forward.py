@@ -2,6 +2,7 @@
 """One attention layer on vLLM's own cache: mixed batches against vLLM's attention, methods against their references."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from benchmarks.masks import density_of, mask_of
 from tests.backend.served import CPU, PAGE_TOKENS, Step, make_builder, make_layers, make_step
+from tests.helpers.folders import profile_file
 from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.settings.profile import load_profile
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.attend.reference import attend
 from vllm_sparse_kernels.layer import HeadGroup, attend_options, methods_by_head
@@ -35,20 +38,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "top_p": {"kept_mass": 0.3, "sink_tokens": 0, "local_tokens": 128},
     "vertical_slash": {"vertical_tokens": 40, "slash_tokens": 104},
 }
+BY_HEAD = (
+    ("share_prefill", "sale", "sparge_attn", "share_prefill"),
+    ("dense", "anchor_attention", "share_prefill", "share_prefill"),
+    ("share_prefill", "block_sparse", "flex_vertical_slash", "share_prefill"),
+    ("vertical_slash", "top_p", "a_shape", "sale"),
+)
+"""The methods of each layer's heads."""
 LEAVE_NOTHING_OUT = {"dense"}
 QUICK = {"block_sparse", "sale"}
 """One that keeps blocks, and the default."""
-
-
-def exact(step: Step, row: int, scale: float) -> torch.Tensor:
-    """Causal attention of one row in float64."""
-    context_len, query_len = step.lengths[row]
-    group = step.query.shape[1] // step.keys[row].shape[1]
-    q = step.query[step.tokens(row)].double()
-    k, v = (x.double().repeat_interleave(group, 1) for x in (step.keys[row], step.values[row]))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    causal = torch.ones(query_len, context_len + query_len, dtype=torch.bool).tril(context_len)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~causal, -torch.inf).softmax(-1), v)
 
 
 def dense_tokens(step: Step, row: int) -> int:
@@ -56,13 +55,19 @@ def dense_tokens(step: Step, row: int) -> int:
     return max(MIN_TOKENS - step.lengths[row][0], 0)
 
 
-def reference(step: Step, row: int, groups: Sequence[HeadGroup], scale: float) -> tuple[torch.Tensor, SparseIndex]:
-    """A row alone, past the first MIN_TOKENS positions, through the references of its methods and of attend."""
-    query, cache, block_table = step.alone(row)
+def sparse_part(step: Step, row: int) -> Rows:
+    """A row alone, past the first MIN_TOKENS positions. One for all layers: what one keeps for the next lies there."""
     context_len, query_len = step.lengths[row]
     cut = dense_tokens(step, row)
-    query = query[cut:]
-    rows = Rows((0,), (query_len - cut,), (context_len + cut,), block_table)
+    return Rows((0,), (query_len - cut,), (context_len + cut,), torch.zeros(1, 1, dtype=torch.int32))
+
+
+def reference(
+    step: Step, row: int, groups: Sequence[HeadGroup], scale: float, rows: Rows | None = None
+) -> tuple[torch.Tensor, SparseIndex]:
+    """The sparse part of a row through the references of its methods and of attend."""
+    query, cache = step.alone(row)
+    query, rows = query[dense_tokens(step, row) :], rows or sparse_part(step, row)
     layouts = {head: group.method.stripe_layout(rows) for group in groups for head in group.heads}
     block_tokens = index_block_tokens(methods_by_head(tuple(groups)), cache.head_dim, CPU)
     index = SparseIndex.allocate(rows, query.shape[1], block_tokens, layouts)
@@ -123,9 +128,6 @@ class TestMixedBatches:
         new = [torch.cat([x[-q:] for x, (_, q) in zip(side, MIXED)]) for side in (step.keys, step.values)]
         out = step.forward(layer, metadata, **({} if in_cache else dict(zip(("key", "value"), new))))
         torch.testing.assert_close(out, step.by_dense_backend(layer, builder), **CLOSE)
-        for row in range(len(MIXED)):
-            expected = exact(step, row, layer.impl.scale).float()
-            torch.testing.assert_close(out[step.tokens(row)], expected, **CLOSE)
 
     def test_learnt_sinks_join_the_softmax_as_in_vllms(self, configured: Callable[..., Any]) -> None:
         """Everything is kept: rows that run sparse beside those that run on vLLM's own implementation."""
@@ -145,7 +147,25 @@ class TestMixedBatches:
 
 class TestMethods:
     def test_all_are_here(self) -> None:
-        assert set(SETTINGS) == set(METHODS)
+        assert set(SETTINGS) == set(METHODS) == {name for names in BY_HEAD for name in names}
+
+    def test_every_head_runs_the_method_that_the_profile_names(self, built: Callable[..., Any], tmp_path: Path) -> None:
+        """Of layers whose heads differ; SharePrefill's patterns reach over them. The reference knows no groups."""
+        specs = [[{"method": name, **SETTINGS[name]} for name in names] for names in BY_HEAD]
+        specs[1][3]["cluster"] = specs[2][0]["cluster"] = 1
+        layers = {i: {"heads": dict(enumerate(heads))} for i, heads in enumerate(specs)}
+        path = profile_file(tmp_path, default={"method": "dense"}, layers=layers)
+        profile = load_profile(path)
+        made, builder = built(*range(4), profile=path, min_tokens=MIN_TOKENS, check_index=True)
+        step = make_step(made[0], MIXED)
+        metadata = builder.build(0, step.common)
+        parts = {row: sparse_part(step, row) for row in SPARSE_ROWS}
+        for number, layer in enumerate(made):
+            out = step.forward(layer, metadata)
+            heads = [HeadGroup((head,), method) for head, method in enumerate(profile.methods_of(number, 4))]
+            for row, part in parts.items():
+                expected, _ = reference(step, row, heads, layer.impl.scale, part)
+                torch.testing.assert_close(out[step.tokens(row)][dense_tokens(step, row) :], expected, **CLOSE)
 
     @pytest.mark.parametrize(
         "method", [one if one in QUICK else pytest.param(one, marks=pytest.mark.full) for one in SETTINGS]

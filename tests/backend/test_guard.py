@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The online guard: it sees what sparse attention loses, acts on it after a while, takes it back, and never waits.
 
-Steps are those of one long row after another, made so that queries look either near or far back: A-shape with tiny
-windows is right on the former and starves on the latter.
+A-shape with tiny windows starves on a long row, and keeps all of one that ends in its second block.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ pytest.importorskip("vllm", reason="needs vLLM")
 
 from vllm.platforms import current_platform
 
-from tests.backend.served import PAGE_TOKENS, Step, make_builder, make_common, make_layers, make_step
+from tests.backend.served import make_builder, make_common, make_layers, make_step
+from tests.helpers.folders import profile_file
 from vllm_sparse_backend.serving.arena import Row, rows_of
 from vllm_sparse_backend.serving.guard import MOST_DOUBLINGS, RECOVERY_SHARE, Check, Guard, pick_queries
-from vllm_sparse_backend.serving.stats import HostCopy
+from vllm_sparse_backend.serving.stats import HostCopy, Recorder
 from vllm_sparse_backend.serving.step import Slab
 from vllm_sparse_backend.settings.config import GuardConfig, load_config
 from vllm_sparse_backend.settings.plan import DEFAULT
@@ -29,32 +29,22 @@ from vllm_sparse_backend.settings.reasons import Fallback
 needs_cpu_build = pytest.mark.skipif(not current_platform.is_cpu(), reason="needs vLLM's CPU build")
 
 MIN_TOKENS = 120
-LONG = ((320, 200),)
+LONG, ALL_WITHIN_REACH = ((320, 200),), ((0, 190),)
 MIXED = ((333, 150), (40, 1), (0, 63), (1, 200), (100, 131), (0, 1), (701, 40), (64, 1), (31, 64))
 TINY = {"method": "a_shape", "params": {"sink_tokens": 16, "local_tokens": 64}}
 COMMON = {"min_tokens": MIN_TOKENS, "min_query_tokens": 1}
-PLACE = (4, "fast")
-FAR = slice(140, 144)
-"""Past the block of 128 with A-shape's first keys, and before those around its window."""
+PLACE, LABELS = (4, "fast"), ["4", "fast"]
+ONES = torch.ones(3, 2, 8)
+ONE_NAN = torch.where(torch.arange(48).view(3, 2, 8) == 32, float("nan"), 1.0)
 
 
-class Told:
-    """In a recorder's place."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[Any] = Counter()
-        self.gauges: dict[Any, float] = {}
-
-    def count(self, name: str, labels: dict[str, Any]) -> None:
-        self.counts[name, labels["layer"], labels["level"]] += 1
-
-    def gauge(self, name: str, labels: dict[str, Any], value: float) -> None:
-        self.gauges[name, labels["layer"], labels["level"]] = value
+def make_guard(**settings: Any) -> Guard:
+    return Guard(GuardConfig(**settings), Recorder(torch.device("cpu")))
 
 
-def make_guard(**settings: Any) -> tuple[Guard, Told]:
-    told = Told()
-    return Guard(GuardConfig(**settings), told), told  # type: ignore[arg-type]
+def told(guard: Guard) -> dict[str, float]:
+    """What it tells of its place, by the metric's name."""
+    return {of: value for of, labels, value in guard.recorder.samples()[0] if labels == LABELS}
 
 
 def judge(guard: Guard, sparse: torch.Tensor, dense: torch.Tensor) -> None:
@@ -72,7 +62,7 @@ def see(guard: Guard, *errors: float) -> None:
 class TestWhatIsChecked:
     def test_chunks_of_prompts_cannot_fall_in_step_with_it(self) -> None:
         """Nor do layers with each other: each place of a period is met by each layer, and pairs of layers part."""
-        guard, _ = make_guard()
+        guard = make_guard()
         due = [guard.due(range(32), step) for step in range(2000)]
         steps = {layer: [step for step, layers in enumerate(due) if layer in layers] for layer in range(32)}
         for layer, found in steps.items():
@@ -94,7 +84,7 @@ class TestWhatIsChecked:
 
 class TestJudgement:
     def test_patience(self, lines: list[str]) -> None:
-        guard, told = make_guard(bound=0.2, patience=3)
+        guard = make_guard(bound=0.2, patience=3)
         see(guard, 0.3, 0.3, 0.1, 0.21, 0.3, 0.19, 0.3, 0.3)
         (started,) = lines
         assert "checks each layer once in 10 steps with sparse rows of a level" in started
@@ -107,19 +97,18 @@ class TestJudgement:
         assert "3 checks in a row, bound 0.2, errors 0.300, 0.300, 0.400" in line
         see(guard, 0.4, 0.4, 0.4, 0.4)
         assert len(lines) == 2
-        assert told.counts == {("guard_checks", *PLACE): 13, ("guard_trips", *PLACE): 1}
-        lately = (0.21 + 0.3 + 0.19 + 0.3 + 0.3 + 5 * 0.4) / 10
-        assert told.gauges == {("guard_error", *PLACE): pytest.approx(lately), ("guard_dense", *PLACE): 1}
+        lately = pytest.approx((0.21 + 0.3 + 0.19 + 0.3 + 0.3 + 5 * 0.4) / 10)
+        assert told(guard) == {"guard_checks": 13, "guard_trips": 1, "guard_error": lately, "guard_dense": 1}
 
     def test_back_with_hysteresis(self, lines: list[str]) -> None:
-        guard, told = make_guard(bound=0.2, patience=1, recover=3)
+        guard = make_guard(bound=0.2, patience=1, recover=3)
         good, between = 0.2 * RECOVERY_SHARE * 0.99, 0.2 * 0.95
         see(guard, 0.3, good, good, between, good, good)
         assert guard.held == {PLACE}
         see(guard, good)
         assert guard.held == frozenset()
         assert "layer 4 goes sparse again at level fast" in lines[-1]
-        assert told.gauges["guard_dense", *PLACE] == 0
+        assert told(guard)["guard_dense"] == 0
         see(guard, between, between, between)
         assert guard.held == frozenset()
         for trip in range(1, 10):  # each time it takes twice as long
@@ -133,53 +122,56 @@ class TestJudgement:
 
     def test_errors_are_of_all_heads_together(self, lines: list[str]) -> None:
         """Heads with small outputs count for little, as in what follows attention; the log names the furthest off."""
-        guard, told = make_guard(bound=0.05, patience=1)
+        guard = make_guard(bound=0.05, patience=1)
         dense = torch.randn(128, 3, 8) * torch.tensor([1.0, 2.0, 0.01])[:, None]
         sparse = dense + torch.randn_like(dense) * torch.tensor([0.1, 0.1, 0.01])[:, None]
         judge(guard, sparse, dense)
         expected = float((sparse - dense).norm() / dense.norm())
-        assert told.gauges["guard_error", *PLACE] == pytest.approx(expected, rel=1e-5)
+        assert told(guard)["guard_error"] == pytest.approx(expected, rel=1e-5)
         worst = float((sparse - dense)[:, 2].norm() / dense[:, 2].norm())
         assert f"head 2 had {worst:.2f} in the last" in lines[1]
 
     @pytest.mark.parametrize("number", ["nan", "inf"])
     def test_what_is_no_number_is_too_much_at_once(self, number: str, lines: list[str]) -> None:
-        guard, told = make_guard(patience=3, recover=2)
+        guard = make_guard(patience=3, recover=2)
         sparse, dense = torch.ones(2, 3, 2, 8)
         sparse[1, 1, 5] = float(number)
         judge(guard, sparse, dense)
-        assert (guard.held, told.gauges["guard_error", *PLACE]) == ({PLACE}, 1)
+        assert (guard.held, told(guard)["guard_error"]) == ({PLACE}, 1)
         assert f"errors {number}" in lines[-1]
         assert f"head 1 had {number}" in lines[-1]
         see(guard, 0, 0)
         assert guard.held == frozenset()
 
-    def test_what_was_no_number_before_the_layer_is_not_its_fault(self) -> None:
-        guard, told = make_guard(patience=1)
-        dense = torch.ones(3, 2, 8)
-        dense[2, 0, 0] = float("nan")
-        for sparse in (dense, dense * float("nan"), torch.ones(3, 2, 8)):
-            judge(guard, sparse, dense)
-        assert (guard.held, told.counts, told.gauges) == (frozenset(), {("guard_checks", *PLACE): 3}, {})
-
-    def test_outputs_of_zero(self) -> None:
-        guard, told = make_guard(patience=1)
-        judge(guard, zero := torch.zeros(3, 2, 8), zero)
-        assert told.gauges == {("guard_error", *PLACE): 0, ("guard_dense", *PLACE): 0}
-        judge(guard, zero + 1e-3, zero)
-        assert guard.held == {PLACE}
+    @pytest.mark.parametrize(
+        ("sparse", "dense", "error"),
+        [
+            # What was no number before the layer is not its fault.
+            *((sparse, ONE_NAN, None) for sparse in (ONE_NAN, ONE_NAN * float("nan"), ONES)),
+            (ONES * 0, ONES * 0, 0),
+            (ONES * 1e-3, ONES * 0, 1),
+        ],
+    )
+    def test_outputs_of_zero_and_of_no_number(
+        self, sparse: torch.Tensor, dense: torch.Tensor, error: float | None
+    ) -> None:
+        guard = make_guard(patience=1)
+        judge(guard, sparse, dense)
+        assert guard.held == ({PLACE} if error == 1 else frozenset())
+        assert told(guard).get("guard_error") == error
+        assert told(guard)["guard_checks"] == 1
 
 
 class TestNothingWaits:
     def test_what_has_not_arrived_is_left_alone(self) -> None:
-        guard, told = make_guard()
-        guard._checks += [Check((i, "fast"), HostCopy(torch.ones(2, 4))) for i in range(3)]
+        guard = make_guard()
+        guard._checks += [Check(PLACE, HostCopy(torch.ones(2, 4))) for _ in range(3)]
         guard._checks[1].sums.arrived = lambda: False  # type: ignore[method-assign]
         guard.judge_arrived()
-        assert set(told.counts) == {("guard_checks", 0, "fast")}
+        assert told(guard)["guard_checks"] == 1
         guard._checks[0].sums.arrived = lambda: True  # type: ignore[method-assign]
         guard.judge_arrived()
-        assert told.counts == {("guard_checks", layer, "fast"): 1 for layer in range(3)}
+        assert told(guard)["guard_checks"] == 3
 
     @needs_cpu_build
     def test_queries_are_cut_out_of_a_batch_by_lengths_of_the_host(self, built: Callable[..., Any]) -> None:
@@ -197,7 +189,7 @@ class TestNothingWaits:
 
     @pytest.mark.gpu
     def test_on_a_gpu_torch_sees_no_wait(self) -> None:
-        guard, told = make_guard()
+        guard = make_guard()
         sparse, dense = torch.randn(2, 128, 32, 128, dtype=torch.bfloat16, device="cuda")
         judge(guard, sparse, dense)  # what is allocated for the first time may wait
         torch.cuda.synchronize()
@@ -211,40 +203,8 @@ class TestNothingWaits:
         torch.cuda.synchronize()
         guard.judge_arrived()
         expected = float((sparse.double() - dense.double()).norm() / dense.double().norm())
-        found = [told.gauges["guard_error", layer, "fast"] for layer in range(50)]
+        found = [value for name, _, value in guard.recorder.samples()[0] if name == "guard_error"]
         assert found == [pytest.approx(expected, rel=1e-3)] * 50
-
-
-def look(step: Step, layer: Any, far: bool) -> Step:
-    """The step with queries and keys that make every query of a long row look near, or at a few keys far back."""
-    for row, (context_len, query_len) in enumerate(step.lengths):
-        positions = torch.arange(context_len + query_len).float()
-        angles = positions[:, None] * torch.tensor([0.8 * 0.6**i for i in range(8)])
-        places = torch.cat([angles.cos(), angles.sin()], 1) * 4
-        keys = torch.zeros_like(step.keys[row])
-        keys[:, :, :16] = places[:, None]
-        query = step.query[step.tokens(row)]
-        query *= 0
-        query[:, :, :16] = 0 if far else places[context_len:, None]
-        keys[FAR, :, 20], query[:, :, 20] = 8, 8 if far else 0
-        slots = step.common.block_table_tensor[row, positions.long() // PAGE_TOKENS].long() * PAGE_TOKENS
-        layer.impl.do_kv_cache_update(
-            layer, keys, step.values[row], step.kv_cache, slots + positions.long() % PAGE_TOKENS
-        )
-        step.keys[row] = keys
-    return step
-
-
-def serve(builder: Any, layers: Sequence[Any], step: Step, number: int) -> list[list[bool]]:
-    """So many steps, of which layers that are not looked at are left out; by step, which layers run dense."""
-    dense = []
-    for _ in range(number):
-        metadata = builder.build(0, step.common)
-        dense.append([(layer.impl.number, DEFAULT) in metadata.sparse.held for layer in layers])
-        for layer in layers:
-            if any(layer.impl.number in probe.layers for probe in metadata.sparse.probes):
-                step.forward(layer, metadata)
-    return dense
 
 
 @needs_cpu_build
@@ -270,21 +230,16 @@ class TestForward:
             outputs.append([step.forward(layer, metadata) for layer in layers])
         assert all(torch.equal(without, guarded) for without, guarded in zip(*outputs))
 
-    def test_it_comes_back_as_soon_as_it_would_be_right_again(
-        self, built: Callable[..., Any], lines: list[str]
-    ) -> None:
+    def test_it_trips_on_rows_that_lose_and_comes_back_with_rows_that_do_not(self, built: Callable[..., Any]) -> None:
         """While dense its sparse output is measured all the same, and that alone: outputs stay vLLM's."""
-        (layer,), builder = built(0, **TINY, **COMMON, guard={"rate": 0.5, "recover": 4})
-        far, near = (look(make_step(layer, LONG), layer, far=far) for far in (True, False))
-        assert serve(builder, [layer], far, 30)[-1] == [True]
-        exact, dense = near.by_dense_backend(layer, builder), []
-        for _ in range(20):
-            metadata = builder.build(0, near.common)
-            dense.append((0, DEFAULT) in metadata.sparse.held)
-            assert torch.equal(near.forward(layer, metadata), exact) == dense[-1]
-        assert dense == [True] * (back := dense.index(False)) + [False] * (20 - back)
-        assert 6 <= back <= 9
-        assert "layer 0 goes sparse again at level default (4 checks in a row, bound 0.3" in lines[-1]
+        (layer,), builder = built(0, **TINY, **COMMON, guard={"rate": 1.0, "patience": 2, "recover": 4})
+        held = []
+        for lengths in [LONG] * 3 + [ALL_WITHIN_REACH] * 6:
+            step = make_step(layer, lengths)
+            metadata = builder.build(0, step.common)
+            held.append((0, DEFAULT) in metadata.sparse.held)
+            assert torch.equal(step.forward(layer, metadata), step.by_dense_backend(layer, builder)) == held[-1]
+        assert held == [False] * 2 + [True] * 5 + [False] * 2
 
     def test_steps_without_sparse_rows_are_not_counted(self, built: Callable[..., Any]) -> None:
         _, builder = built(0, **TINY, **COMMON, guard={"rate": 0.5})
@@ -304,12 +259,10 @@ class TestLevels:
 
     @pytest.fixture
     def served(self, configured: Callable[..., Any], tmp_path: Path) -> Any:
-        profile = tmp_path / "levels.yaml"
-        profile.write_text(
-            "format: 1\nmodel: any\nlevel: high\ndefault: {method: a_shape, sink_tokens: 16, local_tokens: 64}\n"
-            "levels: {fast: {default: {method: a_shape, sink_tokens: 16, local_tokens: 32}, dense_layers: [1]}}\n"
-        )
-        config = configured(profile=str(profile), **COMMON, guard={"rate": 1.0, "patience": 2, "recover": 2})
+        high, fast = ({"method": "a_shape", "sink_tokens": 16, "local_tokens": local} for local in (64, 32))
+        levels = {"fast": {"default": fast, "dense_layers": [1]}}
+        profile = profile_file(tmp_path, level="high", default=high, levels=levels)
+        config = configured(profile=profile, **COMMON, guard={"rate": 1.0, "patience": 2, "recover": 2})
         layers = make_layers(config, [0, 1])
         return layers, make_builder(config, layers), make_step(layers[0], [(0, 400), (0, 300), (50, 1), (0, 350)])
 

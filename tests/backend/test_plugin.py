@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin in vLLM's registry and platform: there once, for those who ask for it, and surviving a spawn."""
+"""The plugin in vLLM's registry and platform: there once, for those who ask for it.
+
+That processes which vLLM spawns have it, and none that VLLM_PLUGINS leaves it out of, real servers show (tests/server).
+"""
 
 import asyncio
 import contextlib
-import multiprocessing
 from argparse import Namespace
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from tests.backend.served import make_config, make_model
+from tests.helpers.folders import profile_file
 from vllm_sparse_backend import plugin
 from vllm_sparse_backend.serving.metrics_page import MetricsEndpoint
 from vllm_sparse_backend.settings.errors import ConfigurationError
@@ -31,11 +33,25 @@ from vllm_sparse_backend.settings.errors import ConfigurationError
 CUSTOM = registry.AttentionBackendEnum.CUSTOM
 WRAPPED = ("check_and_update_config", "get_attn_backend_cls")
 SELECTION = AttentionSelectorConfig(head_size=32, dtype=torch.float32, kv_cache_dtype="auto", block_size=32)
-OTHER_MODEL = (
-    "format: 1\n"
-    "model: {architecture: LlamaForCausalLM, num_layers: 32, num_heads: 32, num_kv_heads: 8, head_dim: 128}\n"
-    "default: {method: dense}\n"
-)
+UNAVAILABLE = [
+    (lambda patch: patch.setattr("vllm.__version__", "0.25.1"), "vLLM 0.25.1 is here, and it is made for 0.26 to 0.33"),
+    (lambda patch: patch.setattr("vllm.__version__", "0.34.0rc1"), "pip install 'vllm>=0.26,<0.34'"),
+    (lambda patch: patch.delattr(registry, "register_backend"), "(ImportError: cannot import name 'register_backend'"),
+    (
+        lambda patch: setattr(type(current_platform), WRAPPED[0], None),
+        "check_and_update_config is missing, expected it as in 0.26 to 0.33",
+    ),
+    (
+        lambda patch: registry.register_backend(CUSTOM, "other.plugin.Backend"),
+        "(other.plugin.Backend). Choose plugins with VLLM_PLUGINS, for example VLLM_PLUGINS=sparse_prefill",
+    ),
+]
+
+
+def is_wrapped() -> bool:
+    """Whether one of the platform's methods is ours."""
+    methods = [vars(type(current_platform))[name] for name in WRAPPED]
+    return any(getattr(method.__func__, "sparse_prefill", False) for method in methods if method is not None)
 
 
 @pytest.fixture
@@ -100,55 +116,37 @@ class TestRegistration:
         assert CUSTOM.get_path() == plugin.BACKEND
         assert list(registry.AttentionBackendEnum).count(CUSTOM) == 1  # aliases are not members of their own
 
-    def test_another_plugin_keeps_its_place(self, untouched: type, lines: list[str]) -> None:
-        registry.register_backend(CUSTOM, "other.plugin.Backend")
-        plugin.register()
-        assert CUSTOM.get_path() == "other.plugin.Backend"
-        assert not {*plugin.NAMES} & {*registry.AttentionBackendEnum._member_map_}
-        assert not any(getattr(vars(untouched)[name].__func__, "sparse_prefill", False) for name in WRAPPED)
-        (line,) = lines
-        assert "sparse-prefill is not available" in line
-        assert "other.plugin.Backend" in line
-        assert "VLLM_PLUGINS=sparse_prefill" in line
-
     def test_another_plugin_that_comes_later_is_not_taken_for_ours(self, untouched: type) -> None:
         plugin.register()
         assert path_of(CUSTOM) == plugin.BACKEND
         registry.register_backend(CUSTOM, "other.plugin.Backend")
         assert path_of(CUSTOM) != plugin.BACKEND
 
-    @pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "0.34.0rc1", "1.0.0"])
-    def test_a_release_that_it_is_not_made_for(
-        self, untouched: type, lines: list[str], monkeypatch: pytest.MonkeyPatch, version: str
+    @pytest.mark.parametrize(("change", "why"), UNAVAILABLE)
+    def test_where_it_cannot_be_a_line_says_why(
+        self, untouched: type, lines: list[str], monkeypatch: pytest.MonkeyPatch, change: Any, why: str
     ) -> None:
-        """The flag stays unknown, and the line before vLLM's own error says why."""
-        monkeypatch.setattr("vllm.__version__", version)
+        """It must not end the servers of other backends, which load the plugin too: only its flag stays unknown."""
+        change(monkeypatch)
         plugin.register()
         (line,) = lines
-        assert f"not available: vLLM {version} is here, and it is made for 0.26 to 0.33" in line
-        assert "pip install 'vllm>=0.26,<0.34'" in line
+        assert line.startswith("sparse-prefill is not available: ")
+        assert why in line
+        assert not {*plugin.NAMES} & {*registry.AttentionBackendEnum._member_map_}
+        assert not is_wrapped()
         with pytest.raises(ValueError, match="Unknown attention backend: 'SPARSE-PREFILL'"):
             AttentionConfig(backend="sparse-prefill")
 
-    @pytest.mark.parametrize("version", ["0.26.0", "0.33.1", "0.32.0+cpu", "0.1.dev1+g1234567", "dev"])
-    def test_releases_that_it_is_made_for_and_builds_that_do_not_say(self, version: str) -> None:
-        assert plugin.unsupported(version) is None
-
-    def test_a_build_that_lacks_what_it_builds_on(
-        self, untouched: type, lines: list[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.delattr(registry, "register_backend")
-        plugin.register()
-        (line,) = lines
-        assert "lacks what it builds on (ImportError: cannot import name 'register_backend'" in line
-
-    def test_a_build_that_its_hooks_do_not_fit(self, untouched: type, lines: list[str]) -> None:
-        """It must not end the servers of other backends, which load the plugin too."""
-        setattr(untouched, "check_and_update_config", None)  # noqa: B010
-        plugin.register()
-        (line,) = lines
-        assert "check_and_update_config is missing, expected it as in 0.26 to 0.33" in line
-        assert not {*plugin.NAMES} & {*registry.AttentionBackendEnum._member_map_}
+    @pytest.mark.parametrize(
+        ("versions", "are_known"),
+        [
+            (("0.26.0", "0.33.1", "0.32.0+cpu", "0.1.dev1+g1234567", "dev"), True),
+            (("0.25.1", "0.34.0", "0.34.0rc1", "1.0.0"), False),
+        ],
+    )
+    def test_releases_that_it_is_made_for(self, versions: tuple[str, ...], are_known: bool) -> None:
+        """Builds that do not say are taken for such."""
+        assert [plugin.unsupported(version) is None for version in versions] == [are_known] * len(versions)
 
 
 class TestPlatform:
@@ -174,9 +172,8 @@ class TestPlatform:
 
     def test_parts_of_a_model_that_is_loading_are_not_checked(self, default_model: Any, tmp_path: Path) -> None:
         """Text stacks and draft models get configurations derived from the served model's, with shapes of their own."""
-        shape = "{architecture: LlamaForCausalLM, num_layers: 4, num_heads: 4, num_kv_heads: 2, head_dim: 32}"
-        (tmp_path / "own.yaml").write_text(f"format: 1\nmodel: {shape}\ndefault: {{method: dense}}\n")
-        settings = {"profile": str(tmp_path / "own.yaml")}
+        shape = {"architecture": "LlamaForCausalLM", "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+        settings = {"profile": profile_file(tmp_path, model=shape, default={"method": "dense"})}
         config = make_config(default_model, settings)
         other = make_model(tmp_path / "draft", num_hidden_layers=1, num_attention_heads=2)
         with pytest.raises(ConfigurationError):
@@ -190,26 +187,3 @@ class TestPlatform:
         plugin.register()
         config = VllmConfig(attention_config=AttentionConfig(backend="sparse-prefill"))
         assert config.model_config is None
-
-
-@pytest.mark.parametrize("plugins", ["none", "sparse_prefill"])
-def test_left_out_it_is_stock_vllm(monkeypatch: pytest.MonkeyPatch, plugins: str) -> None:
-    """In a new process, which has no plugin until vLLM's own loader brings it."""
-    monkeypatch.setenv("VLLM_PLUGINS", plugins)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        assert pool.submit(registered_there).result(timeout=300) == ([plugins != "none"] * 3)
-
-
-def registered_there() -> list[bool]:
-    """Where vLLM has loaded its plugins: whether the flag, the one open place and the platform's methods are ours."""
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()
-    try:
-        known = AttentionConfig(backend="sparse-prefill").backend is CUSTOM
-    except ValueError:
-        known = False
-    platform = type(current_platform)
-    wrapped = {getattr(vars(platform)[name].__func__, "sparse_prefill", False) for name in WRAPPED}
-    assert len(wrapped) == 1
-    return [known, CUSTOM.is_overridden(), *wrapped]

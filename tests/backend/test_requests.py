@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import re
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,30 +28,26 @@ from vllm.v1.request import Request as EngineRequest
 import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from tests.backend.served import make_builder, make_layers, make_step
 from tests.backend.test_forward import CLOSE, MIN_TOKENS, MIXED, SPARSE_ROWS, dense_tokens, reference
+from tests.helpers.folders import profile_file
+from tests.test_crossover import entry
 from vllm_sparse_backend.serving import compat, hooks, requests, row_levels
 from vllm_sparse_backend.serving.metadata import SparsePrefillMetadataBuilder
 from vllm_sparse_backend.serving.requests import choices
 from vllm_sparse_backend.serving.ways_in import LevelsEndpoint, LevelsMiddleware
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import DEFAULT
-from vllm_sparse_backend.settings.profile import Profile
-from vllm_sparse_backend.settings.requests import MARK, Granted, Mark
+from vllm_sparse_backend.settings.requests import MARK, Mark
 from vllm_sparse_kernels.attend import PORTABLE
 
 EXACT = Mark("exact", "exact", 100)
 FAST = Mark("fast", "fast", 100)
 BLOCK_TOKENS = 16
-LEVELS = """
-format: 1
-model: {architecture: LlamaForCausalLM, num_layers: 4, num_heads: 4, num_kv_heads: 2, head_dim: 32}
-level: high
-dense_layers: [0, 1]
-default: {method: a_shape, sink_tokens: 16, local_tokens: 16}
-levels:
-  fast:
-    dense_layers: [0, 3]
-    default: {method: block_sparse, top_blocks: 1}
-"""
+LEVELS: dict[str, Any] = {
+    "level": "high",
+    "dense_layers": [0, 1],
+    "default": {"method": "a_shape", "sink_tokens": 16, "local_tokens": 16},
+    "levels": {"fast": {"dense_layers": [0, 3], "default": {"method": "block_sparse", "top_blocks": 1}}},
+}
 
 
 def started(config: Any, *names: str) -> tuple[Any, None, Namespace]:
@@ -65,10 +62,8 @@ def asking(level: object) -> dict[str, Any]:
 @pytest.fixture
 def levels(configured: Callable[..., Any], tmp_path: Any) -> Any:
     """A configuration whose profile has two levels, and layers that are dense at none, either and both of them."""
-    (tmp_path / "levels.yaml").write_text(LEVELS)
-    return configured(
-        profile=str(tmp_path / "levels.yaml"), min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True
-    )
+    profile = profile_file(tmp_path, **LEVELS)
+    return configured(profile=profile, min_tokens=MIN_TOKENS, min_query_tokens=1, check_index=True)
 
 
 class Owner:
@@ -94,13 +89,11 @@ def test_a_hook_is_put_around_once() -> None:
     assert owner.of_class(1) == (owner, 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("gone", r"Owner\.gone is missing"), ("method", r"Owner\.method\(self, number: int\) -> int has no more, yet")],
-)
-def test_what_a_hook_does_not_fit_is_an_error(name: str, said: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"vLLM \d.*{said}, expected it as in 0\.26 to 0\.33"):
-        hooks.put_around(Owner, name, doubled, ("number", "more", "yet"))
+def test_what_a_hook_does_not_fit_is_an_error() -> None:
+    """What is missing too (test_plugin.py)."""
+    said = r"Owner\.method\(self, number: int\) -> int has no more, yet, expected it as in 0\.26 to 0\.33"
+    with pytest.raises(ConfigurationError, match=rf"vLLM \d.*{said}"):
+        hooks.put_around(Owner, "method", doubled, ("number", "more", "yet"))
 
 
 class TestBlocks:
@@ -187,20 +180,6 @@ class TestFront:
             functions.append(runner.execute_model)
         assert all(getattr(function, hooks.OURS) for function in (*functions, NewerRunner.prepare_attn))
 
-    def test_what_is_asked_for_the_sake_of_an_http_request_has_its_level(self, levels: Any) -> None:
-        """Sampling parameters that were made anew, as for beams, know nothing of it."""
-        client, params = SimpleNamespace(vllm_config=levels), SamplingParams(extra_args={"other": 1})
-        requests.check_in(client, params)
-        assert requests.mark_of(client, params) == Mark(DEFAULT, None, MIN_TOKENS)
-        token = requests.ASKED.set(Granted("fast"))
-        try:
-            requests.check_in(client, params)
-        finally:
-            requests.ASKED.reset(token)
-        mark = requests.mark_of(client, params)
-        assert (mark, type(mark.level)) == (Mark("fast", "fast", MIN_TOKENS), str)
-        assert mark.write(params.extra_args) == {"other": 1, MARK: ["fast", "fast", MIN_TOKENS]}
-
     def test_on_a_server_that_pools(self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
         """Every row is dense, vLLM's own all the way; ``on`` lets it go sparse. Requests have what the server has."""
         for policy, own, other in ({}, 0, 1), ({"default": "on"}, 1, 0):
@@ -218,17 +197,9 @@ class TestFront:
             metadata = builder.build(0, step.common)
             exact = torch.equal(step.forward(made[0], metadata), step.by_dense_backend(made[0], builder))
             assert exact == (own == 0)
-
-    @pytest.mark.parametrize(
-        ("policy", "given"), [({"default": "fast"}, "fast"), ({"models": {"a": "on"}}, "default, exact")]
-    )
-    def test_requests_for_pooling_carry_no_level(
-        self, levels: Any, monkeypatch: pytest.MonkeyPatch, policy: Any, given: str
-    ) -> None:
-        monkeypatch.setattr(levels.model_config, "runner_type", "pooling")
-        monkeypatch.setitem(levels.additional_config["sparse_prefill"], "requests", policy)
-        with pytest.raises(ConfigurationError, match=rf"requests: given {given} for .* but this server pools"):
-            choices(levels)
+        monkeypatch.setitem(config.additional_config["sparse_prefill"], "requests", {"models": {"a": "on"}})
+        with pytest.raises(ConfigurationError, match=r"given default, exact for .* but this server pools"):
+            choices(config)
 
     @pytest.mark.parametrize("policy", [{"default": "exact"}, {"default": "fast"}, {"models": {"a": "exact"}}])
     def test_who_gets_what_unasked_has_vllms_own_hashes(
@@ -311,40 +282,52 @@ class TestWaysIn:
             asyncio.run(LevelsEndpoint().init_state(*started(levels)))
 
 
-MULTI = {"several": {"connectors": [{"kv_connector": "NixlConnector"}, {"kv_connector": "LMCacheMPConnector"}]}}
+def stored(*names: str) -> KVTransferConfig:
+    """By one connector, or by several."""
+    name, extra = names[0], {}
+    if len(names) > 1:
+        name, extra = "MultiConnector", {"connectors": [{"kv_connector": one} for one in names]}
+    return KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra)
 
 
 class TestStores:
-    @pytest.fixture
-    def served(self, levels: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-        def with_store(name: str, **extra: Any) -> Any:
-            transfer = KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra)
-            monkeypatch.setattr(levels, "kv_transfer_config", transfer)
-            return levels
-
-        return with_store
-
     @pytest.mark.parametrize("name", ["OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector"])
-    def test_with_one_by_hashes_exact_requests_have_them(self, served: Callable[..., Any], name: str) -> None:
+    def test_with_one_by_hashes_exact_requests_have_them(
+        self, levels: Any, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
         """So whoever shares the store finds there what it would have computed itself."""
-        found = choices(served(name))
+        monkeypatch.setattr(levels, "kv_transfer_config", stored(name))
+        found = choices(levels)
         assert found.refusal is None
         assert set(found.salts) == {DEFAULT, "fast"}
         assert len(set(found.salts.values())) == 2
         assert found.mark(None).salt == found.salts[DEFAULT]
         assert found.mark({"sparse_prefill": 0}).salt is None
 
-    @pytest.mark.parametrize("name", ["LMCacheConnectorV1", "ExampleConnector", *MULTI])
+    @pytest.mark.parametrize(
+        ("names", "by_tokens"),
+        [
+            (["LMCacheConnectorV1"], "LMCacheConnectorV1"),
+            (["ExampleConnector"], "ExampleConnector"),
+            (["NixlConnector", "LMCacheMPConnector"], "LMCacheMPConnector"),
+            # Blocks that are handed to one request are no store.
+            (["NixlConnector"], None),
+            (["NixlPullConnector", "NixlConnector"], None),
+        ],
+    )
     def test_with_one_by_tokens_levels_are_refused_and_the_log_says_why(
-        self, served: Callable[..., Any], lines: list[str], name: str
+        self, levels: Any, monkeypatch: pytest.MonkeyPatch, lines: list[str], names: list[str], by_tokens: str | None
     ) -> None:
-        config = served("MultiConnector", **MULTI[name]) if name in MULTI else served(name)
-        with pytest.raises(ValueError, match=r"given 0, but this server keeps keys and values with (LMC|Exam)"):
-            choices(config).mark({"sparse_prefill": 0})
-        assert choices(config).mark({"sparse_prefill": 1}).level == DEFAULT
-        requests.warn_of_stores(config)
-        assert "by their tokens alone" in lines[0]
-        assert "Give it a store of its own" in lines[0]
+        monkeypatch.setattr(levels, "kv_transfer_config", stored(*names))
+        found = choices(levels)
+        requests.warn_of_stores(levels)
+        assert found.mark({"sparse_prefill": 1}).level == DEFAULT
+        if by_tokens is None:
+            assert (found.refusal, found.salts, lines) == (None, {"exact": "exact", "fast": "fast"}, [])
+            return
+        with pytest.raises(ValueError, match=f"given 0, but this server keeps keys and values with {by_tokens}, by"):
+            found.mark({"sparse_prefill": 0})
+        assert re.search("by their tokens alone.* Give it a store of its own", lines[0])
 
     @pytest.mark.parametrize(("backend", "by_token"), [("native", []), ("lmcache", ["LMCacheMPConnector"])])
     def test_offloading_is_known_before_vllm_names_its_connector(
@@ -355,16 +338,6 @@ class TestStores:
         assert levels.kv_transfer_config is None
         assert requests.stores_by_token(levels) == by_token
         assert (DEFAULT in choices(levels).salts) == (not by_token)
-
-    def test_blocks_that_are_handed_to_one_request_are_no_store(
-        self, served: Callable[..., Any], lines: list[str]
-    ) -> None:
-        handed = {"connectors": [{"kv_connector": "NixlPullConnector"}]}
-        for config in (served("NixlConnector"), served("MultiConnector", **handed)):
-            assert choices(config).refusal is None
-            assert choices(config).salts == {"exact": "exact", "fast": "fast"}
-            requests.warn_of_stores(config)
-        assert lines == []
 
     def test_microbatches_have_no_names_for_their_rows(self, levels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(levels.parallel_config, "enable_dbo", True)
@@ -516,12 +489,10 @@ class TestRows:
         def made(share: float) -> Any:
             by_mass = {"method": "top_p", "kept_mass": share, "most_share": 1.0, "sink_tokens": 0, "local_tokens": 128}
             heads = {0: by_mass, 1: by_mass | {"kept_mass": share if share < 0.9 else 1.0}}
-            profile = {"format": 1, "model": "any", "default": {"method": "a_shape"}, "layers": {0: {"heads": heads}}}
-            path.write_text(Profile.model_validate(profile).to_yaml())
-            (layer,), builder = built(0, profile=str(path), min_tokens=MIN_TOKENS)
+            path = profile_file(tmp_path, default={"method": "a_shape"}, layers={0: {"heads": heads}})
+            (layer,), builder = built(0, profile=path, min_tokens=MIN_TOKENS)
             return layer, builder
 
-        path = tmp_path / "by_mass.yaml"
         step, alone = make_step(made(0.9)[0], MIXED), {}
         for share in (0.1, 0.5, 0.9):
             layer, builder = made(share)
@@ -536,29 +507,19 @@ class TestRows:
                 assert not torch.equal(together[tokens], alone[0.9][tokens])
         assert layer.impl.worker.memory.arena.overflows == 0
 
-    def test_a_layer_that_no_row_of_the_step_is_sparse_in_is_vllms(self, layers: Any, at_step: Any) -> None:
-        made, builder = layers
-        at_step(["fast"] * len(MIXED))
-        step = make_step(made[3], MIXED)
-        metadata = builder.build(0, step.common)
-        assert torch.equal(step.forward(made[3], metadata), step.by_dense_backend(made[3], builder))
-        assert not torch.allclose(step.forward(made[1], metadata), step.by_dense_backend(made[1], builder), atol=1e-2)
-
     def test_each_level_is_sparse_from_where_its_own_engine_pays(
         self, configured: Callable[..., Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """As on a server of its own: what another level's engine is measured to take says nothing of it."""
-        (tmp_path / "levels.yaml").write_text(LEVELS)
-        entry = {"device": compat.device_name(), "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
-        entry |= dict.fromkeys(("vllm", "triton", "date"), "")
+        shape = {"device": compat.device_name(), "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
         measured = {"portable": {"a_shape": 100, "block_sparse": 700}, "flash": {"a_shape": 900, "block_sparse": 300}}
         entries = [
-            entry | {"engine": engine, "method": method, "min_tokens": tokens, "min_query_tokens": tokens // 10}
+            entry(tokens, tokens // 10, engine=engine, method=method, **shape)
             for engine, methods in measured.items()
             for method, tokens in methods.items()
         ]
-        (tmp_path / "crossover.json").write_text(json.dumps({"format": 1, "entries": entries}))
-        config = configured(profile=str(tmp_path / "levels.yaml"), crossover=str(tmp_path / "crossover.json"))
+        (table := tmp_path / "crossover.json").write_text(json.dumps({"format": 1, "entries": entries}))
+        config = configured(profile=profile_file(tmp_path, **LEVELS), crossover=str(table))
 
         def make_ready(self: Any, impls: Any, engine: str) -> None:
             for impl in impls:

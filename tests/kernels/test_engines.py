@@ -8,13 +8,13 @@ makes in the same dtype, times a small factor.
 
 import dataclasses
 import math
+import random
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
 
 from benchmarks.batches import assert_close, random_batch, random_index, repaged
 from tests.helpers.paged_varlen import STAND_IN, paged_varlen
@@ -25,7 +25,6 @@ from vllm_sparse_kernels.attend import (
     AttendSpec,
     Engine,
     FlashAttention,
-    choose,
     engines,
     flash as flash_module,
 )
@@ -99,6 +98,20 @@ def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool
     return all(torch.equal(a.nan_to_num(nan=7), b.nan_to_num(nan=7)) for a, b in zip(one, other, strict=True))
 
 
+def any_shape(draw: random.Random) -> dict[str, Any]:
+    return {
+        "lengths": [(draw.randint(0, 150), draw.randint(1, 140)) for _ in range(draw.randint(1, 2))],
+        "heads": draw.choice([(1, 1), (2, 1), (3, 1)]),
+        "head_dim": draw.choice([64, 96]),
+        "page_size": draw.choice([16, 48, 128]),
+        "block_tokens": draw.choice([32, 64, 128]),
+        "layout": draw.choice(["NHD", "HND"]),
+        "density": draw.choice([0.0, draw.random(), 1.0]),
+        "stripes": draw.choice([0, draw.randint(1, 40)]),
+        "dtype": draw.choice(DTYPES),
+    }
+
+
 USUAL = {"lengths": [(150, 70), (0, 3)], "heads": (2, 1), "head_dim": 64, "page_size": 16, "block_tokens": 64}
 USUAL |= {"layout": "NHD", "density": 0.5, "stripes": 30, "dtype": DTYPES[0]}
 # Tiles that begin at any place of a block, over one to five blocks of their own, whole and cut short.
@@ -135,11 +148,12 @@ OTHERS = [
     *(STRIPED | {"stripes": stripes} for stripes in (0, 1, 200)),
 ]
 OTHERS += [case | {"dtype": DTYPES[1]} for case in QUICK + OTHERS if "page_size" not in case]
+OTHERS += [any_shape(random.Random(seed)) for seed in range(12)]
 
 
 @pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=FULL) for case in OTHERS)], ids=str)
 def test_softmax_over_the_index(engine, device, case):
-    """Lengths, head counts, head sizes, pages, blocks, layouts, stripes: one thing out of the usual each."""
+    """Lengths, head counts, head sizes, pages, blocks, layouts, stripes: one thing out of the usual each, or any."""
     batch, index = made(USUAL | case, device)
     if case.get("lengths") == STRIPED["lengths"]:
         assert bool(index.stripe_counts.any()) == (case["stripes"] > 0)
@@ -312,30 +326,6 @@ def test_shapes_that_do_not_fit(engine, device, q_shape, out_shape):
         engine.attend(q, batch.cache, index, out, 1.0)
 
 
-shapes = st.fixed_dictionaries(
-    {
-        "lengths": st.lists(st.tuples(st.integers(0, 150), st.integers(1, 140)), min_size=1, max_size=2),
-        "heads": st.sampled_from([(1, 1), (2, 1), (3, 1)]),
-        "head_dim": st.sampled_from([64, 96]),
-        "page_size": st.sampled_from([16, 48, 128]),
-        "block_tokens": st.sampled_from([32, 64, 128]),
-        "density": st.floats(0.0, 1.0),
-        "stripes": st.integers(0, 40),
-        "dtype": st.sampled_from(DTYPES),
-        "layout": st.sampled_from(["NHD", "HND"]),
-        "seed": st.integers(0, 1000),
-    }
-)
-
-
-@FULL
-@pytest.mark.parametrize("name", ENGINES)
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
-@given(shape=shapes)
-def test_any_shape(name, shape):
-    check(ENGINES[name], *made(shape, "cuda" if torch.cuda.is_available() else "cpu", shape["seed"]))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lengths", [[(0, 2049)], [(1000, 8192)], [(4000, 2049), (0, 63), (130, 1000)]], ids=str)
@@ -480,28 +470,7 @@ def test_what_hopper_takes(monkeypatch, head_dim, block_tokens, says):
 
 
 class TestChoice:
-    def test_the_first_that_can(self):
-        never = Engine("never", lambda spec: "it never can", PORTABLE.attend)
-        table = {engine.name: engine for engine in (never, flash_engine(STAND_IN), PORTABLE)}
-        assert choose(table, SPEC) == (table["flash"], {"never": "it never can"})
-        spec = dataclasses.replace(SPEC, int8=True)
-        assert (
-            choose({"flash": table["flash"], "p": Engine("p", lambda spec: None, PORTABLE.attend)}, spec).engine.name
-            == "p"
-        )
-
-    def test_what_fails_its_trial_is_passed_over(self):
-        table = {name: Engine(name, lambda spec: None, PORTABLE.attend) for name in ("a", "b", "c")}
-        tried = []
-
-        def trial(engine: Engine) -> str | None:
-            tried.append(engine.name)
-            return None if engine.name == "b" else "it is wrong"
-
-        assert choose(table, SPEC, trial=trial) == (table["b"], {"a": "it is wrong"})
-        assert tried == ["a", "b"]
-        with pytest.raises(ValueError, match="no engine can run attention: c: it is wrong"):
-            choose(table, SPEC, "c", trial)
+    """What is refused or fails its trial is passed over: backend/test_engines.py."""
 
     def test_portable_is_last_and_has_all(self, device):
         assert list(ENGINES)[-1] == "portable"

@@ -81,19 +81,6 @@ class TestPagedCache:
         with pytest.raises(ValueError, match=says):
             _ = PagedCache(keys, values).strides
 
-    @pytest.mark.parametrize("layout", ["NHD", "HND"])
-    @pytest.mark.parametrize("page_size", [16, 48, 128])
-    def test_gather_follows_the_block_table(self, page_size, layout):
-        batch = random_batch([(30, 70), (0, 9)], 2, 2, 8, page_size, layout=layout)
-        for row, seq_len in enumerate(batch.rows.seq_lens):
-            keys, values = batch.cache.gather(batch.rows.block_table[row], seq_len)
-            assert keys.shape == values.shape == (seq_len, 2, 8)
-            for position in (0, page_size - 1, page_size, seq_len - 1):
-                if position < seq_len:
-                    page = batch.rows.block_table[row, position // page_size]
-                    assert torch.equal(keys[position], batch.cache.keys[page, position % page_size])
-                    assert torch.equal(values[position], batch.cache.values[page, position % page_size])
-
 
 class TestLayouts:
     def test_per_tile_is_bounded_by_what_lies_before(self):

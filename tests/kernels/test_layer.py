@@ -3,6 +3,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -93,18 +94,7 @@ def test_an_output_is_that_of_every_head_alone(lengths: list[tuple[int, int]]) -
 
 
 def test_a_watch_is_told_how_far_a_run_has_come() -> None:
-    told: list[object] = []
-
-    class Told(Watch):
-        def begins(self) -> None:
-            told.append("begins")
-
-        def selected(self, index: SparseIndex) -> None:
-            told.append(index)
-
-        def attended(self) -> None:
-            told.append("attended")
-
+    watch = Mock(spec=Watch)
     one = batch([(0, 100)])
-    index = run(layer_of(SHAPE), one.q, one.cache, one.rows, one.empty_out(), one.scale, watch=Told())
-    assert told == ["begins", index, "attended"]
+    index = run(layer_of(SHAPE), one.q, one.cache, one.rows, one.empty_out(), one.scale, watch=watch)
+    assert watch.mock_calls == [call.begins(), call.selected(index), call.attended()]

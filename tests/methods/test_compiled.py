@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import triton
 
+from vllm_sparse_kernels.methods import METHODS
+
 pytestmark = pytest.mark.full
 
 THREADS = {"split_lse_kernel": 512, "sums_kernel": 128}
@@ -40,6 +42,14 @@ def test_passes_over_the_last_queries(figures: dict[str, dict[str, int]], kernel
     assert figures[kernel]["copies_ahead"] >= 1
     assert 2 * (figures[kernel]["shared_bytes"] + 1024) <= SHARED_BYTES
     assert 2 * THREADS[kernel] * figures[kernel]["registers"] <= REGISTERS
+
+
+def test_every_kernel_that_selects_compiles() -> None:
+    """The interpreter, in which they are tested, takes what the compiler refuses."""
+    found = json.loads(printed_by("-m", "tests.methods.compiled_methods"))
+    assert found.keys() == METHODS.keys()
+    assert all("attend_kernel" in kernels for kernels in found.values())
+    assert len(found["share_prefill"]) > len(found["flex_vertical_slash"])  # heads that share
 
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"

@@ -32,7 +32,7 @@ CORE = "the engine's core"
 WORKER = "workers"
 OLDER = "workers with the older runner"
 NEWER = "workers with Model Runner V2"
-UNNUMBERED = "workers with Model Runner V2 whose metadata does not number rows: 0.26 to 0.29, hybrid models"
+UNNUMBERED = "workers with Model Runner V2 whose metadata does not number rows: 0.26 to 0.29, hybrid models, encoders"
 
 FOR_NO_REQUEST = ("determine_available_memory", "compile_or_warm_up_model", "elastic_ep_execute", "execute_dummy_batch")
 """Calls to a worker that run the model for no request. What these count is not counted.
@@ -376,10 +376,12 @@ def install_in_worker(vllm_config: Any) -> None:
 
 
 def numbers_rows(vllm_config: Any) -> bool:
-    """Whether Model Runner V2 tells in each batch's metadata whose rows it has; for hybrid models no release does."""
+    """Whether Model Runner V2 tells in each batch's metadata whose rows it has: for ordinary decoders alone."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    return not vllm_config.model_config.is_hybrid and "req_idx" in names_of(CommonAttentionMetadata)
+    model = vllm_config.model_config
+    ordinary = not (model.is_hybrid or getattr(model, "is_encoder_decoder", False))
+    return ordinary and "req_idx" in names_of(CommonAttentionMetadata)
 
 
 def _install(where: str) -> None:

@@ -3,9 +3,11 @@
 
 A work item is one (query head, tile). The producer takes items off a counter, loads a tile's queries and then its keys
 and values step by step, 128 keys a step: one block of 128, two of 64 or four of 32 by bulk copies, or 128 stripes
-gathered. (At head_dim 256 there is room for 64 keys a step, and for one tile of queries in place of two: ``hopper``
-has the sizes.) Each consumer group owns 64 of the tile's queries. While one step's scores go through the softmax, the product
+gathered. Each consumer group owns 64 of the tile's queries. While one step's scores go through the softmax, the product
 of the step before with its values runs; while the consumers write an item out, the producer loads the next one.
+
+At head_dim 256 shared memory has room for steps of 64 keys, and for one tile of queries in place of two: the producer
+begins an item once the consumers have made the last scores of the one before, and have read all that it told of it.
 
 An item's steps run from the diagonal backwards, then through the stripes:
 

@@ -92,8 +92,8 @@ def _top_blocks_kernel(
     count, above_0, ties_0, above_1, ties_1 = 0, 0, 0, 0, 0
     for start in range(0, tl.maximum(num_0, num_1), CHUNK):
         b_0, b_1 = load_bits(row_0, start, num_0, 0, CHUNK), load_bits(row_1, start, num_1, 0, CHUNK)
-        b_kept_0, _, above_0, ties_0 = kept_in_chunk(b_0, threshold_0, num_ties_0, above_0, ties_0)
-        b_kept_1, _, above_1, ties_1 = kept_in_chunk(b_1, threshold_1, num_ties_1, above_1, ties_1)
+        b_kept_0, _places, above_0, ties_0 = kept_in_chunk(b_0, threshold_0, num_ties_0, above_0, ties_0)
+        b_kept_1, _places, above_1, ties_1 = kept_in_chunk(b_1, threshold_1, num_ties_1, above_1, ties_1)
         b_kept = tl.max(tl.reshape((b_kept_0 | b_kept_1).to(tl.int32), [CHUNK // RATIO, RATIO]), 1)
         o_n = start // RATIO + tl.arange(0, CHUNK // RATIO)
         count = append(target, count, o_n, (o_n < num_causal) & ((b_kept != 0) | (o_n >= diagonal)))

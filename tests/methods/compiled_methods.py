@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel that a method launches to select, compiled for Hopper without one: prints their names, by method.
+
+    python -m tests.methods.compiled_methods
+
+The interpreter takes what the compiler refuses: a name that changes its type in a loop, say. Nothing is run here.
+"""
+
+import json
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from benchmarks.batches import random_batch
+from benchmarks.offline import compiling_for
+from vllm_sparse_kernels.layer import Layer, layer_plan, run
+from vllm_sparse_kernels.methods import METHODS
+
+
+def main() -> None:
+    batch = random_batch([(3000, 300), (0, 200)], 8, 2, 128, page_size=128, dtype=torch.bfloat16)
+    compiled, name = defaultdict[str, set[str]](set), ""
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        compiled[name].add(self.fn.__name__)
+        return launch(self, *args, grid=grid, warmup=True, **options)
+
+    with compiling_for(), patch.object(JITFunction, "run", compile_only), patch.object(torch, "empty", torch.zeros):
+        for name, spec in METHODS.items():  # noqa: B007
+            for method in dict.fromkeys(
+                (spec.parameters(), spec.full, *(spec.parameters(**one).alike for one in spec.ladder))
+            ):
+                layer = replace(Layer.of(layer_plan([method] * 8), 128, torch.device("cpu")), by_kernels=True)
+                run(layer, batch.q, batch.cache, batch.rows, torch.zeros_like(batch.q), batch.scale)
+    print(json.dumps({name: sorted(of) for name, of in compiled.items()}))
+
+
+if __name__ == "__main__":
+    main()
