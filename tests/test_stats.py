@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.batches import random_batch, random_index
+from benchmarks.masks import mask_of
 from vllm_sparse_backend.serving import stats, timing
 from vllm_sparse_backend.serving.stats import Recorder, not_counting
 from vllm_sparse_backend.settings.reasons import Fallback
@@ -49,7 +50,7 @@ def test_pairs_of_steps_add_up() -> None:
     batch = random_batch([(100, 300), (0, 131)], 4, 2, 16, 16)
     causal = 4 * (300 * 100 + 300 * 301 // 2 + 131 * 132 // 2)
     indices = [random_index(batch, 64, density, stripes=20, seed=i) for i, density in enumerate((0.1, 0.5, 0.9))]
-    kept = [sum(int(index.to_mask(row).sum()) for row in range(2)) for index in indices]
+    kept = [sum(int(mask_of(index, row).sum()) for row in range(2)) for index in indices]
     recorder = make()
     for index in indices[:2]:
         recorder.count_pairs(1, index)

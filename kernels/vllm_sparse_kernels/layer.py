@@ -67,10 +67,7 @@ def methods_by_head(groups: LayerPlan) -> list[Method]:
 
 def attend_options(methods: Sequence[Method], device: torch.device) -> AttendOptions | None:
     """What the heads of a layer, each with its method, ask of ``attend``; None where it is nothing."""
-    skips, drops = (
-        [m.skip_margin if m.skip_whole_steps is whole else None for m in methods] for whole in (False, True)
-    )
-    return AttendOptions.of(skips, [m.int8_scores for m in methods], device, drops)
+    return AttendOptions.of([m.skip_margin for m in methods], [m.int8_scores for m in methods], device)
 
 
 def stripes_of(method: Method, rows: Rows) -> StripeLayout:
