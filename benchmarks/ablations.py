@@ -116,9 +116,6 @@ VARIANTS = (
     Variant("SpargeAttn", "without sink", "sparge_attn", {"keep_sink": False}, MASS),
     # Table 6, M_pv beside M_g.
     Variant("SpargeAttn", "with second stage, λ = −4", "sparge_attn", {"skip_margin": -4.0}),
-    Variant(
-        "SpargeAttn", "… of the authors' kernels", "sparge_attn", {"skip_margin": -4.0, "skip_whole_steps": True}
-    ),
     Variant("SALE", COMPLETE, "sale"),
     Variant("SALE", "without sink", "sale", {"sink_tokens": 0}),
     # Table 2. Without sharing every head takes the vertical-slash that SharePrefill falls back to.

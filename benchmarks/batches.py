@@ -12,7 +12,7 @@ import torch
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import FP8, PagedCache
 from vllm_sparse_kernels.rows import Rows, ceil_div
-from vllm_sparse_kernels.trial import Batch
+from vllm_sparse_kernels.trial import Batch, Expected
 
 
 def shuffled_cache(
@@ -168,3 +168,16 @@ def side_by_side(keys: torch.Tensor, values: torch.Tensor, like: PagedCache) -> 
     if like.keys.stride(2) > like.keys.stride(1):
         both = both.transpose(1, 2).contiguous().transpose(1, 2)
     return both.split(keys.shape[3], -1)
+
+
+def assert_close(expected: Expected, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
+    """Within the budget where a row has tokens, and untouched NaN elsewhere."""
+    for name, given, exact, budget in (
+        ("out", out, expected.out, expected.out_budget),
+        ("lse", lse, expected.lse, expected.lse_budget),
+    ):
+        if given is None:
+            continue
+        assert torch.equal(given.isnan(), exact.isnan()), f"{name}: NaN where there should be none, or written gaps"
+        error = float((given.double() - exact).nan_to_num().abs().max())
+        assert error <= budget, f"{name}: error {error:.3e}, budget {budget:.3e}"

@@ -81,16 +81,8 @@ def projections(heads: Heads, tokens: int, device: torch.device, hidden: int, in
 
 
 def counting(recorder: Recorder, number: int, layer: Layer) -> Run:
-    """All that counts a layer's call in a server: its turn of the timer's, and its pairs."""
-
-    def run() -> None:
-        lap = recorder.lap(number)
-        lap.begins()
-        lap.selected(layer.index)
-        lap.attended()
-        recorder.count_pairs(number, layer.index, lap)
-
-    return run
+    """All that counts a layer's call in a server."""
+    return lambda: recorder.count_pairs(number, layer.index)
 
 
 def run_prefill(

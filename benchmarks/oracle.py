@@ -100,7 +100,7 @@ def tile_weights(q: torch.Tensor, keys: torch.Tensor, tile: Tile, heads: slice, 
 
 
 def kept_keys(index: SparseIndex, i_tile: int) -> torch.Tensor:
-    """Bool [num_heads, last_position + 1]: ``SparseIndex.tile_keys`` of all heads."""
+    """Bool [num_heads, last_position + 1]: ``masks.tile_keys`` of all heads."""
     tile = index.rows.tile_list[i_tile]
     num_keys = tile.last_position + 1
     blocks = _block_flags(index, range(i_tile, i_tile + 1), index.num_causal_blocks(tile))[:, 0]

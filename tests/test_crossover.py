@@ -180,7 +180,10 @@ def test_the_configuration_goes_before_the_profile(profile: Any, config: Any, ex
     [
         ('{"format": 2, "entries": []}', "format: given 2, expected 1"),
         ("root:x:0:0:root", "table.json: not JSON: expected value at line 1 column 1"),  # and nothing of what it is
-        (json.dumps({"format": 1, "entries": [entry(-1)]}), "entries.0.min_tokens: given -1, expected at least 0"),
+        (
+            json.dumps({"format": 1, "entries": [entry(-1)]}),
+            "0.min_tokens: given -1, expected greater than or equal to 0",
+        ),
         (json.dumps({"format": 1, "entries": [entry(1, params={"sink": 3})]}), "sink: unknown parameter of a_shape"),
     ],
 )

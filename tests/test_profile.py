@@ -112,7 +112,7 @@ provenance: {recall: 2, prompts_sha256: abc}
         "model.num_layers: missing",
         "model.num_layer: unknown field: given 'num_layer', expected one of",
         "(did you mean 'num_layers'?)",
-        "model.head_dim: given True, expected an integer",
+        "model.head_dim: given True, expected a valid integer",
         "min_tokens: given 1000.0, expected an integer",
         "default: foo: unknown parameter of dense",
         "layers.0-x: given '0-x', expected numbers and ranges",
@@ -120,7 +120,7 @@ provenance: {recall: 2, prompts_sha256: abc}
         "layers.4.heads.0-3: method: given 'denze', expected one of",
         "layers.4.heads.7: method: missing, expected one of",
         "layers.4.heads.8: given 3, expected a mapping such as {method: NAME",
-        "provenance.recall: given 2, expected at most 1",
+        "provenance.recall: given 2, expected less than or equal to 1",
         "provenance.prompts_sha256: given 'abc'",
     ):
         assert problem in message
@@ -321,15 +321,6 @@ def test_a_level_must_fit_the_model_that_is_served() -> None:
     text = LEVELS.replace("{method: vertical_slash}", "{method: share_prefill}")
     with pytest.raises(ConfigurationError, match=r"levels\.high: share_prefill: no two heads can share"):
         parse_profile(text, "").check_model(SHAPE)
-
-
-def test_figures_by_their_old_name_are_read_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert HeadFigures.model_validate({"worst_error": {2: [0.05]}}) == HeadFigures.model_validate(
-        {"p99_error": {2: [0.05]}}
-    )
-    assert caplog.messages == ["figures: worst_error is called p99_error now; the next release refuses the old name"]
-    with pytest.raises(ValueError, match="worst_error"):
-        HeadFigures.model_validate({"worst_error": {2: [0.05]}, "p99_error": {2: [0.05]}})
 
 
 def test_figures_by_head() -> None:

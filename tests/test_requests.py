@@ -117,7 +117,7 @@ class TestPolicy:
             ({"default": "p"}, "requests.default: given 'p'"),
             ({"models": {"a": "fats"}}, r"requests.models.a: given 'fats', .*did you mean 'fast'"),
             ({"allow": ["on", "exactly"]}, "requests.allow: given 'exactly'"),
-            ({"default": 0.5}, "default: given 0.5, expected a text"),
+            ({"default": 0.5}, "default: given 0.5, expected a valid string"),
         ],
     )
     def test_what_no_level_is_called_is_an_error(self, policy: dict[str, Any], said: str) -> None:

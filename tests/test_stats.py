@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from benchmarks.batches import random_batch, random_index
-from vllm_sparse_backend.serving import stats, timing
+from benchmarks.masks import mask_of
+from vllm_sparse_backend.serving import stats
 from vllm_sparse_backend.serving.stats import Recorder, not_counting
 from vllm_sparse_backend.settings.reasons import Fallback
 
@@ -31,7 +32,7 @@ def found(recorder: Recorder, start: bool = True) -> dict[str, float]:
     """Samples but those of time; of labels all but the level where it is the server's own."""
     samples, _ = recorder.samples(start)
     keys = [" ".join([name, *labels]).removesuffix(" default").strip() for name, labels, _ in samples]
-    return {key: value for key, (_, _, value) in zip(keys, samples) if "sampled" not in key}
+    return {key: value for key, (_, _, value) in zip(keys, samples)}
 
 
 def test_rows_by_path_and_reason() -> None:
@@ -49,7 +50,7 @@ def test_pairs_of_steps_add_up() -> None:
     batch = random_batch([(100, 300), (0, 131)], 4, 2, 16, 16)
     causal = 4 * (300 * 100 + 300 * 301 // 2 + 131 * 132 // 2)
     indices = [random_index(batch, 64, density, stripes=20, seed=i) for i, density in enumerate((0.1, 0.5, 0.9))]
-    kept = [sum(int(index.to_mask(row).sum()) for row in range(2)) for index in indices]
+    kept = [sum(int(mask_of(index, row).sum()) for row in range(2)) for index in indices]
     recorder = make()
     for index in indices[:2]:
         recorder.count_pairs(1, index)
@@ -124,86 +125,28 @@ def test_what_runs_for_no_request_is_not_counted() -> None:
         with not_counting():
             recorder.count_rows(DECODE)
         recorder.count_rows(SHORT)
-        recorder.count_pairs(1, full_index(), recorder.lap(1))
+        recorder.count_pairs(1, full_index())
         assert not stats.is_counting()
     assert found(recorder) == {}
     recorder.count_rows(DECODE)
     assert found(recorder) == {"rows decode": 1}
 
-
-class TestTime:
-    @pytest.fixture
-    def clock(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-        now = [100.0]
-        monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-        return now
-
-    @staticmethod
-    def call(recorder: Recorder, layer: int, clock: list[float], select: float, attend: float) -> None:
-        lap = recorder.lap(layer)
-        lap.begins()
-        clock[0] += select
-        lap.selected(full_index())
-        clock[0] += attend
-        lap.attended()
-        clock[0] += 50
-        recorder.count_pairs(layer, full_index(), lap)
-
-    def test_each_layer_has_its_turn(self, clock: list[float]) -> None:
-        recorder = make()
-        for step in range(6):
-            for layer in (1, 5):
-                self.call(recorder, layer, clock, select=layer, attend=10 * layer)
-            samples = {(name, *labels): value for name, labels, value in recorder.samples()[0] if "sampled" in name}
-            assert (not samples) == (step == 0)
-        assert samples == {
-            (name, str(layer), *more): pytest.approx(2 * value)
-            for layer in (1, 5)
-            for name, more, value in (
-                ("sampled_seconds", ("select",), layer),
-                ("sampled_seconds", ("attend",), 10 * layer),
-                ("sampled_causal_pairs", (), CAUSAL),
-            )
-        }
-
-    def test_nothing_waits_for_laps_that_are_still_running(
-        self, clock: list[float], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        over = [False]
-        monkeypatch.setattr(timing.HostEvent, "query", lambda self: over[0])
-        recorder = make()
-        for _ in range(3 * (timing.LAPS + 5)):
-            self.call(recorder, 1, clock, 1, 2)
-        assert not any("sampled" in name for name, *_ in recorder.samples()[0])
-        over[0] = True
-        seconds = {labels[1]: value for name, labels, value in recorder.samples()[0] if name == "sampled_seconds"}
-        assert seconds == pytest.approx({"select": timing.LAPS, "attend": 2 * timing.LAPS})
-
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-    def test_on_a_device(self) -> None:
+    def test_on_a_device() -> None:
         """Counts set out behind the work that they are of, and nothing waits for either."""
         device = torch.device("cuda", 0)
         recorder, index = Recorder(device), random_index(random_batch([(0, 200)], 4, 2, 16, 16, device="cuda"), 64, 1.0)
         recorder.add_layers([1])
         torch.cuda.synchronize()
         for _ in range(4):
-            lap = recorder.lap(1)
-            lap.begins()
             torch.cuda._sleep(100_000_000)
-            lap.selected(index)
-            lap.attended()
-            recorder.count_pairs(1, index, lap)
+            recorder.count_pairs(1, index)
         assert recorder.samples() == ([], True)
         torch.cuda.synchronize()
         samples, behind = recorder.samples(start=False)
         assert not behind
         assert ("kept_pairs", ["1", "default"], 4 * CAUSAL) in samples
-        samples, _ = recorder.samples()
-        torch.cuda.synchronize()
-        seconds = {labels[1]: s for name, labels, s in recorder.samples(start=False)[0] if name == "sampled_seconds"}
-        assert 0.04 < seconds["select"] < 10
-        assert 0 <= seconds["attend"] < 0.01
 
 
 class TestMore:

@@ -253,32 +253,6 @@ class SparseIndex:
         self.stripe_positions[start : start + len(positions)] = positions
         self.stripe_counts[head, i_tile] = len(positions)
 
-    def tile_keys(self, head: int, i_tile: int) -> torch.Tensor:
-        """Bool [last_position + 1]: keys that the tile keeps, before the causal mask."""
-        tile = self.rows.tile_list[i_tile]
-        blocks = torch.zeros(self.num_causal_blocks(tile), dtype=torch.bool, device=self.rows.device)
-        blocks[self.blocks_of(head, i_tile)] = True
-        keys = blocks.repeat_interleave(self.block_tokens)[: tile.last_position + 1]
-        keys[self.stripes_of(head, i_tile)] = True
-        return keys
-
-    def to_mask(self, row: int) -> torch.Tensor:
-        """Bool [num_heads, query_len, seq_len] of one row: True where the pair is kept, causal mask included."""
-        rows = self.rows
-        query_len, context_len = rows.query_lens[row], rows.context_lens[row]
-        mask = torch.zeros(self.num_heads, query_len, context_len + query_len, dtype=torch.bool, device=rows.device)
-        for i_tile in rows.tiles_of(row):
-            tile = rows.tile_list[i_tile]
-            first = tile.position - context_len
-            for head in range(self.num_heads):
-                mask[head, first : first + tile.length_tokens, : tile.last_position + 1] = self.tile_keys(head, i_tile)
-        return mask.tril_(context_len)
-
-    def density(self) -> float:
-        """Kept (query, key) pairs over causal pairs, all rows and heads together."""
-        kept = sum(int(self.to_mask(row).sum()) for row in range(self.rows.num_rows))
-        return kept / (self.num_heads * causal_pairs(self.rows))
-
     def check(self) -> None:
         """Raise AssertionError naming head, tile and broken invariant. Reads the device: for tests and debugging."""
         for i_tile, tile in enumerate(self.rows.tile_list):

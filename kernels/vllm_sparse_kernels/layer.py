@@ -67,10 +67,7 @@ def methods_by_head(groups: LayerPlan) -> list[Method]:
 
 def attend_options(methods: Sequence[Method], device: torch.device) -> AttendOptions | None:
     """What the heads of a layer, each with its method, ask of ``attend``; None where it is nothing."""
-    skips, drops = (
-        [m.skip_margin if m.skip_whole_steps is whole else None for m in methods] for whole in (False, True)
-    )
-    return AttendOptions.of(skips, [m.int8_scores for m in methods], device, drops)
+    return AttendOptions.of([m.skip_margin for m in methods], [m.int8_scores for m in methods], device)
 
 
 def stripes_of(method: Method, rows: Rows) -> StripeLayout:
@@ -147,19 +144,6 @@ def keeping(layer: Layer, share: float) -> Layer:
     return replace(layer, groups=tuple(replace(group, method=group.method.keeping(share)) for group in layer.groups))
 
 
-class Watch:
-    """What is told how far a layer's run has come: it may take times, or look at the index. This one does nothing."""
-
-    def begins(self) -> None: ...
-
-    def selected(self, index: SparseIndex) -> None: ...
-
-    def attended(self) -> None: ...
-
-
-UNWATCHED = Watch()
-
-
 def run(
     layer: Layer,
     query: torch.Tensor,
@@ -168,21 +152,21 @@ def run(
     out: torch.Tensor,
     scale: float,
     workspace: Workspace | None = None,
-    watch: Watch = UNWATCHED,
     sinks: torch.Tensor | None = None,
+    check: bool = False,
 ) -> SparseIndex:
     """Select and attend: write the output of the rows' queries into ``out``, and leave its other tokens untouched.
 
     query and out: [num_tokens, num_heads, head_dim]; ``scale`` takes products of queries' and keys' elements to scores:
-    the softmax's times ``cache.score_scale``. The index is returned; it lies in the workspace.
+    the softmax's times ``cache.score_scale``. The index is returned; it lies in the workspace. ``check`` waits for the
+    device to look at it, for debugging.
 
     ``sinks``, a learnt logit for each head, join the softmax (``attend.engine.Attend``), not the selection: a sink
     scales a query's output, and the order of its blocks stays. A share or a threshold is of what the sink leaves.
     """
     index = layer.index(rows, workspace)
-    watch.begins()
     layer.select(query, cache, index, scale)
-    watch.selected(index)
+    if check:
+        index.check()
     layer.attend(query, cache, index, out, scale, sinks)
-    watch.attended()
     return index

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tests.backend.cpu_build  # noqa: F401 — skips where there is none
+from benchmarks.masks import density_of, mask_of
 from tests.backend.served import CPU, PAGE_TOKENS, Step, make_builder, make_layers, make_step
 from tests.helpers.folders import profile_file
 from vllm_sparse_backend.serving import compat
@@ -186,8 +187,8 @@ class TestMethods:
                 cut = dense_tokens(step, row)
                 assert torch.equal(first[tokens][:cut], dense[tokens][:cut])
                 torch.testing.assert_close(first[tokens][cut:], expected, **CLOSE)
-                density.append(index.density())
-                kept += int(index.to_mask(0).sum())
+                density.append(density_of(index))
+                kept += int(mask_of(index, 0).sum())
             else:
                 assert torch.equal(first[tokens], dense[tokens])
         assert (min(density) == 1) if method in LEAVE_NOTHING_OUT else (min(density) < 0.8), density

@@ -44,7 +44,7 @@ LONGEST, LARGEST_CHUNK = 24_000, 1500
 
 PARAMS: dict[str, list[dict[str, Any]]] = {
     "share_prefill": [{"cluster": 0}],
-    "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}, {"skip_margin": -5.0, "skip_whole_steps": True}],
+    "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}],
     "sale": [{}, {"int8_scores": True}, {"channels": "half"}],
     "top_p": [{}, {"channels": "all"}],
     "vertical_slash": [{}],

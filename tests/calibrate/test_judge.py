@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.masks import mask_of
 from tests.calibrate.made import HEADS, make_job
 from vllm_sparse_backend.profiling.judge import CapturedLayer, RememberingJudge, Served, unseen
 from vllm_sparse_backend.profiling.measure import Bound, Errors, HeadResult
@@ -32,7 +33,7 @@ def by_hand(captured, prompt, methods) -> tuple[torch.Tensor, torch.Tensor]:
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
     errors, kept, causal = [], 0, 0
     for _, index, _ in prompt.passes(layer_plan(methods), None):
-        (first,), (last,), mask = index.rows.context_lens, index.rows.seq_lens, index.to_mask(0)
+        (first,), (last,), mask = index.rows.context_lens, index.rows.seq_lens, mask_of(index, 0)
         whole = torch.ones_like(mask).tril(first)
         scores = q[:, first:last] @ k[:, :last].mT * captured.scales[1]
         out, dense = (scores.masked_fill(~of, -torch.inf).softmax(-1) @ v[:, :last] for of in (mask, whole))

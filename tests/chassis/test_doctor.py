@@ -111,13 +111,13 @@ def test_models_that_name_their_numbers_otherwise(config: dict[str, Any], tmp_pa
     ("changes", "says"),
     [
         ({"text_config": "abc"}, "text_config: given 'abc', expected a mapping of fields to values"),
-        ({"layer_types": FULL}, "layer_types: given 'full_attention', expected a list"),
-        ({"layer_types": [FULL] * 5 + [1]}, "layer_types.5: given 1, expected a text"),
+        ({"layer_types": FULL}, "layer_types: given 'full_attention', expected a valid list"),
+        ({"layer_types": [FULL] * 5 + [1]}, "layer_types.5: given 1, expected a valid string"),
         ({"layer_types": [FULL]}, "layer_types: given 1 of them, expected one for each of the 6 layers"),
-        ({"num_hidden_layers": "6"}, "num_hidden_layers: given '6', expected an integer"),
-        ({"num_hidden_layers": 10**20}, f"num_hidden_layers: given {10**20}, expected at most 4096"),
-        ({"max_position_embeddings": "512"}, "max_position_embeddings: given '512', expected a number"),
-        ({"model_type": ["llama"]}, "model_type: given ['llama'], expected a text"),
+        ({"num_hidden_layers": "6"}, "num_hidden_layers: given '6', expected a valid integer"),
+        ({"num_hidden_layers": 10**20}, f"num_hidden_layers: given {10**20}, expected less than or equal to 4096"),
+        ({"max_position_embeddings": "512"}, "max_position_embeddings: given '512', expected a valid number"),
+        ({"model_type": ["llama"]}, "model_type: given ['llama'], expected a valid string"),
     ],
 )
 def test_configs_with_values_of_another_kind(tmp_path: Path, changes: dict[str, Any], says: str) -> None:

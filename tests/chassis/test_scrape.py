@@ -15,9 +15,6 @@ sparse_prefill_kept_pairs_total{engine="0",layer="0"} 1.0e+09
 sparse_prefill_kept_pairs_total{engine="0",layer="10"} 4.0e+09
 sparse_prefill_causal_pairs_total{engine="0",layer="0"} 4.0e+09
 sparse_prefill_causal_pairs_total{engine="0",layer="10"} 8.0e+09
-sparse_prefill_sampled_seconds_total{engine="0",layer="0",part="select"} 0.5
-sparse_prefill_sampled_seconds_total{engine="0",layer="0",part="attend"} 1.5
-sparse_prefill_sampled_causal_pairs_total{engine="0",layer="0"} 1.0e+09
 sparse_prefill_compilations_total{engine="0",when="warmup"} 12.0
 sparse_prefill_arena_overflows_total{engine="0"} 1.0
 sparse_prefill_layers{engine="0",attention="hopper"} 30.0

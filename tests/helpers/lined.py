@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.batches import random_batch
+from benchmarks.masks import tile_keys
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.trial import Batch
 
@@ -52,7 +53,7 @@ def waves(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
 
 def kept_keys(index: SparseIndex, heads: Sequence[int]) -> list[torch.Tensor]:
     """Per head and tile, which keys the tile keeps."""
-    return [index.tile_keys(head, i_tile) for head in heads for i_tile in range(index.rows.num_tiles)]
+    return [tile_keys(index, head, i_tile) for head in heads for i_tile in range(index.rows.num_tiles)]
 
 
 def assert_between(got: list[torch.Tensor], least: list[torch.Tensor], most: list[torch.Tensor]) -> None:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""attend's options: SpargeAttn's skip of products or steps, SageAttention's 8-bit scores; kernel and reference."""
+"""attend's options: SpargeAttn's skip of products, SageAttention's 8-bit scores; kernel and reference."""
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
 
-from benchmarks.batches import random_batch, random_index
+from benchmarks.batches import assert_close, random_batch, random_index
 from tests.kernels.test_engines import DTYPES, FULL, independent
 from vllm_sparse_kernels.attend import PORTABLE, reference, supports_bulk
 from vllm_sparse_kernels.attend.options import AttendOptions
@@ -72,10 +71,10 @@ def margins_of(batch: Batch, index: SparseIndex, head: int) -> torch.Tensor:
     return torch.cat(found)
 
 
-def clear_margin(margins: torch.Tensor, least: float = 0.6, most: float = 0.9) -> float:
-    """λ in the widest gap between margins that has these shares of those below 0 under it: enough to show."""
+def clear_margin(margins: torch.Tensor) -> float:
+    """λ in the widest gap between margins that has 0.6 to 0.9 of those below 0 under it: enough to show."""
     ordered = torch.cat((margins[margins < -CLEAR].sort().values, margins.new_zeros(1)))
-    near = ordered[min(int(least * len(ordered)), len(ordered) - 2) : int(most * len(ordered)) + 2]
+    near = ordered[min(int(0.6 * len(ordered)), len(ordered) - 2) : int(0.9 * len(ordered)) + 2]
     widest = int(near.diff().argmax())
     assert float(near.diff()[widest]) > 2 * CLEAR
     return float(near[widest : widest + 2].mean())
@@ -96,34 +95,21 @@ def by_reference(batch: Batch, index: SparseIndex, options: AttendOptions | None
 
 
 def check(batch: Batch, index: SparseIndex, options: AttendOptions, bulk: bool = False) -> None:
-    """Within the budget of attention without options, whose log-sum-exp is the same where no step is dropped."""
+    """Within the budget of attention without options, whose log-sum-exp is the same."""
     exact = expected_attention(batch, index)
     out, lse = by_reference(batch, index, options)
-    summed = torch.ones(batch.num_heads, dtype=torch.bool, device=lse.device)
-    if options.drop_margins is not None:
-        summed = options.drop_margins == -math.inf
-        moved = (exact.lse - lse)[~summed].nan_to_num().amax(1)
-        if batch.q.dtype != torch.bfloat16:
-            assert bool((moved > 1.5 * exact.lse_budget).all())
-        else:  # whose budget is a quarter of a nat, which not every head's dropped steps reach
-            assert float(moved.max()) > 1.2 * exact.lse_budget
-    torch.testing.assert_close(lse[summed], exact.lse[summed], rtol=0, atol=1e-9, equal_nan=True)
-    Expected(out, lse, exact.out_budget, exact.lse_budget).assert_close(*run(batch, index, options, bulk))
-    for margins in (options.skip_margins, options.drop_margins):
-        if margins is not None:
-            moved = (out - exact.out)[:, margins > -math.inf].nan_to_num().abs().max()
-            assert float(moved) > 1.5 * exact.out_budget, "what is skipped does not show: the case shows nothing"
+    torch.testing.assert_close(lse, exact.lse, rtol=0, atol=1e-9, equal_nan=True)
+    assert_close(Expected(out, lse, exact.out_budget, exact.lse_budget), *run(batch, index, options, bulk))
+    if (margins := options.skip_margins) is not None:
+        moved = (out - exact.out)[:, margins > -math.inf].nan_to_num().abs().max()
+        assert float(moved) > 1.5 * exact.out_budget, "what is skipped does not show: the case shows nothing"
 
 
-def mixed_options(
-    batch: Batch, index: SparseIndex, skips: bool = True, int8: bool = True, drops: Sequence[int] = ()
-) -> AttendOptions:
-    """Of four heads in turn the first has both options, the others one each, or none. ``drops``: which of the four have
-    steps dropped in place of products skipped."""
+def mixed_options(batch: Batch, index: SparseIndex, skips: bool = True, int8: bool = True) -> AttendOptions:
+    """Of four heads in turn the first has both options, the others one each, or none."""
     heads = range(batch.num_heads)
     margins = [clear_margin(margins_of(batch, index, h)) if skips and h % 4 in (0, 1) else None for h in heads]
-    ways = [[m if (h % 4 in drops) is whole else None for h, m in zip(heads, margins)] for whole in (False, True)]
-    options = AttendOptions.of(ways[0], [int8 and h % 4 in (0, 2) for h in heads], batch.q.device, ways[1])
+    options = AttendOptions.of(margins, [int8 and h % 4 in (0, 2) for h in heads], batch.q.device)
     assert options is not None
     return options
 
@@ -142,16 +128,11 @@ CASES = {
 }
 
 
-SKIPPED_OR_DROPPED = [("one", (0, 1)), ("mixed", (0,)), ("wide", (1,)), ("odd-head", (0, 1)), ("widest-head", (0, 1))]
-
-
 @pytest.mark.parametrize(
     ("case", "dtype", "asked"),
     [
-        ("mixed", torch.float16, {"drops": (0,)}),
+        ("mixed", torch.float16, {}),
         *(pytest.param(case, dtype, {}, marks=FULL) for case in CASES for dtype in DTYPES),
-        # Beside skipped products or alone, in 8 bits or not; (0, 1) leaves no head that skips products.
-        *(pytest.param(case, torch.float16, {"drops": drops}, marks=FULL) for case, drops in SKIPPED_OR_DROPPED),
         *(
             pytest.param(case, torch.float16, asked, marks=FULL)
             for case in ("short", "long")
@@ -164,17 +145,6 @@ def test_heads_of_all_kinds_in_one_launch(device, case, dtype, asked):
     batch = lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, layout)
     index = random_index(batch, block_tokens, 0.7, stripes)
     check(batch, index, mixed_options(batch, index, **asked))
-
-
-def test_a_head_may_skip_products_and_drop_steps(device):
-    batch = lossless_batch([(641, 129)], 2, 1, 64, 16, torch.float16, device)
-    index = random_index(batch, 64, 1.0)
-    margins = [margins_of(batch, index, h) for h in (0, 1)]
-    skips, drops = ([clear_margin(m, *shares) for m in margins] for shares in ((0.6, 0.9), (0.2, 0.4)))
-    options = AttendOptions.of(skips, [False] * 2, batch.q.device, drops)
-    check(batch, index, options)
-    apart = by_reference(batch, index, AttendOptions(options.skip_margins, None))
-    assert not torch.equal(by_reference(batch, index, options)[0].nan_to_num(), apart[0].nan_to_num())
 
 
 def test_a_sink_is_told_what_smoothing_took_off_the_scores(device):
@@ -194,9 +164,8 @@ def test_what_asks_for_nothing_changes_nothing(device):
     plain = run(batch, index, None)
     for margin in (-math.inf, -1e30):
         skip_margins = torch.full((2,), margin, device=device)
-        for options in (AttendOptions(skip_margins, None), AttendOptions(None, None, drop_margins=skip_margins)):
-            given = run(batch, index, options)
-            assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(plain, given))
+        given = run(batch, index, AttendOptions(skip_margins, None))
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(plain, given))
     flags = torch.ones(2, dtype=torch.uint8, device=device)
     given, other = (run(batch, index, AttendOptions(None, flags, all_int8=known)) for known in (False, True))
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(given, other))
@@ -206,7 +175,7 @@ def test_what_asks_for_nothing_changes_nothing(device):
 @pytest.mark.full
 def test_a_row_does_not_depend_on_its_neighbours(device):
     batch = random_batch([(333, 140), (530, 1), (200, 30)], 2, 1, 64, 16, DTYPES[0], device, gap_tokens=3)
-    options = AttendOptions.of([-1.0, None], [True, False], batch.q.device, [None, -2.0])
+    options = AttendOptions.of([-1.0, -2.0], [True, False], batch.q.device)
     independent(PORTABLE, batch, random_index(batch, 64, 1.0), range(3), options)
 
 
@@ -261,10 +230,8 @@ def test_8_bit_scores_are_as_accurate_as_sage_attention(device):
 
 
 @pytest.mark.parametrize("margin", [-math.inf, -2.0, -0.3])
-@pytest.mark.parametrize("whole", [False, True], ids=["products", "steps"])
-def test_the_reference_is_an_online_softmax_step_by_step(margin, whole):
-    """Algorithm 1, lines 12 to 16, with a test of all queries together. Of whole steps the authors' ``update_mo`` and
-    the branch after it, whose test is against the maximum before the step."""
+def test_the_reference_is_an_online_softmax_step_by_step(margin):
+    """Algorithm 1, lines 12 to 16, with a test of all queries together."""
     generator = torch.Generator().manual_seed(4)
     scores, values = (torch.randn(*size, generator=generator, dtype=torch.float64) for size in ((5, 70), (70, 8)))
     scores[:, 20:50] -= 4
@@ -275,15 +242,14 @@ def test_the_reference_is_an_online_softmax_step_by_step(margin, whole):
         before, local = online_max, s.amax(1)
         online_max = torch.maximum(before, local)
         p, decay = (s - online_max[:, None]).exp(), (before - online_max).exp()
-        keep = bool((local - (before if whole else online_max)).max() >= margin)
-        total = total * decay + (p.sum(1) if keep or not whole else 0)
+        keep = bool((local - online_max).max() >= margin)
+        total = total * decay + p.sum(1)
         acc = acc * decay[:, None] + (p @ v if keep else 0)
         skipped += not keep
     assert (skipped > 0) == (margin > -math.inf)
     left_out = (reference.step_margins(scores, steps) < margin)[steps]
-    kept = scores.masked_fill(left_out, -torch.inf) if whole else scores
-    torch.testing.assert_close((kept.softmax(-1) * ~left_out) @ values, acc / total[:, None], rtol=0, atol=1e-12)
-    torch.testing.assert_close(kept.logsumexp(-1), online_max + total.log(), rtol=0, atol=1e-12)
+    torch.testing.assert_close((scores.softmax(-1) * ~left_out) @ values, acc / total[:, None], rtol=0, atol=1e-12)
+    torch.testing.assert_close(scores.logsumexp(-1), online_max + total.log(), rtol=0, atol=1e-12)
 
 
 def test_options_that_nobody_asks_for():
@@ -310,5 +276,5 @@ def test_on_gpu(lengths, head_dim, block_tokens, bulk, dtype):
     if bulk and not supports_bulk(batch.cache):
         pytest.skip("bulk tensor copies need Hopper or later")
     index = random_index(batch, block_tokens, 0.5, stripes=200)
-    check(batch, index, mixed_options(batch, index, drops=(1,)), bulk)
-    check(batch, index, mixed_options(batch, index, int8=False, drops=(0, 1)), bulk)
+    check(batch, index, mixed_options(batch, index), bulk)
+    check(batch, index, mixed_options(batch, index, int8=False), bulk)

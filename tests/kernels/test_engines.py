@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.batches import random_batch, random_index, repaged
+from benchmarks.batches import assert_close, random_batch, random_index, repaged
 from tests.helpers.paged_varlen import STAND_IN, paged_varlen
 from tests.methods.cases import row_alone
 from vllm_sparse_kernels.attend import (
@@ -91,7 +91,7 @@ def run(
 
 def check(engine: Engine, batch: Batch, index: SparseIndex, options: AttendOptions | None = None) -> None:
     index.check()
-    expected_attention(batch, index, options).assert_close(*run(engine, batch, index, options))
+    assert_close(expected_attention(batch, index, options), *run(engine, batch, index, options))
 
 
 def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
@@ -224,7 +224,7 @@ def test_full_index_is_dense_attention(engine, device, dtype, sinks):
     Dense().select(batch.q, batch.cache, index, torch.arange(4, dtype=torch.int32, device=device), batch.scale)
     out, lse = run(engine, batch, index)
     expected = expected_attention(batch, index)
-    expected.assert_close(out, lse)
+    assert_close(expected, out, lse)
     rows = batch.rows
     for row, (token, query_len) in enumerate(zip(rows.tokens, rows.query_lens, strict=True)):
         tokens = slice(token, token + query_len)
@@ -357,7 +357,7 @@ def test_sinks_are_what_vllms_flash_attention_takes_them_for(engine, head_dim):
     )  # fmt: skip
     expected = expected_attention(batch, index)
     for result in (out, stock):
-        expected.assert_close(result)
+        assert_close(expected, result)
 
 
 @pytest.mark.gpu

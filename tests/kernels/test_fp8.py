@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.batches import in_fp8, random_batch, random_index, repaged, widened
+from benchmarks.masks import density_of, mask_of
 from benchmarks.structured import paged_batch, structured
 from tests.kernels.test_engines import ENGINES, check, run, same
 from tests.methods.cases import select
@@ -41,8 +42,8 @@ def apart(method: Method, batch: Batch, other: Batch, by_reference: bool = False
     method = method.merged([method] * batch.num_heads)
     asked = ((batch, False), (other, by_reference))
     kept = [select(method, b, method.block_tokens, None, way, replace(b.rows)) for b, way in asked]
-    assert 0.05 < float(kept[0].density()) < 0.98 or len(batch.q) > 1000
-    return float((kept[0].to_mask(0) != kept[1].to_mask(0)).float().mean())
+    assert 0.05 < float(density_of(kept[0])) < 0.98 or len(batch.q) > 1000
+    return float((mask_of(kept[0], 0) != mask_of(kept[1], 0)).float().mean())
 
 
 ON_GPU = [((2047, 1100), page_size, (8, 2, head_dim)) for page_size in (16, 128) for head_dim in (64, 128)]

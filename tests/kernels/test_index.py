@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from benchmarks.batches import random_batch, random_index
+from benchmarks.masks import density_of, mask_of
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout, causal_pairs
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows, Tile, ceil_div
@@ -119,7 +120,7 @@ class TestContents:
         assert index.stripes_of(1, 1).tolist() == [3, 5, 70]
 
     def test_to_mask_by_hand(self, index):
-        mask = index.to_mask(0)
+        mask = mask_of(index, 0)
         positions, keys = torch.arange(100, 300)[:, None], torch.arange(300)
         causal = keys <= positions
         assert torch.equal(mask[0], causal)
@@ -134,10 +135,10 @@ class TestContents:
         batch = random_batch([(0, 1), (63, 130), (1000, 49), (65, 64), (0, 300)], 4, 2, 8, 16, gap_tokens=1)
         for stripes in (0, 33):
             index = random_index(batch, block_tokens, density, stripes=stripes, seed=stripes)
-            kept = sum(int(index.to_mask(row).sum()) for row in range(5))
+            kept = sum(int(mask_of(index, row).sum()) for row in range(5))
             assert index.kept_pairs().item() == kept
             assert index.kept_pairs().dtype == torch.int64
-            assert index.density() == kept / (4 * causal_pairs(batch.rows))
+            assert density_of(index) == kept / (4 * causal_pairs(batch.rows))
 
 
 def count(of: str, head: int, i_tile: int, number: int):

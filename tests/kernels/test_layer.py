@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from unittest.mock import Mock, call
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from benchmarks.batches import random_batch
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_kernels import SparseIndex, Workspace
 from vllm_sparse_kernels.attend.reference import attend
-from vllm_sparse_kernels.layer import HeadGroup, Layer, Watch, run, stripes_of
+from vllm_sparse_kernels.layer import HeadGroup, Layer, run, stripes_of
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.trial import Batch
@@ -93,8 +93,9 @@ def test_an_output_is_that_of_every_head_alone(lengths: list[tuple[int, int]]) -
         assert torch.equal(out.nan_to_num(7), alone.nan_to_num(7))
 
 
-def test_a_watch_is_told_how_far_a_run_has_come() -> None:
-    watch = Mock(spec=Watch)
-    one = batch([(0, 100)])
-    index = run(layer_of(SHAPE), one.q, one.cache, one.rows, one.empty_out(), one.scale, watch=watch)
-    assert watch.mock_calls == [call.begins(), call.selected(index), call.attended()]
+@pytest.mark.parametrize("check", [False, True])
+def test_an_index_is_looked_at_on_request(monkeypatch: pytest.MonkeyPatch, check: bool) -> None:
+    looks, one = Mock(), batch([(0, 100)])
+    monkeypatch.setattr(SparseIndex, "check", looks)
+    run(layer_of(SHAPE), one.q, one.cache, one.rows, one.empty_out(), one.scale, check=check)
+    assert looks.call_count == check

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.batches import random_batch, random_index
+from benchmarks.masks import density_of, mask_of
 from benchmarks.oracle import Bound, Quality, exact_masses, measure
 from tests.helpers.lined import DEVICE
 from vllm_sparse_kernels.index import SparseIndex, causal_pairs
@@ -27,12 +28,12 @@ def shares(batch: Batch, index: SparseIndex) -> torch.Tensor:
         q = batch.q[token : token + query_len].double()
         scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(group, 1)) * batch.scale
         causal = torch.ones_like(scores, dtype=torch.bool).tril_(rows.context_lens[row])
-        found.append((scores.masked_fill(~causal, -torch.inf).softmax(-1) * index.to_mask(row)).sum(-1))
+        found.append((scores.masked_fill(~causal, -torch.inf).softmax(-1) * mask_of(index, row)).sum(-1))
     return torch.cat(found, 1)
 
 
 def by_whole_matrices(batch: Batch, index: SparseIndex) -> Quality:
-    kept = sum(index.to_mask(row).sum((1, 2)) for row in range(batch.rows.num_rows))
+    kept = sum(mask_of(index, row).sum((1, 2)) for row in range(batch.rows.num_rows))
     return Quality(shares(batch, index).mean(1), kept.double() / causal_pairs(batch.rows))
 
 
@@ -61,7 +62,7 @@ def test_it_is_what_whole_matrices_say(num_heads, num_kv_heads, head_dim, page_s
     for i, one in enumerate(indices):
         by_query = torch.cat([mass.query_recalls[i] for mass in masses], 1).double()
         torch.testing.assert_close(by_query, shares(batch, one), rtol=0, atol=1e-5)
-    assert float(got.density.mean()) == pytest.approx(index.density(), abs=1e-12)
+    assert float(got.density.mean()) == pytest.approx(density_of(index), abs=1e-12)
     assert bool((got.recall < 0.99).all())
     assert {float(x) for figures in quality(batch, random_index(batch, block_tokens, 1.0)) for x in figures} == {1.0}
     batch.q.mul_(500)  # scores far apart

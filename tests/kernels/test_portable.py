@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from benchmarks.batches import random_batch, random_index
+from benchmarks.batches import assert_close, random_batch, random_index
 from tests.kernels.test_attend_options import check, lossless_batch, mixed_options, run
 from tests.kernels.test_engines import FULL, same
 from vllm_sparse_kernels.attend import supports_bulk, widest_block
@@ -15,7 +15,7 @@ from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.trial import expected_attention
 
 
-@pytest.mark.parametrize("drops", [None, pytest.param((1,), marks=FULL)], ids=["plain", "with options"])
+@pytest.mark.parametrize("asked", [False, pytest.param(True, marks=FULL)], ids=["plain", "with options"])
 @pytest.mark.parametrize(
     ("page_size", "block_tokens", "layout"),
     [
@@ -23,17 +23,17 @@ from vllm_sparse_kernels.trial import expected_attention
         *(pytest.param(*c, marks=FULL) for c in ((64, 64, "HND"), (128, 128, "NHD"), (128, 128, "HND"))),
     ],
 )
-def test_bulk_copies(device, page_size, block_tokens, layout, drops):
+def test_bulk_copies(device, page_size, block_tokens, layout, asked):
     """Blocks fetched as matrices give what blocks fetched by pointers give."""
-    lengths = [(170, 40), (0, 50)] if drops is None else [(641, 40), (500, 70)]
+    lengths = [(641, 40), (500, 70)] if asked else [(170, 40), (0, 50)]
     batch = lossless_batch(lengths, 2, 2, 64, page_size, torch.float16, device, layout)
     if device == "cuda" and not supports_bulk(batch.cache):
         pytest.skip("bulk tensor copies need Hopper or later")
-    index = random_index(batch, block_tokens, 0.5 if drops is None else 0.7, stripes=30)
-    options = None if drops is None else mixed_options(batch, index, drops=drops)
+    index = random_index(batch, block_tokens, 0.7 if asked else 0.5, stripes=30)
+    options = mixed_options(batch, index) if asked else None
     by_copies = run(batch, index, options, bulk=True)
     if options is None:
-        expected_attention(batch, index).assert_close(*by_copies)
+        assert_close(expected_attention(batch, index), *by_copies)
     else:
         check(batch, index, options, bulk=True)
     assert same(run(batch, index, options, bulk=False), by_copies)
@@ -76,4 +76,4 @@ def test_pointers_on_gpu(lengths, dtype, head_dim, block_tokens):
     """What other devices run; Hopper takes bulk copies (test_engines.py) unless it is told not to."""
     batch = random_batch(lengths, 8, 2, head_dim, 128, dtype, "cuda", gap_tokens=3)
     index = random_index(batch, block_tokens, 0.2, stripes=200)
-    expected_attention(batch, index).assert_close(*run(batch, index, None, bulk=False))
+    assert_close(expected_attention(batch, index), *run(batch, index, None, bulk=False))

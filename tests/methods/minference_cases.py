@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.batches import on_device, random_batch
+from benchmarks.masks import tile_keys
 from tests.methods.cases import DEVICE, F32, row_parts
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.minference import reference
@@ -112,7 +113,7 @@ def check_between(lower: SparseIndex, index: SparseIndex, upper: SparseIndex) ->
                 f"head {head}, tile {i_tile}: {low.tolist()} not all in {given.tolist()}"
             )
             assert torch.isin(given, high).all(), f"head {head}, tile {i_tile}: {given.tolist()} beyond {high.tolist()}"
-            low, given, high = (x.tile_keys(head, i_tile) for x in (lower, index, upper))
+            low, given, high = (tile_keys(x, head, i_tile) for x in (lower, index, upper))
             assert not (low & ~given).any(), f"head {head}, tile {i_tile}: keys missing"
             assert not (given & ~high).any(), f"head {head}, tile {i_tile}: keys too many"
             num_open += int((high & ~low).sum())

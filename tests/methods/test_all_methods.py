@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.batches import random_batch, repaged
+from benchmarks.batches import assert_close, random_batch, repaged
+from benchmarks.masks import density_of, tile_keys
 from tests.helpers.lined import lined_batch
 from tests.methods.cases import DEVICE, F32, POISON, all_lists, row_alone, select
 from vllm_sparse_kernels.attend import PORTABLE
@@ -65,10 +66,10 @@ def test_kernels_and_reference_keep_the_same(name: str, params: dict[str, Any]) 
     differing = kept = 0
     for head in range(2):
         for i_tile in range(batch.rows.num_tiles):
-            a, b = ours.tile_keys(head, i_tile), theirs.tile_keys(head, i_tile)
+            a, b = tile_keys(ours, head, i_tile), tile_keys(theirs, head, i_tile)
             differing, kept = differing + int((a ^ b).sum()), kept + int(b.sum())
     assert differing <= 0.01 * kept
-    assert ours.density() < 1 or name == "dense" or params == METHODS[name].demo
+    assert density_of(ours) < 1 or name == "dense" or params == METHODS[name].demo
 
 
 @every_method
@@ -182,7 +183,7 @@ def check_density(
     dense = SparseIndex.allocate(batch.rows, num_heads, 64)
     every = torch.arange(num_heads, dtype=torch.int32, device=DEVICE)
     METHODS["dense"].reference(METHODS["dense"].full, batch.q, batch.cache, dense, every, batch.scale)
-    expected_attention(batch, dense).assert_close(out)
+    assert_close(expected_attention(batch, dense), out)
 
 
 @pytest.mark.full
@@ -197,7 +198,7 @@ def test_the_reference_set_to_keep_everything_is_dense(name: str) -> None:
     method = METHODS[name].full.merged([METHODS[name].full] * 2)
     batch = random_batch([(150, 140), (0, 9)], 2, 1, 64, 16, F32, DEVICE)
     batch.q.mul_(40)  # scores so far apart that most weights underflow to 0
-    assert select(method, batch, by_reference=True).density() == 1
+    assert density_of(select(method, batch, by_reference=True)) == 1
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.batches import random_batch
+from benchmarks.masks import density_of, mask_of, tile_keys
 from tests.methods.cases import DEVICE, DTYPES, all_lists, by_turns, row_parts, select
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.anchor_attention import method as module
@@ -52,7 +53,7 @@ def assert_listed_as_blocks(index: SparseIndex) -> None:
     for i_tile, tile in enumerate(index.rows.tile_list):
         diagonal = index.first_diagonal_block(tile)
         for head in range(index.num_heads):
-            keys = index.tile_keys(head, i_tile)[: diagonal * index.block_tokens]
+            keys = tile_keys(index, head, i_tile)[: diagonal * index.block_tokens]
             whole = keys.view(-1, index.block_tokens).all(1).nonzero().flatten()
             blocks = index.blocks_of(head, i_tile)
             assert torch.equal(blocks[blocks < diagonal], whole), f"head {head}, tile {i_tile}"
@@ -73,7 +74,7 @@ def assert_agree(batch: Batch, method: AnchorAttention, index: SparseIndex, refe
                 if method.whole_blocks:
                     doubtful = in_blocks(doubtful, index.block_tokens)
             for i_tile, _ in tiles:
-                ours, theirs = (i.tile_keys(head, i_tile) for i in (index, reference))
+                ours, theirs = (tile_keys(i, head, i_tile) for i in (index, reference))
                 differ = ours ^ theirs
                 differ[:start] &= ~doubtful
                 assert not differ.any(), f"head {head}, tile {i_tile}, keys {differ.nonzero().flatten().tolist()}"
@@ -193,10 +194,10 @@ def test_reference_states_the_paper(settings):
     method = AnchorAttention(**{"step_tiles": 2} | settings)
     index = select(method, batch, by_reference=True)
     for row in range(2):
-        mask = index.to_mask(row)
+        mask = mask_of(index, row)
         for head in range(4):
             assert torch.equal(mask[head], definition(batch, method, row, head)), f"row {row}, head {head}"
-    assert 0.3 < index.density() < 0.98
+    assert 0.3 < density_of(index) < 0.98
 
 
 def plant(batch: Batch, scores: dict[tuple[int, int, int], float]) -> None:
@@ -231,7 +232,7 @@ def test_a_block_that_lacks_one_key_is_listed_as_stripes(block_tokens):
         stripes = [n for n in range(512) if n // block_tokens in holed and n not in holes]
         assert index.stripes_of(0, i_tile).tolist() == stripes
     reference = select(method, batch, block_tokens, by_reference=True)
-    assert torch.equal(index.to_mask(0), reference.to_mask(0))
+    assert torch.equal(mask_of(index, 0), mask_of(reference, 0))
 
 
 @pytest.mark.full
@@ -242,7 +243,7 @@ def test_every_group_lists_its_own_blocks(block_tokens):
     index, reference = (select(method, batch, block_tokens, by_reference=it) for it in (False, True))
     assert_listed_as_blocks(index)
     for row in range(len(lengths)):
-        assert torch.equal(index.to_mask(row), reference.to_mask(row)), f"row {row}"
+        assert torch.equal(mask_of(index, row), mask_of(reference, row)), f"row {row}"
     assert 0 < int(index.stripe_counts.sum()) < int(reference.stripe_counts.sum())
 
 

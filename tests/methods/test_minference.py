@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from benchmarks.batches import random_batch
+from benchmarks.masks import mask_of
 from tests.methods.cases import DEVICE, F32, all_lists, int32, lists, row_alone, select
 from tests.methods.minference_cases import (
     CASES,
@@ -82,7 +83,7 @@ def test_a_shape_keeps_sinks_and_windows_and_little_else():
     index = select(AShape(100, 150), batch, 64)
     positions, keys = torch.arange(437, 637, device=DEVICE)[:, None], torch.arange(637, device=DEVICE)
     kept = ((keys < 100) | (keys > positions - 150)) & (keys <= positions)
-    mask = index.to_mask(0)[0]
+    mask = mask_of(index, 0)[0]
     assert not (kept & ~mask).any()
     # Nothing beyond the blocks of 64 that hold a sink, or a key of the window of one of the tile's queries.
     first_queries = 437 + (positions - 437) // 128 * 128

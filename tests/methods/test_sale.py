@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.batches import random_batch
+from benchmarks.masks import density_of
 from benchmarks.paper_density import sale_density
 from tests.methods.cases import DEVICE, DTYPES, all_lists, by_turns, row_parts, select
 from tests.methods.sale_cases import (
@@ -95,7 +96,7 @@ def test_channels_that_hold_nothing_need_not_be_multiplied(block_tokens):
     batch.q[:, 2:, dead] = 0.5
     halves, wholes = (select(Sale(0.3, channels=channels), batch, block_tokens) for channels in ("half", "all"))
     assert all_lists(halves) == all_lists(wholes)
-    assert halves.density() < 0.9
+    assert density_of(halves) < 0.9
     queries, keys = rounded_by_kernels(Sale(0.3, channels="half"), batch)
     assert queries.integers.shape[2] == keys.integers.shape[2] == 64
 

@@ -21,8 +21,8 @@ from vllm_sparse_backend.serving.worker import Worker
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.reasons import Fallback, layer_fallback
-from vllm_sparse_kernels import SparseIndex, shared_bytes, widest_block
-from vllm_sparse_kernels.layer import Layer, LayerPlan, Watch, keeping, run
+from vllm_sparse_kernels import shared_bytes, widest_block
+from vllm_sparse_kernels.layer import Layer, LayerPlan, keeping, run
 from vllm_sparse_kernels.paged import PagedCache
 
 
@@ -168,19 +168,9 @@ class SparsePrefillImpl(compat.DenseImpl):
         assert self.worker.memory is not None
         arena, recorder, scale = self.worker.memory.arena, self.worker.recorder, self.scale * cache.score_scale
         with arena.frame():
-            watch = CHECKED if self.worker.resolved.config.check_index else recorder.lap(self.number)
             layer = self.layer if slab.share is None else keeping(self.layer, slab.share)
-            index = run(layer, query, cache, slab.rows, output, scale, arena, watch, self.sinks)
-            recorder.count_pairs(self.number, index, watch, slab.level)
+            check = self.worker.resolved.config.check_index
+            index = run(layer, query, cache, slab.rows, output, scale, arena, self.sinks, check)
+            recorder.count_pairs(self.number, index, slab.level)
             if spans and is_counting():
                 add_pairs(spans, index)
-
-
-class _Checked(Watch):
-    """Looks at every index, and waits for the device to do so: for debugging."""
-
-    def selected(self, index: SparseIndex) -> None:
-        index.check()
-
-
-CHECKED = _Checked()

@@ -12,13 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_sparse_backend.serving.timing import Lap, Timer
 from vllm_sparse_backend.settings.metrics import METRICS
 from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_kernels import SparseIndex
 from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.layer import UNWATCHED, Watch
 from vllm_sparse_kernels.pairs import add_listed_pairs
 
 Sample = tuple[str, list[str], float]
@@ -84,7 +82,6 @@ class Recorder:
         self._places: dict[tuple[int, str], int] = {}
         self._listed = torch.zeros(0, dtype=torch.int64, device=device)
         self._counts: dict[Key, float] = {}
-        self._timer = Timer(device)
         self._on_its_way: OnItsWay | None = None
         self._arrived: list[Sample] = []
 
@@ -99,13 +96,7 @@ class Recorder:
         if self.is_first_rank and is_counting() and path != PADDING:
             self._add("rows", (path, reason.value if reason else "", level), rows)
 
-    def lap(self, layer: int) -> Watch:
-        """Times the next call of a layer, where it is that one's turn; ``count_pairs`` takes it back."""
-        if not is_counting():
-            return UNWATCHED
-        return self._timer.start(layer, len({of for of, _ in self._places}))
-
-    def count_pairs(self, layer: int, index: SparseIndex, lap: Watch = UNWATCHED, level: str = DEFAULT) -> None:
+    def count_pairs(self, layer: int, index: SparseIndex, level: str = DEFAULT) -> None:
         """Add one layer's index of this step's rows of a level. Stays on the device."""
         if not is_counting():
             return
@@ -118,9 +109,6 @@ class Recorder:
         for name, amount in counts.items():
             if name != "tiles" or self.is_first_rank:
                 self._add(name, (layer, level), amount)
-        if isinstance(lap, Lap):
-            self._timer.stop(lap, causal)
-            self._read_laps()
 
     def count(self, name: str, labels: Mapping[str, object], amount: float = 1) -> None:
         """Add to one of the counters in ``settings.metrics``; labels: all that are its own."""
@@ -146,7 +134,6 @@ class Recorder:
         return self._arrived, self._on_its_way is not None
 
     def _set_out(self) -> None:
-        self._read_laps()
         self._on_its_way = OnItsWay(dict(self._counts), HostCopy(self._listed))
 
     def _arrive(self) -> None:
@@ -160,13 +147,6 @@ class Recorder:
                     found[key] += counts[place]
             self._arrived = [(name, [*labels], value) for (name, labels), value in found.items()]
             self._on_its_way = None
-
-    def _read_laps(self) -> None:
-        for lap in self._timer.read():
-            select, attend = lap.seconds()
-            self.count("sampled_seconds", {"layer": lap.layer, "part": "select"}, select)
-            self.count("sampled_seconds", {"layer": lap.layer, "part": "attend"}, attend)
-            self.count("sampled_causal_pairs", {"layer": lap.layer}, lap.causal_pairs)
 
 
 def _key(name: str, kind: str, labels: Mapping[str, object]) -> Key:

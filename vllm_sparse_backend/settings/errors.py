@@ -43,28 +43,8 @@ def looks_like(key: object, ours: str) -> bool:
     return name in plain or difflib.SequenceMatcher(None, plain, name).ratio() >= 0.85
 
 
-EXPECTED = {
-    "int_type": "an integer",
-    "int_parsing": "an integer",
-    "int_from_float": "an integer",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "string_type": "a text",
-    "dict_type": "a mapping of fields to values",
-    "model_type": "a mapping of fields to values",
-    "dataclass_type": "a mapping of fields to values",
-    "tuple_type": "a list",
-    "list_type": "a list",
-    "greater_than_equal": "at least {ge}",
-    "greater_than": "more than {gt}",
-    "less_than_equal": "at most {le}",
-    "less_than": "less than {lt}",
-    "literal_error": "{expected}",
-}
-"""What pydantic's kinds of error expected, in the words of this project."""
+MAPPINGS = ("dict_type", "model_type", "dataclass_type")
+"""Kinds of pydantic's errors that it words by the names of Python's classes."""
 
 
 def reason_of(detail: ErrorDetails) -> str:
@@ -76,9 +56,8 @@ def reason_of(detail: ErrorDetails) -> str:
         return "missing"
     if kind == "json_invalid":  # whatever file it is, its content is nobody's business
         return f"not JSON: {detail['ctx']['error']}"
-    if kind in EXPECTED:
-        return unexpected(given, EXPECTED[kind].format(**detail.get("ctx", {})))
-    return unexpected(given, detail["msg"])
+    said = detail["msg"].removeprefix("Input should be ")
+    return unexpected(given, "a mapping of fields to values" if kind in MAPPINGS else said)
 
 
 def report(error: ValidationError, model: type, source: str, root: str = "") -> ConfigurationError:

@@ -10,16 +10,13 @@ Per figure and layer one number for each query head of the model; layers without
 Numbers have four significant digits, so that a model of 32 layers and 32 heads takes some 20 kB.
 """
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, StrictFloat, StrictInt, model_validator
+from pydantic import AfterValidator, Field, StrictFloat, StrictInt
 
 from vllm_sparse_backend.settings.errors import Section, unexpected
 from vllm_sparse_backend.settings.model_shape import ModelShape
-
-logger = logging.getLogger(__name__)
 
 PerHead = Sequence[Sequence[float] | None]
 """Per layer a number for each head; None for a layer without."""
@@ -28,9 +25,6 @@ Layer = Annotated[StrictInt, Field(ge=0)]
 Rounded = AfterValidator(lambda number: float(f"{number:.4g}"))
 Fraction = Annotated[StrictFloat, Field(ge=0, le=1), Rounded]
 Amount = Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False), Rounded]
-
-RENAMED = {"worst_error": "p99_error"}
-"""Names by which figures went before: they are read for one more release."""
 
 
 class HeadFigures(Section):
@@ -44,16 +38,6 @@ class HeadFigures(Section):
 
     p99_error: dict[Layer, tuple[Amount, ...]] = Field(default={})
     """What a hundredth of the queries has more of."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _by_new_names(cls, given: object) -> object:
-        if not isinstance(given, Mapping):
-            return given
-        old = [name for name in RENAMED if name in given and RENAMED[name] not in given]
-        for name in old:
-            logger.warning("figures: %s is called %s now; the next release refuses the old name", name, RENAMED[name])
-        return {RENAMED[name] if name in old else name: value for name, value in given.items()}
 
     @staticmethod
     def of_heads(**figures: PerHead) -> "HeadFigures":

@@ -29,19 +29,6 @@ without a profile is vertical-slash, StreamingLLM's pattern is A-shape.
 """
 
 
-LEFT = {
-    "block_means": "leave it out: means in place of dropped blocks helped no model that others trained",
-    "dense_last_tile": "leave it out; guard, dense_layers or a level that keeps more are what remains for last queries",
-    "gamma_per_tile": "leave it out and raise gamma, 0.95 for 0.9",
-    "max_distance": "leave it out: all heads keep lines, those that were chosen by mean queries too",
-    "min_budget": "leave it out, and raise gamma where short prompts keep too little",
-    "per_query_block": "leave it out, which is true; in place of false lower top_blocks",
-    "segment_tokens": "leave it out, or lower the server's --max-num-batched-tokens: a chunk is a segment",
-    "true_mass": "leave it out and raise gamma, 0.95 for 0.9",
-}
-"""Parameters that methods once had, and what to do about a profile or a configuration that names one."""
-
-
 def method_names() -> list[str]:
     """Every name that ``make_method`` takes."""
     return sorted({*METHODS, *(name for name, (method, _) in PRESETS.items() if method in METHODS)})
@@ -60,9 +47,6 @@ def make_method(name: object, params: Mapping[str, Any]) -> Method:
     adapters = _adapters(parameters)
     problems, values = [], {}
     for field, given in {**preset, **params}.items():
-        if field not in adapters and field in LEFT:
-            problems.append(f"{field}: no longer a parameter of {name}: {LEFT[field]}")
-            continue
         if field not in adapters:
             fields = not_one_of(field, adapters) if adapters else f"given, but {name} has no parameters"
             problems.append(f"{field}: unknown parameter of {name}: {fields}")

@@ -30,7 +30,7 @@ class AttendSpec:
     block_tokens: int  # of the index
     has_stripes: bool
     skips: bool = False
-    """Whether any head asks for the skip of products, or of whole steps (``AttendOptions``)."""
+    """Whether any head asks for the skip of products (``AttendOptions``)."""
 
     int8: bool = False
     """Whether any head asks for 8-bit scores."""

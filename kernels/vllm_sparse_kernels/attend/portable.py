@@ -14,7 +14,7 @@ Smaller pages cost a look-up in the block table for every key.
 ``AttendOptions`` has approximations that a head may ask for. Without them the kernel is compiled as if they did not
 exist; with them a launch still serves a layer of mixed heads, each program doing as its head asks:
 
-* SpargeAttn's skip of P·V, or of whole steps, tests all 128 queries of a tile together, where the paper tests the
+* SpargeAttn's skip of P·V tests all 128 queries of a tile together, where the paper tests the
   queries of a warp (16 or 32): it skips less. (The authors' kernels, as they are compiled, test a block of 64 or 128.)
   A branch must be one for all warps of a Triton program. Two products of 64 queries would not do: a warp group's matrix
   instruction takes 64 rows, so that the two groups would share each half, its probabilities crossing between them
@@ -214,24 +214,24 @@ def descriptors_of(cache: PagedCache, matrix: MatrixArgs, block_tokens: int) -> 
 
 def _option_args(
     options: AttendOptions | None, cache: PagedCache, index: SparseIndex, bulk: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, SmoothArgs | None, TensorDescriptor | None]:
-    """Margins to skip and to drop, flags of the 8-bit heads unless all are, 8-bit keys, and these for bulk copies.
+) -> tuple[torch.Tensor | None, torch.Tensor | None, SmoothArgs | None, TensorDescriptor | None]:
+    """Margins to skip, flags of the 8-bit heads unless all are, 8-bit keys, and these for bulk copies.
 
     None as far as unasked.
 
     (One by one, as Triton 3.6 can't compare a tuple that holds a None with None.)
     """
     if options is None:
-        return None, None, None, None, None
+        return None, None, None, None
     options.check(index.num_heads)
     if options.int8_heads is None:
-        return options.skip_margins, options.drop_margins, None, None, None
+        return options.skip_margins, None, None, None
     int8_heads = None if options.all_int8 else options.int8_heads
     keys = smooth_keys(cache, index.rows, int8_heads, index.num_heads, index.workspace)
     _, num_keys, block_d = keys.integers.shape
     smooth = SmoothArgs(index.block_ids, *keys, num_keys, keys.means.stride(0))
     matrix = TensorDescriptor.from_tensor(keys.integers.view(-1, block_d), [index.block_tokens, block_d])
-    return options.skip_margins, options.drop_margins, int8_heads, smooth, matrix if bulk else None
+    return options.skip_margins, int8_heads, smooth, matrix if bulk else None
 
 
 def _place_blocks(cache: KeyArgs, matrix: MatrixArgs, index: SparseIndex) -> torch.Tensor:

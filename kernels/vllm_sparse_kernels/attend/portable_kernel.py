@@ -39,7 +39,7 @@ def place_blocks_kernel(
 
 @triton.jit
 def attend_kernel(
-    queries, cache, k_matrix, v_matrix, matrix, index, scale, value_scale, skip_margins, drop_margins, int8_heads,
+    queries, cache, k_matrix, v_matrix, matrix, index, scale, value_scale, skip_margins, int8_heads,
     smooth, smooth_matrix,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STRIPES: tl.constexpr, FIELDS: tl.constexpr, PRECISION: tl.constexpr,
@@ -51,7 +51,7 @@ def attend_kernel(
     float32, in natural units. Online softmax in float32 and base 2: of each step S = scale log₂e · Q Kᵀ,
     m' = max(m, max S), l' = 2^(m − m') l + Σ 2^(S − m'), O' = 2^(m − m') O + 2^(S − m') V; at the end O / l, where a
     sink adds 2^(sink log₂e − m) to l.
-    ``skip_margins`` and ``drop_margins`` [NUM_HEADS] are SpargeAttn's λ, in natural units.
+    ``skip_margins`` [NUM_HEADS] are SpargeAttn's λ, in natural units.
     """
     # kv head, then tile by falling weight, then head of the group
     i_program = tl.program_id(0)
@@ -78,13 +78,9 @@ def attend_kernel(
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    to_skip, to_drop = None, None
+    margin = None
     if skip_margins is not None:
-        to_skip = tl.load(skip_margins + i_head) * LOG2_E
-    if drop_margins is not None:
-        to_drop = tl.load(drop_margins + i_head) * LOG2_E
-    margin = (to_skip, to_drop)
-    if (skip_margins is not None) or (drop_margins is not None):
+        margin = tl.load(skip_margins + i_head) * LOG2_E
         b_max = tl.where(in_tile, b_max, UNREACHED)
         b_sum = tl.where(in_tile, b_sum, 1.0)
 
@@ -307,30 +303,18 @@ def _fold(b_s, b_v, scale, margin, b_acc, b_max, b_sum, PRECISION: tl.constexpr)
     """One step of the online softmax: raw scores [M, N] and values [N, D] into (acc, max, sum).
 
     ``scale`` takes scores to base 2; the maximum is kept scaled, so that each exponent is one fused multiply-add.
-    ``margin`` is two, of the product and of the whole step: each is left out where none of the step's maxima comes that
-    near to its query's. Then no maximum has changed, and acc, or acc and sum, stay as they are.
+    A step's exponents always go into the sum. Its product is left out where none of its maxima comes as near to its
+    query's as ``margin``: then no maximum has changed, and acc stays as it is.
     """
-    to_skip, to_drop = margin
+    b_v = widen(b_v)
     b_local = tl.max(b_s, 1) * scale
     b_new_max = tl.maximum(b_max, b_local)
-    if to_drop is None:
-        b_acc, b_sum = _add(b_s, b_v, scale, to_skip, b_local, b_max, b_new_max, b_acc, b_sum, PRECISION)
-    else:
-        if tl.max(b_local - b_new_max, 0) >= to_drop:
-            b_acc, b_sum = _add(b_s, b_v, scale, to_skip, b_local, b_max, b_new_max, b_acc, b_sum, PRECISION)
-    return b_acc, b_new_max, b_sum
-
-
-@triton.jit
-def _add(b_s, b_v, scale, to_skip, b_local, b_max, b_new_max, b_acc, b_sum, PRECISION: tl.constexpr):
-    """A step's exponents into the sum and, unless all of its maxima stay under ``to_skip``, its product into acc."""
-    b_v = widen(b_v)
     b_decay = tl.exp2(b_max - b_new_max)
     b_p = tl.exp2(b_s * scale - b_new_max[:, None])
     b_sum = b_sum * b_decay + tl.sum(b_p, 1)
-    if to_skip is None:
+    if margin is None:
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
     else:
-        if tl.max(b_local - b_new_max, 0) >= to_skip:
+        if tl.max(b_local - b_new_max, 0) >= margin:
             b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
-    return b_acc, b_sum
+    return b_acc, b_new_max, b_sum

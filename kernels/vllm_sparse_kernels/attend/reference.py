@@ -6,10 +6,6 @@ tile together. The sum l counts a skipped step too: line 13 stands before the te
 towards zero. Line 15 as printed asks for the reverse of the text of section 3.4, which holds here; line 13 as printed
 forgets l_{i,j−1}.
 
-A dropped step is as if it were not in the index, as in the authors' kernels (github.com/thu-ml/SpargeAttn, csrc/qattn),
-which compute neither its exponents nor its sum. Their test is against the maximum before the step instead of the one
-after it, which for λ < 0 is the same. They never skip a tile's last two blocks; here the last blocks, too, are tested.
-
 8-bit scores are SageAttention's (arXiv 2410.02367, equation 6 and Algorithm 1).
 """
 
@@ -46,11 +42,10 @@ def attend(
     keys] before they meet values.
     """
     rows, num_heads, group = index.rows, index.num_heads, q.shape[1] // cache.num_kv_heads
-    margins, drops, int8_heads = [-math.inf] * num_heads, [-math.inf] * num_heads, [0] * num_heads
+    margins, int8_heads = [-math.inf] * num_heads, [0] * num_heads
     if options is not None:
         options.check(num_heads)
         margins = margins if options.skip_margins is None else options.skip_margins.tolist()
-        drops = drops if options.drop_margins is None else options.drop_margins.tolist()
         int8_heads = int8_heads if options.int8_heads is None else options.int8_heads.tolist()
     for row in range(rows.num_rows):
         keys, values = (x.to(dtype) for x in cache.gather(rows.block_table[row], rows.seq_lens[row]))
@@ -71,12 +66,9 @@ def attend(
                     scores, shift = (b_q @ keys[kept, i_kv].T) * scale, b_q.new_zeros(())
                 scores.masked_fill_(kept[None, :] > positions[:, None], -torch.inf)
                 sink = None if sinks is None else sinks[head].to(dtype) - shift
-                if max(margins[head], drops[head]) > -math.inf:
-                    near = step_margins(scores, steps)[steps]
-                    scores.masked_fill_(near < drops[head], -torch.inf)
-                    p = weights(scores, sink) * (near >= margins[head])
-                else:
-                    p = weights(scores, sink)
+                p = weights(scores, sink)
+                if margins[head] > -math.inf:
+                    p = p * (step_margins(scores, steps)[steps] >= margins[head])
                 p = p if round_weights is None else round_weights(p)
                 out[tokens, head] = (p @ values[kept, i_kv]).to(out.dtype)
                 if lse is not None:
@@ -112,8 +104,7 @@ def walk(index: SparseIndex, head: int, i_tile: int) -> tuple[torch.Tensor, torc
 def step_margins(scores: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     """max(m_local − m) of each step, over all queries of scores [queries, keys]: under λ, its product is left out.
 
-    Or the step is dropped, which moves no m. Of what is not left out, exp(S − m) with the last m summed over all steps
-    is what the online softmax arrives at.
+    Of what is not left out, exp(S − m) with the last m summed over all steps is what the online softmax arrives at.
     """
     local = scores.new_full((len(scores), int(steps[-1]) + 1), -torch.inf)
     local.scatter_reduce_(1, steps.expand_as(scores), scores, "amax")

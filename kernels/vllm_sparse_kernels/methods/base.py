@@ -65,11 +65,6 @@ class Method(ABC):
         return None
 
     @property
-    def skip_whole_steps(self) -> bool:
-        """Whether what λ finds is dropped, exponents and sum too."""
-        return False
-
-    @property
     def int8_scores(self) -> bool:
         """Whether the head asks ``attend`` for 8-bit scores."""
         return False

@@ -72,7 +72,7 @@ ONE_BITS = tl.constexpr(0x3F800000)
 class SpargeAttn(PerHead):
     """τ, θ and λ of SpargeAttn (section 3.6), per head; the module says what each does."""
 
-    differing = ("kept_mass", "min_similarity", "skip_margin", "skip_whole_steps", "int8_scores")
+    differing = ("kept_mass", "min_similarity", "skip_margin", "int8_scores")
 
     kept_mass: float = 0.9
     """τ, in (0, 1]: share of the compressed softmax that the kept blocks reach. 1 keeps every causal block."""
@@ -88,11 +88,8 @@ class SpargeAttn(PerHead):
 
     skip_margin: float | None = None
     """λ < 0 of the second stage, in natural units of the scaled scores; None skips nothing. The tile's 128 queries are
-    tested together, the paper's by warps: the same λ skips less here."""
-
-    skip_whole_steps: bool = False
-    """Leave out a skipped step's exponents and its share of the sum too, as the authors' kernels do, whose pvthreshd is
-    −λ · log2 e. False is Algorithm 1: its sum counts what is skipped."""
+    tested together, the paper's by warps: the same λ skips less here. As in Algorithm 1 the sum counts what is skipped;
+    the authors' kernels, whose pvthreshd is −λ · log2 e, leave it out of the sum too."""
 
     int8_scores: bool = False
     """Multiply queries and keys in 8 bits (section 3.5)."""
