@@ -199,7 +199,6 @@ CONFIG = {"architectures": ["M"], "num_hidden_layers": 3, "num_attention_heads":
         ({}, ModelShape("M", 3, 4, 4, 16)),
         ({"num_key_value_heads": 2, "head_dim": 32, "rope_theta": 5e5}, ModelShape("M", 3, 4, 2, 32, 5e5)),
         ({"rope_parameters": {"rope_theta": 1e4}}, ModelShape("M", 3, 4, 4, 16, 1e4)),
-        ({"num_hidden_layers": None, "num_layers": 5, "kv_channels": 8}, ModelShape("M", 5, 4, 4, 8)),
     ],
 )
 def test_shape_of_a_model_config(changes: dict[str, Any], expected: ModelShape) -> None:

@@ -5,18 +5,9 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.folders import LLAMA_8B
 from vllm_sparse_backend.cli.attention_share import prefill_share
 from vllm_sparse_backend.settings.errors import ConfigurationError
-
-LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.helpers.folders import model_folder
+from tests.helpers.folders import LLAMA_8B, model_folder
 from vllm_sparse_backend.cli import app, doctor
 from vllm_sparse_backend.settings import modelcheck
 from vllm_sparse_backend.settings.errors import ConfigurationError
@@ -15,14 +15,8 @@ from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.modelcheck import layer_reasons, read_config
 from vllm_sparse_backend.settings.reasons import Fallback
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "hidden_size": 512,
-}
+SMALLER = {"num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
+LLAMA = LLAMA_8B | SMALLER
 FULL, WINDOW = "full_attention", "sliding_attention"
 
 
@@ -156,8 +150,7 @@ def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_can_be_won_at_all(tmp_path: Path) -> None:
     """Figures of an 8B model: tests/test_attention_share.py."""
-    large = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
-    folder = model_folder(tmp_path, LLAMA | large | {"intermediate_size": 14336, "max_position_embeddings": 131072})
+    folder = model_folder(tmp_path, LLAMA_8B | {"max_position_embeddings": 131072})
     (finding,) = doctor.best_speedups(folder)
     assert finding.text == "40% of 32,768 tokens: 1.7×; 73% of 131,072 tokens: 3.7×; 96% of 1,048,576 tokens: 22.3×"
     mixed = {"layer_types": [FULL] + ["sliding_attention"] * 5, "sliding_window": 1024}

@@ -49,18 +49,6 @@ def test_lines_of_code() -> None:
     assert house.code_lines("") == set()
 
 
-def test_words_that_have_better_ones() -> None:
-    texts = {
-        "docs/a.md": "It came 2.6 times sooner. A server is asked a question, and asked for an answer.",
-        "help": "The Worst thousandth | asked | value; half a percent at most was asked.",
-        "metrics": "worst_error; rows that were delegated, by standalone servers",
-    }
-    assert house.jargon(texts) == [
-        "docs/a.md: sooner", "help: Worst", "help: | asked |", "help: most was asked", "metrics: worst_error",
-        "metrics: delegated",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(("seconds", "code"), [(299.0, 0), (301.0, 1)])
 def test_a_bar_that_is_missed_is_an_exit_code(
     seconds: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

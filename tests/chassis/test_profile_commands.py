@@ -9,21 +9,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from tests.helpers.folders import LLAMA_8B, model_folder
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.settings import strict_yaml
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.profile import bundled_profiles
 from vllm_sparse_kernels.methods import METHODS
 
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_size": 256,
-    "head_dim": 64,
-}
+SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256}
 PATTERNS = [
     {"0": ["vertical_and_slash", 100, 800, 0.9], "1": ["stream_llm", 128, 512, 0.8]}
     | {head: ["vertical_and_slash", 1000, 6096, 0.9] for head in ("2", "3")},
@@ -37,10 +30,7 @@ def run(*args: object) -> Result:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(SHAPE))
-    return folder
+    return model_folder(tmp_path / "model", LLAMA_8B | SHAPE)
 
 
 @pytest.fixture
