@@ -32,7 +32,7 @@ At = tuple[int, int]
 SEED = 0
 """Of facts and places."""
 
-FACT_TOKENS = 128
+FACT_TOKENS = 120
 """Of a prompt for each fact: stated and asked for it takes some 50, and lines are to be no more than half of it."""
 
 COLUMNS = {
