@@ -182,8 +182,3 @@ class TestPlatform:
             part = make_config(other, settings)
         assert isinstance(part, VllmConfig)
         assert part.attention_config.backend is CUSTOM
-
-    def test_without_a_model_there_is_nothing_to_check(self) -> None:
-        plugin.register()
-        config = VllmConfig(attention_config=AttentionConfig(backend="sparse-prefill"))
-        assert config.model_config is None

@@ -224,40 +224,34 @@ def _warm_up(
     warm_up(impls, make_spec(page_size, torch.uint8 if in_fp8 else DTYPE), device, engine)
 
 
-def check_compilations(impls: Sequence[SparsePrefillImpl], engine: str, in_fp8: bool = False) -> None:
-    device = torch.device("cuda", 0)
-    with set_current_vllm_config(VllmConfig()):  # FlashAttention's backend asks it for the cache's layout
-        _warm_up(impls, 128, engine, device, in_fp8)
-    before = dict(compilations.listener().counts)
-    assert before["warmup"] > 0
-    run_steps(impls, 128, random_steps(seed=1, number=40), device, in_fp8)
-    torch.cuda.synchronize()
-    assert compilations.listener().counts == before
-
-
 def uncomputed(*, q: torch.Tensor, out: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """In place of FlashAttention's function."""
     return out, torch.empty(q.shape[1], len(q))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("engine", ["auto", "portable"])
 @pytest.mark.parametrize(
-    ("method", "params", "in_fp8"), [(*case, False) for case in CASES] + [(*case, True) for case in IN_FP8], ids=str
+    ("method", "params", "engine", "beside"),
+    [
+        *((*case, engine, None) for case in CASES for engine in ("auto", "portable")),
+        *((*case, engine, "fp8") for case in IN_FP8 for engine in ("auto", "portable")),
+        *((name, {}, one, "sinks") for name in ("sale", "vertical_slash") for one in ("auto", "flash", "portable")),
+    ],
+    ids=str,
 )
-def test_nothing_compiles_after_warm_up(method: str, params: dict[str, Any], in_fp8: bool, engine: str) -> None:
+def test_nothing_compiles_after_warm_up(method: str, params: dict[str, Any], engine: str, beside: str | None) -> None:
     impls = make_impls(method, params, torch.device("cuda", 0), engine)
-    check_compilations(impls, engine, in_fp8)
-    assert not in_fp8 or {impl.layer.engine.name for impl in impls} == {"flash" if engine == "auto" else engine}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("engine", ["auto", "flash", "portable"])
-@pytest.mark.parametrize("method", ["sale", "vertical_slash"])
-def test_nothing_compiles_for_sinks_after_warm_up(method: str, engine: str) -> None:
-    impls = make_impls(method, {}, torch.device("cuda", 0), engine)
-    impls[1].sinks = torch.randn(SHAPE.num_heads, dtype=DTYPE, device="cuda")
-    check_compilations(impls, engine)
+    if beside == "sinks":
+        impls[1].sinks = torch.randn(SHAPE.num_heads, dtype=DTYPE, device="cuda")
+    with set_current_vllm_config(VllmConfig()):  # FlashAttention's backend asks it for the cache's layout
+        _warm_up(impls, 128, engine, torch.device("cuda", 0), beside == "fp8")
+    before = dict(compilations.listener().counts)
+    assert before["warmup"] > 0
+    run_steps(impls, 128, random_steps(seed=1, number=40), torch.device("cuda", 0), beside == "fp8")
+    torch.cuda.synchronize()
+    assert compilations.listener().counts == before
+    fp8_engine = "flash" if engine == "auto" else engine
+    assert beside != "fp8" or {impl.layer.engine.name for impl in impls} == {fp8_engine}
 
 
 class TestListener:

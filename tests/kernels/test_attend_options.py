@@ -149,6 +149,7 @@ SKIPPED_OR_DROPPED = [("one", (0, 1)), ("mixed", (0,)), ("wide", (1,)), ("odd-he
     ("case", "dtype", "asked"),
     [
         ("mixed", torch.float16, {"drops": (0,)}),
+        ("mixed", torch.float16, {"sinks": True}),
         *(pytest.param(case, dtype, {}, marks=FULL) for case in CASES for dtype in DTYPES),
         # Beside skipped products or alone, in 8 bits or not; (0, 1) leaves no head that skips products.
         *(pytest.param(case, torch.float16, {"drops": drops}, marks=FULL) for case, drops in SKIPPED_OR_DROPPED),
@@ -160,10 +161,14 @@ SKIPPED_OR_DROPPED = [("one", (0, 1)), ("mixed", (0,)), ("wide", (1,)), ("odd-he
     ],
 )
 def test_heads_of_all_kinds_in_one_launch(device, case, dtype, asked):
+    """A sink, which weighs about as much as all keys, is told what smoothing took off the scores."""
     lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, stripes, layout = CASES[case]
     batch = lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, layout)
     index = random_index(batch, block_tokens, 0.7, stripes)
-    check(batch, index, mixed_options(batch, index, **asked))
+    options = mixed_options(batch, index, **{k: v for k, v in asked.items() if k != "sinks"})
+    if "sinks" in asked:
+        batch = dataclasses.replace(batch, sinks=expected_attention(batch, index).lse.nanmean(1).float())
+    check(batch, index, options)
 
 
 def test_a_head_may_skip_products_and_drop_steps(device):
@@ -175,15 +180,6 @@ def test_a_head_may_skip_products_and_drop_steps(device):
     check(batch, index, options)
     apart = by_reference(batch, index, AttendOptions(options.skip_margins, None))
     assert not torch.equal(by_reference(batch, index, options)[0].nan_to_num(), apart[0].nan_to_num())
-
-
-def test_a_sink_is_told_what_smoothing_took_off_the_scores(device):
-    """Beside heads with other options; sinks weigh about as much as all keys."""
-    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, stripes, layout = CASES["mixed"]
-    batch = lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, torch.float16, device, layout)
-    index = random_index(batch, block_tokens, 0.7, stripes)
-    options = mixed_options(batch, index)
-    check(dataclasses.replace(batch, sinks=expected_attention(batch, index).lse.nanmean(1).float()), index, options)
 
 
 @pytest.mark.full
@@ -310,5 +306,6 @@ def test_on_gpu(lengths, head_dim, block_tokens, bulk, dtype):
     if bulk and not supports_bulk(batch.cache):
         pytest.skip("bulk tensor copies need Hopper or later")
     index = random_index(batch, block_tokens, 0.5, stripes=200)
+    expected_attention(batch, index).assert_close(*run(batch, index, None, bulk))
     check(batch, index, mixed_options(batch, index, drops=(1,)), bulk)
     check(batch, index, mixed_options(batch, index, int8=False, drops=(0, 1)), bulk)

@@ -1,32 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One way from plan to output: layers of one step share the memory of their indices, and nothing of that shows."""
+"""One way from plan to output: layers of one step share the memory of their indices."""
 
 import dataclasses
 from collections.abc import Sequence
 from unittest.mock import Mock, call
 
-import pytest
 import torch
 
 from benchmarks.batches import random_batch
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_kernels import SparseIndex, Workspace
-from vllm_sparse_kernels.attend.reference import attend
 from vllm_sparse_kernels.layer import HeadGroup, Layer, Watch, run, stripes_of
-from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.trial import Batch
 
 NUM_HEADS, NUM_KV_HEADS = 4, 2
 CPU = torch.device("cpu")
 DENSE = make_method("dense", {})
-BLOCKS = make_method("block_sparse", {"top_blocks": 3})
 SHAPE = make_method("a_shape", {"sink_tokens": 64, "local_tokens": 128})
 LINES = make_method("vertical_slash", {"vertical_tokens": 40, "slash_tokens": 104})
 MORE_LINES = make_method("vertical_slash", {"vertical_tokens": 41, "slash_tokens": 104})
-WIDER = make_method("vertical_slash", {"vertical_tokens": 40, "slash_tokens": 180})
 MASS = make_method("flex_vertical_slash", {"gamma": 0.4})
-ANCHORS = make_method("anchor_attention", {"theta": 3.0, "step_tiles": 2})
 
 
 def batch(lengths: Sequence[tuple[int, int]] = ((700, 300), (0, 131))) -> Batch:
@@ -67,30 +61,6 @@ def test_layers_take_the_same_room_one_after_the_other() -> None:
     assert arena.peak_bytes == max(needed)
     wider = dataclasses.replace(layers[0], block_tokens=128).index(rows)
     assert wider.block_ids.shape[1] < index.block_ids.shape[1]
-
-
-@pytest.mark.parametrize("lengths", [pytest.param(((130, 70), (0, 131)), marks=pytest.mark.full), ((70, 40),)], ids=str)
-def test_an_output_is_that_of_every_head_alone(lengths: list[tuple[int, int]]) -> None:
-    """Through unlike layers in turn, in one arena: each head as its reference has it in an index of its own."""
-    layers = [layer_of(DENSE, LINES, ANCHORS), layer_of(MASS), layer_of(BLOCKS, WIDER, ANCHORS), layer_of(SHAPE, LINES)]
-    first = batch(lengths)
-    arena = Workspace(CPU, torch.empty(64 << 20, dtype=torch.uint8))
-    for i, layer in enumerate([*layers, layers[0]]):
-        given = dataclasses.replace(first, q=first.q.roll(i, 1) * (1 + i % 3))
-        arena.used_bytes = 0
-        assert arena.buffer is not None
-        arena.buffer.fill_(0x7F)  # what the layer before left
-        out, alone = given.empty_out(), given.empty_out()
-        run(layer, given.q, given.cache, given.rows, out, given.scale, arena).check()
-        for group in layer.groups:
-            layouts = dict.fromkeys(range(NUM_HEADS), group.method.stripe_layout(given.rows))
-            own = SparseIndex.allocate(given.rows, NUM_HEADS, 64, layouts)
-            heads = torch.arange(NUM_HEADS, dtype=torch.int32)
-            METHODS[name_of(group.method)].reference(group.method, given.q, given.cache, own, heads, given.scale)
-            every = given.empty_out()
-            attend(given.q, given.cache, own, every, given.scale)
-            alone[:, list(group.heads)] = every[:, list(group.heads)]
-        assert torch.equal(out.nan_to_num(7), alone.nan_to_num(7))
 
 
 def test_a_watch_is_told_how_far_a_run_has_come() -> None:

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from benchmarks.batches import random_batch, random_index
+from benchmarks.batches import random_index
 from tests.kernels.test_attend_options import check, lossless_batch, mixed_options, run
 from tests.kernels.test_engines import FULL, same
 from vllm_sparse_kernels.attend import supports_bulk, widest_block
@@ -66,14 +66,3 @@ def test_bulk_copies_that_cannot_be_had(device, page_size, stride_page):
 def test_blocks_fit_shared_memory(head_dim, limit_kib, widest):
     """H100 has 227 KiB a program, A100 163, an RTX 4090 99."""
     assert widest_block(head_dim, limit_kib * 1024) == widest
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("lengths", [[(0, 2049)], [(4000, 2049), (0, 63), (130, 1000)]], ids=str)
-@pytest.mark.parametrize(("head_dim", "block_tokens"), [(128, 64), (128, 128), (64, 128), (256, 64)])
-def test_pointers_on_gpu(lengths, dtype, head_dim, block_tokens):
-    """What other devices run; Hopper takes bulk copies (test_engines.py) unless it is told not to."""
-    batch = random_batch(lengths, 8, 2, head_dim, 128, dtype, "cuda", gap_tokens=3)
-    index = random_index(batch, block_tokens, 0.2, stripes=200)
-    expected_attention(batch, index).assert_close(*run(batch, index, None, bulk=False))

@@ -235,18 +235,6 @@ def test_a_block_that_lacks_one_key_is_listed_as_stripes(block_tokens):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("block_tokens", [64, 128])
-def test_every_group_lists_its_own_blocks(block_tokens):
-    lengths = [(77, 500), (0, 300), (600, 200), (1041, 130)]
-    batch, method = holed_batch(lengths, [200], [150], [130, 300, 511], [255, 256, 900]), AnchorAttention(step_tiles=2)
-    index, reference = (select(method, batch, block_tokens, by_reference=it) for it in (False, True))
-    assert_listed_as_blocks(index)
-    for row in range(len(lengths)):
-        assert torch.equal(index.to_mask(row), reference.to_mask(row)), f"row {row}"
-    assert 0 < int(index.stripe_counts.sum()) < int(reference.stripe_counts.sum())
-
-
-@pytest.mark.full
 def test_stripes_around_whole_blocks_stay_in_order(monkeypatch):
     """Across stretches of a list of stripes, and of a list of blocks: what is a block leaves no gap among stripes."""
     monkeypatch.setattr(module, "CHUNK_BLOCKS", 32)

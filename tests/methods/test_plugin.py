@@ -82,26 +82,6 @@ def test_the_tests_of_all_methods_test_it(environment: dict[str, str]) -> None:
     assert re.search(r"^10 passed", done.stdout, re.MULTILINE)
 
 
-@pytest.mark.full
-@pytest.mark.server
-def test_a_server_runs_it(environment: dict[str, str], tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
-    from benchmarks.tiny import make_model
-    from tests.server import scenario
-    from vllm_sparse_backend.measure.scrape import parse
-    from vllm_sparse_backend.measure.server import Server, sparse_args
-
-    params = {"sink_tokens": 64, "local_tokens": 128, "stride_tokens": 512}
-    settings = {"method": "strided", "params": params, "min_tokens": 256, "min_query_tokens": 1}
-    args = (*sparse_args(settings), *scenario.SERVER_ARGS)
-    path = {"PYTHONPATH": environment["PYTHONPATH"]}
-    with Server(make_model(tmp_path / "model"), args, env=path) as server:
-        scenario.ask(server, scenario.prompt(2001, seed=11))
-        report = parse(server.get("/metrics"))
-    assert report.problem() is None
-    assert all(0 < layer.density < 0.7 for layer in report.layers.values())
-
-
 def test_the_document_shows_the_packages_files() -> None:
     shown = dict(
         re.findall(r"^\*\*`([^`]+)`\*\*\n\n```\w+\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)

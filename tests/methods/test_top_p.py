@@ -127,13 +127,6 @@ def test_the_fewest_blocks_that_hold_p_are_kept(kept_mass: float, monkeypatch: p
     check_fewest(method, batch, masses_of(method, batch, monkeypatch))
 
 
-def test_rows_longer_than_what_registers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = make_batch([(2000, 49)])
-    expected = all_lists(select(METHOD, batch, 32))
-    monkeypatch.setattr("vllm_sparse_kernels.methods.top_p.choice.HELD_BLOCKS", 16)
-    assert all_lists(select(METHOD, batch, 32)) == expected
-
-
 def test_equal_masses_go_by_position() -> None:
     """All keys alike: every block weighs the same, and the first ones between sink and local region are kept."""
     batch = make_batch([(1023, 1)], (1, 1, 64))
