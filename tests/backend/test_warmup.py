@@ -20,6 +20,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.backend.specialised import HOPPER, Key, recorded_keys
+from tests.methods.cases import VARIANTS, uncomputed
 from vllm_sparse_backend.serving import compat, compilations, engines
 from vllm_sparse_backend.serving.arena import Arena, LayerNeed, Memory, Room, Row, rows_of
 from vllm_sparse_backend.serving.backend import SparsePrefillBackend
@@ -42,16 +43,9 @@ SHAPE = ModelShape("LlamaForCausalLM", num_layers=2, num_heads=8, num_kv_heads=2
 DTYPE = torch.float16
 LONGEST, LARGEST_CHUNK = 24_000, 1500
 
-PARAMS: dict[str, list[dict[str, Any]]] = {
-    "share_prefill": [{"cluster": 0}],
-    "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}, {"skip_margin": -5.0, "skip_whole_steps": True}],
-    "sale": [{}, {"int8_scores": True}, {"channels": "half"}],
-    "top_p": [{}, {"channels": "all"}],
-    "vertical_slash": [{}],
-}
-CASES = [(name, params) for name in METHODS for params in PARAMS.get(name, [{}])]
+CASES = [(name, params) for name in METHODS for params in VARIANTS.get(name, [{}])]
 OF_FP8 = ("anchor_attention", "sale", "share_prefill", "sparge_attn", "top_p", "vertical_slash")
-IN_FP8 = [(name, PARAMS.get(name, [{}])[0]) for name in OF_FP8]
+IN_FP8 = [(name, VARIANTS.get(name, [{}])[0]) for name in OF_FP8]
 
 Steps = Sequence[Sequence[tuple[int, int]]]
 
@@ -222,11 +216,6 @@ def _warm_up(
     for impl in impls if in_fp8 else ():
         impl.out_dtype = torch.bfloat16
     warm_up(impls, make_spec(page_size, torch.uint8 if in_fp8 else DTYPE), device, engine)
-
-
-def uncomputed(*, q: torch.Tensor, out: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place of FlashAttention's function."""
-    return out, torch.empty(q.shape[1], len(q))
 
 
 @pytest.mark.gpu

@@ -282,13 +282,6 @@ def test_the_reference_is_an_online_softmax_step_by_step(margin, whole):
     torch.testing.assert_close(kept.logsumexp(-1), online_max + total.log(), rtol=0, atol=1e-12)
 
 
-def test_options_that_nobody_asks_for():
-    device = torch.device("cpu")
-    assert AttendOptions.of([None, None], [False, False], device) is None
-    assert AttendOptions.of([None], [True], device).all_int8
-    assert AttendOptions.of([-3.0], [False], device).int8_heads is None
-
-
 def test_options_that_do_not_fit(device):
     batch = random_batch([(0, 5)], 2, 1, 64, 16, DTYPES[0], device)
     index = random_index(batch, 64, 1.0)

@@ -12,7 +12,7 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.anchor_attention import method as module
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
 from vllm_sparse_kernels.methods.anchor_attention.reference import anchor_differences, window_start
-from vllm_sparse_kernels.rows import Rows, ceil_div
+from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.trial import Batch
 
 
@@ -199,29 +199,15 @@ def test_reference_states_the_paper(settings):
     assert 0.3 < index.density() < 0.98
 
 
-def plant(batch: Batch, scores: dict[tuple[int, int, int], float]) -> None:
-    """A batch of pages of 16 gets scores {(row, position, dim): score} for queries of 1/scale in dim; all others 0."""
-    for tensor in (batch.q, batch.cache.keys):
-        tensor.masked_fill_(~tensor.isnan(), 0.0)
-    for (row, position, dim), score in scores.items():
-        page = int(batch.rows.block_table[row, position // 16])
-        batch.cache.keys[page, position % 16, 0, dim] = score
-
-
-def holed_batch(lengths, *holes, **kwargs) -> Batch:
-    """One head, which scores -30 with the keys at each row's ``holes`` (lists of positions) and 0 with all others."""
-    batch = make_batch(lengths, num_heads=1, **kwargs)
-    plant(batch, {(row, position, 0): -30.0 for row, positions in enumerate(holes) for position in positions})
-    for token, length in zip(batch.rows.tokens, batch.rows.query_lens):
-        batch.q[token : token + length, 0, 0] = batch.scale**-1
-    return batch
-
-
 @pytest.mark.parametrize("block_tokens", [64, 128])
 def test_a_block_that_lacks_one_key_is_listed_as_stripes(block_tokens):
     # The holes lie in blocks 3, 6 and 7 of 64 keys: at an edge, within, and at the other edge.
     holes = [255, 400, 448]
-    batch, method = holed_batch([(600, 150)], holes, dtype=torch.float16), AnchorAttention(step_tiles=2)
+    batch, method = make_batch([(600, 150)], num_heads=1, dtype=torch.float16), AnchorAttention(step_tiles=2)
+    batch.q.zero_()[:, 0, 0] = batch.scale**-1
+    batch.cache.keys.zero_()  # every key scores 0 but for the holes
+    for position in holes:
+        batch.cache.keys[batch.rows.block_table[0, position // 16], position % 16, 0, 0] = -30.0
     index = select(method, batch, block_tokens)
     holed = {position // block_tokens for position in holes}
     for i_tile, tile in enumerate(batch.rows.tile_list):
@@ -232,18 +218,6 @@ def test_a_block_that_lacks_one_key_is_listed_as_stripes(block_tokens):
         assert index.stripes_of(0, i_tile).tolist() == stripes
     reference = select(method, batch, block_tokens, by_reference=True)
     assert torch.equal(index.to_mask(0), reference.to_mask(0))
-
-
-@pytest.mark.full
-def test_stripes_around_whole_blocks_stay_in_order(monkeypatch):
-    """Across stretches of a list of stripes, and of a list of blocks: what is a block leaves no gap among stripes."""
-    monkeypatch.setattr(module, "CHUNK_BLOCKS", 32)
-    last = 2 * module.SPLIT_TOKENS
-    holes = [200, 323, module.SPLIT_TOKENS + 7, last - 1]
-    index = select(AnchorAttention(step_tiles=2), holed_batch([(last + 256, 20)], holes))
-    holed = {position // 64 for position in holes}
-    assert index.stripes_of(0, 0).tolist() == [n for n in range(last) if n // 64 in holed and n not in holes]
-    assert index.blocks_of(0, 0).tolist() == [i for i in range(ceil_div(last + 276, 64)) if i not in holed]
 
 
 def test_chunks_cut_between_groups_select_as_the_whole_prompt():
