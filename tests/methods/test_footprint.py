@@ -13,7 +13,6 @@ from vllm_sparse_kernels import LayerShape, Rows, SparseIndex, Workspace
 from vllm_sparse_kernels.attend import PORTABLE, FlashAttention, flash_engine, workspace_bytes
 from vllm_sparse_kernels.layer import attend_options
 from vllm_sparse_kernels.methods import METHODS
-from vllm_sparse_kernels.rows import TILE_TOKENS
 from vllm_sparse_kernels.trial import Batch
 
 WIDTHS = {"sale": (32, 64), "top_p": (32, 64)}
@@ -114,14 +113,3 @@ def test_nor_where_rows_differ_much(
     width = METHODS[name].parameters.block_tokens
     for taken, announced in peaks(name, values, without_data(lengths, shape), width):
         assert taken <= announced
-
-
-def test_longer_rows_and_more_of_them_never_need_less() -> None:
-    method = METHODS["flex_vertical_slash"].parameters()
-    shape = LayerShape(HEADS, KV_HEADS, DIM, 64, 2)
-
-    def needed(*lengths: tuple[int, int]) -> int:
-        rows = without_data(list(lengths)).rows
-        return method.workspace_bytes(rows, shape, HEADS, method.stripe_layout(rows).capacity)
-
-    assert needed((0, TILE_TOKENS)) < needed((1000, TILE_TOKENS)) < needed((1000, 1000)) < needed((1000, 1000), (0, 1))
