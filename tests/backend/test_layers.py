@@ -128,10 +128,6 @@ class TestGroups:
             assert bool(lines) == (rank == 0)
 
 
-def test_auto_knows_what_the_served_model_is_called(configured: Configure) -> None:
-    assert compat.model_shape(configured(profile="auto")).names == ("default",)
-
-
 class TestDrafts:
     def test_layers_of_a_draft_model_have_no_part_in_the_plan(self, config: Any) -> None:
         """Past the model's own numbers (EAGLE), or with the same numbers under another name (a model of its own)."""

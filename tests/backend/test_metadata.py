@@ -129,16 +129,6 @@ class TestMetadata:
         assert type(builder.build(0, common)) is compat.DenseMetadata
         assert builder.recorder.samples()[0] == [("rows", [DECODE, "", ""], sum(q for _, q in lengths))]
 
-    def test_other_rows_are_batches_of_their_own(self, builder: SparsePrefillMetadataBuilder) -> None:
-        """Neighbours share one, which ends where a row goes sparse. What comes of them test_forward.py has."""
-        runs = builder.build(0, make_common(self.LENGTHS)).sparse.dense_runs
-        assert [(run.rows, run.tokens) for run in runs] == [
-            (slice(0, 3), slice(0, 52)),
-            (slice(3, 4), slice(72, 172)),
-            (slice(4, 6), slice(202, 262)),
-            (slice(6, 8), slice(322, 343)),
-        ]
-
     @pytest.mark.full
     @given(lengths=st.lists(st.tuples(st.integers(0, 150), st.integers(0, 150)), min_size=1, max_size=12))
     @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

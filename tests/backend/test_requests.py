@@ -339,11 +339,6 @@ class TestStores:
         assert requests.stores_by_token(levels) == by_token
         assert (DEFAULT in choices(levels).salts) == (not by_token)
 
-    def test_microbatches_have_no_names_for_their_rows(self, levels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(levels.parallel_config, "enable_dbo", True)
-        with pytest.raises(ValueError, match="given 'fast', but this server splits steps into microbatches"):
-            choices(levels).mark({"sparse_prefill": "fast"})
-
 
 def scheduled(new: dict[str, Mark | None], finished: Sequence[str] = ()) -> Any:
     """What a step's output of the scheduler says of requests that are new to the worker."""

@@ -116,14 +116,12 @@ class TestAddress:
         async def dead(to: str) -> list[str]:
             raise RuntimeError("the engine is dead")
 
-        assert self.ask({0: [""], 1: ["no"]}, b'{"to": "on"}') == (409, _message("engine 1: no", 409))
+        assert self.ask({0: [""], 1: ["no"]}, b'{"to": "on"}') == (
+            409, '{"error":{"message":"sparse-prefill: engine 1: no","code":409}}'
+        )  # fmt: skip
         assert self.ask({0: [""], 1: silent}, b'{"to": "on"}')[0] == 504
         assert "RuntimeError: the engine is dead" in self.ask({0: dead}, b'{"to": "on"}')[1]
 
     def test_not_without_the_servers_key_and_not_unless_the_settings_say_so(self) -> None:
         assert self.ask({0: [""]}, b'{"to": "exact"}', key="other")[0] == 401
         assert self.ask({0: [""]}, b'{"to": "exact"}', settings={})[0] == 404
-
-
-def _message(text: str, code: int) -> str:
-    return f'{{"error":{{"message":"sparse-prefill: {text}","code":{code}}}}}'

@@ -293,10 +293,23 @@ def independent(
         assert same((out[tokens], single_lse[:, tokens]), (together[tokens], lse[:, tokens]))
 
 
-def test_a_row_does_not_depend_on_its_neighbours(engine, device):
+FEW, SIXTEEN = [(333, 140), (530, 1), (200, 30)], [(130 * i, 100 + 77 * i) for i in range(16)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "chosen", "shape", "stripes"),
+    [
+        (FEW, range(3), (2, 1, 64, 16), 70),
+        *(
+            pytest.param(SIXTEEN, (0, 7, 15), (8, 2, head_dim, 128), stripes, marks=pytest.mark.gpu)
+            for head_dim, stripes in product((128, 256), (0, 100))
+        ),
+    ],
+)
+def test_a_row_does_not_depend_on_its_neighbours(engine, device, lengths, chosen, shape, stripes):
     """Bitwise, whatever else is in the batch."""
-    batch = random_batch([(333, 140), (530, 1), (200, 30)], 2, 1, 64, 16, DTYPES[0], device, gap_tokens=3)
-    independent(engine, batch, random_index(batch, 64, 0.5, stripes=70), range(3))
+    batch = random_batch(lengths, *shape, DTYPES[0], device, gap_tokens=3)
+    independent(engine, batch, random_index(batch, 64, 0.5, stripes=stripes), chosen)
 
 
 @pytest.mark.parametrize(
@@ -358,15 +371,6 @@ def test_sinks_are_what_vllms_flash_attention_takes_them_for(engine, head_dim):
     expected = expected_attention(batch, index)
     for result in (out, stock):
         assert_close(expected, result)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [128, 256])
-@pytest.mark.parametrize("stripes", [0, 100])
-def test_a_row_does_not_depend_on_fifteen_others(engine, stripes, head_dim):
-    lengths = [(130 * i, 100 + 77 * i) for i in range(16)]
-    batch = random_batch(lengths, 8, 2, head_dim, 128, torch.bfloat16, "cuda", gap_tokens=3)
-    independent(engine, batch, random_index(batch, 64, 0.3, stripes=stripes), (0, 7, 15))
 
 
 @pytest.mark.gpu
@@ -476,13 +480,3 @@ class TestChoice:
         assert list(ENGINES)[-1] == "portable"
         spec = dataclasses.replace(SPEC, device=torch.device(device), skips=True, int8=True)
         assert PORTABLE.refusal(spec) is None
-
-    def test_the_spec_of_a_batch(self, device):
-        batch = random_batch([(40, 5)], 4, 2, 64, 32, torch.float16, device)
-        index = random_index(batch, 64, 1.0, stripes=3)
-        options = AttendOptions.of([None, -3.0, None, None], [False] * 4, torch.device(device))
-        spec = AttendSpec.of(batch.cache, index, options)
-        assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.page_size) == (4, 2, 64, 32)
-        assert (spec.strides, spec.block_tokens, spec.has_stripes) == ((32 * 256, 256, 128), 64, True)
-        assert (spec.skips, spec.int8, spec.dtype) == (True, False, torch.float16)
-        assert not AttendSpec.of(batch.cache, random_index(batch, 64, 1.0)).has_stripes

@@ -169,7 +169,6 @@ NOT_UNIQUE, NOT_CAUSAL = "head 1, tile 1 .* stripes not sorted and unique", "hea
         (count("block_counts", 1, 1, 6), "head 1, tile 1 at position 228: 6 blocks, capacity 5"),
         (count("block_counts", 1, 1, -1), "-1 blocks"),
         (put_blocks(0, 0, 0, 1, 0), r"head 0, tile 0 .* not sorted and unique"),
-        (put_blocks(0, 0, 0, 1), r"head 0, tile 0 .* not sorted and unique"),
         (put_blocks(1, 1, 1, 5), r"head 1, tile 1 .* block outside \[0, 5\)"),
         (put_blocks(1, 0, 0, -1), r"head 1, tile 0 .* block outside"),
         (put_blocks(1, 1, 0, 2, 4), r"head 1, tile 1 .* diagonal block missing"),

@@ -20,6 +20,16 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 F32 = DTYPES[-1] if DEVICE == "cuda" else torch.float32
 POISON = -7
 
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "anchor_attention": [{}, {"sample_tokens": 2, "step_tiles": 1}],
+    "flex_vertical_slash": [{}, {"estimating": "spread", "last_queries": 256}],
+    "sale": [{}, {"int8_scores": True}, {"channels": "half"}],
+    "share_prefill": [{"cluster": 0}],
+    "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}, {"skip_margin": -5.0, "skip_whole_steps": True}],
+    "top_p": [{}, {"channels": "all"}],
+}
+"""Settings of a method that take other kernels, or other room, than its defaults."""
+
 Lists = tuple[list[int], list[int]]
 
 
@@ -49,6 +59,11 @@ def select(
     if len(heads) == batch.num_heads:
         index.check()
     return index
+
+
+def uncomputed(*, q: torch.Tensor, out: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of FlashAttention's function, where no result is looked at."""
+    return out, torch.empty(q.shape[1], len(q))
 
 
 def lists(index: SparseIndex, head: int, i_tile: int) -> Lists:

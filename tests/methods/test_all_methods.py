@@ -170,9 +170,19 @@ def test_parameters_out_of_range_are_refused(name: str) -> None:
                 METHODS[name].parameters(**{field: value})
 
 
-def check_density(
+@pytest.mark.parametrize(
+    ("rows", "heads", "page_size", "dtype"),
+    [
+        pytest.param([(77, 150), (0, 1), (201, 63)], (2, 1, 64), 16, torch.float16, marks=pytest.mark.full),
+        *(pytest.param(LONG, (8, 2, 128), size, torch.bfloat16, marks=pytest.mark.gpu) for size in (16, 128)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", METHODS)
+def test_set_to_keep_everything_it_is_dense_attention(
     name: str, rows: list[tuple[int, int]], heads: tuple[int, int, int], page_size: int, dtype: Any
 ) -> None:
+    """Within attention's own error budget."""
     num_heads, num_kv_heads, head_dim = heads
     method = METHODS[name].full.merged([METHODS[name].full] * num_heads)
     batch = random_batch(rows, num_heads, num_kv_heads, head_dim, page_size, dtype, DEVICE, gap_tokens=5)
@@ -186,26 +196,12 @@ def check_density(
     assert_close(expected_attention(batch, dense), out)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", METHODS)
-def test_set_to_keep_everything_it_is_dense_attention(name: str) -> None:
-    """Within attention's own error budget."""
-    check_density(name, [(77, 150), (0, 1), (201, 63)], (2, 1, 64), 16, torch.float16)
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_the_reference_set_to_keep_everything_is_dense(name: str) -> None:
     method = METHODS[name].full.merged([METHODS[name].full] * 2)
     batch = random_batch([(150, 140), (0, 9)], 2, 1, 64, 16, F32, DEVICE)
     batch.q.mul_(40)  # scores so far apart that most weights underflow to 0
     assert density_of(select(method, batch, by_reference=True)) == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("page_size", [16, 128])
-@pytest.mark.parametrize("name", METHODS)
-def test_equals_dense_on_gpu(name: str, page_size: int) -> None:
-    check_density(name, LONG, (8, 2, 128), page_size, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", METHODS)

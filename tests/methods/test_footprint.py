@@ -8,27 +8,18 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from benchmarks.batches import random_batch
+from tests.methods.cases import VARIANTS, uncomputed
 from vllm_sparse_kernels import LayerShape, Rows, SparseIndex, Workspace
 from vllm_sparse_kernels.attend import PORTABLE, FlashAttention, flash_engine, workspace_bytes
 from vllm_sparse_kernels.layer import attend_options
 from vllm_sparse_kernels.methods import METHODS
-from vllm_sparse_kernels.rows import TILE_TOKENS
 from vllm_sparse_kernels.trial import Batch
 
-SETTINGS: dict[str, list[dict[str, Any]]] = {
-    "share_prefill": [{"cluster": 0}],
-    "sparge_attn": [{}, {"int8_scores": True}],
-    "anchor_attention": [{}, {"sample_tokens": 2, "step_tiles": 1}],
-    "sale": [{}, {"int8_scores": True}, {"channels": "half"}],
-    "top_p": [{}, {"channels": "all"}],
-    "vertical_slash": [{}],
-    "flex_vertical_slash": [{}, {"estimating": "spread", "last_queries": 256}],
-}
 WIDTHS = {"sale": (32, 64), "top_p": (32, 64)}
 CASES = [
     (name, values, width)
     for name, found in METHODS.items()
-    for values in SETTINGS.get(name, [{}])
+    for values in VARIANTS.get(name, [{}])
     for width in WIDTHS.get(name, (found.parameters.block_tokens,))
 ]
 HEADS, KV_HEADS, DIM = 8, 2, 64
@@ -67,17 +58,12 @@ def peaks(name: str, values: dict[str, Any], batch: Batch, block_tokens: int) ->
     int8_scores = options is not None and options.int8_heads is not None
     announced = workspace_bytes(rows, shape, layout.capacity * num_heads, layout.longest, int8_scores)
     found.append((taken(), announced))
-    if not int8_scores and batch.q.dtype != torch.float32:
+    if options is None and batch.q.dtype != torch.float32:
         workspace.peak_bytes = workspace.used_bytes
         with workspace.frame():
             FLASH.attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
         found.append((taken(), announced))
     return found
-
-
-def uncomputed(*, q: torch.Tensor, out: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place of FlashAttention's function."""
-    return out, torch.empty(q.shape[1], len(q))
 
 
 FLASH = flash_engine(FlashAttention.of_version(3, uncomputed))
@@ -127,14 +113,3 @@ def test_nor_where_rows_differ_much(
     width = METHODS[name].parameters.block_tokens
     for taken, announced in peaks(name, values, without_data(lengths, shape), width):
         assert taken <= announced
-
-
-def test_longer_rows_and_more_of_them_never_need_less() -> None:
-    method = METHODS["flex_vertical_slash"].parameters()
-    shape = LayerShape(HEADS, KV_HEADS, DIM, 64, 2)
-
-    def needed(*lengths: tuple[int, int]) -> int:
-        rows = without_data(list(lengths)).rows
-        return method.workspace_bytes(rows, shape, HEADS, method.stripe_layout(rows).capacity)
-
-    assert needed((0, TILE_TOKENS)) < needed((1000, TILE_TOKENS)) < needed((1000, 1000)) < needed((1000, 1000), (0, 1))
