@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.lined import assert_between, kept_keys, lined_batch
-from tests.methods.cases import DEVICE, DTYPES, Lists, all_lists, by_turns, int32, row_parts, select
+from tests.methods.cases import DEVICE, DTYPES, Lists, all_lists, by_turns, int32, row_alone, row_parts, select
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 from vllm_sparse_kernels.methods.share_prefill.block_average import BlockAverages, Spans
@@ -189,6 +189,21 @@ def test_a_head_too_sparse_is_no_pivot(by_reference):
     assert is_dense(index, 1, 0)
     assert not is_dense(index, 0, 0)
     assert of_head(index, 3) == of_head(lines, 3)
+
+
+@pytest.mark.full
+def test_rows_never_see_each_other():
+    """Two rows in one batch select bitwise what each selects alone, layer after layer, with pivots of their own."""
+    batch = small_batch(((75, 135), (230, 60)), num_heads=2)
+    batch.q[batch.rows.tokens[1] :, 0] *= 8  # in row 1 head 0 is too sparse, and head 1 becomes the pivot
+    batches, method = [batch, next_layer(batch)], layer_of((0, 0), 0.3)
+    together = [select(method, b) for b in batches]
+    assert [is_dense(together[0], *head_and_row) for head_and_row in ((0, 0), (0, 1), (1, 1))] == [True, False, True]
+    for row in (0, 1):
+        rows = row_alone(batch, row).rows
+        for b, both in zip(batches, together, strict=True):
+            alone = select(method, dataclasses.replace(b, rows=rows))
+            assert all_lists(alone) == all_lists(both, batch.rows.tiles_of(row))
 
 
 @pytest.mark.full

@@ -63,17 +63,15 @@ def check(server: Server) -> None:
 def test_five_hundred_requests(tmp_path: Path) -> None:
     """Of a trained model, asked for facts, so that its answers are no matter of the last bit."""
     settings, args = levels.write(tmp_path, "high", "fast"), (*scenario.SERVER_ARGS, "--dtype", "bfloat16", *DETAILS)
-    two = ("--api-server-count", "2")
     with (
         Server(BUNDLED, args, env={"VLLM_PLUGINS": "none"}) as stock,
-        Server(BUNDLED, (*sparse_args(settings), *args, *two), env=SERVER_ENV) as server,
+        Server(BUNDLED, (*sparse_args(settings), *args, "--api-server-count", "2"), env=SERVER_ENV) as server,
     ):
         endpoint, prompts = Endpoint.connect("sparse", server.url), asked_for_facts(500)
         first = under_the_switch(server, stock, endpoint, prompts[:100])
         before = resident_bytes_of(server.pid)
         rest = under_the_switch(server, stock, endpoint, prompts[100:])
         after = resident_bytes_of(server.pid)
-    print(first, rest, before, after)
     assert (first.differing, rest.differing, first.fallen, rest.fallen) == ([], [], set(), set())
     assert first.exact + rest.exact == 200
     assert after < 1.02 * before
