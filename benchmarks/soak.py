@@ -3,10 +3,9 @@
 
     python -m benchmarks.soak MODEL [--seconds 600] [--settings JSON]      (or --url of a running server)
 
-Nothing is timed here. What is looked at is whether every request is answered as asked, with a number for each token's
-log-probability; whether the memory of the server and of its devices stays what it is; whether its counters say that
-anything happened that must never happen; and whether they fit what was sent (``bench.counters``): within bounds under
-load, and to the last unit in an audit after it.
+Nothing is timed. Is every request answered as asked, with a number for each token's log-probability? Does the memory of
+the server and of its devices stay what it is? Do its counters tell of what must never happen, and fit what was sent
+(``benchmarks.counters``): within bounds under load, and to the last unit in an audit after it?
 """
 
 import math
