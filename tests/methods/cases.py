@@ -25,7 +25,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "flex_vertical_slash": [{}, {"estimating": "spread", "last_queries": 256}],
     "sale": [{}, {"int8_scores": True}, {"channels": "half"}],
     "share_prefill": [{"cluster": 0}],
-    "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}, {"skip_margin": -5.0, "skip_whole_steps": True}],
+    "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}, {"skip_margin": -5.0}],
     "top_p": [{}, {"channels": "all"}],
 }
 """Settings of a method that take other kernels, or other room, than its defaults."""
