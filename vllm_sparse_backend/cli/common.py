@@ -61,7 +61,7 @@ def folder_for(option: str, path: Path) -> Path:
 
 
 MODEL_HELP = "Model folder, or a name in the local hub cache."
-Json = Annotated[Path | None, typer.Option("--json", help="File for all that was measured.", callback=output)]
+Json = Annotated[Path | None, typer.Option("--json", help="File for all that was found.", callback=output)]
 Model = Annotated[Path, typer.Argument(help=MODEL_HELP, callback=local_model)]
 MaybeModel = Annotated[Path | None, typer.Argument(help=MODEL_HELP, callback=local_model)]
 ServedModel = Annotated[

@@ -3,7 +3,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from vllm_sparse_backend.cli import attention_share
-from vllm_sparse_backend.cli.common import MaybeModel
+from vllm_sparse_backend.cli.common import Json, MaybeModel
+from vllm_sparse_backend.measure.report import write_json
 from vllm_sparse_backend.settings import modelcheck
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape, config_file
@@ -37,7 +38,7 @@ class Finding:
 ok, note, bad = (partial(Finding, level) for level in STYLES)
 
 
-def doctor(model: MaybeModel = None) -> None:
+def doctor(model: MaybeModel = None, json_path: Json = None) -> None:
     """Look at this installation, and at which layers of a model can go sparse.
 
     Exit code 1 if sparse prefill cannot work here.
@@ -53,6 +54,8 @@ def doctor(model: MaybeModel = None) -> None:
             findings.append(finding)
             mark = f"[{STYLES[finding.level]}]{finding.level:>4}[/]"
             console.print(f"{mark}  {finding.subject}: {escape(finding.text)}", highlight=False, soft_wrap=True)
+    if json_path is not None:
+        write_json(json_path, [asdict(finding) for finding in findings])
     bad = next((finding for finding in findings if finding.level == "bad"), None)
     if bad is not None:
         console.print(f"[red]Cannot work here.[/] {bad.subject}: {escape(bad.text)}", highlight=False, soft_wrap=True)
