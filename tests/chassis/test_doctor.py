@@ -212,7 +212,7 @@ def test_here(changes: dict[str, Any], code: int, last: str, layers: str, tmp_pa
     found, lines = run_doctor(str(model_folder(tmp_path, LLAMA | changes)), "--json", str(tmp_path / "found.json"))
     assert found == code, lines
     assert lines[-1].startswith(last)
-    assert f"{layers}: 6 of 6 layers (0-5)" in (tmp_path / "found.json").read_text()
+    assert '"text": "6 of 6 layers (0-5)' in (tmp_path / "found.json").read_text()
     assert any(f"{layers}: 6 of 6 layers (0-5)" in line for line in lines)
 
 
