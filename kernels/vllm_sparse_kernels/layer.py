@@ -117,7 +117,12 @@ class Layer:
         return IndexLayout.of(rows, self.num_heads, self.block_tokens, stripes)
 
     def select(self, query: torch.Tensor, cache: PagedCache, index: SparseIndex, scale: float) -> None:
-        """Fill ``index`` for all heads. On a GPU nothing here waits for it."""
+        """Fill ``index`` for all heads. On a GPU nothing here waits for it.
+
+        Raises ValueError where the index has room for other heads than the query's.
+        """
+        if index.num_heads != query.shape[1]:
+            raise ValueError(f"index: given room for {index.num_heads} heads, expected the query's {query.shape[1]}")
         for group, heads in zip(self.groups, self.head_ids, strict=True):
             select = type(group.method).select if self.by_kernels else METHODS[name_of(group.method)].reference
             with index.workspace.frame():

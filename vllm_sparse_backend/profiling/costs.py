@@ -12,7 +12,7 @@ kept pairs and what methods say of themselves (``MethodSpec.cost``).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from statistics import median
@@ -136,7 +136,8 @@ class MeasuredCosts:
 
     def _measure(self, method: Method, batches: Sequence[Batch]) -> Cost:
         num_heads = batches[0].num_heads
-        layers, alone = _layers(batches, [method] * num_heads), _layers(batches, [method])
+        layers = _layers(batches, [method] * num_heads)
+        alone = [_alone(layer, method) for layer in layers]
         select, attend = [("select", layer.select) for layer in layers], self._attentions(layers, "attend")
         taken = self._ms(batches, [(*select, *attend), [("alone", layer.select) for layer in alone]])
         kept = sum(int(layer.index.kept_pairs()) for layer in layers)
@@ -170,6 +171,12 @@ class MeasuredCosts:
 
 def _layers(batches: Sequence[Batch], methods: Sequence[Method]) -> list[Layer]:
     return [Layer.of(batch, layer_plan(methods), AUTO) for batch in batches]
+
+
+def _alone(layer: Layer, method: Method) -> Layer:
+    """The same layer, of which the first head alone selects: it has room for all heads."""
+    one = replace(layer.served, groups=layer_plan([method]), head_ids=(layer.served.head_ids[0][:1],))
+    return replace(layer, served=one)
 
 
 def _rounded(ms: float) -> float:
