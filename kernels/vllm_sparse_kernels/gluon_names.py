@@ -6,6 +6,9 @@ kernels of several methods share; importing this module raises ImportError or At
 is needed.
 """
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,8 +31,12 @@ reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.sh
 def bulk_steps(vectors: torch.Tensor) -> TensorDescriptor:
     """For bulk copies of steps of 128 vectors of e4m3 [heads, n, channels]."""
     rows = vectors.flatten(0, 1)
-    block = [128, rows.shape[1]]
-    return TensorDescriptor.from_tensor(rows, block, gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv))
+    return TensorDescriptor.from_tensor(rows, [128, rows.shape[1]], _layout_of_steps(rows.shape[1]))
+
+
+@lru_cache(maxsize=16)
+def _layout_of_steps(num_channels: int) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([128, num_channels], gl.float8e4nv)
 
 
 @gluon.jit

@@ -199,6 +199,11 @@ class SparseIndex:
         """Whether any head has room for stripes."""
         return len(self.stripe_positions) > 0
 
+    def clear_stripes(self, heads: torch.Tensor) -> None:
+        """No stripes in these heads, int32 on the device."""
+        if self.has_stripes:  # else counts are zeros that no layer writes
+            self.stripe_counts.index_fill_(0, heads.long(), 0)
+
     def num_causal_blocks(self, tile: Tile) -> int:
         """Blocks with a key that the tile's last query may see: the capacity of the tile's list."""
         return ceil_div(tile.last_position + 1, self.block_tokens)

@@ -13,6 +13,10 @@ import torch
 ALIGN_BYTES = 256
 """Every tensor begins at a multiple of this: bulk copies and wide loads want 16, cache lines 128."""
 
+MOST_VIEWS = 4096
+"""Tensors over a buffer that are remembered: a step's layers ask for the same ones, and a view costs the host more than
+a look-up."""
+
 SPARE_BYTES = 16 << 10
 """What bounds add to what they count, as each of a few dozen tensors is filled up to ``ALIGN_BYTES``."""
 
@@ -28,21 +32,33 @@ class Workspace:
         self.buffer = buffer
         self.used_bytes = 0
         self.peak_bytes = 0
+        self._views: dict[tuple[int, torch.dtype, tuple[int, ...]], tuple[int, torch.Tensor]] = {}
+        """By where a tensor begins, of what and of which shape: where it ends, and itself."""
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialised contiguous tensor. Raises MemoryError where the buffer has no room left for it."""
+        key = (self.used_bytes, dtype, shape)
+        if (known := self._views.get(key)) is None:
+            known = self._made(*key)
+        self.used_bytes, made = known
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return made
+
+    def _made(self, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, torch.Tensor]:
         num_bytes = padded_bytes(*shape, dtype=dtype)
-        begin = self.used_bytes
-        if self.buffer is not None and begin + num_bytes > len(self.buffer):
+        if self.buffer is None:
+            return begin + num_bytes, torch.empty(shape, dtype=dtype, device=self.device)
+        if begin + num_bytes > len(self.buffer):
             raise MemoryError(
                 f"Workspace: {num_bytes} bytes for {dtype} {shape}, {begin} used, the buffer has {len(self.buffer)}"
             )
-        self.used_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        if self.buffer is None:
-            return torch.empty(shape, dtype=dtype, device=self.device)
+        if len(self._views) >= MOST_VIEWS:
+            self._views.clear()
         count = torch.Size(shape).numel()
-        return self.buffer[begin : begin + count * dtype.itemsize].view(dtype).view(shape)
+        with torch.inference_mode(False):  # whoever asks first, all may write
+            view = self.buffer[begin : begin + count * dtype.itemsize].view(dtype).view(shape)
+        self._views[begin, dtype, shape] = begin + num_bytes, view
+        return self._views[begin, dtype, shape]
 
     @contextmanager
     def frame(self) -> Iterator[None]:

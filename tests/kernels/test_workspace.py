@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from vllm_sparse_kernels import Workspace
+from vllm_sparse_kernels import Workspace, workspace as module
 
 CPU = torch.device("cpu")
 
@@ -26,6 +26,23 @@ def test_a_frame_gives_back_and_the_peak_stays() -> None:
         before = workspace.empty(256, dtype=torch.uint8).data_ptr()
     assert workspace.empty(256, dtype=torch.uint8).data_ptr() == before
     assert workspace.peak_bytes == workspace.used_bytes == 256
+
+
+def test_who_asks_again_gets_the_same_tensor_and_may_write_it() -> None:
+    """A view costs the host more than a look-up; inference mode must not stay with what is handed out in it."""
+    workspace = Workspace(CPU, torch.empty(1 << 16, dtype=torch.uint8))
+    with workspace.frame(), torch.inference_mode():
+        first = workspace.empty(2, 8)
+    with workspace.frame():
+        assert workspace.empty(2, 8) is first
+        first.zero_()
+    with workspace.frame():
+        other = workspace.empty(4, 4)
+        assert (other is first, other.data_ptr(), other.shape) == (False, first.data_ptr(), (4, 4))
+    for i in range(1, 2 * module.MOST_VIEWS):  # it does not grow without end
+        with workspace.frame():
+            workspace.empty(i, dtype=torch.uint8)
+    assert len(workspace._views) <= module.MOST_VIEWS
 
 
 def test_a_full_buffer_says_so() -> None:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Some of a kv head's channels: those that weigh most, and vectors cut down to them."""
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 
 
+@lru_cache(maxsize=64)
 def kept_channels(head_dim: int, half: bool, least: int) -> int:
     """KEPT_D: channels that are multiplied, those that fill up head_dim to a power of two included."""
     block_d = triton.next_power_of_2(head_dim)

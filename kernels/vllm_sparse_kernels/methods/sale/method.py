@@ -115,7 +115,7 @@ class Sale(PerHead):
         require(self.channels in get_args(CHANNELS), "channels", self.channels, f"one of {get_args(CHANNELS)}")
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        index.stripe_counts.index_fill_(0, heads.long(), 0)
+        index.clear_stripes(heads)
         taus = [one.tau for one in self.of_heads(len(heads))]
         if not any(taus):
             compact_blocks(None, index, heads)

@@ -101,7 +101,7 @@ class SpargeAttn(PerHead):
         require(in_range, "skip_margin", self.skip_margin, "a finite number < 0, or null to skip nothing")
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        index.stripe_counts.index_fill_(0, heads.long(), 0)
+        index.clear_stripes(heads)
         settings = self.of_heads(len(heads))
         if all(one.kept_mass == 1 for one in settings):
             compact_blocks(None, index, heads)

@@ -128,7 +128,7 @@ class TopP(PerHead):
         return most_bytes(rows, shape, num_selected, self.kept_channels(shape.head_dim))
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        index.stripe_counts.index_fill_(0, heads.long(), 0)
+        index.clear_stripes(heads)
         of_heads = self.of_heads(len(heads))
         shares = tuple(one.kept_mass for one in of_heads)
         if min(shares) == 1:
