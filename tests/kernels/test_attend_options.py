@@ -3,15 +3,15 @@
 
 import dataclasses
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from benchmarks.batches import assert_close, random_batch, random_index
 from tests.kernels.test_engines import DTYPES, FULL, independent
-from vllm_sparse_kernels.attend import PORTABLE, reference, supports_bulk
+from vllm_sparse_kernels.attend import PORTABLE, portable, reference, supports_bulk
 from vllm_sparse_kernels.attend.options import AttendOptions
-from vllm_sparse_kernels.attend.portable import attend
 from vllm_sparse_kernels.attend.smooth_keys import smooth_keys
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.trial import Batch, Expected, expected_attention
@@ -83,7 +83,8 @@ def clear_margin(margins: torch.Tensor) -> float:
 def run(batch: Batch, index: SparseIndex, options: AttendOptions | None, bulk: bool = False):
     out = batch.empty_out()
     lse = torch.full((batch.num_heads, len(batch.q)), float("nan"), device=batch.q.device)
-    attend(batch.q, batch.cache, index, out, batch.scale, lse, options, batch.sinks, bulk)
+    with patch.object(portable, "supports_bulk", lambda cache: bulk):
+        portable.attend(batch.q, batch.cache, index, out, batch.scale, lse, options, batch.sinks)
     return out, lse
 
 

@@ -8,10 +8,6 @@ from benchmarks.batches import assert_close, random_batch, random_index
 from tests.kernels.test_attend_options import check, lossless_batch, mixed_options, run
 from tests.kernels.test_engines import FULL, same
 from vllm_sparse_kernels.attend import supports_bulk, widest_block
-from vllm_sparse_kernels.attend.portable import attend
-from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.trial import expected_attention
 
 
@@ -37,18 +33,6 @@ def test_bulk_copies(device, page_size, block_tokens, layout, asked):
     else:
         check(batch, index, options, bulk=True)
     assert same(run(batch, index, options, bulk=False), by_copies)
-
-
-@pytest.mark.parametrize(("page_size", "stride_page"), [(16, 16 * 64), (64, 64 * 64 + 8)])
-def test_bulk_copies_that_cannot_be_had(device, page_size, stride_page):
-    """Pages smaller than a block, and pages whose stride is no multiple of a token's."""
-    keys = torch.zeros(3 * stride_page, device=device).as_strided((3, page_size, 1, 64), (stride_page, 64, 64, 1))
-    rows = Rows((0,), (5,), (0,), torch.zeros(1, 1, dtype=torch.int32, device=device))
-    index = SparseIndex.allocate(rows, 1, 64)
-    index.set_blocks(0, 0, torch.ones(1, dtype=torch.bool, device=device))
-    q = torch.zeros(5, 1, 64, device=device)
-    with pytest.raises(ValueError, match="bulk copies cannot read"):
-        attend(q, PagedCache(keys, keys), index, torch.empty_like(q), 1.0, bulk=True)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ The interpreter takes what the compiler refuses: a name that changes its type in
 import json
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -17,13 +18,24 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.batches import random_batch
 from benchmarks.offline import compiling_for
+from vllm_sparse_kernels.attend import portable
 from vllm_sparse_kernels.layer import Layer, layer_plan, run
 from vllm_sparse_kernels.methods import METHODS
+from vllm_sparse_kernels.methods.anchor_attention import method as anchors
 
 
 def main() -> None:
-    batch = random_batch([(3000, 300), (0, 200)], 8, 2, 128, page_size=128, dtype=torch.bfloat16)
-    compiled, name = defaultdict[str, set[str]](set), ""
+    compiled = defaultdict[str, set[str]](set)
+    for bulk in (False, True):  # keys by pointers, and as Hopper copies them
+        known = partial(patch.object, attribute="supports_bulk", return_value=bulk)
+        with known(portable), known(anchors):
+            compile_all(compiled)
+    print(json.dumps({name: sorted(of) for name, of in compiled.items()}))
+
+
+def compile_all(compiled: dict[str, set[str]]) -> None:
+    """Adds what each method launches."""
+    batch, name = random_batch([(3000, 300), (0, 200)], 8, 2, 128, page_size=128, dtype=torch.bfloat16), ""
     launch = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -37,7 +49,6 @@ def main() -> None:
             ):
                 layer = replace(Layer.of(layer_plan([method] * 8), 128, torch.device("cpu")), by_kernels=True)
                 run(layer, batch.q, batch.cache, batch.rows, torch.zeros_like(batch.q), batch.scale)
-    print(json.dumps({name: sorted(of) for name, of in compiled.items()}))
 
 
 if __name__ == "__main__":

@@ -74,24 +74,15 @@ def attend(
     lse: torch.Tensor | None = None,
     options: AttendOptions | None = None,
     sinks: torch.Tensor | None = None,
-    bulk: bool | None = None,
 ) -> None:
     """See ``engine.Attend``; fp16, bf16 or fp8, fp32 in the interpreter. Without ``options`` it is exact to rounding.
 
     Of fp8, products of queries and keys are taken as they are, those with values in fp16.
-
-    ``bulk`` asks for or forbids bulk tensor copies; None takes them where they can be had. Raises ValueError where they
-    are asked for but cannot be had.
     """
     rows, num_heads, head_dim = index.rows, index.num_heads, cache.head_dim
     check_shapes(q, out, cache, index, sinks)
     matrix = matrix_args(cache) if cache.page_size % index.block_tokens == 0 else None
-    if bulk is None:
-        bulk = matrix is not None and supports_bulk(cache)
-    elif bulk and matrix is None:
-        raise ValueError(
-            f"attend: bulk copies cannot read blocks of {index.block_tokens} from pages of {cache.page_size}"
-        )
+    bulk = matrix is not None and supports_bulk(cache)
     cache_args, index_args = key_args(cache, rows.block_table, values=True), index.args
     descriptors: list[TensorDescriptor] | tuple[None, None] = (None, None)
     if matrix is not None:
