@@ -37,15 +37,7 @@ def test_bulk_copies(device, page_size, block_tokens, layout, asked):
 
 @pytest.mark.parametrize(
     ("head_dim", "limit_kib", "widest"),
-    [
-        (128, 227, 128),
-        (64, 99, 128),
-        (128, 163, 128),
-        (128, 99, 64),
-        (96, 99, 64),
-        (256, 227, 64),
-        (256, 99, None),
-    ],
+    [(128, 227, 128), (64, 99, 128), (128, 163, 128), (128, 99, 64), (96, 99, 64), (256, 227, 64), (256, 99, None)],
 )
 def test_blocks_fit_shared_memory(head_dim, limit_kib, widest):
     """H100 has 227 KiB a program, A100 163, an RTX 4090 99."""
