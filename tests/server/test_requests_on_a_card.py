@@ -27,7 +27,7 @@ from vllm_sparse_kernels import TILE_TOKENS
 pytestmark = [pytest.mark.gpu, pytest.mark.server]
 pytest.importorskip("vllm")
 
-NUM_EACH, EXACT_TOKENS, SPARSE_TOKENS, MIN_TOKENS = 4, 2000, 3000, 256
+NUM_EACH, EXACT_TOKENS, SPARSE_TOKENS, MIN_TOKENS, RUNNER = 4, 2000, 3000, 256, "VLLM_USE_V2_MODEL_RUNNER"
 PARAMS = {"sink_tokens": 64, "local_tokens": 128}
 SETTINGS = {"method": "a_shape", "params": PARAMS, "min_tokens": MIN_TOKENS, "min_query_tokens": 1}
 ARGS = ("--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-batched-tokens", "32768")
@@ -37,8 +37,7 @@ DETAILS = ("--gpu-memory-utilization", "0.1", "--enable-prompt-tokens-details", 
 
 @pytest.mark.parametrize("runner", ["0", "1"], ids=["the older runner", "Model Runner V2"])
 def test_rows_of_each_level(small_model: Path, runner: str) -> None:
-    env = {"VLLM_USE_V2_MODEL_RUNNER": runner}
-    with Server(small_model, (*sparse_args(SETTINGS), *ARGS, *DETAILS), env=env) as server:
+    with Server(small_model, (*sparse_args(SETTINGS), *ARGS, *DETAILS), env={RUNNER: runner}) as server:
         check(server)
 
 
