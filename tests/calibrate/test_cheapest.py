@@ -17,6 +17,7 @@ from vllm_sparse_backend.profiling.cheapest import Cheapest, choose, holding, ju
 from vllm_sparse_backend.profiling.costs import Cost, EstimatedCosts, LayerCost, kind_of
 from vllm_sparse_backend.profiling.measure import Bound
 from vllm_sparse_backend.profiling.search import ladder_of
+from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
@@ -69,6 +70,17 @@ def test_each_head_has_its_own_p():
     least = min(one.kept_mass for one in ladder_of("top_p"))
     assert [one.kept_mass for one in methods[:3]] == [least, 0.9, 0.97]
     assert methods[3] == Dense()
+
+
+def test_no_head_loses_more_than_so_many_times_what_the_default_does():
+    """Heads in which the default loses little keep more: what the bound multiplies is of each head."""
+    default = make_method("default", {})
+    lost = {CHEAP: (0.16, 0.1), CLOSE: (0.05, 0.6), FINE: (0.09, 0.2)}
+    heads = [lost | {default: (error, 0.5)} for error in (0.2, 0.1, 0.05, 0.001)]
+    judge, bound = judge_of(*heads), Bound.of_default(1)
+    methods, found = together(judge, Cheapest(None, bound, AMONG, Known()), bound)
+    assert methods == [CHEAP, FINE, CLOSE, Dense()]
+    assert [bound.share(of) for of in found] == pytest.approx([0.8, 0.9, 1.0, 0.0])
 
 
 BOTH = {CHEAP: (0.04, 0.5), FINE: (0.04, 0.3)}

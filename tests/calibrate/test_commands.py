@@ -32,7 +32,7 @@ SMALL = ("--tokens", 512, "--count", 1, "--chunk", 256, "--device", "cpu", "--mi
             ("calibrate", "--method", "minference", "--level", "high=0.5:9"),
             {"a_shape", "vertical_slash", "block_sparse"},
         ),
-        (("best", "--method", "sparge_attn", "--level", "high=0.4:9:9:0.2"), {"sparge_attn"}),
+        (("best", "--method", "sparge_attn", "--level", "high=2", "--level", "fast=4"), {"sparge_attn"}),
     ],
 )
 def test_a_profile_from_one_command(words, names, text, tmp_path):
@@ -55,7 +55,8 @@ def test_a_profile_from_one_command(words, names, text, tmp_path):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["best", "--level", "high"], "--level: given 'high', expected NAME=MEAN:P99, such as high=0.1:0.4"),
+        (["best", "--level", "high"], "--level: given 'high', expected NAME=TIMES, such as high=1.25"),
+        (["best", "--level", "high=1:2"], "--level: given 'high=1:2', expected errors above 0, and each level once"),
         (["best", "--level", "exact=0.1"], "--level exact=0.1: given 'exact', expected one of fast, high"),
         (["best", "--level", "high=0"], "--level: given 'high=0', expected errors above 0, and each level once"),
         (["best", "--level", "high=1", "--level", "high=2"], "expected errors above 0, and each level once"),

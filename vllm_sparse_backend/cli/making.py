@@ -3,7 +3,6 @@
 
 import errno
 import inspect
-import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,7 +30,13 @@ Level = Annotated[
 ]
 Margin = Annotated[float, typer.Option(help="Share of a bound that is left to unseen prompts.", min=0.0, max=0.9)]
 
-DEFAULT_LEVELS = ("high=0.1:0.4",)
+Times = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="NAME=TIMES, NAME high or fast: the most error of a head, as a multiple of the default's there. May be "
+        "repeated; high=1.25."
+    ),
+]
 
 
 def job_of(
@@ -168,36 +173,37 @@ def pays(found: "OwnCrossover | None") -> str:
     return f"never pays {where}: auto leaves every row dense; expected longer prompts, or a larger --level"
 
 
-def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
-    from vllm_sparse_backend.profiling.measure import Bound
+def _bounds(levels: list[str], make: "Callable[..., Bound]", most: int, like: str) -> Mapping[str, "Bound"]:
+    """NAME=NUMBER:NUMBER, up to ``most`` numbers, by name; ``like``: what is expected."""
     from vllm_sparse_backend.settings.profile import BOUNDS
 
     found: dict[str, Bound] = {}
-    for text in levels or DEFAULT_LEVELS:
+    for text in levels:
         name, _, rest = text.partition("=")
         try:
             given = [float(number) for number in rest.split(":")]
         except ValueError:
-            raise ConfigurationError(f"--level: {unexpected(text, 'NAME=MEAN:P99, such as high=0.1:0.4')}") from None
+            raise ConfigurationError(f"--level: {unexpected(text, like)}") from None
         if name not in BOUNDS:
             raise ConfigurationError(f"--level {text}: {not_one_of(name, BOUNDS)}")
-        if not all(number > 0 for number in given) or len(given) > 4 or name in found:
+        if not all(number > 0 for number in given) or len(given) > most or name in found:
             raise ConfigurationError(f"--level: {unexpected(text, 'errors above 0, and each level once')}")
-        found[name] = Bound(*given, *[math.inf] * (4 - len(given)))
+        found[name] = make(*given)
     return found
 
 
 def best(
     make_job: "Callable[[], Job]",
-    level: Level = None,
-    margin: Margin = 0.1,
+    level: Times = None,
     method: Annotated[list[str] | None, typer.Option(help="A method to choose from; may be repeated. All.")] = None,
 ) -> "Profile":
-    """Per head the cheapest of all methods, in time on this device, whose output error holds the bound; else dense."""
+    """Per head the cheapest of all methods, in time on this device, that loses little more than the default there."""
     from vllm_sparse_backend.profiling import calibrate as part
+    from vllm_sparse_backend.profiling.measure import Bound
 
-    how, bounds = part.best(method or part.by_themselves()), _bounds(level)
-    return part.run(make_job(), how, bounds, "sparse-prefill profile best", margin)
+    how = part.best(method or part.by_themselves())
+    bounds = _bounds(level or ["high=1.25"], Bound.of_default, 1, "NAME=TIMES, such as high=1.25")
+    return part.run(make_job(), how, bounds, "sparse-prefill profile best")
 
 
 def calibrate(
@@ -216,8 +222,9 @@ def calibrate(
 ) -> "Profile":
     """One method, as its paper calibrates it: each head's setting, as sparse as the bound allows; else dense."""
     from vllm_sparse_backend.profiling import calibrate as part
+    from vllm_sparse_backend.profiling.measure import Bound
 
-    bounds = _bounds(level)
+    bounds = _bounds(level or ["high=0.1:0.4"], Bound, 4, "NAME=MEAN:P99, such as high=0.1:0.4")
     how = part.strategy(method, bounds, distance)
     cut = "" if distance is None else f" --distance {distance:g}"
     return part.run(make_job(), how, bounds, f"sparse-prefill profile calibrate --method {method}{cut}", margin)

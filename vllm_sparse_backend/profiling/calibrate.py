@@ -19,14 +19,14 @@ from vllm_sparse_backend.profiling.costs import EstimatedCosts
 from vllm_sparse_backend.profiling.crossover import own_crossover
 from vllm_sparse_backend.profiling.flow import walk
 from vllm_sparse_backend.profiling.job import Job
-from vllm_sparse_backend.profiling.measure import Bound, HeadResult, LayerJudge
+from vllm_sparse_backend.profiling.measure import BesideDefault, Bound, HeadResult, LayerJudge
 from vllm_sparse_backend.profiling.minference import Candidates
 from vllm_sparse_backend.profiling.search import Ladder, Search, halved, ladder_of
 from vllm_sparse_backend.profiling.share_prefill import Sharing
 from vllm_sparse_backend.profiling.sparge_attn import Pairs
 from vllm_sparse_backend.profiling.written import Found, mean_error, profile_of
 from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of, unexpected
-from vllm_sparse_backend.settings.methods import describe
+from vllm_sparse_backend.settings.methods import describe, make_method
 from vllm_sparse_backend.settings.profile import Profile
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method
@@ -67,7 +67,7 @@ def strategy(text: str, bounds: Mapping[str, Bound], distance: float | None = No
         raise ConfigurationError(f"--distance: given with --method {name}, expected with share_prefill alone")
     if name in NO_MEAN and any(bound.has_mean for bound in bounds.values()):
         raise ConfigurationError(
-            f"--level, --method {name}: given a bound of the mean of all heads, expected none: only profile best and "
+            f"--level, --method {name}: given a bound of the mean of all heads, expected none: only "
             f"{', '.join(one for one in calibrated() if one not in NO_MEAN)} spend error where it saves most"
         )
     if name == "minference":
@@ -128,13 +128,18 @@ def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str, margi
             methods, figures = walk(job, "prompts", search.others, choose)
             if not search.again(methods, mean_error(figures, job.shape.num_heads)):
                 break
-        held_out = _held_out(job, search, methods)
+        held_out = _held_out(job, search, methods, bound)
         found[name] = Found(bound, methods, figures, held_out, own_crossover(job, methods))
     return profile_of(job, found, source)
 
 
+def _judge_for(bound: Bound, judge: LayerJudge) -> LayerJudge:
+    return judge if bound.times is None else BesideDefault(judge, make_method("default", {}))
+
+
 def together(judge: LayerJudge, search: Search, bound: Bound) -> tuple[list[Method], list[HeadResult] | None]:
     """What a search chooses for a layer once all heads hold the bound with it."""
+    judge = _judge_for(bound, judge)
     failed: dict[int, set[Method]] = defaultdict(set)
     given_up: set[int] = set()
 
@@ -157,9 +162,12 @@ def together(judge: LayerJudge, search: Search, bound: Bound) -> tuple[list[Meth
     return methods, None
 
 
-def _held_out(job: Job, search: Search, methods: Sequence[Sequence[Method]]) -> list[list[HeadResult] | None]:
+def _held_out(
+    job: Job, search: Search, methods: Sequence[Sequence[Method]], bound: Bound
+) -> list[list[HeadResult] | None]:
     def judged(judge: LayerJudge) -> tuple[Sequence[Method], list[HeadResult] | None]:
         of_layer = methods[judge.layer]
-        return of_layer, None if all(isinstance(one, Dense) for one in of_layer) else judge.judge(of_layer)
+        dense = all(isinstance(one, Dense) for one in of_layer)
+        return of_layer, None if dense else _judge_for(bound, judge).judge(of_layer)
 
     return walk(job, "held-out", search.others, judged)[1]

@@ -5,8 +5,8 @@ A search asks a ``LayerJudge`` what came of one method for each head; it knows n
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple, Protocol
 
 from vllm_sparse_kernels.methods.base import Method
@@ -23,6 +23,10 @@ class Errors(NamedTuple):
     error: float
     p99: float
     p999: float
+
+
+DEFAULT_AT_LEAST = Errors(0.02, 0.15, 0.6)
+"""What the default counts as losing where it loses less: a head that must do better would be dense for nothing."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,13 @@ class HeadResult:
     unseen: Errors | None = None
     """What a prompt that was not seen may have, by leave-one-out: as far beyond these prompts as the one with most lies
     beyond the others; of a single prompt what that has."""
+    default: "HeadResult | None" = None
+    """Of the same head under the server's default, where bounds are multiples of that."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The most error that a head may have."""
+    """The most error that a head may have: as it is, or as a multiple of what the default loses on the same head."""
 
     error: float
     """Of ``HeadResult.error``."""
@@ -58,6 +64,12 @@ class Bound:
     """Of ``HeadResult.p999``."""
     mean: float = math.inf
     """Of the mean of all heads' ``HeadResult.error``, dense ones too: a matter of the whole model."""
+    times: float | None = None
+    """That all three are this multiple of the default's (``of_default``)."""
+
+    @staticmethod
+    def of_default(times: float) -> "Bound":
+        return Bound(times, times, times, times=times)
 
     @property
     def has_mean(self) -> bool:
@@ -65,21 +77,29 @@ class Bound:
 
     def less(self, margin: float) -> "Bound":
         """All but a share of it: what searches keep to."""
-        return Bound(*(most * (1 - margin) for most in astuple(self)))
+        of = {name: most * (1 - margin) for name, most in asdict(self).items() if most is not None}
+        return Bound(**of)
 
     def holds(self, figures: HeadResult) -> bool:
         """On unseen prompts too, as far as ``HeadResult.unseen`` can tell. Never for what is no number."""
-        of = figures.unseen or figures
-        return of.error <= self.error and of.p99 <= self.p99 and of.p999 <= self.p999
+        of, default = figures.unseen or figures, figures.default and (figures.default.unseen or figures.default)
+        return all(share <= 1 for share in self._shares(of, default))
 
     def share(self, figures: HeadResult) -> float:
         """How much of the bound the head takes up on these prompts: above 1 it does not hold."""
-        return max(figures.error / self.error, figures.p99 / self.p99, figures.p999 / self.p999)
+        return max(self._shares(figures, figures.default))
+
+    def _shares(self, of: HeadResult | Errors, default: HeadResult | Errors | None) -> Iterator[float]:
+        for name, least in DEFAULT_AT_LEAST._asdict().items():
+            unit = max(getattr(default, name), least) if default else 1.0
+            yield getattr(of, name) / (getattr(self, name) * unit)
 
     @property
     def numbers(self) -> dict[str, float]:
         """By name, those that bind."""
-        return {name: value for name, value in asdict(self).items() if math.isfinite(value)}
+        if self.times is not None:
+            return {"of_default": self.times}
+        return {name: value for name, value in asdict(self).items() if value and math.isfinite(value)}
 
 
 class LayerJudge(Protocol):
@@ -90,3 +110,15 @@ class LayerJudge(Protocol):
 
     def judge(self, methods: Sequence[Method]) -> list[HeadResult]:
         """What comes of one method for each head. All heads are selected and attended in one pass of each chunk."""
+
+
+class BesideDefault:
+    """A ``LayerJudge`` that says with every figure what the server's default has on the same head."""
+
+    def __init__(self, judge: LayerJudge, default: Method) -> None:
+        self.layer, self.num_heads = judge.layer, judge.num_heads
+        self._judge, self._default = judge, default
+
+    def judge(self, methods: Sequence[Method]) -> list[HeadResult]:
+        defaults = self._judge.judge([self._default] * self.num_heads)
+        return [replace(of, default=one) for of, one in zip(self._judge.judge(methods), defaults, strict=True)]
