@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.calibrate.fake_judge import FakeJudge, figures, of
+from tests.calibrate.fake_judge import FakeJudge, figures
 from tests.calibrate.made import HEADS, make_job
 from vllm_sparse_backend.profiling import cheapest
-from vllm_sparse_backend.profiling.calibrate import best, by_themselves, run, together
+from vllm_sparse_backend.profiling.calibrate import best, run, together
 from vllm_sparse_backend.profiling.cheapest import Cheapest, choose, holding, judged, price_of
 from vllm_sparse_backend.profiling.costs import Cost, EstimatedCosts, LayerCost, kind_of
 from vllm_sparse_backend.profiling.measure import Bound
@@ -60,27 +60,14 @@ def test_each_head_has_the_cheapest_that_holds():
     assert judge.passes == [[one] * 4 for one in AMONG] + [[FINE, CHEAP, CLOSE, Dense()]]
 
 
-def test_each_head_has_its_own_p():
-    """Of the ladder of ``top_p``, which is among what ``best`` chooses from."""
-    assert "top_p" in by_themselves()
-    heads = [of(lambda method: method.kept_mass, lambda p, first=first: float(p < first), lambda p: p / 2)
-             for first in (0.0, 0.9, 0.97, 1.0)]  # fmt: skip
-    search = best(["top_p"])(SimpleNamespace(costs=Known()), BOUND)
-    methods = together(FakeJudge(*heads), search, BOUND)[0]
-    least = min(one.kept_mass for one in ladder_of("top_p"))
-    assert [one.kept_mass for one in methods[:3]] == [least, 0.9, 0.97]
-    assert methods[3] == Dense()
-
-
 def test_no_head_loses_more_than_so_many_times_what_the_default_does():
     """Heads in which the default loses little keep more: what the bound multiplies is of each head."""
-    default = make_method("default", {})
-    lost = {CHEAP: (0.16, 0.1), CLOSE: (0.05, 0.6), FINE: (0.09, 0.2)}
-    heads = [lost | {default: (error, 0.5)} for error in (0.2, 0.1, 0.05, 0.001)]
-    judge, bound = judge_of(*heads), Bound.of_default(1)
-    methods, found = together(judge, Cheapest(None, bound, AMONG, Known()), bound)
-    assert methods == [CHEAP, FINE, CLOSE, Dense()]
-    assert [bound.share(of) for of in found] == pytest.approx([0.8, 0.9, 1.0, 0.0])
+    default, bound = make_method("default", {}), Bound.of_default(1)
+    lost = {one: (round(2 - 2 * one.kept_mass, 6), one.kept_mass) for one in ladder_of("top_p")}
+    heads = [lost | {default: (error, 1.0)} for error in (0.2, 0.1, 0.05, 0.001)]
+    methods, found = together(judge_of(*heads), best(["top_p"])(SimpleNamespace(costs=Known()), bound), bound)
+    assert [one.kept_mass for one in methods] == [0.9, 0.95, 0.98, 0.99]
+    assert [bound.share(of) for of in found] == pytest.approx([1.0, 1.0, 0.8, 1.0])
 
 
 BOTH = {CHEAP: (0.04, 0.5), FINE: (0.04, 0.3)}

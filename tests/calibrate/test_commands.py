@@ -32,7 +32,7 @@ SMALL = ("--tokens", 512, "--count", 1, "--chunk", 256, "--device", "cpu", "--mi
             ("calibrate", "--method", "minference", "--level", "high=0.5:9"),
             {"a_shape", "vertical_slash", "block_sparse"},
         ),
-        (("best", "--method", "sparge_attn", "--level", "high=2", "--level", "fast=4"), {"sparge_attn"}),
+        (("best", "--method", "sparge_attn", "--high", 2, "--fast", 4), {"sparge_attn"}),
     ],
 )
 def test_a_profile_from_one_command(words, names, text, tmp_path):
@@ -52,14 +52,16 @@ def test_a_profile_from_one_command(words, names, text, tmp_path):
     assert "exists already" in command(words[0], NEEDLE, "--out", out, *words[1:])[1]
 
 
+LEVEL = ("calibrate", "--method", "sale", "--level")
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["best", "--level", "high"], "--level: given 'high', expected NAME=TIMES, such as high=1.25"),
-        (["best", "--level", "high=1:2"], "--level: given 'high=1:2', expected errors above 0, and each level once"),
-        (["best", "--level", "exact=0.1"], "--level exact=0.1: given 'exact', expected one of fast, high"),
-        (["best", "--level", "high=0"], "--level: given 'high=0', expected errors above 0, and each level once"),
-        (["best", "--level", "high=1", "--level", "high=2"], "expected errors above 0, and each level once"),
+        ([*LEVEL, "high"], "--level: given 'high', expected NAME=MEAN:P99, such as high=0.1:0.4"),
+        ([*LEVEL, "exact=0.1"], "--level exact=0.1: given 'exact', expected one of fast, high"),
+        ([*LEVEL, "high=0"], "--level: given 'high=0', expected errors above 0, and each level once"),
+        ([*LEVEL, "high=1", "--level", "high=2"], "expected errors above 0, and each level once"),
         (["best", "--device", "gpu"], "--device: given 'gpu', expected one of cpu"),
         (["calibrate", "--method", "minference", "--level", "high=1:1:1:1"], "a bound of the mean of all heads"),
         (["calibrate", "--method", "share_prefill", "--distance", "0"], "--distance: given 0.0, expected a number abo"),

@@ -30,14 +30,6 @@ Level = Annotated[
 ]
 Margin = Annotated[float, typer.Option(help="Share of a bound that is left to unseen prompts.", min=0.0, max=0.9)]
 
-Times = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="NAME=TIMES, NAME high or fast: the most error of a head, as a multiple of the default's there. May be "
-        "repeated; high=1.25."
-    ),
-]
-
 
 def job_of(
     model: Model,
@@ -173,28 +165,31 @@ def pays(found: "OwnCrossover | None") -> str:
     return f"never pays {where}: auto leaves every row dense; expected longer prompts, or a larger --level"
 
 
-def _bounds(levels: list[str], make: "Callable[..., Bound]", most: int, like: str) -> Mapping[str, "Bound"]:
-    """NAME=NUMBER:NUMBER, up to ``most`` numbers, by name; ``like``: what is expected."""
+def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
+    from vllm_sparse_backend.profiling.measure import Bound
     from vllm_sparse_backend.settings.profile import BOUNDS
 
     found: dict[str, Bound] = {}
-    for text in levels:
+    for text in levels or ("high=0.1:0.4",):
         name, _, rest = text.partition("=")
         try:
             given = [float(number) for number in rest.split(":")]
         except ValueError:
-            raise ConfigurationError(f"--level: {unexpected(text, like)}") from None
+            raise ConfigurationError(f"--level: {unexpected(text, 'NAME=MEAN:P99, such as high=0.1:0.4')}") from None
         if name not in BOUNDS:
             raise ConfigurationError(f"--level {text}: {not_one_of(name, BOUNDS)}")
-        if not all(number > 0 for number in given) or len(given) > most or name in found:
+        if not all(number > 0 for number in given) or len(given) > 4 or name in found:
             raise ConfigurationError(f"--level: {unexpected(text, 'errors above 0, and each level once')}")
-        found[name] = make(*given)
+        found[name] = Bound(*given)
     return found
 
 
 def best(
     make_job: "Callable[[], Job]",
-    level: Times = None,
+    high: Annotated[
+        float, typer.Option(help="The most error of a head, as a multiple of the default's there.", min=0.1)
+    ] = 1.25,
+    fast: Annotated[float | None, typer.Option(help="The same of a second level.", min=0.1)] = None,
     method: Annotated[list[str] | None, typer.Option(help="A method to choose from; may be repeated. All.")] = None,
 ) -> "Profile":
     """Per head the cheapest of all methods, in time on this device, that loses little more than the default there."""
@@ -202,7 +197,7 @@ def best(
     from vllm_sparse_backend.profiling.measure import Bound
 
     how = part.best(method or part.by_themselves())
-    bounds = _bounds(level or ["high=1.25"], Bound.of_default, 1, "NAME=TIMES, such as high=1.25")
+    bounds = {name: Bound.of_default(times) for name, times in (("high", high), ("fast", fast)) if times}
     return part.run(make_job(), how, bounds, "sparse-prefill profile best")
 
 
@@ -222,9 +217,8 @@ def calibrate(
 ) -> "Profile":
     """One method, as its paper calibrates it: each head's setting, as sparse as the bound allows; else dense."""
     from vllm_sparse_backend.profiling import calibrate as part
-    from vllm_sparse_backend.profiling.measure import Bound
 
-    bounds = _bounds(level or ["high=0.1:0.4"], Bound, 4, "NAME=MEAN:P99, such as high=0.1:0.4")
+    bounds = _bounds(level)
     how = part.strategy(method, bounds, distance)
     cut = "" if distance is None else f" --distance {distance:g}"
     return part.run(make_job(), how, bounds, f"sparse-prefill profile calibrate --method {method}{cut}", margin)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop of all calibration: layers in order, each judged with what those before hand on to it.
 
-A search chooses for a layer, and its choice is judged as a whole: heads share an index whose blocks are as wide as all
-of their methods allow (``width.py``), and some depend on other heads, so that what held apart may miss the bound
-together. A head that does may not have that method, and the search chooses anew, until all hold. What is written was
-judged so, as it stands, and then on the held-out prompts.
+A search chooses for a layer, and its choice is judged as a whole: heads share an index (``width.py``), and some depend
+on other heads, so that what held apart may miss the bound together. A head that does may not have that method, and the
+search chooses anew, until all hold. What is written was judged so, and then on the held-out prompts.
 """
 
 from collections import defaultdict

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Per head the cheapest of all methods whose output error holds the bound; dense where none does. (No paper has this.)
 
-Every candidate is judged once with all heads of the layer on it, which gives every head's figures in one pass. What a
-selection takes beside its heads is paid once for each kind of method in a layer (``costs.py``), so the choice is one
-for the whole layer: of all sets of up to ``MOST_KINDS`` kinds and dense attention, the one in which heads with their
-cheapest settings take least time together. If dense attention of the whole layer takes no longer, it is that.
+Every candidate is judged once with all heads of the layer on it. What a selection takes beside its heads is paid once
+for each kind of method in a layer (``costs.py``), so the choice is one for the whole layer: of all sets of up to
+``MOST_KINDS`` kinds and dense attention, the one in which heads with their cheapest settings take least time together.
 
-With a bound for each head alone, every head comes as near to it as it can, and none has anything of what another
-leaves. A bound of the mean over all heads (``Bound.mean``) beside it is kept to by a price of error. Under it heads
-take what costs least in time and error together; at one price for the whole model no other choice of the same mean
-error costs less (heads then have equal slopes: Lagrange). ``price_of`` finds the least price at which the mean holds;
-for that every layer is judged before the first is chosen for.
+A bound of the mean over all heads (``Bound.mean``) is kept to by a price of error. Heads take what costs least in time
+and error together; at one price for the whole model no other choice of the same mean error costs less (heads then have
+equal slopes: Lagrange). ``price_of`` finds the least price at which the mean holds, once every layer is judged.
 """
 
 import math

@@ -2,10 +2,9 @@
 """What selection and attention of one head take on this device, method by method: what searches weigh error against.
 
 Heads of a layer that are selected together (``Method.alike``: a *kind* of method) share what their selection takes
-whatever their number, on a model of few heads most of it. So a kind has three costs: of its selection on any heads at
-all, of each head more, and of attention to all pairs, of which a head pays the share that it keeps. They are measured
-once, on the first layer that can go sparse, and written down: times differ from run to run, and searches that read the
-same file of costs decide alike.
+whatever their number. So a kind has three costs: of its selection on any heads at all, of each head more, and of
+attention to all pairs, of which a head pays the share that it keeps. They are measured once, on the first layer that
+can go sparse, and written down: searches that read the same file of costs decide alike.
 
 Without a CUDA device references select and attend, whose times say nothing of a server's: costs are then estimates, by
 kept pairs and what methods say of themselves (``MethodSpec.cost``).

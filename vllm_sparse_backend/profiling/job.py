@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a model and prompts to a profile, in a folder that a run which was broken off is taken up from.
 
-The folder holds ``job.json``, what is calibrated on what; ``prompts-0`` and so on and ``held-out-0`` and so on, the
-captures, as long as they are needed; ``costs.json``; and a file for each layer with what came of all that was judged
-there, of the prompts and of the held-out ones. Each of these is put there whole or not at all. Searches ask again from
-their beginning what such a file answers at once, so a run that was broken off, wherever that was, ends with the same
-profile as one that was not; and another search or bound on the same prompts starts from what is known.
+The folder holds ``job.json``, what is calibrated on what; captures, ``prompts-0``, ``held-out-0`` and so on, until a
+profile is written; ``costs.json``; and a file for each layer with what came of all that was judged there. Each of these
+is put there whole or not at all. Searches ask again from their beginning what such a file answers at once, so a run
+that was broken off ends with the same profile, and another search on the same prompts starts from what is known.
 
-On a disk a capture takes (heads + 2 · kv heads) · head_dim elements for each token and layer: 2.6 MB for 32 tokens of
-Llama-3.1-8B, 13 GB for a prompt of 32,768. They are deleted once a profile is written.
+On a disk a capture takes (heads + 2 · kv heads) · head_dim elements for each token and layer: 13 GB for a prompt of
+32,768 tokens of Llama-3.1-8B.
 """
 
 import json
