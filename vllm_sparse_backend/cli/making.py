@@ -28,7 +28,6 @@ Level = Annotated[
         "and p99.9 over queries, and the mean of all heads. May be repeated; high=0.1:0.4."
     ),
 ]
-Margin = Annotated[float, typer.Option(help="Share of a bound that is left to unseen prompts.", min=0.0, max=0.9)]
 
 
 def job_of(
@@ -155,10 +154,7 @@ def _report(profile: "Profile", out: Path) -> None:
 
 def pays(found: "OwnCrossover | None") -> str:
     if found is None:
-        return (
-            "from which length on it pays was not measured, which needs a CUDA device and a prompt of 4,096 tokens: "
-            "auto goes by the table of `bench crossover`"
-        )
+        return "from which length on it pays was not measured, for want of a CUDA device or a prompt of 4,096 tokens"
     where = f"on {found.device} with {', '.join(found.engines)}, up to {found.longest_tokens:,} tokens"
     if found.pays:
         return f"pays from {found.min_tokens:,} tokens on, {found.min_query_tokens:,} of them new: {where}"
@@ -186,9 +182,7 @@ def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
 
 def best(
     make_job: "Callable[[], Job]",
-    high: Annotated[
-        float, typer.Option(help="The most error of a head, as a multiple of the default's there.", min=0.1)
-    ] = 1.25,
+    high: Annotated[float, typer.Option(help="The most error of a head, in the default's there.", min=0.1)] = 1.25,
     fast: Annotated[float | None, typer.Option(help="The same of a second level.", min=0.1)] = None,
     method: Annotated[list[str] | None, typer.Option(help="A method to choose from; may be repeated. All.")] = None,
 ) -> "Profile":
@@ -210,7 +204,6 @@ def calibrate(
         ),
     ],
     level: Level = None,
-    margin: Margin = 0.1,
     distance: Annotated[
         float | None, typer.Option(help="Up to which share_prefill joins heads: 10; the authors' is 40.")
     ] = None,
@@ -221,7 +214,7 @@ def calibrate(
     bounds = _bounds(level)
     how = part.strategy(method, bounds, distance)
     cut = "" if distance is None else f" --distance {distance:g}"
-    return part.run(make_job(), how, bounds, f"sparse-prefill profile calibrate --method {method}{cut}", margin)
+    return part.run(make_job(), how, bounds, f"sparse-prefill profile calibrate --method {method}{cut}")
 
 
 COMMANDS = tuple(_with_job(run) for run in (best, calibrate))

@@ -4,23 +4,15 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rich import progress as shown
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 
 class Bar:
     """One stage at a time."""
 
-    def __init__(self, progress: Progress, task: TaskID) -> None:
+    def __init__(self, progress: shown.Progress, task: shown.TaskID) -> None:
         self._progress, self._task = progress, task
 
     def begin(self, what: str, steps: int, done: int = 0) -> None:
@@ -42,9 +34,7 @@ class Bar:
 @contextmanager
 def bar(what: str, steps: int | None = None) -> Iterator[Bar]:
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
-        TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    done = shown.TextColumn("{task.description}"), shown.BarColumn(), shown.MofNCompleteColumn()
+    columns = *done, shown.TimeElapsedColumn(), shown.TextColumn("left"), shown.TimeRemainingColumn()
+    with shown.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         yield Bar(progress, progress.add_task(what, total=steps))

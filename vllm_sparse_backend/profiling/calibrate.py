@@ -23,7 +23,7 @@ from vllm_sparse_backend.profiling.minference import Candidates
 from vllm_sparse_backend.profiling.search import Ladder, Search, halved, ladder_of
 from vllm_sparse_backend.profiling.share_prefill import Sharing
 from vllm_sparse_backend.profiling.sparge_attn import Pairs
-from vllm_sparse_backend.profiling.written import Found, mean_error, profile_of
+from vllm_sparse_backend.profiling.written import Found, OfLayers, mean_error, profile_of
 from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of, unexpected
 from vllm_sparse_backend.settings.methods import describe, make_method
 from vllm_sparse_backend.settings.profile import Profile
@@ -33,13 +33,16 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 
 Strategy = Callable[[Job, Bound], Search]
 
+MARGIN = 0.1
+"""Share of a bound that is left to what prompts that were not seen may have more; those that a bound of the default's
+error compares are the same prompts."""
+
 MOST_ROUNDS = 8
 """Of choices for a layer; a head that still misses the bound then is dense."""
 
-PAPERS = ("minference", "share_prefill", "sparge_attn", "sparge_attn+skip")
-"""Those whose paper states more than to go along a ladder."""
-
 NO_MEAN = ("minference", "share_prefill", "sparge_attn+skip")
+PAPERS = (*NO_MEAN, "sparge_attn")
+"""Those whose paper states more than to go along a ladder."""
 
 
 def calibrated() -> list[str]:
@@ -65,10 +68,7 @@ def strategy(text: str, bounds: Mapping[str, Bound], distance: float | None = No
     if distance is not None and name != "share_prefill":
         raise ConfigurationError(f"--distance: given with --method {name}, expected with share_prefill alone")
     if name in NO_MEAN and any(bound.has_mean for bound in bounds.values()):
-        raise ConfigurationError(
-            f"--level, --method {name}: given a bound of the mean of all heads, expected none: only "
-            f"{', '.join(one for one in calibrated() if one not in NO_MEAN)} spend error where it saves most"
-        )
+        raise ConfigurationError(f"--level: given a bound of the mean of all heads, expected none with --method {name}")
     if name == "minference":
         return Candidates
     settings = _settings(name.split("+")[0], fields)
@@ -111,16 +111,15 @@ def best(methods: Sequence[str]) -> Strategy:
     return lambda job, bound: Cheapest(job, bound, settings, job.costs)
 
 
-def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str, margin: float = 0.0) -> Profile:
+def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Profile:
     """The profile that a search finds, with a level for each bound, checked on the held-out prompts.
 
-    ``margin``: the share of a bound that is left to what prompts that were not seen may have more. Raises
-    ConfigurationError where no head of any layer holds the first bound.
+    Raises ConfigurationError where no head of any layer holds the first bound.
     """
     job.enter()
     found = {}
     for name, bound in bounds.items():
-        within = bound.less(margin)
+        within = bound if bound.times else bound.less(MARGIN)
         search = how(job, within)
         while True:
             choose = partial(together, search=search, bound=within)
@@ -161,9 +160,7 @@ def together(judge: LayerJudge, search: Search, bound: Bound) -> tuple[list[Meth
     return methods, None
 
 
-def _held_out(
-    job: Job, search: Search, methods: Sequence[Sequence[Method]], bound: Bound
-) -> list[list[HeadResult] | None]:
+def _held_out(job: Job, search: Search, methods: Sequence[Sequence[Method]], bound: Bound) -> OfLayers:
     def judged(judge: LayerJudge) -> tuple[Sequence[Method], list[HeadResult] | None]:
         of_layer = methods[judge.layer]
         dense = all(isinstance(one, Dense) for one in of_layer)

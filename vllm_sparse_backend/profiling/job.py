@@ -106,10 +106,8 @@ class Job:
             return
         held = read_json(path, dict[str, Any], "delete the folder")
         if names := sorted(name for name in {**held, **self.identity} if held.get(name) != self.identity.get(name)):
-            raise ConfigurationError(
-                f"{self.folder}: holds another job, which differs in {', '.join(names)}: name another folder with "
-                "--work, or delete it"
-            )
+            given = f"{self.folder}: holds another job, which differs in {', '.join(names)}"
+            raise ConfigurationError(f"{given}: name another folder with --work, or delete it")
 
     @cached_property
     def costs(self) -> Costs:
@@ -155,10 +153,8 @@ class Job:
         each = shape.num_layers * (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * self.dtype.itemsize
         wanted, free = each * sum(map(len, prompts)), shutil.disk_usage(self.folder).free
         if wanted > free:
-            raise ConfigurationError(
-                f"{self.folder}: captures take {wanted / 1e9:.1f} GB, and the disk has {free / 1e9:.1f} GB left: name "
-                "a folder with more room with --work, or ask for fewer or shorter prompts"
-            )
+            given = f"{self.folder}: captures take {wanted / 1e9:.1f} GB, and the disk has {free / 1e9:.1f} GB left"
+            raise ConfigurationError(f"{given}: name a larger one with --work, or ask for fewer or shorter prompts")
 
     def remembered(self, name: str, form: Any, make: Callable[[], Any]) -> Any:
         """What ``make`` gives, of the type ``form``, from the folder if it is there. Raises ConfigurationError if it

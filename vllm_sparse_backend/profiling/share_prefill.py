@@ -87,10 +87,9 @@ class Sharing(Search):
 
     def _require_any(self) -> None:
         if not self.left:
+            why = "--method share_prefill: no two heads keep less by sharing within the bound, and without that"
             raise ConfigurationError(
-                "profile calibrate --method share_prefill: no two heads keep less by sharing within the bound, and "
-                "without that SharePrefill is flex_vertical_slash: expected a larger --level, or --distance, or "
-                "--method flex_vertical_slash"
+                f"{why} it is flex_vertical_slash: expected that, or larger --level or --distance"
             )
 
 

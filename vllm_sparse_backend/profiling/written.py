@@ -16,6 +16,9 @@ from vllm_sparse_backend.settings.profile import Level, Profile, Provenance
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 
+OfLayers = list[list[HeadResult] | None]
+"""Of each layer what came of its heads; None for layers that never go sparse."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -23,9 +26,9 @@ class Found:
 
     bound: Bound
     methods: list[list[Method]]
-    figures: list[list[HeadResult] | None]
-    """On the prompts; None for layers that never go sparse."""
-    held_out: list[list[HeadResult] | None]
+    figures: OfLayers
+    """On the prompts."""
+    held_out: OfLayers
     crossover: OwnCrossover | None = None
 
     def summary(self) -> dict[str, float]:
@@ -73,10 +76,7 @@ def profile_of(job: Job, found: Mapping[str, Found], source: str) -> Profile:
     if (first := next(iter(found))) not in levels:
         # Another in its place would be what requests get that name none.
         numbers = ":".join(f"{x:g}" for x in found[first].bound.numbers.values())
-        raise ConfigurationError(
-            f"{source}: no head of any layer holds the bound {numbers} of level {first} with any setting and pays: "
-            "expected a larger --level, or longer prompts"
-        )
+        raise ConfigurationError(f"{source}: no head holds the bound {numbers} of level {first}: expected a larger one")
     own, *others = levels
     given = {name: getattr(levels[own], name) for name in Level.model_fields}
     return Profile.model_validate({
