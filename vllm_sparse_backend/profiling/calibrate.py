@@ -34,8 +34,8 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 Strategy = Callable[[Job, Bound], Search]
 
 MARGIN = 0.1
-"""Share of a bound that is left to what prompts that were not seen may have more; those that a bound of the default's
-error compares are the same prompts."""
+"""Share of an absolute bound that is left to what unseen prompts may have more. What the default loses on the same
+prompts needs none."""
 
 MOST_ROUNDS = 8
 """Of choices for a layer; a head that still misses the bound then is dense."""

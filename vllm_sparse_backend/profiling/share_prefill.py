@@ -88,9 +88,7 @@ class Sharing(Search):
     def _require_any(self) -> None:
         if not self.left:
             why = "--method share_prefill: no two heads keep less by sharing within the bound, and without that"
-            raise ConfigurationError(
-                f"{why} it is flex_vertical_slash: expected that, or larger --level or --distance"
-            )
+            raise ConfigurationError(f"{why} it is flex_vertical_slash: expected that, or larger --level or --distance")
 
 
 def survey_layer(
