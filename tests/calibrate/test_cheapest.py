@@ -14,7 +14,7 @@ from tests.calibrate.made import HEADS, make_job
 from vllm_sparse_backend.profiling import cheapest
 from vllm_sparse_backend.profiling.calibrate import best, run, together
 from vllm_sparse_backend.profiling.cheapest import Cheapest, choose, holding, judged, price_of
-from vllm_sparse_backend.profiling.costs import Cost, EstimatedCosts, LayerCost
+from vllm_sparse_backend.profiling.costs import Cost, EstimatedCosts, LayerCost, kind_of
 from vllm_sparse_backend.profiling.measure import Bound
 from vllm_sparse_backend.profiling.search import ladder_of
 from vllm_sparse_backend.settings.methods import make_method
@@ -62,12 +62,11 @@ def test_each_head_has_the_cheapest_that_holds():
 
 def test_no_head_loses_more_than_so_many_times_what_the_default_does():
     """Heads in which the default loses little keep more: what the bound multiplies is of each head."""
-    default, bound = make_method("default", {}), Bound.of_default(1)
-    lost = {one: (round(2 - 2 * one.kept_mass, 6), one.kept_mass) for one in ladder_of("top_p")}
-    heads = [lost | {default: (error, 1.0)} for error in (0.2, 0.1, 0.05, 0.001)]
+    bound, lost = Bound.of_default(1), {m: (round(2 - 2 * m.kept_mass, 6), m.kept_mass) for m in ladder_of("top_p")}
+    heads = [lost | {make_method("default", {}): (error, 1.0)} for error in (0.2, 0.1, 0.001, float("nan"))]
     methods, found = together(judge_of(*heads), best(["top_p"])(SimpleNamespace(costs=Known()), bound), bound)
-    assert [one.kept_mass for one in methods] == [0.9, 0.95, 0.98, 0.99]
-    assert [bound.share(of) for of in found] == pytest.approx([1.0, 1.0, 0.8, 1.0])
+    assert [getattr(one, "kept_mass", one) for one in methods] == [0.9, 0.95, 0.99, Dense()]
+    assert [bound.share(of) for of in found[:3]] == pytest.approx([1.0, 1.0, 1.0])
 
 
 BOTH = {CHEAP: (0.04, 0.5), FINE: (0.04, 0.3)}
@@ -82,12 +81,14 @@ ONE = {CHEAP: (0.04, 0.5)}
         # A selection of 3 ms whatever the number of heads: for one head less is saved, for three more.
         ({"sale": (3.0, 0.0)}, [BOTH, ONE, ONE, ONE], [CHEAP] * 4),
         ({"sale": (3.0, 0.0)}, [BOTH, BOTH, BOTH, ONE], [FINE] * 3 + [CHEAP]),
+        ({"sparge_attn": (10.0, 0.0)}, [ONE] * 4, [CHEAP] * 4),
         ({"sparge_attn": (30.0, 0.0)}, [ONE] * 4, [Dense()] * 4),  # as much as dense attention of the layer
     ],
 )
 def test_selections_own_time_counts(kinds, heads, expected):
     judge = judge_of(*heads)
     assert together(judge, Cheapest(None, BOUND, AMONG, Known(kinds)), BOUND)[0] == expected
+    assert kind_of(CHEAP) == kind_of(CLOSE) != kind_of(FINE)
 
 
 @pytest.mark.parametrize("seed", range(4))

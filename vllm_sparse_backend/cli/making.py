@@ -154,7 +154,7 @@ def _report(profile: "Profile", out: Path) -> None:
 
 def pays(found: "OwnCrossover | None") -> str:
     if found is None:
-        return "from which length on it pays was not measured, for want of a CUDA device or a prompt of 4,096 tokens"
+        return "where it pays was not measured (no CUDA device, or prompts under 4,096 tokens): auto goes by its table"
     where = f"on {found.device} with {', '.join(found.engines)}, up to {found.longest_tokens:,} tokens"
     if found.pays:
         return f"pays from {found.min_tokens:,} tokens on, {found.min_query_tokens:,} of them new: {where}"
@@ -182,7 +182,7 @@ def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
 
 def best(
     make_job: "Callable[[], Job]",
-    high: Annotated[float, typer.Option(help="The most error of a head, in the default's there.", min=0.1)] = 1.25,
+    high: Annotated[float, typer.Option(help="The most error of a head, ÷ the default's there.", min=0.1)] = 1.25,
     fast: Annotated[float | None, typer.Option(help="The same of a second level.", min=0.1)] = None,
     method: Annotated[list[str] | None, typer.Option(help="A method to choose from; may be repeated. All.")] = None,
 ) -> "Profile":

@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich import progress as shown
+from rich import progress as rich_bar
 from rich.console import Console
 from rich.markup import escape
 
@@ -12,7 +12,7 @@ from rich.markup import escape
 class Bar:
     """One stage at a time."""
 
-    def __init__(self, progress: shown.Progress, task: shown.TaskID) -> None:
+    def __init__(self, progress: rich_bar.Progress, task: rich_bar.TaskID) -> None:
         self._progress, self._task = progress, task
 
     def begin(self, what: str, steps: int, done: int = 0) -> None:
@@ -34,7 +34,7 @@ class Bar:
 @contextmanager
 def bar(what: str, steps: int | None = None) -> Iterator[Bar]:
     console = Console(stderr=True)
-    done = shown.TextColumn("{task.description}"), shown.BarColumn(), shown.MofNCompleteColumn()
-    columns = *done, shown.TimeElapsedColumn(), shown.TextColumn("left"), shown.TimeRemainingColumn()
-    with shown.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    counts = rich_bar.TextColumn("{task.description}"), rich_bar.BarColumn(), rich_bar.MofNCompleteColumn()
+    columns = *counts, rich_bar.TimeElapsedColumn(), rich_bar.TextColumn("left"), rich_bar.TimeRemainingColumn()
+    with rich_bar.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         yield Bar(progress, progress.add_task(what, total=steps))

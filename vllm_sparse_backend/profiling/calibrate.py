@@ -119,7 +119,7 @@ def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Pr
     job.enter()
     found = {}
     for name, bound in bounds.items():
-        within = bound if bound.times else bound.less(MARGIN)
+        within = bound if bound.relative else bound.less(MARGIN)
         search = how(job, within)
         while True:
             choose = partial(together, search=search, bound=within)
@@ -132,7 +132,7 @@ def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Pr
 
 
 def _judge_for(bound: Bound, judge: LayerJudge) -> LayerJudge:
-    return judge if bound.times is None else BesideDefault(judge, make_method("default", {}))
+    return BesideDefault(judge, make_method("default", {})) if bound.relative else judge
 
 
 def together(judge: LayerJudge, search: Search, bound: Bound) -> tuple[list[Method], list[HeadResult] | None]:

@@ -6,7 +6,7 @@ A search asks a ``LayerJudge`` what came of one method for each head; it knows n
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from vllm_sparse_kernels.methods.base import Method
@@ -64,12 +64,16 @@ class Bound:
     """Of ``HeadResult.p999``."""
     mean: float = math.inf
     """Of the mean of all heads' ``HeadResult.error``, dense ones too: a matter of the whole model."""
-    times: float | None = None
-    """That all three are this multiple of the default's (``of_default``)."""
+    relative: bool = field(default=False, kw_only=True)
+    """Whether the first three are multiples of what the default loses."""
 
     @staticmethod
     def of_default(times: float) -> "Bound":
-        return Bound(times, times, times, times=times)
+        return Bound(times, times, times, relative=True)
+
+    @property
+    def _most(self) -> dict[str, float]:
+        return {"error": self.error, "p99": self.p99, "p999": self.p999, "mean": self.mean}
 
     @property
     def has_mean(self) -> bool:
@@ -77,8 +81,7 @@ class Bound:
 
     def less(self, margin: float) -> "Bound":
         """All but a share of it: what searches keep to."""
-        of = {name: most * (1 - margin) for name, most in asdict(self).items() if most is not None}
-        return Bound(**of)
+        return Bound(*(most * (1 - margin) for most in self._most.values()), relative=self.relative)
 
     def holds(self, figures: HeadResult) -> bool:
         """On unseen prompts too, as far as ``HeadResult.unseen`` can tell. Never for what is no number."""
@@ -97,9 +100,8 @@ class Bound:
     @property
     def numbers(self) -> dict[str, float]:
         """By name, those that bind."""
-        if self.times is not None:
-            return {"of_default": self.times}
-        return {name: value for name, value in asdict(self).items() if value and math.isfinite(value)}
+        given = {"of_default": self.error} if self.relative else self._most
+        return {name: most for name, most in given.items() if math.isfinite(most)}
 
 
 class LayerJudge(Protocol):

@@ -76,7 +76,8 @@ def profile_of(job: Job, found: Mapping[str, Found], source: str) -> Profile:
     if (first := next(iter(found))) not in levels:
         # Another in its place would be what requests get that name none.
         numbers = ":".join(f"{x:g}" for x in found[first].bound.numbers.values())
-        raise ConfigurationError(f"{source}: no head holds the bound {numbers} of level {first}: expected a larger one")
+        why = f"{source}: no head holds the bound {numbers} of level {first} and saves time"
+        raise ConfigurationError(f"{why}: expected a larger one, or longer prompts")
     own, *others = levels
     given = {name: getattr(levels[own], name) for name in Level.model_fields}
     return Profile.model_validate({
