@@ -91,7 +91,9 @@ SEEN = HeadResult(error=0.01, p99=0.5, p999=0.9, density=0.1)
         (Bound(0.1, 0.55), replace(SEEN, unseen=Errors(0.01, 0.6, 0.9)), 0.5 / 0.55, False),
         (Bound(0.1, 0.6), replace(SEEN, unseen=Errors(0.01, 0.6, 0.9)), 0.5 / 0.6, True),
         # Of what the default loses there, of unseen prompts too; next to nothing counts as a little.
-        (Bound.of_default(2), replace(SEEN, default=HeadResult(0.05, 0.5, 0.3, 0.2)), 0.75, True),
+        # It keeps half of what the default keeps.
+        (Bound.of_default(2), replace(SEEN, default=HeadResult(0.05, 0.5, 0.85, 0.2)), 0.9 / 0.925, True),
+        (Bound.of_default(2), replace(SEEN, default=HeadResult(0.05, 0.5, 0.3, 0.2)), 0.9 / 0.8, False),
         (Bound.of_default(1), replace(SEEN, default=HeadResult(0.0, 0.4, 0.9, 0.2, Errors(0.0, 0.5, 0.9))), 1.25, True),
     ],
 )

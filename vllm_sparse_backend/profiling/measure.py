@@ -54,7 +54,7 @@ class HeadResult:
 
 @dataclass(frozen=True)
 class Bound:
-    """The most error that a head may have: as it is, or as a multiple of what the default loses on the same head."""
+    """The most error that a head may have: as it is, or by what the default loses on the same head."""
 
     error: float
     """Of ``HeadResult.error``."""
@@ -65,7 +65,8 @@ class Bound:
     mean: float = math.inf
     """Of the mean of all heads' ``HeadResult.error``, dense ones too: a matter of the whole model."""
     relative: bool = field(default=False, kw_only=True)
-    """Whether the first three are multiples of what the default loses."""
+    """Whether the first three are multiples k of what the default loses: a head then also keeps 1/k of what the default
+    keeps, without which 1.25 times an error of 0.8 would let every lookup fail."""
 
     @staticmethod
     def of_default(times: float) -> "Bound":
@@ -93,9 +94,15 @@ class Bound:
         return max(self._shares(figures, figures.default))
 
     def _shares(self, of: HeadResult | Errors, default: HeadResult | Errors | None) -> Iterator[float]:
-        for name, least in DEFAULT_AT_LEAST._asdict().items():
-            unit = max(getattr(default, name), least) if default else 1.0
-            yield getattr(of, name) / (getattr(self, name) * unit)
+        for name in Errors._fields:
+            yield getattr(of, name) / self._most_beside(name, default)
+
+    def _most_beside(self, name: str, default: HeadResult | Errors | None) -> float:
+        most = getattr(self, name)
+        if default is None:
+            return float(most)
+        lost = max(getattr(default, name), getattr(DEFAULT_AT_LEAST, name))
+        return float(min(most * lost, max(lost, 1 - (1 - lost) / most)))
 
     @property
     def numbers(self) -> dict[str, float]:
