@@ -52,8 +52,10 @@ def steps_of(folder: Path, results: Path, memory_bytes: int) -> Steps:
     ours = ["--settings", '{"method": "a_shape"}', "--server-args", "--load-format dummy", "--output-tokens", "16"]
     attend = ["--densities", "1,0.2,0.05", "--stripes", "8192", "--blocks", "128"]
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", "-m"]
+    # What takes time is compiling, by a CPU for each process.
+    at_once = ["-n", str(max(1, min(12, (os.cpu_count() or 1) - 2))), "--dist", "worksteal"]
     return {
-        "GPU tests": [[*tests, "gpu and not server", f"--junitxml={folder}/GPU tests.xml"]],
+        "GPU tests": [[*tests, "gpu and not server", *at_once, f"--junitxml={folder}/GPU tests.xml"]],
         "GPU tests with servers": [[*tests, "gpu and server", f"--junitxml={folder}/GPU tests with servers.xml"]],
         "TTFT": [
             [*bench, *ours, "--json", f"{folder}/served.json"],

@@ -220,7 +220,7 @@ def speed(
     lengths: str = "1024,8192,16384,32768,65536,131000",
     times: Annotated[int, typer.Option(help="Requests of each length.")] = 5,
     after: Annotated[int, typer.Option(help="Tokens that are cached before 1,000 new ones; 0: none.")] = 0,
-    tokens: Annotated[int, typer.Option(help="Output tokens for TPOT, after 512 tokens.")] = 128,
+    tokens: Annotated[int, typer.Option(help="Output tokens for TPOT, after 512 tokens; 0: none.", min=0)] = 128,
     batches: Annotated[str, typer.Option(help="Requests at a time for TPOT.")] = "1",
     out: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
@@ -249,7 +249,7 @@ def speed(
     if after:
         prefix = piece(after)
         measure(f"TTFT 1000 after {after}", [prefix + piece(1000) for _ in range(times + 1)])
-    for jobs in map(int, batches.split(",")):
+    for jobs in map(int, batches.split(",")) if tokens > 1 else ():
         measure(f"TPOT, {jobs} at a time", [piece(512) for _ in range(4 * jobs)], tokens, jobs)
     if out:
         out.write_text(json.dumps(found))

@@ -182,7 +182,7 @@ def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
 
 def best(
     make_job: "Callable[[], Job]",
-    high: Annotated[float, typer.Option(help="The most error of a head, ÷ the default's there.", min=0.1)] = 1.25,
+    high: Annotated[float, typer.Option(help="The most error of a head, ÷ the default's there.", min=0.1)] = 1.5,
     fast: Annotated[float | None, typer.Option(help="The same of a second level.", min=0.1)] = None,
     method: Annotated[list[str] | None, typer.Option(help="A method to choose from; may be repeated. All.")] = None,
 ) -> "Profile":

@@ -14,10 +14,10 @@ What the paper leaves open, and how it is settled here:
   representations would join all heads.
 * Training stops when an epoch has not lowered the loss by a thousandth for 50 epochs.
 
-**Memory.** Maps lie on the host in half precision, 7.5 MB a head at that side: 0.5 GB for 64 heads, 7.7 GB for the
-1,024 of an 8B model (at a side of 512 0.5 GB). Making them takes a layer's queries and keys on the device and about
-1 GB beside. Training takes 1 GB there for the autoencoder of that side and Adam's state, some 5 GB for a batch
-(``BATCH_PIXELS``), whose maps come batch by batch.
+**Memory.** Maps take half precision, 7.5 MB a head at that side: 0.5 GB for 64 heads, 7.7 GB for the 1,024 of an 8B
+model (at a side of 512 0.5 GB), on the host and, for training, on the device. Making them takes a layer's queries and
+keys there and about 1 GB beside; training 1 GB for the autoencoder of that side and Adam's state, and some 5 GB for a
+batch (``BATCH_PIXELS``).
 """
 
 from collections.abc import Iterable, Sequence
@@ -117,13 +117,13 @@ def representations(
 ) -> torch.Tensor:
     """Latent values [n, 64] of n maps [side, side], by an autoencoder trained on them. Equal for equal maps.
 
-    Maps are brought to ``device``, where training runs, batch by batch; they may be of any scale and dtype.
+    Maps are brought to ``device``, where training runs; they may be of any scale and dtype.
     """
-    side = maps[0].shape[-1]
+    side, there = maps[0].shape[-1], [one.to(device) for one in maps]
     batch = max(1, min(BATCH, BATCH_PIXELS // side**2))
 
     def images(chosen: Iterable[int]) -> torch.Tensor:
-        part = torch.stack([maps[i] for i in chosen]).to(device).float().unsqueeze(1)
+        part = torch.stack([there[i] for i in chosen]).float().unsqueeze(1)
         return part / part.amax((1, 2, 3), keepdim=True)
 
     with torch.random.fork_rng(), torch.backends.cudnn.flags(enabled=True, deterministic=True):
@@ -131,16 +131,16 @@ def representations(
         encoder, decoder = autoencoder(side)
         model = nn.Sequential(encoder, decoder).to(device)
         optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-        best, waited = float("inf"), 0
+        best, waited = torch.tensor(torch.inf, device=device), 0
         for _ in range(epochs):
-            total = 0.0
+            total = torch.zeros_like(best)  # the device is waited for once an epoch
             for chosen in torch.randperm(len(maps)).split(batch):
                 part = images(chosen.tolist())
                 loss = nn.functional.mse_loss(model(part), part)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                total += float(loss.detach()) * len(chosen)
+                total += loss.detach() * len(chosen)
             best, waited = (total, 0) if total < best * 0.999 else (best, waited + 1)
             if waited >= PATIENCE:
                 break

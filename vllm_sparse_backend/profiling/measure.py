@@ -95,14 +95,11 @@ class Bound:
 
     def _shares(self, of: HeadResult | Errors, default: HeadResult | Errors | None) -> Iterator[float]:
         for name in Errors._fields:
-            yield getattr(of, name) / self._most_beside(name, default)
-
-    def _most_beside(self, name: str, default: HeadResult | Errors | None) -> float:
-        most = getattr(self, name)
-        if default is None:
-            return float(most)
-        lost = max(getattr(default, name), getattr(DEFAULT_AT_LEAST, name))
-        return float(min(most * lost, max(lost, 1 - (1 - lost) / most)))
+            most = getattr(self, name)
+            if default:
+                lost = max(getattr(default, name), getattr(DEFAULT_AT_LEAST, name))
+                most = min(most * lost, max(lost, 1 - (1 - lost) / most))
+            yield getattr(of, name) / most
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -125,8 +122,7 @@ class BesideDefault:
     """A ``LayerJudge`` that says with every figure what the server's default has on the same head."""
 
     def __init__(self, judge: LayerJudge, default: Method) -> None:
-        self.layer, self.num_heads = judge.layer, judge.num_heads
-        self._judge, self._default = judge, default
+        self.layer, self.num_heads, self._judge, self._default = judge.layer, judge.num_heads, judge, default
 
     def judge(self, methods: Sequence[Method]) -> list[HeadResult]:
         defaults = self._judge.judge([self._default] * self.num_heads)

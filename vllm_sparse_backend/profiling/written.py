@@ -56,9 +56,8 @@ class Found:
     @property
     def density(self) -> float:
         """Mean over all layers' heads."""
-        heads = [of.density for layer in self.figures for of in layer or ()]
-        whole = sum(len(methods) for methods in self.methods)
-        return (sum(heads) + whole - len(heads)) / whole
+        left_out = sum(1 - of.density for layer in self.figures for of in layer or ())
+        return 1 - left_out / sum(map(len, self.methods))
 
 
 def mean_error(figures: Sequence[Sequence[HeadResult] | None], num_heads: int) -> float:
@@ -79,9 +78,8 @@ def profile_of(job: Job, found: Mapping[str, Found], source: str) -> Profile:
         why = f"{source}: no head holds the bound {numbers} of level {first} and saves time"
         raise ConfigurationError(f"{why}: expected a larger one, or longer prompts")
     own, *others = levels
-    given = {name: getattr(levels[own], name) for name in Level.model_fields}
     return Profile.model_validate({
-        "format": 1, "model": job.shape, "level": own, **given,
+        "format": 1, "model": job.shape, "level": own, **{of: getattr(levels[own], of) for of in Level.model_fields},
         "min_tokens": job.served.min_tokens if job.says_min_tokens else None,
         "levels": {name: levels[name] for name in others},
     })  # fmt: skip
