@@ -242,7 +242,9 @@ def speed(
         found[name] = {key: [median(x[i] for x in of[jobs:]) for i in (0, 1)] for key, of in seen.items()}
         first = found[name][parsed[0].name]
         which = 1 if tokens > 1 else 0
-        print(name, {key: (round(x[which], 5), round(first[which] / x[which], 3)) for key, x in found[name].items()})
+        # Two tokens may arrive at once: there is no ratio to a TPOT of 0.
+        ratio = {key: round(first[which] / x[which], 3) if x[which] else None for key, x in found[name].items()}
+        print(name, {key: (round(x[which], 5), ratio[key]) for key, x in found[name].items()})
 
     for length in map(int, lengths.split(",")):
         measure(f"TTFT {length}", [piece(length) for _ in range(times + 1)])

@@ -119,7 +119,7 @@ def test_all_levels_are_checked(levelled: Path, model: Path) -> None:
         "level high, 6 of 8 heads: sale",
         "level high, 2 of 8 heads: a_shape",
         "level high, never pays on a card with hopper, up to 32,768 tokens: auto leaves every row dense; expected "
-        "longer prompts, or a larger --level",
+        "longer prompts, or a larger bound",
         "level fast, 4 of 8 heads: sale",
         "level fast, 4 of 8 heads: in dense_layers, always dense",
     ]

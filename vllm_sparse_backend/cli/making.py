@@ -158,7 +158,7 @@ def pays(found: "OwnCrossover | None") -> str:
     where = f"on {found.device} with {', '.join(found.engines)}, up to {found.longest_tokens:,} tokens"
     if found.pays:
         return f"pays from {found.min_tokens:,} tokens on, {found.min_query_tokens:,} of them new: {where}"
-    return f"never pays {where}: auto leaves every row dense; expected longer prompts, or a larger --level"
+    return f"never pays {where}: auto leaves every row dense; expected longer prompts, or a larger bound"
 
 
 def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:

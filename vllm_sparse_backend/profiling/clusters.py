@@ -119,11 +119,11 @@ def representations(
 
     Maps are brought to ``device``, where training runs; they may be of any scale and dtype.
     """
-    side, there = maps[0].shape[-1], [one.to(device) for one in maps]
+    side, held = maps[0].shape[-1], [one.to(device) for one in maps]
     batch = max(1, min(BATCH, BATCH_PIXELS // side**2))
 
     def images(chosen: Iterable[int]) -> torch.Tensor:
-        part = torch.stack([there[i] for i in chosen]).float().unsqueeze(1)
+        part = torch.stack([held[i] for i in chosen]).float().unsqueeze(1)
         return part / part.amax((1, 2, 3), keepdim=True)
 
     with torch.random.fork_rng(), torch.backends.cudnn.flags(enabled=True, deterministic=True):
