@@ -4,7 +4,7 @@
 import re
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -13,12 +13,11 @@ from vllm_sparse_backend.settings.errors import ConfigurationError
 MAX_BYTES = 4 << 20
 """Some ten times the largest file that makes sense: each head of 80 layers with parameters of its own."""
 
-MAX_DEPTH = 32
-"""Deeper nesting is refused before it is built, as it could only overflow the stack."""
+MAX_DEPTH = 32  # deeper nesting is refused before it is built, as it could only overflow the stack
+TOO_DEEP = f"nested deeper than {MAX_DEPTH}"
 
 # YAML 1.1 takes 1e-3 for a text, as it lacks the point; YAML 1.2 and people take it for a number.
 _FLOAT = ("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"), list("-+0123456789"))
-
 
 # libyaml's parser is ten times as fast, where PyYAML was built with it.
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -46,8 +45,7 @@ def file_at(path: str) -> Path | None:
         return None
 
 
-_KINDS = {str: "a text", list: "a list", type(None): "nothing"}
-"""Content is not shown: any file may have been named."""
+_KINDS = {str: "a text", list: "a list", type(None): "nothing"}  # content is not shown: any file may have been named
 
 
 class _Dumper(yaml.SafeDumper):
@@ -88,13 +86,15 @@ def parse(text: str, source: str) -> dict[Any, Any]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ConfigurationError(f"{source}: {place}{error.problem or error.context}") from None
+        problem = error.problem or error.context or ""
+        if "nesting depth" in problem:  # libyaml's own bound: its scanner reads ahead, and may reach it before ours
+            problem = TOO_DEEP
+        raise ConfigurationError(f"{source}: {place}{problem}") from None
     except (yaml.YAMLError, ValueError) as error:  # a ValueError: a date or number that is none
         raise ConfigurationError(f"{source}: not YAML: {error}") from None
     if not isinstance(data, dict):
-        raise ConfigurationError(
-            f"{source}: given {_KINDS.get(type(data), 'a value')}, expected a mapping of fields to values"
-        )
+        given = _KINDS.get(type(data), "a value")
+        raise ConfigurationError(f"{source}: given {given}, expected a mapping of fields to values")
     return data
 
 
@@ -107,12 +107,8 @@ def dump(data: dict[str, Any]) -> str:
 def _refuse_depth(text: str) -> None:
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
-        if isinstance(event, yaml.AliasEvent):  # aliases can make a small file into a huge value
-            raise _refusal("aliases (*name) are not taken", event)
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise _refusal(f"nested deeper than {MAX_DEPTH}", event)
-
-
-def _refusal(problem: str, event: Any) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        alias = isinstance(event, yaml.AliasEvent)  # it can make a small file into a huge value
+        if alias or depth > MAX_DEPTH:
+            problem, mark = "aliases (*name) are not taken" if alias else TOO_DEEP, cast(Any, event.start_mark)
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
