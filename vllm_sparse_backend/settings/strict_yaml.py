@@ -86,9 +86,8 @@ def parse(text: str, source: str) -> dict[Any, Any]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        problem = error.problem or error.context or ""
-        if "nesting depth" in problem:  # libyaml's own bound: its scanner reads ahead, and may reach it before ours
-            problem = TOO_DEEP
+        # libyaml's scanner has a bound on depth too; as it reads ahead, it may reach that before we reach ours.
+        problem = TOO_DEEP if "nesting depth" in str(error.problem) else error.problem or error.context
         raise ConfigurationError(f"{source}: {place}{problem}") from None
     except (yaml.YAMLError, ValueError) as error:  # a ValueError: a date or number that is none
         raise ConfigurationError(f"{source}: not YAML: {error}") from None
