@@ -3,9 +3,10 @@
 
     python -m benchmarks.gpu [--out docs/results] [--budget-s 1200]
 
-The tests without servers, those with servers, TTFT of an 8B model's shape by stock vLLM and by A-shape, and how close
-`attend` comes to FlashAttention: each a step of 8 minutes at most, and all of them within the budget. A step that takes
-longer is ended, and counts as failed; what the others found is in the file. Exit code 1 if anything failed.
+The tests of kernels, all others, those with servers among them, TTFT of an 8B model's shape by stock vLLM and by
+A-shape, and how close `attend` comes to FlashAttention: each a step of 8 minutes at most, and all of them within the
+budget. A step that takes longer is ended, and counts as failed; what the others found is in the file. Exit code 1 if
+anything failed.
 """
 
 import os
@@ -31,6 +32,9 @@ STEP_S = 480.0
 LARGE_BYTES = 44 << 30
 """Weights and cache of an 8B model with 131,072 tokens take some 34 GiB."""
 
+SERVER_ARGS = "--load-format dummy --gpu-memory-utilization 0.8"
+"""Room for what else runs on the card."""
+
 Steps = Mapping[str, Sequence[Sequence[str]]]
 """By name, commands that follow one another, given to Python."""
 
@@ -49,14 +53,15 @@ def steps_of(folder: Path, results: Path, memory_bytes: int) -> Steps:
         "--repeats",
         "3",
     ]
-    ours = ["--settings", '{"method": "a_shape"}', "--server-args", "--load-format dummy", "--output-tokens", "16"]
+    ours = ["--settings", '{"method": "a_shape"}', "--server-args", SERVER_ARGS, "--output-tokens", "16"]
     attend = ["--densities", "1,0.2,0.05", "--stripes", "8192", "--blocks", "128"]
-    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", "-m"]
     # What takes time is compiling, by a CPU for each process.
-    at_once = ["-n", str(max(1, min(12, (os.cpu_count() or 1) - 2))), "--dist", "worksteal"]
+    at_once = ["-n", str(max(1, min(24, (os.cpu_count() or 1) - 2))), "--dist", "worksteal"]
+    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *at_once, "--durations=10"]
+    kernels, others = "GPU tests of kernels", "GPU tests of methods, backend and servers"
     return {
-        "GPU tests": [[*tests, "gpu and not server", *at_once, f"--junitxml={folder}/GPU tests.xml"]],
-        "GPU tests with servers": [[*tests, "gpu and server", f"--junitxml={folder}/GPU tests with servers.xml"]],
+        kernels: [[*tests, "tests/kernels", f"--junitxml={folder}/{kernels}.xml"]],
+        others: [[*tests, "tests", "--ignore=tests/kernels", f"--junitxml={folder}/{others}.xml"]],
         "TTFT": [
             [*bench, *ours, "--json", f"{folder}/served.json"],
             ["-m", "benchmarks.figures", f"{folder}/served.json", str(results)],

@@ -9,7 +9,8 @@ A setting is NAME=URL, or NAME=URL@LEVEL; the first one is what the others are c
 facts spread over them, each asked for and answered further on in the same prompt: decoding is dense, and hides what a
 prefill lost. An answer is right if each of its tokens is the model's first choice. Perplexity is over the last two
 thirds, facts and questions left out; its standard error is that of the difference over prompts. Density is that of the
-rows that ran sparse, from /metrics. TTFT is the time of a request for one token, settings asked in turns.
+rows that ran sparse, from /metrics, which also has their share. TTFT is the time of a request for one token, settings
+asked in turns.
 """
 
 import http.client
@@ -29,7 +30,7 @@ from urllib.parse import urlsplit
 import typer
 
 from vllm_sparse_backend.measure.answers import Templates, build_prompt
-from vllm_sparse_backend.measure.scrape import Pairs, parse
+from vllm_sparse_backend.measure.scrape import Report, parse
 
 FACTS = 24
 LINE_TOKENS = 40
@@ -72,9 +73,9 @@ class Setting:
             raise SystemExit(f"{self.name}: {path} answers {answer.status}: {answer.read()[:300]!r}")
         return connection, answer
 
-    def pairs(self) -> Pairs:
+    def counted(self) -> Report:
         time.sleep(1.2)  # counters are read from workers once a second
-        return parse(self.ask("/metrics")[1].read().decode()).pairs
+        return parse(self.ask("/metrics")[1].read().decode())
 
 
 @dataclass
@@ -85,6 +86,8 @@ class Quality:
     asked: list[int] = field(default_factory=list)
     nats: list[float] = field(default_factory=list)
     density: float | None = None
+    sparse_rows: float | None = None
+    """Of the rows of prefills, a chunk each, those that ran sparse."""
 
     def against(self, other: "Quality") -> dict[str, Any]:
         """Answers ÷ the other's, perplexity ÷ the other's, with standard errors."""
@@ -95,7 +98,7 @@ class Quality:
             "answers_error": math.sqrt(len(answers)) * stdev(answers) if len(answers) > 1 else math.nan,
             "right": sum(self.right), "asked": sum(self.asked), "perplexity": math.exp(fmean(changes)),
             "perplexity_error": stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else math.nan,
-            "density": self.density,
+            "density": self.density, "sparse_rows": self.sparse_rows,
         }  # fmt: skip
 
 
@@ -148,14 +151,16 @@ def _score(setting: Setting, prompt: dict[str, Any]) -> tuple[int, int, float]:
 def _qualities(setting: Setting, prompts: Sequence[dict[str, Any]], jobs: int) -> Iterator[tuple[str, Quality]]:
     for length in sorted({one["length"] for one in prompts}):
         of_length = [one for one in prompts if one["length"] == length]
-        before, quality = setting.pairs(), Quality()
+        before, quality = setting.counted(), Quality()
         with ThreadPoolExecutor(jobs) as pool:
             for right, asked, nats in pool.map(partial(_score, setting), of_length):
                 quality.right.append(right)
                 quality.asked.append(asked)
                 quality.nats.append(nats)
-        after = setting.pairs()
-        quality.density = Pairs(after.kept - before.kept, after.causal - before.causal).density
+        after = setting.counted()
+        quality.density = (after.pairs - before.pairs).density
+        sparse, dense = (after.rows_of(path) - before.rows_of(path) for path in ("sparse", "dense"))
+        quality.sparse_rows = sparse / (sparse + dense) if sparse + dense else None
         print(
             setting.name, length, sum(quality.right), sum(quality.asked), f"{fmean(quality.nats):.5f}", quality.density
         )
@@ -200,7 +205,8 @@ def quality(
 def _line(name: str, length: str, one: dict[str, Any]) -> str:
     answers = f"{one['answers']:.4f} ± {one['answers_error']:.4f} ({one['right']} of {one['asked']})"
     perplexity = f"{100 * (one['perplexity'] - 1):+.3f} % ± {100 * one['perplexity_error']:.3f}"
-    return f"{name:12} {length:>7}: answers {answers}, perplexity {perplexity}, density {one['density']}"
+    sparse = f"density {one['density']}, sparse rows {one['sparse_rows']}"
+    return f"{name:12} {length:>7}: answers {answers}, perplexity {perplexity}, {sparse}"
 
 
 def _timed(setting: Setting, ids: Sequence[int], tokens: int) -> tuple[float, float]:

@@ -19,6 +19,7 @@ from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_backend.settings.profile import Profile, Provenance, bundled_profiles, load_profile
 
 LLAMA = ModelShape("LlamaForCausalLM", 32, 32, 8, 128, 5e5)
+LONGER = "gradientai/Llama-3-8B-Instruct-Gradient-1048k"
 READ = cache(load_profile)
 QWEN = ModelShape("Qwen2ForCausalLM", 28, 28, 4, 128, 1e6)
 
@@ -34,12 +35,7 @@ def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         (LLAMA, "meta-llama/Llama-3.1-8B-Instruct", "minference-llama-3.1-8b-instruct", "made for meta-llama/Llama"),
         (LLAMA, "llama-3.1-8b-instruct", "minference-llama-3.1-8b-instruct", "for llama-3.1-8b-instruct; others"),
         (LLAMA, "my-tune", "minference-llama-3.1-8b-instruct", "and my-tune has its shape: check its answers"),
-        (
-            replace(LLAMA, rope_theta=2.8e9),
-            "gradientai/Llama-3-8B-Instruct-Gradient-1048k",
-            "minference-llama-3-8b-instruct-262k",
-            "it was made for gradientai/Llama-3-8B-Instruct-Gradient-1048k",
-        ),
+        (replace(LLAMA, rope_theta=2.8e9), LONGER, "minference-llama-3-8b-instruct-262k", f"it was made for {LONGER}"),
         (QWEN, "Qwen2-7B-Instruct", "minference-qwen2-7b-instruct", "it was made for Qwen2-7B-Instruct"),
         (QWEN, "Qwen2.5-7B-Instruct", "minference-qwen2.5-7b-instruct", "it was made for Qwen2.5-7B-Instruct"),
         (QWEN, "my-tune", None, "of Qwen/Qwen2-7B-Instruct and of Qwen/Qwen2.5-7B-Instruct: name the profile"),
@@ -68,9 +64,8 @@ def test_what_was_calibrated_goes_first(tmp_path: Path) -> None:
 def test_the_log_says_what_was_taken_and_the_default_runs_where_nothing_was() -> None:
     config = SparsePrefillConfig(profile="auto")
     plan = Plan.build(config, replace(QWEN, names=("Qwen2-7B-Instruct",)))
-    assert plan.describe(Thresholds(0, 0))[0].startswith(
-        "sparse prefill with profile minference-qwen2-7b-instruct (auto: it was made for Qwen2-7B-Instruct; others that"
-    )
+    taken = "profile minference-qwen2-7b-instruct (auto: it was made for Qwen2-7B-Instruct; others that"
+    assert plan.describe(Thresholds(0, 0))[0].startswith(f"sparse prefill with {taken}")
     assert plan.methods >= {make_method("vertical_slash", {"vertical_tokens": 3500, "slash_tokens": 100})}
     plan = Plan.build(config, replace(QWEN, names=("tune",)))  # not the plan of the same shape by another name
     assert plan.methods == {make_method("default", {})}

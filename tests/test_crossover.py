@@ -8,14 +8,9 @@ from typing import Any
 import pytest
 
 from tests.helpers.folders import profile_file
+from vllm_sparse_backend.settings import crossover
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
-from vllm_sparse_backend.settings.crossover import (
-    UNMEASURED_MIN_QUERY_TOKENS,
-    UNMEASURED_MIN_TOKENS,
-    Crossover,
-    Thresholds,
-    load_crossover,
-)
+from vllm_sparse_backend.settings.crossover import Crossover, Thresholds, load_crossover
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
@@ -28,6 +23,10 @@ def entry(min_tokens: int | None, min_query_tokens: int | None = 512, **changes:
     fields = {"device": CARD, "engine": "flash", "method": "a_shape", "params": {}, "num_heads": 32, "num_kv_heads": 8}
     fields |= {"head_dim": 128, "vllm": "0.26.0", "triton": "3.6.0", "date": "2026-11-21", "command": "sparse-prefill"}
     return fields | {"min_tokens": min_tokens, "min_query_tokens": min_query_tokens} | changes
+
+
+def written(*entries: dict[str, Any]) -> str:
+    return json.dumps({"format": 1, "entries": entries})
 
 
 def table(*entries: dict[str, Any]) -> Crossover:
@@ -97,7 +96,8 @@ def test_steps_too_small_for_the_number_lower_it_as_far_as_was_measured(
 @pytest.mark.parametrize("others", [[], [entry(1, device="other")], [entry(1, engine="portable")]])
 def test_without_one_it_is_cautious_and_says_what_measures(others: list[dict[str, Any]]) -> None:
     found = resolved(table(*others))
-    assert (found.min_tokens, found.min_query_tokens) == (UNMEASURED_MIN_TOKENS, UNMEASURED_MIN_QUERY_TOKENS)
+    assert found.min_tokens == crossover.UNMEASURED_MIN_TOKENS
+    assert found.min_query_tokens == crossover.UNMEASURED_MIN_QUERY_TOKENS
     (note,) = found.notes
     assert f"a_shape not measured on {CARD} with engine flash" in note
     assert "`sparse-prefill bench crossover` measures" in note
@@ -137,7 +137,7 @@ def test_several_methods_take_the_largest_of_theirs(tmp_path: Path) -> None:
     # A dense head beside others needs no measurement; alone it does.
     assert dense.thresholds(table(entry(9000, 700)), CARD, ["flash"]) == Thresholds(9000, 700)
     alone = resolved(table(), method="dense")
-    assert (alone.min_tokens, len(alone.notes)) == (UNMEASURED_MIN_TOKENS, 1)
+    assert (alone.min_tokens, len(alone.notes)) == (crossover.UNMEASURED_MIN_TOKENS, 1)
 
 
 def test_all_ranks_go_sparse_from_the_same_lengths_on(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_layers_with_different_engines_take_the_strictest() -> None:
     assert resolved(measured, ("flash", "portable")) == Thresholds(20000, 100)
     plan = Plan.build(SparsePrefillConfig(method="a_shape"), SHAPE)
     assert plan.earliest_thresholds(measured, CARD) == Thresholds(9000, 700)
-    assert plan.earliest_thresholds(table(), CARD).min_tokens == UNMEASURED_MIN_TOKENS
+    assert plan.earliest_thresholds(table(), CARD).min_tokens == crossover.UNMEASURED_MIN_TOKENS
     never = table(entry(None), entry(3000, engine="portable"), entry(4000, engine="hopper"))
     assert plan.earliest_thresholds(never, CARD).min_tokens == 3000
     assert plan.exact_tokens(never, CARD) == 3000
@@ -180,11 +180,8 @@ def test_the_configuration_goes_before_the_profile(profile: Any, config: Any, ex
     [
         ('{"format": 2, "entries": []}', "format: given 2, expected 1"),
         ("root:x:0:0:root", "table.json: not JSON: expected value at line 1 column 1"),  # and nothing of what it is
-        (
-            json.dumps({"format": 1, "entries": [entry(-1)]}),
-            "0.min_tokens: given -1, expected greater than or equal to 0",
-        ),
-        (json.dumps({"format": 1, "entries": [entry(1, params={"sink": 3})]}), "sink: unknown parameter of a_shape"),
+        (written(entry(-1)), "0.min_tokens: given -1, expected greater than or equal to 0"),
+        (written(entry(1, params={"sink": 3})), "sink: unknown parameter of a_shape"),
     ],
 )
 def test_a_table_that_is_none_is_an_error_that_names_it(content: str, expected: str, tmp_path: Path) -> None:
@@ -209,7 +206,7 @@ def test_what_a_profile_says_of_its_own_heads_goes_before_the_table(tmp_path: Pa
 
     assert of("default", "hopper", device=CARD.lower()) == Thresholds(4096, 256)
     assert of("default", "hopper", "flash") == of("default", "flash") == Thresholds(9000, 700)
-    assert of("default", "hopper", device="NVIDIA H200").min_tokens == UNMEASURED_MIN_TOKENS
+    assert of("default", "hopper", device="NVIDIA H200").min_tokens == crossover.UNMEASURED_MIN_TOKENS
     assert of("default", "hopper", min_tokens=1) == Thresholds(1, 256)
     plan = Plan.build(SparsePrefillConfig(profile=path), SHAPE)
     assert plan.exact_tokens(given, CARD) == plan.earliest_thresholds(given, CARD).min_tokens == 4096

@@ -31,20 +31,17 @@ class Client:
     def __init__(self, engines: dict[int, Any], method: str = WORKER_METHOD) -> None:
         self.engines, self.method = engines, method
         self.asked: list[tuple[int, bool]] = []
-        core = SimpleNamespace(
+        self.engine_core = SimpleNamespace(
             engine_ranks_managed=list(engines),
             core_engines=[number.to_bytes(2, "little") for number in engines],
             _call_utility_async=self._call,
         )
-        self.engine_core = core
 
     async def collective_rpc(self, method: str, timeout: float | None, args: tuple[bool]) -> Any:
         """As vLLM's: of the first engine alone."""
         return await self._answer(next(iter(self.engines)), method, args)
 
-    async def _call(
-        self, utility: str, method: str, timeout: None, args: tuple[bool], kwargs: None, engine: bytes
-    ) -> Any:
+    async def _call(self, utility: str, method: str, timeout: None, args: Any, kwargs: None, engine: bytes) -> Any:
         assert utility == "collective_rpc"
         return await self._answer(int.from_bytes(engine, "little"), method, args)
 
@@ -77,15 +74,9 @@ def read(client: Client) -> dict[str, float]:
 
 
 def test_workers_of_an_engine_add_up_but_for_what_each_has_of_its_own() -> None:
-    first: Samples = [
-        ("kept_pairs", ["3", "default"], 10),
-        ("tiles", ["3", "default"], 2),
-        ("arena_bytes", [], 7),
-        ("rows", ["sparse", "", "default"], 1),
-    ]
-    second: Samples = [
-        ("kept_pairs", ["3", "default"], 5), ("kept_pairs", ["3", "fast"], 1), ("arena_bytes", [], 8),
-    ]  # fmt: skip
+    first: Samples = [("kept_pairs", ["3", "default"], 10), ("tiles", ["3", "default"], 2), ("arena_bytes", [], 7)]
+    first.append(("rows", ["sparse", "", "default"], 1))
+    second: Samples = [("kept_pairs", ["3", "default"], 5), ("kept_pairs", ["3", "fast"], 1), ("arena_bytes", [], 8)]
     client = Client({0: [worker(0, first), worker(1, second)]})
     assert read(client) == {
         "kept_pairs_total{engine=0,layer=3,level=default}": 15,

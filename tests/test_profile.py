@@ -12,14 +12,7 @@ from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.figures import HeadFigures
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_backend.settings.model_shape import ModelShape
-from vllm_sparse_backend.settings.profile import (
-    LayerProfile,
-    Profile,
-    Provenance,
-    bundled_profiles,
-    load_profile,
-    parse_profile,
-)
+from vllm_sparse_backend.settings.profile import Profile, bundled_profiles, load_profile, parse_profile
 from vllm_sparse_backend.settings.ranges import format_ranges, parse_ranges
 
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=6, num_heads=8, num_kv_heads=2, head_dim=64)
@@ -180,9 +173,7 @@ def test_other_model_is_refused_naming_both_shapes(field: str, other: Any) -> No
 
 
 def test_profile_for_any_model_must_not_reach_past_it() -> None:
-    text = (
-        f"format: 1\nmodel: any\n{HEADER.splitlines()[2]}\nlayers: {{0: {{heads: {{8: {{method: dense}}}}}}, 9: {{}}}}"
-    )
+    text = HEADER.replace(HEADER.splitlines()[1], "model: any") + "layers: {0: {heads: {8: {method: dense}}}, 9: {}}"
     profile = parse_profile(text, "")
     profile.check_model(ModelShape("X", 10, 16, 16, 64))
     said = r"layers\.0\.heads\.8: given 8, .*layers\.9: given 9, expected at most 5"
@@ -232,9 +223,9 @@ ODD = Profile.model_validate({
     "min_tokens": 1 << 20,
     "dense_layers": [1, 5],
     "default": make_method("vertical_slash", {"slash_tokens": 7}),
-    "layers": {(0, 2, 4): LayerProfile(default=make_method("dense", {}), heads={(0, 7): make_method("a_shape", {})})},
+    "layers": {(0, 2, 4): {"default": make_method("dense", {}), "heads": {(0, 7): make_method("a_shape", {})}}},
     # Such a hash is a number to YAML.
-    "provenance": Provenance(bounds={"": -1e300, "a\nb": 1e-9}, device="~", prompts_sha256=f"{'1' * 20}e{'1' * 43}"),
+    "provenance": {"bounds": {"": -1e300, "a\nb": 1e-9}, "device": "~", "prompts_sha256": f"{'1' * 20}e{'1' * 43}"},
 })  # fmt: skip
 """What bundled profiles have none of."""
 

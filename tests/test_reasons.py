@@ -59,7 +59,6 @@ def test_property_gives_its_reason(reason: Fallback | None, properties: dict[str
 def test_head_dims() -> None:
     taken = [d for d in range(1, 600) if layer_fallback(head_dim=d, dtype="float16") is None]
     assert taken == list(range(16, 257, 8))
-    assert {64, 96, 128, 256} <= set(taken)
 
 
 def test_reasons_speak() -> None:

@@ -24,11 +24,9 @@ BY_MASS = replace(CHOICES, has_shares=True)
 
 @pytest.fixture
 def config(tmp_path: Path) -> SparsePrefillConfig:
-    fast = {"default": {"method": "a_shape"}, "dense_layers": [0, 3]}
+    levels = {"fast": {"default": {"method": "a_shape"}, "dense_layers": [0, 3]}}
     sale = {"method": "sale", "tau": 0.01}
-    path = profile_file(
-        tmp_path, min_tokens=300, level="high", default=sale, dense_layers=[0, 1], levels={"fast": fast}
-    )
+    path = profile_file(tmp_path, min_tokens=300, level="high", default=sale, dense_layers=[0, 1], levels=levels)
     return SparsePrefillConfig(profile=path)
 
 
@@ -75,9 +73,8 @@ class TestShares:
         assert stored.mark({"sparse_prefill": 0.97}).salt == "p:print=0.97"
 
     def test_without_such_heads_it_is_refused_and_said_why(self) -> None:
-        with pytest.raises(
-            ValueError, match=r"given 0\.97, but no head of this server's plan chooses by mass \(top_p\)"
-        ):
+        said = r"given 0\.97, but no head of this server's plan chooses by mass \(top_p\)"
+        with pytest.raises(ValueError, match=said):
             CHOICES.mark({"sparse_prefill": 0.97})
 
 

@@ -131,22 +131,22 @@ def test_what_runs_for_no_request_is_not_counted() -> None:
     recorder.count_rows(DECODE)
     assert found(recorder) == {"rows decode": 1}
 
-    @pytest.mark.gpu
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-    def test_on_a_device() -> None:
-        """Counts set out behind the work that they are of, and nothing waits for either."""
-        device = torch.device("cuda", 0)
-        recorder, index = Recorder(device), random_index(random_batch([(0, 200)], 4, 2, 16, 16, device="cuda"), 64, 1.0)
-        recorder.add_layers([1])
-        torch.cuda.synchronize()
-        for _ in range(4):
-            torch.cuda._sleep(100_000_000)
-            recorder.count_pairs(1, index)
-        assert recorder.samples() == ([], True)
-        torch.cuda.synchronize()
-        samples, behind = recorder.samples(start=False)
-        assert not behind
-        assert ("kept_pairs", ["1", "default"], 4 * CAUSAL) in samples
+
+@pytest.mark.gpu
+def test_on_a_device() -> None:
+    """Counts set out behind the work that they are of, and nothing waits for either."""
+    device = torch.device("cuda", 0)
+    recorder, index = Recorder(device), random_index(random_batch([(0, 200)], 4, 2, 16, 16, device="cuda"), 64, 1.0)
+    recorder.add_layers([1])
+    torch.cuda.synchronize()
+    for _ in range(4):
+        torch.cuda._sleep(100_000_000)
+        recorder.count_pairs(1, index)
+    assert recorder.samples() == ([], True)
+    torch.cuda.synchronize()
+    samples, behind = recorder.samples(start=False)
+    assert not behind
+    assert ("kept_pairs", ["1", "default"], 4 * CAUSAL) in samples
 
 
 class TestMore:

@@ -10,13 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-WHERE = {
-    "prometheus": "Debian's package prometheus",
-    "promtool": "Debian's package prometheus",
-    "hadolint": "the extra dev",
-    "docker-compose": "the extra dev",
-    "kubernetes-validate": "the extra dev",
-}
+WHERE = dict.fromkeys(("prometheus", "promtool"), "Debian's package prometheus")
+WHERE |= dict.fromkeys(("hadolint", "docker-compose", "kubernetes-validate"), "the extra dev")
 
 
 def find(name: str) -> str:

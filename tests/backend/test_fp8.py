@@ -67,9 +67,8 @@ def test_a_layer_attends_to_what_vllm_has_written(as_on_hopper: None, monkeypatc
     SparsePrefillImpl.forward(impl, scaled_layer(), q, None, None, physical.transpose(1, 2), metadata, out)
 
     group = heads // kv_heads
-    exact_q, exact_k, exact_v = (
-        x.float() * scale for x, scale in ((q, Q_SCALE), (rounded(k, K_SCALE), K_SCALE), (rounded(v, V_SCALE), V_SCALE))
-    )
+    scaled = (q, Q_SCALE), (rounded(k, K_SCALE), K_SCALE), (rounded(v, V_SCALE), V_SCALE)
+    exact_q, exact_k, exact_v = (x.float() * scale for x, scale in scaled)
     scores = torch.einsum("qhd,khd->hqk", exact_q, exact_k.repeat_interleave(group, 1)) * impl.scale
     scores.masked_fill_(positions > positions[-query_len:, None], -torch.inf)
     expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), exact_v.repeat_interleave(group, 1))

@@ -9,16 +9,9 @@ import pytest
 import torch
 
 import tests.backend.cpu_build  # noqa: F401 — skips where there is none
-from tests.backend.served import (
-    layer_name,
-    make_builder,
-    make_common,
-    make_config,
-    make_layer,
-    make_layers,
-    make_model,
-    make_step,
-)
+from tests.backend import served
+from tests.backend.served import layer_name, make_builder, make_common, make_config, make_layers, make_model, make_step
+from tests.helpers.folders import profile_file
 from vllm_sparse_backend import plugin
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.hooks import FOR_NO_REQUEST
@@ -112,10 +105,9 @@ class TestGroups:
     def test_each_rank_takes_its_own_heads_and_the_first_tells_the_plan(
         self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, lines: list[str]
     ) -> None:
-        (profile := tmp_path / "profile.yaml").write_text(
-            "format: 1\nmodel: any\ndefault: {method: a_shape}\nlayers: {0-3: {heads: {0-2: {method: dense}}}}\n"
-        )
-        config = make_config(make_model(tmp_path / "model"), {"profile": str(profile)})
+        layers = {"0-3": {"heads": {"0-2": {"method": "dense"}}}}
+        profile = profile_file(tmp_path, default={"method": "a_shape"}, layers=layers)
+        config = make_config(make_model(tmp_path / "model"), {"profile": profile})
         monkeypatch.setattr(config.parallel_config, "tensor_parallel_size", 2)
         expected = [[((0, 1), "Dense")], [((0,), "Dense"), ((1,), "AShape")]]
         for rank, groups in enumerate(expected):
@@ -132,7 +124,8 @@ class TestDrafts:
     def test_layers_of_a_draft_model_have_no_part_in_the_plan(self, config: Any) -> None:
         """Past the model's own numbers (EAGLE), or with the same numbers under another name (a model of its own)."""
         own = make_layers(config, range(4))
-        drafts = [make_layer(config, name) for name in (layer_name(4), "draft_model.model.layers.0.self_attn.attn")]
+        names = layer_name(4), "draft_model.model.layers.0.self_attn.attn"
+        drafts = [served.make_layer(config, name) for name in names]
         builders = make_builder(config, own + drafts), make_builder(config, drafts)
         assert builders[0].sparse_layers == (0, 1, 2, 3)
         assert stays_dense(builders[1])
@@ -151,8 +144,8 @@ class TestDrafts:
     ) -> None:
         config = configured()
         make_layers(config, [2, 3])
-        make_layer(config, "mtp.layers.0.self_attn.attn")
-        make_layer(config, "model.layers.2.block.1.attn")  # two numbers: none that the plan could mean
+        served.make_layer(config, "mtp.layers.0.self_attn.attn")
+        served.make_layer(config, "model.layers.2.block.1.attn")  # two numbers: none that the plan could mean
         monkeypatch.setattr(type(config.model_config), "get_layers_start_end_indices", lambda *_: (2, 4))
         found = model_layers(config)
         assert {name: layer.number for name, layer in found.items()} == {layer_name(2): 2, layer_name(3): 3}
@@ -251,9 +244,8 @@ class TestCounting:
             told = worker_samples(SimpleNamespace(vllm_config=config, rank=stage))["samples"]
             samples = {(name, *labels): value for name, labels, value in told}
             assert {name for name, *_ in samples} <= set(METRICS)
-            assert (
-                0 < samples["arena_peak_bytes",] <= samples["arena_bytes",] == layer.impl.worker.memory.room.num_bytes
-            )
+            reserved = layer.impl.worker.memory.room.num_bytes
+            assert 0 < samples["arena_peak_bytes",] <= samples["arena_bytes",] == reserved
             assert samples["arena_overflows",] == samples["compilations", "serving"] == 0
             assert samples["layers", "torch"] == samples["tiles", str(stage), DEFAULT] == 1
             assert samples["rows", "sparse", "", DEFAULT] == samples["rows", "decode", "", ""] == 1

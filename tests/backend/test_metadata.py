@@ -2,7 +2,6 @@
 """From a batch to what each row runs on."""
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from tests.backend.served import make_common
-from tests.test_crossover import entry
+from tests.test_crossover import entry, written
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.batch import DECODE_ROW, RowKind
 from vllm_sparse_backend.serving.metadata import SparsePrefillMetadataBuilder
@@ -56,7 +55,7 @@ class TestClassification:
         table = tmp_path / "table.json"
         shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
         never = entry(None, None, device="cpu", engine="portable", method="dense", **shape)
-        table.write_text(json.dumps({"format": 1, "entries": [never]}))
+        table.write_text(written(never))
         layers, builder = built(*range(4), crossover=str(table), min_tokens="auto", min_query_tokens="auto")
         assert kinds(builder, [(0, 5000), (9, 1)]) == [dense(Fallback.NEVER_FASTER), DECODES]
         assert type(builder.build(0, make_common([(0, 5000)]))) is compat.DenseMetadata

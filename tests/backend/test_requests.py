@@ -29,7 +29,7 @@ import tests.backend.cpu_build  # noqa: F401 — skips where there is none
 from tests.backend.served import make_builder, make_layers, make_step
 from tests.backend.test_forward import CLOSE, MIN_TOKENS, MIXED, SPARSE_ROWS, dense_tokens, reference
 from tests.helpers.folders import profile_file
-from tests.test_crossover import entry
+from tests.test_crossover import entry, written
 from vllm_sparse_backend.serving import compat, hooks, requests, row_levels
 from vllm_sparse_backend.serving.metadata import SparsePrefillMetadataBuilder
 from vllm_sparse_backend.serving.requests import choices
@@ -514,7 +514,7 @@ class TestRows:
             for engine, methods in measured.items()
             for method, tokens in methods.items()
         ]
-        (table := tmp_path / "crossover.json").write_text(json.dumps({"format": 1, "entries": entries}))
+        (table := tmp_path / "crossover.json").write_text(written(*entries))
         config = configured(profile=profile_file(tmp_path, **LEVELS), crossover=str(table))
 
         def make_ready(self: Any, impls: Any, engine: str) -> None:
@@ -525,6 +525,5 @@ class TestRows:
 
         monkeypatch.setattr(SparsePrefillMetadataBuilder, "_make_ready", make_ready)
         found = make_builder(config, make_layers(config, [1, 2, 3])[1:2]).thresholds
-        assert {level: (one.min_tokens, one.min_query_tokens) for level, one in found.items()} == {
-            DEFAULT: (100, 10), "fast": (300, 30)
-        }  # fmt: skip
+        numbers = {level: (one.min_tokens, one.min_query_tokens) for level, one in found.items()}
+        assert numbers == {DEFAULT: (100, 10), "fast": (300, 30)}

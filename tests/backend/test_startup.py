@@ -12,15 +12,7 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
-from transformers import (
-    Gemma3Config,
-    GPT2Config,
-    LlamaConfig,
-    LlavaConfig,
-    MambaConfig,
-    PretrainedConfig,
-    Qwen3NextConfig,
-)
+import transformers
 
 from vllm_sparse_backend.serving import compat, startup
 from vllm_sparse_backend.settings.errors import ConfigurationError
@@ -33,12 +25,9 @@ LLAMA = {
 
 
 def served(
-    hf_config: PretrainedConfig,
-    settings: Any = None,
-    dtype: torch.dtype = torch.bfloat16,
-    cache: dict[str, Any] | None = None,
-    parallel: dict[str, Any] | None = None,
-) -> Any:
+    hf_config: transformers.PretrainedConfig, settings: Any = None, dtype: torch.dtype = torch.bfloat16,
+    cache: dict[str, Any] | None = None, parallel: dict[str, Any] | None = None,
+) -> Any:  # fmt: skip
     return SimpleNamespace(
         additional_config={} if settings is None else {"sparse_prefill": settings},
         model_config=SimpleNamespace(
@@ -50,8 +39,8 @@ def served(
     )
 
 
-def llama(**changes: Any) -> LlamaConfig:
-    return LlamaConfig(**(LLAMA | changes))
+def llama(**changes: Any) -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(**(LLAMA | changes))
 
 
 WINDOWED = llama(layer_types=["sliding_attention", "full_attention"] * 3, sliding_window=1024)
@@ -69,10 +58,10 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         served(llama(), {"method": "dense"}, parallel={"tensor_parallel_size": 4}),
         served(llama(), dtype=torch.float16, cache={"cache_dtype": "float16"}),
         served(llama(), cache={"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["3"]}),
-        served(GPT2Config(architectures=["GPT2LMHeadModel"], n_embd=768, n_layer=12, n_head=12)),
-        served(LlavaConfig(architectures=["LlavaForConditionalGeneration"], text_config=llama())),
-        served(Gemma3Config(architectures=["Gemma3ForConditionalGeneration"])),
-        served(Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]), {"dense_layers": [3, 7, 11]}),
+        served(transformers.GPT2Config(architectures=["GPT2LMHeadModel"], n_embd=768, n_layer=12, n_head=12)),
+        served(transformers.LlavaConfig(architectures=["LlavaForConditionalGeneration"], text_config=llama())),
+        served(transformers.Gemma3Config(architectures=["Gemma3ForConditionalGeneration"])),
+        served(transformers.Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]), {"dense_layers": [3, 7, 11]}),
         served(WINDOWED, {"dense_layers": [1, 3]}),
     ],
 )
@@ -89,7 +78,7 @@ NONE = r"^--attention-backend sparse-prefill: no layer .*"
         (served(llama(), {"dense_layers": [6]}), r"sparse_prefill\.dense_layers.* given 6.* at most 5"),
         (served(llama(), {"crossover": "/nowhere.json"}), "crossover: given '/nowhere.json'.* expected a file"),
         (served(llama(), parallel={"tensor_parallel_size": 3}), "tensor parallelism.* of 3 for 4 query heads"),
-        (served(MambaConfig(architectures=["MambaForCausalLM"])), "/a/model.*num_heads"),
+        (served(transformers.MambaConfig(architectures=["MambaForCausalLM"])), "/a/model.*num_heads"),
         (served(WINDOWED, {"dense_layers": [1, 3, 5]}), "sliding_window: "),  # and all others by the configuration
         (served(llama(), dtype=torch.float32), NONE + Fallback.DTYPE),
         (served(llama(), cache={"cache_dtype": "fp8_e4m3"}), NONE + Fallback.QUANTISED_CACHE),  # on a CPU

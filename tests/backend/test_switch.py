@@ -54,9 +54,8 @@ def test_one_rank_tells_and_requests_for_pooling_are_left_alone(configured: Call
 def test_a_store_that_tells_no_levels_apart_keeps_it_from_being_switched(
     configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config := configured(method="a_shape"), "kv_transfer_config", SimpleNamespace(
-        kv_connector="LMCacheConnectorV1", kv_connector_extra_config={},
-    ))  # fmt: skip
+    store = SimpleNamespace(kv_connector="LMCacheConnectorV1", kv_connector_extra_config={})
+    monkeypatch.setattr(config := configured(method="a_shape"), "kv_transfer_config", store)
     core = Core(config)
     (refused,) = core.collective_rpc(SWITCH_METHOD, None, ("exact",))
     assert "LMCacheConnectorV1" in refused
@@ -116,9 +115,8 @@ class TestAddress:
         async def dead(to: str) -> list[str]:
             raise RuntimeError("the engine is dead")
 
-        assert self.ask({0: [""], 1: ["no"]}, b'{"to": "on"}') == (
-            409, '{"error":{"message":"sparse-prefill: engine 1: no","code":409}}'
-        )  # fmt: skip
+        said = '{"error":{"message":"sparse-prefill: engine 1: no","code":409}}'
+        assert self.ask({0: [""], 1: ["no"]}, b'{"to": "on"}') == (409, said)
         assert self.ask({0: [""], 1: silent}, b'{"to": "on"}')[0] == 504
         assert "RuntimeError: the engine is dead" in self.ask({0: dead}, b'{"to": "on"}')[1]
 

@@ -20,6 +20,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.backend.specialised import HOPPER, Key, recorded_keys
+from tests.methods.cases import uncomputed
 from vllm_sparse_backend.serving import compat, compilations, engines
 from vllm_sparse_backend.serving.arena import Arena, LayerNeed, Memory, Room, Row, rows_of
 from vllm_sparse_backend.serving.backend import SparsePrefillBackend
@@ -144,15 +145,12 @@ def run_steps(
 class TestKeys:
     @pytest.fixture(autouse=True)
     def as_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(compat, "IS_CPU", False)
-
-    @pytest.fixture(autouse=True)
-    def untried(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Engines are run and taken: as nothing is computed, there is no result to judge."""
 
         def failure(engine: Engine, batch: Batch, index: Any, options: Any, exact: Any) -> None:
             engine.attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
 
+        monkeypatch.setattr(compat, "IS_CPU", False)
         monkeypatch.setattr(engines, "expected_attention", lambda batch, index, options: None)
         monkeypatch.setattr(engines, "failure", failure)
         monkeypatch.setattr(compat, "flash_attention", lambda: FlashAttention.of_version(3, uncomputed))
@@ -163,14 +161,9 @@ class TestKeys:
     )
     @pytest.mark.parametrize(("method", "params"), CASES, ids=str)
     def test_no_step_brings_a_kernel_that_warm_up_did_not_meet(
-        self,
-        method: str,
-        params: dict[str, Any],
-        page_size: int,
-        bulk: bool,
-        engine: str,
+        self, method: str, params: dict[str, Any], page_size: int, bulk: bool, engine: str,
         monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if engine == "flash" and ("int8_scores" in params or "skip_margin" in params):
             pytest.skip("FlashAttention has no such options")
         monkeypatch.setattr(portable, "supports_bulk", lambda cache: bulk)
@@ -233,11 +226,6 @@ def check_compilations(impls: Sequence[SparsePrefillImpl], engine: str, in_fp8: 
     run_steps(impls, 128, random_steps(seed=1, number=40), device, in_fp8)
     torch.cuda.synchronize()
     assert compilations.listener().counts == before
-
-
-def uncomputed(*, q: torch.Tensor, out: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place of FlashAttention's function."""
-    return out, torch.empty(q.shape[1], len(q))
 
 
 @pytest.mark.gpu

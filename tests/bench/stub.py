@@ -62,17 +62,11 @@ class Stub(Api):
     """
 
     def __init__(
-        self,
-        name: str,
-        log: list[tuple[str, list[int]]],
-        first_s: Callable[[int], float],
-        token_s: float = 0.001,
-        fault: Callable[[int], str | None] = lambda length: None,
-        burst: int = 1,
-    ) -> None:
-        self.name, self.log, self.first_s, self.token_s, self.fault, self.burst = (
-            name, log, first_s, token_s, fault, burst,
-        )  # fmt: skip
+        self, name: str, log: list[tuple[str, list[int]]], first_s: Callable[[int], float], token_s: float = 0.001,
+        fault: Callable[[int], str | None] = lambda length: None, burst: int = 1,
+    ) -> None:  # fmt: skip
+        self.name, self.log, self.fault = name, log, fault
+        self.first_s, self.token_s, self.burst = first_s, token_s, burst
         self.lock = threading.Lock()
         self.kept = self.causal = 0
 

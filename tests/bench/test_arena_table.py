@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures of docs/results/arena.json are what this version's servers reserve."""
 
-from pathlib import Path
-
 from benchmarks import arena
 from benchmarks.figures import read_figures
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.tools import ROOT
 
 
 def test_the_figures_are_of_this_version():

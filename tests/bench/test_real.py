@@ -24,9 +24,8 @@ def test_prompts_hold_each_fact_before_it_is_asked_for(tmp_path: Path) -> None:
     result = CliRunner().invoke(real.app, [*command, "--forms", "0,1"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "out.json").read_text())
-    assert [(one["length"], one["form"], len(one["ids"])) for one in written] == [
-        (3000, 0, 3000), (3000, 1, 3000), (4000, 0, 4000), (4000, 1, 4000),
-    ]  # fmt: skip
+    expected = [(length, form, length) for length in (3000, 4000) for form in (0, 1)]
+    assert [(one["length"], one["form"], len(one["ids"])) for one in written] == expected
     decode = Tokenizer.from_file(str(BUNDLED / "tokenizer.json")).decode
     for one in written:
         assert len(one["spans"]) == len(one["facts"]) == real.FACTS

@@ -20,6 +20,7 @@ def command(*words: object) -> tuple[int, str]:
     return result.exit_code, " ".join(result.output.split())
 
 
+PATTERNS = {"a_shape", "vertical_slash", "block_sparse"}
 SMALL = ("--tokens", 512, "--count", 1, "--chunk", 256, "--device", "cpu", "--min-tokens", 64)
 
 
@@ -28,10 +29,7 @@ SMALL = ("--tokens", 512, "--count", 1, "--chunk", 256, "--device", "cpu", "--mi
     ("words", "names"),
     [
         (("calibrate", "--method", "sale", "--level", "high=0.2:2", "--level", "fast=0.5:9"), {"sale"}),
-        (
-            ("calibrate", "--method", "minference", "--level", "high=0.5:9"),
-            {"a_shape", "vertical_slash", "block_sparse"},
-        ),
+        (("calibrate", "--method", "minference", "--level", "high=0.5:9"), PATTERNS),
         (("best", "--method", "sparge_attn", "--high", 2, "--fast", 4), {"sparge_attn"}),
     ],
 )

@@ -213,9 +213,8 @@ def test_candidates_of_minference_cost_the_same():
 
 
 def test_minference_leaves_out_what_cannot_cost_as_much_and_dear_budgets():
-    ((only,),) = minference.search_spaces(
-        FakeJudge(pattern_head()), Costs(0.2), (1.0,)
-    )  # dearer than all of the budget
+    # A selection that is dearer than all of the budget.
+    ((only,),) = minference.search_spaces(FakeJudge(pattern_head()), Costs(0.2), (1.0,))
     assert only == minference.TARGET
     budgets = (1.0, 7.0, 7.1, 100.0)  # 0.9 · 40,000 / 5,120 = 7.03
     assert len(list(minference.search_spaces(FakeJudge(pattern_head()), Costs(), budgets))) == 2

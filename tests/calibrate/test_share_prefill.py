@@ -14,11 +14,7 @@ from tests.calibrate.made import HEADS, LAYERS, TopicCapturer, make_job
 from vllm_sparse_backend.measure.report import write_json
 from vllm_sparse_backend.profiling import clusters as module
 from vllm_sparse_backend.profiling.calibrate import run
-from vllm_sparse_backend.profiling.clusters import (
-    attention_maps,
-    cluster_heads,
-    ward_labels,
-)
+from vllm_sparse_backend.profiling.clusters import attention_maps, cluster_heads, ward_labels
 from vllm_sparse_backend.profiling.flow import Flow
 from vllm_sparse_backend.profiling.job import Job
 from vllm_sparse_backend.profiling.judge import Served
@@ -70,9 +66,8 @@ def test_ward_by_hand(distance, joined):
 
 def test_without_scipy_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.cluster.hierarchy", None)
-    with pytest.raises(
-        ConfigurationError, match=r"clusters need scipy \(pip install 'vllm-sparse-backend\[calibrate\]'\)"
-    ):
+    said = r"clusters need scipy \(pip install 'vllm-sparse-backend\[calibrate\]'\)"
+    with pytest.raises(ConfigurationError, match=said):
         ward_labels(torch.zeros(2, 1), 1.0)
 
 

@@ -34,11 +34,7 @@ def test_the_bundled_model_finds_facts_densely_where_a_method_cannot(method: str
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (["--method", "dense"], "expected one of"),
-        (["short"], "max_position_embeddings is 2048"),
-    ],
+    ("args", "says"), [(["--method", "dense"], "expected one of"), (["short"], "max_position_embeddings is 2048")]
 )
 def test_refusals_come_before_a_server_starts(
     args: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

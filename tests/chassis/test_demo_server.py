@@ -33,9 +33,8 @@ ENDS = "RuntimeError: Engine core initialization failed. See root cause above. F
     ],
 )
 def test_the_root_cause_is_the_engines_first_exception(line: str) -> None:
-    assert root_cause(f"(APIServer pid=2) RuntimeError: no\n{line}\n(EngineCore pid=1) KeyError: later\n") == (
-        "ValueError: why"
-    )
+    log = f"(APIServer pid=2) RuntimeError: no\n{line}\n(EngineCore pid=1) KeyError: later\n"
+    assert root_cause(log) == "ValueError: why"
     assert root_cause(LOG) == RAISED
     assert root_cause(LOG.replace("(EngineCore", "(APIServer")) is None
 

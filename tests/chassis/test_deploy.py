@@ -21,11 +21,9 @@ SAMPLES = {metric.sample: metric for metric in METRICS.values()}
 OF_PROMETHEUS = {"instance", "job", "le"}
 QUERIES = {f"docs: {name}": query for name, query in queries.documented_queries().items()}
 QUERIES |= {f"dashboard: {name}": query for name, query in queries.dashboard_queries().items()}
-ALERTS = [
-    rule
-    for group in yaml.safe_load((DEPLOY / "monitoring/alerts.yml").read_text())["groups"]
-    for rule in group["rules"]
-]
+SERVICES = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+GROUPS = yaml.safe_load((DEPLOY / "monitoring/alerts.yml").read_text())["groups"]
+ALERTS = [rule for group in GROUPS for rule in group["rules"]]
 QUERIES |= {f"alert: {rule['alert']}": rule["expr"] for rule in ALERTS}
 
 
@@ -40,8 +38,7 @@ def test_compose(profiles: list[str]) -> None:
 
 
 def test_compose_mounts_what_is_there() -> None:
-    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
-    mounted = [volume.split(":") for service in services.values() for volume in service["volumes"]]
+    mounted = [volume.split(":") for service in SERVICES.values() for volume in service["volumes"]]
     files = {source: target for source, target, *_ in mounted if source.startswith("./")}
     assert len(files) == 5
     for source in files:
@@ -108,9 +105,8 @@ def test_dashboard() -> None:
 
 def _has(query: str, label: str) -> bool:
     """Whether an expression that sums nothing keeps a label of its metric."""
-    return " by (" not in query and all(
-        label in (*SAMPLES[m].all_labels, "instance") for m in queries.METRIC.findall(query)
-    )
+    metrics = queries.METRIC.findall(query)
+    return " by (" not in query and all(label in (*SAMPLES[metric].all_labels, "instance") for metric in metrics)
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.37"])
@@ -120,9 +116,8 @@ def test_kubernetes(version: str) -> None:
 
 def test_kubernetes_names_fit_together() -> None:
     documents = {one["kind"]: one for one in yaml.safe_load_all((KUBERNETES / "server.yaml").read_text())}
-    service, deployment, claim, policy = (
-        documents[kind] for kind in ("Service", "Deployment", "PersistentVolumeClaim", "NetworkPolicy")
-    )
+    kinds = ("Service", "Deployment", "PersistentVolumeClaim", "NetworkPolicy")
+    service, deployment, claim, policy = (documents[kind] for kind in kinds)
     monitor = yaml.safe_load((KUBERNETES / "servicemonitor.yaml").read_text())
     pod = deployment["spec"]["template"]
     assert deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"] == pod["metadata"]["labels"]
@@ -136,9 +131,8 @@ def test_kubernetes_names_fit_together() -> None:
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]
     assert container["args"][container["args"].index("--tensor-parallel-size") + 1] == gpus
     assert {mount["name"] for mount in container["volumeMounts"]} == {v["name"] for v in pod["spec"]["volumes"]}
-    assert claim["metadata"]["name"] in {
-        v["persistentVolumeClaim"]["claimName"] for v in pod["spec"]["volumes"] if "persistentVolumeClaim" in v
-    }
+    claimed = [one["persistentVolumeClaim"] for one in pod["spec"]["volumes"] if "persistentVolumeClaim" in one]
+    assert claim["metadata"]["name"] in {one["claimName"] for one in claimed}
     assert policy["spec"]["podSelector"]["matchLabels"] == pod["metadata"]["labels"]
     assert policy["spec"]["ingress"][0]["ports"] == [{"port": "http"}]
     user = str(pod["spec"]["securityContext"]["runAsUser"])
@@ -159,8 +153,7 @@ def test_health_check_follows_the_server(arguments: list[str], command: list[str
 
 
 def test_nothing_in_a_container_may_be_written_but_what_is_mounted() -> None:
-    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
-    for service in services.values():
+    for service in SERVICES.values():
         assert service["read_only"]
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]

@@ -47,9 +47,8 @@ def test_one_reason_for_all_layers(changes: dict[str, Any], reason: Fallback | N
 def test_layers_of_different_kinds() -> None:
     kinds = [WINDOW, WINDOW, FULL, "chunked_attention", "mamba", FULL]
     window, other = Fallback.SLIDING_WINDOW, Fallback.NOT_DECODER
-    assert layer_reasons(LLAMA | {"layer_types": kinds, "sliding_window": 512}) == [
-        window, window, None, window, other, None,
-    ]  # fmt: skip
+    expected = [window, window, None, window, other, None]
+    assert layer_reasons(LLAMA | {"layer_types": kinds, "sliding_window": 512}) == expected
 
 
 def test_what_an_architecture_fixes_without_saying_so(tmp_path: Path) -> None:
@@ -227,6 +226,5 @@ def test_the_engine_that_would_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path
     for folder in (None, model_folder(tmp_path, LLAMA)):
         *others, last = doctor.attention(folder)
         assert (last.level, last.text) == ("ok", "the engine portable, if its trial at start-up goes well")
-        assert ("engine flash", "not for this: there is no FlashAttention for this device") in {
-            (finding.subject, finding.text) for finding in others
-        }
+        found = {(finding.subject, finding.text) for finding in others}
+        assert ("engine flash", "not for this: there is no FlashAttention for this device") in found

@@ -30,9 +30,8 @@ NAMES = [name for name in (str(path.relative_to(ROOT)) for path in DOCUMENTS) if
 def told(name: str, pattern: str) -> list[tuple[str, ...]]:
     """What is set as code, on a line or in a block, a command over several lines being one."""
     text = (ROOT / name).read_text().replace("\\\n", " ")
-    code = re.findall(r"`+([^`\n]+)`+", text) + re.findall(
-        r"^(?: {4}|\$ |(?=sparse-prefill|python|make))(.*)$", text, re.MULTILINE
-    )
+    code = re.findall(r"`+([^`\n]+)`+", text)
+    code += re.findall(r"^(?: {4}|\$ |(?=sparse-prefill|python|make))(.*)$", text, re.MULTILINE)
     return [found for line in code for found in re.findall(pattern, line)]
 
 
@@ -78,9 +77,8 @@ def test_files(name: str, folder: str) -> None:
 
 def test_where_a_tiles_blocks_are_chosen() -> None:
     """CONTRIBUTING.md names the one file of the default's folder that writes lists of blocks; README leads there."""
-    (named,) = re.findall(
-        r"a tile's blocks are chosen\W.*`(\S+)` \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
-    )
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    (named,) = re.findall(r"a tile's blocks are chosen\W.*`(\S+)` \|$", text, re.MULTILINE)
     method = METHODS[PRESETS["default"][0]].parameters
     files = Path(inspect.getfile(method)).parent.glob("*.py")
     writing = [path for path in files if "block_ids" in path.read_text() and path.name != "reference.py"]

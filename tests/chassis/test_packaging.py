@@ -18,9 +18,8 @@ MODEL = "vllm_sparse_backend/_models/needle"
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     builder = pytest.importorskip("hatchling.builders.wheel", reason="hatchling builds it, and is not installed")
-    (path,) = builder.WheelBuilder(str(ROOT)).build(
-        directory=str(tmp_path_factory.mktemp("wheel")), versions=["standard"]
-    )
+    folder = str(tmp_path_factory.mktemp("wheel"))
+    (path,) = builder.WheelBuilder(str(ROOT)).build(directory=folder, versions=["standard"])
     return zipfile.ZipFile(path)
 
 

@@ -63,10 +63,7 @@ def test_what_a_server_would_refuse_is_one_line(model: Path, tmp_path: Path) -> 
     path = tmp_path / "p.yaml"
     for wrong, says in (
         ("default: {method: a_shape, sink: 3}", "sink: unknown parameter of a_shape"),
-        (
-            "dense_layers: 0-1\ndefault: {method: a_shape}",
-            f"dense_layers of profile {path} name all 2 layers",
-        ),
+        ("dense_layers: 0-1\ndefault: {method: a_shape}", f"dense_layers of profile {path} name all 2 layers"),
     ):
         path.write_text(f"format: 1\nmodel: any\n{wrong}\n")
         _is_refused(run("check", path, model), str(path), says)

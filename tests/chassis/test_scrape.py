@@ -47,9 +47,8 @@ def test_engines_add_up() -> None:
 
 def test_dense_rows_alone_are_a_problem_with_their_reason() -> None:
     page = 'sparse_prefill_rows_total{path="dense",reason="too_short"} 3\n'
-    assert (
-        parse("# TYPE sparse_prefill_rows counter\n" + page).problem() == "no row ran sparse (dense rows: too_short: 3)"
-    )
+    report = parse("# TYPE sparse_prefill_rows counter\n" + page)
+    assert report.problem() == "no row ran sparse (dense rows: too_short: 3)"
 
 
 @pytest.mark.parametrize(("kept", "causal"), [(0, 10), (10, 10), (11, 10), (0, 0)])

@@ -9,15 +9,7 @@ import pytest
 
 from tests.bench.stub import FACT, QUESTION, Words, entry
 from vllm_sparse_backend.measure import answers
-from vllm_sparse_backend.measure.answers import (
-    Answer,
-    Line,
-    Prompt,
-    Share,
-    build_prompt,
-    score,
-    standard_error,
-)
+from vllm_sparse_backend.measure.answers import Answer, Line, Prompt, Share, build_prompt, score, standard_error
 from vllm_sparse_backend.measure.client import Endpoint, RequestError
 from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.measure.texts import prose, read_text

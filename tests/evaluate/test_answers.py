@@ -146,9 +146,8 @@ def test_the_change_of_perplexity_is_told_with_its_standard_error_over_prompts(f
         urls = ("--url", one, "--label", "stock", "--url", other, "--label", "ours")
         result = run(*urls, *LENGTHS, "--json", out)
     assert result.exit_code == 0, result.output
-    of_stock, of_ours = (
-        [row for row in json.loads(out.read_text())["summary"] if row["label"] == label] for label in ("stock", "ours")
-    )
+    rows = json.loads(out.read_text())["summary"]
+    of_stock, of_ours = ([row for row in rows if row["label"] == label] for label in ("stock", "ours"))
     for row in of_stock:
         assert row["perplexity_change"] is None
         assert row["perplexity_change_error"] is None

@@ -6,14 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_sparse_backend.profiling.capture import (
-    Capture,
-    capture,
-    held_capture,
-    load_tokenizer,
-    prompt_sha256,
-    require_model,
-)
+from vllm_sparse_backend.profiling import capture as module
+from vllm_sparse_backend.profiling.capture import Capture, capture, held_capture
 from vllm_sparse_backend.profiling.chunks import dense_attention
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape
@@ -57,36 +51,27 @@ def test_a_capture_is_found_again_and_never_anothers(llama, prompt, tmp_path):
     weights.write_bytes(bytes([*kept, last ^ 1]))  # as a model that was trained on
     assert held_capture(folder, prompt, tmp_path) is None
     other = capture(folder, prompt[:100], tmp_path)
-    assert (other.num_tokens, other.prompt_sha256) == (100, prompt_sha256(prompt[:100]))
+    assert (other.num_tokens, other.prompt_sha256) == (100, module.prompt_sha256(prompt[:100]))
     assert len(other.read(0).q) == 100
 
 
-def test_layers_that_never_go_sparse_are_left_out(tmp_path):
-    shape = {
-        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 50, "use_sliding_window": True,
-        "layer_types": ["sliding_attention", "full_attention"],
-    }  # fmt: skip
-    network = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape))
-    network.save_pretrained(tmp_path / "model")
-    captured = capture(tmp_path / "model", list(range(90)), tmp_path / "capture")
+def test_layers_that_never_go_sparse_are_left_out(llama, tmp_path):
+    windows = {"sliding_window": 50, "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
+    model = llama(of="Qwen2", use_sliding_window=True, **windows)
+    captured = capture(model, list(range(90)), tmp_path / "capture")
     assert list(captured.scales) == [1]
     assert captured.left_out == {0: "a mask of its own (a sliding window, or chunks)"}
-    inside_window = capture(tmp_path / "model", list(range(40)), tmp_path / "short")
+    inside_window = capture(model, list(range(40)), tmp_path / "short")
     assert list(inside_window.scales) == [0, 1]
 
 
-def test_a_model_whose_attention_is_not_plain_is_refused(tmp_path):
+def test_a_model_whose_attention_is_not_plain_is_refused(llama, tmp_path):
     """Even if only some layers are such: what follows them would be captured of other hidden states."""
-    shape = {
-        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "pad_token_id": 0,
-    }  # fmt: skip
-    network = transformers.GptOssForCausalLM(transformers.GptOssConfig(**shape))
-    network.save_pretrained(tmp_path / "model")
-    with pytest.raises(ConfigurationError, match="model: given layers with learnt sinks, expected plain attention"):
-        capture(tmp_path / "model", list(range(40)), tmp_path / "capture")
-    assert held_capture(tmp_path / "model", list(range(40)), tmp_path / "capture") is None
+    model = llama("sinks", of="GptOss", num_local_experts=2, pad_token_id=0)
+    said = f"{model.name}: given layers with learnt sinks, expected plain attention"
+    with pytest.raises(ConfigurationError, match=said):
+        capture(model, list(range(40)), tmp_path / "capture")
+    assert held_capture(model, list(range(40)), tmp_path / "capture") is None
 
 
 def test_no_capture_is_an_error(tmp_path):
@@ -110,17 +95,15 @@ def test_a_model_that_is_not_whole_is_an_error(llama, prompt, tmp_path):
     """Without weights, with some of them, and with a tokenizer that is none or not there."""
     model = llama()
     (weights,) = model.glob("*.safetensors")
-    weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(ConfigurationError, match=r"its weights cannot be read: ."):
-        capture(model, prompt, tmp_path / "made")
-    weights.unlink()
-    with pytest.raises(ConfigurationError, match=r"its weights cannot be read: ."):
-        capture(model, prompt, tmp_path / "made")
+    for damage in (lambda: weights.write_bytes(weights.read_bytes()[:100]), weights.unlink):
+        damage()
+        with pytest.raises(ConfigurationError, match=r"its weights cannot be read: ."):
+            capture(model, prompt, tmp_path / "made")
     for broken in (None, "{", "[]"):
         if broken is not None:
             (model / "tokenizer.json").write_text(broken)
         with pytest.raises(ConfigurationError, match=r"its tokenizer cannot be read: ."):
-            load_tokenizer(model)
+            module.load_tokenizer(model)
 
 
 def test_nothing_is_fetched_and_no_prompt_is_longer_than_the_model(llama):
@@ -129,4 +112,4 @@ def test_nothing_is_fetched_and_no_prompt_is_longer_than_the_model(llama):
         (llama(), 10_000_000, "--tokens: given 10000000, expected at most"),
     ):
         with pytest.raises(ConfigurationError, match=problem):
-            require_model(model, tokens)
+            module.require_model(model, tokens)

@@ -9,14 +9,9 @@ from typing import Any
 from vllm_sparse_backend.settings.profile import Profile
 
 LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "hidden_size": 4096, "intermediate_size": 14336,
+}  # fmt: skip
 
 
 def model_folder(folder: Path, config: Mapping[str, Any]) -> Path:

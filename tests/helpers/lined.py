@@ -15,15 +15,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def lined_batch(
-    lengths: Sequence[tuple[int, int]],
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    **more: Any,
-) -> Batch:
+    lengths: Sequence[tuple[int, int]], num_heads: int, num_kv_heads: int, head_dim: int, page_size: int,
+    dtype: torch.dtype = torch.float32, seed: int = 0, **more: Any,
+) -> Batch:  # fmt: skip
     """A random batch whose attention has columns, every 97th key, and diagonals, some 40 tokens back."""
     batch = random_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, DEVICE, seed, **more)
     generator = torch.Generator().manual_seed(seed)

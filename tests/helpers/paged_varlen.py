@@ -13,20 +13,10 @@ STEP_TOKENS = 128
 
 
 def paged_varlen(
-    *,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    max_seqlen_q: int,
-    seqused_k: torch.Tensor,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    causal: bool,
-    block_table: torch.Tensor,
-    return_softmax_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    *, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int, seqused_k: torch.Tensor, max_seqlen_k: int, softmax_scale: float, causal: bool,
+    block_table: torch.Tensor, return_softmax_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As vLLM's ``flash_attn_varlen_func`` with these arguments: (out, log-sum-exp [num_heads, num_tokens]).
 
     Like FlashAttention-3 it multiplies values past a sequence's last key, on the same page, by zero. A sequence without
@@ -41,9 +31,8 @@ def paged_varlen(
     assert all(x.stride(-1) == 1 for x in (q, k, v, out, block_table)), "the last dimension must be contiguous"
     assert max(lengths) <= max_seqlen_k <= block_table.shape[1] * page_size, "more keys than announced, or than pages"
     assert q.dtype == k.dtype == v.dtype, "queries, keys and values must be of one dtype"
-    assert out.dtype == (torch.bfloat16 if q.dtype == FP8 else q.dtype), (
-        "the result has q's dtype, bf16 where it is fp8"
-    )
+    out_dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
+    assert out.dtype == out_dtype, "the result has q's dtype, bf16 where it is fp8"
     assert return_softmax_lse
     lse = torch.full((q.shape[1], len(q)), -math.inf, device=q.device)
     group = q.shape[1] // k.shape[2]

@@ -38,9 +38,8 @@ def index() -> SparseIndex:
 class TestRows:
     def test_tiles_count_from_the_rows_first_query(self):
         rows = make_rows([(37, 300), (0, 1), (5, 128)], gap_tokens=2)
-        assert rows.tile_list == (
-            Tile(0, 0, 128, 37), Tile(0, 128, 128, 165), Tile(0, 256, 44, 293), Tile(1, 302, 1, 0), Tile(2, 305, 128, 5)
-        )  # fmt: skip
+        expected = (0, 0, 128, 37), (0, 128, 128, 165), (0, 256, 44, 293), (1, 302, 1, 0), (2, 305, 128, 5)
+        assert rows.tile_list == tuple(Tile(*one) for one in expected)
         assert rows.tile_starts == (0, 3, 4, 5)
         assert rows.tile_lengths.tolist() == [tile.length_tokens for tile in rows.tile_list]
         assert rows.tile_lengths.data_ptr() % 16 == 0  # where kernels expect them

@@ -8,14 +8,18 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from benchmarks.batches import random_batch
+from benchmarks.batches import assert_close, random_batch
+from tests.kernels.test_engines import DTYPES, ENGINES
+from tests.methods.cases import all_lists
+from vllm_sparse_backend.measure.data import without_nan
 from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_kernels import SparseIndex, Workspace
+from vllm_sparse_kernels.attend import PORTABLE, AttendSpec
 from vllm_sparse_kernels.attend.reference import attend
 from vllm_sparse_kernels.layer import HeadGroup, Layer, run, stripes_of
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.trial import Batch
+from vllm_sparse_kernels.trial import Batch, expected_attention
 
 NUM_HEADS, NUM_KV_HEADS = 4, 2
 CPU = torch.device("cpu")
@@ -99,3 +103,36 @@ def test_an_index_is_looked_at_on_request(monkeypatch: pytest.MonkeyPatch, check
     monkeypatch.setattr(SparseIndex, "check", looks)
     run(layer_of(SHAPE), one.q, one.cache, one.rows, one.empty_out(), one.scale, check=check)
     assert looks.call_count == check
+
+
+@pytest.mark.parametrize("method", [make_method("default", {}), make_method("sale", {"tau": 0.03})], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "head_dim"),
+    [
+        ([(1500, 140)], 64),
+        *(pytest.param([(20_000, 2049), (0, 700)], head_dim, marks=pytest.mark.gpu) for head_dim in (64, 128, 256)),
+    ],
+)
+def test_what_is_kept_is_no_matter_of_the_engine(
+    device: str, lengths: list[tuple[int, int]], head_dim: int, method: Method
+) -> None:
+    """Blocks of one width are the same blocks. ``portable``, asked for by name, has wider ones: all that hold one."""
+    one = without_nan(random_batch(lengths, NUM_HEADS, NUM_KV_HEADS, head_dim, 128, DTYPES[-1], device))
+    one.q.mul_(3)
+    groups = (HeadGroup(tuple(range(NUM_HEADS)), method),)
+    layer, wide = (
+        dataclasses.replace(Layer.of(groups, head_dim, one.q.device, asked), by_kernels=True)
+        for asked in ("auto", PORTABLE.name)
+    )
+    spec, kept = AttendSpec.of(one.cache, layer.index(one.rows), None), {}
+    for engine in (one for one in ENGINES.values() if one.refusal(spec) is None):
+        out = one.empty_out()
+        index = run(dataclasses.replace(layer, engine=engine), one.q, one.cache, one.rows, out, one.scale)
+        assert_close(expected_attention(one, index), out)
+        kept[engine.name] = all_lists(index)
+    assert len(kept) == len(ENGINES) - (device == "cpu")  # which has no Hopper
+    assert all(of == kept[PORTABLE.name] for of in kept.values())
+    times = wide.block_tokens // layer.block_tokens
+    assert times > 1
+    for ours, theirs in zip(kept[PORTABLE.name], all_lists(run(wide, one.q, one.cache, one.rows, out, one.scale))):
+        assert [sorted({block // times for block in blocks}) for blocks, _ in ours] == [blocks for blocks, _ in theirs]

@@ -48,9 +48,8 @@ def by_whole_matrices(batch: Batch, index: SparseIndex) -> Quality:
     ],
 )
 def test_it_is_what_whole_matrices_say(num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, dtype):
-    batch = random_batch(
-        LENGTHS, num_heads, num_kv_heads, head_dim, page_size, dtype, DEVICE, layout=layout, gap_tokens=3
-    )
+    more = {"layout": layout, "gap_tokens": 3}
+    batch = random_batch(LENGTHS, num_heads, num_kv_heads, head_dim, page_size, dtype, DEVICE, **more)
     batch.q.mul_(2)
     index = random_index(batch, block_tokens, 0.4, stripes=17)
     got, expected = quality(batch, index), by_whole_matrices(batch, index)

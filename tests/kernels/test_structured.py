@@ -13,9 +13,8 @@ def probabilities(data, head):
     """[query_len, seq_len] float64 of one head."""
     kv_head = head // (data.q.shape[1] // data.k.shape[1])
     scores = data.q[:, head].double() @ data.k[:, kv_head].double().T * data.scale
-    return scores.masked_fill_(~torch.ones_like(scores, dtype=torch.bool).tril_(data.context_len), -torch.inf).softmax(
-        -1
-    )
+    causal = torch.ones_like(scores, dtype=torch.bool).tril_(data.context_len)
+    return scores.masked_fill_(~causal, -torch.inf).softmax(-1)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 3, 64), (4, 4, 16), (4, 2, 66)])

@@ -108,14 +108,13 @@ def check_between(lower: SparseIndex, index: SparseIndex, upper: SparseIndex) ->
     num_open = num_possible = 0
     for head in range(index.num_heads):
         for i_tile in range(index.rows.num_tiles):
+            where = f"head {head}, tile {i_tile}"
             low, given, high = (x.blocks_of(head, i_tile) for x in (lower, index, upper))
-            assert torch.isin(low, given).all(), (
-                f"head {head}, tile {i_tile}: {low.tolist()} not all in {given.tolist()}"
-            )
-            assert torch.isin(given, high).all(), f"head {head}, tile {i_tile}: {given.tolist()} beyond {high.tolist()}"
+            assert torch.isin(low, given).all(), f"{where}: {low.tolist()} not all in {given.tolist()}"
+            assert torch.isin(given, high).all(), f"{where}: {given.tolist()} beyond {high.tolist()}"
             low, given, high = (tile_keys(x, head, i_tile) for x in (lower, index, upper))
-            assert not (low & ~given).any(), f"head {head}, tile {i_tile}: keys missing"
-            assert not (given & ~high).any(), f"head {head}, tile {i_tile}: keys too many"
+            assert not (low & ~given).any(), f"{where}: keys missing"
+            assert not (given & ~high).any(), f"{where}: keys too many"
             num_open += int((high & ~low).sum())
             num_possible += int(high.sum())
     assert num_open <= 0.05 * num_possible, f"margins leave {num_open} of {num_possible} keys open"

@@ -9,14 +9,8 @@ import torch
 from benchmarks.masks import density_of
 from tests.helpers.lined import assert_between, kept_keys, lined_batch
 from tests.methods.cases import DEVICE, DTYPES, by_turns, select
+from vllm_sparse_kernels.methods.flex_prefill import reference
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
-from vllm_sparse_kernels.methods.flex_prefill.reference import (
-    block_diagonals,
-    estimating_queries,
-    fewest_with_mass,
-    softmax_of,
-    whole_blocks,
-)
 
 MARGIN = 1e-4
 """Kernels and reference see the same inputs and round float32 sums differently: lines may differ that decide over less
@@ -68,16 +62,16 @@ def test_kernels_keep_what_the_reference_keeps(case, dtype, method):
 
 def test_queries_spread_over_the_chunk_end_with_its_last():
     spread = FlexVerticalSlash(last_queries=3, estimating="spread")
-    assert estimating_queries(spread, 256).tolist() == [84, 169, 255]
-    assert estimating_queries(spread, 2).tolist() == [0, 1]
-    assert estimating_queries(FlexVerticalSlash(last_queries=3), 256).tolist() == [253, 254, 255]
+    assert reference.estimating_queries(spread, 256).tolist() == [84, 169, 255]
+    assert reference.estimating_queries(spread, 2).tolist() == [0, 1]
+    assert reference.estimating_queries(FlexVerticalSlash(last_queries=3), 256).tolist() == [253, 254, 255]
 
 
 def test_diagonals_are_those_of_blocks():
     """A query's block less a key's, wherever in the blocks they lie."""
     weights = torch.zeros(2, 300)
     weights[0, 63], weights[0, 64], weights[1, 63], weights[1, 290] = 1, 2, 4, 8
-    assert block_diagonals(weights, torch.tensor([255, 290])).tolist() == [8, 0, 2, 1, 4]
+    assert reference.block_diagonals(weights, torch.tensor([255, 290])).tolist() == [8, 0, 2, 1, 4]
 
 
 @pytest.mark.full
@@ -97,9 +91,9 @@ def test_kept_lines_hold_gamma_of_the_estimate():
     batch = lined_batch([(300, 64)], 1, 1, 64, 16)
     keys, _ = batch.cache.gather(batch.rows.block_table[0], 364)
     positions = torch.arange(300, 364, device=DEVICE)
-    weights = softmax_of(batch.q[:, 0], keys[:, 0], positions, batch.scale)
-    for sums in (weights.sum(0), block_diagonals(weights, positions)):
-        kept = fewest_with_mass(sums, 0.8)
+    weights = reference.softmax_of(batch.q[:, 0], keys[:, 0], positions, batch.scale)
+    for sums in (weights.sum(0), reference.block_diagonals(weights, positions)):
+        kept = reference.fewest_with_mass(sums, 0.8)
         mass = float(sums[kept].sum() / sums.sum())
         assert mass >= 0.8 - 1e-6
         assert mass - float(sums[kept].min() / sums.sum()) < 0.8
@@ -109,7 +103,7 @@ def test_kept_lines_hold_gamma_of_the_estimate():
 def test_whole_blocks_are_the_fullest():
     columns = torch.zeros(256, dtype=torch.bool)
     columns[64:69], columns[128:131], columns[192:194] = True, True, True
-    assert whole_blocks(columns, 10, 64).tolist() == [True, False, False, False]
-    assert whole_blocks(columns, 5, 64).tolist() == [True, True, False, False]
-    assert whole_blocks(columns, 4, 64).tolist() == [True, True, True, False]
-    assert whole_blocks(columns, 0, 64).tolist() == [True, True, True, True]
+    assert reference.whole_blocks(columns, 10, 64).tolist() == [True, False, False, False]
+    assert reference.whole_blocks(columns, 5, 64).tolist() == [True, True, False, False]
+    assert reference.whole_blocks(columns, 4, 64).tolist() == [True, True, True, False]
+    assert reference.whole_blocks(columns, 0, 64).tolist() == [True, True, True, True]

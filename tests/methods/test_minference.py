@@ -12,14 +12,7 @@ from hypothesis import given, settings, strategies as st
 from benchmarks.batches import random_batch
 from benchmarks.masks import mask_of
 from tests.methods.cases import DEVICE, F32, all_lists, int32, lists, row_alone, select
-from tests.methods.minference_cases import (
-    CASES,
-    LONG,
-    LONGER,
-    Case,
-    block_sparse_between,
-    vertical_slash_between,
-)
+from tests.methods.minference_cases import CASES, LONG, LONGER, Case, block_sparse_between, vertical_slash_between
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
@@ -116,36 +109,31 @@ def test_reference_sums_by_their_definition():
     torch.testing.assert_close(slash, diagonal)
 
 
-tiles = st.fixed_dictionaries(
-    {
-        "context_len": st.integers(0, 300),
-        "query_len": st.integers(1, 300),
-        "block_tokens": st.sampled_from([64, 128]),
-        "density": st.sampled_from([0.0, 0.003, 0.03, 0.3]),
-        "seed": st.integers(0, 1000),
-    }
-)
-
-
 @pytest.mark.full
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(tiles)
-def test_reference_lists_are_what_algorithm_4_merges(shape):
+@given(
+    context_len=st.integers(0, 300),
+    query_len=st.integers(1, 300),
+    block_tokens=st.sampled_from([64, 128]),
+    density=st.sampled_from([0.0, 0.003, 0.03, 0.3]),
+    seed=st.integers(0, 1000),
+)
+def test_reference_lists_are_what_algorithm_4_merges(context_len, query_len, block_tokens, density, seed):
     """Blocks that a slash crosses, or the diagonal, and verticals before the diagonal's blocks that lie in none."""
-    rows = Rows((0,), (shape["query_len"],), (shape["context_len"],), torch.zeros(1, 1, dtype=torch.int32))
-    generator = torch.Generator().manual_seed(shape["seed"])
-    verticals, slashes = torch.rand(2, rows.seq_lens[0], generator=generator) < shape["density"]
-    index = SparseIndex.allocate(rows, 1, shape["block_tokens"], {0: VerticalSlash(10**9).stripe_layout(rows)})
+    rows = Rows((0,), (query_len,), (context_len,), torch.zeros(1, 1, dtype=torch.int32))
+    generator = torch.Generator().manual_seed(seed)
+    verticals, slashes = torch.rand(2, rows.seq_lens[0], generator=generator) < density
+    index = SparseIndex.allocate(rows, 1, block_tokens, {0: VerticalSlash(10**9).stripe_layout(rows)})
     for i_tile, tile in enumerate(rows.tile_list):
         reference.set_vertical_slash(verticals, slashes, index, 0, i_tile)
         positions, keys = torch.arange(tile.position, tile.last_position + 1), torch.arange(tile.last_position + 1)
         apart = positions[:, None] - keys
         crossed = (slashes[apart.clamp(min=0)] | (apart == 0)) & (apart >= 0)
-        blocks = crossed.any(0).nonzero().flatten().div(shape["block_tokens"], rounding_mode="floor").unique()
+        blocks = crossed.any(0).nonzero().flatten().div(block_tokens, rounding_mode="floor").unique()
         assert index.blocks_of(0, i_tile).tolist() == blocks.tolist()
         points = verticals.nonzero().flatten()
-        points = points[points < tile.position // shape["block_tokens"] * shape["block_tokens"]]
-        assert torch.equal(index.stripes_of(0, i_tile), points[~torch.isin(points // shape["block_tokens"], blocks)])
+        points = points[points < tile.position // block_tokens * block_tokens]
+        assert torch.equal(index.stripes_of(0, i_tile), points[~torch.isin(points // block_tokens, blocks)])
     index.check()
 
 

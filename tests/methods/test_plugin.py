@@ -103,9 +103,8 @@ def test_a_server_runs_it(environment: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_the_document_shows_the_packages_files() -> None:
-    shown = dict(
-        re.findall(r"^\*\*`([^`]+)`\*\*\n\n```\w+\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
-    )
+    file = re.compile(r"^\*\*`([^`]+)`\*\*\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    shown = dict(file.findall(DOCUMENT.read_text()))
     files = [path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".toml") and "build" not in path.parts]
     assert shown == {str(path.relative_to(PACKAGE)): path.read_text() for path in files}
 

@@ -49,18 +49,15 @@ def estimate(batch: Batch, row: int, head: int, block_tokens: int) -> torch.Tens
 
 def check_layers(batches: list[Batch], methods: list[SharePrefill], block_tokens: int) -> None:
     """Kernels against the reference through the layers of one forward pass."""
-    passes = [dataclasses.replace(batches[0].rows) for _ in range(2)]
+    passes, heads = [dataclasses.replace(batches[0].rows) for _ in range(2)], range(batches[0].num_heads)
     for batch, method in zip(batches, methods, strict=True):
         index = select(method, batch, block_tokens)
         index.check()
         bounds = [
-            kept_keys(
-                select(changed, dataclasses.replace(batch, rows=rows), block_tokens, by_reference=True),
-                range(batch.num_heads),
-            )
+            kept_keys(select(changed, batch, block_tokens, by_reference=True, rows=rows), heads)
             for rows, changed in zip(passes, (shifted(method, -MARGIN), shifted(method, MARGIN)), strict=True)
         ]
-        assert_between(kept_keys(index, range(batch.num_heads)), *bounds)
+        assert_between(kept_keys(index, heads), *bounds)
 
 
 def shifted(method: SharePrefill, by: float) -> SharePrefill:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.batches import random_batch
-from tests.methods.cases import DEVICE, kept_blocks, select
+from tests.methods.cases import DEVICE, kept_blocks, row_parts, select
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.layer import attend_options
 from vllm_sparse_kernels.methods.sparge_attn import method as module, reference
@@ -41,9 +41,8 @@ def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, 
         lean = torch.where(run % 3 == 1, 0.4, 1.5)[:, None, None]
 
         def tokens(heads: int, run=run, lean=lean, seq_len=seq_len) -> torch.Tensor:
-            direction, noise = (
-                torch.randn(n, heads, head_dim, generator=generator, device=DEVICE) for n in (int(run[-1]) + 1, seq_len)
-            )
+            sizes = int(run[-1]) + 1, seq_len
+            direction, noise = (torch.randn(n, heads, head_dim, generator=generator, device=DEVICE) for n in sizes)
             return lean * direction[run] + noise
 
         pages = rows.block_table[row, positions // page_size].long()
@@ -54,19 +53,16 @@ def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, 
     return batch
 
 
-def row_inputs(batch: Batch, row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = batch.rows
-    keys, _ = batch.cache.gather(rows.block_table[row], rows.seq_lens[row])
-    q = batch.q[rows.tokens[row] : rows.tokens[row] + rows.query_lens[row]]
-    group = batch.num_heads // batch.cache.num_kv_heads
-    return q.to(dtype), keys.to(dtype).repeat_interleave(group, 1)
+def row_inputs(batch: Batch, row: int) -> tuple[torch.Tensor, ...]:
+    """A row's queries and keys of all query heads, in float64."""
+    return tuple(torch.stack(x, 1) for x in zip(*(row_parts(batch, row, head) for head in range(batch.num_heads))))
 
 
 def clear_of_ties(method: SpargeAttn, batch: Batch) -> SpargeAttn:
     """The method with θ moved into the middle of the widest gap of similarities near it."""
     near = [torch.tensor([method.min_similarity - 0.02, method.min_similarity + 0.02], device=DEVICE).double()]
     for row in range(batch.rows.num_rows):
-        q, k = row_inputs(batch, row, torch.float64)
+        q, k = row_inputs(batch, row)
         k = k - k.mean(0) if method.smooth_keys else k
         near += [reference.compress(x, size)[1].flatten() for x, size in ((q, 128), (k, KEY_BLOCK_TOKENS))]
     values = torch.cat(near).sort().values
@@ -85,7 +81,7 @@ def assert_selects(method: SpargeAttn, batch: Batch, index: SparseIndex, heads) 
     """What float64 keeps by more than the margins is kept, and nothing else; counts blocks: kept, causal, in doubt."""
     kept = causal = doubtful = 0
     for row in range(batch.rows.num_rows):
-        q, k = row_inputs(batch, row, torch.float64)
+        q, k = row_inputs(batch, row)
         p, always, _ = reference.compressed_map(method, q, k, batch.scale)
         fewest, most = (reference.top_cdf(p, method.kept_mass + side) for side in (-MARGIN, MARGIN))
         largest_left = p.masked_fill(fewest, 0).amax(-1, keepdim=True)
@@ -202,7 +198,7 @@ def test_unlike_blocks_are_always_computed(min_similarity):
     """Equation 5, with τ so small that nothing else but the largest block and the diagonal is kept."""
     batch = make_batch([(900, 100)], 1, 1)
     method = SpargeAttn(kept_mass=1e-6, min_similarity=min_similarity, keep_sink=False)
-    q, k = row_inputs(batch, 0, torch.float64)
+    q, k = row_inputs(batch, 0)
     unlike = reference.compress(k - k.mean(0), KEY_BLOCK_TOKENS)[1][0] < min_similarity
     assert 0 < int(unlike.sum()) < len(unlike)
     tile_unlike = bool(reference.compress(q, 128)[1][0, 0] < min_similarity)

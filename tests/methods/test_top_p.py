@@ -81,9 +81,7 @@ LONG = [(8100, 150), (0, 2049), (0, 1)]
 @pytest.mark.parametrize(
     ("method", "heads", "dtype", "page_size", "lengths"),
     [
-        *by_turns(
-            [METHOD, HALF] * 2, [(2, 1, 64), (3, 3, 128), (4, 1, 80), (2, 2, 256)], DTYPES, [16, 48, 128], [LENGTHS]
-        ),
+        *by_turns([METHOD, HALF] * 2, SHAPES, DTYPES, [16, 48, 128], [LENGTHS]),
         pytest.param(METHOD, (2, 1, 32), torch.float16, 16, LONG, marks=pytest.mark.full),
     ],
 )

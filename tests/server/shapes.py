@@ -3,10 +3,11 @@
 
     python -m tests.server.shapes FOLDER stock|ours NAME...
 
-Random weights in float32, made in FOLDER. Each shape runs on stock's backend, or on this one with everything kept, and
-writes a line of JSON: the tokens, how often each layer ran sparse, and of one more prompt which share of its pairs of
-query and key did, by the counters and by what doctor foretells. Where one fails, the line holds the error instead. Not
-inside of pytest: there Triton interprets kernels, and vLLM has some of its own.
+Random weights, made in FOLDER; float32 on a CPU, bfloat16 on a GPU. Each shape runs on stock's backend, or on this one
+with everything kept, and writes a line of JSON: the tokens, how often each layer ran sparse, and of one more prompt
+which share of its pairs of query and key did, by the counters and by what doctor foretells; the log-probabilities of
+the prompts' tokens, exact, all prompts together, and by stock's one by one too. Where one fails, the line holds the
+error instead. Not inside of pytest: there Triton interprets kernels, and vLLM has some of its own.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from typing import Any
 from unittest import mock
 
 from vllm_sparse_backend.cli.attention_share import prefill_share
+from vllm_sparse_backend.measure.server import has_cuda
 from vllm_sparse_backend.settings.modelcheck import read_config
 
 VOCABULARY = 512
@@ -32,9 +34,14 @@ LENGTHS = (90, 701, 1000)
 ALONE_TOKENS = 2000
 SIZE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
-    "initializer_range": 0.1, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64 if has_cuda() else 32,
+    "max_position_embeddings": 4096, "initializer_range": 0.1, "tie_word_embeddings": False, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
+
+
+ON_CPU: dict[str, Any] = {"dtype": "float32", "gpu_memory_utilization": 0.3}
+ON_GPU: dict[str, Any] = {"dtype": "bfloat16", "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 29}
 
 
 def llama(**more: Any) -> Any:
@@ -179,13 +186,22 @@ def share(llm: Any, ask: Callable[[], object]) -> float | None:
     return sparse / every if every else None
 
 
-def answers(model: Path, lora: Path | None, **more: Any) -> tuple[list[list[int]], float | None]:
-    """Tokens, and the share of one more prompt's pairs that went sparse."""
+def logprobs(llm: Any, requests: Sequence[Any], **more: Any) -> list[list[float]]:
+    """Of each prompt's tokens, all sent together."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False, prompt_logprobs=0, **more)
+    outputs = llm.generate(requests, sampling, use_tqdm=False)
+    return [[next(iter(at.values())).logprob for at in output.prompt_logprobs[1:]] for output in outputs]
+
+
+def answers(run: str, model: Path, lora: Path | None, **more: Any) -> dict[str, Any]:
+    """Tokens, the share of one more prompt's pairs that went sparse, and log-probabilities."""
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.lora.request import LoRARequest
 
-    options = {"dtype": "float32", "max_model_len": 2048, "max_num_batched_tokens": 512, "gpu_memory_utilization": 0.3}
+    options = {"max_model_len": 2048, "max_num_batched_tokens": 512} | (ON_GPU if has_cuda() else ON_CPU)
     llm = LLM(str(model), skip_tokenizer_init=True, enforce_eager=True, seed=0, **(options | more))
     try:
         sampling = SamplingParams(temperature=0, max_tokens=12, detokenize=False, ignore_eos=True)
@@ -194,7 +210,12 @@ def answers(model: Path, lora: Path | None, **more: Any) -> tuple[list[list[int]
         outputs = llm.generate(requests, sampling, use_tqdm=False, lora_request=lora_request)
         alone = [TokensPrompt(prompt_token_ids=one) for one in prompts([ALONE_TOKENS], seed=1)]
         found = share(llm, partial(llm.generate, alone, sampling, use_tqdm=False))
-        return [list(output.outputs[0].token_ids) for output in outputs], found
+        exact = {"extra_args": {"sparse_prefill": 0}} if run == OURS else {}
+        # A server with LoRA gives none of a prompt's (vLLM 0.32, on a CPU).
+        together = logprobs(llm, requests, **exact) if lora is None else []
+        one_by_one = [logprobs(llm, [one])[0] for one in requests] if together and run == STOCK else []
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        return {"tokens": tokens, "share": found, "exact": together, "one by one": one_by_one}
     finally:
         with contextlib.suppress(Exception):
             llm.llm_engine.engine_core.shutdown()
@@ -203,16 +224,16 @@ def answers(model: Path, lora: Path | None, **more: Any) -> tuple[list[list[int]
         gc.collect()
 
 
-def told(run: str, name: str, folder: Path) -> dict[str, Any]:
+def line_of(run: str, name: str, folder: Path) -> dict[str, Any]:
     """One shape's line."""
     model, more = make(name, folder), SHAPES[name][1]
     lora = adapter(folder / "adapter") if "enable_lora" in more else None
     ours = {"attention_backend": "sparse-prefill", "additional_config": {"sparse_prefill": SETTINGS}}
     try:
         with counted() as runs:
-            tokens, found = answers(model, lora, **more, **(ours if run == OURS else {}))
+            told = answers(run, model, lora, **more, **(ours if run == OURS else {}))
         foretold = prefill_share(read_config(model), ALONE_TOKENS).of_pairs
-        return {"name": name, "tokens": tokens, "sparse": dict(runs), "share": found, "foretold": foretold}
+        return {"name": name, "sparse": dict(runs), "foretold": foretold, **told}
     except Exception as error:
         traceback.print_exc()
         return {"name": name, "error": f"{type(error).__name__}: {error}"}
@@ -221,4 +242,4 @@ def told(run: str, name: str, folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that runs can be counted
     for shape in sys.argv[3:]:
-        print(json.dumps(told(sys.argv[2], shape, Path(sys.argv[1]))), flush=True)
+        print(json.dumps(line_of(sys.argv[2], shape, Path(sys.argv[1]))), flush=True)

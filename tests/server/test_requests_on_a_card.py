@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of all levels on a GPU: which rows of a step are whose, by both of vLLM's runners, and what load changes.
+"""Requests of all levels on a GPU: which rows of a step are whose, by both of vLLM's runners, what vLLM's own options
+change, and what load does.
 
 Counters that only the right rows can give: prompts that are to be exact are of one length, sparse ones of another, and
-each is a single row, so many rows and tiles of each kind there must be, and no others. And five hundred requests of
-eight clients while the switch is thrown: exact ones have stock's tokens, memory stays.
+each is a single row, so many rows and tiles of each kind there must be, and no others. Under every option a trained
+model finds its facts, sparse and exact. And five hundred requests of eight clients while the switch is thrown: exact
+ones have stock's tokens, memory stays.
 """
 
+import json
 import random
+import re
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -32,7 +39,30 @@ PARAMS = {"sink_tokens": 64, "local_tokens": 128}
 SETTINGS = {"method": "a_shape", "params": PARAMS, "min_tokens": MIN_TOKENS, "min_query_tokens": 1}
 ARGS = ("--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-batched-tokens", "32768")
 GRAPHS = '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'  # what vLLM would compile of a model is not what is tested
-DETAILS = ("--gpu-memory-utilization", "0.1", "--enable-prompt-tokens-details", "--compilation-config", GRAPHS)
+ROOM = ("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 30))  # which waits for no other process
+DETAILS = (*ROOM, "--enable-prompt-tokens-details", "--compilation-config", GRAPHS)
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+LAYOUT = "VLLM_KV_CACHE_LAYOUT"
+
+
+class Option(NamedTuple):
+    args: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+
+
+OPTIONS = {
+    "whole and piecewise graphs": Option(("--compilation-config", '{"cudagraph_mode": "FULL_AND_PIECEWISE"}')),
+    "drafts by n-grams": Option(("--speculative-config", json.dumps(NGRAMS))),
+    "asynchronous": Option(("--async-scheduling",)),
+    "synchronous": Option(("--no-async-scheduling",)),
+    "the older runner": Option(env=((RUNNER, "0"),)),
+    "fp8 cache": Option(("--kv-cache-dtype", "fp8")),
+    "no room for all": Option(("--kv-cache-memory-bytes", str(28 << 20), "--no-scheduler-reserve-full-isl")),
+    "heads before tokens": Option(env=((LAYOUT, "LBHNC"),)),
+    "blocks outermost": Option(env=((LAYOUT, "BLHNC"),)),
+}
+"""Of vLLM 0.33, by name. A token of the bundled model takes 2.5 KiB of the cache."""
+OF_FACTS = {"min_tokens": 512, "min_query_tokens": 1, "guard": {"rate": 1.0, "bound": 1e6}}
 
 
 @pytest.mark.parametrize("runner", ["0", "1"], ids=["the older runner", "Model Runner V2"])
@@ -60,6 +90,29 @@ def check(server: Server) -> None:
     assert first.logprobs != pytest.approx(answers["sparse 0"].logprobs, abs=1e-2)
 
 
+@pytest.mark.parametrize("option", OPTIONS)
+def test_facts_are_found_under_every_option(option: str) -> None:
+    """By eight clients, in chunks of 512 and over cached prefixes, every prompt sparse and exact."""
+    given = OPTIONS[option]
+    args = (*sparse_args(OF_FACTS), *scenario.SERVER_ARGS, "--dtype", "bfloat16", *DETAILS, *given.args)
+    prompts, values = zip(*asked_for_facts(48))
+    with Server(BUNDLED, args, env=dict(given.env)) as server, ThreadPoolExecutor(8) as pool:
+        for level in (None, 0):
+            answers = list(pool.map(partial(scenario.ask, server, max_tokens=VALUE_TOKENS, level=level), prompts))
+            found = sum(answer.token_ids == tuple(value) for answer, value in zip(answers, values))
+            assert found >= 46, (option, level, found)
+        page, log = server.get("/metrics"), server.log_path.read_text(errors="replace")
+    report = parse(page)
+    assert report.problem() is None
+    assert report.rows_of("sparse") > len(prompts)
+    assert report.rows["dense", Fallback.REQUESTED] > len(prompts)
+    assert report.by("guard_checks").total() > 0
+    preempted = sum(float(n) for n in re.findall(r"(?m)^vllm:num_preemptions_total{.*} (\S+)$", page))
+    assert (preempted > 0) == (option == "no room for all")
+    if layout := dict(given.env).get(LAYOUT):
+        assert f"Using {layout} KV cache layout" in log
+
+
 def test_five_hundred_requests(tmp_path: Path) -> None:
     """Of a trained model, asked for facts, so that its answers are no matter of the last bit."""
     settings, args = levels.write(tmp_path, "high", "fast"), (*scenario.SERVER_ARGS, "--dtype", "bfloat16", *DETAILS)
@@ -67,7 +120,7 @@ def test_five_hundred_requests(tmp_path: Path) -> None:
         Server(BUNDLED, args, env={"VLLM_PLUGINS": "none"}) as stock,
         Server(BUNDLED, (*sparse_args(settings), *args, "--api-server-count", "2"), env=SERVER_ENV) as server,
     ):
-        endpoint, prompts = Endpoint.connect("sparse", server.url), asked_for_facts(500)
+        endpoint, prompts = Endpoint.connect("sparse", server.url), [ids for ids, _ in asked_for_facts(500)]
         first = under_the_switch(server, stock, endpoint, prompts[:100])
         before = resident_bytes_of(server.pid)
         rest = under_the_switch(server, stock, endpoint, prompts[100:])
@@ -77,15 +130,20 @@ def test_five_hundred_requests(tmp_path: Path) -> None:
     assert after < 1.02 * before
 
 
-def asked_for_facts(number: int) -> list[list[int]]:
-    """Prompts that end where a value is to follow; a text is asked for three of its facts."""
+VALUE_TOKENS = 7
+"""Of a value's first ones that are asked for."""
+
+
+def asked_for_facts(number: int) -> list[tuple[list[int], list[int]]]:
+    """Prompts that end where a value is to follow, and how that begins; a text is asked for three of its facts."""
     from tokenizers import Tokenizer
 
-    tokenizer, found = Tokenizer.from_file(str(BUNDLED / "tokenizer.json")), list[list[int]]()
+    tokenizer, found = Tokenizer.from_file(str(BUNDLED / "tokenizer.json")), list[tuple[list[int], list[int]]]()
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
     for seed in range(-(-number // 3)):
         rng = random.Random(seed)
         text = encode(prose(8000, seed))
         built = build_prompt(encode, [0], text, rng.randrange(1500, 6000), 12, Templates(), rng)
-        found += [built.token_ids[: answer.begin] for answer in built.answers[-3:]]
+        spans = [(answer.begin, answer.end) for answer in built.answers[-3:]]
+        found += [(built.token_ids[:begin], built.token_ids[begin:end][:VALUE_TOKENS]) for begin, end in spans]
     return found[:number]

@@ -29,7 +29,7 @@ def tell(server: Server, path: str) -> None:
 
 def test_the_same_answer_after_waking(small_model: Path) -> None:
     args = (*sparse_args(SETTINGS), *scenario.SERVER_ARGS, "--enable-sleep-mode", "--dtype", "bfloat16")
-    args += ("--gpu-memory-utilization", "0.1")
+    args += ("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 28))
     with Server(small_model, args, env={"VLLM_SERVER_DEV_MODE": "1"}) as server:
         prompt = scenario.prompt(3001, seed=1)
         before = scenario.ask(server, prompt)
