@@ -5,18 +5,19 @@
     python -m benchmarks.real quality PROMPTS.json stock=http://localhost:8000 ours=http://localhost:8001
     python -m benchmarks.real speed PROMPTS.json stock=http://localhost:8000 ours=http://localhost:8001@fast
 
-A setting is NAME=URL, or NAME=URL@LEVEL; the first one is what the others are compared to. Prompts are texts with 24
-facts spread over them, each asked for and answered further on in the same prompt: decoding is dense, and hides what a
-prefill lost. An answer is right if each of its tokens is the model's first choice. Perplexity is over the last two
-thirds, facts and questions left out; its standard error is that of the difference over prompts. Density is that of the
-rows that ran sparse, from /metrics, which also has their share. TTFT is the time of a request for one token, settings
-asked in turns.
+A setting is NAME=URL, or NAME=URL@LEVEL, of a level's name or p; the first one is what the others are compared to.
+Prompts are texts with 24 facts spread over them, each asked for and answered further on in the same prompt: decoding is
+dense, and hides what a prefill lost. An answer is right if each of its tokens is the model's first choice. Perplexity
+is over the last two thirds, facts and questions left out; its standard error is that of the difference over prompts.
+Density is that of the rows that ran sparse, from /metrics, which also has their share. TTFT is the time of a request
+for one token, settings asked in turns.
 """
 
 import http.client
 import json
 import math
 import random
+import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +51,7 @@ app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=F
 class Setting:
     name: str
     url: str
-    level: str | None
+    level: str | float | None
 
     @staticmethod
     def parse(text: str) -> "Setting":
@@ -58,7 +59,7 @@ class Setting:
         url, _, level = where.partition("@")
         if not found or not url.startswith("http"):
             raise typer.BadParameter(f"given {text!r}, expected NAME=http://HOST:PORT or NAME=http://HOST:PORT@LEVEL")
-        return Setting(name, url, level or None)
+        return Setting(name, url, float(level) if re.fullmatch(r"[\d.]+", level) else level or None)
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[http.client.HTTPConnection, Any]:
         connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=600)
