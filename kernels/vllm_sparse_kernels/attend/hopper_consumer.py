@@ -15,28 +15,6 @@ MINUS_INFINITY = gl.constexpr(float("-inf"))
 LN_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
 
-FOUR_POWERS = gl.constexpr("""{
-    .reg .f32 x, whole, rest, power;
-    .reg .b32 bits, shift;
-    ex2.approx.ftz.f32 $0, $4;
-    ex2.approx.ftz.f32 $1, $5;
-    ex2.approx.ftz.f32 $2, $6;
-    max.ftz.f32 x, $7, 0fC2FE0000;
-    add.rn.ftz.f32 whole, x, 0f4B400000;
-    sub.rn.ftz.f32 rest, whole, 0f4B400000;
-    sub.rn.ftz.f32 rest, x, rest;
-    fma.rn.ftz.f32 power, rest, 0f3C1CCBE8, 0f3D650A21;
-    fma.rn.ftz.f32 power, power, rest, 0f3E76036D;
-    fma.rn.ftz.f32 power, power, rest, 0f3F31706E;
-    fma.rn.ftz.f32 power, power, rest, 0f3F7FFFF4;
-    mov.b32 shift, whole;
-    shl.b32 shift, shift, 23;
-    mov.b32 bits, power;
-    add.s32 bits, bits, shift;
-    mov.b32 $3, bits;
-}""")
-"""2^x of four numbers up to 0, of the last one by a polynomial (relative error 3e-6), 0 from 2^-127 down."""
-
 
 @gluon.jit
 def consume(
@@ -194,7 +172,7 @@ def _step(
     b_new = gl.maximum(b_max, gl.max(b_s, 1) * scale)
     shift = _finite(b_new) if MASK == "diagonal" else b_new
     b_scale = gl.exp2(b_max - shift)
-    b_next = _powers(b_s * scale - shift[:, None], SHAPE[2])
+    b_next = gl.exp2(b_s * scale - shift[:, None])
     b_sum = b_sum * b_scale + gl.sum(b_next, 1)
     if STRIPES:
         b_next = _operand(b_next, b_acc, v_steps)
@@ -204,14 +182,6 @@ def _step(
     mbarrier.arrive(v_empty.index(before), count=1)
     b_acc = b_acc * gl.convert_layout(b_scale, gl.SliceLayout(1, b_acc.type.layout))[:, None]
     return b_next, b_acc, b_new, b_sum
-
-
-@gluon.jit
-def _powers(b_x, D: gl.constexpr):
-    """2^x. At head_dim 64 the units for exponents are as busy as those for matrices: others take a quarter."""
-    if D > 64:
-        return gl.exp2(b_x)
-    return gl.inline_asm_elementwise(FOUR_POWERS, "=f,=f,=f,=f,f,f,f,f", [b_x], gl.float32, is_pure=True, pack=4)
 
 
 @gluon.jit
