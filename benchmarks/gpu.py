@@ -56,9 +56,9 @@ def steps_of(folder: Path, results: Path, memory_bytes: int) -> Steps:
     ours = ["--settings", '{"method": "a_shape"}', "--server-args", SERVER_ARGS, "--output-tokens", "16"]
     attend = ["--densities", "1,0.2,0.05", "--stripes", "8192", "--blocks", "128"]
     # What takes time is compiling, by a CPU for each process.
-    at_once = ["-n", str(max(1, min(24, (os.cpu_count() or 1) - 2))), "--dist", "worksteal"]
+    at_once = ["-n", str(max(1, min(24, (os.cpu_count() or 1) - 2))), "--dist", "loadgroup"]
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *at_once, "--durations=10"]
-    kernels, others = "GPU tests of kernels", "GPU tests of methods, backend and servers"
+    kernels, others = "GPU tests of kernels", "GPU tests of servers, methods and backend"
     return {
         kernels: [[*tests, "tests/kernels", f"--junitxml={folder}/{kernels}.xml"]],
         others: [[*tests, "tests", "--ignore=tests/kernels", f"--junitxml={folder}/{others}.xml"]],

@@ -60,6 +60,7 @@ def furthest(one: list[list[float]], other: list[list[float]]) -> float:
     return max((abs(a - b) for a, b in pairs), default=0.0)
 
 
+@pytest.mark.xdist_group("shapes")  # where tests run side by side, one process starts the models of all
 @pytest.mark.parametrize("name", SPARSE_LAYERS)
 def test_tokens_are_stocks_and_layers_that_can_ran_sparse(both: dict[str, Lines], name: str) -> None:
     line, stock = both[OURS][name], both[STOCK][name]
