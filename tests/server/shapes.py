@@ -103,7 +103,8 @@ SHAPES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "chunks": (llama4, {}),
     "experts": (qwen3_moe, {}),
     "sinks": (gpt_oss, {}),
-    "hybrid": (qwen3_next, {"dtype": "bfloat16"}),  # its recurrence takes nothing else on a CPU
+    # Its recurrence takes no other dtype on a CPU, and on a GPU FlashInfer's kernels where none else are named.
+    "hybrid": (qwen3_next, {"dtype": "bfloat16"} | ({"gdn_prefill_backend": "triton"} if has_cuda() else {})),
     "lora": (llama, {"enable_lora": True, "max_lora_rank": 8}),
     "n-grams": (llama, {"speculative_config": NGRAMS}),
 }
