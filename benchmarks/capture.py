@@ -4,15 +4,24 @@
 python -m benchmarks.capture MODEL FOLDER [--tokens 32768] [--skip 0] [--text FOLDER]
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from benchmarks.options import Device, Text
 from vllm_sparse_backend.cli.common import device_of, failures, folder_for
 from vllm_sparse_backend.measure.texts import read_text
-from vllm_sparse_backend.profiling.capture import begin_ids, capture, default_text, load_tokenizer, require_model
+from vllm_sparse_backend.profiling.capture import (
+    Capture,
+    begin_ids,
+    capture_each,
+    default_text,
+    load_tokenizer,
+    require_model,
+)
 from vllm_sparse_backend.profiling.prompts import MOST_CHARS
 from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 
@@ -31,6 +40,13 @@ def main(
         made = capture(model, ids, folder_for("FOLDER", folder), device_of(device))
         left_out = f", left out: {made.left_out}" if made.left_out else ""
         print(f"{made.num_tokens:,} tokens of {made.model} in {folder}: {len(made.scales)} layers{left_out}")
+
+
+def capture(
+    model: Path, token_ids: Sequence[int], folder: Path, device: str = "cpu", dtype: torch.dtype = torch.bfloat16
+) -> Capture:
+    """``capture_each`` of one prompt."""
+    return next(capture_each(model, [token_ids], [folder], device, dtype))
 
 
 def read_tokens(model: Path, text: Path, length: int, begin_token: bool = True, skip: int = 0) -> list[int]:

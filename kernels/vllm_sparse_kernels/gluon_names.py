@@ -45,19 +45,17 @@ def larger_pairs(b_a, b_b):
     return gl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [b_a, b_b], gl.float16, is_pure=True, pack=2)
 
 
+@gluon.jit
+def new_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
+    """NUM barriers in shared memory, each of which COUNT arrivals complete."""
+    bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM):
+        mbarrier.init(bars.index(i), count=COUNT)
+    return bars
+
+
 __all__ = [
-    "TensorDescriptor",
-    "async_copy",
-    "barrier",
-    "bulk_load",
-    "bulk_steps",
-    "fence_async_shared",
-    "gather_load",
-    "gl",
-    "gluon",
-    "larger_pairs",
-    "mbarrier",
-    "reinterpret",
-    "warpgroup_mma",
+    "TensorDescriptor", "async_copy", "barrier", "bulk_load", "bulk_steps", "fence_async_shared", "gather_load",
+    "gl", "gluon", "larger_pairs", "mbarrier", "new_barriers", "reinterpret", "warpgroup_mma",
     "warpgroup_mma_wait",
-]
+]  # fmt: skip

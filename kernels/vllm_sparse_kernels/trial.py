@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trial: one batch through a kernel, against float64, within an error budget. Server start-up and tests make them.
+"""A trial: one batch through a kernel, against float64, within an error budget. Servers and profiling make them before
+they use an engine, and tests.
 
 A kernel may be as far from the exact result as eager torch is in the same dtype, times a small factor.
 The factor is 3: over the tests' shapes the kernel's largest error is 0.2 to 0.5 times eager's in fp16, and around 1
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_sparse_kernels.attend.engine import Engine
 from vllm_sparse_kernels.attend.options import AttendOptions
 from vllm_sparse_kernels.attend.reference import attend, fp8_weights
 from vllm_sparse_kernels.index import SparseIndex
@@ -81,3 +83,24 @@ def expected_attention(batch: Batch, index: SparseIndex, options: AttendOptions 
         results.append((out, lse))
     (out, lse), (eager_out, eager_lse) = results
     return Expected(out, lse, error_budget(eager_out, out), error_budget(eager_lse, lse))
+
+
+def failure(
+    engine: Engine, batch: Batch, index: SparseIndex, options: AttendOptions | None, exact: Expected | None
+) -> str | None:
+    """What is wrong with an engine's result, or why there is none; None where it is right."""
+    out = batch.empty_out()
+    try:
+        with index.workspace.frame():
+            engine.attend(batch.q, batch.cache, index, out, batch.scale, options=options, sinks=batch.sinks)
+        if out.is_cuda:
+            torch.cuda.synchronize(out.device)
+    except Exception as error:  # whatever a compiler, a launch or a library raises is the reason
+        return f"it fails: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    if bool(out.isnan().any()):
+        return "its result in a trial holds NaN"
+    if exact is not None:
+        off = float((out.double() - exact.out).abs().max())
+        if not off <= exact.out_budget:
+            return f"its result in a trial is off by {off:.2e}, expected at most {exact.out_budget:.2e}"
+    return None

@@ -80,7 +80,7 @@ def test_the_next_engine_is_taken_and_the_log_says_why(lines: list[str]) -> None
     assert last == "sparse-prefill: attention: layers 3 on hopper; layers 0-1,5 on flash"
     assert reasons
     for line in reasons:
-        assert line.startswith("sparse-prefill: engine hopper not taken: its result on the warm-up batch is off by")
+        assert line.startswith("sparse-prefill: engine hopper not taken: its result in a trial is off by")
 
 
 def test_an_engine_that_forgets_sinks_is_not_taken_for_layers_that_have_them() -> None:
@@ -97,7 +97,7 @@ def test_an_engine_that_forgets_sinks_is_not_taken_for_layers_that_have_them() -
     [
         ("hopper", "no engine is named 'hopper'; there are flash, portable"),
         ("flash", "flash: there is no FlashAttention for this device"),
-        ("portable", "portable: its result on the warm-up batch holds NaN"),
+        ("portable", "portable: its result in a trial holds NaN"),
     ],
 )
 def test_an_engine_that_is_asked_for_and_cannot_be_had(asked: str, says: str) -> None:

@@ -61,7 +61,7 @@ def test_no_speed_of_what_is_wrong(card, tmp_path):
         cases = [case for case in written["cases"] if "entry" not in case]
         assert len(cases) == (2 if command == "crossover" else 1)
         for case in cases:
-            assert ("against float64" if command == "crossover" else "times eager's") in case["problem"]
+            assert ("in a trial is off by" if command == "crossover" else "times eager's") in case["problem"]
             assert not {"ms", "times_faster", "efficiency", "whole_ms"} & set(case)
         assert "faster 4" not in result.output
     (entry,) = json.loads(table.read_text())["entries"]

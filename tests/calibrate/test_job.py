@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole runs on captures of structured heads: what is written, and that a run which is broken off loses nothing."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from tests.calibrate.made import HEADS, LAYERS, StructuredCapturer, make_job, random_prompts
 from vllm_sparse_backend.profiling.calibrate import run
@@ -11,6 +14,7 @@ from vllm_sparse_backend.profiling.judge import Served
 from vllm_sparse_backend.profiling.measure import Bound
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.profile import parse_profile
+from vllm_sparse_kernels.attend import PORTABLE, Engine
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
@@ -124,3 +128,21 @@ def test_a_first_level_that_nothing_holds_is_an_error(tmp_path):
         run(make_job(tmp_path / "work"), cheapest, bounds, "a test")
     other_way = run(make_job(tmp_path / "work"), cheapest, dict(reversed(bounds.items())), "a test")
     assert (other_way.level, other_way.levels) == ("fast", {})
+
+
+def test_an_engine_that_is_wrong_here_is_not_used(tmp_path):
+    """As at a server's start: what it would give is not what would be served. One that refuses stays for others."""
+
+    def wrong(q, cache, index, out, *args, **more):
+        PORTABLE.attend(q, cache, index, out, *args, **more)
+        out[-1] = torch.nan
+
+    told: list[str] = []
+    job = replace(make_job(tmp_path / "work"), tell=Tell(say=told.append))
+    table = {
+        "hopper": Engine("hopper", PORTABLE.refusal, wrong),
+        "flash": Engine("flash", lambda spec: "not here", wrong),
+        "portable": PORTABLE,
+    }
+    assert job.right(table) == {"flash": table["flash"], "portable": PORTABLE}
+    assert told == ["engine hopper not taken: its result in a trial holds NaN"]

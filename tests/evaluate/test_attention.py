@@ -4,9 +4,9 @@
 import pytest
 import torch
 
+from benchmarks.capture import capture
 from benchmarks.kept import Asked, measure_plans, select_layer
 from benchmarks.oracle import measure
-from vllm_sparse_backend.profiling.capture import capture
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
 from vllm_sparse_backend.settings.plan import Plan
 from vllm_sparse_kernels import PagedCache, Rows

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.capture import capture
 from vllm_sparse_backend.profiling import capture as module
-from vllm_sparse_backend.profiling.capture import Capture, capture, held_capture
+from vllm_sparse_backend.profiling.capture import Capture, held_capture
 from vllm_sparse_backend.profiling.chunks import dense_attention
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.model_shape import ModelShape

@@ -10,7 +10,7 @@ from vllm_sparse_backend.measure.data import Prompt
 from vllm_sparse_kernels import AttendOptions, SparseIndex, layer as layers
 from vllm_sparse_kernels.attend import AttendSpec, Engine, choose
 from vllm_sparse_kernels.layer import LayerPlan
-from vllm_sparse_kernels.trial import Batch
+from vllm_sparse_kernels.trial import Batch, expected_attention, failure
 
 
 @dataclass
@@ -56,6 +56,16 @@ class Layer:
     def refusal(self, engine: Engine) -> str | None:
         """Why an engine cannot attend over this layer's index."""
         return engine.refusal(self.spec)
+
+    def wrong(self, engine: Engine) -> str | None:
+        """What is wrong with an engine's attention over what was selected, as a server would find out at its start.
+
+        None where it refuses to. With options a result is an approximation that was asked for: it may hold no NaN.
+        """
+        if self.refusal(engine) is not None:
+            return None
+        exact = expected_attention(self.batch, self.index) if self.options is None else None
+        return failure(engine, self.batch, self.index, self.options, exact)
 
 
 def layers_of(

@@ -79,17 +79,6 @@ class Capture:
         return dataclasses.replace(found, folder=folder)
 
 
-def capture(
-    model: Path, token_ids: Sequence[int], folder: Path, device: str = "cpu", dtype: torch.dtype = torch.bfloat16
-) -> Capture:
-    """Run ``model``, a folder in Hugging Face's format, on one prompt, and write what its layers attend with.
-
-    A capture of the same prompt by the same model, which ``folder`` may hold already, is taken as it is.
-    Raises ConfigurationError where transformers is missing or no layer has plain causal attention.
-    """
-    return next(capture_each(model, [token_ids], [folder], device, dtype))
-
-
 def capture_each(
     model: Path,
     prompts: Sequence[Sequence[int]],
@@ -97,7 +86,11 @@ def capture_each(
     device: str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
 ) -> Iterator[Capture]:
-    """``capture`` of prompts one after the other. The model is loaded once, and not at all if all are there."""
+    """Run ``model``, a folder in Hugging Face's format, on prompts, and write what its layers attend with.
+
+    The model is loaded once, and not at all if all captures are there. Raises ConfigurationError where transformers is
+    missing or no layer has plain causal attention.
+    """
     network: Any = None
     for token_ids, folder in zip(prompts, folders, strict=True):
         if (made := held_capture(model, token_ids, folder)) is None:

@@ -22,6 +22,8 @@ import torch
 from pydantic import Field
 
 from vllm_sparse_backend.measure.card import Card
+from vllm_sparse_backend.measure.data import Heads, planted_prompt
+from vllm_sparse_backend.measure.layers import Layer
 from vllm_sparse_backend.measure.report import versions, write_json
 from vllm_sparse_backend.profiling.capture import Capture, capture_each, weights_sha256
 from vllm_sparse_backend.profiling.chunks import chunk_rows
@@ -33,6 +35,8 @@ from vllm_sparse_backend.settings.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_kernels.attend import Engine
 from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.layer import layer_plan
+from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.trial import Batch
 
 Capturer = Callable[[Path, Sequence[Sequence[int]], Sequence[Path]], Iterable[Capture]]
@@ -126,12 +130,27 @@ class Job:
 
     @cached_property
     def card(self) -> Card | None:
-        return Card() if self.device.startswith("cuda") else None
+        """A CUDA device, with those engines alone that a trial finds right, as a server has it at its start."""
+        card = Card() if self.device.startswith("cuda") else None
+        if card is not None:
+            card.engines = self.right(card.engines)
+        return card
 
     @property
     def engines(self) -> Mapping[str, Engine] | None:
-        """Those of a CUDA device."""
         return None if self.card is None else self.card.engines
+
+    def right(self, engines: Mapping[str, Engine]) -> dict[str, Engine]:
+        """Those that attend rightly over all of a made prompt with the model's heads, and those that refuse to."""
+        shape, device = self.shape, torch.device(self.device)
+        heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype=self.dtype)
+        plan = layer_plan([Dense()] * shape.num_heads)
+        layer = Layer.of(planted_prompt(heads, 512, device).chunk(256, 256), plan, "auto")
+        layer.select()
+        wrong = {name: why for name, engine in engines.items() if (why := layer.wrong(engine))}
+        for name, why in wrong.items():
+            self.tell.say(f"engine {name} not taken: {why}")
+        return {name: engine for name, engine in engines.items() if name not in wrong}
 
     @cached_property
     def captures(self) -> dict[str, list[Capture]]:

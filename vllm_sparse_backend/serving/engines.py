@@ -18,7 +18,7 @@ from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.ranges import format_ranges
 from vllm_sparse_kernels import AttendOptions, SparseIndex, shared_bytes, widest_block
 from vllm_sparse_kernels.attend import PORTABLE, AttendSpec, Choice, Engine, choose, engines
-from vllm_sparse_kernels.trial import Batch, Expected, expected_attention
+from vllm_sparse_kernels.trial import Batch, expected_attention, failure
 
 logger = logging.getLogger(LOGGER)
 
@@ -67,27 +67,6 @@ class EnginePicker:
                 "sparse-prefill: engine portable takes longer for blocks of %d keys, made for engines that were not "
                 "taken, than for the fewer ones of 64 that %s 'portable' gives it", min(narrow), FIELD,
             )  # fmt: skip
-
-
-def failure(
-    engine: Engine, batch: Batch, index: SparseIndex, options: AttendOptions | None, exact: Expected | None
-) -> str | None:
-    """What is wrong with an engine's result, or why there is none; None where it is right."""
-    out = batch.empty_out()
-    try:
-        with index.workspace.frame():
-            engine.attend(batch.q, batch.cache, index, out, batch.scale, options=options, sinks=batch.sinks)
-        if out.is_cuda:
-            torch.cuda.synchronize(out.device)
-    except Exception as error:  # whatever a compiler, a launch or a library raises is the reason
-        return f"it fails: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    if bool(out.isnan().any()):
-        return "its result on the warm-up batch holds NaN"
-    if exact is not None:
-        off = float((out.double() - exact.out).abs().max())
-        if not off <= exact.out_budget:
-            return f"its result on the warm-up batch is off by {off:.2e}, expected at most {exact.out_budget:.2e}"
-    return None
 
 
 def refuse_on_cpu(asked: str) -> None:

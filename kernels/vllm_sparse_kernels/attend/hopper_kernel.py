@@ -32,7 +32,7 @@ and ``make compile-matrix`` off what each release compiles.
 from vllm_sparse_kernels.attend.hopper_consumer import consume
 from vllm_sparse_kernels.attend.hopper_item import HALF, WORDS
 from vllm_sparse_kernels.attend.hopper_producer import SWEEP, produce
-from vllm_sparse_kernels.gluon_names import barrier, fence_async_shared, gl, gluon, mbarrier, reinterpret
+from vllm_sparse_kernels.gluon_names import barrier, fence_async_shared, gl, gluon, new_barriers, reinterpret
 
 
 @gluon.jit(do_not_specialize=["num_tiles"])
@@ -65,13 +65,13 @@ def hopper_kernel(
     v_pieces = reinterpret(v_steps, dtype, [PIECES, SWEEP, HALF], piece_layout)
     q_halves = reinterpret(q_tiles, dtype, [SLOTS * 2, HALF, D], q_layout)
 
-    q_full = _barriers(SLOTS, 1)
-    q_empty = _barriers(SLOTS, 2)
-    k_full = _barriers(STAGES, 1)
-    k_empty = _barriers(STAGES, 2)
-    v_full = _barriers(STAGES, 1)
-    v_empty = _barriers(STAGES, 2)
-    mended = _barriers(1, 1)
+    q_full = new_barriers(SLOTS, 1)
+    q_empty = new_barriers(SLOTS, 2)
+    k_full = new_barriers(STAGES, 1)
+    k_empty = new_barriers(STAGES, 2)
+    v_full = new_barriers(STAGES, 1)
+    v_empty = new_barriers(STAGES, 2)
+    mended = new_barriers(1, 1)
     fence_async_shared()
     barrier()
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, mended)
@@ -96,12 +96,3 @@ def hopper_kernel(
         [4, WARPS],
         [CONSUMER_REGISTERS, REGISTERS],
     )  # fmt: skip
-
-
-@gluon.jit
-def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
-    """NUM barriers in shared memory, each of which COUNT arrivals complete."""
-    bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUM):
-        mbarrier.init(bars.index(i), count=COUNT)
-    return bars

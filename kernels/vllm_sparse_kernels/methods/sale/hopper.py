@@ -16,6 +16,7 @@ from vllm_sparse_kernels.gluon_names import (
     gluon,
     larger_pairs,
     mbarrier,
+    new_barriers,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -206,9 +207,7 @@ def _room(BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
     shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, BLOCK_D], gl.float8e4nv)
     q_shared = gl.allocate_shared_memory(gl.float8e4nv, [2, N, BLOCK_D], shared)
     k_shared = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, N, BLOCK_D], shared)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES + 1):
-        mbarrier.init(ready.index(i), count=1)
+    ready = new_barriers(STAGES + 1, 1)
     fence_async_shared()
     barrier()
     return q_shared, k_shared, ready

@@ -36,6 +36,7 @@ from vllm_sparse_kernels.gluon_names import (
     gluon,
     larger_pairs,
     mbarrier,
+    new_barriers,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -227,9 +228,9 @@ def _scores_kernel(
 
     q_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2, STEP, KEPT_D], bulk_keys.layout)
     k_steps = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, STEP, KEPT_D], bulk_keys.layout)
-    q_full = _barriers(1, 1)
-    full = _barriers(STAGES, 1)
-    empty = _barriers(STAGES, 2)
+    q_full = new_barriers(1, 1)
+    full = new_barriers(STAGES, 1)
+    empty = new_barriers(STAGES, 2)
     fence_async_shared()
     barrier()
     place = i_entry * num_tiles + i_tile - first_tile
@@ -244,15 +245,6 @@ def _scores_kernel(
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
-
-
-@gluon.jit
-def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
-    """NUM barriers in shared memory, each of which COUNT arrivals complete."""
-    bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUM):
-        mbarrier.init(bars.index(i), count=COUNT)
-    return bars
 
 
 @gluon.jit
