@@ -146,3 +146,14 @@ def test_an_engine_that_is_wrong_here_is_not_used(tmp_path):
     }
     assert job.right(table) == {"flash": table["flash"], "portable": PORTABLE}
     assert told == ["engine hopper not taken: its result in a trial holds NaN"]
+
+
+@pytest.mark.parametrize(("free", "reserved", "warned"), [(60, 19, 0), (60, 5, 1), (20, 60, 0)])
+def test_others_on_the_card_are_told_of(tmp_path, monkeypatch, free, reserved, warned):
+    """Of 80 GiB: this process's own do not count."""
+    told: list[str] = []
+    job = replace(make_job(tmp_path / "work"), tell=Tell(say=told.append))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved << 30)
+    job.warn_of_others(torch.device("cuda"))
+    assert [line.startswith("other processes hold 15 GiB of ") for line in told] == [True] * warned

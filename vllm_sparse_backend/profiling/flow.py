@@ -63,7 +63,8 @@ class Flow:
     def _layer(self, layer: int) -> CapturedLayer:
         job = self.job
         captures, device = job.captures[self.kind], torch.device(job.device)
-        return CapturedLayer(captures, layer, job.served, device, job.engines, self._states, self.others)
+        engines = job.card.engines if job.card else None
+        return CapturedLayer(captures, layer, job.served, device, engines, self._states, self.others)
 
 
 def walk(

@@ -39,6 +39,9 @@ from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.trial import Batch
 
+OTHERS_BYTES = 2 << 30
+"""More than this process has for itself beside torch's memory."""
+
 Capturer = Callable[[Path, Sequence[Sequence[int]], Sequence[Path]], Iterable[Capture]]
 """Captures prompts of a model into folders, those that are not there yet."""
 
@@ -134,11 +137,14 @@ class Job:
         card = Card() if self.device.startswith("cuda") else None
         if card is not None:
             card.engines = self.right(card.engines)
+            self.warn_of_others(card.device)
         return card
 
-    @property
-    def engines(self) -> Mapping[str, Engine] | None:
-        return None if self.card is None else self.card.engines
+    def warn_of_others(self, device: torch.device) -> None:
+        free, total = torch.cuda.mem_get_info(device)
+        if (held := total - free - torch.cuda.memory_reserved(device)) > OTHERS_BYTES:
+            what = f"other processes hold {held / 2**30:.0f} GiB of {self.device_name}"
+            self.tell.say(f"{what}: what they compute counts in the times by which heads get their methods")
 
     def right(self, engines: Mapping[str, Engine]) -> dict[str, Engine]:
         """Those that attend rightly over all of a made prompt with the model's heads, and those that refuse to."""
