@@ -3,6 +3,7 @@
 
     python -m benchmarks.real prompts MODEL OUT.json TEXT.txt ... [--lengths 16384,32768,65536] [--each 24]
     python -m benchmarks.real quality PROMPTS.json stock=http://localhost:8000 ours=http://localhost:8001
+    python -m benchmarks.real against STOCK.json OURS.json ...     # of several runs of quality --json
     python -m benchmarks.real speed PROMPTS.json stock=http://localhost:8000 ours=http://localhost:8001@fast
 
 A setting is NAME=URL, or NAME=URL@LEVEL, of a level's name or p; the first one is what the others are compared to.
@@ -201,6 +202,18 @@ def quality(
             print(_line(name, length, one))
     if out:
         out.write_text(json.dumps(table))
+
+
+@app.command()
+def against(
+    first: Annotated[Path, typer.Argument(help="What `quality --json` wrote, of one setting.")], others: list[Path]
+) -> None:
+    """Settings of other such files beside the first one's: of servers that were asked one after the other."""
+    (base,) = json.loads(first.read_text()).values()
+    for path in others:
+        for name, of in json.loads(path.read_text()).items():
+            for length, one in of.items():
+                print(_line(name, length, Quality(**one["prompts"]).against(Quality(**base[length]["prompts"]))))
 
 
 def _line(name: str, length: str, one: dict[str, Any]) -> str:

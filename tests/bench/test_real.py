@@ -44,3 +44,21 @@ def test_an_answer_is_right_if_each_of_its_tokens_is_the_first_choice(monkeypatc
     monkeypatch.setattr(Setting, "ask", lambda *_: (HTTPConnection("unused"), answer))
     prompt = {"ids": ids, "spans": [[300, 303], [500, 503]], "facts": [100, 250]}
     assert real._score(Setting("ours", "http://unused", None), prompt) == (1, 2, 2.0)
+
+
+def test_runs_one_after_the_other_are_compared_by_prompt(tmp_path: Path) -> None:
+    for name, right, nats in (("stock", [4, 4], [2.0, 3.0]), ("ours", [4, 3], [2.0, 3.2])):
+        prompts = {"right": right, "asked": [4, 4], "nats": nats, "density": 0.25, "sparse_rows": 0.5}
+        (tmp_path / name).write_text(json.dumps({name: {"900": {"prompts": prompts}}}))
+    result = CliRunner().invoke(real.app, ["against", str(tmp_path / "stock"), str(tmp_path / "ours")])
+    assert (
+        "answers 0.8750 ± 0.1250 (7 of 8), perplexity +10.517 % ± 10.000, density 0.25, sparse rows 0.5"
+        in result.output
+    )
+
+
+@pytest.mark.parametrize(
+    "text, level", [("a=http://x:1", None), ("a=http://x:1@fast", "fast"), ("a=http://x:1@0.9", 0.9)]
+)
+def test_a_setting_has_a_level_by_name_or_p(text: str, level: object) -> None:
+    assert Setting.parse(text) == Setting("a", "http://x:1", level)
