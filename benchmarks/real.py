@@ -62,13 +62,17 @@ class Setting:
             raise typer.BadParameter(f"given {text!r}, expected NAME=http://HOST:PORT or NAME=http://HOST:PORT@LEVEL")
         return Setting(name, url, float(level) if re.fullmatch(r"[\d.]+", level) else level or None)
 
+    @property
+    def more(self) -> dict[str, Any]:
+        """What a request's body has for its level; 0 is one."""
+        return {} if self.level is None else {"vllm_xargs": {"sparse_prefill": self.level}}
+
     def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[http.client.HTTPConnection, Any]:
         connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=600)
         if body is None:
             connection.request("GET", path)
         else:
-            more = {"vllm_xargs": {"sparse_prefill": self.level}} if self.level else {}
-            text = json.dumps({"model": "m", "temperature": 0, "max_tokens": 1, **more, **body})
+            text = json.dumps({"model": "m", "temperature": 0, "max_tokens": 1, **self.more, **body})
             connection.request("POST", path, text, {"Content-Type": "application/json"})
         answer = connection.getresponse()
         if answer.status != 200:

@@ -22,7 +22,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if HAS_CUDA:  # servers, which take longest, begin first where tests run side by side
+    if HAS_CUDA:
+        # Where tests run side by side, those with servers, which take longest, begin first.
         items.sort(key=lambda item: item.get_closest_marker("server") is None)
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none")

@@ -57,8 +57,8 @@ def test_runs_one_after_the_other_are_compared_by_prompt(tmp_path: Path) -> None
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "level"), [("a=http://x:1", None), ("a=http://x:1@fast", "fast"), ("a=http://x:1@0.9", 0.9)]
-)
+@pytest.mark.parametrize(("text", "level"), [("", None), ("@fast", "fast"), ("@0.9", 0.9), ("@0", 0)])
 def test_a_setting_has_a_level_by_name_or_p(text: str, level: object) -> None:
-    assert Setting.parse(text) == Setting("a", "http://x:1", level)
+    setting = Setting.parse(f"a=http://x:1{text}")
+    assert setting == Setting("a", "http://x:1", level)
+    assert setting.more == ({} if level is None else {"vllm_xargs": {"sparse_prefill": level}})

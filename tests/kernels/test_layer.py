@@ -117,6 +117,8 @@ def test_what_is_kept_is_no_matter_of_the_engine(
     device: str, lengths: list[tuple[int, int]], head_dim: int, method: Method
 ) -> None:
     """Blocks of one width are the same blocks. ``portable``, asked for by name, has wider ones: all that hold one."""
+    if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("blocks are narrow on GPUs of compute capability 9.0 (H100, H200)")
     one = without_nan(random_batch(lengths, NUM_HEADS, NUM_KV_HEADS, head_dim, 128, DTYPES[-1], device))
     one.q.mul_(3)
     groups = (HeadGroup(tuple(range(NUM_HEADS)), method),)

@@ -181,8 +181,10 @@ class Timed:
     def _problem(self) -> str | None:
         first, *_ = layers = self.layers(*CHECKED_TOKENS)
         new_step(layers)()
+        if why := first.refusal(self.engine):
+            return why
         first.select()
-        return first.refusal(self.engine) or first.wrong(self.engine)
+        return first.wrong(self.engine)
 
     def rung(self, report: Report, which: str, seq_len: int, query_len: int) -> dict[str, Any]:
         """The last ``query_len`` tokens of ``seq_len``, measured and reported."""

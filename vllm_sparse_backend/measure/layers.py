@@ -60,10 +60,8 @@ class Layer:
     def wrong(self, engine: Engine) -> str | None:
         """What is wrong with an engine's attention over what was selected, as a server would find out at its start.
 
-        None where it refuses to. With options a result is an approximation that was asked for: it may hold no NaN.
+        With options a result is an approximation that was asked for: it may hold no NaN.
         """
-        if self.refusal(engine) is not None:
-            return None
         exact = expected_attention(self.batch, self.index) if self.options is None else None
         return failure(engine, self.batch, self.index, self.options, exact)
 

@@ -141,10 +141,11 @@ class Job:
         return card
 
     def warn_of_others(self, device: torch.device) -> None:
+        """Say so where other processes have memory of the device, and so may compute on it."""
         free, total = torch.cuda.mem_get_info(device)
         if (held := total - free - torch.cuda.memory_reserved(device)) > OTHERS_BYTES:
-            what = f"other processes hold {held / 2**30:.0f} GiB of {self.device_name}"
-            self.tell.say(f"{what}: what they compute counts in the times by which heads get their methods")
+            why = "what they compute counts in the times by which heads get their methods"
+            self.tell.say(f"other processes hold {held / 2**30:.0f} GiB of {self.device_name}: {why}")
 
     def right(self, engines: Mapping[str, Engine]) -> dict[str, Engine]:
         """Those that attend rightly over all of a made prompt with the model's heads, and those that refuse to."""
@@ -153,7 +154,8 @@ class Job:
         plan = layer_plan([Dense()] * shape.num_heads)
         layer = Layer.of(planted_prompt(heads, 512, device).chunk(256, 256), plan, "auto")
         layer.select()
-        wrong = {name: why for name, engine in engines.items() if (why := layer.wrong(engine))}
+        asked = {name: engine for name, engine in engines.items() if layer.refusal(engine) is None}
+        wrong = {name: why for name, engine in asked.items() if (why := layer.wrong(engine))}
         for name, why in wrong.items():
             self.tell.say(f"engine {name} not taken: {why}")
         return {name: engine for name, engine in engines.items() if name not in wrong}
