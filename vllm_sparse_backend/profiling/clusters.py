@@ -12,7 +12,7 @@ What the paper leaves open, and how it is settled here:
 * Representations are standardised, each value over all heads.
 * The linkage is Ward's: cut at 40, the distance in the name of that file, other linkages of standardised
   representations would join all heads.
-* Training stops when an epoch has not lowered the loss by a thousandth for 50 epochs. On a GPU it multiplies in bfloat16.
+* Training stops when an epoch has not lowered the loss by a thousandth for 50 epochs. A GPU multiplies in bfloat16.
 
 **Memory.** Maps take half precision, 7.5 MB a head at that side: 0.5 GB for 64 heads, 7.7 GB for the 1,024 of an 8B
 model (at a side of 512 0.5 GB), on the host and, for training, on the device. Making them takes a layer's queries and
