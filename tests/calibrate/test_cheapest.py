@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.calibrate.fake_judge import FakeJudge, figures
+from tests.calibrate.fake_judge import FakeJudge, figures, most_passes
 from tests.calibrate.made import HEADS, make_job
 from vllm_sparse_backend.profiling import cheapest
 from vllm_sparse_backend.profiling.calibrate import best, run, together
@@ -17,7 +17,6 @@ from vllm_sparse_backend.profiling.cheapest import Cheapest, choose, holding, ju
 from vllm_sparse_backend.profiling.costs import Cost, EstimatedCosts, LayerCost, kind_of
 from vllm_sparse_backend.profiling.measure import Bound
 from vllm_sparse_backend.profiling.search import ladder_of
-from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
@@ -56,21 +55,24 @@ def test_each_head_has_the_cheapest_that_holds():
     heads = sure, sure | {FINE: (0.9, 0.2)}, sure | {FINE: (0.9, 0.2), CHEAP: (0.06, 0.3)}, {CLOSE: (0.06, 0.6)}
     judge = judge_of(*heads)
     assert together(judge, Cheapest(None, BOUND, AMONG, Known()), BOUND)[0] == [FINE, CHEAP, CLOSE, Dense()]
-    # One pass for each candidate, and one of what was chosen.
-    assert judge.passes == [[one] * 4 for one in AMONG] + [[FINE, CHEAP, CLOSE, Dense()]]
+    # Two passes for two settings of a kind, one for each of the others, and one of what was chosen.
+    assert len(judge.passes) == 5
+    assert judge.passes[-1] == [FINE, CHEAP, CLOSE, Dense()]
 
 
 def test_no_head_loses_more_than_so_many_times_what_the_default_does():
-    """Heads in which the default loses little keep more: what the bound multiplies is of each head."""
-    bound, lost = Bound.of_default(1), {m: (round(2 - 2 * m.kept_mass, 6), m.kept_mass) for m in ladder_of("top_p")}
-    heads = [lost | {make_method("default", {}): (error, 1.0)} for error in (0.2, 0.1, 0.001, float("nan"))]
-    methods, found = together(judge_of(*heads), best(["top_p"])(SimpleNamespace(costs=Known()), bound), bound)
-    assert [getattr(one, "kept_mass", one) for one in methods] == [0.9, 0.95, 0.99, Dense()]
-    assert [bound.share(of) for of in found[:3]] == pytest.approx([1.0, 1.0, 1.0])
+    """The sparsest of each kind that does not, by bisection: nine passes for three kinds of 35 settings."""
+    bound, lost = Bound(of_default=1.5), {m: (round(2 - 2 * m.kept_mass, 6), m.kept_mass) for m in ladder_of("top_p")}
+    judge = judge_of(lost, lost | dict.fromkeys([m for m in lost if m.kept_mass < 0.99], (float("nan"), 0.1)))
+    search = best(["top_p", "sale", "a_shape"])(SimpleNamespace(costs=Known()), bound)
+    methods, found = together(judge, search, bound)
+    assert [one.kept_mass for one in methods] == [0.95, 0.99]
+    assert [bound.share(of) for of in found] == pytest.approx([1 / 1.5, 0.2 / 1.5])
+    assert len(judge.passes) <= sum(map(most_passes, (10, 9, 9, 6))) + 1
 
 
-BOTH = {CHEAP: (0.04, 0.5), FINE: (0.04, 0.3)}
-ONE = {CHEAP: (0.04, 0.5)}
+ONE = {CHEAP: (0.04, 0.5), CLOSE: (0.01, 0.9)}
+BOTH = ONE | {FINE: (0.04, 0.3)}
 
 
 @pytest.mark.parametrize(

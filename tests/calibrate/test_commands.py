@@ -28,7 +28,7 @@ SMALL = ("--tokens", 512, "--count", 1, "--chunk", 256, "--device", "cpu", "--mi
 @pytest.mark.parametrize(
     ("words", "names"),
     [
-        (("calibrate", "--method", "sale", "--level", "high=0.2:2", "--level", "fast=0.5:9"), {"sale"}),
+        (("calibrate", "--method", "sale", "--level", "high=3x", "--level", "fast=0.5:9"), {"sale"}),
         (("calibrate", "--method", "minference", "--level", "high=0.5:9"), PATTERNS),
         (("best", "--method", "sparge_attn", "--high", 2, "--fast", 4), {"sparge_attn"}),
     ],
@@ -60,6 +60,7 @@ LEVEL = ("calibrate", "--method", "sale", "--level")
         ([*LEVEL, "exact=0.1"], "--level exact=0.1: given 'exact', expected one of fast, high"),
         ([*LEVEL, "high=0"], "--level: given 'high=0', expected errors above 0, and each level once"),
         ([*LEVEL, "high=1", "--level", "high=2"], "expected errors above 0, and each level once"),
+        ([*LEVEL, "high=0.9x"], "--level: given 'high=0.9x', expected one number from 1 on before the x"),
         (["best", "--device", "gpu"], "--device: given 'gpu', expected one of cpu"),
         (["calibrate", "--method", "minference", "--level", "high=1:1:1:1"], "a bound of the mean of all heads"),
         (["calibrate", "--method", "share_prefill", "--distance", "0"], "--distance: given 0.0, expected a number abo"),

@@ -9,8 +9,9 @@ import torch
 
 from benchmarks.masks import mask_of
 from tests.calibrate.made import HEADS, make_job
-from vllm_sparse_backend.profiling.judge import CapturedLayer, RememberingJudge, Served, unseen
+from vllm_sparse_backend.profiling.judge import CapturedLayer, RememberingJudge, Served, beyond, summary, unseen
 from vllm_sparse_backend.profiling.measure import Bound, Errors, HeadResult
+from vllm_sparse_backend.settings.methods import make_method
 from vllm_sparse_kernels.attend import PORTABLE
 from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods.dense.method import Dense
@@ -75,7 +76,7 @@ def test_each_head_has_its_own_method_and_dense_loses_nothing(layer, monkeypatch
     assert judged.figures([tight] * HEADS) == alike
 
 
-SEEN = HeadResult(error=0.01, p99=0.5, p999=0.9, density=0.1)
+SEEN = HeadResult(error=0.01, p99=0.5, p999=0.9, of_default=1.2, density=0.1)
 
 
 @pytest.mark.parametrize(
@@ -88,19 +89,38 @@ SEEN = HeadResult(error=0.01, p99=0.5, p999=0.9, density=0.1)
         (Bound(0.05, 0.5, 0.9, mean=0.001), SEEN, 1, True),  # which is not a head's matter
         (Bound(0.05), replace(SEEN, error=math.nan), math.nan, False),
         # Unseen prompts may have more; the share is of the prompts themselves.
-        (Bound(0.1, 0.55), replace(SEEN, unseen=Errors(0.01, 0.6, 0.9)), 0.5 / 0.55, False),
-        (Bound(0.1, 0.6), replace(SEEN, unseen=Errors(0.01, 0.6, 0.9)), 0.5 / 0.6, True),
-        # Of what the default loses there, of unseen prompts too; next to nothing counts as a little.
-        # It keeps half of what the default keeps.
-        (Bound.of_default(2), replace(SEEN, default=HeadResult(0.05, 0.5, 0.85, 0.2)), 0.9 / 0.925, True),
-        (Bound.of_default(2), replace(SEEN, default=HeadResult(0.05, 0.5, 0.3, 0.2)), 0.9 / 0.8, False),
-        (Bound.of_default(1), replace(SEEN, default=HeadResult(0.0, 0.4, 0.9, 0.2, Errors(0.0, 0.5, 0.9))), 1.25, True),
+        (Bound(0.1, 0.55), replace(SEEN, unseen=Errors(0.01, 0.6, 0.9, 1)), 0.5 / 0.55, False),
+        (Bound(0.1, 0.6), replace(SEEN, unseen=Errors(0.01, 0.6, 0.9, 1)), 0.5 / 0.6, True),
+        (Bound(of_default=1.5), SEEN, 0.8, True),
+        (Bound(of_default=1.5), replace(SEEN, unseen=Errors(0.01, 0.5, 0.9, 1.6)), 0.8, False),
     ],
 )
 def test_bounds(bound, figures, share, holds):
     assert bound.holds(figures) is holds
     assert bound.share(figures) == pytest.approx(share, nan_ok=True)
-    assert bound.less(0.5).numbers == {name: number / 2 for name, number in bound.numbers.items()}
+    halved = {name: number / (1 if name == "of_default" else 2) for name, number in bound.numbers.items()}
+    assert bound.less(0.5).numbers == halved
+
+
+def test_what_a_head_loses_beside_the_default():
+    """A thousandth of 2,000 queries is two; a method may lose one lookup that the default keeps where the tail is full
+    of queries that both lose, and no third."""
+    default = torch.full((2000, 3), 0.1)
+    default[:100] = 0.8
+    errors = default.clone()
+    errors[500:503, 0], errors[500:502, 1], errors[1000:, 2] = 0.7, 0.7, 0.25
+    assert summary(errors, default)[3].tolist() == pytest.approx([1.6, 1.0044, 1.555], abs=1e-3)
+    assert beyond(errors, 0.01).tolist() == beyond(default, 0.01).tolist()
+    # Next to nothing counts as a little.
+    assert summary(errors * 1e-3, default * 1e-4)[3].tolist() == pytest.approx([1.0, 1.0, 1.0], abs=2e-3)
+    assert math.isnan(summary(errors * math.nan, default)[3, 0])
+
+
+def test_figures_say_what_is_lost_beside_the_default(layer, monkeypatch):
+    _, judged = layer
+    assert {of.of_default for of in judged.figures([make_method("default", {})] * HEADS)} == {1.0}
+    assert all(of.of_default <= 1 for of in judged.figures([Dense()] * HEADS))
+    assert max(of.of_default for of in judged.figures([AShape(sink_tokens=64, local_tokens=64)] * HEADS)) > 1.3
 
 
 def test_what_unseen_prompts_may_have_is_told_by_leaving_one_out():

@@ -25,7 +25,7 @@ Level = Annotated[
     list[str] | None,
     typer.Option(
         help="NAME=MEAN[:P99[:P999[:HEADS]]], NAME high or fast: the most error of a head: its mean, p99 "
-        "and p99.9 over queries, and the mean of all heads. May be repeated; high=0.1:0.4."
+        "and p99.9 over queries, and the mean of all heads; or NAME=1.5x, as best bounds. May be repeated; high=0.1:0.4."
     ),
 ]
 
@@ -169,21 +169,23 @@ def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
     for text in levels or ("high=0.1:0.4",):
         name, _, rest = text.partition("=")
         try:
-            given = [float(number) for number in rest.split(":")]
+            given = [float(number) for number in rest.removesuffix("x").split(":")]
         except ValueError:
             raise ConfigurationError(f"--level: {unexpected(text, 'NAME=MEAN:P99, such as high=0.1:0.4')}") from None
         if name not in BOUNDS:
             raise ConfigurationError(f"--level {text}: {not_one_of(name, BOUNDS)}")
         if not all(number > 0 for number in given) or len(given) > 4 or name in found:
             raise ConfigurationError(f"--level: {unexpected(text, 'errors above 0, and each level once')}")
-        found[name] = Bound(*given)
+        if rest.endswith("x") and (len(given) > 1 or given[0] < 1):
+            raise ConfigurationError(f"--level: {unexpected(text, 'one number from 1 on before the x')}")
+        found[name] = Bound(of_default=given[0]) if rest.endswith("x") else Bound(*given)
     return found
 
 
 def best(
     make_job: "Callable[[], Job]",
-    high: Annotated[float, typer.Option(help="The most error of a head, ÷ the default's there.", min=0.1)] = 1.5,
-    fast: Annotated[float | None, typer.Option(help="The same of a second level.", min=0.1)] = None,
+    high: Annotated[float, typer.Option(help="The most that a head loses, ÷ what the default loses.", min=1)] = 1.5,
+    fast: Annotated[float | None, typer.Option(help="The same of a second level.", min=1)] = None,
     method: Annotated[list[str] | None, typer.Option(help="A method to choose from; may be repeated. All.")] = None,
 ) -> "Profile":
     """Per head the cheapest of all methods, in time on this device, that loses little more than the default there."""
@@ -191,7 +193,7 @@ def best(
     from vllm_sparse_backend.profiling.measure import Bound
 
     how = part.best(method or part.by_themselves())
-    bounds = {name: Bound.of_default(times) for name, times in (("high", high), ("fast", fast)) if times}
+    bounds = {name: Bound(of_default=times) for name, times in (("high", high), ("fast", fast)) if times}
     return part.run(make_job(), how, bounds, "sparse-prefill profile best")
 
 

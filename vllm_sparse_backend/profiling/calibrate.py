@@ -18,14 +18,14 @@ from vllm_sparse_backend.profiling.costs import EstimatedCosts
 from vllm_sparse_backend.profiling.crossover import own_crossover
 from vllm_sparse_backend.profiling.flow import walk
 from vllm_sparse_backend.profiling.job import Job
-from vllm_sparse_backend.profiling.measure import BesideDefault, Bound, HeadResult, LayerJudge
+from vllm_sparse_backend.profiling.measure import Bound, HeadResult, LayerJudge
 from vllm_sparse_backend.profiling.minference import Candidates
 from vllm_sparse_backend.profiling.search import Ladder, Search, halved, ladder_of
 from vllm_sparse_backend.profiling.share_prefill import Sharing
 from vllm_sparse_backend.profiling.sparge_attn import Pairs
 from vllm_sparse_backend.profiling.written import Found, OfLayers, mean_error, profile_of
 from vllm_sparse_backend.settings.errors import ConfigurationError, not_one_of, unexpected
-from vllm_sparse_backend.settings.methods import describe, make_method
+from vllm_sparse_backend.settings.methods import describe
 from vllm_sparse_backend.settings.profile import Profile
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method
@@ -34,8 +34,7 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 Strategy = Callable[[Job, Bound], Search]
 
 MARGIN = 0.1
-"""Share of an absolute bound that is left to what unseen prompts may have more. What the default loses on the same
-prompts needs none."""
+"""Share of a bound of errors that is left to what unseen prompts may have more."""
 
 MOST_ROUNDS = 8
 """Of choices for a layer; a head that still misses the bound then is dense."""
@@ -119,7 +118,7 @@ def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Pr
     job.enter()
     found = {}
     for name, bound in bounds.items():
-        within = bound if bound.relative else bound.less(MARGIN)
+        within = bound.less(MARGIN)
         search = how(job, within)
         while True:
             choose = partial(together, search=search, bound=within)
@@ -131,13 +130,8 @@ def run(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Pr
     return profile_of(job, found, source)
 
 
-def _judge_for(bound: Bound, judge: LayerJudge) -> LayerJudge:
-    return BesideDefault(judge, make_method("default", {})) if bound.relative else judge
-
-
 def together(judge: LayerJudge, search: Search, bound: Bound) -> tuple[list[Method], list[HeadResult] | None]:
     """What a search chooses for a layer once all heads hold the bound with it."""
-    judge = _judge_for(bound, judge)
     failed: dict[int, set[Method]] = defaultdict(set)
     given_up: set[int] = set()
 
@@ -164,6 +158,6 @@ def _held_out(job: Job, search: Search, methods: Sequence[Sequence[Method]], bou
     def judged(judge: LayerJudge) -> tuple[Sequence[Method], list[HeadResult] | None]:
         of_layer = methods[judge.layer]
         dense = all(isinstance(one, Dense) for one in of_layer)
-        return of_layer, None if dense else _judge_for(bound, judge).judge(of_layer)
+        return of_layer, None if dense else judge.judge(of_layer)
 
     return walk(job, "held-out", search.others, judged)[1]

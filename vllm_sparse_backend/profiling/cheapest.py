@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Per head the cheapest of all methods whose output error holds the bound; dense where none does. (No paper has this.)
 
-Every candidate is judged once with all heads of the layer on it. What a selection takes beside its heads is paid once
-for each kind of method in a layer (``costs.py``), so the choice is one for the whole layer: of all sets of up to
+Of each kind of method the sparsest setting that holds is found by bisection. What a selection takes beside its heads is
+paid once for each kind in a layer (``costs.py``), so the choice is one for the whole layer: of all sets of up to
 ``MOST_KINDS`` kinds and dense attention, the one in which heads with their cheapest settings take least time together.
 
 A bound of the mean over all heads (``Bound.mean``) is kept to by a price of error. Heads take what costs least in time
 and error together; at one price for the whole model no other choice of the same mean error costs less (heads then have
-equal slopes: Lagrange). ``price_of`` finds the least price at which the mean holds, once every layer is judged.
+equal slopes: Lagrange). ``price_of`` finds the least price at which the mean holds, once every layer is judged under
+every candidate.
 """
 
 import math
@@ -20,7 +21,7 @@ from vllm_sparse_backend.profiling.costs import Costs, head_ms, kind_of
 from vllm_sparse_backend.profiling.flow import walk
 from vllm_sparse_backend.profiling.job import Job
 from vllm_sparse_backend.profiling.measure import Bound, HeadResult, LayerJudge
-from vllm_sparse_backend.profiling.search import May, Search
+from vllm_sparse_backend.profiling.search import May, Search, sparsest
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 
@@ -38,7 +39,10 @@ DEARER = 1.25
 
 
 class Cheapest(Search):
-    """Of each head what costs least of settings that hold the bound, its error included at one price for all heads."""
+    """Of each head what costs least of settings that hold the bound, its error included at one price for all heads.
+
+    ``among``: of each kind the sparsest setting first.
+    """
 
     def __init__(self, job: Job, bound: Bound, among: Sequence[Method], costs: Costs) -> None:
         self.bound, self.among, self.costs = bound, among, costs
@@ -52,8 +56,16 @@ class Cheapest(Search):
             self.price = price_of(layers, costs, bound.mean * job.shape.num_layers / len(layers))
 
     def choose(self, judge: LayerJudge, may: May) -> list[Method]:
-        held = holding(judged(judge, self.among), self.bound)
-        allowed = [{one: seen for one, seen in of.items() if may(i, one)} for i, of in enumerate(held)]
+        if self.bound.has_mean:
+            held = holding(judged(judge, self.among), self.bound)
+            allowed = [{one: seen for one, seen in of.items() if may(i, one)} for i, of in enumerate(held)]
+        else:
+            allowed = [{} for _ in range(judge.num_heads)]
+            for kind in dict.fromkeys(map(kind_of, self.among)):
+                ladder = [one for one in self.among if kind_of(one) == kind]
+                of_heads = {i: [one for one in ladder if may(i, one)] for i in range(judge.num_heads)}
+                for i, found in sparsest(judge, self.bound, of_heads).items():
+                    allowed[i] |= {found.method: found.figures} if found.holds else {}
         return choose(allowed, self.costs, self.price)
 
     def again(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:

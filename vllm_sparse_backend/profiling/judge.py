@@ -22,9 +22,9 @@ from vllm_sparse_backend.measure.data import without_nan
 from vllm_sparse_backend.measure.report import write_json
 from vllm_sparse_backend.profiling.capture import Capture
 from vllm_sparse_backend.profiling.chunks import chunk_rows, dense_attention, paged
-from vllm_sparse_backend.profiling.measure import BEYOND_P99, BEYOND_P999, Errors, HeadResult
+from vllm_sparse_backend.profiling.measure import BEYOND_P99, BEYOND_P999, LEAST_ERROR, Errors, HeadResult
 from vllm_sparse_backend.profiling.outside import read_json
-from vllm_sparse_backend.settings.methods import parameters_of
+from vllm_sparse_backend.settings.methods import make_method, parameters_of
 from vllm_sparse_kernels import PagedCache, SparseIndex
 from vllm_sparse_kernels.attend import AttendSpec, Engine, choose
 from vllm_sparse_kernels.index import causal_pairs
@@ -34,6 +34,9 @@ from vllm_sparse_kernels.trial import Batch
 
 State = dict[Hashable, Any]
 """``Rows.state`` of a chunk: what methods keep from layer to layer."""
+
+Outcome = tuple[torch.Tensor, torch.Tensor]
+"""Of one prompt, on the device: each query's error [num_queries, num_heads]; pairs kept [num_heads], float64."""
 
 
 @dataclass(frozen=True)
@@ -85,20 +88,26 @@ class LayerPrompt:
                 layer = replace(layer, engine=choose(engines, spec).engine)
             yield out, run(layer, batch.q, batch.cache, rows, out, batch.scale), rows.state
 
-    def outcome(self, groups: LayerPlan, engines: Mapping[str, Engine] | None) -> torch.Tensor:
-        """[4, num_heads] float64 on the device: error, p99, p999, density of one prompt."""
+    def outcome(self, groups: LayerPlan, engines: Mapping[str, Engine] | None) -> Outcome:
         errors, pairs = [], []
         for dense, (out, index, _) in zip(self.dense, self.passes(groups, engines), strict=True):
             norms = dense.float().abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
             errors.append((out.float() - dense.float()).abs().sum(-1) / norms)
             pairs.append(index.pairs_of_heads())
-        of_queries = torch.cat(errors)
-        ordered = of_queries.sort(0).values
-        p99, p999 = (
-            ordered[len(ordered) - 1 - int(share * len(ordered))].double() for share in (BEYOND_P99, BEYOND_P999)
-        )
-        density = torch.stack(pairs).sum(0).double() / self.num_pairs
-        return torch.stack((of_queries.double().mean(0), p99, p999, density))
+        return torch.cat(errors), torch.stack(pairs).sum(0).double()
+
+
+def summary(errors: torch.Tensor, of_default: torch.Tensor) -> torch.Tensor:
+    """``Errors`` [4, num_heads] float64 of queries [num_queries, num_heads] under a method, and under the default."""
+    mean, default = errors.double().mean(0), of_default.double().mean(0).clamp(min=LEAST_ERROR)
+    p99, p999 = beyond(errors, BEYOND_P99), beyond(errors, BEYOND_P999)
+    times = torch.maximum(mean / default, 1 + beyond(errors - of_default, BEYOND_P999))
+    return torch.stack((mean, p99, p999, times))
+
+
+def beyond(of_queries: torch.Tensor, share: float) -> torch.Tensor:
+    """[num_heads] float64: what this share of queries has more of."""
+    return of_queries.sort(0).values[len(of_queries) - 1 - int(share * len(of_queries))].double()
 
 
 class CapturedLayer:
@@ -127,15 +136,21 @@ class CapturedLayer:
         groups = layer_plan(methods, self.others)
         return [[dict(state) for *_, state in prompt.passes(groups, self.engines)] for prompt in self.prompts]
 
+    @cached_property
+    def _of_default(self) -> list[torch.Tensor]:
+        """Of each prompt, queries' errors under the server's default."""
+        default = [make_method("default", {})] * self.prompts[0].batches[0].num_heads
+        groups = layer_plan(default, self.others)
+        return [prompt.outcome(groups, self.engines)[0] for prompt in self.prompts]
+
     def figures(self, methods: Sequence[Method]) -> list[HeadResult]:
         """Of each head with its method: errors of the prompt where they are largest, density of all prompts."""
         groups = layer_plan(methods, self.others)
-        found = torch.stack([prompt.outcome(groups, self.engines) for prompt in self.prompts])
-        pairs = torch.tensor([prompt.num_pairs for prompt in self.prompts], dtype=torch.float64, device=found.device)
-        density = (found[:, 3] * pairs[:, None]).sum(0) / pairs.sum()
-        errors = found[:, :3]
+        outcomes = [prompt.outcome(groups, self.engines) for prompt in self.prompts]
+        errors = torch.stack([summary(of, default) for (of, _), default in zip(outcomes, self._of_default)])
+        density = torch.stack([kept for _, kept in outcomes]).sum(0) / sum(prompt.num_pairs for prompt in self.prompts)
         each = torch.cat((errors.amax(0), density[None], unseen(errors))).T.tolist()
-        return [HeadResult(error, p99, p999, kept, Errors(*of)) for error, p99, p999, kept, *of in each]
+        return [HeadResult(error, p99, p999, k, kept, Errors(*of)) for error, p99, p999, k, kept, *of in each]
 
 
 def unseen(errors: torch.Tensor) -> torch.Tensor:
