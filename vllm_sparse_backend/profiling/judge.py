@@ -4,7 +4,7 @@
 On a CUDA device kernels select, and the engine attends that the server would choose; elsewhere the references do both.
 All that a layer needs lies on the device at a time: queries, keys, values and dense outputs of every prompt, in the
 model's dtype: (2 · heads + 2 · kv heads) · head_dim elements for each token of the prompts, 20 KB for Llama-3.1-8B; of
-one chunk two outputs in float32 and an index; and 4 bytes for each token and head.
+one chunk two outputs in float32 and an index; and 8 bytes for each token and head (errors, and the default's).
 """
 
 import copy
