@@ -95,7 +95,7 @@ def check(server: Server) -> None:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_facts_are_found_under_every_option(option: str) -> None:
-    """By eight clients, in chunks of 512 and over cached prefixes, every prompt sparse and exact."""
+    """By eight clients, over cached prefixes, in chunks of 512 (of 4,096 where room is short), sparse and exact."""
     given, layout = OPTIONS[option], dict(OPTIONS[option].env).get(LAYOUT)
     if layout:
         pytest.importorskip("vllm.v1.kv_cache_layout", reason="this vLLM asks no backend for its layouts")

@@ -25,7 +25,7 @@ Level = Annotated[
     list[str] | None,
     typer.Option(
         help="NAME=MEAN[:P99[:P999[:HEADS]]], NAME high or fast: the most error of a head: its mean, p99 "
-        "and p99.9 over queries, and the mean of all heads; or NAME=1.5x, as of best. May be repeated; high=0.1:0.4."
+        "and p99.9 over queries, and the mean of all heads; or NAME=1.5x, best's bound. May be repeated; high=0.1:0.4."
     ),
 ]
 

@@ -25,6 +25,9 @@ from vllm_sparse_backend.profiling.search import May, Search, sparsest
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 
+Held = list[dict[Method, HeadResult]]
+"""Of each head methods that hold the bound, and what came of them."""
+
 MOST_KINDS = 3
 """Of sparse methods in a layer: each has a selection of its own."""
 
@@ -56,16 +59,10 @@ class Cheapest(Search):
             self.price = price_of(layers, costs, bound.mean * job.shape.num_layers / len(layers))
 
     def choose(self, judge: LayerJudge, may: May) -> list[Method]:
-        if self.bound.has_mean:
-            held = holding(judged(judge, self.among), self.bound)
-            allowed = [{one: seen for one, seen in of.items() if may(i, one)} for i, of in enumerate(held)]
-        else:
-            allowed = [{} for _ in range(judge.num_heads)]
-            for kind in dict.fromkeys(map(kind_of, self.among)):
-                ladder = [one for one in self.among if kind_of(one) == kind]
-                of_heads = {i: [one for one in ladder if may(i, one)] for i in range(judge.num_heads)}
-                for i, found in sparsest(judge, self.bound, of_heads).items():
-                    allowed[i] |= {found.method: found.figures} if found.holds else {}
+        if not self.bound.has_mean:
+            return choose(sparsest_of_kinds(judge, self.bound, self.among, may), self.costs)
+        held = holding(judged(judge, self.among), self.bound)
+        allowed = [{one: seen for one, seen in of.items() if may(i, one)} for i, of in enumerate(held)]
         return choose(allowed, self.costs, self.price)
 
     def again(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
@@ -77,12 +74,24 @@ class Cheapest(Search):
         return True
 
 
+def sparsest_of_kinds(judge: LayerJudge, bound: Bound, among: Sequence[Method], may: May) -> Held:
+    """Of each head the sparsest method of each kind that holds the bound: where no error has a price, the cheapest."""
+    held: Held = [{} for _ in range(judge.num_heads)]
+    for kind in dict.fromkeys(map(kind_of, among)):
+        ladder = [one for one in among if kind_of(one) == kind]
+        found = sparsest(judge, bound, {i: [one for one in ladder if may(i, one)] for i in range(judge.num_heads)})
+        for head, one in found.items():
+            if one.holds:
+                held[head][one.method] = one.figures
+    return held
+
+
 def judged(judge: LayerJudge, among: Sequence[Method]) -> dict[Method, list[HeadResult]]:
     """What comes of each where all heads of the layer have it."""
     return {method: judge.judge([method] * judge.num_heads) for method in among}
 
 
-def holding(figures: Mapping[Method, Sequence[HeadResult]], bound: Bound) -> list[dict[Method, HeadResult]]:
+def holding(figures: Mapping[Method, Sequence[HeadResult]], bound: Bound) -> Held:
     """Of each head the methods that hold the bound."""
     num_heads = len(next(iter(figures.values())))
     return [{method: of[head] for method, of in figures.items() if bound.holds(of[head])} for head in range(num_heads)]

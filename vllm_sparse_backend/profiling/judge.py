@@ -100,14 +100,14 @@ class LayerPrompt:
 def summary(errors: torch.Tensor, of_default: torch.Tensor) -> torch.Tensor:
     """``Errors`` [4, num_heads] float64 of queries [num_queries, num_heads] under a method, and under the default."""
     mean, default = errors.double().mean(0), of_default.double().mean(0).clamp(min=LEAST_ERROR)
-    p99, p999 = beyond(errors, BEYOND_P99), beyond(errors, BEYOND_P999)
-    times = torch.maximum(mean / default, 1 + beyond(errors - of_default, BEYOND_P999))
-    return torch.stack((mean, p99, p999, times))
+    (more,) = beyond(errors - of_default, BEYOND_P999)
+    return torch.stack((mean, *beyond(errors, BEYOND_P99, BEYOND_P999), torch.maximum(mean / default, 1 + more)))
 
 
-def beyond(of_queries: torch.Tensor, share: float) -> torch.Tensor:
-    """[num_heads] float64: what this share of queries has more of."""
-    return of_queries.sort(0).values[len(of_queries) - 1 - int(share * len(of_queries))].double()
+def beyond(of_queries: torch.Tensor, *shares: float) -> list[torch.Tensor]:
+    """[num_heads] float64 for each share: what this share of queries has more than."""
+    ordered = of_queries.sort(0).values
+    return [ordered[len(ordered) - 1 - int(share * len(ordered))].double() for share in shares]
 
 
 class CapturedLayer:

@@ -16,9 +16,11 @@ BEYOND_P99 = 0.01
 BEYOND_P999 = 0.001
 """The same of ``HeadResult.p999``: queries that look up an answer may be no more than a hundredth of a prompt's."""
 
-
 LEAST_ERROR = 0.02
 """What the default counts as losing where it loses less: a head that must do better would be dense for nothing."""
+
+ERRORS = ("error", "p99", "p999", "mean")
+"""Of ``Bound``, those that are errors as they are."""
 
 
 class Errors(NamedTuple):
@@ -96,10 +98,6 @@ class Bound:
     def numbers(self) -> dict[str, float]:
         """By name, those that bind."""
         return {name: most for name in (*ERRORS, "of_default") if math.isfinite(most := getattr(self, name))}
-
-
-ERRORS = ("error", "p99", "p999", "mean")
-"""Of ``Bound``, those that are errors as they are."""
 
 
 class LayerJudge(Protocol):
