@@ -105,17 +105,17 @@ def step_figures(code: "Code") -> dict[str, int]:  # type: ignore[name-defined] 
 
 
 def hasty_arrivals(sass: Sequence[str]) -> int:
-    """Times that one thread hands shared memory back when its own warp's products are done, but perhaps no other's.
+    """Times that one thread tells of products that its own warp has done or asked for, but perhaps no other's.
 
     Each warp waits for its own part of a product; Triton has all of them meet before the thread arrives, but not where
     it finds a barrier close by that stands before the wait.
     """
-    last, found = "", 0
+    last, found = "BAR.SYNC", 0
     for line in sass:
-        if re.search(r"BAR\.SYNC|WARPGROUP\.DEPBAR", line):
+        if re.search(r"BAR\.SYNC|WARPGROUP\.DEPBAR|HGMMA", line):
             last = line
         elif "SYNCS.ARRIVE" in line:
-            found += "DEPBAR" in last
+            found += "BAR.SYNC" not in last
     return found
 
 

@@ -26,7 +26,8 @@ def consume(
     SLOTS: gl.constexpr = SHAPE[6]
     q_tiles, k_steps, v_steps, items = buffers
     q_full, q_empty = barriers[0], barriers[1]
-    kv = (k_steps, v_steps, barriers[2], barriers[3], barriers[4], barriers[5])
+    turns = (barriers[7].index(W), barriers[7].index(1 - W))
+    kv = (k_steps, v_steps, barriers[2], barriers[3], barriers[4], barriers[5], turns)
     i_item, i_step = gl.to_tensor(0), gl.to_tensor(0)
     mbarrier.wait(q_full.index(0), 0)
     i_head = published(items, 0, 0)
@@ -77,20 +78,22 @@ def _walk_of(
 @gluon.jit
 def _first_scores(q, kv, i_step, scale, walk, SHAPE: gl.constexpr, STRIPES: gl.constexpr):
     """Exponents, an empty sum of products, maxima and sums after step 0, whose product with values is still to come."""
-    k_steps, v_steps, k_full, k_empty, _, _ = kv
+    k_steps, v_steps, k_full, k_empty, _, _, turns = kv
     D: gl.constexpr = SHAPE[2]
     STAGES: gl.constexpr = SHAPE[3]
     STEP: gl.constexpr = SHAPE[5]
     stage = i_step % STAGES
     mbarrier.wait(k_full.index(stage), i_step // STAGES & 1)
     zero = gl.zeros([HALF, STEP], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16]))
+    _take_turn(turns, i_step, SHAPE, STRIPES)
     b_s = warpgroup_mma(q, k_steps.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    _pass_turn(turns, SHAPE, STRIPES)
     b_s = warpgroup_mma_wait(0, deps=(b_s,))
     mbarrier.arrive(k_empty.index(stage), count=1)
     b_s = _mask_diagonal(b_s, walk[0], walk[5], SHAPE[1])
     b_max = gl.max(b_s, 1) * scale
     b_p = gl.exp2(b_s * scale - _finite(b_max)[:, None])
-    b_sum = gl.sum(b_p, 1)
+    b_sum = _sums(b_p, STRIPES)
     b_acc = gl.zeros([HALF, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
     if STRIPES:
         b_p = _operand(b_p, b_acc, v_steps)
@@ -149,7 +152,7 @@ def _step(
     rounded at once, they would take 32 registers beside those that the product before still reads, and 32 moves a step.
     (That made 3 % of the time.) The variant for stripes has too few registers for it, and rounds at once.
     """
-    k_steps, v_steps, k_full, k_empty, v_full, v_empty = kv
+    k_steps, v_steps, k_full, k_empty, v_full, v_empty, turns = kv
     STAGES: gl.constexpr = SHAPE[3]
     STEP: gl.constexpr = SHAPE[5]
     stage, before = i_step % STAGES, (i_step - 1) % STAGES
@@ -157,11 +160,13 @@ def _step(
         fence_async_shared()
     zero = gl.zeros([HALF, STEP], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16]))
     b_p = _operand(b_p, b_acc, v_steps)
+    _take_turn(turns, i_step, SHAPE, STRIPES)
     s_token = warpgroup_mma(q, k_steps.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), (i_step - 1) // STAGES & 1)
     if GATHERED:
         fence_async_shared()
     acc_token = warpgroup_mma(b_p, v_steps.index(before), b_acc, is_async=True)
+    _pass_turn(turns, SHAPE, STRIPES)
     b_s = warpgroup_mma_wait(1, deps=(s_token,))
     mbarrier.arrive(k_empty.index(stage), count=1)
     if MASK == "diagonal":
@@ -173,7 +178,7 @@ def _step(
     shift = _finite(b_new) if MASK == "diagonal" else b_new
     b_scale = gl.exp2(b_max - shift)
     b_next = gl.exp2(b_s * scale - shift[:, None])
-    b_sum = b_sum * b_scale + gl.sum(b_next, 1)
+    b_sum = b_sum * gl.convert_layout(b_scale, gl.SliceLayout(1, b_sum.type.layout))[:, None] + _sums(b_next, STRIPES)
     if STRIPES:
         b_next = _operand(b_next, b_acc, v_steps)
     following = i_step + 1
@@ -182,6 +187,27 @@ def _step(
     mbarrier.arrive(v_empty.index(before), count=1)
     b_acc = b_acc * gl.convert_layout(b_scale, gl.SliceLayout(1, b_acc.type.layout))[:, None]
     return b_next, b_acc, b_new, b_sum
+
+
+@gluon.jit
+def _take_turn(turns, i_step, SHAPE: gl.constexpr, STRIPES: gl.constexpr):
+    """At head_dim 128 the groups ask for a step's products in turn, so that one's softmax runs beside the other's
+    products: 2 % of the time. Elsewhere that gains nothing."""
+    if SHAPE[2] == 128 and not STRIPES:
+        mbarrier.wait(turns[0], i_step & 1)
+
+
+@gluon.jit
+def _pass_turn(turns, SHAPE: gl.constexpr, STRIPES: gl.constexpr):
+    if SHAPE[2] == 128 and not STRIPES:
+        mbarrier.arrive(turns[1], count=1)
+
+
+@gluon.jit
+def _sums(b_p, STRIPES: gl.constexpr):
+    """Sums of exponents [HALF, 8] over what one thread holds, which are added up once an item: a query's own would take
+    four shuffles a step, 5 % of the time at head_dim 64. The variant for stripes has too few registers: [HALF, 1]."""
+    return gl.sum(b_p, 1)[:, None] if STRIPES else gl.sum(b_p.reshape([HALF, b_p.shape[1] // 8, 8]), 1)
 
 
 @gluon.jit
@@ -214,7 +240,7 @@ def _mask_diagonal(b_s, to_end, diagonal, BLOCK_N: gl.constexpr):
 @gluon.jit
 def _last_product(kv, i_step, b_p, b_acc, STRIPES: gl.constexpr, STAGES: gl.constexpr):
     """The product of an item's last step with its values, added to b_acc [HALF, D] float32."""
-    _, v_steps, _, _, v_full, v_empty = kv
+    _, v_steps, _, _, v_full, v_empty, _ = kv
     stage = i_step % STAGES
     mbarrier.wait(v_full.index(stage), i_step // STAGES & 1)
     if STRIPES:
@@ -231,7 +257,7 @@ def _write(out, i_head, token, length, b_acc, b_max, b_sum, D: gl.constexpr):
     """Outputs and, where asked for, log-sum-exps of a consumer's queries, as far as the tile has any."""
     o_m = gl.arange(0, HALF, gl.SliceLayout(1, b_acc.type.layout))
     b_max = gl.convert_layout(b_max, gl.SliceLayout(1, b_acc.type.layout))
-    b_sum = gl.convert_layout(b_sum, gl.SliceLayout(1, b_acc.type.layout))
+    b_sum = gl.convert_layout(gl.sum(b_sum, 1), gl.SliceLayout(1, b_acc.type.layout))
     b_total = b_sum
     if out.sinks is not None:
         b_total += gl.exp2(gl.load(out.sinks + i_head).to(gl.float32) * LOG2_E - b_max)

@@ -4,7 +4,8 @@
 A work item is one (query head, tile). The producer takes items off a counter, loads a tile's queries and then its keys
 and values step by step, 128 keys a step: one block of 128, two of 64 or four of 32 by bulk copies, or 128 stripes
 gathered. Each consumer group owns 64 of the tile's queries. While one step's scores go through the softmax, the product
-of the step before with its values runs; while the consumers write an item out, the producer loads the next one.
+of the step before with its values runs; while the consumers write an item out, the producer loads the next one. At
+head_dim 128 the two groups ask for their products in turn, and one's softmax runs beside the other's products as well.
 
 At head_dim 256 shared memory has room for steps of 64 keys, and for one tile of queries in place of two: the producer
 begins an item once the consumers have made the last scores of the one before, and have read all that it told of it.
@@ -32,7 +33,7 @@ and ``make compile-matrix`` off what each release compiles.
 from vllm_sparse_kernels.attend.hopper_consumer import consume
 from vllm_sparse_kernels.attend.hopper_item import HALF, WORDS
 from vllm_sparse_kernels.attend.hopper_producer import SWEEP, produce
-from vllm_sparse_kernels.gluon_names import barrier, fence_async_shared, gl, gluon, new_barriers, reinterpret
+from vllm_sparse_kernels.gluon_names import barrier, fence_async_shared, gl, gluon, mbarrier, new_barriers, reinterpret
 
 
 @gluon.jit(do_not_specialize=["num_tiles"])
@@ -72,9 +73,11 @@ def hopper_kernel(
     v_full = new_barriers(STAGES, 1)
     v_empty = new_barriers(STAGES, 2)
     mended = new_barriers(1, 1)
+    turns = new_barriers(2, 1)
+    mbarrier.arrive(turns.index(0), count=1)
     fence_async_shared()
     barrier()
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, mended)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, mended, turns)
     consumed = (q_halves, k_steps, v_steps, items)
     produced = (q_tiles, k_pieces, v_pieces, items)
     # Gathering takes a warp group of producers; registers are handed out by groups, 512 a thread for all three.
