@@ -101,6 +101,7 @@ def step_figures(code: "Code") -> dict[str, int]:  # type: ignore[name-defined] 
         "spills": code.count("STL|LDL"),
         "most_moves": max((code.count(r"PRMT|MOV|IMAD\.MOV[\w.]*", *step) for step in until), default=0),
         "hasty_arrivals": hasty_arrivals(code.sass),
+        "barriers_in_data": barriers_in_data(code.sass),
     }
 
 
@@ -117,6 +118,19 @@ def hasty_arrivals(sass: Sequence[str]) -> int:
         elif "SYNCS.ARRIVE" in line:
             found += "BAR.SYNC" not in last
     return found
+
+
+def barriers_in_data(sass: Sequence[str]) -> int:
+    """Barriers in memory that is data's as well: Triton hands on that of a barrier which nothing uses any more.
+
+    What the card still holds of such a barrier it writes back when another process takes its turn: one launch of fifty
+    was wrong then.
+    """
+    made, data = (
+        {found[1] for line in sass if (found := re.search(name + r".*\+(0x\w+)\]", line))}
+        for name in (r"SYNCS\.EXCH", r"(?:STS|STSM|LDS|LDSM)\b")
+    )
+    return len(made & data)
 
 
 def figures_with(cases: Sequence[str], release: Path | None = None) -> dict[str, dict[str, int]]:
@@ -138,6 +152,7 @@ def as_results(table: dict[str, dict[str, dict[str, int]]]) -> list[dict[str, ob
         "fewest_exponents_beside": ("exponents beside the product with values", "instructions", None, "higher"),
         "spills_within_steps": ("spills within a step", "instructions", 0, "lower"),
         "hasty_arrivals": ("arrivals with no meeting of warps since their products", "instructions", 0, "lower"),
+        "barriers_in_data": ("barriers whose memory data share", "barriers", 0, "lower"),
         "variants": ("variants of both kernels for three batches", "kernels", 2, "lower"),
         "instructions": ("size", "instructions", None, "lower"),
     }

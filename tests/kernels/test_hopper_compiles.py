@@ -34,6 +34,7 @@ def test_it_is_what_it_was_tuned_for(table: dict[str, dict[str, int]], case: str
     assert figures["spills_within_steps"] <= (1 if case.startswith("256-") else 0)
     # Nothing is handed back before all warps are done: a copy would write over what the last one's product still reads.
     assert figures["hasty_arrivals"] == 0
+    assert figures["barriers_in_data"] == 0
     assert figures["shared_bytes"] <= 227 << 10
     assert figures["registers"] == 168  # three warp groups share 65,536
     # What start-up compiles serves every batch: one variant of the kernel that prepares, one of the kernel itself.

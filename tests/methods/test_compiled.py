@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import triton
 
+from benchmarks.compile_matrix import barriers_in_data
 from vllm_sparse_kernels.methods import METHODS
 
 pytestmark = pytest.mark.full
@@ -95,6 +96,7 @@ def test_sales_gluon_kernel_compiles_as_meant(head_dim, block_tokens, tmp_path):
     # Some assemblers put addresses on the stack, 280 bytes of them with Triton 3.9; 128 registers of scores never.
     assert int(re.search(r"STACK:(\d+)", usage.stdout)[1]) <= 320
     assert " LOCAL:0 " in usage.stdout
+    assert barriers_in_data(sass.splitlines()) == 0
     waits = [line for line in sass.splitlines() if "WARPGROUP.DEPBAR" in line]
     # One wait for each product, two products a step; every one but the last leaves a product under way.
     assert len(waits) == 2 * 4
@@ -106,7 +108,7 @@ def test_sales_gluon_kernel_compiles_as_meant(head_dim, block_tokens, tmp_path):
 COMPILE_TOP_P = """
 import json, sys
 import torch
-from benchmarks.compile_matrix import hasty_arrivals
+from benchmarks.compile_matrix import barriers_in_data, hasty_arrivals
 from vllm_sparse_kernels.methods.top_p import hopper
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded
 from vllm_sparse_kernels.select.slabs import pairs_of
@@ -137,7 +139,8 @@ for name, recorder in recorders.items():
     code = Code.of(recorder.compiled[0])
     found[name] = {
         "registers": code.registers, "shared_bytes": code.shared_bytes, "spills": code.count("STL|LDL"),
-        "hasty_arrivals": hasty_arrivals(code.sass), "variants": len({id(one) for one in recorder.compiled}),
+        "hasty_arrivals": hasty_arrivals(code.sass), "barriers_in_data": barriers_in_data(code.sass),
+        "variants": len({id(one) for one in recorder.compiled}),
         "products": code.count(r"QGMMA[\\w.]*"), "maxima_of_pairs": code.count(r"HMNMX2|VHMNMX"),
         "shuffles": code.count(r"SHFL[\\w.]*"),
     }
@@ -162,6 +165,6 @@ def test_top_ps_gluon_kernel_compiles_as_meant(of_top_p: dict[str, dict[str, int
     assert scores["shuffles"] <= 2 * 4 * 2 + 2, "only sums at the end go from thread to thread"
 
 
-def test_what_start_up_compiles_serves_every_batch(of_top_p: dict[str, dict[str, int]]) -> None:
+def test_what_start_up_compiles_serves_every_batch_and_keeps_its_barriers(of_top_p: dict[str, dict[str, int]]) -> None:
     assert {name: one["variants"] for name, one in of_top_p.items()} == dict.fromkeys(of_top_p, 1)
-    assert all(one["spills"] == 0 for one in of_top_p.values())
+    assert all(one["spills"] == one["barriers_in_data"] == 0 for one in of_top_p.values())

@@ -85,9 +85,9 @@ def _first_scores(q, kv, i_step, scale, walk, SHAPE: gl.constexpr, STRIPES: gl.c
     stage = i_step % STAGES
     mbarrier.wait(k_full.index(stage), i_step // STAGES & 1)
     zero = gl.zeros([HALF, STEP], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16]))
-    _take_turn(turns, i_step, SHAPE, STRIPES)
+    _take_turn(turns, i_step, SHAPE)
     b_s = warpgroup_mma(q, k_steps.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-    _pass_turn(turns, SHAPE, STRIPES)
+    _pass_turn(turns, SHAPE)
     b_s = warpgroup_mma_wait(0, deps=(b_s,))
     mbarrier.arrive(k_empty.index(stage), count=1)
     b_s = _mask_diagonal(b_s, walk[0], walk[5], SHAPE[1])
@@ -160,13 +160,13 @@ def _step(
         fence_async_shared()
     zero = gl.zeros([HALF, STEP], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16]))
     b_p = _operand(b_p, b_acc, v_steps)
-    _take_turn(turns, i_step, SHAPE, STRIPES)
+    _take_turn(turns, i_step, SHAPE)
     s_token = warpgroup_mma(q, k_steps.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), (i_step - 1) // STAGES & 1)
     if GATHERED:
         fence_async_shared()
     acc_token = warpgroup_mma(b_p, v_steps.index(before), b_acc, is_async=True)
-    _pass_turn(turns, SHAPE, STRIPES)
+    _pass_turn(turns, SHAPE)
     b_s = warpgroup_mma_wait(1, deps=(s_token,))
     mbarrier.arrive(k_empty.index(stage), count=1)
     if MASK == "diagonal":
@@ -190,16 +190,16 @@ def _step(
 
 
 @gluon.jit
-def _take_turn(turns, i_step, SHAPE: gl.constexpr, STRIPES: gl.constexpr):
+def _take_turn(turns, i_step, SHAPE: gl.constexpr):
     """At head_dim 128 the groups ask for a step's products in turn, so that one's softmax runs beside the other's
     products: 2 % of the time. Elsewhere that gains nothing."""
-    if SHAPE[2] == 128 and not STRIPES:
+    if SHAPE[7]:
         mbarrier.wait(turns[0], i_step & 1)
 
 
 @gluon.jit
-def _pass_turn(turns, SHAPE: gl.constexpr, STRIPES: gl.constexpr):
-    if SHAPE[2] == 128 and not STRIPES:
+def _pass_turn(turns, SHAPE: gl.constexpr):
+    if SHAPE[7]:
         mbarrier.arrive(turns[1], count=1)
 
 

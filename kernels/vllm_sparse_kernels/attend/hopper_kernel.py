@@ -50,7 +50,8 @@ def hopper_kernel(
     """
     dtype: gl.constexpr = k_desc.dtype
     PARTS: gl.constexpr = D // HALF
-    SHAPE: gl.constexpr = (NUM_HEADS, BLOCK_N, D, STAGES, FIELDS, STEP, SLOTS)
+    TURNS: gl.constexpr = D == 128 and not STRIPES
+    SHAPE: gl.constexpr = (NUM_HEADS, BLOCK_N, D, STAGES, FIELDS, STEP, SLOTS, TURNS)
     step_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEP, D], dtype)
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, HALF], dtype)
     piece_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SWEEP, HALF], dtype)
@@ -73,8 +74,10 @@ def hopper_kernel(
     v_full = new_barriers(STAGES, 1)
     v_empty = new_barriers(STAGES, 2)
     mended = new_barriers(1, 1)
-    turns = new_barriers(2, 1)
-    mbarrier.arrive(turns.index(0), count=1)
+    turns = k_full  # where there are none: barriers of their own that nobody waits for would share memory with data
+    if TURNS:
+        turns = new_barriers(2, 1)
+        mbarrier.arrive(turns.index(0), count=1)
     fence_async_shared()
     barrier()
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, mended, turns)
