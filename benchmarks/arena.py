@@ -17,11 +17,7 @@ import typer
 from benchmarks.figures import merge_figures
 from vllm_sparse_backend.serving.arena import SEVERAL_ROWS_BYTES, SLACK, LayerNeed, largest_steps, rows_of
 from vllm_sparse_backend.settings.config import SparsePrefillConfig
-from vllm_sparse_backend.settings.crossover import (
-    UNMEASURED_MIN_QUERY_TOKENS,
-    UNMEASURED_MIN_TOKENS,
-    Thresholds,
-)
+from vllm_sparse_backend.settings.crossover import UNMEASURED_MIN_QUERY_TOKENS, UNMEASURED_MIN_TOKENS, Thresholds
 from vllm_sparse_backend.settings.model_shape import ModelShape
 from vllm_sparse_backend.settings.plan import Plan
 

@@ -42,18 +42,8 @@ Steps = Mapping[str, Sequence[Sequence[str]]]
 def steps_of(folder: Path, results: Path, memory_bytes: int) -> Steps:
     """folder: for what is of this run alone, a model's shape among it."""
     lengths = "8192,32768,131072" if memory_bytes > LARGE_BYTES else "8192,32768"
-    bench = [
-        "-m",
-        "vllm_sparse_backend",
-        "bench",
-        "serve",
-        str(folder / "shape"),
-        "--lengths",
-        lengths,
-        "--repeats",
-        "3",
-    ]
-    ours = ["--settings", '{"method": "a_shape"}', "--server-args", SERVER_ARGS, "--output-tokens", "16"]
+    bench = ["-m", "vllm_sparse_backend", "bench", "serve", str(folder / "shape"), "--lengths", lengths]
+    ours = ["--repeats", "3", "--settings", '{"method": "a_shape"}', "--server-args", SERVER_ARGS]
     attend = ["--densities", "1,0.2,0.05", "--stripes", "8192", "--blocks", "128"]
     # What takes time is compiling, by a CPU for each process.
     at_once = ["-n", str(max(1, min(24, (os.cpu_count() or 1) - 2))), "--dist", "loadgroup"]

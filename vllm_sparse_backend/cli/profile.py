@@ -50,11 +50,7 @@ def check(profile: ProfileName, model: MaybeModel = None) -> None:
 
 
 @profile_app.command(epilog="Example: sparse-prefill profile show mine.yaml MODEL")
-def show(
-    profile: ProfileName,
-    model: MaybeModel = None,
-    level: LevelOption = None,
-) -> None:
+def show(profile: ProfileName, model: MaybeModel = None, level: LevelOption = None) -> None:
     """Tables of what a profile says: by layer, and by setting."""
     with failures():
         loaded, shape = _load(profile, model)

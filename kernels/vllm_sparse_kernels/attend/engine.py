@@ -40,10 +40,7 @@ class AttendSpec:
 
     @staticmethod
     def of(
-        cache: PagedCache,
-        index: SparseIndex,
-        options: AttendOptions | None = None,
-        sinks: torch.Tensor | None = None,
+        cache: PagedCache, index: SparseIndex, options: AttendOptions | None = None, sinks: torch.Tensor | None = None
     ) -> "AttendSpec":
         return AttendSpec(
             device=cache.keys.device,

@@ -2,14 +2,7 @@
 """A consumer group of ``hopper_kernel``: the online softmax over an item's steps, for 64 of its tile's queries."""
 
 from vllm_sparse_kernels.attend.hopper_item import HALF, first_step, published
-from vllm_sparse_kernels.gluon_names import (
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from vllm_sparse_kernels.gluon_names import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 MINUS_INFINITY = gl.constexpr(float("-inf"))
 LN_2 = gl.constexpr(0.6931471805599453)

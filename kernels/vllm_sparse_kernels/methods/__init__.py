@@ -7,16 +7,7 @@ from importlib import import_module
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.registry import Registry
 
-FOLDERS = (
-    "anchor_attention",
-    "dense",
-    "flex_prefill",
-    "minference",
-    "sale",
-    "share_prefill",
-    "sparge_attn",
-    "top_p",
-)
+FOLDERS = ("anchor_attention", "dense", "flex_prefill", "minference", "sale", "share_prefill", "sparge_attn", "top_p")
 
 METHODS = Registry(spec for folder in FOLDERS for spec in import_module(f"{__name__}.{folder}").SPECS)
 
