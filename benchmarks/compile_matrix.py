@@ -123,8 +123,8 @@ def hasty_arrivals(sass: Sequence[str]) -> int:
 def barriers_in_data(sass: Sequence[str]) -> int:
     """Barriers in memory that is data's as well: Triton hands on that of a barrier which nothing uses any more.
 
-    It does not invalidate the barrier before, as PTX asks for. Beside other processes on a card one launch of fifty was
-    wrong then.
+    It does not invalidate the barrier before, as PTX asks for. Kernels with such a barrier gave other results now and
+    then beside other processes on a card.
     """
     made, data = (
         {found[1] for line in sass if (found := re.search(name + r".*\+(0x\w+)\]", line))}

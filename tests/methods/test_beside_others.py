@@ -4,8 +4,8 @@
 A card that several processes share takes a kernel off its multiprocessors and puts it back, and its warps then go on in
 an order of their own. The same cases of attention, launched so on an H200, found what neither a process alone nor
 random schedules of an emulator did: two variants of the loop, which multiplied an item's first scores while the one
-before was written out, left NaN in one launch of seventy; the loop as it is in none of 600,000. So they found a barrier
-that nothing used, whose memory Triton had given to an item's outputs: one launch of fifty was wrong.
+before was written out, left NaN in one launch of seventy. On an H100 they found the variant for stripes at fault, where
+Triton had given the memory of a barrier that nothing used to outputs: up to 102 launches of a process were others.
 """
 
 import subprocess
