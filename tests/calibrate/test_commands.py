@@ -37,6 +37,7 @@ def test_a_profile_from_one_command(words, names, text, tmp_path):
     out = tmp_path / "out.yaml"
     code, said = command(words[0], NEEDLE, "--out", out, "--text", text, *SMALL, *words[1:])
     assert code == 0, said
+    assert "capturing 2 prompts" in said and f"layers: 0 of {load_profile(str(out)).model.num_layers}" in said
     assert f"Written to {out}" in said
     profile = load_profile(str(out))
     assert profile.provenance.source.startswith(f"sparse-prefill profile {words[0]}")

@@ -121,14 +121,13 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert f"goes on with what {tmp_path / 'a.json'} holds" in result.stderr
 
 
-def test_no_bar_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_a_stage_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with bar("prompts") as shown:
         shown.begin("prompts", 3, done=1)
         shown.step()
-        shown.say("layer 2")
         shown.print("a line [of results]")
     captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "a line [of results]\n")
+    assert (captured.out, captured.err) == ("", "prompts: 1 of 3\na line [of results]\n")
 
 
 def test_an_import_that_breaks_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

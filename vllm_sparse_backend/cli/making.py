@@ -109,7 +109,7 @@ def _with_job(run: Callable[..., "Profile"]) -> Callable[..., None]:
         jobs: list[Job] = []
 
         def make_job() -> "Job":
-            jobs.append(job_of(**given, tell=Tell(shown.begin, shown.step, shown.say)))
+            jobs.append(job_of(**given, tell=Tell(shown.begin, shown.step, shown.print)))
             return jobs[0]
 
         work = given["work"] or given["out"].with_suffix(".work")

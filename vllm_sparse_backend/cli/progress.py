@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a long command has come, and how long it will take: a bar on stderr, where that is a terminal."""
+"""How far a long command has come, and how long it will take: a bar on stderr, or a line a stage in a log."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,13 +18,11 @@ class Bar:
     def begin(self, what: str, steps: int, done: int = 0) -> None:
         """A stage, and how many steps it has; ``done`` of them were done by an earlier run."""
         self._progress.reset(self._task, description=escape(what), total=steps, completed=done)
+        if self._progress.disable:  # a log shows that a stage began, and nothing until it ends
+            self.print(f"{what}: {done} of {steps}")
 
     def step(self) -> None:
         self._progress.advance(self._task)
-
-    def say(self, what: str) -> None:
-        """What is done now."""
-        self._progress.update(self._task, description=escape(what))
 
     def print(self, line: str) -> None:
         """Above the bar; to stderr too where there is none."""
