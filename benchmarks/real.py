@@ -33,6 +33,7 @@ import typer
 
 from vllm_sparse_backend.measure.answers import Templates, build_prompt
 from vllm_sparse_backend.measure.scrape import Report, parse
+from vllm_sparse_backend.settings.metrics import FRESH_METRICS_PATH
 
 FACTS = 24
 LINE_TOKENS = 40
@@ -80,8 +81,7 @@ class Setting:
         return connection, answer
 
     def counted(self) -> Report:
-        time.sleep(1.2)  # counters are read from workers once a second
-        return parse(self.ask("/metrics")[1].read().decode())
+        return parse(self.ask(FRESH_METRICS_PATH)[1].read().decode())
 
 
 @dataclass

@@ -24,6 +24,7 @@ from benchmarks.tiny import make_model
 from vllm_sparse_backend.measure.report import table_of
 from vllm_sparse_backend.measure.scrape import parse
 from vllm_sparse_backend.measure.server import Server, ServerError, device_name, sparse_args
+from vllm_sparse_backend.settings.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.settings.reasons import Fallback
 
 WORDS = 400
@@ -105,12 +106,12 @@ class Asker:
 
     def rows(self) -> tuple[int, int]:
         """So many that ran exact because they were asked to, and sparse."""
-        report = parse(self.server.get("/metrics"))
+        report = parse(self.server.get(FRESH_METRICS_PATH))
         return report.rows["dense", Fallback.REQUESTED], report.rows_of("sparse")
 
     def is_exact(self) -> bool:
         """Whether no layer of the server goes sparse for anybody: it counts no rows then."""
-        return set(parse(self.server.get("/metrics")).attention) == {"dense"}
+        return set(parse(self.server.get(FRESH_METRICS_PATH)).attention) == {"dense"}
 
     def cell(self, way: str, variant: str) -> str:
         path = way.partition(",")[0]

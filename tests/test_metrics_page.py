@@ -3,8 +3,9 @@
 
 import asyncio
 import gzip
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_sparse_backend.serving import metrics_page
-from vllm_sparse_backend.serving.metrics_page import MetricsMiddleware, MetricsPage
-from vllm_sparse_backend.settings.metrics import METRICS, WORKER_METHOD
+from vllm_sparse_backend.identity import LOGGER
+from vllm_sparse_backend.serving import engine_counts, metrics_page
+from vllm_sparse_backend.serving.engine_counts import EngineCounts, SiblingCounts
+from vllm_sparse_backend.serving.metrics_page import WAIT_S, MetricsMiddleware, MetricsPage
+from vllm_sparse_backend.settings.metrics import FRESH_QUERY, METRICS, WORKER_METHOD
 
 DOCS = Path(__file__).parents[1] / "docs/metrics.md"
 MODEL = "some/model"
@@ -52,9 +55,9 @@ class Client:
         return (await answer(*args)) if callable(answer) else answer
 
 
-def open_page(client: Client, interval_s: float = 0.001) -> MetricsPage:
+def open_page(client: Client, interval_s: float = 0.001, siblings: SiblingCounts | None = None) -> MetricsPage:
     page = MetricsPage()
-    page.open(client, MODEL, interval_s)
+    page.open(client, MODEL, interval_s, siblings)
     return page
 
 
@@ -70,7 +73,7 @@ def values(text: bytes) -> dict[str, float]:
 
 
 def read(client: Client) -> dict[str, float]:
-    return values(asyncio.run(open_page(client).text()))
+    return values(asyncio.run(open_page(client).fresh_text()))
 
 
 def test_workers_of_an_engine_add_up_but_for_what_each_has_of_its_own() -> None:
@@ -115,7 +118,7 @@ def test_every_engine_is_asked_and_bears_its_number() -> None:
 
 
 def test_counts_on_their_way_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_page, "LOOKS_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(engine_counts, "LOOKS_S", (0.0, 0.0, 0.0))
     left = [2]
 
     async def answer(start: bool) -> list[dict[str, Any]]:
@@ -129,76 +132,265 @@ def test_counts_on_their_way_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
     assert read(client)["arena_overflows_total{engine=0}"] == 1
 
 
-def test_an_engine_that_does_not_answer_says_nothing_and_what_it_says_late_is_not_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(metrics_page, "TIMEOUT_S", 0.05)
-    stuck = asyncio.Event()
-    calls = []
+COUNT = "arena_overflows_total{engine=0}"
 
-    async def second(start: bool) -> list[dict[str, Any]]:
-        calls.append(start)
-        number = len(calls)
-        if number == 2:
-            await stuck.wait()
-        if number == 4:
-            raise RuntimeError("the engine is dead")
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """What this package logs."""
+    messages: list[str] = []
+
+    class Keeping(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    handler, logger = Keeping(), logging.getLogger(LOGGER)
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
+class Engine:
+    """Counts its questions, and answers with their number: at once, late, never, or with an error."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.free = asyncio.Event()
+        self.free.set()
+        self.error: Exception | None = None
+
+    async def __call__(self, start: bool) -> list[dict[str, Any]]:
+        self.asked += 1
+        number = self.asked
+        await self.free.wait()
+        if self.error is not None:
+            raise self.error
         return [worker(0, [("arena_overflows", [], number)])]
 
-    async def scrapes() -> list[dict[str, float]]:
-        page = open_page(Client({0: [worker(0, [("arena_overflows", [], 1)])], 1: second}))
-        found = [values(await page.text()) for _ in range(3)]
-        assert len(calls) == 2  # while an answer is late it is not asked for again
-        stuck.set()
-        return [*found, *[values(await page.text()) for _ in range(3)]]
 
-    found = asyncio.run(scrapes())
-    assert [page["up{engine=1}"] for page in found] == [1, 0, 0, 1, 0, 1]
-    assert [page.get("arena_overflows_total{engine=1}") for page in found] == [1, None, None, 3, None, 5]
-    assert all(page["up{engine=0}"] == page["arena_overflows_total{engine=0}"] == 1 for page in found)
+async def timed(page: MetricsPage) -> tuple[dict[str, float], float]:
+    """A reader's page, and the seconds that it waited for it."""
+    began = time.monotonic()
+    text = await page.text()
+    return values(text), time.monotonic() - began
 
 
-def test_no_counter_falls_from_one_process_of_a_server_to_the_next() -> None:
-    """Though an answer is under way in one of them that is older than what the other told meanwhile."""
-    asked = 0
+class TestNoReaderWaits:
+    """For an engine: counts are refreshed in the background, and the last ones shown."""
 
-    async def engine(start: bool) -> list[dict[str, Any]]:
-        nonlocal asked
-        asked += 1
-        told = asked
-        await asyncio.sleep(0.2 if told == 1 else 0)
-        return [worker(0, [("arena_overflows", [], told)])]
+    LIMIT_S = 0.05
 
-    async def scrapes() -> list[float]:
-        one, other = (open_page(Client({0: engine})) for _ in range(2))
-        first = asyncio.create_task(one.text())
-        await asyncio.sleep(0.05)
-        texts = [await other.text(), await one.text(), await first]
-        return [values(text)["arena_overflows_total{engine=0}"] for text in texts]
+    def test_within_the_interval_the_last_counts_are_shown_at_once(self) -> None:
+        async def scrapes() -> None:
+            engine = Engine()
+            page = open_page(Client({0: engine}), interval_s=60)
+            await page.start()
+            engine.free.clear()  # whoever asks now, waits
+            pages = [await timed(page) for _ in range(20)]
+            assert all(shown == {COUNT: 1, "up{engine=0}": 1} for shown, _ in pages)
+            assert max(seconds for _, seconds in pages) < 0.02
+            assert engine.asked == 1
 
-    assert asyncio.run(scrapes()) == [2, 3, 1]
+        asyncio.run(scrapes())
+
+    def test_an_engine_that_is_idle_gives_its_counts_of_now(self) -> None:
+        async def scrapes() -> list[float]:
+            page = open_page(Client({0: Engine()}))
+            pages = []
+            for _ in range(4):
+                await asyncio.sleep(0.002)
+                pages.append((await timed(page))[0][COUNT])
+            return pages
+
+        assert asyncio.run(scrapes()) == [1, 2, 3, 4]
+
+    def test_a_late_engine_shows_its_last_counts_until_it_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(engine_counts, "TIMEOUT_S", 0.3)
+
+        async def scrapes() -> None:
+            engine, other = Engine(), Engine()
+            page = open_page(Client({0: engine, 1: other}))
+            await page.start()
+            tasks = len(asyncio.all_tasks())
+            engine.free.clear()
+            await asyncio.sleep(0.01)
+            first, waited = await timed(page)
+            assert WAIT_S <= waited < self.LIMIT_S
+            assert (first[COUNT], first["up{engine=0}"]) == (1, 1)
+            for _ in range(100):
+                shown, waited = await timed(page)
+                assert shown[COUNT] == 1
+                assert waited < self.LIMIT_S
+            assert engine.asked == 2  # while an answer is late, nothing else is asked
+            assert len(asyncio.all_tasks()) <= tasks + 2  # its question, and the other engine's
+            await asyncio.sleep(0.35)
+            shown, waited = await timed(page)
+            assert (shown["up{engine=0}"], shown[COUNT]) == (0, 1)
+            assert (shown["up{engine=1}"], shown["arena_overflows_total{engine=1}"]) == (1, other.asked)
+            assert waited < self.LIMIT_S
+            engine.free.set()
+            await asyncio.sleep(0.01)
+            shown, _ = await timed(page)
+            assert shown["up{engine=0}"] == 1
+            assert shown[COUNT] >= 2
+
+        asyncio.run(scrapes())
+
+    def test_an_engine_that_fails_is_down_with_its_last_counts(self, lines: list[str]) -> None:
+        async def scrapes() -> list[dict[str, float]]:
+            engine = Engine()
+            page = open_page(Client({0: engine}))
+            await page.start()
+            pages = []
+            for error in (None, RuntimeError("the engine is dead"), RuntimeError("the engine is dead"), None):
+                engine.error = error
+                await asyncio.sleep(0.002)
+                pages.append((await timed(page))[0])
+            return pages
+
+        pages = asyncio.run(scrapes())
+        assert [page["up{engine=0}"] for page in pages] == [1, 0, 0, 1]
+        assert [page[COUNT] for page in pages] == [2, 2, 2, 5]
+        (line,) = lines  # once for as long as it is down
+        assert "no new metrics from engine 0: RuntimeError: the engine is dead" in line
+
+    def test_an_engine_that_has_never_answered_keeps_no_reader_and_not_the_start(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(metrics_page, "START_S", 0.05)
+
+        async def scrapes() -> None:
+            engine = Engine()
+            engine.free.clear()
+            page = open_page(Client({0: engine}))
+            await page.start()
+            shown, waited = await timed(page)
+            assert shown == {"up{engine=0}": 0}
+            assert waited < self.LIMIT_S
+            engine.free.set()
+            await asyncio.sleep(0.01)
+            assert (await timed(page))[0]["up{engine=0}"] == 1
+
+        asyncio.run(scrapes())
+
+    def test_readers_share_a_question_and_those_that_go_leave_nothing_behind(self) -> None:
+        async def scrapes() -> None:
+            engine = Engine()
+            page = open_page(Client({0: engine}))
+            await page.start()
+            engine.free.clear()
+            await asyncio.sleep(0.002)
+            alone = asyncio.all_tasks()
+            readers = [asyncio.create_task(coroutine) for _ in range(8) for coroutine in (page.text(), page.fresh_text())]
+            await asyncio.sleep(0.01)
+            for reader in readers[::2] + readers[1::4]:
+                reader.cancel()
+            await asyncio.sleep(0.1)
+            assert engine.asked == 2
+            engine.free.set()
+            left = await asyncio.gather(*readers[3::4])
+            assert len({*left}) == 1
+            assert values(left[0])[COUNT] == 3  # asked for after they came
+            await asyncio.sleep(0.01)
+            assert asyncio.all_tasks() == alone
+
+        asyncio.run(scrapes())
 
 
-def test_readers_share_a_question_that_none_takes_from_the_others_and_questions_keep_apart() -> None:
-    client = Client({0: [worker(0, [("arena_overflows", [], 1)])]})
+class TestFresh:
+    """What tools ask for that compare counts before and after."""
 
-    async def scrapes() -> float:
-        page, began = open_page(client, interval_s=0.2), time.monotonic()
-        await page.text()
-        first, *others = (asyncio.create_task(page.text()) for _ in range(8))
-        await asyncio.sleep(0.01)
-        first.cancel()
-        assert all("arena_overflows_total{engine=0}" in values(text) for text in await asyncio.gather(*others))
-        return time.monotonic() - began
+    def test_counts_are_asked_for_after_the_reader_came_and_questions_keep_apart(self) -> None:
+        async def scrapes() -> None:
+            engine = Engine()
+            page, began = open_page(Client({0: engine}), interval_s=0.2), time.monotonic()
+            await page.start()
+            assert (await timed(page))[0][COUNT] == 1
+            assert values(await page.fresh_text())[COUNT] == 2
+            assert time.monotonic() - began >= 0.2
+            texts = await asyncio.gather(*(page.fresh_text() for _ in range(8)))
+            assert {values(text)[COUNT] for text in texts} == {3}
+            assert engine.asked == 3
 
-    assert asyncio.run(scrapes()) >= 0.2
-    assert len(client.asked) == 2
+        asyncio.run(scrapes())
+
+    def test_a_hanging_engine_keeps_the_others_counts_for_no_longer_than_the_limit(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for module in (engine_counts, metrics_page):
+            monkeypatch.setattr(module, "TIMEOUT_S", 0.1)
+
+        async def scrapes() -> None:
+            hanging, other = Engine(), Engine()
+            page = open_page(Client({0: hanging, 1: other}), interval_s=0.05)
+            await page.start()
+            hanging.free.clear()
+            shown = values(await page.fresh_text())
+            assert (shown[COUNT], shown["up{engine=0}"]) == (1, 0)
+            assert (shown["arena_overflows_total{engine=1}"] >= 2, shown["up{engine=1}"]) == (True, 1)
+
+        asyncio.run(scrapes())
+
+
+class TestSeveralProcesses:
+    """Of one server, behind one port: Prometheus takes a counter that falls for a restart."""
+
+    @staticmethod
+    def pages(folder: Path, engine: Engine, interval_s: float = 60.0) -> list[MetricsPage]:
+        return [open_page(Client({0: engine}), interval_s, SiblingCounts(folder, 1, pid)) for pid in range(3)]
+
+    def test_no_counter_falls_from_one_process_to_the_next(self, tmp_path: Path) -> None:
+        async def scrapes() -> list[float]:
+            engine = Engine()
+            first, second, third = self.pages(tmp_path, engine)
+            for page in (first, second, third):
+                await page.start()
+            read = [(await timed(page))[0][COUNT] for page in (third, first, second)]
+            engine.free.clear()
+            late = values(await open_page(Client({0: engine}), 60, SiblingCounts(tmp_path, 1, 9)).text())
+            return [*read, late[COUNT]]
+
+        assert asyncio.run(scrapes()) == [3, 3, 3, 3]
+
+    def test_an_answer_that_is_older_than_what_another_process_has_shown_is_dropped(self, tmp_path: Path) -> None:
+        page = open_page(Client({}), siblings=SiblingCounts(tmp_path, 1, 1))
+        page.refresh = lambda: []  # type: ignore[method-assign]
+        reader = engine_counts.EngineReader()
+        page._readers = {"0": reader}
+        reader.take(EngineCounts(20, {"arena_overflows": {(): 4.0}}))
+        for moment, count, expected in ((10, 3.0, 4), (30, 7.0, 7), (25, 5.0, 7)):
+            SiblingCounts(tmp_path, 1, 2).publish({"0": EngineCounts(moment, {"arena_overflows": {(): count}})})
+            assert values(asyncio.run(page.text()))[COUNT] == expected
+
+    def test_other_servers_files_and_broken_ones_are_left_out(self, tmp_path: Path, lines: list[str]) -> None:
+        SiblingCounts(tmp_path, 2, 1).publish({"0": EngineCounts(9, {"arena_overflows": {(): 4.0}})})
+        mine = SiblingCounts(tmp_path, 1, 1)
+        assert mine.newest() == {}
+        (tmp_path / "sparse_prefill_1_2.json").write_text('{"0": 3')
+        assert (mine.newest(), mine.newest()) == ({}, {})
+        (line,) = lines
+        assert "API server processes cannot share counts" in line
+
+    def test_a_folder_that_has_gone_keeps_no_reader(self, tmp_path: Path, lines: list[str]) -> None:
+        page = open_page(Client({0: Engine()}), siblings=SiblingCounts(tmp_path / "gone", 1, 1))
+        assert values(asyncio.run(page.fresh_text()))[COUNT] == 1
+        assert len(lines) == 1
+
+    def test_only_a_server_of_several_processes_has_files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def of_server(count: int) -> SiblingCounts | None:
+            return SiblingCounts.of_server(SimpleNamespace(parallel_config=SimpleNamespace(_api_process_count=count)))
+
+        monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+        assert of_server(2) is None
+        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+        assert of_server(1) is None
+        assert of_server(2) is not None
 
 
 def test_every_metric_can_be_exported_and_is_documented() -> None:
     """With all of its labels, under the name and of the type that docs/metrics.md gives."""
     samples: Samples = [(name, ["x"] * len(m.labels), 1) for name, m in METRICS.items() if name != "up"]
-    text = asyncio.run(open_page(Client({0: [worker(0, samples)]})).text()).decode()
+    text = asyncio.run(open_page(Client({0: [worker(0, samples)]})).fresh_text()).decode()
     documented = DOCS.read_text()
     for metric in METRICS.values():
         labels = ", ".join(f"`{label}`" for label in metric.all_labels[2:])  # past those of all
@@ -267,6 +459,29 @@ class TestMiddleware:
     def test_an_answer_that_is_no_page_of_metrics(self, page: MetricsPage, answer: dict[str, Any]) -> None:
         status, body, length = self.get(MetricsMiddleware(self.app(**answer), page))
         assert (status, body, length) == (answer.get("status", 200), b"vllm:up 1.0\n", len(body))
+
+    def test_engines_answer_while_the_server_writes_its_own_part(self, page: MetricsPage) -> None:
+        """A slow page of vLLM's does not become slower by ours."""
+        inner = self.app()
+
+        async def slow(scope: dict[str, Any], receive: Any, send: Any) -> None:
+            await asyncio.sleep(2 * WAIT_S)
+            await inner(scope, receive, send)
+
+        silent = Engine()
+        silent.free.clear()
+        page._client = Client({0: silent})
+        began = time.monotonic()
+        _, body, _ = self.get(MetricsMiddleware(slow, page))
+        assert values(body)["up{engine=0}"] == 0
+        assert time.monotonic() - began < 3 * WAIT_S
+
+    @pytest.mark.parametrize(("query", "is_fresh"), [(FRESH_QUERY, True), (f"a=b&{FRESH_QUERY}", True), ("x=fresh", False)])
+    def test_a_query_asks_for_counts_of_now(self, page: MetricsPage, query: str, is_fresh: bool) -> None:
+        middleware = MetricsMiddleware(self.app(), page)
+        assert metrics_page.asks_for_fresh({"query_string": query.encode()}) is is_fresh
+        _, body, _ = self.get(middleware, query_string=query.encode())
+        assert values(body)["arena_overflows_total{engine=0}"] == 3
 
     def test_the_servers_own_metrics_stay_whatever_becomes_of_ours(self) -> None:
         page = MetricsPage()

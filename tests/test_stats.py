@@ -119,6 +119,47 @@ class TestOnItsWay:
         assert found(recorder) == {"rows decode": 2}
 
 
+class TestCountsPastSixtyFourBits:
+    """Of a server that runs for years: messages between vLLM's processes hold no integer past 2^64."""
+
+    MANY = 3 * 2**62
+
+    def test_the_hosts(self) -> None:
+        recorder = make()
+        for _ in range(4):
+            recorder.count("prefill_pairs", {}, self.MANY)
+        assert found(recorder) == {"prefill_pairs": 4 * self.MANY}
+        recorder.count("prefill_pairs", {}, 2**64)
+        assert sent(recorder.samples()) == [[["prefill_pairs", [], float(4 * self.MANY + 2**64)]], False]
+
+    def test_the_devices(self) -> None:
+        """Its own counters have 64 bits, and a sign."""
+        recorder = make()
+        recorder.count_pairs(1, full_index())
+        counted = []
+        for _ in range(8):
+            recorder._listed += self.MANY  # wraps
+            counted.append(found(recorder)["kept_pairs 1"])
+        assert counted == [float(CAUSAL + n * self.MANY) for n in range(1, 9)]
+        ((_, _, kept),) = (sample for sample in sent(recorder.samples())[0] if sample[0] == "kept_pairs")
+        assert kept == counted[-1]
+
+    def test_layers_that_come_later(self) -> None:
+        recorder = make()
+        recorder.count_pairs(1, full_index())
+        assert found(recorder)["kept_pairs 1"] == CAUSAL
+        recorder.add_layers((7,))
+        recorder.count_pairs(7, full_index())
+        assert (found(recorder)["kept_pairs 1"], found(recorder)["kept_pairs 7"]) == (CAUSAL, CAUSAL)
+
+
+def sent(answer: Any) -> Any:
+    """An engine's answer as its server gets it."""
+    serial_utils = pytest.importorskip("vllm.v1.serial_utils", reason="needs vLLM")
+    buffers = serial_utils.MsgpackEncoder().encode(serial_utils.UtilityResult(answer))
+    return serial_utils.MsgpackDecoder(serial_utils.UtilityResult).decode(buffers).result
+
+
 def test_what_runs_for_no_request_is_not_counted() -> None:
     recorder = make()
     with not_counting():

@@ -114,7 +114,7 @@ def running(api: Api) -> Iterator[str]:
             self.wfile.write(data.encode() if isinstance(data, str) else json.dumps(data).encode())
 
         def do_GET(self) -> None:
-            if self.path == "/metrics":
+            if self.path.partition("?")[0] == "/metrics":
                 self.reply(api.metrics(), kind="text/plain")
             else:
                 self.reply({"data": [{"id": MODEL, "root": str(api.root)}]}, api.status)

@@ -90,6 +90,7 @@ def test_a_server_runs_it(environment: dict[str, str], tmp_path: Path) -> None:
     from tests.server import scenario
     from vllm_sparse_backend.measure.scrape import parse
     from vllm_sparse_backend.measure.server import Server, sparse_args
+    from vllm_sparse_backend.settings.metrics import FRESH_METRICS_PATH
 
     params = {"sink_tokens": 64, "local_tokens": 128, "stride_tokens": 512}
     settings = {"method": "strided", "params": params, "min_tokens": 256, "min_query_tokens": 1}
@@ -97,7 +98,7 @@ def test_a_server_runs_it(environment: dict[str, str], tmp_path: Path) -> None:
     path = {"PYTHONPATH": environment["PYTHONPATH"]}
     with Server(make_model(tmp_path / "model"), args, env=path) as server:
         scenario.ask(server, scenario.prompt(2001, seed=11))
-        report = parse(server.get("/metrics"))
+        report = parse(server.get(FRESH_METRICS_PATH))
     assert report.problem() is None
     assert all(0 < layer.density < 0.7 for layer in report.layers.values())
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from benchmarks.tiny import VOCAB_SIZE
 from vllm_sparse_backend.measure.scrape import Report, parse
 from vllm_sparse_backend.measure.server import Server
+from vllm_sparse_backend.settings.metrics import FRESH_METRICS_PATH
 
 CHUNK_TOKENS = 512
 SERVER_ARGS = ("--max-model-len", "8192", "--enable-prompt-tokens-details")
@@ -38,7 +39,7 @@ class Answer:
 
 def counted(server: Server, before: Report | None = None) -> Report:
     """What /metrics says of rows and layers, less what it said ``before``."""
-    report = parse(server.get("/metrics"))
+    report = parse(server.get(FRESH_METRICS_PATH))
     if before is None:
         return report
     return Report(report.samples - before.samples)

@@ -175,11 +175,11 @@ def counted() -> Iterator[Counter[int]]:
 
 def share(llm: Any, ask: Callable[[], object]) -> float | None:
     """Of the pairs of what is asked for, those that went sparse, as /metrics adds them up; None by stock's backend."""
-    from vllm_sparse_backend.serving.metrics_page import total
+    from vllm_sparse_backend.serving.engine_counts import engine_totals
 
     def counted() -> list[float]:
-        workers = {"0": llm.collective_rpc("sparse_prefill_samples")}
-        return [sum(total(name, workers).values()) for name in ("causal_pairs", "prefill_pairs")]
+        totals = engine_totals(llm.collective_rpc("sparse_prefill_samples"))
+        return [sum(totals.get(name, {}).values()) for name in ("causal_pairs", "prefill_pairs")]
 
     before = counted()
     ask()

@@ -29,6 +29,7 @@ from vllm_sparse_backend.measure.client import Endpoint
 from vllm_sparse_backend.measure.scrape import parse
 from vllm_sparse_backend.measure.server import Server, sparse_args
 from vllm_sparse_backend.measure.texts import prose
+from vllm_sparse_backend.settings.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.settings.reasons import Fallback
 from vllm_sparse_kernels import TILE_TOKENS
 
@@ -79,7 +80,7 @@ def check(server: Server) -> None:
     sparse = {f"sparse {i}": (scenario.prompt(SPARSE_TOKENS, seed=100 + i), 8, 1) for i in range(NUM_EACH)}
     dealt = [pair for pairs in zip(exact.items(), sparse.items(), strict=True) for pair in pairs]
     answers = scenario.ask_together(server, dict(dealt))
-    report = parse(server.get("/metrics"))
+    report = parse(server.get(FRESH_METRICS_PATH))
     assert report.rows["dense", Fallback.REQUESTED] == NUM_EACH
     assert report.rows_of("sparse") == NUM_EACH
     assert report.rows_of("dense") == NUM_EACH
@@ -110,7 +111,7 @@ def test_facts_are_found_under_every_option(option: str) -> None:
             answers = list(pool.map(partial(scenario.ask, server, max_tokens=VALUE_TOKENS, level=level), prompts))
             found = sum(answer.token_ids == tuple(value) for answer, value in zip(answers, values))
             assert found >= 46, (option, level, found)
-        page, log = server.get("/metrics"), server.log_path.read_text(errors="replace")
+        page, log = server.get(FRESH_METRICS_PATH), server.log_path.read_text(errors="replace")
     report = parse(page)
     assert report.problem() is None
     assert report.rows_of("sparse") > len(prompts)

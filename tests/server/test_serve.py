@@ -17,6 +17,7 @@ from tests.server.scenario import Servers
 from vllm_sparse_backend.cli import switch
 from vllm_sparse_backend.measure.scrape import Report
 from vllm_sparse_backend.measure.server import Server
+from vllm_sparse_backend.settings.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.settings.reasons import Fallback
 
 pytestmark = pytest.mark.server
@@ -113,7 +114,7 @@ def test_sparse_prefill_leaves_out_something_in_every_layer_and_it_shows(asked: 
 
 
 def test_a_guard_that_checks_every_step_looks_at_every_level_and_trips_in_none(servers: Servers, asked: Asked) -> None:
-    page = servers.ours.get("/metrics")
+    page = servers.ours.get(FRESH_METRICS_PATH)
     for level in ("default", "fast", "everything"):
         assert re.search(rf'\nsparse_prefill_guard_checks_total{{.*layer="0",level="{level}".* [1-9]', page), level
     assert not scenario.counted(servers.ours).by("guard_trips").total()
@@ -180,11 +181,11 @@ def test_switched_all_new_requests_are_exact_and_back_they_are_what_they_were(se
     try:
         switch.ask(servers.ours.url, switch.To.EXACT)
         answers.append(scenario.ask_together(servers.ours, named))
-        assert re.search(r"\nsparse_prefill_switched_exact{.*} 1", servers.ours.get("/metrics"))
+        assert re.search(r"\nsparse_prefill_switched_exact{.*} 1", servers.ours.get(FRESH_METRICS_PATH))
     finally:
         switch.ask(servers.ours.url, switch.To.ON)
     answers.append(scenario.ask_together(servers.ours, named))
-    assert re.search(r"\nsparse_prefill_switched_exact{.*} 0", servers.ours.get("/metrics"))
+    assert re.search(r"\nsparse_prefill_switched_exact{.*} 0", servers.ours.get(FRESH_METRICS_PATH))
     exact, after = answers
     assert_same(exact, dict.fromkeys(named, asked.stock.answers["chunks"]))
     assert_same(after, before)

@@ -19,6 +19,7 @@ from vllm_sparse_backend.demo.question import make_questions
 from vllm_sparse_backend.measure.report import BenchError, table_of
 from vllm_sparse_backend.measure.scrape import Report, parse
 from vllm_sparse_backend.measure.server import Server, sparse_args
+from vllm_sparse_backend.settings.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.settings.modelcheck import read_config
 from vllm_sparse_kernels.methods import METHODS
 
@@ -51,7 +52,7 @@ def run_demo(model: Path | None, method: str, console: Console) -> None:
             right += _ask(stock, console)
     with _started("sparse-prefill", Server(chosen, (*sparse_args(settings), *length)), console) as server:
         right += _ask(server, console)
-        report = parse(server.get("/metrics"))
+        report = parse(server.get(FRESH_METRICS_PATH))
     if report.rows:
         _show(report, console)
     if problem := report.problem():

@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm_sparse_backend.measure.report import BenchError
 from vllm_sparse_backend.measure.texts import project_text
+from vllm_sparse_backend.settings.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.settings.requests import FIELD
 
 TIMEOUT_S = 1800.0
@@ -159,10 +160,10 @@ class Endpoint:
             raise BenchError(f"{self.name}: {self.url}{path}: {error}") from None
 
     def metrics(self) -> str:
-        """The text of /metrics; empty where there is none."""
+        """The text of /metrics with counts of now; empty where there is none."""
         try:
             with _failures():
-                return str(_client(self.url).get(f"{self.url}/metrics", cast_to=str))
+                return str(_client(self.url).get(self.url + FRESH_METRICS_PATH, cast_to=str))
         except RequestError:
             return ""
 

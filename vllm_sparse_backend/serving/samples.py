@@ -31,4 +31,8 @@ def worker_samples(worker: Any, start: bool = True) -> dict[str, Any]:
         names = [impl.attention_name for impl in impls]
         samples += [("layers", [name], names.count(name)) for name in dict.fromkeys(names)]
     samples += [("compilations", [when], count) for when, count in compilations.counts().items()]
-    return {"rank": worker.rank, "behind": behind, "samples": samples}
+    return {
+        "rank": worker.rank,
+        "behind": behind,
+        "samples": [(name, labels, float(value)) for name, labels, value in samples],
+    }

@@ -20,7 +20,7 @@ from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.pairs import add_listed_pairs
 
 Sample = tuple[str, list[str], float]
-"""A metric's name, its labels' values, and its own; such things as travel between processes as they are."""
+"""A metric's name, its labels' values, and its own, a float: messages between processes hold no integer past 2^64."""
 
 Key = tuple[str, tuple[str, ...]]
 """A metric's name, and its labels' values."""
@@ -29,6 +29,9 @@ Way = tuple[str, Fallback | None, str]
 """What a row ran on, why dense, and its level, of which a decode has none."""
 
 PADDING, DECODE, DENSE, SPARSE = "padding", "decode", "dense", "sparse"
+
+COUNTER_RANGE = 1 << 64
+"""Of a device's counters: past it they begin anew."""
 
 _dummies = 0
 
@@ -64,7 +67,7 @@ class HostCopy:
 
 
 class OnItsWay(NamedTuple):
-    """Counts of one moment; the device's are there once its copy is."""
+    """Counts of one moment; the device's are there once its copy is. Counters of the host are integers of any size."""
 
     of_host: dict[Key, float]
     listed: HostCopy
@@ -81,6 +84,9 @@ class Recorder:
         self.is_first_rank = is_first_rank
         self._places: dict[tuple[int, str], int] = {}
         self._listed = torch.zeros(0, dtype=torch.int64, device=device)
+        self._last_listed: list[int] = []
+        self._total_listed: list[int] = []
+        """Of all that the device has counted, however often its 64 bits were full."""
         self._counts: dict[Key, float] = {}
         self._on_its_way: OnItsWay | None = None
         self._arrived: list[Sample] = []
@@ -141,12 +147,22 @@ class Recorder:
             return
         found, listed = self._on_its_way
         if listed.arrived():
-            counts = listed.host.tolist()
+            self._add_listed(listed.host.tolist())
             for (layer, level), place in self._places.items():
-                if (key := ("kept_pairs", (str(layer), level))) in found:
-                    found[key] += counts[place]
-            self._arrived = [(name, [*labels], value) for (name, labels), value in found.items()]
+                key = "kept_pairs", (str(layer), level)
+                if key in found and place < len(self._total_listed):
+                    found[key] += self._total_listed[place]
+            self._arrived = [(name, [*labels], float(value)) for (name, labels), value in found.items()]
             self._on_its_way = None
+
+    def _add_listed(self, listed: list[int]) -> None:
+        """Add what the device has counted since it was last read, less than ``COUNTER_RANGE`` for each place."""
+        added = [0] * (len(listed) - len(self._total_listed))
+        before, totals = self._last_listed + added, self._total_listed + added
+        self._total_listed = [
+            total + (now - then) % COUNTER_RANGE for total, now, then in zip(totals, listed, before, strict=True)
+        ]
+        self._last_listed = listed
 
 
 def _key(name: str, kind: str, labels: Mapping[str, object]) -> Key:

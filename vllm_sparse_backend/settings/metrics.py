@@ -18,6 +18,10 @@ SWITCH_METHOD = "sparse_prefill_switch"
 SWITCH_PATH = "/v1/sparse_prefill/switch"
 """vLLM asks for its API key, where it has one, for all that begins with /v1."""
 
+FRESH_QUERY = "sparse_prefill=fresh"
+"""Query of /metrics that waits for counts asked for after the request came, for tools that compare before and after."""
+FRESH_METRICS_PATH = f"/metrics?{FRESH_QUERY}"
+
 MODEL, ENGINE, RANK = "model_name", "engine", "rank"
 
 
@@ -60,7 +64,7 @@ _TABLE = (
            "(query, key) pairs that dense would compute in all prefills, of all heads of all layers that attend."),
     Metric("compilations", "counter", "Kernels that were compiled, or read from disk, and when: warmup or serving.",
            ("when",)),
-    Metric("arena_overflows", "counter", "Tensors that took other memory than the arena's: a mistake."),
+    Metric("arena_overflows", "counter", "Allocations outside the arena (a bug)."),
     Metric("arena_bytes", "gauge", "Memory reserved for selection and attention.", per_rank=True),
     Metric("arena_peak_bytes", "gauge", "The most of it that was in use at a time.", per_rank=True),
     Metric("device_bytes", "gauge", "Memory of the device that the worker holds, not counting drivers.", per_rank=True),
@@ -72,7 +76,7 @@ _TABLE = (
     Metric("guard_dense", "gauge", "Whether the guard keeps the layer dense at present: 1 or 0.", LAYER_LEVEL,
            per_rank=True),
     Metric("switched_exact", "gauge", "Whether all new requests are exact, as the server was switched: 1 or 0."),
-    Metric("up", "gauge", "Whether the engine answered when these counts were asked for: 1 or 0."),
+    Metric("up", "gauge", "Whether the engine answers when it is asked for its counts: 1 or 0."),
 )
 # fmt: on
 
