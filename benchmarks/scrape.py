@@ -160,7 +160,9 @@ def main(
         report.add_figure(f"{about}: p99", ours[name]["p99_ms"] / 1e3, "s", "lower", round(bar_s, 4))
         report.add_figure(f"{about}: p99 above stock's", longer_s, "s", "lower", ALLOWED_S)
         report.add_figure(f"{about}: answers without our series", ours[name]["without"], "answers", "lower", 0)
-    Console(width=150).print(table_of(f"GET /metrics every {EVERY_S * 1e3:.0f} ms, {report.device}", COLUMNS, report.cases))
+    Console(width=150).print(
+        table_of(f"GET /metrics every {EVERY_S * 1e3:.0f} ms, {report.device}", COLUMNS, report.cases)
+    )
 
 
 if __name__ == "__main__":

@@ -281,7 +281,9 @@ class TestNoReaderWaits:
             engine.free.clear()
             await asyncio.sleep(0.002)
             alone = asyncio.all_tasks()
-            readers = [asyncio.create_task(coroutine) for _ in range(8) for coroutine in (page.text(), page.fresh_text())]
+            readers = [
+                asyncio.create_task(coroutine) for _ in range(8) for coroutine in (page.text(), page.fresh_text())
+            ]
             await asyncio.sleep(0.01)
             for reader in readers[::2] + readers[1::4]:
                 reader.cancel()
@@ -376,7 +378,9 @@ class TestSeveralProcesses:
         assert values(asyncio.run(page.fresh_text()))[COUNT] == 1
         assert len(lines) == 1
 
-    def test_only_a_server_of_several_processes_has_files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_only_a_server_of_several_processes_has_files(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def of_server(count: int) -> SiblingCounts | None:
             return SiblingCounts.of_server(SimpleNamespace(parallel_config=SimpleNamespace(_api_process_count=count)))
 
@@ -476,7 +480,9 @@ class TestMiddleware:
         assert values(body)["up{engine=0}"] == 0
         assert time.monotonic() - began < 3 * WAIT_S
 
-    @pytest.mark.parametrize(("query", "is_fresh"), [(FRESH_QUERY, True), (f"a=b&{FRESH_QUERY}", True), ("x=fresh", False)])
+    @pytest.mark.parametrize(
+        ("query", "is_fresh"), [(FRESH_QUERY, True), (f"a=b&{FRESH_QUERY}", True), ("x=fresh", False)]
+    )
     def test_a_query_asks_for_counts_of_now(self, page: MetricsPage, query: str, is_fresh: bool) -> None:
         middleware = MetricsMiddleware(self.app(), page)
         assert metrics_page.asks_for_fresh({"query_string": query.encode()}) is is_fresh

@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 import typer
 
+from tests import queries
 from tests.tools import ROOT
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.settings.methods import PRESETS
+from vllm_sparse_backend.settings.metrics import METRICS, PREFIX, REPORT_METHOD, SWITCH_METHOD, WORKER_METHOD
+from vllm_sparse_backend.settings.plan import DEFAULT
+from vllm_sparse_backend.settings.profile import EXACT, SHARE
+from vllm_sparse_backend.settings.requests import FIELD, MARK, REPORT
 from vllm_sparse_kernels.methods import METHODS
 
 DOCUMENTS = [
@@ -84,6 +89,85 @@ def test_where_a_tiles_blocks_are_chosen() -> None:
     writing = [path for path in files if "block_ids" in path.read_text() and path.name != "reference.py"]
     assert writing == [ROOT / named]
     assert "(CONTRIBUTING.md)" in (ROOT / "README.md").read_text()
+
+
+FOR_REQUESTS = {FIELD, REPORT, MARK}
+"""Names of the same prefix that are no metrics: keys of requests."""
+METHODS_OF_WORKERS = {WORKER_METHOD, REPORT_METHOD, SWITCH_METHOD}
+OF_TARGETS = {"job", "instance", "le"}
+"""Labels that Prometheus adds, and those of histograms' buckets."""
+MONITORING = [*(ROOT / "deploy/monitoring").rglob("*.json"), *(ROOT / "deploy/monitoring").glob("*.yml")]
+METRIC_TEXTS = [ROOT / name for name in NAMES] + MONITORING
+SELECTOR = re.compile(r"\b(sparse_prefill_\w+)\{([^}]*)\}")
+MENTION = re.compile(r"(?<![\w./])sparse_prefill_\w+")
+GROUPING = re.compile(r"\b(?:by|without|on|ignoring)\s*\(([\w, ]+)\)")
+SAMPLES = {metric.sample: metric for metric in METRICS.values()}
+
+
+def unescaped(path: Path) -> str:
+    """A file's text with quotes as a query has them."""
+    return path.read_text().replace('\\"', '"')
+
+
+def unknown_metrics(text: str) -> set[str]:
+    """Names that look like our metrics, and are none."""
+    return set(MENTION.findall(text)) - {*SAMPLES, *FOR_REQUESTS, *METHODS_OF_WORKERS, PREFIX}
+
+
+def unknown_labels(text: str) -> set[tuple[str, str]]:
+    """(metric, label) of selectors that no sample of ours has, and ("", label) of groupings that no metric has."""
+    found = set()
+    for name, selector in SELECTOR.findall(text):
+        known = {*SAMPLES[name].all_labels, *OF_TARGETS} if name in SAMPLES else set()
+        found |= {(name, label) for label in re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector) if label not in known}
+    known = {label for metric in METRICS.values() for label in metric.all_labels} | OF_TARGETS
+    for labels in GROUPING.findall(text):
+        if PREFIX in text:
+            found |= {("", label) for label in re.split(r"[,\s]+", labels.strip()) if label not in known}
+    return found
+
+
+@pytest.mark.parametrize("path", METRIC_TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_metrics_and_their_labels(path: Path) -> None:
+    """In prose and in queries, of documents, alerts and the dashboard."""
+    text = unescaped(path)
+    assert unknown_metrics(text) == set()
+    if path in MONITORING:
+        assert unknown_labels(text) == set()
+    else:
+        code = "\n".join(str(line) for line in told(str(path.relative_to(ROOT)), r"(.+)"))
+        assert unknown_labels(code) == set()
+
+
+def test_metrics_that_are_none_are_seen() -> None:
+    """So that the test above can fail."""
+    assert unknown_metrics("see `sparse_prefill_seconds_total`, `sparse_prefill_report`") == {
+        "sparse_prefill_seconds_total"
+    }
+    assert unknown_labels('sparse_prefill_rows_total{path="dense", p="0.9"}') == {("sparse_prefill_rows_total", "p")}
+    assert unknown_labels("sum by (head) (sparse_prefill_tiles_total)") == {("", "head")}
+
+
+def test_what_operators_are_told_to_watch_are_metrics() -> None:
+    rows = (ROOT / "docs/operations.md").read_text().partition("## Watch\n")[2].partition("\nQueries")[0].splitlines()
+    watched = [row.split("|")[1] for row in rows if row.startswith("| ")][2:]
+    assert len(watched) >= 5
+    for row in watched:
+        names = re.findall(r"`(\w+|vllm:\w+)(?:\{[^}]*\})?`", row)
+        assert names, row
+        assert [name for name in names if name not in SAMPLES and not name.startswith("vllm:")] == [], row
+
+
+def test_the_dashboards_panels() -> None:
+    text = re.sub(r"\s+", " ", (ROOT / "deploy/README.md").read_text()).partition("Its panels: ")[2].partition(". `")[0]
+    assert re.findall(r"\*([^*]+)\*", text) == [panel["title"] for panel in queries.panels()]
+
+
+def test_levels_that_metrics_name_are_explained() -> None:
+    """Values of the label ``level`` that no profile names."""
+    text = (ROOT / "docs/metrics.md").read_text()
+    paragraph = text.partition("`level` is what requests")[2].partition("\n\n")[0]
+    assert [level for level in (DEFAULT, EXACT, SHARE) if f"`{level}`" not in paragraph] == []
 
 
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
