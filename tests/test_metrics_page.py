@@ -356,7 +356,7 @@ class TestSeveralProcesses:
 
     def test_an_answer_that_is_older_than_what_another_process_has_shown_is_dropped(self, tmp_path: Path) -> None:
         page = open_page(Client({}), siblings=SiblingCounts(tmp_path, 1, 1))
-        page.refresh = lambda: []  # type: ignore[method-assign]
+        page.refresh = list  # type: ignore[method-assign]
         reader = engine_counts.EngineReader()
         page._readers = {"0": reader}
         reader.take(EngineCounts(20, {"arena_overflows": {(): 4.0}}))

@@ -254,6 +254,61 @@ class TestForward:
         assert builders[0].guard is builders[1].guard is layers[0].impl.worker.guard is layers[1].impl.worker.guard
 
 
+@needs_cpu_build
+class TestRequestsWithTheirOwnP:
+    """They are one level, whose layers one client must not turn dense for the others."""
+
+    OWN, STARVED, HONEST = 0.9, "p=1e-09", "p=0.95"
+    BOUND = 0.25
+    """More than honest rows lose here, and less than starved ones do."""
+
+    @pytest.fixture
+    def served(self, configured: Callable[..., Any], tmp_path: Path, request: Any) -> Any:
+        top_p = {"method": "top_p", "kept_mass": self.OWN, "sink_tokens": 0, "local_tokens": 128, "peak_share": 1.0}
+        profile = profile_file(tmp_path, default=top_p)
+        guard = {"rate": 1.0, "patience": 1, "bound": getattr(request, "param", self.BOUND)}
+        config = configured(profile=profile, **COMMON, guard=guard)
+        layers = make_layers(config, [0])
+        return layers[0], make_builder(config, layers), make_step(layers[0], [(100, 700), (100, 700)])
+
+    def run(self, served: Any, at_step: Any, levels: list[str]) -> tuple[Any, torch.Tensor]:
+        layer, builder, step = served
+        at_step(levels)
+        metadata = builder.build(0, step.common)
+        return metadata.sparse, step.forward(layer, metadata)
+
+    def test_a_client_that_starves_its_requests_leaves_others_sparse(self, served: Any, at_step: Any) -> None:
+        layer, builder, step = served
+        guard, dense = layer.impl.worker.guard, step.by_dense_backend(layer, builder)
+        first, alone = self.run(served, at_step, [self.HONEST, self.HONEST])
+        assert [probe.level for probe in first.probes] == ["p"]
+        for levels in ([self.STARVED, self.STARVED], [self.STARVED, self.HONEST]) * 3:
+            found, out = self.run(served, at_step, levels)
+            starved = step.tokens(0)
+            assert float((out - dense)[starved].norm() / dense[starved].norm()) > self.BOUND
+            assert {probe.run.rows.start for probe in found.probes} == ({1} if self.HONEST in levels else set())
+        _, out = self.run(served, at_step, [self.HONEST, self.HONEST])
+        assert guard.held == frozenset()
+        assert torch.equal(out, alone)
+        assert not torch.equal(out, dense)
+
+    @pytest.mark.parametrize("served", [1e-4], indirect=True)
+    def test_what_honest_requests_lose_turns_a_layer_dense_for_all_of_them(self, served: Any, at_step: Any) -> None:
+        layer, builder, step = served
+        self.run(served, at_step, [self.HONEST, self.STARVED])
+        found, out = self.run(served, at_step, [self.STARVED, self.HONEST])
+        assert found.held == {(0, "p")}
+        assert torch.equal(out, step.by_dense_backend(layer, builder))
+
+    def test_the_largest_p_of_any_head_decides(self, configured: Callable[..., Any], tmp_path: Path) -> None:
+        by_mass = {"method": "top_p", "local_tokens": 128}
+        heads = {0: by_mass | {"kept_mass": 0.8}, 1: by_mass | {"kept_mass": 0.95}}
+        profile = profile_file(tmp_path, default={"method": "a_shape"}, layers={0: {"heads": heads}})
+        config = configured(profile=profile, **COMMON, guard={})
+        assert make_builder(config, make_layers(config, [0])).judged_share == 0.95
+
+
+@needs_cpu_build
 class TestLevels:
     """Of two levels that each keep too little: every one is looked at, and judged by itself."""
 

@@ -65,6 +65,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         self.layers_at: dict[str, set[int]] = {}
         self.memory: Memory | None = None
         self.thresholds = {DEFAULT: Thresholds(None, 0)}
+        self.judged_share = 0.0
         self._counts_rows = False
         self._logged: set[Fallback] = set()
         refuse_if_none_can(vllm_config)
@@ -96,6 +97,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         if not sparse:
             return
         self.recorder, self.memory, self.guard = worker.recorder, worker.reserve(), worker.watch_over()
+        self.judged_share = worker.resolved.plan.largest_share
         self.recorder.add_layers(self.sparse_layers, worker.resolved.plans)
         can = {number for number, reason in reasons.items() if reason is None}
         for level, plan in worker.resolved.plans.items():
@@ -253,14 +255,19 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
     def _guard(
         self, guard: Guard, common: CommonAttentionMetadata, rows: list[BatchRow], slabs: tuple[Slab, ...]
     ) -> tuple[frozenset[Place], tuple[Probe, ...]]:
-        """What the guard keeps dense in this step, and what it wants to be checked, level by level."""
+        """What the guard keeps dense in this step, and what it wants to be checked, level by level.
+
+        A request that sets a smaller p than the server's own gives up what it asks to give up: that is no evidence
+        against a layer, or one client could turn the layer dense for all others that set a p.
+        """
         probes = []
-        for level in dict.fromkeys(slab.level for slab in slabs):
+        judged = [slab for slab in slabs if slab.share is None or slab.share >= self.judged_share]
+        for level in dict.fromkeys(slab.level for slab in judged):
             number = self.sparse_steps[level]
             self.sparse_steps[level] += 1
             own = self.layers_at[level].intersection(self.sparse_layers)
             if layers := guard.due(own, number):
-                tokens = pick_queries(number, [slab for slab in slabs if slab.level == level])
+                tokens = pick_queries(number, [slab for slab in judged if slab.level == level])
                 (row,) = (i for i, row in enumerate(rows) if row.token <= tokens.start < row.end)
                 probes.append(Probe(level, self._run_of(common, slice(row, row + 1), tokens), layers))
         return guard.held, tuple(probes)

@@ -94,6 +94,12 @@ class Plan:
         return any(method.share_kept is not None for method in self.methods)
 
     @property
+    def largest_share(self) -> float:
+        """The largest p of all heads of the model, those of other ranks too: a request with that p or a larger one keeps
+        at least what this plan keeps, in every head. 0 where no head has a p."""
+        return max((method.share_kept for method in self.methods if method.share_kept is not None), default=0.0)
+
+    @property
     def dense_layers(self) -> tuple[int, ...]:
         return tuple(i for i, groups in enumerate(self.layers) if groups is None)
 
