@@ -12,7 +12,8 @@ It still is checked, its sparse output computed for that alone: so that it has r
   the prompts' chunks fall in step with it, nor is a layer left out by chance; and tensor-parallel ranks, which see the
   same steps, check the same queries.
 * **Whose**: a request that sets its own p is checked only where that p is at least the server's own. Those that set a
-  smaller one ask for larger errors, and their rows say nothing about a layer. Where the layer is held dense, it is for them too.
+  smaller one ask for larger errors, and their rows say nothing about a layer. Where the layer is held dense, it is
+  dense for them too.
 * **Ranks judge by themselves**, each its own heads. One may run a layer dense that others run sparsely: no head reads
   another's, so every rank's output is right, and what ranks exchange after attention is what it always is.
 * **Nothing waits for the device**: sums are copied to the host on their own, and judged in a later step.

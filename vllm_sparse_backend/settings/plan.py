@@ -95,8 +95,10 @@ class Plan:
 
     @property
     def largest_share(self) -> float:
-        """The largest p of all heads of the model, those of other ranks too: a request with that p or a larger one keeps
-        at least what this plan keeps, in every head. 0 where no head has a p."""
+        """The largest p of all heads of the model, those of other ranks too; 0 where no head has one.
+
+        A request with that p or a larger one keeps at least what this plan keeps, in every head.
+        """
         return max((method.share_kept for method in self.methods if method.share_kept is not None), default=0.0)
 
     @property

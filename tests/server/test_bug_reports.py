@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What public bug reports of vLLM and of other sparse backends say went wrong elsewhere, against a stock server.
+
+``exact`` requests run on the dense backend of our server, those at level ``everything`` on the sparse path with all
+blocks kept: both have to say what stock says.
+"""
+
+import http.client
+import json
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.server import levels, scenario
+from tests.server.scenario import Answer, Servers
+from vllm_sparse_backend.measure.scrape import parse
+from vllm_sparse_backend.measure.server import Server
+from vllm_sparse_backend.settings.metrics import FRESH_METRICS_PATH
+
+pytestmark = pytest.mark.server
+
+TOLERANCE = 2e-5
+"""Of log-probabilities: stock vLLM against itself, batched differently, gives up to 2.4e-6."""
+LEVELS = ("exact", "everything")
+
+
+def complete(server: Server, prompt: list[int], level: str | None = None, **more: Any) -> list[dict[str, Any]]:
+    """The choices of a completion, of one token unless told otherwise."""
+    body = {"model": server.model, "prompt": prompt, "max_tokens": 1, "temperature": 0, **more}
+    if level is not None:
+        body["vllm_xargs"] = {"sparse_prefill": level}
+    choices: list[dict[str, Any]] = server.post("/v1/completions", body)["choices"]
+    return choices
+
+
+def prompt_logprobs(server: Server, prompt: list[int], level: str | None = None) -> list[float]:
+    """For each token of the prompt but the first."""
+    (choice,) = complete(server, prompt, level, prompt_logprobs=0)
+    positions = choice["prompt_logprobs"]
+    assert len(positions) == len(prompt)
+    return [position[str(token)]["logprob"] for position, token in zip(positions[1:], prompt[1:], strict=True)]
+
+
+def assert_close(values: list[float], expected: list[float]) -> None:
+    assert values == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_prompt_logprobs_in_chunks_whatever_was_asked_before(servers: Servers, level: str) -> None:
+    """vllm#42019 and #14239: prompts of three chunks, of which other requests and other levels have cached a part."""
+    prompt = scenario.prompt(1300, seed=1001)
+    expected = prompt_logprobs(servers.stock, prompt)
+    complete(servers.ours, prompt[:900])
+    complete(servers.ours, prompt[:900], level)
+    assert_close(prompt_logprobs(servers.ours, prompt, level), expected)
+    # And what comes after may read what these wrote.
+    (choice,) = complete(servers.ours, prompt, level, logprobs=0)
+    (stock,) = complete(servers.stock, prompt, logprobs=0)
+    assert_close(choice["logprobs"]["token_logprobs"], stock["logprobs"]["token_logprobs"])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_echo_with_logprobs_over_a_cached_prefix(servers: Servers, level: str) -> None:
+    """vllm#5344 and #8268."""
+    prompt = scenario.prompt(700, seed=1002)
+    asked = {"echo": True, "logprobs": 1, "max_tokens": 3}
+    (stock,) = complete(servers.stock, prompt, **asked)
+    for _ in range(2):  # the second time all of it is cached
+        complete(servers.ours, prompt, level)
+        (choice,) = complete(servers.ours, prompt, level, **asked)
+        assert choice["text"] == stock["text"]
+        first, *logprobs = choice["logprobs"]["token_logprobs"]
+        assert first is None
+        assert_close(logprobs, stock["logprobs"]["token_logprobs"][1:])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_thirty_lengths_in_one_batch(servers: Servers, level: str) -> None:
+    """x-attention#12 and SpargeAttn#59: a batch of more than one row, none as long as another."""
+    prompts = {str(length): (scenario.prompt(length, seed=2000 + length), 2) for length in range(7, 600, 20)}
+    assert len(prompts) == 30
+    expected = scenario.ask_together(servers.stock, prompts)
+    answers = scenario.ask_together(servers.ours, {name: (*asked, level) for name, asked in prompts.items()})
+    assert_answers(answers, expected)
+
+
+def assert_answers(answers: Mapping[str, Answer], expected: Mapping[str, Answer]) -> None:
+    for name, answer in expected.items():
+        assert answers[name].token_ids == answer.token_ids, name
+        assert answers[name].logprobs == pytest.approx(answer.logprobs, abs=TOLERANCE), name
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_beams(servers: Servers, level: str) -> None:
+    """Several sequences that go on from one prompt past ``min_tokens``."""
+    prompt = scenario.prompt(600, seed=1003)
+    asked = {"use_beam_search": True, "n": 3, "max_tokens": 4, "ignore_eos": True}
+    expected = [choice["text"] for choice in complete(servers.stock, prompt, **asked)]
+    assert len(expected) == 3
+    assert [choice["text"] for choice in complete(servers.ours, prompt, level, **asked)] == expected
+
+
+@pytest.mark.parametrize("level", [*LEVELS, None])
+def test_structured_output_on_long_prompts(servers: Servers, level: str | None) -> None:
+    """vllm#15790. At the server's own level an answer may differ from stock's, but not from its form."""
+    prompt = scenario.prompt(1100, seed=1004)
+    asked = {"structured_outputs": {"regex": "(red|green|blue): [0-9]{3}"}, "max_tokens": 24}
+    (stock,), (choice,) = complete(servers.stock, prompt, **asked), complete(servers.ours, prompt, level, **asked)
+    for text in (stock["text"], choice["text"]):
+        assert re.fullmatch("(red|green|blue): [0-9]{3}", text), text
+    assert level is None or choice["text"] == stock["text"]
+
+
+def broken_off(server: Server, prompt: list[int], events: int) -> int:
+    """Stream an answer of three tokens, and hang up after so many events; returns how many came."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    body = {"model": server.model, "prompt": prompt, "max_tokens": 3, "ignore_eos": True, "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    came = 0
+    while came < events and (line := answer.readline()):
+        came += line.startswith(b"data: {")
+    connection.close()
+    return came
+
+
+def test_requests_broken_off_in_their_last_step(servers: Servers) -> None:
+    """vllm#29987: the client hangs up while the engine computes the last token."""
+    prompts = [scenario.prompt(300 + 10 * i, seed=3000 + i) for i in range(16)]
+    with ThreadPoolExecutor(4) as pool:
+        came = list(pool.map(lambda i: broken_off(servers.ours, prompts[i], events=1 + i % 3), range(len(prompts))))
+    assert came == [1 + i % 3 for i in range(len(prompts))]
+    token_ids = scenario.prompt(900, seed=1005)
+    expected = scenario.ask(servers.stock, token_ids)
+    assert_answers({"after": scenario.ask(servers.ours, token_ids, level="exact")}, {"after": expected})
+    running = re.findall(r"(?m)^vllm:num_requests_running{.*} (\S+)$", servers.ours.get("/metrics"))
+    assert [float(value) for value in running] == [0.0] * len(running)
+
+
+@pytest.mark.full
+class TestConfiguredByNestedYaml:
+    """vllm#33193: a file with nested settings, of a server of two API processes whose cache has no room for all."""
+
+    @pytest.fixture(scope="class")
+    def server(self, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+        folder = tmp_path_factory.mktemp("yaml")
+        settings = levels.write(folder, *levels.ALL)
+        config = {
+            "attention-backend": "sparse-prefill",
+            "additional-config": {"sparse_prefill": {**settings, "profile": str(settings["profile"])}},
+            "max-model-len": 4096,
+            "max-num-batched-tokens": scenario.CHUNK_TOKENS,
+            "long-prefill-token-threshold": 128,
+            "scheduling-policy": "priority",
+            "kv-cache-memory-bytes": 24 << 20,
+            "api-server-count": 2,
+        }
+        (path := folder / "config.yaml").write_text(yaml.safe_dump(config))
+        with Server(small_model, ("--config", str(path), "--enable-prompt-tokens-details")) as server:
+            yield server
+
+    def test_the_settings_are_those_of_the_file(self, server: Server) -> None:
+        report = parse(server.get(FRESH_METRICS_PATH))
+        assert report.attention == {"torch": 4}
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_forty_eight_equal_prompts_in_short_chunks(self, server: Server, servers: Servers, level: str) -> None:
+        """vllm#27491, with ``--long-prefill-token-threshold 128``."""
+        token_ids = scenario.prompt(700, seed=4001)
+        expected = scenario.ask(servers.stock, token_ids, 4)
+        answers = scenario.ask_together(server, {str(i): (token_ids, 4, level) for i in range(48)})
+        assert_answers(answers, dict.fromkeys(answers, expected))
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_preemption_by_priority(self, server: Server, servers: Servers, level: str) -> None:
+        """vllm#9342: requests that come later, and go first, take the room of those that run."""
+
+        def ask(asked: tuple[int, list[int]]) -> list[str]:
+            number, token_ids = asked
+            more = {"priority": -number, "max_tokens": 48, "ignore_eos": True}
+            return [choice["text"] for choice in complete(server, token_ids, level, **more)]
+
+        def preempted() -> float:
+            page = server.get("/metrics")
+            return sum(float(value) for value in re.findall(r"(?m)^vllm:num_preemptions_total{.*} (\S+)$", page))
+
+        prompts = [scenario.prompt(1000 + 7 * i, seed=5000 + i) for i in range(12)]
+        before = preempted()
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = list(pool.map(ask, enumerate(prompts)))
+        assert preempted() > before
+        for token_ids, answer in zip(prompts, answers, strict=True):
+            more = {"max_tokens": 48, "ignore_eos": True}
+            assert answer == [choice["text"] for choice in complete(servers.stock, token_ids, **more)]
+
+    def test_counters_of_several_processes_never_fall(self, server: Server) -> None:
+        """vllm#18053: whichever of them answers, while requests run; without waiting for an engine."""
+        pages: list[dict[str, float]] = []
+        with ThreadPoolExecutor(3) as pool:
+            asked = [pool.submit(scenario.ask, server, scenario.prompt(3000 + i, seed=6000 + i), 8) for i in range(6)]
+            while not all(request.done() for request in asked):
+                page = server.get("/metrics")
+                samples = re.findall(r"(?m)^(sparse_prefill_\w+_total{.*}) (\S+)$", page)
+                pages.append({name: float(value) for name, value in samples})
+        assert len(pages) > 20
+        for earlier, later in zip(pages, pages[1:]):
+            assert {name for name, value in earlier.items() if later.get(name, -1.0) < value} == set()
+        assert pages[-1] != pages[0]
+        (last, again) = (parse(server.get(FRESH_METRICS_PATH)) for _ in range(2))
+        assert last == again
