@@ -29,8 +29,8 @@ from vllm_sparse_backend.measure.card import Card, Run
 from vllm_sparse_backend.measure.data import Heads, Prompt
 from vllm_sparse_backend.measure.layers import Layer, new_step
 from vllm_sparse_backend.measure.report import table_of
-from vllm_sparse_backend.serving.stats import Recorder
-from vllm_sparse_backend.settings.plan import Plan
+from vllm_sparse_backend.serving.stats import DECODE, Recorder
+from vllm_sparse_backend.settings.plan import DEFAULT, Plan
 
 COLUMNS = {
     "what": "step",
@@ -45,6 +45,7 @@ COLUMNS = {
     "longer": "a step gets longer by",
 }
 
+DECODE_ROW = (DECODE, None, "")
 NUM_LAYERS = 32
 DECODES = 256
 HOST_CALLS = 100
@@ -106,8 +107,7 @@ def run_prefill(
     step = [partial(layer.run, engine) for layer in layers] + [run for run in products for _ in layers]
     spans = [[("layer", run) for run in step], [("count", run) for run in counts]]
     taken = {name: median(ms) / len(layers) for name, ms in card.spans_ms(spans, new_step(layers), budget_s).items()}
-    table = torch.zeros(1, 8, dtype=torch.int32, device=card.device)
-    rows_us = host_us(card, lambda: recorder.count_batch(0, [("sparse", None, "default")], table))
+    rows_us = host_us(card, lambda: recorder.count_rows(("sparse", None, DEFAULT)))
     row: dict[str, Any] = {"what": f"{query_len:,} tokens after {context_len:,}", "engine": engine.name}
     row |= {"layer_ms": taken["layer"], "step_ms": taken["layer"] * NUM_LAYERS}
     row["device_us"] = 1e3 * NUM_LAYERS * taken["count"]
@@ -120,9 +120,9 @@ def run_prefill(
 
 def run_decodes(card: Card, step_ms: float, report: Report) -> dict[str, Any]:
     """A step of ``DECODES`` requests."""
-    recorder, table = Recorder(card.device), torch.zeros(DECODES, 1, dtype=torch.int32)
+    recorder = Recorder(card.device)
     row: dict[str, Any] = {"what": f"{DECODES} decodes", "step_ms": step_ms, "launched_ms": step_ms, "device_us": 0.0}
-    row["host_us"] = host_us(card, lambda: recorder.count_decodes(0, DECODES, table))
+    row["host_us"] = host_us(card, lambda: recorder.count_rows(DECODE_ROW, DECODES))
     _report(report, row, f"metrics, a step of {DECODES} decodes")
     return row
 

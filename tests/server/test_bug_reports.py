@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,7 @@ class TestConfiguredByNestedYaml:
                 samples = re.findall(r"(?m)^(sparse_prefill_\w+_total{.*}) (\S+)$", page)
                 pages.append({name: float(value) for name, value in samples})
         assert len(pages) > 20
-        for earlier, later in zip(pages, pages[1:]):
+        for earlier, later in pairwise(pages):
             assert {name for name, value in earlier.items() if later.get(name, -1.0) < value} == set()
         assert pages[-1] != pages[0]
         (last, again) = (parse(server.get(FRESH_METRICS_PATH)) for _ in range(2))
