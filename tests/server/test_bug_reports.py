@@ -27,7 +27,8 @@ pytestmark = pytest.mark.server
 
 TOLERANCE = 2e-5
 """Of log-probabilities: stock vLLM against itself, batched differently, gives up to 2.4e-6."""
-LEVELS = ("exact", "everything")
+LEVELS = (pytest.param("exact", marks=pytest.mark.full), "everything")
+"""``test_serve.py`` has exact requests in the quick suite."""
 
 
 def complete(server: Server, prompt: list[int], level: str | None = None, **more: Any) -> list[dict[str, Any]]:
@@ -80,6 +81,7 @@ def test_echo_with_logprobs_over_a_cached_prefix(servers: Servers, level: str) -
         assert_close(logprobs, stock["logprobs"]["token_logprobs"][1:])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("level", LEVELS)
 def test_thirty_lengths_in_one_batch(servers: Servers, level: str) -> None:
     """x-attention#12 and SpargeAttn#59: a batch of more than one row, none as long as another."""
@@ -106,7 +108,7 @@ def test_beams(servers: Servers, level: str) -> None:
     assert [choice["text"] for choice in complete(servers.ours, prompt, level, **asked)] == expected
 
 
-@pytest.mark.parametrize("level", [*LEVELS, None])
+@pytest.mark.parametrize("level", [*LEVELS, pytest.param(None, marks=pytest.mark.full)])
 def test_structured_output_on_long_prompts(servers: Servers, level: str | None) -> None:
     """vllm#15790. At the server's own level an answer may differ from stock's, but not from its form."""
     prompt = scenario.prompt(1100, seed=1004)
@@ -130,6 +132,7 @@ def broken_off(server: Server, prompt: list[int], events: int) -> int:
     return came
 
 
+@pytest.mark.full
 def test_requests_broken_off_in_their_last_step(servers: Servers) -> None:
     """vllm#29987: the client hangs up while the engine computes the last token."""
     prompts = [scenario.prompt(300 + 10 * i, seed=3000 + i) for i in range(16)]
