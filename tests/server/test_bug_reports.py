@@ -161,11 +161,12 @@ class TestConfiguredByNestedYaml:
             "max-num-batched-tokens": scenario.CHUNK_TOKENS,
             "long-prefill-token-threshold": 128,
             "scheduling-policy": "priority",
-            "kv-cache-memory-bytes": 24 << 20,
             "api-server-count": 2,
         }
         (path := folder / "config.yaml").write_text(yaml.safe_dump(config))
-        with Server(small_model, ("--config", str(path), "--enable-prompt-tokens-details")) as server:
+        # On a CPU ``Server`` gives the cache its own size, unless an argument does.
+        args = ("--config", str(path), "--enable-prompt-tokens-details", "--kv-cache-memory-bytes", str(24 << 20))
+        with Server(small_model, args) as server:
             yield server
 
     def test_the_settings_are_those_of_the_file(self, server: Server) -> None:
