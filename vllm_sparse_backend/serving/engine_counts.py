@@ -88,6 +88,17 @@ class EngineReader:
         """Whether a question is under way."""
         return self._question is not None and not self._question.done()
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether a call has had no answer for ``TIMEOUT_S``."""
+        return self._waiting_since is not None and time.monotonic() - self._waiting_since >= TIMEOUT_S
+
+    def next_change(self, interval_s: float) -> float:
+        """When the next question is due, or the one under way has had no answer for too long, by ``time.monotonic``."""
+        if not self.is_waiting:
+            return self.asked_at + interval_s
+        return math.inf if self._waiting_since is None else self._waiting_since + TIMEOUT_S
+
     def refresh(self, ask: Ask, interval_s: float, on_counts: Callable[[], None]) -> asyncio.Task[None] | None:
         """Return the question under way, or put a new one where the last is ``interval_s`` old; None if it is not.
 
@@ -101,15 +112,13 @@ class EngineReader:
         now = time.monotonic()
         if now - self.asked_at < interval_s:
             return None
-        self.asked_at = now
+        self.asked_at = self._waiting_since = now
         self._question = asyncio.create_task(self._read(ask, on_counts))
         return self._question
 
     def problem(self) -> str | None:
         """Why the engine is shown as down, or None while it answers."""
-        if self._waiting_since is not None and time.monotonic() - self._waiting_since >= TIMEOUT_S:
-            return f"no answer after {TIMEOUT_S:.0f} s"
-        return self._failure
+        return f"no answer after {TIMEOUT_S:.0f} s" if self.is_silent else self._failure
 
     def take(self, counts: EngineCounts) -> bool:
         """Keep these counts unless the present ones are as new; return whether they were kept."""

@@ -95,14 +95,15 @@ class MetricsPage:
     async def fresh_text(self) -> bytes:
         """The engines' counts, asked for after this call; of an engine that does not answer in time, the last ones."""
         called_at = time.monotonic()
-        deadline = called_at + self._interval_s + TIMEOUT_S
+        deadline = called_at + self._interval_s + 2 * TIMEOUT_S
         while time.monotonic() < deadline:
             questions = self.refresh()
-            late = [reader for reader in self._readers.values() if reader.finished_at < called_at]
+            readers = self._readers.values()
+            late = [reader for reader in readers if reader.finished_at < called_at and not reader.is_silent]
             if not late:
                 break
-            due = (reader.asked_at + self._interval_s for reader in late if not reader.is_waiting)
-            pause_s = max(min((deadline, *due)) - time.monotonic(), 0)
+            wake_at = min(deadline, *(reader.next_change(self._interval_s) for reader in late))
+            pause_s = max(wake_at - time.monotonic(), 0)
             if questions:
                 await asyncio.wait(questions, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
             else:
