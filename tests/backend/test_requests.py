@@ -296,8 +296,9 @@ class TestWaysIn:
         return Asgi(desk)
 
     @pytest.fixture
-    def plain(self, levels: Any) -> Asgi:
+    def plain(self, levels: Any, monkeypatch: pytest.MonkeyPatch) -> Asgi:
         """Of a server whose levels do not depend on the model that is named: most bodies are not parsed."""
+        monkeypatch.setitem(levels.additional_config["sparse_prefill"], "requests", {})
         asyncio.run((desk := LevelsEndpoint()).init_state(*started(levels)))
         return Asgi(desk)
 
