@@ -8,6 +8,7 @@ an answer is sent, and goes along with all that the engine is asked for its sake
 """
 
 import asyncio
+import contextlib
 import json
 import re
 from argparse import Namespace
@@ -46,7 +47,11 @@ FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 SMALL_BYTES = 1 << 16
 """Bodies up to here are parsed on the event loop. On paths that prefill nothing longer ones are not looked at."""
 
-MOST_KEYS = 500_000
+MOST_KEYS = 200_000
+"""A body of more keys, of which some may be ours, is refused unparsed: the parser would hold up the event loop."""
+KEY_END = re.compile(rb'"[ \t\r\n]*:')
+"""The end of a key, unless a backslash stands before it: then it is a quote within a string."""
+MOST_LOOKED_AT = 250_000
 """Keys and elements of a body that are looked at, the outermost first."""
 MOST_ELEMENTS = 10_000
 """Of each list. Prompts are long lists of numbers."""
@@ -175,8 +180,8 @@ class Post:
 
     def _settled(self, chunks: Sequence[bytes]) -> tuple[RequestLevel | None, bool] | str:
         """The level and whether a report is wanted; or why the request is refused."""
-        fields = form_fields(self.scope, chunks) if self._is_form else json_fields(chunks)
         try:
+            fields = form_fields(self.scope, chunks) if self._is_form else json_fields(chunks)
             return self.desk.settle(self.path, fields)
         except ValueError as error:
             return str(error)
@@ -199,8 +204,24 @@ class Post:
 
 
 def json_fields(chunks: Sequence[bytes]) -> dict[str, Any]:
-    """The fields of a JSON object; none of what is none, which vLLM itself refuses."""
-    fields = _parsed(b"".join(chunks))
+    """The fields of a JSON object; none of what is none, which vLLM itself refuses.
+
+    Raises:
+        ValueError: it has too many keys.
+    """
+    body = b"".join(chunks)
+    if b"\0" in body[:4]:  # UTF-16 or UTF-32, as vLLM takes it
+        with contextlib.suppress(ValueError):
+            body = body.decode(json.detect_encoding(body)).encode()
+    # One by one: between two of them other threads may run.
+    ends = (match.start() for match in KEY_END.finditer(body))
+    keys = (end for end in ends if body[end - 1 : end] != b"\\")
+    if sum(1 for _ in islice(keys, MOST_KEYS + 1)) > MOST_KEYS:
+        raise ValueError(
+            f"the request: given more than {MOST_KEYS:,} keys, of which some may be {FIELD!r} or a slip of it, "
+            "expected fewer; a level stands in vllm_xargs"
+        )
+    fields = _parsed(body)
     return fields if isinstance(fields, dict) else {}
 
 
@@ -245,7 +266,7 @@ class Found(NamedTuple):
 def keys_of_ours(fields: Mapping[str, Any]) -> Iterator[Found]:
     """Our keys in a body and such as look like them, the outermost first, but for schemas; of the first keys alone."""
     held: deque[tuple[str, Any]] = deque([("", fields)])
-    keys_left, slips_left = MOST_KEYS, MOST_SLIPS
+    keys_left, slips_left = MOST_LOOKED_AT, MOST_SLIPS
     while held and keys_left > 0:
         place, container = held.popleft()
         if isinstance(container, dict):
