@@ -186,7 +186,7 @@ class Served:
     def level(self, asked: object) -> str:
         """Of a request that asks for this."""
         own = self.plans[DEFAULT]
-        return DEFAULT if asked is None else Choices(own.level_names, own.level).level(asked)
+        return DEFAULT if asked is None else Choices(own.level_names, own.level).named_by(asked).name
 
     def dense_layers(self) -> int:
         """Layers that are dense at all levels."""

@@ -89,6 +89,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sparse_prefil": {"vllm_xargs": {"sparse_prefil": 0}},
     "at the top": {"sparse_prefill": 0},
     "extra_args": {"extra_args": {"sparse_prefill": 0}},
+    "extra_body": {"extra_body": {"vllm_xargs": {"sparse_prefill": 0}}},
+    "vllm-xargs": {"vllm-xargs": {"sparse_prefill": 0}},
+    "metadata": {"metadata": {"sparse_prefill": 0}},
 }
 
 

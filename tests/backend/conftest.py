@@ -60,16 +60,17 @@ def built(configured: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture
 def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A function: the level of each row → as if a runner were at a step that has them."""
+    """A function: the level of each row, or its name → as if a runner were at a step that has them."""
 
     from vllm_sparse_backend.serving import row_levels
-    from vllm_sparse_backend.settings.plan import DEFAULT
+    from vllm_sparse_backend.settings.requests import SERVER_LEVEL, RequestLevel
 
-    def begin(rows: Sequence[str]) -> None:
-        levels = {str(i): level for i, level in enumerate(rows) if level != DEFAULT}
+    def begin(rows: Sequence[str | RequestLevel]) -> None:
+        asked = [level if isinstance(level, RequestLevel) else RequestLevel(level) for level in rows]
+        levels = {str(i): level for i, level in enumerate(asked) if level != SERVER_LEVEL}
         step = row_levels.Step(levels, {str(i): 1 for i in range(len(rows))})
         step.req_ids = lambda: [str(i) for i in range(len(rows))]
-        monkeypatch.setattr(row_levels, "_step", step)
+        monkeypatch.setattr(row_levels.RunnerRequests, "step", step)
 
     return begin
 

@@ -4,6 +4,8 @@
 import asyncio
 import json
 import re
+import threading
+import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,17 +32,17 @@ from tests.backend.served import make_builder, make_layers, make_step
 from tests.backend.test_forward import CLOSE, MIN_TOKENS, MIXED, SPARSE_ROWS, dense_tokens, reference
 from tests.helpers.folders import profile_file
 from tests.test_crossover import entry, written
-from vllm_sparse_backend.serving import compat, hooks, requests, row_levels
+from vllm_sparse_backend.serving import compat, hooks, requests, row_levels, ways_in
 from vllm_sparse_backend.serving.metadata import SparsePrefillMetadataBuilder
 from vllm_sparse_backend.serving.requests import choices
 from vllm_sparse_backend.serving.ways_in import LevelsEndpoint, LevelsMiddleware
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import DEFAULT
-from vllm_sparse_backend.settings.requests import MARK, Mark
+from vllm_sparse_backend.settings.requests import MARK, SERVER_LEVEL, Mark, RequestLevel, Salt
 from vllm_sparse_kernels.attend import PORTABLE
 
-EXACT = Mark("exact", "exact", 100)
-FAST = Mark("fast", "fast", 100)
+EXACT = Mark("exact", None, Salt("exact", 100))
+FAST = Mark("fast", None, Salt("fast", 100))
 BLOCK_TOKENS = 16
 LEVELS: dict[str, Any] = {
     "level": "high",
@@ -119,7 +121,7 @@ class TestBlocks:
     @pytest.mark.parametrize(("exact_tokens", "shared"), [(0, 0), (15, 0), (16, 1), (17, 1), (96, 6), (500, 12)])
     def test_levels_share_the_exact_positions_and_nothing_else(self, exact_tokens: int, shared: int) -> None:
         """Of the first block that holds more than those, and of all later ones, the hashes are a level's own."""
-        marks = [None, *(Mark(level, level, exact_tokens) for level in ("exact", "fast"))]
+        marks = [None, *(Mark(level, None, Salt(level, exact_tokens)) for level in ("exact", "fast"))]
         found = [self.blocks(mark) for mark in marks]
         assert len({tuple(hashes[:shared]) for hashes in found}) == 1
         own = [one for hashes in found for one in hashes[shared:]]
@@ -186,9 +188,9 @@ class TestFront:
             config = configured(method="a_shape", min_tokens=MIN_TOKENS, min_query_tokens=1, requests=policy)
             monkeypatch.setattr(config.model_config, "runner_type", "pooling")
             found = choices(config)
-            assert found.mark({"sparse_prefill": own}) == found.mark(None)
+            assert found.permit(own) == found.unasked()
             with pytest.raises(ValueError, match="but this server pools, and has one level for all requests"):
-                found.mark({"sparse_prefill": other})
+                found.permit(other)
             made = make_layers(config, range(4))
             builder = make_builder(config, made)
             assert builder.sparse_layers == (() if own == 0 else (0, 1, 2, 3))
@@ -208,57 +210,143 @@ class TestFront:
         """So routers find what most requests write. Where nothing keeps levels apart, several are refused at start."""
         monkeypatch.setitem(levels.additional_config["sparse_prefill"], "requests", policy)
         found = choices(levels)
-        assert found.mark(None).salt is None
+        assert found.mark(found.unasked()).salt is None
         assert set(found.salts) == {DEFAULT, "exact", "fast"} - {found.default}
         monkeypatch.setattr(levels.parallel_config, "enable_dbo", True)
         with pytest.raises(ConfigurationError, match=r"requests: given .* but this server splits steps"):
             choices(levels)
 
 
+class Asgi:
+    """An app behind the middleware, as vLLM's apps are: one that reads bodies, or does not."""
+
+    def __init__(self, desk: LevelsEndpoint, reads: bool = True) -> None:
+        self.desk, self.reads = desk, reads
+        self.ran = 0
+        self.asked_for = 0
+        """Messages of a body that somebody received."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body = await Request(scope, receive).body() if self.reads else b""
+        self.ran += 1
+        http_request = requests.HTTP_REQUEST.get()
+        headers = {"level": str(http_request.level) if http_request is not None else ""}
+        await PlainTextResponse(body, 200 if self.reads else 404, headers)(scope, receive, send)
+
+    def post(self, path: str, body: Any, *, kind: str = "application/json", parts: int = 2) -> tuple[int, str]:
+        """The answer's status, and the level of what was asked, or what is said of it."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        size = -(-len(content) // parts) or 1
+        chunks = [content[i : i + size] for i in range(0, len(content), size)] or [b""]
+        messages = [{"type": "http.request", "body": chunk, "more_body": True} for chunk in chunks[:-1]]
+        messages.append({"type": "http.request", "body": chunks[-1]})
+        sent: list[dict[str, Any]] = []
+
+        async def receive() -> dict[str, Any]:
+            self.asked_for += 1
+            return messages.pop(0) if messages else {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        headers = [(b"content-type", kind.encode()), (b"content-length", str(len(content)).encode())]
+        scope = {"type": "http", "method": "POST", "path": "/root" + path, "root_path": "/root", "headers": headers}
+        asyncio.run(LevelsMiddleware(self, self.desk)(scope, receive, send))
+        start, *others = sent
+        assert [message["type"] for message in sent].count("http.response.start") == 1
+        answer = b"".join(message["body"] for message in others)
+        if start["status"] == 400:
+            return 400, json.loads(answer)["error"]["message"]
+        assert not self.reads or answer == content
+        return start["status"], dict(start["headers"])[b"level"].decode()
+
+
+def nested(*keys: str, value: object = 0) -> Any:
+    """{keys[0]: {keys[1]: … value}}; a number stands for a list with the rest in it."""
+    for key in reversed(keys):
+        value = [value] if key.isdigit() else {key: value}
+    return value
+
+
+PLACES_OF_NO_LEVEL = [
+    (), ("extra_body",), ("extra_body", "vllm_xargs"), ("extra_body", "extra_body", "vllm_xargs"), ("extra_args",),
+    ("sampling_params",), ("sampling_params", "vllm_xargs"), ("vllm-xargs",), ("vllm_xarg",), ("vllmXargs",),
+    ("metadata",), ("chat_template_kwargs",), ("messages", "0"), ("messages", "0", "vllm_xargs"),
+    ("messages", "0", "content", "0", "vllm_xargs"), ("input", "0", "vllm_xargs"), ("vllm_xargs", "vllm_xargs"),
+    ("mm_processor_kwargs",), ("kv_transfer_params",), ("a", "b", "c", "d", "e", "f", "g", "h"),
+]  # fmt: skip
+SPELLINGS = [
+    "sparse_prefill",
+    "sparse_prefill_report",
+    "sparse-prefill",
+    "sparse_prefil",
+    "sparsePrefill",
+    "SPARSE_PREFILL",
+]
+
+
 class TestWaysIn:
     """What of the middleware no server is needed for; benchmarks.ways_in asks real ones by every path."""
 
     @pytest.fixture
-    def post(self, levels: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
-        """A function: path, body → status, and the level of what was asked, or what is said of it."""
+    def app(self, levels: Any, monkeypatch: pytest.MonkeyPatch) -> Asgi:
         policy = {"models": {"b": "exact"}, "default": "fast"}
         monkeypatch.setitem(levels.additional_config["sparse_prefill"], "requests", policy)
         asyncio.run((desk := LevelsEndpoint()).init_state(*started(levels, "a", "b")))
+        return Asgi(desk)
 
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            body = await Request(scope, receive).body()
-            await PlainTextResponse(body, headers={"level": str(requests.ASKED.get())})(scope, receive, send)
-
-        def post(path: str, body: Any, kind: str = "application/json") -> tuple[int, str]:
-            content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            client = TestClient(LevelsMiddleware(app, desk), root_path="/root")
-            parts = iter([content[:7], content[7:]])
-            answer = client.post(path, content=parts, headers={"content-type": kind})
-            assert "level" not in answer.headers or answer.content == content
-            return answer.status_code, answer.headers.get("level") or answer.json()["error"]["message"]
-
-        return post
+    @pytest.fixture
+    def plain(self, levels: Any, monkeypatch: pytest.MonkeyPatch) -> Asgi:
+        """Of a server whose levels do not depend on the model that is named: most bodies are not parsed."""
+        monkeypatch.setitem(levels.additional_config["sparse_prefill"], "requests", {})
+        asyncio.run((desk := LevelsEndpoint()).init_state(*started(levels)))
+        return Asgi(desk)
 
     @pytest.mark.parametrize(
         ("body", "level"),
         [
             ({}, "fast"), ({"model": "b"}, "exact"), ({"model": "b", **asking(1)}, DEFAULT), (asking("exact"), "exact"),
             ({"sampling_params": {"extra_args": {"sparse_prefill": 0}}}, "exact"), (b"no json at all", "fast"),
-            ([1, 2], "fast"), ({"vllm_xargs": None, "messages": [{"sparse_prefill": 3}]}, "fast"),
+            ([1, 2], "fast"), ({"vllm_xargs": None, "model": ["b"]}, "fast"), (b"[" * 100_000, "fast"),
+            (json.dumps(asking(0)).encode("utf-16"), "exact"),
+            (b'{"vllm_xargs": {"sp\\u0061rse_pre\\u0066ill": 0}}', "exact"),
         ],
     )  # fmt: skip
-    def test_bodies_and_the_levels_that_they_ask_for(self, post: Any, body: Any, level: str) -> None:
-        """Nothing is said of what vLLM itself will refuse, nor of what users write where they like."""
-        assert post("/v1/completions", body) == (200, level)
+    def test_bodies_and_the_levels_that_they_ask_for(self, app: Asgi, plain: Asgi, body: Any, level: str) -> None:
+        """Nothing is said of what vLLM itself will refuse."""
+        for parts in 1, 2, 40:
+            assert app.post("/v1/completions", body, parts=parts) == (200, level)
+        unasked = plain.post("/v1/completions", body)
+        assert unasked[0] == 200
+        if level == "exact" and b"model" not in (body if isinstance(body, bytes) else json.dumps(body).encode()):
+            assert unasked[1] == "exact"
 
-    def test_forms(self, post: Any) -> None:
-        part = '--X\r\nContent-Disposition: form-data; name="vllm_xargs"\r\n\r\n{}\r\n--X--\r\n'
-        for value, status, said in (0, 200, "exact"), (3, 400, "given 3, expected one of 0"):
-            form = part.format(json.dumps({"sparse_prefill": value})).encode()
-            answer = post("/v1/audio/transcriptions", form, "multipart/form-data; boundary=X")
-            assert answer[0] == status
-            assert said in answer[1]
-        assert post("/v1/audio/transcriptions", b"--X broken", "multipart/form-data; boundary=X")[0] == 200
+    @pytest.mark.parametrize(
+        "body",
+        [
+            {"tools": [{"function": {"name": "serve", "parameters": {"properties": {"sparse_prefill": {}}}}}]},
+            {"response_format": {"json_schema": {"schema": {"properties": {"sparse_prefill": {}}}}}},
+            {"messages": [{"content": [{"type": "tool_use", "input": {"sparse_prefill": 0}}]}]},
+            {"messages": [{"content": 'set {"sparse_prefill": 0}'}]},
+            {"metadata": {"sparse": 1, "prefill": 2, "sparse_prefill_" + 40 * "x": 3}},
+        ],
+    )
+    def test_what_users_write_where_they_like(self, plain: Asgi, body: Any) -> None:
+        assert plain.post("/v1/chat/completions", body) == (200, DEFAULT)
+
+    @pytest.mark.parametrize("kind", ["multipart/form-data", "Multipart/Form-Data", "MULTIPART/FORM-DATA"])
+    def test_forms(self, app: Asgi, plain: Asgi, kind: str) -> None:
+        part = '--X\r\nContent-Disposition: form-data; name="{}"\r\n\r\n{}\r\n--X--\r\n'
+        for post in app.post, plain.post:
+            for value, status, said in (0, 200, "exact"), (3, 400, "given 3, expected one of 0"):
+                form = part.format("vllm_xargs", json.dumps({"sparse_prefill": value})).encode()
+                answer = post("/v1/audio/transcriptions", form, kind=f"{kind}; boundary=X")
+                assert answer[0] == status
+                assert said in answer[1]
+            for name, text in ("sparse_prefill", "0"), ("extra_body", json.dumps(asking(0))):
+                form = part.format(name, text).encode()
+                assert post("/v1/audio/transcriptions", form, kind=f"{kind}; boundary=X")[0] == 400
+            assert post("/v1/audio/transcriptions", b"--X broken, sparse", kind=f"{kind}; boundary=X")[0] == 200
 
     @pytest.mark.parametrize(
         ("path", "body", "said"),
@@ -269,17 +357,142 @@ class TestWaysIn:
             ("/v1/completions", {"extra_body": {"sparse-prefill": 0}}, "extra_body: given 'sparse-prefill'"),
             ("/v1/completions", {"vllm_xargs": {MARK: ["fast", None, 0]}}, f"vllm_xargs: given '{MARK}'"),
             ("/v1/completions", {**asking(0), "sampling_params": {"extra_args": asking(0)["vllm_xargs"]}}, "one place"),
-            ("/tokenize", asking(0), "but POST /tokenize prefills nothing"),
+            ("/v1/completions", {"extra_body": asking(0)}, "extra_body is an argument of openai's Python client"),
+            ("/v1/completions", asking([0] * 1_000_000), "given [0, 0, "),
+            ("/tokenize", asking(0), "as POST /tokenize prefills nothing"),
+            ("/sleep", asking(0), "as POST /sleep prefills nothing"),
         ],
     )
-    def test_what_is_refused(self, post: Any, path: str, body: Any, said: str) -> None:
-        status, answer = post(path, body)
+    def test_what_is_refused(self, app: Asgi, path: str, body: Any, said: str) -> None:
+        app.reads = path != "/sleep"
+        status, answer = app.post(path, body)
         assert (status, said in answer) == (400, True), answer
+        assert app.ran == 0
+
+    @pytest.mark.parametrize("spelling", SPELLINGS)
+    @pytest.mark.parametrize("place", PLACES_OF_NO_LEVEL, ids=".".join)
+    def test_a_level_in_a_wrong_place_is_refused_and_told_where_it_belongs(
+        self, plain: Asgi, place: tuple[str, ...], spelling: str
+    ) -> None:
+        body = {"model": "m", "prompt": [1, 2, 3]} | nested(*place, spelling)
+        for path in "/v1/completions", "/v1/chat/completions", "/tokenize":
+            status, said = plain.post(path, body)
+            assert status == 400
+            assert f"given {spelling!r}" in said
+            assert "in vllm_xargs" in said
+            assert said.startswith(place[0] if place else "the request")
+        assert plain.ran == 0
+
+    def test_what_nobody_reads_costs_nothing(self, plain: Asgi, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As where there is no such path, or no authorisation: not a byte is waited for, and none is parsed."""
+        plain.reads = False
+        body = json.dumps({"sparse_prefil" + str(i): 0 for i in range(10_000)}).encode()
+        for path in "/v1/completions", "/nothing", "/invocations":
+            assert plain.post(path, body)[0] == 404
+        assert plain.asked_for == 0
+
+    @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+    def test_a_body_without_our_key_is_not_parsed(
+        self, plain: Asgi, path: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ways_in, "json_fields", None)
+        text = "any prompt, even of pre-filled forms" * 10_000
+        assert plain.post(path, {"prompt": text, "vllm_xargs": {"session_id": "s"}}, parts=9)[0] == 200
+
+    def test_a_long_body_is_parsed_in_a_thread(self, plain: Asgi, monkeypatch: pytest.MonkeyPatch) -> None:
+        threads = []
+
+        def json_fields(chunks: Any) -> Any:
+            threads.append(threading.current_thread() is threading.main_thread())
+            return json.loads(b"".join(chunks))
+
+        monkeypatch.setattr(ways_in, "json_fields", json_fields)
+        for prompt in "short", "long" * 20_000:
+            assert plain.post("/v1/completions", {"prompt": prompt, **asking(0)}) == (200, "exact")
+        assert threads == [True, False]
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            {f"sparse_prefil{i}": {} for i in range(0)} | {"spars" + str(i): [] for i in range(300_000)},
+            {"x" * 10_000_000 + "spars": 0, "spars" + "y" * 10_000_000: 0},
+            {"prompt": [[i] * 100 for i in range(20_000)], "a": "spars"},
+            nested(*(["0"] * 400), "spars"),
+        ],
+        ids=["keys", "long keys", "lists", "deep"],
+    )
+    def test_work_on_a_body_is_bounded(self, body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        compared = []
+        monkeypatch.setattr(ways_in, "looks_like", lambda key, ours: compared.append(key))
+        fields = body if isinstance(body, dict) else {"a": body}
+        begun = time.process_time()
+        assert list(ways_in.keys_of_ours(fields)) == []
+        assert time.process_time() - begun < 5
+        assert len(compared) <= ways_in.MOST_SLIPS
+
+    def test_a_body_of_more_keys_than_anybody_sends_is_refused_unparsed(
+        self, plain: Asgi, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The parser holds up all threads. Quotes within a prompt are no keys."""
+        keys = {str(i): 0 for i in range(ways_in.MOST_KEYS)}
+        quoted = json.dumps(dict.fromkeys(range(ways_in.MOST_KEYS), 0))
+        assert plain.post("/v1/completions", {"prompt": quoted, **asking(0)}) == (200, "exact")
+        assert plain.post("/v1/completions", {"logit_bias": keys}) == (200, str(None))
+        monkeypatch.setattr(ways_in, "_parsed", None)
+        for encoding in "utf-8", "utf-16":
+            body = json.dumps({"logit_bias": keys, **asking(0)}, separators=(",", " : ")).encode(encoding)
+            status, said = plain.post("/v1/completions", body)
+            assert status == 400
+            assert "given more than 200,000 keys" in said
+
+    def test_an_app_that_hides_the_refusal_does_not_hide_it(self, plain: Asgi) -> None:
+        """Whatever an app makes of the exception that ends its reading of the body."""
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            try:
+                await receive()
+            except Exception:
+                await PlainTextResponse("fine")(scope, receive, send)
+
+        asgi = Asgi(plain.desk)
+        asgi.__class__ = type("Hiding", (Asgi,), {"__call__": lambda self, *args: app(*args)})
+        assert asgi.post("/v1/completions", asking("zzz"), parts=1)[0] == 400
+
+    def test_fastapi_passes_the_refusal_on(self, plain: Asgi) -> None:
+        from fastapi import FastAPI
+        from pydantic import BaseModel
+
+        class Body(BaseModel):
+            prompt: str
+
+        app = FastAPI()
+        ran = []
+
+        @app.post("/v1/completions")
+        async def complete(body: Body) -> str:
+            ran.append(body)
+            return str(requests.HTTP_REQUEST.get().level)  # type: ignore[union-attr]
+
+        app.add_middleware(LevelsMiddleware, desk=plain.desk)
+        client = TestClient(app)
+        assert client.post("/v1/completions", json={"prompt": "a", **asking(0)}).json() == "exact"
+        refused = client.post("/v1/completions", json={"prompt": "a", **asking("zzz")})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "vllm_xargs"
+        assert client.post("/v1/completions", content=b"[" * 100_000).status_code in (400, 422)
+        assert client.post("/nothing", json=asking("zzz") | {"a": "b" * 70_000}).status_code == 404
+        assert len(ran) == 1
 
     def test_a_model_that_nobody_serves_is_an_error_at_start(self, levels: Any, monkeypatch: Any) -> None:
         monkeypatch.setitem(levels.additional_config["sparse_prefill"], "requests", {"models": {"c": "exact"}})
         with pytest.raises(ConfigurationError, match=r"requests\.models: given 'c', expected one of m"):
             asyncio.run(LevelsEndpoint().init_state(*started(levels)))
+
+
+def requests_of(runner: Any) -> row_levels.RunnerRequests:
+    found = row_levels.requests_of(runner)
+    assert found is not None
+    return found
 
 
 def stored(*names: str) -> KVTransferConfig:
@@ -301,8 +514,8 @@ class TestStores:
         assert found.refusal is None
         assert set(found.salts) == {DEFAULT, "fast"}
         assert len(set(found.salts.values())) == 2
-        assert found.mark(None).salt == found.salts[DEFAULT]
-        assert found.mark({"sparse_prefill": 0}).salt is None
+        assert found.mark(found.unasked()).salt == Salt(found.salts[DEFAULT], MIN_TOKENS)
+        assert found.mark(RequestLevel("exact")).salt is None
 
     @pytest.mark.parametrize(
         ("names", "by_tokens"),
@@ -321,12 +534,12 @@ class TestStores:
         monkeypatch.setattr(levels, "kv_transfer_config", stored(*names))
         found = choices(levels)
         requests.warn_of_stores(levels)
-        assert found.mark({"sparse_prefill": 1}).level == DEFAULT
+        assert found.permit(1) == SERVER_LEVEL
         if by_tokens is None:
             assert (found.refusal, found.salts, lines) == (None, {"exact": "exact", "fast": "fast"}, [])
             return
         with pytest.raises(ValueError, match=f"given 0, but this server keeps keys and values with {by_tokens}, by"):
-            found.mark({"sparse_prefill": 0})
+            found.permit(0)
         assert re.search("by their tokens alone.* Give it a store of its own", lines[0])
 
     @pytest.mark.parametrize(("backend", "by_token"), [("native", []), ("lmcache", ["LMCacheMPConnector"])])
@@ -358,6 +571,7 @@ class TestRunners:
     def of(kind: str) -> Any:
         class Runner:
             def __init__(self) -> None:
+                vars(self)[row_levels.REQUESTS] = row_levels.RunnerRequests({"exact", DEFAULT, "fast"})
                 if kind == "older":
                     self.input_batch = SimpleNamespace(req_ids=[])
                 else:
@@ -373,7 +587,7 @@ class TestRunners:
                     self.input_batch.req_ids = [*order]
                 elif not dummy_run:
                     self.prepare_attn(SimpleNamespace(req_ids=[*order]))
-                return row_levels.levels_of_rows(common)
+                return [level.name for level in requests_of(self).levels_of_rows(common)]
 
             def prepare_attn(self, input_batch: Any) -> None:
                 pass
@@ -407,12 +621,12 @@ class TestRunners:
         assert runner.execute_model(scheduled({"a": FAST}, finished="a"), "a", 1) == ["fast"]
         assert runner.execute_model(scheduled({"a": FAST}), "a", 1) == ["fast"]
         assert runner.execute_model(scheduled({"a": None}), "a", 1) == [DEFAULT]
-        salted = {"a": Mark(DEFAULT, "salt", 100)}  # as next to a store by hashes: no level, and no name for its row
+        salted = {"a": Mark(salt=Salt("salt", 100))}  # as next to a store by hashes: no level, and no name for its row
         assert runner.execute_model(scheduled(salted), "ab", 1) == [DEFAULT]
 
     def test_between_steps_nothing_is_known(self, runner: Any) -> None:
         runner.execute_model(scheduled({"a": EXACT}), "a", 1)
-        assert row_levels.levels_of_rows(SimpleNamespace(num_reqs=3)) == [DEFAULT] * 3
+        assert requests_of(runner).levels_of_rows(SimpleNamespace(num_reqs=3)) == [SERVER_LEVEL] * 3
         other = self.of("older")
         assert other.execute_model(scheduled({}), "a", 1) == [DEFAULT]  # nor by other runners of the process
 
@@ -420,7 +634,7 @@ class TestRunners:
         assert runner.execute_model(scheduled({}), "ab", 1) == [DEFAULT]
         with pytest.raises(RuntimeError, match="a batch of 1 rows is built in a step of 2 requests, and 2 rows"):
             runner.execute_model(scheduled({"a": EXACT}), "ab", 1)
-        assert row_levels._step is None
+        assert requests_of(runner).step is None
 
     def test_rows_that_nobody_tells_are_an_error(self) -> None:
         """As in Model Runner V2 with a model whose metadata numbers no rows, were the hook not in."""
@@ -494,7 +708,7 @@ class TestRows:
             layer, builder = made(share)
             alone[share] = step.forward(layer, builder.build(0, step.common))
         asked = {0: 0.1, 4: 0.5, 6: 0.5}
-        at_step([f"p={asked[row]}" if row in asked else DEFAULT for row in range(len(MIXED))])
+        at_step([RequestLevel("p", asked[row]) if row in asked else DEFAULT for row in range(len(MIXED))])
         together = step.forward(layer, builder.build(0, step.common))
         for row in SPARSE_ROWS:
             tokens = step.tokens(row)

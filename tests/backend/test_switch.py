@@ -13,7 +13,7 @@ from tests.test_metrics_page import Client
 from vllm_sparse_backend.serving import hooks, switch
 from vllm_sparse_backend.serving.metrics_page import MetricsEndpoint
 from vllm_sparse_backend.settings.metrics import SWITCH_METHOD, SWITCH_PATH, WORKER_METHOD
-from vllm_sparse_backend.settings.requests import Mark
+from vllm_sparse_backend.settings.requests import Mark, Salt
 
 
 class Core:
@@ -37,7 +37,7 @@ for hook in hooks.HOOKS:
 def level_of(core: Core, extra_args: Any = None) -> Any:
     """What a new request has in the engine, and whose cached blocks it reads."""
     request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra_args))
-    return Mark.of(core.preprocess_add_request(request).sampling_params.extra_args)
+    return Mark.read(core.preprocess_add_request(request).sampling_params.extra_args)
 
 
 def test_one_rank_tells_and_requests_for_pooling_are_left_alone(configured: Callable[..., Any]) -> None:
@@ -45,7 +45,8 @@ def test_one_rank_tells_and_requests_for_pooling_are_left_alone(configured: Call
     core = Core(configured(method="a_shape", min_tokens=320))
     assert level_of(core) is None
     assert core.collective_rpc(SWITCH_METHOD, None, ("exact",)) == [""]
-    assert level_of(core) == level_of(core, Mark("fast", "fast", 320).write(None)) == Mark("exact", "exact", 320)
+    exact, fast = (Mark(level, None, Salt(level, 320)) for level in ("exact", "fast"))
+    assert level_of(core) == level_of(core, fast.write(None)) == exact
     told = core.collective_rpc(WORKER_METHOD, None, (True,))
     assert [rank["samples"] for rank in told] == [[("switched_exact", [], 1.0)], []]
     core.preprocess_add_request(SimpleNamespace(sampling_params=None))

@@ -22,7 +22,7 @@ from vllm_sparse_backend.serving.batch import BatchRow
 from vllm_sparse_backend.serving.step import Slab
 from vllm_sparse_backend.settings.config import AUTO
 from vllm_sparse_backend.settings.crossover import Thresholds
-from vllm_sparse_backend.settings.plan import DEFAULT
+from vllm_sparse_backend.settings.requests import SERVER_LEVEL, RequestLevel
 from vllm_sparse_backend.settings.resolved import Resolved
 from vllm_sparse_kernels import TILE_TOKENS, LayerShape, Rows, SparseIndex, Workspace, shared_bytes, widest_block
 from vllm_sparse_kernels.attend import workspace_bytes
@@ -159,7 +159,9 @@ class Room:
         """Whether at least one tile of the row has room, were it the row's last."""
         return self._every_row_fits or self._fits([Row(0, 0, 1, row.context_len + row.query_len - 1)])
 
-    def slabs(self, rows: Sequence[Row], block_table: torch.Tensor, level: str = DEFAULT) -> tuple[Slab, ...]:
+    def slabs(
+        self, rows: Sequence[Row], block_table: torch.Tensor, request: RequestLevel = SERVER_LEVEL
+    ) -> tuple[Slab, ...]:
         """All rows, in order, in as few slabs as have room; each row of them must fit by a tile (``fits``).
 
         block_table [num_rows, max_pages]: the pages of the rows by their number.
@@ -167,7 +169,7 @@ class Room:
         whole = rows_of(rows, block_table)
         is_known = len(rows) == 1 and rows[0].query_len <= self._longest_query
         if is_known or self.needed(whole) <= self.num_bytes:
-            return (Slab(whole, level),)
+            return (Slab(whole, request),)
         packed: list[list[Row]] = []
         for chunk in (chunk for row in rows for chunk in self._chunks(row)):
             # Two chunks of one row would need its pages twice.
@@ -175,7 +177,7 @@ class Room:
                 packed[-1].append(chunk)
             else:
                 packed.append([chunk])
-        return tuple(Slab(rows_of(part, block_table), level) for part in packed)
+        return tuple(Slab(rows_of(part, block_table), request) for part in packed)
 
     def _chunks(self, row: Row) -> list[Row]:
         """The row itself, or as few chunks of it as fit, each alone."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from vllm_sparse_backend.serving.stats import DECODE, PADDING, SPARSE
 from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.reasons import Fallback
+from vllm_sparse_backend.settings.requests import SERVER_LEVEL, RequestLevel
 
 
 class RowKind(NamedTuple):
@@ -16,7 +17,7 @@ class RowKind(NamedTuple):
     path: str
     reason: Fallback | None = None
     level: str = DEFAULT
-    """What its request asked for; of decodes nobody knows."""
+    """The name of its request's level, for counters; of decodes nobody knows."""
 
 
 DECODE_ROW = RowKind(DECODE, level="")
@@ -34,8 +35,8 @@ class BatchRow:
     kind: RowKind
     min_tokens: int = 0
     """Of a sparse row: its first positions, which are dense."""
-    share: float | None = None
-    """The p that its request gave."""
+    request: RequestLevel = SERVER_LEVEL
+    """The level of its request."""
 
     @property
     def end(self) -> int:

@@ -164,15 +164,15 @@ def _marked(original: Function) -> Function:
     return process_inputs
 
 
-def _checked_at_once(original: Function) -> Function:
-    """A stream's answer has begun when its request is first processed, too late for the status 400."""
+def _with_http_level(original: Function) -> Function:
+    """Here the context is still the HTTP request's. ``process_inputs`` may run in a thread, which has none."""
     signature = inspect.signature(original)
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_ours(self.vllm_config.attention_config.backend):
-            from vllm_sparse_backend.serving.requests import check_in
+            from vllm_sparse_backend.serving.requests import take_level
 
-            check_in(self, signature.bind(self, *args, **kwargs).arguments["sampling_params"])
+            take_level(signature.bind(self, *args, **kwargs).arguments["sampling_params"])
         return original(self, *args, **kwargs)
 
     return generate
@@ -189,8 +189,10 @@ def _salted(original: Function) -> Function:
         request: Any, start_token_idx: int, end_token_idx: int, *rest: Any
     ) -> tuple[tuple[Any, ...] | None, Any]:
         keys, next_mm_idx = original(request, start_token_idx, end_token_idx, *rest)
-        mark = Mark.of(getattr(request.sampling_params, "extra_args", None))
-        key = None if mark is None else mark.key(start_token_idx, end_token_idx)
+        mark = Mark.read(getattr(request.sampling_params, "extra_args", None))
+        if mark is None or mark.salt is None:
+            return keys, next_mm_idx
+        key = mark.salt.key(start_token_idx, end_token_idx)
         return keys if key is None else (*(keys or ()), key), next_mm_idx
 
     return generate_block_hash_extra_keys
@@ -233,11 +235,14 @@ def _known(original: Function) -> Function:
     V2 metadata numbers a step's rows (``req_idx``), or its batch comes to ``prepare_attn``, but a dummy run's never."""
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_sparse_backend.serving.row_levels import at_step, name_rows
+        from vllm_sparse_backend.serving.row_levels import requests_of
 
-        with at_step(self, scheduler_output):
+        requests = requests_of(self)
+        if requests is None:  # a runner without a layer of ours
+            return original(self, scheduler_output, *args, **kwargs)
+        with requests.at_step(scheduler_output, self):
             if hasattr(self, "input_batch"):
-                name_rows(lambda: self.input_batch.req_ids)
+                requests.name_rows(lambda: self.input_batch.req_ids)
             return original(self, scheduler_output, *args, **kwargs)
 
     return execute_model
@@ -245,9 +250,11 @@ def _known(original: Function) -> Function:
 
 def _batch_told(original: Function) -> Function:
     def prepare_attn(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_sparse_backend.serving.row_levels import name_rows
+        from vllm_sparse_backend.serving.row_levels import requests_of
 
-        name_rows(lambda: input_batch.req_ids)
+        requests = requests_of(self)
+        if requests is not None:
+            requests.name_rows(lambda: input_batch.req_ids)
         return original(self, input_batch, *args, **kwargs)
 
     return prepare_attn
@@ -292,8 +299,8 @@ HOOKS = (
          "workers hand out their counts, and count nothing that runs for no request"),
     Hook(FRONT, "vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", ("params",), _marked,
          "each request is checked, and marked with its level for the processes that it goes on to"),
-    Hook(FRONT, "vllm.v1.engine.async_llm", "AsyncLLM", "generate", ("sampling_params",), _checked_at_once,
-         "requests have the level of the HTTP request that they come of; a stream's is refused before it begins"),
+    Hook(FRONT, "vllm.v1.engine.async_llm", "AsyncLLM", "generate", ("sampling_params",), _with_http_level,
+         "requests have the level of the HTTP request that they come of, by beams and scores of labels too"),
     Hook(CORE, "vllm.v1.core.kv_cache_utils", "", "generate_block_hash_extra_keys", _BLOCK, _salted,
          "cached blocks past the exact positions are found by requests of their own level alone"),
     Hook(CORE, "vllm.v1.engine.core", "EngineCore", "preprocess_add_request", ("request",), _switched,

@@ -168,7 +168,8 @@ class SparsePrefillImpl(compat.DenseImpl):
         assert self.worker.memory is not None
         arena, recorder, scale = self.worker.memory.arena, self.worker.recorder, self.scale * cache.score_scale
         with arena.frame():
-            layer = self.layer if slab.share is None else keeping(self.layer, slab.share)
+            kept_mass = slab.request.kept_mass
+            layer = self.layer if kept_mass is None else keeping(self.layer, kept_mass)
             check = self.worker.resolved.config.check_index
             index = run(layer, query, cache, slab.rows, output, scale, arena, self.sinks, check)
             recorder.count_pairs(self.number, index, slab.level)

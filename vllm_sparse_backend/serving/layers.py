@@ -11,6 +11,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm_sparse_backend.identity import BACKEND, LOGGER
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.startup import no_layer_message
+from vllm_sparse_backend.serving.worker import Worker
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.reach import Reach
 from vllm_sparse_backend.settings.reasons import Fallback
@@ -57,6 +58,12 @@ def model_layers(vllm_config: VllmConfig) -> dict[str, ModelLayer]:
         if number is not None and first <= number < end:
             found.setdefault(number, name)
     return {name: ModelLayer(number, impls[name]) for number, name in found.items()}
+
+
+def shared_worker(vllm_config: VllmConfig) -> Worker | None:
+    """What the layers that go sparse on this worker have in common; None where no layer does."""
+    impls = plain_impls(vllm_config).values()
+    return next((impl.worker for impl in impls if impl.is_adopted), None)
 
 
 def reaches(vllm_config: VllmConfig) -> Counter[Reach]:

@@ -29,7 +29,6 @@ from vllm_sparse_backend.serving.guard import Guard, Place, pick_queries
 from vllm_sparse_backend.serving.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.layers import ModelLayer, model_layers, reaches, refuse_if_none_can
 from vllm_sparse_backend.serving.requests import choices
-from vllm_sparse_backend.serving.row_levels import ids_of_rows, levels_of_rows
 from vllm_sparse_backend.serving.startup import slow_path
 from vllm_sparse_backend.serving.stats import DENSE, SPARSE, is_counting
 from vllm_sparse_backend.serving.step import DenseRun, Probe, Slab, SparsePrefillMetadata, SparseStep, own_block_table
@@ -40,7 +39,7 @@ from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.profile import EXACT, SHARE
 from vllm_sparse_backend.settings.ranges import MOST_COUNT, format_ranges
 from vllm_sparse_backend.settings.reasons import Fallback
-from vllm_sparse_backend.settings.requests import FIELD, split
+from vllm_sparse_backend.settings.requests import FIELD
 from vllm_sparse_backend.settings.resolved import Resolved
 
 logger = logging.getLogger(LOGGER)
@@ -98,6 +97,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
             return
         self.recorder, self.memory, self.guard = worker.recorder, worker.reserve(), worker.watch_over()
         self.judged_share = worker.resolved.plan.largest_share
+        self.requests = worker.requests
         self.recorder.add_layers(self.sparse_layers, worker.resolved.plans)
         can = {number for number, reason in reasons.items() if reason is None}
         for level, plan in worker.resolved.plans.items():
@@ -170,7 +170,9 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         rows = self._classify(common_prefix_len, common)
         self._count(rows, common)
         spans = (
-            spans_of(rows, ids_of_rows(common), self._counts_rows and self.recorder.is_first_rank) if TALLIES else ()
+            spans_of(rows, self.requests.ids_of_rows(common), self._counts_rows and self.recorder.is_first_rank)
+            if TALLIES
+            else ()
         )
         if not any(row.is_sparse for row in rows):
             return super().build(common_prefix_len, common, fast_build)
@@ -188,12 +190,12 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         threshold = self.reorder_batch_threshold or 1
         if common.max_query_len <= threshold:  # nothing prefills: nobody asks how long rows are
             return [BatchRow(s, end - s, 0, DECODE_ROW if end > s else PADDING_ROW) for s, end in pairwise(starts)]
-        seq_lens, levels = compat.host_seq_lens(common), levels_of_rows(common)
+        seq_lens, levels = compat.host_seq_lens(common), self.requests.levels_of_rows(common)
         prefilling = [True] * common.num_reqs if common.is_prefilling is None else common.is_prefilling.tolist()
         whole, prefix_lm = _reason_of_batch(common_prefix_len, common), common.mm_req_doc_ranges or {}
         rows = []
         for i, (start, end) in enumerate(pairwise(starts)):
-            query_len, context_len, (level, share) = end - start, seq_lens[i] - (end - start), split(levels[i])
+            query_len, context_len, level = end - start, seq_lens[i] - (end - start), levels[i].name
             if query_len == 0:
                 kind = PADDING_ROW
             elif query_len <= threshold or not prefilling[i]:
@@ -207,7 +209,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
             else:
                 kind = self._by_length(query_len, seq_lens[i], level)
             min_tokens = self.thresholds[level].min_tokens or 0 if kind.path == SPARSE else 0
-            rows.append(BatchRow(start, query_len, context_len, kind, min_tokens, share))
+            rows.append(BatchRow(start, query_len, context_len, kind, min_tokens, levels[i]))
         return rows
 
     def _by_length(self, query_len: int, seq_len: int, level: str) -> RowKind:
@@ -261,7 +263,9 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         against a layer, or one client could turn the layer dense for all others that set a p.
         """
         probes = []
-        judged = [slab for slab in slabs if slab.share is None or slab.share >= self.judged_share]
+        judged = [
+            slab for slab in slabs if slab.request.kept_mass is None or slab.request.kept_mass >= self.judged_share
+        ]
         for level in dict.fromkeys(slab.level for slab in judged):
             number = self.sparse_steps[level]
             self.sparse_steps[level] += 1
@@ -289,12 +293,11 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         """What the dense backend leaves of the rows, level by level, dealt out as they fit into the arena."""
         assert self.memory is not None
         slabs: list[Slab] = []
-        asked = {(row.kind.level, row.share) for row in rows if row.is_sparse}
-        for level, share in sorted(asked, key=lambda one: (one[0], one[1] or 0)):
-            ids = [i for i, row in enumerate(rows) if row.is_sparse and (row.kind.level, row.share) == (level, share)]
+        requests = {row.request for row in rows if row.is_sparse}
+        for request in sorted(requests, key=lambda level: (level.name, level.kept_mass or 0)):
+            ids = [i for i, row in enumerate(rows) if row.is_sparse and row.request == request]
             parts = [Row.sparse_of(rows[i], number) for number, i in enumerate(ids)]
-            found = self.memory.room.slabs(parts, own_block_table(common.block_table_tensor, ids), level)
-            slabs += [slab._replace(share=share) for slab in found]
+            slabs += self.memory.room.slabs(parts, own_block_table(common.block_table_tensor, ids), request)
         return tuple(slabs)
 
 

@@ -9,7 +9,7 @@ there under vLLM's own hashes is exact, whoever wrote it, and what a level wrote
 
 import logging
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -22,7 +22,7 @@ from vllm_sparse_backend.settings.config import KEY, OPTION
 from vllm_sparse_backend.settings.errors import ConfigurationError
 from vllm_sparse_backend.settings.plan import DEFAULT
 from vllm_sparse_backend.settings.profile import EXACT
-from vllm_sparse_backend.settings.requests import FIELD, Choices, Granted, Mark, fingerprint
+from vllm_sparse_backend.settings.requests import FIELD, Choices, Mark, RequestLevel, fingerprint
 from vllm_sparse_backend.settings.resolved import Resolved
 
 logger = logging.getLogger(LOGGER)
@@ -83,23 +83,43 @@ def front_of(client: Any) -> Any:
 
 
 def mark_of(front: Any, params: Any) -> Mark:
-    """What a request gets; params: of sampling, or of pooling. Raises what vLLM answers with status 400."""
+    """The mark of a request that vLLM turns into an engine request.
+
+    Args:
+        front: vLLM's object that takes requests in.
+        params: the request's SamplingParams or PoolingParams.
+
+    Raises:
+        VLLMValidationError: the request may not have its level; vLLM answers with status 400.
+    """
+    known, extra_args = choices_at(front), getattr(params, "extra_args", None) or {}
+    asked = extra_args.get(FIELD)
+    if isinstance(asked, RequestLevel):  # of an HTTP request, checked as its body came in
+        return known.mark(asked)
     try:
-        return choices_at(front).mark(getattr(params, "extra_args", None))
+        return known.mark(known.level_of(extra_args))
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
 
-ASKED: ContextVar[Granted | None] = ContextVar("sparse_prefill_asked", default=None)
-"""The level of the HTTP request at hand, which ``ways_in`` found. The engine may be asked several things for its sake,
-by ways that lose what stood in its ``vllm_xargs``: beams, and scores of labels."""
+@dataclass
+class HttpRequest:
+    """The HTTP request at hand, as the middleware knows it once the body has been read."""
+
+    level: RequestLevel | None = None
+    """None where the body asks for none, and the served model that it names has none of its own."""
 
 
-def check_in(client: Any, params: Any) -> None:
-    """Give sampling parameters the level of the HTTP request that they were made for, and check what they ask for."""
-    if (asked := ASKED.get()) is not None:
-        params.extra_args = {**(params.extra_args or {}), FIELD: asked}
-    mark_of(front_of(client), params)
+HTTP_REQUEST: ContextVar[HttpRequest | None] = ContextVar("sparse_prefill_http_request", default=None)
+"""A context variable, as vLLM has no argument for it: beam search and scores of labels make sampling parameters of
+their own, which lose what stands in a body's ``vllm_xargs``, and so do some paths of some releases."""
+
+
+def take_level(params: Any) -> None:
+    """Put the level of the HTTP request at hand, if there is one, into sampling parameters that are made for it."""
+    http_request = HTTP_REQUEST.get()
+    if http_request is not None and http_request.level is not None:
+        params.extra_args = {**(params.extra_args or {}), FIELD: http_request.level}
 
 
 def kv_connectors(vllm_config: VllmConfig) -> set[str]:

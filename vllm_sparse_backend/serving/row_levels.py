@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose rows a step has: the level that each request of a worker's runner asked for, and the order of their rows."""
+"""Whose rows a step has: the level of each request of a worker's runner, and the order of the requests' rows.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+One ``RunnerRequests`` for each worker. The hooks around its runner fill it in, and the metadata builders read it.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from vllm_sparse_backend.serving import tallies
-from vllm_sparse_backend.settings.plan import DEFAULT
-from vllm_sparse_backend.settings.requests import REPORT, Mark
+from vllm_sparse_backend.settings.requests import REPORT, SERVER_LEVEL, Mark, RequestLevel
+
+REQUESTS = "sparse_prefill_requests"
+"""Attribute of vLLM's runner that holds its ``RunnerRequests``."""
 
 
 class Step:
     """The step that a worker's runner is at: its requests and their levels, and the order of the rows, once known.
 
-    levels: of all requests of the runner that have another than ``default``; scheduled: by request, its tokens in the
+    levels: of all requests of the runner that have another than the server's; scheduled: by request, its tokens in the
     step. A dummy run has tokens of nobody.
     """
 
-    def __init__(self, levels: Mapping[str, str], scheduled: Mapping[str, int], runner: Any = None) -> None:
+    def __init__(self, levels: Mapping[str, RequestLevel], scheduled: Mapping[str, int], runner: Any = None) -> None:
         self.levels, self.scheduled, self.runner = levels, scheduled, runner
         self.req_ids: Callable[[], Sequence[str]] = tuple
 
@@ -30,53 +35,77 @@ class Step:
         return [req_id if req_id in self.scheduled else None for req_id in known]
 
 
-_step: Step | None = None
+class RunnerRequests:
+    """The requests of one runner, and the step that it is at.
+
+    Args:
+        names: the levels that this worker can run rows at. A mark that names another counts as none.
+    """
+
+    step: Step | None = None
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._levels: dict[str, RequestLevel] = {}
+
+    def levels_of_rows(self, common: Any) -> list[RequestLevel]:
+        """The level of each row of a batch's metadata; the server's for padding rows."""
+        num_rows, step = common.num_reqs, self.step
+        if step is None or not step.levels.keys() & step.scheduled.keys():
+            return [SERVER_LEVEL] * num_rows
+        rows = step.rows(common)
+        if not 0 < len(rows) <= num_rows:
+            raise RuntimeError(
+                f"sparse-prefill: a batch of {num_rows} rows is built in a step of {len(step.scheduled)} requests, and "
+                f"{len(rows)} rows are told: nothing tells whose rows they are; please report it with the server's "
+                "options"
+            )
+        levels = [step.levels.get(req_id or "", SERVER_LEVEL) for req_id in rows]
+        return levels + [SERVER_LEVEL] * (num_rows - len(rows))
+
+    def ids_of_rows(self, common: Any) -> Sequence[str | None]:
+        """The request of each row of a batch's metadata, as the engine names it; none where nobody told."""
+        return () if self.step is None else self.step.rows(common)
+
+    def name_rows(self, req_ids: Callable[[], Sequence[str]]) -> None:
+        """Tell the step at hand, if there is one, where to ask for its rows' requests when metadata is built."""
+        if self.step is not None:
+            self.step.req_ids = req_ids
+
+    @contextmanager
+    def at_step(self, scheduler_output: Any, runner: Any) -> Iterator[None]:
+        """Keep the record of levels, and make it known to builders while the step runs."""
+        for req_id in scheduler_output.finished_req_ids:
+            self._levels.pop(req_id, None)
+            tallies.end(req_id)
+        for new in scheduler_output.scheduled_new_reqs:
+            extra_args = getattr(new.sampling_params, "extra_args", None) or {}
+            level = self._level_of(extra_args)
+            if extra_args.get(REPORT):
+                tallies.begin(new.req_id, level.name)
+            if level == SERVER_LEVEL:
+                self._levels.pop(new.req_id, None)
+            else:
+                self._levels[new.req_id] = level
+        before, self.step = self.step, Step(self._levels, scheduler_output.num_scheduled_tokens, runner)
+        try:
+            yield
+        finally:
+            self.step = before
+
+    def _level_of(self, extra_args: Mapping[str, Any]) -> RequestLevel:
+        mark = Mark.read(extra_args)
+        return SERVER_LEVEL if mark is None or mark.level not in self._names else mark.request_level
 
 
-def levels_of_rows(common: Any) -> list[str]:
-    """The level that each row of a batch's metadata was asked to have; of padding rows ``default``."""
-    num_rows = common.num_reqs
-    if _step is None or not _step.levels.keys() & _step.scheduled.keys():
-        return [DEFAULT] * num_rows
-    rows = _step.rows(common)
-    if not 0 < len(rows) <= num_rows:
-        raise RuntimeError(
-            f"sparse-prefill: a batch of {num_rows} rows is built in a step of {len(_step.scheduled)} requests, and "
-            f"{len(rows)} rows are told: nothing tells whose rows they are; please report it with the server's options"
-        )
-    return [_step.levels.get(req_id or "", DEFAULT) for req_id in rows] + [DEFAULT] * (num_rows - len(rows))
+def requests_of(runner: Any) -> RunnerRequests | None:
+    """The requests of vLLM's runner, which its layers' worker keeps; None where it has no layer that goes sparse."""
+    known: RunnerRequests | None = vars(runner).get(REQUESTS)
+    if known is None:
+        from vllm_sparse_backend.serving.layers import shared_worker
 
-
-def ids_of_rows(common: Any) -> Sequence[str | None]:
-    """The request of each row of a batch's metadata, as the engine names it; none where nobody told."""
-    return () if _step is None else _step.rows(common)
-
-
-def name_rows(req_ids: Callable[[], Sequence[str]]) -> None:
-    """Tell the step at hand, if there is one, where to ask for its rows' requests when metadata is built."""
-    if _step is not None:
-        _step.req_ids = req_ids
-
-
-@contextmanager
-def at_step(runner: Any, scheduler_output: Any) -> Iterator[None]:
-    """Keep the runner's record of levels, and make it known while the step runs."""
-    global _step
-    levels: dict[str, str] = runner.__dict__.setdefault("sparse_prefill_levels", {})
-    for req_id in scheduler_output.finished_req_ids:
-        levels.pop(req_id, None)
-        tallies.end(req_id)
-    for new in scheduler_output.scheduled_new_reqs:
-        extra_args = getattr(new.sampling_params, "extra_args", None) or {}
-        mark = Mark.of(extra_args)
-        if extra_args.get(REPORT):
-            tallies.begin(new.req_id, DEFAULT if mark is None else mark.level)
-        if mark is None or mark.level == DEFAULT:  # the latter has a salt alone
-            levels.pop(new.req_id, None)
-        else:
-            levels[new.req_id] = mark.level
-    before, _step = _step, Step(levels, scheduler_output.num_scheduled_tokens, runner)
-    try:
-        yield
-    finally:
-        _step = before
+        worker = shared_worker(runner.vllm_config)
+        if worker is None:
+            return None
+        known = vars(runner)[REQUESTS] = worker.requests
+    return known

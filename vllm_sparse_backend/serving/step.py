@@ -8,7 +8,7 @@ import torch
 
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.tallies import Spans
-from vllm_sparse_backend.settings.plan import DEFAULT
+from vllm_sparse_backend.settings.requests import SERVER_LEVEL, RequestLevel
 from vllm_sparse_kernels import Rows
 from vllm_sparse_kernels.rows import ceil_div, to_device
 
@@ -35,10 +35,13 @@ class Slab(NamedTuple):
     """
 
     rows: Rows
-    level: str = DEFAULT
-    """Of all these rows: what their requests asked for."""
-    share: float | None = None
-    """And the p that they gave."""
+    request: RequestLevel = SERVER_LEVEL
+    """The level of the requests of all these rows."""
+
+    @property
+    def level(self) -> str:
+        """The name of that level."""
+        return self.request.name
 
 
 @dataclass(frozen=True)

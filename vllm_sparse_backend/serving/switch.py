@@ -19,7 +19,7 @@ from vllm_sparse_backend.serving.requests import choices
 from vllm_sparse_backend.settings.errors import unexpected
 from vllm_sparse_backend.settings.metrics import SWITCH_METHOD
 from vllm_sparse_backend.settings.profile import EXACT, ON
-from vllm_sparse_backend.settings.requests import FIELD, Granted, Mark
+from vllm_sparse_backend.settings.requests import FIELD, Mark, RequestLevel
 
 logger = logging.getLogger(LOGGER)
 
@@ -34,7 +34,7 @@ def turn(core: Any, to: str) -> str:
     found = choices(core.vllm_config)
     if to == EXACT and found.refusal is not None:
         return found.refusal
-    mark = found.mark({FIELD: Granted(EXACT)}) if to == EXACT else None
+    mark = found.mark(RequestLevel(EXACT)) if to == EXACT else None
     setattr(core, MARK, mark)
     logger.warning("sparse-prefill: switched: all new requests %s", "are exact" if mark else "have what they ask for")
     return ""

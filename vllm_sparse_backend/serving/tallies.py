@@ -13,7 +13,6 @@ import torch
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.batch import BatchRow
 from vllm_sparse_backend.serving.stats import DENSE, SPARSE
-from vllm_sparse_backend.settings.requests import split
 from vllm_sparse_kernels import Rows, SparseIndex
 from vllm_sparse_kernels.index import causal_pairs
 
@@ -65,7 +64,7 @@ Spans = Sequence[tuple[int, int, Tally]]
 
 
 def begin(req_id: str, level: str) -> None:
-    TALLIES[req_id] = Tally(split(level)[0])
+    TALLIES[req_id] = Tally(level)
     if len(TALLIES) > MOST_KEPT:
         TALLIES.popitem(last=False)
 

@@ -7,7 +7,9 @@ from vllm.config import VllmConfig
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.arena import Memory
 from vllm_sparse_backend.serving.guard import Guard
+from vllm_sparse_backend.serving.row_levels import RunnerRequests
 from vllm_sparse_backend.serving.stats import Recorder
+from vllm_sparse_backend.settings.profile import EXACT
 from vllm_sparse_backend.settings.resolved import Resolved
 from vllm_sparse_kernels.layer import Layer, LayerPlan
 
@@ -32,6 +34,7 @@ class Worker:
         self.guard: Guard | None = None
         self.said: set[str] = set()
         """What the log says once for a worker."""
+        self.requests = RunnerRequests({EXACT, *self.resolved.plans})
         self._layers: dict[LayerPlan, Layer] = {}
 
     def is_of(self, vllm_config: VllmConfig) -> bool:

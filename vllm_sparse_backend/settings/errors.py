@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
+_short.maxlist = _short.maxdict = 20
 
 
 class ConfigurationError(RuntimeError):
@@ -26,7 +27,7 @@ class ConfigurationError(RuntimeError):
 
 def unexpected(given: object, expected: str) -> str:
     """ "given …, expected …", with a long value cut short."""
-    shown = repr(given)
+    shown = _short.repr(given) if isinstance(given, (dict, list)) else repr(given)
     return f"given {shown if len(shown) <= 80 else shown[:77] + '...'}, expected {expected}"
 
 
@@ -37,9 +38,20 @@ def not_one_of(given: object, allowed: Iterable[str]) -> str:
     return unexpected(given, f"one of {', '.join(names)}" + (f" (did you mean {close[0]!r}?)" if close else ""))
 
 
+LONGEST_SLIP = 40
+"""Characters. A longer key is nobody's slip of ours, and comparing it would take time that grows with its length."""
+SLIP_PARTS = ("spars", "prefil")
+"""A slip of ``sparse_prefill`` has one of them, whatever else is wrong with it: what has none is not compared."""
+
+
 def looks_like(key: object, ours: str) -> bool:
     """Whether a key may be a slip of ours: however it is cut up, with letters missing, or with more at its ends."""
-    plain, name = ("".join(filter(str.isalnum, str(one).lower())) for one in (key, ours))
+    if not isinstance(key, str) or len(key) > LONGEST_SLIP:
+        return False
+    if not any(part in key.lower() for part in SLIP_PARTS):
+        return False
+    plain = "".join(filter(str.isalnum, key.lower()))
+    name = "".join(filter(str.isalnum, ours.lower()))
     return name in plain or difflib.SequenceMatcher(None, plain, name).ratio() >= 0.85
 
 

@@ -8,7 +8,7 @@ request's sampling parameters, which the engine's core (for the hashes of cached
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_sparse_backend.identity import PACKAGE, package_version
 from vllm_sparse_backend.settings.config import KEY, OPTION, RequestsConfig
@@ -23,14 +23,19 @@ MARK = "sparse_prefill_mark"
 """The front process writes it, over whatever a request may hold there."""
 
 
-class Granted(str):
-    """A level that a server has found its request may have; no request can send such a value."""
+class RequestLevel(NamedTuple):
+    """The level of one request, as the front process has checked it. No client can send a value of this type."""
+
+    name: str = DEFAULT
+    """As plans and counters name it; ``p`` for all requests that give a p."""
+    kept_mass: float | None = None
+    """p of the request's ``top_p`` heads, between 0 and 1; None: that of the plan."""
+
+    def __str__(self) -> str:
+        return self.name if self.kept_mass is None else f"{self.name}={self.kept_mass!r}"
 
 
-def split(level: str) -> tuple[str, float | None]:
-    """The name that plans and counters know a level by, and the share: of ``p=0.97``, p and 0.97."""
-    name, _, share = level.partition("=")
-    return name, float(share) if share else None
+SERVER_LEVEL = RequestLevel()
 
 
 def refuse_slips(where: str, keys: Iterable[object]) -> None:
@@ -49,32 +54,71 @@ def asks_report(given: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """What the front process found a request to ask for, as plain values: it travels with the sampling parameters."""
+class Salt:
+    """Tells blocks of different levels apart.
 
-    level: str
-    salt: str | None = None
-    """Goes into the hash of the block that holds position ``exact_tokens``, and so into those of all later ones."""
-    exact_tokens: int = 0
+    ``text`` goes into the hash of the block that holds position ``exact_tokens``, and so into those of all later ones.
+    """
+
+    text: str
+    exact_tokens: int
 
     def key(self, start_token_idx: int, end_token_idx: int) -> tuple[str, str] | None:
-        """What goes into the hash of this block of the request; None unless it is the one that tells levels apart."""
-        if self.salt is None or not start_token_idx <= self.exact_tokens < end_token_idx:
+        """The extra key of the block [start_token_idx, end_token_idx); None for all blocks but one of a request."""
+        if not start_token_idx <= self.exact_tokens < end_token_idx:
             return None
-        return FIELD, f"{FIELD}={self.salt}"
+        return FIELD, f"{FIELD}={self.text}"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a request gets: made once, where vLLM turns it into an engine request; read by core and workers."""
+
+    level: str = DEFAULT
+    kept_mass: float | None = None
+    salt: Salt | None = None
+    """None where the request's blocks have vLLM's own hashes."""
+
+    @property
+    def request_level(self) -> RequestLevel:
+        return RequestLevel(self.level, self.kept_mass)
 
     @staticmethod
-    def of(extra_args: Mapping[str, Any] | None) -> "Mark | None":
-        """The mark in a request's ``extra_args``; None where it has the server's own level and no salt."""
-        data = extra_args.get(MARK) if extra_args else None
-        return None if data is None else Mark(*data)
+    def read(extra_args: object) -> "Mark | None":
+        """The mark in a request's ``extra_args``; None without one, and where it is not such as ``write`` writes.
+
+        It runs in the scheduler's loop, where an exception would end the engine: it raises nothing.
+        """
+        if not isinstance(extra_args, dict) or MARK not in extra_args:
+            return None
+        data = extra_args[MARK]
+        if not isinstance(data, (list, tuple)) or len(data) != 4:
+            return None
+        level, kept_mass, text, exact_tokens = data
+        if type(level) is not str or not level:
+            return None
+        # p belongs to requests of the level ``p``, and to no others.
+        if (level == SHARE) != (kept_mass is not None):
+            return None
+        if kept_mass is not None and not (type(kept_mass) is float and 0 < kept_mass < 1):
+            return None
+        if text is None:
+            return Mark(level, kept_mass)
+        if type(text) is not str or type(exact_tokens) is not int or exact_tokens < 0:
+            return None
+        return Mark(level, kept_mass, Salt(text, exact_tokens))
 
     def write(self, extra_args: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """``extra_args`` with this mark in place of what was asked for; without any where there is nothing to say."""
+        """``extra_args`` with this mark in place of what was asked for, and of any mark that was sent.
+
+        As plain values, which every serialiser of vLLM's knows. A request of the server's level with vLLM's own hashes
+        needs none.
+        """
         others = {key: value for key, value in (extra_args or {}).items() if key not in (FIELD, MARK)}
-        if self.level == DEFAULT and self.salt is None:
+        if self.request_level == SERVER_LEVEL and self.salt is None:
             return others or None
-        return {**others, MARK: [self.level, self.salt, self.exact_tokens]}
+        text, exact_tokens = (None, 0) if self.salt is None else (self.salt.text, self.salt.exact_tokens)
+        return {**others, MARK: [self.level, self.kept_mass, text, exact_tokens]}
 
 
 @dataclass(frozen=True)
@@ -115,67 +159,91 @@ class Choices:
             raise ConfigurationError(f"{OPTION} {KEY}.requests.{where}: {not_one_of(name, names)}")
         return DEFAULT if name in (ON, self.own) else name
 
-    def mark(self, extra_args: Mapping[str, Any] | None) -> Mark:
-        """What a request with these ``extra_args`` gets. Raises ValueError that lists what is allowed."""
-        given = {key: value for key, value in (extra_args or {}).items() if key != MARK}
+    def level_of(self, vllm_xargs: Mapping[str, Any] | None) -> RequestLevel:
+        """The level of a request with these ``vllm_xargs``, all keys of which are looked at.
+
+        Raises:
+            ValueError: the level may not be had here, or a key only looks like ours.
+        """
+        given = {key: value for key, value in (vllm_xargs or {}).items() if key != MARK}
         refuse_slips("vllm_xargs", given)
         asks_report(given)
-        level = str(self.grant(given))  # plain, as it travels to other processes
-        return Mark(level, self._salt(level), self.exact_tokens or 0)
+        return self.permit(given[FIELD]) if FIELD in given else self.unasked()
 
-    def grant(self, asked: Mapping[str, Any], model: str | None = None) -> Granted:
-        """The level of a request that asks for this one, if for any, of the served model of that name.
+    def unasked(self, model: str | None = None) -> RequestLevel:
+        """The level of requests that ask for none, of the served model of that name."""
+        return RequestLevel(self.models.get(model or "", self.default))
 
-        Raises ValueError where it may not have it.
+    def permit(self, given: object, model: str | None = None) -> RequestLevel:
+        """The level that a request asks for by the value ``given``, of the served model of that name.
+
+        Raises:
+            ValueError: it is no level, or the request may not have it; the message lists those that it may have.
         """
-        unasked = self.models.get(model or "", self.default)
-        if FIELD not in asked:
-            return Granted(unasked)
-        given = asked[FIELD]
-        if isinstance(given, Granted):
+        if isinstance(given, RequestLevel):  # checked before
             return given
-        level = self.level(given)
-        if level != unasked and (why := self._why_not(level)) is not None:
-            raise ValueError(f"vllm_xargs {FIELD}: given {given!r}, but {why}; leave it out")
-        return Granted(level)
+        unasked = self.unasked(model).name
+        level = self.named_by(given, unasked)
+        if self._may_have(level.name, unasked):
+            return level
+        why = self.refusal
+        if why is None:
+            why = f"this server's settings (requests.allow) let the request have {self.offers(unasked)}"
+        raise ValueError(f"vllm_xargs {FIELD}: given {given!r}, but {why}; leave it out")
 
-    def level(self, given: object) -> str:
-        """The level that a request's value names: ``exact``, ``default``, another of the profile's, or a share's."""
+    def named_by(self, given: object, unasked: str = DEFAULT) -> RequestLevel:
+        """The level that a request's value names, whether the request may have it or not.
+
+        Raises:
+            ValueError: it names none; the message lists those that a request may have that gets ``unasked`` anyway.
+        """
         if isinstance(given, (bool, int, float)) and given in (0, 1):
-            return DEFAULT if given else EXACT
+            return RequestLevel(DEFAULT if given else EXACT)
         if isinstance(given, str) and given in (ON, *self.levels):
-            return DEFAULT if given in (ON, self.own) else given
+            return RequestLevel(DEFAULT if given in (ON, self.own) else given)
         if isinstance(given, float) and 0 < given < 1:
-            if not self.has_shares:
-                why = "no head of this server's plan chooses by mass (top_p), so that there is no p to set"
-                raise ValueError(f"vllm_xargs {FIELD}: given {given!r}, but {why}; expected one of {self}")
-            return f"{SHARE}={given!r}"
-        raise ValueError(f"vllm_xargs {FIELD}: {unexpected(given, f'one of {self}')}")
+            if self.has_shares:
+                return RequestLevel(SHARE, given)
+            why = "no head of this server's plan chooses by mass (top_p), so that there is no p to set"
+            expected = f"expected one of {self.offers(unasked)}"
+            raise ValueError(f"vllm_xargs {FIELD}: given {given!r}, but {why}; {expected}")
+        raise ValueError(f"vllm_xargs {FIELD}: {unexpected(given, f'one of {self.offers(unasked)}')}")
 
-    def _why_not(self, level: str) -> str | None:
-        if self.refusal is None and self.allowed is not None and split(level)[0] not in self.allowed:
-            return f"this server's settings (requests.allow) let requests have {self._allowed()}"
-        return self.refusal
+    def mark(self, level: RequestLevel) -> Mark:
+        """The mark of a request of that level."""
+        text = self.salts.get(level.name)
+        if level.kept_mass is not None:
+            text = f"{text or level.name}={level.kept_mass!r}"
+        salt = None if text is None or self.exact_tokens is None else Salt(text, self.exact_tokens)
+        return Mark(level.name, level.kept_mass, salt)
 
-    def _salt(self, level: str) -> str | None:
-        if self.exact_tokens is None:
-            return None
-        name, share = split(level)
-        return self.salts.get(level) if share is None else f"{self.salts.get(name, name)}={share!r}"
+    def _may_have(self, level: str, unasked: str) -> bool:
+        if level == unasked:
+            return True
+        return self.refusal is None and (self.allowed is None or level in self.allowed)
 
     def policy(self) -> str:
         """For the log: what requests get that ask for none, and which they may ask for."""
         models = "".join(f", as model {model} {_shown(level)}" for model, level in self.models.items())
-        return f"{_shown(self.default)} unasked{models}; {self._allowed()} on request"
+        allowed = "all" if self.allowed is None else ", ".join(sorted(map(_shown, self.allowed))) or "nothing else"
+        return f"{_shown(self.default)} unasked{models}; {allowed} on request"
 
-    def _allowed(self) -> str:
-        return "all" if self.allowed is None else ", ".join(sorted(map(_shown, self.allowed))) or "nothing else"
+    def offers(self, unasked: str) -> str:
+        """All values that a request may give which gets the level ``unasked`` anyway: none of them is refused."""
+        values = []
+        if self._may_have(EXACT, unasked):
+            values.append("0 (exact)")
+        if self._may_have(DEFAULT, unasked):
+            values.append(f"1 (this server's own level{'' if self.own is None else f', {self.own}'})")
+        for name in self.levels:
+            if self._may_have(DEFAULT if name == self.own else name, unasked):
+                values.append(f"'{name}'")
+        if self.has_shares and self._may_have(SHARE, unasked):
+            values.append("a number between 0 and 1 (p of its top_p heads)")
+        return ", ".join(values)
 
     def __str__(self) -> str:
-        own = f", {self.own}" if self.own is not None else ""
-        names = [f"'{level}'" for level in self.levels]
-        share = ", a number between 0 and 1 (p of its top_p heads)" if self.has_shares else ""
-        return f"0 (exact), 1 (this server's own level{own}), {', '.join(names)}{share}"
+        return self.offers(self.default)
 
 
 def _shown(level: str) -> str:

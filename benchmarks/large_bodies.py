@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Large bodies that are posted to a server without a key: how long it takes to answer, and keeps /health waiting.
+
+    python -m benchmarks.large_bodies [--megabytes 25] [--results docs/results/mend.json]
+
+Stock vLLM and this backend on a small model, both with an API key, one after the other. Bodies of many keys that look
+like ours, of a prompt, and of a prompt with a level, to a path that no server has, to a guarded one, and to an open one
+that parses what it gets.
+"""
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, NamedTuple
+from urllib.parse import urlsplit
+
+import typer
+from rich.console import Console
+
+from benchmarks.figures import Report
+from benchmarks.options import Json, Results
+from benchmarks.tiny import make_model
+from vllm_sparse_backend.measure.report import table_of
+from vllm_sparse_backend.measure.server import Server, device_name, sparse_args
+
+SETTINGS = {"method": "a_shape", "params": {"sink_tokens": 64, "local_tokens": 128}, "min_tokens": 128}
+ARGS = ("--max-model-len", "4096", "--api-key", "key")
+PATHS = ("/nothing", "/v1/completions", "/tokenize")
+HEALTH_S = 0.2
+"""The bar: the longest that /health may wait."""
+
+
+def bodies(num_bytes: int) -> dict[str, bytes]:
+    """By what they are full of."""
+    keys = ", ".join(f'"sparse_prefil{i:08d}": 0' for i in range(num_bytes // 28))
+    prompt = "a word " * (num_bytes // 7)
+    return {
+        "keys": f"{{{keys}}}".encode(),
+        "prompt": json.dumps({"model": "m", "prompt": prompt}).encode(),
+        "prompt, level": json.dumps({"model": "m", "prompt": prompt, "vllm_xargs": {"sparse_prefill": 0}}).encode(),
+    }
+
+
+class Waiting(NamedTuple):
+    status: int
+    answer_s: float
+    health_s: float
+    """The longest of the questions for /health meanwhile."""
+
+
+def timed(address: str, ask: Callable[[http.client.HTTPConnection], int]) -> tuple[int, float]:
+    connection = http.client.HTTPConnection(address, timeout=120)
+    begun = time.monotonic()
+    try:
+        status = ask(connection)
+    finally:
+        connection.close()
+    return status, time.monotonic() - begun
+
+
+def post(address: str, path: str, body: bytes) -> Waiting:
+    """Post a body, and ask for /health over and over until it is answered."""
+    waits: list[float] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            waits.append(timed(address, _health)[1])
+            time.sleep(0.005)
+
+    def send(connection: http.client.HTTPConnection) -> int:
+        headers = {"Content-Type": "application/json"}
+        try:
+            connection.request("POST", path, body, headers)
+            return connection.getresponse().status
+        except ConnectionError:  # answered, and closed, before the body was read
+            return 0
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    time.sleep(0.1)
+    try:
+        status, seconds = timed(address, send)
+    finally:
+        time.sleep(0.2)  # work that goes on after the answer counts as well
+        done.set()
+        watcher.join()
+    return Waiting(status, seconds, max(waits))
+
+
+def _health(connection: http.client.HTTPConnection) -> int:
+    connection.request("GET", "/health")
+    answer = connection.getresponse()
+    answer.read()
+    return answer.status
+
+
+def main(
+    megabytes: Annotated[int, typer.Option(help="size of the bodies")] = 25,
+    json_path: Json = None,
+    results: Results = None,
+) -> None:
+    """Ask both servers, and print the table."""
+    report = Report("large_bodies", device_name(), json_path, results)
+    posted = bodies(megabytes * 1_000_000)
+    with TemporaryDirectory() as folder:
+        model = make_model(Path(folder) / "model")
+        for name, args in ("stock", ()), ("ours", sparse_args(SETTINGS)):
+            with Server(model, (*args, *ARGS)) as server:
+                address = urlsplit(server.url).netloc
+                for path in PATHS:
+                    for kind, body in posted.items():
+                        found = max((post(address, path, body) for _ in range(3)), key=lambda wait: wait.health_s)
+                        report.add_case({"server": name, "path": path, "body": kind, **found._asdict()})
+                        figure = f"{megabytes} MB of {kind} to {path} without a key, {name}"
+                        bar = HEALTH_S if name == "ours" and path != "/tokenize" else None
+                        report.add_figure(f"{figure}: /health", found.health_s, "s", "lower", bar)
+                        report.add_figure(f"{figure}: answered", found.answer_s, "s", "lower")
+    columns = {column: column for column in ("server", "path", "body", *Waiting._fields)}
+    Console(width=140).print(table_of("Large bodies", columns, report.cases, ""))
+
+
+if __name__ == "__main__":
+    typer.run(main)
