@@ -186,9 +186,11 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         threshold = self.reorder_batch_threshold or 1
         if common.max_query_len <= threshold:  # nothing prefills: nobody asks how long rows are
             return [BatchRow(s, end - s, 0, DECODE_ROW if end > s else PADDING_ROW) for s, end in pairwise(starts)]
-        seq_lens, levels = compat.host_seq_lens(common), levels_of_rows(common)
+        seq_lens, known_levels = compat.host_seq_lens(common), levels_of_rows(common)
+        levels = known_levels or [DEFAULT] * common.num_reqs
         prefilling = [True] * common.num_reqs if common.is_prefilling is None else common.is_prefilling.tolist()
-        whole, prefix_lm = _reason_of_batch(common_prefix_len, common), common.mm_req_doc_ranges or {}
+        whole = Fallback.UNNAMED if known_levels is None else _reason_of_batch(common_prefix_len, common)
+        prefix_lm = common.mm_req_doc_ranges or {}
         rows = []
         for i, (start, end) in enumerate(pairwise(starts)):
             query_len, context_len, (level, share) = end - start, seq_lens[i] - (end - start), split(levels[i])

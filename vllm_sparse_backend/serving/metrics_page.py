@@ -20,7 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from vllm_sparse_backend.identity import LOGGER, is_ours
 from vllm_sparse_backend.serving.asking import Ask, answers_of, engines_of, path_of, send_whole
-from vllm_sparse_backend.settings.config import load_config
+from vllm_sparse_backend.serving.resolution import settings_of
 from vllm_sparse_backend.settings.metrics import METRICS, PREFIX, SWITCH_PATH, WORKER_METHOD
 
 logger = logging.getLogger(LOGGER)
@@ -187,7 +187,7 @@ class MetricsEndpoint:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         config = getattr(engine_client, "vllm_config", None)
         if config is not None and is_ours(config.attention_config.backend):
-            settings = load_config(config.additional_config)
+            settings = settings_of(config)
             self.page.open(engine_client, config.model_config.served_model_name, settings.metrics_interval_s)
             if settings.switch:
                 from vllm_sparse_backend.serving.switch import Switch

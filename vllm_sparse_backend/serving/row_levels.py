@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_sparse_backend.serving import tallies
 from vllm_sparse_backend.settings.plan import DEFAULT
-from vllm_sparse_backend.settings.requests import REPORT, Mark
+from vllm_sparse_backend.settings.requests import Mark
 
 
 class Step:
@@ -33,23 +33,28 @@ class Step:
 _step: Step | None = None
 
 
-def levels_of_rows(common: Any) -> list[str]:
-    """The level that each row of a batch's metadata was asked to have; of padding rows ``default``."""
+def levels_of_rows(common: Any) -> list[str] | None:
+    """The level that each row of a batch's metadata was asked to have; of padding rows ``default``.
+
+    Returns:
+        None where requests of the step have other levels than ``default``, and nothing tells which rows are theirs.
+        What is exact for all of them is to run all rows dense.
+    """
     num_rows = common.num_reqs
     if _step is None or not _step.levels.keys() & _step.scheduled.keys():
         return [DEFAULT] * num_rows
-    rows = _step.rows(common)
-    if not 0 < len(rows) <= num_rows:
-        raise RuntimeError(
-            f"sparse-prefill: a batch of {num_rows} rows is built in a step of {len(_step.scheduled)} requests, and "
-            f"{len(rows)} rows are told: nothing tells whose rows they are; please report it with the server's options"
-        )
+    rows = ids_of_rows(common)
+    if not rows:
+        return None
     return [_step.levels.get(req_id or "", DEFAULT) for req_id in rows] + [DEFAULT] * (num_rows - len(rows))
 
 
 def ids_of_rows(common: Any) -> Sequence[str | None]:
-    """The request of each row of a batch's metadata, as the engine names it; none where nobody told."""
-    return () if _step is None else _step.rows(common)
+    """The request of each row of a batch's metadata, as the engine names it; none where they are not told."""
+    if _step is None:
+        return ()
+    rows = _step.rows(common)
+    return rows if len(rows) <= common.num_reqs else ()
 
 
 def name_rows(req_ids: Callable[[], Sequence[str]]) -> None:
@@ -69,8 +74,8 @@ def at_step(runner: Any, scheduler_output: Any) -> Iterator[None]:
     for new in scheduler_output.scheduled_new_reqs:
         extra_args = getattr(new.sampling_params, "extra_args", None) or {}
         mark = Mark.of(extra_args)
-        if extra_args.get(REPORT):
-            tallies.begin(new.req_id, DEFAULT if mark is None else mark.level)
+        if (ticket := tallies.ticket_in(extra_args)) is not None:
+            tallies.begin(new.req_id, DEFAULT if mark is None else mark.level, ticket)
         if mark is None or mark.level == DEFAULT:  # the latter has a salt alone
             levels.pop(new.req_id, None)
         else:
