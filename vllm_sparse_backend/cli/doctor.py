@@ -104,7 +104,7 @@ def without_vllm() -> bool:
 
 
 def registration() -> Iterator[Finding]:
-    """Load plugins as vLLM does, all of them in its order, and then look the flag's value up as its command line does."""
+    """Load all plugins as vLLM does, in its order, and look the flag's value up as its command line does."""
     if without_vllm():
         yield note("backend", "not tried, for vLLM is not installed")
         return

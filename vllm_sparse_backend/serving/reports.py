@@ -28,7 +28,7 @@ ANSWERED = {"/v1/completions", "/v1/chat/completions"}
 TIMEOUT_S = 10.0
 
 TICKET: ContextVar[str] = ContextVar("sparse_prefill_ticket", default="")
-"""Of the HTTP request at hand, if its answer will bear a report. The engine is asked by ways that carry nothing else."""
+"""Of the HTTP request at hand, if its answer will bear a report. Ways to the engine carry nothing else."""
 
 
 def with_ticket(extra_args: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -31,8 +31,8 @@ def unread_settings(backend: Any) -> str:
         backend: vLLM's enum member for the configured backend; None where the choice is vLLM's.
     """
     line = (
-        f"sparse-prefill: {KEY} in {OPTION} is not read: attention runs on {_name_of(backend)}; add --attention-backend "
-        "sparse-prefill to use these settings, or leave them out"
+        f"sparse-prefill: {KEY} in {OPTION} is not read: attention runs on {_name_of(backend)}; add "
+        "--attention-backend sparse-prefill to use these settings, or leave them out"
     )
     if (value := os.environ.get(VARIABLE)) is not None and not _is_read(VARIABLE):
         line += f" ({VARIABLE}={value} is set, and this release of vLLM does not read it)"
