@@ -209,9 +209,10 @@ def test_another_plugin_that_takes_the_flags_place_in_either_order(
     ways = {"other": take, "sparse_prefill": plugin.register}
     monkeypatch.setattr(plugins, "load_plugins_by_group", lambda group: {name: ways[name] for name in order})
     monkeypatch.setattr(plugins, "plugins_loaded", False)
-    monkeypatch.delitem(registry._ATTN_OVERRIDES, custom, raising=False)
-    for name in plugin.NAMES:
-        monkeypatch.delitem(registry.AttentionBackendEnum._member_map_, name, raising=False)
+    members = registry.AttentionBackendEnum._member_map_
+    without_ours = {name: member for name, member in members.items() if name not in plugin.NAMES}
+    monkeypatch.setattr(registry.AttentionBackendEnum, "_member_map_", without_ours)
+    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
     monkeypatch.setattr(doctor, "_entry_point", lambda: doctor.ok("plugin", "is there"))
     findings = [*doctor.registration()]
     assert [finding.level for finding in findings] == ["bad"]
