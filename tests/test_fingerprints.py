@@ -80,10 +80,10 @@ def test_what_auto_stands_for_makes_another() -> None:
 
 
 def scaled(method: Method, name: str) -> Method:
-    """The method with every number changed that it takes another of."""
-    for one in fields(method):
-        if one.init:
-            method = next(changed(method, name, one.name), method)
+    """The method with every number changed in which heads that are selected together may differ; else with all."""
+    own = getattr(method, "differing", None) or [one.name for one in fields(method) if one.init]
+    for field in own:
+        method = next(changed(method, name, field), method)
     return method
 
 
