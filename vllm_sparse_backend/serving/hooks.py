@@ -190,8 +190,8 @@ def _counting(original: Function) -> Function:
     """The wrapper around every worker passes calls by name on to it, from ``collective_rpc`` and from the engine."""
 
     def __getattr__(self: Any, attr: str) -> Any:
-        vllm_config = vars(self).get("vllm_config")  # absent until the worker is made
-        if vllm_config is None or not is_ours(vllm_config.attention_config.backend):
+        worker = vars(self).get("worker")  # absent until it is made
+        if worker is None or not is_ours(worker.vllm_config.attention_config.backend):
             return original(self, attr)
         if attr == WORKER_METHOD:
             from vllm_sparse_backend.serving.samples import worker_samples
